@@ -77,7 +77,7 @@ pub(super) struct Flow {
     /// Where the bytes belong that come next.
     data: Option<Data>,
     has_answered: bool,
-    /// Something was answered since that was asked last.
+    /// Something was answered since somebody took note of that.
     is_heard: bool,
     headers: Vec<Header>,
     storage: Vec<iovec>,
@@ -153,7 +153,7 @@ impl Flow {
         self.has_answered
     }
 
-    /// Whether something was answered since this was asked last.
+    /// Whether something was answered since this was called last.
     pub(super) fn take_heard(&mut self) -> bool {
         std::mem::take(&mut self.is_heard)
     }

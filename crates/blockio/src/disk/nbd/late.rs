@@ -11,11 +11,11 @@ impl Pipe {
     pub(super) fn tell_condition(&self, why: Option<(Instant, &str)>) {
         let now = self.io.recently.get();
         let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
-        let (up, late, since) = {
-            let links = &self.requests.borrow().links;
-            let late = || links.iter().filter_map(|link| link.late_since);
-            let up = links.iter().filter(|link| link.is_up).count();
-            (up, late().count(), late().chain(waiting).min())
+        let (up, late, since, is_idle) = {
+            let requests = self.requests.borrow();
+            let late = || requests.links.iter().filter_map(|link| link.late_since);
+            let up = requests.links.iter().filter(|link| link.is_up).count();
+            (up, late().count(), late().chain(waiting).min(), requests.are_idle())
         };
         let condition = match (why, since) {
             (Some((since, why)), _) if up == 0 => Condition::Away(since, why.to_owned()),
@@ -23,11 +23,15 @@ impl Pipe {
             _ => Condition::Up(up),
         };
         self.shared.set_condition(self.number, condition);
+        if up > 0 && is_idle {
+            self.shared.expects_nothing(self.number);
+        }
     }
 
     /// Looks whether the server is late with what a link has, whose connection is there since
     /// `begun` and has received what had come. Everybody is to know, and the log has a line for all
-    /// connections together. `has_answered`: the link was answered something since the last look.
+    /// connections together. `has_answered`: something was received for the link since the last
+    /// look.
     pub(super) fn look_for_late(&self, index: usize, begun: Instant, has_answered: bool) {
         let now = self.io.recently.get();
         // What is sent again has waited for a server that was away, and not for an answer.
@@ -36,7 +40,7 @@ impl Pipe {
         self.requests.borrow_mut().links[index].late_since = late_since;
         self.tell_condition(None);
         let name = &self.shared.options;
-        match self.shared.look_for_late(now, has_answered) {
+        match self.shared.look_for_late(self.number, now, has_answered) {
             Some(Line::Waits(age)) => tracing::warn!(
                 "{name}: the server has not answered an operation for {} s; requests wait for it; \
                  check the server, its storage and the network",

@@ -270,7 +270,6 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             tick = None;
             // The end of a stream that comes with data is announced only once, with the data.
             flow.may_receive();
-            look_at_deadline(pipe, index)?;
             look_for_silence(pipe, flow)?;
             pipe.expire();
         }
@@ -286,7 +285,8 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             io.wake_me();
         }
         if is_look_due {
-            // What has come while this thread did not run is not late.
+            // What has come while this thread did not run is neither late nor overdue.
+            look_at_deadline(pipe, index)?;
             pipe.look_for_late(index, begun, flow.take_heard());
         }
         if !is_busy && pipe.shared.is_over() {

@@ -161,6 +161,12 @@ impl Requests {
         self.done.clear();
     }
 
+    /// Whether all of them have ended.
+    pub(super) fn are_idle(&self) -> bool {
+        let has_ended = |state| matches!(state, State::Free | State::Done(_) | State::TurnedAway);
+        self.slots.iter().all(|slot| has_ended(slot.state))
+    }
+
     pub(super) fn oldest(&self, which: impl Fn(State) -> bool) -> Option<Instant> {
         let slots = self.slots.iter().filter(|slot| which(slot.state));
         slots.map(|slot| slot.made.since).min()

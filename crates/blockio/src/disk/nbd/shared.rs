@@ -1,6 +1,6 @@
 //! What all IoThreads know about an NBD export.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -58,6 +58,8 @@ struct State {
     breaks: Rare,
     /// And about one that does not answer.
     unanswered: Unanswered,
+    /// The pipes that were late since such a line, and were answered nothing since then.
+    unheard: BTreeSet<u64>,
 }
 
 /// Connections that break are worth a line each, unless they do it again and again.
@@ -111,6 +113,17 @@ pub(super) enum Condition {
     Away(Instant, String),
 }
 
+impl Condition {
+    /// Whether there is a connection whose requests are answered.
+    fn serves(&self) -> bool {
+        match self {
+            Self::Up(up) => *up > 0,
+            Self::Late { up, late, .. } => late < up,
+            Self::Away(..) => false,
+        }
+    }
+}
+
 impl Shared {
     pub(super) fn new(
         options: NbdOptions,
@@ -130,6 +143,7 @@ impl Shared {
             log: Rare::default(),
             breaks: Rare::few(BREAKS_TOLD),
             unanswered: Unanswered::default(),
+            unheard: BTreeSet::new(),
         };
         Self {
             options,
@@ -207,8 +221,7 @@ impl Shared {
         }
         let state = self.state();
         let mut others = state.pipes.iter().filter(|(number, _)| **number != pipe);
-        let is_up = |condition: &Condition| matches!(condition, Condition::Up(1..));
-        let (number, (remote, _)) = others.find(|(_, (_, condition))| is_up(condition))?;
+        let (number, (remote, _)) = others.find(|(_, (_, condition))| condition.serves())?;
         Some((*number, remote.clone()))
     }
 
@@ -251,6 +264,7 @@ impl Shared {
     pub(super) fn remove_pipe(&self, pipe: u64) {
         let mut state = self.state();
         state.pipes.remove(&pipe);
+        state.unheard.remove(&pipe);
         state.home = state.home.filter(|home| *home != pipe);
     }
 
@@ -352,7 +366,7 @@ impl Shared {
         }
         let (mut late, mut away, mut is_up) = (None, None, false);
         for (_, condition) in self.state().pipes.values() {
-            is_up |= matches!(condition, Condition::Up(1..) | Condition::Late { .. });
+            is_up |= condition.serves();
             let (known, since) = match condition {
                 Condition::Up(_) => continue,
                 Condition::Late { since, .. } => (&mut late, *since),
@@ -390,19 +404,34 @@ impl Shared {
         }
     }
 
+    /// A pipe has a connection, and no request that an answer could come to.
+    pub(super) fn expects_nothing(&self, pipe: u64) {
+        self.state().unheard.remove(&pipe);
+    }
+
     /// What the log is to say about a server that does not answer, for all connections of all
-    /// IoThreads together. It answers again when it `has_answered` something: a connection that
-    /// breaks leaves nothing that is late, and shows nothing.
-    pub(super) fn look_for_late(&self, now: Instant, has_answered: bool) -> Option<Line> {
+    /// IoThreads together. It answers again when it has answered something to each pipe that was
+    /// late: a connection that breaks leaves nothing that is late, and shows nothing. This pipe
+    /// `has_answered` something since it looked last.
+    pub(super) fn look_for_late(
+        &self,
+        pipe: u64,
+        now: Instant,
+        has_answered: bool,
+    ) -> Option<Line> {
         let mut state = self.state();
-        let since = |condition: &Condition| match condition {
-            Condition::Late { since, .. } => Some(*since),
+        if has_answered {
+            state.unheard.remove(&pipe);
+        }
+        let since = |(number, (_, condition)): (&u64, &(Remote, Condition))| match condition {
+            Condition::Late { since, .. } => Some((*number, *since)),
             _ => None,
         };
-        let late = state.pipes.values().filter_map(|(_, condition)| since(condition)).min();
-        if late.is_none() && !has_answered {
+        let late: Vec<(u64, Instant)> = state.pipes.iter().filter_map(since).collect();
+        state.unheard.extend(late.iter().map(|(number, _)| *number));
+        if late.is_empty() && !state.unheard.is_empty() {
             return None;
         }
-        state.unanswered.look(now, late)
+        state.unanswered.look(now, late.iter().map(|(_, since)| *since).min())
     }
 }

@@ -123,24 +123,40 @@ fn the_log_has_one_line_for_all_iothreads() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared, start) = (new_thread(), shared(&server), Instant::now());
     let [one, two] = [(); 2].map(|()| shared.add_pipe(&thread.io().remote()));
-    let late = |pipe, second| {
+    let late = |pipe, second, up| {
         let since = start + second * SECOND;
-        shared.set_condition(pipe, Condition::Late { since, up: 1, late: 1 });
+        shared.set_condition(pipe, Condition::Late { since, up, late: 1 });
     };
-    let look = |second, has_answered| shared.look_for_late(start + second * SECOND, has_answered);
-    late(one, 1);
-    assert_eq!(look(6, false), Some(Line::Waits(5 * SECOND)));
-    late(two, 0);
-    assert_eq!((look(7, false), look(65, true)), (None, None), "it was told");
-    assert_eq!(look(66, false), Some(Line::Waits(66 * SECOND)), "a minute later");
+    let look = |pipe, second, has_answered| {
+        shared.look_for_late(pipe, start + second * SECOND, has_answered)
+    };
+    late(one, 1, 1);
+    assert_eq!(look(one, 6, false), Some(Line::Waits(5 * SECOND)));
+    late(two, 0, 1);
+    assert_eq!((look(two, 7, false), look(one, 65, true)), (None, None), "it was told");
+    assert_eq!(look(two, 66, false), Some(Line::Waits(66 * SECOND)), "a minute later");
     // Its connection breaks, and is made again.
     shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
-    assert_eq!(look(71, true), None, "the other one is late");
-    assert_eq!(shared.disk_state(), DiskState::Late(start));
+    assert_eq!(look(one, 71, false), None, "the other one is late");
     assert_eq!(shared.remark(), "connections: 1, late: 1; not all IoThreads have one: it broke");
+    let of_other = || shared.other(one).map(|(number, _)| number);
+    assert_eq!((of_other(), shared.disk_state()), (None, DiskState::Away(start + 70 * SECOND)));
+    late(two, 0, 2);
+    assert_eq!((of_other(), shared.disk_state()), (Some(two), DiskState::Late(start)));
     shared.set_condition(one, Condition::Up(1));
-    shared.set_condition(two, Condition::Up(1));
-    assert_eq!(look(72, false), None, "nothing was answered");
-    assert_eq!(look(75, true), Some(Line::Answers(74 * SECOND)));
-    assert_eq!(look(76, true), None);
+    shared.set_condition(two, Condition::Up(2));
+    assert_eq!(look(two, 72, false), None, "nothing was answered");
+    assert_eq!(look(two, 74, true), None, "nothing was answered to the other one");
+    assert_eq!(look(one, 75, true), Some(Line::Answers(74 * SECOND)));
+    assert_eq!((look(one, 76, true), look(two, 77, false)), (None, None));
+    // One whose requests have failed waits for nothing, and neither does one that has gone.
+    let forgets: [fn(&Shared, u64); 2] = [Shared::expects_nothing, Shared::remove_pipe];
+    for forget in forgets {
+        late(two, 80, 2);
+        assert_eq!(look(two, 86, false), Some(Line::Waits(6 * SECOND)));
+        shared.set_condition(two, Condition::Up(2));
+        assert_eq!(look(one, 87, true), None);
+        forget(&shared, two);
+        assert_eq!(look(one, 87, false), Some(Line::Answers(7 * SECOND)));
+    }
 }
