@@ -23,7 +23,7 @@ for_each_engine! {
     an_image_survives_kills_of_its_daemons_and_of_those_that_take_over,
 }
 
-/// How many images are killed under their daemon while they are new.
+/// How many images have their daemon killed while they are new.
 const NEW_IMAGES: u64 = 15;
 /// How often one image is, if nothing else is asked for, and which part of it in takeovers.
 const ROUNDS: u32 = 12;
@@ -101,7 +101,7 @@ impl Image {
         let export = Export { disk: Some(self.disk(below)), ..export };
         let server = Server::start(Program::Ringhaul, &export)?;
         let mut world = World::new(&socket, BLOCKS_MAX, true)?;
-        // There is always some that has no space yet.
+        // The load moves on to blocks that have no space yet.
         world.blocks = FEW_BLOCKS;
         world.erases = Some(match self.format {
             Format::LuksOnQcow2 => blk::DISCARD,
@@ -149,7 +149,9 @@ fn qemu_img(arguments: &[&str], codes: &[i32]) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     let mut output = command.output().context("running qemu-img")?;
     // The kernel may still have operations of a daemon that was killed, and its locks with them.
-    while String::from_utf8_lossy(&output.stderr).contains("lock") && Instant::now() < deadline {
+    while String::from_utf8_lossy(&output.stderr).contains("Failed to get")
+        && Instant::now() < deadline
+    {
         output = command.output()?;
     }
     let is_good = output.status.code().is_some_and(|code| codes.contains(&code));

@@ -131,12 +131,12 @@ fn killed_on(format: Format) -> Result<()> {
 }
 
 #[test]
-fn a_qcow2_image_is_killed_ten_times() -> Result<()> {
+fn the_daemon_of_a_qcow2_image_is_killed_ten_times() -> Result<()> {
     scenario(|| killed_on(Format::Qcow2))
 }
 
 #[test]
-fn an_encrypted_disk_is_killed_ten_times() -> Result<()> {
+fn the_daemon_of_an_encrypted_disk_is_killed_ten_times() -> Result<()> {
     scenario(|| killed_on(Format::Luks))
 }
 

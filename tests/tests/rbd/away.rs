@@ -25,7 +25,7 @@ fn with_time_outs(scene: &Scene, disk: &str) -> Result<String> {
 }
 
 /// Requests wait while the OSD is stopped, and while it is dead; all of this shows, and none of
-/// them fails or is lost, whatever the configuration says.
+/// them fails or is lost, also where the configuration has them time out.
 pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("away")?;
     let disk = with_time_outs(scene, &disk)?;

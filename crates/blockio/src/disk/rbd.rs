@@ -248,7 +248,8 @@ impl RbdSource {
 }
 
 /// Starts a thread that tells the log when the cluster does not answer, and gives it up where that
-/// is wanted. It ends when nobody has the image any more, or what this returns is dropped.
+/// is wanted. It ends when nobody has the image any more, it was given up, or what this returns is
+/// dropped.
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.waiting()), shared.name.clone());

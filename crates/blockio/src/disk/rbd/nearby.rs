@@ -32,8 +32,8 @@ const PERIOD_OPS: usize = 256 * SPAN_OPS;
 const PERIOD: Duration = Duration::from_secs(10);
 const PERIOD_TRIALS: u32 = 16;
 
-/// After so much time without an operation the IoThread and the others may be anywhere until the
-/// next one. The outcome of a trial holds on; a trial begins anew.
+/// After so much time without an operation the IoThread and the others may be anywhere until one
+/// comes sooner after another. The outcome of a trial holds on; a trial begins anew.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// What librados calls the threads that an operation passes through.
