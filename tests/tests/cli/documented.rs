@@ -25,7 +25,8 @@ const WITH_SECRET: &str = "nbd://user:password@host/x";
 /// Programs of others that examples run, beside those that every machine has.
 const TOOLS: [&str; 4] = ["cryptsetup", "qemu-img", "qemu-nbd", "sfdisk"];
 
-/// What examples with a disk on another machine have in them. They are read and not run.
+/// What examples with a disk on another machine have in them. They are read and not run here;
+/// those with a cluster are run where there is one, `rbd/named.rs`.
 const ELSEWHERE: [&str; 3] = ["rbd,", "rbd:", "nbds://"];
 
 /// A disk that is there before the examples of a part begin, and how large it is.

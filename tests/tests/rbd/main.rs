@@ -119,6 +119,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("an encrypted disk over an image in the cluster", layers::luks),
         ("images in a configuration file", named::in_a_file),
         ("an image is driven by `disk bench`", named::driven),
+        ("images of the page about disks", named::as_documented),
         ("namespaces, users and keyrings", clients::users),
         ("threads of the library", clients::threads),
         ("threads of the library and CPUs", clients::threads_are_placed),

@@ -48,6 +48,38 @@ pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
+const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/disks.md"));
+
+/// The examples of the page about disks, with the cluster of this test for those that it names.
+pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {
+    let (_, part) = PAGE.split_once("\n## rbd\n").context("the page has no such part")?;
+    let part = part.split("\n## ").next().unwrap_or_default();
+    let cluster = &scene.cluster;
+    cluster.tool("ceph", &["osd", "pool", "create", "vms", "8", "8"])?;
+    let keyring = cluster.path("vm-host.keyring").display().to_string();
+    let rights = ["mon", "profile rbd", "osd", "profile rbd", "-o", &keyring];
+    cluster.tool("ceph", &[&["auth", "get-or-create", "client.vm-host"], &rights[..]].concat())?;
+    let conf = cluster.conf().display().to_string();
+    let places = [("/etc/ceph/site-b.conf", &conf), ("/etc/ceph/vm-host.keyring", &keyring)];
+    let mut served = 0;
+    for line in part.lines().filter_map(|line| line.strip_prefix("    ")) {
+        let here = |line: String, (there, here): (&str, &String)| line.replace(there, here);
+        let line = places.into_iter().fold(line.to_owned(), here);
+        if let Some(options) = line.strip_prefix("rbd ") {
+            let options: Vec<&str> = options.split(' ').collect();
+            scene.cluster.tool("rbd", &options).context(line.clone())?;
+        } else if let Some((_, disk)) = line.split_once("--disk ") {
+            let export = scene.serve(&format!("documented-{served}"), disk, &[])?;
+            let load = export.load("--number_ios 100")?.finish()?.expect_code(0)?.stdout;
+            ensure!(load.contains(" 0 reads with wrong data"), "{line}: {load}");
+            export.end().context(line.clone())?;
+            served += 1;
+        }
+    }
+    ensure!(served == 2, "the page has {served} disks in a cluster");
+    Ok(())
+}
+
 pub(super) fn driven(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("driven")?;
     let drive = |options: &str| -> Result<_> {
