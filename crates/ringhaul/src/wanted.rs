@@ -1,5 +1,5 @@
-//! Whether somebody still wants a disk that is being opened. What it has in it is read before it is
-//! served, such as the header of an image, and the server that has it may never answer.
+//! Whether a disk that is being opened is still wanted. The header of an image or of LUKS is read
+//! before the disk is served, and the server that has it may never answer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
