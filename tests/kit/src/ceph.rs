@@ -29,11 +29,19 @@ const USERS: [(&str, [&str; 3]); 5] = [
     ("client.vm", ["profile rbd", "profile rbd", "profile rbd"]),
 ];
 
+/// Options for an OSD that keeps in memory all that it reads.
+const KEEP_ALL_READ: &str = "bluestore cache autotune = false\n\
+                             bluestore cache size = 8589934592\n\
+                             bluestore cache meta ratio = 0.1\n\
+                             bluestore cache kv ratio = 0.1\n";
+
 /// A running cluster with an empty pool `rbd`. Dropping it ends its processes and removes its
 /// folder.
 pub struct Cluster {
     /// What starts its daemons.
     under: &'static [&'static str],
+    /// Lines of its configuration that not all clusters have.
+    options: &'static str,
     daemons: Vec<(&'static str, Child)>,
     folder: TempDir,
 }
@@ -44,20 +52,20 @@ impl Cluster {
     /// # Errors
     /// When it is installed, and does not start.
     pub fn start() -> Result<Option<Self>> {
-        Self::start_under(&["nice", "-n", "10"])
+        Self::start_under(&["nice", "-n", "10"], "")
     }
 
     /// As [`start`](Self::start), with daemons that are as much entitled to a CPU as their clients.
     /// Like services, they have a session apart from those: the scheduler divides CPUs between
-    /// sessions first.
+    /// sessions first. What was read once does not come from the disk of the OSD again.
     ///
     /// # Errors
     /// As there.
     pub fn start_as_service() -> Result<Option<Self>> {
-        Self::start_under(&["setsid"])
+        Self::start_under(&["setsid"], KEEP_ALL_READ)
     }
 
-    fn start_under(under: &'static [&'static str]) -> Result<Option<Self>> {
+    fn start_under(under: &'static [&'static str], options: &'static str) -> Result<Option<Self>> {
         for program in ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-authtool", "rbd"] {
             if !is_installed(program) {
                 eprintln!("skipped: a Ceph cluster: {program} is not installed (`make setup`)");
@@ -66,7 +74,7 @@ impl Cluster {
         }
         // Where paths are short: there are sockets in it.
         let folder = tempfile::tempdir().context("making a folder for a cluster")?;
-        let mut cluster = Self { under, daemons: Vec::new(), folder };
+        let mut cluster = Self { under, options, daemons: Vec::new(), folder };
         match cluster.bring_up() {
             Ok(()) => Ok(Some(cluster)),
             Err(error) => Err(error.context(cluster.messages())),
@@ -214,6 +222,7 @@ impl Cluster {
 
     fn configuration(&self, id: &str, address: &str) -> String {
         let folder = self.folder.path().display();
+        let options = self.options;
         format!(
             "[global]\n\
              fsid = {id}\n\
@@ -239,7 +248,8 @@ impl Cluster {
              # Tests stop the OSD. It is not to be replaced, nor to wait for others afterwards.\n\
              osd heartbeat grace = 600\n\
              mon data avail warn = 1\n\
-             mon data avail crit = 1\n"
+             mon data avail crit = 1\n\
+             {options}"
         )
     }
 
