@@ -45,6 +45,7 @@ mod op_kind;
 mod open_file;
 mod pacing;
 mod pending;
+mod policy;
 mod poll_window;
 mod rare;
 mod reactor;

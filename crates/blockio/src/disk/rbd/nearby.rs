@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::Pid;
-use rustix::thread::{CpuSet, sched_getaffinity};
+use rustix::thread::sched_getaffinity;
 
 use super::shared::Shared;
 use crate::clock;
 use crate::io::Io;
-use crate::stay::Stay;
+use crate::stay::{Free, Stay};
 use crate::trial::{Step, Trial};
 
 /// Operations in each span of a trial: two of those of the trial whether to poll beside threads of
@@ -210,8 +210,8 @@ struct Placement {
 /// Threads that are on the CPU of this one.
 struct Gathered {
     stay: Stay,
-    /// With where they may be otherwise.
-    threads: Vec<(Pid, CpuSet)>,
+    /// With how they run otherwise.
+    threads: Vec<(Pid, Free)>,
 }
 
 impl Drop for Gathered {
@@ -322,9 +322,14 @@ mod tests {
     use super::*;
     use crate::config::IoThreadConfig;
     use crate::io_thread::IoThread;
+    use crate::policy::{self, Policy};
 
+    /// On one CPU it waits for its turn.
     fn cpus(thread: Pid) -> usize {
-        sched_getaffinity(Some(thread)).unwrap().count() as usize
+        let cpus = sched_getaffinity(Some(thread)).unwrap().count() as usize;
+        let expected = if cpus == 1 { Policy::Batch } else { Policy::Other };
+        assert!(policy::has(Some(thread), expected), "{cpus} CPUs, and not {expected:?}");
+        cpus
     }
 
     /// A thread with a name of librados, for as long as the sender is there.
