@@ -40,6 +40,9 @@ struct End {
     size_bytes: AtomicU64,
     /// Its size is its own affair.
     has_own_size: bool,
+    /// Nobody else writes to it, as if it were a file that is locked.
+    #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "images ask"))]
+    is_held_alone: bool,
 }
 
 impl End {
@@ -93,15 +96,21 @@ pub(crate) enum Event {
 
 impl Elsewhere {
     pub(crate) fn new(content: &[u8]) -> Self {
-        Self::start(content, false)
+        Self::start(content, false, false)
     }
 
     /// One whose size its users cannot change.
     pub(crate) fn of_fixed_size(content: &[u8]) -> Self {
-        Self::start(content, true)
+        Self::start(content, true, false)
     }
 
-    fn start(content: &[u8], has_own_size: bool) -> Self {
+    /// One that nobody else writes to.
+    #[cfg(feature = "qcow2")]
+    pub(crate) fn held_alone(content: &[u8]) -> Self {
+        Self::start(content, false, true)
+    }
+
+    fn start(content: &[u8], has_own_size: bool, is_held_alone: bool) -> Self {
         let state = State { content: content.to_vec(), ..State::default() };
         let size_bytes = AtomicU64::new(content.len() as u64);
         let end = Arc::new(End {
@@ -109,6 +118,7 @@ impl Elsewhere {
             changed: Condvar::new(),
             size_bytes,
             has_own_size,
+            is_held_alone,
         });
         let served = Arc::clone(&end);
         std::thread::spawn(move || serve(&served));
@@ -138,6 +148,11 @@ impl Elsewhere {
     /// What has happened to the content since it was made.
     pub(crate) fn journal(&self) -> Vec<Event> {
         self.state().journal.clone()
+    }
+
+    #[cfg(feature = "qcow2")]
+    pub(crate) fn content(&self) -> Vec<u8> {
+        self.state().content.clone()
     }
 
     pub(crate) fn events(&self) -> usize {
@@ -227,6 +242,11 @@ impl OtherSource for ElsewhereSource {
 
     fn local(&self) -> Option<&FileSource> {
         None
+    }
+
+    #[cfg(feature = "qcow2")]
+    fn is_held_alone(&self) -> bool {
+        self.0.0.0.is_held_alone
     }
 
     fn state(&self) -> DiskState {

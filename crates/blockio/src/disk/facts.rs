@@ -188,9 +188,16 @@ impl DiskSource {
     /// Operations of the kernel cannot be taken back: those of a file go on. This is the end of the
     /// disk, for all clones of it; others that have opened it are not affected.
     pub fn give_up(&self) {
+        self.shared.give_up();
         if let SourceKind::Other(source) = &self.kind {
             source.give_up();
         }
+    }
+
+    /// Whether it was [given up](Self::give_up).
+    #[cfg(feature = "qcow2")]
+    pub(super) fn is_given_up(&self) -> bool {
+        self.shared.is_given_up()
     }
 
     /// Another process is to go on with the disk, which it has opened: what answered requests have
@@ -317,6 +324,17 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => None,
             SourceKind::Other(source) => source.optimal_bytes(),
+        }
+    }
+
+    /// Whether nobody else writes to it, as locks of its file say, which are really had, or the
+    /// claim of its block device. Another end may have other users.
+    #[cfg(feature = "qcow2")]
+    pub(super) fn is_held_alone(&self) -> bool {
+        match &self.kind {
+            SourceKind::File(source) => source.is_held_alone,
+            SourceKind::Null => false,
+            SourceKind::Other(source) => source.is_held_alone(),
         }
     }
 

@@ -123,8 +123,8 @@ fn is_conflict(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
-/// Locks `file`, which must be open for reading.
-pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conflict> {
+/// Locks `file`, which must be open for reading. False: its file system has no locks.
+pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
     let (used, unshared): (&[i64], &[i64]) =
         if read_only { (&[READ], &[WRITE]) } else { (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]) };
     let own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
@@ -139,7 +139,7 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conf
                      to it",
                     path.display()
                 );
-                return Ok(());
+                return Ok(false);
             }
         }
     }
@@ -149,7 +149,13 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conf
             return Err(Conflict::Locked);
         }
     }
-    Ok(())
+    Ok(true)
+}
+
+/// Whether `file`, which was to be locked when another process opened it, is: the lock that it has
+/// then is had again, unless its file system has none.
+pub(super) fn is_still_locked(file: &File) -> bool {
+    set_read_lock(file, USED + READ).is_ok()
 }
 
 fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {

@@ -8,15 +8,23 @@
 
 mod attached;
 mod core;
+mod counts;
 #[cfg(test)]
 mod crash_tests;
 #[cfg(test)]
 mod deferred_tests;
+mod format;
 #[cfg(test)]
 mod full_tests;
 mod header;
 #[cfg(test)]
 mod hostile_tests;
+mod leaks;
+#[cfg(test)]
+mod leaks_tests;
+mod mark;
+#[cfg(test)]
+mod mark_tests;
 mod order;
 mod owner;
 mod places;
@@ -92,19 +100,21 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         physical_block_bytes: below.physical_block_bytes.max(block),
         ..below
     };
+    let may_be_marked = !below.read_only && may_mark(&source, &header, is_deferred)?;
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
     let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
     let order = Arc::default();
     let core = Arc::new(Core {
         table,
-        top: Store::new(0, source.clone(), &order, &room),
+        top: Store::new(0, (source.clone(), Some(&header)), &order, &room),
         order,
         room,
         layers,
         block_bytes: block,
         cluster_bytes: header.cluster_bytes.into(),
         has_zero_clusters: header.has_zero_clusters(),
+        may_be_marked,
         size_bytes: AtomicU64::new(header.size_bytes),
         // Whoever had it before may have left changes without a flush.
         committed: AtomicU64::new(1),
@@ -124,6 +134,21 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         file => format!("{file}, qcow2"),
     };
     Ok((info, Qcow2Source { image: Arc::new(image), identity, is_deferred }))
+}
+
+/// Whether an image that is written to is ours to mark. One that was left marked is looked at, but
+/// not while another process writes to it.
+fn may_mark(source: &DiskSource, header: &ImageHeader, is_deferred: bool) -> Result<bool, Error> {
+    let may_be_marked = header.may_be_marked() && source.is_held_alone();
+    if header.is_dirty() {
+        if !may_be_marked {
+            return Err(refused(source, header.why_not_written().to_owned()));
+        }
+        if !is_deferred {
+            leaks::free(source, header)?;
+        }
+    }
+    Ok(may_be_marked)
 }
 
 struct Qcow2Source {
@@ -243,6 +268,10 @@ impl OtherSource for Qcow2Source {
     }
 
     fn write_back(&self) -> Result<(), Error> {
+        if self.image.core.may_be_marked {
+            // Where it has failed, the other process finds the mark.
+            let _ = owner::ask_and_wait(&self.image.owner, Job::Rest);
+        }
         self.image.core.layers.iter().try_for_each(|layer| layer.source.write_back())
     }
 

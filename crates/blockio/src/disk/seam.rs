@@ -88,6 +88,12 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// The file or block device at the bottom, if there is one in this process.
     fn local(&self) -> Option<&FileSource>;
 
+    /// See [`DiskSource::is_held_alone`](super::DiskSource::is_held_alone).
+    #[cfg(feature = "qcow2")]
+    fn is_held_alone(&self) -> bool {
+        self.local().is_some_and(|file| file.is_held_alone)
+    }
+
     /// How it is doing.
     fn state(&self) -> DiskState;
 

@@ -1,6 +1,6 @@
 //! What may change of a disk while it is in use, for all who have it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::info::DiskInfo;
@@ -34,6 +34,8 @@ pub(super) struct Shared {
     /// Reads and writes that go to the limits of a group, one of the disk at a time.
     pub(super) turns: [Turns; 2],
     pub(super) troubles: Troubles,
+    /// Nobody needs the disk any more.
+    is_given_up: AtomicBool,
 }
 
 /// What holds for the requests of a disk.
@@ -60,6 +62,7 @@ impl Shared {
             bell: Bell::default(),
             turns: Default::default(),
             troubles: Troubles::default(),
+            is_given_up: AtomicBool::new(false),
         }
     }
 
@@ -127,6 +130,15 @@ impl Shared {
 
     pub(super) fn set_errors(&self, errors: ErrorPolicy) {
         self.change(|rules| rules.errors = errors);
+    }
+
+    pub(super) fn give_up(&self) {
+        self.is_given_up.store(true, Ordering::Relaxed);
+    }
+
+    #[cfg(feature = "qcow2")]
+    pub(super) fn is_given_up(&self) -> bool {
+        self.is_given_up.load(Ordering::Relaxed)
     }
 
     pub(super) fn resumed(&self) -> u64 {

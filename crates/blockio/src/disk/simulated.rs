@@ -32,6 +32,7 @@ impl DiskSource {
             identity: "".into(),
             outside: None,
             blocks,
+            is_held_alone: false,
         };
         Self::new(info, SourceKind::File(file))
     }

@@ -13,7 +13,7 @@ use super::alignment::Alignment;
 use super::blocks::Blocks;
 use super::identity;
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
-use super::lock::{Attempt, Conflict, lock, lock_for, patiently};
+use super::lock::{Attempt, Conflict, is_still_locked, lock, lock_for, patiently};
 use super::outside::Outside;
 use super::sysfs;
 use crate::error::Error;
@@ -34,6 +34,9 @@ pub(super) struct FileSource {
     pub(super) outside: Option<Arc<Outside>>,
     /// Where requests may be smaller than what direct I/O takes.
     pub(super) blocks: Option<Arc<Blocks>>,
+    /// See [`DiskSource::is_held_alone`](super::DiskSource::is_held_alone).
+    #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "images ask"))]
+    pub(super) is_held_alone: bool,
 }
 
 impl FileSource {
@@ -50,11 +53,12 @@ impl FileSource {
                 "it is neither a regular file nor a block device; name one of these".into(),
             ));
         }
-        let file = patiently(path, options.at_once, || open_alone(path, options, is_block_device))?;
+        let (file, is_locked) =
+            patiently(path, options.at_once, || open_alone(path, options, is_block_device))?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
-        Self::of_open(file, path, options, is_block_device)
+        Self::of_open((file, is_locked), path, options, is_block_device)
     }
 
     /// A file that another process has opened and locked in this way.
@@ -75,13 +79,14 @@ impl FileSource {
             )));
         }
         let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
-        let (source, info) = Self::of_open(file, path, options, is_block_device)?;
+        let is_locked = !options.no_lock && is_still_locked(&file);
+        let (source, info) = Self::of_open((file, is_locked), path, options, is_block_device)?;
         source.file.loss().others_have_written();
         Ok((source, info))
     }
 
     fn of_open(
-        file: File,
+        (file, is_locked): (File, bool),
         path: &Path,
         options: &DiskOptions,
         is_block_device: bool,
@@ -123,6 +128,9 @@ impl FileSource {
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         let identity = identity.into();
+        // Opening a block device for writing has claimed it.
+        let is_held_alone =
+            !options.read_only && !options.no_lock && (is_locked || is_block_device);
         let source = Self {
             file,
             is_block_device,
@@ -132,6 +140,7 @@ impl FileSource {
             identity,
             outside,
             blocks,
+            is_held_alone,
         };
         Ok((source, info))
     }
@@ -228,6 +237,7 @@ impl FileSource {
             identity,
             outside: None,
             blocks: None,
+            is_held_alone: false,
         }
     }
 
@@ -287,21 +297,23 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
     Ok(())
 }
 
-/// Opens the file and locks it; a block device that is written to is claimed by the open itself.
-fn open_alone(path: &Path, options: &DiskOptions, is_block: bool) -> Result<File, Attempt> {
+/// Opens the file and locks it, if it has locks; a block device that is written to is claimed by
+/// the open itself.
+fn open_alone(path: &Path, options: &DiskOptions, is_block: bool) -> Result<(File, bool), Attempt> {
     let file = open(path, options, is_block).map_err(|error| {
         if error.raw_os_error() == Some(libc::EBUSY) {
             return Attempt::Conflict(Conflict::Claimed);
         }
         Attempt::Failed(open_error(path, options)(error))
     })?;
-    if !options.no_lock {
-        lock(&file, path, options.read_only).map_err(Attempt::Conflict)?;
-    }
+    let is_locked = match options.no_lock {
+        true => false,
+        false => lock(&file, path, options.read_only).map_err(Attempt::Conflict)?,
+    };
     if let Some(user) = options.user {
         lock_for(&file, user).map_err(Attempt::Conflict)?;
     }
-    Ok(file)
+    Ok((file, is_locked))
 }
 
 fn open(path: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result<File> {

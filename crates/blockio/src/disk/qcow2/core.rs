@@ -110,6 +110,8 @@ pub(super) struct Core {
     pub(super) block_bytes: u32,
     pub(super) cluster_bytes: u64,
     pub(super) has_zero_clusters: bool,
+    /// Whether we hold it alone, and it can be looked at when we have not closed it.
+    pub(super) may_be_marked: bool,
     pub(super) size_bytes: AtomicU64,
     /// How often the owner has written to the tables of the image, and how much of that a flush
     /// has covered.

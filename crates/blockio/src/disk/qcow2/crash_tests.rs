@@ -1,5 +1,6 @@
 //! Images whose device loses its power, or whose daemon is killed: QEMU finds no fault with what is
-//! left but clusters that nothing uses, and what was flushed is there.
+//! left but clusters that nothing uses, and what was flushed is there. When such an image is opened
+//! again these clusters are freed.
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
@@ -11,6 +12,7 @@ use iomem::Buffers;
 use tempfile::TempDir;
 
 use super::core::Layer;
+use super::mark;
 use crate::config::IoThreadConfig;
 use crate::disk::elsewhere::{Elsewhere, Event};
 use crate::disk::{Disk, DiskOptions, DiskSource};
@@ -68,8 +70,12 @@ struct World {
     content: Vec<u8>,
     image: DiskSource,
     below: bool,
+    /// It is marked as long as it is in use.
+    is_marked: bool,
     may_fail: bool,
     random: Random,
+    /// How many of the files that were looked at had clusters that nothing uses.
+    leaks: usize,
     last: Version,
     now: Expected,
     moments: Vec<Moment>,
@@ -100,7 +106,7 @@ fn open(folder: &TempDir, file: &Elsewhere, below: bool) -> DiskSource {
 }
 
 impl World {
-    fn new(kind: &Kind) -> Self {
+    fn new(kind: &Kind, is_held: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name).display().to_string();
         let sectors = kind.bytes / SECTOR as u64;
@@ -120,7 +126,7 @@ impl World {
         }
         let mut content = std::fs::read(&image).unwrap();
         content.resize(content.len().next_multiple_of(4096), 0);
-        let file = Elsewhere::new(&content);
+        let file = if is_held { Elsewhere::held_alone } else { Elsewhere::new }(&content);
         let below = matches!(kind.below, Below::Raw);
         let first = if let Below::Nothing = kind.below { 0 } else { BELOW };
         let now = Expected(vec![vec![first]; usize::try_from(sectors).unwrap()]);
@@ -134,8 +140,10 @@ impl World {
             content,
             image,
             below,
+            is_marked: is_held && !kind.options.contains("compat=0.10"),
             may_fail: false,
             random: Random(kind.bytes),
+            leaks: 0,
             last: BELOW,
             now,
             moments,
@@ -226,17 +234,32 @@ impl World {
         content
     }
 
-    fn check(&self, content: &[u8], end: usize, what: &str) {
+    /// Whether QEMU finds no fault with an image, and that it finds no other one than clusters that
+    /// nothing uses.
+    fn is_clean(&self, content: &[u8], what: &str) -> bool {
         let path = self.folder.path().join("cut");
         std::fs::File::create(&path).unwrap().write_all(content).unwrap();
         let mut check = Command::new("qemu-img");
         let output = check.args(["check", "-f", "qcow2"]).arg(&path).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(matches!(output.status.code(), Some(0 | 3)), "{what}: {text}{errors}");
+        let code = output.status.code();
+        assert!(matches!(code, Some(0 | 3)), "{what}: {text}{errors}");
+        code == Some(0)
+    }
+
+    fn check(&mut self, content: &[u8], end: usize, what: &str) {
+        let is_clean = self.is_clean(content, what);
+        self.leaks += usize::from(!is_clean);
+        assert!(is_clean || !self.is_marked || mark::is_set(content), "{what}: it is not marked");
         let mut content = content.to_vec();
         content.resize(content.len().next_multiple_of(4096), 0);
-        let opened = open(&self.folder, &Elsewhere::new(&content), self.below);
+        let file = if self.is_marked { Elsewhere::held_alone } else { Elsewhere::new }(&content);
+        let opened = open(&self.folder, &file, self.below);
+        if self.is_marked {
+            assert!(self.is_clean(&file.content(), what), "{what}: clusters stay leaked");
+            assert!(!mark::is_set(&file.content()), "{what}: the mark stays");
+        }
         let disk = opened.attach(self.thread.io());
         let moment = self.moments.iter().rev().find(|moment| moment.events <= end).unwrap();
         let size = disk.info().size_bytes;
@@ -344,8 +367,9 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
         eprintln!("skipped: qemu-img is not installed");
         return;
     }
+    let mut leaks = 0;
     for kind in &KINDS {
-        let mut world = World::new(kind);
+        let mut world = World::new(kind, true);
         world.run(kind.rounds);
         let grows = world.file.events();
         if kind.grows {
@@ -364,10 +388,13 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
             let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
             world.check(&content, end, &what);
         }
+        leaks += if world.is_marked { world.leaks } else { 0 };
     }
+    assert!(leaks > 0, "nothing was freed");
 }
 
-/// Whoever had the image before has not flushed where its data is.
+/// Whoever had the image before has not flushed where its data is, and it was not marked, so that
+/// nobody has looked at it since.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
@@ -376,7 +403,7 @@ fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
         return;
     }
     for kind in &KINDS {
-        let mut world = World::new(kind);
+        let mut world = World::new(kind, false);
         for fua in [false, true] {
             world.image = open(&world.folder, &world.file, world.below);
             let disk = world.image.attach(world.thread.io());
@@ -406,7 +433,7 @@ fn an_image_survives_errors_of_its_file() {
     }
     let one_fails_in = 4;
     for kind in &KINDS {
-        let mut world = World::new(kind);
+        let mut world = World::new(kind, true);
         world.random.0 += one_fails_in;
         world.may_fail = true;
         for round in 0..8 {

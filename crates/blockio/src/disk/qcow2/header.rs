@@ -16,6 +16,12 @@ const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_NAMES: u32 = 0x6803_f857;
 const NAME_ENTRY_BYTES: usize = 48;
 
+/// An incompatible feature: whoever wrote to the image last has not closed it, and its reference
+/// counts may be wrong. What points to clusters is right.
+const DIRTY: u64 = 1;
+/// A compatible feature: the counts of an image that is in use are in the memory of its user.
+const LAZY: u64 = 1;
+
 /// What the header of a qcow2 image says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageHeader {
@@ -27,6 +33,9 @@ pub struct ImageHeader {
     pub backing: Option<BackingFile>,
     version: u32,
     incompatible: u64,
+    compatible: u64,
+    /// Extensions that may have clusters of their own, such as bitmaps.
+    has_unknown_extensions: bool,
     is_encrypted: bool,
     snapshots: u32,
     /// Of the first table.
@@ -65,18 +74,18 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         return Err(format!("it is of version {version} of qcow2; versions 2 and 3 can be used"));
     }
     let cluster_bytes = 1 << cluster_bits(front)?;
-    let (incompatible, header_bytes) = match version {
-        2 => (0, 72),
-        _ => (u64_at(front, 72)?, u32_at(front, 100)?),
+    let (incompatible, compatible, header_bytes) = match version {
+        2 => (0, 0, 72),
+        _ => (u64_at(front, 72)?, u64_at(front, 80)?, u32_at(front, 100)?),
     };
     if !header_bytes.is_multiple_of(8) {
         return Err(format!("its header is damaged: it has {header_bytes} bytes"));
     }
     let name = backing_name(front)?;
     // Images of version 2 need none, and few have room for one.
-    let format = match (version, &name) {
-        (2, None) => None,
-        _ => backing_format(front, header_bytes)?,
+    let (format, has_unknown_extensions) = match (version, &name) {
+        (2, None) => (None, false),
+        _ => extensions(front, header_bytes)?,
     };
     let backing = name.map(|name| BackingFile { name, format });
     Ok(ImageHeader {
@@ -85,6 +94,8 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         backing,
         version,
         incompatible,
+        compatible,
+        has_unknown_extensions,
         is_encrypted: u32_at(front, 32)? != 0,
         snapshots: u32_at(front, 60)?,
         entries: u32_at(front, 36)?,
@@ -117,27 +128,36 @@ fn plain(what: &str, text: &str) -> Result<String, String> {
     }
 }
 
-/// The format of the backing file, if one of the extensions behind the header says it.
-fn backing_format(front: &[u8], header_bytes: u32) -> Result<Option<String>, String> {
+/// The format of the backing file, if one of the extensions behind the header says it, and whether
+/// there are others that are not known here.
+fn extensions(front: &[u8], header_bytes: u32) -> Result<(Option<String>, bool), String> {
     let mut at = usize::try_from(header_bytes).unwrap_or(usize::MAX);
-    let mut format = None;
+    let (mut format, mut has_unknown) = (None, false);
     loop {
         let (kind, len) = (u32_at(front, at)?, u32_at(front, at.saturating_add(4))?);
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let data = at.saturating_add(8)..at.saturating_add(8).saturating_add(len);
         match kind {
-            0 => return Ok(format),
+            0 => return Ok((format, has_unknown)),
             EXTENSION_BACKING_FORMAT => {
                 let name = front.get(data.clone()).and_then(|name| std::str::from_utf8(name).ok());
                 format = Some(plain("format", name.ok_or(TOO_SHORT)?)?);
             }
             // imago fails an assertion at the half of an entry.
             EXTENSION_NAMES if !len.is_multiple_of(NAME_ENTRY_BYTES) => return Err(NAMES.into()),
-            _ => {}
+            EXTENSION_NAMES => {}
+            _ => has_unknown = true,
         }
         at = data.end.checked_next_multiple_of(8).ok_or(TOO_SHORT)?;
     }
 }
+
+/// Why an image is not written to whose counts may be wrong.
+pub(super) const NOT_CLOSED: &str = "it was not closed by its last user, and its reference counts \
+                                     may be wrong; open it once where its file can be locked, or \
+                                     repair it with `qemu-img check -r all`";
+const NOT_CLOSED_LAZY: &str = "it was not closed by its last user, who had its reference counts in \
+                               memory (lazy_refcounts); repair it with `qemu-img check -r all`";
 
 const NAMES: &str = "its header is damaged: the last name of a feature is cut off";
 const TOO_SHORT: &str = "its header is damaged: it does not end in the first cluster";
@@ -156,6 +176,31 @@ impl ImageHeader {
     /// Whether clusters that read as zeroes need no data.
     pub(super) fn has_zero_clusters(&self) -> bool {
         self.version >= 3
+    }
+
+    /// Whether the header has a place for the mark of `mark.rs`.
+    pub(super) fn has_mark(&self) -> bool {
+        self.version >= 3
+    }
+
+    /// Whether it was marked.
+    pub(super) fn is_dirty(&self) -> bool {
+        self.incompatible & DIRTY != 0
+    }
+
+    /// Whether we may mark it, and free what is left of a user that has not closed it: none of its
+    /// counts are only in somebody's memory.
+    pub(super) fn may_be_marked(&self) -> bool {
+        self.has_mark() && self.compatible & LAZY == 0 && self.snapshots == 0
+    }
+
+    pub(super) fn has_unknown_extensions(&self) -> bool {
+        self.has_unknown_extensions
+    }
+
+    /// Why it is not written to if it was marked and we may not mark it.
+    pub(super) fn why_not_written(&self) -> &'static str {
+        if self.compatible & LAZY == 0 { NOT_CLOSED } else { NOT_CLOSED_LAZY }
     }
 
     /// Says what is in the way of using the image, and what to do about it.
@@ -206,13 +251,8 @@ impl ImageHeader {
         let mut unknown = String::new();
         for bit in (0..64).filter(|bit| self.incompatible & (1 << bit) != 0) {
             match bit {
-                0 => {
-                    return Err(
-                        "it was not closed by its last user, who had its reference counts \
-                                in memory (lazy_refcounts); repair it with `qemu-img check -r all`"
-                            .into(),
-                    );
-                }
+                // Only who writes to it needs its counts.
+                0 => {}
                 1 => {
                     return Err("it is marked as corrupt; look at it with `qemu-img check`".into());
                 }
@@ -270,7 +310,6 @@ mod tests {
     #[test]
     fn what_cannot_be_used_is_refused_with_a_word() {
         for (at, byte, expected) in [
-            (79, 1, "qemu-img check -r all"),
             (79, 2, "marked as corrupt"),
             (79, 4, "an external data file"),
             (79, 8, "zstd"),

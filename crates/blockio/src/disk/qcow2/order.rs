@@ -12,7 +12,8 @@
 //!    points there any more.
 //!
 //! What waits is kept here, and is read from here meanwhile. A loss of power, or of the process,
-//! can then leave clusters that count as used and are not; nothing else. An error of the file can
+//! can then leave clusters that count as used and are not; nothing else. `mark.rs` has these found
+//! again. An error of the file can
 //! not hit what waits either: imago would go on with what it has in memory, and never write it
 //! again.
 
@@ -20,6 +21,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use super::mark::Mark;
 use super::places::{Places, Table, Wrong};
 
 /// The largest table that is written as a whole.
@@ -89,7 +91,10 @@ fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Order(Mutex<State>);
+pub(super) struct Order {
+    state: Mutex<State>,
+    pub(super) mark: Mark,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -169,7 +174,7 @@ impl State {
 
 impl Order {
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+        change(&mut self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
     }
 
     /// Begins to sort what is written to an image. `first` and `counts` are what is in its tables

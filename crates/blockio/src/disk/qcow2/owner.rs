@@ -8,6 +8,7 @@
 
 mod alone;
 mod clear;
+mod rest;
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -17,14 +18,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use imago::format::PreallocateMode;
-use imago::qcow2::Qcow2;
-use imago::raw::Raw;
-use imago::{FormatAccess, Mapping, StorageExt};
+use imago::{Mapping, StorageExt};
 use iomem::Buffers;
 use tokio::sync::{OnceCell, RwLock, Semaphore, SemaphorePermit};
 
-use super::core::{Core, Layer, TOO_LONG_BELOW};
+use super::core::Core;
+use super::format::{Format, has_any, open};
 use super::storage::{self, Store};
 use super::table::Place;
 use crate::config::{EngineKind, IoThreadConfig};
@@ -51,12 +50,22 @@ pub(super) enum Job {
         may_unmap: bool,
     },
     Grow(u64),
+    /// Bring the image to rest: another process may go on with it.
+    Rest,
+}
+
+impl Job {
+    /// Whether it may change tables.
+    fn changes(&self) -> bool {
+        match self {
+            Self::Write(..) | Self::Discard(_) | Self::Zero { .. } | Self::Grow(_) => true,
+            Self::Open | Self::Find(_) | Self::Read(_) | Self::Rest => false,
+        }
+    }
 }
 
 /// How many units are looked up at once, since their neighbours will be wanted too.
 const UNITS_AHEAD: u64 = 256;
-
-type Format = FormatAccess<Store>;
 
 /// Starts the thread of an image.
 pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, Pending<()>), Error> {
@@ -123,8 +132,32 @@ fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send
     // When the thread has ended, `end` is dropped, which says so.
     remote.post(move |io| {
         let Some(owner) = OWNER.with_borrow(Clone::clone) else { return };
-        io.spawn(async move { end(owner.answer(job).await) });
+        let running = owner.begins(&job);
+        io.spawn(async move {
+            let result = owner.answer(job).await;
+            drop(running);
+            end(result);
+        });
     });
+}
+
+/// Brings the image of this thread to rest, and then ends the thread. A job that still runs is not
+/// waited for.
+fn end(io: &Rc<Io>) {
+    let Some(owner) = OWNER.with_borrow(Clone::clone) else { return io.stop() };
+    io.spawn(async move {
+        owner.end().await;
+        owner.io.stop();
+    });
+}
+
+/// A job that has not ended, until this is dropped.
+struct Running(Rc<Owner>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.jobs.set(self.0.jobs.get() - 1);
+    }
 }
 
 /// An image with its owner, who ends with it.
@@ -138,7 +171,7 @@ pub(super) struct Image {
 impl Image {
     /// Ends the owner, and waits until it has closed its files.
     pub(super) fn end(&mut self) {
-        self.owner.post(|io| io.stop());
+        self.owner.post(end);
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let _ = ended.and_then(Pending::wait);
     }
@@ -146,7 +179,7 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        self.owner.post(|io| io.stop());
+        self.owner.post(end);
     }
 }
 
@@ -165,6 +198,10 @@ struct Owner {
     new: RefCell<Vec<Range<u64>>>,
     turns: Semaphore,
     rare: RefCell<Rare>,
+    /// Jobs that have not ended.
+    jobs: Cell<usize>,
+    /// Another process may have gone on with the image since the last change here.
+    is_left: Cell<bool>,
 }
 
 impl Owner {
@@ -180,10 +217,25 @@ impl Owner {
             new: RefCell::default(),
             turns,
             rare: RefCell::default(),
+            jobs: Cell::new(0),
+            is_left: Cell::new(false),
         }
     }
 
+    fn begins(self: &Rc<Self>, job: &Job) -> Option<Running> {
+        if job.changes() {
+            self.is_left.set(false);
+        }
+        (!matches!(job, Job::Rest)).then(|| {
+            self.jobs.set(self.jobs.get() + 1);
+            Running(Rc::clone(self))
+        })
+    }
+
     async fn answer(&self, job: Job) -> io::Result<Vec<u8>> {
+        if job.changes() {
+            self.mark().await.inspect_err(|error| self.tell(error))?;
+        }
         let result = match job {
             Job::Read(range) => self.read(range).await,
             // Whoever opens it says why it cannot be.
@@ -195,6 +247,10 @@ impl Owner {
                 self.zero(range, may_unmap).await.map(|()| Vec::new())
             }
             Job::Grow(size) => self.grow(size).await.map(|()| Vec::new()),
+            Job::Rest => {
+                self.leave().await;
+                Ok(Vec::new())
+            }
         };
         result.inspect_err(|error| self.tell(error))
     }
@@ -408,65 +464,4 @@ impl Owner {
             let _ = op.await;
         }
     }
-
-    async fn grow(&self, size: u64) -> io::Result<()> {
-        let image = self.image().await?.write().await;
-        let before = image.size();
-        if self.core.bytes_below() > before {
-            return Err(io::Error::other(TOO_LONG_BELOW));
-        }
-        self.core.table.forget(&(before.saturating_sub(1)..size));
-        self.commit_to(&image).await?;
-        self.core.order.set_moves(true);
-        // The first table moves, and the header still names its old place until the commit below.
-        // So no space is looked for before: a table of zeroes could take that place.
-        let grown = image.resize_grow(size, PreallocateMode::None).await;
-        self.changed.set(self.changed.get() + 1);
-        let committed = self.commit_to(&image).await;
-        self.core.order.set_moves(false);
-        self.core.top.learn().await.inspect_err(|_| self.core.order.refuse(storage::MOVED))?;
-        grown.and(committed)
-    }
-}
-
-/// Whether the bytes of a range are anywhere as `test` says.
-async fn has_any(
-    image: &Format,
-    range: &Range<u64>,
-    test: impl Fn(&Mapping<'_, Store>) -> bool,
-) -> io::Result<bool> {
-    let mut at = range.start;
-    while at < range.end {
-        let (mapping, len) = image.get_mapping(at, range.end - at).await?;
-        if test(&mapping) {
-            return Ok(true);
-        }
-        assert!(len > 0, "the disk ends before its size");
-        at += len;
-    }
-    Ok(false)
-}
-
-/// Opens an image from the bottom up.
-async fn open(core: &Core) -> io::Result<Format> {
-    let mut below: Option<Format> = None;
-    for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
-        let store = Store::new(index, source.clone(), &core.order, &core.room);
-        store.look().map_err(io::Error::other)?;
-        let opened = match header {
-            None => FormatAccess::new(Raw::open_image(store, false).await?),
-            Some(_) => {
-                let is_writable = index == 0 && core.is_writable();
-                let mut image = Qcow2::<Store>::open_image(store, is_writable).await?;
-                image.set_data_file(None);
-                image.set_backing(below.take());
-                if is_writable {
-                    core.top.learn().await?;
-                }
-                FormatAccess::new(image)
-            }
-        };
-        below = Some(opened);
-    }
-    below.ok_or_else(|| io::Error::other("an image without layers"))
 }

@@ -74,6 +74,12 @@ impl Room {
         loaded.bytes = 0;
     }
 
+    /// As if so much had been read.
+    #[cfg(test)]
+    pub(super) fn use_up(&self) {
+        self.loaded().bytes = BYTES_MAX;
+    }
+
     fn loaded(&self) -> MutexGuard<'_, Loaded> {
         self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -14,6 +14,8 @@ use imago::storage::drivers::CommonStorageHelper;
 use imago::{Storage, StorageExt};
 use iomem::Buffers;
 
+use super::header::{ImageHeader, NOT_CLOSED};
+use super::mark::{self, MarkState};
 use super::order::{FRONT_BYTES, Held, Order, Tables, Way};
 use super::places::Wrong;
 use super::room::Room;
@@ -58,6 +60,8 @@ const PAGE: usize = 4096;
 pub(super) struct Store {
     pub(super) layer: usize,
     source: DiskSource,
+    /// It is an image whose header has a place for the mark.
+    has_mark: bool,
     /// That of the image that is written to.
     order: Arc<Order>,
     room: Arc<Room>,
@@ -73,13 +77,15 @@ const NEVER: u64 = u64::MAX;
 impl Store {
     pub(super) fn new(
         layer: usize,
-        source: DiskSource,
+        (source, header): (DiskSource, Option<&ImageHeader>),
         order: &Arc<Order>,
         room: &Arc<Room>,
     ) -> Self {
         let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
+        let has_mark = header.is_some_and(ImageHeader::has_mark);
         let (room, helper) = (Arc::clone(room), CommonStorageHelper::default());
-        Self { layer, source, order, room, helper, full_at: AtomicU64::new(NEVER) }
+        let full_at = AtomicU64::new(NEVER);
+        Self { layer, source, has_mark, order, room, helper, full_at }
     }
 
     /// How long the file is.
@@ -129,6 +135,36 @@ impl Store {
             self.read(piece, offset).await?;
         }
         Ok(table)
+    }
+
+    /// Learns whether the image is marked, when it is opened for the first time. Another process
+    /// may have written to it until then.
+    pub(super) async fn learn_mark(&self, may_be_marked: bool) -> io::Result<()> {
+        if self.order.mark.state() != MarkState::Unknown {
+            return Ok(());
+        }
+        let is_set = self.has_mark && mark::is_set(&self.front().await?);
+        self.order.mark.set_state(match (may_be_marked, is_set) {
+            (true, false) => MarkState::Clear,
+            (true, true) => MarkState::Inherited,
+            (false, false) => MarkState::Never,
+            (false, true) => return Err(io::Error::other(NOT_CLOSED)),
+        });
+        Ok(())
+    }
+
+    /// Marks the image in its file, or has it have no mark there.
+    pub(super) async fn write_mark(&self, is_set: bool) -> io::Result<()> {
+        let mut front = self.front().await?;
+        mark::set(&mut front, is_set);
+        self.write_at(&front, 0).await
+    }
+
+    /// The blocks of the file that have the mark.
+    async fn front(&self) -> io::Result<Vec<u8>> {
+        let mut front = vec![0; FRONT_BYTES.next_multiple_of(self.req_align())];
+        self.read_at(&mut front, 0).await?;
+        Ok(front)
     }
 
     /// Writes what has waited until now, in its order.
@@ -296,9 +332,13 @@ impl Storage for Store {
     async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.room.note(self.layer, offset, data.len());
-        self.read_at(&mut data, offset).await?;
+        let read = self.read_at(&mut data, offset).await;
         self.order.cover(offset, &mut data);
-        self.order.check_read(offset, &data).map_err(wrong)?;
+        let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(wrong));
+        checked.inspect_err(|_| self.order.mark.doubt())?;
+        if offset == 0 && self.has_mark {
+            mark::set(&mut data, false);
+        }
         bufv.copy_from_slice(&data);
         Ok(())
     }
@@ -308,7 +348,10 @@ impl Storage for Store {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.room.note(self.layer, offset, data.len());
         bufv.copy_into_slice(&mut data);
-        match self.order.sort(offset, &data) {
+        if offset == 0 && self.has_mark {
+            self.order.mark.put(&mut data);
+        }
+        let written = match self.order.sort(offset, &data) {
             Way::Now => self.write_at(&data, offset).await,
             Way::Kept => Ok(()),
             Way::Counts => self.write_counts(&data, offset).await,
@@ -317,7 +360,8 @@ impl Storage for Store {
                 self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse(MOVED))
             }
             Way::Refused => self.check(),
-        }
+        };
+        written.inspect_err(|_| self.order.mark.doubt())
     }
 
     // SAFETY: as `pure_readv`.

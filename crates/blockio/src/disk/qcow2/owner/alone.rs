@@ -3,9 +3,13 @@
 use std::io;
 use std::ops::Range;
 
+use imago::format::PreallocateMode;
 use tokio::sync::RwLockWriteGuard;
 
-use super::{Format, Owner, open};
+use super::Owner;
+use crate::disk::qcow2::core::TOO_LONG_BELOW;
+use crate::disk::qcow2::format::{Format, open};
+use crate::disk::qcow2::storage;
 
 impl Owner {
     /// Has the image for one job only.
@@ -54,5 +58,24 @@ impl Owner {
             true => self.commit_to(image).await,
             false => Ok(()),
         }
+    }
+
+    pub(super) async fn grow(&self, size: u64) -> io::Result<()> {
+        let image = self.image().await?.write().await;
+        let before = image.size();
+        if self.core.bytes_below() > before {
+            return Err(io::Error::other(TOO_LONG_BELOW));
+        }
+        self.core.table.forget(&(before.saturating_sub(1)..size));
+        self.commit_to(&image).await?;
+        self.core.order.set_moves(true);
+        // The first table moves, and the header still names its old place until the commit below.
+        // So no space is looked for before: a table of zeroes could take that place.
+        let grown = image.resize_grow(size, PreallocateMode::None).await;
+        self.changed.set(self.changed.get() + 1);
+        let committed = self.commit_to(&image).await;
+        self.core.order.set_moves(false);
+        self.core.top.learn().await.inspect_err(|_| self.core.order.refuse(storage::MOVED))?;
+        grown.and(committed)
     }
 }

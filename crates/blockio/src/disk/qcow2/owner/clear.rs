@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use imago::Mapping;
 
-use super::{Format, Owner, Store, has_any};
+use super::Owner;
+use crate::disk::qcow2::format::{Format, has_any};
+use crate::disk::qcow2::storage::Store;
 
 /// The most zeroes that are written at once where there are no zero clusters.
 const ZEROES_BYTES: u64 = 256 << 10;

@@ -1,0 +1,403 @@
+//! The look at an image that was not closed: its reference counts are compared with what its tables
+//! point to, and those that are too high are lowered. See `mark.rs`.
+//!
+//! The image may have been made to do harm. What is read of it is bounded, and so is memory,
+//! whatever it says. What is odd about it is left as it is: it was served before, with clusters
+//! that nothing uses.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use iomem::{Buffers, fits};
+
+use super::core::refused;
+use super::counts::{Added, Counts, NO_MEMORY, ODD_TABLE, TOO_MUCH, TooLow};
+use super::header::ImageHeader;
+use super::mark;
+use super::order::{FRONT_BYTES, Tables as Roots, count_bits};
+use crate::config::IoThreadConfig;
+use crate::disk::{Disk, DiskSource};
+use crate::error::Error;
+use crate::io_thread::IoThread;
+
+/// What a look may cost at most.
+pub(super) struct Bounds {
+    /// How many clusters are counted at once, which takes two bytes for each. More need as many
+    /// passes over all tables.
+    pub(super) clusters_at_once: u64,
+    /// How many bytes are read.
+    pub(super) read_bytes: u64,
+    /// How many counts are compared.
+    pub(super) counts: u64,
+}
+
+pub(super) const BOUNDS: Bounds =
+    Bounds { clusters_at_once: 32 << 20, read_bytes: 2 << 30, counts: 1 << 30 };
+
+/// A read counts as one of so many bytes at least, since it takes as long.
+const READ_BYTES_MIN: u64 = 4096;
+
+/// How much of a table of tables is read at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Entries of a table of tables, of which imago takes no more.
+const ENTRIES_MAX: u64 = 4 << 20;
+
+/// Memory for transfers begins at a page.
+const PAGE: usize = 4096;
+
+const ODD_EXTENSION: &str = "its header has an extension that is not known";
+const ODD_WIDTH: &str = "its reference counts have a width that is not of this format";
+const ODD_PLACE: &str = "one of its tables is where something else is";
+const ODD_ENTRY: &str = "a table has an entry that is not of this format";
+const ODD_USES: &str = "one of its clusters is used too often";
+
+/// Where an L2 table or a block of reference counts is, in an entry. The other bits are reserved,
+/// but for the one that says that nothing else points there.
+const L1_OFFSET: u64 = ((1 << 56) - 1) & !511;
+const COPIED: u64 = 1 << 63;
+/// An entry of an L2 table, which is not compressed, may say that the cluster reads as zeroes.
+const ZEROES: u64 = 1;
+const COMPRESSED: u64 = 1 << 62;
+
+/// Why a look has ended early.
+enum End {
+    /// The image is opened as it is.
+    Left(String),
+    /// A count is too low: what is written could go where something is.
+    TooLow { offset: u64, count: u64 },
+    /// Nobody wants the disk any more.
+    GivenUp,
+}
+
+impl From<&str> for End {
+    fn from(why: &str) -> Self {
+        Self::Left(why.to_owned())
+    }
+}
+
+/// Frees the clusters of a marked image that nothing uses, and takes the mark away. The image is
+/// not open.
+///
+/// # Errors
+///
+/// When it must not be written to, since counts are too low, and when it was given up.
+pub(super) fn free(source: &DiskSource, header: &ImageHeader) -> Result<(), Error> {
+    free_within(source, header, &BOUNDS)
+}
+
+pub(super) fn free_within(
+    source: &DiskSource,
+    header: &ImageHeader,
+    bounds: &Bounds,
+) -> Result<(), Error> {
+    let (begun, image) = (Instant::now(), source.chain_text());
+    let thread = IoThread::new(&IoThreadConfig::default())?;
+    let disk = source.attach(thread.io());
+    let reader = Reader { source, disk, left_bytes: bounds.read_bytes };
+    match thread.block_on(look(reader, header, bounds))? {
+        Ok(lowered) => {
+            tracing::info!(
+                "{image}: it was not closed by its last user; {lowered} leaked clusters are free \
+                 now; to look at its tables took {} ms",
+                begun.elapsed().as_millis()
+            );
+            Ok(())
+        }
+        Err(End::Left(why)) => {
+            tracing::warn!(
+                "{image}: it was not closed by its last user, and {why}, so it is used \
+                 as it is; clusters may be leaked, which `qemu-img check -r leaks` frees when it \
+                 is not in use"
+            );
+            Ok(())
+        }
+        Err(End::TooLow { offset, count }) => {
+            let reason = format!(
+                "it was not closed by its last user, and the cluster at byte {offset} of it is \
+                 used more often than its reference count says, which is {count}; repair it with \
+                 `qemu-img check -r all`"
+            );
+            Err(refused(source, reason))
+        }
+        Err(End::GivenUp) => Err(refused(source, "it is not wanted any more".to_owned())),
+    }
+}
+
+/// Reads and writes the image.
+struct Reader<'a> {
+    source: &'a DiskSource,
+    disk: Disk,
+    /// How much may still be read.
+    left_bytes: u64,
+}
+
+impl Reader<'_> {
+    /// Fails when the table does not lie in the file.
+    fn check(&self, table: &Range<u64>, cluster_bytes: u64) -> Result<(), End> {
+        let is_there = table.start.is_multiple_of(cluster_bytes)
+            && table.start > 0
+            && table.end <= self.disk.info().size_bytes;
+        if is_there { Ok(()) } else { Err(ODD_TABLE.into()) }
+    }
+
+    /// Reads what lies in the file.
+    async fn read(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, End> {
+        if self.source.is_given_up() {
+            return Err(End::GivenUp);
+        }
+        let left = self.left_bytes.checked_sub(bytes.max(READ_BYTES_MIN));
+        self.left_bytes = left.ok_or(TOO_MUCH)?;
+        let block = u64::from(self.disk.info().logical_block_bytes);
+        let whole: usize = fits(bytes.next_multiple_of(block), "bytes in memory");
+        let memory = Buffers::uninitialized(whole, PAGE, ()).map_err(|_| NO_MEMORY)?;
+        let read = memory.again();
+        self.disk.read(offset, memory).await.map_err(|error| failed("read", error.error()))?;
+        let mut data = Vec::new();
+        data.try_reserve_exact(whole).map_err(|_| NO_MEMORY)?;
+        data.resize(fits(bytes, "bytes in memory"), 0);
+        read.copy_to(0, &mut data);
+        Ok(data)
+    }
+
+    async fn write(&self, offset: u64, data: Vec<u8>) -> Result<(), End> {
+        let written = self.disk.write(offset, Buffers::from_vec(data), false).await;
+        written.map_err(|error| failed("written", error.error()))
+    }
+
+    /// Makes all that was written stable, by whomever.
+    async fn flush(&self) -> Result<(), End> {
+        self.disk.flush().await.map_err(|error| failed("flushed", &error))
+    }
+
+    async fn entries(
+        &mut self,
+        table: &Range<u64>,
+        mut each: impl FnMut(&mut Self, u64, u64) -> Result<(), End>,
+    ) -> Result<(), End> {
+        let mut at = table.start;
+        let mut index = 0;
+        while at < table.end {
+            let bytes = PIECE_BYTES.min(table.end - at);
+            for entry in self.read(at, bytes).await?.as_chunks().0 {
+                each(self, index, u64::from_be_bytes(*entry))?;
+                index += 1;
+            }
+            at += bytes;
+        }
+        Ok(())
+    }
+}
+
+fn failed(what: &str, error: &std::io::Error) -> End {
+    End::Left(format!("it cannot be {what}: {error}"))
+}
+
+/// Says how many counts were too high.
+async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> Result<u64, End> {
+    if header.has_unknown_extensions() {
+        return Err(ODD_EXTENSION.into());
+    }
+    let front = reader.read(0, FRONT_BYTES as u64).await?;
+    let front = front.first_chunk().ok_or(ODD_TABLE)?;
+    let cluster_bits = header.cluster_bytes.trailing_zeros();
+    let mut tables = Tables::read(&mut reader, front, cluster_bits, bounds).await?;
+    let (mut differing, mut all_lowered) = (Vec::new(), 0);
+    for window in tables.counts.windows(bounds.clusters_at_once) {
+        tables.count(&mut reader, &window).await?;
+        let lowered = tables.compare(&mut reader, &window, false).await?;
+        all_lowered += lowered;
+        if lowered > 0 {
+            differing.push(window);
+        }
+    }
+    if !differing.is_empty() {
+        // Who had it may have taken the last pointer to a cluster away without a flush.
+        reader.flush().await?;
+    }
+    // The last one is counted already.
+    for window in differing.into_iter().rev() {
+        if !tables.counts.is_of(&window) {
+            tables.count(&mut reader, &window).await?;
+        }
+        tables.compare(&mut reader, &window, true).await?;
+    }
+    reader.flush().await?;
+    let block = u64::from(reader.disk.info().logical_block_bytes);
+    let mut front = reader.read(0, (FRONT_BYTES as u64).next_multiple_of(block)).await?;
+    mark::set(&mut front, false);
+    reader.write(0, front).await?;
+    Ok(all_lowered)
+}
+
+/// The tables of an image.
+struct Tables {
+    cluster_bits: u32,
+    /// Whole clusters with L1, and with the table of blocks of reference counts.
+    roots: [Range<u64>; 2],
+    /// Where L2 tables are.
+    second: Vec<u64>,
+    counts: Counts,
+}
+
+impl Tables {
+    async fn read(
+        reader: &mut Reader<'_>,
+        front: &[u8; FRONT_BYTES],
+        cluster_bits: u32,
+        bounds: &Bounds,
+    ) -> Result<Self, End> {
+        if front[96..99] != [0; 3] || front[99] > 6 {
+            return Err(ODD_WIDTH.into());
+        }
+        let cluster = 1u64 << cluster_bits;
+        let Roots { first, counts: blocks } = Roots::of(front);
+        for table in [&first, &blocks] {
+            reader.check(table, cluster)?;
+            if table.end - table.start > (ENTRIES_MAX * 8).next_multiple_of(cluster) {
+                return Err(ODD_TABLE.into());
+            }
+        }
+        let mut second = Vec::new();
+        reader
+            .entries(&first, |reader, _, entry| {
+                if entry & !(L1_OFFSET | COPIED) != 0 {
+                    return Err(ODD_ENTRY.into());
+                }
+                let offset = entry & L1_OFFSET;
+                if offset == 0 {
+                    return Ok(());
+                }
+                reader.check(&(offset..offset + cluster), cluster)?;
+                // Each of them will be read.
+                let cost = cluster.max(READ_BYTES_MIN) * second.len() as u64;
+                if cost > bounds.read_bytes {
+                    return Err(TOO_MUCH.into());
+                }
+                second.try_reserve(1).map_err(|_| NO_MEMORY)?;
+                second.push(offset);
+                Ok(())
+            })
+            .await?;
+        second.sort_unstable();
+        let mut counts = Counts::new(cluster_bits, count_bits(front), bounds.counts);
+        reader
+            .entries(&blocks, |reader, index, entry| {
+                if entry & 511 != 0 {
+                    return Err(ODD_ENTRY.into());
+                }
+                if entry == 0 {
+                    return Ok(());
+                }
+                let end = entry.checked_add(cluster).ok_or(ODD_TABLE)?;
+                reader.check(&(entry..end), cluster)?;
+                let cost = cluster.max(READ_BYTES_MIN) * counts.blocks();
+                if cost > bounds.read_bytes {
+                    return Err(TOO_MUCH.into());
+                }
+                counts.add_block(index, entry).map_err(End::from)
+            })
+            .await?;
+        let whole = |table: &Range<u64>| table.start..table.end.next_multiple_of(cluster);
+        Ok(Self { cluster_bits, roots: [whole(&first), whole(&blocks)], second, counts })
+    }
+
+    /// Counts what uses the clusters of a window.
+    async fn count(&mut self, reader: &mut Reader<'_>, window: &Range<u64>) -> Result<(), End> {
+        let cluster = 1u64 << self.cluster_bits;
+        self.counts.begin(window)?;
+        self.add(&(0..cluster))?;
+        for root in self.roots.clone() {
+            self.add(&root)?;
+        }
+        for number in 0..self.counts.blocks() {
+            let place = self.counts.place(number);
+            self.add(&(place..place + cluster))?;
+        }
+        for number in 0..self.second.len() {
+            let place = self.second[number];
+            self.add(&(place..place + cluster))?;
+            for entry in reader.read(place, cluster).await?.as_chunks().0 {
+                if let Some(used) = used_by(u64::from_be_bytes(*entry), self.cluster_bits)? {
+                    self.add(&used)?;
+                }
+            }
+        }
+        self.check_places()
+    }
+
+    /// Whether no table is where something else is: it could be taken for a block of counts.
+    fn check_places(&self) -> Result<(), End> {
+        let of_roots = self
+            .roots
+            .iter()
+            .flat_map(|root| root.start >> self.cluster_bits..root.end >> self.cluster_bits);
+        let blocks = (0..self.counts.blocks()).map(|number| self.counts.place(number));
+        let others = blocks.chain(self.second.iter().copied());
+        let mut all = of_roots.chain(others.map(|place| place >> self.cluster_bits)).chain([0]);
+        match all.all(|cluster| self.counts.uses(cluster).is_none_or(|uses| uses == 1)) {
+            true => Ok(()),
+            false => Err(ODD_PLACE.into()),
+        }
+    }
+
+    /// Counts one use of the clusters that have these bytes.
+    fn add(&mut self, used: &Range<u64>) -> Result<(), End> {
+        for cluster in used.start >> self.cluster_bits..=(used.end - 1) >> self.cluster_bits {
+            match self.counts.add(cluster) {
+                Added::Counted => {}
+                Added::TooOften => return Err(ODD_USES.into()),
+                Added::NoBlock => {
+                    return Err(End::TooLow { offset: cluster << self.cluster_bits, count: 0 });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the counts of a window with what was counted, and says how many are too high. These
+    /// are lowered if that is wanted.
+    async fn compare(
+        &mut self,
+        reader: &mut Reader<'_>,
+        window: &Range<u64>,
+        lowers: bool,
+    ) -> Result<u64, End> {
+        let mut lowered = 0;
+        for number in window.clone() {
+            let place = self.counts.place(number);
+            let mut block = reader.read(place, 1 << self.cluster_bits).await?;
+            let of_block = self.counts.lower(number, &mut block);
+            let of_block = of_block.map_err(|TooLow { cluster, count }| End::TooLow {
+                offset: cluster << self.cluster_bits,
+                count,
+            })?;
+            lowered += of_block;
+            if lowers && of_block > 0 {
+                reader.write(place, block).await?;
+            }
+        }
+        Ok(lowered)
+    }
+}
+
+/// The bytes of the file that an entry of an L2 table stands for.
+fn used_by(entry: u64, cluster_bits: u32) -> Result<Option<Range<u64>>, End> {
+    if entry & COMPRESSED != 0 {
+        let offset_bits = 62 - (cluster_bits - 8);
+        let descriptor = entry & (COMPRESSED - 1);
+        let offset = descriptor & ((1 << offset_bits) - 1);
+        if entry & COPIED != 0 || offset >> 56 != 0 {
+            return Err(ODD_ENTRY.into());
+        }
+        // These come after the sector in which it begins.
+        let sectors = descriptor >> offset_bits;
+        return Ok(Some(offset..(offset & !511) + (sectors + 1) * 512));
+    }
+    let offset = entry & L1_OFFSET;
+    let is_aligned = offset.is_multiple_of(1 << cluster_bits);
+    if entry & !(L1_OFFSET | COPIED | ZEROES) != 0 || !is_aligned {
+        return Err(ODD_ENTRY.into());
+    }
+    Ok((offset != 0).then(|| offset..offset + (1 << cluster_bits)))
+}

@@ -1,0 +1,389 @@
+//! Images that were not closed are looked at, whatever is in them.
+
+use std::os::unix::fs::FileExt as _;
+use std::process::Command;
+
+use tempfile::NamedTempFile;
+
+use super::core::Layer;
+use super::counts;
+use super::leaks::{BOUNDS, Bounds, free_within};
+use super::mark;
+use crate::disk::elsewhere::{Elsewhere, Event};
+use crate::disk::{DiskOptions, DiskSource};
+use crate::error::Error;
+
+const L1: u64 = 40;
+const COUNTS: u64 = 48;
+const PLACE: u64 = (1 << 56) - 512;
+const COPIED: u64 = 1 << 63;
+
+/// The bytes of an image that was not closed.
+struct Image {
+    content: Vec<u8>,
+    cluster: u64,
+    bits: u32,
+}
+
+fn number(content: &[u8], at: u64) -> u64 {
+    let at: usize = iomem::fits(at, "a place");
+    u64::from_be_bytes(*content[at..].first_chunk().unwrap())
+}
+
+fn set(content: &mut [u8], at: u64, number: u64) {
+    let at: usize = iomem::fits(at, "a place");
+    content[at..at + 8].copy_from_slice(&number.to_be_bytes());
+}
+
+impl Image {
+    /// One of a disk of 1 MiB, in which QEMU has written at some places. `None`: there is no
+    /// qemu-img.
+    fn new(cluster: u64, bits: u32) -> Option<Self> {
+        let file = NamedTempFile::new().unwrap();
+        let options = format!("cluster_size={cluster},refcount_bits={bits}");
+        let create = ["create", "-q", "-f", "qcow2", "-o", &options];
+        let made = Command::new("qemu-img").args(create).arg(file.path()).arg("1M").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return None;
+        }
+        // Clusters of zeroes keep their space.
+        let mut write = Command::new("qemu-io");
+        for what in ["write -q 0 40k", "write -q 512k 4k", "write -q -z 512k 4k"] {
+            write.args(["-c", what]);
+        }
+        assert!(write.args(["-f", "qcow2"]).arg(file.path()).status().unwrap().success());
+        Some(Self::of(&file, cluster, bits))
+    }
+
+    fn of(file: &NamedTempFile, cluster: u64, bits: u32) -> Self {
+        let mut content = std::fs::read(file.path()).unwrap();
+        content.resize(content.len().next_multiple_of(512), 0);
+        mark::set(&mut content, true);
+        Self { content, cluster, bits }
+    }
+
+    fn at(&self, at: u64) -> u64 {
+        number(&self.content, at)
+    }
+
+    fn l1(&self) -> u64 {
+        self.at(L1)
+    }
+
+    /// The first L2 table.
+    fn l2(&self) -> u64 {
+        self.at(self.l1()) & PLACE
+    }
+
+    /// How many clusters there are in the file.
+    fn clusters(&self) -> u64 {
+        (self.content.len() as u64).div_ceil(self.cluster)
+    }
+
+    /// The block that counts a cluster, and which of its counts that is.
+    fn count(&mut self, cluster: u64) -> (&mut [u8], usize) {
+        let of_block = self.cluster * 8 / u64::from(self.bits);
+        let block = self.at(self.at(COUNTS) + cluster / of_block * 8);
+        assert_ne!(block, 0, "cluster {cluster} has no count");
+        let range = iomem::fits(block, "a place")..iomem::fits(block + self.cluster, "a place");
+        (&mut self.content[range], iomem::fits(cluster % of_block, "an index"))
+    }
+
+    fn get_count(&mut self, cluster: u64) -> u64 {
+        let bits = self.bits;
+        let (block, index) = self.count(cluster);
+        counts::get(block, index, bits)
+    }
+
+    fn set_count(&mut self, cluster: u64, count: u64) {
+        let bits = self.bits;
+        let (block, index) = self.count(cluster);
+        counts::set(block, index, bits, count);
+    }
+
+    fn file(&self) -> NamedTempFile {
+        let file = NamedTempFile::new().unwrap();
+        file.as_file().write_all_at(&self.content, 0).unwrap();
+        file
+    }
+
+    /// The bytes as they are after a look that has this result.
+    fn looked_at(&self, bounds: &Bounds) -> (Vec<u8>, Result<(), Error>) {
+        let file = self.file();
+        let source = source(&file);
+        let header = source.image_header().unwrap().unwrap();
+        let result = free_within(&source, &header, bounds);
+        drop(source);
+        (std::fs::read(file.path()).unwrap(), result)
+    }
+
+    /// That QEMU finds no fault with what a look leaves, and some with what is there before.
+    fn is_freed(&self, bounds: &Bounds, what: &str) -> Vec<u8> {
+        // The second is said of data that counts as used in several places, and is marked as ours.
+        assert!(matches!(check(&self.content), Some(3 | 2)), "{what}: nothing is leaked");
+        let (content, result) = self.looked_at(bounds);
+        result.unwrap();
+        assert_eq!(check(&content), Some(0), "{what}");
+        assert!(!mark::is_set(&content), "{what}");
+        content
+    }
+
+    /// That a look changes nothing, and that the image is opened if it can be, and stays marked.
+    fn is_left(&self, opens: bool, what: &str) {
+        let (content, result) = self.looked_at(&BOUNDS);
+        result.unwrap();
+        assert!(content == self.content, "{what}: something was changed");
+        let file = self.file();
+        let opened = DiskSource::qcow2(vec![Layer::qcow2(source(&file)).unwrap()], false);
+        assert_eq!(opened.is_ok(), opens, "{what}: {opened:?}");
+        drop(opened);
+        assert!(mark::is_set(&std::fs::read(file.path()).unwrap()), "{what}");
+    }
+}
+
+fn source(file: &NamedTempFile) -> DiskSource {
+    let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+    DiskSource::file(file.path(), &options).unwrap()
+}
+
+/// The exit code of a check by QEMU.
+fn check(content: &[u8]) -> Option<i32> {
+    let file = NamedTempFile::new().unwrap();
+    file.as_file().write_all_at(content, 0).unwrap();
+    let mut check = Command::new("qemu-img");
+    let output = check.args(["check", "-q", "-f", "qcow2"]).arg(file.path()).output().unwrap();
+    output.status.code()
+}
+
+/// Few clusters at once, so that several passes are needed.
+const SMALL: Bounds = Bounds { clusters_at_once: 1, ..BOUNDS };
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_nothing_uses_is_freed() {
+    for (cluster, bits) in [(512, 1), (512, 64), (4096, 8), (4096, 2), (65_536, 16), (2 << 20, 32)]
+    {
+        let Some(mut image) = Image::new(cluster, bits) else { return };
+        let what = format!("clusters of {cluster}, counts of {bits}");
+        let (clean, result) = image.looked_at(&BOUNDS);
+        result.unwrap();
+        let mut unmarked = image.content.clone();
+        mark::set(&mut unmarked, false);
+        assert!(clean == unmarked, "{what}: something was changed");
+        // Of the file, and behind its end.
+        let last = image.clusters() - 1;
+        image.content.resize(iomem::fits((last + 3) * cluster, "bytes"), 0);
+        for cluster in [last + 1, last + 2, last + 3] {
+            image.set_count(cluster, 1);
+        }
+        for bounds in [BOUNDS, SMALL] {
+            let freed = image.is_freed(&bounds, &what);
+            assert!(freed[..unmarked.len()] == unmarked, "{what}: something else was changed");
+        }
+        // A table is not used any more, nor is what it names.
+        let first = image.l1();
+        set(&mut image.content, first, 0);
+        for bounds in [BOUNDS, SMALL] {
+            let freed = image.is_freed(&bounds, &what);
+            let mut freed = Image { content: freed, ..image };
+            assert_eq!(freed.get_count(last + 3), 0, "{what}: behind the end");
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_is_used_less_often_than_it_counts_is_lowered() {
+    let Some(mut image) = Image::new(4096, 16) else { return };
+    let data = image.at(image.l2()) & PLACE;
+    image.set_count(data / 4096, 300);
+    let freed = image.is_freed(&BOUNDS, "data");
+    let mut freed = Image { content: freed, ..image };
+    assert_eq!(freed.get_count(data / 4096), 1);
+}
+
+/// Several compressed clusters lie in one of the file, and some in two.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn compressed_clusters_use_all_that_they_touch() {
+    for cluster in [512, 4096, 65_536, 2 << 20] {
+        let (raw, file) = (NamedTempFile::new().unwrap(), NamedTempFile::new().unwrap());
+        // A third of it cannot be compressed.
+        let mut random = 1u64;
+        let data = (0..12u32 << 20).map(|at| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let [sector, ..] = (at / 512).to_le_bytes();
+            if sector.is_multiple_of(3) { random.to_be_bytes()[0] } else { sector }
+        });
+        let data: Vec<u8> = data.collect();
+        raw.as_file().write_all_at(&data, 0).unwrap();
+        let options = format!("cluster_size={cluster}");
+        let mut convert = Command::new("qemu-img");
+        convert.args(["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options]);
+        if convert.arg(raw.path()).arg(file.path()).status().is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let mut image = Image::of(&file, cluster, 16);
+        let shared = (0..image.clusters()).find(|cluster| image.get_count(*cluster) > 1);
+        let before = image.content.clone();
+        for bounds in [BOUNDS, SMALL] {
+            let (looked, result) = image.looked_at(&bounds);
+            result.unwrap();
+            assert!(looked[80..] == before[80..], "clusters of {cluster} bytes");
+        }
+        let Some(shared) = shared else {
+            assert_eq!(cluster, 512, "no cluster is shared");
+            continue;
+        };
+        let count = image.get_count(shared);
+        image.set_count(shared, count + 1);
+        let freed = image.is_freed(&BOUNDS, "a shared cluster");
+        assert!(freed[80..] == before[80..], "clusters of {cluster} bytes");
+        image.set_count(shared, count - 1);
+        let (left, result) = image.looked_at(&BOUNDS);
+        assert!(result.is_err() && left == image.content);
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_whose_counts_are_too_low_is_refused() {
+    for bounds in [BOUNDS, SMALL] {
+        let Some(mut image) = Image::new(512, 16) else { return };
+        let leaked = image.clusters();
+        image.set_count(leaked, 1);
+        let data = image.at(image.l2() + 8) & PLACE;
+        for cluster in [0, image.l1() / 512, image.l2() / 512, image.at(COUNTS) / 512, data / 512] {
+            let mut image = Image { content: image.content.clone(), ..image };
+            image.set_count(cluster, 0);
+            let (content, result) = image.looked_at(&bounds);
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("qemu-img check -r all"), "{error}");
+            assert!(error.contains(&format!("at byte {} ", cluster * 512)), "{error}");
+            assert!(content == image.content, "something was changed");
+            let file = image.file();
+            let layers = vec![Layer::qcow2(source(&file)).unwrap()];
+            assert!(DiskSource::qcow2(layers, false).is_err());
+        }
+        // No block counts it, nor anything else.
+        let mut without = Image { content: image.content.clone(), ..image };
+        let table = image.at(COUNTS);
+        set(&mut without.content, table, 0);
+        assert!(without.looked_at(&bounds).1.is_err());
+        let entry = image.l2();
+        set(&mut image.content, entry, COPIED | 1 << 40);
+        let error = image.looked_at(&bounds).1.unwrap_err().to_string();
+        assert!(error.contains("which is 0"), "{error}");
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_is_odd_is_left_as_it_is_and_opened() {
+    let Some(mut image) = Image::new(512, 16) else { return };
+    let leaked = image.clusters();
+    image.set_count(leaked, 1);
+    let (first, second, table) = (image.l1(), image.l2(), image.at(COUNTS));
+    let end = image.content.len() as u64;
+    let odd = |opens: bool, what: &str, at: u64, value: u64| {
+        let mut odd = Image { content: image.content.clone(), ..image };
+        set(&mut odd.content, at, value);
+        odd.is_left(opens, what);
+    };
+    odd(true, "a table behind the end of the file", first + 8, COPIED | end.next_multiple_of(512));
+    odd(true, "reserved bits of L2", second, COPIED | second | 1 << 57);
+    odd(true, "data that is unaligned, and compressed", second, COPIED | 1 << 62 | 512);
+    odd(true, "data where a table is", second, COPIED | first);
+    odd(true, "data where the header is", second, 1 << 62);
+    odd(false, "reserved bits of L1", first + 8, COPIED | second | 2);
+    odd(false, "two tables in one place", first + 8, COPIED | second);
+    odd(false, "a table of counts that is too long", 56, 1 << 40);
+    odd(false, "a block behind the end of the file", table + 8, 1 << 40);
+    // It would be, for all that is read of it.
+    for bounds in [Bounds { read_bytes: 12_000, ..BOUNDS }, Bounds { counts: 200, ..BOUNDS }] {
+        let (content, result) = image.looked_at(&bounds);
+        assert!(result.is_ok() && content == image.content);
+    }
+    let Some(mut large) = Image::new(65_536, 16) else { return };
+    let second = large.l2();
+    set(&mut large.content, second, COPIED | 512);
+    large.is_left(true, "data that is unaligned");
+}
+
+/// Bitmaps have clusters of their own.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn clusters_of_what_is_not_known_stay() {
+    let Some(image) = Image::new(65_536, 16) else { return };
+    let mut content = image.content.clone();
+    mark::set(&mut content, false);
+    let file = NamedTempFile::new().unwrap();
+    file.as_file().write_all_at(&content, 0).unwrap();
+    let mut bitmap = Command::new("qemu-img");
+    assert!(bitmap.args(["bitmap", "--add"]).arg(file.path()).arg("b").status().unwrap().success());
+    let image = Image::of(&file, 65_536, 16);
+    let (looked, result) = image.looked_at(&BOUNDS);
+    result.unwrap();
+    assert!(looked == image.content);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_look_ends_when_nobody_wants_the_disk() {
+    let Some(image) = Image::new(512, 16) else { return };
+    let file = image.file();
+    let source = source(&file);
+    let layer = Layer::qcow2(source.clone()).unwrap();
+    source.give_up();
+    let error = DiskSource::qcow2(vec![layer], false).unwrap_err().to_string();
+    assert!(error.contains("not wanted any more"), "{error}");
+}
+
+/// A sparse file may be as long as its maker likes, and all of its tables may lie in holes.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_look_at_an_image_of_any_size_ends() {
+    let Some(image) = Image::new(512, 1) else { return };
+    let file = image.file();
+    let entries = 4u64 << 20;
+    let (first, table) = (1u64 << 30, 2u64 << 30);
+    let write = |data: &[u8], at| file.as_file().write_all_at(data, at).unwrap();
+    file.as_file().set_len(1 << 42).unwrap();
+    for (field, table) in [(L1, first), (COUNTS, table)] {
+        write(&table.to_be_bytes(), field);
+        let places = (1..=entries).map(|index| (table * 4) + index * 512);
+        let flag = if field == L1 { COPIED } else { 0 };
+        let all: Vec<u8> = places.flat_map(|place| (flag | place).to_be_bytes()).collect();
+        write(&all, table);
+    }
+    write(&4_194_304u32.to_be_bytes(), 36);
+    write(&65_536u32.to_be_bytes(), 56);
+    let source = source(&file);
+    let header = source.image_header().unwrap().unwrap();
+    free_within(&source, &header, &BOUNDS).unwrap();
+    let mut front = [0; 80];
+    file.as_file().read_exact_at(&mut front, 0).unwrap();
+    assert!(mark::is_set(&front));
+}
+
+/// Pointers that were taken away may not be stable, nor may the counts that are written.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn counts_fall_between_flushes() {
+    let Some(mut image) = Image::new(512, 16) else { return };
+    let leaked = image.clusters();
+    image.set_count(leaked, 1);
+    let block = image.at(image.at(COUNTS));
+    let mut content = image.content.clone();
+    content.resize(content.len().next_multiple_of(4096), 0);
+    let end = Elsewhere::held_alone(&content);
+    drop(DiskSource::qcow2(vec![Layer::qcow2(end.clone().source()).unwrap()], false).unwrap());
+    let place = |event: &Event| match event {
+        Event::Write(place, _) => Some(*place),
+        Event::Flush | Event::Stable => None,
+    };
+    let events: Vec<_> = end.journal().iter().map(place).collect();
+    assert_eq!(events, [None, Some(block), None, Some(0)]);
+}

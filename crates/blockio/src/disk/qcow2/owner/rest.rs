@@ -1,0 +1,70 @@
+//! When the image is marked, and when it comes to rest: see `mark.rs`.
+
+use std::io;
+
+use imago::Storage as _;
+
+use super::Owner;
+use crate::disk::info::DiskState;
+use crate::disk::qcow2::mark::MarkState;
+
+impl Owner {
+    /// Has the image marked, and that stable, before anything in its tables changes.
+    pub(super) async fn mark(&self) -> io::Result<()> {
+        let mark = &self.core.order.mark;
+        if !matches!(mark.state(), MarkState::Unknown | MarkState::Clear) {
+            return Ok(());
+        }
+        let _image = self.image().await?.write().await;
+        if mark.state() == MarkState::Clear {
+            assert!(self.core.order.is_empty(), "tables have changed without a mark");
+            self.core.top.write_mark(true).await?;
+            self.core.top.sync().await?;
+            mark.set_state(MarkState::Set);
+        }
+        Ok(())
+    }
+
+    /// As [`rest`](Self::rest), for the last time. What another process goes on with is its own.
+    pub(super) async fn end(&self) {
+        if !self.is_left.get() {
+            self.rest().await;
+        }
+    }
+
+    /// As [`rest`](Self::rest). Another process may go on with the image until the next change.
+    pub(super) async fn leave(&self) {
+        self.rest().await;
+        self.is_left.set(true);
+    }
+
+    /// Takes the mark away if nothing can be left behind. No flush makes that stable: the mark
+    /// costs whoever finds it no more than a look, and an end is to be quick.
+    async fn rest(&self) {
+        if let Err(error) = self.try_to_rest().await {
+            tracing::debug!("{} stays marked: {error}", self.core.name());
+        }
+    }
+
+    async fn try_to_rest(&self) -> io::Result<()> {
+        let core = &self.core;
+        let is_marked = || core.order.mark.state() == MarkState::Set;
+        // What does not answer now would keep the end waiting.
+        let may_rest = || self.jobs.get() == 0 && core.source().state() == DiskState::Ready;
+        let is_sure = || !self.failed.get() && !core.order.mark.is_in_doubt();
+        if !is_marked() || !may_rest() || !is_sure() {
+            return Ok(());
+        }
+        let image = self.image().await?.write().await;
+        if self.committed.get() < self.changed.get() || !core.order.is_empty() {
+            self.commit_to(&image).await?;
+        }
+        if is_marked() && self.jobs.get() == 0 && is_sure() && core.order.refuses().is_none() {
+            assert!(core.order.is_empty(), "what waits is written by a commit");
+            // If it fails, nobody knows whether the mark is there.
+            core.order.mark.set_state(MarkState::Clear);
+            core.top.write_mark(false).await?;
+        }
+        Ok(())
+    }
+}
