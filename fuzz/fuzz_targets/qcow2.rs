@@ -33,15 +33,17 @@ fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
     let flags = input.u8();
     let read_only = flags & 1 != 0;
+    // It is marked when it is written to, and looked at if it was not closed.
+    let is_locked = flags & 16 != 0;
     let count = input.u8() % REQUESTS_MAX;
     let requests: Vec<_> = (0..count)
         .map(|_| Request { kind: input.u8(), place: input.u16(), sectors: input.u8() })
         .collect();
     let below: Vec<_> = (0..flags >> 1 & 3).map(|_| sized(&mut input)).collect();
-    let Some(top) = open(input.rest(), read_only).and_then(image) else { return };
+    let Some(top) = open(input.rest(), read_only, is_locked).and_then(image) else { return };
     let mut layers = vec![top];
     for (number, bytes) in below.iter().enumerate() {
-        let Some(file) = open(bytes, true) else { return };
+        let Some(file) = open(bytes, true, false) else { return };
         // Only the last one has nothing below it.
         let is_raw = flags & 8 != 0 && number + 1 == below.len();
         let layer = if is_raw { Some(Layer::raw(file)) } else { image(file) };
@@ -71,12 +73,16 @@ fn sized<'a>(input: &mut Input<'a>) -> &'a [u8] {
 }
 
 /// A file with these bytes.
-fn open(bytes: &[u8], read_only: bool) -> Option<DiskSource> {
+fn open(bytes: &[u8], read_only: bool, is_locked: bool) -> Option<DiskSource> {
     let mut file = memfd((bytes.len() as u64).next_multiple_of(SECTOR_BYTES));
     file.write_all(bytes).expect("a memfd has room");
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let options =
-        DiskOptions { no_lock: true, holds_image: true, read_only, ..DiskOptions::default() };
+    let options = DiskOptions {
+        no_lock: !is_locked,
+        holds_image: true,
+        read_only,
+        ..DiskOptions::default()
+    };
     DiskSource::file(Path::new(&path), &options).ok()
 }
 

@@ -96,9 +96,11 @@ impl Images {
         Ok(())
     }
 
-    /// That QEMU finds no fault with an image, and in it what the disk should have.
+    /// That QEMU finds no fault with an image that was closed, and in it what the disk should have.
     fn check_image(&self, image: &str) -> Result<()> {
         self.qemu_img(&format!("check -q @{image}"))?;
+        let front = fs::read(self.path(image)?)?;
+        ensure!(front[7] < 3 || front[79] & 1 == 0, "the image is marked");
         fs::write(self.path("expected.img")?, &self.content)?;
         self.qemu_img(&format!("compare -q -f raw -F qcow2 @expected.img @{image}")).map(drop)
     }

@@ -86,7 +86,7 @@ fn take_over_exports(
 
 /// No process was killed, so none has left anything behind.
 fn check(image: &Image, versions: &[Version]) -> Result<()> {
-    image.check(&[0])?;
+    image.check_closed()?;
     image.check_content(versions)
 }
 

@@ -200,9 +200,20 @@ impl DiskSource {
         self.shared.is_given_up()
     }
 
+    /// Whether [`write_back`](Self::write_back) has anything to do. An open file goes over to
+    /// another process as it is.
+    #[must_use]
+    pub fn is_written_back(&self) -> bool {
+        match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => false,
+            SourceKind::Other(source) => source.is_written_back(),
+        }
+    }
+
     /// Another process is to go on with the disk, which it has opened: what answered requests have
-    /// left in a cache of this process is written to where that one sees it. No request is in
-    /// progress. It may wait for the other end of a disk that is not local.
+    /// left in a cache of this process is written to where that one sees it, and images are left as
+    /// if they were closed. No request is in progress. It may wait for the other end of a disk that
+    /// is not local.
     ///
     /// # Errors
     ///

@@ -287,6 +287,10 @@ impl OtherSource for LuksSource {
         self.below.give_up();
     }
 
+    fn is_written_back(&self) -> bool {
+        self.below.is_written_back()
+    }
+
     fn write_back(&self) -> Result<(), Error> {
         self.below.write_back()
     }

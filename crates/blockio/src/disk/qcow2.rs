@@ -267,6 +267,11 @@ impl OtherSource for Qcow2Source {
         self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
     }
 
+    fn is_written_back(&self) -> bool {
+        let core = &self.image.core;
+        core.may_be_marked || core.layers.iter().any(|layer| layer.source.is_written_back())
+    }
+
     fn write_back(&self) -> Result<(), Error> {
         if self.image.core.may_be_marked {
             // Where it has failed, the other process finds the mark.

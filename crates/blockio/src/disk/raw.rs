@@ -183,6 +183,10 @@ impl OtherSource for RawSource {
         self.below.give_up();
     }
 
+    fn is_written_back(&self) -> bool {
+        self.below.is_written_back()
+    }
+
     fn write_back(&self) -> Result<(), Error> {
         self.below.write_back()
     }

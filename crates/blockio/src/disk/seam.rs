@@ -116,6 +116,12 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::give_up`](super::DiskSource::give_up).
     fn give_up(&self);
 
+    /// See [`DiskSource::is_written_back`](super::DiskSource::is_written_back). A layer passes it
+    /// on.
+    fn is_written_back(&self) -> bool {
+        true
+    }
+
     /// See [`DiskSource::write_back`](super::DiskSource::write_back).
     fn write_back(&self) -> Result<(), Error> {
         Ok(())

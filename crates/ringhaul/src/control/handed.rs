@@ -74,7 +74,7 @@ pub(crate) struct Described {
 pub(crate) struct Paused {
     pub(crate) exports: Vec<ExportProgress>,
     pub(crate) fds: HandedFds,
-    /// Disks that the other process has opened by itself.
+    /// Disks that are to be [written back](DiskSource::write_back).
     pub(crate) disks: Vec<DiskSource>,
     /// When the first queue was told to stop.
     pub(crate) since: Instant,

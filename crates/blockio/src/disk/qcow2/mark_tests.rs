@@ -345,3 +345,45 @@ fn a_file_that_is_handed_over_is_marked_if_it_is_locked() {
         assert!(!mark::is_set(&std::fs::read(file.path()).unwrap()));
     }
 }
+
+/// When it was to be closed its disk did not answer.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_process_writes_nothing_to_what_another_one_goes_on_with() {
+    let Some(content) = new_image("compat=1.1") else { return };
+    let mut old = World::new(&content);
+    old.write(0).unwrap();
+    let source = Some(open(old.end.clone().source(), true).unwrap());
+    old.end.set_away(true);
+    old.source().write_back().unwrap();
+    old.end.set_away(false);
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let mut new = World { thread, end: old.end.clone(), source };
+    new.write(2).unwrap();
+    let events = new.end.events();
+    assert!(old.is_marked_at_end());
+    assert_eq!(new.end.events(), events, "the old one has written to it");
+    assert!(new.is_marked_at_end(), "nobody has looked at it");
+}
+
+/// A disk below may have anything where an image has its mark.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_lies_below_an_image_has_no_mark() {
+    let Some(content) = new_image("compat=1.1") else { return };
+    let base = Elsewhere::new(&[0xff; 1 << 20]);
+    let layers = vec![
+        Layer::qcow2(Elsewhere::held_alone(&content).source()).unwrap(),
+        Layer::raw(base.source()),
+    ];
+    let source = DiskSource::qcow2(layers, false).unwrap();
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    // The rest of the cluster is copied.
+    let write = disk.write(512, Buffers::from_vec(vec![7; 512]), false);
+    thread.block_on(write).unwrap().unwrap();
+    let memory = Buffers::aligned(512, 512);
+    let read = memory.again();
+    thread.block_on(disk.read(0, memory)).unwrap().unwrap();
+    assert_eq!(read.to_vec(), [0xff; 512]);
+}

@@ -119,8 +119,7 @@ impl Exports {
             CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
         })?;
         let disks = self.list.iter().flat_map(|export| &export.disks);
-        // An open file goes over as it is.
-        let disks = disks.filter(|disk| disk.descriptor().is_none()).cloned().collect();
+        let disks = disks.filter(|disk| disk.is_written_back()).cloned().collect();
         Ok(Paused { exports, fds, disks, since })
     }
 
