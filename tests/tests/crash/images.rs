@@ -118,12 +118,17 @@ impl Image {
     /// That QEMU finds no fault with it, and that it is not marked as one that was not closed.
     pub(super) fn check_closed(&self) -> Result<()> {
         self.check(&[0])?;
-        if self.format != Format::Luks {
-            let mut front = [0; 80];
-            fs::File::open(&self.path)?.read_exact(&mut front)?;
-            ensure!(front[79] & 1 == 0, "the image is marked");
-        }
+        ensure!(!self.is_marked()?, "the image is marked");
         Ok(())
+    }
+
+    fn is_marked(&self) -> Result<bool> {
+        if self.format == Format::Luks {
+            return Ok(false);
+        }
+        let mut front = [0; 80];
+        fs::File::open(&self.path)?.read_exact(&mut front)?;
+        Ok(front[79] & 1 != 0)
     }
 
     /// That QEMU finds no fault with it, or none for which its check ends with these codes.
@@ -206,14 +211,17 @@ fn an_image_survives_kills_of_its_daemons_and_of_those_that_take_over(
 ) -> Result<()> {
     let Some(image) = Image::new(Format::Qcow2)? else { return Ok(()) };
     let (server, world) = image.serve(&image.path, engine)?;
-    let leaked = Cell::new(0);
+    let (leaked, marked) = (Cell::new(0), Cell::new(0));
     let look = || {
         leaked.set(leaked.get() + u32::from(image.check(&[3]).is_ok()));
+        marked.set(marked.get() + u32::from(image.is_marked()?));
         image.check(&[0, 3])
     };
     let kills = Kills { rounds: rounds(ROUNDS)?, takeover_every: TAKEOVER_EVERY, look: &look };
     let versions = kills.carry_out(server, world)?;
-    eprintln!("{engine}: clusters were left behind by {} daemons", leaked.get());
+    let (leaked, marked) = (leaked.get(), marked.get());
+    eprintln!("{engine}: {marked} daemons left marks, and {leaked} left clusters behind");
+    ensure!(marked >= leaked && marked > 0, "daemons that were killed have not marked the image");
     image.check_closed().context("at the end")?;
     image.check_content(&versions)
 }

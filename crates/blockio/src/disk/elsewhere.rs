@@ -58,6 +58,8 @@ struct State {
     content: Vec<u8>,
     jobs: VecDeque<(Job, ForeignCompleter)>,
     away_since: Option<Instant>,
+    /// It does not answer, which nobody has noticed.
+    is_silent: bool,
     was_given_up: bool,
     is_over: bool,
     journal: Vec<Event>,
@@ -168,6 +170,17 @@ impl Elsewhere {
         self.change(|state| state.away_since = is_away.then(Instant::now));
     }
 
+    #[cfg(feature = "qcow2")]
+    pub(crate) fn set_silent(&self, is_silent: bool) {
+        self.change(|state| state.is_silent = is_silent);
+    }
+
+    /// Whether something is asked for that has no answer.
+    #[cfg(feature = "qcow2")]
+    pub(crate) fn is_asked(&self) -> bool {
+        !self.state().jobs.is_empty()
+    }
+
     /// Has the answer wait with which somebody is told the size for the time of this number.
     pub(crate) fn keep_back(&self, number: usize) {
         self.change(|state| state.kept_back = number);
@@ -196,7 +209,8 @@ impl Elsewhere {
 fn serve(end: &End) {
     let mut state = end.state.lock().unwrap();
     while !state.is_over {
-        let may_serve = state.was_given_up || state.away_since.is_none();
+        let answers = state.away_since.is_none() && !state.is_silent;
+        let may_serve = state.was_given_up || answers;
         let job = if may_serve { state.jobs.pop_front() } else { None };
         match job {
             Some((_, completer)) if state.was_given_up => {

@@ -123,10 +123,17 @@ fn is_conflict(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
+/// What a program does that has locked a file, and what it lets nobody else do.
+fn uses(read_only: bool) -> (&'static [i64], &'static [i64]) {
+    match read_only {
+        true => (&[READ], &[WRITE]),
+        false => (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]),
+    }
+}
+
 /// Locks `file`, which must be open for reading. False: its file system has no locks.
 pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
-    let (used, unshared): (&[i64], &[i64]) =
-        if read_only { (&[READ], &[WRITE]) } else { (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]) };
+    let (used, unshared) = uses(read_only);
     let own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
     for byte in own {
         match set_read_lock(file, byte) {
@@ -152,10 +159,13 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
     Ok(true)
 }
 
-/// Whether `file`, which was to be locked when another process opened it, is: the lock that it has
-/// then is had again, unless its file system has none.
+/// Whether `file`, which was to be locked for writing when another process opened it, is: the locks
+/// that it has then are had again, unless its file system has none.
 pub(super) fn is_still_locked(file: &File) -> bool {
-    set_read_lock(file, USED + READ).is_ok()
+    let (used, unshared) = uses(false);
+    let mut own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
+    let mut opposite = used.iter().map(|n| UNSHARED + n).chain(unshared.iter().map(|n| USED + n));
+    own.all(|byte| set_read_lock(file, byte).is_ok()) && !opposite.any(|byte| is_locked(file, byte))
 }
 
 fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {

@@ -79,7 +79,7 @@ impl FileSource {
             )));
         }
         let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
-        let is_locked = !options.no_lock && is_still_locked(&file);
+        let is_locked = !options.no_lock && !options.read_only && is_still_locked(&file);
         let (source, info) = Self::of_open((file, is_locked), path, options, is_block_device)?;
         source.file.loss().others_have_written();
         Ok((source, info))

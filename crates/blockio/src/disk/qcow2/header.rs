@@ -153,7 +153,7 @@ fn extensions(front: &[u8], header_bytes: u32) -> Result<(Option<String>, bool),
 }
 
 /// Why an image is not written to whose counts may be wrong.
-pub(super) const NOT_CLOSED: &str = "it was not closed by its last user, and its reference counts \
+const NOT_CLOSED: &str = "it was not closed by its last user, and its reference counts \
                                      may be wrong; open it once where its file can be locked, or \
                                      repair it with `qemu-img check -r all`";
 const NOT_CLOSED_LAZY: &str = "it was not closed by its last user, who had its reference counts in \

@@ -6,7 +6,7 @@
 //! that nothing uses.
 
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use iomem::{Buffers, fits};
 
@@ -21,21 +21,28 @@ use crate::error::Error;
 use crate::io_thread::IoThread;
 
 /// What a look may cost at most.
+#[derive(Clone, Copy)]
 pub(super) struct Bounds {
     /// How many clusters are counted at once, which takes two bytes for each. More need as many
     /// passes over all tables.
     pub(super) clusters_at_once: u64,
     /// How many bytes are read.
     pub(super) read_bytes: u64,
+    /// How long that takes: a disk may be slow, and whoever opens it waits.
+    pub(super) time: Duration,
     /// How many counts are compared.
     pub(super) counts: u64,
 }
 
-pub(super) const BOUNDS: Bounds =
-    Bounds { clusters_at_once: 32 << 20, read_bytes: 2 << 30, counts: 1 << 30 };
+pub(super) const BOUNDS: Bounds = Bounds {
+    clusters_at_once: 32 << 20,
+    read_bytes: 2 << 30,
+    time: Duration::from_secs(30),
+    counts: 1 << 30,
+};
 
 /// A read counts as one of so many bytes at least, since it takes as long.
-const READ_BYTES_MIN: u64 = 4096;
+pub(super) const READ_BYTES_MIN: u64 = 16 << 10;
 
 /// How much of a table of tables is read at once.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -94,7 +101,8 @@ pub(super) fn free_within(
     let (begun, image) = (Instant::now(), source.chain_text());
     let thread = IoThread::new(&IoThreadConfig::default())?;
     let disk = source.attach(thread.io());
-    let reader = Reader { source, disk, left_bytes: bounds.read_bytes };
+    let until = begun + bounds.time;
+    let reader = Reader { source, disk, left_bytes: bounds.read_bytes, until };
     match thread.block_on(look(reader, header, bounds))? {
         Ok(lowered) => {
             tracing::info!(
@@ -128,8 +136,9 @@ pub(super) fn free_within(
 struct Reader<'a> {
     source: &'a DiskSource,
     disk: Disk,
-    /// How much may still be read.
+    /// How much may still be read, and until when.
     left_bytes: u64,
+    until: Instant,
 }
 
 impl Reader<'_> {
@@ -141,10 +150,20 @@ impl Reader<'_> {
         if is_there { Ok(()) } else { Err(ODD_TABLE.into()) }
     }
 
+    /// Fails when a look at all of these tables is too much, which would otherwise show at its end.
+    fn check_cost(&self, tables: &Tables, passes: u64) -> Result<(), End> {
+        let each = (1 << tables.cluster_bits).max(READ_BYTES_MIN);
+        let reads = passes * tables.second.len() as u64 + tables.counts.blocks();
+        if each * reads > self.left_bytes { Err(TOO_MUCH.into()) } else { Ok(()) }
+    }
+
     /// Reads what lies in the file.
     async fn read(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, End> {
         if self.source.is_given_up() {
             return Err(End::GivenUp);
+        }
+        if Instant::now() > self.until {
+            return Err(TOO_MUCH.into());
         }
         let left = self.left_bytes.checked_sub(bytes.max(READ_BYTES_MIN));
         self.left_bytes = left.ok_or(TOO_MUCH)?;
@@ -160,8 +179,10 @@ impl Reader<'_> {
         Ok(data)
     }
 
-    async fn write(&self, offset: u64, data: Vec<u8>) -> Result<(), End> {
-        let written = self.disk.write(offset, Buffers::from_vec(data), false).await;
+    async fn write(&self, offset: u64, data: &[u8]) -> Result<(), End> {
+        let memory = Buffers::uninitialized(data.len(), PAGE, ()).map_err(|_| NO_MEMORY)?;
+        memory.copy_from(0, data);
+        let written = self.disk.write(offset, memory, false).await;
         written.map_err(|error| failed("written", error.error()))
     }
 
@@ -202,8 +223,10 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> 
     let front = front.first_chunk().ok_or(ODD_TABLE)?;
     let cluster_bits = header.cluster_bytes.trailing_zeros();
     let mut tables = Tables::read(&mut reader, front, cluster_bits, bounds).await?;
+    let windows = tables.counts.windows(bounds.clusters_at_once);
+    reader.check_cost(&tables, windows.len() as u64)?;
     let (mut differing, mut all_lowered) = (Vec::new(), 0);
-    for window in tables.counts.windows(bounds.clusters_at_once) {
+    for window in windows {
         tables.count(&mut reader, &window).await?;
         let lowered = tables.compare(&mut reader, &window, false).await?;
         all_lowered += lowered;
@@ -226,7 +249,7 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> 
     let block = u64::from(reader.disk.info().logical_block_bytes);
     let mut front = reader.read(0, (FRONT_BYTES as u64).next_multiple_of(block)).await?;
     mark::set(&mut front, false);
-    reader.write(0, front).await?;
+    reader.write(0, &front).await?;
     Ok(all_lowered)
 }
 
@@ -374,7 +397,7 @@ impl Tables {
             })?;
             lowered += of_block;
             if lowers && of_block > 0 {
-                reader.write(place, block).await?;
+                reader.write(place, &block).await?;
             }
         }
         Ok(lowered)

@@ -2,12 +2,13 @@
 
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
+use std::time::Duration;
 
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
 use super::counts;
-use super::leaks::{BOUNDS, Bounds, free_within};
+use super::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, free_within};
 use super::mark;
 use crate::disk::elsewhere::{Elsewhere, Event};
 use crate::disk::{DiskOptions, DiskSource};
@@ -302,7 +303,7 @@ fn what_is_odd_is_left_as_it_is_and_opened() {
     odd(false, "a table of counts that is too long", 56, 1 << 40);
     odd(false, "a block behind the end of the file", table + 8, 1 << 40);
     // It would be, for all that is read of it.
-    for bounds in [Bounds { read_bytes: 12_000, ..BOUNDS }, Bounds { counts: 200, ..BOUNDS }] {
+    for bounds in [Bounds { time: Duration::ZERO, ..BOUNDS }, Bounds { counts: 200, ..BOUNDS }] {
         let (content, result) = image.looked_at(&bounds);
         assert!(result.is_ok() && content == image.content);
     }
@@ -310,6 +311,33 @@ fn what_is_odd_is_left_as_it_is_and_opened() {
     let second = large.l2();
     set(&mut large.content, second, COPIED | 512);
     large.is_left(true, "data that is unaligned");
+}
+
+/// What a look has lowered stays, and the next one goes on.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_look_may_end_anywhere() {
+    let Some(mut image) = Image::new(512, 16) else { return };
+    let end = image.clusters();
+    for leaked in [end, end + 1] {
+        image.set_count(leaked, 1);
+    }
+    for bounds in [BOUNDS, SMALL] {
+        let mut left = 0;
+        loop {
+            let (content, result) =
+                image.looked_at(&Bounds { read_bytes: left * READ_BYTES_MIN, ..bounds });
+            result.unwrap();
+            if !mark::is_set(&content) {
+                break assert!(left > 3, "nothing was read");
+            }
+            let rest = Image { content, ..image };
+            let (content, result) = rest.looked_at(&BOUNDS);
+            result.unwrap();
+            assert_eq!(check(&content), Some(0), "after {left} reads");
+            left += 1;
+        }
+    }
 }
 
 /// Bitmaps have clusters of their own.

@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
+use std::sync::mpsc;
+use std::time::Duration;
 
 use iomem::Buffers;
 use tempfile::NamedTempFile;
@@ -364,6 +366,37 @@ fn a_process_writes_nothing_to_what_another_one_goes_on_with() {
     assert!(old.is_marked_at_end());
     assert_eq!(new.end.events(), events, "the old one has written to it");
     assert!(new.is_marked_at_end(), "nobody has looked at it");
+}
+
+/// It may be asked again before its disk has answered.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_is_left_when_nothing_is_written_any_more() {
+    let Some(content) = new_image("compat=1.1") else { return };
+    let world = World::new(&content);
+    world.write(0).unwrap();
+    world.end.set_silent(true);
+    let (sender, left) = mpsc::channel();
+    let leave = || {
+        let (source, end, sender) = (world.source().clone(), world.end.clone(), sender.clone());
+        std::thread::spawn(move || {
+            source.write_back().unwrap();
+            sender.send(end.events()).unwrap();
+        })
+    };
+    let first = leave();
+    while !world.end.is_asked() {
+        std::thread::yield_now();
+    }
+    let second = leave();
+    assert!(left.recv_timeout(Duration::from_millis(100)).is_err(), "it is left too early");
+    world.end.set_silent(false);
+    for thread in [first, second] {
+        thread.join().unwrap();
+    }
+    assert!(!world.is_marked());
+    let written = world.end.events();
+    assert_eq!(left.try_iter().collect::<Vec<_>>(), [written; 2]);
 }
 
 /// A disk below may have anything where an image has its mark.

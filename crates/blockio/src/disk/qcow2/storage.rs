@@ -14,7 +14,7 @@ use imago::storage::drivers::CommonStorageHelper;
 use imago::{Storage, StorageExt};
 use iomem::Buffers;
 
-use super::header::{ImageHeader, NOT_CLOSED};
+use super::header::ImageHeader;
 use super::mark::{self, MarkState};
 use super::order::{FRONT_BYTES, Held, Order, Tables, Way};
 use super::places::Wrong;
@@ -146,9 +146,9 @@ impl Store {
         let is_set = self.has_mark && mark::is_set(&self.front().await?);
         self.order.mark.set_state(match (may_be_marked, is_set) {
             (true, false) => MarkState::Clear,
-            (true, true) => MarkState::Inherited,
+            // What points to its clusters is right.
+            (_, true) => MarkState::Inherited,
             (false, false) => MarkState::Never,
-            (false, true) => return Err(io::Error::other(NOT_CLOSED)),
         });
         Ok(())
     }
@@ -307,8 +307,11 @@ impl Store {
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.check()?;
         self.check_data(offset, len)?;
-        self.reach(offset + len)?;
-        self.disk()?.write_zeroes(offset, len, may_unmap).await
+        let zeroed = async {
+            self.reach(offset + len)?;
+            self.disk()?.write_zeroes(offset, len, may_unmap).await
+        };
+        zeroed.await.inspect_err(|_| self.order.mark.doubt())
     }
 }
 

@@ -34,8 +34,12 @@ impl Owner {
 
     /// As [`rest`](Self::rest). Another process may go on with the image until the next change.
     pub(super) async fn leave(&self) {
-        self.rest().await;
         self.is_left.set(true);
+        self.rest().await;
+        // Whoever was asked to rest before may still be writing the header.
+        if let Some(image) = self.image.get() {
+            drop(image.write().await);
+        }
     }
 
     /// Takes the mark away if nothing can be left behind. No flush makes that stable: the mark
