@@ -160,12 +160,26 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
 }
 
 /// Whether `file`, which was to be locked for writing when another process opened it, is: the locks
-/// that it has then are had again, unless its file system has none.
+/// that it has then are had again, unless its file system has none. Somebody who tries to lock it
+/// has locks for a moment, too.
 pub(super) fn is_still_locked(file: &File) -> bool {
     let (used, unshared) = uses(false);
     let mut own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
-    let mut opposite = used.iter().map(|n| UNSHARED + n).chain(unshared.iter().map(|n| USED + n));
-    own.all(|byte| set_read_lock(file, byte).is_ok()) && !opposite.any(|byte| is_locked(file, byte))
+    if own.any(|byte| set_read_lock(file, byte).is_err()) {
+        return false;
+    }
+    let opposite = used.iter().map(|n| UNSHARED + n).chain(unshared.iter().map(|n| USED + n));
+    let is_alone = || !opposite.clone().any(|byte| is_locked(file, byte));
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if is_alone() {
+            return true;
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        std::thread::sleep(PAUSE);
+    }
 }
 
 fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {

@@ -139,16 +139,17 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
 /// Whether an image that is written to is ours to mark. One that was left marked is looked at, but
 /// not while another process writes to it.
 fn may_mark(source: &DiskSource, header: &ImageHeader, is_deferred: bool) -> Result<bool, Error> {
-    let may_be_marked = header.may_be_marked() && source.is_held_alone();
+    let is_held_alone = source.is_held_alone();
     if header.is_dirty() {
-        if !may_be_marked {
+        // A process that hands it over has marked it, if its counts are not in somebody's memory.
+        if !header.may_be_marked() || !(is_held_alone || is_deferred) {
             return Err(refused(source, header.why_not_written().to_owned()));
         }
         if !is_deferred {
             leaks::free(source, header)?;
         }
     }
-    Ok(may_be_marked)
+    Ok(header.may_be_marked() && is_held_alone)
 }
 
 struct Qcow2Source {

@@ -148,9 +148,20 @@ impl Counts {
         self.place_in_window(cluster).ok().flatten().map(|place| self.uses[place])
     }
 
+    /// The clusters that a block counts.
+    pub(super) fn counted(&self, number: u64) -> Range<u64> {
+        let first = u64::from(self.block(number).0) * self.of_block();
+        first..first + self.of_block()
+    }
+
+    /// The count of one of these clusters.
+    pub(super) fn of(&self, number: u64, cluster: u64, block: &[u8]) -> u64 {
+        get(block, at(cluster - self.counted(number).start), self.count_bits)
+    }
+
     /// Lowers the counts of a block of the window that are too high, and says how many these are.
     pub(super) fn lower(&self, number: u64, block: &mut [u8]) -> Result<u64, TooLow> {
-        let first = u64::from(self.block(number).0) * self.of_block();
+        let first = self.counted(number).start;
         let start = at((number - self.window.start) * self.of_block());
         let uses = &self.uses[start..start + at(self.of_block())];
         let mut lowered = 0;

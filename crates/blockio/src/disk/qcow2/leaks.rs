@@ -58,6 +58,11 @@ const ODD_WIDTH: &str = "its reference counts have a width that is not of this f
 const ODD_PLACE: &str = "one of its tables is where something else is";
 const ODD_ENTRY: &str = "a table has an entry that is not of this format";
 const ODD_USES: &str = "one of its clusters is used too often";
+const SHARED: &str = "clusters of it count as shared that are used once";
+
+/// The most clusters with data that do not say that nothing else uses them: all do, unless there
+/// were snapshots.
+const SHARED_MAX: usize = 1 << 20;
 
 /// Where an L2 table or a block of reference counts is, in an entry. The other bits are reserved,
 /// but for the one that says that nothing else points there.
@@ -238,6 +243,9 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> 
         // Who had it may have taken the last pointer to a cluster away without a flush.
         reader.flush().await?;
     }
+    // What it has found is not to be in vain.
+    reader.left_bytes = bounds.read_bytes;
+    reader.until += bounds.time;
     // The last one is counted already.
     for window in differing.into_iter().rev() {
         if !tables.counts.is_of(&window) {
@@ -260,6 +268,8 @@ struct Tables {
     roots: [Range<u64>; 2],
     /// Where L2 tables are.
     second: Vec<u64>,
+    /// The clusters of a window with data by an entry that does not say that nothing else uses it.
+    shared: Vec<u64>,
     counts: Counts,
 }
 
@@ -322,13 +332,15 @@ impl Tables {
             })
             .await?;
         let whole = |table: &Range<u64>| table.start..table.end.next_multiple_of(cluster);
-        Ok(Self { cluster_bits, roots: [whole(&first), whole(&blocks)], second, counts })
+        let (roots, shared) = ([whole(&first), whole(&blocks)], Vec::new());
+        Ok(Self { cluster_bits, roots, second, shared, counts })
     }
 
     /// Counts what uses the clusters of a window.
     async fn count(&mut self, reader: &mut Reader<'_>, window: &Range<u64>) -> Result<(), End> {
         let cluster = 1u64 << self.cluster_bits;
         self.counts.begin(window)?;
+        self.shared.clear();
         self.add(&(0..cluster))?;
         for root in self.roots.clone() {
             self.add(&root)?;
@@ -341,12 +353,42 @@ impl Tables {
             let place = self.second[number];
             self.add(&(place..place + cluster))?;
             for entry in reader.read(place, cluster).await?.as_chunks().0 {
-                if let Some(used) = used_by(u64::from_be_bytes(*entry), self.cluster_bits)? {
+                let entry = u64::from_be_bytes(*entry);
+                if let Some(used) = used_by(entry, self.cluster_bits)? {
                     self.add(&used)?;
+                    if entry & (COPIED | COMPRESSED) == 0 {
+                        self.add_shared(used.start >> self.cluster_bits)?;
+                    }
                 }
             }
         }
+        self.shared.sort_unstable();
         self.check_places()
+    }
+
+    /// Learns of a cluster with data that something else may use, too.
+    fn add_shared(&mut self, cluster: u64) -> Result<(), End> {
+        if self.counts.uses(cluster).is_none() {
+            return Ok(());
+        }
+        if self.shared.len() == SHARED_MAX {
+            return Err(SHARED.into());
+        }
+        self.shared.try_reserve(1).map_err(|_| NO_MEMORY)?;
+        self.shared.push(cluster);
+        Ok(())
+    }
+
+    /// Whether no count falls to one of data that does not say that nothing else uses it: QEMU
+    /// takes that for damage.
+    fn check_shared(&self, number: u64, counts: &[u8]) -> Result<(), End> {
+        let counted = self.counts.counted(number);
+        let start = self.shared.partition_point(|cluster| *cluster < counted.start);
+        let is_odd = |cluster: u64| {
+            self.counts.uses(cluster) == Some(1) && self.counts.of(number, cluster, counts) > 1
+        };
+        let shared = self.shared[start..].iter().take_while(|cluster| **cluster < counted.end);
+        if shared.copied().any(is_odd) { Err(SHARED.into()) } else { Ok(()) }
     }
 
     /// Whether no table is where something else is: it could be taken for a block of counts.
@@ -390,6 +432,7 @@ impl Tables {
         for number in window.clone() {
             let place = self.counts.place(number);
             let mut block = reader.read(place, 1 << self.cluster_bits).await?;
+            self.check_shared(number, &block)?;
             let of_block = self.counts.lower(number, &mut block);
             let of_block = of_block.map_err(|TooLow { cluster, count }| End::TooLow {
                 offset: cluster << self.cluster_bits,

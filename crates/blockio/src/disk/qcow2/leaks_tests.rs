@@ -204,6 +204,22 @@ fn what_is_used_less_often_than_it_counts_is_lowered() {
     assert_eq!(freed.get_count(data / 4096), 1);
 }
 
+/// The entry does not say that nothing else uses its data, as it does where a count is one.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_counts_as_shared_is_left_as_it_is() {
+    let Some(mut image) = Image::new(4096, 16) else { return };
+    let entry = image.l2();
+    let data = image.at(entry) & PLACE;
+    image.set_count(data / 4096, 2);
+    set(&mut image.content, entry, data);
+    assert_eq!(check(&image.content), Some(3), "nothing is leaked");
+    for bounds in [BOUNDS, SMALL] {
+        let (content, result) = image.looked_at(&bounds);
+        assert!(result.is_ok() && content == image.content);
+    }
+}
+
 /// Several compressed clusters lie in one of the file, and some in two.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
