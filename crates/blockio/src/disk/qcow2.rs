@@ -122,12 +122,12 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         users: Mutex::default(),
     });
     let (owner, ended) = owner::start(&core)?;
-    let image = Image { owner, ended: Mutex::new(Some(ended)), core };
-    if !is_deferred {
-        owner::ask_and_wait(&image.owner, Job::Open).map_err(|error| {
-            let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
-            refused(&source, reason)
-        })?;
+    let mut image = Image { owner, ended: Mutex::new(Some(ended)), core };
+    if !is_deferred && let Err(error) = owner::ask_and_wait(&image.owner, Job::Open) {
+        // Whoever tries it again finds its file closed.
+        image.end();
+        let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
+        return Err(refused(&source, reason));
     }
     let identity = match source.identity() {
         "" => String::new(),
@@ -346,6 +346,7 @@ impl OtherSource for Qcow2Source {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt as _;
     use std::path::Path;
     use std::process::Command;
 
@@ -383,6 +384,27 @@ mod tests {
             let image = DiskSource::qcow2(layers, false).unwrap();
             assert!(opened(file.path()) > 1);
             drop(image);
+            assert_eq!(opened(file.path()), 1);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_that_cannot_be_opened_has_its_file_closed() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut make = Command::new("qemu-img");
+        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("8M").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        // There is no table of reference counts.
+        file.as_file().write_all_at(&[0; 12], 48).unwrap();
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        for _ in 0..50 {
+            let source = DiskSource::file(file.path(), &options).unwrap();
+            let layers = vec![Layer::qcow2(source).unwrap()];
+            assert!(DiskSource::qcow2(layers, false).is_err());
             assert_eq!(opened(file.path()), 1);
         }
     }
