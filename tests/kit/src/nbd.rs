@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tools::process::{is_listening, retry, wait_child};
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cli::{LIMIT, Scene};
 use crate::system::Stopped;
@@ -86,6 +86,15 @@ impl Peer {
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server")?;
         std::fs::remove_file(&self.socket).context("removing its socket")
+    }
+
+    /// Has it end, and clean up after itself.
+    ///
+    /// # Errors
+    /// When it does not in time.
+    pub fn end(self) -> Result<()> {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).context("ending the server")?;
+        self.wait_for_end()
     }
 
     /// Waits until it has ended by itself.

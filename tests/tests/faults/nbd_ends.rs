@@ -70,9 +70,11 @@ fn abrupt(scene: &Scene, disk: &Path, ends: bool) -> Result<Peer> {
     let read =
         format!("pread=dd if={disk} skip=$4 count=$3 iflag=skip_bytes,count_bytes status=none");
     let every = if ends { 50 } else { 1_000_000 };
+    // It cannot remove its own folder when it is killed.
     let write = format!(
         "pwrite=dd of={disk} seek=$4 oflag=seek_bytes conv=notrunc status=none; \
-         echo >> {count}; [ $(($(wc -l < {count}) % {every})) != 0 ] || kill -KILL $PPID"
+         echo >> {count}; [ $(($(wc -l < {count}) % {every})) != 0 ] || \
+         {{ rm -r \"$tmpdir\"; kill -KILL $PPID; }}"
     );
     let size = format!("get_size=stat -c %s {disk}");
     let can = ["can_write=exit 0", "can_flush=exit 0", "flush=exit 0"];
@@ -97,5 +99,6 @@ fn a_server_that_is_gone_after_a_write_costs_no_request() -> Result<()> {
         peer = abrupt(&scene, &disk, number < ENDS)?;
         daemon.wait_for("is back after")?;
     }
-    finish(load, daemon)
+    finish(load, daemon)?;
+    peer.end()
 }
