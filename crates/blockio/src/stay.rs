@@ -1,8 +1,8 @@
 //! A thread that keeps to one CPU for a while, with others that it works with, and threads that it
 //! starts meanwhile.
 //!
-//! On that CPU none of them takes it from another when it wakes up: each does all that there is to
-//! do before the next one runs, where they would otherwise pass on every single operation.
+//! On that CPU none of them takes it from another when it wakes up. So each mostly does all that
+//! there is to do before the next one runs, where they would otherwise pass on every operation.
 
 use std::cell::Cell;
 #[cfg(feature = "rbd")]

@@ -123,18 +123,19 @@ fn is_conflict(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
-/// What a program does that has locked a file, and what it lets nobody else do.
-fn uses(read_only: bool) -> (&'static [i64], &'static [i64]) {
-    match read_only {
-        true => (&[READ], &[WRITE]),
-        false => (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]),
-    }
+/// The bytes that a program locks, and those of others that are in its way.
+fn bytes(read_only: bool) -> [Vec<i64>; 2] {
+    let (used, unshared): (&[i64], &[i64]) =
+        if read_only { (&[READ], &[WRITE]) } else { (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]) };
+    [[USED, UNSHARED], [UNSHARED, USED]].map(|[of_used, of_unshared]| {
+        let used = used.iter().map(|n| of_used + n);
+        used.chain(unshared.iter().map(|n| of_unshared + n)).collect()
+    })
 }
 
 /// Locks `file`, which must be open for reading. False: its file system has no locks.
 pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
-    let (used, unshared) = uses(read_only);
-    let own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
+    let [own, opposite] = bytes(read_only);
     for byte in own {
         match set_read_lock(file, byte) {
             Ok(()) => {}
@@ -150,11 +151,8 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
             }
         }
     }
-    let opposite = used.iter().map(|n| UNSHARED + n).chain(unshared.iter().map(|n| USED + n));
-    for byte in opposite {
-        if is_locked(file, byte) {
-            return Err(Conflict::Locked);
-        }
+    if opposite.into_iter().any(|byte| is_locked(file, byte)) {
+        return Err(Conflict::Locked);
     }
     Ok(true)
 }
@@ -163,16 +161,13 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
 /// that it has then are had again, unless its file system has none. Somebody who tries to lock it
 /// has locks for a moment, too.
 pub(super) fn is_still_locked(file: &File) -> bool {
-    let (used, unshared) = uses(false);
-    let mut own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
-    if own.any(|byte| set_read_lock(file, byte).is_err()) {
+    let [own, opposite] = bytes(false);
+    if own.into_iter().any(|byte| set_read_lock(file, byte).is_err()) {
         return false;
     }
-    let opposite = used.iter().map(|n| UNSHARED + n).chain(unshared.iter().map(|n| USED + n));
-    let is_alone = || !opposite.clone().any(|byte| is_locked(file, byte));
     let end = Instant::now() + PATIENCE;
     loop {
-        if is_alone() {
+        if !opposite.iter().any(|byte| is_locked(file, *byte)) {
             return true;
         }
         if Instant::now() >= end {

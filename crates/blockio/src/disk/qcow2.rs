@@ -366,17 +366,22 @@ mod tests {
         all.filter(|fd| fd.as_ref().is_ok_and(is_it)).count()
     }
 
-    /// Its owner has a thread, which has the file open too.
-    #[test]
-    #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn whoever_has_closed_an_image_has_closed_its_file() {
+    /// A new image. `None`: there is no qemu-img.
+    fn image() -> Option<tempfile::NamedTempFile> {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut make = Command::new("qemu-img");
         let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("8M").status();
         if made.is_err() {
             eprintln!("skipped: qemu-img is not installed");
-            return;
         }
+        made.is_ok().then_some(file)
+    }
+
+    /// Its owner has a thread, which has the file open too.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn whoever_has_closed_an_image_has_closed_its_file() {
+        let Some(file) = image() else { return };
         let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
         for _ in 0..50 {
             let source = DiskSource::file(file.path(), &options).unwrap();
@@ -391,13 +396,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn an_image_that_cannot_be_opened_has_its_file_closed() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let mut make = Command::new("qemu-img");
-        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("8M").status();
-        if made.is_err() {
-            eprintln!("skipped: qemu-img is not installed");
-            return;
-        }
+        let Some(file) = image() else { return };
         // There is no table of reference counts.
         file.as_file().write_all_at(&[0; 12], 48).unwrap();
         let options = DiskOptions { holds_image: true, ..DiskOptions::default() };

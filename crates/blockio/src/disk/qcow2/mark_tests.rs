@@ -310,6 +310,17 @@ fn a_mark_that_is_handed_over_stays() {
     assert!(!next.is_marked_at_end());
 }
 
+/// Writes to an image in a file, and closes it. Meanwhile it is marked, or not.
+fn check_file(thread: &IoThread, source: DiskSource, file: &NamedTempFile, is_marked: bool) {
+    let has_mark = || mark::is_set(&std::fs::read(file.path()).unwrap());
+    let disk = source.attach(thread.io());
+    let write = disk.write(0, Buffers::from_vec(vec![7; 512]), false);
+    thread.block_on(write).unwrap().unwrap();
+    assert_eq!(has_mark(), is_marked);
+    drop((disk, source));
+    assert!(!has_mark());
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_is_marked_if_it_is_locked() {
@@ -321,13 +332,7 @@ fn a_file_is_marked_if_it_is_locked() {
         let options = DiskOptions { holds_image: true, no_lock, ..DiskOptions::default() };
         let below = DiskSource::file(file.path(), &options).unwrap();
         let below = if over_part { DiskSource::raw(below, 0, None).unwrap() } else { below };
-        let source = open(below, false).unwrap();
-        let disk = source.attach(thread.io());
-        let write = disk.write(0, Buffers::from_vec(vec![7; 512]), false);
-        thread.block_on(write).unwrap().unwrap();
-        assert_eq!(mark::is_set(&std::fs::read(file.path()).unwrap()), !no_lock);
-        drop((disk, source));
-        assert!(!mark::is_set(&std::fs::read(file.path()).unwrap()));
+        check_file(&thread, open(below, false).unwrap(), &file, !no_lock);
     }
 }
 
@@ -346,12 +351,7 @@ fn a_file_that_is_handed_over_is_marked_if_it_is_locked() {
         let below = DiskSource::handed_over(handed.into(), file.path(), &options).unwrap();
         let source = open(below, true).unwrap();
         drop(old);
-        let disk = source.attach(thread.io());
-        let write = disk.write(0, Buffers::from_vec(vec![7; 512]), false);
-        thread.block_on(write).unwrap().unwrap();
-        assert_eq!(mark::is_set(&std::fs::read(file.path()).unwrap()), !no_lock);
-        drop((disk, source));
-        assert!(!mark::is_set(&std::fs::read(file.path()).unwrap()));
+        check_file(&thread, source, &file, !no_lock);
     }
 }
 

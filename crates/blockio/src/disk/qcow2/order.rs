@@ -12,10 +12,9 @@
 //!    points there any more.
 //!
 //! What waits is kept here, and is read from here meanwhile. A loss of power, or of the process,
-//! can then leave clusters that count as used and are not; nothing else. `mark.rs` has these found
-//! again. An error of the file can
-//! not hit what waits either: imago would go on with what it has in memory, and never write it
-//! again.
+//! can then leave clusters that count as used and are not, and nothing else; `leaks.rs` frees them.
+//! An error of the file can not hit what waits either: imago would go on with what it has in
+//! memory, and never write it again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
