@@ -194,6 +194,7 @@ fn measure_cell(
 ) -> Result<Cell> {
     let target = disk.target;
     let servers = bench.servers(target, workload);
+    let _load = bench.lab.load(workload.beside)?;
     progress.skip((Server::under(target, workload).len() - servers.len()) * (rounds + 1));
     let mut series: Vec<Series> = servers.iter().map(|server| Series::new(*server)).collect();
     for round in 0..rounds {

@@ -32,6 +32,9 @@ enum Command {
     Experiments(experiments::Args),
     /// Count the instructions that a request takes, here and in an earlier revision
     Instructions(instructions::Args),
+    /// Play a part of the other work beside which servers are compared
+    #[command(hide = true)]
+    Load(rig::load::Args),
     /// Measure how fast an export is while another one misbehaves
     Neighbours(neighbours::Args),
     /// Measure the setting that adapts itself to the load against fixed ones
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
         Command::Charts(args) => charts::run(&args),
         Command::Experiments(args) => experiments::run(&args),
         Command::Instructions(args) => instructions::run(&args),
+        Command::Load(args) => rig::load::play(&args),
         Command::Neighbours(args) => neighbours::run(&args),
         Command::Runs(args) => runs::run(&args),
     };

@@ -2,6 +2,7 @@
 //! calls, the machine, progress, medians.
 
 pub(crate) mod elsewhere;
+pub(crate) mod load;
 pub(crate) mod machine;
 pub(crate) mod progress;
 mod runner;

@@ -12,6 +12,7 @@ use serde_json::Value;
 use super::Args;
 use super::plan::Workload;
 use super::servers::{Device, Server, fio_options};
+use crate::rig::load::Load;
 use crate::rig::targets::{Disk, Target};
 use crate::rig::{Lab, Program, Times, pinning};
 
@@ -119,7 +120,7 @@ impl Bench {
         workload: Workload,
         iops: f64,
     ) -> Result<Option<f64>> {
-        if !server.is_server() {
+        if !server.is_server() || workload.beside != Load::Nothing {
             return Ok(None);
         }
         let options = self.bench_options(server, disk.target, workload);
@@ -195,7 +196,8 @@ impl Bench {
 }
 
 /// The workload that is shown in the report's commands.
-const EXAMPLE: Workload = Workload { rw: "randread", bs: "4k", depth: 64, driver_polls: false };
+const EXAMPLE: Workload =
+    Workload { rw: "randread", bs: "4k", depth: 64, driver_polls: false, beside: Load::Nothing };
 
 /// The load generator's options that do not depend on the kind of run.
 pub(super) fn bench_options(

@@ -1,9 +1,12 @@
 //! The table of docs/performance.md: Ringhaul as it is started without options, against the rival.
 
+use super::plan::Workload;
 use super::report::{Cell, Series};
 use super::servers::Server;
 use crate::charts;
+use crate::rig::load::Load;
 use crate::rig::spread::show;
+use crate::rig::targets::Target;
 
 /// The table, with what Ringhaul loses in bold.
 pub(super) fn table(cells: &[Cell]) -> String {
@@ -12,8 +15,50 @@ pub(super) fn table(cells: &[Cell]) -> String {
          |---|---|--:|---|--:|--:|--:|--:|--:|",
         charts::HEAD
     );
-    let rows = cells.iter().filter_map(row);
+    let idle = cells.iter().filter(|cell| cell.workload.beside == Load::Nothing);
+    let rows = idle.filter_map(row);
     [head].into_iter().chain(rows).map(|line| line + "\n").collect()
+}
+
+/// IOPS and 99th percentile beside each load, as times those of the best setting of the rival.
+/// Empty where nothing was measured beside a load.
+pub(super) fn busy_table(cells: &[Cell]) -> String {
+    let mut rows: Vec<(Target, Workload)> = Vec::new();
+    for cell in cells.iter().filter(|cell| cell.workload.beside != Load::Nothing) {
+        let row = (cell.target, Workload { beside: Load::Nothing, ..cell.workload });
+        if !rows.contains(&row) {
+            rows.push(row);
+        }
+    }
+    if rows.is_empty() {
+        return String::new();
+    }
+    let columns = Load::BUSY.map(|load| format!("{load}: IOPS | p99")).join(" | ");
+    let head = format!(
+        "| disk | workload | {columns} |\n|---|---|{}\n",
+        "--:|--:|".repeat(Load::BUSY.len())
+    );
+    let rows = rows.into_iter().map(|(target, workload)| {
+        let at = |load| {
+            let wanted = Workload { beside: load, ..workload };
+            let is_it = |cell: &&Cell| cell.target == target && cell.workload == wanted;
+            cells.iter().find(is_it).map_or_else(|| "– | –".to_owned(), busy_columns)
+        };
+        let columns = Load::BUSY.map(at).join(" | ");
+        format!("| {target} | {} | {columns} |\n", workload.to_string().replace('-', " "))
+    });
+    head + &rows.collect::<String>()
+}
+
+fn busy_columns(cell: &Cell) -> String {
+    let (Some(ours), Some(rival)) = (cell.ours().next(), cell.best_rival()) else {
+        return "– | –".to_owned();
+    };
+    let iops = cell.by_rounds(ours, rival);
+    let p99 = cell.p99_by_rounds(ours, rival);
+    let iops = mark(show(iops), iops.is_some_and(|spread| spread.median < 1.0));
+    let p99 = mark(show(p99), p99.is_some_and(|spread| spread.median > 1.0));
+    format!("{iops} | {p99}")
 }
 
 fn row(cell: &Cell) -> Option<String> {
@@ -63,6 +108,18 @@ mod tests {
                    1.00 | 1.00 |";
         assert!(text.ends_with(&format!("{row}\n")), "{text}");
         assert_eq!(charts::rows(&text).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_row_has_a_column_for_each_load() {
+        let mut comparison = comparison();
+        assert_eq!(busy_table(&comparison.cells), "");
+        comparison.cells[0].workload.beside = Load::Loops(8);
+        let text = busy_table(&comparison.cells);
+        let row = "| zram | randread 4k depth 64 | – | – | 2.00 (1.00–3.00) | 0.50 (0.33–1.00) \
+                   | – | – |";
+        assert!(text.ends_with(&format!("{row}\n")), "{text}");
+        assert!(!table(&comparison.cells).contains("randread"), "the idle host has a table alone");
     }
 
     #[test]

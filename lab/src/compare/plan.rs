@@ -1,9 +1,10 @@
-//! What is measured on each disk.
+//! The workloads of each disk.
 
 use std::fmt;
 
 use serde::{Serialize, Serializer};
 
+use crate::rig::load::Load;
 use crate::rig::targets::Target;
 
 /// A pattern, a block size, a depth, and how the driver waits.
@@ -18,10 +19,12 @@ pub(super) struct Workload {
     /// Whether the driver busy-polls instead of sleeping until it is called. Then a server's own
     /// share shows at depth 1, which a sleeping driver's wake-up hides.
     pub(super) driver_polls: bool,
+    /// The other work on the machine.
+    pub(super) beside: Load,
 }
 
 const fn workload(rw: &'static str, bs: &'static str, depth: u32) -> Workload {
-    Workload { rw, bs, depth, driver_polls: false }
+    Workload { rw, bs, depth, driver_polls: false, beside: Load::Nothing }
 }
 
 /// Reads come first: writes change what a compressing disk has to do for a read.
@@ -37,7 +40,11 @@ const WORKLOADS: &[Workload] = &[
 impl fmt::Display for Workload {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{}-{}-depth-{}", self.rw, self.bs, self.depth)?;
-        out.write_str(if self.driver_polls { "-polled" } else { "" })
+        out.write_str(if self.driver_polls { "-polled" } else { "" })?;
+        match self.beside {
+            Load::Nothing => Ok(()),
+            load => write!(out, "-beside-{load}"),
+        }
     }
 }
 
@@ -55,8 +62,19 @@ pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
     if target == Target::Rbd {
         all.push(workload("randwrite", "4k", 64));
     }
+    // A server beyond the machine is not slowed by the load of this one alone.
+    if is_local {
+        all.extend(Load::BUSY.into_iter().flat_map(beside));
+    }
     let matches = |workload: &Workload| format!("{target}/{workload}").contains(pattern);
     all.into_iter().filter(matches).collect()
+}
+
+/// The workloads that are repeated beside `load`.
+fn beside(load: Load) -> impl Iterator<Item = Workload> {
+    let are_repeated = |workload: &&Workload| !workload.driver_polls;
+    let add = move |workload: &Workload| Workload { beside: load, ..*workload };
+    WORKLOADS.iter().filter(are_repeated).map(add)
 }
 
 /// Random reads at each depth, by a driver that sleeps.
@@ -71,11 +89,13 @@ mod tests {
 
     #[test]
     fn a_pattern_chooses_targets_and_workloads() {
-        assert_eq!(wanted(Target::Zram, "").len(), WORKLOADS.len());
-        assert_eq!(wanted(Target::Zram, "zram").len(), WORKLOADS.len());
+        let busy: usize = Load::BUSY.into_iter().map(|load| beside(load).count()).sum();
+        assert_eq!(wanted(Target::Zram, "").len(), WORKLOADS.len() + busy);
+        assert_eq!(wanted(Target::Zram, "zram").len(), WORKLOADS.len() + busy);
         assert!(wanted(Target::File, "zram").is_empty());
-        let one = wanted(Target::File, "file/randread-4k-depth-64");
-        assert_eq!(one, [workload("randread", "4k", 64)]);
+        let one = wanted(Target::File, "file/randread-4k-depth-64-beside-8");
+        assert_eq!(one, [Workload { beside: Load::Loops(8), ..workload("randread", "4k", 64) }]);
+        assert!(wanted(Target::Rbd, "beside").is_empty());
         let depths: Vec<_> = wanted(Target::Rbd, "rbd").iter().map(|one| one.depth).collect();
         assert_eq!(depths, [1, 8, 64, 64]);
     }

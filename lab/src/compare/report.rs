@@ -104,6 +104,11 @@ impl Cell {
         ratios(ours, rival).iops
     }
 
+    /// The ratios of the 99th percentile within each round.
+    pub(super) fn p99_by_rounds(&self, ours: &Series, rival: &Series) -> Option<Spread> {
+        ratios(ours, rival).p99
+    }
+
     /// Each engine of Ringhaul to the best of the rival's settings, and to the limits; and of its
     /// own figures those that have a rival among themselves.
     fn ratios(&self) -> Vec<Ratios> {
@@ -209,6 +214,11 @@ impl Comparison {
         text.push_str(EXPLANATION);
         line(&mut text, "\n## Overview, for docs/performance.md\n");
         text.push_str(&overview::table(&self.cells));
+        let busy = overview::busy_table(&self.cells);
+        if !busy.is_empty() {
+            line(&mut text, "\n## Beside other work\n");
+            text.push_str(&busy);
+        }
         line(&mut text, "\n## virtio-scsi, and an inflight region, to virtio-blk");
         line(&mut text, RATIOS_HEAD);
         for cell in &self.cells {
@@ -243,7 +253,9 @@ the others; the rival is that setting of qemu-storage-daemon which has most IOPS
 workload, and of our virtio-scsi (SCSI), and of a driver that keeps an inflight region, it is our
 virtio-blk with the same engine; of an image also its bytes without the format (raw). A wake is that
 of an IoThread by another thread, such as one of librbd. All bypass the page cache, the servers
-offer a write cache, and none gets a flush, so writes are equally durable. Latencies are the load
+offer a write cache, and none gets a flush, so writes are equally durable. A server has a session of
+its own, as a service has; busy loops have one each, and the mixed load (compilers, a writer that
+flushes, threads that sleep and wake) has one. Latencies are the load
 generator's, from the driver's side, and fio's from submit to completion. The kernel's workers, to
 whom io_uring hands requests that may block, run on any CPU, for all alike, and their time is not in
 fio's.

@@ -6,6 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::plan::Workload;
 use crate::rig::elsewhere::IMAGE;
+use crate::rig::load::Load;
 use crate::rig::targets::Target;
 
 /// Bytes of the null disk, for both: 64 GiB, more than any real disk here.
@@ -115,10 +116,16 @@ impl Server {
         }
     }
 
-    /// Those of them for which `workload` means something: fio has no virtqueue to poll.
+    /// The servers that `workload` drives on `target`: fio has no virtqueue to poll, and beside
+    /// other work Ringhaul is compared as it is started without options.
     pub(super) fn under(target: Target, workload: Workload) -> Vec<Self> {
         let servers = Self::on(target).iter().copied();
-        servers.filter(|server| server.is_server() || !workload.driver_polls).collect()
+        let is_default = |server: &Self| *server == Self::Ringhaul(Device::Blk, Engine::Auto);
+        let is_wanted = |server: &Self| match workload.beside {
+            Load::Nothing => server.is_server() || !workload.driver_polls,
+            _ => is_default(server) || matches!(server, Self::Qsd(_) | Self::QsdDriver(_)),
+        };
+        servers.filter(is_wanted).collect()
     }
 
     /// The program's name.

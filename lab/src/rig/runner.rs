@@ -11,6 +11,7 @@ use ringhaul_tools::workspace;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::load::{self, Load};
 use super::trace::Tracer;
 
 /// How long a server has to listen.
@@ -86,7 +87,7 @@ impl Lab {
         (server_cpu, client_cpu): (usize, usize),
         interrupt: &Interrupt,
     ) -> Result<Self> {
-        for program in ["taskset", "losetup"] {
+        for program in ["taskset", "losetup", "setsid"] {
             let found = workspace::find_program(program);
             ensure!(found.is_some(), "{program} is missing; install the package util-linux");
         }
@@ -116,6 +117,11 @@ impl Lab {
             words: [program].into_iter().chain(options).collect(),
             is_free: false,
         }
+    }
+
+    /// Starts other work, which ends when the result is dropped.
+    pub(crate) fn load(&self, load: Load) -> Result<load::Running> {
+        load.start(self.folder.path())
     }
 
     /// Where a server that runs alone is to listen.
@@ -282,7 +288,8 @@ impl Lab {
     }
 }
 
-/// The words that pin the program after them to a CPU.
-pub(crate) fn pinning(cpu: usize) -> [String; 3] {
-    ["taskset".to_owned(), "-c".to_owned(), cpu.to_string()]
+/// The words that pin the program after them to a CPU, in a session of its own: a service has
+/// one, and Linux divides CPUs between sessions first.
+pub(crate) fn pinning(cpu: usize) -> [String; 4] {
+    ["setsid", "taskset", "-c", &cpu.to_string()].map(str::to_owned)
 }
