@@ -2,6 +2,8 @@
 //!
 //! Whoever touches the file waits in the kernel for this program, for as long as it pleases. Only
 //! the few messages that the tests need are understood (the kernel's `include/uapi/linux/fuse.h`).
+//! The file has zeroes and cannot be written to, or it has the contents of a [`Journal`], which
+//! notes each change.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -18,6 +20,8 @@ use rustix::process::Pid;
 use tempfile::TempDir;
 
 use crate::daemon::LIMIT;
+use crate::journal::{Change, Journal};
+use crate::random::Random;
 use crate::system::{Undo, may_change};
 
 /// Numbers of requests.
@@ -26,20 +30,23 @@ pub mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
     pub const GETATTR: u32 = 3;
-    /// Refused, as the file has one size.
+    /// Refused without a journal, as the file has one size.
     pub const SETATTR: u32 = 4;
     pub const OPEN: u32 = 14;
     pub const READ: u32 = 15;
+    pub(crate) const WRITE: u32 = 16;
     pub(crate) const RELEASE: u32 = 18;
+    pub(crate) const FSYNC: u32 = 20;
     pub const FLUSH: u32 = 25;
     pub(crate) const INIT: u32 = 26;
     pub(crate) const INTERRUPT: u32 = 36;
     pub const POLL: u32 = 40;
     pub(crate) const BATCH_FORGET: u32 = 42;
+    pub(crate) const FALLOCATE: u32 = 43;
     pub const STATX: u32 = 52;
 }
 
-/// Bytes of the file.
+/// Bytes of the file without a journal.
 pub const FILE_BYTES: u64 = 1 << 20;
 
 const NAME: &str = "file";
@@ -47,11 +54,20 @@ const ROOT: u64 = 1;
 const FILE: u64 = 2;
 /// How long the kernel may keep attributes: for ever, as far as a test goes.
 const VALID_S: u64 = 3600;
-/// The version of the protocol, and the most bytes of a write, which nobody makes.
+/// The version of the protocol, and the most bytes and pages of a write.
 const VERSION: [u32; 2] = [7, 31];
-const WRITE_BYTES: u32 = 4096;
+const WRITE_BYTES: u32 = 128 << 10;
+const WRITE_PAGES: u16 = 32;
+/// Flags of the protocol: writes of more than a page, and a limit of pages.
+const BIG_WRITES: u32 = 1 << 5;
+const MAX_PAGES: u32 = 1 << 22;
+/// Flags of an open file: the kernel caches nothing, and writes do not wait for each other.
+const DIRECT_IO: u32 = 1 << 0;
+const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
+/// `SETATTR` has a size.
+const HAS_SIZE: u32 = 1 << 3;
 /// Larger than any request that comes.
-const REQUEST_BYTES: usize = 64 << 10;
+const REQUEST_BYTES: usize = 256 << 10;
 const HEADER_BYTES: usize = 40;
 /// The number of a message to the kernel (`FUSE_NOTIFY_INVAL_INODE`).
 const NOTIFY_INVAL_INODE: i32 = 2;
@@ -66,6 +82,8 @@ struct State {
     fails: Option<i32>,
     /// How long reads take, and who answers them.
     slow: Option<(Duration, mpsc::Sender<(Instant, Request)>)>,
+    /// Changes that the journal has noted, which a thread answers out of order.
+    noted: Option<mpsc::Sender<(usize, Request, Vec<u8>)>>,
 }
 
 #[derive(Clone, Debug)]
@@ -81,6 +99,7 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     device: File,
+    journal: Option<Arc<Journal>>,
 }
 
 /// The file system, mounted in a folder of its own until it is dropped. Then all requests that
@@ -98,6 +117,26 @@ impl Fuse {
     /// # Errors
     /// When the kernel refuses although root asks and it has FUSE.
     pub fn mount() -> Result<Option<Self>> {
+        Self::mount_with(None)
+    }
+
+    /// The same with a file whose changes a journal notes. Answers to changes come out of order.
+    ///
+    /// # Errors
+    /// As [`mount`](Self::mount).
+    pub fn record(journal: &Arc<Journal>) -> Result<Option<Self>> {
+        let this = Self::mount_with(Some(Arc::clone(journal)))?;
+        if let Some(this) = &this {
+            let (sender, noted) = mpsc::channel();
+            let shared = Arc::clone(&this.shared);
+            // The thread ends with the file system, which has the sender.
+            std::thread::spawn(move || shared.answer_noted(&noted));
+            this.shared.state().noted = Some(sender);
+        }
+        Ok(this)
+    }
+
+    fn mount_with(journal: Option<Arc<Journal>>) -> Result<Option<Self>> {
         if !may_change("mounts") {
             return Ok(None);
         }
@@ -117,7 +156,8 @@ impl Fuse {
         let data = std::ffi::CString::new(data)?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
         mount("ringhaul-test", folder.path(), "fuse", flags, &*data).context("mounting FUSE")?;
-        let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), device });
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(Shared { state, changed, device, journal });
         let server = std::thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.serve()
@@ -234,6 +274,7 @@ impl Fuse {
 impl Drop for Fuse {
     fn drop(&mut self) {
         self.release();
+        self.shared.state().noted = None;
         // By force: the kernel gives up all requests, and the server's read ends. The mount itself
         // is there as long as the file is open somewhere; then the keeper takes it away.
         let _ = unmount(self.folder.path(), UnmountFlags::FORCE);
@@ -280,13 +321,42 @@ impl Shared {
                 let _ = reads.send((Instant::now() + *read_time, request));
                 continue;
             }
+            let noted = state.noted.clone();
             drop(state);
+            if let (Some(journal), Some(noted)) = (&self.journal, noted)
+                && let Some((change, reply)) = request.change()
+            {
+                let number = journal.begin(change, false);
+                let _ = noted.send((number, request, reply));
+                continue;
+            }
             self.answer(&request);
         }
     }
 
+    /// Answers changes in any order, as long as some wait.
+    fn answer_noted(&self, noted: &mpsc::Receiver<(usize, Request, Vec<u8>)>) {
+        let mut random = Random::new(1);
+        let mut waiting = Vec::new();
+        while let Ok(first) = noted.recv() {
+            waiting.push(first);
+            while !waiting.is_empty() {
+                // More may have come; a pause lets others come too.
+                std::thread::sleep(Duration::from_micros(random.below(200)));
+                waiting.extend(noted.try_iter());
+                let index = random.below(waiting.len() as u64);
+                let index = usize::try_from(index).expect("it is an index");
+                let (number, request, reply) = waiting.swap_remove(index);
+                if let Some(journal) = &self.journal {
+                    journal.end(number);
+                }
+                self.answer_with(&request, Reply::Body(reply));
+            }
+        }
+    }
+
     fn answer(&self, request: &Request) {
-        self.answer_with(request, request.reply());
+        self.answer_with(request, request.reply(self.journal.as_deref()));
     }
 
     fn answer_with(&self, request: &Request, reply: Reply) {
@@ -332,28 +402,71 @@ impl Request {
         Path::new(&format!("/proc/{}/task/{}", process.as_raw_nonzero(), self.thread)).exists()
     }
 
-    fn reply(&self) -> Reply {
+    fn word(&self, at: usize) -> Option<u32> {
+        self.body.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes)
+    }
+
+    fn long(&self, at: usize) -> Option<u64> {
+        self.body.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes)
+    }
+
+    /// The change that this asks for, of a file with a journal, and its answer.
+    fn change(&self) -> Option<(Change, Vec<u8>)> {
+        match self.opcode {
+            opcode::WRITE => {
+                let data = self.body.get(40..)?.to_vec();
+                let written = [self.word(16)?, 0].map(u32::to_ne_bytes).concat();
+                Some((Change::Write(self.long(8)?, data), written))
+            }
+            // Whatever the mode is, the bytes are zeroes from now on.
+            opcode::FALLOCATE => {
+                let zeroes = vec![0; usize::try_from(self.long(16)?).ok()?];
+                Some((Change::Write(self.long(8)?, zeroes), Vec::new()))
+            }
+            opcode::SETATTR if self.word(0)? & HAS_SIZE != 0 => {
+                let bytes = self.long(16)?;
+                let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
+                Some((Change::Size(bytes), [head, attributes(FILE, bytes)].concat()))
+            }
+            opcode::FSYNC => Some((Change::Flush, Vec::new())),
+            _ => None,
+        }
+    }
+
+    fn reply(&self, journal: Option<&Journal>) -> Reply {
+        let size = journal.map_or(FILE_BYTES, Journal::size);
         match self.opcode {
             opcode::INIT => Reply::Body(init()),
             opcode::LOOKUP => match self.body.strip_suffix(&[0]) {
                 Some(name) if name == NAME.as_bytes() && self.node == ROOT => {
                     let head = [FILE, 0, VALID_S, VALID_S, 0].map(u64::to_ne_bytes).concat();
-                    Reply::Body([head, attributes(FILE)].concat())
+                    Reply::Body([head, attributes(FILE, size)].concat())
                 }
                 _ => Reply::Error(libc_errno::ENOENT),
             },
             opcode::GETATTR => {
                 let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
-                Reply::Body([head, attributes(self.node)].concat())
+                Reply::Body([head, attributes(self.node, size)].concat())
             }
-            opcode::OPEN => Reply::Body(vec![0; 16]),
+            opcode::OPEN => {
+                let flags = if journal.is_some() { DIRECT_IO | PARALLEL_DIRECT_WRITES } else { 0 };
+                Reply::Body([0, 0, flags, 0].map(u32::to_ne_bytes).concat())
+            }
             opcode::READ => {
-                let size = self.body.get(16..20).and_then(|bytes| bytes.try_into().ok());
-                let size = size.map_or(0, u32::from_ne_bytes) as usize;
-                Reply::Body(vec![0; size])
+                let bytes = self.word(16).unwrap_or(0) as usize;
+                let offset = self.long(8).unwrap_or(0);
+                let read = |journal: &Journal| journal.read(offset, bytes);
+                Reply::Body(journal.map_or_else(|| vec![0; bytes], read))
+            }
+            // Attributes other than the size are as they are.
+            opcode::SETATTR if journal.is_some() => {
+                let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
+                Reply::Body([head, attributes(self.node, size)].concat())
             }
             // There is always something to read.
-            opcode::POLL => Reply::Body([1_u32.to_ne_bytes(), [0; 4]].concat()),
+            opcode::POLL if journal.is_none() => {
+                Reply::Body([1_u32.to_ne_bytes(), [0; 4]].concat())
+            }
             opcode::FLUSH | opcode::RELEASE => Reply::Body(Vec::new()),
             opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => Reply::None,
             _ => Reply::Error(libc_errno::ENOSYS),
@@ -364,16 +477,20 @@ impl Request {
 /// `struct fuse_init_out`.
 fn init() -> Vec<u8> {
     let [major, minor] = VERSION;
-    // Version, read-ahead, flags, two limits on requests in the background, bytes of a write.
-    let mut bytes = [major, minor, 0, 0, 0, WRITE_BYTES].map(u32::to_ne_bytes).concat();
+    let flags = BIG_WRITES | MAX_PAGES;
+    // Version, read-ahead, flags, two limits on requests in the background, bytes of a write, the
+    // grain of times, and pages of a request.
+    let mut bytes = [major, minor, 0, flags, 0, WRITE_BYTES, 1].map(u32::to_ne_bytes).concat();
+    bytes.extend(WRITE_PAGES.to_ne_bytes());
     bytes.resize(64, 0);
     bytes
 }
 
-/// `struct fuse_attr`.
-fn attributes(node: u64) -> Vec<u8> {
-    let (mode, bytes) = if node == ROOT { (0o40_755, 0) } else { (0o100_666, FILE_BYTES) };
-    let mut attributes = [node, bytes, bytes / 512, 0, 0, 0].map(u64::to_ne_bytes).concat();
+/// `struct fuse_attr`, of a file of so many bytes.
+fn attributes(node: u64, file_bytes: u64) -> Vec<u8> {
+    let (mode, bytes) = if node == ROOT { (0o40_755, 0) } else { (0o100_666, file_bytes) };
+    let blocks = bytes.div_ceil(512);
+    let mut attributes = [node, bytes, blocks, 0, 0, 0].map(u64::to_ne_bytes).concat();
     let words: [u32; 10] = [0, 0, 0, mode, 1, 0, 0, 0, 4096, 0];
     attributes.extend(words.map(u32::to_ne_bytes).concat());
     attributes

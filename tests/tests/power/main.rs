@@ -1,0 +1,68 @@
+//! Images whose disk loses its power at any moment: QEMU finds no damage in the rest, and each
+//! sector has what the guest may expect.
+//!
+//! A recorder below the daemon notes every change of the image. The guest notes each request and
+//! its answer by the same clock. A test cuts one run many times.
+
+mod guest;
+mod recorded;
+
+use anyhow::{Result, ensure};
+
+use recorded::{Base, Below, Kind, Recorded};
+
+/// Cuts of each recorded run.
+const CUTS: usize = 42;
+
+/// The kind of image from which all others differ.
+const PLAIN: Kind = Kind {
+    options: "cluster_size=64k",
+    base: Base::None,
+    below: Below::Fuse,
+    is_used: false,
+    grows: false,
+    requests: 600,
+};
+
+fn survives(kind: &Kind) -> Result<()> {
+    let Some(recorded) = Recorded::run(kind)? else { return Ok(()) };
+    let leaks = recorded.check_cuts(CUTS)?;
+    eprintln!("{}: {leaks} of {CUTS} cuts left clusters behind", kind.options);
+    Ok(())
+}
+
+macro_rules! images_survive {
+    ($($name:ident: { $($field:ident: $value:expr),* },)*) => {
+        $(#[test]
+        fn $name() -> Result<()> {
+            survives(&Kind { $($field: $value,)* ..PLAIN })
+        })*
+    };
+}
+
+images_survive! {
+    clusters_of_64k: {},
+    clusters_of_64k_in_use: { is_used: true },
+    clusters_of_64k_that_grow: { grows: true },
+    clusters_of_4k: { options: "cluster_size=4k", grows: true },
+    clusters_of_512: { options: "cluster_size=512", requests: 300 },
+    version_2: { options: "cluster_size=4k,compat=0.10" },
+    counts_of_1_bit: { options: "cluster_size=4k,refcount_bits=1", is_used: true },
+    counts_of_64_bits: { options: "cluster_size=512,refcount_bits=64", requests: 300 },
+    tables_ahead: { options: "preallocation=metadata" },
+    over_raw: { base: Base::Raw },
+    over_an_image: { options: "cluster_size=4k", base: Base::Qcow2, is_used: true },
+    on_a_server: { below: Below::Nbd },
+    small_clusters_on_a_server: { options: "cluster_size=4k", below: Below::Nbd, is_used: true },
+}
+
+/// A device that ignores flushes loses data that the guest has flushed, and the tests above notice.
+#[test]
+fn a_disk_that_ignores_flushes_is_noticed() -> Result<()> {
+    let Some(recorded) = Recorded::run(&Kind { options: "cluster_size=4k", ..PLAIN })? else {
+        return Ok(());
+    };
+    let lost = recorded.losses_without_flushes(CUTS)?;
+    ensure!(lost > CUTS / 2, "{lost} of {CUTS} cuts without flushes were noticed");
+    Ok(())
+}
