@@ -201,8 +201,16 @@ fn ask<T: DeserializeOwned>(
     method: &str,
     params: &Value,
 ) -> Result<(T, HandedFds)> {
-    send(receiver.stream(), method, params)?;
-    let Some(line) = receiver.line().context("it says nothing")? else { bail!("it has hung up") };
+    // A process that refuses has hung up, and said why before.
+    let sent = send(receiver.stream(), method, params);
+    let line = match receiver.line() {
+        Ok(Some(line)) => line,
+        nothing => {
+            sent?;
+            nothing.context("it says nothing")?;
+            bail!("it has hung up");
+        }
+    };
     let mut answer: Value = serde_json::from_slice(&line)?;
     if let Some(why) = answer["error"]["message"].as_str() {
         return Err(anyhow!("it refuses: {why}"));
@@ -219,6 +227,20 @@ mod tests {
 
     use super::*;
     use crate::succession::Succession;
+
+    #[test]
+    fn a_refusal_is_heard_of_a_process_that_has_hung_up() {
+        let (new, mut old) = UnixStream::pair().unwrap();
+        let refusal = json!({ "error": { "code": 7, "message": "only root may" } });
+        old.write_all(format!("{refusal}\n").as_bytes()).unwrap();
+        drop(old);
+        let mut receiver = Receiver::new(new);
+        let ask = |receiver: &mut _| ask::<Value>(receiver, BEGIN, &Value::Null);
+        let refused = ask(&mut receiver).map(drop).unwrap_err().to_string();
+        assert_eq!(refused, "it refuses: only root may");
+        let gone = format!("{:#}", ask(&mut receiver).map(drop).unwrap_err());
+        assert!(gone.contains("Broken pipe"), "{gone}");
+    }
 
     #[test]
     fn what_the_old_process_passes_on_is_heeded() {
