@@ -6,8 +6,10 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -15,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::handed_fds::{HandedFds, Place};
 use crate::inherit;
+use crate::peer::Peer;
 
 /// Where front-ends come from.
 pub enum Endpoint {
@@ -45,6 +48,13 @@ impl Drop for InheritedSocket {
 
 /// Held by whoever makes a socket, from a look at its place until it listens.
 static BINDING: Mutex<()> = Mutex::new(());
+
+/// How long a socket may be in use before it is refused: a process that was killed still listens
+/// until its last thread has ended.
+const DYING_MAX: Duration = Duration::from_secs(2);
+
+/// How often a socket is tried that is in use.
+const DYING_LOOK: Duration = Duration::from_millis(50);
 
 /// Bytes of a socket's path: the kernel has 108, and one is for the end (unix(7)).
 const SOCKET_PATH_BYTES: usize = 107;
@@ -81,6 +91,7 @@ impl Endpoint {
     pub fn bind(path: &Path, option: &str) -> Result<Self> {
         let shown = path.display();
         Self::check_length(path, option)?;
+        wait_for_dying(path, Instant::now() + DYING_MAX)?;
         // Two of this process may name one place in two ways. A socket that is bound, and nobody
         // listens on yet, looks like one that was left over.
         let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -114,14 +125,21 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Checks that [`bind`](Self::bind) will find nobody at `path`, and makes way for it.
+    /// Checks that [`bind`](Self::bind) will find nobody at `path`, and makes way for it. Waits
+    /// until [`patience`](Self::patience) is over for a process that may be dying.
     ///
     /// # Errors
     ///
     /// When a program listens there, or something else exists there.
-    pub(crate) fn check_free(path: &Path, option: &str) -> Result<()> {
+    pub(crate) fn check_free(path: &Path, option: &str, patience: Instant) -> Result<()> {
+        wait_for_dying(path, patience)?;
         let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
         clear_socket_path(path, option)
+    }
+
+    /// The moment at which sockets that are in use now are refused.
+    pub(crate) fn patience() -> Instant {
+        Instant::now() + DYING_MAX
     }
 
     /// Takes over descriptor `fd`, a listening or a connected Unix socket that the parent of
@@ -260,14 +278,57 @@ fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
     }
 }
 
+/// Waits while another process listens at `path`, until `patience` is over. A process that was
+/// killed closes its sockets a moment later, and a supervisor may not wait for that.
+fn wait_for_dying(path: &Path, patience: Instant) -> Result<()> {
+    let looking = || format!("cannot find out who listens on {}", path.display());
+    if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket()) {
+        return Ok(());
+    }
+    let mut is_told = false;
+    loop {
+        let left = patience.saturating_duration_since(Instant::now());
+        let Some(connected) = connect(path).with_context(looking)? else { return Ok(()) };
+        // Of one without a place for this connection nothing more is known.
+        let listener = connected.as_ref().and_then(|socket| Peer::of(socket).ok()?.pid);
+        if left.is_zero() || listener == Some(std::process::id()) {
+            return Ok(());
+        }
+        if !std::mem::replace(&mut is_told, true) {
+            tracing::debug!(
+                "a program listens on {}; it has {} s to end, in case it was killed",
+                path.display(),
+                DYING_MAX.as_secs()
+            );
+        }
+        // A dying process hangs up when it closes its socket.
+        let mut hung_up: Vec<PollFd<'_>> =
+            connected.iter().map(|socket| PollFd::new(socket, PollFlags::RDHUP)).collect();
+        let wait = Timespec::try_from(left.min(DYING_LOOK)).context("a time is too long")?;
+        match poll(&mut hung_up, Some(&wait)) {
+            // One that lives hangs up on a stranger, too.
+            Ok(1..) => std::thread::sleep(left.min(DYING_LOOK / 5)),
+            Ok(0) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error).with_context(looking),
+        }
+    }
+}
+
 /// Whether anybody listens there. Does not wait for one who takes no more connections.
 fn listens(path: &Path) -> io::Result<bool> {
+    Ok(connect(path)?.is_some())
+}
+
+/// Connects to a socket. `None`: nobody listens there. `Some(None)`: the listener takes no more
+/// connections now.
+fn connect(path: &Path) -> io::Result<Option<Option<OwnedFd>>> {
     let (flags, address) =
         (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketAddrUnix::new(path)?);
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     match rustix::net::connect(&socket, &address) {
-        Ok(()) | Err(Errno::AGAIN) => Ok(true),
-        Err(Errno::CONNREFUSED) => Ok(false),
+        Ok(()) => Ok(Some(Some(socket))),
+        Err(Errno::AGAIN) => Ok(Some(None)),
+        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
@@ -366,7 +427,7 @@ mod tests {
             rustix::net::connect(&socket, &address).is_ok().then_some(socket)
         };
         let _full: Vec<OwnedFd> = std::iter::from_fn(connect).collect();
-        let error = Endpoint::check_free(&path, "--there").unwrap_err();
+        let error = Endpoint::check_free(&path, "--there", Instant::now()).unwrap_err();
         assert!(error.to_string().contains("listens on"), "{error}");
     }
 

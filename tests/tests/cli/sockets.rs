@@ -100,6 +100,28 @@ fn a_socket_in_use_is_left_to_who_has_it() -> Result<()> {
     Ok(())
 }
 
+/// A process that was killed listens until its last thread has ended, and a supervisor that is not
+/// its parent does not know when that is.
+#[test]
+fn a_start_right_after_a_kill_waits_for_the_sockets_of_the_dying_process() -> Result<()> {
+    let scene = scene()?;
+    let (file, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
+    let start = || -> Result<Running> {
+        let mut command = serve(&socket, &file)?;
+        Running::serve(command.arg("--control").arg(scene.socket("control")))
+    };
+    let mut daemon = start()?;
+    for _ in 0..6 {
+        daemon.signal(Signal::KILL)?;
+        let next = start()?;
+        daemon.finish()?;
+        daemon = next;
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 #[test]
 fn a_left_over_socket_is_replaced() -> Result<()> {
     let scene = scene()?;

@@ -192,7 +192,8 @@ impl Daemon {
         goes_along: bool,
     ) -> Result<Reply, CommandError> {
         let mut names = self.reserve(&specs, goes_along)?;
-        specs.iter().try_for_each(check_socket)?;
+        let patience = Endpoint::patience();
+        specs.iter().try_for_each(|spec| check_socket(spec, patience))?;
         let wanted: Vec<_> = specs.iter().map(|spec| names.wanted(spec)).collect();
         let specs = specs.into_iter().zip(wanted).collect();
         let Taken { ready, failed } = OpeningExports::begin(specs, false).take_ready(None);
@@ -311,8 +312,9 @@ fn unless_over(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandErro
 /// Those of the exports whose sockets are free, and why the others are not served.
 fn with_free_sockets(specs: Vec<ExportSpec>) -> (Vec<ExportSpec>, Vec<LateError>) {
     let (mut free, mut taken) = (Vec::new(), Vec::new());
+    let patience = Endpoint::patience();
     for spec in specs {
-        match check_socket(&spec) {
+        match check_socket(&spec, patience) {
             Ok(()) => free.push(spec),
             Err(error) => taken.push(LateError { spec, error: error.into() }),
         }
@@ -322,9 +324,9 @@ fn with_free_sockets(specs: Vec<ExportSpec>) -> (Vec<ExportSpec>, Vec<LateError>
 
 /// Checks that no other program serves the socket of an export: it may have the disks too, which
 /// would be waited for.
-fn check_socket(spec: &ExportSpec) -> Result<()> {
+fn check_socket(spec: &ExportSpec, patience: Instant) -> Result<()> {
     match &spec.endpoint {
-        EndpointSpec::Path(path) => Endpoint::check_free(path, "--socket-path"),
+        EndpointSpec::Path(path) => Endpoint::check_free(path, "--socket-path", patience),
         EndpointSpec::Fd(_) => Ok(()),
     }
 }
