@@ -207,6 +207,14 @@ pub enum CommandError {
     /// Queues have not stopped, so that no other process can go on with them.
     #[error("requests were not finished in time ({0}); try again when the disk answers")]
     NotPaused(String),
+    /// It was done, and the next start will not know.
+    #[error("it is done, but a restart would undo it: {0:#}")]
+    NotKept(anyhow::Error),
+    /// No export is served by this name, and none will be tried at the next start.
+    #[error(
+        "the export {0} was not served; it is forgotten, and the next start does not try it again"
+    )]
+    Forgotten(String),
     /// Exports come and go no longer.
     #[error("the daemon is ending; start it again to ask for anything")]
     Ending,

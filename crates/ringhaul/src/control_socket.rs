@@ -101,7 +101,6 @@ impl ControlSocket {
         let mode = if group.is_some() { 0o660 } else { 0o600 };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
             .with_context(|| format!("cannot keep others from {}", path.display()))?;
-        tracing::info!("control socket {}", path.display());
         Ok(endpoint)
     }
 

@@ -2,6 +2,7 @@
 
 mod adding;
 pub(crate) mod hand_over;
+mod keeping;
 mod opening;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -24,6 +25,7 @@ use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Chosen, Thread, Threads, choose, set_up};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
+use crate::kept::{Kept, Touched};
 use crate::memory_limits::MemoryLimits;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
@@ -61,6 +63,8 @@ pub struct Daemon {
     /// Says which exports are those of the configuration file.
     of_file: OnceLock<ExportsOfFile>,
     succession: Arc<Succession>,
+    /// What commands change is kept here for the next start, unless it is not kept.
+    kept: OnceLock<Kept>,
 }
 
 /// Whoever has read the configuration file knows them, as they are served by it.
@@ -130,6 +134,7 @@ impl Daemon {
             changes: Mutex::default(),
             of_file: OnceLock::new(),
             succession: Arc::default(),
+            kept: OnceLock::new(),
         };
         Ok((daemon, Ending(received)))
     }
@@ -151,8 +156,14 @@ impl Daemon {
     ///
     /// # Errors
     ///
-    /// When it cannot be done. Nothing has changed then.
+    /// When it cannot be done. Nothing has changed then, unless the error says so.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
+        let touched = Touched::by(&command);
+        let done = self.carry_out(command);
+        self.keep(touched.as_ref(), done)
+    }
+
+    fn carry_out(&self, command: Command) -> Result<Reply, CommandError> {
         match command {
             Command::Add(specs) => self.add(specs, false),
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),

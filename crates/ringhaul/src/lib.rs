@@ -25,6 +25,7 @@ mod group;
 mod handed_fds;
 mod inherit;
 pub mod io_threads;
+mod kept;
 pub mod log;
 mod log_limit;
 mod make_device;

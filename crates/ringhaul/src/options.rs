@@ -147,6 +147,11 @@ pub struct ServeArgs {
     /// `--control-group` names.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+    /// Keep what control commands change in this file, for the next start: exports, units, limits,
+    /// error policies and settings. Default with `--control`: its path with `.state` added, in
+    /// `$STATE_DIRECTORY` if systemd names one. `none` keeps nothing, and ignores what was kept.
+    #[arg(long, value_name = "FILE")]
+    pub state: Option<PathBuf>,
     /// The members of this group may connect to the control socket too. They can have the daemon
     /// read and write every file that it can.
     #[arg(long, value_name = "GROUP", requires = "control")]

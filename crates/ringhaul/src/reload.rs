@@ -17,7 +17,7 @@ use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
 use crate::options::export::OF_EXPORTS;
 use crate::settings::SettingsChange;
-use crate::spec::{DeviceSpec, ExportSpec};
+use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
 use crate::succession::{Changing, PassedOn, Succession};
 use difference::{Change, Exports, apply, by_socket, differences, is_the_same, is_the_same_unit};
 
@@ -187,7 +187,7 @@ impl Reloader {
     /// which others have changed.
     fn apply_options(&mut self, config: &Config) {
         let Some(daemon) = self.daemon.upgrade() else { return };
-        let set = |change| match daemon.handle(Command::Set(change)) {
+        let set = |change| match daemon.handle_of_file(Command::Set(change)) {
             Ok(Reply::Settings(settings)) => Ok(settings),
             Ok(other) => unreachable!("{other:?} is no setting"),
             Err(error) => Err(error),
@@ -216,8 +216,9 @@ impl Reloader {
             poll_max_us: has(POLL_MAX_US).then_some(config.args.poll_max_us),
             poll_budget: has(POLL_BUDGET).then_some(config.args.poll_budget),
         };
-        match set(change) {
+        match set(change.clone()) {
             Ok(_) => {
+                daemon.note_file_settings(&change);
                 for key in now {
                     tracing::info!("{key} has changed, and is applied");
                     match config.options.get(&key) {
@@ -277,12 +278,14 @@ impl Change {
         let export = lock(record).name_of(&socket);
         let result = match self {
             Self::Add(spec) => daemon.add_of_file(spec.clone()).map(|_| {
+                daemon.note_file(&export, Some(&spec), None);
                 lock(record).served.insert(socket, spec);
             }),
-            Self::Remove => match daemon.handle(Command::Remove(Removal::of(&socket))) {
+            Self::Remove => match daemon.handle_of_file(Command::Remove(Removal::of(&socket))) {
                 // Somebody else may have removed it.
                 Ok(_) | Err(CommandError::Unknown(_)) => {
                     lock(record).served.remove(&socket);
+                    daemon.note_file(&export, None, None);
                     tracing::info!(export, "removed");
                     Ok(())
                 }
@@ -291,7 +294,9 @@ impl Change {
             Self::Alter(commands, _) => alter(&daemon, commands, |done| {
                 // What was done of it is not done again, and what others do is theirs.
                 if let Some(spec) = lock(record).served.get_mut(&socket) {
+                    let place = place_of(&done);
                     apply(spec, done);
+                    daemon.note_file(&export, Some(spec), Some(&BTreeSet::from([place])));
                 }
             }),
             Self::Keep(what) => {
@@ -329,7 +334,7 @@ fn alter(
     let mut result = Ok(());
     for command in commands {
         let is_removal = matches!(command, Command::RemoveUnit(..));
-        match daemon.handle(command.clone()) {
+        match daemon.handle_of_file(command.clone()) {
             Ok(_) => done(command),
             // Somebody else may have removed it.
             Err(CommandError::UnknownUnit(..)) if is_removal => done(command),
@@ -337,6 +342,16 @@ fn alter(
         }
     }
     result
+}
+
+/// The disk that a command changes.
+fn place_of(command: &Command) -> Option<UnitPlace> {
+    match command {
+        Command::AddUnit(_, unit) => Some(unit.place()),
+        Command::RemoveUnit(_, place) => Some(*place),
+        Command::Resize(_, place, _) | Command::SetDisk(_, place, _) => *place,
+        _ => None,
+    }
 }
 
 /// Whether an option may change while the daemon runs. What is logged without one is up to the

@@ -1,5 +1,7 @@
 //! `ringhaul serve`: a daemon from its options to its end.
 
+mod start;
+
 use std::process::ExitCode;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -15,15 +17,18 @@ use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
 use crate::group;
+use crate::kept::Kept;
 use crate::log;
 use crate::options::ServeArgs;
 use crate::reload::Reload;
+use crate::settings::Settings;
 use crate::size_watch::SizeWatch;
 use crate::spec::ExportSpec;
 use crate::succession::PassedOn;
 use crate::takeover::arguments::LifeOptions;
 use crate::takeover::format::Life;
 use crate::takeover::take::{self, Predecessor};
+use start::{Heritage, Start};
 
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
@@ -55,24 +60,35 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     // Early, so that no signal is lost.
     let signals = take_signals(config.is_some())?;
     set_up_process(args)?;
-    let (mut exports, group) = (args.exports()?, control_group(args)?);
-    exports.extend(config.iter().flat_map(|(_, config)| config.exports.iter().cloned()));
-    let (daemon, ending) = Daemon::start(args.clone(), inherited)?;
+    let group = control_group(args)?;
+    // A daemon that listens there has the state, too, as a rule.
+    let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
+    let control = control.transpose()?;
+    let mut start = Start::read(args, config)?;
+    start.args.check()?;
+    let (daemon, ending) = Daemon::start(start.args.clone(), inherited)?;
     let _watch = daemon.watch()?;
-    let daemon = Arc::new(daemon);
+    let (daemon, config, life) = (Arc::new(daemon), start.config.take(), start.life.clone());
+    let (base, state) = start.into_base();
+    let exports = Start::begin(base, state, &daemon)?;
+    if let Some(path) = control.as_ref().and_then(Endpoint::path) {
+        tracing::info!("control socket {}", path.display());
+    }
     let reload = config.map(|(file, config)| {
         Reload::start(file, &config, &config.exports, Arc::downgrade(&daemon))
     });
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
-    let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
-    let control = match control.transpose()? {
-        Some(endpoint) => listen(Some(endpoint), group, &daemon, Life::own()?)?,
+    let control = match control {
+        Some(endpoint) => listen(Some(endpoint), group, &daemon, life)?,
         None => None,
     };
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
-    let opening = daemon.begin_add(exports)?;
+    let opening = daemon.begin_restore(exports)?;
     let outcome = ending.wait(&daemon)?;
     opening.settle();
+    if outcome == Outcome::Clean {
+        daemon.kept().into_iter().for_each(Kept::end);
+    }
     Ok(end(outcome, control))
 }
 
@@ -80,7 +96,8 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
 /// alone.
 fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let own = Life::own()?;
-    let life = predecessor.life.clone().continued_by(&own);
+    let before = predecessor.life.clone();
+    let life = before.clone().continued_by(&own);
     let LifeOptions { args, log, log_format, config } = life.options()?;
     log::go_on(log.as_deref(), log_format)?;
     std::env::set_current_dir(&life.directory)
@@ -88,10 +105,12 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     set_up_process(&args)?;
     let group = control_group(&args)?;
     let mut control = predecessor.control.take();
+    let heritage = Heritage::read(before, life, &args)?;
+    let base_settings = Settings::of(args.poll_limits());
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
-    take::set(&daemon, &life.changes)?;
+    take::set(&daemon, &heritage.life.changes)?;
     let (mut taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
     let served = taken.of_file.take();
     let opening = std::mem::take(&mut taken.opening);
@@ -99,6 +118,9 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let daemon = Arc::new(daemon);
     let begin = (!opening.is_empty()).then(|| daemon.begin_add(opening));
     let opening = begin.and_then(|begun| without(begun, "exports that were being opened"));
+    let kept = heritage.go_on(served.as_deref(), base_settings, &daemon);
+    without(kept, "the state that is to outlive it");
+    let life = heritage.life;
     let reload = config.map(|(file, config)| reload_served(file, &config, served, &daemon));
     let reload = reload.and_then(|reload| without(reload, "the configuration file"));
     let heed = heed(&daemon, reload.clone());
@@ -111,6 +133,9 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let outcome = ending.wait(&daemon)?;
     if let Some(opening) = opening {
         opening.settle();
+    }
+    if outcome == Outcome::Clean {
+        daemon.kept().into_iter().for_each(Kept::end);
     }
     Ok(end(outcome, control))
 }

@@ -18,6 +18,7 @@ mod locks;
 mod log;
 mod options;
 mod resize;
+mod restart;
 mod schema;
 mod secrets;
 mod socat;

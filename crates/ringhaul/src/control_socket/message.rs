@@ -46,11 +46,13 @@ pub(super) enum Code {
     Refused,
     /// It is being done, and was not finished by the deadline.
     Unfinished,
+    /// It was done, and is not in the state file.
+    NotKept,
 }
 
 impl Code {
     /// All of them.
-    pub(super) const ALL: [Self; 12] = [
+    pub(super) const ALL: [Self; 13] = [
         Self::NoJson,
         Self::NoRequest,
         Self::NoMethod,
@@ -63,6 +65,7 @@ impl Code {
         Self::Ending,
         Self::Refused,
         Self::Unfinished,
+        Self::NotKept,
     ];
 
     /// What it means.
@@ -80,6 +83,7 @@ impl Code {
             Self::Ending => "the daemon is ending, or another process has taken over from it",
             Self::Refused => "this client is not served",
             Self::Unfinished => "it was not finished by the deadline, and goes on",
+            Self::NotKept => "it was done, but is not in the state file: a restart would undo it",
         }
     }
 
@@ -98,6 +102,7 @@ impl Code {
             Self::Ending => 6,
             Self::Refused => 7,
             Self::Unfinished => 8,
+            Self::NotKept => 9,
         }
     }
 }
@@ -120,7 +125,10 @@ impl From<&CommandError> for Problem {
     fn from(error: &CommandError) -> Self {
         let code = match error {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
-            CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
+            CommandError::Unknown(_)
+            | CommandError::UnknownUnit(..)
+            | CommandError::Forgotten(_) => Code::Unknown,
+            CommandError::NotKept(_) => Code::NotKept,
             CommandError::Busy(..)
             | CommandError::UnitBusy(..)
             | CommandError::UnitGivenUp(..)

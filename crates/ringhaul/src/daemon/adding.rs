@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::opening::{LateError, OPEN_MAX, OpeningExports, Taken};
+use super::opening::{LateError, OPEN_MAX, OpeningExports, Restoring, Taken};
 use super::{Daemon, Opened};
 use crate::command::{CommandError, Reply};
 use crate::control::Reservation;
@@ -42,13 +42,26 @@ impl Daemon {
     ///
     /// When the kernel has no thread left.
     pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<Opening> {
+        self.begin_start(specs, None)
+    }
+
+    /// The same. Of those that are restored, none ends the daemon.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(super) fn begin_start(
+        self: &Arc<Self>,
+        specs: Vec<ExportSpec>,
+        restoring: Option<Restoring>,
+    ) -> Result<Opening> {
         let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
         let open = move || {
             let _done: mpsc::Sender<()> = done;
             // It is dropped first, with all that it holds.
             let daemon = daemon;
             let names: Vec<String> = specs.iter().map(ExportSpec::name).collect();
-            match daemon.add_as_they_open(specs) {
+            match daemon.add_as_they_open(specs, restoring.as_ref()) {
                 Ok(()) | Err(CommandError::Ending | CommandError::HandedOver(_)) => {}
                 Err(error) if daemon.control.give_up_start(&[]) => {
                     drop(daemon.events.send(Event::NotStarted(error.into_error())));
@@ -62,29 +75,33 @@ impl Daemon {
     }
 
     /// An error concerns all of them.
-    fn add_as_they_open(&self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
+    pub(super) fn add_as_they_open(
+        &self,
+        specs: Vec<ExportSpec>,
+        restoring: Option<&Restoring>,
+    ) -> Result<(), CommandError> {
         let mut names = self.reserve(&specs, true)?;
         let (specs, taken) = with_free_sockets(specs);
-        self.start_without(&mut names, taken)?;
+        self.start_without(&mut names, taken, restoring)?;
         let specs = specs.into_iter().map(|spec| (names.wanted(&spec), spec));
         let specs = specs.map(|(wanted, spec)| (spec, wanted)).collect();
         let mut opening = OpeningExports::begin(specs, true);
         let Taken { ready, failed } = opening.take_ready(Some(OPEN_MAX));
-        self.start_without(&mut names, failed)?;
+        self.start_without(&mut names, failed, restoring)?;
         // What a process that was killed has left is gone soon as a rule.
         let mut tells_at = opening.only_left_behind().then(|| Instant::now() + LEFT_MAX);
         if tells_at.is_none() {
             self.tell_of_waiting(&opening);
         }
         let (bound, failed) = self.bind(&names, ready)?;
-        self.start_without(&mut names, failed)?;
+        self.start_without(&mut names, failed, restoring)?;
         let (serves, failed) = self.set_up_all(bound)?;
-        self.start_without(&mut names, failed)?;
+        self.start_without(&mut names, failed, restoring)?;
         self.serve(&mut names, serves)?;
         loop {
             match opening.next(tells_at) {
-                Some(Ok(ready)) => self.serve_late(&mut names, ready)?,
-                Some(Err(late)) => self.go_on_without(&mut names, late)?,
+                Some(Ok(ready)) => self.serve_late(&mut names, ready, restoring)?,
+                Some(Err(late)) => self.go_on_without(&mut names, late, restoring)?,
                 None if tells_at.take().is_some() => self.tell_of_waiting(&opening),
                 None => return Ok(()),
             }
@@ -95,12 +112,13 @@ impl Daemon {
         &self,
         names: &mut Reservation<'_>,
         ready: (ExportSpec, Vec<OpenDisk>),
+        restoring: Option<&Restoring>,
     ) -> Result<(), CommandError> {
         let (bound, mut failed) = self.bind(names, vec![ready])?;
         let (serves, not_set_up) = self.set_up_all(bound)?;
         failed.extend(not_set_up);
         for late in failed {
-            self.go_on_without(names, late)?;
+            self.go_on_without(names, late, restoring)?;
         }
         self.serve(names, serves)
     }
@@ -129,11 +147,14 @@ impl Daemon {
         &self,
         names: &mut Reservation<'_>,
         failed: Vec<LateError>,
+        restoring: Option<&Restoring>,
     ) -> Result<(), CommandError> {
         let (failed, unwanted): (Vec<_>, Vec<_>) =
             failed.into_iter().partition(|late| names.wanted(&late.spec).is_wanted());
-        for late in unwanted {
-            self.go_on_without(names, late)?;
+        let is_restored = |late: &LateError| restoring.is_some_and(|all| all.is_about(&late.spec));
+        let (restored, failed): (Vec<_>, Vec<_>) = failed.into_iter().partition(is_restored);
+        for late in unwanted.into_iter().chain(restored) {
+            self.go_on_without(names, late, restoring)?;
         }
         if !failed.is_empty() && names.give_up_start() {
             return Err(failed.into_iter().next().expect("it is not empty").error);
@@ -154,11 +175,16 @@ impl Daemon {
         &self,
         names: &mut Reservation<'_>,
         LateError { spec, error }: LateError,
+        restoring: Option<&Restoring>,
     ) -> Result<(), CommandError> {
         let is_wanted = names.wanted(&spec).is_wanted();
         drop(names.split([&spec]));
         if !is_wanted {
             tracing::info!(export = spec.name(), "removed before it was served");
+            return Ok(());
+        }
+        if let Some(restoring) = restoring.filter(|all| all.is_about(&spec)) {
+            restoring.begin_again(LateError { spec, error });
             return Ok(());
         }
         if self.control.give_up_start(&[]) {

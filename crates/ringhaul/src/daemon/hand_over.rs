@@ -20,7 +20,7 @@ use crate::engines::choose;
 use crate::export::{Endpoint, EndpointState};
 use crate::handed_fds::HandedFds;
 use crate::open_disk::OpenDisk;
-use crate::settings::SettingsChange;
+use crate::settings::{PollLimits, SettingsChange};
 use crate::side_by_side::SideBySide;
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use crate::takeover::format::Life;
@@ -57,6 +57,11 @@ impl Daemon {
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
         let life = Life { changes: self.changes(), ..life.clone() };
         Ok((life, control.context("cannot hand over the control socket")?))
+    }
+
+    /// How much IoThreads busy-poll by the options.
+    pub(crate) fn poll_limits(&self) -> PollLimits {
+        self.args.poll_limits()
     }
 
     /// What was set since the start.

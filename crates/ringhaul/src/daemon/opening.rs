@@ -1,5 +1,7 @@
 //! Exports whose disks are being opened.
 
+use std::collections::BTreeSet;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -7,7 +9,7 @@ use anyhow::Result;
 use crate::command::CommandError;
 use crate::open_disk::OpenDisk;
 use crate::side_by_side::{GiveWay, SideBySide};
-use crate::spec::{DiskSpec, ExportSettings, ExportSpec};
+use crate::spec::{DiskSpec, ExportSettings, ExportSpec, UnitPlace};
 use crate::wanted::Wanted;
 
 /// How long nothing may be opened before what is left is taken to hang.
@@ -136,6 +138,36 @@ pub(super) struct Taken {
 pub(super) struct LateError {
     pub(super) spec: ExportSpec,
     pub(super) error: CommandError,
+}
+
+/// Exports and units that a control command had added. The daemon goes on without those that cannot
+/// be restored.
+pub(crate) struct Restoring {
+    added: BTreeSet<String>,
+    units: Vec<(String, UnitPlace)>,
+    /// Takes exports that have failed, to be served without the units at fault.
+    again: mpsc::Sender<LateError>,
+}
+
+impl Restoring {
+    pub(super) fn new(
+        added: BTreeSet<String>,
+        units: Vec<(String, UnitPlace)>,
+        again: mpsc::Sender<LateError>,
+    ) -> Self {
+        Self { added, units, again }
+    }
+
+    /// Whether the export may be served in part, or not at all.
+    pub(super) fn is_about(&self, export: &ExportSpec) -> bool {
+        let name = export.name();
+        self.added.contains(&name) || self.units.iter().any(|(of, _)| *of == name)
+    }
+
+    pub(super) fn begin_again(&self, late: LateError) {
+        // The receiver goes with the daemon.
+        let _ = self.again.send(late);
+    }
 }
 
 fn take_if_ready(export: &mut Option<Waiting>) -> Option<(ExportSpec, Vec<OpenDisk>)> {

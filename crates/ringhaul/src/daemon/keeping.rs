@@ -1,0 +1,197 @@
+//! Changes by commands are kept for the next start, and restored at a start.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, mpsc};
+
+use anyhow::Result;
+
+use super::Daemon;
+use super::adding::Opening;
+use super::opening::{LateError, Restoring};
+use crate::command::{Command, CommandError, ExportState, Reply};
+use crate::disk_user::user;
+use crate::ending::Event;
+use crate::kept::changes::Merged;
+use crate::kept::{Kept, Touched};
+use crate::open_disk::OpenDisk;
+use crate::settings::{Settings, SettingsChange};
+use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
+use crate::wanted::Wanted;
+
+impl Daemon {
+    /// Keeps what commands change from now on.
+    pub(crate) fn set_kept(&self, kept: Kept) {
+        assert!(self.kept.set(kept).is_ok(), "a process has one state");
+    }
+
+    /// The keeper of changes by commands, if they are kept.
+    pub(crate) fn kept(&self) -> Option<&Kept> {
+        self.kept.get()
+    }
+
+    /// The settings as they are now.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon has ended.
+    pub(crate) fn settings(&self) -> Result<Settings, CommandError> {
+        match self.set(&SettingsChange::default())? {
+            Reply::Settings(settings) => Ok(settings),
+            other => unreachable!("{other:?} is no setting"),
+        }
+    }
+
+    /// Keeps what a command has done, before it is answered.
+    pub(super) fn keep(
+        &self,
+        touched: Option<&Touched>,
+        done: Result<Reply, CommandError>,
+    ) -> Result<Reply, CommandError> {
+        let (Some(kept), Some(touched)) = (self.kept(), touched) else { return done };
+        match (&done, touched) {
+            (Ok(_) | Err(CommandError::NotEnded(..)), _) => {}
+            (Err(CommandError::Unknown(name)), Touched::Exports(_))
+                if kept.forget(name).map_err(CommandError::NotKept)? =>
+            {
+                return Err(CommandError::Forgotten(name.clone()));
+            }
+            (Err(_), _) => return done,
+        }
+        let live = || self.live();
+        kept.note(touched, live).map_err(CommandError::NotKept)?;
+        done
+    }
+
+    /// The exports that are served, or are to be.
+    fn live(&self) -> Vec<ExportSpec> {
+        let shown = self.control.show().unwrap_or_default();
+        let live = shown.into_iter().filter(|status| status.state != ExportState::Stopping);
+        live.map(|status| status.spec).collect()
+    }
+
+    /// Keeps all that there is: an earlier process has made it.
+    pub(crate) fn keep_all(&self, settings: &SettingsChange) -> Result<()> {
+        let Some(kept) = self.kept() else { return Ok(()) };
+        kept.note_all(&self.live(), settings)
+    }
+
+    /// Carries out a command for the configuration file, whose changes are not kept.
+    pub(crate) fn handle_of_file(&self, command: Command) -> Result<Reply, CommandError> {
+        self.carry_out(command)
+    }
+
+    /// The configuration file has changed an export, or these disks of it. `None`: it has removed
+    /// the export.
+    pub(crate) fn note_file(
+        &self,
+        name: &str,
+        export: Option<&ExportSpec>,
+        disks: Option<&BTreeSet<Option<UnitPlace>>>,
+    ) {
+        let Some(kept) = self.kept() else { return };
+        if let Err(error) = kept.rebase(name, export, disks) {
+            tracing::error!(export = name, "{error:#}");
+        }
+    }
+
+    /// The configuration file has changed settings.
+    pub(crate) fn note_file_settings(&self, change: &SettingsChange) {
+        let (Some(kept), Ok(now)) = (self.kept(), self.settings()) else { return };
+        if let Err(error) = kept.rebase_settings(change, now) {
+            tracing::error!("{error:#}");
+        }
+    }
+
+    /// Begins to serve the exports of the command line and of the configuration file, as commands
+    /// had changed them, and those that commands had added.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(crate) fn begin_restore(self: &Arc<Self>, merged: Merged) -> Result<Opening> {
+        let Merged { mut exports, added, units, settings, told, lost } = merged;
+        for (export, text) in told {
+            tracing::info!(export, "{text}");
+        }
+        for (export, text) in lost {
+            report_lost(&export, &text);
+        }
+        if let Err(error) = self.set(&settings) {
+            report_lost("", &format!("settings of control commands: {:#}", error.into_error()));
+        }
+        let (again, failed) = mpsc::channel();
+        let names = added.iter().map(ExportSpec::name).collect();
+        for export in added {
+            match export.check(self.args.iothreads) {
+                Ok(()) => exports.push(export),
+                Err(error) => {
+                    report_lost(&export.name(), &format!("cannot be restored: {error:#}"))
+                }
+            }
+        }
+        let restoring = Restoring::new(names, units.clone(), again);
+        let opening = self.begin_start(exports, Some(restoring))?;
+        let daemon = Arc::clone(self);
+        let work = move || {
+            for late in failed {
+                daemon.restore_in_part(late, &units);
+            }
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-restore".into());
+        // Without it, exports that fail because of a unit are not served.
+        if let Err(error) = thread.spawn(work) {
+            tracing::error!("cannot start the thread that restores exports in part: {error}");
+        }
+        Ok(opening)
+    }
+
+    /// Serves an export without those units that a command had added and that cannot be opened.
+    fn restore_in_part(
+        &self,
+        LateError { mut spec, error }: LateError,
+        of_base: &[(String, UnitPlace)],
+    ) {
+        let name = spec.name();
+        let is_of_base = of_base.iter().any(|(of, _)| *of == name);
+        let is_doubtful =
+            |place| !is_of_base || of_base.iter().any(|(of, unit)| *of == name && *unit == place);
+        let (endpoint, settings) = (spec.endpoint.clone(), spec.settings.clone());
+        let mut at_fault = 0;
+        if let DeviceSpec::Scsi(units) = &mut spec.device {
+            units.retain(|unit| {
+                let place = unit.place();
+                if !is_doubtful(place) {
+                    return true;
+                }
+                let user = user(&endpoint, Some(place));
+                let opened = OpenDisk::open(&unit.disk(&settings), user, &Wanted::default());
+                let Err(error) = opened else { return true };
+                report_lost(&name, &format!("unit {place} cannot be restored: {error:#}"));
+                at_fault += 1;
+                false
+            });
+        }
+        if at_fault == 0 {
+            let text = format!("cannot be restored: {:#}", error.into_error());
+            return report_lost(&name, &text);
+        }
+        match self.add_as_they_open(vec![spec], None) {
+            Ok(()) | Err(CommandError::Ending | CommandError::HandedOver(_)) => {}
+            Err(error) if is_of_base && self.control.give_up_start(&[]) => {
+                drop(self.events.send(Event::NotStarted(error.into_error())));
+            }
+            Err(error) => {
+                report_lost(&name, &format!("cannot be restored: {:#}", error.into_error()));
+            }
+        }
+    }
+}
+
+/// Logs that a change by commands is lost.
+fn report_lost(export: &str, text: &str) {
+    if export.is_empty() {
+        tracing::warn!("{text}");
+    } else {
+        tracing::warn!(export, "{text}");
+    }
+}

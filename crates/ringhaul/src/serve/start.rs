@@ -1,0 +1,178 @@
+//! The options and exports at a start: the command line, with the upgrades and commands that an
+//! earlier process kept.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use crate::config::{Config, ConfigFile};
+use crate::daemon::Daemon;
+use crate::kept::changes::{Changes, Merged};
+use crate::kept::file::{Locked, StateFile};
+use crate::kept::{self, Kept};
+use crate::log;
+use crate::options::ServeArgs;
+use crate::settings::Settings;
+use crate::spec::ExportSpec;
+use crate::takeover::arguments::LifeOptions;
+use crate::takeover::format::Life;
+
+/// A start.
+pub(super) struct Start {
+    pub(super) args: ServeArgs,
+    pub(super) config: Option<(ConfigFile, Config)>,
+    pub(super) life: Life,
+    /// The exports of the command line and of the configuration file.
+    base: Vec<ExportSpec>,
+    /// `None`: nothing is kept.
+    state: Option<State>,
+}
+
+/// A state file, its contents, and its lock until it is written anew.
+pub(super) type State = (StateFile, Changes, Option<Locked>);
+
+impl Start {
+    /// Reads the start of a process with these options, and its state file.
+    ///
+    /// # Errors
+    ///
+    /// When the state file is another daemon's, or cannot be understood, or the options of an
+    /// upgrade are not understood any more.
+    pub(super) fn read(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Self> {
+        let mut start = Self {
+            args: args.clone(),
+            config,
+            life: Life::own()?,
+            base: args.exports()?,
+            state: None,
+        };
+        if let Some(path) = kept::place(args.state.as_deref(), args.control.as_deref())? {
+            let (file, mut changes, locked) = StateFile::open(&path)?;
+            start.go_on_with_upgrades(&mut changes)?;
+            start.life.arguments.push(state_option(&path));
+            start.state = Some((file, changes, locked));
+        }
+        let of_file = start.config.iter().flat_map(|(_, config)| config.exports.iter().cloned());
+        start.base.extend(of_file);
+        Ok(start)
+    }
+
+    /// Takes the options of upgrades in, if the process was started as the first one was.
+    fn go_on_with_upgrades(&mut self, changes: &mut Changes) -> Result<()> {
+        let Changes { started, upgraded, .. } = changes;
+        let is_same = *started == self.life.arguments;
+        started.clone_from(&self.life.arguments);
+        if upgraded.is_empty() {
+            return Ok(());
+        }
+        let shown = upgraded.join(" ");
+        if !is_same {
+            tracing::warn!(
+                "the options of an upgrade are dropped, because the command line has changed: \
+                 {shown}"
+            );
+            upgraded.clear();
+            return Ok(());
+        }
+        tracing::info!("goes on with the options of an upgrade: {shown}");
+        self.life.arguments.extend(upgraded.iter().cloned());
+        let LifeOptions { args, log, log_format, config } = self.life.options()?;
+        log::go_on(log.as_deref(), log_format)?;
+        (self.args, self.config) = (args, config);
+        Ok(())
+    }
+
+    /// Returns the exports for a daemon, and has it keep later changes.
+    ///
+    /// # Errors
+    ///
+    /// When the state file cannot be written.
+    pub(super) fn begin(
+        base: Vec<ExportSpec>,
+        state: Option<State>,
+        daemon: &Daemon,
+    ) -> Result<Merged> {
+        let Some((file, changes, locked)) = state else {
+            return Ok(Merged { exports: base, ..Merged::default() });
+        };
+        let settings = Settings::of(daemon.poll_limits());
+        let (kept, merged) = Kept::begin(file, changes, base, settings)?;
+        drop(locked);
+        daemon.set_kept(kept);
+        Ok(merged)
+    }
+
+    /// Its parts.
+    pub(super) fn into_base(self) -> (Vec<ExportSpec>, Option<State>) {
+        (self.base, self.state)
+    }
+}
+
+/// The state of a process that another one takes over from.
+pub(super) struct Heritage {
+    /// `None`: nothing is kept.
+    path: Option<PathBuf>,
+    /// The life of the process before this one, and of this one.
+    before: Life,
+    pub(super) life: Life,
+}
+
+impl Heritage {
+    /// Reads the state file that the options of both processes name.
+    ///
+    /// # Errors
+    ///
+    /// When the state file cannot be understood.
+    pub(super) fn read(before: Life, mut life: Life, args: &ServeArgs) -> Result<Self> {
+        let path = kept::place(args.state.as_deref(), args.control.as_deref())?;
+        if let Some(path) = &path {
+            StateFile::take_over(path)?;
+            let option = state_option(path);
+            if !life.arguments.contains(&option) {
+                life.arguments.push(option);
+            }
+        }
+        Ok(Self { path, before, life })
+    }
+
+    /// Goes on with the state, for a daemon that serves what the process before it has served.
+    ///
+    /// # Errors
+    ///
+    /// When the state file cannot be read or written.
+    pub(super) fn go_on(
+        &self,
+        of_file: Option<&[ExportSpec]>,
+        settings: Settings,
+        daemon: &Daemon,
+    ) -> Result<()> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let (file, mut changes) = StateFile::take_over(path)?;
+        if changes.started.is_empty() {
+            changes.started.clone_from(&self.before.arguments);
+        }
+        let first = Life { arguments: changes.started.clone(), ..self.before.clone() };
+        changes.upgraded = self.added_to(&first)?;
+        let mut base = first.options()?.args.exports()?;
+        base.extend(of_file.into_iter().flatten().cloned());
+        let (kept, _) = Kept::begin(file, changes, base, settings)?;
+        daemon.set_kept(kept);
+        daemon.keep_all(&self.life.changes)
+    }
+
+    /// The options that upgrades have added.
+    fn added_to(&self, first: &Life) -> Result<Vec<String>> {
+        let known = first.log_options()?;
+        let all = self.life.arguments.iter().skip(first.arguments.len());
+        let is_new = |option: &&String| !known.contains(option) && !option.starts_with(STATE);
+        Ok(all.filter(is_new).cloned().collect())
+    }
+}
+
+/// The start of the option that names the file.
+const STATE: &str = "--state=";
+
+/// The option that names the file, wherever the next process is started.
+fn state_option(path: &std::path::Path) -> String {
+    format!("{STATE}{}", path.display())
+}

@@ -1,0 +1,299 @@
+//! Changes by control commands outlive the process, however it ends.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::control::Client;
+use super::{DISK_BYTES, scene};
+
+/// A daemon with a control socket, a virtio-scsi export `vm` and an export `null`.
+fn command(scene: &Scene, more: &[&str]) -> Result<Command> {
+    let disk = scene.path("first.img");
+    if !disk.exists() {
+        scene.disk("first.img", DISK_BYTES)?;
+    }
+    let mut command = ringhaul()?;
+    command.args(["serve", "--export"]);
+    let (socket, disk) = (scene.socket("vm.sock"), disk.display());
+    let socket = socket.display();
+    command.arg(format!("name=vm,socket-path={socket},device=scsi,lun=0,blk-file={disk}"));
+    let null = scene.socket("null.sock");
+    command.arg("--export").arg(format!("name=null,socket-path={},null=1M", null.display()));
+    command.arg("--control").arg(scene.socket("control")).args(more);
+    Ok(command)
+}
+
+/// Ends the daemon by a signal and starts it with these options.
+fn start_again(
+    scene: &Scene,
+    mut daemon: Running,
+    signal: Signal,
+    more: &[&str],
+) -> Result<(Running, Client)> {
+    daemon.signal(signal)?;
+    daemon.finish()?;
+    start(scene, more)
+}
+
+fn start(scene: &Scene, more: &[&str]) -> Result<(Running, Client)> {
+    let daemon = Running::serve(&mut command(scene, more)?)?;
+    let client = Client::new(&scene.socket("control"))?;
+    Ok((daemon, client))
+}
+
+/// Calls methods, none of which is refused.
+fn change(client: &mut Client, calls: &[(&str, Value)]) -> Result<()> {
+    for (method, params) in calls {
+        let answer = client.call(method, params)?;
+        ensure!(answer.get("error").is_none(), "{method} {params}: {answer}");
+    }
+    Ok(())
+}
+
+/// The names of the exports that are served, sorted, when there are so many.
+fn names(client: &mut Client, count: usize) -> Result<Vec<String>> {
+    loop {
+        let listed = client.call("export.list", &json!({}))?;
+        let all = listed["result"].as_array().cloned().unwrap_or_default();
+        let mut names: Vec<String> = all
+            .iter()
+            .filter(|export| export["state"] == "serving")
+            .map(|export| export["name"].as_str().unwrap_or_default().to_owned())
+            .collect();
+        if names.len() >= count {
+            names.sort_unstable();
+            return Ok(names);
+        }
+        std::thread::yield_now();
+    }
+}
+
+fn luns(client: &mut Client) -> Result<Vec<u64>> {
+    let shown = client.call("export.show", &json!({ "export": "vm" }))?;
+    let units = shown["result"]["device"]["scsi"].as_array().cloned().unwrap_or_default();
+    let mut luns: Vec<u64> = units.iter().filter_map(|unit| unit["lun"].as_u64()).collect();
+    luns.sort_unstable();
+    Ok(luns)
+}
+
+/// Has a unit and an export added, another removed, and limits, policies and settings set.
+fn change_all(scene: &Scene, client: &mut Client) -> Result<()> {
+    let [unit, disk] = ["unit.img", "added.img"].map(|name| scene.disk(name, DISK_BYTES));
+    let unit = json!({ "lun": 5, "disk": { "file": unit? } });
+    let added = json!({
+        "name": "added",
+        "endpoint": { "path": scene.socket("added.sock") },
+        "device": { "blk": { "file": disk? } },
+    });
+    let (limits, more) = (json!({ "iops-total": 77 }), json!({ "bps-total": 1 << 30 }));
+    change(
+        client,
+        &[
+            ("lun.add", json!({ "export": "vm", "unit": unit })),
+            ("export.add", added),
+            ("disk.set", json!({ "export": "vm", "lun": 0, "limits": limits, "werror": "hold" })),
+            ("disk.set", json!({ "export": "vm", "lun": 5, "limits": more })),
+            ("disk.set", json!({ "export": "added", "rerror": "retry" })),
+            ("set", json!({ "poll-max-us": 7 })),
+            ("export.remove", json!({ "export": "null" })),
+        ],
+    )
+}
+
+/// Checks that all of it is so.
+fn check_all(client: &mut Client) -> Result<()> {
+    ensure!(names(client, 2)? == ["added", "vm"], "{:?}", names(client, 2)?);
+    ensure!(luns(client)? == [0, 5], "{:?}", luns(client)?);
+    let mut holds = |params: Value| client.call("disk.set", &params);
+    let first = holds(json!({ "export": "vm", "lun": 0 }))?;
+    let limits = json!({ "iops-total": 77 });
+    ensure!(first["result"]["limits"] == limits && first["result"]["werror"] == "hold", "{first}");
+    let unit = holds(json!({ "export": "vm", "lun": 5 }))?;
+    ensure!(unit["result"]["limits"] == json!({ "bps-total": 1 << 30 }), "{unit}");
+    let added = holds(json!({ "export": "added" }))?;
+    ensure!(added["result"]["rerror"] == "retry", "{added}");
+    let settings = client.call("set", &json!({}))?;
+    ensure!(settings["result"]["poll-max-us"] == 7, "{settings}");
+    Ok(())
+}
+
+#[test]
+fn what_commands_changed_outlives_a_kill_and_a_clean_end() -> Result<()> {
+    let scene = scene()?;
+    let (mut daemon, mut client) = start(&scene, &[])?;
+    change_all(&scene, &mut client)?;
+    let mode = fs::metadata(scene.socket("control.state"))?.permissions().mode();
+    ensure!(mode & 0o777 == 0o600, "{mode:o}");
+    for signal in [Signal::KILL, Signal::TERM, Signal::KILL] {
+        (daemon, client) = start_again(&scene, daemon, signal, &[])?;
+        check_all(&mut client)?;
+    }
+    // The command line alone, as if nothing had been changed; the file waits.
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &["--state", "none"])?;
+    ensure!(names(&mut client, 2)? == ["null", "vm"] && luns(&mut client)? == [0], "not ignored");
+    (daemon, client) = start_again(&scene, daemon, Signal::TERM, &[])?;
+    check_all(&mut client)?;
+    // Everything undone, nothing is left to keep.
+    let null = json!({
+        "name": "null",
+        "endpoint": { "path": scene.socket("null.sock") },
+        "device": { "blk": { "null": { "size-bytes": 1 << 20 } } },
+    });
+    let undone = json!({ "iops-total": 0 });
+    change(
+        &mut client,
+        &[
+            ("lun.remove", json!({ "export": "vm", "lun": 5 })),
+            ("export.remove", json!({ "export": "added" })),
+            (
+                "disk.set",
+                json!({ "export": "vm", "lun": 0, "limits": undone, "werror": "hold-briefly" }),
+            ),
+            ("export.add", null),
+        ],
+    )?;
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    ensure!(names(&mut client, 2)? == ["null", "vm"] && luns(&mut client)? == [0], "not undone");
+    change(&mut client, &[("shutdown", json!({}))])?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_takeover_goes_on_with_the_state() -> Result<()> {
+    let scene = scene()?;
+    let (daemon, mut client) = start(&scene, &[])?;
+    change_all(&scene, &mut client)?;
+    let mut next = ringhaul()?;
+    next.args(["serve", "--takeover"]).arg(scene.socket("control")).args(["--iothreads", "2"]);
+    let mut next = Running::start(&mut next)?;
+    next.wait_for("took over")?;
+    daemon.finish()?.expect_code(0)?;
+    let mut client = Client::new(&scene.socket("control"))?;
+    check_all(&mut client)?;
+    let unit = json!({ "lun": 6, "disk": { "null": { "size-bytes": 1 << 20 } } });
+    change(&mut client, &[("lun.add", json!({ "export": "vm", "unit": unit }))])?;
+    next.signal(Signal::KILL)?;
+    next.finish()?;
+    // The supervisor has the old command line.
+    let (mut last, mut client) = start(&scene, &[])?;
+    ensure!(last.stderr().contains("goes on with the options of an upgrade: --iothreads 2"));
+    ensure!(luns(&mut client)? == [0, 5, 6], "{:?}", luns(&mut client)?);
+    change(&mut client, &[("lun.remove", json!({ "export": "vm", "lun": 6 }))])?;
+    check_all(&mut client)?;
+    let stats = client.call("stats", &json!({}))?;
+    ensure!(stats["result"]["iothreads"].as_array().map(Vec::len) == Some(2), "{stats}");
+    last.signal(Signal::TERM)?;
+    last.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_restored_is_reported_and_the_rest_is_served() -> Result<()> {
+    let scene = scene()?;
+    let (mut daemon, mut client) = start(&scene, &[])?;
+    change_all(&scene, &mut client)?;
+    let (unit, added) = (scene.path("unit.img"), scene.path("added.img"));
+    for path in [&unit, &added] {
+        fs::rename(path, path.with_extension("away"))?;
+    }
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    ensure!(names(&mut client, 1)? == ["vm"], "{:?}", names(&mut client, 1)?);
+    let said = daemon.wait_for("added: cannot be restored")?;
+    ensure!(said.contains("WARN") && said.contains("added.img"), "{said}");
+    ensure!(luns(&mut client)? == [0], "{:?}", luns(&mut client)?);
+    let said = daemon.stderr();
+    ensure!(
+        said.contains("vm: unit 0:5 cannot be restored") && said.contains("unit.img"),
+        "{said}"
+    );
+    // Changes meanwhile lose nothing of it.
+    let limits = json!({ "iops-total": 77 });
+    change(&mut client, &[("disk.set", json!({ "export": "vm", "lun": 0, "limits": limits }))])?;
+    for path in [&unit, &added] {
+        fs::rename(path.with_extension("away"), path)?;
+    }
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    check_all(&mut client)?;
+    fs::remove_file(&added)?;
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    let forgotten = client.call("export.remove", &json!({ "export": "added" }))?;
+    ensure!(forgotten["error"]["message"].to_string().contains("it is forgotten"), "{forgotten}");
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    names(&mut client, 1)?;
+    ensure!(!daemon.stderr().contains("added"), "{}", daemon.stderr());
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_state_file_that_is_no_good_is_refused() -> Result<()> {
+    let scene = scene()?;
+    let state = scene.socket("control.state");
+    let deep = "[".repeat(100_000);
+    let export = r#"{"before": null, "now": null}"#;
+    let nobody = format!(r#"{{"format": 1, "version": "x", "exports": [{export}]}}"#);
+    for (text, mode, words) in [
+        ("", 0o600, "cannot understand the state"),
+        ("{", 0o600, "cannot understand the state"),
+        ("\u{0}\u{1}", 0o600, "cannot understand the state"),
+        (&*deep, 0o600, "cannot understand the state"),
+        (r#"{"format": 2}"#, 0o600, "is of format 2"),
+        (r#"{"format": 1, "version": "x", "exports": 7}"#, 0o600, "cannot understand the state"),
+        (&*nobody, 0o600, "neither there nor was"),
+        (r#"{"format": 1, "version": "x"}"#, 0o622, "can be written by other users"),
+    ] {
+        fs::write(&state, text)?;
+        fs::set_permissions(&state, fs::Permissions::from_mode(mode))?;
+        let words = ["control.state", words, "--state none"];
+        run(&mut command(&scene, &[])?)?.expect_refusal(&words)?;
+        ensure!(fs::read_to_string(&state)? == text, "the file was touched");
+    }
+    fs::remove_file(&state)?;
+    fs::create_dir(&state)?;
+    run(&mut command(&scene, &[])?)?.expect_refusal(&["not a regular file", "--state"])?;
+    fs::remove_dir(&state)?;
+    let (mut daemon, _client) = start(&scene, &[])?;
+    let mut other = ringhaul()?;
+    other.arg("serve").arg("--socket-path").arg(scene.socket("other.sock"));
+    other.args(["--disk", "null,size=1M", "--state"]).arg(&state);
+    run(&mut other)?.expect_refusal(&["another daemon keeps its state in", "control.state"])?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!state.exists(), "a state without a change is left behind");
+    Ok(())
+}
+
+#[test]
+fn a_command_line_that_has_changed_wins() -> Result<()> {
+    let scene = scene()?;
+    let (mut daemon, mut client) = start(&scene, &[])?;
+    change_all(&scene, &mut client)?;
+    // The same export as the command added, and another time to poll.
+    let added = format!("name=added,socket-path={},null=2M", scene.socket("added.sock").display());
+    let more = ["--export", &added, "--poll-max-us", "9", "--werror", "report"];
+    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &more)?;
+    ensure!(names(&mut client, 3)? == ["added", "null", "vm"], "{:?}", names(&mut client, 3)?);
+    let settings = client.call("set", &json!({}))?;
+    ensure!(settings["result"]["poll-max-us"] == 9, "{settings}");
+    let said = daemon.stderr();
+    for words in [
+        "added: a control command added it, and the command line",
+        "null: a control command removed it, and the command line",
+        "settings of control commands are dropped",
+        "vm: the command line or the configuration file names unit 0:0 in another way",
+    ] {
+        ensure!(said.contains(words), "{words}: {said}");
+    }
+    ensure!(luns(&mut client)? == [0, 5], "a unit that it does not name stays");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
