@@ -8,6 +8,7 @@ mod alignment;
 mod blocks;
 mod facts;
 mod file;
+mod foreign;
 mod gate;
 mod governed;
 mod holder;
@@ -50,6 +51,7 @@ use crate::error::Error;
 use crate::io::Io;
 use crate::op::OpKind;
 use file::FileDisk;
+pub use foreign::format_warning;
 use gate::Gate;
 pub use gate::{Requester, Waits};
 pub use info::{
@@ -134,7 +136,6 @@ impl DiskSource {
 
     /// The disk for whoever looks at what it has before it has requests. Of what that reads,
     /// nothing is known to the disk itself: see `OtherSource::apart`.
-    #[cfg(any(feature = "luks", feature = "qcow2"))]
     fn for_a_look(&self) -> Result<Self, Error> {
         Ok(self.apart()?.unwrap_or_else(|| self.clone()))
     }

@@ -248,6 +248,13 @@ impl Config {
         if self.exports.is_empty() {
             return "no exports\n".to_owned();
         }
-        self.exports.iter().map(|export| format!("{}\n", export.summary())).collect()
+        let lines = self.exports.iter().flat_map(|export| {
+            let name = export.name();
+            let warnings = export.content_warnings();
+            let warnings =
+                warnings.into_iter().map(move |warning| format!("{name}: warning: {warning}\n"));
+            std::iter::once(format!("{}\n", export.summary())).chain(warnings)
+        });
+        lines.collect()
     }
 }

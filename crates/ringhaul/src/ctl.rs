@@ -48,7 +48,11 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     // Only exports are added by several calls.
     let names: Vec<String> = calls.iter().map(|(_, params)| words::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
+        let unit = params.get("unit").cloned();
         match ask(&mut daemon, method, params, form)? {
+            Ok(()) if ["export.add", "lun.add"].contains(&method) => {
+                warn_of_content(&mut daemon, &names[number], unit.as_ref());
+            }
             Ok(()) => {}
             Err(refusal) => {
                 let message = without_secrets(&refusal.message);
@@ -65,6 +69,15 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Repeats what the daemon warns of in disks that were just added: all of an export, or a `unit`.
+fn warn_of_content(daemon: &mut Connection, export: &str, unit: Option<&Value>) {
+    // It was added, whatever comes of this.
+    let Ok(Ok(shown)) = daemon.call("export.show", &json!({ "export": export })) else { return };
+    for warning in show::warnings(&shown, unit) {
+        eprintln!("ringhaul: {export}: warning: {}", without_secrets(&warning));
+    }
 }
 
 /// What became of several exports when the one of this number was refused.

@@ -62,6 +62,9 @@ struct Info {
     /// What is known to be zeroes that are not stored. Nothing: it has too many of them.
     hole_bytes: Option<u64>,
     identity: String,
+    /// Something about its content that its owner should know.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    warning: Option<String>,
 }
 
 /// What it can do when it is open for writing.
@@ -163,6 +166,7 @@ impl Info {
             discard_bytes: source.discard_bytes(),
             hole_bytes: hole_bytes(source),
             identity: source.identity().to_owned(),
+            warning: source.warning(),
         }
     }
 }
@@ -216,6 +220,7 @@ impl std::fmt::Display for Info {
             rows.push(("holes", format!("{bytes} bytes")));
         }
         rows.push(("identity", self.identity.clone()));
+        rows.extend(self.warning.iter().map(|warning| ("warning", warning.clone())));
         for (name, what) in rows.iter().filter(|(_, what)| !what.is_empty()) {
             writeln!(f, "{name:<9} {what}")?;
         }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use blockio::disk::format_warning;
 use device::blk::config::{BlkOptions, QUEUES_MAX};
 use device::scsi::ScsiDevice;
 use device::scsi::access::{DiskAccess, KeptIn};
@@ -30,6 +31,17 @@ impl ExportSpec {
             DeviceSpec::Blk(disk) => vec![(disk.clone(), settings.clone())],
             DeviceSpec::Scsi(units) => units.iter().map(|unit| unit.disk(settings)).collect(),
         }
+    }
+
+    /// Warnings about files whose content nothing in the names of disks tells, without opening
+    /// them as disks.
+    pub(crate) fn content_warnings(&self) -> Vec<String> {
+        let disks = self.disks();
+        let paths = disks.iter().filter_map(|(disk, _)| match disk {
+            DiskSpec::File(path) => Some(path),
+            _ => None,
+        });
+        paths.filter_map(|path| format_warning(path)).collect()
     }
 
     /// What the log calls it, of whose disks this is the first.

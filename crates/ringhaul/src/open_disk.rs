@@ -95,6 +95,15 @@ impl OpenDisk {
         let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, by);
         let how = How { settings, begin: Begin::Now, wanted };
         let (source, cache) = open(disk, &mut open_file, how)?;
+        if disk.has_unnamed_content() {
+            wanted.while_reading(&source, || {
+                source.look_for_format();
+                Ok(())
+            })?;
+        }
+        if let Some(warning) = source.warning() {
+            tracing::warn!("{}: {warning}", disk.name());
+        }
         Ok(Self::new(disk.name(), source, opened, cache))
     }
 

@@ -47,6 +47,13 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     if source.image_header()?.is_some() {
         return Ok(true);
     }
+    if let Some(format) = source.foreign_format() {
+        bail!(
+            "{} has the header of a {format} image, which is not supported; convert it with \
+             `qemu-img convert -O qcow2`",
+            source.chain_text()
+        );
+    }
     ensure!(
         source.info().read_only,
         "{} has no format that is known, and a disk without a format is not written to as long as \

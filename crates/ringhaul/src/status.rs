@@ -309,6 +309,10 @@ pub struct DiskDetails {
     /// What else there is to say about its state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remark: Option<String>,
+    /// Something about its content that its owner should know, such as the header of an image in a
+    /// disk that is served without a format.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warning: Option<String>,
     /// How many requests have waited so far because it had failed them.
     pub waited: u64,
     /// What it may do, and what becomes of requests that it fails.

@@ -10,6 +10,7 @@ mod ctl;
 mod disks;
 mod documented;
 mod ends;
+mod foreign;
 mod independent;
 mod independent_limits;
 mod kinds;

@@ -271,6 +271,10 @@ impl OtherSource for LuksSource {
         remarks.into_iter().flatten().reduce(|one, other| format!("{one}; {other}"))
     }
 
+    fn warning(&self) -> Option<String> {
+        self.below.warning()
+    }
+
     fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
         self.below.inherit(loss, is_flushed);
     }

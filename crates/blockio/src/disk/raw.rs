@@ -167,6 +167,10 @@ impl OtherSource for RawSource {
         self.below.remark()
     }
 
+    fn warning(&self) -> Option<String> {
+        self.below.warning()
+    }
+
     fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
         self.below.inherit(loss, is_flushed);
     }

@@ -100,6 +100,11 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::remark`](super::DiskSource::remark).
     fn remark(&self) -> Option<String>;
 
+    /// See [`DiskSource::warning`](super::DiskSource::warning). A layer passes it on.
+    fn warning(&self) -> Option<String> {
+        None
+    }
+
     /// See [`DiskSource::inherit`](super::DiskSource::inherit).
     fn inherit(&self, loss: Option<i32>, is_flushed: bool);
 

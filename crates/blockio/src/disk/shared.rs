@@ -1,7 +1,7 @@
 //! What may change of a disk while it is in use, for all who have it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use super::info::DiskInfo;
 use super::limits::{Buckets, Limits};
@@ -34,6 +34,8 @@ pub(super) struct Shared {
     /// Reads and writes that go to the limits of a group, one of the disk at a time.
     pub(super) turns: [Turns; 2],
     pub(super) troubles: Troubles,
+    /// Format of the image that a disk served without one seems to be.
+    foreign_format: OnceLock<&'static str>,
     /// Nobody needs the disk any more.
     is_given_up: AtomicBool,
 }
@@ -62,8 +64,18 @@ impl Shared {
             bell: Bell::default(),
             turns: Default::default(),
             troubles: Troubles::default(),
+            foreign_format: OnceLock::new(),
             is_given_up: AtomicBool::new(false),
         }
+    }
+
+    pub(super) fn foreign_format(&self) -> Option<&'static str> {
+        self.foreign_format.get().copied()
+    }
+
+    /// Keeps the first format that is found.
+    pub(super) fn set_foreign_format(&self, format: &'static str) {
+        self.foreign_format.get_or_init(|| format);
     }
 
     #[inline]

@@ -11,6 +11,7 @@ use rustix::fs::{OFlags, SeekFrom, fcntl_getfl};
 
 use super::alignment::Alignment;
 use super::blocks::Blocks;
+use super::foreign;
 use super::identity;
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
 use super::lock::{Attempt, Conflict, is_still_locked, lock, lock_for, patiently};
@@ -106,7 +107,7 @@ impl FileSource {
         }
         let has_parts = logical_block_bytes < align.request && !options.read_only;
         check_size(size_bytes, logical_block_bytes, has_parts.then_some(align.request))
-            .map_err(unusable)?;
+            .map_err(|reason| unusable(foreign::wrong_size(&file, size_bytes).unwrap_or(reason)))?;
         let physical =
             if is_block_device { rustix::fs::ioctl_blkpbszget(&file).ok() } else { None };
         let info = DiskInfo {

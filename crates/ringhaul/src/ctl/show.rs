@@ -195,7 +195,24 @@ fn disks(disks: &Value) -> String {
     };
     let head = ["UNIT", "SIZE", "DISK", "CACHE", "MADE OF", "ENGINE"];
     let shown = table(&head, list(disks).iter().map(row).collect());
-    format!("\n{shown}\n{}", rules(disks))
+    let warnings = list(disks).iter().filter(|disk| disk["warning"].is_string());
+    let warning =
+        |disk: &Value| format!("warning: {}: {}\n", place_of(disk), text(&disk["warning"]));
+    let warnings: String = warnings.map(warning).collect();
+    format!("\n{shown}{warnings}\n{}", rules(disks))
+}
+
+/// Warnings about disks of an export that was shown: about one that was just added to it, if there
+/// is one, or about all.
+pub(super) fn warnings(shown: &Value, added: Option<&Value>) -> Vec<String> {
+    let is_meant = |disk: &&Value| {
+        let is_there = |unit: &Value| {
+            let number = |value: &Value| value.as_u64().unwrap_or(0);
+            ["target", "lun"].iter().all(|key| number(&disk[*key]) == number(&unit[*key]))
+        };
+        disk["warning"].is_string() && added.is_none_or(is_there)
+    };
+    list(&shown["disks"]).iter().filter(is_meant).map(|disk| text(&disk["warning"])).collect()
 }
 
 /// Where a disk is in a virtio-scsi device.

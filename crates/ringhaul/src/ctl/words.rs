@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use device::scsi::address::LUN_MAX;
 use ringhaul_options::parse_size;
 use serde_json::{Map, Value, json};
 
@@ -73,6 +74,7 @@ fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
 /// What the export of an `export.add` is called.
 pub(super) fn export_name(params: &Value) -> String {
     let name = params["name"].as_str().or_else(|| params["endpoint"]["path"].as_str());
+    let name = name.or_else(|| params["export"].as_str());
     name.unwrap_or_default().to_owned()
 }
 
@@ -108,7 +110,10 @@ fn absolute(path: &Path) -> Result<PathBuf> {
 }
 
 fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
-    let is_size = |word: &str| word.starts_with('+') || word.ends_with(|c: char| c.is_alphabetic());
+    let is_size = |word: &str| {
+        let is_beyond_units = || word.parse().is_ok_and(|number: u64| number > LUN_MAX.into());
+        word.starts_with('+') || word.ends_with(|c: char| c.is_alphabetic()) || is_beyond_units()
+    };
     let (unit, size) = match words {
         [] => (None, None),
         [size] if is_size(size) => (None, Some(size)),
@@ -119,7 +124,7 @@ fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
     let mut params = json!({ "export": export });
     if let Some(unit) = unit {
         let place = parse_place(unit).with_context(|| {
-            format!("'{unit}' is no unit; if it is a size, write it with a suffix, as in 512K")
+            format!("'{unit}' is no unit; as a size, write a small number with a suffix, as in 16K")
         })?;
         (params["target"], params["lun"]) = (json!(place.target), json!(place.lun));
     }
@@ -239,6 +244,11 @@ mod tests {
                 "resize vm +10G",
                 "disk.resize",
                 json!({ "export": "vm", "more-bytes": 10_u64 << 30 }),
+            ),
+            (
+                "resize vm 7340032",
+                "disk.resize",
+                json!({ "export": "vm", "size-bytes": 7_340_032 }),
             ),
             ("resize vm 1M", "disk.resize", json!({ "export": "vm", "size-bytes": 1 << 20 })),
             (

@@ -157,6 +157,20 @@ impl DiskSpec {
         }
     }
 
+    /// Whether nothing in its name says what is in it, so that an image is served by mistake as a
+    /// disk without a format. A layer `raw` says so.
+    pub(crate) fn has_unnamed_content(&self) -> bool {
+        match self {
+            Self::File(_) | Self::Luks { .. } => true,
+            Self::Null { .. }
+            | Self::Nbd(_)
+            | Self::Rbd(_)
+            | Self::Raw { .. }
+            | Self::Qcow2 { .. }
+            | Self::Image { .. } => false,
+        }
+    }
+
     /// The path of the file or device that it is, all of it and nothing else.
     pub(crate) fn whole_file(&self) -> Option<&Path> {
         match self {

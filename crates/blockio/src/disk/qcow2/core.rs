@@ -10,7 +10,7 @@ use super::storage::Store;
 use super::table::Table;
 use super::uses::Uses;
 use crate::config::IoThreadConfig;
-use crate::disk::DiskSource;
+use crate::disk::{DiskSource, foreign};
 use crate::error::Error;
 use crate::io_thread::IoThread;
 use crate::remote::Remote;
@@ -31,9 +31,7 @@ impl Layer {
     /// When it is none, or one that cannot be used.
     pub fn qcow2(source: DiskSource) -> Result<Self, Error> {
         let Some(header) = source.image_header()? else {
-            let reason = "it is no qcow2 image; name it as raw, or make one with `qemu-img create \
-                          -f qcow2`";
-            return Err(refused(&source, reason.to_owned()));
+            return Err(refused(&source, foreign::not_qcow2(source.foreign_format())));
         };
         let info = source.info();
         let checked = header.check(info.read_only, info.logical_block_bytes);

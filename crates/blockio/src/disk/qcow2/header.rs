@@ -56,7 +56,18 @@ pub(super) fn header_bytes(front: &[u8]) -> Option<Result<u64, String>> {
     if !front.starts_with(MAGIC) {
         return None;
     }
-    Some(cluster_bits(front).map(|bits| 1 << bits))
+    // What follows is of no other version.
+    Some(version(front).and_then(|_| Ok(1 << cluster_bits(front)?)))
+}
+
+fn version(front: &[u8]) -> Result<u32, String> {
+    match u32_at(front, 4)? {
+        version @ (2 | 3) => Ok(version),
+        1 => Err("it is an image of the old format qcow (version 1); convert it with `qemu-img \
+                  convert -O qcow2`"
+            .into()),
+        other => Err(format!("it is of version {other} of qcow2; versions 2 and 3 can be used")),
+    }
 }
 
 fn cluster_bits(front: &[u8]) -> Result<u32, String> {
@@ -69,10 +80,7 @@ fn cluster_bits(front: &[u8]) -> Result<u32, String> {
 
 /// The header at the front of an image; `front` has at least its first cluster.
 pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
-    let version = u32_at(front, 4)?;
-    if version != 2 && version != 3 {
-        return Err(format!("it is of version {version} of qcow2; versions 2 and 3 can be used"));
-    }
+    let version = version(front)?;
     let cluster_bytes = 1 << cluster_bits(front)?;
     let (incompatible, compatible, header_bytes) = match version {
         2 => (0, 0, 72),
@@ -326,7 +334,12 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         image(|front| front[63] = 2).unwrap().check(true, 512).unwrap();
-        assert!(image(|front| front[7] = 4).unwrap_err().contains("version 4"));
+        for (version, expected) in [(1, "old format qcow (version 1)"), (4, "version 4")] {
+            let error = image(|front| front[7] = version).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+        let old = header_bytes(b"QFI\xfb\0\0\0\x01\0\0\0\0");
+        assert!(old.unwrap().unwrap_err().contains("version 1"));
     }
 
     #[test]

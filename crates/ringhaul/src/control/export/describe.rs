@@ -53,6 +53,7 @@ fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: DiskRules) -> Di
         state_seconds: disk.state_since().map(|since| since.elapsed().as_secs()),
         waiting: disk.failed_waiting().map(Into::into),
         remark: disk.remark(),
+        warning: disk.warning(),
         waited: disk.troubles().0,
         rules: rules.into(),
         chain: disk.chain().iter().map(ToString::to_string).collect(),

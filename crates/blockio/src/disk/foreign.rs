@@ -1,0 +1,226 @@
+//! Headers of image formats at the front of a disk that is served as it is.
+//!
+//! Such a disk is probably an image whose format was not named: its guest would destroy it. But a
+//! guest can write such a header itself, so no format is taken from the content, and nothing is
+//! refused because of it.
+
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use rustix::fd::AsFd;
+use rustix::io::Errno;
+
+use super::{DiskSource, SourceKind};
+use crate::config::IoThreadConfig;
+use crate::io_thread::IoThread;
+
+/// Headers, with the byte at which each begins.
+const HEADERS: &[(usize, &[u8], &str)] = &[
+    (0, b"QFI\xfb\0\0\0\x01", "qcow"),
+    (0, b"QFI\xfb", QCOW2),
+    (0, b"QED\0", "QED"),
+    (0, b"KDMV", "VMDK"),
+    (0, b"COWD", "VMDK"),
+    (0, b"# Disk DescriptorFile", "VMDK"),
+    (64, b"\x7f\x10\xda\xbe", "VDI"),
+    (0, b"vhdxfile", "VHDX"),
+    (0, VHD, "VHD"),
+    (0, b"WithoutFreeSpace", "Parallels"),
+    (0, b"WithouFreSpacExt", "Parallels"),
+];
+
+const QCOW2: &str = "qcow2";
+
+/// Front of the header of a VHD image. An image of fixed size has it in its last sector alone,
+/// which has 511 bytes in some old images.
+const VHD: &[u8] = b"conectix";
+
+/// Bytes that are read at the front and at the end.
+const BYTES: usize = 4096;
+
+/// The format of the image that begins with `front` and ends with `end`.
+fn format_of(front: &[u8], end: &[u8]) -> Option<&'static str> {
+    let has = |(at, header, _): &&(usize, &[u8], &str)| {
+        front.get(*at..).is_some_and(|rest| rest.starts_with(header))
+    };
+    if let Some((_, _, format)) = HEADERS.iter().find(has) {
+        return Some(format);
+    }
+    let footer = |bytes| end.len().checked_sub(bytes).is_some_and(|at| end[at..].starts_with(VHD));
+    (footer(512) || footer(511)).then_some("VHD")
+}
+
+/// What to do with an image of a format that is served as a disk without one.
+fn advice(format: &str) -> &'static str {
+    match format {
+        QCOW2 => "if it is one, serve it with qcow2:PATH",
+        _ => "if it is one, convert it with `qemu-img convert -O qcow2`, or -O raw",
+    }
+}
+
+/// The warning about a disk without a format that begins like an image.
+pub(super) fn warning(format: &str) -> String {
+    format!(
+        "it has the header of a {format} image, and is served without that format, so its guest \
+         can destroy the image; {}; if the header belongs to the guest, name the disk as \
+         raw,over=PATH",
+        advice(format)
+    )
+}
+
+/// Why a file of such a size is no disk, if it is an image. `None`: it is none.
+pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<String> {
+    let format = format_of_file(file)?;
+    Some(format!(
+        "its {size_bytes} bytes are no whole blocks of a disk, but it has the header of a {format} \
+         image; {}",
+        advice(format)
+    ))
+}
+
+/// Why a disk is refused that has no qcow2 image, but perhaps one of another `format`.
+#[cfg(feature = "qcow2")]
+pub(super) fn not_qcow2(format: Option<&str>) -> String {
+    match format {
+        Some(format) => format!(
+            "it is no qcow2 image, but has the header of a {format} image; convert it with \
+             `qemu-img convert -O qcow2`"
+        ),
+        None => "it is no qcow2 image; if it is a disk without a format, name its path alone, or \
+                 make an image with `qemu-img create -f qcow2`"
+            .to_owned(),
+    }
+}
+
+/// The warning about the file or device at `path`, without opening it as a disk. `None`: it has no
+/// such header, or cannot be read.
+#[must_use]
+pub fn format_warning(path: &Path) -> Option<String> {
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    format_of_file(&file).map(warning)
+}
+
+/// The format of the image in an open file. `None`: it has none, or cannot be read.
+pub(super) fn format_of_file(file: impl AsFd + Copy) -> Option<&'static str> {
+    let size = rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).ok()?;
+    let mut memory = vec![0; 2 * BYTES];
+    // Direct I/O wants memory that begins at a block.
+    let skipped = memory.as_ptr().align_offset(BYTES).min(BYTES);
+    let block = &mut memory[skipped..skipped + BYTES];
+    let front = read(file, block, 0)?.to_vec();
+    let last = size.saturating_sub(1) / BYTES as u64 * BYTES as u64;
+    let end = read(file, block, last).unwrap_or_default();
+    format_of(&front, end)
+}
+
+fn read(file: impl AsFd + Copy, block: &mut [u8], offset: u64) -> Option<&[u8]> {
+    let mut read = rustix::io::pread(file, &mut *block, offset);
+    while read == Err(Errno::INTR) {
+        read = rustix::io::pread(file, &mut *block, offset);
+    }
+    block.get(..read.ok()?)
+}
+
+impl DiskSource {
+    /// Format of an image whose header the disk has at its front. `None`: there is no such header,
+    /// it cannot be read, or the disk is not in a local file or device.
+    #[must_use]
+    pub fn foreign_format(&self) -> Option<&'static str> {
+        match &self.kind {
+            SourceKind::File(source) => format_of_file(source.file.as_ref()),
+            SourceKind::Null => None,
+            SourceKind::Other(source) => {
+                source.local()?;
+                self.format_of_content()
+            }
+        }
+    }
+
+    fn format_of_content(&self) -> Option<&'static str> {
+        let thread = IoThread::new(&IoThreadConfig::default()).ok()?;
+        let disk = self.for_a_look().ok()?.attach(thread.io());
+        let size = self.info().size_bytes;
+        let block = (BYTES as u64).max(self.info().logical_block_bytes.into()).min(size);
+        let read = |offset| {
+            let read = thread.block_on(disk.read_part(offset, block)).ok()?;
+            Some(read.ok()?.to_vec())
+        };
+        format_of(&read(0)?, &read(size - block).unwrap_or_default())
+    }
+
+    /// Notes that the disk is served without a format, and that its [header](Self::foreign_format)
+    /// is that of an image, if it is. The warning is given from then on.
+    pub fn look_for_format(&self) {
+        if let Some(format) = self.foreign_format() {
+            self.shared.set_foreign_format(format);
+        }
+    }
+
+    /// Something about the content of the disk that its owner should know, and which does not keep
+    /// it from being served.
+    #[must_use]
+    pub fn warning(&self) -> Option<String> {
+        let of_kind = match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => None,
+            SourceKind::Other(source) => source.warning(),
+        };
+        of_kind.or_else(|| self.shared.foreign_format().map(warning))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+    use crate::disk::DiskOptions;
+
+    #[test]
+    fn each_format_is_known_by_its_header() {
+        for (at, header, format) in HEADERS {
+            let mut front = vec![0; 512];
+            front[*at..at + header.len()].copy_from_slice(header);
+            assert_eq!(format_of(&front, &[]), Some(*format), "{header:?}");
+            front[*at + header.len() - 1] ^= 0x80;
+            assert_ne!(format_of(&front, &[]), Some(*format), "{header:?}, damaged");
+            assert_eq!(format_of(&header[..header.len() - 1], &[]).filter(|it| it == format), None);
+        }
+        for bytes in [511, 512] {
+            let mut end = vec![0; 4096];
+            end[4096 - bytes..][..VHD.len()].copy_from_slice(VHD);
+            assert_eq!(format_of(&[], &end), Some("VHD"), "the last {bytes} bytes");
+        }
+        assert_eq!(format_of(&[0; 4096], &[0; 4096]), None);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_header_is_found_in_files_of_all_lengths_and_in_layers() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for bytes in [8192, 8704, 196_624 / 512 * 512] {
+            file.as_file().set_len(0).unwrap();
+            file.as_file().set_len(bytes).unwrap();
+            for direct in [false, true] {
+                let options = DiskOptions { direct, ..DiskOptions::default() };
+                // Not every file system of a test has direct I/O.
+                let Ok(source) = DiskSource::file(file.path(), &options) else { continue };
+                source.look_for_format();
+                assert_eq!(source.warning(), None);
+                file.as_file().write_all_at(VHD, bytes - 512).unwrap();
+                assert_eq!(source.foreign_format(), Some("VHD"), "{bytes} {direct}");
+                let part = DiskSource::raw(source.clone(), bytes - 512, None).unwrap();
+                assert_eq!(part.foreign_format(), Some("VHD"), "{bytes} {direct}");
+                source.look_for_format();
+                assert!(source.clone().warning().unwrap().contains("header of a VHD image"));
+                file.as_file().write_all_at(&[0; 8], bytes - 512).unwrap();
+            }
+            let all = format_warning(file.path());
+            assert_eq!(all, None);
+            file.as_file().write_all_at(b"QFI\xfb\0\0\0\x03", 0).unwrap();
+            let warning = format_warning(file.path()).unwrap();
+            assert!(warning.contains("a qcow2 image") && warning.contains("qcow2:PATH"));
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Images that are served as disks without a format, by mistake or because a guest wants it so.
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul, run, serve};
+
+use crate::{DISK_BYTES, scene};
+
+/// Front of a header of version 3, which is enough for the warning.
+const QCOW2: &[u8] = b"QFI\xfb\0\0\0\x03";
+const WARNING: &str = "it has the header of a qcow2 image, and is served without that format";
+
+fn image(scene: &Scene, name: &str, header: &[u8]) -> Result<String> {
+    let path = scene.disk(name, DISK_BYTES)?;
+    fs::File::options().write(true).open(&path)?.write_all_at(header, 0)?;
+    path.into_os_string().into_string().ok().context("a path with an odd name")
+}
+
+fn ctl(scene: &Scene, words: &[&str]) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.arg("ctl").arg("--control").arg(scene.socket("control")).args(words);
+    Ok(command)
+}
+
+fn count(text: &str) -> usize {
+    text.matches(WARNING).count()
+}
+
+#[test]
+fn an_image_without_its_format_is_warned_of_at_all_doors() -> Result<()> {
+    let scene = scene()?;
+    let path = image(&scene, "image", QCOW2)?;
+    let plain = image(&scene, "plain", &[1; 64])?;
+    let info = run(ringhaul()?.args(["disk", "info", &path]))?.expect_code(0)?.stdout;
+    ensure!(count(&info) == 1 && info.contains("\nwarning   "), "{info}");
+    let json = run(ringhaul()?.args(["disk", "info", "--json", &path]))?.expect_code(0)?.stdout;
+    ensure!(json.contains("\"warning\": \"it has the header"), "{json}");
+    let config = scene.path("config.toml");
+    let export = |name: &str, disk: &str| {
+        let socket = scene.socket(name).display().to_string();
+        let device = format!("device.blk.file = \"{disk}\"");
+        format!("[[export]]\nendpoint.path = \"{socket}\"\n{device}\n")
+    };
+    fs::write(&config, [export("a", &path), export("b", &plain)].concat())?;
+    let checked = run(ringhaul()?.arg("check").arg(&config))?.expect_code(0)?.stdout;
+    ensure!(count(&checked) == 1 && checked.contains(": warning: "), "{checked}");
+
+    let mut command = serve(&scene.socket("first"), Path::new(&path))?;
+    let daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
+    let log = daemon.stderr();
+    ensure!(count(&log) == 1 && log.contains(" WARN "), "{log}");
+    ensure!(log.contains("serve it with qcow2:PATH") && log.contains("raw,over=PATH"), "{log}");
+    let other = image(&scene, "other", QCOW2)?;
+    let socket = scene.socket("second").display().to_string();
+    let added = ["add", "--socket-path", &socket, "--device", "scsi", "--lun"];
+    let unit = format!("0,disk={other}");
+    let added = run(ctl(&scene, &[&added[..], &[&unit]].concat())?.arg("--name=two"))?;
+    let added = added.expect_code(0)?.stderr;
+    ensure!(count(&added) == 1 && added.starts_with("ringhaul: two: warning: "), "{added}");
+    let unit = format!("1,disk={plain}");
+    let silent = run(&mut ctl(&scene, &["add-lun", "two", &unit])?)?.expect_code(0)?;
+    ensure!(silent.stderr.is_empty(), "a warning about another unit: {}", silent.stderr);
+    let unit = format!("2,disk={}", image(&scene, "third", QCOW2)?);
+    let told = run(&mut ctl(&scene, &["add-lun", "two", &unit])?)?.expect_code(0)?.stderr;
+    ensure!(count(&told) == 1, "{told}");
+    let shown = run(ctl(&scene, &["--json", "show", "two"])?.arg("--"))?.expect_code(0)?.stdout;
+    ensure!(count(&shown) == 2, "{shown}");
+    Ok(())
+}
+
+/// A guest may keep images in its disk, and even begin with one.
+#[test]
+fn a_disk_without_a_format_may_begin_like_an_image_if_its_name_says_so() -> Result<()> {
+    let scene = scene()?;
+    let path = image(&scene, "image", QCOW2)?;
+    let info = run(ringhaul()?.args(["disk", "info", &format!("raw,over={path}")]))?;
+    let info = info.expect_code(0)?.stdout;
+    ensure!(info.contains("format    raw") && count(&info) == 0, "{info}");
+    Ok(())
+}
+
+/// Whoever follows such an advice destroys the image.
+#[test]
+fn no_advice_leads_to_an_image_served_without_its_format() -> Result<()> {
+    let scene = scene()?;
+    let odd = image(&scene, "odd", QCOW2)?;
+    fs::File::options().write(true).open(&odd)?.set_len(196_616)?;
+    let vmdk = image(&scene, "vmdk", b"KDMV")?;
+    for (disk, expected) in [
+        (odd, "196616 bytes are no whole blocks of a disk, but it has the header of a qcow2 image"),
+        (format!("qcow2:{vmdk}"), "header of a VMDK image; convert it with `qemu-img convert"),
+        (format!("image,format=auto,path={vmdk}"), "has the header of a VMDK image, which is not"),
+    ] {
+        let refused = run(ringhaul()?.args(["disk", "info", &disk]))?.expect_code(2)?.stderr;
+        ensure!(refused.contains(expected), "{refused}");
+        for advice in ["truncate", "name its path", "raw,over"] {
+            ensure!(!refused.contains(advice), "it leads to {advice}: {refused}");
+        }
+    }
+    Ok(())
+}
