@@ -51,8 +51,9 @@ impl Images {
         run_program("qemu-img", &words)
     }
 
+    /// An image that may have all backing files beside it.
     fn name(&self, image: &str) -> Result<String> {
-        Ok(format!("qcow2:{}", self.path(image)?))
+        Ok(format!("qcow2,backing=beside,path={}", self.path(image)?))
     }
 
     fn command(&self, disk: &str) -> Result<Command> {
@@ -405,13 +406,13 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         ("subclusters", ["extended L2", "qemu-img convert"]),
         ("external", ["external data file", "qemu-img convert"]),
         ("snapshots", ["internal snapshots (1)", "qemu-img snapshot -d"]),
-        ("inner/outside", ["does not lie in the folder", "backing=anywhere"]),
+        ("inner/outside", ["does not lie in the folder", "allow it with backing=/"]),
         ("guessed", ["not guessed", "qemu-img rebase -u"]),
         ("vmdk", ["format vmdk is not supported", "qemu-img convert"]),
         ("cut", ["cannot be opened", "; look at it with `qemu-img check`"]),
         ("absent", ["nothing", "qemu-img rebase -u"]),
         ("elsewhere", ["nbd://host/x", "only files can be backing files; copy"]),
-        ("loop", ["the backing file of", "locked by this daemon"]),
+        ("loop", ["the backing file of", "form a loop: it is"]),
         ("base.img", ["no qcow2 image", "qemu-img create"]),
     ] {
         check(image, &images.name(image)?, &words);
@@ -420,10 +421,10 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
     check("a raw disk", &auto, &["could make it look like an image", "raw,over"]);
     check("a layer", &format!("qcow2,over=raw,over={base}"), &[&base, "no qcow2 image"]);
     let overlay = format!("image,format=auto,path={}", images.path("overlay")?);
-    let words = ["base.img", "could have written that", "as in qcow2,path", "backing=beside"];
+    let words = ["allows no backing file", "name of the disk: backing=base.img", "backing=beside"];
     check("an image that a guest could have made", &overlay, &words);
     refusals.finish()?;
-    let outside = format!("{},backing=anywhere", images.name("inner/outside")?);
+    let outside = images.name("inner/outside")?.replace("beside", "anywhere");
     let overlay = format!("{overlay},backing=beside");
     for disk in [outside, images.name("lazy")?, auto, overlay, images.name("snapshots")?] {
         images.info(&disk)?.expect_code(0)?;

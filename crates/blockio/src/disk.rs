@@ -6,8 +6,10 @@
 
 mod alignment;
 mod blocks;
+mod content;
 mod facts;
 mod file;
+mod folder;
 mod foreign;
 mod gate;
 mod governed;
@@ -51,6 +53,7 @@ use crate::error::Error;
 use crate::io::Io;
 use crate::op::OpKind;
 use file::FileDisk;
+pub use folder::Folder;
 pub use foreign::format_warning;
 use gate::Gate;
 pub use gate::{Requester, Waits};

@@ -9,6 +9,7 @@
 //! To add a kind: a variant in `data.rs`, its row in the table of `words.rs`, and how it is opened,
 //! in `open_disk.rs`.
 
+mod backing;
 mod data;
 mod nbd;
 mod rbd;
@@ -21,7 +22,8 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-pub use data::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
+pub use backing::BackingFiles;
+pub use data::{DiskSpec, ImageFormat, KeySpec};
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
 pub(crate) use text::{outline, split_at_commas};
@@ -111,8 +113,13 @@ mod tests {
             ),
             (
                 DiskSpec::parse("qcow2:/a").unwrap(),
-                r#"{"qcow2":{"backing":"beside","over":{"file":"/a"}}}"#,
+                r#"{"qcow2":{"backing":"none","over":{"file":"/a"}}}"#,
                 "qcow2,over=/a",
+            ),
+            (
+                DiskSpec::parse("qcow2,backing=a,,b:/c,path=/a").unwrap(),
+                r#"{"qcow2":{"backing":["a,b","/c"],"over":{"file":"/a"}}}"#,
+                "qcow2,backing=a,,b:/c,over=/a",
             ),
             (
                 DiskSpec::parse("image,format=auto,backing=anywhere,over=/a").unwrap(),
@@ -121,7 +128,7 @@ mod tests {
             ),
             (
                 DiskSpec::parse("image,format=auto,path=/a").unwrap(),
-                r#"{"image":{"format":"auto","over":{"file":"/a"}}}"#,
+                r#"{"image":{"format":"auto","backing":"none","over":{"file":"/a"}}}"#,
                 "image,format=auto,over=/a",
             ),
             (

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockio::disk::RbdImage;
+use blockio::disk::{Folder, RbdImage};
 use blockio::{DiskOptions, DiskSource};
 use rustix::fs::{OFlags, fcntl_getfl};
 
@@ -92,7 +92,9 @@ impl OpenDisk {
         wanted: &Wanted,
     ) -> Result<Self> {
         let opened = Instant::now();
-        let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, by);
+        let mut open_file = |path: &Path, used: FileUse, within: Option<&Folder>| {
+            open_file((path, within), used, settings, by)
+        };
         let how = How { settings, begin: Begin::Now, wanted };
         let (source, cache) = open(disk, &mut open_file, how)?;
         if disk.has_unnamed_content() {
@@ -118,9 +120,12 @@ impl OpenDisk {
         mut file: Option<File>,
         size_bytes: u64,
     ) -> Result<Self> {
-        let mut take = |path: &Path, used: FileUse| match file.take() {
+        let mut take = |path: &Path, used: FileUse, within: Option<&Folder>| match file.take() {
             // The other process reads it too.
-            _ if used == FileUse::Backing => open_file(path, used, settings, Claimant::default()),
+            given if used == FileUse::Backing => {
+                file = given;
+                open_file((path, within), used, settings, Claimant::default())
+            }
             Some(file) => take_file(file, path, used, settings),
             None => bail!("{} was handed over without a descriptor", path.display()),
         };
@@ -213,11 +218,13 @@ fn disk_options(
         holds_image: used != FileUse::Disk,
         user: if is_backing { None } else { user },
         at_once: false,
+        within: None,
     }
 }
 
 /// How a file is opened: it is, with a cache.
-type OpenFile<'a> = dyn FnMut(&Path, FileUse) -> Result<(DiskSource, CacheMode)> + 'a;
+type OpenFile<'a> =
+    dyn FnMut(&Path, FileUse, Option<&Folder>) -> Result<(DiskSource, CacheMode)> + 'a;
 
 /// Opens what a disk is made of, beginning at the bottom.
 fn open(
@@ -227,7 +234,7 @@ fn open(
 ) -> Result<(DiskSource, CacheMode)> {
     let How { settings, begin, wanted } = how;
     match disk {
-        DiskSpec::File(path) => open_file(path, FileUse::Disk),
+        DiskSpec::File(path) => open_file(path, FileUse::Disk, None),
         DiskSpec::Null { size_bytes } => {
             let options = disk_options(settings, FileUse::Disk, false, None);
             let source = DiskSource::null(*size_bytes, &options)?;
@@ -264,14 +271,14 @@ fn open(
         DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
         DiskSpec::Qcow2 { backing, over } => {
             let (below, cache) = open_for_image(over, open_file, how)?;
-            Ok((open_image(below, over, Some(*backing), open_file, how)?, cache))
+            Ok((open_image(below, over, backing, open_file, how)?, cache))
         }
         DiskSpec::Image { format: ImageFormat::Auto, backing, over } => {
             let (below, cache) = open_for_image(over, open_file, how)?;
             if !wanted.while_reading(&below, || is_image(&below))? {
                 return Ok((below, cache));
             }
-            Ok((open_image(below, over, *backing, open_file, how)?, cache))
+            Ok((open_image(below, over, backing, open_file, how)?, cache))
         }
     }
 }
@@ -282,22 +289,24 @@ fn open_for_image(
     open_file: &mut OpenFile<'_>,
     how: How<'_>,
 ) -> Result<(DiskSource, CacheMode)> {
-    let in_image = &mut |path: &Path, used: FileUse| match used {
-        FileUse::Disk => open_file(path, FileUse::Image),
-        _ => open_file(path, used),
+    let in_image = &mut |path: &Path, used: FileUse, within: Option<&Folder>| match used {
+        FileUse::Disk => open_file(path, FileUse::Image, within),
+        _ => open_file(path, used, within),
     };
     open(over, in_image, how)
 }
 
-/// The image on `below`, which is `over`. Its backing files may be where that is `allowed`.
+/// The image on `below`, which is `over`, with the backing files that are `allowed`.
 fn open_image(
     below: DiskSource,
     over: &DiskSpec,
-    allowed: Option<BackingFiles>,
+    allowed: &BackingFiles,
     open_file: &mut OpenFile<'_>,
     how: How<'_>,
 ) -> Result<DiskSource> {
-    let open = &mut |path: &Path| Ok(open_file(path, FileUse::Backing)?.0);
+    let open = &mut |path: &Path, within: Option<&Folder>| {
+        Ok(open_file(path, FileUse::Backing, within)?.0)
+    };
     let backing = Backing { image: over.whole_file(), allowed, open };
     let is_deferred = how.begin == Begin::WithRequests;
     // What it names as its backing files is local.
@@ -329,7 +338,7 @@ fn take_file(
 
 /// Opens a file as `--cache` says, or without it in the best way that works.
 fn open_file(
-    path: &Path,
+    (path, within): (&Path, Option<&Folder>),
     used: FileUse,
     settings: &ExportSettings,
     by: Claimant,
@@ -337,6 +346,7 @@ fn open_file(
     let cache = settings.cache.unwrap_or(CacheMode::None);
     let options = |direct| DiskOptions {
         at_once: by.at_once,
+        within: within.cloned(),
         ..disk_options(settings, used, direct, by.user)
     };
     let error = match DiskSource::file(path, &options(cache.is_direct())) {

@@ -1,9 +1,14 @@
 //! Opens images, and the backing files that they name.
 //!
-//! What an image says about other files is not to be believed: it may come from somebody else, or a
-//! guest may have written it into what was a raw disk. So a format is never guessed from what is in
-//! a file, and a backing file lies beside the image unless the user says otherwise.
+//! An image is not to be believed about its neighbours: a stranger may have made it, or a guest may
+//! have written it into a raw disk. So no format is guessed from the content of a file, and no
+//! backing file is opened unless the name of the disk allows it. Checks are made on open files: a
+//! name may mean another file a moment later.
 
+#[cfg(feature = "qcow2")]
+use std::fs::File;
+#[cfg(feature = "qcow2")]
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 #[cfg(feature = "qcow2")]
 use std::path::PathBuf;
@@ -12,19 +17,22 @@ use std::path::PathBuf;
 use anyhow::{Context, ensure};
 use anyhow::{Result, bail};
 use blockio::DiskSource;
+use blockio::disk::Folder;
 #[cfg(feature = "qcow2")]
 use blockio::disk::qcow2::Layer;
+#[cfg(feature = "qcow2")]
+use rustix::fs::{Mode, OFlags};
 
 use crate::disk_spec::BackingFiles;
 
-/// How the backing files of an image are opened.
+/// Backing files of an image: the allowed ones, and the way to open them.
 pub(crate) struct Backing<'a> {
     /// The file that holds the image, if it does so from its first byte on.
     pub(crate) image: Option<&'a Path>,
-    /// Where they may be. `None`: there may be none.
-    pub(crate) allowed: Option<BackingFiles>,
-    /// Opens one for reading.
-    pub(crate) open: &'a mut dyn FnMut(&Path) -> Result<DiskSource>,
+    /// The files that it may have.
+    pub(crate) allowed: &'a BackingFiles,
+    /// Opens one for reading: a path, which may be relative to a folder that it must not leave.
+    pub(crate) open: &'a mut dyn FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
 }
 
 /// Says that this program has no such disks.
@@ -64,6 +72,10 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     Ok(false)
 }
 
+/// The most layers that are opened, the image included.
+#[cfg(feature = "qcow2")]
+const LAYERS_MAX: usize = 32;
+
 /// Opens the qcow2 image on `source`. With `is_deferred` another process still writes to it.
 #[cfg(feature = "qcow2")]
 pub(crate) fn open_qcow2(
@@ -72,14 +84,20 @@ pub(crate) fn open_qcow2(
     is_deferred: bool,
 ) -> Result<DiskSource> {
     let mut layers = vec![Layer::qcow2(source)?];
+    let outer = backing.image.map_or("the image".to_owned(), |path| path.display().to_string());
+    let mut finder = Finder::new(&backing, layers[0].source());
     let mut image = backing.image.map(Path::to_owned);
     while let Some(named) = layers.last().and_then(Layer::backing).cloned() {
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
         let what = || format!("cannot open {}, the backing file of {of}", named.name);
-        ensure!(layers.len() <= 32, "{of} has too many backing files; is it one of its own?");
-        let Found { path, file } =
-            backing.find(&named.name, image.as_deref()).with_context(what)?;
-        let source = (backing.open)(&file).with_context(what)?;
+        ensure!(
+            layers.len() < LAYERS_MAX,
+            "{outer} has more than {LAYERS_MAX} layers: itself and its backing files; merge some \
+             with `qemu-img commit` or `qemu-img rebase`"
+        );
+        let Found { path, file, within } =
+            finder.find(&named.name, image.as_deref()).with_context(what)?;
+        let source = (backing.open)(&file, within.as_ref()).with_context(what)?;
         let layer = match named.format.as_deref() {
             Some("qcow2") => Layer::qcow2(source).with_context(what)?,
             Some("raw" | "file" | "host_device") => Layer::raw(source),
@@ -105,21 +123,46 @@ pub(crate) fn open_qcow2(
 #[cfg(feature = "qcow2")]
 #[derive(Debug)]
 struct Found {
-    /// As the names say that lead to it. What it names itself is found from there, as QEMU does.
+    /// The path that the names lead to. Names in this file begin in its folder, as QEMU has it.
     path: PathBuf,
-    /// Where it is, without links.
+    /// The path by which it is opened, within a folder if there is one.
     file: PathBuf,
+    within: Option<Folder>,
+}
+
+/// Device and inode of a file.
+#[cfg(feature = "qcow2")]
+type Id = (u64, u64);
+
+#[cfg(feature = "qcow2")]
+fn id_of(file: &File) -> Result<Id> {
+    let data = file.metadata()?;
+    Ok((data.dev(), data.ino()))
+}
+
+/// Finds the backing files of one image, from the top.
+#[cfg(feature = "qcow2")]
+struct Finder<'a> {
+    image: Option<&'a Path>,
+    allowed: &'a BackingFiles,
+    /// The image lies in a regular file.
+    is_in_file: bool,
+    /// The layers so far.
+    seen: Vec<(Id, PathBuf)>,
 }
 
 #[cfg(feature = "qcow2")]
-impl Backing<'_> {
+impl<'a> Finder<'a> {
+    fn new(backing: &Backing<'a>, top: &DiskSource) -> Self {
+        let is_in_file = top.chain().last().is_some_and(|link| link.kind == "file");
+        let (image, allowed) = (backing.image, backing.allowed);
+        let data = image.and_then(|path| Some((path.metadata().ok()?, path)));
+        let seen = data.map(|(data, path)| ((data.dev(), data.ino()), path.to_owned()));
+        Self { image, allowed, is_in_file, seen: seen.into_iter().collect() }
+    }
+
     /// The file that an image at `image` names.
-    fn find(&self, name: &str, image: Option<&Path>) -> Result<Found> {
-        let allowed = self.allowed.context(
-            "the format of the image was found out from its content, and the guest of a disk \
-             without a format could have written that to read this file; if it is an image that \
-             is to be trusted, name its format, as in qcow2,path=PATH, or add backing=beside",
-        )?;
+    fn find(&mut self, name: &str, image: Option<&Path>) -> Result<Found> {
         let name = name.strip_prefix("file:").unwrap_or(name);
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
         ensure!(
@@ -132,49 +175,156 @@ impl Backing<'_> {
             None if name.starts_with('/') => PathBuf::from(name),
             None => bail!("its name is relative, and the image is no file; give an absolute one"),
         };
-        let file = path.canonicalize().with_context(|| {
-            format!("there is no {}; correct it with `qemu-img rebase -u`", path.display())
-        })?;
-        if allowed == BackingFiles::Anywhere {
-            return Ok(Found { path, file });
-        }
-        let folder = self.image.and_then(Path::parent).map(|folder| match folder.as_os_str() {
-            folder if folder.is_empty() => Path::new("."),
-            _ => folder,
-        });
-        let folder = folder.map(Path::canonicalize).transpose()?;
-        let is_beside = folder.as_ref().is_some_and(|folder| file.starts_with(folder));
-        ensure!(
-            is_beside,
-            "{} does not lie in the folder of the image; if the image is to be trusted, allow that \
-             with backing=anywhere",
-            file.display()
-        );
-        // What lies beside a device are the other disks of the machine.
-        let are_files = file.is_file() && self.image.is_some_and(Path::is_file);
-        ensure!(
-            are_files,
-            "{} or the image over it is not a regular file; if the image is to be trusted, allow \
-             that with backing=anywhere",
-            file.display()
-        );
-        Ok(Found { path, file })
+        let (found, place) = match self.allowed {
+            BackingFiles::None => bail!(
+                "the name of the disk allows no backing file; if this is the right one, and no \
+                 stranger has made the image, add it to the name of the disk: {}. All files in the \
+                 folder of the image are allowed by backing=beside",
+                self.key(&path, &[])
+            ),
+            BackingFiles::Anywhere => self.anywhere(path)?,
+            BackingFiles::Beside => self.beside(path)?,
+            BackingFiles::Named(names) => self.named(path, names)?,
+        };
+        self.check_loop(&found, id_of(&place)?)?;
+        Ok(found)
     }
+
+    fn anywhere(&self, path: PathBuf) -> Result<(Found, File)> {
+        let place = place_of(&path)?;
+        Ok((Found { file: path.clone(), path, within: None }, place))
+    }
+
+    fn beside(&self, path: PathBuf) -> Result<(Found, File)> {
+        // Beside a device lie the other disks of the machine.
+        let folder = self.folder().filter(|_| self.is_in_file).with_context(|| {
+            format!(
+                "the image is not in a regular file, so no file lies beside it; allow this one \
+                 with {}",
+                self.key(&path, &[])
+            )
+        })?;
+        let outside = || {
+            format!(
+                "it does not lie in the folder of the image, or a link leads out of that; if it is \
+                 the right file, allow it with {}",
+                self.key(&path, &[])
+            )
+        };
+        let name = self.within(&path).with_context(outside)?;
+        let folder = Folder::open(folder)
+            .with_context(|| format!("cannot open the folder {}", folder.display()))?;
+        let place = match folder.find(&name) {
+            Err(error) if error.raw_os_error() == Some(libc::EXDEV) => bail!(outside()),
+            found => found.with_context(|| absent(&path))?,
+        };
+        ensure!(
+            place.metadata()?.is_file(),
+            "it is not a regular file; if it is the right one, allow it with {}",
+            self.key(&path, &[])
+        );
+        Ok((Found { path, file: name, within: Some(folder) }, place))
+    }
+
+    /// The one of the listed files that `path` leads to. It is opened as it is listed: the image
+    /// only says which of them it is.
+    fn named(&self, path: PathBuf, names: &[PathBuf]) -> Result<(Found, File)> {
+        let wanted = id_of(&place_of(&path)?)?;
+        for name in names {
+            let listed = match (name.is_absolute(), self.folder()) {
+                (true, _) => place_of(name).map(|place| (None, place)),
+                (false, None) => bail!(
+                    "the image is no file; list the paths of backing files from the root on, in \
+                     place of {}",
+                    name.display()
+                ),
+                (false, Some(folder)) => {
+                    Folder::open(folder).map_err(Into::into).and_then(|folder| {
+                        let place = folder.find(name)?;
+                        Ok((Some(folder), place))
+                    })
+                }
+            };
+            // One that is not there is none that the image names.
+            let Ok((within, place)) = listed else { continue };
+            if id_of(&place)? == wanted {
+                return Ok((Found { path, file: name.clone(), within }, place));
+            }
+        }
+        bail!(
+            "it is none of the backing files that the name of the disk lists; if it is the right \
+             file, list it too: {}",
+            self.key(&path, names)
+        )
+    }
+
+    /// Refuses a file that is one of the layers over it.
+    fn check_loop(&mut self, found: &Found, id: Id) -> Result<()> {
+        if let Some((_, above)) = self.seen.iter().find(|(seen, _)| *seen == id) {
+            bail!(
+                "its backing files form a loop: it is {} again; correct that with `qemu-img \
+                 rebase -u`",
+                above.display()
+            );
+        }
+        self.seen.push((id, found.path.clone()));
+        Ok(())
+    }
+
+    /// The folder of the image.
+    fn folder(&self) -> Option<&'a Path> {
+        self.image.and_then(Path::parent)
+    }
+
+    /// The path from the folder of the image on, if it begins there.
+    fn within(&self, path: &Path) -> Option<PathBuf> {
+        let folder = self.folder()?;
+        if let Ok(name) = path.strip_prefix(folder) {
+            return Some(name.to_owned());
+        }
+        let named = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        path.strip_prefix(named.canonicalize().ok()?).ok().map(Path::to_owned)
+    }
+
+    /// The key that allows one more file.
+    fn key(&self, path: &Path, names: &[PathBuf]) -> String {
+        let name = self.within(path).filter(|name| !name.starts_with(".."));
+        let name = name.unwrap_or_else(|| path.to_owned());
+        let names = names.iter().cloned().chain([name]).collect();
+        format!("backing={}", BackingFiles::Named(names).to_string().replace(',', ",,"))
+    }
+}
+
+#[cfg(feature = "qcow2")]
+fn absent(path: &Path) -> String {
+    format!("there is no {}; correct it with `qemu-img rebase -u`", path.display())
+}
+
+/// The file at a path, open as a place only.
+#[cfg(feature = "qcow2")]
+fn place_of(path: &Path) -> Result<File> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let place = rustix::fs::open(path, flags, Mode::empty());
+    place.map(File::from).with_context(|| absent(path))
 }
 
 #[cfg(all(test, feature = "qcow2"))]
 mod tests {
     use super::*;
 
-    fn find(image: Option<&Path>, allowed: BackingFiles, name: &str) -> Result<PathBuf, String> {
-        let mut open = |_: &Path| unreachable!("nothing is opened");
-        let backing = Backing { image, allowed: Some(allowed), open: &mut open };
-        let found = backing.find(name, image).map_err(|error| format!("{error:#}"))?;
-        Ok(found.file)
+    fn find(image: Option<&Path>, allowed: &BackingFiles, name: &str) -> Result<PathBuf, String> {
+        let is_in_file = image.is_some_and(Path::is_file);
+        let mut finder = Finder { image, allowed, is_in_file, seen: Vec::new() };
+        let found = finder.find(name, image).map_err(|error| format!("{error:#}"))?;
+        let file = match &found.within {
+            Some(folder) => folder.join(&found.file),
+            None => found.file,
+        };
+        file.canonicalize().map_err(|error| error.to_string())
     }
 
     #[test]
-    fn a_backing_file_lies_beside_its_image_unless_that_is_allowed() {
+    fn a_backing_file_is_found_where_the_name_of_the_disk_allows_it() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
         let inner = root.join("images/old");
@@ -184,7 +334,7 @@ mod tests {
         }
         std::os::unix::fs::symlink(root.join("secret"), root.join("images/link")).unwrap();
         let image = root.join("images/disk.qcow2");
-        let beside = |name: &str| find(Some(&image), BackingFiles::Beside, name);
+        let beside = |name: &str| find(Some(&image), &BackingFiles::Beside, name);
         assert_eq!(beside("base").unwrap(), root.join("images/base"));
         assert_eq!(beside("old/base").unwrap(), inner.join("base"));
         assert_eq!(beside("file:base").unwrap(), root.join("images/base"));
@@ -192,9 +342,12 @@ mod tests {
         assert_eq!(beside(&absolute).unwrap(), root.join("images/base"));
         let secret = root.join("secret").display().to_string();
         for name in ["../secret", "link", &secret] {
-            assert!(beside(name).unwrap_err().contains("backing=anywhere"), "{name}");
-            let allowed = find(Some(&image), BackingFiles::Anywhere, name);
+            let error = beside(name).unwrap_err();
+            assert!(error.contains("does not lie in the folder"), "{name}: {error}");
+            let allowed = find(Some(&image), &BackingFiles::Anywhere, name);
             assert_eq!(allowed.unwrap(), root.join("secret"));
+            let none = find(Some(&image), &BackingFiles::None, name).unwrap_err();
+            assert!(none.contains("add it to the name of the disk: backing="), "{none}");
         }
         for (name, expected) in [
             ("nbd://host/x", "only files can be backing files; copy what is there into a file"),
@@ -203,12 +356,46 @@ mod tests {
         ] {
             assert!(beside(name).unwrap_err().contains(expected), "{name}");
         }
-        for (image, name) in [(image.as_path(), "old"), (Path::new("/dev/null"), "zero")] {
-            let error = find(Some(image), BackingFiles::Beside, name).unwrap_err();
-            assert!(error.contains("not a regular file"), "{error}");
-            find(Some(image), BackingFiles::Anywhere, name).unwrap();
+        let zero = find(Some(Path::new("/dev/null")), &BackingFiles::Beside, "zero").unwrap_err();
+        assert!(zero.contains("the image is not in a regular file"), "{zero}");
+        assert!(beside("old").unwrap_err().contains("it is not a regular file"));
+        let anywhere = &BackingFiles::Anywhere;
+        assert!(find(None, anywhere, "base").unwrap_err().contains("absolute"));
+        assert!(find(None, &BackingFiles::Beside, &secret).is_err());
+    }
+
+    /// The image says which of the listed files it is, and nothing else.
+    #[test]
+    fn only_listed_backing_files_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        std::fs::create_dir(root.join("images")).unwrap();
+        for path in ["secret", "images/base", "images/other", "images/disk.qcow2"] {
+            std::fs::write(root.join(path), "").unwrap();
         }
-        assert!(find(None, BackingFiles::Anywhere, "base").unwrap_err().contains("absolute"));
-        assert!(find(None, BackingFiles::Beside, &secret).is_err());
+        std::os::unix::fs::symlink(root.join("secret"), root.join("images/link")).unwrap();
+        std::os::unix::fs::symlink("base", root.join("images/alias")).unwrap();
+        let image = root.join("images/disk.qcow2");
+        let secret = root.join("secret");
+        let named = |names: &[&Path]| {
+            BackingFiles::Named(names.iter().map(|name| (*name).to_owned()).collect())
+        };
+        let list = named(&[Path::new("gone"), Path::new("base"), Path::new("link")]);
+        for name in ["base", "alias", "../images/base", &root.join("images/base").to_string_lossy()]
+        {
+            assert_eq!(find(Some(&image), &list, name).unwrap(), root.join("images/base"));
+        }
+        // A relative name does not lead out of the folder, though it is listed.
+        for name in ["other", "link", "../secret"] {
+            let error = find(Some(&image), &list, name).unwrap_err();
+            assert!(error.contains("is none of the backing files"), "{name}: {error}");
+            assert!(error.contains("list it too: backing=gone:base:link:"), "{name}: {error}");
+        }
+        let list = named(&[&secret]);
+        assert_eq!(find(Some(&image), &list, "link").unwrap(), secret);
+        assert_eq!(find(None, &list, &secret.to_string_lossy()).unwrap(), secret);
+        let relative = named(&[Path::new("secret")]);
+        let error = find(None, &relative, &secret.to_string_lossy()).unwrap_err();
+        assert!(error.contains("from the root on, in place of secret"), "{error}");
     }
 }

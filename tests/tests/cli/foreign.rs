@@ -12,7 +12,7 @@ use crate::{DISK_BYTES, scene};
 
 /// Front of a header of version 3, which is enough for the warning.
 const QCOW2: &[u8] = b"QFI\xfb\0\0\0\x03";
-const WARNING: &str = "it has the header of a qcow2 image, and is served without that format";
+const WARNING: &str = "it has the header of a qcow2 image, and is used without that format";
 
 fn image(scene: &Scene, name: &str, header: &[u8]) -> Result<String> {
     let path = scene.disk(name, DISK_BYTES)?;
@@ -52,8 +52,8 @@ fn an_image_without_its_format_is_warned_of_at_all_doors() -> Result<()> {
     let mut command = serve(&scene.socket("first"), Path::new(&path))?;
     let daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
     let log = daemon.stderr();
-    ensure!(count(&log) == 1 && log.contains(" WARN "), "{log}");
-    ensure!(log.contains("serve it with qcow2:PATH") && log.contains("raw,over=PATH"), "{log}");
+    ensure!(count(log) == 1 && log.contains(" WARN "), "{log}");
+    ensure!(log.contains("name it as qcow2:PATH") && log.contains("raw,over=PATH"), "{log}");
     let other = image(&scene, "other", QCOW2)?;
     let socket = scene.socket("second").display().to_string();
     let added = ["add", "--socket-path", &socket, "--device", "scsi", "--lun"];
@@ -83,7 +83,7 @@ fn a_disk_without_a_format_may_begin_like_an_image_if_its_name_says_so() -> Resu
     Ok(())
 }
 
-/// Whoever follows such an advice destroys the image.
+/// Such an advice would destroy the image.
 #[test]
 fn no_advice_leads_to_an_image_served_without_its_format() -> Result<()> {
     let scene = scene()?;

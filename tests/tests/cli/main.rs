@@ -1,6 +1,7 @@
 //! The commands of `ringhaul` as their users see them: options, messages and exit statuses.
 
 mod back_end;
+mod backing;
 mod bench;
 mod bench_file;
 mod bench_scsi;

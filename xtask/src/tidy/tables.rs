@@ -150,6 +150,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (22, &["io_thread"]),
             // Disks.
             (22, &["disk::alignment", "disk::blocks", "disk::holder", "disk::info", "disk::sysfs"]),
+            (21, &["disk::folder", "disk::foreign"]),
             (22, &["disk::limits", "disk::trouble", "disk::waiting"]),
             (23, &["disk::identity", "disk::lock", "disk::null", "disk::outside"]),
             (23, &["disk::retries", "disk::shared"]),
@@ -158,7 +159,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (26, &["disk"]),
             (27, &["disk::facts", "disk::governed", "disk::requests", "disk::simulated"]),
             // Kinds that come in through the seam.
-            (27, &["disk::raw"]),
+            (27, &["disk::content", "disk::raw"]),
             (0, &["disk::nbd::held", "disk::nbd::names", "disk::nbd::target", "disk::nbd::wire"]),
             (1, &["disk::nbd::handshake", "disk::nbd::tls"]),
             (2, &["disk::nbd::transport"]),
@@ -259,7 +260,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
             (0, &["disk_rules::limit_spec", "disk_spec::nbd", "disk_spec::rbd", "notify"]),
-            (0, &["secrets", "spec::values", "wanted"]),
+            (0, &["disk_spec::backing", "secrets", "spec::values", "wanted"]),
             (1, &["disk_rules", "disk_spec::data", "disk_spec::text"]),
             (2, &["disk_spec::words"]),
             (3, &["disk_spec"]),

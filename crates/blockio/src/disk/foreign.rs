@@ -1,7 +1,7 @@
-//! Headers of image formats at the front of a disk that is served as it is.
+//! Headers of image formats at the front of a disk that is used as it is.
 //!
-//! Such a disk is probably an image whose format was not named: its guest would destroy it. But a
-//! guest can write such a header itself, so no format is taken from the content, and nothing is
+//! Such a disk is probably an image whose format was not named, and a write destroys it. But a user
+//! of the disk can write such a header, too, so no format is taken from the content, and nothing is
 //! refused because of it.
 
 use std::fs::File;
@@ -10,10 +10,6 @@ use std::path::Path;
 
 use rustix::fd::AsFd;
 use rustix::io::Errno;
-
-use super::{DiskSource, SourceKind};
-use crate::config::IoThreadConfig;
-use crate::io_thread::IoThread;
 
 /// Headers, with the byte at which each begins.
 const HEADERS: &[(usize, &[u8], &str)] = &[
@@ -37,10 +33,10 @@ const QCOW2: &str = "qcow2";
 const VHD: &[u8] = b"conectix";
 
 /// Bytes that are read at the front and at the end.
-const BYTES: usize = 4096;
+pub(super) const BYTES: usize = 4096;
 
 /// The format of the image that begins with `front` and ends with `end`.
-fn format_of(front: &[u8], end: &[u8]) -> Option<&'static str> {
+pub(super) fn format_of(front: &[u8], end: &[u8]) -> Option<&'static str> {
     let has = |(at, header, _): &&(usize, &[u8], &str)| {
         front.get(*at..).is_some_and(|rest| rest.starts_with(header))
     };
@@ -51,10 +47,10 @@ fn format_of(front: &[u8], end: &[u8]) -> Option<&'static str> {
     (footer(512) || footer(511)).then_some("VHD")
 }
 
-/// What to do with an image of a format that is served as a disk without one.
+/// Advice on an image of a format that is used as a disk without one.
 fn advice(format: &str) -> &'static str {
     match format {
-        QCOW2 => "if it is one, serve it with qcow2:PATH",
+        QCOW2 => "if it is one, name it as qcow2:PATH",
         _ => "if it is one, convert it with `qemu-img convert -O qcow2`, or -O raw",
     }
 }
@@ -62,14 +58,13 @@ fn advice(format: &str) -> &'static str {
 /// The warning about a disk without a format that begins like an image.
 pub(super) fn warning(format: &str) -> String {
     format!(
-        "it has the header of a {format} image, and is served without that format, so its guest \
-         can destroy the image; {}; if the header belongs to the guest, name the disk as \
-         raw,over=PATH",
+        "it has the header of a {format} image, and is used without that format, so writes can \
+         destroy the image; {}; if the disk is to have no format, name it as raw,over=PATH",
         advice(format)
     )
 }
 
-/// Why a file of such a size is no disk, if it is an image. `None`: it is none.
+/// The reason why a file of such a size is no disk, if it is an image. `None`: it is none.
 pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<String> {
     let format = format_of_file(file)?;
     Some(format!(
@@ -79,7 +74,7 @@ pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<Stri
     ))
 }
 
-/// Why a disk is refused that has no qcow2 image, but perhaps one of another `format`.
+/// The reason why a disk is refused that has no qcow2 image, but perhaps one of another `format`.
 #[cfg(feature = "qcow2")]
 pub(super) fn not_qcow2(format: Option<&str>) -> String {
     match format {
@@ -123,59 +118,9 @@ fn read(file: impl AsFd + Copy, block: &mut [u8], offset: u64) -> Option<&[u8]> 
     block.get(..read.ok()?)
 }
 
-impl DiskSource {
-    /// Format of an image whose header the disk has at its front. `None`: there is no such header,
-    /// it cannot be read, or the disk is not in a local file or device.
-    #[must_use]
-    pub fn foreign_format(&self) -> Option<&'static str> {
-        match &self.kind {
-            SourceKind::File(source) => format_of_file(source.file.as_ref()),
-            SourceKind::Null => None,
-            SourceKind::Other(source) => {
-                source.local()?;
-                self.format_of_content()
-            }
-        }
-    }
-
-    fn format_of_content(&self) -> Option<&'static str> {
-        let thread = IoThread::new(&IoThreadConfig::default()).ok()?;
-        let disk = self.for_a_look().ok()?.attach(thread.io());
-        let size = self.info().size_bytes;
-        let block = (BYTES as u64).max(self.info().logical_block_bytes.into()).min(size);
-        let read = |offset| {
-            let read = thread.block_on(disk.read_part(offset, block)).ok()?;
-            Some(read.ok()?.to_vec())
-        };
-        format_of(&read(0)?, &read(size - block).unwrap_or_default())
-    }
-
-    /// Notes that the disk is served without a format, and that its [header](Self::foreign_format)
-    /// is that of an image, if it is. The warning is given from then on.
-    pub fn look_for_format(&self) {
-        if let Some(format) = self.foreign_format() {
-            self.shared.set_foreign_format(format);
-        }
-    }
-
-    /// Something about the content of the disk that its owner should know, and which does not keep
-    /// it from being served.
-    #[must_use]
-    pub fn warning(&self) -> Option<String> {
-        let of_kind = match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Other(source) => source.warning(),
-        };
-        of_kind.or_else(|| self.shared.foreign_format().map(warning))
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt as _;
-
     use super::*;
-    use crate::disk::DiskOptions;
 
     #[test]
     fn each_format_is_known_by_its_header() {
@@ -193,34 +138,5 @@ mod tests {
             assert_eq!(format_of(&[], &end), Some("VHD"), "the last {bytes} bytes");
         }
         assert_eq!(format_of(&[0; 4096], &[0; 4096]), None);
-    }
-
-    #[test]
-    #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_header_is_found_in_files_of_all_lengths_and_in_layers() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for bytes in [8192, 8704, 196_624 / 512 * 512] {
-            file.as_file().set_len(0).unwrap();
-            file.as_file().set_len(bytes).unwrap();
-            for direct in [false, true] {
-                let options = DiskOptions { direct, ..DiskOptions::default() };
-                // Not every file system of a test has direct I/O.
-                let Ok(source) = DiskSource::file(file.path(), &options) else { continue };
-                source.look_for_format();
-                assert_eq!(source.warning(), None);
-                file.as_file().write_all_at(VHD, bytes - 512).unwrap();
-                assert_eq!(source.foreign_format(), Some("VHD"), "{bytes} {direct}");
-                let part = DiskSource::raw(source.clone(), bytes - 512, None).unwrap();
-                assert_eq!(part.foreign_format(), Some("VHD"), "{bytes} {direct}");
-                source.look_for_format();
-                assert!(source.clone().warning().unwrap().contains("header of a VHD image"));
-                file.as_file().write_all_at(&[0; 8], bytes - 512).unwrap();
-            }
-            let all = format_warning(file.path());
-            assert_eq!(all, None);
-            file.as_file().write_all_at(b"QFI\xfb\0\0\0\x03", 0).unwrap();
-            let warning = format_warning(file.path()).unwrap();
-            assert!(warning.contains("a qcow2 image") && warning.contains("qcow2:PATH"));
-        }
     }
 }

@@ -3,6 +3,7 @@
 use std::time::Instant;
 use std::{fmt, io};
 
+use super::folder::Folder;
 use crate::error::Error;
 use iomem::Buffers;
 
@@ -29,6 +30,9 @@ pub struct DiskOptions {
     pub user: Option<u64>,
     /// Fail at once where somebody else has the disk in use, rather than try for two seconds.
     pub at_once: bool,
+    /// The path is that of a regular file within this folder, and relative to it: no link may lead
+    /// out of it, also while names change there.
+    pub within: Option<Folder>,
 }
 
 /// What a disk is like.

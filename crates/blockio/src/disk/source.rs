@@ -1,13 +1,13 @@
 //! A regular file or a block device is opened, and asked what it is like.
 
-use std::fs::File;
+use std::fs::{File, FileType};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use rustix::fd::AsFd;
-use rustix::fs::{OFlags, SeekFrom, fcntl_getfl};
+use rustix::fs::{Mode, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
 
 use super::alignment::Alignment;
 use super::blocks::Blocks;
@@ -41,21 +41,21 @@ pub(super) struct FileSource {
 }
 
 impl FileSource {
-    pub(super) fn open(path: &Path, options: &DiskOptions) -> Result<(Self, DiskInfo), Error> {
+    pub(super) fn open(name: &Path, options: &DiskOptions) -> Result<(Self, DiskInfo), Error> {
+        let shown = options.within.as_ref().map(|folder| folder.join(name));
+        let path = shown.as_deref().unwrap_or(name);
         let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
-        // Looked at before it is opened: opening a named pipe would wait for its other end.
-        let file_type = std::fs::metadata(path).map_err(open_error(path, options))?.file_type();
-        let is_block_device = file_type.is_block_device();
-        if file_type.is_dir() {
-            return Err(unusable("it is a directory; name a file or a block device".into()));
-        }
-        if !file_type.is_file() && !is_block_device {
-            return Err(unusable(
-                "it is neither a regular file nor a block device; name one of these".into(),
-            ));
-        }
-        let (file, is_locked) =
-            patiently(path, options.at_once, || open_alone(path, options, is_block_device))?;
+        // A look before it is opened: that has effects on some devices.
+        let found = match &options.within {
+            None => std::fs::metadata(name),
+            Some(folder) => folder.find(name).and_then(|place| place.metadata()),
+        };
+        let found = found.map_err(open_error(path, options))?.file_type();
+        check_type(found, options).map_err(unusable)?;
+        let is_block_device = found.is_block_device();
+        let (file, is_locked) = patiently(path, options.at_once, || {
+            open_alone((name, path), options, is_block_device)
+        })?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
@@ -225,9 +225,8 @@ impl FileSource {
     /// A character device, which `open` would refuse: some of them fail in useful ways.
     #[cfg(test)]
     pub(super) fn of_device(path: &str) -> Self {
-        let mut options = File::options();
-        let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
-        let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
+        let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = Arc::new(rustix::fs::open(path, flags, Mode::empty()).unwrap().into());
         let (align, identity) = (Alignment::ANY, "".into());
         Self {
             file,
@@ -300,13 +299,28 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
 
 /// Opens the file and locks it, if it has locks; a block device that is written to is claimed by
 /// the open itself.
-fn open_alone(path: &Path, options: &DiskOptions, is_block: bool) -> Result<(File, bool), Attempt> {
-    let file = open(path, options, is_block).map_err(|error| {
-        if error.raw_os_error() == Some(libc::EBUSY) {
-            return Attempt::Conflict(Conflict::Claimed);
-        }
-        Attempt::Failed(open_error(path, options)(error))
+fn open_alone(
+    (name, path): (&Path, &Path),
+    options: &DiskOptions,
+    is_block: bool,
+) -> Result<(File, bool), Attempt> {
+    let failed = |error| Attempt::Failed(open_error(path, options)(error));
+    let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
+        Some(libc::EBUSY) => Attempt::Conflict(Conflict::Claimed),
+        // A lease of another program, which the kernel has asked to end it.
+        Some(libc::EWOULDBLOCK) => Attempt::Conflict(Conflict::Locked),
+        _ => failed(error),
     })?;
+    let opened = file.metadata().map_err(failed)?.file_type();
+    // What was looked at may have given its name to something else.
+    let checked = match opened.is_block_device() == is_block {
+        true => check_type(opened, options),
+        false => Err("it has become something else while it was opened; try again".into()),
+    };
+    checked.map_err(|reason| Attempt::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
+    // A file that is read without waiting is read otherwise by io_uring.
+    let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
+    fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
     let is_locked = match options.no_lock {
         true => false,
         false => lock(&file, path, options.read_only).map_err(Attempt::Conflict)?,
@@ -317,16 +331,39 @@ fn open_alone(path: &Path, options: &DiskOptions, is_block: bool) -> Result<(Fil
     Ok((file, is_locked))
 }
 
-fn open(path: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result<File> {
-    let mut flags = libc::O_CLOEXEC;
+/// Fails for a type of file that no disk has.
+fn check_type(found: FileType, options: &DiskOptions) -> Result<(), String> {
+    if found.is_dir() {
+        return Err("it is a directory; name a file or a block device".into());
+    }
+    if options.within.is_some() && !found.is_file() {
+        return Err("it is not a regular file".into());
+    }
+    if !found.is_file() && !found.is_block_device() {
+        return Err("it is neither a regular file nor a block device; name one of these".into());
+    }
+    Ok(())
+}
+
+fn open(name: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result<File> {
+    let mut flags = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
     if options.direct {
-        flags |= libc::O_DIRECT;
+        flags |= OFlags::DIRECT;
     }
-    if is_block_device && !options.read_only && !options.no_lock {
+    if !is_block_device {
+        // A named pipe in its place must not have this wait for its other end.
+        flags |= OFlags::NONBLOCK;
+    } else if !options.read_only && !options.no_lock {
         // Fails when the device is mounted or claimed by someone else.
-        flags |= libc::O_EXCL;
+        flags |= OFlags::EXCL;
     }
-    File::options().read(true).write(!options.read_only).custom_flags(flags).open(path)
+    match &options.within {
+        Some(folder) => folder.open_beneath(name, flags),
+        None => {
+            let open = || rustix::fs::open(name, flags, Mode::empty());
+            Ok(File::from(rustix::io::retry_on_intr(open)?))
+        }
+    }
 }
 
 fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error {
@@ -373,7 +410,49 @@ fn check_zones(zoned: &str) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
+    use crate::disk::folder::Folder;
+
+    /// Content of the file at `name` in a folder, read as a disk.
+    fn front(folder: &Folder, name: &Path) -> Result<Vec<u8>, Error> {
+        let options =
+            DiskOptions { read_only: true, within: Some(folder.clone()), ..DiskOptions::default() };
+        let source = FileSource::open(name, &options)?.0;
+        let mut front = vec![0; 512];
+        rustix::io::pread(&*source.file, &mut front[..], 0).unwrap();
+        Ok(front)
+    }
+
+    /// A name may be another file at each moment; all that is opened is within the folder.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn no_exchange_of_names_opens_a_file_out_of_the_folder() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("folder");
+        std::fs::create_dir(&folder).unwrap();
+        for (file, byte) in [("secret", 9), ("folder/inside", 1)] {
+            std::fs::write(root.path().join(file), vec![byte; 512]).unwrap();
+        }
+        let (link, name) = (folder.join("link"), folder.join("name"));
+        let opened = Folder::open(&folder).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::fs::hard_link(folder.join("inside"), &link).unwrap();
+                    std::fs::rename(&link, &name).unwrap();
+                    std::os::unix::fs::symlink(root.path().join("secret"), &link).unwrap();
+                    std::fs::rename(&link, &name).unwrap();
+                }
+            });
+            let tries = (0..4000).map(|_| front(&opened, Path::new("name")));
+            let fronts: Vec<Vec<u8>> = tries.filter_map(Result::ok).collect();
+            is_over.store(true, Ordering::Relaxed);
+            assert!(fronts.iter().all(|front| *front == [1; 512]), "a file outside was opened");
+        });
+    }
 
     #[test]
     fn devices_that_take_sequential_writes_only_are_refused() {

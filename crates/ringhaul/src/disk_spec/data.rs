@@ -8,6 +8,7 @@ use schemars::{JsonSchema, Schema};
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::backing::BackingFiles;
 use super::nbd::NbdSpec;
 use super::rbd::RbdSpec;
 
@@ -55,7 +56,7 @@ pub enum DiskSpec {
     },
     /// The disk in a qcow2 image.
     Qcow2 {
-        /// Where its backing files may be.
+        /// Backing files that it may have.
         #[serde(default)]
         backing: BackingFiles,
         /// What the image is in.
@@ -65,9 +66,9 @@ pub enum DiskSpec {
     Image {
         /// The format.
         format: ImageFormat,
-        /// Where its backing files may be. `None`: it has none.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        backing: Option<BackingFiles>,
+        /// Backing files that it may have.
+        #[serde(default)]
+        backing: BackingFiles,
         /// What the image is in.
         over: Box<DiskSpec>,
     },
@@ -116,17 +117,6 @@ impl<'de> Visitor<'de> for Place {
             Some(_) => Err(Self::refused()),
         }
     }
-}
-
-/// Where the backing files of an image may be, which the image itself names.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum BackingFiles {
-    /// In the folder of the image, or in one of the folders there.
-    #[default]
-    Beside,
-    /// Anywhere: the image is trusted.
-    Anywhere,
 }
 
 /// How the format of an image is known.

@@ -10,7 +10,8 @@ use std::str::FromStr;
 use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul_options::parse_size;
 
-use super::data::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
+use super::backing::BackingFiles;
+use super::data::{DiskSpec, ImageFormat, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
 use super::text::{OVER, outline_of, split_at_commas};
@@ -155,7 +156,7 @@ const KINDS: &[Kind] = &[
         read_short: |text, words| words.add("path", after_scheme(text)),
         make: |mut words| {
             Ok(DiskSpec::Qcow2 {
-                backing: words.take_backing()?.unwrap_or_default(),
+                backing: words.take_backing()?,
                 over: words.take_file_or_over("qcow2,path=disk.qcow2")?,
             })
         },
@@ -335,13 +336,9 @@ impl Words {
         }
     }
 
-    fn take_backing(&mut self) -> Result<Option<BackingFiles>> {
-        match self.take("backing").as_deref() {
-            None => Ok(None),
-            Some("beside") => Ok(Some(BackingFiles::Beside)),
-            Some("anywhere") => Ok(Some(BackingFiles::Anywhere)),
-            Some(other) => bail!("backing={other} is not known (expected: beside, anywhere)"),
-        }
+    fn take_backing(&mut self) -> Result<BackingFiles> {
+        let read = |text: String| BackingFiles::parse(&text);
+        self.take("backing").map_or(Ok(BackingFiles::None), read)
     }
 
     /// The disk below, which may be named by the path of a file.
@@ -488,7 +485,7 @@ mod tests {
             ("luks,key-fd=x,over=/a", "the number of a descriptor"),
             ("luks,key-fd=3,discard=yes,over=/a", "discard is 'yes' (expected: on, off)"),
             ("luks,key=secret,over=/a", "unknown key 'key' of disk kind luks"),
-            ("qcow2,backing=yes,path=/a", "backing=yes is not known"),
+            ("qcow2,backing=a:,path=/a", "backing=a: has an empty name"),
             ("qcow2,path=/a,over=/b", "path and over are two disks"),
             ("qcow2", "it lies over a disk; name it, as in qcow2,path=disk.qcow2"),
             ("image,path=/a", "it needs a format"),

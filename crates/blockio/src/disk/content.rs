@@ -1,0 +1,92 @@
+//! Content of a disk, as far as it is looked at, and warnings about it.
+
+use super::foreign::{BYTES, format_of, format_of_file, warning};
+use super::{DiskSource, SourceKind};
+use crate::config::IoThreadConfig;
+use crate::io_thread::IoThread;
+
+impl DiskSource {
+    /// Format of an image whose header the disk has at its front. `None`: there is no such header,
+    /// it cannot be read, or the disk is not in a local file or device.
+    #[must_use]
+    pub fn foreign_format(&self) -> Option<&'static str> {
+        match &self.kind {
+            SourceKind::File(source) => format_of_file(source.file.as_ref()),
+            SourceKind::Null => None,
+            SourceKind::Other(source) => {
+                source.local()?;
+                self.format_of_content()
+            }
+        }
+    }
+
+    fn format_of_content(&self) -> Option<&'static str> {
+        let thread = IoThread::new(&IoThreadConfig::default()).ok()?;
+        let disk = self.for_a_look().ok()?.attach(thread.io());
+        let size = self.info().size_bytes;
+        let block = (BYTES as u64).max(self.info().logical_block_bytes.into()).min(size);
+        let read = |offset| {
+            let read = thread.block_on(disk.read_part(offset, block)).ok()?;
+            Some(read.ok()?.to_vec())
+        };
+        format_of(&read(0)?, &read(size - block).unwrap_or_default())
+    }
+
+    /// Notes that the disk is used without a format, and that its [header](Self::foreign_format)
+    /// is that of an image, if it is. The warning is given from then on.
+    pub fn look_for_format(&self) {
+        if let Some(format) = self.foreign_format() {
+            self.shared.set_foreign_format(format);
+        }
+    }
+
+    /// Something about the content of the disk that its owner should know, and which does not keep
+    /// it from being served.
+    #[must_use]
+    pub fn warning(&self) -> Option<String> {
+        let of_kind = match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => None,
+            SourceKind::Other(source) => source.warning(),
+        };
+        of_kind.or_else(|| self.shared.foreign_format().map(warning))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use crate::disk::{DiskOptions, DiskSource, format_warning};
+
+    /// Front of a VHD image.
+    const VHD: &[u8] = b"conectix";
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_header_is_found_in_files_of_all_lengths_and_in_layers() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for bytes in [8192, 8704, 196_624 / 512 * 512] {
+            file.as_file().set_len(0).unwrap();
+            file.as_file().set_len(bytes).unwrap();
+            for direct in [false, true] {
+                let options = DiskOptions { direct, ..DiskOptions::default() };
+                // Not every file system of a test has direct I/O.
+                let Ok(source) = DiskSource::file(file.path(), &options) else { continue };
+                source.look_for_format();
+                assert_eq!(source.warning(), None);
+                file.as_file().write_all_at(VHD, bytes - 512).unwrap();
+                assert_eq!(source.foreign_format(), Some("VHD"), "{bytes} {direct}");
+                let part = DiskSource::raw(source.clone(), bytes - 512, None).unwrap();
+                assert_eq!(part.foreign_format(), Some("VHD"), "{bytes} {direct}");
+                source.look_for_format();
+                assert!(source.clone().warning().unwrap().contains("header of a VHD image"));
+                file.as_file().write_all_at(&[0; 8], bytes - 512).unwrap();
+            }
+            let all = format_warning(file.path());
+            assert_eq!(all, None);
+            file.as_file().write_all_at(b"QFI\xfb\0\0\0\x03", 0).unwrap();
+            let warning = format_warning(file.path()).unwrap();
+            assert!(warning.contains("a qcow2 image") && warning.contains("qcow2:PATH"));
+        }
+    }
+}

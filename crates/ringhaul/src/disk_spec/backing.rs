@@ -1,0 +1,140 @@
+//! Backing files that an image may have.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// Separates the names of a list. The first part of a backing file's name has none: it would be the
+/// scheme of a URI.
+const SEPARATOR: char = ':';
+
+/// Backing files that an image may have. The image itself names them, and may have come from
+/// anywhere.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub enum BackingFiles {
+    /// It may have none.
+    #[default]
+    None,
+    /// These files, with the backing files of backing files. Relative paths begin in the folder of
+    /// the image.
+    Named(Vec<PathBuf>),
+    /// All files in the folder of the image, and in folders inside.
+    Beside,
+    /// All files of this machine: the image is trusted.
+    Anywhere,
+}
+
+/// Choices that have a word of their own.
+const WORDS: [(&str, BackingFiles); 3] = [
+    ("none", BackingFiles::None),
+    ("beside", BackingFiles::Beside),
+    ("anywhere", BackingFiles::Anywhere),
+];
+
+impl BackingFiles {
+    /// Reads the value of the key `backing`.
+    ///
+    /// # Errors
+    ///
+    /// When one of its names is empty.
+    pub(super) fn parse(text: &str) -> Result<Self> {
+        if let Some((_, choice)) = WORDS.iter().find(|(word, _)| *word == text) {
+            return Ok(choice.clone());
+        }
+        ensure!(
+            text.split(SEPARATOR).all(|name| !name.is_empty()),
+            "backing={text} has an empty name (expected: none, beside, anywhere, or names of files \
+             with colons between them)"
+        );
+        Ok(Self::Named(text.split(SEPARATOR).map(PathBuf::from).collect()))
+    }
+}
+
+impl fmt::Display for BackingFiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self, WORDS.iter().find(|(_, choice)| choice == self)) {
+            (_, Some((word, _))) => f.write_str(word),
+            (Self::Named(names), None) => {
+                let names: Vec<_> = names.iter().map(|name| name.display().to_string()).collect();
+                f.write_str(&names.join(":"))
+            }
+            _ => unreachable!("each other choice has a word"),
+        }
+    }
+}
+
+impl Serialize for BackingFiles {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Named(names) => names.serialize(serializer),
+            word => serializer.collect_str(word),
+        }
+    }
+}
+
+/// Forms in which they are written in a table.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "none, beside, anywhere, or a list of files")]
+enum Form {
+    Text(String),
+    Names(Vec<PathBuf>),
+}
+
+impl<'de> Deserialize<'de> for BackingFiles {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Form::deserialize(deserializer)? {
+            Form::Text(text) => Self::parse(&text).map_err(serde::de::Error::custom),
+            Form::Names(names) => Ok(Self::Named(names)),
+        }
+    }
+}
+
+impl JsonSchema for BackingFiles {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "BackingFiles".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let words = WORDS.map(|(word, _)| word);
+        json_schema!({
+            "description": "Backing files that an image may have, which the image itself names: \
+                            none, all files beside it, files anywhere, or a list of files. \
+                            Relative paths of the list begin in the folder of the image.",
+            "oneOf": [
+                { "type": "string", "enum": words },
+                { "type": "array", "items": { "type": "string" } },
+            ],
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_and_names_are_read_in_both_forms() {
+        let named = |names: &[&str]| BackingFiles::Named(names.iter().map(PathBuf::from).collect());
+        for (text, expected, json) in [
+            ("none", BackingFiles::None, r#""none""#),
+            ("beside", BackingFiles::Beside, r#""beside""#),
+            ("anywhere", BackingFiles::Anywhere, r#""anywhere""#),
+            ("base.img", named(&["base.img"]), r#"["base.img"]"#),
+            ("./none:/a/b", named(&["./none", "/a/b"]), r#"["./none","/a/b"]"#),
+        ] {
+            let read = BackingFiles::parse(text).unwrap();
+            assert_eq!((&read, read.to_string()), (&expected, text.to_owned()));
+            assert_eq!(serde_json::to_string(&read).unwrap(), json);
+            assert_eq!(serde_json::from_str::<BackingFiles>(json).unwrap(), expected);
+        }
+        for text in ["", ":a", "a::b", "a:"] {
+            let error = BackingFiles::parse(text).unwrap_err().to_string();
+            assert!(error.contains("has an empty name"), "{error}");
+        }
+        let error = serde_json::from_str::<BackingFiles>("3").unwrap_err().to_string();
+        assert!(error.contains("or a list of files"), "{error}");
+    }
+}
