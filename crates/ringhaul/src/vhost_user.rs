@@ -6,6 +6,7 @@
 //! waits: one thread can drive the sessions of all exports, and a simulation can drive one by hand.
 
 mod body;
+mod call;
 mod channel;
 mod config;
 mod connection;

@@ -13,6 +13,7 @@ use device::{Pending, QueueRole, StopKind};
 use iomem::fits;
 use virtqueue::{MAX_REGIONS, MemoryFiles};
 
+use super::call::{Call, CallRelay};
 use super::channel::Message;
 use super::config;
 use super::describe::describe;
@@ -42,6 +43,8 @@ pub(super) struct Connection {
     pub(super) status: u8,
     /// For messages that begin here.
     pub(super) backend_channel: Option<OwnedFd>,
+    /// For call descriptors that are no eventfds.
+    pub(super) relay: CallRelay,
     /// The ring for requests that concern those in others.
     control_ring: Option<usize>,
     /// It may have to start when others have.
@@ -66,6 +69,7 @@ impl Connection {
             rings_need_enable: false,
             status: 0,
             backend_channel: None,
+            relay: CallRelay::default(),
             control_ring,
             control_is_due: false,
             to_stop: (0..0, StopKind::Final),
@@ -211,7 +215,9 @@ impl Connection {
             }
             Request::SetVringCall { index, .. } => {
                 let ring = self.ring(index.into())?;
-                self.rings[ring].set_call(eventfd(fd, "call", index)?)?;
+                let (relay, examiner) = (&mut self.relay, &self.setup.examiner);
+                let call = |fd| Call::new(fd, &format!("a call of queue {index}"), relay, examiner);
+                self.rings[ring].set_call(fd.map(call).transpose()?)?;
                 return Ok(Outcome::Done);
             }
             Request::SetVringErr { index, .. } => {
@@ -459,6 +465,7 @@ impl Connection {
     pub(super) fn let_go(&mut self) -> Option<Pending<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
+        self.relay = CallRelay::default();
         self.inflight = None;
         if let Some(channel) = self.backend_channel.take() {
             drop(ForeignFd::new(channel, Arc::clone(&self.setup.examiner)));

@@ -14,6 +14,10 @@ const LEFT_MAX: usize = 512;
 /// Threads that examine and map memory. One that hangs leaves the others to the next front-end.
 const MAP_THREADS: usize = 4;
 
+/// Threads that pass calls on. Each belongs to one front-end; all but the last can only be left of
+/// earlier ones, because a write hangs.
+const RELAYS_MAX: usize = 4;
+
 /// To unmap memory that is in use takes some 0.2 ms for each MiB. Up to this size, the last user
 /// unmaps it itself: a thread costs as much.
 const UNMAP_AT_ONCE_BYTES: u64 = 16 << 20;
@@ -30,6 +34,8 @@ pub struct Examiner {
     open: AtomicUsize,
     /// The most that a front-end may have open, with those of its rings.
     open_max: AtomicUsize,
+    /// Threads that pass calls on.
+    relays: AtomicUsize,
 }
 
 impl Default for Examiner {
@@ -41,6 +47,7 @@ impl Default for Examiner {
             unmaps: lane("ringhaul-unmap", 1),
             open: AtomicUsize::new(0),
             open_max: AtomicUsize::new(usize::MAX),
+            relays: AtomicUsize::new(0),
         }
     }
 }
@@ -127,6 +134,23 @@ impl Counted {
 impl Drop for Counted {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The right to have one thread that passes calls on, until this is dropped.
+pub(super) struct RelayPlace(Arc<Examiner>);
+
+impl RelayPlace {
+    /// None when too many such threads hang.
+    pub(super) fn take(examiner: &Arc<Examiner>) -> Option<Self> {
+        let place = Self(Arc::clone(examiner));
+        (examiner.relays.fetch_add(1, Ordering::Relaxed) < RELAYS_MAX).then_some(place)
+    }
+}
+
+impl Drop for RelayPlace {
+    fn drop(&mut self) {
+        self.0.relays.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -232,7 +256,9 @@ pub(super) mod tests {
         }
 
         pub(in super::super) fn is_idle(&self) -> bool {
-            [&self.closes, &self.maps, &self.unmaps].iter().all(|lane| lane.jobs().threads == 0)
+            let lanes = [&self.closes, &self.maps, &self.unmaps];
+            let relays = self.relays.load(Ordering::Relaxed);
+            relays == 0 && lanes.iter().all(|lane| lane.jobs().threads == 0)
         }
     }
 

@@ -19,6 +19,17 @@ use rustix::net::{AddressFamily, SocketType, sockopt};
 
 use super::examiner::{Counted, Examiner};
 
+/// The kinds of descriptor through which a front-end can be called.
+pub(super) enum Kind {
+    Eventfd,
+    Pipe,
+    /// A Unix stream socket whose other end has no name. The front-end's end of its own connection
+    /// is none: the connection would never hang up while the daemon has it.
+    SocketPair,
+    /// Anything else, and the kernel's name for it.
+    Other(PathBuf),
+}
+
 /// A descriptor of the front-end's. Dropping it does not wait.
 pub(super) struct ForeignFd {
     fd: Option<OwnedFd>,
@@ -34,7 +45,7 @@ impl ForeignFd {
     /// The eventfd that it must be, made non-blocking; `what` names it. Nothing else can be watched
     /// or written to without waiting for it.
     pub(super) fn into_eventfd(mut self, what: &str) -> io::Result<OwnedFd> {
-        let kind = self.kind()?;
+        let kind = kind_of(self.as_fd())?;
         if kind.as_os_str() != EVENTFD {
             let text = format!("{what} that is not an eventfd but {}", kind.display());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
@@ -64,9 +75,17 @@ impl ForeignFd {
         Some(HeldFile { file: Some(Arc::new(self.fd.take()?.into())), examiner })
     }
 
-    /// What the kernel calls it: a path, or the kind of what has none.
-    fn kind(&self) -> io::Result<PathBuf> {
-        kind_of(self.as_fd())
+    /// The kind of a descriptor for calls, without a question to a file system.
+    pub(super) fn kind(&self) -> io::Result<Kind> {
+        let kind = kind_of(self.as_fd())?;
+        let name = kind.as_os_str().as_encoded_bytes();
+        Ok(match name {
+            _ if name == EVENTFD.as_bytes() => Kind::Eventfd,
+            // A pipe with a name, which a file system keeps, has a path here.
+            _ if name.starts_with(b"pipe:[") => Kind::Pipe,
+            _ if is_unix_stream(self.as_fd()) && is_peer_unnamed(self.as_fd()) => Kind::SocketPair,
+            _ => Kind::Other(kind),
+        })
     }
 }
 
@@ -186,6 +205,11 @@ fn closes_at_once(fd: BorrowedFd<'_>) -> bool {
 fn is_unix_stream(fd: BorrowedFd<'_>) -> bool {
     sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX)
         && sockopt::socket_type(fd) == Ok(SocketType::STREAM)
+}
+
+fn is_peer_unnamed(fd: BorrowedFd<'_>) -> bool {
+    let socket = fd.try_clone_to_owned().map(UnixStream::from);
+    socket.and_then(|socket| socket.peer_addr()).is_ok_and(|peer| peer.is_unnamed())
 }
 
 #[cfg(test)]

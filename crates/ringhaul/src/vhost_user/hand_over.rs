@@ -9,6 +9,7 @@ use std::time::Instant;
 use device::Negotiated;
 use serde::{Deserialize, Serialize};
 
+use super::call::{Call, CallRelay};
 use super::channel::Channel;
 use super::config;
 use super::connection::Connection;
@@ -148,9 +149,10 @@ impl SessionState {
         if let Some(inflight) = self.inflight {
             connection.inflight = Some(inflight.map(&connection.setup, fds)?);
         }
-        for (ring, fields) in connection.rings.iter_mut().zip(self.rings) {
+        let Connection { rings, relay, setup, .. } = &mut connection;
+        for (ring, fields) in rings.iter_mut().zip(self.rings) {
             // One that does not fit into the memory did not run in the old process either.
-            fields.take_over(ring, fds)?;
+            fields.take_over(ring, relay, setup, fds)?;
             ring.set_paused();
         }
         let channel = self.channel.take_over(&connection.setup, fds, now)?;
@@ -248,12 +250,22 @@ impl RingFields {
             enabled: settings.enabled,
             next_avail: ring.next_avail,
             kick: fds.put_some("kick", settings.kick.as_deref())?,
-            call: fds.put_some("call", ring.call.as_ref())?,
+            call: fds.put_some("call", ring.call.as_ref().map(Call::brought))?,
             err: fds.put_some("err", ring.err.as_ref())?,
         })
     }
 
-    fn take_over(self, ring: &mut RingState, fds: &mut HandedFds) -> io::Result<()> {
+    fn take_over(
+        self,
+        ring: &mut RingState,
+        relay: &mut CallRelay,
+        setup: &SessionSetup,
+        fds: &mut HandedFds,
+    ) -> io::Result<()> {
+        let call = |fd| {
+            let fd = ForeignFd::new(fd, Arc::clone(&setup.examiner));
+            Call::new(fd, "a call", relay, &setup.examiner)
+        };
         let addresses = self.addresses.map(|[desc_table, avail_ring, used_ring]| RingAddresses {
             desc_table,
             avail_ring,
@@ -265,7 +277,7 @@ impl RingFields {
         ring.settings.enabled = self.enabled;
         ring.settings.kick = fds.take_some(self.kick)?.map(Arc::new);
         ring.next_avail = self.next_avail;
-        ring.call = fds.take_some(self.call)?;
+        ring.call = fds.take_some(self.call)?.map(call).transpose()?;
         ring.err = fds.take_some(self.err)?;
         Ok(())
     }

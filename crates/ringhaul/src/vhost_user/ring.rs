@@ -9,6 +9,7 @@ use blockio::Remote;
 use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError, StopKind};
 use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError};
 
+use super::call::Call;
 use super::message::RingAddresses;
 use crate::status::QueueState;
 
@@ -19,7 +20,7 @@ use crate::status::QueueState;
 pub(super) struct RingState {
     pub(super) settings: RingSettings,
     pub(super) next_avail: u16,
-    pub(super) call: Option<OwnedFd>,
+    pub(super) call: Option<Call>,
     pub(super) err: Option<OwnedFd>,
     service: Service,
     /// It was stopped only to be started again.
@@ -149,7 +150,7 @@ impl RingState {
                 .transpose()
                 .map_err(io::Error::other)?,
             kick: clone(kick.as_deref())?,
-            call: clone(self.call.as_ref())?,
+            call: clone(self.call.as_ref().map(Call::eventfd))?,
             err: clone(self.err.as_ref())?,
         }))
     }
@@ -262,9 +263,9 @@ impl RingState {
         }
     }
 
-    pub(super) fn set_call(&mut self, call: Option<OwnedFd>) -> io::Result<()> {
+    pub(super) fn set_call(&mut self, call: Option<Call>) -> io::Result<()> {
         if let Service::Running(running) = &self.service {
-            running.set_call(clone(call.as_ref())?);
+            running.set_call(clone(call.as_ref().map(Call::eventfd))?);
         }
         self.call = call;
         Ok(())

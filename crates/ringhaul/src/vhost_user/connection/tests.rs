@@ -240,6 +240,20 @@ fn messages_that_stand_alone() {
     }
 }
 
+/// virtio_uml sends room for two regions and says that there is one.
+#[test]
+fn a_table_may_be_longer_than_its_regions() {
+    let expected = Request::SetMemTable(vec![region()]);
+    let (code, table) = expected.encode();
+    for excess in [0, 1, 8, 32, 224] {
+        let body = [table.clone(), vec![0xff; excess]].concat();
+        assert_eq!(Request::decode(code, &body), Ok(expected.clone()), "{excess} bytes more");
+    }
+    for bytes in [0, 7, 8, table.len() - 1] {
+        assert_eq!(Request::decode(code, &table[..bytes]), Err(DecodeError::BadBody), "{bytes}");
+    }
+}
+
 /// Nothing has changed then, and what the front-end must hear is marked so.
 #[test]
 fn messages_that_are_refused() {

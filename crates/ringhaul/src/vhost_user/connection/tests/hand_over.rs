@@ -73,6 +73,28 @@ fn another_size_is_told_when_the_queues_go_on() {
     }
 }
 
+/// virtio_uml brings a socket in place of an eventfd.
+#[test]
+fn calls_reach_a_socket_before_and_after() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let (mut calls, theirs) = UnixStream::pair().unwrap();
+    let set_call = Request::SetVringCall { index: 1, has_fd: true };
+    assert_eq!(scene.tell(&set_call, vec![theirs.into()]), Ended::Done);
+    // A queue that starts makes a call.
+    scene.start();
+    scene.io.turn(Wait::Never).unwrap();
+    calls.read_exact(&mut [0; 8]).unwrap();
+    let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
+    scene.end();
+    assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
+    other.io.turn(Wait::Never).unwrap();
+    calls.read_exact(&mut [0; 8]).unwrap();
+    end(other, session);
+    // Nobody has the socket now.
+    calls.set_nonblocking(false).unwrap();
+    while calls.read(&mut [0; 8]).unwrap() > 0 {}
+}
+
 #[test]
 fn a_ring_outside_the_memory_stops_alone() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
