@@ -1,18 +1,23 @@
 //! Real guests for tests: a Debian or Ubuntu kernel in QEMU with disks over vhost-user.
 //!
 //! [`Image`] is what boots, [`Accelerator`] says how fast, [`Vm`] is the running guest. `cargo
-//! guest` offers the same by hand. The guest's side is the script `guest/init`.
+//! guest` offers the same by hand. The guest's side is the script `guest/init`. [`run_uml`] boots
+//! another kernel, which is a process of this machine.
 
 mod accelerator;
 mod channel;
 mod cpio;
 mod image;
 mod kernel;
+mod kvm;
 mod qemu;
+mod uml;
 mod vm;
 
 pub use accelerator::Accelerator;
 pub use channel::Stop;
 pub use image::{BOOTED_FROM_DISK, Image, shared_libraries};
+pub use kvm::{KVM_DISK_BYTES, KvmGuest, Monitor, lacks_kvm};
 pub use qemu::QemuCrashed;
+pub use uml::run_uml;
 pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

@@ -9,12 +9,14 @@ mod held;
 mod images;
 mod kills;
 mod kinds;
+mod kvm;
 mod nbd;
 mod polling;
 mod resize;
 mod scsi;
 mod scsi_boot;
 mod scsi_names;
+mod uml;
 mod upgrades;
 mod verified;
 

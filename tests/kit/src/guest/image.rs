@@ -288,7 +288,11 @@ fn write_initramfs(inputs: &Inputs, kernel: &Kernel, path: &Path) -> Result<()> 
     Ok(())
 }
 
-fn add_file(archive: &mut Archive<BufWriter<File>>, source: &Path, path: &str) -> Result<()> {
+pub(super) fn add_file(
+    archive: &mut Archive<BufWriter<File>>,
+    source: &Path,
+    path: &str,
+) -> Result<()> {
     let content = std::fs::read(source).with_context(|| format!("reading {}", source.display()))?;
     archive
         .file(path, 0o755, &content)

@@ -1,0 +1,272 @@
+//! A guest of some pages that a monitor runs with KVM.
+//!
+//! On some hosts KVM interprets the kernel mode of a guest, instruction by instruction, and a Linux
+//! kernel takes minutes to boot. User mode runs at full speed everywhere. So this guest leaves
+//! kernel mode after some dozen instructions, and drives its disk from user mode: `kvm/guest.c`.
+
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_tools::process::{output, retry, wait_child};
+use ringhaul_tools::workspace;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::image::{guest_dir, lock};
+
+const START: &str = include_str!("kvm/start.S");
+const GUEST: &str = include_str!("kvm/guest.c");
+const LAYOUT: &str = include_str!("kvm/guest.ld");
+
+/// The smallest disk that the guest can use.
+pub const KVM_DISK_BYTES: u64 = 16 << 20;
+
+/// The version of Alioth that tests install.
+const ALIOTH_VERSION: &str = "0.12.0";
+
+/// The end of a hopeless wait for a line of the guest.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// The time that a monitor may take to end.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// A program that runs guests.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Monitor {
+    /// QEMU's microvm: virtio-mmio, two queues, connects again.
+    Qemu,
+    /// Alioth: virtio-pci, never connects again.
+    Alioth(PathBuf),
+    /// Cloud Hypervisor: virtio-pci, connects again.
+    CloudHypervisor(PathBuf),
+    /// Firecracker: virtio-mmio, never connects again.
+    Firecracker(PathBuf),
+}
+
+impl Monitor {
+    /// Cloud Hypervisor and Firecracker, as far as `$PATH` has them.
+    #[must_use]
+    pub fn of_path() -> Vec<Self> {
+        let cloud_hypervisor = workspace::find_program("cloud-hypervisor");
+        let firecracker = workspace::find_program("firecracker");
+        let cloud_hypervisor = cloud_hypervisor.map(Self::CloudHypervisor);
+        cloud_hypervisor.into_iter().chain(firecracker.map(Self::Firecracker)).collect()
+    }
+
+    /// Alioth from `$PATH`, or installed below the target folder.
+    ///
+    /// # Errors
+    /// When cargo cannot install it.
+    pub fn alioth() -> Result<Self> {
+        if let Some(program) = workspace::find_program("alioth") {
+            return Ok(Self::Alioth(program));
+        }
+        let _lock = lock()?;
+        let folder = guest_dir()?.join(format!("alioth-{ALIOTH_VERSION}"));
+        let program = folder.join("bin/alioth");
+        if !program.is_file() {
+            eprintln!("guest: installing Alioth, which takes some minutes, once");
+            let build = tempfile::tempdir_in(guest_dir()?).context("making a folder")?;
+            let mut install = workspace::cargo();
+            install
+                .args(["install", "alioth-cli", "--version", ALIOTH_VERSION])
+                .args(["--locked", "--debug", "--quiet", "--root"])
+                .arg(&folder)
+                .arg("--target-dir")
+                .arg(build.path());
+            output(&mut install).context("installing Alioth")?;
+        }
+        Ok(Self::Alioth(program))
+    }
+
+    /// True if it brings a new daemon the state of the guest's disk by itself.
+    #[must_use]
+    pub fn connects_again(&self) -> bool {
+        matches!(self, Self::Qemu | Self::CloudHypervisor(_))
+    }
+
+    /// True if a guest can reset the disk. Alioth 0.12 panics then, and Firecracker has no reset.
+    #[must_use]
+    pub fn resets_devices(&self) -> bool {
+        matches!(self, Self::Qemu | Self::CloudHypervisor(_))
+    }
+
+    /// Its command line for the guest in `folder`, whose disk is served on `socket`.
+    fn command(&self, folder: &Path, socket: &Path) -> Result<Command> {
+        let (kernel, socket) = (folder.join("guest").display().to_string(), socket.display());
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]);
+        match self {
+            Self::Qemu => {
+                command
+                    .args([
+                        "qemu-system-x86_64",
+                        "-accel",
+                        "kvm",
+                        "-cpu",
+                        "host,-arch-capabilities",
+                    ])
+                    .args([
+                        "-machine",
+                        "microvm,acpi=off,pit=off,pic=off,rtc=off,memory-backend=memory",
+                    ])
+                    .args([
+                        "-m",
+                        "64M",
+                        "-object",
+                        "memory-backend-memfd,id=memory,size=64M,share=on",
+                    ])
+                    .args(["-bios", "qboot.rom", "-kernel", &kernel])
+                    .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"])
+                    .args(["-serial", "stdio", "-global", "virtio-mmio.force-legacy=false"])
+                    .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
+                    .args(["-device", "vhost-user-blk,chardev=disk,num-queues=2"]);
+            }
+            Self::Alioth(program) => {
+                // Its serial port is a terminal or nothing.
+                let line = format!(
+                    "exec {} boot --pvh {kernel} --memory size=64M,backend=memfd,shared=true \
+                     --cpu count=1 --blk vu,socket={socket}",
+                    program.display()
+                );
+                command.args(["script", "--quiet", "--flush", "--command", &line, "/dev/null"]);
+            }
+            Self::CloudHypervisor(program) => {
+                command
+                    .arg(program)
+                    .args([
+                        "--kernel",
+                        &kernel,
+                        "--memory",
+                        "size=64M,shared=on",
+                        "--cpus",
+                        "boot=1",
+                    ])
+                    .args(["--serial", "tty", "--console", "off", "--disk"])
+                    .arg(format!("vhost_user=true,socket={socket},num_queues=1,queue_size=128"));
+            }
+            Self::Firecracker(program) => {
+                let config = folder.join("firecracker.json");
+                std::fs::write(&config, firecracker_config(&kernel, &socket.to_string()))
+                    .context("writing a configuration")?;
+                command.arg(program).args(["--no-api", "--config-file"]).arg(config);
+            }
+        }
+        Ok(command)
+    }
+}
+
+fn firecracker_config(kernel: &str, socket: &str) -> String {
+    let config = json!({
+        "boot-source": {"kernel_image_path": kernel, "boot_args": ""},
+        "machine-config": {"vcpu_count": 1, "mem_size_mib": 64},
+        "drives": [{
+            "drive_id": "disk",
+            "is_root_device": false,
+            "cache_type": "Writeback",
+            "socket": socket,
+        }],
+    });
+    config.to_string()
+}
+
+/// The reason why no guest can be run with KVM here, if there is one.
+#[must_use]
+pub fn lacks_kvm() -> Option<String> {
+    let opened = OpenOptions::new().read(true).write(true).open("/dev/kvm");
+    opened.err().map(|error| format!("/dev/kvm cannot be opened: {error}"))
+}
+
+/// A guest that reads and writes until this is dropped.
+pub struct KvmGuest {
+    monitor: Child,
+    console: PathBuf,
+    _folder: TempDir,
+}
+
+impl KvmGuest {
+    /// Builds the guest, and has a monitor run it on the disk that is served on `socket`.
+    ///
+    /// # Errors
+    /// When the compiler or the monitor is missing.
+    pub fn start(monitor: &Monitor, socket: &Path) -> Result<Self> {
+        let folder = tempfile::tempdir().context("making a folder for the guest")?;
+        build(folder.path(), monitor.resets_devices())?;
+        let console = folder.path().join("console");
+        let file = File::create(&console).context("creating the console's file")?;
+        let errors = file.try_clone().context("duplicating a descriptor")?;
+        let mut command = monitor.command(folder.path(), socket)?;
+        command.stdin(Stdio::null()).stdout(file).stderr(errors);
+        let monitor = command.spawn().with_context(|| format!("starting {monitor:?}"))?;
+        Ok(Self { monitor, console, _folder: folder })
+    }
+
+    /// The output of the guest and its monitor.
+    #[must_use]
+    pub fn console(&self) -> String {
+        let console = std::fs::read(&self.console).unwrap_or_default();
+        String::from_utf8_lossy(&console).replace('\r', "")
+    }
+
+    /// The last round whose requests were all answered and right.
+    #[must_use]
+    pub fn round(&self) -> u64 {
+        let console = self.console();
+        let numbers = console.lines().filter_map(|line| line.strip_prefix("round ")?.parse().ok());
+        numbers.max().unwrap_or(0)
+    }
+
+    /// Waits for more rounds, of which all but the first have begun since.
+    ///
+    /// # Errors
+    /// When the guest finds something wrong, stands still, or has ended.
+    pub fn wait_rounds(&mut self, more: u64) -> Result<()> {
+        let wanted = self.round() + more;
+        let mut ended = None;
+        let waited = retry(LIMIT, || {
+            let console = self.console();
+            let has_failed = console.lines().any(|line| line.starts_with("failed: "));
+            if has_failed || self.monitor.try_wait()?.is_some() {
+                ended = Some(console);
+                return Ok(());
+            }
+            ensure!(self.round() >= wanted, "round {wanted} is not over");
+            Ok(())
+        });
+        if let Some(console) = ended {
+            bail!("the guest has ended:\n{console}");
+        }
+        waited.with_context(|| format!("the guest stands still:\n{}", self.console()))
+    }
+}
+
+impl Drop for KvmGuest {
+    fn drop(&mut self) {
+        // `script` ends the monitor behind its terminal.
+        let _ = kill_process(Pid::from_child(&self.monitor), Signal::TERM);
+        if wait_child(&mut self.monitor, Instant::now() + END_LIMIT).is_err() {
+            let _ = self.monitor.kill();
+            let _ = self.monitor.wait();
+        }
+    }
+}
+
+fn build(folder: &Path, resets: bool) -> Result<()> {
+    for (name, text) in [("start.S", START), ("guest.c", GUEST), ("guest.ld", LAYOUT)] {
+        std::fs::write(folder.join(name), text).with_context(|| format!("writing {name}"))?;
+    }
+    let mut compiler = Command::new("cc");
+    compiler
+        .current_dir(folder)
+        .args(["-O2", "-Wall", "-Wextra", "-Werror", "-static", "-nostdlib", "-ffreestanding"])
+        .args(["-fno-pic", "-no-pie", "-fno-stack-protector", "-fno-builtin", "-mno-red-zone"])
+        .args(["-mgeneral-regs-only", &format!("-DROUNDS_OF_RESET={}", if resets { 3 } else { 0 })])
+        .args(["-Wl,-T,guest.ld,--build-id=none,--no-warn-rwx-segments,-z,noexecstack"])
+        .args(["-o", "guest", "start.S", "guest.c"]);
+    output(&mut compiler).context("building the guest")?;
+    Ok(())
+}

@@ -1,0 +1,460 @@
+/* A guest that drives one virtio block device from user mode by looking at its rings, and verifies
+ * each answer. It tells its progress on the serial port: `round N` after each round of requests,
+ * `reset N` after a reset of the device, `failed: ...` for the first thing that is wrong.
+ *
+ * Each block of the disk has its number and a generation in all its words, which are 0 on a disk
+ * that nobody has written. A round reads and writes at random, flushes, and reads all blocks. */
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long u64;
+
+enum {
+    BLOCK_BYTES = 4096,
+    BLOCKS = 4096,
+    RUN_MAX = 16,
+    DEPTH = 16,
+    QUEUES = 2,
+    QUEUE_SIZE = 64,
+    REQUESTS = 1500,
+};
+
+/* Requests of virtio-blk. */
+enum { IN = 0, OUT = 1, FLUSH = 4, GET_ID = 8, UNKNOWN = 99 };
+
+/* The serial port. */
+
+static void out8(u16 port, u8 value) { asm volatile("outb %0, %1" ::"a"(value), "Nd"(port)); }
+static void out16(u16 port, u16 value) { asm volatile("outw %0, %1" ::"a"(value), "Nd"(port)); }
+static void out32(u16 port, u32 value) { asm volatile("outl %0, %1" ::"a"(value), "Nd"(port)); }
+
+static u8 in8(u16 port) {
+    u8 value;
+    asm volatile("inb %1, %0" : "=a"(value) : "Nd"(port));
+    return value;
+}
+
+static u32 in32(u16 port) {
+    u32 value;
+    asm volatile("inl %1, %0" : "=a"(value) : "Nd"(port));
+    return value;
+}
+
+static void say(const char *text) {
+    for (; *text; text++) {
+        while (!(in8(0x3fd) & 0x20))
+            ;
+        out8(0x3f8, *text);
+    }
+}
+
+static void say_number(const char *text, u64 number) {
+    char digits[21];
+    int at = 20;
+    digits[at] = 0;
+    do {
+        digits[--at] = '0' + number % 10;
+        number /= 10;
+    } while (number);
+    say(text);
+    say(digits + at);
+}
+
+static void fail(const char *what, u64 number) {
+    say("failed: ");
+    say_number(what, number);
+    say("\n");
+    for (;;)
+        asm volatile("pause");
+}
+
+/* The device, behind one of two transports. */
+
+static u8 *mmio;                           /* virtio-mmio, or none */
+static u8 *common, *notify, *configuration; /* virtio-pci */
+static u32 notify_multiplier;
+
+static u32 get(u8 *at) { return *(volatile u32 *)at; }
+static void put(u8 *at, u32 value) { *(volatile u32 *)at = value; }
+static void put64(u8 *at, u64 value) {
+    put(at, value);
+    put(at + 4, value >> 32);
+}
+
+static void set_status(u8 status) {
+    if (mmio)
+        put(mmio + 0x70, status);
+    else
+        *(volatile u8 *)(common + 20) = status;
+}
+
+static u8 get_status(void) {
+    return mmio ? get(mmio + 0x70) : *(volatile u8 *)(common + 20);
+}
+
+static u32 get_features(u32 half) {
+    if (mmio) {
+        put(mmio + 0x14, half);
+        return get(mmio + 0x10);
+    }
+    put(common, half);
+    return get(common + 4);
+}
+
+static void set_features(u32 half, u32 value) {
+    u8 *at = mmio ? mmio + 0x24 : common + 8;
+    put(at, half);
+    put(mmio ? mmio + 0x20 : common + 12, value);
+}
+
+/* The rings. */
+
+struct desc {
+    u64 addr;
+    u32 len;
+    u16 flags, next;
+};
+
+struct queue {
+    struct desc descs[QUEUE_SIZE];
+    struct {
+        u16 flags, idx, ring[QUEUE_SIZE], used_event;
+    } avail __attribute__((aligned(4096)));
+    struct {
+        u16 flags, idx;
+        struct {
+            u32 id, len;
+        } ring[QUEUE_SIZE];
+        u16 avail_event;
+    } used __attribute__((aligned(4096)));
+} __attribute__((aligned(4096)));
+
+struct slot {
+    struct {
+        u32 type, reserved;
+        u64 sector;
+    } header;
+    u8 status;
+    u8 busy;
+    u32 type, block, blocks;
+    u8 data[RUN_MAX * BLOCK_BYTES] __attribute__((aligned(4096)));
+};
+
+static struct queue queues[QUEUES];
+static struct slot slots[QUEUES][DEPTH];
+static u16 seen[QUEUES];
+static u8 *kicks[QUEUES];
+static u32 queue_count;
+static u32 generations[BLOCKS];
+static u8 taken[BLOCKS];
+static u64 random_state = 88172645463325252;
+
+static u64 random(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+static void clear(void *at, u64 bytes) {
+    for (u64 i = 0; i < bytes / 8; i++)
+        ((volatile u64 *)at)[i] = 0;
+}
+
+static void set_up_queue(u32 index) {
+    struct queue *queue = &queues[index];
+    clear(queue, sizeof *queue);
+    seen[index] = 0;
+    /* Nobody is to be called. */
+    queue->avail.flags = 1;
+    u64 desc = (u64)queue->descs, avail = (u64)&queue->avail, used = (u64)&queue->used;
+    if (mmio) {
+        put(mmio + 0x30, index);
+        if (get(mmio + 0x34) < QUEUE_SIZE)
+            fail("entries of a queue: ", get(mmio + 0x34));
+        put(mmio + 0x38, QUEUE_SIZE);
+        put64(mmio + 0x80, desc);
+        put64(mmio + 0x90, avail);
+        put64(mmio + 0xa0, used);
+        put(mmio + 0x44, 1);
+        kicks[index] = mmio + 0x50;
+        return;
+    }
+    *(volatile u16 *)(common + 22) = index;
+    *(volatile u16 *)(common + 24) = QUEUE_SIZE;
+    put64(common + 32, desc);
+    put64(common + 40, avail);
+    put64(common + 48, used);
+    kicks[index] = notify + *(volatile u16 *)(common + 30) * notify_multiplier;
+    *(volatile u16 *)(common + 28) = 1;
+}
+
+static void set_up_device(void) {
+    set_status(0);
+    while (get_status() != 0)
+        ;
+    set_status(1);
+    set_status(3);
+    if (!(get_features(1) & 1))
+        fail("not a device of version 1", 0);
+    u32 features = get_features(0) & (1 << 9 | 1 << 12); /* FLUSH and MQ */
+    set_features(0, features);
+    set_features(1, 1);
+    set_status(11);
+    if (!(get_status() & 8))
+        fail("the device refuses the features", features);
+    u8 *config = mmio ? mmio + 0x100 : configuration;
+    if (get(config) < BLOCKS * (BLOCK_BYTES / 512) && get(config + 4) == 0)
+        fail("sectors of the disk: ", get(config));
+    queue_count = 1;
+    if (features & 1 << 12 && *(volatile u16 *)(config + 34) >= QUEUES)
+        queue_count = QUEUES;
+    for (u32 index = 0; index < queue_count; index++)
+        set_up_queue(index);
+    set_status(15);
+}
+
+/* Offers what the slot asks for, in the descriptors of the slot. */
+static void offer(u32 index, u32 place, u32 data_bytes) {
+    struct queue *queue = &queues[index];
+    struct slot *slot = &slots[index][place];
+    int to_device = slot->type == OUT;
+    u16 head = 3 * place;
+    struct desc *desc = &queue->descs[head];
+    slot->header.type = slot->type;
+    slot->header.sector = (u64)slot->block * (BLOCK_BYTES / 512);
+    slot->status = 0xff;
+    slot->busy = 1;
+    desc[0] = (struct desc){(u64)&slot->header, 16, 1, head + 1};
+    desc[1] = (struct desc){(u64)slot->data, data_bytes, to_device ? 1 : 3, head + 2};
+    desc[2] = (struct desc){(u64)&slot->status, 1, 2, 0};
+    if (data_bytes == 0)
+        desc[0].next = head + 2;
+    u16 idx = queue->avail.idx;
+    queue->avail.ring[idx % QUEUE_SIZE] = head;
+    asm volatile("mfence" ::: "memory");
+    *(volatile u16 *)&queue->avail.idx = idx + 1;
+    asm volatile("mfence" ::: "memory");
+    if (!(*(volatile u16 *)&queue->used.flags & 1)) {
+        if (mmio)
+            put(kicks[index], index);
+        else
+            *(volatile u16 *)kicks[index] = index;
+    }
+}
+
+static u64 word_of(u32 block) {
+    return generations[block] == 0 ? 0 : (u64)block << 32 | generations[block];
+}
+
+/* Takes the answers that are there, and checks them. Returns how many there were. */
+static u32 take_answers(u32 index) {
+    struct queue *queue = &queues[index];
+    u32 count = 0;
+    while (seen[index] != *(volatile u16 *)&queue->used.idx) {
+        asm volatile("" ::: "memory");
+        u32 id = queue->used.ring[seen[index]++ % QUEUE_SIZE].id;
+        if (id >= 3 * DEPTH || id % 3 != 0 || !slots[index][id / 3].busy)
+            fail("an answer to a request that was not made: ", id);
+        struct slot *slot = &slots[index][id / 3];
+        if (slot->status != (slot->type == UNKNOWN ? 2 : 0))
+            fail("status: ", slot->status);
+        if (slot->type == IN || slot->type == OUT) {
+            u64 *words = (u64 *)slot->data;
+            for (u32 i = 0; i < slot->blocks * (BLOCK_BYTES / 8); i++) {
+                u32 block = slot->block + i / (BLOCK_BYTES / 8);
+                if (words[i] != word_of(block))
+                    fail("block with wrong data: ", block);
+            }
+            for (u32 i = 0; i < slot->blocks; i++)
+                taken[slot->block + i] = 0;
+        }
+        slot->busy = 0;
+        count++;
+    }
+    return count;
+}
+
+/* Waits until a slot of the queue is free. */
+static u32 free_slot(u32 index) {
+    for (;;) {
+        for (u32 place = 0; place < DEPTH; place++)
+            if (!slots[index][place].busy)
+                return place;
+        take_answers(index);
+    }
+}
+
+static void settle(void) {
+    for (u32 index = 0; index < queue_count; index++)
+        for (u32 place = 0; place < DEPTH; place++)
+            while (slots[index][place].busy)
+                take_answers(index);
+}
+
+static void begin(u32 index, u32 type, u32 block, u32 blocks) {
+    u32 place = free_slot(index);
+    struct slot *slot = &slots[index][place];
+    slot->type = type;
+    slot->block = block;
+    slot->blocks = blocks;
+    u64 *words = (u64 *)slot->data;
+    for (u32 i = 0; i < blocks; i++) {
+        taken[block + i] = 1;
+        if (type == OUT)
+            generations[block + i]++;
+        for (u32 word = 0; word < BLOCK_BYTES / 8; word++)
+            words[i * (BLOCK_BYTES / 8) + word] = type == OUT ? word_of(block + i) : ~0ul;
+    }
+    offer(index, place, type == GET_ID ? 20 : blocks * BLOCK_BYTES);
+}
+
+static int is_free(u32 block, u32 blocks) {
+    for (u32 i = 0; i < blocks; i++)
+        if (taken[block + i])
+            return 0;
+    return 1;
+}
+
+static void run_round(void) {
+    for (u32 i = 0; i < REQUESTS; i++) {
+        u32 index = i % queue_count;
+        u32 blocks = 1 + random() % RUN_MAX;
+        u32 block = random() % (BLOCKS - blocks + 1);
+        while (!is_free(block, blocks))
+            for (u32 queue = 0; queue < queue_count; queue++)
+                take_answers(queue);
+        begin(index, random() % 2 ? OUT : IN, block, blocks);
+        if (i % 256 == 255) {
+            begin(index, FLUSH, 0, 0);
+            begin(index, GET_ID, 0, 0);
+            begin(index, UNKNOWN, 0, 0);
+        }
+    }
+    settle();
+    begin(0, FLUSH, 0, 0);
+    settle();
+    for (u32 block = 0; block < BLOCKS; block += RUN_MAX)
+        begin(block / RUN_MAX % queue_count, IN, block, RUN_MAX);
+    settle();
+}
+
+/* The search for the device. */
+
+extern u64 page_map[512], directories[512];
+static u64 more_directories[4][512] __attribute__((aligned(4096)));
+static u64 more_pages[8][512] __attribute__((aligned(4096)));
+static u32 directories_used, pages_used;
+
+/* Maps the GiB around an address to itself, unless it is. */
+static void map(u64 addr) {
+    u64 *top = &page_map[addr >> 39 & 511];
+    if (!*top)
+        *top = (u64)more_directories[directories_used++] + 7;
+    u64 *directory = (u64 *)(*top & ~0xffful) + (addr >> 30 & 511);
+    if (*directory)
+        return;
+    u64 *pages = more_pages[pages_used++];
+    for (u64 i = 0; i < 512; i++)
+        pages[i] = (addr & ~0x3ffffffful) + (i << 21) + 0x87;
+    *(volatile u64 *)directory = (u64)pages + 7;
+}
+
+static u32 read_pci(u32 device, u32 at) {
+    out32(0xcf8, 0x80000000 | device << 11 | (at & 0xfc));
+    return in32(0xcfc);
+}
+
+static u8 *bar_of(u32 device, u32 bar) {
+    u32 low = read_pci(device, 0x10 + 4 * bar);
+    u64 addr = low & ~15u;
+    if ((low & 6) == 4)
+        addr |= (u64)read_pci(device, 0x14 + 4 * bar) << 32;
+    map(addr);
+    return (u8 *)addr;
+}
+
+/* virtio 1.3, 4.1.4: capabilities of the vendor's own. */
+static int find_on_pci(void) {
+    for (u32 device = 0; device < 32; device++) {
+        if (read_pci(device, 0) != 0x10421af4)
+            continue;
+        /* Memory and being a master. */
+        u32 command = read_pci(device, 4);
+        out32(0xcf8, 0x80000000 | device << 11 | 4);
+        out16(0xcfc, command | 6);
+        u32 at = read_pci(device, 0x34) & 0xfc;
+        for (; at; at = read_pci(device, at) >> 8 & 0xfc) {
+            u32 head = read_pci(device, at);
+            if ((head & 0xff) != 9)
+                continue;
+            u32 type = head >> 24;
+            if (type != 1 && type != 2 && type != 4)
+                continue;
+            u8 *place = bar_of(device, read_pci(device, at + 4) & 0xff);
+            place += read_pci(device, at + 8);
+            if (type == 1)
+                common = place;
+            if (type == 2) {
+                notify = place;
+                notify_multiplier = read_pci(device, at + 16);
+            }
+            if (type == 4)
+                configuration = place;
+        }
+        return common && notify && configuration;
+    }
+    return 0;
+}
+
+/* The number behind "0x". */
+static u64 hexadecimal(const char *text) {
+    u64 number = 0;
+    for (;; text++) {
+        if (*text >= '0' && *text <= '9')
+            number = number << 4 | (*text - '0');
+        else if (*text >= 'a' && *text <= 'f')
+            number = number << 4 | (*text - 'a' + 10);
+        else
+            return number;
+    }
+}
+
+/* The command line names such devices as in virtio_mmio.device=4K@0xd0000000:5. */
+static int find_on_mmio(const char *words) {
+    for (; *words; words++) {
+        if (words[0] != '@' || words[1] != '0' || words[2] != 'x')
+            continue;
+        u8 *at = (u8 *)hexadecimal(words + 3);
+        if (get(at) == 0x74726976 && get(at + 4) == 2 && get(at + 8) == 2) {
+            mmio = at;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* The start of the loader's data (PVH). */
+struct start_info {
+    u32 magic, version, flags, modules;
+    u64 module_list, command_line;
+};
+
+void run(const struct start_info *info) {
+    say("guest\n");
+    if (!find_on_pci() && !find_on_mmio((const char *)info->command_line))
+        fail("there is no device", 0);
+    say(mmio ? "transport mmio\n" : "transport pci\n");
+    for (u64 round = 1;; round++) {
+        if (round == 1 || (ROUNDS_OF_RESET && round % ROUNDS_OF_RESET == 1)) {
+            set_up_device();
+            say_number("reset at round ", round);
+            say_number(" queues ", queue_count);
+            say("\n");
+        }
+        run_round();
+        say_number("round ", round);
+        say("\n");
+    }
+}

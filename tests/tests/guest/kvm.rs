@@ -1,0 +1,87 @@
+//! A small guest under KVM, in monitors with front-ends of their own. It reads its own data again
+//! after each kill of the daemon and each takeover.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Monitor, lacks_kvm};
+use ringhaul_kit::server::{Cache, Engine, Export};
+
+use super::{Scene, check_clean_exit};
+
+/// Runs a guest while the daemon is killed, if the monitor connects again, and while other
+/// processes take over.
+fn verified(monitor: &Monitor, engine: Engine) -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export(&format!("kvm-{engine}"), engine, Cache::None)?;
+    std::fs::File::options().write(true).open(&export.file)?.set_len(KVM_DISK_BYTES)?;
+    let export = Export { num_queues: 2, ..export };
+    let mut server = scene.serve(&export)?;
+    let mut guest = KvmGuest::start(monitor, &export.socket)?;
+    guest.wait_rounds(1)?;
+    if monitor.connects_again() {
+        for _ in 0..2 {
+            server.kill()?;
+            drop(server);
+            server = scene.serve(&export)?;
+            guest.wait_rounds(2)?;
+        }
+    }
+    for _ in 0..2 {
+        server.upgrade()?;
+        guest.wait_rounds(2)?;
+    }
+    let console = guest.console();
+    let resets = console.lines().filter(|line| line.starts_with("reset at round ")).count();
+    ensure!(!monitor.resets_devices() || resets >= 3, "{resets} resets:\n{console}");
+    drop(guest);
+    check_clean_exit(&mut server)
+}
+
+fn skipped(why: &str) -> Result<()> {
+    eprintln!("guest: skipped: {why}");
+    Ok(())
+}
+
+fn under_qemu(engine: Engine) -> Result<()> {
+    match lacks_kvm() {
+        Some(why) => skipped(&why),
+        None => verified(&Monitor::Qemu, engine),
+    }
+}
+
+#[test]
+fn qemu_with_io_uring() -> Result<()> {
+    under_qemu(Engine::IoUring)
+}
+
+#[test]
+fn qemu_with_aio() -> Result<()> {
+    under_qemu(Engine::Aio)
+}
+
+#[test]
+fn qemu_with_threads() -> Result<()> {
+    under_qemu(Engine::Threads)
+}
+
+#[test]
+fn alioth() -> Result<()> {
+    if let Some(why) = lacks_kvm() {
+        return skipped(&why);
+    }
+    match Monitor::alioth() {
+        Ok(monitor) => verified(&monitor, Engine::IoUring),
+        Err(error) => skipped(&format!("Alioth, which cannot be installed: {error:#}")),
+    }
+}
+
+#[test]
+fn monitors_of_the_path() -> Result<()> {
+    if let Some(why) = lacks_kvm() {
+        return skipped(&why);
+    }
+    let monitors = Monitor::of_path();
+    if monitors.len() < 2 {
+        skipped("$PATH lacks cloud-hypervisor, firecracker or both")?;
+    }
+    monitors.iter().try_for_each(|monitor| verified(monitor, Engine::IoUring))
+}
