@@ -16,7 +16,7 @@ use device::scsi::ScsiDevice;
 use device::scsi::access::DiskAccess;
 use device::scsi::address::UnitAddress;
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::UnitOptions;
+use device::scsi::unit::{Identifiers, UnitOptions};
 use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, open_descriptors, turn, wait};
@@ -222,6 +222,8 @@ impl<'a> Run<'a> {
             revision: "1".into(),
             serial: "serial".into(),
             naa: [0x30; 8],
+            identifiers: Identifiers::Standard,
+            obeys_stop: true,
             rotational: lun & 1 != 0,
             discard: lun & 2 == 0,
             write_cache: lun & 4 == 0,

@@ -1,6 +1,6 @@
 # Asks the units of a virtio-scsi device with the tools of sg3-utils, and checks what they say.
 # $A is LUN 0 (writable, solid-state, serial $SERIAL), $B LUN 1 (read-only), $C LUN 2
-# (rotational, no discard, with names of its own), $D is target 1, LUN 300 with the WWN
+# (rotational, no discard, its own names, obeys a stop), $D is target 1, LUN 300 with the WWN
 # 3000000000000abc. Linux finds them in any order, and shows an address of LUN 300 as 16384 more.
 at() {
     echo /dev/$(ls -d /sys/bus/scsi/devices/*:0:$1/block/* | sed 's,.*/,,')
@@ -51,6 +51,7 @@ sg_turs "$A" || fail 'it is not ready'
 [ "$(cat /sys/block/${C#/dev/}/queue/rotational)" = 1 ] || fail 'C does not rotate'
 [ "$(cat /sys/block/${C#/dev/}/queue/discard_max_bytes)" = 0 ] || fail 'C can be discarded'
 [ "$(cat /sys/block/${A#/dev/}/queue/discard_max_bytes)" -gt 0 ] || fail 'A cannot be discarded'
+say 'Relative target port: 0x1' sg_vpd -p di "$A"
 say 't10.Ringhaul' cat /sys/block/${D#/dev/}/device/wwid
 
 # What is written is there, and what is compared differs where it should.
@@ -99,8 +100,12 @@ sg_start --stop "$C" || fail 'stop'
 refuse 'not ready' sg_turs -v "$C"
 sg_start --start "$C" || fail 'start'
 sg_turs "$C" || fail 'it has not started'
-refuse 'illegal request' sg_start --eject "$C"
+sg_start --eject "$C" || fail 'eject'
 sg_turs "$C" || fail 'it was taken out'
+sg_start --load "$C" || fail 'load'
+# A unit that was not set up to obey goes on.
+sg_start --stop "$A" || fail 'stop of A'
+sg_turs "$A" || fail 'A has stopped'
 sg_prevent --prevent=1 "$A" || fail 'prevent medium removal'
 sg_prevent --allow "$A" || fail 'allow medium removal'
 # A reset starts a unit that was stopped, and is heard of once at most: Linux may take that.

@@ -21,7 +21,7 @@ use device::blk::config::{
 };
 use device::scsi::address::UnitAddress;
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::UnitOptions;
+use device::scsi::unit::{Identifiers, UnitOptions};
 use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
@@ -257,6 +257,8 @@ fn new_device(kind: Kind, source: DiskSource) -> Result<Device> {
             revision: "1".into(),
             serial: "1".into(),
             naa: [0x30, 0, 0, 0, 0, 0, 0, 1],
+            identifiers: Identifiers::Standard,
+            obeys_stop: true,
             rotational: false,
             discard: true,
             write_cache: true,

@@ -10,14 +10,17 @@ use device::scsi::ScsiDevice;
 use device::scsi::access::{DiskAccess, KeptIn};
 use device::scsi::address::UnitAddress;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
-use device::scsi::unit::UnitOptions;
+use device::scsi::unit::{Identifiers, UnitOptions};
 use device::{Device, Events};
 
 use crate::disk_accesses::DiskAccesses;
 use crate::disk_names;
 use crate::disk_rules::LimitGroups;
 use crate::open_disk::OpenDisk;
-use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{
+    DeviceSpec, DiskSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames, UnitPlace,
+    UnitSpec,
+};
 
 /// The version as INQUIRY has it, in at most 4 bytes.
 const VERSION: &str =
@@ -178,10 +181,21 @@ impl UnitSpec {
             identity => identity.to_owned(),
         };
         let text = |own: &Option<String>, usual: &str| own.clone().unwrap_or(usual.to_owned());
+        let (vendor, product, revision, names) = match own.like {
+            Some(LikeDisk::Qemu) => ("QEMU", "QEMU HARDDISK", "2.5+", UnitNames::Serial),
+            None => ("Ringhaul", "Virtual Disk", VERSION, UnitNames::Wwn),
+        };
+        let identifiers = match (own.names.unwrap_or(names), own.wwn) {
+            (UnitNames::Wwn, _) => Identifiers::Standard,
+            (UnitNames::Serial, None) => Identifiers::VendorSpecific,
+            (UnitNames::Serial, Some(_)) => Identifiers::VendorSpecificAndNaa,
+        };
         Ok(UnitOptions {
-            vendor: text(&own.vendor, "Ringhaul"),
-            product: text(&own.product, "Virtual Disk"),
-            revision: text(&own.revision, VERSION),
+            vendor: text(&own.vendor, vendor),
+            product: text(&own.product, product),
+            revision: text(&own.revision, revision),
+            identifiers,
+            obeys_stop: own.stop == Some(StopRule::Obey),
             serial: own.serial.clone().unwrap_or_else(|| disk_names::serial(&identity)),
             naa: own.wwn.map_or_else(|| disk_names::naa(&identity), |wwn| wwn.0),
             rotational: own.rotational.unwrap_or_else(|| disk.source.is_rotational()),

@@ -40,8 +40,9 @@ pub struct ExportArgs {
     /// with what `--disk` takes. `read-only`, `lock`, `cache` and
     /// `logical-block-size` are as the options of these names, which hold for units that leave them
     /// out; `serial` (36 bytes), `wwn` (16 hexadecimal digits), `rotational=on|off`,
-    /// `discard=on|off`, `vendor`, `product` and `revision` are what the guest sees. Write a comma
-    /// in a value twice.
+    /// `discard=on|off`, `vendor`, `product`, `revision`, `like=qemu` and `names=wwn|serial` are
+    /// what the guest sees; `stop=ignore|obey` is the effect of START STOP UNIT. Write a comma in a
+    /// value twice.
     #[arg(long, value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"])]
     pub lun: Vec<String>,
     /// Serve this regular file or block device.

@@ -286,6 +286,34 @@ impl UnitSpec {
     }
 }
 
+/// A disk of another program, with names that a guest keeps when it comes from there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum LikeDisk {
+    /// The disk of QEMU's `scsi-hd`.
+    Qemu,
+}
+
+/// The identifiers of a unit that udev names its disk after.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum UnitNames {
+    /// `scsi-3` and the NAA identifier.
+    Wwn,
+    /// `scsi-0VENDOR_PRODUCT_SERIAL`, unless an NAA identifier is given.
+    Serial,
+}
+
+/// The effect of START STOP UNIT.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum StopRule {
+    /// A stop has the effect of a flush.
+    Ignore,
+    /// A stop takes the disk away from all that share it, until a start.
+    Obey,
+}
+
 /// How a logical unit is shown, where it differs from what is usual.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
@@ -315,6 +343,15 @@ pub struct UnitSettings {
     pub product: Option<String>,
     /// Up to 4 bytes.
     pub revision: Option<String>,
+    /// The disk that it looks like, where nothing else is said.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub like: Option<LikeDisk>,
+    /// What udev names the disk after. `None`: as the disk that it looks like.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub names: Option<UnitNames>,
+    /// Whether START STOP UNIT stops it. `None`: it does not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop: Option<StopRule>,
     /// What the disk may do at most. Left out: as for the export, like the next two.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitSpec>,

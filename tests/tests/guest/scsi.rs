@@ -18,7 +18,7 @@ const TOOLS: &str = include_str!("../../guest/scsi-tools.sh");
 /// Units beside LUN 0.
 fn units(scene: &Scene, engine: Engine) -> Result<Vec<String>> {
     let names = "vendor=ACME,product=Old Disk,revision=7.1";
-    let rotates = format!("rotational=on,discard=off,{names}");
+    let rotates = format!("rotational=on,discard=off,stop=obey,{names}");
     let more = ["read-only=on", &rotates, "wwn=3000000000000abc"];
     let addresses = ["1", "2", "1:300"];
     let mut units = Vec::new();

@@ -28,6 +28,9 @@ fn names() -> Result<()> {
         "7,null=64M,vendor=ACME,product=Fast Disk,revision=7.1,serial=S-1,wwn=5000c5000000abcd,\
          read-only=on"
             .to_owned(),
+        "8,null=64M,like=qemu,serial=data0".to_owned(),
+        "9,null=64M,vendor=DO,product=Volume,names=serial,serial=volume-1".to_owned(),
+        "10,null=64M,like=qemu,serial=data1,wwn=5000c5000000abce".to_owned(),
     ];
     let export = scene.export("names", Engine::Aio, Cache::None)?;
     let export = Export { units: Some(units), ..export };
@@ -56,9 +59,20 @@ fn names() -> Result<()> {
     }
     has("0:7", "VENDOR=\"ACME\" MODEL=\"Fast Disk\" REV=\"7.1\" SERIAL=\"S-1\"")?;
     has("0:7", "ROTA=\"0\" LOG-SEC=\"512\" PHY-SEC=\"512\" DISC-GRAN=\"512B\" RO=\"1\"")?;
+    // As under QEMU's own disks, without a WWN and with one; and as cloud providers name disks.
+    for (address, names) in [
+        ("0:8", ["scsi-0QEMU_QEMU_HARDDISK_data0", "scsi-SQEMU_QEMU_HARDDISK_data0"]),
+        ("0:9", ["scsi-0DO_Volume_volume-1", "scsi-SDO_Volume_volume-1"]),
+        ("0:10", ["scsi-35000c5000000abce", "scsi-SQEMU_QEMU_HARDDISK_data1"]),
+    ] {
+        has(address, names[0])?;
+        has(address, names[1])?;
+    }
+    has("0:8", "VENDOR=\"QEMU\" MODEL=\"QEMU HARDDISK\" REV=\"2.5+\" SERIAL=\"data0\"")?;
     // What follows from the disk is no other disk's.
-    let wwns: HashSet<&str> = seen.lines().filter_map(|line| line.split(" wwn-").nth(1)).collect();
-    ensure!(wwns.len() == 4, "some disks share a WWN:\n{seen}");
+    let wwns = seen.lines().filter_map(|line| line.split(" wwn-").nth(1));
+    let wwns: HashSet<&str> = wwns.filter(|wwn| !wwn.is_empty()).collect();
+    ensure!(wwns.len() == 5, "some disks share a WWN:\n{seen}");
     for address in ["0:0", "0:1", "1:16684"] {
         has(address, "wwn-0x3")?;
     }

@@ -26,6 +26,11 @@ const PAGE_BYTES: usize = 4096;
 /// read block by block: disks may take long for each that fails, and limits for each.
 const SINGLY_MAX: usize = 64;
 
+/// Bits of START STOP UNIT (SBC-4, section 5.31).
+const START: u8 = 0x01;
+const LOAD_EJECT: u8 = 0x02;
+const NO_FLUSH: u8 = 0x04;
+
 /// Where the blocks of a command are, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
@@ -314,13 +319,21 @@ pub(super) async fn settle(local: &LocalUnit) -> Result<(), Failure> {
     if local.unit.has_write_cache() { Ok(()) } else { flush(local).await }
 }
 
-/// What stops answers no more; what has not been flushed is (SBC-4, section 5.31).
+/// Starts or stops the unit; writes that were not flushed are before it stops (SBC-4, section
+/// 5.31). The medium cannot be ejected or loaded, and such a command has no effect. A stop has only
+/// that of a flush, unless the unit obeys it: other guests may use the disk.
 pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
-    let (starts, no_flush) = (cdb.byte(4) & 1 != 0, cdb.byte(4) & 4 != 0);
-    if !starts && !no_flush && !local.disk.info().read_only {
+    let has = |bit: u8| cdb.byte(4) & bit != 0;
+    if has(LOAD_EJECT) {
+        return Ok(0);
+    }
+    let starts = has(START);
+    if !starts && !has(NO_FLUSH) && !local.disk.info().read_only {
         flush(local).await?;
     }
-    local.unit.access.set_stopped(!starts);
+    if starts || local.unit.options.obeys_stop {
+        local.unit.access.set_stopped(!starts);
+    }
     Ok(0)
 }
 

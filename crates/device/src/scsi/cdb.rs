@@ -169,7 +169,7 @@ pub(crate) static COMMANDS: &[Command] = &[
     plain(Op::Inquiry, &[0x12, 1, F, F, F, 0]),
     plain(Op::ModeSelect, &[0x15, 0x10, 0, 0, F, 0]),
     plain(Op::ModeSense, &[0x1a, 0x08, F, F, F, 0]),
-    plain(Op::StartStopUnit, &[0x1b, 1, 0, 0, 5, 0]),
+    plain(Op::StartStopUnit, &[0x1b, 1, 0, 0, 7, 0]),
     plain(Op::PreventAllow, &[0x1e, 0, 0, 0, 3, 0]),
     plain(Op::ReadCapacity10, &[0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
     plain(Op::Read, &[0x28, CACHE, F, F, F, F, 0, F, F, 0]),
@@ -479,7 +479,6 @@ mod tests {
             (&[0x1b], (3, 0), (3, Some(3))),
             (&[0x1b], (4, 5), (4, Some(7))),
             (&[0x1b], (4, 3), (4, Some(3))),
-            (&[0x1b], (4, 1), (4, Some(1))),
             (&[0xa3, 0x0c], (2, 3), (2, Some(6))),
             // Bytes that are reserved.
             (&[0x00], (1, 3), (1, None)),

@@ -5,7 +5,7 @@ use super::cdb::Cdb;
 use super::outcome::{Data, Moved};
 use super::persist::TARGET_PORT;
 use super::sense::Sense;
-use super::unit::Unit;
+use super::unit::{Identifiers, Unit, UnitOptions};
 use super::unmap;
 use super::verify::COMPARE_BLOCKS_MAX;
 
@@ -108,19 +108,32 @@ fn page(code: u8, content: &[u8]) -> Vec<u8> {
 
 /// Names that no other disk has, and that are the same on each path to it.
 fn identification(unit: &Unit) -> Vec<u8> {
-    // Binary, NAA, of the logical unit.
-    let mut descriptors = vec![0x01, 0x03, 0, 8];
-    descriptors.extend(unit.options.naa);
-    // ASCII, T10 vendor identification, of the logical unit.
-    let mut text = vec![b' '; 8];
-    put_text(&mut text, &unit.options.vendor);
-    text.extend(unit.options.serial.as_bytes());
-    descriptors.extend([0x02, 0x01, 0, iomem::fits(text.len(), "an identifier")]);
+    let UnitOptions { identifiers, naa, vendor, serial, .. } = &unit.options;
+    let mut descriptors = Vec::new();
+    if *identifiers != Identifiers::VendorSpecific {
+        // Binary, NAA, of the logical unit.
+        descriptors.extend([0x01, 0x03, 0, 8]);
+        descriptors.extend(naa);
+    }
+    let mut text = Vec::new();
+    let kind = match identifiers {
+        // T10 vendor identification: the vendor comes first.
+        Identifiers::Standard => {
+            text.resize(8, b' ');
+            put_text(&mut text, vendor);
+            0x01
+        }
+        Identifiers::VendorSpecific | Identifiers::VendorSpecificAndNaa => 0x00,
+    };
+    text.extend(serial.as_bytes());
+    // ASCII, of the logical unit.
+    descriptors.extend([0x02, kind, 0, iomem::fits(text.len(), "an identifier")]);
     descriptors.extend(text);
+    descriptors.extend(target_port());
     descriptors
 }
 
-/// Of a unit that is no disk, the target port alone has a name.
+/// The identifier of the target port, the only one of a unit that is no disk.
 fn target_port() -> [u8; 8] {
     let [high, low] = TARGET_PORT.to_be_bytes();
     // Binary, relative target port identifier, of the target port.

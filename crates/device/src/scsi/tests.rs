@@ -9,7 +9,7 @@ use virtqueue::driver::{Desc, Used};
 use super::access::DiskAccess;
 use super::address::UnitAddress;
 use super::config::ScsiOptions;
-use super::unit::UnitOptions;
+use super::unit::{Identifiers, UnitOptions};
 use super::{ScsiDevice, UnitError};
 use crate::device::Device;
 use crate::queue::QueueHandle;
@@ -67,6 +67,8 @@ fn options() -> UnitOptions {
         revision: "1.0".into(),
         serial: "serial".into(),
         naa: [0x30, 1, 2, 3, 4, 5, 6, 7],
+        identifiers: Identifiers::Standard,
+        obeys_stop: true,
         rotational: false,
         discard: true,
         write_cache: true,
@@ -353,6 +355,58 @@ fn a_stopped_unit_refuses_the_medium_until_it_is_started() {
     initiator.good(&[0x12, 0, 0, 0, 36, 0], &[], 36);
     initiator.good(&[0x1b, 0, 0, 0, 1, 0], &[], 0);
     initiator.good(&cdb10(0x28, 0, 0, 1), &[], 512);
+}
+
+/// Other guests may use the disk, and Linux does not start it by itself.
+#[test]
+fn a_stop_that_is_not_obeyed_and_an_eject_take_no_disk_away() {
+    let stop = [0x1b, 0, 0, 0, 0, 0];
+    let eject_and_load = [[0x1b, 0, 0, 0, 2, 0], [0x1b, 0, 0, 0, 3, 0]];
+    for obeys_stop in [false, true] {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+        let options = UnitOptions { obeys_stop, ..options() };
+        let mut initiator = Initiator::on(Arc::new(disk), &DiskOptions::default(), options);
+        for cdb in eject_and_load {
+            initiator.good(&cdb, &[], 0);
+            initiator.good(&cdb10(0x28, 0, 0, 1), &[], 512);
+        }
+        let flushes = |initiator: &Initiator| initiator.device.queue_stats(2).unwrap().totals();
+        let before = format!("{:?}", flushes(&initiator));
+        initiator.good(&stop, &[], 0);
+        assert_ne!(format!("{:?}", flushes(&initiator)), before, "it is counted");
+        if obeys_stop {
+            // A load starts no unit that was stopped.
+            initiator.good(&eject_and_load[1], &[], 0);
+            assert_eq!(initiator.sense(&cdb10(0x28, 0, 0, 1), &[], 512), [2, 4, 2]);
+        } else {
+            initiator.good(&cdb10(0x28, 0, 0, 1), &[], 512);
+            initiator.good(&[0; 6], &[], 0);
+        }
+    }
+}
+
+/// Guests name disks after them. Each list ends with the relative target port.
+#[test]
+fn identifiers_are_the_chosen_ones() {
+    let naa = [&[1, 3, 0, 8][..], &options().naa].concat();
+    let t10 = [&[2, 1, 0, 14][..], b"Vendor  serial"].concat();
+    let vendor_specific = [&[2, 0, 0, 6][..], b"serial"].concat();
+    for (identifiers, expected) in [
+        (Identifiers::Standard, [naa.clone(), t10].concat()),
+        (Identifiers::VendorSpecific, vendor_specific.clone()),
+        (Identifiers::VendorSpecificAndNaa, [naa, vendor_specific].concat()),
+    ] {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+        let options = UnitOptions { identifiers, ..options() };
+        let mut initiator = Initiator::on(Arc::new(disk), &DiskOptions::default(), options);
+        let page = initiator.good(&[0x12, 1, 0x83, 0, 255, 0], &[], 255);
+        let length = u16::from_be_bytes([page[2], page[3]]);
+        assert_eq!((page[1], usize::from(length)), (0x83, page.len() - 4));
+        let port = [0x01, 0x14, 0, 4, 0, 0, 0, 1];
+        assert_eq!(page[4..], [&expected[..], &port].concat(), "{identifiers:?}");
+    }
 }
 
 #[test]

@@ -27,6 +27,20 @@ pub const PRODUCT_BYTES: usize = 16;
 /// Bytes of a product revision at most.
 pub const REVISION_BYTES: usize = 4;
 
+/// Identifiers of a unit in its vital product data, from which guests make the names of its disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Identifiers {
+    /// NAA, and the T10 vendor identification with the serial number. udev names the disk
+    /// `scsi-3` and the NAA identifier.
+    #[default]
+    Standard,
+    /// The serial number as a vendor-specific identifier. udev names the disk
+    /// `scsi-0VENDOR_PRODUCT_SERIAL`.
+    VendorSpecific,
+    /// The same, behind an NAA identifier, which udev prefers.
+    VendorSpecificAndNaa,
+}
+
 /// What the operator chose for a logical unit.
 #[derive(Clone)]
 pub struct UnitOptions {
@@ -38,8 +52,13 @@ pub struct UnitOptions {
     pub revision: String,
     /// Unit serial number, up to 36 bytes of ASCII. The same for all paths to the disk, always.
     pub serial: String,
-    /// An NAA identifier (SPC-5, section 7.7.6.6) that no other disk has.
+    /// An NAA identifier (SPC-5, section 7.7.6.6) that no other disk has. Units with one identifier
+    /// must be on one disk, even if guests do not see it.
     pub naa: [u8; 8],
+    /// The identifiers that guests see.
+    pub identifiers: Identifiers,
+    /// Whether START STOP UNIT stops the unit, for all that share its disk; ignored otherwise.
+    pub obeys_stop: bool,
     /// Whether the medium rotates: guests sort requests for it.
     pub rotational: bool,
     /// Whether blocks can be given back with UNMAP and WRITE SAME.

@@ -8,7 +8,9 @@ use super::disk::{parse_cache, take_disk};
 use super::parse_on_off;
 use crate::disk_rules::RulesChange;
 use crate::disk_spec::{Keys, outline, split_at_commas};
-use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart, check_text};
+use crate::spec::{
+    LikeDisk, StopRule, UnitNames, UnitPlace, UnitSettings, UnitSpec, check_apart, check_text,
+};
 
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
@@ -91,6 +93,15 @@ fn text(value: &str, bytes: usize) -> Result<String> {
     Ok(value.to_owned())
 }
 
+/// The meaning of one of some words.
+fn one_of<T: Copy>(word: &str, all: &[(&str, T)]) -> Result<T> {
+    if let Some((_, meaning)) = all.iter().find(|(name, _)| *name == word) {
+        return Ok(*meaning);
+    }
+    let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
+    bail!("it must be {}", names.join(" or "))
+}
+
 /// The units of one device, of which each has its own address.
 fn apart(units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>> {
     check_apart(&units)?;
@@ -114,10 +125,19 @@ impl UnitSettings {
             "vendor" => self.vendor = Some(text(value, VENDOR_BYTES)?),
             "product" => self.product = Some(text(value, PRODUCT_BYTES)?),
             "revision" => self.revision = Some(text(value, REVISION_BYTES)?),
+            "like" => self.like = Some(one_of(value, &[("qemu", LikeDisk::Qemu)])?),
+            "names" => {
+                let all = [("wwn", UnitNames::Wwn), ("serial", UnitNames::Serial)];
+                self.names = Some(one_of(value, &all)?);
+            }
+            "stop" => {
+                let all = [("ignore", StopRule::Ignore), ("obey", StopRule::Obey)];
+                self.stop = Some(one_of(value, &all)?);
+            }
             _ => bail!(
                 "unknown key '{key}' (expected: disk, blk-file, null, read-only, lock, cache, \
                  logical-block-size, serial, wwn, rotational, discard, reservations, vendor, \
-                 product, revision, rerror, werror, and those of --limits)"
+                 product, revision, like, names, stop, rerror, werror, and those of --limits)"
             ),
         }
         Ok(())
@@ -138,6 +158,10 @@ mod tests {
         assert_eq!(unit.settings.read_only, Some(true));
         assert_eq!(unit.settings.wwn.map(|wwn| wwn.0), Some([0x30, 0, 0, 0, 0, 0, 0, 1]));
         assert_eq!(unit.settings.discard, None);
+        let unit = parse_unit("0,null=1M,like=qemu,names=wwn,stop=obey").unwrap();
+        assert_eq!(unit.settings.like, Some(LikeDisk::Qemu));
+        assert_eq!(unit.settings.names, Some(UnitNames::Wwn));
+        assert_eq!(unit.settings.stop, Some(StopRule::Obey));
         let unit = parse_unit("0,vendor=a,disk=raw,offset=1M,over=/a,,b").unwrap();
         assert_eq!(unit.disk, DiskSpec::parse("raw,offset=1M,over=/a,,b").unwrap());
         let parts = ["lun=0", "null=1M", "lun=1:5", "blk-file=/x", "rotational=off"];
@@ -165,6 +189,9 @@ mod tests {
             "0,disk=null:1M,read-only=on",
             "0,disk=",
             "0,null=1X",
+            "0,null=1M,like=vmware",
+            "0,null=1M,names=serials",
+            "0,null=1M,stop=on",
         ] {
             assert!(parse_unit(bad).is_err(), "{bad} was taken");
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use device::blk::config::BlkOptions;
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::UnitOptions;
+use device::scsi::unit::{Identifiers, UnitOptions};
 use device::scsi::{RemovedUnit, UnitError};
 use device::{Device, LogEvents};
 use iomem::fits;
@@ -72,6 +72,8 @@ fn add(device: &Device, index: usize, disk: &Disk) -> Result<(), UnitError> {
         revision: "1".into(),
         serial: serial(disk.index),
         naa: [0x31, 0, 0, 0, 0, 0, 0, byte(disk.index)],
+        identifiers: Identifiers::Standard,
+        obeys_stop: true,
         rotational: false,
         discard: true,
         write_cache: disk.plan.no_write_cache == 0,

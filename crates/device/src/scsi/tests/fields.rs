@@ -94,11 +94,11 @@ fn cdb_usage_data_have_what_is_supported_alone() {
     let mut usage = |opcode: u8| {
         initiator.good(&[0xa3, 0x0c, 1, opcode, 0, 0, 0, 0, 1, 0, 0, 0], &[], 256)[4..].to_vec()
     };
-    assert_eq!(usage(0x1b), [0x1b, 1, 0, 0, 0x05, 0]);
+    assert_eq!(usage(0x1b), [0x1b, 1, 0, 0, 0x07, 0]);
     assert_eq!(usage(0x15), [0x15, 0x10, 0, 0, 0xff, 0]);
     assert_eq!(usage(0x55)[..2], [0x55, 0x10]);
     for (cdb, expected) in [
-        ([0x1b, 0, 0, 0, 0x03, 0], [0xc8 | 1, 0, 4]),
+        ([0x1b, 0, 0, 0, 0x08, 0], [0xc8 | 3, 0, 4]),
         ([0x1b, 0, 0, 0, 0x11, 0], [0xc8 | 7, 0, 4]),
         ([0x15, 0x11, 0, 0, 0, 0], [0xc8, 0, 1]),
         ([0x15, 0, 0, 0, 0, 0], [0xc8 | 4, 0, 1]),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use device::scsi::address::UnitAddress;
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::UnitOptions;
+use device::scsi::unit::{Identifiers, UnitOptions};
 use virtqueue::driver::{Desc, Driver};
 use virtqueue::{GuestMemory, QueueConfig};
 
@@ -32,6 +32,8 @@ fn scsi() -> Device {
         revision: "1.0".into(),
         serial: "serial".into(),
         naa: [0x30, 1, 2, 3, 4, 5, 6, 7],
+        identifiers: Identifiers::Standard,
+        obeys_stop: true,
         rotational: false,
         discard: true,
         write_cache: true,
