@@ -5,6 +5,8 @@ use std::io;
 
 use virtqueue::{ChainFault, QueueError, Recovery};
 
+use crate::scsi::address::UnitAddress;
+
 /// Receives what goes wrong with a device. Guests can cause most of it at will, so what logs it
 /// should set a limit.
 ///
@@ -29,6 +31,10 @@ pub trait Events: Send + Sync {
     /// requests may be lost.
     fn queue_goes_on(&self, queue: u16, next_avail: u16);
 
+    /// Requests that an earlier process had taken wait until this logical unit is added. Reported
+    /// once for each queue and unit.
+    fn requests_held(&self, _unit: UnitAddress) {}
+
     /// The driver's memory cannot be registered with the engine of a queue's IoThread. The queue
     /// is served without.
     fn memory_not_registered(&self, error: &io::Error);
@@ -46,6 +52,9 @@ pub const LOST_IF_KILLED: &str = "the queue begins in the middle of its ring, wi
 /// What [`Events::kick_not_watched`] means, for a log.
 pub const NOT_WATCHED: &str = "the kick of a queue cannot be watched, so the queue is looked at \
      every few milliseconds until it starts again";
+
+/// The start of a line for a log about [`Events::requests_held`]; the unit follows.
+pub const HELD: &str = "requests that an earlier process had taken wait for logical unit";
 
 /// Why a queue takes no more chains.
 #[derive(Debug, thiserror::Error)]
@@ -104,6 +113,10 @@ impl Events for LogEvents {
 
     fn queue_goes_on(&self, queue: u16, next_avail: u16) {
         tracing::warn!(device = self.name, queue, next_avail, "{LOST_IF_KILLED}");
+    }
+
+    fn requests_held(&self, unit: UnitAddress) {
+        tracing::warn!(device = self.name, "{HELD} {unit}, which is not there; add it");
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

@@ -35,7 +35,7 @@ mod testing;
 pub use blockio::{Answer, Pending};
 pub use call_watch::{CallWatch, WatchError, prepare_calls};
 pub use device::{Device, Negotiated, QueueRole};
-pub use events::{Events, LOST_IF_KILLED, LogEvents, NOT_WATCHED, QueueFault};
+pub use events::{Events, HELD, LOST_IF_KILLED, LogEvents, NOT_WATCHED, QueueFault};
 pub use hand_over::DeviceState;
 pub use queue::QueueHandle;
 pub use queue_setup::{QueueSetup, Ring, StartError, StopKind};

@@ -25,6 +25,7 @@ use crate::lists::LONG_LISTS_BYTES;
 use crate::queue::{Queue, QueueHandle};
 use crate::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
 use crate::queue_task::{self, Handler};
+use crate::scsi::address::UnitAddress;
 use crate::stats::QueueStats;
 
 pub(crate) const RING: Ring =
@@ -68,6 +69,10 @@ impl Events for Heard {
 
     fn queue_goes_on(&self, queue: u16, next_avail: u16) {
         self.add(format!("queue {queue} goes on at {next_avail}"));
+    }
+
+    fn requests_held(&self, unit: UnitAddress) {
+        self.add(format!("held: {unit}"));
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

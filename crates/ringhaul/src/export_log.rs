@@ -5,7 +5,8 @@ use std::error::Error;
 use std::fmt::Display;
 use std::io;
 
-use device::{Events, LOST_IF_KILLED, NOT_WATCHED, QueueFault};
+use device::scsi::address::UnitAddress;
+use device::{Events, HELD, LOST_IF_KILLED, NOT_WATCHED, QueueFault};
 use virtqueue::Recovery;
 
 use crate::log_limit::LogLimit;
@@ -104,6 +105,16 @@ impl Events for ExportLog {
                  --in-order on"
             );
         }
+    }
+
+    fn requests_held(&self, unit: UnitAddress) {
+        let Some(left_out) = self.errors.permit() else { return };
+        let message = format!(
+            "{HELD} {unit}, which is not there; add it (`ringhaul ctl add-lun`), or the guest \
+             waits for them until it aborts them"
+        );
+        tracing::warn!(export = self.name, left_out, "{message}");
+        self.report_error(&message, left_out);
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

@@ -191,6 +191,20 @@ pub struct ExportDetails {
     pub front_end: Option<FrontEndDetails>,
     /// The disk, or those of the logical units.
     pub disks: Vec<DiskDetails>,
+    /// Logical units that are not there, and requests of an earlier process that wait for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub missing_units: Vec<MissingUnit>,
+}
+
+/// A logical unit that is not there, and is waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct MissingUnit {
+    /// The place of the unit.
+    #[serde(flatten)]
+    pub unit: UnitPlace,
+    /// The number of requests that wait for it.
+    pub waiting_requests: usize,
 }
 
 /// A front-end that is connected, and what it has set up.

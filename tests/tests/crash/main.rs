@@ -4,6 +4,7 @@
 //! Every block is written with contents of its own each time, so that a write that is lost, comes
 //! too late or comes twice is found out by the next read of it, or at the end.
 
+mod added;
 mod images;
 mod takeovers;
 mod world;

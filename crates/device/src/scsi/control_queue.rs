@@ -101,20 +101,36 @@ impl Control {
         let Address::Unit(address) = Address::parse([l0, l1, l2, l3, l4, l5, l6, l7]) else {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         };
-        if !self.device.units().has_target(address.target) {
+        let (units, held) = (self.device.units(), self.device.held());
+        if !units.has_target(address.target) && !held.wait_for_target(address.target) {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         }
         if function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET {
             return byte(self.reset_nexus(address.target).await);
         }
-        let Some(nexus) = self.device.units().nexus(address) else {
-            return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
+        let Some(nexus) = units.nexus(address) else {
+            return byte(match held.wait_for(address) {
+                true => self.manage_held(function, address, tag).await,
+                false => VIRTIO_SCSI_S_INCORRECT_LUN,
+            });
         };
         byte(match function {
             VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => nexus.reset_unit().await,
             VIRTIO_SCSI_T_TMF_CLEAR_TASK_SET => nexus.clear_task_set().await,
             _ => self.manage_tasks(function, address, tag).await,
         })
+    }
+
+    /// Carries out a function for a unit that is not there, and that commands wait for.
+    async fn manage_held(&self, function: u32, address: UnitAddress, tag: u64) -> u32 {
+        let abort = match function {
+            VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => Abort::Reset,
+            VIRTIO_SCSI_T_TMF_CLEAR_TASK_SET => Abort::Aborted,
+            _ => return self.manage_tasks(function, address, tag).await,
+        };
+        let covered = self.device.queues().cover(Which::At(address), How::Abort(abort));
+        poll_fn(|cx| covered.poll(cx)).await;
+        answer(covered.has_lost())
     }
 
     /// Carries out a function that concerns tasks of this initiator.

@@ -15,6 +15,7 @@ use super::access::{DiskAccess, Peer};
 use super::address::{LUN_MAX, UnitAddress, UnitNumber};
 use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
 use super::event_queue::EventSink;
+use super::held::HeldCommands;
 use super::request_queue::{RequestQueue, RequestQueues};
 use super::sense::Sense;
 use super::task_set::{How, TaskId, Waiting, Which};
@@ -37,6 +38,8 @@ struct Shared {
     /// `sense_size` and `cdb_size` of the configuration space.
     sizes: [AtomicU32; 2],
     queues: Arc<RequestQueues>,
+    /// Commands whose units are yet to be added.
+    held: HeldCommands,
     events: EventSink,
 }
 
@@ -83,6 +86,7 @@ impl ScsiDevice {
             units: Arc::default(),
             sizes: [config::SENSE_SIZE.into(), config::CDB_SIZE.into()],
             queues: Arc::default(),
+            held: HeldCommands::default(),
             events: EventSink::default(),
         };
         Self { shared: Arc::new(shared) }
@@ -118,6 +122,9 @@ impl ScsiDevice {
             NoPlace::Taken => UnitError::Exists(address),
             NoPlace::SameName(other) => UnitError::SameName(other),
         })?;
+        if !self.shared.held.is_empty() {
+            self.shared.queues.look_at_held();
+        }
         // Linux adds no unit of a target that it does not know, and asks such a target for all of
         // its units when it is told to look at LUN 0.
         let lun = if has_others { address.lun } else { 0 };
@@ -139,6 +146,16 @@ impl ScsiDevice {
     #[must_use]
     pub fn access(&self, address: UnitAddress) -> Option<Arc<DiskAccess>> {
         self.units().at(address, |unit| Arc::clone(&unit.access))
+    }
+
+    /// The units that requests of an earlier process wait for, each with their number.
+    #[must_use]
+    pub fn held_requests(&self) -> Vec<(UnitAddress, usize)> {
+        self.shared.held.all()
+    }
+
+    pub(super) fn held(&self) -> &HeldCommands {
+        &self.shared.held
     }
 
     fn tell(&self, event: impl FnOnce()) {

@@ -1,5 +1,7 @@
 //! One command (virtio 1.3, section 5.6.6.1), from its chain to its response.
 
+mod earlier;
+
 use std::rc::Rc;
 
 use blockio::Io;
@@ -108,6 +110,9 @@ impl Scsi {
             };
         let is_both_ways = !request.room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
+            if unit.is_none() && !is_both_ways && self.is_held(head, &cdb) {
+                return slow(Slow::Held(header, task));
+            }
             return slow(Slow::Alone(Ok(header), tasks.end(task)));
         };
         let (kind, refused) = match self.admit(local, &cdb, (task, head)) {
@@ -269,6 +274,9 @@ impl Scsi {
                 (self.queue.tasks.end(task), served)
             }
             Slow::Ended(ended, served) => (ended, served),
+            Slow::Held(header, task) => {
+                self.serve_held(queue, request.head, &header, task, data).await
+            }
             Slow::Alone(header, ended) => {
                 (ended, (RequestKind::Other, self.answer_alone(header, &data)))
             }
@@ -448,6 +456,8 @@ enum Slow {
         task: u16,
     },
     Ended(Ended, Served),
+    /// Its unit is not there yet, and an earlier process has taken it.
+    Held(Header, u16),
     /// It is no unit that has the answer.
     Alone(Result<Header, Refused>, Ended),
 }

@@ -3,16 +3,20 @@
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
+use std::future::poll_fn;
 use std::rc::{Rc, Weak};
 #[cfg(test)]
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 
 use blockio::disk::Waits;
 use blockio::{Disk, Io};
 use virtqueue::AvailIdx;
 
 use super::address::{UnitAddress, UnitNumber};
+use super::held::{HeldCommands, HeldHere};
+use super::outcome::{Failure, Task};
 use super::task_set::{How, Left, Tasks, Waiting, Which};
 use super::unit::Unit;
 use super::units::Units;
@@ -40,6 +44,8 @@ pub(crate) struct RequestQueue {
     generation: Cell<u64>,
     /// How commands wait.
     waits: Cell<Waits>,
+    /// Commands whose unit is yet to be added.
+    pub(super) held: HeldHere,
     ring: OnceCell<Weak<Queue>>,
 }
 
@@ -67,6 +73,7 @@ impl RequestQueue {
             // Units are looked up at the first request.
             generation: Cell::new(u64::MAX),
             waits: Cell::default(),
+            held: HeldHere::default(),
             ring: OnceCell::from(Rc::downgrade(queue)),
         }
     }
@@ -121,6 +128,40 @@ impl RequestQueue {
     pub(crate) fn set_waits(&self, waits: Waits) {
         self.waits.set(waits);
         self.local.borrow().iter().for_each(|local| local.set_waits(waits));
+        self.held.look();
+    }
+
+    /// Waits for the unit at an address, for a task that uses nothing meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// When the task was aborted, or the queue stops and leaves nothing.
+    pub(super) async fn wait_for_unit(
+        &self,
+        commands: &HeldCommands,
+        address: UnitAddress,
+        task: Task<'_>,
+    ) -> Result<Rc<LocalUnit>, Failure> {
+        self.tasks.steps_out(task.number);
+        let held = commands.begin(address);
+        let found = poll_fn(|cx| {
+            if let Err(failure) = task.check() {
+                return Poll::Ready(Err(failure));
+            }
+            if let Some(local) = self.unit(address) {
+                return Poll::Ready(Ok(local));
+            }
+            match self.waits.get() {
+                Waits::Usual | Waits::UntilLater => {}
+                Waits::ForTries | Waits::Never => return Poll::Ready(Err(Failure::Busy)),
+            }
+            self.held.wait(cx.waker());
+            Poll::Pending
+        });
+        let found = found.await;
+        drop(held);
+        self.tasks.ends_outside();
+        found
     }
 
     /// Whether an earlier process had taken the command with this head.
@@ -158,6 +199,7 @@ impl RequestQueue {
     fn look_at_waiting(&self, how: How) {
         let aborts = matches!(how, How::Abort(_) | How::AbortBegun(_));
         if aborts && self.tasks.outside() > 0 {
+            self.held.look();
             for local in self.local.borrow().iter() {
                 local.disk.look_at_waiting();
                 local.unit.access.look_at_waiting();
@@ -192,6 +234,17 @@ impl RequestQueues {
     /// A driver begins: what queues have left behind that stopped before is not its concern.
     pub(crate) fn begin(&self) {
         self.reach.forget_gone();
+    }
+
+    /// Has commands go on that wait for a unit, which was added.
+    pub(crate) fn look_at_held(&self) {
+        self.reach.tell_each(|_| {
+            Box::new(|queue| {
+                if let Some(queue) = queue {
+                    queue.held.look();
+                }
+            })
+        });
     }
 
     /// Releases the disk of a unit that has been removed. The result is ready when no request uses

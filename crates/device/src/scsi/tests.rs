@@ -24,6 +24,7 @@ mod faults;
 mod fields;
 mod functions;
 mod handed;
+mod held;
 mod reports;
 mod sharing;
 mod silent;

@@ -323,7 +323,8 @@ impl Exports {
         let mut others = self.show().into_iter();
         let status = others.find(|status| status.spec.is_called(name));
         let status = status.ok_or_else(|| CommandError::Unknown(name.to_owned()))?;
-        Ok(ExportDetails { status, front_end: None, disks: Vec::new() })
+        let (disks, missing_units) = (Vec::new(), Vec::new());
+        Ok(ExportDetails { status, front_end: None, disks, missing_units })
     }
 
     /// Has the disks of exports that have ended closed, and forgets those whose disks are. True

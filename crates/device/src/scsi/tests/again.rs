@@ -14,12 +14,17 @@ const PERHAPS_DONE: [u8; 3] = [0xb, 0x00, 0x06];
 impl Initiator {
     /// Runs a command that an earlier process has taken, whatever it has done.
     fn run_again(&mut self, cdb: &[u8], out: &[u8]) -> Answer {
+        self.begin_again(cdb, out, 0);
+        self.end()
+    }
+
+    /// Starts a queue with a command that an earlier process has taken.
+    pub(super) fn begin_again(&mut self, cdb: &[u8], out: &[u8], room: u32) {
         let stopped = self.take_queue().begin_stop();
         let next_avail = self.scene.wait(&stopped);
-        let chain = self.put(UNIT.bytes(), cdb, out, 0);
+        let chain = self.put(UNIT.bytes(), cdb, out, room);
         self.leave(&chain, next_avail);
         self.start_queue();
-        self.end()
     }
 
     /// Makes a chain available that an earlier process has taken.

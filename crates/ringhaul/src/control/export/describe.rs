@@ -3,13 +3,15 @@
 use std::time::Instant;
 
 use blockio::DiskSource;
+use device::Device;
+use device::scsi::address::UnitAddress;
 
 use super::Export;
 use crate::disk_rules::DiskRules;
 use crate::peer::Peer;
 use crate::spec::{DeviceSpec, UnitPlace};
 use crate::stats::{ExportStats, QueueServed};
-use crate::status::{DiskDetails, ExportDetails, FrontEndDetails, Served};
+use crate::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
 
 impl Export {
     /// Describes it in all detail.
@@ -26,7 +28,11 @@ impl Export {
         let disks = places.into_iter().zip(&self.disks).enumerate();
         let disks = disks.map(|(index, (place, disk))| describe(place, disk, self.rules(index)));
         let disks = disks.collect();
-        ExportDetails { status: self.status(), front_end, disks }
+        let missing_units = match &self.setup.device {
+            Device::Scsi(device) => device.held_requests().into_iter().map(missing).collect(),
+            Device::Blk(_) => Vec::new(),
+        };
+        ExportDetails { status: self.status(), front_end, disks, missing_units }
     }
 
     /// What it has served so far.
@@ -38,6 +44,10 @@ impl Export {
         });
         ExportStats { name: self.spec.name(), served: self.served(), queues: queues.collect() }
     }
+}
+
+fn missing((UnitAddress { target, lun }, waiting_requests): (UnitAddress, usize)) -> MissingUnit {
+    MissingUnit { unit: UnitPlace { target, lun }, waiting_requests }
 }
 
 fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: DiskRules) -> DiskDetails {

@@ -1,0 +1,95 @@
+//! Commands that an earlier process had taken for a logical unit that is not there yet.
+//!
+//! A process that was killed may have had units that the next one is yet to add. Its commands wait
+//! until the unit comes, until they are aborted, or until their queue stops.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+
+use super::address::UnitAddress;
+use super::cdb::{Cdb, Op};
+
+/// The number of commands that wait for each unit, in all queues of a device.
+#[derive(Default)]
+pub(crate) struct HeldCommands(Mutex<BTreeMap<UnitAddress, usize>>);
+
+/// A command that waits, for as long as this is there.
+pub(super) struct Held<'a> {
+    commands: &'a HeldCommands,
+    address: UnitAddress,
+}
+
+impl HeldCommands {
+    /// A command begins to wait.
+    pub(super) fn begin(&self, address: UnitAddress) -> Held<'_> {
+        *self.lock().entry(address).or_default() += 1;
+        Held { commands: self, address }
+    }
+
+    /// True: no command waits.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    /// True: commands wait for this unit.
+    pub(crate) fn wait_for(&self, address: UnitAddress) -> bool {
+        self.lock().contains_key(&address)
+    }
+
+    /// True: commands wait for a unit of this target.
+    pub(crate) fn wait_for_target(&self, target: u8) -> bool {
+        self.lock().keys().any(|unit| unit.target == target)
+    }
+
+    /// The units that commands wait for, each with their number.
+    pub(crate) fn all(&self) -> Vec<(UnitAddress, usize)> {
+        self.lock().iter().map(|(unit, commands)| (*unit, *commands)).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<UnitAddress, usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let mut all = self.commands.lock();
+        if let Some(count) = all.get_mut(&self.address) {
+            *count -= 1;
+        }
+        all.retain(|_, count| *count > 0);
+    }
+}
+
+/// The commands of one queue that wait, on its IoThread.
+#[derive(Default)]
+pub(super) struct HeldHere {
+    wakers: RefCell<Vec<Waker>>,
+    /// Units that were reported.
+    told: RefCell<BTreeSet<UnitAddress>>,
+}
+
+impl HeldHere {
+    /// Has commands look again at the unit, at themselves and at their queue.
+    pub(super) fn look(&self) {
+        self.wakers.take().into_iter().for_each(Waker::wake);
+    }
+
+    /// Has a command look again later.
+    pub(super) fn wait(&self, waker: &Waker) {
+        self.wakers.borrow_mut().push(waker.clone());
+    }
+
+    /// True: the unit is to be reported.
+    pub(super) fn tell(&self, address: UnitAddress) -> bool {
+        self.told.borrow_mut().insert(address)
+    }
+}
+
+/// True: without its unit the command would be answered with an error.
+pub(super) fn needs_unit(cdb: &Cdb) -> bool {
+    let op = cdb.command().map(|command| command.op);
+    !matches!(op, Ok(Op::Inquiry | Op::ReportLuns | Op::RequestSense))
+}

@@ -1,0 +1,97 @@
+//! Commands that an earlier process had taken for a unit that is not there yet.
+
+use super::sharing::{ABORT_TASK_SET, ABORTED, Control, OK, RESET, UNIT_RESET, read, write};
+use super::*;
+use crate::queue_setup::StopKind;
+
+const BUSY: u8 = 0x08;
+const INQUIRY: [u8; 6] = [0x12, 0, 0, 0, 36, 0];
+const POWER_ON: [u8; 3] = [6, 0x29, 0];
+
+impl Initiator {
+    fn remove_unit(&mut self) {
+        let removed = Self::scsi(&self.device).remove_unit(UNIT).unwrap();
+        self.scene.turn(10);
+        removed.close();
+    }
+
+    fn add_unit(&mut self) {
+        let source = DiskSource::file(self.disk.path(), &DiskOptions::default()).unwrap();
+        Self::scsi(&self.device).add_unit(UNIT, source, options()).unwrap();
+    }
+
+    fn held(&self) -> Vec<(UnitAddress, usize)> {
+        Self::scsi(&self.device).held_requests()
+    }
+
+    /// Starts the queue of a driver whose command for the unit an earlier process has taken.
+    fn begin_held(&mut self, cdb: &[u8], out: &[u8], room: u32) {
+        self.remove_unit();
+        self.begin_again(cdb, out, room);
+        self.scene.turn(10);
+        assert!(!self.has_answer() && self.held() == [(UNIT, 1)], "it waits");
+    }
+}
+
+#[test]
+fn a_command_of_an_earlier_process_waits_for_its_unit() {
+    let mut initiator = Initiator::new();
+    for (cdb, out) in [(write(), vec![7; BLOCK]), (read(), Vec::new()), (vec![0; 6], Vec::new())] {
+        let room = if cdb == read() { 512 } else { 0 };
+        initiator.begin_held(&cdb, &out, room);
+        let heard = initiator.scene.events.take();
+        assert!(heard.contains(&"held: 0:1".to_owned()), "{heard:?}");
+        initiator.add_unit();
+        // As each unit says first, and drivers repeat the command.
+        let answer = initiator.end();
+        assert_eq!((answer.status, answer.sense), (2, POWER_ON), "{cdb:x?}");
+        assert!(initiator.held().is_empty());
+        assert_eq!(initiator.run(&cdb, &out, room).status, 0);
+    }
+    assert_eq!(initiator.on_disk(0), [7; BLOCK]);
+}
+
+/// A scan that was cut short asks for units that were never there.
+#[test]
+fn a_question_whether_there_is_a_unit_is_answered() {
+    let mut initiator = Initiator::new();
+    initiator.remove_unit();
+    let other = UnitAddress { target: 0, lun: 9 };
+    let naa = [0x30, 0, 0, 0, 0, 0, 0, 9];
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+    let there = UnitOptions { naa, ..options() };
+    Initiator::scsi(&initiator.device).add_unit(other, source, there).unwrap();
+    initiator.begin_again(&INQUIRY, &[], 36);
+    assert_eq!(initiator.end().data[0], 0x7f, "no unit can be there");
+    // Nor is a command held that no earlier process has taken.
+    assert_eq!(initiator.sense(&read(), &[], 512), [5, 0x25, 0]);
+}
+
+#[test]
+fn a_command_without_its_unit_can_be_aborted() {
+    for (function, response) in [(ABORT_TASK_SET, ABORTED), (UNIT_RESET, RESET)] {
+        let mut initiator = Initiator::new();
+        initiator.begin_held(&read(), &[], 512);
+        let mut control = Control::start(&initiator.device);
+        assert_eq!(control.send(&[&initiator.scene], function), OK, "{function}");
+        assert_eq!(initiator.end().response, response, "{function}");
+        assert!(initiator.held().is_empty());
+        assert_ne!(control.send(&[&initiator.scene], function), OK, "there is no unit");
+    }
+}
+
+#[test]
+fn a_queue_that_stops_leaves_a_command_without_its_unit_or_answers_it() {
+    let mut initiator = Initiator::new();
+    initiator.begin_held(&write(), &[9; BLOCK], 0);
+    let stopped = initiator.take_queue().begin_stop_as(StopKind::Leave);
+    initiator.scene.wait(&stopped);
+    assert!(!initiator.has_answer() && initiator.held().is_empty(), "it is left");
+    initiator.start_queue();
+    initiator.scene.turn(10);
+    assert!(!initiator.has_answer() && initiator.held() == [(UNIT, 1)], "it waits again");
+    let stopped = initiator.take_queue().begin_stop();
+    initiator.scene.wait(&stopped);
+    assert_eq!(initiator.end().status, BUSY);
+    assert!(initiator.held().is_empty());
+}

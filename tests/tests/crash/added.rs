@@ -1,0 +1,63 @@
+//! Exports that a control command has added, with limits that another one has set: a kill takes
+//! neither away.
+
+use std::fs::File;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::message::Channel;
+use ringhaul_kit::server::{Engine, Program, Server};
+use ringhaul_tools::process::is_listening;
+use serde_json::json;
+
+use super::world::{BLOCK_BYTES, FEW_BLOCKS, World, check_file};
+use super::{end, export, rounds};
+
+for_each_engine! { an_export_that_was_added_outlives_kills_with_its_limits }
+
+const ROUNDS_DEFAULT: u32 = 8;
+
+fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Result<()> {
+    let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
+    let [first, disk] = ["first.img", "added.img"].map(|name| folders[0].path().join(name));
+    for path in [&first, &disk] {
+        File::create(path)?.set_len(FEW_BLOCKS * BLOCK_BYTES as u64)?;
+    }
+    let export = export(&first, &folders[1].path().join("socket"), engine, true);
+    let mut server = Server::start(Program::Ringhaul, &export)?;
+    let socket = folders[1].path().join("added.sock");
+    let added = json!({
+        "name": "added", "endpoint": { "path": socket }, "device": { "blk": { "file": disk } },
+    });
+    server.call("export.add", &added)?;
+    let limits = json!({ "iops-total": 20_000, "bps-total": 1 << 30 });
+    let set = json!({ "export": "added", "limits": limits, "werror": "hold" });
+    server.call("disk.set", &set)?;
+    let mut world = World::new(&socket, FEW_BLOCKS, true)?;
+    world.attach()?;
+    let mut left = 0;
+    for round in 0..rounds(ROUNDS_DEFAULT)? {
+        let count = 1 + world.below(300);
+        world.run(count, false)?;
+        world.run_below(300, true)?;
+        server.kill()?;
+        drop(server);
+        world.take()?;
+        left += world.unanswered();
+        // The same command line, which names the first export alone.
+        server = Server::start(Program::Ringhaul, &export)?;
+        // The start listens for the first export and this one as their disks come.
+        while !is_listening(&socket)? {
+            server.check_running()?;
+            std::thread::yield_now();
+        }
+        world.frontend.channel = Channel::connect(&socket)?;
+        world.attach()?;
+        world.run(1, false)?;
+        let holds = server.call("disk.set", &json!({ "export": "added" }))?;
+        ensure!(holds["limits"] == limits && holds["werror"] == "hold", "round {round}: {holds}");
+    }
+    world.run(0, true)?;
+    ensure!(left > 0, "no kill left a request without an answer");
+    check_file(&disk, &end(server, world)?)
+}
