@@ -24,6 +24,10 @@ use crate::stats::Stats;
 use crate::task::Owner;
 use crate::task_key::TaskKey;
 
+/// The largest logical block in bytes, which is never cut.
+#[cfg_attr(not(debug_assertions), expect(dead_code, reason = "for an assertion"))]
+const LOGICAL_BLOCK_MAX: usize = 65_536;
+
 /// Names a task of an IoThread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TaskRef(TaskKey);
@@ -45,6 +49,11 @@ impl Io {
         offset: u64,
         buffers: Buffers,
     ) -> OpFuture<'_> {
+        debug_assert!(
+            !kind.is_transfer() || buffers.bytes() <= self.op_bytes_max.max(LOGICAL_BLOCK_MAX),
+            "invariant 14: an op of {} bytes holds up the loop",
+            buffers.bytes()
+        );
         let op = Op { kind, file: Rc::clone(file), offset, buffers };
         OpFuture { io: self, state: OpState::New(op) }
     }
@@ -83,6 +92,20 @@ impl Io {
                 let waker = cx.waker().clone();
                 self.executor.borrow_mut().suspend(self.running.current(), waker);
             }
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Yields the thread once, outside of a turn: there ops may be complete at once, one after the
+    /// next. In a turn an op completes at the end of the round at the earliest, so nothing is due.
+    pub(crate) async fn give_way(&self) {
+        let mut is_polled_again = self.in_turn.get();
+        poll_fn(|cx| {
+            if std::mem::replace(&mut is_polled_again, true) {
+                return Poll::Ready(());
+            }
+            cx.waker().wake_by_ref();
             Poll::Pending
         })
         .await;

@@ -44,6 +44,8 @@ pub struct Io {
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
     pub(crate) submit_max: usize,
+    /// The most bytes of an op.
+    pub(crate) op_bytes_max: usize,
     pub(crate) harvest_on_submit: bool,
     /// Without `harvest_on_submit`: the kernel has said that there are completions.
     pub(crate) harvest_is_due: Cell<bool>,
@@ -162,6 +164,7 @@ impl Io {
             stats,
             engine_kind: config.engine.kind(),
             submit_max: config.submit_max.max(1) as usize,
+            op_bytes_max: config.op_bytes_max,
             harvest_on_submit: config.harvest_on_submit,
             harvest_is_due: Cell::new(false),
             in_turn: Cell::new(false),

@@ -25,7 +25,4 @@ pub use block::{BufferMemory, LentBlock, Repeated};
 pub use copy::{copy_in, copy_out};
 pub use fits::fits;
 pub use list::{Buffers, SharedByte, SharedBytes};
-pub use memory::{Memory, Ranges, WriteLog};
-
-/// The most iovecs that one system call takes (`IOV_MAX`).
-pub const IOVECS_MAX: usize = 1024;
+pub use memory::{IOVECS_MAX, Memory, Ranges, WriteLog};

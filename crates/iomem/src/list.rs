@@ -7,7 +7,7 @@ use std::rc::Rc;
 use libc::iovec;
 
 use crate::copy::{copy_across, copy_in, copy_out, zero};
-use crate::memory::{Memory, Parts, Ranges};
+use crate::memory::{IOVECS_MAX, Memory, Parts, Ranges};
 
 /// A list of memory ranges together with what keeps them mapped. The storage of the list goes back
 /// to its [`Memory`] when it is dropped.
@@ -347,12 +347,31 @@ impl Buffers {
     /// Another list of the same memory.
     #[must_use]
     pub fn again(&self) -> Self {
+        self.beside(self.iovecs().iter().copied())
+    }
+
+    /// Another list of the first bytes: whole ranges, and of the next one as many multiples of
+    /// `unit` (a power of two) as make `most` bytes at the most. One system call takes it whole.
+    #[must_use]
+    pub fn front(&self, most: usize, unit: usize) -> Self {
+        let (mut left, mut is_cut) = (most, false);
+        let some = self.iovecs().iter().filter(|range| range.iov_len > 0).take(IOVECS_MAX);
+        self.beside(some.map_while(|range| {
+            let fits = if range.iov_len > left { left & !(unit - 1) } else { range.iov_len };
+            left -= fits;
+            let goes_on = !std::mem::replace(&mut is_cut, fits < range.iov_len) && fits > 0;
+            goes_on.then_some(iovec { iov_len: fits, ..*range })
+        }))
+    }
+
+    /// A list of parts of the ranges of this one.
+    fn beside(&self, parts: impl Iterator<Item = iovec>) -> Self {
         let mut ranges = self.memory().storage();
-        self.iovecs().iter().for_each(|&range| ranges.push(range));
+        parts.for_each(|range| ranges.push(range));
         // SAFETY: whoever made this list has vouched for its ranges and its memory.
-        let mut again = unsafe { Self::from_raw_parts(ranges, self.memory().clone()) };
-        again.0.kept.clone_from(&self.0.kept);
-        again
+        let mut beside = unsafe { Self::from_raw_parts(ranges, self.memory().clone()) };
+        beside.0.kept.clone_from(&self.0.kept);
+        beside
     }
 
     /// Another list of the same memory, if there is a log of writes to it.
@@ -484,8 +503,8 @@ mod tests {
     use std::rc::Rc;
 
     use super::*;
+    use crate::BufferMemory;
     use crate::memory::WriteLog;
-    use crate::{BufferMemory, IOVECS_MAX};
     use proptest::prelude::*;
 
     /// A list over one block, cut at the given lengths.
@@ -543,6 +562,34 @@ mod tests {
                 assert!(list.take_shared_bytes(16).is_none());
                 assert_eq!(list.bytes(), total - 16, "nothing is taken that is not whole");
             }
+        }
+    }
+
+    #[test]
+    fn a_front_is_cut_at_a_unit_and_taken_by_one_system_call() {
+        for (lengths, most, unit, front) in [
+            (&[24][..], 16, 1, &[16][..]),
+            (&[24], 24, 8, &[24]),
+            (&[8, 24], 16, 8, &[8, 8]),
+            // The rest of a range begins at a multiple of the unit within it.
+            (&[4, 24], 16, 8, &[4, 8]),
+            (&[4, 24, 4], 12, 16, &[4]),
+            (&[8, 8], 16, 8, &[8, 8]),
+            (&[1; 1500], 1200, 1, &[1; IOVECS_MAX]),
+            (&[0; 1500], 1200, 1, &[]),
+            (&[0, 8, 0, 8], 12, 1, &[8, 4]),
+        ] {
+            let mut list = scattered(lengths);
+            list.keep(Rc::new(7));
+            let bytes: Vec<u8> = (0..=255).cycle().take(list.bytes()).collect();
+            list.copy_from(0, &bytes);
+            let taken = list.front(most, unit);
+            let cut: Vec<usize> = taken.iovecs().iter().map(|range| range.iov_len).collect();
+            assert_eq!(cut, front, "{lengths:?}");
+            assert_eq!(taken.bytes(), cut.iter().sum::<usize>());
+            assert_eq!(taken.to_vec(), bytes[..taken.bytes()], "{lengths:?}");
+            assert!(taken.0.kept.is_some(), "what is kept goes with the list");
+            assert_eq!(list.to_vec(), bytes, "the list itself stays");
         }
     }
 

@@ -6,6 +6,9 @@ use std::rc::Rc;
 
 use libc::iovec;
 
+/// The most iovecs that one system call takes (`IOV_MAX`).
+pub const IOVECS_MAX: usize = 1024;
+
 /// The storage that a [`Memory`] keeps for later lists, in iovecs: enough for a queue of 1024
 /// entries that is full of requests of the usual size, and a bound on what a hostile guest can make
 /// us keep.

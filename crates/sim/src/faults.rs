@@ -113,7 +113,7 @@ pub(crate) fn rejection(plan: &Plan, rng: &mut Rng, op: &KernelOp) -> Option<(i6
     Some((-i64::from(errno), class))
 }
 
-/// Whether an op may reach the kernel: it is for a disk, inside, and aligned.
+/// Whether an op may reach the kernel: it is for a disk, inside, aligned, and not too large.
 /// `found`: there is a disk with its descriptor.
 pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Failure> {
     let (len, block) = (op_len(op), plan.block_bytes());
@@ -126,7 +126,9 @@ pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Fa
         || ((op.offset() | len as u64) & (block - 1) == 0
             && op.buffers().is_aligned(memory_align, block_bytes));
     let inside = end.is_some_and(|end| end <= plan.sectors() * SECTOR as u64);
-    if !found || !aligned || !inside || (is_data && len == 0) {
+    let most = plan.op_bytes_max().max(block_bytes);
+    let fits_size = !is_data || (len > 0 && len <= most);
+    if !found || !aligned || !inside || !fits_size {
         let (kind, offset, buffers) = (op.kind(), op.offset(), op.buffers());
         let text = format!("{kind:?} at {offset} of {buffers:?}: {:?}", buffers.iovecs());
         return Err(Failure::new("bad op", text));

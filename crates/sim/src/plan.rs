@@ -3,6 +3,7 @@
 mod draw;
 mod text;
 
+use blockio::IoThreadConfig;
 use iomem::fits;
 
 use crate::rng::{Rng, some};
@@ -89,6 +90,8 @@ knobs! {
     no_harvest_on_submit: 0,
     /// KiB of memory for misaligned requests, for each IoThread, at least 8.
     bounce_kib: 0,
+    /// KiB of an op at most; zero is what the product has.
+    op_kib: 0,
     /// Pacing has the numbers of the product; else smaller ones, which short runs go through.
     real_pacing: 0,
     /// Ops of one submit at most; zero is no limit.
@@ -275,6 +278,7 @@ impl Plan {
         plan.draw_scsi(&mut Rng::new(seed, 9));
         plan.draw_deaths(&mut Rng::new(seed, 10));
         plan.draw_limits(&mut Rng::new(seed, 11));
+        plan.op_kib = some(&mut Rng::new(seed, 12), 500, &[1, 2, 4, 16]);
         plan.tidied()
     }
 
@@ -384,6 +388,14 @@ impl Plan {
 
     pub(crate) fn block_bytes(&self) -> u64 {
         if self.block_4k > 0 { 4096 } else { 512 }
+    }
+
+    /// The most bytes of an op.
+    pub(crate) fn op_bytes_max(&self) -> usize {
+        match self.op_kib {
+            0 => IoThreadConfig::OP_BYTES_MAX,
+            kib => fits(kib << 10, "a number of KiB"),
+        }
     }
 
     /// What addresses of memory are multiples of, for direct I/O.

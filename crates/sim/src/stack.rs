@@ -143,6 +143,7 @@ impl Stack {
                 .ok()
                 .filter(|m| *m > 0)
                 .unwrap_or(u32::MAX),
+            op_bytes_max: self.plan.op_bytes_max(),
             bounce: BounceConfig {
                 // At least two pieces.
                 budget_bytes: fits::<_, usize>(self.plan.bounce_kib.max(8), "a budget in KiB")

@@ -156,7 +156,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (23, &["disk::retries", "disk::shared"]),
             (24, &["disk::gate", "disk::source"]),
             (25, &["disk::file", "disk::seam"]),
-            (26, &["disk"]),
+            (26, &["disk", "disk::file::zeroes"]),
             (27, &["disk::facts", "disk::governed", "disk::requests", "disk::simulated"]),
             // Kinds that come in through the seam.
             (27, &["disk::content", "disk::raw"]),

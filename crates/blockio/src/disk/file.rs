@@ -1,5 +1,7 @@
 //! Disk `file`: a regular file or a block device.
 
+mod zeroes;
+
 use std::cell::Cell;
 use std::io;
 use std::ops::Deref;
@@ -20,6 +22,8 @@ use iomem::Buffers;
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>, engine: EngineKind) -> FileDisk {
         let share = io.bounce_budget.share(&self.file);
+        let unit = self.align.memory.max(self.align.request) as usize;
+        let op_bytes_max = (io.op_bytes_max & !(unit - 1)).max(unit);
         FileDisk {
             file: io.attach_file(&self.file, engine),
             io: Attached(io),
@@ -29,6 +33,7 @@ impl FileSource {
             blocks: self.blocks.clone(),
             memory_align: self.align.memory as usize,
             request_align: self.align.request as usize,
+            op_bytes_max,
             has_dsync: Cell::new(true),
             has_discard: Cell::new(true),
             has_punch_zeroes: Cell::new(true),
@@ -50,6 +55,8 @@ pub(super) struct FileDisk {
     blocks: Option<Arc<Blocks>>,
     memory_align: usize,
     request_align: usize,
+    /// The most bytes of an op: a multiple of both alignments.
+    op_bytes_max: usize,
     has_dsync: Cell<bool>,
     has_discard: Cell<bool>,
     has_punch_zeroes: Cell<bool>,
@@ -87,8 +94,8 @@ impl FileDisk {
 
     pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
         let wanted = buffers.bytes();
-        if wanted == 0 || !self.is_aligned(offset, &buffers) {
-            return Box::pin(self.bounce(OpKind::Read, offset, buffers, None)).await;
+        if !self.is_one_op(wanted) || !self.is_aligned(offset, &buffers) {
+            return Box::pin(self.move_by_way(OpKind::Read, offset, buffers, None)).await;
         }
         let completion = self.io.op(OpKind::Read, &self.file, offset, buffers).await;
         if completion.is_whole(wanted) {
@@ -98,7 +105,13 @@ impl FileDisk {
         Box::pin(self.finish(OpKind::Read, offset, wanted, completion)).await
     }
 
-    /// Whether the kernel takes the request as it is.
+    /// True for a size that one op moves.
+    #[inline]
+    fn is_one_op(&self, bytes: usize) -> bool {
+        bytes.wrapping_sub(1) < self.op_bytes_max
+    }
+
+    /// True where the kernel takes the memory and the place of a request as they are.
     #[inline]
     fn is_aligned(&self, offset: u64, buffers: &Buffers) -> bool {
         offset & (self.request_align as u64 - 1) == 0
@@ -124,7 +137,7 @@ impl FileDisk {
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
-        if wanted > 0 && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
+        if self.is_one_op(wanted) && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
             let completion = self.io.op(kind, &self.file, offset, buffers).await;
             if !completion.is_whole(wanted) {
                 Box::pin(self.finish(kind, offset, wanted, completion)).await?;
@@ -140,7 +153,7 @@ impl FileDisk {
         settled.map_err(|error| Unfinished::new(error, Buffers::empty()))
     }
 
-    /// Writes what others must be kept away from meanwhile, or what is misaligned.
+    /// Writes a misaligned request, one that needs its blocks to itself, and one of several ops.
     async fn write_by_way(
         &self,
         kind: OpKind,
@@ -148,6 +161,17 @@ impl FileDisk {
         buffers: Buffers,
     ) -> Result<(), Unfinished> {
         let claimed = self.claim(offset, buffers.bytes() as u64).await;
+        self.move_by_way(kind, offset, buffers, claimed).await
+    }
+
+    /// Moves a request that is misaligned, or takes several ops.
+    async fn move_by_way(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        buffers: Buffers,
+        claimed: Option<Rc<Claimed>>,
+    ) -> Result<(), Unfinished> {
         if self.is_aligned(offset, &buffers) {
             self.transfer(kind, offset, buffers).await
         } else {
@@ -166,104 +190,8 @@ impl FileDisk {
         loss.check()
     }
 
-    pub(super) async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        if !self.has_discard.get() {
-            return Ok(());
-        }
-        // A hint: blocks of the device that are not wholly in the range stay.
-        let Some((offset, len)) = self.align.whole_ranges(offset, len) else { return Ok(()) };
-        let _claimed = self.claim(offset, len).await;
-        let kind = if self.is_block_device {
-            OpKind::DiscardBlocks { len }
-        } else {
-            OpKind::Fallocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, len }
-        };
-        self.try_feature(&self.has_discard, kind, offset).await.map(|_| ())
-    }
-
-    pub(super) async fn write_zeroes(
-        &self,
-        offset: u64,
-        len: u64,
-        may_unmap: bool,
-    ) -> io::Result<()> {
-        let claimed = self.claim(offset, len).await;
-        let Some((start, whole)) = self.align.whole_ranges(offset, len) else {
-            return self.write_zero_bytes(offset, len, claimed).await;
-        };
-        self.write_zero_bytes(offset, start - offset, claimed.clone()).await?;
-        self.zero_range(start, whole, may_unmap, claimed.clone()).await?;
-        let end = start + whole;
-        self.write_zero_bytes(end, offset + len - end, claimed).await
-    }
-
-    /// Zeroes whole blocks of the device.
-    async fn zero_range(
-        &self,
-        offset: u64,
-        len: u64,
-        may_unmap: bool,
-        claimed: Option<Rc<Claimed>>,
-    ) -> io::Result<()> {
-        let punch =
-            OpKind::Fallocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, len };
-        if may_unmap && self.try_feature(&self.has_punch_zeroes, punch, offset).await? {
-            return Ok(());
-        }
-        let zero = if self.is_block_device {
-            OpKind::ZeroBlocks { len }
-        } else {
-            OpKind::Fallocate { mode: libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, len }
-        };
-        if self.try_feature(&self.has_zero_range, zero, offset).await? {
-            return Ok(());
-        }
-        self.write_zero_bytes(offset, len, claimed).await
-    }
-
-    pub(super) async fn write_zero_bytes(
-        &self,
-        mut offset: u64,
-        mut len: u64,
-        claimed: Option<Rc<Claimed>>,
-    ) -> io::Result<()> {
-        let kind = OpKind::Write { fua: false };
-        while len > 0 {
-            let most = self.share.piece_bytes(self.request_align);
-            let piece = self.align.piece(offset, len, most);
-            if piece & (self.request_align - 1) == 0 {
-                let permit = self.share.take(piece).await;
-                let zeroes = self.count_failure(self.io.bounce_budget.zeroes(piece, permit))?;
-                self.transfer(kind, offset, zeroes).await?;
-            } else {
-                // A part of a block: the memory that counts is that of the bounce.
-                let zeroes = self.count_failure(self.io.bounce_budget.zeroes(piece, ()))?;
-                self.bounce(kind, offset, zeroes, claimed.clone()).await?;
-            }
-            offset += piece as u64;
-            len -= piece as u64;
-        }
-        Ok(())
-    }
-
     fn count_failure(&self, memory: io::Result<Buffers>) -> io::Result<Buffers> {
         memory.inspect_err(|_| self.io.stats().bounce.failed.add(1))
-    }
-
-    /// Runs `kind` unless `has` says that it is of no use. False, for ever after, when the kernel,
-    /// the file system or the device does not support it.
-    async fn try_feature(&self, has: &Cell<bool>, kind: OpKind, offset: u64) -> io::Result<bool> {
-        if !has.get() {
-            return Ok(false);
-        }
-        match self.simple(kind, offset).await {
-            Ok(_) => Ok(true),
-            Err(error) if is_unsupported(&error) => {
-                has.set(false);
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
     }
 
     /// Holes of a file. A file system without a notion of them has data only.
@@ -296,13 +224,42 @@ impl FileDisk {
         }
     }
 
-    /// Moves all bytes of `buffers`, whose memory is aligned.
+    /// Moves all bytes of `buffers`, whose memory is aligned: the one home of requests that are
+    /// larger than an op. One op is over before the next begins, so tasks that are ready on the
+    /// loop come between them.
     async fn transfer(
         &self,
         kind: OpKind,
+        mut offset: u64,
+        mut buffers: Buffers,
+    ) -> Result<(), Unfinished> {
+        let unit = self.memory_align.max(self.request_align);
+        while buffers.bytes() > self.op_bytes_max {
+            let piece = buffers.front(self.op_bytes_max, unit);
+            let bytes = piece.bytes();
+            if let Err(unfinished) = self.transfer_piece(kind, offset, piece).await {
+                let (error, rest) = unfinished.into_parts();
+                buffers.advance(bytes - rest.bytes());
+                return Err(Unfinished::new(error, buffers));
+            }
+            buffers.advance(bytes);
+            offset += bytes as u64;
+            self.io.give_way().await;
+        }
+        self.transfer_piece(kind, offset, buffers).await
+    }
+
+    /// Moves all bytes of `buffers`, which are no more than an op may have.
+    async fn transfer_piece(
+        &self,
+        mut kind: OpKind,
         offset: u64,
         buffers: Buffers,
     ) -> Result<(), Unfinished> {
+        if kind == (OpKind::Write { fua: true }) && !self.has_dsync.get() {
+            // An earlier piece has found that out; the caller flushes after the write.
+            kind = OpKind::Write { fua: false };
+        }
         let wanted = buffers.bytes();
         if wanted == 0 {
             return Ok(());

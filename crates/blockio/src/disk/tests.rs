@@ -11,6 +11,7 @@ use std::sync::Arc;
 use tempfile::NamedTempFile;
 
 mod parts;
+mod pieces;
 
 /// Engines, and whether they poll for completions.
 const SETUPS: [(EngineKind, bool); 4] = [

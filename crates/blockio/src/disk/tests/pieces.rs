@@ -1,0 +1,91 @@
+//! Requests larger than an op.
+
+use std::future::Future;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::{Context, Waker};
+
+use iomem::Repeated;
+
+use super::*;
+use crate::Wait;
+
+const LARGE: usize = 16 << 20;
+const PIECES: u64 = (LARGE / IoThreadConfig::OP_BYTES_MAX) as u64;
+
+/// A list of many ranges, of which none ends at a bound of pieces.
+fn scattered(bytes: usize) -> Buffers {
+    Repeated::of(&pattern(2, 36 << 10), 36 << 10, 4096).unwrap().buffers(bytes, ()).unwrap()
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn no_op_is_larger_than_the_bound_and_no_byte_is_lost() {
+    let bytes = 5 * IoThreadConfig::OP_BYTES_MAX + 4096;
+    with_each(8 * MIB, |thread, disk, file| {
+        let (source, target) = (scattered(bytes), Buffers::aligned(bytes, 4096));
+        let data = source.to_vec();
+        for fua in [false, true] {
+            thread.block_on(disk.write(4096, source.again(), fua)).unwrap().unwrap();
+        }
+        thread.block_on(disk.read(4096, target.again())).unwrap().unwrap();
+        assert!(target.to_vec() == data, "data differ");
+        assert!(std::fs::read(file.path()).unwrap()[4096..4096 + bytes] == data, "data differ");
+        let stats = thread.io().stats();
+        assert!(stats.read.ops.get() >= 6, "{} reads", stats.read.ops.get());
+        assert!(stats.write.ops.get() >= 12, "{} writes", stats.write.ops.get());
+        assert_eq!(stats.bounced.get(), 0, "a piece was misaligned");
+    });
+}
+
+/// Small requests come between the pieces of a large one.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_is_ready_comes_between_the_pieces() {
+    for (engine, _) in SETUPS {
+        let (large, small) = (temp_file(LARGE as u64), temp_file(MIB));
+        let thread = thread(engine);
+        let io = thread.io();
+        let attach = |file: &NamedTempFile| {
+            Rc::new(DiskSource::file(file.path(), &options(false)).unwrap().attach(io))
+        };
+        let (large, small) = (attach(&large), attach(&small));
+        let (is_done, served) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(0)));
+        let (done, stop) = (Rc::clone(&is_done), Rc::clone(io));
+        io.spawn(async move {
+            large.read(0, scattered(LARGE)).await.unwrap();
+            done.set(true);
+            stop.stop();
+        });
+        let count = Rc::clone(&served);
+        io.spawn(async move {
+            while !is_done.get() {
+                small.read(0, Buffers::aligned(4096, 4096)).await.unwrap();
+                count.set(count.get() + 1);
+            }
+        });
+        thread.run().unwrap();
+        // Pool threads end in any order, so there it may be fewer.
+        assert!(served.get() >= PIECES / 4, "{engine}: {} requests came between", served.get());
+    }
+}
+
+/// A program that polls from outside of the loop gets the thread back after each op.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_poll_from_outside_ends_after_one_piece() {
+    let file = temp_file(LARGE as u64);
+    std::fs::write(file.path(), pattern(3, LARGE)).unwrap();
+    let thread = thread(EngineKind::IoUring);
+    let disk = DiskSource::file(file.path(), &options(false)).unwrap().attach(thread.io());
+    let mut read = pin!(disk.read(0, scattered(LARGE)));
+    let mut polls = 0;
+    while read.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+        polls += 1;
+        assert!(thread.io().stats().read.ops.get() <= polls, "a poll moved several pieces");
+        if thread.io().ops() > 0 {
+            thread.turn(Wait::ForEvent).unwrap();
+        }
+    }
+    assert!(polls >= PIECES - 1, "{polls} polls");
+}
