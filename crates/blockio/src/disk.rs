@@ -6,6 +6,7 @@
 
 mod alignment;
 mod blocks;
+mod bulk;
 mod content;
 mod facts;
 mod file;
@@ -52,6 +53,7 @@ use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use crate::op::OpKind;
+use bulk::Bulk;
 use file::FileDisk;
 pub use folder::Folder;
 pub use foreign::format_warning;
@@ -286,7 +288,8 @@ impl DiskSource {
         };
         let block_mask = u64::from(self.info.logical_block_bytes) - 1;
         let gate = Gate::new(io, &self.shared);
-        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind, gate }
+        let bulk = Bulk::of(io, &self.shared);
+        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind, gate, bulk }
     }
 }
 
@@ -301,6 +304,8 @@ pub struct Disk {
     kind: Kind,
     /// Where requests wait for limits, and after errors.
     gate: Gate,
+    /// Where the pieces of commands that move much data wait for their turn.
+    bulk: Rc<Bulk>,
 }
 
 /// A disk for somebody who is asked about a request while it waits for limits, or for another try.

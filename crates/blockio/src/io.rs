@@ -1,6 +1,5 @@
 //! The handle that tasks and disks of an IoThread get: [`Io`], and the future of an op.
 
-#[cfg(any(feature = "nbd", feature = "rbd"))]
 use std::any::Any;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -182,7 +181,6 @@ impl Io {
 
     /// Keeps something for a disk on this IoThread, for as long as anybody else does. `key` is the
     /// address of what the disk has for all IoThreads.
-    #[cfg(any(feature = "nbd", feature = "rbd"))]
     pub(crate) fn keep<T: Any>(&self, key: usize, kept: &Rc<T>) {
         let mut all = self.kept.borrow_mut();
         all.retain(|(_, kept)| kept.strong_count() > 0);
@@ -191,7 +189,6 @@ impl Io {
     }
 
     /// What was [kept](Self::keep).
-    #[cfg(any(feature = "nbd", feature = "rbd"))]
     pub(crate) fn kept<T: Any>(&self, key: usize) -> Option<Rc<T>> {
         let all = self.kept.borrow();
         let (_, kept) =

@@ -3,12 +3,11 @@
 //! Code that borrows more than one of the parts borrows `ops` before `reactor`, and `reactor`
 //! before `executor`. No borrow lasts while code of a task or a waker runs.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Instant;
-#[cfg(any(feature = "nbd", feature = "rbd"))]
-use std::{any::Any, rc::Weak};
 
 use iomem::Buffers;
 use rustix::event::{EventfdFlags, eventfd};
@@ -39,7 +38,6 @@ pub struct Io {
     pub(crate) stats: Arc<Stats>,
     pub(crate) bounce_budget: BounceBudget,
     /// What kinds of disks have here, by the address of what they have for all IoThreads.
-    #[cfg(any(feature = "nbd", feature = "rbd"))]
     pub(crate) kept: RefCell<Vec<(usize, Weak<dyn Any>)>>,
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
@@ -156,7 +154,6 @@ impl Io {
             }),
             reactor: RefCell::default(),
             bounce_budget: BounceBudget::new(config.bounce, &running, &stats),
-            #[cfg(any(feature = "nbd", feature = "rbd"))]
             kept: RefCell::default(),
             _known: Known::new(&mailbox, &running),
             running,

@@ -154,7 +154,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (22, &["disk::limits", "disk::trouble", "disk::waiting"]),
             (23, &["disk::identity", "disk::lock", "disk::null", "disk::outside"]),
             (23, &["disk::retries", "disk::shared"]),
-            (24, &["disk::gate", "disk::source"]),
+            (24, &["disk::bulk", "disk::gate", "disk::source"]),
             (25, &["disk::file", "disk::seam"]),
             (26, &["disk", "disk::file::zeroes"]),
             (27, &["disk::facts", "disk::governed", "disk::requests", "disk::simulated"]),

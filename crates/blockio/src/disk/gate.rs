@@ -45,6 +45,16 @@ pub trait Requester {
     /// It waits here no more, and ends.
     fn ends(&self);
 
+    /// Whether another piece of a command that moves much data is to be moved: asked when the turn
+    /// of that piece has come.
+    ///
+    /// # Errors
+    ///
+    /// The error that the command ends with. No other try follows.
+    fn check_piece(&self) -> io::Result<()> {
+        self.check()
+    }
+
     /// Its requests wait for no limits, since it has [passed](super::Requests::pass_limits) them.
     fn is_past_limits(&self) -> bool {
         false
@@ -321,7 +331,7 @@ impl Gate {
     }
 
     /// Waits for a turn, unless nobody waits for limits.
-    async fn wait_for(&self, place: &Place<'_>, turn: &Turn<'_>) -> io::Result<()> {
+    async fn wait_for(&self, place: &Place<'_>, turn: &Turn<&Turns>) -> io::Result<()> {
         self.wait(place, |cx| self.waits.get() != Waits::Usual || turn.poll(cx).is_ready()).await
     }
 

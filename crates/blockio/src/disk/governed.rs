@@ -6,6 +6,7 @@ use std::io;
 
 use iomem::Buffers;
 
+use super::bulk::BulkTurn;
 use super::gate::Waits;
 use super::info::Unfinished;
 use super::limits::Direction;
@@ -212,6 +213,64 @@ impl<'a> Requests<'a> {
         }
     }
 
+    /// Writes all of `buffers` from byte `offset` on, as a piece of a command that writes a longer
+    /// range: it waits for its turn among the commands of this kind.
+    ///
+    /// # Errors
+    ///
+    /// As [`write`](Self::write), and the error with which the requester
+    /// [ends](super::Requester::check_piece) the command.
+    pub async fn write_piece(self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+        let bytes = buffers.bytes() as u64;
+        let passed = match self.disk.check_write(offset, bytes) {
+            Ok(()) => self.pass(Direction::Write, (offset, bytes), bytes).await,
+            refused => refused,
+        };
+        if let Err(error) = passed {
+            return Err(Unfinished::new(error, buffers));
+        }
+        let write = |buffers: Buffers| -> Request<'_, Result<(), Unfinished>> {
+            Box::pin(async move {
+                let _turn = match self.take_turn(bytes).await {
+                    Ok(turn) => turn,
+                    Err(error) => return Err(Unfinished::new(error, buffers)),
+                };
+                match &self.disk.kind {
+                    Kind::Null => Ok(()),
+                    Kind::File(disk) => disk.write(offset, buffers, false).await,
+                    Kind::Other(other) => other.disk.write(offset, buffers, false).await,
+                }
+            })
+        };
+        let is_vain = || self.requester.check_piece().is_err();
+        self.until_done(Direction::Write, offset, buffers, is_vain, write).await
+    }
+
+    /// Waits for the turn of a piece, which its requester may not want any more.
+    async fn take_turn(self, bytes: u64) -> io::Result<BulkTurn> {
+        let turn = self.disk.bulk.turn(bytes).await;
+        self.requester.check_piece().map(|()| turn)
+    }
+
+    /// Makes a request for a piece of a command that moves much data, in its turn, as often as it
+    /// takes. Limits were passed.
+    pub(super) async fn in_turn<T, F: Future<Output = io::Result<T>>>(
+        self,
+        direction: Direction,
+        range: (u64, u64),
+        bytes: u64,
+        request: impl Fn(BulkTurn) -> F,
+    ) -> io::Result<T> {
+        let mut tries = Tries::new(&self.disk.shared.troubles);
+        loop {
+            let turn = self.take_turn(bytes).await?;
+            match request(turn).await {
+                Err(error) if self.tries_again(&mut tries, direction, range, &error).await? => {}
+                done => return done,
+            }
+        }
+    }
+
     /// A request that is no plain transfer: it waits for limits, and is made as often as it takes.
     pub(super) async fn govern<T, F: Future<Output = io::Result<T>>>(
         self,
@@ -232,7 +291,12 @@ impl<'a> Requests<'a> {
 
     /// Waits until limits let a request of so many bytes begin, in a range which the disk may not
     /// have any more then.
-    async fn pass(self, direction: Direction, range: (u64, u64), bytes: u64) -> io::Result<()> {
+    pub(super) async fn pass(
+        self,
+        direction: Direction,
+        range: (u64, u64),
+        bytes: u64,
+    ) -> io::Result<()> {
         if !self.requester.is_past_limits() {
             self.pass_limits(direction, bytes).await?;
         }

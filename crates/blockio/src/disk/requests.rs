@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io;
+use std::rc::Rc;
 
 use iomem::Buffers;
 
@@ -14,6 +15,9 @@ use crate::op::OpKind;
 
 /// The most of a part that counts for limits: what a part has at most, unless it is configured.
 const PART_BYTES: u64 = 256 << 10;
+
+/// The most that is zeroed in one turn.
+const ZEROES_BYTES: u64 = 4 << 20;
 
 impl Disk {
     /// The disk for requests about which this one is asked.
@@ -130,11 +134,13 @@ impl<'a> Requests<'a> {
     /// Reads from byte `offset` on into memory of the disk's own: whole logical blocks, at least
     /// one of them, at most `len` bytes. The memory is of the
     /// [budget for misaligned requests](crate::config::BounceConfig) until the list is dropped, and
-    /// this waits for its turn there: so do not wait for the disk while you have such a list.
+    /// this waits for its turn there, and among the commands of the disk that move much data: so do
+    /// not wait for the disk while you have such a list.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read), and `ENOMEM`.
+    /// As [`read`](Self::read), `ENOMEM`, and the error with which the requester
+    /// [ends](super::Requester::check_piece) the command.
     pub async fn read_part(self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.disk.check(offset, len)?;
         if len == 0 {
@@ -142,12 +148,15 @@ impl<'a> Requests<'a> {
         }
         let block = self.disk.info.logical_block_bytes;
         let bytes = len.min(PART_BYTES);
-        self.govern(Direction::Read, (offset, len), bytes, || async move {
-            match &self.disk.kind {
+        self.pass(Direction::Read, (offset, len), bytes).await?;
+        self.in_turn(Direction::Read, (offset, len), bytes, |turn| async move {
+            let mut part = match &self.disk.kind {
                 Kind::File(disk) => disk.read_part(offset, len, block).await,
                 Kind::Null => null::read_part(len, block),
                 Kind::Other(other) => other.read_part(offset, len, block).await,
-            }
+            }?;
+            part.keep(Rc::new(turn));
+            Ok(part)
         })
         .await
     }
@@ -201,22 +210,33 @@ impl<'a> Requests<'a> {
         .await
     }
 
-    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back.
+    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back. A long range
+    /// goes piece by piece, among the commands of the disk that move much data: where the disk has
+    /// no operation for it, zeroes are written.
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write).
+    /// As [`write`](Self::write), and the error with which the requester
+    /// [ends](super::Requester::check_piece) the command.
     pub async fn write_zeroes(self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.disk.check_write(offset, len)?;
-        self.govern(Direction::Write, (offset, len), len, || async move {
-            match &self.disk.kind {
-                Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
-                Kind::Other(other) if len > 0 => {
-                    other.disk.write_zeroes(offset, len, may_unmap).await
+        self.pass(Direction::Write, (offset, len), len).await?;
+        let end = offset + len;
+        let mut start = offset;
+        while start < end {
+            // Pieces begin where blocks of the device do.
+            let next = (start - start % ZEROES_BYTES + ZEROES_BYTES).min(end);
+            let piece = (start, next - start);
+            self.in_turn(Direction::Write, piece, piece.1, |_turn| async move {
+                match &self.disk.kind {
+                    Kind::File(disk) => disk.write_zeroes(start, piece.1, may_unmap).await,
+                    Kind::Null => Ok(()),
+                    Kind::Other(other) => other.disk.write_zeroes(start, piece.1, may_unmap).await,
                 }
-                _ => Ok(()),
-            }
-        })
-        .await
+            })
+            .await?;
+            start = next;
+        }
+        Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! How requests of one disk wait, on whichever thread: for their turn, and for a change.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -32,8 +33,8 @@ impl Line {
 }
 
 /// A place in a line, until it is dropped.
-pub(super) struct Turn<'a> {
-    turns: &'a Turns,
+pub(super) struct Turn<T: Deref<Target = Turns>> {
+    turns: T,
     number: u64,
 }
 
@@ -44,12 +45,8 @@ impl Turns {
     }
 
     /// A place at the end.
-    pub(super) fn enter(&self) -> Turn<'_> {
-        let mut line = self.line();
-        let number = line.next;
-        line.next += 1;
-        line.waiting.push_back((number, None));
-        Turn { turns: self, number }
+    pub(super) fn enter(&self) -> Turn<&Self> {
+        Turn::of(self)
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
@@ -57,7 +54,17 @@ impl Turns {
     }
 }
 
-impl Turn<'_> {
+impl<T: Deref<Target = Turns>> Turn<T> {
+    /// A place at the end, for an owner of the line.
+    pub(super) fn of(turns: T) -> Self {
+        let mut line = turns.line();
+        let number = line.next;
+        line.next += 1;
+        line.waiting.push_back((number, None));
+        drop(line);
+        Self { turns, number }
+    }
+
     /// Ready when it is at the front.
     pub(super) fn poll(&self, cx: &Context<'_>) -> Poll<()> {
         let mut line = self.turns.line();
@@ -73,7 +80,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl<T: Deref<Target = Turns>> Drop for Turn<T> {
     fn drop(&mut self) {
         let mut line = self.turns.line();
         let place = line.place_of(self.number);
@@ -172,7 +179,7 @@ mod tests {
             let cx = Context::from_waker(&waker);
             let turns = Turns::of(at_once);
             let mut line: Vec<_> = (0..8).map(|_| turns.enter()).collect();
-            let ready = |line: &[Turn<'_>]| {
+            let ready = |line: &[Turn<&Turns>]| {
                 line.iter().take_while(|turn| turn.poll(&cx).is_ready()).count()
             };
             assert_eq!(ready(&line), at_once);

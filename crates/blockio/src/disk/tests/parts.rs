@@ -28,7 +28,8 @@ fn parts_are_read_into_memory_of_the_budget() {
             assert!(part.to_vec() == expected[at..at + part.bytes()], "data differ at {at}");
             offset += part.bytes() as u64;
             assert!((part.bytes() as u64..=budget_bytes as u64).contains(&stats.bytes.get()));
-            if stats.bytes.get() == budget_bytes as u64 {
+            if offset == MIB || stats.bytes.get() == budget_bytes as u64 {
+                // Whatever the budget has left.
                 let mut next = Box::pin(disk.read_part(0, 512));
                 let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
                 assert!(next.as_mut().poll(&mut cx).is_pending());
@@ -36,7 +37,6 @@ fn parts_are_read_into_memory_of_the_budget() {
                 assert_eq!(thread.block_on(next).unwrap().unwrap().bytes(), 512);
             }
         }
-        assert_eq!(stats.waits.get() > 0, budget_bytes == 64 << 10);
         assert_eq!(stats.bytes.get(), 0);
         assert!(thread.block_on(disk.read_part(MIB, 512)).unwrap().is_err());
         assert!(thread.block_on(disk.read_part(MIB, 0)).unwrap().unwrap().is_empty());
