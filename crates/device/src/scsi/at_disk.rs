@@ -21,11 +21,24 @@ pub(super) struct AtDisk<'a> {
     task: Task<'a>,
     /// It has the medium to itself.
     exclusive: Option<&'a Exclusive>,
+    /// It ends when its queue stops, at its next piece.
+    is_long: bool,
+}
+
+/// Whether a long task has ended because its queue stops, and not by an error of its disk.
+pub(super) fn is_stopped(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ResourceBusy && error.raw_os_error().is_none()
 }
 
 impl<'a> AtDisk<'a> {
     pub(super) fn new(local: &'a LocalUnit, task: Task<'a>) -> Self {
-        Self { local, task, exclusive: None }
+        Self { local, task, exclusive: None, is_long: false }
+    }
+
+    /// A task that may move much data, however short its request is. When its queue stops it
+    /// answers BUSY before the next piece, and drivers send it again.
+    pub(super) fn long(local: &'a LocalUnit, task: Task<'a>) -> Self {
+        Self { is_long: true, ..Self::new(local, task) }
     }
 
     /// That of a task which has the medium to itself.
@@ -61,14 +74,11 @@ impl<'a> AtDisk<'a> {
     ///
     /// # Errors
     ///
-    /// When it does not go on: it was aborted, a reservation is in its way, or its queue stops,
-    /// which waits for one that ends `soon`.
-    pub(super) async fn give_way(self, soon: bool) -> Result<(), Failure> {
-        if !soon {
-            self.task.check()?;
-            if self.local.disk.is_stopping() {
-                return Err(Failure::Busy);
-            }
+    /// When it does not go on: it was aborted, a reservation is in its way, or its queue stops.
+    pub(super) async fn give_way(self) -> Result<(), Failure> {
+        self.task.check()?;
+        if self.is_to_end() {
+            return Err(Failure::Busy);
         }
         let unit = &self.local.unit;
         if !unit.access.is_exclusive() {
@@ -112,6 +122,10 @@ impl<'a> AtDisk<'a> {
     fn check_waiting(self) -> Result<(), Failure> {
         self.task.check()?;
         if self.local.disk.is_ending() { Err(Failure::Busy) } else { Ok(()) }
+    }
+
+    fn is_to_end(&self) -> bool {
+        self.is_long && self.local.disk.is_stopping()
     }
 
     /// What the task ends with is how it was aborted, whatever its disk says.
@@ -164,6 +178,11 @@ impl Requester for AtDisk<'_> {
         if let Some(exclusive) = self.exclusive {
             exclusive.set_held(false);
         }
+    }
+
+    fn check_piece(&self) -> io::Result<()> {
+        self.check_aborted()?;
+        if self.is_to_end() { Err(io::ErrorKind::ResourceBusy.into()) } else { Ok(()) }
     }
 
     /// With the medium to itself it would have all others wait for its limits.

@@ -6,7 +6,7 @@ use blockio::disk::Requests;
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
 
-use super::at_disk::AtDisk;
+use super::at_disk::{self, AtDisk};
 use super::cdb::{Cdb, UNMAP};
 use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
 use super::request_queue::LocalUnit;
@@ -113,6 +113,9 @@ fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure 
     if source.raw_os_error() == Some(libc::EBADE) {
         // The device is reserved for another host.
         return Failure::Conflict;
+    }
+    if at_disk::is_stopped(&source) {
+        return Failure::Busy;
     }
     Failure::Disk { asked, moved, sense: Sense::of_disk(&source, asked), source }
 }
@@ -362,7 +365,7 @@ pub(super) async fn write_same(
     if !has_none && data.out.bytes() > block {
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
-    let at_disk = AtDisk::new(local, task);
+    let at_disk = AtDisk::long(local, task);
     let disk = local.disk.asking(&at_disk);
     if has_none || is_zero(&data.out, block) {
         let mut left = whole;
@@ -419,7 +422,7 @@ async fn write_pattern(
             Some(copies) => copies.buffers(length, ()).map_err(failed)?,
             None => pattern.again(),
         };
-        end_write(local, step, disk.write(step.offset, piece, false).await)?;
+        end_write(local, step, disk.write_piece(step.offset, piece).await)?;
     }
     Ok(())
 }

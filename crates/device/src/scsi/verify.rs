@@ -1,8 +1,6 @@
 //! Commands that read what is on the medium, and compare (SBC-4).
 
-use std::future::poll_fn;
 use std::io;
-use std::task::Poll;
 
 use blockio::disk::{Direction, Requests};
 use iomem::Buffers;
@@ -18,10 +16,6 @@ use super::sense::{DiskUse, Sense};
 
 /// What is read at once, at most, and once more where a block of it cannot be read.
 const PIECE_BYTES: u64 = 256 << 10;
-/// Others get a turn after so many bytes that were compared, even if the disk waits for nothing.
-const COMPARE_TURN_BYTES: u64 = 4 << 20;
-/// A queue that stops waits until so many bytes are read, and not for more.
-const SOON_BYTES: u64 = 256 << 20;
 /// The most blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
 
@@ -140,7 +134,7 @@ pub(super) async fn verify(
     if range.bytes > 0 && !local.disk.info().read_only {
         write_back(local, task, range).await?;
     }
-    let at_disk = AtDisk::new(local, task);
+    let at_disk = AtDisk::long(local, task);
     let disk = local.disk.asking(&at_disk);
     compare(disk, range, how, (task, Some(at_disk)), &data.out).await?;
     Ok(Done { moved, medium_bytes: range.bytes })
@@ -158,16 +152,12 @@ async fn compare(
     let disk = requests.disk();
     let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
     let mut rest = with.again();
-    let (mut done, mut turn_ends) = (0, COMPARE_TURN_BYTES);
+    let mut done = 0;
     while done < range.bytes {
-        if done >= turn_ends {
-            turn_ends = done + COMPARE_TURN_BYTES;
-            let_others_run().await;
-            if let Some(at_disk) = at_disk {
-                at_disk.give_way(range.bytes - done <= SOON_BYTES).await?;
-            }
+        match at_disk {
+            Some(at_disk) => at_disk.give_way().await?,
+            None => task.check()?,
         }
-        task.check()?;
         check_still(disk, range)?;
         let piece = Range {
             lba: range.lba + done / block as u64,
@@ -236,22 +226,11 @@ fn difference(found: &Buffers, expected: &Buffers, bytes: usize) -> Option<usize
     })
 }
 
-/// Goes on in the next round.
-async fn let_others_run() {
-    let mut has_waited = false;
-    poll_fn(|cx| {
-        if std::mem::replace(&mut has_waited, true) {
-            return Poll::Ready(());
-        }
-        cx.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
-}
-
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
     use std::pin::pin;
+    use std::task::Poll;
 
     use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 
@@ -290,7 +269,7 @@ mod tests {
     #[test]
     fn others_run_between_pieces_of_what_waits_for_nothing() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-        let bytes = 3 * COMPARE_TURN_BYTES + 512;
+        let bytes = (12 << 20) + 512;
         let source = DiskSource::null(bytes, &DiskOptions::default()).unwrap();
         let disk = source.attach(thread.io());
         let tasks = Tasks::new(0);
@@ -313,7 +292,7 @@ mod tests {
                 })
                 .await
             });
-            assert!(matches!(compared, Ok(Ok(()))) && polls == 4, "{how:?}: {polls}");
+            assert!(matches!(compared, Ok(Ok(()))) && polls > 12, "{how:?}: {polls}");
         }
     }
 }

@@ -346,12 +346,45 @@ fn a_long_verify_holds_up_neither_others_nor_its_queue() {
     assert_eq!(all[0].end().status, 0);
     drop(held);
     assert_eq!(all[1].end().status, RESERVATION_CONFLICT);
-    for (bytes, status) in [(64 << 20, 0), (1 << 30, BUSY)] {
-        for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
-            let mut all = begin(bytes);
-            let stopped = all[1].take_queue().begin_stop_as(kind);
-            all[1].scene.wait(&stopped);
-            assert_eq!(all[1].end().status, status, "of {bytes} bytes, {kind:?}");
+}
+
+/// Commands that fill the disk and compare all of it, far more than its queue could wait for.
+#[test]
+fn a_queue_that_stops_waits_for_one_piece_of_commands_that_move_much_data() {
+    const BYTES: u64 = 1 << 30;
+    const COMMANDS: u16 = 18;
+    let blocks = |bytes: u64| u32::try_from(bytes / BLOCK as u64).unwrap();
+    let verify = || (cdb16(0x8f, 0, 0, blocks(BYTES)), vec![]);
+    let fill = || (cdb16(0x93, 0, 0, blocks(32 << 20)), vec![0x5a; BLOCK]);
+    let zero = || (cdb16(0x93, 0, 0, blocks(32 << 20)), vec![0; BLOCK]);
+    let each: [&dyn Fn() -> (Vec<u8>, Vec<u8>); 3] = [&verify, &fill, &zero];
+    for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BYTES).unwrap();
+        let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let mut initiator = Initiator::on(Arc::new(disk), &disk_options, options());
+        initiator.mark_commands();
+        for number in 0..COMMANDS {
+            // Zeroes may be quick, and come last.
+            let (cdb, data) = each[usize::from(number * 3 / COMMANDS)]();
+            initiator.begin(UNIT.bytes(), &cdb, &data, 0);
+            // All commands lie at the same place.
+            while initiator.queue.as_ref().unwrap().next_avail() == number {
+                initiator.scene.turn(1);
+            }
+        }
+        assert!(!initiator.has_answer(), "a command was done too soon");
+        let moved = |initiator: &Initiator| {
+            let stats = initiator.scene.thread.io().stats();
+            stats.read.bytes.get() + stats.write.bytes.get()
+        };
+        let before = moved(&initiator);
+        let stopped = initiator.take_queue().begin_stop_as(kind);
+        initiator.scene.wait(&stopped);
+        let after = moved(&initiator) - before;
+        assert!(after <= 1 << 20, "{kind:?} waited for {after} bytes");
+        for _ in 0..COMMANDS {
+            assert_eq!(initiator.end().status, BUSY, "{kind:?}");
         }
     }
 }
