@@ -74,7 +74,7 @@ impl Serialize for Load {
     }
 }
 
-/// This program, as one part of a load in a session of its own.
+/// The command that plays one part of a load in a session of its own.
 fn part(name: &str, folder: &Path) -> Result<Command> {
     let program = std::env::current_exe().context("looking for the lab's own program")?;
     let mut command = Command::new("setsid");
@@ -133,7 +133,7 @@ pub(crate) fn play(args: &Args) -> Result<()> {
     }
 }
 
-/// One compiler for each CPU, one writer, and [`SLEEPERS`].
+/// Runs a compiler for each CPU, a writer, and [`SLEEPERS`].
 fn play_mixed(folder: &Path) -> Result<()> {
     let compilers = thread::available_parallelism().map_or(1, usize::from);
     let source = folder.join("load.rs");
