@@ -17,8 +17,10 @@ QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils qemu-block-extra"
 # A Ceph cluster, and the library of its clients.
 CEPH_PACKAGES="ceph-common ceph-mgr ceph-mon ceph-osd librbd1"
 PACKAGES="fio busybox-static btrfs-progs cryptsetup-bin dosfstools e2fsprogs fdisk libiscsi-bin"
-PACKAGES="$PACKAGES mtools sg3-utils strace syslinux user-mode-linux util-linux xfsprogs xz-utils"
-PACKAGES="$PACKAGES zstd $CEPH_PACKAGES nbdkit nbd-server openssl socat"
+PACKAGES="$PACKAGES mtools sg3-utils strace syslinux util-linux xfsprogs xz-utils zstd"
+PACKAGES="$PACKAGES $CEPH_PACKAGES nbdkit nbd-server openssl socat"
+# Debian has it, Ubuntu does not.
+UML_PACKAGE="user-mode-linux"
 
 # The guests' kernel, Debian's or Ubuntu's; the tests download it, it is not installed.
 KERNEL_PACKAGES="linux-image-cloud-amd64 linux-image-virtual"
@@ -210,6 +212,7 @@ install_packages() {
         backports=$VERSION_CODENAME
     fi
     packages=$PACKAGES
+    [ "$ID" != debian ] || packages="$packages $UML_PACKAGE"
     command -v cc >/dev/null || packages="gcc libc6-dev $packages"
     # shellcheck disable=SC2086 # These are lists of words.
     packages=$(missing_packages $packages)

@@ -2,18 +2,17 @@
 //! after each kill of the daemon and each takeover.
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Monitor, lacks_kvm};
+use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Monitor, Plug, lacks_kvm};
 use ringhaul_kit::server::{Cache, Engine, Export};
+use ringhaul_tools::process::retry;
 
-use super::{Scene, check_clean_exit};
+use super::{LIMIT, Scene, check_clean_exit};
 
 /// Runs a guest while the daemon is killed, if the monitor connects again, and while other
 /// processes take over.
 fn verified(monitor: &Monitor, engine: Engine) -> Result<()> {
     let scene = Scene::new()?;
-    let export = scene.export(&format!("kvm-{engine}"), engine, Cache::None)?;
-    std::fs::File::options().write(true).open(&export.file)?.set_len(KVM_DISK_BYTES)?;
-    let export = Export { num_queues: 2, ..export };
+    let export = export(&scene, engine)?;
     let mut server = scene.serve(&export)?;
     let mut guest = KvmGuest::start(monitor, &export.socket)?;
     guest.wait_rounds(1)?;
@@ -34,6 +33,12 @@ fn verified(monitor: &Monitor, engine: Engine) -> Result<()> {
     ensure!(!monitor.resets_devices() || resets >= 3, "{resets} resets:\n{console}");
     drop(guest);
     check_clean_exit(&mut server)
+}
+
+fn export(scene: &Scene, engine: Engine) -> Result<Export> {
+    let export = scene.export(&format!("kvm-{engine}"), engine, Cache::None)?;
+    std::fs::File::options().write(true).open(&export.file)?.set_len(KVM_DISK_BYTES)?;
+    Ok(export)
 }
 
 fn skipped(why: &str) -> Result<()> {
@@ -61,6 +66,32 @@ fn qemu_with_aio() -> Result<()> {
 #[test]
 fn qemu_with_threads() -> Result<()> {
     under_qemu(Engine::Threads)
+}
+
+#[test]
+fn a_disk_is_plugged_in_and_out() -> Result<()> {
+    if let Some(why) = lacks_kvm() {
+        return skipped(&why);
+    }
+    let scene = Scene::new()?;
+    let export = export(&scene, Engine::IoUring)?;
+    let mut server = scene.serve(&export)?;
+    let mut guest = KvmGuest::start(&Monitor::QemuPlugged, &export.socket)?;
+    let mut plug = Plug::new(&guest)?;
+    for left in 1..=3 {
+        plug.plug_in(&export.socket)?;
+        guest.wait_rounds(2)?;
+        plug.pull_out()?;
+        retry(LIMIT, || {
+            let seen = server.messages().matches("the front-end has disconnected").count();
+            ensure!(seen == left, "the daemon has seen {seen} front-ends leave");
+            Ok(())
+        })?;
+    }
+    let console = guest.console();
+    ensure!(console.matches("ejected before round ").count() == 3, "{console}");
+    drop(guest);
+    check_clean_exit(&mut server)
 }
 
 #[test]

@@ -173,8 +173,17 @@ impl Monitor {
     /// # Errors
     /// When QEMU refuses it, or does not answer.
     pub(crate) fn execute(&mut self, command: &str) -> Result<Value> {
+        self.execute_with(command, &json!({}))
+    }
+
+    /// Runs a command and waits for its answer.
+    ///
+    /// # Errors
+    /// When QEMU refuses it, or does not answer.
+    pub(crate) fn execute_with(&mut self, command: &str, arguments: &Value) -> Result<Value> {
         let deadline = Instant::now() + MONITOR_LIMIT;
-        self.channel.send(&format!("{}\n", json!({ "execute": command })))?;
+        let message = json!({ "execute": command, "arguments": arguments });
+        self.channel.send(&format!("{message}\n"))?;
         loop {
             let line = self.channel.next_line(deadline)?;
             // The greeting and events come in between; only answers have these keys.

@@ -5,6 +5,7 @@
 //! kernel mode after some dozen instructions, and drives its disk from user mode: `kvm/guest.c`.
 
 use std::fs::{File, OpenOptions};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
 
+use super::channel::{self, Stop};
 use super::image::{guest_dir, lock};
 
 const START: &str = include_str!("kvm/start.S");
@@ -31,14 +33,41 @@ const ALIOTH_VERSION: &str = "0.12.0";
 /// The end of a hopeless wait for a line of the guest.
 const LIMIT: Duration = Duration::from_secs(180);
 
+/// The time until a monitor listens for commands.
+const START_LIMIT: Duration = Duration::from_secs(30);
+
 /// The time that a monitor may take to end.
 const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// The options of each QEMU.
+const QEMU: &[&str] = &[
+    "qemu-system-x86_64",
+    "-nodefaults",
+    "-no-user-config",
+    "-no-reboot",
+    "-accel",
+    "kvm",
+    "-cpu",
+    "host,-arch-capabilities",
+    "-m",
+    "64M",
+    "-object",
+    "memory-backend-memfd,id=memory,size=64M,share=on",
+    "-bios",
+    "qboot.rom",
+    "-display",
+    "none",
+    "-serial",
+    "stdio",
+];
 
 /// A program that runs guests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Monitor {
     /// QEMU's microvm: virtio-mmio, two queues, connects again.
     Qemu,
+    /// QEMU's pc: virtio-pci, whose disk is plugged in and out.
+    QemuPlugged,
     /// Alioth: virtio-pci, never connects again.
     Alioth(PathBuf),
     /// Cloud Hypervisor: virtio-pci, connects again.
@@ -86,7 +115,7 @@ impl Monitor {
     /// True if it brings a new daemon the state of the guest's disk by itself.
     #[must_use]
     pub fn connects_again(&self) -> bool {
-        matches!(self, Self::Qemu | Self::CloudHypervisor(_))
+        matches!(self, Self::Qemu | Self::QemuPlugged | Self::CloudHypervisor(_))
     }
 
     /// True if a guest can reset the disk. Alioth 0.12 panics then, and Firecracker has no reset.
@@ -102,29 +131,20 @@ impl Monitor {
         command.args(["--pdeathsig", "KILL"]);
         match self {
             Self::Qemu => {
+                let machine = "microvm,acpi=off,pit=off,pic=off,rtc=off,memory-backend=memory";
                 command
-                    .args([
-                        "qemu-system-x86_64",
-                        "-accel",
-                        "kvm",
-                        "-cpu",
-                        "host,-arch-capabilities",
-                    ])
-                    .args([
-                        "-machine",
-                        "microvm,acpi=off,pit=off,pic=off,rtc=off,memory-backend=memory",
-                    ])
-                    .args([
-                        "-m",
-                        "64M",
-                        "-object",
-                        "memory-backend-memfd,id=memory,size=64M,share=on",
-                    ])
-                    .args(["-bios", "qboot.rom", "-kernel", &kernel])
-                    .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"])
-                    .args(["-serial", "stdio", "-global", "virtio-mmio.force-legacy=false"])
+                    .args(QEMU)
+                    .args(["-kernel", &kernel, "-machine", machine])
+                    .args(["-global", "virtio-mmio.force-legacy=false"])
                     .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
                     .args(["-device", "vhost-user-blk,chardev=disk,num-queues=2"]);
+            }
+            Self::QemuPlugged => {
+                let monitor = folder.join("qmp");
+                command
+                    .args(QEMU)
+                    .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory", "-qmp"])
+                    .arg(format!("unix:{},server=on,wait=off", monitor.display()));
             }
             Self::Alioth(program) => {
                 // Its serial port is a terminal or nothing.
@@ -185,7 +205,7 @@ pub fn lacks_kvm() -> Option<String> {
 pub struct KvmGuest {
     monitor: Child,
     console: PathBuf,
-    _folder: TempDir,
+    folder: TempDir,
 }
 
 impl KvmGuest {
@@ -195,14 +215,14 @@ impl KvmGuest {
     /// When the compiler or the monitor is missing.
     pub fn start(monitor: &Monitor, socket: &Path) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder for the guest")?;
-        build(folder.path(), monitor.resets_devices())?;
+        build(folder.path(), monitor)?;
         let console = folder.path().join("console");
         let file = File::create(&console).context("creating the console's file")?;
         let errors = file.try_clone().context("duplicating a descriptor")?;
         let mut command = monitor.command(folder.path(), socket)?;
         command.stdin(Stdio::null()).stdout(file).stderr(errors);
         let monitor = command.spawn().with_context(|| format!("starting {monitor:?}"))?;
-        Ok(Self { monitor, console, _folder: folder })
+        Ok(Self { monitor, console, folder })
     }
 
     /// The output of the guest and its monitor.
@@ -255,7 +275,60 @@ impl Drop for KvmGuest {
     }
 }
 
-fn build(folder: &Path, resets: bool) -> Result<()> {
+/// Plugs in and out the disk of [`Monitor::QemuPlugged`].
+pub struct Plug(channel::Monitor);
+
+impl Plug {
+    /// Connects to the monitor of a guest.
+    ///
+    /// # Errors
+    /// When QEMU does not listen in time.
+    pub fn new(guest: &KvmGuest) -> Result<Self> {
+        let mut stream = None;
+        retry(START_LIMIT, || {
+            stream = Some(UnixStream::connect(guest.folder.path().join("qmp"))?);
+            Ok(())
+        })?;
+        let stream = stream.context("the monitor of QEMU")?;
+        Ok(Self(channel::Monitor::new(stream, Stop::default())?))
+    }
+
+    /// Plugs in the disk that is served on `socket`.
+    ///
+    /// # Errors
+    /// When QEMU refuses it.
+    pub fn plug_in(&mut self, socket: &Path) -> Result<()> {
+        let addr = json!({"type": "unix", "data": {"path": socket}});
+        let data = json!({"addr": addr, "server": false, "reconnect-ms": 100});
+        let backend = json!({"type": "socket", "data": data});
+        self.0.execute_with("chardev-add", &json!({"id": "disk", "backend": backend}))?;
+        let device = json!({
+            "driver": "vhost-user-blk-pci",
+            "id": "disk",
+            "chardev": "disk",
+            "disable-legacy": "on",
+            "num-queues": 2,
+        });
+        self.0.execute_with("device_add", &device)?;
+        Ok(())
+    }
+
+    /// Asks the guest to eject the disk, and waits until QEMU has released it.
+    ///
+    /// # Errors
+    /// When that does not happen.
+    pub fn pull_out(&mut self) -> Result<()> {
+        self.0.execute_with("device_del", &json!({"id": "disk"}))?;
+        retry(LIMIT, || {
+            self.0.execute_with("chardev-remove", &json!({"id": "disk"}))?;
+            Ok(())
+        })
+    }
+}
+
+fn build(folder: &Path, monitor: &Monitor) -> Result<()> {
+    let reset = if monitor.resets_devices() { 3 } else { 0 };
+    let plugged = u8::from(*monitor == Monitor::QemuPlugged);
     for (name, text) in [("start.S", START), ("guest.c", GUEST), ("guest.ld", LAYOUT)] {
         std::fs::write(folder.join(name), text).with_context(|| format!("writing {name}"))?;
     }
@@ -264,7 +337,8 @@ fn build(folder: &Path, resets: bool) -> Result<()> {
         .current_dir(folder)
         .args(["-O2", "-Wall", "-Wextra", "-Werror", "-static", "-nostdlib", "-ffreestanding"])
         .args(["-fno-pic", "-no-pie", "-fno-stack-protector", "-fno-builtin", "-mno-red-zone"])
-        .args(["-mgeneral-regs-only", &format!("-DROUNDS_OF_RESET={}", if resets { 3 } else { 0 })])
+        .args(["-mgeneral-regs-only", &format!("-DROUNDS_OF_RESET={reset}")])
+        .arg(format!("-DIS_PLUGGED={plugged}"))
         .args(["-Wl,-T,guest.ld,--build-id=none,--no-warn-rwx-segments,-z,noexecstack"])
         .args(["-o", "guest", "start.S", "guest.c"]);
     output(&mut compiler).context("building the guest")?;
