@@ -7,7 +7,7 @@ use rustix::process::Signal;
 use crate::{DISK_BYTES, scene};
 
 /// Keys of a unit of which each alone is wrong, and what is said of it.
-const WRONG_KEYS: [(&str, [&str; 2]); 20] = [
+const WRONG_KEYS: [(&str, [&str; 2]); 23] = [
     ("vendor=Nine Byte", ["'vendor=", "at most 8 bytes of printable ASCII"]),
     ("vendor=größe", ["'vendor=", "at most 8 bytes of printable ASCII"]),
     ("product=seventeen letters", ["'product=", "at most 16 bytes"]),
@@ -26,6 +26,9 @@ const WRONG_KEYS: [(&str, [&str; 2]); 20] = [
     ("logical-block-size=100", ["100 bytes", "power of two from 512 to 65536"]),
     ("vendor=A,vendor=B", ["vendor", "given twice"]),
     ("colour=red", ["unknown key 'colour'", "vendor, product, revision"]),
+    ("like=vmware", ["like=vmware", "it must be qemu"]),
+    ("names=serials", ["names=serials", "wwn or serial"]),
+    ("stop=on", ["stop=on", "ignore or obey"]),
     ("null=1M", ["more than one disk", "it has one"]),
     ("blk-file=/x", ["more than one disk", "disk, blk-file or null"]),
 ];

@@ -56,7 +56,8 @@ impl Default for ScsiOptions {
     fn default() -> Self {
         Self {
             num_queues: 1,
-            queue_size: 128,
+            // 254 segments, as in QEMU's own device.
+            queue_size: 256,
             notify_batch: true,
             prefetch: true,
             run_max: None,
