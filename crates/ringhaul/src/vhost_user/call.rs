@@ -248,7 +248,8 @@ mod tests {
         rustix::io::write(call.eventfd(), &1_u64.to_ne_bytes()).unwrap();
     }
 
-    fn next(from: &mut impl Read) -> u64 {
+    fn next(from: &mut (impl Read + AsFd)) -> u64 {
+        wait_until(|| is_readable(from.as_fd()));
         let mut bytes = [0; 8];
         from.read_exact(&mut bytes).unwrap();
         u64::from_ne_bytes(bytes)
@@ -256,8 +257,12 @@ mod tests {
 
     /// True when the thread has heard of the call: it is in its write, or past it.
     fn is_taken(call: &Call) -> bool {
-        let mut polled = [PollFd::new(call.eventfd(), PollFlags::IN)];
-        poll(&mut polled, Some(&Timespec::default())).unwrap() == 0
+        !is_readable(call.eventfd().as_fd())
+    }
+
+    fn is_readable(fd: BorrowedFd<'_>) -> bool {
+        let mut polled = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default())).unwrap() > 0
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, Read};
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use device::scsi::config::ScsiOptions;
 use rustix::event::PollFlags;
@@ -83,16 +83,21 @@ fn calls_reach_a_socket_before_and_after() {
     // A queue that starts makes a call.
     scene.start();
     scene.io.turn(Wait::Never).unwrap();
-    calls.read_exact(&mut [0; 8]).unwrap();
+    read_call(&mut calls);
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
     scene.end();
     assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
     other.io.turn(Wait::Never).unwrap();
-    calls.read_exact(&mut [0; 8]).unwrap();
+    read_call(&mut calls);
     end(other, session);
-    // Nobody has the socket now.
-    calls.set_nonblocking(false).unwrap();
+    // Both have closed the socket.
     while calls.read(&mut [0; 8]).unwrap() > 0 {}
+}
+
+/// Reads a call, for which a thread needs a moment.
+fn read_call(calls: &mut UnixStream) {
+    calls.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    calls.read_exact(&mut [0; 8]).unwrap();
 }
 
 #[test]
