@@ -31,6 +31,7 @@ mod takeover_options;
 mod takeover_waits;
 mod throttling;
 mod units;
+mod untouched;
 
 use anyhow::Result;
 use ringhaul_kit::cli::Scene;

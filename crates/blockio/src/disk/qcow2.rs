@@ -7,6 +7,9 @@
 //! it finds space for what is written first, and gives space back.
 
 mod attached;
+mod bitmaps;
+#[cfg(test)]
+mod bitmaps_tests;
 mod core;
 mod counts;
 #[cfg(test)]
@@ -33,6 +36,7 @@ mod storage;
 mod table;
 mod uses;
 
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -41,6 +45,7 @@ use attached::Qcow2Disk;
 pub use core::Layer;
 use core::{Core, TOO_LONG_BELOW, refused};
 pub use header::{BackingFile, ImageHeader};
+use mark::MarkState;
 use owner::{Image, Job};
 use room::Room;
 use storage::Store;
@@ -129,11 +134,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
         return Err(refused(&source, reason));
     }
-    let identity = match source.identity() {
-        "" => String::new(),
-        file => format!("{file}, qcow2"),
-    };
-    Ok((info, Qcow2Source { image: Arc::new(image), identity, is_deferred }))
+    Ok((info, Qcow2Source::new(image, &header, is_deferred)))
 }
 
 /// Whether an image that is written to is ours to mark. One that was left marked is looked at, but
@@ -152,10 +153,33 @@ fn may_mark(source: &DiskSource, header: &ImageHeader, is_deferred: bool) -> Res
     Ok(header.may_be_marked() && is_held_alone)
 }
 
+/// The names of the bitmaps in a list, or words that stand for them.
+fn bitmap_names(source: &DiskSource, list: &Range<u64>, is_deferred: bool) -> String {
+    let bytes = list.end.saturating_sub(list.start).min(bitmaps::LIST_BYTES_MAX);
+    let content = if is_deferred { None } else { source.read_front(list.start, bytes).ok() };
+    let list = content.map(|mut content| {
+        content.truncate(iomem::fits(bytes, "bytes in memory"));
+        content
+    });
+    let parsed = list.and_then(|list| bitmaps::parse(&list));
+    let names = parsed.into_iter().flatten().map(|bitmap| bitmap.name).collect::<Vec<_>>();
+    match names.is_empty() {
+        true => "names cannot be read".to_owned(),
+        false => names.join(", "),
+    }
+}
+
+const CORRUPT: &str = "it is marked as corrupt, so its data may be wrong; save what can be saved, \
+                       and repair it with `qemu-img check -r all`";
+
 struct Qcow2Source {
     image: Arc<Image>,
     identity: String,
     is_deferred: bool,
+    /// Names of the bitmaps that were valid when it was opened for writing.
+    bitmaps: Option<String>,
+    /// A layer of it is marked as corrupt.
+    is_corrupt: bool,
 }
 
 impl std::fmt::Debug for Qcow2Source {
@@ -175,6 +199,20 @@ impl Drop for Qcow2Source {
 }
 
 impl Qcow2Source {
+    fn new(image: Image, header: &ImageHeader, is_deferred: bool) -> Self {
+        let source = image.core.source();
+        let identity = match source.identity() {
+            "" => String::new(),
+            file => format!("{file}, qcow2"),
+        };
+        let bitmaps = match header.bitmaps() {
+            Some(list) if image.core.is_writable() => Some(bitmap_names(source, list, is_deferred)),
+            _ => None,
+        };
+        let is_corrupt = image.core.layers.iter().any(Layer::is_corrupt);
+        Self { image: Arc::new(image), identity, is_deferred, bitmaps, is_corrupt }
+    }
+
     fn below(&self) -> &DiskSource {
         self.image.core.source()
     }
@@ -249,6 +287,23 @@ impl OtherSource for Qcow2Source {
 
     fn remark(&self) -> Option<String> {
         self.below().remark()
+    }
+
+    fn warning(&self) -> Option<String> {
+        let mark = &self.image.core.order.mark;
+        let is_valid = mark.has_autoclear() || mark.state() == MarkState::Unknown;
+        let bitmaps = self.bitmaps.as_ref().filter(|_| is_valid).map(|names| {
+            format!(
+                "it has persistent bitmaps ({names}), which become invalid with the first change: \
+                 the next incremental backup then needs a full one before it"
+            )
+        });
+        let corrupt = self.is_corrupt.then(|| CORRUPT.to_owned());
+        let below = self.image.core.layers.iter().find_map(|layer| layer.source.warning());
+        [corrupt, bitmaps, below]
+            .into_iter()
+            .flatten()
+            .reduce(|one, other| format!("{one}; {other}"))
     }
 
     fn inherit(&self, loss: Option<i32>, is_flushed: bool) {

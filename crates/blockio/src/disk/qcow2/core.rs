@@ -51,6 +51,11 @@ impl Layer {
         self.header.as_ref()?.backing.as_ref()
     }
 
+    /// It is an image that was marked as corrupt.
+    pub(super) fn is_corrupt(&self) -> bool {
+        self.header.as_ref().is_some_and(ImageHeader::is_corrupt)
+    }
+
     /// What it is.
     #[must_use]
     pub fn source(&self) -> &DiskSource {
@@ -63,29 +68,34 @@ pub(super) fn refused(source: &DiskSource, reason: String) -> Error {
 }
 
 impl DiskSource {
+    /// Reads some bytes before there are requests, and more where the disk has larger blocks.
+    pub(super) fn read_front(&self, start: u64, bytes: u64) -> Result<Vec<u8>, Error> {
+        let thread = IoThread::new(&IoThreadConfig::default())?;
+        let source = self.for_a_look()?;
+        let disk = source.attach(thread.io());
+        let (block, size) = (u64::from(self.info().logical_block_bytes), self.info().size_bytes);
+        let end = start.saturating_add(bytes).checked_next_multiple_of(block);
+        let end = end.unwrap_or(size).min(size);
+        let read = async {
+            let mut front = Vec::new();
+            while start + (front.len() as u64) < end {
+                let at = start + front.len() as u64;
+                front.extend(disk.read_part(at, end - at).await?.to_vec());
+            }
+            Ok::<_, std::io::Error>(front)
+        };
+        let cannot = |error| refused(self, format!("its header cannot be read: {error}"));
+        thread.block_on(read)?.map_err(cannot)
+    }
+
     /// The header of the qcow2 image that begins where this disk does. `None`: there is none.
     ///
     /// # Errors
     ///
     /// When it cannot be read, or is damaged.
     pub fn image_header(&self) -> Result<Option<ImageHeader>, Error> {
-        let thread = IoThread::new(&IoThreadConfig::default())?;
-        let source = self.for_a_look()?;
-        let disk = source.attach(thread.io());
         let block = u64::from(self.info().logical_block_bytes);
-        let read = |end: u64| {
-            let end = end.next_multiple_of(block).min(self.info().size_bytes);
-            let read = async {
-                let mut front = Vec::new();
-                while (front.len() as u64) < end {
-                    let at = front.len() as u64;
-                    front.extend(disk.read_part(at, end - at).await?.to_vec());
-                }
-                Ok::<_, std::io::Error>(front)
-            };
-            let cannot = |error| refused(self, format!("its header cannot be read: {error}"));
-            thread.block_on(read)?.map_err(cannot)
-        };
+        let read = |end: u64| self.read_front(0, end);
         let wrong = |reason| refused(self, reason);
         let Some(bytes) = header::header_bytes(&read(block)?) else { return Ok(None) };
         let front = read(bytes.map_err(wrong)?)?;

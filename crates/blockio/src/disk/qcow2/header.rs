@@ -1,6 +1,7 @@
 //! The header of a qcow2 image, as far as it decides whether and how the image is opened.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 
 /// The first bytes of an image.
 const MAGIC: &[u8] = b"QFI\xfb";
@@ -15,12 +16,19 @@ const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 /// Entries with the names of features.
 const EXTENSION_NAMES: u32 = 0x6803_f857;
 const NAME_ENTRY_BYTES: usize = 48;
+const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
 /// An incompatible feature: whoever wrote to the image last has not closed it, and its reference
 /// counts may be wrong. What points to clusters is right.
 const DIRTY: u64 = 1;
 /// A compatible feature: the counts of an image that is in use are in the memory of its user.
 const LAZY: u64 = 1;
+/// An incompatible feature: a program has found it damaged. It may be read.
+const CORRUPT: u64 = 2;
+
+/// An autoclear feature: the bitmaps are valid. A program that changes the disk and not the bitmaps
+/// takes it away.
+const BITMAPS: u64 = 1;
 
 /// What the header of a qcow2 image says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,8 +42,10 @@ pub struct ImageHeader {
     version: u32,
     incompatible: u64,
     compatible: u64,
-    /// Extensions that may have clusters of their own, such as bitmaps.
+    /// Extensions that may have clusters of their own.
     has_unknown_extensions: bool,
+    /// The list of bitmaps that are valid.
+    bitmaps: Option<Range<u64>>,
     is_encrypted: bool,
     snapshots: u32,
     /// Of the first table.
@@ -82,20 +92,20 @@ fn cluster_bits(front: &[u8]) -> Result<u32, String> {
 pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
     let version = version(front)?;
     let cluster_bytes = 1 << cluster_bits(front)?;
-    let (incompatible, compatible, header_bytes) = match version {
-        2 => (0, 0, 72),
-        _ => (u64_at(front, 72)?, u64_at(front, 80)?, u32_at(front, 100)?),
+    let (incompatible, compatible, autoclear, header_bytes) = match version {
+        2 => (0, 0, 0, 72),
+        _ => (u64_at(front, 72)?, u64_at(front, 80)?, u64_at(front, 88)?, u32_at(front, 100)?),
     };
     if !header_bytes.is_multiple_of(8) {
         return Err(format!("its header is damaged: it has {header_bytes} bytes"));
     }
     let name = backing_name(front)?;
     // Images of version 2 need none, and few have room for one.
-    let (format, has_unknown_extensions) = match (version, &name) {
-        (2, None) => (None, false),
-        _ => extensions(front, header_bytes)?,
+    let extensions = match (version, &name) {
+        (2, None) => Extensions::default(),
+        _ => Extensions::read(front, header_bytes)?,
     };
-    let backing = name.map(|name| BackingFile { name, format });
+    let backing = name.map(|name| BackingFile { name, format: extensions.format });
     Ok(ImageHeader {
         size_bytes: u64_at(front, 24)?,
         cluster_bytes,
@@ -103,7 +113,8 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         version,
         incompatible,
         compatible,
-        has_unknown_extensions,
+        has_unknown_extensions: extensions.has_unknown,
+        bitmaps: extensions.bitmaps.filter(|_| autoclear & BITMAPS != 0),
         is_encrypted: u32_at(front, 32)? != 0,
         snapshots: u32_at(front, 60)?,
         entries: u32_at(front, 36)?,
@@ -136,27 +147,46 @@ fn plain(what: &str, text: &str) -> Result<String, String> {
     }
 }
 
-/// The format of the backing file, if one of the extensions behind the header says it, and whether
-/// there are others that are not known here.
-fn extensions(front: &[u8], header_bytes: u32) -> Result<(Option<String>, bool), String> {
-    let mut at = usize::try_from(header_bytes).unwrap_or(usize::MAX);
-    let (mut format, mut has_unknown) = (None, false);
-    loop {
-        let (kind, len) = (u32_at(front, at)?, u32_at(front, at.saturating_add(4))?);
-        let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let data = at.saturating_add(8)..at.saturating_add(8).saturating_add(len);
-        match kind {
-            0 => return Ok((format, has_unknown)),
-            EXTENSION_BACKING_FORMAT => {
-                let name = front.get(data.clone()).and_then(|name| std::str::from_utf8(name).ok());
-                format = Some(plain("format", name.ok_or(TOO_SHORT)?)?);
+/// Extensions behind the header.
+#[derive(Default)]
+struct Extensions {
+    /// The format of the backing file.
+    format: Option<String>,
+    /// The place of the list of bitmaps.
+    bitmaps: Option<Range<u64>>,
+    /// There are others that are not known here.
+    has_unknown: bool,
+}
+
+impl Extensions {
+    fn read(front: &[u8], header_bytes: u32) -> Result<Self, String> {
+        let mut at = usize::try_from(header_bytes).unwrap_or(usize::MAX);
+        let mut read = Self::default();
+        loop {
+            let (kind, len) = (u32_at(front, at)?, u32_at(front, at.saturating_add(4))?);
+            let len = usize::try_from(len).unwrap_or(usize::MAX);
+            let data = at.saturating_add(8)..at.saturating_add(8).saturating_add(len);
+            match kind {
+                0 => return Ok(read),
+                EXTENSION_BACKING_FORMAT => {
+                    let name = front.get(data.clone());
+                    let name = name.and_then(|name| std::str::from_utf8(name).ok());
+                    read.format = Some(plain("format", name.ok_or(TOO_SHORT)?)?);
+                }
+                EXTENSION_BITMAPS => {
+                    let (bytes, offset) =
+                        (u64_at(front, data.start + 8)?, u64_at(front, data.start + 16)?);
+                    read.bitmaps = Some(offset..offset.saturating_add(bytes));
+                }
+                // imago fails an assertion at the half of an entry.
+                EXTENSION_NAMES if !len.is_multiple_of(NAME_ENTRY_BYTES) => {
+                    return Err(NAMES.into());
+                }
+                EXTENSION_NAMES => {}
+                _ => read.has_unknown = true,
             }
-            // imago fails an assertion at the half of an entry.
-            EXTENSION_NAMES if !len.is_multiple_of(NAME_ENTRY_BYTES) => return Err(NAMES.into()),
-            EXTENSION_NAMES => {}
-            _ => has_unknown = true,
+            at = data.end.checked_next_multiple_of(8).ok_or(TOO_SHORT)?;
         }
-        at = data.end.checked_next_multiple_of(8).ok_or(TOO_SHORT)?;
     }
 }
 
@@ -196,6 +226,11 @@ impl ImageHeader {
         self.incompatible & DIRTY != 0
     }
 
+    /// Whether it is marked as corrupt.
+    pub(super) fn is_corrupt(&self) -> bool {
+        self.incompatible & CORRUPT != 0
+    }
+
     /// Whether we may mark it, and free what is left of a user that has not closed it: none of its
     /// counts are only in somebody's memory.
     pub(super) fn may_be_marked(&self) -> bool {
@@ -204,6 +239,11 @@ impl ImageHeader {
 
     pub(super) fn has_unknown_extensions(&self) -> bool {
         self.has_unknown_extensions
+    }
+
+    /// The place of the list of bitmaps that become invalid with the first change.
+    pub(super) fn bitmaps(&self) -> Option<&Range<u64>> {
+        self.bitmaps.as_ref()
     }
 
     /// Why it is not written to if it was marked and we may not mark it.
@@ -218,7 +258,7 @@ impl ImageHeader {
                         convert` to an image that is not"
                 .into());
         }
-        self.check_features()?;
+        self.check_features(read_only)?;
         if self.snapshots > 0 && !read_only {
             return Err(format!(
                 "it has internal snapshots ({}), and such images can only be read; delete them \
@@ -255,14 +295,19 @@ impl ImageHeader {
         Ok(())
     }
 
-    fn check_features(&self) -> Result<(), String> {
+    fn check_features(&self, read_only: bool) -> Result<(), String> {
         let mut unknown = String::new();
         for bit in (0..64).filter(|bit| self.incompatible & (1 << bit) != 0) {
             match bit {
                 // Only who writes to it needs its counts.
                 0 => {}
+                1 if read_only => {}
                 1 => {
-                    return Err("it is marked as corrupt; look at it with `qemu-img check`".into());
+                    return Err(
+                        "it is marked as corrupt; open it read-only to save what is in it, \
+                                or repair it with `qemu-img check -r all`"
+                            .into(),
+                    );
                 }
                 2 => unknown += "an external data file, ",
                 3 => unknown += "compression other than zlib (such as zstd), ",

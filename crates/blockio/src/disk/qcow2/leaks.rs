@@ -5,6 +5,8 @@
 //! whatever it says. What is odd about it is left as it is: it was served before, with clusters
 //! that nothing uses.
 
+mod bitmaps;
+
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -228,6 +230,9 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> 
     let front = front.first_chunk().ok_or(ODD_TABLE)?;
     let cluster_bits = header.cluster_bytes.trailing_zeros();
     let mut tables = Tables::read(&mut reader, front, cluster_bits, bounds).await?;
+    if let Some(list) = header.bitmaps() {
+        tables.bitmaps = reader.of_bitmaps(list, header.cluster_bytes.into()).await?;
+    }
     let windows = tables.counts.windows(bounds.clusters_at_once);
     reader.check_cost(&tables, windows.len() as u64)?;
     let (mut differing, mut all_lowered) = (Vec::new(), 0);
@@ -266,6 +271,8 @@ struct Tables {
     cluster_bits: u32,
     /// Whole clusters with L1, and with the table of blocks of reference counts.
     roots: [Range<u64>; 2],
+    /// Bytes of bitmaps and their tables.
+    bitmaps: Vec<Range<u64>>,
     /// Where L2 tables are.
     second: Vec<u64>,
     /// The clusters of a window with data by an entry that does not say that nothing else uses it.
@@ -333,7 +340,7 @@ impl Tables {
             .await?;
         let whole = |table: &Range<u64>| table.start..table.end.next_multiple_of(cluster);
         let (roots, shared) = ([whole(&first), whole(&blocks)], Vec::new());
-        Ok(Self { cluster_bits, roots, second, shared, counts })
+        Ok(Self { cluster_bits, roots, bitmaps: Vec::new(), second, shared, counts })
     }
 
     /// Counts what uses the clusters of a window.
@@ -344,6 +351,9 @@ impl Tables {
         self.add(&(0..cluster))?;
         for root in self.roots.clone() {
             self.add(&root)?;
+        }
+        for index in 0..self.bitmaps.len() {
+            self.add(&self.bitmaps[index].clone())?;
         }
         for number in 0..self.counts.blocks() {
             let place = self.counts.place(number);

@@ -356,7 +356,7 @@ fn a_look_may_end_anywhere() {
     }
 }
 
-/// Bitmaps have clusters of their own.
+/// An extension of another kind may have clusters of its own, as bitmaps do.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn clusters_of_what_is_not_known_stay() {
@@ -367,7 +367,10 @@ fn clusters_of_what_is_not_known_stay() {
     file.as_file().write_all_at(&content, 0).unwrap();
     let mut bitmap = Command::new("qemu-img");
     assert!(bitmap.args(["bitmap", "--add"]).arg(file.path()).arg("b").status().unwrap().success());
-    let image = Image::of(&file, 65_536, 16);
+    let mut image = Image::of(&file, 65_536, 16);
+    let is_extension = |bytes: &[u8]| bytes == 0x2385_2875_u32.to_be_bytes();
+    let place = image.content[..4096].windows(4).position(is_extension).unwrap();
+    image.content[place] = 0x12;
     let (looked, result) = image.looked_at(&BOUNDS);
     result.unwrap();
     assert!(looked == image.content);

@@ -7,7 +7,9 @@
 //! (`leaks.rs`), as QEMU does.
 //!
 //! imago refuses marked images, and rewrites their headers as it has read them. So it does not see
-//! the mark, and what it writes gets it.
+//! the mark, and what it writes gets it. It also takes the autoclear features away when it opens an
+//! image, though nothing may ever change; so it does not see these either, and they go with the
+//! first change.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -15,6 +17,12 @@ use std::sync::{Mutex, PoisonError};
 /// Where the mark is in a header of version 3.
 const BYTE: usize = 79;
 const BIT: u8 = 1;
+/// The bit beside it, by which an image is marked as corrupt.
+const CORRUPT: u8 = 2;
+
+/// The features of a header that a program which does not know them takes away before its first
+/// change, such as the validity of bitmaps. All of them are unknown here.
+const AUTOCLEAR: std::ops::Range<usize> = 88..96;
 
 /// What is known of the mark of an image that is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,11 +42,13 @@ pub(super) enum MarkState {
 pub(super) struct Mark {
     state: Mutex<MarkState>,
     is_in_doubt: AtomicBool,
+    has_autoclear: AtomicBool,
 }
 
 impl Default for Mark {
     fn default() -> Self {
-        Self { state: Mutex::new(MarkState::Unknown), is_in_doubt: AtomicBool::new(false) }
+        let [is_in_doubt, has_autoclear] = [false; 2].map(AtomicBool::new);
+        Self { state: Mutex::new(MarkState::Unknown), is_in_doubt, has_autoclear }
     }
 }
 
@@ -61,6 +71,15 @@ impl Mark {
         self.is_in_doubt.load(Ordering::Relaxed)
     }
 
+    /// The header has features that are to go before the first change.
+    pub(super) fn has_autoclear(&self) -> bool {
+        self.has_autoclear.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_autoclear(&self, has_autoclear: bool) {
+        self.has_autoclear.store(has_autoclear, Ordering::Relaxed);
+    }
+
     /// Gives a header that imago writes the mark that the image has.
     pub(super) fn put(&self, header: &mut [u8]) {
         match self.state() {
@@ -74,6 +93,27 @@ impl Mark {
 /// Whether a header of version 3 has the mark.
 pub(super) fn is_set(header: &[u8]) -> bool {
     header.get(BYTE).is_some_and(|byte| byte & BIT != 0)
+}
+
+/// Whether a header of version 3 has features that a change takes away.
+pub(super) fn has_autoclear(header: &[u8]) -> bool {
+    header.get(AUTOCLEAR).is_some_and(|bytes| bytes.iter().any(|byte| *byte != 0))
+}
+
+/// Makes a header look as if the image were neither marked nor corrupt, and had no autoclear
+/// features.
+pub(super) fn hide(header: &mut [u8]) {
+    if let Some(byte) = header.get_mut(BYTE) {
+        *byte &= !(BIT | CORRUPT);
+    }
+    clear_autoclear(header);
+}
+
+/// Takes these features away.
+pub(super) fn clear_autoclear(header: &mut [u8]) {
+    if let Some(bytes) = header.get_mut(AUTOCLEAR) {
+        bytes.fill(0);
+    }
 }
 
 pub(super) fn set(header: &mut [u8], is_set: bool) {

@@ -143,7 +143,9 @@ impl Store {
         if self.order.mark.state() != MarkState::Unknown {
             return Ok(());
         }
-        let is_set = self.has_mark && mark::is_set(&self.front().await?);
+        let front = if self.has_mark { self.front().await? } else { Vec::new() };
+        let is_set = mark::is_set(&front);
+        self.order.mark.set_autoclear(mark::has_autoclear(&front));
         self.order.mark.set_state(match (may_be_marked, is_set) {
             (true, false) => MarkState::Clear,
             // What points to its clusters is right.
@@ -155,8 +157,14 @@ impl Store {
 
     /// Marks the image in its file, or has it have no mark there.
     pub(super) async fn write_mark(&self, is_set: bool) -> io::Result<()> {
+        self.change_front(|front| mark::set(front, is_set)).await
+    }
+
+    /// Changes the header in the file, which the first change of an image is.
+    pub(super) async fn change_front(&self, change: impl FnOnce(&mut [u8])) -> io::Result<()> {
         let mut front = self.front().await?;
-        mark::set(&mut front, is_set);
+        change(&mut front);
+        mark::clear_autoclear(&mut front);
         self.write_at(&front, 0).await
     }
 
@@ -340,7 +348,7 @@ impl Storage for Store {
         let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(wrong));
         checked.inspect_err(|_| self.order.mark.doubt())?;
         if offset == 0 && self.has_mark {
-            mark::set(&mut data, false);
+            mark::hide(&mut data);
         }
         bufv.copy_from_slice(&data);
         Ok(())

@@ -1,6 +1,7 @@
 //! When the image is marked, and when it comes to rest: see `mark.rs`.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use imago::Storage as _;
 
@@ -9,18 +10,27 @@ use crate::disk::info::DiskState;
 use crate::disk::qcow2::mark::MarkState;
 
 impl Owner {
-    /// Has the image marked, and that stable, before anything in its tables changes.
+    /// Has the image marked, and that stable, before anything in its tables or in its data changes.
     pub(super) async fn mark(&self) -> io::Result<()> {
-        let mark = &self.core.order.mark;
-        if !matches!(mark.state(), MarkState::Unknown | MarkState::Clear) {
+        let (core, mark) = (&self.core, &self.core.order.mark);
+        let is_known = !matches!(mark.state(), MarkState::Unknown | MarkState::Clear);
+        if is_known && !mark.has_autoclear() {
             return Ok(());
         }
         let _image = self.image().await?.write().await;
         if mark.state() == MarkState::Clear {
-            assert!(self.core.order.is_empty(), "tables have changed without a mark");
-            self.core.top.write_mark(true).await?;
-            self.core.top.sync().await?;
+            assert!(core.order.is_empty(), "tables have changed without a mark");
+            core.top.write_mark(true).await?;
+            core.top.sync().await?;
             mark.set_state(MarkState::Set);
+        } else if mark.has_autoclear() {
+            core.top.change_front(|_| ()).await?;
+            core.top.sync().await?;
+        }
+        if mark.has_autoclear() {
+            // Writes may go straight to the file from now on.
+            mark.set_autoclear(false);
+            core.table.forget(&(0..core.size_bytes.load(Ordering::Relaxed)));
         }
         Ok(())
     }
