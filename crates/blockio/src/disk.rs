@@ -129,8 +129,10 @@ impl DiskSource {
     }
 
     fn adopt_size(&self, size_bytes: u64) {
-        if let SourceKind::Other(source) = &self.kind {
-            source.adopt_size(size_bytes);
+        match &self.kind {
+            SourceKind::Other(source) => source.adopt_size(size_bytes),
+            SourceKind::File(source) => source.end.forget(),
+            SourceKind::Null => {}
         }
         self.shared.set_size_bytes(size_bytes);
     }

@@ -225,30 +225,32 @@ impl Known {
         }
     }
 
-    /// Has the log say what was found twice in a row, once: a file that is being written by others
-    /// passes through many sizes.
+    /// Takes in a look, and has the log say once that the disk has shrunk, or fails to be looked
+    /// at. A file that other programs write passes through many sizes: a further size, and a
+    /// failure, count when two looks in a row have found them.
     fn take_in(&mut self, (export, place): &Key, known: u64, finding: Option<Finding>) {
         let Some(finding) = finding else {
             self.finding = None;
             return;
         };
-        let is_told = match &mut self.finding {
-            Some((last, is_told)) if *last == finding => is_told,
-            _ => {
-                self.finding = Some((finding, false));
-                return;
-            }
+        let is_first = !matches!(self.finding, Some((Finding::Shrunk(_), _)))
+            && matches!(finding, Finding::Shrunk(_));
+        let before = match &self.finding {
+            Some((last, is_told)) if *last == finding => Some(*is_told),
+            _ => None,
         };
-        if std::mem::replace(is_told, true) {
+        let is_due = is_first || before == Some(false);
+        self.finding = Some((finding.clone(), is_due || before == Some(true)));
+        if !is_due {
             return;
         }
         let what = name_of(*place);
         match finding {
             Finding::Shrunk(size) => tracing::warn!(
                 export,
-                "{what} has shrunk to {size} bytes, and the guest knows {known}; what it reads \
-                 beyond is zeroes, or fails where an NBD server has the disk; enlarge it again, or \
-                 pass the new size on with `ringhaul ctl`"
+                "{what} has shrunk to {size} bytes, and the guest knows {known}; requests beyond \
+                 that fail until it is enlarged again, or `ringhaul ctl resize` passes the new \
+                 size on"
             ),
             Finding::Failed(error) => {
                 tracing::warn!(export, "{what} may have another size: {error}");
@@ -367,6 +369,23 @@ mod tests {
         let (state, waits) = told(disk::DiskState::Lost, Some(held(now)), Some(libc::EIO));
         assert!(state.is_none() && waits.unwrap().contains("has no space left"));
         assert_eq!(told(late(now), None, None), nothing);
+    }
+
+    #[test]
+    fn the_log_says_at_once_that_a_disk_has_shrunk() {
+        let key: Key = ("vm".into(), None);
+        let mut known = Known::default();
+        let mut is_told = |finding| {
+            known.take_in(&key, 1024, finding);
+            known.finding.as_ref().is_some_and(|(_, is_told)| *is_told)
+        };
+        let shrunk = |size| Some(Finding::Shrunk(size));
+        assert!(is_told(shrunk(512)));
+        // Another program writes the file: of the sizes in between there is no line.
+        assert!(!is_told(shrunk(600)) && !is_told(shrunk(700)) && is_told(shrunk(700)));
+        assert!(!is_told(None) && is_told(shrunk(512)));
+        let failed = || Some(Finding::Failed("no".into()));
+        assert!(!is_told(failed()) && is_told(failed()));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use super::alignment::{Alignment, Window};
 use super::blocks::{Blocks, Claimed};
 use super::info::{Extent, ExtentKind, Unfinished};
+use super::outside::FileEnd;
 use super::retries::Retries;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
@@ -30,6 +31,7 @@ impl FileSource {
             share,
             is_block_device: self.is_block_device,
             align: self.align,
+            end: Arc::clone(&self.end),
             blocks: self.blocks.clone(),
             memory_align: self.align.memory as usize,
             request_align: self.align.request as usize,
@@ -51,6 +53,8 @@ pub(super) struct FileDisk {
     io: Attached,
     is_block_device: bool,
     align: Alignment,
+    /// Where the file was seen to end.
+    end: Arc<FileEnd>,
     /// Where requests may be smaller than what direct I/O takes.
     blocks: Option<Arc<Blocks>>,
     memory_align: usize,
@@ -137,6 +141,9 @@ impl FileDisk {
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
+        if self.end.is_before(offset, wanted as u64) {
+            return Err(Unfinished::new(behind_the_end(), buffers));
+        }
         if self.is_one_op(wanted) && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
             let completion = self.io.op(kind, &self.file, offset, buffers).await;
             if !completion.is_whole(wanted) {
@@ -291,7 +298,7 @@ impl FileDisk {
                     let part = moved & !(self.request_align - 1);
                     let usable = if moved == wanted { moved } else { part };
                     if usable == 0 {
-                        let result = self.nothing_moved(kind, moved, &buffers);
+                        let result = self.nothing_moved(kind, offset, moved, &buffers);
                         return result.map_err(|error| Unfinished::new(error, buffers));
                     }
                     buffers.advance(usable);
@@ -318,19 +325,29 @@ impl FileDisk {
         }
     }
 
-    /// What it means that an op has moved nothing more than `moved` bytes that direct I/O cannot
-    /// go on from.
-    fn nothing_moved(&self, kind: OpKind, moved: usize, buffers: &Buffers) -> io::Result<()> {
-        if self.is_block_device {
-            // A device that has shrunk, or is dead, moves nothing. Zeroes would be a lie.
-            return Err(io::Error::from_raw_os_error(libc::EIO));
+    /// What it means that an op at `offset` has moved nothing more than `moved` bytes that direct
+    /// I/O cannot go on from.
+    fn nothing_moved(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        moved: usize,
+        buffers: &Buffers,
+    ) -> io::Result<()> {
+        match kind {
+            _ if self.is_block_device => Err(behind_the_end()),
+            OpKind::Read => {
+                // The file ends here. Zeroes complete a block that it has a part of, and would
+                // be a lie beyond that: the file was cut while in use.
+                let last_block_end = self.end.of_block(offset + moved as u64);
+                if offset + buffers.bytes() as u64 > last_block_end {
+                    return Err(behind_the_end());
+                }
+                buffers.zero_from(moved);
+                Ok(())
+            }
+            _ => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
         }
-        if kind == OpKind::Read {
-            // The file ends here; it was cut while in use. What is beyond reads as zeroes.
-            buffers.zero_from(moved);
-            return Ok(());
-        }
-        Err(io::Error::from_raw_os_error(libc::ENOSPC))
     }
 
     /// Memory as the kernel takes it, within the budget. `claimed` is given up with it.
@@ -405,6 +422,12 @@ impl FileDisk {
         }
         Ok(())
     }
+}
+
+/// The error of devices for what lies behind their end: one that has shrunk, or is dead, moves
+/// nothing, and zeroes would be a lie.
+fn behind_the_end() -> io::Error {
+    io::Error::from_raw_os_error(libc::EIO)
 }
 
 fn is_unsupported(error: &io::Error) -> bool {

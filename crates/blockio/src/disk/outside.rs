@@ -3,9 +3,62 @@
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, io};
 
 use super::sysfs;
+
+/// The end of a regular file as the last look has seen it. A write beyond it would make a file
+/// longer that was cut while in use, and zeroes would stand in place of the data that is gone.
+#[derive(Debug)]
+pub(super) struct FileEnd {
+    /// The block that a file which ends within it has as a whole, with zeroes at its end.
+    block_bytes: u64,
+    bytes: AtomicU64,
+    /// How often the size of the disk has changed.
+    changes: Mutex<u64>,
+}
+
+/// Stands for an end that no look has seen since the disk got its size.
+const UNSEEN: u64 = u64::MAX;
+
+impl FileEnd {
+    pub(super) fn unseen(block_bytes: u32) -> Self {
+        let block_bytes = block_bytes.into();
+        Self { block_bytes, bytes: AtomicU64::new(UNSEEN), changes: Mutex::default() }
+    }
+
+    /// Returns whether a range goes beyond the end.
+    #[inline]
+    pub(super) fn is_before(&self, offset: u64, len: u64) -> bool {
+        offset.saturating_add(len) > self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// The end of the block in which a file of this length ends.
+    pub(super) fn of_block(&self, file_bytes: u64) -> u64 {
+        file_bytes.next_multiple_of(self.block_bytes)
+    }
+
+    /// Takes the end for unknown until the next look: the disk gets, or has got, another size.
+    pub(super) fn forget(&self) {
+        let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        *changes += 1;
+        self.bytes.store(UNSEEN, Ordering::Relaxed);
+    }
+
+    /// Keeps the result of a look, unless the disk has got another size meanwhile.
+    fn see<E>(&self, look: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
+        let changes = || self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = *changes();
+        let len = look()?;
+        let now = changes();
+        if *now == before {
+            self.bytes.store(self.of_block(len), Ordering::Relaxed);
+        }
+        Ok(len)
+    }
+}
 
 /// What sees from outside how large a disk could be, while it is in use: this neither keeps its
 /// file open nor depends on the disk.
@@ -13,17 +66,23 @@ pub struct Outside(Look);
 
 enum Look {
     Device(u64),
-    File { path: PathBuf, device: u64, inode: u64 },
+    File { path: PathBuf, device: u64, inode: u64, end: Arc<FileEnd> },
     Other(Box<dyn Fn() -> io::Result<Option<u64>> + Send + Sync>),
 }
 
 impl Outside {
-    pub(super) fn new(path: &Path, metadata: &Metadata, is_block_device: bool) -> Self {
+    /// That of a file, whose `end` each look updates, or of a block device.
+    pub(super) fn new(
+        path: &Path,
+        metadata: &Metadata,
+        is_block_device: bool,
+        end: &Arc<FileEnd>,
+    ) -> Self {
         Self(match is_block_device {
             true => Look::Device(metadata.rdev()),
             false => {
                 let (device, inode) = (metadata.dev(), metadata.ino());
-                Look::File { path: path.to_owned(), device, inode }
+                Look::File { path: path.to_owned(), device, inode, end: Arc::clone(end) }
             }
         })
     }
@@ -45,12 +104,18 @@ impl Outside {
     pub fn size_bytes(&self) -> io::Result<Option<u64>> {
         match &self.0 {
             Look::Device(number) => Ok(sysfs::size_bytes(*number)),
-            Look::File { path, device, inode } => match std::fs::metadata(path) {
-                Ok(data) if (data.dev(), data.ino()) == (*device, *inode) => Ok(Some(data.len())),
-                Ok(_) => Ok(None),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                Err(error) => Err(error),
-            },
+            Look::File { path, device, inode, end } => {
+                let look = || match std::fs::metadata(path) {
+                    Ok(data) if (data.dev(), data.ino()) == (*device, *inode) => Ok(data.len()),
+                    Ok(_) => Err(None),
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => Err(None),
+                    Err(error) => Err(Some(error)),
+                };
+                match end.see(look) {
+                    Ok(len) => Ok(Some(len)),
+                    Err(error) => error.map_or(Ok(None), Err),
+                }
+            }
             Look::Other(look) => look(),
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::alignment::Alignment;
 use super::blocks::Blocks;
+use super::outside::FileEnd;
 use super::source::FileSource;
 use super::{DiskInfo, DiskSource, SourceKind};
 
@@ -31,6 +32,7 @@ impl DiskSource {
             align,
             identity: "".into(),
             outside: None,
+            end: Arc::new(FileEnd::unseen(info.logical_block_bytes.max(request_align))),
             blocks,
             is_held_alone: false,
         };

@@ -32,13 +32,74 @@ fn the_size_of_a_disk_may_change() {
         let expected = if is_possible { bytes } else { before };
         assert_eq!(other.refresh().is_ok(), is_possible, "{bytes}");
         assert_eq!((source.info().size_bytes, disk.info().size_bytes), (expected, expected));
-        assert!(can_read(expected - 512) && !can_read(expected), "{bytes}");
+        let is_there = bytes >= expected;
+        assert_eq!((can_read(expected - 512), can_read(expected)), (is_there, false), "{bytes}");
     }
     let null = DiskSource::null(MIB, &DiskOptions::default()).unwrap();
     assert!(null.set_size(MIB + 1, || ()).is_err() && null.set_size(0, || ()).is_err());
     null.set_size(MIB + 512, || ()).unwrap();
     assert_eq!(null.refresh().unwrap(), MIB + 512);
     assert_eq!(null.state(), DiskState::Ready);
+}
+
+/// Zeroes would pass for the data that was there, and a write beyond the end would keep them.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_file_that_was_cut_fails_beyond_its_end() {
+    let usual = IoThreadConfig::default().engine;
+    let ways = [(EngineKind::Threads.into(), false), (usual, false), (usual, true)];
+    for ((engine, direct), is_part) in ways.into_iter().flat_map(|way| [(way, false), (way, true)])
+    {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        file.as_file().set_len(MIB).unwrap();
+        let thread = IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() });
+        let thread = thread.unwrap();
+        let options = DiskOptions { direct, ..DiskOptions::default() };
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let source = if is_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
+        let disk = source.attach(thread.io());
+        let errno = |result: std::io::Result<()>| result.err().and_then(|e| e.raw_os_error());
+        let read = |offset: u64, bytes: usize| {
+            let buffers = Buffers::aligned(bytes, 4096);
+            buffers.copy_from(0, &vec![1; bytes]);
+            let view = buffers.again();
+            let result = thread.block_on(disk.read(offset, buffers)).unwrap();
+            (errno(result.map_err(Into::into)), view.to_vec())
+        };
+        let write = |offset: u64| {
+            let data = Buffers::aligned(4096, 4096);
+            errno(thread.block_on(disk.write(offset, data, false)).unwrap().map_err(Into::into))
+        };
+        let zero =
+            |offset: u64| errno(thread.block_on(disk.write_zeroes(offset, 4096, false)).unwrap());
+        let look = || source.outside().unwrap().size_bytes().unwrap();
+
+        let (cut, eio) = (MIB / 2 + 8192, Some(libc::EIO));
+        file.as_file().set_len(cut).unwrap();
+        assert_eq!((read(MIB / 2, 8192).0, read(cut, 4096).0), (None, eio), "{direct} {is_part}");
+        assert_eq!((read(MIB - 4096, 4096).0, read(MIB / 2, 16384).0), (eio, eio));
+        // Zeroes complete the last sector and nothing more.
+        file.as_file().set_len(cut - 100).unwrap();
+        let (error, data) = read(MIB / 2, 8192);
+        assert_eq!((error, &data[8092..]), (None, &[0; 100][..]), "{direct} {is_part}");
+        assert_eq!(read(cut, 4096).0, eio);
+
+        assert_eq!(look(), Some(cut - 100));
+        assert_eq!((write(cut), zero(MIB - 4096), write(cut - 4096)), (eio, eio, None));
+        assert_eq!(file.as_file().metadata().unwrap().len(), cut, "the last sector is whole");
+        assert_eq!(look(), Some(cut));
+        file.as_file().set_len(MIB).unwrap();
+        assert_eq!(look(), Some(MIB));
+        assert_eq!((write(cut), zero(MIB - 4096), read(cut, 4096).0), (None, None, None));
+        file.as_file().set_len(cut).unwrap();
+        assert_eq!((look(), write(cut)), (Some(cut), eio));
+        // Another size, by command, is where the file ends from then on.
+        source.set_size(2 * MIB, || ()).unwrap();
+        assert_eq!((write(2 * MIB - 4096), zero(cut)), (None, None));
+        file.as_file().set_len(3 * MIB).unwrap();
+        source.refresh().unwrap();
+        assert_eq!(write(3 * MIB - 4096), None);
+    }
 }
 
 /// The answer to one who asked before may come later.

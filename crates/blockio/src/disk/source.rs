@@ -15,7 +15,7 @@ use super::foreign;
 use super::identity;
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
 use super::lock::{Attempt, Conflict, is_still_locked, lock, lock_for, patiently};
-use super::outside::Outside;
+use super::outside::{FileEnd, Outside};
 use super::sysfs;
 use crate::error::Error;
 use crate::op::OpenFile;
@@ -33,6 +33,7 @@ pub(super) struct FileSource {
     pub(super) identity: Arc<str>,
     /// See [`DiskSource::outside`](super::DiskSource::outside).
     pub(super) outside: Option<Arc<Outside>>,
+    pub(super) end: Arc<FileEnd>,
     /// Where requests may be smaller than what direct I/O takes.
     pub(super) blocks: Option<Arc<Blocks>>,
     /// See [`DiskSource::is_held_alone`](super::DiskSource::is_held_alone).
@@ -122,8 +123,9 @@ impl FileSource {
         } else {
             identity::of_file(&file)
         };
-        let outside = file.metadata().ok();
-        let outside = outside.map(|data| Arc::new(Outside::new(path, &data, is_block_device)));
+        let end = Arc::new(FileEnd::unseen(logical_block_bytes.max(align.request)));
+        let outside = |data| Arc::new(Outside::new(path, &data, is_block_device, &end));
+        let outside = file.metadata().ok().map(outside);
         let is_rotational = sysfs::is_rotational(&file);
         let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
         let file = Arc::new(OpenFile::new(file, path, options.direct));
@@ -140,6 +142,7 @@ impl FileSource {
             align,
             identity,
             outside,
+            end,
             blocks,
             is_held_alone,
         };
@@ -150,6 +153,7 @@ impl FileSource {
     pub(super) fn size_bytes(&self, info: &DiskInfo) -> Result<u64, Error> {
         let size_bytes = size_of(self.file.as_ref()).map_err(|reason| self.unusable(reason))?;
         self.check_size(size_bytes, info)?;
+        self.end.forget();
         Ok(size_bytes)
     }
 
@@ -185,7 +189,9 @@ impl FileSource {
     pub(super) fn truncate(&self, size_bytes: u64) -> Result<(), Error> {
         rustix::fs::ftruncate(self.file.as_ref(), size_bytes).map_err(|errno| {
             self.unusable(format!("it cannot be given {size_bytes} bytes: {errno}"))
-        })
+        })?;
+        self.end.forget();
+        Ok(())
     }
 
     fn check_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
@@ -236,6 +242,7 @@ impl FileSource {
             align,
             identity,
             outside: None,
+            end: Arc::new(FileEnd::unseen(512)),
             blocks: None,
             is_held_alone: false,
         }

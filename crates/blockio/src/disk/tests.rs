@@ -250,17 +250,23 @@ fn what_cannot_be_polled_for_goes_the_other_way() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
+fn a_file_cut_while_in_use_fails_behind_its_last_sector() {
     with_each(MIB, |thread, disk, file| {
         std::fs::write(file.path(), pattern(2, 1 << 20)).unwrap();
         file.as_file().set_len(5000).unwrap();
-        let target = Buffers::aligned(8192, 4096);
-        target.copy_from(0, &[0xff; 8192]);
-        let view = target.again();
-        thread.block_on(disk.read(0, target)).unwrap().unwrap();
+        let read = |bytes: usize| {
+            let target = Buffers::aligned(bytes, 4096);
+            target.copy_from(0, &vec![0xff; bytes]);
+            let view = target.again();
+            thread.block_on(disk.read(0, target)).unwrap().map(|()| view.to_vec())
+        };
+        let direct = disk.info().direct;
         let mut expected = pattern(2, 5000);
-        expected.resize(8192, 0);
-        assert!(view.to_vec() == expected, "invariant 10: direct {}", disk.info().direct);
+        expected.resize(5120, 0);
+        assert!(read(5120).unwrap() == expected, "invariant 10: direct {direct}");
+        let error = io::Error::from(read(16384).unwrap_err());
+        assert_eq!(error.raw_os_error(), Some(libc::EIO), "invariant 10: direct {direct}");
+        // Until somebody has looked, a write makes it longer again.
         let far = Buffers::aligned(4096, 4096);
         far.copy_from(0, &[7; 4096]);
         thread.block_on(disk.write(512 << 10, far, false)).unwrap().unwrap();

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::io;
 use std::rc::Rc;
 
-use super::{FileDisk, is_unsupported};
+use super::{FileDisk, behind_the_end, is_unsupported};
 use crate::disk::blocks::Claimed;
 use crate::op::OpKind;
 
@@ -30,6 +30,9 @@ impl FileDisk {
         len: u64,
         may_unmap: bool,
     ) -> io::Result<()> {
+        if self.end.is_before(offset, len) {
+            return Err(behind_the_end());
+        }
         let claimed = self.claim(offset, len).await;
         let Some((start, whole)) = self.align.whole_ranges(offset, len) else {
             return self.write_zero_bytes(offset, len, claimed).await;

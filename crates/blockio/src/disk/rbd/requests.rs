@@ -80,7 +80,11 @@ impl RbdDisk {
             }
             Err(error) => return Err(self.seen(error)),
         };
-        // It may end within it, too: what is beyond reads as zeroes.
+        // It may end within it, too. Zeroes complete the last sector, and would be a lie beyond.
+        let end = offset + moved as u64;
+        if offset + bytes as u64 > end.next_multiple_of(512) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
         done.buffers.zero_from(moved);
         buffers.copy_from_buffers(&done.buffers, bytes);
         Ok(bytes)
