@@ -109,10 +109,19 @@ pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
     bits.iter().fold(0, |all, bit| all | 1 << bit)
 }
 
-/// The configuration space, little-endian. `optimal_bytes` is what the disk says about itself.
+/// Hints of a disk about itself, in bytes, where it has some.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Hints {
+    /// See [`DiskSource::optimal_bytes`](blockio::DiskSource::optimal_bytes).
+    pub(super) optimal: Option<u32>,
+    /// See [`DiskSource::discard_bytes`](blockio::DiskSource::discard_bytes).
+    pub(super) discard: Option<u32>,
+}
+
+/// The configuration space, little-endian.
 pub(super) fn space(
     disk: &DiskInfo,
-    optimal_bytes: Option<u32>,
+    hints: Hints,
     options: &BlkOptions,
     writeback: bool,
 ) -> ConfigSpace {
@@ -122,7 +131,8 @@ pub(super) fn space(
     };
     let block = disk.logical_block_bytes;
     let blocks_per_physical = disk.physical_block_bytes / block;
-    let sectors_per_block = block / 512;
+    // A driver leaves alone what is no whole unit of this.
+    let discard_sectors = hints.discard.unwrap_or(block).max(block) / 512;
     put(0, &(disk.size_bytes / SECTOR_BYTES).to_le_bytes());
     // One descriptor for the header and one for the status; the rest can be data.
     put(12, &u32::from(options.queue_size.saturating_sub(2).max(1)).to_le_bytes());
@@ -132,13 +142,13 @@ pub(super) fn space(
     // A size that does not fit in 16 bits is more than a driver should write at once.
     put(26, &u16::try_from(blocks_per_physical).unwrap_or(1).to_le_bytes());
     // `None` is 0: nothing is known.
-    put(28, &optimal_bytes.map_or(0, |bytes| bytes / block).to_le_bytes());
+    put(28, &hints.optimal.map_or(0, |bytes| bytes / block).to_le_bytes());
     put(WRITEBACK_OFFSET, &[u8::from(writeback)]);
     put(34, &options.num_queues.to_le_bytes());
     if !disk.read_only {
         put(36, &DISCARD_SECTORS_MAX.to_le_bytes());
         put(40, &SEGMENTS_MAX.to_le_bytes());
-        put(44, &sectors_per_block.to_le_bytes());
+        put(44, &discard_sectors.to_le_bytes());
         put(48, &WRITE_ZEROES_SECTORS_MAX.to_le_bytes());
         put(52, &SEGMENTS_MAX.to_le_bytes());
         put(56, &[1]);
@@ -173,7 +183,8 @@ mod tests {
 
     #[test]
     fn a_driver_reads_every_field_where_it_expects_it() {
-        let bytes = space(&disk(false), Some(1 << 22), &options(), true);
+        let hints = Hints { optimal: Some(1 << 22), discard: Some(64 << 10) };
+        let bytes = space(&disk(false), hints, &options(), true);
         let config = VirtioBlkConfig::from_slice(&bytes).unwrap();
         assert_eq!(u64::from(config.capacity), 20480);
         assert_eq!(u32::from(config.size_max), 0);
@@ -186,10 +197,24 @@ mod tests {
         assert_eq!(u16::from(config.num_queues), 4);
         assert_eq!(u32::from(config.max_discard_sectors), DISCARD_SECTORS_MAX);
         assert_eq!(u32::from(config.max_discard_seg), SEGMENTS_MAX);
-        assert_eq!(u32::from(config.discard_sector_alignment), 1);
+        assert_eq!(u32::from(config.discard_sector_alignment), 128);
         assert_eq!(u32::from(config.max_write_zeroes_sectors), WRITE_ZEROES_SECTORS_MAX);
         assert_eq!(u32::from(config.max_write_zeroes_seg), SEGMENTS_MAX);
         assert_eq!(config.write_zeroes_may_unmap, 1);
+    }
+
+    #[test]
+    fn discards_come_in_blocks_where_the_disk_has_no_larger_unit() {
+        for (block, discard, sectors) in
+            [(512, None, 1), (4096, None, 8), (4096, Some(512), 8), (512, Some(4096), 8)]
+        {
+            let disk = DiskInfo { logical_block_bytes: block, ..disk(false) };
+            let hints = Hints { discard, ..Hints::default() };
+            let bytes = space(&disk, hints, &options(), true);
+            let config = VirtioBlkConfig::from_slice(&bytes).unwrap();
+            let announced = u32::from(config.discard_sector_alignment);
+            assert_eq!(announced, sectors, "{block} {discard:?}");
+        }
     }
 
     #[test]

@@ -123,8 +123,9 @@ impl BlkDevice {
     pub(crate) fn config_space(&self) -> Vec<u8> {
         let writeback = self.shared.writeback.load(Ordering::Relaxed);
         let source = &self.shared.source;
-        let optimal_bytes = source.optimal_bytes();
-        config::space(&source.info(), optimal_bytes, &self.shared.options, writeback).into()
+        let hints =
+            config::Hints { optimal: source.optimal_bytes(), discard: source.discard_bytes() };
+        config::space(&source.info(), hints, &self.shared.options, writeback).into()
     }
 
     /// Takes a write to the configuration space. Only `writeback` can be written; any value but 0
