@@ -68,10 +68,7 @@ impl OwnFile {
         let mut new = self.path.clone().into_os_string();
         new.push(".new");
         let new = PathBuf::from(new);
-        // One that a crash left behind may be there.
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(MODE);
-        let file = options.custom_flags(libc::O_NOFOLLOW).open(&new)?;
+        let file = create(&new)?;
         lock(&file)?;
         if !has_name(&file, &new)? {
             return Err(busy());
@@ -119,6 +116,26 @@ impl OwnFile {
         let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
         File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
     }
+}
+
+/// Makes a file that was not there before, in place of one that a crash left behind. What a
+/// stranger has put there, such as another name of a file of ours, is never written to.
+fn create(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create_new(true).mode(MODE);
+    match options.open(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        created => return created,
+    }
+    // A special file that is not ours might never open.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let left = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    lock(&left)?;
+    if !has_name(&left, path)? {
+        return Err(busy());
+    }
+    fs::remove_file(path)?;
+    options.open(path)
 }
 
 /// For writing if that is allowed, because network file systems lock no other files.
@@ -169,6 +186,28 @@ mod tests {
 
     fn is_busy<T>(result: io::Result<T>) -> bool {
         result.is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
+    }
+
+    /// One that a stranger may have made.
+    #[test]
+    fn what_lies_in_the_place_of_a_new_file_is_not_written_to() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let (secret, new) = (path("secret"), path("file.new"));
+        let (mut own, _) = take(&path("file")).unwrap();
+        fs::write(&secret, "of root").unwrap();
+        fs::hard_link(&secret, &new).unwrap();
+        own.replace("a").unwrap();
+        assert_eq!(fs::read_to_string(&secret).unwrap(), "of root");
+        assert_eq!(fs::read_to_string(path("file")).unwrap(), "a");
+        std::os::unix::fs::symlink(&secret, &new).unwrap();
+        assert!(own.replace("b").is_err());
+        assert_eq!(fs::read_to_string(&secret).unwrap(), "of root");
+        // One that another process is about to use stays.
+        fs::remove_file(&new).unwrap();
+        let theirs = File::create(&new).unwrap();
+        lock(&theirs).unwrap();
+        assert!(is_busy(own.replace("c")) && new.exists());
     }
 
     #[test]
