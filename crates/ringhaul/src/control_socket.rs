@@ -13,7 +13,6 @@ mod schema;
 mod strict;
 
 use std::io::{self, BufReader, Read};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
@@ -90,17 +89,7 @@ impl ControlSocket {
     ///
     /// When it cannot be made.
     pub(crate) fn bind(path: &Path, group: Option<u32>) -> Result<Endpoint> {
-        let endpoint = Endpoint::bind(path, "--control")?;
-        std::os::unix::fs::chown(path, None, group).with_context(|| {
-            format!(
-                "cannot give {} to the --control-group; be root or a member of it",
-                path.display()
-            )
-        })?;
-        // Whoever has come before is refused by his credentials.
-        let mode = if group.is_some() { 0o660 } else { 0o600 };
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
-            .with_context(|| format!("cannot keep others from {}", path.display()))?;
+        let endpoint = Endpoint::bind_private(path, "--control", group)?;
         Ok(endpoint)
     }
 

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{OFlags, fcntl_getfl};
+use rustix::fs::{Mode, OFlags, fcntl_getfl};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::{Deserialize, Serialize};
 
+use crate::doors;
 use crate::handed_fds::{HandedFds, Place};
 use crate::inherit;
 use crate::peer::Peer;
@@ -89,14 +90,41 @@ impl Endpoint {
     ///
     /// When a program listens there, something else exists there, or it cannot be created.
     pub fn bind(path: &Path, option: &str) -> Result<Self> {
+        Self::bind_with(path, option, |path| UnixListener::bind(path))
+    }
+
+    /// As [`bind`](Self::bind), at a socket that is this user's alone from its beginning; then the
+    /// members of `group`, if there is one, may connect too.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind); and when others can write to the folder, see [`doors`].
+    pub(crate) fn bind_private(path: &Path, option: &str, group: Option<u32>) -> Result<Self> {
+        doors::check_private_folder(path, group)
+            .with_context(|| format!("cannot use {option} {}", path.display()))?;
+        let endpoint = Self::bind_with(path, option, private_listener)?;
+        if let Self::Listener(socket) = &endpoint {
+            doors::give_to(path, socket.identity, group)?;
+        }
+        Ok(endpoint)
+    }
+
+    fn bind_with(
+        path: &Path,
+        option: &str,
+        listen: fn(&Path) -> io::Result<UnixListener>,
+    ) -> Result<Self> {
         let shown = path.display();
         Self::check_length(path, option)?;
+        doors::check_folder(path).map_err(|error| {
+            anyhow!("cannot listen on {shown}: {error:#}; or choose another {option}")
+        })?;
         wait_for_dying(path, Instant::now() + DYING_MAX)?;
         // Two of this process may name one place in two ways. A socket that is bound, and nobody
         // listens on yet, looks like one that was left over.
         let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
         clear_socket_path(path, option)?;
-        let listener = UnixListener::bind(path).map_err(|error| {
+        let listener = listen(path).map_err(|error| {
             anyhow!("cannot listen on {shown}: {error}; choose another {option}")
         })?;
         listener
@@ -249,6 +277,18 @@ impl Endpoint {
         }
         self.listener().map(|listener| listener.accept().map(|(socket, _)| socket))
     }
+}
+
+/// Listens at a socket that only its owner can connect to. The mode of the socket, less the umask,
+/// is that of its place in the file system: no other mode ever shows there.
+fn private_listener(path: &Path) -> io::Result<UnixListener> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    // The kernel cuts it to its own limit.
+    rustix::net::listen(&socket, i32::MAX)?;
+    Ok(socket.into())
 }
 
 /// Makes way for a socket: removes one that was left over, refuses anything else.
@@ -449,6 +489,23 @@ mod tests {
         after.keep();
         drop(after);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_private_socket_is_private_from_its_beginning() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let mode = || std::fs::symlink_metadata(&path).unwrap().mode() & 0o777;
+        let listener = private_listener(&path).unwrap();
+        assert_eq!(mode(), 0o600);
+        drop(listener);
+        let endpoint = Endpoint::bind_private(&path, "", None).unwrap();
+        assert_eq!(mode(), 0o600);
+        drop(endpoint);
+        let group = rustix::process::getegid().as_raw();
+        let _endpoint = Endpoint::bind_private(&path, "", Some(group)).unwrap();
+        assert_eq!(mode(), 0o660);
+        assert!(UnixStream::connect(&path).is_ok());
     }
 
     #[test]

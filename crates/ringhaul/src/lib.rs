@@ -16,6 +16,7 @@ mod disk_names;
 pub mod disk_rules;
 pub mod disk_spec;
 mod disk_user;
+mod doors;
 pub mod ending;
 mod engines;
 pub mod export;

@@ -257,6 +257,7 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/ringhaul/src",
         modules: &[
             // What the process has, and data.
+            (0, &["doors"]),
             (0, &["descriptor_limit", "file_limit", "group", "handed_fds", "heap", "inherit"]),
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
