@@ -3,6 +3,7 @@
 //! The program is in `main.rs`. This library holds its parts, for tests and simulations to drive.
 //! A VMM that wants a device in its own process embeds the crate `device` alone.
 
+mod cgroup;
 pub mod command;
 pub mod config;
 pub mod control;

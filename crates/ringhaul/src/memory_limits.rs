@@ -1,8 +1,12 @@
 //! How much memory front-ends may have this process map.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use virtqueue::{MappingBudget, MappingRules, MemoryError, MemoryFiles};
+
+use crate::cgroup;
 
 /// The most that one front-end, and all of them together, may have mapped; clones share the count.
 #[derive(Clone)]
@@ -10,6 +14,14 @@ pub struct MemoryLimits {
     all: MappingBudget,
     of_each_bytes: u64,
     files: MemoryFiles,
+    watch: Arc<Watch>,
+}
+
+/// The last comparison with the limit of the cgroup.
+#[derive(Default)]
+struct Watch {
+    mapped_bytes: AtomicU64,
+    is_told: AtomicBool,
 }
 
 impl MemoryLimits {
@@ -17,7 +29,8 @@ impl MemoryLimits {
     #[must_use]
     pub fn new(of_each_bytes: u64, of_all_bytes: u64, files: MemoryFiles) -> Self {
         let all = "the memory of all front-ends (--max-mapped-memory)";
-        Self { all: MappingBudget::new(all, of_all_bytes), of_each_bytes, files }
+        let all = MappingBudget::new(all, of_all_bytes);
+        Self { all, of_each_bytes, files, watch: Arc::default() }
     }
 
     /// What a front-end that connects now may map.
@@ -25,6 +38,30 @@ impl MemoryLimits {
         let each = "the memory of a front-end (--max-guest-memory)";
         let budget = self.all.child(each, self.of_each_bytes);
         MappingRules { files: self.files, budget }
+    }
+
+    /// Returns a warning when front-ends have more memory mapped than the cgroup of this process
+    /// may use, once until that changes. Asks the kernel when there is more or less of it.
+    pub(crate) fn look(&self) -> Option<String> {
+        self.compare(cgroup::memory_limit)
+    }
+
+    fn compare(&self, limit_bytes: impl FnOnce() -> Option<u64>) -> Option<String> {
+        let mapped = self.all.mapped_bytes();
+        if self.watch.mapped_bytes.swap(mapped, Ordering::Relaxed) == mapped {
+            return None;
+        }
+        let limit = limit_bytes().filter(|limit| mapped > *limit);
+        let was_told = self.watch.is_told.swap(limit.is_some(), Ordering::Relaxed);
+        let limit = limit.filter(|_| !was_told)?;
+        Some(format!(
+            "front-ends share {} MiB of memory, and the cgroup of this daemon is limited to {} \
+             MiB: guest memory that the daemon is the first to touch counts as its own, and the \
+             kernel may kill it; set no limit (MemoryMax=infinity), or one above the memory of \
+             all guests",
+            mapped >> 20,
+            limit >> 20
+        ))
     }
 }
 
@@ -35,5 +72,44 @@ pub(crate) fn refusal(error: MemoryError) -> io::Error {
             io::Error::other(format!("{error}; other file systems take --memory-files any"))
         }
         error => io::Error::other(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use virtqueue::{GuestMemory, RegionConfig};
+
+    use super::*;
+
+    #[test]
+    fn memory_beyond_the_limit_of_the_cgroup_is_told_once() {
+        let limits = MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::default());
+        let map = || {
+            let size = 2 << 20;
+            let file = File::from(memfd_create("memory", MemfdFlags::CLOEXEC).unwrap());
+            file.set_len(size).unwrap();
+            let (file, guest_addr, user_addr) = (Arc::new(file), 0, 0);
+            let region = RegionConfig { guest_addr, size, user_addr, file, file_offset: 0 };
+            GuestMemory::new(&[region], &limits.of_front_end()).unwrap()
+        };
+        let limit = || limits.compare(|| Some(3 << 20));
+        assert_eq!(limit(), None);
+        let first = map();
+        assert_eq!(limit(), None);
+        let second = map();
+        let message = limit().unwrap();
+        assert!(message.contains("share 4 MiB") && message.contains("limited to 3 MiB"));
+        assert_eq!(limits.compare(|| unreachable!("nothing has changed")), None);
+        let third = map();
+        assert_eq!(limit(), None, "it is told");
+        drop((second, third));
+        assert_eq!(limit(), None);
+        let _second = map();
+        assert!(limit().is_some(), "again");
+        drop(first);
+        assert_eq!(limits.compare(|| None), None);
     }
 }

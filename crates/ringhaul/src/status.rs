@@ -45,6 +45,9 @@ pub struct ExportStatus {
     pub disk_state: DiskState,
     /// Whether a front-end is connected.
     pub connected: bool,
+    /// Whether the front-end has started a queue and shares no memory, so that the guest waits.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lacks_memory: bool,
     /// How many front-ends have connected so far.
     pub sessions: u64,
     /// Requests that were taken and are not answered.
@@ -71,6 +74,7 @@ impl ExportStatus {
             size_bytes: 0,
             disk_state: DiskState::Ready,
             connected: false,
+            lacks_memory: false,
             sessions: 0,
             unfinished: 0,
             served: Served::default(),

@@ -257,7 +257,7 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/ringhaul/src",
         modules: &[
             // What the process has, and data.
-            (0, &["doors"]),
+            (0, &["cgroup", "doors"]),
             (0, &["descriptor_limit", "file_limit", "group", "handed_fds", "heap", "inherit"]),
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
@@ -300,7 +300,7 @@ pub(super) const FLOORS: &[Floors] = &[
             // Exports and the thread that controls them.
             (17, &["control::changing", "control::handed", "control::opening"]),
             (18, &["control::order"]),
-            (19, &["control::closing"]),
+            (19, &["control::closing", "control::export::memory_watch"]),
             (20, &["control::export"]),
             (21, &["control::export::changes", "control::export::describe", "control::hand_over"]),
             (22, &["control::exports"]),

@@ -3,6 +3,7 @@
 
 mod changes;
 mod describe;
+mod memory_watch;
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -27,6 +28,8 @@ use crate::peer::Peer;
 use crate::spec::ExportSpec;
 use crate::subscribers::What;
 use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
+
+use memory_watch::MemoryWatch;
 
 /// How long an export waits for free descriptors before it accepts a front-end again.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
@@ -72,6 +75,7 @@ pub(super) struct Export {
     waiting: LogLimit,
     /// The log says that another front-end waits for the current one to leave.
     waiting_is_told: bool,
+    memory_watch: MemoryWatch,
     /// Descriptors have run out, and no front-end is accepted before this.
     paused_until: Option<Instant>,
     pub(super) listener_is_ready: bool,
@@ -105,6 +109,7 @@ impl Export {
             is_shown: false,
             waiting: LogLimit::default(),
             waiting_is_told: false,
+            memory_watch: MemoryWatch::default(),
             paused_until: None,
             session_is_ready: false,
         }
@@ -142,6 +147,7 @@ impl Export {
             size_bytes: sizes.fold(0, u64::saturating_add),
             disk_state: self.disk_state(),
             connected: self.session.is_some(),
+            lacks_memory: self.memory_watch.is_lacking(),
             sessions: self.sessions,
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
             served: self.served(),
@@ -241,7 +247,8 @@ impl Export {
 
     pub(super) fn deadline(&self) -> Option<Instant> {
         let session = self.session.as_ref().and_then(Session::deadline);
-        session.into_iter().chain(self.paused_until).min()
+        let looks = self.paused_until.into_iter().chain(self.memory_watch.deadline());
+        session.into_iter().chain(looks).min()
     }
 
     pub(super) fn add_polls<'fd>(
@@ -276,6 +283,10 @@ impl Export {
         self.session_is_ready = false;
         // First, because it may end: then nobody waits.
         let is_at_rest = self.progress(now);
+        self.look_for_memory(now);
+        if let Some(message) = self.limits.look() {
+            tracing::warn!("{message}");
+        }
         if self.listener_is_ready && is_at_rest && !self.is_held {
             self.listener_is_ready = false;
             if self.session.is_some() {
@@ -310,6 +321,16 @@ impl Export {
         }
         self.session_is_ready = true;
         false
+    }
+
+    /// Has the log say that a queue waits for memory.
+    fn look_for_memory(&mut self, now: Instant) {
+        let queue = self.session.as_ref().and_then(Session::ring_without_memory);
+        let Some(message) = self.memory_watch.look(queue, now) else { return };
+        self.limited(|export, left_out| {
+            tracing::warn!(export = export.name(), left_out, "{message}");
+            export.log.report(|| What::Error { message, left_out });
+        });
     }
 
     /// Writes a line that a front-end can cause, if there may be one now.
@@ -360,6 +381,7 @@ impl Export {
             tracing::info!(export = self.log.name(), left_out, "a front-end has connected");
         }
         (self.is_shown, self.waiting_is_told) = (shown.is_some(), false);
+        self.memory_watch = MemoryWatch::default();
         (self.session, self.connected) = (Some(session), now);
         self.sessions += 1;
     }

@@ -105,6 +105,7 @@ fn line_of(export: &Value) -> String {
 
 fn front_end(export: &Value) -> &'static str {
     match export["connected"].as_bool() {
+        Some(true) if export["lacks-memory"] == true => "no memory",
         Some(true) => "connected",
         _ => "no front-end",
     }

@@ -91,6 +91,12 @@ impl Connection {
             .fold((0, true), |(sum, all), (requests, heard)| (sum + requests, all && heard))
     }
 
+    /// Returns a ring that the front-end has started without sharing any memory.
+    pub(super) fn ring_without_memory(&self) -> Option<usize> {
+        let has_none = self.memory.map.num_regions() == 0;
+        self.rings.iter().position(RingState::is_up).filter(|_| has_none)
+    }
+
     /// What the front-end has set up.
     pub(super) fn describe(&self) -> SessionDetails {
         describe(&self.setup.device, self.protocol_features, &self.rings, &self.memory.map)

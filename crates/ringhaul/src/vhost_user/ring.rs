@@ -155,6 +155,11 @@ impl RingState {
         }))
     }
 
+    /// Returns whether the ring could start if the front-end shared memory.
+    pub(super) fn is_up(&self) -> bool {
+        self.settings.started && self.settings.enabled && self.settings.size != 0
+    }
+
     /// Takes the answer of the IoThread if it is there.
     pub(super) fn progress(&mut self) -> Progress {
         self.hear_whether_it_goes_on();

@@ -318,6 +318,11 @@ impl Session {
         self.connection.describe()
     }
 
+    /// Returns a ring that the front-end has started without sharing any memory.
+    pub(crate) fn ring_without_memory(&self) -> Option<usize> {
+        self.connection.ring_without_memory()
+    }
+
     /// What the session has to finish.
     #[must_use]
     pub fn load(&self) -> Load {

@@ -1,0 +1,76 @@
+//! Front-ends that start queues and share no memory. The guest waits for its disk then, and the
+//! front-end says nothing about it either.
+
+use std::time::{Duration, Instant};
+
+/// How long memory may be on its way: a front-end may share it after it has started a queue.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Options that share the memory of a guest.
+const HOW_TO_SHARE: &str = "with QEMU, give it \
+    `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`; with \
+    libvirt, `<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>`";
+
+/// Watches the current front-end.
+#[derive(Debug, Default)]
+pub(super) struct MemoryWatch {
+    /// The time at which a queue was first seen to wait for memory.
+    since: Option<Instant>,
+    is_told: bool,
+}
+
+impl MemoryWatch {
+    /// Returns whether a queue waits for memory.
+    pub(super) fn is_lacking(&self) -> bool {
+        self.since.is_some()
+    }
+
+    /// Returns the time of the next look that is due by itself.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.since.filter(|_| !self.is_told).map(|since| since + PATIENCE)
+    }
+
+    /// Takes in that `queue` waits for memory, or that no queue does. Returns a message for the
+    /// log, once for each front-end.
+    pub(super) fn look(&mut self, queue: Option<usize>, now: Instant) -> Option<String> {
+        let Some(queue) = queue else {
+            self.since = None;
+            return None;
+        };
+        let since = *self.since.get_or_insert(now);
+        if self.is_told || now < since + PATIENCE {
+            return None;
+        }
+        self.is_told = true;
+        Some(format!(
+            "the front-end has started queue {queue} and shares no memory, so the guest waits for \
+             its disk; {HOW_TO_SHARE}"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_front_end_has_some_seconds_to_share_memory() {
+        let mut watch = MemoryWatch::default();
+        let start = Instant::now();
+        assert_eq!((watch.look(None, start), watch.deadline()), (None, None));
+        assert_eq!(watch.look(Some(1), start), None);
+        assert!(watch.is_lacking());
+        assert_eq!(watch.deadline(), Some(start + PATIENCE));
+        // Memory came, and went.
+        assert_eq!(watch.look(None, start + PATIENCE), None);
+        assert!(!watch.is_lacking() && watch.deadline().is_none());
+        let start = start + 2 * PATIENCE;
+        assert_eq!(watch.look(Some(1), start), None);
+        let message = watch.look(Some(1), start + PATIENCE).unwrap();
+        for part in ["queue 1", "share=on", "<memoryBacking>"] {
+            assert!(message.contains(part), "{message}");
+        }
+        assert_eq!(watch.look(Some(1), start + 2 * PATIENCE), None, "once");
+        assert!(watch.is_lacking() && watch.deadline().is_none());
+    }
+}
