@@ -3,14 +3,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The least limit in bytes of the cgroup of this process and of those that it lies in. `None`:
-/// there is none, or the kernel does not say.
+/// The least limit in bytes of the cgroup of this process and of its ancestors. `None`: there is
+/// none, or the kernel does not say.
 pub(crate) fn memory_limit() -> Option<u64> {
     let own = fs::read_to_string("/proc/self/cgroup").ok()?;
     limit_in(Path::new("/sys/fs/cgroup"), &own)
 }
 
-/// The same, of the cgroups below `root` that `own` names as `/proc/self/cgroup` does
+/// The least limit of the cgroups below `root` that `own` names as `/proc/self/cgroup` does
 /// (cgroups(7)): for version 2 `0::PATH`, for the controller of version 1 `N:memory:PATH`.
 fn limit_in(root: &Path, own: &str) -> Option<u64> {
     let limits = own.lines().flat_map(|line| {
@@ -32,7 +32,7 @@ fn limit_in(root: &Path, own: &str) -> Option<u64> {
     limits.filter(|bytes| *bytes < 1 << 62).min()
 }
 
-/// The limits of a cgroup and of those that it lies in. A container may see none of the latter.
+/// The limits of a cgroup and of its ancestors. A container may see no ancestor.
 fn limits_of(root: &Path, path: &str, file: &str) -> Vec<u64> {
     let own: PathBuf = root.join(path.trim_start_matches('/'));
     let up_to_root = own.ancestors().take_while(|folder| folder.starts_with(root));

@@ -5,14 +5,16 @@ mod connection;
 mod show;
 mod words;
 
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::control_socket;
-use crate::secrets::without_secrets;
+use crate::secrets::printable;
 pub use args::{CtlArgs, What};
 use connection::{Connection, Refusal};
 use show::Form;
@@ -22,6 +24,9 @@ const EXIT_REFUSED: u8 = 1;
 
 /// It was not finished by the deadline, and goes on.
 const EXIT_UNFINISHED: u8 = 3;
+
+/// The environment variable with the path of a control socket.
+const VARIABLE: &str = "RINGHAUL_CONTROL";
 
 /// The code of that in an answer.
 const UNFINISHED: i64 = 8;
@@ -43,8 +48,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     }
     // What makes no sense is found before anybody is asked.
     let calls = words::calls_of(&args.what)?;
-    let control = args.control.as_deref().context("which daemon is meant? use --control PATH")?;
-    let mut daemon = Connection::new(control)?;
+    let mut daemon = Connection::new(&which_daemon(args)?)?;
     // Only exports are added by several calls.
     let names: Vec<String> = calls.iter().map(|(_, params)| words::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
@@ -55,13 +59,16 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
             }
             Ok(()) => {}
             Err(refusal) => {
-                let message = without_secrets(&refusal.message);
+                let message = printable(&refusal.message);
                 eprintln!("ringhaul: {message}{}", what_was_added(&names, number));
                 let is_unfinished = refusal.code == UNFINISHED;
                 let status = if is_unfinished { EXIT_UNFINISHED } else { EXIT_REFUSED };
                 return Ok(ExitCode::from(status));
             }
         }
+    }
+    if let What::Shutdown { wait: true } = args.what {
+        daemon.wait_for_end()?;
     }
     if let What::Events { .. } = args.what {
         loop {
@@ -76,8 +83,46 @@ fn warn_of_content(daemon: &mut Connection, export: &str, unit: Option<&Value>) 
     // It was added, whatever comes of this.
     let Ok(Ok(shown)) = daemon.call("export.show", &json!({ "export": export })) else { return };
     for warning in show::warnings(&shown, unit) {
-        eprintln!("ringhaul: {export}: warning: {}", without_secrets(&warning));
+        eprintln!("ringhaul: {}", printable(&format!("{export}: warning: {warning}")));
     }
+}
+
+/// The control socket of the daemon that is meant: by its option, by the environment, or the only
+/// one at the usual places.
+fn which_daemon(args: &CtlArgs) -> Result<PathBuf> {
+    let named = || std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    if let Some(path) = args.control.clone().or_else(named) {
+        return Ok(path);
+    }
+    let found = usual_places(Path::new("/run"));
+    match &found[..] {
+        [only] => Ok(only.clone()),
+        [] => bail!(
+            "which daemon is meant? use --control PATH or set {VARIABLE}; there is no socket \
+             /run/ringhaul/control nor /run/ringhaul-*/control"
+        ),
+        several => {
+            let several = several.iter().map(|path| path.display().to_string());
+            bail!(
+                "which daemon is meant? use --control PATH or set {VARIABLE}; there are {}",
+                several.collect::<Vec<_>>().join(", ")
+            )
+        }
+    }
+}
+
+/// The control sockets at the places that docs/operating.md has for them.
+fn usual_places(run: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(run).into_iter().flatten().flatten();
+    let is_ours = |name: &OsString| {
+        let name = name.to_string_lossy();
+        name == "ringhaul" || name.starts_with("ringhaul-")
+    };
+    let folders = entries.map(|entry| entry.file_name()).filter(is_ours);
+    let mut found: Vec<PathBuf> =
+        folders.map(|name| run.join(name).join("control")).filter(|path| path.exists()).collect();
+    found.sort();
+    found
 }
 
 /// What became of several exports when the one of this number was refused.
@@ -124,4 +169,22 @@ fn print(text: &str) -> Result<()> {
     let mut output = std::io::stdout().lock();
     let printed = output.write_all(text.as_bytes()).and_then(|()| output.flush());
     printed.context("cannot write to standard output")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_sockets_are_found_at_their_usual_places() {
+        let run = tempfile::tempdir().unwrap();
+        let path = |name: &str| run.path().join(name).join("control");
+        assert!(usual_places(run.path()).is_empty());
+        for name in ["ringhaul-b", "ringhaul", "other", "ringhaulx"] {
+            std::fs::create_dir(run.path().join(name)).unwrap();
+            std::fs::write(path(name), "").unwrap();
+        }
+        std::fs::create_dir(run.path().join("ringhaul-empty")).unwrap();
+        assert_eq!(usual_places(run.path()), [path("ringhaul"), path("ringhaul-b")]);
+    }
 }

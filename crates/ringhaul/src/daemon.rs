@@ -208,11 +208,10 @@ impl Daemon {
         let mut disks = Vec::new();
         for (mut disk, choice) in opened {
             // Without the pool, for one of the threads may be stuck.
-            set_up(&self.args, &threads, &mut disk, choice)?;
+            set_up(&self.args, &threads, (&spec.name(), &mut disk), choice)?;
             disks.push(disk);
         }
-        let log = ExportLog::new(spec.log_name(disks.first()));
-        let log = Arc::new(log.telling(self.subscribers.clone(), spec.name()));
+        let log = Arc::new(ExportLog::new(spec.name()).telling(self.subscribers.clone()));
         let events = Arc::<ExportLog>::clone(&log);
         let device = spec.make_device(&disks, events, &self.accesses, &self.groups)?;
         let line = serving(&spec, &disks);
@@ -269,7 +268,7 @@ impl Daemon {
             return Err(unless_given_up(CommandError::Unknown(export.clone())));
         }
         let threads = self.all_threads(&settings)?;
-        set_up(&self.args, &threads, &mut disk, choice)?;
+        set_up(&self.args, &threads, (&log_name, &mut disk), choice)?;
         unit.add_to(&device, &name, &disk, &self.accesses)?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
         if !turn.put_in(unit, disk.source, asked) {
@@ -479,7 +478,7 @@ fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess
 /// The line that says that an export is served.
 fn serving(spec: &ExportSpec, disks: &[OpenDisk]) -> String {
     let what = match (&spec.device, disks) {
-        (DeviceSpec::Blk(_), [disk]) => disk.summary.clone(),
+        (DeviceSpec::Blk(_), [disk]) => format!("{}: {}", disk.name, disk.summary),
         (_, [_]) => "virtio-scsi, 1 logical unit".to_owned(),
         (_, disks) => format!("virtio-scsi, {} logical units", disks.len()),
     };

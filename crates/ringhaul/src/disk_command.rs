@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ const OPEN_MAX: Duration = Duration::from_secs(35);
 /// A disk of the command line.
 #[derive(Debug, Clone, Args)]
 pub struct DiskArgs {
-    /// The disk, as `--disk` of `serve` names it, such as a path that begins with `/` or `./`.
+    /// The disk, as `--disk` of `serve` names it, or a file.
     #[arg(value_name = "DISK")]
     disk: String,
     /// The cache, as `--cache` of `serve`.
@@ -91,8 +92,8 @@ impl DiskArgs {
     /// # Errors
     ///
     /// When it is none, or cannot be used.
-    pub fn open(&self, read_only: bool) -> Result<DiskSource> {
-        let open = |wanted: &Wanted| self.open_with(read_only, false, wanted);
+    pub fn open(&self, read_only: bool, no_lock: bool) -> Result<DiskSource> {
+        let open = |wanted: &Wanted| self.open_with(read_only, no_lock, wanted);
         Ok(unless_it_hangs(OPEN_MAX, open)?.1.source)
     }
 
@@ -102,8 +103,13 @@ impl DiskArgs {
         no_lock: bool,
         wanted: &Wanted,
     ) -> Result<(DiskSpec, OpenDisk)> {
-        let disk = DiskSpec::parse(&self.disk)
-            .with_context(|| format!("cannot understand the disk {}", outline(&self.disk)))?;
+        // People type the name of a file that they see.
+        let is_plain = !self.disk.contains([':', ',', '=']);
+        let disk = match is_plain && Path::new(&self.disk).exists() {
+            true => DiskSpec::File(self.disk.clone().into()),
+            false => DiskSpec::parse(&self.disk)
+                .with_context(|| format!("cannot understand the disk {}", outline(&self.disk)))?,
+        };
         let settings =
             ExportSettings { read_only, no_lock, cache: self.cache, ..ExportSettings::default() };
         let named = (disk, settings);
@@ -245,7 +251,7 @@ mod tests {
         file.as_file().set_len(4 << 20).unwrap();
         let path = file.path().display().to_string();
         let args = DiskArgs { disk: path.clone(), cache: None };
-        let _in_use = args.open(false).unwrap();
+        let _in_use = args.open(false, false).unwrap();
         let info = of(&format!("raw,offset=1M,over={path}")).unwrap();
         assert_eq!(info.size_bytes, 3 << 20);
         assert_eq!(info.chain, ["raw all bytes from 1048576".to_owned(), format!("file {path}")]);

@@ -157,8 +157,8 @@ mod tests {
             (r#"{"luks":{"key":7,"over":"/a"}}"#, "the key of a LUKS disk is in a file"),
             (r#"{"luks":{"key":{"hidden":7},"over":"/a"}}"#, "the key of a LUKS disk is in a file"),
             (r#"{"luks":{"key":{"fd":"hidden"},"over":"/a"}}"#, "the key of a LUKS disk is in a"),
-            (r#"{"nbd":"user:hidden@host"}"#, "invalid type: string \"***\""),
-            (r#"{"nbd":{"host":"h","port":"hidden"}}"#, "invalid type: string \"***\""),
+            (r#"{"nbd":"user:hidden@host"}"#, "invalid type: string \"user:***@host\""),
+            (r#"{"nbd":{"host":"h","port":"x"}}"#, "invalid type: string \"x\""),
             (r#""nbd:user:hidden@host""#, "no URI such as"),
             ("7", "a disk: a text such as"),
         ] {

@@ -35,8 +35,8 @@ pub(crate) fn check_folder(path: &Path) -> Result<()> {
 ///
 /// # Errors
 ///
-/// When the folder is not there, belongs to another user, or others can write to it. A sticky bit
-/// keeps them from what is not theirs.
+/// When the folder is not there, belongs to another user, or strangers can write to it. A sticky
+/// bit keeps strangers from files that are not theirs.
 pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()> {
     check_folder(path)?;
     let folder = folder_of(path);
@@ -49,7 +49,7 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
             found.uid()
         );
     }
-    // Many systems give each user a group with nobody else in it, and the number of the user.
+    // Many systems give each user a group without other members, and the number of the user.
     let is_private = found.gid() == own_group && own_group == user;
     let is_trusted = found.gid() == 0 || Some(found.gid()) == group || is_private;
     if found.mode() & GROUP_WRITE != 0 && found.mode() & STICKY == 0 && !is_trusted {
@@ -67,7 +67,7 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
 ///
 /// # Errors
 ///
-/// When it is not there any more, or the kernel refuses.
+/// When it is gone, or the kernel refuses.
 pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> Result<()> {
     let shown = path.display();
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -131,7 +131,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("socket");
         let is_root = geteuid().is_root();
-        // Of whom the folder is: root or this user, and a group of strangers where that is possible.
+        // It belongs to a group of strangers where that is possible.
         let stranger = 54_321;
         if is_root {
             std::os::unix::fs::chown(folder.path(), None, Some(stranger)).unwrap();
@@ -161,8 +161,8 @@ mod tests {
         assert!(missing.contains("does not exist"), "{missing}");
     }
 
-    /// What a race in the folder would do: something else lies there by the time that the socket
-    /// gets its owner.
+    /// The outcome of a lost race in the folder: another file lies there when the socket gets its
+    /// owner.
     #[test]
     fn nothing_but_the_socket_gets_its_owner_and_mode() {
         let folder = tempfile::tempdir().unwrap();

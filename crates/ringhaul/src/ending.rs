@@ -9,6 +9,7 @@ use anyhow::Result;
 
 use crate::command::EndCause;
 use crate::control::Control;
+use crate::notify;
 use crate::succession::{Heir, PassedOn};
 
 /// How long exports on other IoThreads may take to finish their requests when one has failed.
@@ -115,6 +116,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
             Ok(Event::NotStarted(error)) => return Err(error),
         };
         if !is_stopping {
+            notify::stopping();
             tracing::info!("{why}: finishing requests, then ending");
             control.begin_stop();
             is_stopping = true;

@@ -116,10 +116,10 @@ fn tried_for(alike: &[Option<Alike>], index: usize) -> usize {
 pub(crate) fn set_up(
     args: &ServeArgs,
     threads: &[Thread],
-    disk: &mut OpenDisk,
+    (export, disk): (&str, &mut OpenDisk),
     chosen: Chosen,
 ) -> Result<(), CommandError> {
-    let (engine, reason) = set_up_one(args, threads, disk, chosen)?;
+    let (engine, reason) = set_up_one(args, threads, (export, disk), chosen)?;
     disk.source = disk.source.clone().prefer_engine(engine, &reason);
     Ok(())
 }
@@ -128,10 +128,12 @@ pub(crate) fn set_up(
 fn set_up_one(
     args: &ServeArgs,
     threads: &[Thread],
-    disk: &OpenDisk,
+    (export, disk): (&str, &OpenDisk),
     chosen: Chosen,
 ) -> Result<(EngineKind, String), CommandError> {
     let name = &disk.name;
+    // A null disk needs no kernel.
+    let is_shown = disk.source.has_engine();
     let Choice { engine, why, .. } = match chosen {
         Chosen::Best(choice) => choice,
         Chosen::AsAsked(engine) => {
@@ -140,15 +142,19 @@ fn set_up_one(
             let but =
                 if waits { "; with the page cache its submits wait for the disk" } else { "" };
             let reason = format!("as requested{but}");
-            tracing::info!(export = name, "engine {engine}: {reason}");
+            if is_shown {
+                tracing::info!(export, "{name}: engine {engine}: {reason}");
+            }
             return Ok((engine, reason));
         }
     };
     let mut failed = match add(args, threads, engine) {
         Ok(()) => {
-            tracing::info!(export = name, "engine {engine}: {why}");
+            if is_shown {
+                tracing::info!(export, "{name}: engine {engine}: {why}");
+            }
             if let Some(what) = without_effect(engine, &args.io_uring_options()) {
-                tracing::info!(export = name, "{what}");
+                tracing::info!(export, "{name}: {what}");
             }
             return Ok((engine, why));
         }
@@ -157,7 +163,7 @@ fn set_up_one(
     };
     // The trial had room for one small ring or context, and there are more and larger ones.
     for engine in blockio::choose::fallbacks(engine, &disk.source) {
-        tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
+        tracing::warn!(export, "{name}: {failed:#}; falling back to engine {engine}");
         match add(args, threads, engine) {
             Ok(()) => return Ok((engine, format!("{failed:#}"))),
             Err(CommandError::Failed(error)) => failed = error,
@@ -292,9 +298,9 @@ impl Threads {
 
     pub(crate) fn log_summaries(&self) {
         for (index, remote) in self.remotes().enumerate() {
-            tracing::info!("iothread-{index}: operations: {}", summary_of(remote.stats()));
+            tracing::debug!("iothread-{index}: operations: {}", summary_of(remote.stats()));
             let [harvested, submitted] = sizes_of(remote.stats());
-            tracing::info!(
+            tracing::debug!(
                 "iothread-{index}: at 1, 10, 20 ... 90, 99.99%: harvested at once {harvested}; \
                  submitted at once {submitted}"
             );

@@ -98,7 +98,7 @@ impl Endpoint {
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind); and when others can write to the folder, see [`doors`].
+    /// As [`bind`](Self::bind); and when strangers can write to the folder, see [`doors`].
     pub(crate) fn bind_private(path: &Path, option: &str, group: Option<u32>) -> Result<Self> {
         doors::check_private_folder(path, group)
             .with_context(|| format!("cannot use {option} {}", path.display()))?;

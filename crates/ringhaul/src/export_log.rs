@@ -19,29 +19,29 @@ pub struct ExportLog {
     errors: LogLimit,
     /// For lines on front-ends that come and go.
     sessions: LogLimit,
-    /// Who wants to know what happens, and what they call the export.
-    told: Option<(Subscribers, String)>,
+    /// Clients that want to know of events.
+    told: Option<Subscribers>,
 }
 
 impl ExportLog {
-    /// Of the export that the log calls `name`.
+    /// The log of the export that has this name in commands and answers too.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         let (errors, sessions) = (LogLimit::default(), LogLimit::default());
         Self { name: name.into(), errors, sessions, told: None }
     }
 
-    /// Reports events to subscribers too, who call the export `name`.
-    pub(crate) fn telling(self, subscribers: Subscribers, name: String) -> Self {
-        Self { told: Some((subscribers, name)), ..self }
+    /// Reports events to subscribers too.
+    pub(crate) fn telling(self, subscribers: Subscribers) -> Self {
+        Self { told: Some(subscribers), ..self }
     }
 
     /// Reports an event to those who have subscribed. Never waits.
     pub(crate) fn report(&self, what: impl FnOnce() -> What) {
-        if let Some((subscribers, export)) = &self.told
+        if let Some(subscribers) = &self.told
             && !subscribers.is_empty()
         {
-            subscribers.report(ExportEvent { export: export.clone(), what: what() });
+            subscribers.report(ExportEvent { export: self.name.clone(), what: what() });
         }
     }
 

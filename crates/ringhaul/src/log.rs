@@ -3,6 +3,7 @@
 //! Events may have a field `export`, the name of the export that they are about, and `left_out`,
 //! how many others a limit has kept out of the log before them.
 
+mod filter;
 mod queue;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -13,19 +14,22 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
+use rustix::fs::fstat;
 use serde::Serialize;
 use tracing::field::{Field, Visit};
-use tracing::{Event, Subscriber};
-use tracing_subscriber::EnvFilter;
+use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::field::RecordFields;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::FmtContext;
 use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Full, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use queue::Lines;
 
-use crate::secrets::without_secrets;
+use crate::secrets::{printable, without_secrets};
 pub use queue::flush;
 
 /// Values of `--log-format`.
@@ -39,15 +43,15 @@ pub enum LogFormat {
     Json,
 }
 
-/// What is logged when nothing says otherwise.
-const DEFAULT_FILTER: &str = "info";
+/// The environment variable with a filter.
+const VARIABLE: &str = "RUST_LOG";
 
 /// Whether lines are JSON. One that another process goes on with may have to change that.
 static IS_JSON: AtomicBool = AtomicBool::new(false);
 
 /// How the filter of the log that was started is changed, and what it is.
 struct Filter {
-    reload: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>,
+    reload: Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>,
     text: Mutex<String>,
 }
 
@@ -66,7 +70,7 @@ pub fn filter() -> Option<String> {
 ///
 /// When it makes no sense, or the log of this process is not [started](start) here.
 pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
-    let parsed = parse_filter(text).map_err(anyhow::Error::msg)?;
+    let parsed = filter::parse(text).map_err(anyhow::Error::msg)?;
     let filter = FILTER.get().context("this process does not write its own log")?;
     let mut current = filter.text.lock().unwrap_or_else(PoisonError::into_inner);
     (filter.reload)(parsed).map_err(anyhow::Error::msg)?;
@@ -101,21 +105,19 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     set_format(format);
     report_panics();
     // As it was written: the filter itself has its parts in another order.
-    let given = filter.and_then(|text| Some((parse_filter(text).ok()?, text.to_owned())));
+    let given = filter.and_then(|text| Some((filter::parse(text).ok()?, text.to_owned())));
     let (filter, text, ignored) = match given {
         Some((filter, text)) => (filter, text, None),
         None => filter_of_environment(),
     };
     let text = Mutex::new(text);
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| Lines)
-        .with_ansi(io::stderr().is_terminal())
+        .with_ansi(has_colours())
         .fmt_fields(TextFields)
-        .event_format(Format(text_lines()))
-        .with_filter_reloading();
-    let handle = log.reload_handle();
-    log.init();
+        .event_format(Format(text_lines()));
+    let (filter, handle) = tracing_subscriber::reload::Layer::new(filter);
+    tracing_subscriber::registry().with(filter).with(lines).init();
     let reload = Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()));
     // A second log cannot be started: `init` would have panicked.
     let _ = FILTER.set(Filter { reload, text });
@@ -135,43 +137,69 @@ fn report_panics() {
             let _ = write!(text, "\n{backtrace}");
         }
         let thread = std::thread::current();
-        report_failure(&format!("thread {}: {text}", thread.name().unwrap_or("unnamed")));
+        let text = format!("thread {}: {text}", thread.name().unwrap_or("unnamed"));
+        write_failure(&without_secrets(&text));
         flush();
     }));
 }
 
-/// What `RUST_LOG` asks for, and why it is ignored if it is.
-fn filter_of_environment() -> (EnvFilter, String, Option<String>) {
-    let default = || (EnvFilter::new(DEFAULT_FILTER), DEFAULT_FILTER.to_owned());
-    let (filter, ignored) = match std::env::var(EnvFilter::DEFAULT_ENV) {
-        Ok(text) if !text.is_empty() => match parse_filter(&text) {
-            Ok(filter) => ((filter, text), None),
-            Err(error) => (default(), Some(error)),
+/// The filter of `RUST_LOG`, and why it is ignored if it is.
+fn filter_of_environment() -> (Targets, String, Option<String>) {
+    let (text, ignored) = match std::env::var(VARIABLE) {
+        Ok(text) if !text.is_empty() => match filter::parse(&text) {
+            Ok(targets) => return (targets, text, None),
+            Err(error) => (filter::DEFAULT_LEVEL.to_string(), Some(error)),
         },
-        _ => (default(), None),
+        _ => (filter::DEFAULT_LEVEL.to_string(), None),
     };
-    (filter.0, filter.1, ignored)
+    (Targets::new().with_default(filter::DEFAULT_LEVEL), text, ignored)
 }
 
 /// Understands a filter.
 ///
 /// # Errors
 ///
-/// When a directive makes no sense.
-pub fn parse_filter(text: &str) -> Result<EnvFilter, String> {
-    EnvFilter::try_new(text).map_err(|error| format!("'{text}' is not a filter: {error}"))
+/// A directive with an unknown level, or about an unknown part.
+pub fn check_filter(text: &str) -> Result<(), String> {
+    filter::parse(text).map(|_| ())
+}
+
+/// Returns whether standard error is the journal of systemd: it says so by device and inode
+/// (systemd.exec(5)).
+fn is_journal() -> bool {
+    static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
+    *IS_JOURNAL.get_or_init(|| {
+        let (Ok(said), Ok(own)) = (std::env::var("JOURNAL_STREAM"), fstat(io::stderr())) else {
+            return false;
+        };
+        said == format!("{}:{}", own.st_dev, own.st_ino)
+    })
+}
+
+/// Returns whether lines have colours: on a terminal, unless `NO_COLOR` is set (no-color.org).
+fn has_colours() -> bool {
+    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    io::stderr().is_terminal() && !refused
 }
 
 /// Writes the line that a process ends with when it fails, whatever the filter.
 pub fn report_failure(text: &str) {
-    let text = without_secrets(text);
+    match IS_JSON.load(Ordering::Relaxed) {
+        // JSON has its own escapes.
+        true => write_failure(&without_secrets(text)),
+        false => write_failure(&printable(text)),
+    }
+}
+
+fn write_failure(text: &str) {
     if IS_JSON.load(Ordering::Relaxed) {
         let subscriber =
             tracing_subscriber::fmt().with_writer(|| Lines).event_format(JsonLines).finish();
         tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
     } else {
         // It takes every line.
-        let _ = Lines.write_all(format!("ringhaul: {text}\n").as_bytes());
+        let priority = if is_journal() { "<3>" } else { "" };
+        let _ = Lines.write_all(format!("{priority}ringhaul: {text}\n").as_bytes());
     }
 }
 
@@ -225,14 +253,8 @@ impl<'writer> FormatFields<'writer> for TextFields {
         recorded.record(&mut fields);
         let Fields { message, export, left_out } = fields;
         let export = export.map(|name| format!("{name}: ")).unwrap_or_default();
-        let message = without_secrets(&message);
-        for character in export.chars().chain(message.chars()) {
-            if character.is_control() {
-                write!(writer, "{}", character.escape_default())?;
-            } else {
-                writer.write_char(character)?;
-            }
-        }
+        writer.write_str(&printable(&export))?;
+        writer.write_str(&printable(&message))?;
         if left_out > 0 { write!(writer, " ({left_out} more were not logged)") } else { Ok(()) }
     }
 }
@@ -276,9 +298,38 @@ where
     ) -> fmt::Result {
         if IS_JSON.load(Ordering::Relaxed) {
             JsonLines.format_event(context, writer, event)
+        } else if is_journal() {
+            JournalLines.format_event(context, writer, event)
         } else {
             self.0.format_event(context, writer, event)
         }
+    }
+}
+
+/// Lines for the journal of systemd, which reads their priority and has the time: sd-daemon(3).
+struct JournalLines;
+
+impl<S, N> FormatEvent<S, N> for JournalLines
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let level = *event.metadata().level();
+        let priority = match level {
+            Level::ERROR => 3,
+            Level::WARN => 4,
+            Level::INFO => 6,
+            Level::DEBUG | Level::TRACE => 7,
+        };
+        write!(writer, "<{priority}>{level} ")?;
+        context.format_fields(writer.by_ref(), event)?;
+        writeln!(writer)
     }
 }
 
@@ -415,15 +466,5 @@ mod tests {
         while writer.write(&[b'.'; 4096]).is_ok() {}
         rustix::io::ioctl_fionbio(&writer, false).unwrap();
         assert!(!run(writer.into()).wait().unwrap().success());
-    }
-
-    #[test]
-    fn filters_are_understood_or_refused() {
-        for good in ["info", "ringhaul=debug,blockio=warn", "off"] {
-            assert!(parse_filter(good).is_ok(), "{good}");
-        }
-        for bad in ["ringhaul=loud", "=,=", "a=b=c"] {
-            assert!(parse_filter(bad).is_err(), "{bad}");
-        }
     }
 }

@@ -15,10 +15,11 @@ use clap_complete::Shell;
 use ringhaul::config::{Config, ConfigFile};
 use ringhaul::ctl::CtlArgs;
 use ringhaul::disk_command::{self, DiskArgs, InfoArgs};
-use ringhaul::log::{self, LogFormat, parse_filter};
+use ringhaul::log::{self, LogFormat};
 use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
-use ringhaul::secrets::without_secrets;
+use ringhaul::secrets::printable;
 use ringhaul_bench::{BenchError, DiskBenchArgs};
+use ringhaul_options::OnOff;
 
 /// The daemon cannot start, or the command line makes no sense.
 const EXIT_USAGE: u8 = 2;
@@ -37,8 +38,8 @@ struct Cli {
     #[arg(long, value_name = "FORMAT", default_value = "text", global = true)]
     log_format: LogFormat,
     /// What to log: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
-    /// parts, such as `info,blockio=debug`. Overrides the environment variable RUST_LOG (same
-    /// syntax). Default: `info`.
+    /// parts, such as `warn,blockio=debug`. Parts that no level names stay at `info`. Overrides the
+    /// environment variable RUST_LOG (same syntax). Default: `info`.
     #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter)]
     log: Option<String>,
 }
@@ -85,6 +86,10 @@ enum DiskCommand {
         /// Which disk.
         #[command(flatten)]
         disk: DiskArgs,
+        /// Lock the disk as `serve` does. With `off`, a disk in use can be read; make sure
+        /// yourself that no other program writes to one that is written to.
+        #[arg(long, value_name = "ON|OFF", default_value = "on")]
+        lock: OnOff,
         /// How it is driven.
         #[command(flatten)]
         bench: DiskBenchArgs,
@@ -92,7 +97,7 @@ enum DiskCommand {
 }
 
 fn check_filter(text: &str) -> Result<String, String> {
-    parse_filter(text).map(|_| text.to_owned())
+    log::check_filter(text).map(|()| text.to_owned())
 }
 
 fn main() -> ExitCode {
@@ -104,14 +109,14 @@ fn main() -> ExitCode {
         Ok(cli) => match with_config(cli, line) {
             Ok(both) => both,
             Err(error) => {
-                eprintln!("ringhaul: {}", without_secrets(&format!("{error:#}")));
+                eprintln!("ringhaul: {}", printable(&format!("{error:#}")));
                 return ExitCode::from(EXIT_USAGE);
             }
         },
         Err(error) if is_answer(&error) => error.exit(),
         Err(error) => {
             let advice = if is_negative(&error) { SMALLER } else { "see --help" };
-            eprintln!("ringhaul: {}; {advice}", without_secrets(&one_line(&error)));
+            eprintln!("ringhaul: {}; {advice}", printable(&one_line(&error)));
             return ExitCode::from(EXIT_USAGE);
         }
     };
@@ -127,10 +132,15 @@ fn main() -> ExitCode {
         Command::Bench(args) => ringhaul_bench::run(&args),
         Command::Ctl(args) => ringhaul::ctl::run(&args),
         Command::Disk(DiskCommand::Info(args)) => disk_command::info(&args),
-        Command::Disk(DiskCommand::Bench { disk, bench }) => bench_disk(&disk, &bench),
+        Command::Disk(DiskCommand::Bench { disk, lock, bench }) => {
+            bench_disk(&disk, lock.is_on(), &bench)
+        }
         Command::Completions { shell } => print_completions(shell),
     });
     let code = result.unwrap_or_else(|error| {
+        if is_unread(&error) {
+            return ExitCode::SUCCESS;
+        }
         log::report_failure(&with_advice(&error));
         let bench = error.downcast_ref::<BenchError>();
         ExitCode::from(bench.map_or(EXIT_USAGE, BenchError::exit_code))
@@ -154,9 +164,9 @@ fn with_config(cli: Cli, line: CommandLine) -> Result<(Cli, Option<(ConfigFile, 
 
 /// Opens a disk and drives it: read-only, and beside others that only read, unless the pattern
 /// writes.
-fn bench_disk(disk: &DiskArgs, bench: &DiskBenchArgs) -> Result<ExitCode> {
+fn bench_disk(disk: &DiskArgs, lock: bool, bench: &DiskBenchArgs) -> Result<ExitCode> {
     let writes = bench.check_writes()?;
-    bench.run(disk.name(), disk.open(!writes)?)
+    bench.run(disk.name(), disk.open(!writes, !lock)?)
 }
 
 /// Prints a script for a shell.
@@ -189,6 +199,15 @@ fn with_advice(error: &anyhow::Error) -> String {
         .filter_map(errno_of)
         .any(|errno| [libc::EMFILE, libc::ENFILE].contains(&errno));
     if out_of_descriptors && !text.contains(advice) { format!("{text}; {advice}") } else { text }
+}
+
+/// Returns whether the reader of standard output has gone, as `head` does: that is no failure.
+fn is_unread(error: &anyhow::Error) -> bool {
+    let is_closed = |cause: &(dyn std::error::Error + 'static)| {
+        let error = cause.downcast_ref::<std::io::Error>();
+        error.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+    };
+    error.to_string().ends_with("to standard output") && error.chain().any(is_closed)
 }
 
 fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {

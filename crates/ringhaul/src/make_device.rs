@@ -47,14 +47,6 @@ impl ExportSpec {
         paths.filter_map(|path| format_warning(path)).collect()
     }
 
-    /// What the log calls it, of whose disks this is the first.
-    pub(crate) fn log_name(&self, first: Option<&OpenDisk>) -> String {
-        match (&self.device, first) {
-            (DeviceSpec::Blk(_), Some(disk)) if self.name.is_none() => disk.name.clone(),
-            _ => self.name(),
-        }
-    }
-
     /// The device, on disks in the order of [`disks`](Self::disks).
     ///
     /// # Errors

@@ -7,14 +7,26 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 /// Where it listens; `@` stands for the zero byte that abstract names begin with.
 const VARIABLE: &str = "NOTIFY_SOCKET";
 
+/// Reports that front-ends can connect: a unit of `Type=notify` has started.
+pub(crate) fn ready() {
+    tell("READY=1\n", "that the daemon serves");
+}
+
+/// Reports that the daemon ends as it was told to.
+pub(crate) fn stopping() {
+    tell("STOPPING=1\n", "that the daemon ends");
+}
+
 /// Says that the service goes on in this process. Without that the manager takes the end of this
 /// one for the end of the service.
 pub(crate) fn main_process(process: u32) {
-    let Ok(path) = std::env::var(VARIABLE) else { return };
-    if let Err(error) = send(&path, &format!("MAINPID={process}\n")) {
-        tracing::warn!(
-            "cannot tell the service manager at {path} that process {process} goes on: {error}"
-        );
+    tell(&format!("MAINPID={process}\n"), &format!("that process {process} goes on"));
+}
+
+fn tell(text: &str, what: &str) {
+    let Some(path) = std::env::var(VARIABLE).ok().filter(|path| !path.is_empty()) else { return };
+    if let Err(error) = send(&path, text) {
+        tracing::warn!("cannot tell the service manager at {path} {what}: {error}");
     }
 }
 

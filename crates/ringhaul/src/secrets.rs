@@ -23,14 +23,30 @@ const KEYS: &[&str] = &[
     "token",
 ];
 
+/// Returns whether the value of this key is a secret.
+pub(crate) fn is_secret_key(key: &str) -> bool {
+    KEYS.iter().any(|known| known.eq_ignore_ascii_case(key))
+}
+
 /// The text without users and passwords of URIs, and without values of words such as `key=`.
 #[must_use]
-pub fn without_secrets(text: &str) -> Cow<'_, str> {
+pub(crate) fn without_secrets(text: &str) -> Cow<'_, str> {
     if !text.contains("://") && !text.contains('=') {
         return Cow::Borrowed(text);
     }
     let covered = without_users(text);
     Cow::Owned(without_values(&covered))
+}
+
+/// The text as a terminal may be shown it: without secrets, and with control characters, which a
+/// name may have, escaped.
+#[must_use]
+pub fn printable(text: &str) -> String {
+    let escape = |character: char| match character.is_control() {
+        true => character.escape_default().to_string(),
+        false => character.to_string(),
+    };
+    without_secrets(text).chars().map(escape).collect()
 }
 
 /// Whether a character ends a word in a sentence.
@@ -82,7 +98,7 @@ fn without_values(text: &str) -> String {
         done.push_str(before);
         done.push('=');
         rest = after;
-        if KEYS.iter().any(|known| known.eq_ignore_ascii_case(key)) {
+        if is_secret_key(key) {
             let value = value_of(after);
             // Our own errors say `KEY=VALUE`.
             if !value.is_empty() && value != "VALUE" {
@@ -142,6 +158,12 @@ mod tests {
         ] {
             assert_eq!(without_secrets(text), covered);
         }
+    }
+
+    #[test]
+    fn control_characters_are_escaped() {
+        let text = printable("a\u{1b}[31mb\nERROR key=hidden \u{9b}c");
+        assert_eq!(text, "a\\u{1b}[31mb\\nERROR key=*** \\u{9b}c");
     }
 
     #[test]

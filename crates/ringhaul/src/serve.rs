@@ -19,6 +19,7 @@ use crate::export::Endpoint;
 use crate::group;
 use crate::kept::Kept;
 use crate::log;
+use crate::notify;
 use crate::options::ServeArgs;
 use crate::reload::Reload;
 use crate::settings::Settings;
@@ -84,6 +85,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     };
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_restore(exports)?;
+    notify::ready();
     let outcome = ending.wait(&daemon)?;
     opening.settle();
     if outcome == Outcome::Clean {

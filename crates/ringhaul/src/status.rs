@@ -45,7 +45,7 @@ pub struct ExportStatus {
     pub disk_state: DiskState,
     /// Whether a front-end is connected.
     pub connected: bool,
-    /// Whether the front-end has started a queue and shares no memory, so that the guest waits.
+    /// The front-end has started a queue and shares no memory, so that the guest waits.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lacks_memory: bool,
     /// How many front-ends have connected so far.

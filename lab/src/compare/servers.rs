@@ -243,6 +243,9 @@ pub(super) fn ringhaul_options(
         }
     };
     let fixed = ["--num-queues", "1", "--cache", "none", "--engine", engine.name()];
+    // The figures of IoThreads come from there.
+    let counters = ["--log", "info,ringhaul::engines=debug"];
+    let fixed = fixed.into_iter().chain(counters);
     let start = ["serve", "--socket-path", socket].map(str::to_owned);
     start.into_iter().chain(disk).chain(fixed.map(str::to_owned)).collect()
 }

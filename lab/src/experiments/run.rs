@@ -205,7 +205,9 @@ fn server_options<'a>(
 ) -> Vec<&'a str> {
     let disk = disk.map_or(["--disk", NULL_DISK], |path| ["--blk-file", path]);
     let start = ["serve", "--socket-path", socket, "--cache", "none", "--engine", cell.engine];
-    start.into_iter().chain(disk).chain(switches.iter().copied()).collect()
+    // The sizes of batches come from there.
+    let counters = ["--log", "info,ringhaul::engines=debug"];
+    start.into_iter().chain(counters).chain(disk).chain(switches.iter().copied()).collect()
 }
 
 fn load_options(cell: &Cell) -> Vec<String> {

@@ -63,9 +63,16 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
             let says = |line: &&Value| text(line, "message").is_some_and(|m| m.contains(what));
             lines.iter().filter(says).filter(|line| line["export"] == name).collect()
         };
-        let name = file.to_string_lossy();
-        ensure!(of(&name, READY).len() == 1 && of("null disk", READY).len() == 1);
-        ensure!(of("null disk", "failed").is_empty());
+        let (name, other) = (socket.to_string_lossy(), scene.socket("other.sock"));
+        let other = other.to_string_lossy();
+        ensure!(of(&name, READY).len() == 1 && of(&other, READY).len() == 1);
+        ensure!(of(&other, "failed").is_empty());
+        ensure!(of(&name, ": engine ").len() == 1 && of(&other, "engine").is_empty());
+        ensure!(of(&name, &file.to_string_lossy()).len() == 2, "{lines:#?}");
+        // Lines without an export are about the daemon.
+        for line in lines.iter().filter(|line| line["export"].is_string()) {
+            ensure!([&*name, &*other].contains(&line["export"].as_str().unwrap_or("")), "{line}");
+        }
         let failed = of(&name, "a request failed: read at byte").len() as u64;
         ensure!(failed == LINES, "{failed} lines");
         // Each one that was left out is counted once, the last of them at the end.
@@ -121,7 +128,7 @@ fn text_has_the_same_counts() -> Result<()> {
     }
     daemon.signal(Signal::TERM)?;
     let text = daemon.finish()?.expect_code(0)?.stderr;
-    let name = file.to_string_lossy();
+    let name = socket.to_string_lossy();
     let count = |what: &str| text.matches(&format!("{name}: {what}")).count() as u64;
     ensure!(count("a request failed") == LINES, "{text}");
     ensure!(count("a front-end has connected") == LINES, "{text}");

@@ -23,6 +23,7 @@ mod resize;
 mod restart;
 mod schema;
 mod secrets;
+mod silence;
 mod socat;
 mod sockets;
 mod takeover;

@@ -58,7 +58,7 @@ fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
     refusals.check("folder", serve(&folder, &file), &["not a socket", "--socket-path"]);
 
     let astray = scene.socket("missing/disk.sock");
-    let words = [&*astray.to_string_lossy(), "No such file or directory", "--socket-path"];
+    let words = [&*astray.to_string_lossy(), "does not exist", "mkdir -p"];
     refusals.check("missing folder", serve(&astray, &file), &words);
 
     // sun_path has 108 bytes, one of them for the end.

@@ -422,6 +422,12 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let mut command = begin(&scene)?;
     command.args(["--log", "info"]).env("NOTIFY_SOCKET", scene.socket("manager"));
     let daemon = Running::serve(&mut command)?;
+    let hear = || -> Result<String> {
+        let mut heard = [0; 64];
+        let bytes = manager.recv(&mut heard)?;
+        Ok(String::from_utf8_lossy(&heard[..bytes]).into_owned())
+    };
+    ensure!(hear()? == "READY=1\n", "a unit of Type=notify would never start");
     let _successor = Successor(&scene);
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
@@ -442,10 +448,8 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let binary = ringhaul_binary()?;
     let said = ctl(&["upgrade", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
     let said: Value = serde_json::from_str(&said)?;
-    let mut heard = [0; 64];
-    let bytes = manager.recv(&mut heard)?;
     let expected = format!("MAINPID={}\n", said["process"]);
-    ensure!(&heard[..bytes] == expected.as_bytes(), "the service manager does not know of it");
+    ensure!(hear()? == expected, "the service manager does not know of it");
     let set: Value = serde_json::from_str(&ctl(&["call", "set"])?.expect_code(0)?.stdout)?;
     ensure!(set["poll-max-us"] == 7, "what was set is forgotten: {set}");
     // It knows where the socket is by which it is taken over in turn.

@@ -112,7 +112,7 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
         ensure!(!socket.exists(), "{} is still there", socket.display());
     }
     let line = hung.daemon.wait_for("still stopping after 5 s")?;
-    ensure!(line.contains("disk.img: ") && line.contains("1 request is not finished"), "{line}");
+    ensure!(line.contains("/hung: ") && line.contains("1 request is not finished"), "{line}");
     // It is no second signal: service managers send it with the first.
     hung.daemon.signal(Signal::HUP)?;
     let line = hung.daemon.wait_for("still stopping after 10 s")?;
@@ -230,7 +230,7 @@ fn a_second_signal_says_what_is_still_waited_for() -> Result<()> {
     let line = daemon.wait_for("ended without waiting any longer, ")?;
     for words in [
         " s after it began to stop; unfinished: ".to_owned(),
-        format!("{}: 1 request is not finished", fuse.file().display()),
+        format!("{}: 1 request is not finished", socket.display()),
         "its disk has not answered for ".to_owned(),
         format!("{}: its disk is not open after ", other.display()),
     ] {
@@ -250,8 +250,8 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     hung.daemon.signal(Signal::INT)?;
     let line = hung.daemon.wait_for("ended without waiting any longer")?;
     ensure!(line.contains(" s after it began to stop; unfinished: "), "{line}");
-    let left = "disk.img: 1 request is not finished";
-    ensure!(line.contains(left) && !line.contains("null disk"), "{line}");
+    let left = "/hung: 1 request is not finished";
+    ensure!(line.contains(left) && !line.contains("/healthy: "), "{line}");
     // All that does not wait for the disk has ended. The front-end sees the end no earlier than its
     // requests do: then it reads from the rings where to go on.
     wait_main_ended(&hung.daemon)?;

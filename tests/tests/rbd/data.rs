@@ -163,8 +163,7 @@ pub(super) fn resized(scene: &mut Scene) -> Result<()> {
     let info = scene.cluster.tool("rbd", &["info", "resized"])?;
     ensure!(info.contains("size 128 MiB"), "{info}");
     front_end.write(0, 127 * 2048, &pattern(2, 4096))?;
-    // The guest is not told that it has shrunk. What it reads beyond fails, and what it writes
-    // there has no room.
+    // The guest is not told that it has shrunk. Reads beyond its end fail, and writes have no room.
     scene
         .cluster
         .tool("rbd", &["resize", "--no-progress", "resized", "--size", "32M", "--allow-shrink"])?;

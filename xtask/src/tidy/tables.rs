@@ -257,13 +257,12 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/ringhaul/src",
         modules: &[
             // What the process has, and data.
-            (0, &["cgroup", "doors"]),
             (0, &["descriptor_limit", "file_limit", "group", "handed_fds", "heap", "inherit"]),
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
             (0, &["disk_rules::limit_spec", "disk_spec::nbd", "disk_spec::rbd", "notify"]),
-            (0, &["disk_spec::backing", "secrets", "spec::values", "wanted"]),
-            (1, &["disk_rules", "disk_spec::data", "disk_spec::text"]),
+            (0, &["cgroup", "disk_spec::backing", "doors", "secrets", "spec::values", "wanted"]),
+            (1, &["disk_rules", "disk_spec::data", "disk_spec::text", "log::filter"]),
             (2, &["disk_spec::words"]),
             (3, &["disk_spec"]),
             (3, &["open_image", "open_luks", "spec"]),

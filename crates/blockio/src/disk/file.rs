@@ -53,7 +53,7 @@ pub(super) struct FileDisk {
     io: Attached,
     is_block_device: bool,
     align: Alignment,
-    /// Where the file was seen to end.
+    /// The end of the file as it was seen last.
     end: Arc<FileEnd>,
     /// Where requests may be smaller than what direct I/O takes.
     blocks: Option<Arc<Blocks>>,
@@ -325,8 +325,8 @@ impl FileDisk {
         }
     }
 
-    /// What it means that an op at `offset` has moved nothing more than `moved` bytes that direct
-    /// I/O cannot go on from.
+    /// The meaning of an op at `offset` that has moved nothing more than `moved` bytes, from which
+    /// direct I/O cannot go on.
     fn nothing_moved(
         &self,
         kind: OpKind,
@@ -424,7 +424,7 @@ impl FileDisk {
     }
 }
 
-/// The error of devices for what lies behind their end: one that has shrunk, or is dead, moves
+/// The error of devices for bytes behind their end. A device that has shrunk, or is dead, moves
 /// nothing, and zeroes would be a lie.
 fn behind_the_end() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)

@@ -16,7 +16,7 @@ pub(super) struct FileEnd {
     /// The block that a file which ends within it has as a whole, with zeroes at its end.
     block_bytes: u64,
     bytes: AtomicU64,
-    /// How often the size of the disk has changed.
+    /// The number of times that the size of the disk has changed.
     changes: Mutex<u64>,
 }
 
@@ -47,7 +47,7 @@ impl FileEnd {
         self.bytes.store(UNSEEN, Ordering::Relaxed);
     }
 
-    /// Keeps the result of a look, unless the disk has got another size meanwhile.
+    /// Keeps the result of a look, unless the disk has got another size since it began.
     fn see<E>(&self, look: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
         let changes = || self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let before = *changes();
@@ -71,7 +71,7 @@ enum Look {
 }
 
 impl Outside {
-    /// That of a file, whose `end` each look updates, or of a block device.
+    /// A look at a block device, or at a file, where each look updates `end`.
     pub(super) fn new(
         path: &Path,
         metadata: &Metadata,

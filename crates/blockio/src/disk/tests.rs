@@ -266,7 +266,7 @@ fn a_file_cut_while_in_use_fails_behind_its_last_sector() {
         assert!(read(5120).unwrap() == expected, "invariant 10: direct {direct}");
         let error = io::Error::from(read(16384).unwrap_err());
         assert_eq!(error.raw_os_error(), Some(libc::EIO), "invariant 10: direct {direct}");
-        // Until somebody has looked, a write makes it longer again.
+        // Until the first look, a write makes it longer again.
         let far = Buffers::aligned(4096, 4096);
         far.copy_from(0, &[7; 4096]);
         thread.block_on(disk.write(512 << 10, far, false)).unwrap().unwrap();

@@ -131,7 +131,7 @@ pub(super) fn space(
     };
     let block = disk.logical_block_bytes;
     let blocks_per_physical = disk.physical_block_bytes / block;
-    // A driver leaves alone what is no whole unit of this.
+    // A driver leaves parts of this unit alone.
     let discard_sectors = hints.discard.unwrap_or(block).max(block) / 512;
     put(0, &(disk.size_bytes / SECTOR_BYTES).to_le_bytes());
     // One descriptor for the header and one for the status; the rest can be data.

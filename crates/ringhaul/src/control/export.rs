@@ -323,7 +323,7 @@ impl Export {
         false
     }
 
-    /// Has the log say that a queue waits for memory.
+    /// Writes to the log that a queue waits for memory.
     fn look_for_memory(&mut self, now: Instant) {
         let queue = self.session.as_ref().and_then(Session::ring_without_memory);
         let Some(message) = self.memory_watch.look(queue, now) else { return };

@@ -17,7 +17,9 @@ const STATUS: &str = concat!(
 #[derive(Debug, Clone, Args)]
 #[command(after_help = STATUS)]
 pub struct CtlArgs {
-    /// The control socket of the daemon, as its own option of this name has it.
+    /// The control socket of the daemon, as its own option of this name has it. Default: that of
+    /// the environment variable RINGHAUL_CONTROL, or else the only one of /run/ringhaul/control
+    /// and /run/ringhaul-*/control.
     #[arg(long, value_name = "PATH", global = true)]
     pub control: Option<PathBuf>,
     /// Print the daemon's answer as JSON. Otherwise it is tables on a terminal, and lines for
@@ -129,7 +131,11 @@ pub enum What {
     /// It asks no daemon.
     Schema,
     /// End the daemon, as SIGTERM does.
-    Shutdown,
+    Shutdown {
+        /// Wait until its process has ended.
+        #[arg(long)]
+        wait: bool,
+    },
     /// Call a method with parameters, a JSON object.
     Call {
         /// Its name.

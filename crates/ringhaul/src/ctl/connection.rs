@@ -55,6 +55,12 @@ impl Connection {
         }
     }
 
+    /// Waits until the daemon has ended, which closes the connection.
+    pub(super) fn wait_for_end(&mut self) -> Result<()> {
+        while self.line()?.is_some() {}
+        Ok(())
+    }
+
     /// Waits for the next event.
     pub(super) fn event(&mut self) -> Result<Value> {
         if let Some(event) = self.events.pop_front() {

@@ -55,7 +55,7 @@ pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
             ("upgrade", json!({ "binary": absolute(binary)? }))
         }
         What::Schema => return Ok(Vec::new()),
-        What::Shutdown => ("shutdown", json!({})),
+        What::Shutdown { .. } => ("shutdown", json!({})),
         What::Call { method, params } => {
             let params = serde_json::from_str(params).context("the parameters are no JSON")?;
             (&**method, params)

@@ -1,10 +1,13 @@
-//! The text that names a disk: its parts, and what messages repeat of one that names none. It may
-//! have secrets in it, wherever somebody thought that they belong.
+//! The text that names a disk: its parts, and the form in which messages repeat it. Secrets may
+//! stand in it, wherever a user took them to belong: messages cover secrets and show typing
+//! mistakes.
+
+use crate::secrets::{is_secret_key, without_secrets};
 
 /// The key of the disk below.
 pub(super) const OVER: &str = "over";
 
-/// What stands in place of all that could be a secret.
+/// Stands in place of a secret.
 const COVER: &str = "***";
 
 /// The parts of a list; two commas stand for one in a part.
@@ -22,8 +25,7 @@ pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// The names of kinds and keys, and the paths of files. All of what may stand before a disk, as in
-/// `--export`, is left as it is.
+/// The text without secrets. Words before the disk, as in `--export`, stay as they are.
 pub(crate) fn outline(text: &str) -> String {
     let (before, disk) = match text.split_once("disk=") {
         Some((before, disk)) if before.is_empty() || before.ends_with(',') => {
@@ -34,25 +36,43 @@ pub(crate) fn outline(text: &str) -> String {
     before + &outline_of(&split_at_commas(disk))
 }
 
-/// The same of a disk, of a text that was taken apart at its commas.
+/// The text of a disk without secrets, from its parts between commas. A secret may have commas in
+/// it, so everything between the key of a secret and the next layer is covered.
 pub(super) fn outline_of(parts: &[String]) -> String {
-    let of_part = |(index, part): (usize, &String)| match part.split_once('=') {
-        Some((OVER, disk)) => format!("{OVER}={}", of_first(disk)),
-        Some((key, _)) if is_word(key) => format!("{key}={COVER}"),
-        _ if index == 0 => of_first(part),
-        _ => COVER.to_owned(),
+    let mut is_secret = false;
+    let of_part = |part: &String| match part.split_once('=') {
+        Some((OVER, disk)) => {
+            is_secret = false;
+            format!("{OVER}={}", shown(disk))
+        }
+        Some((key, _)) if is_secret_key(key) => {
+            is_secret = true;
+            format!("{key}={COVER}")
+        }
+        _ if is_secret => COVER.to_owned(),
+        Some((key, value)) if is_word(key) => format!("{key}={}", shown(value)),
+        _ => shown(part),
     };
-    parts.iter().enumerate().map(of_part).collect::<Vec<_>>().join(",")
+    parts.iter().map(of_part).map(|part| part.replace(',', ",,")).collect::<Vec<_>>().join(",")
 }
 
-/// The kind of a disk, or its short form.
-fn of_first(text: &str) -> String {
+/// A part of a text without a user and a password, which end with an `@`. That of an image in a
+/// Ceph cluster is before a snapshot, and one of a path is a part of that.
+pub(super) fn shown(text: &str) -> String {
     let is_path = ["/", "./", "../"].iter().any(|start| text.starts_with(start));
-    match text.split_once(':') {
-        _ if is_path || is_word(text) => text.to_owned(),
-        Some((kind, _)) if is_word(kind) => format!("{kind}:{COVER}"),
-        _ => COVER.to_owned(),
+    if is_path || text.starts_with("rbd:") {
+        return without_secrets(text).into_owned();
     }
+    // A URI may have it in another form.
+    let end = text.rfind('@').max(text.rfind("%40"));
+    let Some(end) = end else { return without_secrets(text).into_owned() };
+    let scheme = match text.split_once(':') {
+        Some((scheme, rest)) if is_word(scheme) && rest.starts_with("//") => scheme.len() + 3,
+        Some((scheme, _)) if is_word(scheme) => scheme.len() + 1,
+        _ => 0,
+    };
+    let scheme = scheme.min(end);
+    format!("{}{COVER}{}", &text[..scheme], without_secrets(&text[end..]))
 }
 
 /// Whether it could be the name of something.
@@ -61,19 +81,21 @@ fn is_word(text: &str) -> bool {
     text.chars().all(is_of_word)
 }
 
-/// An error of a parser of tables without the texts that it did not expect.
+/// An error of a parser of tables without secrets in the texts that it did not expect.
 pub(super) fn without_texts(error: &str) -> String {
     const START: &str = "string \"";
     let (mut done, mut rest) = (String::new(), error);
     while let Some((before, after)) = rest.split_once(START) {
-        done = done + before + START + COVER;
+        done = done + before + START;
         let mut escaped = false;
         let end = after.find(|at| {
             let is_end = at == '"' && !escaped;
             escaped = at == '\\' && !escaped;
             is_end
         });
-        rest = &after[end.unwrap_or(after.len())..];
+        let end = end.unwrap_or(after.len());
+        done += &shown(&after[..end]);
+        rest = &after[end..];
     }
     done + rest
 }
@@ -83,23 +105,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_names_and_paths_are_repeated() {
+    fn secrets_are_covered_and_mistakes_are_shown() {
         for (text, repeated) in [
             ("disk.img", "disk.img"),
-            ("/srv/disk.img,x", "/srv/disk.img,***"),
-            ("nbd,host=user:hidden@h,pwd=hid,den", "nbd,host=***,pwd=***,***"),
-            ("nbd:user:hidden@host", "nbd:***"),
-            ("user:hidden@host", "user:***"),
-            ("nbds://user%3Ahidden%40host/x?pass=hidden", "nbds:***"),
-            ("luks,key=hid den,over=nbd://u:hidden@h", "luks,key=***,over=nbd:***"),
+            ("vms/disk.img", "vms/disk.img"),
+            ("null:1X", "null:1X"),
+            ("socket-path=a,blkfile=b", "socket-path=a,blkfile=b"),
+            ("/srv/disk.img,x", "/srv/disk.img,x"),
+            ("/srv/a,,b.img,x", "/srv/a,,b.img,x"),
+            ("/srv/a@b", "/srv/a@b"),
+            ("rbd:p/i@snapshot,k", "rbd:p/i@snapshot,k"),
+            ("nbd,host=user:hidden@h,pwd=hid,den", "nbd,host=user:***@h,pwd=***,***"),
+            ("nbd:user:hidden@host", "nbd:***@host"),
+            ("user:hidden@host", "user:***@host"),
+            ("nbds://user%3Ahidden%40host/x?pass=hidden", "nbds://***%40host/x?pass=***"),
+            ("nbd://h/x?pass=hidden", "nbd://h/x?pass=***"),
+            ("luks,key=hid den,over=nbd://u:hidden@h", "luks,key=***,over=nbd://***@h"),
             ("luks,key=a,,b,over=luks,key='hidden'", "luks,key=***,over=luks,key=***"),
-            ("socket-path=/a,disk=nbd:hidden,x=y", "socket-path=/a,disk=nbd:***,x=***"),
+            ("luks,key=hid,den=x,over=/a", "luks,key=***,***,over=/a"),
+            ("socket-path=/a,disk=nbd:x:hidden@y,x=y", "socket-path=/a,disk=nbd:***@y,x=y"),
             ("", ""),
         ] {
             assert_eq!(outline(text), repeated);
         }
-        let error = r#"invalid type: string "a \"hidden\\", expected x, string "hidden"#;
-        let covered = r#"invalid type: string "***", expected x, string "***"#;
+        let error = r#"invalid type: string "u:\"hidden\\@h", expected x, string "port"#;
+        let covered = r#"invalid type: string "u:***@h", expected x, string "port"#;
         assert_eq!(without_texts(error), covered);
     }
 }

@@ -14,7 +14,7 @@ use super::backing::BackingFiles;
 use super::data::{DiskSpec, ImageFormat, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
-use super::text::{OVER, outline_of, split_at_commas};
+use super::text::{OVER, outline_of, shown, split_at_commas};
 
 /// A kind of disk, and what its name is made of.
 struct Kind {
@@ -251,9 +251,10 @@ fn disk(parts: &[String]) -> Result<DiskSpec> {
     let mut rest = rest.iter();
     while let Some(part) = rest.next() {
         let (key, value) = part.split_once('=').with_context(|| {
-            // It may be a part of a value with a comma.
-            let part = if kind.keys.contains(&&**part) { part } else { "***" };
-            format!("'{part}' is not of the form KEY=VALUE")
+            format!(
+                "'{}' is not of the form KEY=VALUE; write a comma in a value twice",
+                shown(part)
+            )
         })?;
         if !kind.keys.contains(&key) {
             let (name, keys) = (kind.name, kind.keys.join(", "));
@@ -272,19 +273,17 @@ fn disk(parts: &[String]) -> Result<DiskSpec> {
 }
 
 fn find(name: &str) -> Result<&'static Kind> {
-    KINDS
-        .iter()
-        .find(|kind| kind.name == name)
-        .with_context(|| unknown_kind(&outline_of(&[name.to_owned()])))
+    KINDS.iter().find(|kind| kind.name == name).with_context(|| unknown_kind(&shown(name)))
 }
 
 fn unknown_kind(name: &str) -> String {
     let kinds: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
-    format!(
-        "unknown disk kind '{name}' (expected: {}; or the path of a file, beginning with /, ./ or \
-         ../)",
-        kinds.join(", ")
-    )
+    let expected = format!("unknown disk kind '{name}' (expected: {}", kinds.join(", "));
+    // A name with a slash or a suffix is that of a file.
+    match name.contains(['/', '.']) {
+        true => format!("{expected}); for the file of this name, write ./{name}"),
+        false => format!("{expected}; or the path of a file, beginning with /, ./ or ../)"),
+    }
 }
 
 fn after_scheme(text: &str) -> &str {
@@ -472,10 +471,16 @@ mod tests {
                 "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw, luks, qcow2,",
             ),
             ("rbd9:x", "unknown disk kind 'rbd9'"),
+            ("vms/disk.img", "for the file of this name, write ./vms/disk.img"),
+            ("disk.img", "for the file of this name, write ./disk.img"),
+            (
+                "/srv/a,b.img",
+                "'b.img' is not of the form KEY=VALUE; write a comma in a value twice",
+            ),
             ("raw,offset=1M", "it lies over a disk; name it"),
             ("raw:1M", "has no short form"),
             ("raw,path=x", "unknown key 'path' of disk kind raw (expected: offset, size, over)"),
-            ("raw,over=null,path=x", "in over=null,path=***: unknown key 'path' of disk kind null"),
+            ("raw,over=null,path=x", "in over=null,path=x: unknown key 'path' of disk kind null"),
             ("raw,over=null:1M,offset=1M", "unknown key 'offset' of disk kind null"),
             ("null,size=1M,size=1M", "size is given twice"),
             ("file,path=a,path=b", "path is given twice"),

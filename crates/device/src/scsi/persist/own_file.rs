@@ -188,7 +188,7 @@ mod tests {
         result.is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
     }
 
-    /// One that a stranger may have made.
+    /// A stranger may have made it.
     #[test]
     fn what_lies_in_the_place_of_a_new_file_is_not_written_to() {
         let directory = tempfile::tempdir().unwrap();

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-/// How long memory may be on its way: a front-end may share it after it has started a queue.
+/// The time that memory may be on its way: a front-end may share it after it has started a queue.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Options that share the memory of a guest.

@@ -63,7 +63,7 @@ fn driver(scene: &Scene, ring: u64) -> Driver<Arc<GuestMemory>> {
 #[test]
 fn a_subscriber_that_reads_nothing_holds_up_no_request() {
     let subscribers = Subscribers::default();
-    let log = ExportLog::new("test").telling(subscribers.clone(), "test".to_owned());
+    let log = ExportLog::new("test").telling(subscribers.clone());
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
     let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
     let mut scene = Scene::of(Device::blk(source, options, Arc::new(log)), PROTOCOL_FEATURES);
