@@ -5,9 +5,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::process::{Interrupt, describe};
 use ringhaul_tools::workspace;
 
+use crate::watched::{self, End, Limits};
 use crate::{fuzz, sim};
 
 /// Options of `cargo xtask check`.
@@ -28,9 +29,17 @@ struct Step {
     essential: bool,
     /// Not in the quick run.
     slow: bool,
+    /// The time after which it has failed. It ends a hopeless wait: on a slow and busy machine a
+    /// step takes a fraction of that.
+    minutes: u64,
 }
 
-const STEP: Step = Step { name: "", cargo: &[], env: None, essential: false, slow: false };
+const STEP: Step =
+    Step { name: "", cargo: &[], env: None, essential: false, slow: false, minutes: 60 };
+
+/// The time after which a single test has failed, in minutes: a guest without KVM that waits for
+/// others takes a fraction of that.
+const TEST_MINUTES: u64 = 30;
 
 /// A workspace of its own.
 const LAB: &str = "lab/Cargo.toml";
@@ -92,6 +101,7 @@ const STEPS: &[Step] = &[
         cargo: &["build", "--release", "--package", "ringhaul"],
         essential: true,
         slow: true,
+        minutes: 120,
         ..STEP
     },
     Step {
@@ -129,7 +139,13 @@ const STEPS: &[Step] = &[
         slow: true,
         ..STEP
     },
-    Step { name: "tests", cargo: &["test", "--workspace", "--no-fail-fast"], slow: true, ..STEP },
+    Step {
+        name: "tests",
+        cargo: &["test", "--workspace", "--no-fail-fast"],
+        slow: true,
+        minutes: 240,
+        ..STEP
+    },
     Step { name: "tests, lab", cargo: &["test", "--manifest-path", LAB], slow: true, ..STEP },
     Step {
         name: "models",
@@ -207,13 +223,18 @@ fn execute(step: &Step, with_binary: bool, interrupt: &Interrupt) -> Result<Outc
         set_binary(&mut command)?;
     }
     let start = Instant::now();
-    let status = Running::start(step.name, &mut command, interrupt)?.wait(Duration::MAX)?;
-    Ok(match status.success() {
-        true => Outcome::Passed(start.elapsed()),
-        false => {
+    let limits = Limits { whole: minutes(step.minutes), test: minutes(TEST_MINUTES) };
+    Ok(match watched::run(step.name, &mut command, limits, true, interrupt)? {
+        End::Ended(status) if status.success() => Outcome::Passed(start.elapsed()),
+        End::Ended(status) => {
             Outcome::Failed(format!("{} of: cargo {}", describe(status), step.cargo.join(" ")))
         }
+        End::Overdue(what) => Outcome::Failed(what),
     })
+}
+
+fn minutes(count: u64) -> Duration {
+    Duration::from_secs(60 * count)
 }
 
 /// Tells the end-to-end tests which daemon to start, unless the user did.
@@ -257,6 +278,13 @@ mod tests {
         let slow = ["fences", "simulation", "tests, simulation", "tests, simulated futures"];
         let last = ["tests", "tests, lab", "models", "fuzz"];
         assert!(names(true).ends_with(&[&slow[..], &last[..]].concat()));
+    }
+
+    #[test]
+    fn every_step_has_time_for_its_tests_and_an_end() {
+        for Step { name, minutes, .. } in selected(true).chain(QUICK_TESTS) {
+            assert!((TEST_MINUTES + 1..=240).contains(minutes), "{name}");
+        }
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod sanitize;
 mod setup;
 mod sim;
 mod tidy;
+mod watched;
 
 use std::process::ExitCode;
 

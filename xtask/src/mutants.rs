@@ -10,10 +10,11 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tools::process::{Interrupt, Running};
+use ringhaul_tools::process::Interrupt;
 use ringhaul_tools::workspace;
 
 use crate::sim;
+use crate::watched::{self, End, Limits};
 
 /// Options of `cargo xtask mutants`.
 #[derive(clap::Args)]
@@ -250,9 +251,12 @@ impl Copy {
     /// Whether a cargo command in the copy is successful.
     fn cargo(&self, arguments: &[&str], interrupt: &Interrupt) -> Result<bool> {
         let mut command = self.command(arguments);
-        command.stdout(Stdio::null()).stderr(Stdio::null());
-        let mut running = Running::start("cargo", &mut command, interrupt)?;
-        Ok(running.wait(LIMIT)?.success())
+        command.stderr(Stdio::null());
+        let limits = Limits { whole: LIMIT, test: LIMIT };
+        match watched::run("cargo", &mut command, limits, false, interrupt)? {
+            End::Ended(status) => Ok(status.success()),
+            End::Overdue(what) => bail!("the suite {what}"),
+        }
     }
 }
 

@@ -1,0 +1,241 @@
+//! A command with a time limit, and a limit for each test that it runs: at the end of a limit all
+//! its processes end, and the tests that had not ended are named.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use ringhaul_tools::group::Group;
+use ringhaul_tools::process::Interrupt;
+
+/// The longest wait between two looks at the clock.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The time that output has to arrive after the end of a command.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// The text of libtest about a test that takes longer than others, and the time it means.
+const SLOW: &str = " has been running for over 60 seconds";
+const SLOW_AFTER: Duration = Duration::from_secs(60);
+
+/// Time limits of a command.
+#[derive(Clone, Copy)]
+pub(crate) struct Limits {
+    /// For all of it.
+    pub(crate) whole: Duration,
+    /// For each test.
+    pub(crate) test: Duration,
+}
+
+/// The end of a command.
+#[derive(Debug)]
+pub(crate) enum End {
+    Ended(ExitStatus),
+    /// A limit was over; the text has the limit, the tests that had not ended, and the processes.
+    Overdue(String),
+}
+
+/// Runs `command` to its end. Its standard output is read, and shown if `is_shown`.
+///
+/// # Errors
+/// When the command cannot be started and when a signal comes: its processes have ended then.
+pub(crate) fn run(
+    name: &str,
+    command: &mut Command,
+    limits: Limits,
+    is_shown: bool,
+    interrupt: &Interrupt,
+) -> Result<End> {
+    interrupt.check()?;
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut group = Group::start(name, command)?;
+    let output = group.child().stdout.take().context("the command has no standard output")?;
+    let (sender, pieces) = mpsc::channel();
+    // The thread ends with the last process that has the pipe open; no wait depends on that.
+    std::thread::spawn(move || read(output, &sender));
+    let mut tests = Tests::default();
+    let start = Instant::now();
+    while !group.has_ended()? {
+        match pieces.recv_timeout(LOOK_INTERVAL) {
+            Ok(piece) => show(&piece, is_shown, &mut tests),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_INTERVAL),
+        }
+        let overdue = match (start.elapsed() > limits.whole, tests.overdue(limits.test)) {
+            (_, Some(test)) => Some(format!("{test} took more than {} s", limits.test.as_secs())),
+            (true, None) => Some(format!("took more than {} s", limits.whole.as_secs())),
+            (false, None) => None,
+        };
+        if let Some(overdue) = overdue {
+            let text = format!("{overdue}; {}", unfinished(&tests, &group));
+            group.stop(Duration::from_secs(10));
+            return Ok(End::Overdue(text));
+        }
+        // The group ends when it is dropped.
+        interrupt.check()?;
+    }
+    let end = Instant::now() + LAST_WORDS;
+    while let Ok(piece) = pieces.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        show(&piece, is_shown, &mut tests);
+    }
+    let status = group.wait()?;
+    // Ctrl-C reaches the command as well; its status is not the reason then.
+    interrupt.check()?;
+    Ok(End::Ended(status))
+}
+
+fn read(mut output: impl Read, pieces: &mpsc::Sender<Vec<u8>>) {
+    let mut buffer = [0; 4096];
+    while let Ok(len @ 1..) = output.read(&mut buffer) {
+        if pieces.send(buffer[..len].to_vec()).is_err() {
+            return;
+        }
+    }
+}
+
+fn show(piece: &[u8], is_shown: bool, tests: &mut Tests) {
+    tests.hear(piece);
+    if is_shown {
+        let mut out = std::io::stdout().lock();
+        // A reader that has gone does not end the checks.
+        let _ = out.write_all(piece).and_then(|()| out.flush());
+    }
+}
+
+/// The tests that had not ended, as far as they are known, and the processes that run.
+fn unfinished(tests: &Tests, group: &Group) -> String {
+    let names: Vec<&str> = tests.running().collect();
+    let processes = group.processes().join(", ");
+    match names.is_empty() {
+        true => format!("no test is known to hang; running: {processes}"),
+        false => format!("tests that had not ended: {}; running: {processes}", names.join(", ")),
+    }
+}
+
+/// The tests that run, as the output of libtest has them: a test that runs alone is named when it
+/// begins, another after a minute.
+#[derive(Default)]
+struct Tests {
+    /// Begun, and not ended yet.
+    begun: BTreeMap<String, Instant>,
+    line: Vec<u8>,
+}
+
+impl Tests {
+    fn hear(&mut self, piece: &[u8]) {
+        for byte in piece {
+            if *byte == b'\n' {
+                let line = std::mem::take(&mut self.line);
+                self.hear_line(&String::from_utf8_lossy(&line));
+            } else {
+                self.line.push(*byte);
+            }
+        }
+        let alone = String::from_utf8_lossy(&self.line);
+        if let Some((name, _)) = test_line(&alone) {
+            self.begun.entry(name.to_owned()).or_insert_with(Instant::now);
+        }
+    }
+
+    fn hear_line(&mut self, line: &str) {
+        if let Some(name) = line.strip_suffix(SLOW) {
+            let name = name.strip_prefix("test ").unwrap_or(name);
+            let begun = Instant::now().checked_sub(SLOW_AFTER).unwrap_or_else(Instant::now);
+            self.begun.entry(name.to_owned()).or_insert(begun);
+        } else if let Some((name, _)) = test_line(line) {
+            self.begun.remove(name);
+        } else if line.starts_with("test result: ") {
+            self.begun.clear();
+        }
+    }
+
+    fn running(&self) -> impl Iterator<Item = &str> {
+        self.begun.keys().map(String::as_str)
+    }
+
+    /// A test that has run for longer than `limit`.
+    fn overdue(&self, limit: Duration) -> Option<&str> {
+        let mut all = self.begun.iter();
+        all.find(|(_, begun)| begun.elapsed() > limit).map(|(name, _)| name.as_str())
+    }
+}
+
+/// The name of a test, without a remark, and its result so far.
+fn test_line(line: &str) -> Option<(&str, &str)> {
+    let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    Some((name.strip_suffix(" - should panic").unwrap_or(name), result))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Limits = Limits { whole: Duration::from_secs(600), test: Duration::from_secs(600) };
+
+    /// The mark of a run within [`hangs_if_told_to`].
+    const HANG: &str = "RINGHAUL_TEST_HANGS";
+
+    #[test]
+    fn hangs_if_told_to() {
+        while std::env::var_os(HANG).is_some() {
+            std::thread::park();
+        }
+    }
+
+    /// The tests of this program, one of which hangs.
+    fn hanging() -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--test-threads=1", "watched::tests::hangs_if_told_to"]).env(HANG, "1");
+        command
+    }
+
+    #[test]
+    fn a_test_that_hangs_is_ended_and_named() {
+        for limits in [
+            Limits { test: Duration::from_secs(2), ..LONG },
+            Limits { whole: Duration::from_secs(2), ..LONG },
+        ] {
+            let end = run("tests", &mut hanging(), limits, false, &Interrupt::never()).unwrap();
+            let End::Overdue(text) = end else { panic!("{end:?}") };
+            assert!(text.contains("took more than 2 s"), "{text}");
+            let name = "tests that had not ended: watched::tests::hangs_if_told_to; running: ";
+            assert!(text.contains(name), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_command_that_ends_has_its_status() {
+        for (program, code) in [("true", 0), ("false", 1)] {
+            let end = run(program, &mut Command::new(program), LONG, false, &Interrupt::never());
+            let End::Ended(status) = end.unwrap() else { panic!("{program} was not awaited") };
+            assert_eq!(status.code(), Some(code));
+        }
+    }
+
+    #[test]
+    fn output_that_another_process_keeps_open_is_not_awaited() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "sleep 20 & exit 0"]);
+        let end = run("sh", &mut command, LONG, false, &Interrupt::never()).unwrap();
+        assert!(matches!(end, End::Ended(_)), "{end:?}");
+    }
+
+    #[test]
+    fn tests_that_run_are_known_by_their_lines() {
+        let mut tests = Tests::default();
+        let running = |tests: &Tests| tests.running().map(str::to_owned).collect::<Vec<_>>();
+        tests.hear(b"running 4 tests\ntest a::b ... ok\ntest c has been running for over 60 sec");
+        assert!(running(&tests).is_empty());
+        tests.hear(b"onds\ntest d ... ignored\ntest e - should panic ... ");
+        assert_eq!(running(&tests), ["c", "e"]);
+        assert_eq!(tests.overdue(Duration::from_secs(59)), Some("c"));
+        assert_eq!(tests.overdue(Duration::from_secs(600)), None);
+        tests.hear(b"ok\ntest c ... FAILED\n");
+        assert!(running(&tests).is_empty());
+        tests.hear(b"test f has been running for over 60 seconds\ntest result: FAILED. 1 passed\n");
+        assert!(running(&tests).is_empty());
+    }
+}
