@@ -5,6 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, bench};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -34,9 +35,13 @@ fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
         fuse.wait_for(opcode::READ)?;
         daemon.signal(Signal::TERM)?;
         daemon.wait_for("finishing requests, then ending")?;
-        let shown = client.done("export.show", &json!({ "export": "vm" }))?;
-        let waits = shown["waits-for"].as_str().unwrap_or_default();
-        ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
+        // The thread that serves exports learns of it a moment later.
+        retry(LIMIT, || {
+            let shown = client.done("export.show", &json!({ "export": "vm" }))?;
+            let waits = shown["waits-for"].as_str().unwrap_or_default();
+            ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
+            Ok(())
+        })?;
         daemon.signal(Signal::TERM)?;
         daemon.wait_for("unfinished: ")
     })();

@@ -26,6 +26,14 @@ impl Heir {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// True once its process has ended.
+    ///
+    /// # Errors
+    /// When the kernel does not know the process.
+    pub fn has_ended(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait().context("looking at the new process")?.is_some())
+    }
+
     /// Kills it, whatever it is at.
     ///
     /// # Errors
