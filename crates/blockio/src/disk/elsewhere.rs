@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use iomem::Buffers;
@@ -28,7 +28,8 @@ struct Handle(Arc<End>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.0.state.lock().unwrap().is_over = true;
+        // A test that has failed may have left the lock poisoned: the thread ends in any case.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).is_over = true;
         self.0.changed.notify_all();
     }
 }
@@ -139,7 +140,7 @@ impl Elsewhere {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.0.state.lock().unwrap()
+        self.0.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {

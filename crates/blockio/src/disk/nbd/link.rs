@@ -155,8 +155,7 @@ impl Pipe {
 
     /// Waits before the server is tried again.
     async fn pause(&self, retry: &mut Retry) {
-        let until = clock::now() + retry.wait;
-        retry.wait = (retry.wait * 2).min(RETRY_MAX);
+        let until = clock::now() + retry.next_pause();
         self.io.wake_me_at(until);
         while clock::now() < until && !self.is_unneeded() {
             self.io.suspend().await;

@@ -39,6 +39,13 @@ impl Retry {
         Self { since: None, told: String::new(), is_told: false, wait: RETRY_MIN }
     }
 
+    /// The time to wait before the next attempt.
+    pub(super) fn next_pause(&mut self) -> Duration {
+        let pause = self.wait;
+        self.wait = (pause * 2).min(RETRY_MAX);
+        pause
+    }
+
     pub(super) fn note(&mut self, pipe: &Pipe, why: &str) {
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.tell_condition(Some((since, why)));

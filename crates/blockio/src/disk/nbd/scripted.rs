@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tempfile::TempDir;
 
@@ -66,6 +66,8 @@ pub(super) struct State {
     /// The size that each connection has heard: it has that for good.
     sizes: BTreeMap<usize, u64>,
     pub(super) connections: usize,
+    /// The last answer, with its connection.
+    last_answer: (usize, Vec<u8>),
     is_over: bool,
 }
 
@@ -83,6 +85,22 @@ struct Request {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+}
+
+impl Shared {
+    /// The state, also after a test has failed with it borrowed: the server ends in any case.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state once `condition` does not hold any more.
+    fn wait_while<'lock>(
+        &self,
+        state: MutexGuard<'lock, State>,
+        condition: impl FnMut(&mut State) -> bool,
+    ) -> MutexGuard<'lock, State> {
+        self.changed.wait_while(state, condition).unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Ends with all its connections when it is dropped.
@@ -135,6 +153,7 @@ impl Server {
             sockets: Vec::new(),
             sizes: BTreeMap::new(),
             connections: 0,
+            last_answer: (0, Vec::new()),
             is_over: false,
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
@@ -155,7 +174,7 @@ impl Server {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap()
+        self.shared.state()
     }
 
     pub(super) fn change(&self, change: impl FnOnce(&mut State)) {
@@ -176,6 +195,14 @@ impl Server {
     /// Does that for one connection.
     pub(super) fn answer_held_of(&self, connection: usize) {
         self.change(|state| state.answer_held_of(connection));
+    }
+
+    /// Sends the last answer once more.
+    pub(super) fn answer_again(&self) {
+        self.change(|state| {
+            let (connection, reply) = state.last_answer.clone();
+            state.send(connection, &reply);
+        });
     }
 
     /// Ends all connections; what was put aside is never done.
@@ -257,10 +284,15 @@ impl State {
             let header = [&[0x67, 0x44, 0x66, 0x98][..], &error.to_be_bytes(), &request.cookie];
             [&header.concat()[..], &data].concat()
         };
-        // The client may have gone.
-        if let Some((_, socket)) = self.sockets.iter_mut().find(|(number, _)| *number == connection)
-        {
-            let _ = socket.write_all(&reply);
+        self.send(connection, &reply);
+        self.last_answer = (connection, reply);
+    }
+
+    fn send(&mut self, connection: usize, reply: &[u8]) {
+        let mut sockets = self.sockets.iter_mut();
+        if let Some((_, socket)) = sockets.find(|(number, _)| *number == connection) {
+            // The client may have gone.
+            let _ = socket.write_all(reply);
         }
     }
 }
@@ -286,7 +318,7 @@ fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
     loop {
         // A stream by TCP is read and written in the same way.
         let stream = UnixStream::from(rustix::net::accept(listener).unwrap());
-        let mut state = shared.state.lock().unwrap();
+        let mut state = shared.state();
         if state.is_over {
             return;
         }
@@ -306,10 +338,10 @@ fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
 fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Result<()> {
     let is_extended = shake_hands(shared, number, &mut stream)?;
     loop {
-        let state = shared.state.lock().unwrap();
-        drop(shared.changed.wait_while(state, |state| state.stalls).unwrap());
+        let state = shared.state();
+        drop(shared.wait_while(state, |state| state.stalls));
         let Some(request) = read_request(&mut stream, is_extended)? else { break };
-        let mut state = shared.state.lock().unwrap();
+        let mut state = shared.state();
         state.events.push(Event::Request(number, request.command));
         let before = state.seen.last().map(|seen| seen.0);
         state.seen.push((request.command, request.flags));
@@ -324,10 +356,10 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
         }
         shared.changed.notify_all();
     }
-    let mut state = shared.state.lock().unwrap();
+    let mut state = shared.state();
     state.events.push(Event::HalfClosed(number));
     shared.changed.notify_all();
-    let mut state = shared.changed.wait_while(state, |state| state.lingers).unwrap();
+    let mut state = shared.wait_while(state, |state| state.lingers);
     state.answer_held_of(number);
     state.events.push(Event::Ended(number));
     state.sockets.retain(|(of, _)| *of != number);
@@ -351,7 +383,7 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                 [&[0x00, 0x03, 0xe8, 0x89, 0x04, 0x55, 0x65, 0xa9][..], &option.to_be_bytes()];
             stream.write_all(&[&head.concat()[..], &kind.to_be_bytes(), &len, data].concat())
         };
-        let mut state = shared.state.lock().unwrap();
+        let mut state = shared.state();
         match option {
             11 if state.is_extended => {
                 is_extended = true;
@@ -369,7 +401,7 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                 if state.keeps_back == Some(number) {
                     state.events.push(Event::KeptBack(number));
                     let is_kept = |state: &mut State| state.keeps_back == Some(number);
-                    state = shared.changed.wait_while(state, is_kept).unwrap();
+                    state = shared.wait_while(state, is_kept);
                 }
                 reply(3, &[&[0, 0][..], &size.to_be_bytes(), &flags].concat())?;
                 reply(1, &[])?;

@@ -7,6 +7,7 @@ mod late;
 mod others;
 mod sizes;
 mod slow;
+mod unflushed;
 mod unwanted;
 
 use std::cell::{Cell, RefCell};
