@@ -445,4 +445,6 @@ mod kinds_tests;
 #[cfg(test)]
 mod size_tests;
 #[cfg(test)]
+mod stable_tests;
+#[cfg(test)]
 mod tests;

@@ -314,6 +314,25 @@ mod tests {
         assert_eq!(next, Duration::from_millis(1900), "20 requests, of which one is a burst");
     }
 
+    /// However little it moves; one that moves more costs more.
+    #[test]
+    fn a_request_costs_at_least_one() {
+        let start = Instant::now();
+        let limits = Limits { request_bytes: NonZeroU64::new(1 << 16), ..of_requests(rate(10)) };
+        for (bytes, expected) in [
+            (0, [0, 0, 100]),
+            (512, [0, 0, 100]),
+            ((1 << 16) - 1, [0, 0, 100]),
+            (1 << 16, [0, 0, 100]),
+            (3 << 15, [0, 50, 200]),
+            (1 << 17, [0, 100, 300]),
+        ] {
+            let buckets = Buckets::new(&limits, start);
+            let begins = [(); 3].map(|()| buckets.take(Read, bytes, start) - start);
+            assert_eq!(begins, expected.map(|count| count * MILLISECOND), "{bytes}");
+        }
+    }
+
     /// Whoever has a place gets it at its time, whatever comes later.
     #[test]
     fn places_are_in_the_order_in_which_they_were_taken() {
