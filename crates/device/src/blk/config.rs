@@ -203,6 +203,30 @@ mod tests {
         assert_eq!(config.write_zeroes_may_unmap, 1);
     }
 
+    /// Fields in logical blocks differ from fields in sectors only where a block is larger.
+    #[test]
+    fn fields_count_in_the_unit_that_they_have_with_blocks_of_each_size() {
+        for (logical, physical, exponent, most) in
+            [(512, 512, 0, 1), (512, 1 << 17, 8, 256), (4096, 4096, 0, 1), (4096, 1 << 15, 3, 8)]
+        {
+            let disk = DiskInfo {
+                logical_block_bytes: logical,
+                physical_block_bytes: physical,
+                ..disk(false)
+            };
+            let bytes = space(&disk, Some(1 << 22), &options(), false);
+            let config = VirtioBlkConfig::from_slice(&bytes).unwrap();
+            assert_eq!(u64::from(config.capacity), 20480, "in sectors, whatever the block");
+            assert_eq!(u32::from(config.blk_size), logical);
+            assert_eq!(config.physical_block_exp, exponent, "{logical} of {physical}");
+            assert_eq!(u16::from(config.min_io_size), most, "{logical} of {physical}");
+            assert_eq!(u32::from(config.opt_io_size), (1 << 22) / logical);
+            assert_eq!(u32::from(config.max_discard_sectors), DISCARD_SECTORS_MAX);
+            assert_eq!(u32::from(config.max_write_zeroes_sectors), WRITE_ZEROES_SECTORS_MAX);
+            assert_eq!(config.writeback, 0);
+        }
+    }
+
     #[test]
     fn discards_come_in_blocks_where_the_disk_has_no_larger_unit() {
         for (block, discard, sectors) in

@@ -1,6 +1,6 @@
 //! Commands that say what there is (SPC-5, sections 6.33 to 6.40; SBC-4, sections 5.20 and 5.21).
 
-use blockio::disk::ExtentKind;
+use blockio::disk::{DiskInfo, ExtentKind};
 
 use super::address::UnitAddress;
 use super::block;
@@ -125,16 +125,21 @@ pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
 }
 
 pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    let (info, last) = (unit.info(), last_block(unit));
+    let answer = capacity16(&unit.info(), last_block(unit), unit.can_unmap());
+    data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
+}
+
+/// The data of READ CAPACITY (16) (SBC-4, section 5.21.2).
+fn capacity16(info: &DiskInfo, last: u64, can_unmap: bool) -> [u8; 32] {
     let mut answer = [0; 32];
     answer[..8].copy_from_slice(&last.to_be_bytes());
     answer[8..12].copy_from_slice(&info.logical_block_bytes.to_be_bytes());
     let exponent = (info.physical_block_bytes / info.logical_block_bytes).ilog2();
     answer[13] = iomem::fits(exponent.min(15), "an exponent");
-    if unit.can_unmap() {
+    if can_unmap {
         answer[14] = 0x80;
     }
-    data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
+    answer
 }
 
 /// The blocks from there on that are alike: mapped, which is also said of what nobody knows, or
@@ -258,4 +263,26 @@ pub(super) fn task_management(cdb: &Cdb, data: &Data) -> Moved {
         &[functions[0], functions[1], 0, 0]
     };
     data.answer(answer, length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_physical_block_counts_in_logical_ones() {
+        for (logical_block_bytes, physical_block_bytes, exponent) in
+            [(512, 512, 0), (512, 4096, 3), (4096, 4096, 0), (4096, 1 << 15, 3), (512, 1 << 30, 15)]
+        {
+            let info = DiskInfo {
+                size_bytes: 1 << 30,
+                logical_block_bytes,
+                physical_block_bytes,
+                read_only: false,
+                direct: true,
+            };
+            let answer = capacity16(&info, 7, false);
+            assert_eq!((answer[13], answer[14]), (exponent, 0), "{info:?}");
+        }
+    }
 }
