@@ -351,13 +351,21 @@ mod tests {
         let scsi = json!({ "disks": [
             { "target": 0, "lun": 1, "size-bytes": 512 },
             { "target": 0, "lun": 2, "size-bytes": 1024 },
+            { "target": 1, "lun": 2, "size-bytes": 2048 },
+            { "target": 1, "lun": 0, "size-bytes": 8192 },
         ] });
-        let unit = |lun: u16| json!({ "export": "vm", "target": 0, "lun": lun });
+        let of_target =
+            |target: u8, lun: u16| json!({ "export": "vm", "target": target, "lun": lun });
+        let unit = |lun| of_target(0, lun);
         let more = json!(4096);
         let of_blk = json!({ "export": "vm" });
         for (shown, params, size) in [
             (&blk, &of_blk, Some(json!(4608))),
             (&scsi, &unit(2), Some(json!(5120))),
+            (&scsi, &of_target(1, 2), Some(json!(6144))),
+            (&scsi, &of_target(1, 0), Some(json!(12288))),
+            (&scsi, &unit(0), None),
+            (&scsi, &of_target(1, 1), None),
             (&scsi, &unit(3), None),
             (&scsi, &of_blk, None),
             (&blk, &unit(1), None),

@@ -2,6 +2,8 @@
 //! nothing unless the test lets them. And its messages against the `vhost` crate's.
 
 #[cfg(test)]
+mod kept;
+#[cfg(test)]
 mod memory;
 #[cfg(test)]
 mod oracle;

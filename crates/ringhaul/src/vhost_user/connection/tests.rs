@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait};
-use device::blk::config::{BlkOptions, WRITEBACK_OFFSET};
+use device::blk::config::{BlkOptions, F_CONFIG_WCE, F_FLUSH, WRITEBACK_OFFSET};
 use device::{Device, LogEvents};
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
@@ -132,7 +132,12 @@ impl Scene {
     /// Starts all queues, with rings of this size.
     fn start_with(&mut self, size: u32) {
         use Request::*;
-        let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
+        // A driver that cannot flush has no choice about its cache.
+        let cache = match self.device {
+            Device::Blk(_) => 1 << F_FLUSH | 1 << F_CONFIG_WCE,
+            Device::Scsi(_) => 0,
+        };
+        let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32 | cache);
         let (mut all, memory) = (vec![(features, vec![])], self.memory());
         all.push((AddMemReg(region()), memory));
         for index in 0..u32::from(self.device.num_queues()) {

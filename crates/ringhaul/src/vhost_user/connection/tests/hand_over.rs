@@ -1,6 +1,6 @@
 //! Sessions that go from one process to another.
 
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -211,4 +211,46 @@ fn task_management_goes_on_without_a_ring_that_is_lost() {
     assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
     end(other, session);
     scene.end();
+}
+
+/// Others are silent for days, and would lose their connection a minute after an upgrade.
+#[test]
+fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
+    for has_spoken in [false, true] {
+        let (old, now) = (Scene::new(PROTOCOL_FEATURES), Instant::now());
+        let (ours, mut front_end) = UnixStream::pair().unwrap();
+        let mut session = Session::new(ours, old.connection.setup.clone(), now);
+        assert!(session.deadline().is_some());
+        if has_spoken {
+            let (code, body) = Request::GetFeatures.encode();
+            let header = Header::new(code, body.len()).encode();
+            front_end.write_all(&[&header[..], &body].concat()).unwrap();
+        }
+        let expected = if has_spoken { Progress::Handled } else { Progress::Waiting };
+        assert_eq!(session.progress(now), expected);
+        assert_eq!(session.deadline().is_none(), has_spoken);
+        session.begin_pause();
+        while !session.is_paused() {
+            let _ = session.progress(now);
+        }
+        let mut fds = HandedFds::default();
+        let state = session.hand_over(&mut fds).unwrap();
+        // As it goes from one process to the other.
+        let state = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
+        let other = Scene::new(PROTOCOL_FEATURES);
+        let setup = other.connection.setup.clone();
+        let mut next = Session::take_over(state, setup, &mut fds, now).unwrap();
+        next.begin_resume();
+        while !next.has_resumed() {
+            let _ = next.progress(now);
+        }
+        assert_eq!(next.deadline().is_none(), has_spoken);
+        let later = next.progress(now + Duration::from_secs(3600));
+        let is_over = matches!(later, Progress::Ended(End::Dropped(_)));
+        assert_eq!(is_over, !has_spoken, "{later:?}");
+        if has_spoken {
+            end(other, next);
+        }
+        old.end();
+    }
 }

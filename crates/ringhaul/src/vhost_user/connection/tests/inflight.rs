@@ -32,13 +32,14 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     assert_eq!(bring(&mut scene, area), Ended::Done);
     scene.start();
     // What the driver chooses is kept there for the next process.
-    for writeback in [0, 1, 0] {
-        scene.device.write_config(WRITEBACK_OFFSET, &[writeback]).unwrap();
+    for kept in [0, 1, 0] {
+        scene.device.write_config(WRITEBACK_OFFSET, &[kept]).unwrap();
         scene.connection.inflight.as_ref().unwrap().note(&scene.device);
+        scene.device.write_config(WRITEBACK_OFFSET, &[1 - kept]).unwrap();
+        assert_eq!(scene.device.read_config(WRITEBACK_OFFSET, 1), [1 - kept]);
+        assert_eq!(bring(&mut scene, area), Ended::Done);
+        assert_eq!(scene.device.read_config(WRITEBACK_OFFSET, 1), [kept]);
     }
-    scene.device.write_config(WRITEBACK_OFFSET, &[1]).unwrap();
-    assert_eq!(bring(&mut scene, area), Ended::Done);
-    assert_eq!(scene.device.read_config(WRITEBACK_OFFSET, 1), [0]);
     let version_of_second = || {
         let mut version = [0; 2];
         rustix::io::pread(&file, &mut version, (area.size - 64) / 2 + 8).unwrap();
