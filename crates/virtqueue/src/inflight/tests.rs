@@ -105,7 +105,7 @@ impl World {
     }
 
     fn step(&mut self, life: &mut Life) {
-        match self.below(6) {
+        match self.below(7) {
             0 | 1 if self.driver.room() > 0 => {
                 self.offered += 1;
                 let head = self.driver.add(&[Desc::writable(0x8000, self.offered)], None);
@@ -124,8 +124,16 @@ impl World {
                 life.tasks.remove(at);
             }
             4 => drop(life.queue.publish_quietly()),
+            5 => self.stop(life),
             _ => self.take_answers(),
         }
+    }
+
+    /// The queue stops with requests that are not done, and starts again.
+    fn stop(&mut self, life: &mut Life) {
+        let _ = life.queue.publish();
+        life.queue.leave_rest();
+        *life = self.live();
     }
 
     fn finish(&mut self, life: &mut Life) {
@@ -147,7 +155,7 @@ impl World {
 /// after some more. Whether it has died.
 fn run(seed: u64, first: u32) -> bool {
     let mut world = World::new(seed);
-    let mut left = 60;
+    let mut left = 80;
     let mut lives = 0;
     death::after(Some(first));
     loop {
