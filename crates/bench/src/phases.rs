@@ -189,3 +189,30 @@ impl Run<'_> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use blockio::DiskOptions;
+
+    use super::*;
+    use crate::args::tests::parse_only;
+
+    /// A null disk answers reads without data. The memory of a read may hold what was written last,
+    /// which is the right data, so it is not left as it was.
+    #[test]
+    fn a_disk_that_reads_nothing_is_found_out_whatever_the_memory_held() {
+        for (pattern, depth, size) in
+            [("read", 1, "4k"), ("rw", 1, "4k"), ("randread", 4, "64k"), ("randrw", 4, "64k")]
+        {
+            let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+            let words = format!(
+                "--filename null --rw={pattern} --bs=4k --size={size} --iodepth={depth} \
+                 --number_ios=64 --verify --eta=never"
+            );
+            let args = parse_only(&words).unwrap();
+            let report = measure_until(&args, Some(disk), &AtomicBool::new(false)).unwrap();
+            assert!(report.failed() && report.verify_mismatches > 0, "{words}");
+            assert_eq!(report.verified_blocks, 0, "{words}");
+        }
+    }
+}
