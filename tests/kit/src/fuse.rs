@@ -36,7 +36,7 @@ pub mod opcode {
     pub const READ: u32 = 15;
     pub(crate) const WRITE: u32 = 16;
     pub(crate) const RELEASE: u32 = 18;
-    pub(crate) const FSYNC: u32 = 20;
+    pub const FSYNC: u32 = 20;
     pub const FLUSH: u32 = 25;
     pub(crate) const INIT: u32 = 26;
     pub(crate) const INTERRUPT: u32 = 36;
