@@ -143,6 +143,37 @@ impl Default for BounceConfig {
     }
 }
 
+/// Bounds on the bytes of reads and writes that go to the kernel, so that large ones hold the loop
+/// for a short time only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteLimits {
+    /// The most bytes of one op, for every kind of disk. The rest of a larger request follows when
+    /// they have been moved, behind all tasks that are ready then. A logical block is never cut.
+    pub op: usize,
+    /// The most bytes of all disks in one round of the loop; the next round follows a look at the
+    /// sources.
+    pub round: usize,
+    /// The most bytes of one disk that its engine has at a time; half of it with engine `threads`.
+    pub disk: usize,
+}
+
+impl ByteLimits {
+    /// The default of [`op`](Self::op). A submit copies or maps that much in some 100 µs, and holds
+    /// the loop for that time. From 512 KiB to 4 MiB are to be measured: less costs more ops, more
+    /// makes neighbours wait.
+    pub const OP: usize = 1 << 20;
+    /// The default of [`round`](Self::round): some milliseconds of copying on a busy machine.
+    pub const ROUND: usize = 8 << 20;
+    /// The default of [`disk`](Self::disk): the work of a fast disk for some milliseconds.
+    pub const DISK: usize = 32 << 20;
+}
+
+impl Default for ByteLimits {
+    fn default() -> Self {
+        Self { op: Self::OP, round: Self::ROUND, disk: Self::DISK }
+    }
+}
+
 /// How an IoThread is set up.
 #[derive(Debug, Clone)]
 pub struct IoThreadConfig {
@@ -163,10 +194,8 @@ pub struct IoThreadConfig {
     /// makes a sleep in the ring cheaper: completions that are put off until somebody asks for
     /// them, of which the descriptor says nothing.
     pub embedded: bool,
-    /// The most bytes of one read or write of the kernel, for every kind of disk. The rest of a
-    /// larger request follows when they have been moved, behind all tasks that are ready then. A
-    /// logical block is never cut.
-    pub op_bytes_max: usize,
+    /// Bounds on the bytes of ops.
+    pub bytes: ByteLimits,
     /// How much memory there is for what devices cannot take as it is.
     pub bounce: BounceConfig,
     /// When ops of a disk are kept back. The defaults are for real disks; a simulation with short
@@ -187,7 +216,7 @@ impl Default for IoThreadConfig {
             poll_max: Duration::from_micros(Self::POLL_MAX_US.into()),
             poll_budget_percent: Self::POLL_BUDGET_PERCENT.into(),
             embedded: false,
-            op_bytes_max: Self::OP_BYTES_MAX,
+            bytes: ByteLimits::default(),
             bounce: BounceConfig::default(),
             pacing: PacingConfig::default(),
             harvest_on_submit: true,
@@ -201,10 +230,6 @@ impl IoThreadConfig {
     pub const POLL_MAX_US: u16 = 64;
     /// The default of [`poll_budget_percent`](Self::poll_budget_percent).
     pub const POLL_BUDGET_PERCENT: u8 = 100;
-    /// The default of [`op_bytes_max`](Self::op_bytes_max). A submit copies or maps that much in
-    /// some 100 µs, and holds the loop for that time. From 512 KiB to 4 MiB are to be
-    /// measured: less costs more ops, more makes neighbours wait.
-    pub const OP_BYTES_MAX: usize = 1 << 20;
 }
 
 #[cfg(test)]

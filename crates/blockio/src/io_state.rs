@@ -27,6 +27,9 @@ use crate::stats::Stats;
 use crate::task::{Executor, Known, Running};
 use crate::task_key::TaskKey;
 
+/// A quarter of the bytes of a round holds the loop for longer than a look costs.
+const LOOK_PART: usize = 4;
+
 /// What tasks and disks of one IoThread share.
 pub struct Io {
     pub(crate) executor: RefCell<Executor>,
@@ -44,11 +47,17 @@ pub struct Io {
     pub(crate) submit_max: usize,
     /// The most bytes of an op.
     pub(crate) op_bytes_max: usize,
+    /// Bytes of large ops since the last look at the eventfds, and the number of them after which
+    /// the next one is due.
+    pub(crate) bytes_since_look: Cell<usize>,
+    pub(crate) look_bytes: usize,
     pub(crate) harvest_on_submit: bool,
     /// Without `harvest_on_submit`: the kernel has said that there are completions.
     pub(crate) harvest_is_due: Cell<bool>,
     pub(crate) in_turn: Cell<bool>,
     pub(crate) stopped: Cell<bool>,
+    /// Ops are queued that a bound on bytes has kept back for the next round.
+    pub(crate) has_kept_ops: Cell<bool>,
     pub(crate) rounds_since_look: Cell<u32>,
     /// When the eventfds are to be looked at, once there were some rounds without a look.
     pub(crate) look_at: Cell<Option<Instant>>,
@@ -76,6 +85,12 @@ pub(crate) struct Ops {
 }
 
 impl Ops {
+    /// True where the wait submits as much as a submit would, and every op that has room now.
+    #[inline]
+    pub(crate) fn may_submit_in_wait(&self) -> bool {
+        self.engine.may_submit_in_wait() && !self.slots.lanes.keeps_for_next_round()
+    }
+
     /// The loop must not sleep on ops that nothing will ever submit.
     pub(crate) fn assert_may_sleep(&self) {
         let Self { engine, slots, .. } = self;
@@ -139,6 +154,7 @@ impl Io {
             .map_err(Error::system("duplicate a descriptor"))?;
         let mut slots = Slots::new(config.depth);
         slots.lanes.set_pacing(config.pacing);
+        slots.lanes.set_bytes(config.bytes);
         let (woken, happened) = (Vec::new(), Vec::new());
         let now = clock::now();
         let stats = Arc::<Stats>::default();
@@ -161,11 +177,14 @@ impl Io {
             stats,
             engine_kind: config.engine.kind(),
             submit_max: config.submit_max.max(1) as usize,
-            op_bytes_max: config.op_bytes_max,
+            op_bytes_max: config.bytes.op,
+            bytes_since_look: Cell::new(0),
+            look_bytes: config.bytes.round / LOOK_PART,
             harvest_on_submit: config.harvest_on_submit,
             harvest_is_due: Cell::new(false),
             in_turn: Cell::new(false),
             stopped: Cell::new(false),
+            has_kept_ops: Cell::new(false),
             rounds_since_look: Cell::new(0),
             look_at: Cell::new(None),
             look_is_late: Cell::new(false),

@@ -9,13 +9,17 @@
 //!   disk alone gets most of it, and one that comes later still finds some;
 //! * for ops that need a kernel worker or a pool thread in any case, [`SLOW_MAX`] of them;
 //! * below the number of requests of the device, beyond which a submit waits for it;
-//! * as much as its pacing allows.
+//! * as much as its pacing allows;
+//! * a number of bytes, and all lanes together a number of bytes in each round of the loop.
 //!
 //! A lane without ops in the engine has room for one, always. So a backlog waits for completions of
-//! its own disk or, where files share a device, of that device, and for nothing else. However busy
+//! its own disk or, where files share a device, of that device, or for the next round. However busy
 //! others are, an op goes to the engine at the latest when those of its lane that came before it
 //! have completed, with as many flushes and the like in between. Lanes of one device take turns.
 
+mod backlog;
+mod bytes;
+mod devices;
 mod shares;
 
 use std::collections::VecDeque;
@@ -23,12 +27,15 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::config::{EngineKind, PacingConfig};
-use crate::device::{Device, RequestLimits};
+use crate::config::{ByteLimits, EngineKind, PacingConfig};
+use crate::device::RequestLimits;
 use crate::io_file::{FileRef, IoFile, Retired};
 use crate::op_kind::OpKind;
 use crate::open_file::OpenFile;
 use crate::pacing::Pacing;
+use backlog::Backlog;
+use bytes::RoundBytes;
+use devices::{Devices, NO_DEVICE};
 use iomem::fits;
 use shares::{ByEngine, Shares};
 
@@ -43,8 +50,6 @@ const FILE_MAX: u32 = 256;
 pub(crate) fn pool_threads(lanes: usize) -> usize {
     64 + lanes * (SLOW_MAX + BLOCKING_MAX) as usize
 }
-
-const NO_DEVICE: u32 = u32::MAX;
 
 /// The mark, in the units of an op, of one that takes no room of its device: a pool thread waits
 /// for that in place of a submit.
@@ -68,6 +73,8 @@ struct Lane {
     units: u32,
     /// By how much that is more than its ops, of which some count as several.
     surplus: u32,
+    /// Bytes of its ops there, as they count.
+    bytes: usize,
     /// Those ops that are neither reads nor writes.
     slow: u32,
     /// Ops that have completed since the last look.
@@ -76,27 +83,16 @@ struct Lane {
     is_given: bool,
     is_touched: bool,
     is_waiting: bool,
-    /// What went last from the backlogs was neither a read nor a write.
-    other_went: bool,
-    transfers: VecDeque<u32>,
-    others: VecDeque<u32>,
+    backlog: Backlog,
     pacing: Pacing,
     /// The ops that its pacing allows.
     paced: u32,
 }
 
-/// What the lanes of one device have there.
-struct DeviceUse {
-    device: Arc<Device>,
-    lanes: u32,
-    units: u32,
-    /// The lane whose op did not fit. No other gets room before it.
-    next: Option<u32>,
-}
-
 pub(crate) struct Lanes {
     lanes: Vec<Option<Lane>>,
-    devices: Vec<Option<DeviceUse>>,
+    devices: Devices,
+    bytes: RoundBytes,
     /// The ops that each engine takes; the pool has a thread for each instead.
     depth: u32,
     pacing: PacingConfig,
@@ -123,6 +119,8 @@ pub(crate) enum Admission {
 pub(crate) trait Units {
     /// The memory of the op in a slot.
     fn ranges(&self, slot: u32) -> &[libc::iovec];
+    /// The bytes of that memory.
+    fn bytes(&self, slot: u32) -> usize;
     /// Says what the op in a slot counts as.
     fn set(&mut self, slot: u32, units: u32);
 }
@@ -131,7 +129,8 @@ impl Lanes {
     pub(crate) fn new(depth: u32) -> Self {
         Self {
             lanes: Vec::new(),
-            devices: Vec::new(),
+            devices: Devices::default(),
+            bytes: RoundBytes::new(ByteLimits::default()),
             depth,
             pacing: PacingConfig::default(),
             shares: ByEngine::default(),
@@ -145,6 +144,23 @@ impl Lanes {
     /// Paces the disks of lanes to come in this way.
     pub(crate) fn set_pacing(&mut self, pacing: PacingConfig) {
         self.pacing = pacing;
+    }
+
+    /// Bounds the bytes of ops in this way.
+    pub(crate) fn set_bytes(&mut self, limits: ByteLimits) {
+        self.bytes = RoundBytes::new(limits);
+    }
+
+    /// Begins a round of the loop. Returns the bytes of the last one, as they count.
+    #[inline]
+    pub(crate) fn begin_round(&mut self) -> usize {
+        self.bytes.begin()
+    }
+
+    /// True once a lane has kept an op for the next round.
+    #[inline]
+    pub(crate) fn keeps_for_next_round(&self) -> bool {
+        self.bytes.is_full()
     }
 
     /// Lanes that there are.
@@ -189,49 +205,24 @@ impl Lanes {
             file: Arc::clone(file),
             handle: Rc::downgrade(&handle),
             limits: device.map(|device| device.limits()),
-            device: device.map_or(NO_DEVICE, |device| self.use_device(device)),
+            device: device.map_or(NO_DEVICE, |device| self.devices.attach(device)),
             most: if is_regular { FILE_MAX } else { u32::MAX },
             own: 0,
             quick: 0,
             units: 0,
             surplus: 0,
+            bytes: 0,
             slow: 0,
             found: 0,
             is_given: false,
             is_touched: false,
             is_waiting: false,
-            other_went: false,
-            transfers: VecDeque::new(),
-            others: VecDeque::new(),
+            backlog: Backlog::default(),
             pacing: Pacing::new(self.pacing),
             paced: u32::MAX,
         });
         self.share_out();
         (handle, true)
-    }
-
-    fn use_device(&mut self, device: &Arc<Device>) -> u32 {
-        let has = |place: &Option<DeviceUse>| {
-            place.as_ref().is_some_and(|used| Arc::ptr_eq(&used.device, device))
-        };
-        let index = self.devices.iter().position(has).unwrap_or_else(|| {
-            device.add_user();
-            let used = DeviceUse { device: Arc::clone(device), lanes: 0, units: 0, next: None };
-            match self.devices.iter().position(Option::is_none) {
-                Some(index) => {
-                    self.devices[index] = Some(used);
-                    index
-                }
-                None => {
-                    self.devices.push(Some(used));
-                    self.devices.len() - 1
-                }
-            }
-        });
-        if let Some(used) = &mut self.devices[index] {
-            used.lanes += 1;
-        }
-        fits(index, "a count of devices")
     }
 
     /// Whether handles have gone: [`take_retired`](Self::take_retired) finds them.
@@ -245,16 +236,7 @@ impl Lanes {
     pub(crate) fn take_retired(&mut self) -> Option<(i32, Arc<OpenFile>)> {
         let (number, registered) = self.retired.take()?;
         let lane = self.lanes.get_mut(number as usize)?.take()?;
-        if let Some(place) = self.devices.get_mut(lane.device as usize)
-            && let Some(used) = place
-        {
-            used.lanes -= 1;
-            used.next = used.next.filter(|&next| next != number);
-            if used.lanes == 0 {
-                used.device.remove_user();
-                *place = None;
-            }
-        }
+        self.devices.detach(lane.device, number);
         self.touched.retain(|&other| other != number);
         self.share_out();
         Some((registered, lane.file))
@@ -284,13 +266,14 @@ impl Lanes {
         &mut self,
         lane: u32,
         slot: u32,
-        kind: OpKind,
+        (kind, bytes): (OpKind, usize),
         ops: &impl Units,
     ) -> Admission {
         let is_transfer = kind.is_transfer();
         if let Some(Some(place)) = self.lanes.get_mut(lane as usize)
             && is_transfer
             && place.units < place.quick
+            && !self.bytes.counts(bytes)
         {
             place.units += 1;
             place.is_given = true;
@@ -314,14 +297,13 @@ impl Lanes {
         if self.is_closed {
             return Admission::Never;
         }
-        let is_first = place.transfers.is_empty() && !place.has_other_to_go();
-        let units = place.units_of(ops.ranges(slot));
-        if is_first && self.may_enter(lane, units, is_transfer) {
-            return Admission::Now(self.enter(lane, units, is_transfer));
+        let is_first = !place.backlog.has_transfers() && !place.has_other_to_go();
+        let size = self.size_of(place, slot, ops);
+        if is_first && self.may_enter(lane, size, is_transfer) {
+            return Admission::Now(self.enter(lane, size, is_transfer));
         }
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return Admission::Never };
-        let backlog = if is_transfer { &mut place.transfers } else { &mut place.others };
-        backlog.push_back(slot);
+        place.backlog.push(slot, is_transfer);
         place.quick = if is_transfer { 0 } else { place.quick };
         if !place.is_waiting {
             place.is_waiting = true;
@@ -330,8 +312,14 @@ impl Lanes {
         Admission::Later
     }
 
-    fn may_enter(&self, number: u32, units: u32, is_transfer: bool) -> bool {
+    fn size_of(&self, lane: &Lane, slot: u32, ops: &impl Units) -> Size {
+        let units = lane.limits.map_or(1, |limits| limits.requests_of(ops.ranges(slot)));
+        Size { units, bytes: self.bytes.counted(ops.bytes(slot)) }
+    }
+
+    fn may_enter(&self, number: u32, size: Size, is_transfer: bool) -> bool {
         let Some(Some(lane)) = self.lanes.get(number as usize) else { return false };
+        let Size { units, bytes } = size;
         let after = lane.units.saturating_add(units);
         let blocks = if lane.file.blocks() { BLOCKING_MAX } else { u32::MAX };
         if !is_transfer && lane.slow >= SLOW_MAX {
@@ -340,38 +328,37 @@ impl Lanes {
         let fits = lane.units == 0
             || (after <= lane.most.min(blocks)
                 && lane.ops() < lane.paced
+                && self.bytes.disk_has_room(lane.engine, lane.bytes, bytes)
                 && self.shares[lane.engine].allow(lane.units, after));
-        fits && self.device_has_room(lane, number, units)
+        fits && self.device_has_room(lane, number, units) && self.bytes.has_room(bytes)
     }
 
     /// Whether the device of a lane has room for an op, and nobody is before that lane.
     fn device_has_room(&self, lane: &Lane, number: u32, units: u32) -> bool {
-        if lane.file.blocks() {
-            return true;
-        }
-        let Some(Some(used)) = self.devices.get(lane.device as usize) else { return true };
-        let is_next = used.next.is_none_or(|next| next == number);
-        is_next && (used.units == 0 || used.units.saturating_add(units) <= used.device.share())
+        let used = self.devices.get(lane.device).filter(|_| !lane.file.blocks());
+        used.is_none_or(|used| used.has_room(number, units))
     }
 
     /// An op of this lane waits: if that is for its device, it is the next to get room there.
     fn stand_in_line(&mut self, number: u32, units: u32) {
         let Some(Some(lane)) = self.lanes.get(number as usize) else { return };
         let (has_room, blocks) = (self.device_has_room(lane, number, units), lane.file.blocks());
-        let Some(Some(used)) = self.devices.get_mut(lane.device as usize) else { return };
+        let Some(used) = self.devices.get_mut(lane.device) else { return };
         if blocks {
-            used.next = used.next.filter(|&next| next != number);
+            used.leave_line(number);
         } else if !has_room {
-            used.next.get_or_insert(number);
+            used.stand_in_line(number);
         }
     }
 
     /// Returns the units of the op, perhaps with a mark.
-    fn enter(&mut self, lane: u32, units: u32, is_transfer: bool) -> u32 {
+    fn enter(&mut self, lane: u32, Size { units, bytes }: Size, is_transfer: bool) -> u32 {
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return units };
         let before = place.units;
         place.units += units;
         place.surplus += units - 1;
+        place.bytes += bytes;
+        self.bytes.give(bytes);
         place.slow += u32::from(!is_transfer);
         place.is_given = true;
         if !place.is_touched {
@@ -379,8 +366,8 @@ impl Lanes {
             self.touched.push(lane);
         }
         self.shares[place.engine].takes(before, place.units);
-        let Some(Some(used)) = self.devices.get_mut(place.device as usize) else { return units };
-        used.next = used.next.filter(|&next| next != lane);
+        let Some(used) = self.devices.get_mut(place.device) else { return units };
+        used.leave_line(lane);
         if place.file.blocks() {
             return units | IN_POOL;
         }
@@ -390,10 +377,10 @@ impl Lanes {
 
     /// An op that counted as `units` has completed.
     #[inline]
-    pub(crate) fn leave(&mut self, lane: u32, mut units: u32, kind: OpKind) {
+    pub(crate) fn leave(&mut self, lane: u32, mut units: u32, (kind, bytes): (OpKind, usize)) {
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return };
         if place.device != NO_DEVICE
-            && let Some(Some(used)) = self.devices.get_mut(place.device as usize)
+            && let Some(used) = self.devices.get_mut(place.device)
         {
             used.units -= if units & IN_POOL == 0 { units } else { 0 };
             units &= !IN_POOL;
@@ -401,6 +388,7 @@ impl Lanes {
         }
         let before = place.units;
         place.units -= units;
+        place.bytes -= self.bytes.counted(bytes);
         place.found += 1;
         if !place.is_touched {
             place.is_touched = true;
@@ -423,7 +411,7 @@ impl Lanes {
             let (found, is_given) = (std::mem::take(&mut lane.found), lane.is_given && submitted);
             lane.is_given = false;
             let in_kernel = lane.ops() + found;
-            let demand = in_kernel as usize + lane.transfers.len() + lane.others.len();
+            let demand = in_kernel as usize + lane.backlog.len();
             lane.pacing.harvested(u64::from(found), in_kernel as usize, is_given, now);
             lane.paced = u32::try_from(lane.pacing.limit(demand)).unwrap_or(u32::MAX);
             lane.set_quick(self.is_closed);
@@ -435,24 +423,22 @@ impl Lanes {
         for _ in 0..self.waiting.len() {
             let number = self.waiting.pop_front()?;
             let Some(Some(lane)) = self.lanes.get(number as usize) else { continue };
-            let Some((slot, is_transfer)) = lane.first() else {
+            let Some((slot, is_transfer)) = lane.backlog.first(lane.slow < SLOW_MAX) else {
                 self.waiting.push_back(number);
                 continue;
             };
-            let units = lane.units_of(ops.ranges(slot));
-            let enters = self.may_enter(number, units, is_transfer);
+            let size = self.size_of(lane, slot, ops);
+            let enters = self.may_enter(number, size, is_transfer);
             if enters {
-                ops.set(slot, self.enter(number, units, is_transfer));
+                ops.set(slot, self.enter(number, size, is_transfer));
             } else {
-                self.stand_in_line(number, units);
+                self.stand_in_line(number, size.units);
             }
             let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
             if enters {
-                lane.other_went = !is_transfer;
-                let backlog = if is_transfer { &mut lane.transfers } else { &mut lane.others };
-                backlog.pop_front();
+                lane.backlog.take(is_transfer);
             }
-            lane.is_waiting = !lane.transfers.is_empty() || !lane.others.is_empty();
+            lane.is_waiting = !lane.backlog.is_empty();
             lane.set_quick(self.is_closed);
             if lane.is_waiting {
                 self.waiting.push_back(number);
@@ -465,22 +451,18 @@ impl Lanes {
     }
 }
 
-impl Lane {
-    fn units_of(&self, ranges: &[libc::iovec]) -> u32 {
-        self.limits.map_or(1, |limits| limits.requests_of(ranges))
-    }
+/// What an op takes of the room of its lane.
+#[derive(Clone, Copy)]
+struct Size {
+    units: u32,
+    /// As they count.
+    bytes: usize,
+}
 
+impl Lane {
     /// Whether an op waits that is neither a read nor a write, and there may be one more of them.
     fn has_other_to_go(&self) -> bool {
-        !self.others.is_empty() && self.slow < SLOW_MAX
-    }
-
-    /// The op whose turn it is, and whether it is a read or a write. Both kinds may come for ever,
-    /// and neither keeps the other back.
-    fn first(&self) -> Option<(u32, bool)> {
-        let is_other = self.has_other_to_go() && (self.transfers.is_empty() || !self.other_went);
-        let backlog = if is_other { &self.others } else { &self.transfers };
-        Some((*backlog.front()?, !is_other))
+        self.backlog.has_others() && self.slow < SLOW_MAX
     }
 
     /// Ops of it that the engine has.
@@ -491,7 +473,7 @@ impl Lane {
     fn set_quick(&mut self, is_closed: bool) {
         let is_simple = !is_closed
             && self.device == NO_DEVICE
-            && self.transfers.is_empty()
+            && !self.backlog.has_transfers()
             && !self.file.blocks();
         self.quick = if is_simple { self.own.min(self.most).min(self.paced) } else { 0 };
     }
@@ -500,6 +482,7 @@ impl Lane {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Device;
     use std::os::fd::OwnedFd;
 
     /// Ops by their number: whether each is a read, its memory, and what it counts as.
@@ -509,6 +492,10 @@ mod tests {
     impl Units for Ops {
         fn ranges(&self, slot: u32) -> &[libc::iovec] {
             &self.0[slot as usize].1
+        }
+
+        fn bytes(&self, slot: u32) -> usize {
+            self.0[slot as usize].1.iter().map(|range| range.iov_len).sum()
         }
 
         fn set(&mut self, slot: u32, units: u32) {
@@ -529,7 +516,8 @@ mod tests {
 
     impl Bench {
         fn new(engine: EngineKind, depth: u32) -> Self {
-            let lanes = Lanes::new(depth);
+            let mut lanes = Lanes::new(depth);
+            lanes.set_bytes(ByteLimits { op: 1 << 20, round: usize::MAX, disk: usize::MAX });
             let (files, disks) = (Vec::new(), Vec::new());
             Self { default: engine, lanes, ops: Ops::default(), files, disks, engine: Vec::new() }
         }
@@ -557,7 +545,8 @@ mod tests {
             let iov_base = std::ptr::null_mut();
             let ranges = ranges.iter().map(|&iov_len| libc::iovec { iov_base, iov_len });
             self.ops.0.push((kind.is_transfer(), ranges.collect(), 0));
-            let admission = self.lanes.admit(self.files[disk].lane(), slot, kind, &self.ops);
+            let what = (kind, self.ops.bytes(slot));
+            let admission = self.lanes.admit(self.files[disk].lane(), slot, what, &self.ops);
             if let Admission::Now(units) = admission {
                 self.ops.set(slot, units);
                 self.engine.push((disk, slot));
@@ -577,8 +566,14 @@ mod tests {
             let (_, slot) = self.engine.remove(place);
             let &(is_transfer, _, units) = &self.ops.0[slot as usize];
             let kind = if is_transfer { OpKind::Read } else { OpKind::Flush };
-            self.lanes.leave(self.files[disk].lane(), units, kind);
+            let what = (kind, self.ops.bytes(slot));
+            self.lanes.leave(self.files[disk].lane(), units, what);
             self.lanes.harvested(true, Instant::now());
+            self.take_in()
+        }
+
+        /// Gives the engine the ops that have room now.
+        fn take_in(&mut self) -> Vec<(usize, u32)> {
             let mut begun = Vec::new();
             while let Some(slot) = self.lanes.next(&mut self.ops) {
                 self.engine.push((self.disks[slot as usize], slot));
@@ -702,7 +697,7 @@ mod tests {
             while bench.engine.iter().any(|(of, _)| *of == hung) {
                 bench.complete(hung);
             }
-            let used = bench.lanes.devices[0].as_ref().unwrap();
+            let used = bench.lanes.devices.get(0).unwrap();
             assert_eq!(used.units as usize, bench.engine.len());
             assert_eq!(bench.lanes.lanes[0].as_ref().unwrap().units, 0);
         }
@@ -829,6 +824,57 @@ mod tests {
         assert_eq!(bench.engine.len(), 48);
     }
 
+    /// Bytes that the engine has of a disk.
+    fn bytes_of(bench: &Bench, disk: usize) -> usize {
+        let ops = bench.engine.iter().filter(|(of, _)| *of == disk);
+        ops.map(|&(_, op)| bench.ops.bytes(op)).sum()
+    }
+
+    #[test]
+    fn a_round_takes_few_bytes_and_disks_take_turns() {
+        let mut bench = Bench::new(EngineKind::IoUring, 1024);
+        bench.lanes.set_bytes(ByteLimits::default());
+        let (greedy, second) = (bench.attach(None), bench.attach(None));
+        for disk in [greedy, second] {
+            for _ in 0..50 {
+                bench.start(disk, OpKind::Read, 1 << 20);
+            }
+        }
+        assert_eq!(bytes_of(&bench, greedy), ByteLimits::ROUND, "it was there first");
+        assert_eq!(bytes_of(&bench, second), 0);
+        let small = bench.attach(None);
+        assert_eq!(bench.start(small, OpKind::Read, 16 << 10), Admission::Now(1), "it is small");
+        assert!(bench.lanes.keeps_for_next_round() && bench.take_in().is_empty());
+        for round in 1..=3 {
+            assert_eq!(bench.lanes.begin_round(), ByteLimits::ROUND);
+            assert_eq!(bench.take_in().len() << 20, ByteLimits::ROUND, "round {round}");
+            assert_eq!(bytes_of(&bench, second), round * ByteLimits::ROUND / 2);
+        }
+    }
+
+    #[test]
+    fn a_disk_has_a_bounded_number_of_bytes_in_its_engine() {
+        for (engine, most) in [
+            (EngineKind::IoUring, ByteLimits::DISK),
+            (EngineKind::Aio, ByteLimits::DISK),
+            (EngineKind::Threads, ByteLimits::DISK / 2),
+        ] {
+            let mut bench = Bench::new(engine, 1024);
+            bench.lanes.set_bytes(ByteLimits::default());
+            let disk = bench.attach(None);
+            for _ in 0..200 {
+                bench.start(disk, OpKind::Write { fua: false }, 1 << 20);
+                bench.lanes.begin_round();
+            }
+            assert_eq!(bytes_of(&bench, disk), most, "{engine}");
+            for _ in 0..50 {
+                bench.lanes.begin_round();
+                assert_eq!(bench.complete(disk).len(), 1, "{engine}: as much as has completed");
+                assert_eq!(bytes_of(&bench, disk), most, "{engine}");
+            }
+        }
+    }
+
     #[test]
     fn a_lane_that_goes_gives_everything_back() {
         let device = Device::with(128, 65_536);
@@ -840,7 +886,7 @@ mod tests {
             bench.files.clear();
             assert!(bench.lanes.take_retired().is_some() && bench.lanes.take_retired().is_none());
             assert_eq!((bench.lanes.len(), bench.lanes.shares[EngineKind::Aio].taken), (0, 0));
-            assert!(bench.lanes.devices.iter().all(Option::is_none));
+            assert!(bench.lanes.devices.get(0).is_none());
         }
     }
 }

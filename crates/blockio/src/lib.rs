@@ -61,8 +61,8 @@ mod turn;
 mod unanswered;
 
 pub use config::{
-    BounceConfig, CompletionRing, EngineConfig, EngineKind, EngineOptions, IoThreadConfig,
-    PacingConfig,
+    BounceConfig, ByteLimits, CompletionRing, EngineConfig, EngineKind, EngineOptions,
+    IoThreadConfig, PacingConfig,
 };
 pub use disk::{Disk, DiskOptions, DiskSource, Unfinished};
 pub use error::Error;
@@ -71,7 +71,7 @@ pub use io::{Io, TaskRef};
 pub use io_memory::RegisteredMemory;
 pub use io_thread::IoThread;
 pub use iomem::{BufferMemory, Buffers};
-pub use looks::ROUNDS_UNTIL_SERVED;
+pub use looks::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 pub use pending::{Answer, Pending};
 pub use reactor::{Armed, Source, SourceId};
 pub use remote::Remote;

@@ -183,6 +183,10 @@ impl Units for Table {
         op.map_or(&[], |op| op.buffers.iovecs())
     }
 
+    fn bytes(&self, slot: u32) -> usize {
+        self.0.get(slot as usize).and_then(Slot::op).map_or(0, |op| op.buffers.bytes())
+    }
+
     fn set(&mut self, slot: u32, units: u32) {
         if let Some(slot) = self.0.get_mut(slot as usize) {
             slot.units = units;
@@ -201,9 +205,9 @@ impl Slots {
     /// As [`insert`](Self::insert), and says what is to become of the op.
     #[inline]
     pub(crate) fn start(&mut self, op: Op, owner: Owner) -> (u32, Start) {
-        let (lane, kind) = (op.file.lane(), op.kind);
+        let (lane, kind, bytes) = (op.file.lane(), op.kind, op.buffers.bytes());
         let index = self.insert(op, owner);
-        let start = match self.lanes.admit(lane, index, kind, &self.slots) {
+        let start = match self.lanes.admit(lane, index, (kind, bytes), &self.slots) {
             Admission::Now(units) => {
                 self.slots.0[index as usize].units = units;
                 Start::Queue
@@ -312,7 +316,8 @@ impl Slots {
                 let times = Times { submitted: slot.submitted, now };
                 op.file.answered(op.kind, slot.tracked, result, times);
                 if slot.units > 0 {
-                    self.lanes.leave(op.file.lane(), slot.units, op.kind);
+                    let what = (op.kind, op.buffers.bytes());
+                    self.lanes.leave(op.file.lane(), slot.units, what);
                 }
                 if let Some(stats) = stats_of(stats, op.kind) {
                     record(stats, result, slot.submitted.map(|then| now - then));

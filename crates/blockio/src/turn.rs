@@ -6,7 +6,8 @@
 //!
 //! ```text
 //! repeat   run ready tasks · submit and harvest
-//! until    nothing is ready, or the eventfds have to be looked at
+//! until    nothing is ready and no op was kept for a next round, or the eventfds have to be
+//!          looked at
 //! notify   each source that has asked for it, once (and in each round of several tasks)
 //! wait     busy-poll · arm the sources and look once more · sleep · submit and harvest · calls
 //! ```
@@ -32,7 +33,6 @@ use crate::clock;
 use crate::engine::{Engine, TOKEN_ENGINE};
 use crate::error::Error;
 use crate::io_state::{Io, Ops};
-use crate::late::News;
 use crate::looks::ROUNDS_BETWEEN_SOURCES;
 use crate::op::{Completer, Slots};
 use crate::poll_window::Awaited;
@@ -59,6 +59,9 @@ pub enum Activity {
     Idle,
 }
 
+/// How often completions let ops out of their lanes before the round ends.
+const MOVES_MAX: u32 = 4;
+
 /// How long to put off a wait that failed because the kernel had no memory.
 const RETRY_WAIT: Duration = Duration::from_millis(1);
 
@@ -72,7 +75,7 @@ impl Io {
     fn turn_inside(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
         assert!(!self.in_turn.get(), "invariant 2: a task takes no turn of its own IoThread");
         self.in_turn.set(true);
-        while self.has_ready() && !self.look_is_due() {
+        while self.has_work() && !self.look_is_due() {
             if self.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
                 self.look_at_sources();
             }
@@ -97,6 +100,12 @@ impl Io {
     #[inline(always)]
     fn has_ready(&self) -> bool {
         task::has_ready(&self.executor, &self.running)
+    }
+
+    /// True while a round has something to do: tasks, or ops that had no room in the last one.
+    #[inline(always)]
+    fn has_work(&self) -> bool {
+        self.has_ready() || self.has_kept_ops.get()
     }
 
     /// Returns how many tasks there were.
@@ -168,7 +177,7 @@ impl Io {
     /// A harvest outside of a turn may have taken the event that makes the descriptor readable, for
     /// something that only a turn does. So there is another one.
     fn leave_announced(&self) {
-        if self.running.is_due() || self.mailbox.has_anything() {
+        if self.running.is_due() || self.mailbox.has_anything() || self.has_kept_ops.get() {
             self.mailbox.wake();
         }
     }
@@ -182,6 +191,7 @@ impl Io {
             return;
         }
         let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
+        let mut moves = 0;
         loop {
             let queued = engine.queued();
             let more = engine.submit(self.submit_max, &mut done);
@@ -192,7 +202,10 @@ impl Io {
                 done.slots.lanes.harvested(submitted, done.now);
             }
             // Completions have made room for what waits in lanes.
-            let moved = done.slots.lanes.has_backlog() && queue_from_lanes(engine, done.slots);
+            let moved = done.slots.lanes.has_backlog()
+                && moves < MOVES_MAX
+                && queue_from_lanes(engine, done.slots);
+            moves += u32::from(moved);
             // They may have made room for what is queued, too.
             if !more && !moved && (found == 0 || engine.queued() == 0) {
                 break;
@@ -200,7 +213,10 @@ impl Io {
         }
         self.recently.set(done.now);
         self.poll_window.others_completed(foreign - done.slots.foreign(), done.now);
-        self.round_ends(done.now);
+        self.round_ends(done.now, done.slots.lanes.begin_round());
+        // The next round has room for what waits. Who has waited comes before its tasks.
+        let keeps = done.slots.lanes.has_backlog() && queue_from_lanes(engine, done.slots);
+        self.has_kept_ops.set(keeps);
         self.take_in(&mut ops);
         if !ops.slots.unwanted.is_empty() {
             let unwanted = std::mem::take(&mut ops.slots.unwanted);
@@ -239,9 +255,9 @@ impl Io {
     fn may_submit_in_wait(&self, wait: Wait) -> bool {
         wait == Wait::ForEvent
             && self.poll_window.is_closed(self.awaited())
-            && self.ops.borrow().engine.may_submit_in_wait()
+            && self.ops.borrow().may_submit_in_wait()
             && self.submit_max >= u32::MAX as usize
-            && !self.has_ready()
+            && !self.has_work()
             && !self.mailbox.is_posted()
             && !self.stopped.get()
     }
@@ -253,7 +269,7 @@ impl Io {
         let woken = &mut *found;
         let was_root_woken = self.running.take_root_woken();
         let mut busy =
-            self.has_ready() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
+            self.has_work() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
         let since = (!busy && wait == Wait::ForEvent).then(clock::now);
         let awaited = self.awaited();
         if let Some(since) = since {
@@ -301,7 +317,7 @@ impl Io {
             self.look_for_late_ops();
         }
         // Who wakes something outside of tasks has kept the sources from being armed, too.
-        let is_ready = self.run_foreign() || self.has_ready() || was_root_woken;
+        let is_ready = self.run_foreign() || self.has_work() || was_root_woken;
         let is_busy =
             is_ready || self.ops.borrow_mut().engine.must_be_asked() || self.arm_mailbox();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
@@ -317,20 +333,6 @@ impl Io {
             self.harvest_is_due.set(true);
         }
         has_anything
-    }
-
-    /// After a harvest: what has completed while this thread did not run is not late.
-    #[cold]
-    fn look_for_late_ops(&self) {
-        let mut late = self.late.borrow_mut();
-        let ops = self.ops.borrow();
-        for news in late.look(self.recently.get(), &ops.slots, &self.stats) {
-            match news {
-                News::Late { .. } => tracing::warn!("{news}"),
-                News::Answers { .. } => tracing::info!("{news}"),
-            }
-        }
-        self.late_due.set(late.due());
     }
 
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
@@ -411,12 +413,6 @@ impl Io {
         earlier(self.reactor.borrow().next_timer(), self.ops.borrow().engine.retry_at())
     }
 
-    /// When late ops are to be looked for, if there may be some.
-    pub(crate) fn deadline_of_look(&self) -> Option<Instant> {
-        let may_be_late = self.ops.borrow().engine.in_kernel() > 0 || self.late.borrow().any();
-        may_be_late.then(|| self.late_due.get())
-    }
-
     // Phase: calls of other threads.
 
     /// Takes in what other threads have posted. Returns whether there was anything.
@@ -456,6 +452,9 @@ impl Io {
             self.harvest_is_due.set(true);
             // Submits and harvests: no turn does it any more.
             self.submit_and_harvest();
+            if self.has_kept_ops.get() {
+                continue;
+            }
             let mut ops = self.ops.borrow_mut();
             let foreign = if foreign_too { ops.slots.foreign() } else { 0 };
             if ops.engine.queued() + ops.engine.in_kernel() + foreign == 0 {

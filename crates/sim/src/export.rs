@@ -6,7 +6,7 @@ mod units;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::{ROUNDS_UNTIL_SERVED, Remote};
+use blockio::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED, Remote};
 use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET};
 use device::scsi::RemovedUnit;
 use device::{Device, Pending, QueueHandle, QueueSetup, StartError, StopKind};
@@ -26,8 +26,9 @@ use crate::world::World;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Waiting {
     next_avail: u16,
-    /// Rounds of the IoThread, and the time that it has had, when it was seen first.
-    since: (u64, u64),
+    /// Rounds of the IoThread, the time that it has had, and for how long ops have held it up, when
+    /// it was seen first.
+    since: (u64, u64, u64),
 }
 
 /// How far an IoThread has come after a turn.
@@ -35,6 +36,8 @@ pub(crate) struct Had {
     pub(crate) rounds: u64,
     /// Without what others have taken while it would have gone on.
     pub(crate) time_ns: u64,
+    /// For so many nanoseconds ops have held it up.
+    pub(crate) held_ns: u64,
     /// The kernel has refused a submit in this turn.
     pub(crate) was_refused: bool,
 }
@@ -396,7 +399,8 @@ impl Export {
     /// waiting for too long. Where io_uring watches the kicks, none shows while the kernel refuses
     /// its entries, so a wait begins anew with each refusal.
     pub(crate) fn check_waits(&mut self, thread: usize, had: &Had) -> Result<(), Failure> {
-        let Had { rounds, time_ns: now, was_refused } = *had;
+        let Had { rounds, time_ns: now, held_ns, was_refused } = *had;
+        let held_ns_max = self.plan.held_ns_max(ROUND_BYTES_UNTIL_SERVED);
         let is_deaf = was_refused && self.plan.has_engine(2);
         for (queue, (place, waiting)) in self.places.iter_mut().enumerate() {
             let place = self.front_end.as_ref().map_or(*place, |f| f.place(queue));
@@ -424,13 +428,15 @@ impl Export {
                 continue;
             }
             let waits = waiting.filter(|w| w.next_avail == next_avail && !is_deaf);
+            let since = (rounds, now, held_ns);
             let Waiting { since, .. } =
-                *waiting.insert(waits.unwrap_or(Waiting { next_avail, since: (rounds, now) }));
-            let (waited, time) = (rounds - since.0, now - since.1);
-            if waited > u64::from(ROUNDS_UNTIL_SERVED) && time >= self.plan.look_delay_ns() {
+                *waiting.insert(waits.unwrap_or_else(|| Waiting { next_avail, since }));
+            let (waited, time, held) = (rounds - since.0, now - since.1, held_ns - since.2);
+            let is_late = waited > u64::from(ROUNDS_UNTIL_SERVED) || held > held_ns_max;
+            if is_late && time >= self.plan.look_delay_ns() {
                 let text = format!(
                     "invariant 14: device {}, queue {queue}: avail entry {next_avail} was left for \
-                     {waited} rounds of IoThread {thread}, {time} ns",
+                     {waited} rounds of IoThread {thread}, {time} ns, {held} ns of them in submits",
                     self.index
                 );
                 return Err(Failure::new("starved", text));

@@ -126,8 +126,7 @@ pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Fa
         || ((op.offset() | len as u64) & (block - 1) == 0
             && op.buffers().is_aligned(memory_align, block_bytes));
     let inside = end.is_some_and(|end| end <= plan.sectors() * SECTOR as u64);
-    let most = plan.op_bytes_max().max(block_bytes);
-    let fits_size = !is_data || (len > 0 && len <= most);
+    let fits_size = !is_data || (len > 0 && len <= plan.op_bytes_max());
     if !found || !aligned || !inside || !fits_size {
         let (kind, offset, buffers) = (op.kind(), op.offset(), op.buffers());
         let text = format!("{kind:?} at {offset} of {buffers:?}: {:?}", buffers.iovecs());

@@ -3,7 +3,7 @@
 mod draw;
 mod text;
 
-use blockio::IoThreadConfig;
+use blockio::ByteLimits;
 use iomem::fits;
 
 use crate::rng::{Rng, some};
@@ -90,8 +90,14 @@ knobs! {
     no_harvest_on_submit: 0,
     /// KiB of memory for misaligned requests, for each IoThread, at least 8.
     bounce_kib: 0,
-    /// KiB of an op at most; zero is what the product has.
+    /// KiB of an op at most; zero is the product's number.
     op_kib: 0,
+    /// KiB of ops in a round at most; zero is the product's number.
+    round_kib: 0,
+    /// KiB of the ops of a disk in the kernel at most; zero is the product's number.
+    disk_kib: 0,
+    /// Nanoseconds for which each byte of an op holds up the IoThread that submits it.
+    byte_ns: 0,
     /// Pacing has the numbers of the product; else smaller ones, which short runs go through.
     real_pacing: 0,
     /// Ops of one submit at most; zero is no limit.
@@ -278,7 +284,7 @@ impl Plan {
         plan.draw_scsi(&mut Rng::new(seed, 9));
         plan.draw_deaths(&mut Rng::new(seed, 10));
         plan.draw_limits(&mut Rng::new(seed, 11));
-        plan.op_kib = some(&mut Rng::new(seed, 12), 500, &[1, 2, 4, 16]);
+        plan.draw_bytes(&mut Rng::new(seed, 12));
         plan.tidied()
     }
 
@@ -390,12 +396,34 @@ impl Plan {
         if self.block_4k > 0 { 4096 } else { 512 }
     }
 
+    /// The bounds on bytes of ops.
+    pub(crate) fn byte_limits(&self) -> ByteLimits {
+        let bytes = |kib: u64, default| match kib {
+            0 => default,
+            kib => fits(kib << 10, "a number of KiB"),
+        };
+        ByteLimits {
+            op: bytes(self.op_kib, ByteLimits::OP),
+            round: bytes(self.round_kib, ByteLimits::ROUND),
+            disk: bytes(self.disk_kib, ByteLimits::DISK),
+        }
+    }
+
     /// The most bytes of an op.
     pub(crate) fn op_bytes_max(&self) -> usize {
-        match self.op_kib {
-            0 => IoThreadConfig::OP_BYTES_MAX,
-            kib => fits(kib << 10, "a number of KiB"),
+        self.byte_limits().op.max(fits(self.block_bytes(), "the size of a block"))
+    }
+
+    /// For how many nanoseconds ops may hold up an IoThread that gives the kernel the bytes of so
+    /// many rounds. Refused ops stay with their engine, and come in one submit with later ones.
+    pub(crate) fn held_ns_max(&self, rounds: u64) -> u64 {
+        let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr;
+        if refuses + self.submit_partial + self.submit_reject > 0 {
+            return u64::MAX;
         }
+        // An op alone is never too large for a round; devices of a mix differ in their blocks.
+        let of_round = self.byte_limits().round.max(self.op_bytes_max()).max(4096) as u64;
+        rounds * of_round * self.byte_ns
     }
 
     /// What addresses of memory are multiples of, for direct I/O.

@@ -37,6 +37,8 @@ pub(crate) struct Thread {
     /// When its last turn ended, and the time that it has had by then.
     ended_ns: u64,
     had_ns: u64,
+    /// For how long ops have held it up.
+    held_ns: u64,
     /// The kernel has refused a submit in its last turn.
     was_refused: bool,
 }
@@ -60,9 +62,18 @@ impl Thread {
     ) -> Result<(), Failure> {
         let begin = world.now_nanoseconds();
         let refused = self.io_thread.io().stats().submit_again.get();
+        let rounds = self.io_thread.io().stats().rounds.get();
         world.begin_turn();
         let activity = self.io_thread.turn(wait);
         let end = world.end_turn();
+        let (held, rounds) =
+            (world.held_in_turn(), self.io_thread.io().stats().rounds.get() - rounds);
+        self.held_ns += held;
+        // The wait at the end of a turn submits, too.
+        if held > world.plan().held_ns_max(rounds + 1) {
+            let text = format!("invariant 14: ops held a turn of {rounds} rounds for {held} ns");
+            return Err(Failure::new("held", text));
+        }
         self.was_refused = self.io_thread.io().stats().submit_again.get() > refused;
         let now = world.now_nanoseconds();
         self.had_ns += (begin - self.ended_ns).min(BETWEEN_TURNS_NS) + (now - begin);
@@ -143,7 +154,7 @@ impl Stack {
                 .ok()
                 .filter(|m| *m > 0)
                 .unwrap_or(u32::MAX),
-            op_bytes_max: self.plan.op_bytes_max(),
+            bytes: self.plan.byte_limits(),
             bounce: BounceConfig {
                 // At least two pieces.
                 budget_bytes: fits::<_, usize>(self.plan.bounce_kib.max(8), "a budget in KiB")
@@ -169,6 +180,7 @@ impl Stack {
                 empty_turns: 0,
                 ended_ns: self.world.now_nanoseconds(),
                 had_ns: 0,
+                held_ns: 0,
                 was_refused: false,
             });
         }
@@ -185,9 +197,10 @@ impl Stack {
             return Ok(());
         }
         taken?;
-        let Thread { io_thread, had_ns, was_refused, .. } = &self.threads[index];
+        let Thread { io_thread, had_ns, held_ns, was_refused, .. } = &self.threads[index];
         let rounds = io_thread.io().stats().rounds.get();
-        let had = Had { rounds, time_ns: *had_ns, was_refused: *was_refused };
+        let (time_ns, held_ns, was_refused) = (*had_ns, *held_ns, *was_refused);
+        let had = Had { rounds, time_ns, held_ns, was_refused };
         let exports = &mut self.control.borrow_mut().exports;
         exports.iter_mut().try_for_each(|export| export.check_waits(index, &had))
     }

@@ -168,6 +168,10 @@ impl World {
         }
     }
 
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
     /// The next number of the order in which things happen.
     pub(crate) fn tick(&self) -> u64 {
         self.sequence.set(self.sequence.get() + 1);
@@ -374,7 +378,10 @@ impl World {
             let Some(thread) = sq_threads.remove(&id) else { return };
             (thread, rng.pick(&[1, 2, 1000]), rng.chance(600))
         };
-        let Some(taken) = thread.work(self, most) else { return };
+        self.turn.is_sq_thread.set(true);
+        let taken = thread.work(self, most);
+        self.turn.is_sq_thread.set(false);
+        let Some(taken) = taken else { return };
         self.trace(|| format!("kernel: submission thread {id} takes {taken} entries"));
         if taken == 0 && tires && thread.sleep() {
             self.trace(|| format!("kernel: submission thread {id} sleeps"));

@@ -120,7 +120,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["open_file", "task"]),
             (3, &["bounce", "io_file"]),
             // Ops and their slots.
-            (4, &["lane", "lane::shares"]),
+            (4, &["lane", "lane::backlog", "lane::bytes", "lane::devices", "lane::shares"]),
             (5, &["op"]),
             (6, &["late"]),
             // The ways to the kernel.

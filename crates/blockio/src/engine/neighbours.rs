@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::TaskSet;
-use crate::config::EngineKind;
+use crate::config::{ByteLimits, EngineKind};
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::io_thread::IoThread;
 use iomem::Buffers;
@@ -254,4 +254,49 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
     drop(frozen);
     thread.run().unwrap();
     assert_eq!(done.get(), 300);
+}
+
+/// A hundred cached reads of 1 MiB are complete in their submit. A task that wants to run in each
+/// round sees few bytes go by between two of its runs.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn cached_reads_hold_the_loop_for_few_bytes_at_a_time() {
+    const READS: usize = 100;
+    // Pool threads copy on their own time.
+    for engine in [EngineKind::IoUring, EngineKind::Aio] {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        std::fs::write(file.path(), vec![7; 4 << 20]).unwrap();
+        let config = IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let io = thread.io();
+        let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let disk = Rc::new(source.attach(io));
+        let left = Rc::new(Cell::new(10 * READS));
+        for read in 0..READS {
+            let (disk, left, io_of_read) = (Rc::clone(&disk), Rc::clone(&left), Rc::clone(io));
+            io.spawn(async move {
+                while left.get() > 0 {
+                    left.set(left.get().saturating_sub(1));
+                    let offset = (read % 4) as u64 * (1 << 20);
+                    disk.read(offset, Buffers::aligned(1 << 20, 4096)).await.unwrap();
+                }
+                io_of_read.stop();
+            });
+        }
+        let most = Rc::new(Cell::new(0));
+        let (seen, io_of_neighbour, rest) = (Rc::clone(&most), Rc::clone(io), Rc::clone(&left));
+        io.spawn(async move {
+            let mut before = 0;
+            while rest.get() > 0 {
+                let now = io_of_neighbour.stats().read.bytes.get();
+                seen.set(seen.get().max(now - before));
+                before = now;
+                io_of_neighbour.wake_me();
+                io_of_neighbour.suspend().await;
+            }
+        });
+        thread.run().unwrap();
+        let (most, bound) = (most.get(), 3 * ByteLimits::ROUND as u64);
+        assert!(most <= bound, "{engine}: {most} bytes between two runs of a neighbour");
+    }
 }

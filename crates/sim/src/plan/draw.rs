@@ -98,6 +98,14 @@ impl Plan {
         self.preempt = some(rng, 600, &[20, 100, 300]);
     }
 
+    /// Bounds on the bytes of ops, and the time that these take.
+    pub(super) fn draw_bytes(&mut self, rng: &mut Rng) {
+        self.op_kib = some(rng, 500, &[1, 2, 4, 16]);
+        self.round_kib = some(rng, 500, &[1, 8, 32]);
+        self.disk_kib = some(rng, 400, &[1, 16, 64]);
+        self.byte_ns = some(rng, 500, &[1, 10, 50]);
+    }
+
     pub(super) fn draw_control(&mut self, rng: &mut Rng) {
         self.stops = some(rng, 400, &[1, 4]);
         self.remaps = some(rng, 250, &[1, 3]);

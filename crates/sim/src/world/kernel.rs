@@ -110,6 +110,9 @@ impl sim::World for World {
     fn start(&self, op: KernelOp) -> bool {
         self.pass();
         self.rush();
+        if op.holds_submitter() {
+            self.hold(op.buffers().bytes() as u64 * self.plan.byte_ns);
+        }
         let begin = self.tick();
         let mut guard = self.inner.borrow_mut();
         let inner = &mut *guard;

@@ -22,6 +22,10 @@ pub(super) struct Turn {
     pub(super) runs: Cell<bool>,
     pub(super) spins: Cell<u64>,
     pub(super) end: Cell<TurnEnd>,
+    /// For how long ops have held up the IoThread, which submits them.
+    pub(super) held_ns: Cell<u64>,
+    /// A submission thread of io_uring submits.
+    pub(super) is_sq_thread: Cell<bool>,
     pub(super) sleeps: Cell<bool>,
 }
 
@@ -49,6 +53,7 @@ impl World {
         self.turn.runs.set(true);
         self.turn.spins.set(0);
         self.turn.sleeps.set(false);
+        self.turn.held_ns.set(0);
         self.turn.end.set(TurnEnd::Awake);
     }
 
@@ -60,6 +65,19 @@ impl World {
         }
         self.polls.set(polls);
         self.turn.end.get()
+    }
+
+    /// For how many nanoseconds ops have held up the IoThread in its last turn.
+    pub(crate) fn held_in_turn(&self) -> u64 {
+        self.turn.held_ns.get()
+    }
+
+    /// The kernel does its part of a submit: time goes on by so many nanoseconds.
+    pub(super) fn hold(&self, time_ns: u64) {
+        if self.turn.runs.get() && !self.is_dead() && !self.turn.is_sq_thread.get() {
+            self.turn.held_ns.set(self.turn.held_ns.get() + time_ns);
+            self.advance_to(self.now.get() + time_ns);
+        }
     }
 
     pub(crate) fn polls(&self) -> Polls {

@@ -9,9 +9,10 @@ use iomem::Repeated;
 
 use super::*;
 use crate::Wait;
+use crate::config::ByteLimits;
 
 const LARGE: usize = 16 << 20;
-const PIECES: u64 = (LARGE / IoThreadConfig::OP_BYTES_MAX) as u64;
+const PIECES: u64 = (LARGE / ByteLimits::OP) as u64;
 
 /// A list of many ranges, of which none ends at a bound of pieces.
 fn scattered(bytes: usize) -> Buffers {
@@ -21,7 +22,7 @@ fn scattered(bytes: usize) -> Buffers {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn no_op_is_larger_than_the_bound_and_no_byte_is_lost() {
-    let bytes = 5 * IoThreadConfig::OP_BYTES_MAX + 4096;
+    let bytes = 5 * ByteLimits::OP + 4096;
     with_each(8 * MIB, |thread, disk, file| {
         let (source, target) = (scattered(bytes), Buffers::aligned(bytes, 4096));
         let data = source.to_vec();

@@ -33,6 +33,10 @@ struct PoolHome {
 }
 
 impl Home for PoolHome {
+    fn holds_submitter(&self) -> bool {
+        false
+    }
+
     fn post(self: Box<Self>, result: i64) -> Signal {
         if self.mailbox.put_result(self.slot, result) {
             Signal::new(move || self.mailbox.wake())

@@ -179,6 +179,11 @@ pub(super) trait Home {
     fn is_ring_entry(&self) -> bool {
         false
     }
+
+    /// Whether the kernel does its part of the op in the submit.
+    fn holds_submitter(&self) -> bool {
+        true
+    }
 }
 
 impl KernelOp {
@@ -225,6 +230,13 @@ impl KernelOp {
     #[must_use]
     pub fn is_ring_entry(&self) -> bool {
         self.home.is_ring_entry()
+    }
+
+    /// True where the IoThread does the kernel's part of the op in its submit; a pool thread has
+    /// the time for it.
+    #[must_use]
+    pub fn holds_submitter(&self) -> bool {
+        self.home.holds_submitter()
     }
 
     /// Posts the result, bytes or a negative errno, where the engine looks for it. The eventfd is

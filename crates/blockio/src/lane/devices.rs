@@ -1,0 +1,85 @@
+//! The devices of lanes, and the room that they have taken there.
+
+use std::sync::Arc;
+
+use crate::device::Device;
+use iomem::fits;
+
+/// The number of a lane whose device has no bound.
+pub(super) const NO_DEVICE: u32 = u32::MAX;
+
+/// A device, and its lanes' part of it.
+pub(super) struct DeviceUse {
+    device: Arc<Device>,
+    lanes: u32,
+    /// Requests of the device that ops in the engine count as.
+    pub(super) units: u32,
+    /// The lane whose op did not fit. No other gets room before it.
+    next: Option<u32>,
+}
+
+impl DeviceUse {
+    /// True where an op of a lane has room, and no other lane is before it.
+    pub(super) fn has_room(&self, lane: u32, units: u32) -> bool {
+        let is_next = self.next.is_none_or(|next| next == lane);
+        is_next && (self.units == 0 || self.units.saturating_add(units) <= self.device.share())
+    }
+
+    /// Gives a lane the next room, unless another lane waits for it already.
+    pub(super) fn stand_in_line(&mut self, lane: u32) {
+        self.next.get_or_insert(lane);
+    }
+
+    /// Takes a lane out of the line.
+    pub(super) fn leave_line(&mut self, lane: u32) {
+        self.next = self.next.filter(|&next| next != lane);
+    }
+}
+
+/// The devices, each at the place that its lanes know.
+#[derive(Default)]
+pub(super) struct Devices(Vec<Option<DeviceUse>>);
+
+impl Devices {
+    #[inline]
+    pub(super) fn get(&self, place: u32) -> Option<&DeviceUse> {
+        self.0.get(place as usize)?.as_ref()
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, place: u32) -> Option<&mut DeviceUse> {
+        self.0.get_mut(place as usize)?.as_mut()
+    }
+
+    /// The place of `device`, which has one lane more.
+    pub(super) fn attach(&mut self, device: &Arc<Device>) -> u32 {
+        let has = |place: &Option<DeviceUse>| {
+            place.as_ref().is_some_and(|used| Arc::ptr_eq(&used.device, device))
+        };
+        let place = self.0.iter().position(has).unwrap_or_else(|| {
+            device.add_user();
+            let used = DeviceUse { device: Arc::clone(device), lanes: 0, units: 0, next: None };
+            let place = self.0.iter().position(Option::is_none).unwrap_or_else(|| {
+                self.0.push(None);
+                self.0.len() - 1
+            });
+            self.0[place] = Some(used);
+            place
+        });
+        if let Some(used) = &mut self.0[place] {
+            used.lanes += 1;
+        }
+        fits(place, "a count of devices")
+    }
+
+    /// Takes a lane away from the device at `place`.
+    pub(super) fn detach(&mut self, place: u32, lane: u32) {
+        let Some(used) = self.get_mut(place) else { return };
+        used.lanes -= 1;
+        used.leave_line(lane);
+        if used.lanes == 0 {
+            used.device.remove_user();
+            self.0[place as usize] = None;
+        }
+    }
+}
