@@ -10,16 +10,30 @@ use crate::error::Error;
 use crate::io_thread::IoThread;
 use iomem::{Buffers, fits};
 
-/// Reads in a round of the trial, and how many of them are in flight.
-const READS: u32 = 256;
-const IN_FLIGHT: u32 = 32;
-/// Rounds for each engine; the fastest one counts, which is the least disturbed.
-const ROUNDS: usize = 6;
-/// For a file on a file system Linux AIO must take less than this share of the time of io_uring in
-/// percent: what it wins is lost with the first submit that waits for the file system.
-const OF_FILE_PERCENT: u32 = 67;
-/// A slow disk gets fewer rounds: its engine does not matter anyway.
-const TRIAL_MAX: Duration = Duration::from_millis(100);
+/// One kind of reads in a trial.
+#[derive(Debug, Clone, Copy)]
+struct Load {
+    /// The least bytes of a read; a logical block may have more.
+    bytes: u32,
+    /// Reads in a round, and how many of them are in flight.
+    reads: u32,
+    at_once: u32,
+    /// Rounds for each engine; the fastest one counts, which is the least disturbed.
+    rounds: usize,
+    /// A slow disk gets fewer rounds: none begins later than this after the start of the trial.
+    until: Duration,
+}
+
+const SMALL: Load =
+    Load { bytes: 4096, reads: 256, at_once: 32, rounds: 6, until: Duration::from_millis(50) };
+/// What copies and backups read. The kernel may need a thread for it where it needs none for a
+/// small read.
+const LARGE: Load =
+    Load { bytes: 128 << 10, reads: 16, at_once: 8, rounds: 4, until: Duration::from_millis(90) };
+/// Where io_uring needs no kernel threads, and for a file on a file system, Linux AIO must take
+/// less than this share of the time of io_uring in percent: beside a client it wins less than in a
+/// trial, and the first submit that waits for the file system takes all of it.
+const OTHERWISE_PERCENT: u32 = 67;
 
 /// An engine, and why it is the best.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,10 +98,12 @@ impl Alike {
     }
 }
 
-/// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB, and
-/// names the best. It takes a tenth of a second at most, unless a single read takes longer.
+/// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB and
+/// some of 128 KiB, and names the best. It takes a tenth of a second at most, unless a single
+/// round takes longer.
 ///
-/// io_uring is the best where it needs no kernel threads. A disk whose kernel driver cannot take a
+/// io_uring is the best where it needs no kernel threads, unless Linux AIO is faster by half. A
+/// disk whose kernel driver cannot take a
 /// request without waiting is served by such threads, one hand-over for each read; then Linux AIO
 /// has it if it was faster, and a file on a file system if it was faster by half: Linux AIO waits
 /// in the submit while such a file is frozen or its place is looked up, and every disk of the
@@ -109,7 +125,7 @@ pub fn best_engine(source: &DiskSource) -> Choice {
         };
     }
     match (io_uring, Trial::new(EngineKind::Aio, source)) {
-        (Ok(io_uring), Ok(aio)) => faster(io_uring, aio, source.is_block_device()),
+        (Ok(io_uring), Ok(aio)) => faster(&io_uring, &aio, source.is_block_device()),
         (Ok(_), Err(error)) => Choice::new(EngineKind::IoUring, error.to_string()),
         (Err(error), Ok(_)) => Choice::new(EngineKind::Aio, error.to_string()),
         (Err(first), Err(second)) => {
@@ -127,43 +143,77 @@ pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = 
     all.into_iter().flatten().filter(move |&engine| engine != best)
 }
 
-fn faster(io_uring: Trial, aio: Trial, is_block_device: bool) -> Choice {
-    let (mut of_io_uring, mut of_aio) = (Duration::MAX, Duration::MAX);
-    let start = Instant::now();
-    for round in 0..ROUNDS {
-        if start.elapsed() > TRIAL_MAX {
+/// How long rounds of one kind took, the fastest of each engine.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    io_uring: Duration,
+    aio: Duration,
+}
+
+/// The times of a load, as far as there was time for it.
+fn times(
+    io_uring: &Trial,
+    aio: &Trial,
+    load: Load,
+    start: Instant,
+) -> Result<Option<Times>, Choice> {
+    let mut best: Option<Times> = None;
+    for round in 0..load.rounds {
+        if start.elapsed() > load.until {
             break;
         }
-        match (io_uring.round(round), aio.round(round)) {
-            (Ok(first), Ok(second)) => {
-                of_io_uring = of_io_uring.min(first);
-                of_aio = of_aio.min(second);
+        match (io_uring.round(load, round), aio.round(load, round)) {
+            (Ok(io_uring), Ok(aio)) => {
+                let Times { io_uring: first, aio: second } =
+                    best.unwrap_or(Times { io_uring, aio });
+                best = Some(Times { io_uring: io_uring.min(first), aio: aio.min(second) });
             }
-            (first, second) => return of_failed_trials(first.err(), second.err()),
+            (first, second) => return Err(of_failed_trials(first.err(), second.err())),
         }
     }
-    let figures = format!(
-        "a trial of {READS} reads took {} us with io_uring and {} us with aio",
-        of_io_uring.as_micros(),
-        of_aio.as_micros()
-    );
-    if !kernel_threads_serve_this_thread() {
-        Choice::new(EngineKind::IoUring, format!("{figures}; io_uring needed no kernel threads"))
-    } else if is_aio_worth_it(of_io_uring, of_aio, is_block_device) {
-        let why = format!("{figures}; io_uring needed kernel threads to wait for the disk");
+    Ok(best)
+}
+
+fn faster(io_uring: &Trial, aio: &Trial, is_block_device: bool) -> Choice {
+    let start = Instant::now();
+    let mut all = Vec::new();
+    let mut figures = String::from("a trial");
+    for load in [SMALL, LARGE] {
+        let times = match times(io_uring, aio, load, start) {
+            Ok(Some(times)) => times,
+            Ok(None) => break,
+            Err(choice) => return choice,
+        };
+        figures += &format!(
+            "{} of {} reads of {} KiB took {} us with io_uring and {} us with aio",
+            if all.is_empty() { "" } else { ", one" },
+            load.reads,
+            load.bytes >> 10,
+            times.io_uring.as_micros(),
+            times.aio.as_micros()
+        );
+        all.push(times);
+    }
+    let needs_threads = kernel_threads_serve_this_thread();
+    let threads = if needs_threads { "needed kernel threads" } else { "needed no kernel threads" };
+    if is_aio_worth_it(&all, needs_threads && is_block_device) {
+        let why = format!("{figures}; io_uring {threads} to wait for the disk");
         Choice::new(EngineKind::Aio, why)
-    } else if of_aio < of_io_uring {
+    } else if needs_threads && is_aio_worth_it(&all, true) {
         let why = format!("{figures}; its submits wait for the file system, so that is too little");
         Choice::new(EngineKind::IoUring, why)
     } else {
-        let why = format!("{figures}; io_uring was as fast although it needed kernel threads");
-        Choice::new(EngineKind::IoUring, why)
+        Choice::new(EngineKind::IoUring, format!("{figures}; io_uring {threads}"))
     }
 }
 
-fn is_aio_worth_it(of_io_uring: Duration, of_aio: Duration, is_block_device: bool) -> bool {
-    let percent = if is_block_device { 100 } else { OF_FILE_PERCENT };
-    of_aio < of_io_uring.saturating_mul(percent) / 100
+/// Whether Linux AIO is so much faster that a disk should have it: in the mean of all loads, of
+/// which each counts as much. `any_gain_counts`: nothing is lost with it.
+fn is_aio_worth_it(all: &[Times], any_gain_counts: bool) -> bool {
+    let percent = if any_gain_counts { 100 } else { OTHERWISE_PERCENT };
+    let ratio = |times: &Times| times.aio.as_secs_f64() / times.io_uring.as_secs_f64();
+    let product: f64 = all.iter().map(ratio).product();
+    !all.is_empty() && product < (f64::from(percent) / 100.0).powf(all.len() as f64)
 }
 
 /// A trial that failed says something about its engine, or, when both failed, about the disk.
@@ -198,7 +248,7 @@ impl Trial {
         // A part of the room is kept for other disks.
         let config = IoThreadConfig {
             engine: engine.into(),
-            depth: 4 * IN_FLIGHT,
+            depth: 4 * SMALL.at_once,
             ..IoThreadConfig::default()
         };
         let thread = IoThread::new(&config)?;
@@ -206,22 +256,22 @@ impl Trial {
         Ok(Self { thread, disk })
     }
 
-    /// How long [`READS`] reads take.
-    fn round(&self, round: usize) -> Result<Duration, Error> {
+    /// How long a round of reads takes.
+    fn round(&self, load: Load, round: usize) -> Result<Duration, Error> {
         let read = |number| {
-            let (offset, bytes) = place(&self.disk, round, number);
+            let (offset, bytes) = place(&self.disk, load, round, number);
             Box::pin(self.disk.read(offset, Buffers::aligned(bytes, 4096)))
         };
         let start = Instant::now();
-        let mut reads: Vec<_> = (0..IN_FLIGHT).map(read).collect();
-        let mut started = IN_FLIGHT;
+        let mut reads: Vec<_> = (0..load.at_once).map(read).collect();
+        let mut started = load.at_once;
         let mut result = Ok(());
         let all = poll_fn(|cx| {
             reads.retain_mut(|this| {
                 while let Poll::Ready(outcome) = this.as_mut().poll(cx) {
                     result =
                         std::mem::replace(&mut result, Ok(())).and(outcome.map_err(Into::into));
-                    if started == READS || result.is_err() {
+                    if started == load.reads || result.is_err() {
                         return false;
                     }
                     *this = read(started);
@@ -239,11 +289,11 @@ impl Trial {
 
 /// Where read `number` of a round is, and how many bytes it has: spread over the disk, the same
 /// places for each engine.
-fn place(disk: &Disk, round: usize, number: u32) -> (u64, usize) {
+fn place(disk: &Disk, load: Load, round: usize, number: u32) -> (u64, usize) {
     let info = disk.info();
-    let bytes = u64::from(info.logical_block_bytes.max(4096)).min(info.size_bytes);
+    let bytes = u64::from(info.logical_block_bytes.max(load.bytes)).min(info.size_bytes);
     let places = (info.size_bytes / bytes).max(1);
-    let index = (round as u64 * u64::from(READS) + u64::from(number))
+    let index = (round as u64 * u64::from(load.reads) + u64::from(number))
         .wrapping_mul(0x9e37_79b9_7f4a_7c15)
         >> 16;
     let bytes = bytes / u64::from(info.logical_block_bytes) * u64::from(info.logical_block_bytes);
@@ -265,7 +315,7 @@ mod tests {
             return; // The file system has no direct I/O.
         };
         let choice = best_engine(&source);
-        assert!(choice.why.contains("a trial of"), "{choice:?}");
+        assert!(choice.why.contains("a trial of 256 reads of 4 KiB took"), "{choice:?}");
         assert_ne!(choice.engine, EngineKind::Threads, "{choice:?}");
     }
 
@@ -306,10 +356,18 @@ mod tests {
     #[test]
     fn linux_aio_must_win_by_more_where_its_submits_may_wait() {
         let ms = Duration::from_millis;
-        assert!(is_aio_worth_it(ms(500), ms(499), true));
-        assert!(!is_aio_worth_it(ms(500), ms(500), true));
-        assert!(!is_aio_worth_it(ms(500), ms(400), false));
-        assert!(is_aio_worth_it(ms(500), ms(300), false));
+        let is_worth_it = |small, large, any| {
+            let times = |aio| Times { io_uring: ms(500), aio: ms(aio) };
+            is_aio_worth_it(&[times(small), times(large)], any)
+        };
+        assert!(is_worth_it(499, 500, true) && is_worth_it(500, 499, true));
+        assert!(!is_worth_it(500, 500, true));
+        assert!(!is_worth_it(400, 400, false));
+        assert!(is_worth_it(300, 300, false));
+        // Large reads decide as much as small ones.
+        assert!(is_worth_it(400, 250, false) && is_worth_it(520, 400, true));
+        assert!(!is_worth_it(400, 500, false) && !is_worth_it(450, 600, true));
+        assert!(!is_aio_worth_it(&[], true), "nothing was tried");
     }
 
     #[test]
@@ -331,8 +389,8 @@ mod tests {
             let source = DiskSource::null(size, &DiskOptions::default()).unwrap();
             let config = IoThreadConfig::default();
             let disk = source.attach(IoThread::new(&config).unwrap().io());
-            for number in 0..READS {
-                let (offset, bytes) = place(&disk, 3, number);
+            for (load, number) in [(SMALL, 3), (LARGE, 3), (SMALL, 255), (LARGE, 15)] {
+                let (offset, bytes) = place(&disk, load, 3, number);
                 assert!(bytes > 0 && offset + bytes as u64 <= size, "{offset} {bytes} {size}");
                 assert_eq!(offset % 512, 0);
             }

@@ -163,6 +163,11 @@ impl Lanes {
         self.bytes.is_full()
     }
 
+    /// True while disks have work for longer than a wake-up takes.
+    pub(crate) fn have_many_bytes(&self) -> bool {
+        self.bytes.are_many()
+    }
+
     /// Lanes that there are.
     pub(crate) fn len(&self) -> usize {
         self.lanes.iter().flatten().count()
@@ -388,7 +393,11 @@ impl Lanes {
         }
         let before = place.units;
         place.units -= units;
-        place.bytes -= self.bytes.counted(bytes);
+        let counted = self.bytes.counted(bytes);
+        if counted > 0 {
+            place.bytes -= counted;
+            self.bytes.take_back(counted);
+        }
         place.found += 1;
         if !place.is_touched {
             place.is_touched = true;

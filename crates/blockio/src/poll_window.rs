@@ -41,6 +41,21 @@ pub(crate) enum Awaited {
     /// Ops are in the kernel, or with something else that completes them, and a source may have
     /// work as well.
     Op,
+    /// Ops of many bytes are in the kernel. The disk goes on while the loop wakes up, so a sleep
+    /// costs no throughput, and busy-polling would only take CPU time.
+    ManyBytes,
+}
+
+impl Awaited {
+    /// With this number of ops; `many_bytes`: they are large.
+    #[inline]
+    pub(crate) fn with(ops: usize, many_bytes: bool) -> Self {
+        match ops {
+            0 => Self::Source,
+            _ if many_bytes => Self::ManyBytes,
+            _ => Self::Op,
+        }
+    }
 }
 
 /// The end of a wait that the loop sleeps through.
@@ -133,6 +148,7 @@ impl PollWindow {
         match awaited {
             Awaited::Source => self.sources.window.get().is_zero() || self.beside.is_shut.get(),
             Awaited::Op => self.disk.is_closed(),
+            Awaited::ManyBytes => true,
         }
     }
 
@@ -142,6 +158,7 @@ impl PollWindow {
             Awaited::Source if self.beside.is_shut.get() => Duration::ZERO,
             Awaited::Source => self.sources.window.get(),
             Awaited::Op => self.disk.window(),
+            Awaited::ManyBytes => Duration::ZERO,
         };
         if window.is_zero() || self.budget.percent.get() >= 100 {
             return window;
@@ -183,6 +200,7 @@ impl PollWindow {
                 let cost = sleep.cpu.map(|before| clock::thread_cpu().saturating_sub(before));
                 self.disk.slept(waited, cost);
             }
+            Awaited::ManyBytes => {}
         }
     }
 }

@@ -377,7 +377,7 @@ impl Io {
     fn awaited(&self) -> Awaited {
         let Ops { engine, slots, .. } = &*self.ops.borrow();
         let ops = engine.in_kernel() + engine.queued() + slots.foreign();
-        if ops > 0 { Awaited::Op } else { Awaited::Source }
+        Awaited::with(ops, slots.lanes.have_many_bytes())
     }
 
     /// Spins on the rings. True when there is something to do.

@@ -108,8 +108,8 @@ fn auto_says_what_it_chose_and_why() -> Result<()> {
     let socket = scene.socket("disk.sock");
     let file_options = ["--blk-file", file.as_str()];
     for (options, said) in [
-        (&["--cache", "none"][..], ": a trial of 256 reads took "),
-        (&["--cache", "directsync"], ": a trial of 256 reads took "),
+        (&["--cache", "none"][..], ": a trial of 256 reads of 4 KiB took "),
+        (&["--cache", "directsync"], ": a trial of 256 reads of 4 KiB took "),
         (&["--cache", "writeback"], "engine io_uring: it is asynchronous with the page cache too"),
         (&["--cache", "writethrough"], "engine io_uring: it is asynchronous with the page cache"),
         (&["--engine", "io_uring"], "engine io_uring: as requested"),

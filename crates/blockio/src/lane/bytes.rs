@@ -11,19 +11,24 @@ use crate::config::{ByteLimits, EngineKind};
 /// A round's bytes in ops that are not counted: with 1,024 of them in an engine, two rounds' worth.
 const SMALL_PART: usize = 512;
 
+/// A disk that moves 5 GB a second works on so many bytes for 100 µs.
+const MANY: usize = 512 << 10;
+
 /// The bounds of an IoThread, and its part of them in this round.
 pub(super) struct RoundBytes {
     limits: ByteLimits,
     /// The size up to which an op counts as nothing.
     small: usize,
     given: usize,
+    /// Counted bytes in all engines.
+    in_engines: usize,
     is_full: Cell<bool>,
 }
 
 impl RoundBytes {
     pub(super) fn new(limits: ByteLimits) -> Self {
         let small = limits.round / SMALL_PART;
-        Self { limits, small, given: 0, is_full: Cell::new(false) }
+        Self { limits, small, given: 0, in_engines: 0, is_full: Cell::new(false) }
     }
 
     /// True for an op that counts.
@@ -58,6 +63,18 @@ impl RoundBytes {
     /// Counts an op that goes to an engine.
     pub(super) fn give(&mut self, counted: usize) {
         self.given += counted;
+        self.in_engines += counted;
+    }
+
+    /// Takes back the counted bytes of an op that has completed.
+    #[inline]
+    pub(super) fn take_back(&mut self, counted: usize) {
+        self.in_engines -= counted;
+    }
+
+    /// True while disks have work for longer than a wake-up takes.
+    pub(super) fn are_many(&self) -> bool {
+        self.in_engines >= MANY
     }
 
     /// True once an op was kept for the next round.
