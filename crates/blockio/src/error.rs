@@ -61,6 +61,16 @@ pub enum Error {
         /// What is wrong with it, and what to do about it.
         reason: String,
     },
+    /// A file cannot be given another length.
+    #[error("cannot give {} the length of {size_bytes} bytes: {error}", path.display())]
+    Length {
+        /// The file.
+        path: PathBuf,
+        /// The length.
+        size_bytes: u64,
+        /// What the kernel said.
+        error: io::Error,
+    },
     /// Somebody else has the disk in use.
     #[error("cannot use {} as a disk: {reason}", path.display())]
     InUse {
@@ -93,7 +103,8 @@ impl Error {
             Self::System { error, .. }
             | Self::AioUnavailable { error }
             | Self::IoUringUnavailable { error }
-            | Self::Open { error, .. } => Some(error),
+            | Self::Open { error, .. }
+            | Self::Length { error, .. } => Some(error),
             Self::AioExhausted { .. }
             | Self::Unusable { .. }
             | Self::InUse { .. }

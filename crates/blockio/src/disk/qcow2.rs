@@ -34,6 +34,8 @@ mod places;
 mod room;
 mod storage;
 mod table;
+#[cfg(test)]
+mod tables_tests;
 mod uses;
 
 use std::ops::Range;
@@ -105,6 +107,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         physical_block_bytes: below.physical_block_bytes.max(block),
         ..below
     };
+    let cut = if is_deferred { None } else { look_at_tables(&layers)? };
     let may_be_marked = !below.read_only && may_mark(&source, &header, is_deferred)?;
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
@@ -134,7 +137,9 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
         return Err(refused(&source, reason));
     }
-    Ok((info, Qcow2Source::new(image, &header, is_deferred)))
+    let mut source = Qcow2Source::new(image, &header, is_deferred);
+    source.cut = cut;
+    Ok((info, source))
 }
 
 /// Whether an image that is written to is ours to mark. One that was left marked is looked at, but
@@ -151,6 +156,21 @@ fn may_mark(source: &DiskSource, header: &ImageHeader, is_deferred: bool) -> Res
         }
     }
     Ok(header.may_be_marked() && is_held_alone)
+}
+
+/// A warning about tables that are missing, of the first layer that has one.
+fn look_at_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
+    let mut cut = None;
+    for (index, Layer { source, header }) in layers.iter().enumerate() {
+        let Some(header) = header else { continue };
+        let found = leaks::tables::look(source, header)?;
+        let named = |found| match index {
+            0 => found,
+            _ => format!("of its backing file, {}: {found}", source.chain_text()),
+        };
+        cut = cut.or(found.map(named));
+    }
+    Ok(cut)
 }
 
 /// The names of the bitmaps in a list, or words that stand for them.
@@ -180,6 +200,8 @@ struct Qcow2Source {
     bitmaps: Option<String>,
     /// A layer of it is marked as corrupt.
     is_corrupt: bool,
+    /// A warning about a file that was cut off.
+    cut: Option<String>,
 }
 
 impl std::fmt::Debug for Qcow2Source {
@@ -210,7 +232,7 @@ impl Qcow2Source {
             _ => None,
         };
         let is_corrupt = image.core.layers.iter().any(Layer::is_corrupt);
-        Self { image: Arc::new(image), identity, is_deferred, bitmaps, is_corrupt }
+        Self { image: Arc::new(image), identity, is_deferred, bitmaps, is_corrupt, cut: None }
     }
 
     fn below(&self) -> &DiskSource {
@@ -300,7 +322,7 @@ impl OtherSource for Qcow2Source {
         });
         let corrupt = self.is_corrupt.then(|| CORRUPT.to_owned());
         let below = self.image.core.layers.iter().find_map(|layer| layer.source.warning());
-        [corrupt, bitmaps, below]
+        [corrupt, self.cut.clone(), bitmaps, below]
             .into_iter()
             .flatten()
             .reduce(|one, other| format!("{one}; {other}"))

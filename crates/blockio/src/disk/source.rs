@@ -187,8 +187,10 @@ impl FileSource {
 
     /// Gives the file this length.
     pub(super) fn truncate(&self, size_bytes: u64) -> Result<(), Error> {
-        rustix::fs::ftruncate(self.file.as_ref(), size_bytes).map_err(|errno| {
-            self.unusable(format!("it cannot be given {size_bytes} bytes: {errno}"))
+        rustix::fs::ftruncate(self.file.as_ref(), size_bytes).map_err(|errno| Error::Length {
+            path: self.file.path().to_owned(),
+            size_bytes,
+            error: errno.into(),
         })?;
         self.end.forget();
         Ok(())

@@ -139,6 +139,7 @@ fn what_a_header_may_not_say_is_refused() {
         ("/segments/0/size", json!("1073741824"), "and has 1073741824 bytes, and the disk ends"),
         ("/segments/0/size", json!(big), "the disk ends at 1048576: it was cut off"),
         ("/segments/0/size", json!("0"), "choose a smaller offset or size"),
+        ("/segments/0/flags", json!(["backup-moved-segment"]), "the flags [\"backup-moved-segment"),
         ("/segments/0/integrity", json!({ "type": "hmac(sha256)" }), "\"crypt\" with integrity"),
         ("/segments/0/iv_tweak", json!(big), "begins with sector 18446744073709551615"),
         ("/segments/0", json!({ "type": "crypt" }), "missing field `offset`"),

@@ -162,6 +162,8 @@ struct Segment {
     #[serde(default)]
     sector_size: u32,
     integrity: Option<Value>,
+    #[serde(default)]
+    flags: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -270,6 +272,10 @@ impl Segment {
         if r#type != "crypt" || integrity.is_some() {
             let with = if integrity.is_some() { " with integrity" } else { "" };
             return Err(format!("its data is of type {type:?}{with}, which is not supported"));
+        }
+        if !self.flags.is_empty() {
+            let flags = &self.flags;
+            return Err(format!("its data has the flags {flags:?}, which are not supported"));
         }
         check_cipher(encryption)?;
         if ![512, 1024, 2048, 4096].contains(sector_size) {

@@ -215,7 +215,7 @@ fn check(shared: &Arc<Shared>, made: Connected, asked: Asked) -> Result<Connecte
     let known = learn_size(shared, now.size_bytes, asked);
     if now.size_bytes < then.size_bytes && known.is_some_and(|known| known != now.size_bytes) {
         tracing::warn!(
-            "{}: the export has shrunk to {} bytes; what lies beyond cannot be reached",
+            "{}: the export has shrunk to {} bytes; its server decides about requests beyond them",
             shared.options,
             now.size_bytes
         );

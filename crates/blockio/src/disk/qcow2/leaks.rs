@@ -6,6 +6,7 @@
 //! that nothing uses.
 
 mod bitmaps;
+pub(super) mod tables;
 
 use std::ops::Range;
 use std::time::{Duration, Instant};

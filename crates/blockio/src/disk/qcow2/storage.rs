@@ -280,7 +280,7 @@ impl Store {
             if self.full_at.swap(self.bytes(), Relaxed) != self.bytes() {
                 tracing::warn!("an image needs more space: {error}");
             }
-            io::Error::from_raw_os_error(libc::ENOSPC)
+            io::Error::from_raw_os_error(errno_of_growth(&error))
         })
     }
 
@@ -320,6 +320,15 @@ impl Store {
             self.disk()?.write_zeroes(offset, len, may_unmap).await
         };
         zeroed.await.inspect_err(|_| self.order.mark.doubt())
+    }
+}
+
+/// Errno of a write for which the file cannot grow. A length that no file can have is asked for by
+/// a damaged image: that is no lack of space, for which a write would wait.
+fn errno_of_growth(error: &Error) -> i32 {
+    match error.system_error().and_then(io::Error::raw_os_error) {
+        Some(libc::EFBIG) => libc::EFBIG,
+        _ => libc::ENOSPC,
     }
 }
 
@@ -420,5 +429,25 @@ impl fmt::Display for Store {
             Some(link) => write!(f, "{link}"),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_would_be_too_long_is_no_lack_of_space() {
+        let error = |errno| Error::Length {
+            path: "image".into(),
+            size_bytes: 1 << 62,
+            error: io::Error::from_raw_os_error(errno),
+        };
+        for (errno, expected) in
+            [(libc::EFBIG, libc::EFBIG), (libc::EDQUOT, libc::ENOSPC), (libc::EIO, libc::ENOSPC)]
+        {
+            assert_eq!(errno_of_growth(&error(errno)), expected);
+        }
+        assert_eq!(errno_of_growth(&Error::Options(String::new())), libc::ENOSPC);
     }
 }
