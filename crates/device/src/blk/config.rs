@@ -214,7 +214,8 @@ mod tests {
                 physical_block_bytes: physical,
                 ..disk(false)
             };
-            let bytes = space(&disk, Some(1 << 22), &options(), false);
+            let hints = Hints { optimal: Some(1 << 22), ..Hints::default() };
+            let bytes = space(&disk, hints, &options(), false);
             let config = VirtioBlkConfig::from_slice(&bytes).unwrap();
             assert_eq!(u64::from(config.capacity), 20480, "in sectors, whatever the block");
             assert_eq!(u32::from(config.blk_size), logical);
