@@ -525,6 +525,22 @@ mod tests {
     }
 
     #[test]
+    fn a_list_is_truncated_at_any_byte_and_to_nothing() {
+        for lengths in [&[24][..], &[16, 8], &[1, 15, 8]] {
+            let all: Vec<u8> = (0..24).collect();
+            for bytes in 0..=25 {
+                let mut list = scattered(lengths);
+                list.copy_from(0, &all);
+                list.truncate(bytes);
+                let kept = bytes.min(all.len());
+                assert_eq!(list.to_vec(), all[..kept], "{lengths:?}");
+                assert_eq!((list.bytes(), list.is_empty()), (kept, kept == 0), "{lengths:?}");
+                assert!(list.iovecs().iter().all(|range| range.iov_len > 0), "{lengths:?}");
+            }
+        }
+    }
+
+    #[test]
     fn the_front_is_taken_off_however_it_is_cut() {
         for lengths in [&[24][..], &[16, 8], &[1, 15, 8], &[7, 7, 7, 3], &[16]] {
             let mut list = scattered(lengths);

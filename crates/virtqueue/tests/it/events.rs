@@ -113,3 +113,20 @@ proptest! {
         }
     }
 }
+
+/// The flag of the avail ring says it where event idx was not negotiated.
+#[test]
+fn a_driver_without_event_idx_is_awaited_unless_its_flag_forbids_calls() {
+    const NO_INTERRUPT: u16 = 1;
+    let mut ring = new_ring(SIZE, false);
+    let mut queue = ring.queue();
+    assert!(queue.publish(), "the first is forced");
+    for (flags, is_awaited) in [(0, true), (NO_INTERRUPT, false), (0, true)] {
+        ring.put_avail_flags(flags);
+        ring.chain(0, &BUFFER);
+        let head = pop(&mut queue).head;
+        queue.push(head, 0);
+        assert_eq!(queue.is_awaited(), is_awaited);
+        assert_eq!(queue.publish(), is_awaited);
+    }
+}
