@@ -19,14 +19,10 @@ use crate::units::{CpuList, parse_duration};
 /// Sizes are in bytes and take the suffixes k, m, g, t, p (powers of 1024). Times are in seconds
 /// and take the suffixes us, ms, s, m, h, d.
 #[derive(Clone, Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("target").required(true).args(["socket_path", "filename"]))]
 pub struct BenchArgs {
     /// Unix socket of the vhost-user server
-    #[arg(
-        long,
-        value_name = "PATH",
-        required_unless_present = "filename",
-        conflicts_with = "filename"
-    )]
+    #[arg(long, value_name = "PATH", conflicts_with = "filename")]
     pub socket_path: Option<PathBuf>,
 
     /// Drive this file or block device directly through an engine, with one IoThread for each

@@ -163,7 +163,10 @@ pub enum CommandError {
     )]
     NotEnded(String, String),
     /// The export is no virtio-scsi device.
-    #[error("the export {0} is a virtio-blk device, which has no logical units; use device=scsi")]
+    #[error(
+        "the export {0} is a virtio-blk device, which has no logical units; use device=scsi, and \
+         write a size with a suffix, as in 512M"
+    )]
     NoUnits(String),
     /// The export is a virtio-scsi device, and it is not said which of its disks is meant.
     #[error("the export {0} is a virtio-scsi device; name one of its logical units")]

@@ -1,5 +1,6 @@
 //! The configuration file: exports as other programs write them down, and options of `serve`.
 
+use std::any::TypeId;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::ops::Range;
@@ -96,7 +97,11 @@ impl ConfigFile {
             anyhow!("{}:{line}:{column}: {said}", self.path.display())
         };
         let toml_error = |error: toml::de::Error| {
-            let said = error.message().trim().replace('\n', "; ");
+            let mut said = error.message().trim().replace('\n', "; ");
+            // The parser takes a word without quotes for a number.
+            if said.starts_with("invalid float") {
+                said += "; text stands in quotes, as in \"none\"";
+            }
             error_at(error.span().unwrap_or(0..0), &said)
         };
         let table = DeTable::parse(text).map_err(toml_error)?.into_inner();
@@ -111,7 +116,7 @@ impl ConfigFile {
             let option = option.map_err(|error| error_at(at, &format!("{error:#}")))?;
             options.extend(option.map(|option| (key.get_ref().to_string(), option)));
         }
-        self.add_to_command_line(options, written, error_at)
+        self.add_to_command_line(options, written, (error_at, &|byte| place(text, byte).0))
     }
 
     /// The option that a key and its value are on a command line; `None`: that is the default, or
@@ -144,7 +149,10 @@ impl ConfigFile {
         &self,
         options: BTreeMap<String, String>,
         written: Vec<Placed<WrittenExport>>,
-        error_at: impl Fn(Range<usize>, &str) -> anyhow::Error,
+        (error_at, line_of): (
+            impl Fn(Range<usize>, &str) -> anyhow::Error,
+            &dyn Fn(usize) -> usize,
+        ),
     ) -> Result<Config> {
         let path = || format!("{}, with the command line", self.path.display());
         let mut arguments = self.arguments.clone();
@@ -157,11 +165,19 @@ impl ConfigFile {
         args.check().with_context(path)?;
         let (mut all, usual) = (args.exports()?, args.usual_settings());
         let of_command_line = all.len();
+        let mut lines = Vec::new();
         for Placed { at, what } in written {
             let export = what.with_usual(&usual);
-            if let Some(name) = all.iter().find_map(|other| export.clashes_with(other)) {
-                return Err(error_at(at, &format!("{name} is that of another export")));
+            let clash = all.iter().enumerate().find_map(|(number, other)| {
+                Some((number, export.clashes_with(other)?, other.name()))
+            });
+            if let Some((number, what, other)) = clash {
+                let line = number.checked_sub(of_command_line).and_then(|number| lines.get(number));
+                let of = line.map_or("the command line".to_owned(), |line| format!("line {line}"));
+                let said = format!("{what} is that of another export, {other} of {of}");
+                return Err(error_at(at, &said));
             }
+            lines.push(line_of(at.start));
             if let (EndpointSpec::Path(path), Some(control)) = (&export.endpoint, &args.control)
                 && path == control
             {
@@ -203,6 +219,9 @@ fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
         (toml::Value::Boolean(false), true) => return Ok(None),
         (_, true) => return Err(anyhow!("{key} is true or false")),
         (toml::Value::Boolean(is_on), false) => if is_on { "on" } else { "off" }.to_owned(),
+        (toml::Value::String(_), false) if is_number(arg) => {
+            return Err(anyhow!("{key} is a number; write it without quotes"));
+        }
         (toml::Value::String(text), false) => text,
         (toml::Value::Integer(number), false) => number.to_string(),
         (toml::Value::Float(number), false) => {
@@ -211,6 +230,12 @@ fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
         (_, false) => return Err(anyhow!("{key} is one value: a string, a number, true or false")),
     };
     Ok(Some(format!("--{key}={text}")))
+}
+
+/// Returns whether the values of an option are numbers without a unit.
+fn is_number(arg: &Arg) -> bool {
+    let kind = arg.get_value_parser().type_id();
+    [TypeId::of::<u8>(), TypeId::of::<u16>(), TypeId::of::<u32>()].iter().any(|of| kind == *of)
 }
 
 /// The line and the column of a byte, both from 1.

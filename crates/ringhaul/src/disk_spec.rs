@@ -58,6 +58,9 @@ impl<'de> Visitor<'de> for TextOrTable {
         let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map));
         let disk = disk.map_err(|error| {
             let said = error.to_string();
+            if said.contains("expected fewer elements in map") {
+                return A::Error::custom("a disk has one key, its kind; leave the others out");
+            }
             let without = text::without_texts(&said);
             // An error that repeats nothing knows its place in a file.
             if without == said { error } else { A::Error::custom(without) }
@@ -151,6 +154,7 @@ mod tests {
         for (json, expected) in [
             (&*deep, "it has 17 layers of disks; at most 16 can be"),
             (r#"{"null":{"size-bytes":512,"size":1}}"#, "unknown field `size`"),
+            (r#"{"file":"/a","x":2}"#, "a disk has one key, its kind"),
             (r#"{"qcow3":"/a"}"#, "unknown variant `qcow3`"),
             (r#""qcow3,path=/a""#, "unknown disk kind 'qcow3'"),
             (r#"{"luks":{"key":"hidden","over":"/a"}}"#, "the key of a LUKS disk is in a file"),

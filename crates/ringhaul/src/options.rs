@@ -316,7 +316,10 @@ pub fn one_line(error: &clap::Error) -> String {
     let said: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
     let said = said.join(" ");
     let said = said.trim_end_matches("For more information, try '--help'.").trim_end();
-    said.trim_start_matches("error: ").to_owned()
+    let said = said.trim_start_matches("error: ");
+    // Words of Rust's parsers of numbers.
+    let said = said.replace("invalid digit found in string", "it must be a whole number");
+    said.replace("number would be zero for non-zero type", "it must be at least 1")
 }
 
 fn parse_memory_size(text: &str) -> Result<u64, String> {

@@ -213,8 +213,8 @@ impl Reloader {
         let has = |key: &str| now.iter().any(|changed| changed == key);
         let change = SettingsChange {
             log: config.options.get(LOG).filter(|_| has(LOG)).map(|option| value_of(option)),
-            poll_max_us: has(POLL_MAX_US).then_some(config.args.poll_max_us),
-            poll_budget: has(POLL_BUDGET).then_some(config.args.poll_budget),
+            poll_max_us: has(POLL_MAX_US).then_some(config.args.poll_max_us.into()),
+            poll_budget: has(POLL_BUDGET).then_some(config.args.poll_budget.into()),
         };
         match set(change.clone()) {
             Ok(_) => {
@@ -557,7 +557,8 @@ mod tests {
         }
 
         fn poll_max_us(&self, change: Option<u16>) -> u16 {
-            let change = SettingsChange { poll_max_us: change, ..SettingsChange::default() };
+            let change =
+                SettingsChange { poll_max_us: change.map(Into::into), ..SettingsChange::default() };
             let Ok(Reply::Settings(now)) = self.daemon.handle(Command::Set(change)) else {
                 panic!("there are no settings")
             };

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
@@ -24,7 +24,7 @@ use crate::options::ServeArgs;
 use crate::reload::Reload;
 use crate::settings::Settings;
 use crate::size_watch::SizeWatch;
-use crate::spec::ExportSpec;
+use crate::spec::{EndpointSpec, ExportSpec};
 use crate::succession::PassedOn;
 use crate::takeover::arguments::LifeOptions;
 use crate::takeover::format::Life;
@@ -62,6 +62,12 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     let signals = take_signals(config.is_some())?;
     set_up_process(args)?;
     let group = control_group(args)?;
+    let sockets = args.exports()?.into_iter().map(|export| export.endpoint);
+    if let Some(path) = &args.control
+        && sockets.into_iter().any(|endpoint| endpoint == EndpointSpec::Path(path.clone()))
+    {
+        bail!("--control and --socket-path name one socket, {}; choose another", path.display());
+    }
     // A daemon that listens there has the state, too, as a rule.
     let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
     let control = control.transpose()?;

@@ -18,9 +18,10 @@ pub struct SettingsChange {
     /// What is logged, as `--log` has it.
     pub log: Option<String>,
     /// The longest time in microseconds that an IoThread busy-polls, 0 to 10000.
-    pub poll_max_us: Option<u16>,
+    // Wider than its range, so that a number beyond it is told the range.
+    pub poll_max_us: Option<u64>,
     /// The share of an IoThread's time in percent that may go into busy-polling, 1 to 100.
-    pub poll_budget: Option<u8>,
+    pub poll_budget: Option<u64>,
 }
 
 /// What may change, as it is.
@@ -64,14 +65,15 @@ impl SettingsChange {
     ///
     /// When something is out of its range.
     pub(crate) fn apply(&self, limits: &mut PollLimits) -> Result<()> {
-        let max_us = self.poll_max_us.unwrap_or(limits.max_us);
-        if max_us > POLL_MAX_US {
+        let max_us = self.poll_max_us.unwrap_or(limits.max_us.into());
+        let Some(max_us) = u16::try_from(max_us).ok().filter(|us| *us <= POLL_MAX_US) else {
             bail!("poll-max-us must be 0 to {POLL_MAX_US}, and not {max_us}");
-        }
-        let budget_percent = self.poll_budget.unwrap_or(limits.budget_percent);
-        if !(1..=100).contains(&budget_percent) {
-            bail!("poll-budget must be 1 to 100 percent, and not {budget_percent}");
-        }
+        };
+        let percent = self.poll_budget.unwrap_or(limits.budget_percent.into());
+        let Some(budget_percent) = u8::try_from(percent).ok().filter(|p| (1..=100).contains(p))
+        else {
+            bail!("poll-budget must be 1 to 100 percent, and not {percent}");
+        };
         if let Some(filter) = &self.log {
             log::set_filter(filter).context("cannot change what is logged")?;
         }
@@ -96,6 +98,7 @@ mod tests {
         let before = PollLimits { max_us: 32, budget_percent: 50 };
         let mut limits = before;
         for bad in [
+            SettingsChange { poll_max_us: Some(1 << 40), ..SettingsChange::default() },
             SettingsChange { poll_max_us: Some(10_001), ..SettingsChange::default() },
             SettingsChange { poll_budget: Some(0), poll_max_us: Some(1), log: None },
             SettingsChange { poll_budget: Some(101), ..SettingsChange::default() },

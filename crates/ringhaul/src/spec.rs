@@ -435,6 +435,9 @@ impl ExportSettings {
         ensure!(self.run_max.is_none_or(|max| max <= RUN_MAX), "run-max must be 1 to {RUN_MAX}");
         self.rules.check()?;
         match self.iothread {
+            Some(iothread) if iothread >= iothreads && iothreads == 1 => {
+                bail!("IoThread {iothread} does not exist; with --iothreads 1 there is only 0")
+            }
             Some(iothread) if iothread >= iothreads => bail!(
                 "IoThread {iothread} does not exist; with --iothreads {iothreads} they are 0 to {}",
                 iothreads - 1

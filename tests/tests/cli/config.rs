@@ -141,7 +141,10 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
         (format!("{export}{blk}num-queues = \"x\"\n"), &[":4:14: ", "invalid type"]),
         (format!("{export}{blk}num-queues = 0\n"), &[":1:1: ", "must be 1 to 256"]),
         (format!("{export}{blk}iothread = 1\n"), &[":1:1: ", "IoThread 1 does not exist"]),
-        (format!("{export}{blk}{export}{blk}"), &[":4:1: ", "/a is that of another export"]),
+        (
+            format!("{export}{blk}{export}{blk}"),
+            &[":4:1: ", "/a is that of another export, /a of line 1"],
+        ),
         (
             format!("{export}{}", blk.replace("{ size-bytes = 512 }", "5")),
             &[":3:27: ", "the keys of"],
@@ -153,6 +156,8 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
         (format!("[[export]]\nendpoint = {{ path = \"\" }}\n{blk}"), &[":1:1: ", "is empty"]),
         (format!("control = \"/a\"\n{export}{blk}"), &[":2:1: ", "/a is the control socket"]),
         (format!("{export}{blk}logical-block-bytes = 5\n"), &[":1:1: ", "block of 5 bytes"]),
+        ("iothreads = \"2\"\n".to_owned(), &[":1:1: ", "a number; write it without quotes"]),
+        ("cache = none\n".to_owned(), &[":1:", "text stands in quotes"]),
         (format!("{export}{}", blk.replace("512", "513")), &[":1:1: ", "a disk of 513 bytes"]),
     ]
     .into_iter()

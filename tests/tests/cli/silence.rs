@@ -207,3 +207,38 @@ fn a_file_is_named_by_its_name_and_may_be_measured_while_in_use() -> Result<()> 
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
+
+/// Rows of a table: a command line, and words that its error has.
+#[test]
+fn messages_say_what_is_meant_and_not_how_it_was_parsed() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let named = control.to_string_lossy().into_owned();
+    let serve = ["serve", "--disk", "null:1M", "--socket-path"];
+    let with = |more: &[&'static str]| [&serve[..], &["s"], more].concat();
+    for (words, expected) in [
+        (vec!["bench"], "--filename"),
+        (vec!["bench", "--socket-path", "s", "--iodepth", "0"], "at least 1"),
+        (vec!["ctl", "--control", "c", "events", "bogus"], "lun-removed"),
+        (vec!["ctl", "--control", "c", "set-disk", "v", "iops-total=x"], "a whole number"),
+        (with(&["--poll-max-us", "64us"]), "a whole number"),
+        (with(&["--iothread", "3"]), "there is only 0"),
+        (with(&["--control", "s"]), "name one socket"),
+    ] {
+        run(ringhaul()?.args(&words))?.expect_refusal(&[expected]).context(words.join(" "))?;
+    }
+    let mut command = ringhaul()?;
+    command.args(serve).arg(scene.socket("vm.sock")).args(["--control", &named, "--name", "vm"]);
+    let mut daemon = Running::serve(&mut command)?;
+    for (words, expected) in [
+        (&["set", "poll-max-us=99999"][..], "0 to 10000"),
+        (&["set", "poll-max-us=99999999999"], "0 to 10000"),
+        (&["resize", "vm", "512"], "as in 512M"),
+    ] {
+        let refused = ctl(&control, words)?.expect_code(1)?;
+        ensure!(refused.stderr.contains(expected), "{words:?}: {}", refused.stderr);
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}

@@ -24,7 +24,7 @@ use crate::{DISK_BYTES, scene};
 const TAKEOVERS: usize = 9;
 
 /// What the new process says when it serves.
-pub(super) const TAKEN: &str = "took over 1 exports from process";
+pub(super) const TAKEN: &str = "took over 1 export from process";
 
 /// A daemon with a new disk and a control socket.
 pub(super) fn begin(scene: &Scene) -> Result<Command> {

@@ -127,7 +127,7 @@ pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
     for _ in 0..2 {
         let mut command = scene.ringhaul(&["serve", "--takeover"])?;
         let mut next = Running::start(command.arg(&served.control))?;
-        next.wait_for("took over 1 exports from process")?;
+        next.wait_for("took over 1 export from process")?;
         std::mem::replace(&mut served.daemon, next).finish()?.expect_code(0)?;
         retry(LIMIT, &mut has_another_owner)?;
     }
@@ -180,7 +180,7 @@ fn leave_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
 
     let mut command = scene.ringhaul(&["serve", "--takeover"])?;
     let mut next = Running::start(command.arg(&served.control))?;
-    next.wait_for("took over 1 exports from process")?;
+    next.wait_for("took over 1 export from process")?;
     std::mem::replace(&mut served.daemon, next).finish()?.expect_code(0)?;
     for (sector, data) in [(0, &first), (8, &second)] {
         ensure!(front_end.read(0, sector, 4096)? == *data, "old data at sector {sector}");

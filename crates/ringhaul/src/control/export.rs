@@ -447,7 +447,8 @@ impl Export {
             return NOT_CLOSED.to_owned();
         };
         if !load.has_heard {
-            return format!("its IoThread does not answer ({} requests)", load.requests);
+            let plural = if load.requests == 1 { "" } else { "s" };
+            return format!("its IoThread does not answer ({} request{plural})", load.requests);
         }
         let late = self.setup.device.late_since().map(|since| {
             let seconds = since.elapsed().as_secs();

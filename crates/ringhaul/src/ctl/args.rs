@@ -13,6 +13,10 @@ const STATUS: &str = concat!(
     "deadline, and goes on.",
 );
 
+/// The events that a daemon reports.
+const EVENTS: [&str; 8] =
+    ["added", "removed", "attached", "gone", "error", "resized", "lun-added", "lun-removed"];
+
 /// Options of `ringhaul ctl`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = STATUS)]
@@ -115,7 +119,7 @@ pub enum What {
     Events {
         /// Print only these: added, removed, attached, gone, error, resized, lun-added,
         /// lun-removed.
-        #[arg(value_name = "EVENT")]
+        #[arg(value_name = "EVENT", value_parser = EVENTS)]
         kinds: Vec<String>,
     },
     /// Have another program take over from the daemon, which ends, while its guests go on.

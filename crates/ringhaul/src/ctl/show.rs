@@ -171,7 +171,9 @@ fn export(export: &Value) -> String {
     if !front.is_null() {
         let names = |key: &str| list(&front[key]).iter().map(text).collect::<Vec<_>>().join(" ");
         let memory = &front["memory"];
-        let memory = format!("{} in {} regions", size(&memory["bytes"]), text(&memory["regions"]));
+        let plural = if memory["regions"] == 1 { "" } else { "s" };
+        let regions = text(&memory["regions"]);
+        let memory = format!("{} in {regions} region{plural}", size(&memory["bytes"]));
         rows.push(["connected".into(), format!("{} s", text(&front["connected-seconds"]))]);
         rows.push(["features".into(), names("features")]);
         rows.push(["protocol".into(), names("protocol-features")]);

@@ -130,7 +130,7 @@ impl LimitSpec {
         let is_size = key == "iops-size" || (key.starts_with("bps") && !key.ends_with("length"));
         *number = Some(match is_size {
             true => parse_size(value).map_err(|error| anyhow!("{key}: {error}"))?,
-            false => value.parse().with_context(|| format!("{key} must be a number"))?,
+            false => value.parse().ok().with_context(|| format!("{key} must be a whole number"))?,
         });
         Ok(true)
     }

@@ -96,7 +96,11 @@ impl ChangedSettings {
 /// The settings of the base as a change.
 fn of_base(base: &Settings) -> SettingsChange {
     let Settings { log, poll_max_us, poll_budget } = base.clone();
-    SettingsChange { log, poll_max_us: Some(poll_max_us), poll_budget: Some(poll_budget) }
+    SettingsChange {
+        log,
+        poll_max_us: Some(poll_max_us.into()),
+        poll_budget: Some(poll_budget.into()),
+    }
 }
 
 impl ExportChange {

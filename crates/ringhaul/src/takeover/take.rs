@@ -119,7 +119,7 @@ impl Predecessor {
             daemon.expect(handed, &mut self.fds).map_err(CommandError::into_error)?;
         let opening = std::mem::take(&mut self.opening);
         let opening = daemon.expect_opening(opening, &mut self.fds)?;
-        tracing::info!("ready to take over {exports} exports from process {}", self.process);
+        tracing::info!("ready to take over {} from process {}", counted(exports), self.process);
         let paused = ask::<Standstill>(&mut self.receiver, PAUSE, &Value::Null);
         let (mut standstill, fds) = paused.context("the old process does not stop")?;
         if standstill.changes != self.life.changes {
@@ -144,12 +144,18 @@ impl Taken {
         let still = Duration::from_nanos(now.saturating_sub(self.since_ns));
         let Self { receiver, version, process, exports, .. } = self;
         tracing::info!(
-            "took over {exports} exports from process {process}, ringhaul {version}; queues stood \
+            "took over {} from process {process}, ringhaul {version}; queues stood \
              still for {:.1} ms",
+            counted(exports),
             still.as_secs_f64() * 1e3
         );
         LastWords(receiver)
     }
+}
+
+/// A number of exports, in words.
+fn counted(exports: usize) -> String {
+    if exports == 1 { "1 export".to_owned() } else { format!("{exports} exports") }
 }
 
 /// What the old process passes on until it has ended, because it was asked for it too late.
