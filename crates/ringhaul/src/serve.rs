@@ -19,7 +19,6 @@ use crate::export::Endpoint;
 use crate::group;
 use crate::kept::Kept;
 use crate::log;
-use crate::notify;
 use crate::options::ServeArgs;
 use crate::reload::Reload;
 use crate::settings::Settings;
@@ -91,7 +90,6 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     };
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_restore(exports)?;
-    notify::ready();
     let outcome = ending.wait(&daemon)?;
     opening.settle();
     if outcome == Outcome::Clean {

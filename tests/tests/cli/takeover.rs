@@ -421,13 +421,14 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     manager.set_read_timeout(Some(LIMIT))?;
     let mut command = begin(&scene)?;
     command.args(["--log", "info"]).env("NOTIFY_SOCKET", scene.socket("manager"));
-    let daemon = Running::serve(&mut command)?;
+    let daemon = Running::start(&mut command)?;
     let hear = || -> Result<String> {
         let mut heard = [0; 64];
         let bytes = manager.recv(&mut heard)?;
         Ok(String::from_utf8_lossy(&heard[..bytes]).into_owned())
     };
     ensure!(hear()? == "READY=1\n", "a unit of Type=notify would never start");
+    ensure!(scene.socket("vm.sock").exists(), "it has started before its sockets are there");
     let _successor = Successor(&scene);
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;

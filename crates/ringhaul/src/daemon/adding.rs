@@ -12,6 +12,7 @@ use crate::control::Reservation;
 use crate::ending::Event;
 use crate::engines::{Chosen, choose};
 use crate::export::Endpoint;
+use crate::notify;
 use crate::open_disk::OpenDisk;
 use crate::spec::{EndpointSpec, ExportSpec};
 use crate::subscribers::{ExportEvent, What};
@@ -98,6 +99,7 @@ impl Daemon {
         let (serves, failed) = self.set_up_all(bound)?;
         self.start_without(&mut names, failed, restoring)?;
         self.serve(&mut names, serves)?;
+        notify::ready();
         loop {
             match opening.next(tells_at) {
                 Some(Ok(ready)) => self.serve_late(&mut names, ready, restoring)?,
