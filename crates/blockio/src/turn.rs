@@ -213,9 +213,10 @@ impl Io {
         }
         self.recently.set(done.now);
         self.poll_window.others_completed(foreign - done.slots.foreign(), done.now);
+        let was_full = done.slots.lanes.keeps_for_next_round() || moves == MOVES_MAX;
         self.round_ends(done.now, done.slots.lanes.begin_round());
-        // The next round has room for what waits. Who has waited comes before its tasks.
-        let keeps = done.slots.lanes.has_backlog() && queue_from_lanes(engine, done.slots);
+        // The next round has room for ops that have waited. These come before its tasks.
+        let keeps = was_full && queue_from_lanes(engine, done.slots);
         self.has_kept_ops.set(keeps);
         self.take_in(&mut ops);
         if !ops.slots.unwanted.is_empty() {
