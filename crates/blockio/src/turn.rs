@@ -339,7 +339,7 @@ impl Io {
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
     fn sleep(&self, sleeps: bool) -> Result<(), Error> {
         let mut ops = self.ops.borrow_mut();
-        ops.assert_may_sleep();
+        ops.assert_may_sleep(!sleeps && self.has_kept_ops.get());
         if !sleeps {
             // A deadline that has passed: it does not wait, and the clock need not be asked.
             let now = self.recently.get();
