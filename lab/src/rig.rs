@@ -9,6 +9,7 @@ mod runner;
 mod side_by_side;
 pub(crate) mod spread;
 pub(crate) mod targets;
+pub(crate) mod thin;
 pub(crate) mod trace;
 mod wakeup;
 

@@ -237,6 +237,7 @@ mod tests {
             server_cpu_us_per_io: Some(2.0),
             completions_per_call: None,
             completions_per_wake: None,
+            written_bytes_per_io: None,
         };
         let cell = cells(Target::Zram, "depth-64/aio")[0];
         let before = [100.0, 200.0, 400.0].map(sample).to_vec();

@@ -14,6 +14,7 @@ use super::plan::Workload;
 use super::servers::{Device, Server, fio_options};
 use crate::rig::load::Load;
 use crate::rig::targets::{Disk, Target};
+use crate::rig::thin;
 use crate::rig::{Lab, Program, Times, pinning};
 
 /// Seconds before measuring.
@@ -40,6 +41,9 @@ pub(super) struct Sample {
     /// How many completions of a library Ringhaul got for each time that it was woken by another
     /// thread. None where no library does the work.
     pub(super) completions_per_wake: Option<f64>,
+    /// Bytes that the server has written to its disk for each I/O, tables of an image included.
+    /// Flushes and the end of the server come later. None where another program has the disk.
+    pub(super) written_bytes_per_io: Option<f64>,
 }
 
 /// How long a disk of `target` is driven, where most are measured for `runtime` seconds.
@@ -92,7 +96,16 @@ impl Bench {
         let own = self.bench_options(server, disk.target, workload);
         let times = times_on(disk.target, self.runtime);
         let options: Vec<_> = own.into_iter().chain(times.options()).chain(seed).collect();
-        let drive = |_| parse(&self.lab.bench(&options, times.limit())?);
+        if let Some(path) = disk.path.as_deref().filter(|_| disk.target.is_thin()) {
+            thin::renew(path)?;
+        }
+        let drive = |server: u32| {
+            let sample = parse(&self.lab.bench(&options, times.limit())?)?;
+            // The load generator counts the I/O of the measured time.
+            let ios = sample.iops * (times.runtime + times.ramp);
+            let bytes = written_bytes(server).filter(|_| !disk.target.is_elsewhere() && ios > 0.0);
+            Ok(Sample { written_bytes_per_io: bytes.map(|bytes| bytes / ios), ..sample })
+        };
         let served = self.lab.serve(&self.program(server, disk), drive)?;
         let completions_per_wake = completions_per_wake(&served.messages);
         Ok(Sample { completions_per_wake, ..served.value })
@@ -122,6 +135,9 @@ impl Bench {
     ) -> Result<Option<f64>> {
         if !server.is_server() || workload.beside != Load::Nothing {
             return Ok(None);
+        }
+        if let Some(path) = disk.path.as_deref().filter(|_| disk.target.is_thin()) {
+            thin::renew(path)?;
         }
         let options = self.bench_options(server, disk.target, workload);
         let server = self.program(server, disk);
@@ -217,6 +233,13 @@ pub(super) fn bench_options(
     words.map(str::to_owned).collect()
 }
 
+/// Bytes that a process has sent to disks so far, without zeroes that a device makes by itself.
+fn written_bytes(process: u32) -> Option<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/io")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("write_bytes: "))?;
+    line.parse().ok()
+}
+
 /// Finds our figures in the load generator's report.
 pub(super) fn parse(report: &Value) -> Result<Sample> {
     let number = |key: &str| report.get(key).and_then(Value::as_f64);
@@ -227,6 +250,7 @@ pub(super) fn parse(report: &Value) -> Result<Sample> {
         server_cpu_us_per_io: number("server_cpu_us_per_io"),
         completions_per_call: number("completions_per_call"),
         completions_per_wake: None,
+        written_bytes_per_io: None,
     })
 }
 
@@ -276,6 +300,7 @@ fn parse_fio(report: &Value, workload: Workload) -> Result<Sample> {
         server_cpu_us_per_io: cpu_us_per_io,
         completions_per_call: None,
         completions_per_wake: None,
+        written_bytes_per_io: None,
     })
 }
 

@@ -54,11 +54,22 @@ impl Serialize for Workload {
     }
 }
 
+/// First writes to a new image.
+const FIRST_WRITES: &[Workload] = &[
+    workload("randwrite", "4k", 16),
+    workload("randwrite", "64k", 16),
+    workload("write", "4k", 16),
+    workload("write", "64k", 16),
+];
+
 /// The workloads whose name on `target` contains `pattern`.
 pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
     // What is beyond a local disk is driven at the depths alone: each has a server of its own.
     let is_local = Target::ALL.contains(&target);
     let mut all = if is_local { WORKLOADS.to_vec() } else { depths() };
+    if target.is_thin() {
+        all = FIRST_WRITES.to_vec();
+    }
     if target == Target::Rbd {
         all.push(workload("randwrite", "4k", 64));
     }
@@ -96,6 +107,7 @@ mod tests {
         let one = wanted(Target::File, "file/randread-4k-depth-64-beside-8");
         assert_eq!(one, [Workload { beside: Load::Loops(8), ..workload("randread", "4k", 64) }]);
         assert!(wanted(Target::Rbd, "beside").is_empty());
+        assert_eq!(wanted(Target::ThinZram, "thin"), FIRST_WRITES);
         let depths: Vec<_> = wanted(Target::Rbd, "rbd").iter().map(|one| one.depth).collect();
         assert_eq!(depths, [1, 8, 64, 64]);
     }

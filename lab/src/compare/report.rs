@@ -54,6 +54,7 @@ struct Ratios {
     p99: Option<Spread>,
     server_cpu_per_io: Option<Spread>,
     system_calls_per_io: Option<f64>,
+    written_bytes_per_io: Option<Spread>,
 }
 
 impl Ratios {
@@ -67,6 +68,7 @@ impl Ratios {
             show(self.p99),
             show(self.server_cpu_per_io),
             self.system_calls_per_io.map_or_else(|| "–".to_owned(), number),
+            show(self.written_bytes_per_io),
         ];
         columns.join(" | ")
     }
@@ -74,8 +76,8 @@ impl Ratios {
 
 /// The head of a table of ratios.
 const RATIOS_HEAD: &str = "
-| workload | engine | to | IOPS | p50 | p99 | CPU/I/O | system calls/I/O |
-|---|---|---|---|---|---|---|---|";
+| workload | engine | to | IOPS | p50 | p99 | CPU/I/O | system calls/I/O | bytes written/I/O |
+|---|---|---|---|---|---|---|---|---|";
 
 impl Cell {
     /// A line for the terminal.
@@ -148,6 +150,7 @@ fn ratios(ours: &Series, rival: &Series) -> Ratios {
             .system_calls_per_io
             .zip(rival.system_calls_per_io)
             .and_then(|(our, their)| divide(our, their)),
+        written_bytes_per_io: by_round(|sample| sample.written_bytes_per_io),
     }
 }
 
@@ -271,8 +274,8 @@ fn figures(text: &mut String, cells: &[&Cell]) {
     line(
         text,
         "\n| workload | program | IOPS | p50 µs | p99 µs | server CPU µs/I/O \
-         | system calls/I/O | completions/call | completions/wake |\n\
-         |---|---|---|---|---|---|---|---|---|",
+         | system calls/I/O | completions/call | completions/wake | bytes written/I/O |\n\
+         |---|---|---|---|---|---|---|---|---|---|",
     );
     for cell in cells {
         for one in &cell.series {
@@ -284,6 +287,7 @@ fn figures(text: &mut String, cells: &[&Cell]) {
                 one.system_calls_per_io.map_or_else(|| "–".to_owned(), number),
                 show(one.spread(|sample| sample.completions_per_call)),
                 show(one.spread(|sample| sample.completions_per_wake)),
+                show(one.spread(|sample| sample.written_bytes_per_io)),
             ];
             let columns = columns.join(" | ");
             line(text, &format!("| {} | {} | {columns} |", cell.workload, one.server));
@@ -314,6 +318,7 @@ fn cell_json(cell: &Cell) -> serde_json::Value {
                 "system_calls_per_io": one.system_calls_per_io,
                 "completions_per_call": one.spread(|sample| sample.completions_per_call),
                 "completions_per_wake": one.spread(|sample| sample.completions_per_wake),
+                "written_bytes_per_io": one.spread(|sample| sample.written_bytes_per_io),
                 "samples": one.samples,
             })
         })
@@ -339,6 +344,7 @@ pub(super) mod tests {
             server_cpu_us_per_io: Some(2.0),
             completions_per_call: None,
             completions_per_wake: None,
+            written_bytes_per_io: None,
         };
         Series {
             server,

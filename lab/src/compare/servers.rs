@@ -94,6 +94,15 @@ const ON_IMAGES: &[Server] = &[
     Server::Qsd("io_uring"),
 ];
 
+/// Servers of new images. Their raw bytes mean nothing.
+const ON_THIN_IMAGES: &[Server] = &[
+    Server::Ringhaul(Device::Blk, Engine::Auto),
+    Server::Ringhaul(Device::Blk, Engine::Aio),
+    Server::Ringhaul(Device::Blk, Engine::IoUring),
+    Server::Qsd("native"),
+    Server::Qsd("io_uring"),
+];
+
 impl Server {
     /// Who is compared on `target`; the first is Ringhaul as it is started without options.
     pub(super) fn on(target: Target) -> &'static [Self] {
@@ -112,6 +121,7 @@ impl Server {
             ],
             Target::Nbd => &[Self::Ringhaul(Device::Blk, Engine::Auto), Self::QsdDriver("nbd")],
             Target::Qcow2 => ON_IMAGES,
+            Target::Thin | Target::ThinZram => ON_THIN_IMAGES,
             Target::Zram | Target::Loop | Target::File => ON_DISKS,
         }
     }
@@ -181,7 +191,7 @@ impl Server {
                 return ringhaul_options(Device::Blk, engine, Target::Zram, disk, socket);
             }
             Self::Fio(_) => return Vec::new(),
-            Self::Qsd(aio) if target == Target::Qcow2 => {
+            Self::Qsd(aio) if target.is_image() => {
                 let driver = if disk.starts_with("/dev/") { "host_device" } else { "file" };
                 format!(
                     "driver=qcow2,file.driver={driver},file.filename={disk},file.aio={aio},\
@@ -230,7 +240,7 @@ pub(super) fn ringhaul_options(
         (Device::Blk | Device::Inflight, Target::Nbd) => {
             vec!["--disk".to_owned(), format!("nbd,socket={disk}")]
         }
-        (Device::Blk | Device::Inflight, Target::Qcow2) => {
+        (Device::Blk | Device::Inflight, target) if target.is_image() => {
             vec!["--disk".to_owned(), format!("qcow2:{disk}")]
         }
         (Device::Blk | Device::Inflight, _) => vec!["--blk-file".to_owned(), disk.to_owned()],

@@ -15,7 +15,7 @@ use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate, statfs};
 use serde::{Serialize, Serializer};
 use tempfile::TempDir;
 
-use super::elsewhere;
+use super::{elsewhere, thin};
 
 /// The zram device that may be used, if nobody uses it.
 const ZRAM: &str = "zram0";
@@ -49,6 +49,10 @@ pub(crate) enum Target {
     Nbd,
     /// An image of QEMU's format.
     Qcow2,
+    /// A new image for each measurement, in a file: writes find no space in it yet.
+    Thin,
+    /// The same on compressed memory.
+    ThinZram,
 }
 
 impl Target {
@@ -56,13 +60,32 @@ impl Target {
     pub(crate) const ALL: [Self; 4] = [Self::Null, Self::Zram, Self::Loop, Self::File];
 
     /// Those, and what Ringhaul is compared on beside them.
-    pub(crate) const COMPARED: [Self; 7] =
-        [Self::Null, Self::Zram, Self::Loop, Self::File, Self::Rbd, Self::Nbd, Self::Qcow2];
+    pub(crate) const COMPARED: [Self; 9] = [
+        Self::Null,
+        Self::Zram,
+        Self::Loop,
+        Self::File,
+        Self::Rbd,
+        Self::Nbd,
+        Self::Qcow2,
+        Self::Thin,
+        Self::ThinZram,
+    ];
 
     /// Whether programs beside the server do its work. They need a CPU too, so nobody has one for
     /// himself.
     pub(crate) fn is_elsewhere(self) -> bool {
         matches!(self, Self::Rbd | Self::Nbd)
+    }
+
+    /// Whether it is an image of QEMU's format.
+    pub(crate) fn is_image(self) -> bool {
+        matches!(self, Self::Qcow2) || self.is_thin()
+    }
+
+    /// Whether it is a new image for each measurement.
+    pub(crate) fn is_thin(self) -> bool {
+        matches!(self, Self::Thin | Self::ThinZram)
     }
 }
 
@@ -76,6 +99,8 @@ impl fmt::Display for Target {
             Self::Rbd => "rbd",
             Self::Nbd => "nbd",
             Self::Qcow2 => "qcow2",
+            Self::Thin => "thin",
+            Self::ThinZram => "thin-zram",
         })
     }
 }
@@ -162,10 +187,23 @@ pub(crate) fn prepare(target: Target, size_mib: u64, interrupt: &Interrupt) -> R
         Target::Rbd => elsewhere::prepare_rbd(size, interrupt),
         Target::Nbd => elsewhere::prepare_nbd(size, interrupt),
         Target::Qcow2 => elsewhere::prepare_qcow2(size, interrupt),
+        Target::Thin => thin::prepare_file(),
+        Target::ThinZram => thin::prepare_zram(),
     }
 }
 
 pub(super) fn prepare_zram(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
+    let mut prepared = prepare_empty_zram(size, size)?;
+    if let Prepared::Ready(Disk { path: Some(device), description, .. }) = &mut prepared {
+        description.push_str(", filled with random data");
+        let file = OpenOptions::new().write(true).open(&*device);
+        fill(file.with_context(|| format!("opening {}", device.display()))?, size, interrupt)?;
+    }
+    Ok(prepared)
+}
+
+/// The same without data; at most `memory` bytes of it will be used.
+pub(super) fn prepare_empty_zram(size: u64, memory: u64) -> Result<Prepared> {
     let device = Path::new("/dev").join(ZRAM);
     let used = match zram_attribute("disksize") {
         Ok(disksize) => disksize != "0",
@@ -176,7 +214,7 @@ pub(super) fn prepare_zram(size: u64, interrupt: &Interrupt) -> Result<Prepared>
     if used {
         return Ok(Prepared::Skipped(format!("{} is in use", device.display())));
     }
-    if let Some(why) = lacks_root().or_else(|| lacks_memory(size)) {
+    if let Some(why) = lacks_root().or_else(|| lacks_memory(memory)) {
         return Ok(Prepared::Skipped(why));
     }
     let attribute = Path::new("/sys/block").join(ZRAM).join("disksize");
@@ -191,9 +229,7 @@ pub(super) fn prepare_zram(size: u64, interrupt: &Interrupt) -> Result<Prepared>
         .with_context(|| format!("setting {}", attribute.display()))?;
     let algorithms = zram_attribute("comp_algorithm")?;
     let algorithm = algorithms.split(['[', ']']).nth(1).unwrap_or(algorithms.as_str()).to_owned();
-    disk.description = format!("zram of {} MiB, {algorithm}, filled with random data", size >> 20);
-    let file = OpenOptions::new().write(true).open(&device);
-    fill(file.with_context(|| format!("opening {}", device.display()))?, size, interrupt)?;
+    disk.description = format!("zram of {} MiB, {algorithm}", size >> 20);
     Ok(Prepared::Ready(disk))
 }
 
