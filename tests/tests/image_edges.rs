@@ -1,0 +1,81 @@
+//! Images that tools other than ours leave: a short file, and version 2 with a backing file.
+
+use std::fs::{self, OpenOptions};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
+use ringhaul_kit::system::{is_installed, run as run_program};
+use rustix::process::Signal;
+
+/// Bytes of a cluster.
+const CLUSTER: usize = 64 << 10;
+
+/// Serves the image of a scene to a front-end, and then ends the daemon.
+fn serve(
+    scene: &Scene,
+    more: &str,
+    use_disk: impl FnOnce(&mut Frontend) -> Result<()>,
+) -> Result<()> {
+    let socket = scene.socket("disk.sock");
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(&socket).args(["--cache", "none", "--disk"]);
+    command.arg(format!("qcow2{more},path={}", scene.path("disk").display()));
+    let mut daemon = Running::serve(&mut command)?;
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    use_disk(&mut frontend)?;
+    drop(frontend);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
+}
+
+/// Copies and `truncate` leave such a file, and `qemu-img check` finds no fault with it.
+#[test]
+fn an_image_whose_file_ends_in_its_last_cluster_takes_writes() -> Result<()> {
+    if !is_installed("qemu-img") {
+        return Ok(());
+    }
+    for cut in [4096, 60 << 10, 4096 + 512] {
+        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let path = scene.path("disk").display().to_string();
+        run_program("qemu-img", &["create", "-q", "-f", "qcow2", &path, "8M"])?;
+        run_program("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 512", &path])?;
+        let file = OpenOptions::new().write(true).open(&path)?;
+        file.set_len(file.metadata()?.len().next_multiple_of(CLUSTER as u64) - cut)?;
+        run_program("qemu-img", &["check", "-q", &path])?;
+        serve(&scene, "", |frontend| {
+            for place in (0..CLUSTER).step_by(4096).rev() {
+                let (sector, data) = (place as u64 / 512, pattern(place as u64, 4096));
+                frontend.write(0, sector, &data).with_context(|| format!("{cut} cut off"))?;
+                ensure!(frontend.read(1, sector, 4096)? == data, "{place} reads something else");
+            }
+            Ok(())
+        })?;
+        run_program("qemu-img", &["check", "-q", &path])?;
+    }
+    Ok(())
+}
+
+/// Version 2 has no clusters of zeroes, which would hide the data below.
+#[test]
+fn a_discard_in_version_2_does_not_show_data_from_below() -> Result<()> {
+    if !is_installed("qemu-img") {
+        return Ok(());
+    }
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let [path, base] = ["disk", "base"].map(|name| scene.path(name).display().to_string());
+    fs::write(&base, pattern(5, 8 * CLUSTER))?;
+    let create = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-b", &base, "-F", "raw"];
+    run_program("qemu-img", &[&create[..], &[&path]].concat())?;
+    serve(&scene, &format!(",backing={base}"), |frontend| {
+        let written = pattern(6, CLUSTER);
+        frontend.write(0, 0, &written)?;
+        let range = segment(0, u32::try_from(CLUSTER / 512)?, 0);
+        let status = frontend.request(0, blk::DISCARD, 0, &range, 0)?.status;
+        ensure!(status == blk::OK, "a discard ended with {status}");
+        let found = frontend.read(1, 0, CLUSTER)?;
+        ensure!(found == written || found == vec![0; CLUSTER], "data from below is seen");
+        Ok(())
+    })
+}
