@@ -6,6 +6,7 @@
 //! IoThread (`attached.rs`). The owner is asked where something is, and does what changes that:
 //! it finds space for what is written first, and gives space back.
 
+mod ahead;
 mod attached;
 mod bitmaps;
 #[cfg(test)]
@@ -22,6 +23,7 @@ mod full_tests;
 mod header;
 #[cfg(test)]
 mod hostile_tests;
+mod known;
 mod leaks;
 #[cfg(test)]
 mod leaks_tests;

@@ -24,6 +24,9 @@ use crate::op::OpKind;
 /// The most that moves through the owner at once, for one request.
 const PIECE_BYTES: usize = 256 << 10;
 
+/// The most that gets space at once, for one request.
+const PLACED_BYTES: usize = 4 << 20;
+
 pub(super) struct Qcow2Disk {
     image: Arc<Image>,
     io: Rc<Io>,
@@ -156,6 +159,14 @@ impl Qcow2Disk {
                 Ok(bytes)
             }
             _ => {
+                let placed = bytes.min(PLACED_BYTES);
+                if place == Place::Zero
+                    && self.image.core.order.has_ahead()
+                    && !self.have(Job::Place(range(offset, placed))).await?.is_empty()
+                {
+                    // The table knows where it is from now on.
+                    return Ok(0);
+                }
                 let bytes = bytes.min(PIECE_BYTES);
                 let _permit = self.share.take(bytes).await;
                 let mut data = vec![0; bytes];

@@ -2,6 +2,8 @@
 //! left but clusters that nothing uses, and what was flushed is there. When such an image is opened
 //! again these clusters are freed.
 
+mod fua;
+
 use std::collections::HashMap;
 use std::io::{self, Write as _};
 use std::ops::Range;
@@ -13,6 +15,7 @@ use tempfile::TempDir;
 
 use super::core::Layer;
 use super::mark;
+use super::order::Tables;
 use crate::config::IoThreadConfig;
 use crate::disk::elsewhere::{Elsewhere, Event};
 use crate::disk::{Disk, DiskOptions, DiskSource};
@@ -234,6 +237,34 @@ impl World {
         content
     }
 
+    /// The file when of all events since the last flush the last one alone is there.
+    fn cut_to_last(&self, journal: &[Event], end: usize) -> Vec<u8> {
+        let is_flush = |event: &Event| matches!(event, Event::Flush);
+        let covered = journal[..end].iter().rposition(is_flush).unwrap_or(0);
+        let mut content = self.content.clone();
+        for (index, event) in journal[..end].iter().enumerate() {
+            let Event::Write(offset, data) = event else { continue };
+            let start = usize::try_from(*offset).unwrap();
+            content.resize(content.len().max(start + data.len()), 0);
+            if index < covered || index + 1 == end {
+                content[start..start + data.len()].copy_from_slice(data);
+            }
+        }
+        content
+    }
+
+    /// Moments just after pointers that come after an entry for a new block of counts.
+    fn ends_behind_new_blocks(&self, journal: &[Event]) -> Vec<usize> {
+        let table = Tables::of(self.content.first_chunk().unwrap()).counts;
+        let is_entry = |event: &Event| {
+            matches!(event, Event::Write(offset, data)
+                if table.contains(offset) && data.len() as u64 <= table.end - table.start)
+        };
+        let entries = (0..journal.len()).filter(|index| is_entry(&journal[*index]));
+        let behind = entries.flat_map(|index| index + 1..index + 5);
+        behind.filter(|end| *end <= journal.len()).collect()
+    }
+
     /// Whether QEMU finds no fault with an image, and that it finds no other one than clusters that
     /// nothing uses.
     fn is_clean(&self, content: &[u8], what: &str) -> bool {
@@ -317,17 +348,36 @@ struct Kind {
     below: Below,
     rounds: u64,
     grows: bool,
+    /// The fewest blocks of reference counts that the first run adds.
+    new_blocks: usize,
 }
 
 /// What there is to get wrong: blocks of reference counts and their table that are added, tables
 /// that are added, clusters of which a part is written, and space that is used again.
-const KINDS: [Kind; 5] = [
+const KINDS: [Kind; 7] = [
     Kind {
         options: "cluster_size=512,refcount_bits=64",
         bytes: 4 * MIB,
         below: Below::Nothing,
         rounds: 100,
         grows: true,
+        new_blocks: 0,
+    },
+    Kind {
+        options: "cluster_size=512,refcount_bits=16",
+        bytes: 2 * MIB,
+        below: Below::Nothing,
+        rounds: 50,
+        grows: false,
+        new_blocks: 4,
+    },
+    Kind {
+        options: "cluster_size=512,refcount_bits=1",
+        bytes: 6 * MIB,
+        below: Below::Raw,
+        rounds: 100,
+        grows: false,
+        new_blocks: 1,
     },
     Kind {
         options: "cluster_size=4k,refcount_bits=1",
@@ -335,6 +385,7 @@ const KINDS: [Kind; 5] = [
         below: Below::Raw,
         rounds: 50,
         grows: true,
+        new_blocks: 0,
     },
     Kind {
         options: "cluster_size=512,compat=0.10",
@@ -342,6 +393,7 @@ const KINDS: [Kind; 5] = [
         below: Below::Nothing,
         rounds: 50,
         grows: false,
+        new_blocks: 0,
     },
     Kind {
         options: "cluster_size=4k",
@@ -349,6 +401,7 @@ const KINDS: [Kind; 5] = [
         below: Below::Compressed,
         rounds: 50,
         grows: true,
+        new_blocks: 0,
     },
     Kind {
         options: "cluster_size=64k",
@@ -356,6 +409,7 @@ const KINDS: [Kind; 5] = [
         below: Below::Raw,
         rounds: 20,
         grows: true,
+        new_blocks: 0,
     },
 ];
 
@@ -388,39 +442,19 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
             let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
             world.check(&content, end, &what);
         }
+        let mut ends = world.ends_behind_new_blocks(&journal);
+        let new_blocks = ends.len() / 4;
+        assert!(kind.new_blocks <= new_blocks, "{}: {new_blocks} new blocks", kind.options);
+        ends = ends.into_iter().step_by((new_blocks * 4 / 40).max(1) | 1).collect();
+        ends.extend((0..CUTS).map(|_| usize::try_from(world.random.below(count)).unwrap()));
+        for end in ends {
+            let content = world.cut_to_last(&journal, end);
+            let what = format!("{}, last of {end} of {}", kind.options, journal.len());
+            world.check(&content, end, &what);
+        }
         leaks += if world.is_marked { world.leaks } else { 0 };
     }
     assert!(leaks > 0, "nothing was freed");
-}
-
-/// Whoever had the image before has not flushed where its data is, and it was not marked, so that
-/// nobody has looked at it since.
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
-    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
-        eprintln!("skipped: qemu-img is not installed");
-        return;
-    }
-    for kind in &KINDS {
-        let mut world = World::new(kind, false);
-        for fua in [false, true] {
-            world.image = open(&world.folder, &world.file, world.below);
-            let disk = world.image.attach(world.thread.io());
-            // From now on it is known where the data is.
-            let read = disk.read(9 * SECTOR as u64, Buffers::aligned(SECTOR, 4096));
-            world.thread.block_on(read).unwrap().unwrap();
-            world.last += 1;
-            let data = Buffers::from_vec(filled(world.last, 3));
-            world.thread.block_on(disk.write(9 * SECTOR as u64, data, fua)).unwrap().unwrap();
-            world.now.set(&(9..12), world.last);
-        }
-        let journal = world.file.journal();
-        let (events, flushed) = (journal.len(), world.now.clone());
-        world.moments.push(Moment { events, flushed });
-        let content = world.cut_with(&journal, events, false, 0);
-        world.check(&content, events, kind.options);
-    }
 }
 
 #[test]

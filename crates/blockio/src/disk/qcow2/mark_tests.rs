@@ -136,8 +136,12 @@ fn the_mark_is_stable_before_anything_changes_and_goes_at_the_end() {
         let before = world.end.events();
         assert!(!world.is_marked_at_end(), "{name}");
         let journal = world.end.journal();
-        assert_eq!(headers(&journal[before..]), [(0, false)], "{name}");
-        assert_eq!(journal.len(), before + 1, "{name}: an end is quick");
+        // Clusters that were counted ahead are uncounted, and that is stable before the mark goes.
+        let uncounted = if matches!(name, "write" | "grow") { 2 } else { 0 };
+        assert_eq!(headers(&journal[before..]), [(uncounted, false)], "{name}");
+        assert_eq!(journal.len(), before + uncounted + 1, "{name}: an end is quick");
+        let flushes = journal[before..].iter().filter(|event| matches!(event, Event::Flush));
+        assert_eq!(flushes.count(), uncounted / 2, "{name}");
     }
 }
 
@@ -192,7 +196,10 @@ fn an_image_that_is_opened_anew_stays_marked() {
 fn an_image_stays_marked_when_something_may_be_left_behind() {
     let Some(content) = new_image("compat=1.1") else { return };
     let mut world = World::new(&content);
-    world.write(0).unwrap();
+    let disk = world.disk();
+    world.thread.block_on(disk.discard(0, CLUSTER)).unwrap().unwrap();
+    drop(disk);
+    assert!(world.is_marked());
     world.end.have_some_fail(1);
     world.write(1).unwrap_err();
     world.end.have_some_fail(0);

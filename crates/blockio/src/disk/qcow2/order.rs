@@ -7,7 +7,8 @@
 //! 2. Entries of the table that says where blocks of reference counts are, are written when a
 //!    flush has made these blocks stable.
 //! 3. Pointers, which are the entries of L1 and L2 tables and what the header says, are written
-//!    when a flush has made all that stable.
+//!    when a flush has made all that stable. Most pointers need none: they lead to clusters that
+//!    were counted and zeroed ahead (`ahead.rs`).
 //! 4. Reference counts that fall are written when another flush has made it stable that nothing
 //!    points there any more.
 //!
@@ -16,10 +17,15 @@
 //! An error of the file can not hit what waits either: imago would go on with what it has in
 //! memory, and never write it again.
 
+pub(super) mod counted;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
+use super::ahead::Ahead;
+use super::known::Known;
 use super::mark::Mark;
 use super::places::{Places, Table, Wrong};
 
@@ -93,6 +99,16 @@ fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
 pub(super) struct Order {
     state: Mutex<State>,
     pub(super) mark: Mark,
+    /// Clusters are counted ahead, and ready.
+    has_ahead: AtomicBool,
+}
+
+/// A block of reference counts of which the file has some that are higher than imago has them.
+#[derive(Debug)]
+struct Higher {
+    wanted: Arc<[u8]>,
+    /// `None`: an error has left it unknown.
+    file: Option<Arc<[u8]>>,
 }
 
 #[derive(Debug, Default)]
@@ -108,8 +124,17 @@ struct State {
     /// Entries of the table of blocks of reference counts.
     of_blocks: Held,
     pointers: Held,
-    /// Blocks with counts that have fallen.
-    fallen: Held,
+    /// Blocks with counts that have fallen, or that were counted ahead.
+    higher: BTreeMap<u64, Higher>,
+    /// Some of their counts have fallen.
+    has_fallen: bool,
+    /// The block in which counts have risen since the last commit, as it is in the file.
+    risen: Option<(u64, Arc<[u8]>)>,
+    ahead: Ahead,
+    known: Known,
+    /// Writes that a pointer may depend on, and the number of them that a flush has covered.
+    written: u64,
+    stable: u64,
 }
 
 impl State {
@@ -247,26 +272,15 @@ impl Order {
         })
     }
 
-    /// Makes a block of reference counts that may be written at once, out of what is in the file:
-    /// one in which no count has fallen. If some have, `wanted` is kept.
-    pub(super) fn raise(&self, offset: u64, file: &mut [u8], wanted: &[u8]) {
-        self.change(|state| {
-            raise(file, wanted, state.count_bits);
-            if file == wanted {
-                state.fallen.remove(&offset);
-            } else {
-                state.fallen.insert(offset, wanted.into());
-            }
-        });
-    }
-
     /// Puts what waits over what was read from the file.
     pub(super) fn cover(&self, offset: u64, data: &mut [u8]) {
         let end = offset + data.len() as u64;
         let from = offset.saturating_sub(TABLE_BYTES_MAX);
         self.change(|state| {
-            let waiting = [&state.of_blocks, &state.pointers, &state.fallen];
-            for (place, kept) in waiting.into_iter().flat_map(|held| held.range(from..end)) {
+            let waiting = [&state.of_blocks, &state.pointers];
+            let waiting = waiting.into_iter().flat_map(|held| held.range(from..end));
+            let higher = state.higher.range(from..end).map(|(place, block)| (place, &block.wanted));
+            for (place, kept) in waiting.chain(higher) {
                 let start = offset.max(*place);
                 let stop = end.min(place + kept.len() as u64);
                 if start < stop {
@@ -281,7 +295,7 @@ impl Order {
 
     pub(super) fn is_empty(&self) -> bool {
         self.change(|state| {
-            [&state.of_blocks, &state.pointers, &state.fallen].into_iter().all(Held::is_empty)
+            state.of_blocks.is_empty() && state.pointers.is_empty() && !state.has_fallen
         })
     }
 
@@ -305,41 +319,10 @@ impl Order {
     pub(super) fn drop_pointers(&self) {
         self.change(|state| state.pointers.clear());
     }
-
-    /// The same of the counts that have fallen.
-    pub(super) fn fallen(&self) -> Held {
-        self.change(|state| state.fallen.clone())
-    }
-
-    /// As [`drop_of_blocks`](Self::drop_of_blocks).
-    pub(super) fn drop_fallen(&self) {
-        self.change(|state| state.fallen.clear());
-    }
 }
 
 fn entries(table: &[u8]) -> impl Iterator<Item = u64> {
     table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry))
-}
-
-/// Has no count be smaller than in `wanted`. Those of less than a byte begin with its lowest bits.
-fn raise(counts: &mut [u8], wanted: &[u8], bits: u32) {
-    assert_eq!(counts.len(), wanted.len(), "blocks of counts have one size");
-    if bits >= 8 {
-        let bytes: usize = iomem::fits(u64::from(bits / 8), "bytes of a count");
-        for (count, wanted) in counts.chunks_mut(bytes).zip(wanted.chunks(bytes)) {
-            if *count < *wanted {
-                count.copy_from_slice(wanted);
-            }
-        }
-        return;
-    }
-    let mask = (1u8 << bits) - 1;
-    for (byte, wanted) in counts.iter_mut().zip(wanted) {
-        let parts = (0..8).step_by(iomem::fits(u64::from(bits), "bits of a count"));
-        let part = |byte: u8, at: u32| byte & (mask << at);
-        *byte =
-            parts.map(|at| part(*byte, at).max(part(*wanted, at))).fold(0, |sum, part| sum | part);
-    }
 }
 
 #[cfg(test)]
@@ -433,14 +416,16 @@ mod tests {
         let order = begun();
         let wanted = [1u16, 1, 2, 1, 0, 1, 2, 0].map(u16::to_be_bytes).concat();
         assert_eq!(order.sort(BLOCK, &wanted), Way::Counts);
-        let mut file = [0u16, 1, 2, 1, 1, 1, 300, 0].map(u16::to_be_bytes).concat();
-        order.raise(BLOCK, &mut file, &wanted);
-        assert_eq!(file, [1u16, 1, 2, 1, 1, 1, 300, 0].map(u16::to_be_bytes).concat());
-        let mut read = file.clone();
+        let file = [0u16, 1, 2, 1, 1, 1, 300, 0].map(u16::to_be_bytes).concat();
+        let raised = order.raise(BLOCK, &file, &wanted);
+        assert_eq!(*raised, [1u16, 1, 2, 1, 1, 1, 300, 0].map(u16::to_be_bytes).concat());
+        let mut read = raised.to_vec();
         order.cover(BLOCK, &mut read);
         assert_eq!(read, wanted);
-        order.raise(BLOCK, &mut file.clone(), &file);
-        assert!(order.is_empty());
+        assert_eq!(*order.fallen()[&BLOCK], wanted);
+        order.note_lowered(BLOCK, &wanted.into());
+        order.drop_fallen();
+        assert!(order.is_empty() && order.all_higher().is_empty());
     }
 
     #[test]
@@ -465,21 +450,6 @@ mod tests {
             let order = begun();
             assert_eq!(order.sort(table, &place.to_be_bytes()), Way::Refused, "{table}");
             assert!(order.pointers().is_empty() && order.of_blocks().is_empty());
-        }
-    }
-
-    #[test]
-    fn counts_of_all_widths_rise() {
-        for (bits, old, wanted, expected) in [
-            (1, [0b0101_0000, 0], [0b0011_0000, 1], [0b0111_0000, 1]),
-            (2, [0b0110_0011, 0], [0b1001_0001, 1], [0b1010_0011, 1]),
-            (4, [0x1f, 0x20], [0x21, 0x03], [0x2f, 0x23]),
-            (8, [3, 7], [5, 6], [5, 7]),
-            (16, [1, 0], [0, 255], [1, 0]),
-        ] {
-            let mut counts = old;
-            raise(&mut counts, &wanted, bits);
-            assert_eq!(counts, expected, "{bits}");
         }
     }
 

@@ -6,6 +6,7 @@
 //! tables of the image is in the file before the request is answered, and before others may use it.
 //! Many changes share one such commit. A flush of the file then makes all of it stable.
 
+mod ahead;
 mod alone;
 mod clear;
 mod rest;
@@ -44,6 +45,9 @@ pub(super) enum Job {
     Find(Range<u64>),
     Read(Range<u64>),
     Write(u64, Vec<u8>),
+    /// Find space for these bytes among the clusters that were counted ahead. Some data is read if
+    /// that was possible.
+    Place(Range<u64>),
     Discard(Range<u64>),
     Zero {
         range: Range<u64>,
@@ -58,7 +62,11 @@ impl Job {
     /// Whether it may change tables.
     fn changes(&self) -> bool {
         match self {
-            Self::Write(..) | Self::Discard(_) | Self::Zero { .. } | Self::Grow(_) => true,
+            Self::Write(..)
+            | Self::Place(_)
+            | Self::Discard(_)
+            | Self::Zero { .. }
+            | Self::Grow(_) => true,
             Self::Open | Self::Find(_) | Self::Read(_) | Self::Rest => false,
         }
     }
@@ -242,6 +250,10 @@ impl Owner {
             Job::Open => return self.image().await.map(|_| Vec::new()),
             Job::Find(range) => self.find(range).await.map(|()| Vec::new()),
             Job::Write(offset, data) => self.write(offset, &data).await.map(|()| data),
+            Job::Place(range) => self.place_ahead(range).await.map(|is_placed| match is_placed {
+                true => vec![1],
+                false => Vec::new(),
+            }),
             Job::Discard(range) => self.discard(range).await.map(|()| Vec::new()),
             Job::Zero { range, may_unmap } => {
                 self.zero(range, may_unmap).await.map(|()| Vec::new())
@@ -300,8 +312,13 @@ impl Owner {
     }
 
     async fn look(&self, range: &Range<u64>) -> io::Result<bool> {
+        self.look_in(range, self.core.table.unit_bytes() * UNITS_AHEAD).await
+    }
+
+    /// Has the table know where the parts of this size are that a range touches. False: others
+    /// must not use one of them yet.
+    async fn look_in(&self, range: &Range<u64>, span: u64) -> io::Result<bool> {
         let table = &self.core.table;
-        let span = table.unit_bytes() * UNITS_AHEAD;
         let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
         let size = image.size();
@@ -408,11 +425,16 @@ impl Owner {
             Mapping::Zero { explicit: true, .. } => same.min(cluster - offset % cluster),
             _ => same,
         };
+        let was_zero = self.was_zero(image, &found, offset..offset + len).await?;
         let mapping = image.prepare_data_mapping(offset, len, true).await?;
         let len = usize::try_from(mapping.length().min(len)).unwrap_or(data.len());
         assert!(len > 0, "space for no bytes");
         mapping.storage().check_data(mapping.offset(), len as u64)?;
-        mapping.storage().write(&data[..len], mapping.offset()).await?;
+        let host = mapping.offset()..mapping.offset() + len as u64;
+        match !mapping.is_nonblocking() && was_zero && self.core.order.take_ahead(&host) {
+            true => self.core.top.write_data(&data[..len], host.start).await?,
+            false => mapping.storage().write(&data[..len], host.start).await?,
+        }
         if !mapping.is_nonblocking() {
             // What the rest of a cluster had below was copied, and is nobody's until then too.
             let end = (offset + len as u64).next_multiple_of(cluster);

@@ -70,6 +70,18 @@ impl Places {
         if place == 0 || in_root || other != table { Err(ONE_PLACE) } else { Ok(()) }
     }
 
+    pub(super) fn cluster_bytes(&self) -> u64 {
+        self.cluster_bytes
+    }
+
+    /// The first byte that a block counts, by the place of the block.
+    pub(super) fn first_counted(&self, place: u64) -> Option<u64> {
+        match self.get(place)? {
+            Table::Block(index) => index.checked_mul(self.covered()),
+            Table::Second(_) => None,
+        }
+    }
+
     pub(super) fn get(&self, place: u64) -> Option<Table> {
         self.tables.get(&place).copied()
     }

@@ -1,5 +1,8 @@
 //! The files of an image as imago sees them: disks of ours, on the owner's thread.
 
+mod reserve;
+mod writes;
+
 use std::cell::RefCell;
 use std::fmt;
 use std::io;
@@ -16,7 +19,7 @@ use iomem::Buffers;
 
 use super::header::ImageHeader;
 use super::mark::{self, MarkState};
-use super::order::{FRONT_BYTES, Held, Order, Tables, Way};
+use super::order::{FRONT_BYTES, Order, Tables, Way};
 use super::places::Wrong;
 use super::room::Room;
 use crate::bounce::BounceShare;
@@ -175,30 +178,6 @@ impl Store {
         Ok(front)
     }
 
-    /// Writes what has waited until now, in its order.
-    pub(super) async fn release(&self) -> io::Result<()> {
-        self.check()?;
-        if self.order.is_empty() {
-            return Ok(());
-        }
-        self.sync().await?;
-        let of_blocks = self.order.of_blocks();
-        if !of_blocks.is_empty() {
-            self.write_all(of_blocks).await?;
-            self.order.drop_of_blocks();
-            self.sync().await?;
-        }
-        self.write_all(self.order.pointers()).await?;
-        self.order.drop_pointers();
-        let fallen = self.order.fallen();
-        if !fallen.is_empty() {
-            self.sync().await?;
-            self.write_all(fallen).await?;
-            self.order.drop_fallen();
-        }
-        Ok(())
-    }
-
     /// Fails when nothing may change any more.
     fn check(&self) -> io::Result<()> {
         self.order.refuses().map_or(Ok(()), |why| {
@@ -215,21 +194,6 @@ impl Store {
         self.sync().await?;
         // It may name a table that was not known as one while it was written.
         self.learn().await
-    }
-
-    async fn write_all(&self, held: Held) -> io::Result<()> {
-        for (offset, data) in held {
-            self.write_at(&data, offset).await?;
-        }
-        Ok(())
-    }
-
-    /// Writes those reference counts of a block that rise.
-    async fn write_counts(&self, wanted: &[u8], offset: u64) -> io::Result<()> {
-        let mut counts = vec![0; wanted.len()];
-        self.read_at(&mut counts, offset).await?;
-        self.order.raise(offset, &mut counts, wanted);
-        self.write_at(&counts, offset).await
     }
 
     fn disk(&self) -> io::Result<Rc<Disk>> {
@@ -315,9 +279,15 @@ impl Store {
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.check()?;
         self.check_data(offset, len)?;
+        if self.order.is_ahead(&(offset..offset + len)) {
+            return Ok(());
+        }
         let zeroed = async {
             self.reach(offset + len)?;
-            self.disk()?.write_zeroes(offset, len, may_unmap).await
+            self.order.spoil_ahead(&(offset..offset + len));
+            let zeroed = self.disk()?.write_zeroes(offset, len, may_unmap).await;
+            self.order.note_written();
+            zeroed
         };
         zeroed.await.inspect_err(|_| self.order.mark.doubt())
     }
@@ -353,6 +323,9 @@ impl Storage for Store {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.room.note(self.layer, offset, data.len());
         let read = self.read_at(&mut data, offset).await;
+        if read.is_ok() && self.layer == 0 {
+            self.order.learn_table(offset, data.as_slice().into());
+        }
         self.order.cover(offset, &mut data);
         let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(wrong));
         checked.inspect_err(|_| self.order.mark.doubt())?;
@@ -372,7 +345,7 @@ impl Storage for Store {
             self.order.mark.put(&mut data);
         }
         let written = match self.order.sort(offset, &data) {
-            Way::Now => self.write_at(&data, offset).await,
+            Way::Now => self.write_other(&data, offset).await,
             Way::Kept => Ok(()),
             Way::Counts => self.write_counts(&data, offset).await,
             // imago would go on with the old table, whatever the file says.
@@ -399,7 +372,10 @@ impl Storage for Store {
     }
 
     async fn sync(&self) -> io::Result<()> {
-        self.disk()?.flush().await
+        let written = self.order.written();
+        self.disk()?.flush().await?;
+        self.order.note_stable(written);
+        Ok(())
     }
 
     /// Futures of the owner are never dropped before they have ended.

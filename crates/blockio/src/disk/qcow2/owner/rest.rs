@@ -73,7 +73,13 @@ impl Owner {
         if self.committed.get() < self.changed.get() || !core.order.is_empty() {
             self.commit_to(&image).await?;
         }
-        if is_marked() && self.jobs.get() == 0 && is_sure() && core.order.refuses().is_none() {
+        let is_at_rest =
+            || is_marked() && self.jobs.get() == 0 && is_sure() && core.order.refuses().is_none();
+        if is_at_rest() {
+            core.top.uncount().await?;
+        }
+        // A job may have begun while counts were written.
+        if is_at_rest() {
             assert!(core.order.is_empty(), "what waits is written by a commit");
             // If it fails, nobody knows whether the mark is there.
             core.order.mark.set_state(MarkState::Clear);

@@ -1,0 +1,79 @@
+//! Writes with FUA, whose pointers must be stable too.
+
+use std::process::{Command, Stdio};
+
+use iomem::Buffers;
+
+use super::{KINDS, Moment, SECTOR, World, filled, open};
+use crate::config::IoThreadConfig;
+use crate::disk::elsewhere::Event;
+use crate::io_thread::IoThread;
+
+/// Whoever had the image before has not flushed where its data is, and it was not marked, so that
+/// nobody has looked at it since.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
+    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    for kind in &KINDS {
+        let mut world = World::new(kind, false);
+        for fua in [false, true] {
+            world.image = open(&world.folder, &world.file, world.below);
+            let disk = world.image.attach(world.thread.io());
+            // From now on it is known where the data is.
+            let read = disk.read(9 * SECTOR as u64, Buffers::aligned(SECTOR, 4096));
+            world.thread.block_on(read).unwrap().unwrap();
+            world.last += 1;
+            let data = Buffers::from_vec(filled(world.last, 3));
+            world.thread.block_on(disk.write(9 * SECTOR as u64, data, fua)).unwrap().unwrap();
+            world.now.set(&(9..12), world.last);
+        }
+        let journal = world.file.journal();
+        let (events, flushed) = (journal.len(), world.now.clone());
+        world.moments.push(Moment { events, flushed });
+        let content = world.cut_with(&journal, events, false, 0);
+        world.check(&content, events, kind.options);
+    }
+}
+
+/// A commit that ends during a flush may not be covered by it.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_with_fua_flushes_what_a_commit_wrote_during_a_flush() {
+    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    let world = World::new(&KINDS[0], true);
+    let disk = world.image.attach(world.thread.io());
+    let data = || Buffers::from_vec(filled(7, 1));
+    world.file.set_silent(true);
+    let flushed = async {
+        let mut flush = Box::pin(disk.flush());
+        std::future::poll_fn(|context| {
+            assert!(flush.as_mut().poll(context).is_pending());
+            std::task::Poll::Ready(())
+        })
+        .await;
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+                let disk = world.image.attach(thread.io());
+                thread.block_on(disk.write(0, data(), false)).unwrap().unwrap();
+            });
+            world.file.set_silent(false);
+            other.join().unwrap();
+        });
+        // The answer to the flush is taken after the commit.
+        flush.await
+    };
+    world.thread.block_on(flushed).unwrap().unwrap();
+    let before = world.file.events();
+    world.thread.block_on(disk.write(0, data(), true)).unwrap().unwrap();
+    let journal = world.file.journal();
+    let flushes = journal[before..].iter().filter(|event| matches!(event, Event::Flush)).count();
+    assert_eq!(flushes, 1, "the entry that leads to the data may be lost");
+}

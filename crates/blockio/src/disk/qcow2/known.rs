@@ -1,0 +1,106 @@
+//! Tables as the file has them, so that only their changed sectors are written.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The most bytes of tables that are kept.
+const BYTES_MAX: usize = 16 << 20;
+/// Tables that are not longer are written as a whole.
+const TABLE_BYTES_MIN: usize = 4096;
+
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// Tables by place, each with the time of its last use.
+    tables: HashMap<u64, (Arc<[u8]>, u64)>,
+    bytes: usize,
+    time: u64,
+}
+
+impl Known {
+    /// The bytes of a table, if they are known.
+    pub(super) fn get(&mut self, place: u64) -> Option<Arc<[u8]>> {
+        self.time += 1;
+        let time = self.time;
+        let (table, used) = self.tables.get_mut(&place)?;
+        *used = time;
+        Some(Arc::clone(table))
+    }
+
+    /// Keeps the bytes that the file has of a table.
+    pub(super) fn put(&mut self, place: u64, table: Arc<[u8]>) {
+        self.forget(place);
+        if table.len() <= TABLE_BYTES_MIN {
+            return;
+        }
+        self.time += 1;
+        self.bytes += table.len();
+        self.tables.insert(place, (table, self.time));
+        while self.bytes > BYTES_MAX {
+            let oldest = self.tables.iter().min_by_key(|(_, (_, used))| *used);
+            let Some(oldest) = oldest.map(|(place, _)| *place) else { return };
+            self.forget(oldest);
+        }
+    }
+
+    pub(super) fn forget(&mut self, place: u64) {
+        if let Some((table, _)) = self.tables.remove(&place) {
+            self.bytes -= table.len();
+        }
+    }
+
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// The ranges of `new` that differ from `old`, in whole pieces of `align` bytes.
+pub(super) fn changes(old: &[u8], new: &[u8], align: usize) -> Vec<Range<usize>> {
+    let mut changes: Vec<Range<usize>> = Vec::new();
+    if old.len() != new.len() {
+        return vec![0..new.len(); 1];
+    }
+    let pieces = old.chunks(align).zip(new.chunks(align));
+    for (index, (_, piece)) in pieces.enumerate().filter(|(_, (old, new))| old != new) {
+        let (start, end) = (index * align, index * align + piece.len());
+        match changes.last_mut() {
+            Some(last) if last.end == start => last.end = end,
+            _ => changes.push(start..end),
+        }
+    }
+    changes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_changed_sectors_are_written() {
+        let old = vec![0; 8192];
+        let mut new = old.clone();
+        assert!(changes(&old, &new, 512).is_empty());
+        for at in [511, 512, 8191] {
+            new[at] = 1;
+        }
+        assert_eq!(changes(&old, &new, 512), [0..1024, 7680..8192]);
+        assert_eq!(changes(&old, &new, 4096), vec![0..8192; 1]);
+        assert_eq!(changes(&[], &new, 512), vec![0..8192; 1]);
+    }
+
+    #[test]
+    fn tables_that_were_not_used_for_long_are_forgotten() {
+        let table: Arc<[u8]> = vec![0; 2 << 20].into();
+        let mut known = Known::default();
+        for place in 0..8 {
+            known.put(place, Arc::clone(&table));
+        }
+        assert!(known.get(0).is_some());
+        known.put(8, Arc::clone(&table));
+        assert!(known.get(0).is_some() && known.get(1).is_none() && known.get(8).is_some());
+        known.put(9, vec![0; 512].into());
+        assert!(known.get(9).is_none());
+        known.forget(0);
+        assert!(known.get(0).is_none() && known.bytes == 14 << 20);
+    }
+}

@@ -1,0 +1,304 @@
+//! Reference counts and clusters that the file counts, and imago does not: counts that have fallen,
+//! and clusters that are counted ahead. Also tables as they are in the file.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::{Held, Higher, Order, State};
+use crate::disk::qcow2::ahead::Ahead;
+use crate::disk::qcow2::counts;
+
+/// A block of reference counts, of which some have just risen in the file.
+#[derive(Debug)]
+pub(in crate::disk::qcow2) struct Risen {
+    pub(in crate::disk::qcow2) place: u64,
+    /// The first cluster that it counts.
+    pub(in crate::disk::qcow2) first: u64,
+    pub(in crate::disk::qcow2) cluster_bytes: u64,
+    pub(in crate::disk::qcow2) bits: u32,
+    /// Counts as imago has them, and as they are in the file.
+    pub(in crate::disk::qcow2) wanted: Arc<[u8]>,
+    pub(in crate::disk::qcow2) file: Arc<[u8]>,
+}
+
+impl Order {
+    /// Makes a block of reference counts that may be written at once, out of what is in the file:
+    /// one in which no count has fallen. If some have, `wanted` is kept.
+    pub(in crate::disk::qcow2) fn raise(
+        &self,
+        offset: u64,
+        file: &[u8],
+        wanted: &[u8],
+    ) -> Arc<[u8]> {
+        self.change(|state| {
+            let bits = state.count_bits;
+            let before = state.higher.get(&offset).map_or(file, |higher| &higher.wanted);
+            state.has_fallen |= has_fallen(before, wanted, bits);
+            let mut raised = file.to_vec();
+            raise(&mut raised, wanted, bits);
+            let has_risen = raised != file;
+            let raised: Arc<[u8]> = raised.into();
+            if has_risen {
+                state.risen = Some((offset, Arc::clone(&raised)));
+            }
+            state.note_counts(offset, wanted, &raised);
+            raised
+        })
+    }
+
+    /// A block has these counts in the file, where imago has others or the same ones.
+    pub(in crate::disk::qcow2) fn note_counts(&self, place: u64, wanted: &[u8], file: &Arc<[u8]>) {
+        self.change(|state| state.note_counts(place, wanted, file));
+    }
+
+    /// The block in which counts have risen since the last commit.
+    pub(in crate::disk::qcow2) fn take_risen(&self) -> Option<Risen> {
+        self.change(|state| {
+            let (place, file) = state.risen.take()?;
+            let (cluster_bytes, bits) = (state.places.cluster_bytes(), state.count_bits);
+            let first = state.places.first_counted(place)?;
+            let wanted = state.higher.get(&place).map_or(&file, |higher| &higher.wanted);
+            let wanted = Arc::clone(wanted);
+            Some(Risen { place, first, cluster_bytes, bits, wanted, file })
+        })
+    }
+
+    /// Clusters were counted in the file, and are zeroes. The next flush makes them ready.
+    pub(in crate::disk::qcow2) fn add_ahead(
+        &self,
+        risen: &Risen,
+        file: &Arc<[u8]>,
+        places: Vec<u64>,
+    ) {
+        self.change(|state| {
+            state.note_counts(risen.place, &risen.wanted, file);
+            state.ahead.add(risen.cluster_bytes, places);
+        });
+    }
+
+    fn change_ahead<T>(&self, change: impl FnOnce(&mut Ahead) -> T) -> T {
+        self.change(|state| {
+            let changed = change(&mut state.ahead);
+            self.has_ahead.store(state.ahead.len() > 0, Ordering::Relaxed);
+            changed
+        })
+    }
+
+    /// Whether clusters are ready that were counted ahead.
+    pub(in crate::disk::qcow2) fn has_ahead(&self) -> bool {
+        self.has_ahead.load(Ordering::Relaxed)
+    }
+
+    /// The number of them.
+    pub(in crate::disk::qcow2) fn ahead(&self) -> usize {
+        self.change(|state| state.ahead.len())
+    }
+
+    /// Whether all bytes of a range are in clusters that were counted ahead.
+    pub(in crate::disk::qcow2) fn is_ahead(&self, range: &Range<u64>) -> bool {
+        self.has_ahead() && self.change(|state| state.ahead.has(range))
+    }
+
+    /// Takes clusters for use, if all were counted ahead. A pointer to them needs no flush.
+    pub(in crate::disk::qcow2) fn take_ahead(&self, range: &Range<u64>) -> bool {
+        self.has_ahead() && self.change_ahead(|ahead| ahead.take(range))
+    }
+
+    /// Bytes of a range are about to change: the clusters are not ready any longer.
+    pub(in crate::disk::qcow2) fn spoil_ahead(&self, range: &Range<u64>) {
+        if self.has_ahead() {
+            self.change_ahead(|ahead| ahead.spoil(range));
+        }
+    }
+
+    /// Notes that a write has ended that a pointer may depend on.
+    pub(in crate::disk::qcow2) fn note_written(&self) {
+        self.change(|state| state.written += 1);
+    }
+
+    /// Writes that have ended before a flush begins.
+    pub(in crate::disk::qcow2) fn written(&self) -> u64 {
+        self.change(|state| state.written)
+    }
+
+    /// A flush has ended that began after so many writes.
+    pub(in crate::disk::qcow2) fn note_stable(&self, written: u64) {
+        self.change(|state| state.stable = state.stable.max(written));
+    }
+
+    /// A flush of a commit has ended, or has failed.
+    pub(in crate::disk::qcow2) fn note_flushed(&self, is_stable: bool) {
+        self.change_ahead(|ahead| ahead.flushed(is_stable));
+    }
+
+    /// Whether pointers that wait may depend on a write that no flush has covered.
+    pub(in crate::disk::qcow2) fn needs_flush(&self) -> bool {
+        self.change(|state| state.stable < state.written || !state.of_blocks.is_empty())
+    }
+
+    /// The bytes that the file has of a table, if they are known.
+    pub(in crate::disk::qcow2) fn known(&self, place: u64) -> Option<Arc<[u8]>> {
+        self.change(|state| match state.higher.get(&place) {
+            Some(higher) => higher.file.clone(),
+            None => state.known.get(place),
+        })
+    }
+
+    /// Keeps the bytes that the file has of a table.
+    pub(in crate::disk::qcow2) fn learn_table(&self, place: u64, table: Arc<[u8]>) {
+        self.change(|state| {
+            let is_table = state.tables.is_some() && state.places.get(place).is_some();
+            if is_table && !state.higher.contains_key(&place) {
+                state.known.put(place, table);
+            }
+        });
+    }
+
+    /// Keeps that bytes of the file are zeroes, which may be a new table.
+    pub(in crate::disk::qcow2) fn learn_zeroes(&self, place: u64, bytes: usize) {
+        self.change(|state| state.known.put(place, vec![0; bytes].into()));
+    }
+
+    /// The file gets other bytes in a place.
+    pub(in crate::disk::qcow2) fn forget_table(&self, place: u64) {
+        self.change(|state| {
+            state.known.forget(place);
+            if let Some(higher) = state.higher.get_mut(&place) {
+                higher.file = None;
+            }
+        });
+    }
+
+    /// Blocks with the counts that have fallen, if there are such. Clusters that were counted ahead
+    /// stay counted.
+    pub(in crate::disk::qcow2) fn fallen(&self) -> Held {
+        self.change(|state| match state.has_fallen {
+            true => state.lowered(true),
+            false => Held::new(),
+        })
+    }
+
+    /// All that had fallen are in the file.
+    pub(in crate::disk::qcow2) fn drop_fallen(&self) {
+        self.change(|state| state.has_fallen = false);
+    }
+
+    /// All blocks of which the file has higher counts, as imago has them.
+    pub(in crate::disk::qcow2) fn all_higher(&self) -> Held {
+        self.change(|state| state.lowered(false))
+    }
+
+    /// A block is in the file with these counts.
+    pub(in crate::disk::qcow2) fn note_lowered(&self, place: u64, counts: &Arc<[u8]>) {
+        self.change(|state| {
+            if let Some(Higher { wanted, .. }) = state.higher.get(&place) {
+                let wanted = Arc::clone(wanted);
+                state.note_counts(place, &wanted, counts);
+            }
+        });
+    }
+
+    /// Forgets clusters that were counted ahead, and tables: another process may write to the file.
+    pub(in crate::disk::qcow2) fn forget_file(&self) {
+        self.change_ahead(Ahead::clear);
+        self.change(|state| state.known.clear());
+    }
+}
+
+impl State {
+    /// A block has these counts in the file, and imago has others, or the same ones.
+    fn note_counts(&mut self, place: u64, wanted: &[u8], file: &Arc<[u8]>) {
+        if **file == *wanted {
+            self.higher.remove(&place);
+            self.known.put(place, Arc::clone(file));
+        } else {
+            self.known.forget(place);
+            let higher = Higher { wanted: wanted.into(), file: Some(Arc::clone(file)) };
+            self.higher.insert(place, higher);
+        }
+    }
+
+    /// Blocks as they should be in the file, where that is different.
+    fn lowered(&self, keeps_ahead: bool) -> Held {
+        let mut lowered = Held::new();
+        for (place, Higher { wanted, file }) in &self.higher {
+            // With an error the mark stays, so that the next opening looks at all counts.
+            let Some(file) = file else { continue };
+            let mut counts = wanted.to_vec();
+            if keeps_ahead && let Some(first) = self.places.first_counted(*place) {
+                let cluster = self.places.cluster_bytes();
+                let is_ahead = |index: usize| self.ahead.is_counted(first + index as u64 * cluster);
+                raise_where(&mut counts, file, self.count_bits, is_ahead);
+            }
+            if counts != **file {
+                lowered.insert(*place, counts.into());
+            }
+        }
+        lowered
+    }
+}
+
+/// Has no count be smaller than in `wanted`. Those of less than a byte begin with its lowest bits.
+fn raise(counts: &mut [u8], wanted: &[u8], bits: u32) {
+    assert_eq!(counts.len(), wanted.len(), "blocks of counts have one size");
+    if bits >= 8 {
+        let bytes: usize = iomem::fits(u64::from(bits / 8), "bytes of a count");
+        for (count, wanted) in counts.chunks_mut(bytes).zip(wanted.chunks(bytes)) {
+            if *count < *wanted {
+                count.copy_from_slice(wanted);
+            }
+        }
+        return;
+    }
+    let mask = (1u8 << bits) - 1;
+    for (byte, wanted) in counts.iter_mut().zip(wanted) {
+        let parts = (0..8).step_by(iomem::fits(u64::from(bits), "bits of a count"));
+        let part = |byte: u8, at: u32| byte & (mask << at);
+        *byte =
+            parts.map(|at| part(*byte, at).max(part(*wanted, at))).fold(0, |sum, part| sum | part);
+    }
+}
+
+/// The pieces of two blocks that differ, as indices of counts.
+fn differing(one: &[u8], other: &[u8], bits: u32) -> impl Iterator<Item = usize> {
+    const PIECE: usize = 64;
+    let per_piece = PIECE * 8 / usize::try_from(bits.max(1)).unwrap_or(1);
+    let pieces = one.chunks(PIECE).zip(other.chunks(PIECE)).enumerate();
+    let pieces = pieces.filter(|(_, (one, other))| one != other);
+    pieces.flat_map(move |(piece, _)| piece * per_piece..(piece + 1) * per_piece)
+}
+
+/// Whether a count is smaller than it was.
+fn has_fallen(before: &[u8], after: &[u8], bits: u32) -> bool {
+    differing(before, after, bits)
+        .any(|index| counts::get(after, index, bits) < counts::get(before, index, bits))
+}
+
+/// Has counts be those of the file where a test says so.
+fn raise_where(counts: &mut [u8], file: &[u8], bits: u32, test: impl Fn(usize) -> bool) {
+    let wanted = counts.to_vec();
+    for index in differing(&wanted, file, bits).filter(|index| test(*index)) {
+        counts::set(counts, index, bits, counts::get(file, index, bits));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_of_all_widths_rise() {
+        for (bits, old, wanted, expected) in [
+            (1, [0b0101_0000, 0], [0b0011_0000, 1], [0b0111_0000, 1]),
+            (2, [0b0110_0011, 0], [0b1001_0001, 1], [0b1010_0011, 1]),
+            (4, [0x1f, 0x20], [0x21, 0x03], [0x2f, 0x23]),
+            (8, [3, 7], [5, 6], [5, 7]),
+            (16, [1, 0], [0, 255], [1, 0]),
+        ] {
+            let mut counts = old;
+            raise(&mut counts, &wanted, bits);
+            assert_eq!(counts, expected, "{bits}");
+        }
+    }
+}

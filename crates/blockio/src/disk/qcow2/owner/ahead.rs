@@ -1,0 +1,97 @@
+//! Space for first writes, from the clusters that were counted ahead: see `qcow2/ahead.rs`.
+//!
+//! Such a write needs no data here. Its IoThread writes the data where the table says, when the
+//! entry that points there is in the file. A loss of power leaves zeroes in place of the data at
+//! worst, which the disk had before.
+
+use std::io;
+use std::ops::Range;
+
+use imago::Mapping;
+
+use super::Owner;
+use crate::disk::qcow2::format::{Format, has_any};
+use crate::disk::qcow2::storage::Store;
+use crate::disk::qcow2::table::Place;
+
+impl Owner {
+    /// Finds space for a range whose bytes are zeroes so far. False: the data must be written
+    /// before an entry may point to it.
+    pub(super) async fn place_ahead(&self, range: Range<u64>) -> io::Result<bool> {
+        let placed = self.place_beside_others(&range).await;
+        if self.committed.get() < self.changed.get() {
+            self.commit().await?;
+        }
+        if !placed? || !self.look_in(&range, self.core.table.unit_bytes()).await? {
+            return Ok(false);
+        }
+        let place = self.core.table.run(range.start, 1).place;
+        Ok(matches!(place, Place::Data { writable: true, .. }))
+    }
+
+    async fn place_beside_others(&self, range: &Range<u64>) -> io::Result<bool> {
+        let _turn = self.turn().await?;
+        let image = self.image().await?.read().await;
+        if self.failed.get() || self.gives_up(&image, range).await? {
+            return Ok(false);
+        }
+        let (cluster, mut at) = (self.core.cluster_bytes, range.start);
+        while at < range.end {
+            let (found, same) = image.get_mapping(at, range.end - at).await?;
+            let is_there = matches!(&found, Mapping::Raw { storage, writable: true, .. }
+                if storage.layer == 0);
+            if is_there {
+                at += same;
+                continue;
+            }
+            let len = same.min(cluster_end(&found, at, cluster) - at);
+            if !self.was_zero(&image, &found, at..at + len).await? {
+                return Ok(false);
+            }
+            let mapping = image.prepare_data_mapping(at, len, true).await?;
+            let len = mapping.length().min(len);
+            assert!(len > 0, "space for no bytes");
+            if !mapping.is_nonblocking() {
+                let host = mapping.offset()..mapping.offset() + len;
+                mapping.storage().check_data(host.start, len)?;
+                if !self.core.order.take_ahead(&host) {
+                    return Ok(false);
+                }
+                let end = (at + len).next_multiple_of(cluster);
+                self.new.borrow_mut().push(at - at % cluster..end);
+                self.changed.set(self.changed.get() + 1);
+            }
+            image.commit_data_mapping(mapping).await?;
+            at += len;
+        }
+        Ok(true)
+    }
+
+    /// Whether all clusters that a range touches read as zeroes. `found` is where it is.
+    pub(super) async fn was_zero(
+        &self,
+        image: &Format,
+        found: &Mapping<'_, Store>,
+        range: Range<u64>,
+    ) -> io::Result<bool> {
+        if !matches!(found, Mapping::Zero { .. }) {
+            return Ok(false);
+        }
+        if self.core.layers.len() == 1 {
+            return Ok(true);
+        }
+        let cluster = self.core.cluster_bytes;
+        let start = range.start - range.start % cluster;
+        let whole = start..range.end.next_multiple_of(cluster).min(image.size());
+        Ok(!has_any(image, &whole, |mapping| !matches!(mapping, Mapping::Zero { .. })).await?)
+    }
+}
+
+/// The end of the clusters that may get space at once. imago gives up that of a cluster of zeroes
+/// that does not follow the one before.
+fn cluster_end(found: &Mapping<'_, Store>, at: u64, cluster: u64) -> u64 {
+    match found {
+        Mapping::Zero { explicit: true, .. } => at - at % cluster + cluster,
+        _ => u64::MAX,
+    }
+}
