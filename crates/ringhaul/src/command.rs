@@ -210,6 +210,15 @@ pub enum CommandError {
     /// Queues have not stopped, so that no other process can go on with them.
     #[error("requests were not finished in time ({0}); try again when the disk answers")]
     NotPaused(String),
+    /// A hand-over is not possible at this moment, for this reason.
+    #[error("{0:#}")]
+    NotNow(anyhow::Error),
+    /// The program has not taken over, and may in a moment.
+    #[error("{0}")]
+    UpgradeLater(String),
+    /// The program has not taken over, and would not do so later either.
+    #[error("{0}")]
+    UpgradeRefused(String),
     /// It was done, and the next start will not know.
     #[error("it is done, but a restart would undo it: {0:#}")]
     NotKept(anyhow::Error),
@@ -230,10 +239,25 @@ pub enum CommandError {
 }
 
 impl CommandError {
+    /// True: a takeover that this refuses may succeed in a moment.
+    pub(crate) fn is_of_the_moment(&self) -> bool {
+        matches!(
+            self,
+            Self::Busy(..)
+                | Self::UnitBusy(..)
+                | Self::UnitGivenUp(..)
+                | Self::DiskBusy(_)
+                | Self::HandingOver
+                | Self::Changed
+                | Self::NotPaused(_)
+                | Self::NotNow(_)
+        )
+    }
+
     /// The error with its causes.
     pub(crate) fn into_error(self) -> anyhow::Error {
         match self {
-            Self::Wrong(error) | Self::Failed(error) => error,
+            Self::Wrong(error) | Self::Failed(error) | Self::NotNow(error) => error,
             other => other.into(),
         }
     }

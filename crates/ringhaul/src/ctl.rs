@@ -9,6 +9,7 @@ use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -28,8 +29,20 @@ const EXIT_UNFINISHED: u8 = 3;
 /// The environment variable with the path of a control socket.
 const VARIABLE: &str = "RINGHAUL_CONTROL";
 
-/// The code of that in an answer.
+/// No program has taken over. It may in a moment.
+const EXIT_UPGRADE_LATER: u8 = 4;
+
+/// No program has taken over, and the next try would end in the same way.
+const EXIT_UPGRADE_REFUSED: u8 = 5;
+
+/// Codes of answers: another process has taken over, a removal goes on, and the two of upgrades.
+const HANDED_OVER: i64 = 6;
 const UNFINISHED: i64 = 8;
+const UPGRADE_LATER: i64 = 10;
+const UPGRADE_REFUSED: i64 = 11;
+
+/// The pause between two tries of an upgrade.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Asks, prints the answer, and says in the exit code whether it was one.
 ///
@@ -48,12 +61,32 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     }
     // What makes no sense is found before anybody is asked.
     let calls = words::calls_of(&args.what)?;
-    let mut daemon = Connection::new(&which_daemon(args)?)?;
+    let control = which_daemon(args)?;
+    let mut daemon = Connection::new(&control)?;
+    let retry = match args.what {
+        What::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
+        _ => Duration::ZERO,
+    };
+    let retry_until = Instant::now() + retry;
     // Only exports are added by several calls.
     let names: Vec<String> = calls.iter().map(|(_, params)| words::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
         let unit = params.get("unit").cloned();
-        match ask(&mut daemon, method, params, form)? {
+        let mut asked = ask(&mut daemon, method, params.clone(), form)?;
+        while let Err(Refusal { code: UPGRADE_LATER, .. }) = asked
+            && Instant::now() < retry_until
+        {
+            std::thread::sleep(RETRY_PAUSE);
+            asked = ask(&mut daemon, method, params.clone(), form)?;
+        }
+        if let Err(Refusal { code: HANDED_OVER, .. }) = asked
+            && let Ok(next) = Connection::new(&control)
+        {
+            // The command has waited for an upgrade, and is the new process's to carry out.
+            daemon = next;
+            asked = ask(&mut daemon, method, params, form)?;
+        }
+        match asked {
             Ok(()) if ["export.add", "lun.add"].contains(&method) => {
                 warn_of_content(&mut daemon, &names[number], unit.as_ref());
             }
@@ -61,9 +94,12 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
             Err(refusal) => {
                 let message = printable(&refusal.message);
                 eprintln!("ringhaul: {message}{}", what_was_added(&names, number));
-                let is_unfinished = refusal.code == UNFINISHED;
-                let status = if is_unfinished { EXIT_UNFINISHED } else { EXIT_REFUSED };
-                return Ok(ExitCode::from(status));
+                return Ok(ExitCode::from(match refusal.code {
+                    UNFINISHED => EXIT_UNFINISHED,
+                    UPGRADE_LATER => EXIT_UPGRADE_LATER,
+                    UPGRADE_REFUSED => EXIT_UPGRADE_REFUSED,
+                    _ => EXIT_REFUSED,
+                }));
             }
         }
     }

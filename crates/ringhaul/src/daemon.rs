@@ -159,6 +159,13 @@ impl Daemon {
     /// When it cannot be done. Nothing has changed then, unless the error says so.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
         let touched = Touched::by(&command);
+        // A hand-over knows nothing of exports that change after its description.
+        let changes_exports = match &touched {
+            Some(Touched::Exports(_) | Touched::Disk(..)) => true,
+            Some(Touched::Settings(_)) => false,
+            None => matches!(command, Command::Resize(..)),
+        };
+        let _running = changes_exports.then(|| self.succession.begin_command()).transpose()?;
         let done = self.carry_out(command);
         self.keep(touched.as_ref(), done)
     }

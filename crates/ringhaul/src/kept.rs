@@ -65,6 +65,28 @@ struct Inner {
     changes: Changes,
     /// The changes in the file.
     written: Changes,
+    /// Another process writes the file, or is about to.
+    is_closed: bool,
+}
+
+/// A state that this process leaves to another one. It writes again when this is dropped.
+pub(crate) struct Closed<'a>(&'a Kept);
+
+impl Closed<'_> {
+    /// The other process has the file now.
+    pub(crate) fn leave(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Closed<'_> {
+    fn drop(&mut self) {
+        let mut inner = self.0.lock();
+        inner.is_closed = false;
+        if let Err(error) = inner.write() {
+            tracing::error!("{error:#}");
+        }
+    }
 }
 
 impl Kept {
@@ -83,7 +105,8 @@ impl Kept {
         let merged = changes.merge(&base, &settings);
         let lock = file.write(&changes)?;
         let written = changes.clone();
-        let inner = Inner { file, lock, base, settings, changes, written };
+        let is_closed = false;
+        let inner = Inner { file, lock, base, settings, changes, written, is_closed };
         Ok((Self(Mutex::new(inner)), merged))
     }
 
@@ -174,6 +197,12 @@ impl Kept {
         Ok(is_forgotten)
     }
 
+    /// Writes nothing from now on: a process that takes over writes all that is live.
+    pub(crate) fn close(&self) -> Closed<'_> {
+        self.lock().is_closed = true;
+        Closed(self)
+    }
+
     /// The daemon has ended: a file without a change goes.
     pub(crate) fn end(&self) {
         let inner = self.lock();
@@ -191,7 +220,7 @@ impl Kept {
 
 impl Inner {
     fn write(&mut self) -> Result<()> {
-        if self.changes != self.written {
+        if !self.is_closed && self.changes != self.written {
             self.lock = self.file.write(&self.changes)?;
             self.written = self.changes.clone();
         }

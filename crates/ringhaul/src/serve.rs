@@ -48,7 +48,11 @@ pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Exi
     crate::descriptor_limit::raise();
     match &args.takeover {
         None => begin(args, config),
-        Some(socket) => go_on(Predecessor::ask(socket)?),
+        Some(socket) => {
+            let predecessor = Predecessor::ask(socket)?;
+            let farewell = predecessor.farewell()?;
+            go_on(predecessor).inspect_err(|error| farewell.give_up(error))
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! Who goes on with what this process has: this one or, after a takeover, another one.
 
+mod gate;
+
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,6 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::command::CommandError;
+use gate::Gate;
+pub(crate) use gate::{HandingOver, Refusal, Running};
 
 /// The method by which the process that has left passes on what it is asked to do.
 pub(crate) const PASS_ON: &str = "takeover.pass-on";
@@ -18,6 +22,7 @@ pub(crate) const PASS_ON: &str = "takeover.pass-on";
 pub(crate) struct Succession {
     state: Mutex<State>,
     changed: Condvar,
+    gate: Gate,
 }
 
 enum State {
@@ -70,6 +75,45 @@ pub(crate) enum PassedOn {
 pub(crate) struct GoesOn<'a>(#[expect(dead_code, reason = "it is held")] MutexGuard<'a, State>);
 
 impl Succession {
+    /// Begins a command that changes exports or settings. It waits for a hand-over, which would be
+    /// refused otherwise.
+    ///
+    /// # Errors
+    ///
+    /// When another process has taken over.
+    pub(crate) fn begin_command(&self) -> Result<Running<'_>, CommandError> {
+        let running = self.gate.begin_command();
+        match &*self.lock() {
+            State::Theirs(heir) => Err(CommandError::HandedOver(heir.process)),
+            State::Ours { .. } | State::Open { .. } => Ok(running),
+        }
+    }
+
+    /// Begins a hand-over to this process, when no command runs, or after a wait for those.
+    ///
+    /// # Errors
+    ///
+    /// When a hand-over runs.
+    pub(crate) fn begin_hand_over(&self, process: u32) -> Result<HandingOver<'_>, CommandError> {
+        self.gate.begin_hand_over(process)
+    }
+
+    /// Starts a process that is to take over. Returns it with its id.
+    pub(crate) fn start<T>(&self, start: impl FnOnce() -> (u32, T)) -> (u32, T) {
+        self.gate.start(start)
+    }
+
+    /// Notes that a process does not take over.
+    pub(crate) fn refuse(&self, process: u32, refusal: Refusal) {
+        self.gate.refuse(process, refusal);
+    }
+
+    /// The reason why a process has not taken over that was started for it and has ended. `None`:
+    /// it has not asked.
+    pub(crate) fn reason(&self, process: u32) -> Option<Refusal> {
+        self.gate.reason(process)
+    }
+
     /// Waits until it is certain that this process goes on.
     ///
     /// # Errors

@@ -297,3 +297,56 @@ fn a_command_line_that_has_changed_wins() -> Result<()> {
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
+
+/// `ringhaul ctl` on the daemon of the scene.
+fn ctl(scene: &Scene, words: &[&str]) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
+    Ok(command)
+}
+
+#[test]
+fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
+    let scene = scene()?;
+    let (mut daemon, mut client) = start(&scene, &[])?;
+    // It never asks.
+    let done = run(&mut ctl(&scene, &["upgrade", "/bin/true"])?)?.expect_code(5)?;
+    ensure!(done.stderr.contains("never asked for it"), "{}", done.stderr);
+    // An option that this version does not have: the new process says so.
+    let script = scene.path("wrong.sh");
+    let binary = ringhaul_kit::server::ringhaul_binary()?;
+    let text = format!(
+        "#!/bin/sh\nexec {} \"$@\" --iothreads 2 --engine aio --iopoll\n",
+        binary.display()
+    );
+    fs::write(&script, text)?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    let script = script.display().to_string();
+    let done = run(&mut ctl(&scene, &["upgrade", &script])?)?.expect_code(5)?;
+    ensure!(done.stderr.contains("--iopoll"), "{}", done.stderr);
+    let answer = client.call("upgrade", &json!({ "binary": script }))?;
+    ensure!(answer["error"]["code"] == 11, "{answer}");
+    // Another hand-over runs, and its process says nothing more.
+    let begin = json!({ "formats": [4, 5, 6, 7, 8], "inflight-versions": [1], "version": "x" });
+    let mut silent = Client::new(&scene.socket("control"))?;
+    let described = silent.call("takeover", &begin)?;
+    ensure!(described.get("error").is_none(), "{described}");
+    let binary = binary.display().to_string();
+    let done = run(&mut ctl(&scene, &["upgrade", &binary])?)?.expect_code(4)?;
+    ensure!(done.stderr.contains("another process is taking the exports over"), "{}", done.stderr);
+    let answer = client.call("upgrade", &json!({ "binary": binary }))?;
+    ensure!(answer["error"]["code"] == 10, "{answer}");
+    // It succeeds in the end; a change meanwhile waits and goes to the process that serves then.
+    let retries = Running::start(&mut ctl(&scene, &["upgrade", &binary, "--retry", "60"])?)?;
+    daemon.wait_for("does not take over: another process")?;
+    drop(silent);
+    let unit = "8,null=1M";
+    run(&mut ctl(&scene, &["add-lun", "vm", unit])?)?.expect_code(0)?;
+    retries.finish()?.expect_code(0)?;
+    let mut client = Client::new(&scene.socket("control"))?;
+    ensure!(luns(&mut client)? == [0, 8], "{:?}", luns(&mut client)?);
+    change(&mut client, &[("shutdown", json!({}))])?;
+    // The new process writes there, too.
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}

@@ -441,7 +441,7 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let said = ctl(&["call", "upgrade", r#"{"binary": "false"}"#])?.expect_code(1)?.stderr;
     ensure!(said.contains("give its path"), "{said}");
     for (wrong, why) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")] {
-        let said = ctl(&["upgrade", wrong])?.expect_code(1)?.stderr;
+        let said = ctl(&["upgrade", wrong])?.expect_code(5)?.stderr;
         ensure!(said.contains(why), "{said}");
         check(&mut frontend, 2)?;
     }

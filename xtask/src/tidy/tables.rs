@@ -273,9 +273,9 @@ pub(super) const FLOORS: &[Floors] = &[
             (5, &["options", "settings", "stats"]),
             (6, &["command"]),
             (6, &["options::unit"]),
-            (7, &["kept::changes", "options::export", "succession"]),
+            (7, &["kept::changes", "options::export", "succession::gate"]),
             (3, &["ctl::connection", "ctl::show"]),
-            (8, &["config", "ctl::args", "kept::file"]),
+            (8, &["config", "ctl::args", "kept::file", "succession"]),
             (9, &["ctl::words", "kept"]),
             // Sessions.
             (5, &["vhost_user::body", "vhost_user::examiner"]),

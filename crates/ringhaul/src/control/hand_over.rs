@@ -113,7 +113,7 @@ impl Export {
         } else {
             return Ok(());
         };
-        Err(CommandError::Failed(anyhow::anyhow!(text)))
+        Err(CommandError::NotNow(anyhow::anyhow!(text)))
     }
 
     /// Whether requests that wait hold up no queue that stops.
@@ -127,7 +127,7 @@ impl Export {
             return Ok(());
         }
         let name = self.spec.name();
-        Err(CommandError::Failed(anyhow::anyhow!(
+        Err(CommandError::NotNow(anyhow::anyhow!(
             "the server of the disk of {name} may still make changes without an answer, and only \
              this process knows that others have to wait for them; try again when the server has \
              answered or closed the connection, or restart it"

@@ -50,7 +50,7 @@ impl Client {
             return Err(Problem::new(Code::Refused, text));
         }
         let process = takeover::start::upgrade(&*self.daemon()?, binary);
-        process.map_err(|error| Problem::from(&CommandError::from(error)))
+        process.map_err(|error| Problem::from(&error))
     }
 
     /// Has the daemon do something, and waits for that.

@@ -48,11 +48,15 @@ pub(super) enum Code {
     Unfinished,
     /// It was done, and is not in the state file.
     NotKept,
+    /// No program has taken over, and it may be tried again.
+    UpgradeLater,
+    /// The program will not take over.
+    UpgradeRefused,
 }
 
 impl Code {
     /// All of them.
-    pub(super) const ALL: [Self; 13] = [
+    pub(super) const ALL: [Self; 15] = [
         Self::NoJson,
         Self::NoRequest,
         Self::NoMethod,
@@ -66,6 +70,8 @@ impl Code {
         Self::Refused,
         Self::Unfinished,
         Self::NotKept,
+        Self::UpgradeLater,
+        Self::UpgradeRefused,
     ];
 
     /// What it means.
@@ -84,6 +90,8 @@ impl Code {
             Self::Refused => "this client is not served",
             Self::Unfinished => "it was not finished by the deadline, and goes on",
             Self::NotKept => "it was done, but is not in the state file: a restart would undo it",
+            Self::UpgradeLater => "the program has not taken over; try again",
+            Self::UpgradeRefused => "the program has not taken over, and would not do so later",
         }
     }
 
@@ -103,6 +111,8 @@ impl Code {
             Self::Refused => 7,
             Self::Unfinished => 8,
             Self::NotKept => 9,
+            Self::UpgradeLater => 10,
+            Self::UpgradeRefused => 11,
         }
     }
 }
@@ -129,6 +139,8 @@ impl From<&CommandError> for Problem {
             | CommandError::UnknownUnit(..)
             | CommandError::Forgotten(_) => Code::Unknown,
             CommandError::NotKept(_) => Code::NotKept,
+            CommandError::UpgradeLater(_) => Code::UpgradeLater,
+            CommandError::UpgradeRefused(_) => Code::UpgradeRefused,
             CommandError::Busy(..)
             | CommandError::UnitBusy(..)
             | CommandError::UnitGivenUp(..)
@@ -137,6 +149,7 @@ impl From<&CommandError> for Problem {
             | CommandError::HandingOver
             | CommandError::Unwanted(_)
             | CommandError::Changed
+            | CommandError::NotNow(_)
             | CommandError::NotPaused(_) => Code::Busy,
             CommandError::NotEnded(..) => Code::Unfinished,
             CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,

@@ -130,6 +130,9 @@ pub enum What {
         /// The program, as an option.
         #[arg(id = "option", long = "binary", value_name = "PATH")]
         option: Option<PathBuf>,
+        /// Try again for so many seconds while the daemon says that it may succeed in a moment.
+        #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+        retry: Option<u64>,
     },
     /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
     /// It asks no daemon.

@@ -49,7 +49,7 @@ pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
         What::Stats => ("stats", json!({})),
         What::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
         What::Events { kinds } => ("subscribe", json!({ "events": kinds })),
-        What::Upgrade { binary, option } => {
+        What::Upgrade { binary, option, .. } => {
             let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
             check_is_path(binary)?;
             ("upgrade", json!({ "binary": absolute(binary)? }))

@@ -139,7 +139,8 @@ impl Daemon {
         self.succession.open()?;
         let standing = Standing { daemon: self };
         let mut paused = self.control.pause(generation)?;
-        write_back(std::mem::take(&mut paused.disks), DiskSource::write_back)?;
+        let written = write_back(std::mem::take(&mut paused.disks), DiskSource::write_back);
+        written.map_err(CommandError::NotNow)?;
         Ok((standing, paused))
     }
 

@@ -157,7 +157,7 @@ impl Heritage {
         base.extend(of_file.into_iter().flatten().cloned());
         let (kept, _) = Kept::begin(file, changes, base, settings)?;
         daemon.set_kept(kept);
-        daemon.keep_all(&self.life.changes)
+        daemon.keep_all(&daemon.changes())
     }
 
     /// The options that upgrades have added.

@@ -17,13 +17,18 @@ use super::wire::send_fds;
 use crate::command::CommandError;
 use crate::daemon::Daemon;
 use crate::handed_fds::HandedFds;
+use crate::kept::{Closed, Kept};
 use crate::notify;
 use crate::peer::Peer;
+use crate::succession::Refusal;
 
 /// How long the new process may take to open what there is.
 const OPEN_MAX: Duration = Duration::from_secs(300);
 /// How long it may take when queues have stopped: guests wait.
 const TAKE_MAX: Duration = Duration::from_secs(5);
+/// The codes of a refusal, as the control socket has them: to be tried again, and not.
+const LATER: i32 = 10;
+const FAILED: i32 = 1;
 /// The longest request, in bytes.
 const LINE_MAX: u64 = 64 << 10;
 
@@ -54,11 +59,20 @@ pub(crate) fn give(
     let mut talk = Talk { reader, stream, id };
     let peer = Peer::of(stream).context("cannot tell who it is")?;
     let process = peer.pid.context("it is in a PID namespace that is not visible from here")?;
-    let given = describe(daemon, params, process, &mut talk)
-        .and_then(|generation| stop(daemon, generation, process, &mut talk));
+    let succession = daemon.succession();
+    let given = succession.begin_hand_over(process).map_err(anyhow::Error::from);
+    let given = given.and_then(|_running| {
+        let generation = describe(daemon, params, process, &mut talk)?;
+        stop(daemon, generation, process, &mut talk)
+    });
     if let Err(error) = &given {
         tracing::warn!("process {process} does not take over: {error:#}");
-        talk.refuse(&format!("{error:#}"));
+        let why = format!("{error:#}");
+        let refusal = error.downcast_ref::<CommandError>();
+        let is_of_the_moment = refusal.is_some_and(CommandError::is_of_the_moment);
+        // First for the command that has started it: the process ends when it hears that.
+        succession.refuse(process, Refusal { why: why.clone(), is_of_the_moment });
+        talk.refuse(&why, is_of_the_moment);
     }
     given
 }
@@ -68,7 +82,7 @@ fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -
     let Begin { formats, inflight_versions, version } = serde_json::from_value(params)?;
     check_fits(&formats, &inflight_versions, &version)?;
     tracing::info!("process {process}, ringhaul {version}, wants to take over");
-    let described = daemon.describe().map_err(CommandError::into_error)?;
+    let described = daemon.describe()?;
     let mut fds = described.fds;
     let (life, control) = daemon.life(&mut fds)?;
     let opening = daemon.hand_over_opening(described.opening, &mut fds)?;
@@ -107,17 +121,19 @@ fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Resu
 /// Stops, and leaves when the other process takes over.
 fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> Result<()> {
     talk.expect(PAUSE, OPEN_MAX)?;
-    let (standing, paused) = daemon.pause(generation).map_err(CommandError::into_error)?;
+    let (standing, paused) = daemon.pause(generation)?;
     let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
     let (of_file, exports) = (daemon.exports_of_file(), paused.exports);
     let standstill = Standstill { since_ns, changes, of_file, exports };
     talk.answer(&standstill, &paused.fds)?;
     drop(paused.fds);
     talk.expect(TAKE, TAKE_MAX)?;
+    let closed = daemon.kept().map(Kept::close);
     let stream = talk.stream.try_clone()?;
-    let disks = standing.commit().map_err(CommandError::into_error)?;
+    let disks = standing.commit()?;
     // From here on only the other process may serve, if it hears this.
     talk.answer(&json!({}), &HandedFds::default())?;
+    closed.into_iter().for_each(Closed::leave);
     notify::main_process(process);
     standing.leave(process, stream, disks);
     Ok(())
@@ -147,8 +163,9 @@ impl Talk<'_> {
         Ok(send_fds(self.stream, fds.all())?)
     }
 
-    fn refuse(&mut self, why: &str) {
-        let error = json!({ "code": 1, "message": why });
+    fn refuse(&mut self, why: &str, is_of_the_moment: bool) {
+        let code = if is_of_the_moment { LATER } else { FAILED };
+        let error = json!({ "code": code, "message": why });
         let line = json!({ "jsonrpc": "2.0", "id": self.id, "error": error });
         // It may have gone.
         let _ = self.stream.write_all(format!("{line}\n").as_bytes());

@@ -1,13 +1,14 @@
 //! The old process starts the new one, on request.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::command::{CommandError, check_is_path};
 use crate::daemon::Daemon;
+use crate::succession::Refusal;
 
 /// How long the new process may take until it serves.
 const START_MAX: Duration = Duration::from_secs(600);
@@ -18,54 +19,87 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 ///
 /// # Errors
 ///
-/// When it does not. This process goes on then.
-pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32> {
-    check_is_path(binary)?;
-    let (life, control) = daemon.started()?;
-    let mut command = Command::new(binary);
-    command.args(life.log_options()?).args(["serve", "--takeover"]).arg(control);
-    let child = command.stdin(Stdio::null()).spawn();
-    let child = child.with_context(|| format!("cannot start {}", binary.display()))?;
-    let mut child = Started(Some(child));
+/// When it does not, with the reason. This process goes on then.
+pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32, CommandError> {
+    let never = |error: anyhow::Error| CommandError::UpgradeRefused(format!("{error:#}"));
+    check_is_path(binary).map_err(CommandError::Wrong)?;
+    let mut child = start(daemon, binary).map_err(never)?;
     let end = Instant::now() + START_MAX;
     while Instant::now() < end {
         if let Some(process) = daemon.succession().wait_left(LOOK_INTERVAL) {
-            if child.id() == Some(process) {
-                child.0 = None;
-            }
+            child.leave(process);
             return Ok(process);
         }
-        if let Some(status) = child.try_wait()? {
-            bail!("{} has not taken over: {status}; the log says why", binary.display());
+        let Some((process, status)) = child.try_wait().map_err(|error| never(error.into()))? else {
+            continue;
+        };
+        // It may have ended because it has nothing left to do.
+        if let Some(process) = daemon.succession().wait_left(Duration::ZERO) {
+            return Ok(process);
         }
+        return Err(not_taken(binary, status, daemon.succession().reason(process)));
     }
     match daemon.succession().goes_on() {
         Ok(_this_process) => drop(child),
         Err(CommandError::HandedOver(process)) => {
-            if child.id() == Some(process) {
-                child.0 = None;
-            }
+            child.leave(process);
             return Ok(process);
         }
-        Err(error) => return Err(error.into_error()),
+        Err(error) => return Err(error),
     }
-    bail!("{} has not taken over in {} s", binary.display(), START_MAX.as_secs())
+    let (shown, seconds) = (binary.display(), START_MAX.as_secs());
+    Err(CommandError::UpgradeLater(format!("{shown} has not taken over in {seconds} s")))
+}
+
+fn start(daemon: &Daemon, binary: &Path) -> Result<Started> {
+    let (life, control) = daemon.started()?;
+    let mut command = Command::new(binary);
+    command.args(life.log_options()?).args(["serve", "--takeover"]).arg(control);
+    let mut started = Ok(());
+    let (_, child) = daemon.succession().start(|| match command.stdin(Stdio::null()).spawn() {
+        Ok(child) => (child.id(), Some(child)),
+        Err(error) => {
+            started = Err(error);
+            (0, None)
+        }
+    });
+    started.with_context(|| format!("cannot start {}", binary.display()))?;
+    Ok(Started(child))
+}
+
+/// The error about a process that has ended and has not taken over.
+fn not_taken(binary: &Path, status: ExitStatus, reason: Option<Refusal>) -> CommandError {
+    let shown = binary.display();
+    match reason {
+        Some(Refusal { why, is_of_the_moment: true }) => {
+            CommandError::UpgradeLater(format!("{shown} has not taken over: {why}"))
+        }
+        Some(Refusal { why, is_of_the_moment: false }) => {
+            CommandError::UpgradeRefused(format!("{shown} has not taken over: {why}"))
+        }
+        None => CommandError::UpgradeRefused(format!(
+            "{shown} has not taken over: it ended ({status}) and never asked for it; if it is a \
+             ringhaul, the log of this daemon has its reason, otherwise name one"
+        )),
+    }
 }
 
 /// A process that is ended if it does not take over.
 struct Started(Option<Child>);
 
 impl Started {
-    fn id(&self) -> Option<u32> {
-        self.0.as_ref().map(Child::id)
+    /// Lets it go on if it is the process that has taken over.
+    fn leave(&mut self, process: u32) {
+        self.0.take_if(|child| child.id() == process);
     }
 
-    fn try_wait(&mut self) -> Result<Option<std::process::ExitStatus>> {
-        let status = self.0.as_mut().map(Child::try_wait).transpose()?.flatten();
-        if status.is_some() {
-            self.0 = None;
-        }
-        Ok(status)
+    /// The id of its process and its status, if it has ended.
+    fn try_wait(&mut self) -> std::io::Result<Option<(u32, ExitStatus)>> {
+        let Some(child) = &mut self.0 else { return Ok(None) };
+        let Some(status) = child.try_wait()? else { return Ok(None) };
+        let process = child.id();
+        self.0 = None;
+        Ok(Some((process, status)))
     }
 }
 

@@ -56,7 +56,27 @@ pub(crate) struct Taken {
     pub(crate) opening: Vec<ExportSpec>,
 }
 
+/// Tells the old process why this one does not take over, wherever it fails.
+pub(crate) struct Farewell(UnixStream);
+
+impl Farewell {
+    pub(crate) fn give_up(&self, error: &anyhow::Error) {
+        // It may have gone.
+        let _ = send(&self.0, GIVE_UP, &json!({ "why": format!("{error:#}") }));
+    }
+}
+
 impl Predecessor {
+    /// Keeps a way to say why this process does not take over.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn farewell(&self) -> Result<Farewell> {
+        let stream = self.receiver.stream().try_clone();
+        Ok(Farewell(stream.context("cannot keep the connection to the old process")?))
+    }
+
     /// Asks the daemon behind this control socket what it has.
     ///
     /// # Errors
@@ -97,12 +117,7 @@ impl Predecessor {
                     Taken { receiver, since_ns, version, process, exports, of_file, opening };
                 Ok((taken, result))
             }
-            Err(error) => {
-                let why = json!({ "why": format!("{error:#}") });
-                // It may have gone.
-                let _ = send(self.receiver.stream(), GIVE_UP, &why);
-                Err(error)
-            }
+            Err(error) => Err(error),
         }
     }
 
