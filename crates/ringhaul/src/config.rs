@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use blockio::open_regular;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, FromArgMatches};
@@ -86,8 +87,8 @@ impl ConfigFile {
     /// When it cannot be read, or something in it makes no sense, with line and column.
     pub fn read(&self) -> Result<Config> {
         let path = self.path.display();
-        let text = std::fs::read_to_string(&self.path)
-            .with_context(|| format!("cannot read the configuration file {path}"))?;
+        let text = open_regular(&self.path).and_then(std::io::read_to_string);
+        let text = text.with_context(|| format!("cannot read the configuration file {path}"))?;
         self.understand(&text)
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use blockio::disk::luks::{KeyWork, LuksOptions, Passphrase};
-use blockio::{DiskOptions, DiskSource};
+use blockio::{DiskOptions, DiskSource, open_regular};
 use rustix::io::Errno;
 
 use crate::disk_spec::KeySpec;
@@ -35,7 +35,7 @@ fn read_key(key: &KeySpec) -> Result<Passphrase> {
             let what = |error: io::Error| {
                 anyhow!("cannot read the key in {}: {error}; check key-file", path.display())
             };
-            Passphrase::read(File::open(path).map_err(what)?).map_err(what)
+            Passphrase::read(open_regular(path).map_err(what)?).map_err(what)
         }
         &KeySpec::Fd(fd) => {
             read_inherited(fd).with_context(|| format!("cannot read the key from descriptor {fd}"))

@@ -10,7 +10,7 @@ use std::iter;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, bail};
 
 use crate::command::{Command, CommandError, Removal, Reply};
 use crate::config::{Config, ConfigFile};
@@ -23,6 +23,15 @@ use difference::{Change, Exports, apply, by_socket, differences, is_the_same, is
 
 /// How long changes may take before the log says which ones are waited for. They go on.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The time for the file to be read before the log says that it is waited for.
+const READ_SLOW: Duration = Duration::from_secs(2);
+
+/// The time for the file to be read before the reload is given up.
+const READ_MAX: Duration = Duration::from_secs(10);
+
+/// The most threads that a file system may hold.
+const READERS_MAX: usize = 4;
 
 /// Options that may change while the daemon runs.
 const LOG: &str = "log";
@@ -92,6 +101,8 @@ struct Reloader {
     options: BTreeMap<String, String>,
     daemon: Weak<Daemon>,
     record: Shared,
+    /// A thread that reads the file has a share.
+    reading: Arc<()>,
 }
 
 impl Record {
@@ -155,12 +166,13 @@ impl Reloader {
     fn new(file: ConfigFile, config: &Config, served: &[ExportSpec], daemon: Weak<Daemon>) -> Self {
         let record = Record { served: by_socket(served), pending: BTreeMap::new() };
         let options = config.options.clone();
-        Self { file, options, daemon, record: Arc::new(Mutex::new(record)) }
+        let record = Arc::new(Mutex::new(record));
+        Self { file, options, daemon, record, reading: Arc::default() }
     }
 
     fn reload(&mut self) {
         let path = self.file.path().display().to_string();
-        let config = match self.file.read() {
+        let config = match self.read() {
             Ok(config) => config,
             Err(error) => {
                 tracing::error!("the configuration is not changed: {error:#}");
@@ -181,6 +193,31 @@ impl Reloader {
         self.carry_out(removals);
         self.carry_out(others);
         tracing::info!("the configuration of {path} is applied, as far as it can be");
+    }
+
+    /// Reads the file, on a thread of its own: a file system that hangs blocks no later reload and
+    /// no takeover.
+    fn read(&self) -> Result<Config> {
+        let (file, (done, result)) = (self.file.clone(), mpsc::channel());
+        let (path, seconds) = (self.file.path().display(), READ_MAX.as_secs());
+        let hangs = Arc::clone(&self.reading);
+        if Arc::strong_count(&hangs) > READERS_MAX {
+            bail!("{path} was not read before either: its file system does not answer");
+        }
+        let work = move || {
+            let _hangs = hangs;
+            // The reload may have been given up.
+            let _ = done.send(file.read());
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-config".into()).spawn(work);
+        thread.context("cannot start the thread that reads the configuration")?;
+        if let Ok(config) = result.recv_timeout(READ_SLOW) {
+            return config;
+        }
+        tracing::warn!("{path} is not read after {} s; it is waited for", READ_SLOW.as_secs());
+        result.recv_timeout(READ_MAX - READ_SLOW).unwrap_or_else(|_| {
+            Err(anyhow!("{path} is not read after {seconds} s; reload again when it can be read"))
+        })
     }
 
     /// Has the options hold that may change while the daemon runs, whatever was set since, and says

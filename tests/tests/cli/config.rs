@@ -349,3 +349,43 @@ fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
+
+/// A pipe has no end until a writer comes, and the daemon would wait for that.
+#[test]
+fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
+    let scene = scene()?;
+    let (file, control) = (scene.path("ringhaul.toml"), scene.socket("control"));
+    let text = |name: &str| {
+        format!(
+            "control = \"{}\"\n[[export]]\nname = \"{name}\"\nendpoint = {{ path = \"{}\" }}\n\
+             device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n",
+            control.display(),
+            scene.socket(name).display()
+        )
+    };
+    let pipe = || -> Result<()> {
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        let kind = rustix::fs::FileType::Fifo;
+        Ok(rustix::fs::mknodat(rustix::fs::CWD, &file, kind, mode, 0)?)
+    };
+    pipe()?;
+    let mut serve = ringhaul()?;
+    serve.args(["serve", "--config"]).arg(&file);
+    run(&mut serve)?.expect_refusal(&["ringhaul.toml", "it is not a regular file"])?;
+    fs::remove_file(&file)?;
+    fs::write(&file, text("before"))?;
+    let mut daemon = Running::serve(&mut serve)?;
+    fs::remove_file(&file)?;
+    pipe()?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for("the configuration is not changed: cannot read the configuration file")?;
+    fs::remove_file(&file)?;
+    fs::write(&file, text("after"))?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for("before: removed")?;
+    daemon.wait_for("is applied, as far as it can be")?;
+    ensure!(scene.socket("after").exists(), "{}", daemon.stderr());
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}

@@ -113,7 +113,7 @@ pub(super) const FLOORS: &[Floors] = &[
         modules: &[
             // What everybody may use.
             (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
-            (0, &["policy", "task_key", "trial", "unanswered"]),
+            (0, &["policy", "regular_file", "task_key", "trial", "unanswered"]),
             (1, &["clock", "pending", "stay"]),
             (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
             // Files, tasks.

@@ -12,6 +12,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
 use super::target::{NbdAddress, NbdOptions, NbdTls};
+use crate::regular_file::open_regular;
 
 /// Where distributions keep the certificates of authorities that everybody trusts.
 const SYSTEM_AUTHORITIES: [&str; 2] =
@@ -89,7 +90,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
 }
 
 fn open(path: &Path) -> Result<File, String> {
-    File::open(path).map_err(|error| {
+    open_regular(path).map_err(|error| {
         let path = path.display();
         format!("cannot open {path}: {error}; tls-certificates must be a folder that has this file")
     })

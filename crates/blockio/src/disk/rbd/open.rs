@@ -12,6 +12,7 @@ use super::name::RbdImage;
 use super::nearby::Census;
 use crate::disk::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
+use crate::regular_file::open_regular;
 
 /// How long a cluster may take. Monitors are tried for less, since what that fails with says more.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -173,7 +174,7 @@ fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     }
     if let Some(keyring) = &access.keyring {
         // librados says no more than that it was refused.
-        std::fs::File::open(keyring).map_err(|error| {
+        open_regular(keyring).map_err(|error| {
             format!("its keyring {} cannot be read: {error}; check keyring", keyring.display())
         })?;
         options.push((c"keyring", c_path(keyring)?));

@@ -8,6 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use blockio::{check_regular, open_regular};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 
@@ -140,10 +141,14 @@ fn create(path: &Path) -> io::Result<File> {
 
 /// For writing if that is allowed, because network file systems lock no other files.
 fn open(path: &Path) -> io::Result<File> {
-    match OpenOptions::new().read(true).write(true).open(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => File::open(path),
-        opened => opened,
-    }
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK);
+    let file = match options.open(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return open_regular(path),
+        opened => opened?,
+    };
+    check_regular(&file)?;
+    Ok(file)
 }
 
 fn lock(file: &File) -> io::Result<()> {
