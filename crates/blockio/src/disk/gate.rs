@@ -20,6 +20,9 @@ use super::waiting::{Turn, Turns};
 use crate::clock;
 use crate::io::Io;
 
+/// The most of a transfer that a queue finishes when it stops and may leave the rest.
+pub(super) const STEP_BYTES: usize = 4 << 20;
+
 /// Whoever makes a request, and is asked about it while it waits here. Nothing of it is in progress
 /// then.
 pub trait Requester {
@@ -323,6 +326,21 @@ impl Gate {
         };
         self.wait(place, is_over).await?;
         Ok(is_late)
+    }
+
+    /// Waits while the gate is shut, in the middle of a request of which nothing is in progress.
+    ///
+    /// # Errors
+    ///
+    /// What the requester says meanwhile.
+    pub(super) async fn rest(
+        &self,
+        requester: &dyn Requester,
+        direction: Direction,
+    ) -> io::Result<()> {
+        let place = Place::of(requester);
+        self.stay(&place).await?;
+        place.go_on(direction).await
     }
 
     /// Waits while the gate is shut.

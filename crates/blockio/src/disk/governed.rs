@@ -7,12 +7,15 @@ use std::io;
 use iomem::Buffers;
 
 use super::bulk::BulkTurn;
-use super::gate::Waits;
+use super::gate::{STEP_BYTES, Waits};
 use super::info::Unfinished;
 use super::limits::Direction;
 use super::seam::Request;
 use super::trouble::Tries;
 use super::{Disk, Kind, Requests};
+
+/// Steps begin at multiples of this, as far as ranges of the list allow.
+const STEP_UNIT: usize = 64 << 10;
 
 impl Disk {
     /// How requests wait from now on. It may be taken back.
@@ -65,21 +68,29 @@ impl<'a> Requests<'a> {
             if let Err(error) = self.pass(Direction::Read, (offset, bytes), bytes).await {
                 return Err(Unfinished::new(error, buffers));
             }
-            match &self.disk.kind {
-                Kind::Null => {
-                    buffers.wrote(buffers.bytes());
-                    Ok(())
-                }
-                Kind::File(disk) => match disk.read(offset, buffers).await {
-                    Err(unfinished) => self.read_again(offset + bytes, unfinished).await,
+            let read = |offset, buffers| self.read_step(offset, buffers);
+            self.in_steps(Direction::Read, offset, buffers, read).await
+        })
+    }
+
+    async fn read_step(self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+        match &self.disk.kind {
+            Kind::Null => {
+                buffers.wrote(buffers.bytes());
+                Ok(())
+            }
+            Kind::File(disk) => {
+                let end = offset + buffers.bytes() as u64;
+                match disk.read(offset, buffers).await {
+                    Err(unfinished) => self.read_again(end, unfinished).await,
                     done => done,
-                },
-                Kind::Other(other) => {
-                    let read = |buffers| other.read(offset, buffers);
-                    self.until_done(Direction::Read, offset, buffers, || false, read).await
                 }
             }
-        })
+            Kind::Other(other) => {
+                let read = |buffers| other.read(offset, buffers);
+                self.until_done(Direction::Read, offset, buffers, || false, read).await
+            }
+        }
     }
 
     /// As [`read_otherwise`](Self::read_otherwise).
@@ -99,19 +110,59 @@ impl<'a> Requests<'a> {
             if let Err(error) = self.pass(Direction::Write, (offset, bytes), bytes).await {
                 return Err(Unfinished::new(error, buffers));
             }
-            match &self.disk.kind {
-                Kind::Null => Ok(()),
-                Kind::File(disk) => match disk.write(offset, buffers, fua).await {
-                    Err(unfinished) => self.write_again(offset + bytes, fua, unfinished).await,
+            let write = |offset, buffers| self.write_step(offset, buffers, fua);
+            self.in_steps(Direction::Write, offset, buffers, write).await
+        })
+    }
+
+    async fn write_step(self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
+        match &self.disk.kind {
+            Kind::Null => Ok(()),
+            Kind::File(disk) => {
+                let end = offset + buffers.bytes() as u64;
+                match disk.write(offset, buffers, fua).await {
+                    Err(unfinished) => self.write_again(end, fua, unfinished).await,
                     done => done,
-                },
-                Kind::Other(other) => {
-                    let write = |buffers| other.disk.write(offset, buffers, fua);
-                    let is_vain = || fua && self.disk.may_have_lost();
-                    self.until_done(Direction::Write, offset, buffers, is_vain, write).await
                 }
             }
-        })
+            Kind::Other(other) => {
+                let write = |buffers| other.disk.write(offset, buffers, fua);
+                let is_vain = || fua && self.disk.may_have_lost();
+                self.until_done(Direction::Write, offset, buffers, is_vain, write).await
+            }
+        }
+    }
+
+    /// Transfers all of `buffers` from byte `offset` on, a long list step by step. Between two
+    /// steps nothing is in progress: a queue that stops leaves the request there, where it may.
+    async fn in_steps<F: Future<Output = Result<(), Unfinished>>>(
+        self,
+        direction: Direction,
+        mut offset: u64,
+        mut buffers: Buffers,
+        transfer: impl Fn(u64, Buffers) -> F,
+    ) -> Result<(), Unfinished> {
+        while buffers.bytes() > STEP_BYTES {
+            if let Err(error) = self.disk.gate.rest(self.requester, direction).await {
+                return Err(Unfinished::new(error, buffers));
+            }
+            let mut step = buffers.front(STEP_BYTES, STEP_UNIT);
+            let block = usize::try_from(self.disk.block_mask).unwrap_or(0);
+            step.truncate(step.bytes() & !block);
+            let bytes = step.bytes();
+            if bytes == 0 {
+                // Its ranges are tiny: no more than a list has of them make a block.
+                break;
+            }
+            if let Err(unfinished) = transfer(offset, step).await {
+                let (error, rest) = unfinished.into_parts();
+                buffers.advance(bytes - rest.bytes());
+                return Err(Unfinished::new(error, buffers));
+            }
+            buffers.advance(bytes);
+            offset += bytes as u64;
+        }
+        transfer(offset, buffers).await
     }
 
     /// Reads what a read that was to end at byte `end` has left, if it is tried again.

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use iomem::Buffers;
 
-use super::gate::{Anybody, Requester};
+use super::gate::{Anybody, Requester, STEP_BYTES};
 use super::info::Unfinished;
 use super::limits::Direction;
 use super::seam::Way;
@@ -113,7 +113,8 @@ impl<'a> Requests<'a> {
         async move {
             let mut buffers = buffers;
             let end = offset.wrapping_add(buffers.bytes() as u64);
-            let way = match self.disk.is_direct(offset, end) {
+            let is_short = buffers.bytes() <= STEP_BYTES;
+            let way = match is_short && self.disk.is_direct(offset, end) {
                 true => self.disk.way(OpKind::Read, offset, &mut buffers),
                 false => Way::Otherwise,
             };
@@ -177,7 +178,8 @@ impl<'a> Requests<'a> {
         fua: bool,
     ) -> Result<(), Unfinished> {
         let end = offset.wrapping_add(buffers.bytes() as u64);
-        let way = match !self.disk.info.read_only && self.disk.is_direct(offset, end) {
+        let is_short = buffers.bytes() <= STEP_BYTES;
+        let way = match is_short && !self.disk.info.read_only && self.disk.is_direct(offset, end) {
             true => self.disk.way(OpKind::Write { fua }, offset, &mut buffers),
             false => Way::Otherwise,
         };
