@@ -10,6 +10,7 @@ use virtqueue::AnswerPlace;
 
 use crate::call_watch::CallTrust;
 use crate::events::Events;
+use crate::load::Load;
 use crate::queue_setup::QueueOptions;
 use crate::stats::{QueueStats, RequestTotals};
 
@@ -36,6 +37,8 @@ pub(crate) struct Working {
 pub(crate) struct Common {
     /// What the driver negotiated.
     features: AtomicU64,
+    /// What its queues have taken and not answered.
+    load: Arc<Load>,
     pub(crate) events: Arc<dyn Events>,
     /// Whether calls may be made in the way that can hang.
     trust: Arc<CallTrust>,
@@ -50,7 +53,8 @@ impl Common {
     pub(crate) fn new(working: Working, events: Arc<dyn Events>) -> Self {
         let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
         let (features, stats) = (AtomicU64::new(0), Mutex::default());
-        Self { features, events, trust, working, stats, was_handed_over: AtomicBool::new(false) }
+        let (load, was_handed_over) = (Arc::default(), AtomicBool::new(false));
+        Self { features, load, events, trust, working, stats, was_handed_over }
     }
 
     /// Queues that start from now on were stopped by another process, in the way of this one.
@@ -88,6 +92,7 @@ impl Common {
             in_order: self.working.in_order,
             run_max: self.working.run_max,
             long_lists_bytes: self.working.long_lists_bytes,
+            load: Arc::clone(&self.load),
             answer_place: self.working.answer_place,
             events: Arc::clone(&self.events),
             trust: Arc::clone(&self.trust),

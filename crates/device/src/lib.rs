@@ -21,6 +21,7 @@ mod fence;
 mod hand_over;
 mod in_order;
 mod lists;
+mod load;
 mod queue;
 mod queue_setup;
 mod queue_task;

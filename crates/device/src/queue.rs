@@ -1,5 +1,6 @@
 //! One virtqueue of a device: the ring, its eventfds, and the commands that it carries out.
 
+mod room;
 mod stop;
 
 use std::any::Any;
@@ -21,6 +22,7 @@ use crate::events::{Events, QueueFault};
 use crate::fence::Fence;
 use crate::in_order::InOrder;
 use crate::lists::Lists;
+use crate::load::QueueLoad;
 use crate::queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
 use crate::queue_watch::{QueueWatch, Shown, Unheard};
 use crate::runs::{Run, Runs, View};
@@ -76,7 +78,8 @@ impl QueueHandle {
         self.shown.next_avail.load(Ordering::Relaxed)
     }
 
-    /// Whether the queue leaves chains in the ring until it has room for their lists of buffers.
+    /// Whether the queue leaves chains in the ring until it has room for their lists of buffers, or
+    /// for what they move.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.shown.is_full.load(Ordering::Relaxed)
@@ -94,6 +97,7 @@ pub(crate) struct Queue {
     ring: RefCell<SplitQueue>,
     memory: LocalMemory,
     lists: Lists,
+    load: QueueLoad,
     kick: Cell<Option<OwnedFd>>,
     call: RefCell<Option<OwnedFd>>,
     err: RefCell<Option<OwnedFd>>,
@@ -110,7 +114,7 @@ pub(crate) struct Queue {
     to_notify: Cell<bool>,
     /// The ring is bad: it is left alone until it is stopped.
     broken: Cell<bool>,
-    /// Nothing is popped: the ring is bad, or the lists of another chain have no room.
+    /// Nothing is popped: the ring is bad, or there is no room for another chain.
     halted: Cell<bool>,
     /// An answer takes more than to push it: somebody waits for it, or each has its own notify.
     answers_slowly: Cell<bool>,
@@ -146,6 +150,7 @@ impl Queue {
             ring: RefCell::new(ring),
             memory,
             lists: Lists::new(options.long_lists_bytes, Arc::clone(io.stats())),
+            load: QueueLoad::new(options.load, Arc::clone(&shown)),
             kick: Cell::new(setup.kick),
             call: RefCell::new(setup.call),
             err: RefCell::new(setup.err),
@@ -215,22 +220,13 @@ impl Queue {
         self.shown.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
-    /// Counts the lists of a chain that was popped.
-    #[inline]
-    pub(crate) fn count_lists(&self, chain: &mut Chain) {
-        if Lists::are_long(chain) {
-            self.lists.add(chain);
-            self.set_halted();
-        }
-    }
-
     /// Halts while there is no room. When a chain of this queue is answered, its task looks again.
     #[cold]
     fn set_halted(&self) -> bool {
         // A queue stops once it has taken what it is to do again. Before that, those that wait do
         // not hear of it.
         let takes_again = self.stop.borrow().is_some() && self.ring.borrow().has_again();
-        let has_room = self.lists.has_room() || takes_again;
+        let has_room = (self.lists.has_room() && self.load.has_room()) || takes_again;
         self.shown.is_full.store(!has_room, Ordering::Relaxed);
         self.halted.set(self.broken.get() || !has_room);
         self.halted.get()
@@ -406,6 +402,7 @@ impl Queue {
         self.events.queue_stopped(self.index, fault);
         self.broken.set(true);
         self.halted.set(true);
+        self.load.leave_line();
         self.tell_broken();
     }
 

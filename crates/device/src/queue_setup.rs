@@ -12,6 +12,7 @@ use virtqueue::{
 
 use crate::call_watch::CallTrust;
 use crate::events::Events;
+use crate::load::Load;
 use crate::stats::QueueStats;
 
 /// What a queue starts with.
@@ -42,6 +43,7 @@ pub(crate) struct QueueOptions {
     pub(crate) in_order: bool,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) long_lists_bytes: u64,
+    pub(crate) load: Arc<Load>,
     pub(crate) answer_place: AnswerPlace,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) trust: Arc<CallTrust>,

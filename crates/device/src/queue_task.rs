@@ -124,8 +124,10 @@ fn run<F: Future<Output = ()>>(
         }
         match queue.pop() {
             Ok(Some(mut chain)) => {
+                if !queue.takes(&mut chain) {
+                    break false;
+                }
                 popped += 1;
-                queue.count_lists(&mut chain);
                 requests.spawn(cx, serve(chain));
                 if run.publishes_each {
                     queue.publish_early();
@@ -250,6 +252,7 @@ mod tests {
     use virtqueue::{LocalMemory, SplitQueue};
 
     use super::*;
+    use crate::load::Load;
     use crate::queue::QueueHandle;
     use crate::testing::{DATA, RING, Scene, count_of, new_eventfd};
 
@@ -675,5 +678,109 @@ mod tests {
         // The look that was due later comes to nothing.
         let next = looks.next(worked + shortest, false).unwrap();
         assert_eq!(next, worked + 3 * shortest);
+    }
+
+    /// A request of 4 MiB.
+    fn large() -> [Desc; 8] {
+        [Desc::writable(DATA, 512 << 10); 8]
+    }
+
+    #[test]
+    fn large_requests_wait_in_the_ring_while_their_device_has_too_many() {
+        let mut scenes = [Scene::new(), Scene::new()];
+        let load = Arc::new(Load::new(8 << 20));
+        let gates = [(); 2].map(|()| Rc::new(Gate::default()));
+        let mut handles = Vec::new();
+        for (scene, gate) in scenes.iter_mut().zip(&gates) {
+            scene.load = Arc::clone(&load);
+            handles.push(scene.start(Gated(Rc::clone(gate))));
+        }
+        let popped = || gates.each_ref().map(|gate| gate.popped.get());
+        let turn = |scenes: &[Scene; 2]| {
+            for _ in 0..10 {
+                scenes.iter().for_each(|scene| scene.turn(1));
+            }
+        };
+        for _ in 0..5 {
+            scenes[0].offer(&large());
+        }
+        scenes[1].offer(&buffer());
+        turn(&scenes);
+        assert_eq!(popped(), [2, 1]);
+        assert_eq!(handles[0].watch().large_bytes(), 8 << 20);
+        assert!(handles[0].is_full() && !handles[1].is_full());
+        // Small requests of others go on, large ones wait behind those that came before.
+        scenes[1].offer(&large());
+        scenes[1].offer(&buffer());
+        turn(&scenes);
+        assert_eq!(popped(), [2, 1]);
+        gates[0].open();
+        turn(&scenes);
+        assert_eq!(popped(), [5, 3]);
+        assert_eq!(handles[0].watch().large_bytes(), 0);
+        assert_eq!(handles[1].watch().large_bytes(), 4 << 20);
+        gates[1].open();
+        for (scene, (handle, popped)) in scenes.iter().zip(handles.iter().zip([5, 3])) {
+            assert_eq!(scene.wait(&handle.begin_stop()), popped);
+        }
+        assert_eq!(load.bytes(), 0);
+    }
+
+    #[test]
+    fn a_stop_leaves_large_requests_in_the_ring_and_makes_way() {
+        let mut scenes = [Scene::new(), Scene::new()];
+        let load = Arc::new(Load::new(1 << 20));
+        let gates = [(); 2].map(|()| Rc::new(Gate::default()));
+        let mut handles = Vec::new();
+        for (scene, gate) in scenes.iter_mut().zip(&gates) {
+            scene.load = Arc::clone(&load);
+            scene.mark_requests();
+            handles.push(scene.start(Gated(Rc::clone(gate))));
+            scene.offer(&large());
+            scene.turn(10);
+        }
+        assert_eq!(gates[0].popped.get(), 1, "one goes, however large it is");
+        assert_eq!(gates[1].popped.get(), 0);
+        scenes[0].offer(&large());
+        scenes[0].turn(10);
+        // The one that waits at the front stops, and is out of the way.
+        assert_eq!(scenes[1].wait(&handles[1].begin_stop()), 0);
+        gates[0].open();
+        scenes[0].turn(10);
+        assert_eq!(gates[0].popped.get(), 2);
+        assert_eq!(scenes[0].wait(&handles[0].begin_stop()), 2);
+        // Whoever serves it next finds it in the ring.
+        gates[1].open();
+        let handle = scenes[1].start(Gated(Rc::clone(&gates[1])));
+        scenes[1].turn(10);
+        assert_eq!(scenes[1].wait(&handle.begin_stop()), 1);
+        assert_eq!(gates[1].popped.get(), 1);
+    }
+
+    /// Has each chain write zeroes until the gate opens.
+    struct Zeroes(Rc<Gate>);
+
+    impl Handler for Zeroes {
+        async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
+            let _counted = queue.count_zeroes(32 << 20);
+            Rc::new(Gated(Rc::clone(&self.0))).serve(queue, chain).await;
+        }
+    }
+
+    #[test]
+    fn a_queue_takes_nothing_while_it_has_too_many_zeroes_to_write() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Zeroes(Rc::clone(&gate)));
+        for _ in 0..9 {
+            scene.offer(&buffer());
+        }
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 2);
+        gate.open();
+        scene.turn(20);
+        assert_eq!(gate.popped.get(), 9);
+        assert_eq!(scene.wait(&handle.begin_stop()), 9);
+        assert_eq!(scene.load.bytes(), 0);
     }
 }

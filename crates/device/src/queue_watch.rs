@@ -1,7 +1,7 @@
 //! What can be seen of a queue from other threads.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// What other threads see of a queue.
 #[derive(Default)]
@@ -10,6 +10,8 @@ pub(crate) struct Shown {
     pub(crate) unheard: AtomicU32,
     /// Requests that were taken and are not answered, as of the last run.
     pub(crate) requests: AtomicU32,
+    /// Bytes of the large ones of them.
+    pub(crate) bytes: AtomicU64,
     /// The avail entry that is popped next, as of the last run.
     pub(crate) next_avail: AtomicU16,
     /// There was no room for another chain in the last run.
@@ -36,6 +38,12 @@ impl QueueWatch {
     #[must_use]
     pub fn requests(&self) -> u32 {
         self.shown.requests.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of those requests that are longer than 128 KiB, and of zeroes that are written.
+    #[cfg(test)]
+    pub(crate) fn large_bytes(&self) -> u64 {
+        self.shown.bytes.load(Ordering::Relaxed)
     }
 
     /// Whether the IoThread has seen all commands for the queue, such as to stop.

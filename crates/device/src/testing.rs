@@ -22,6 +22,7 @@ use crate::call_watch::CallTrust;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
 use crate::lists::LONG_LISTS_BYTES;
+use crate::load::Load;
 use crate::queue::{Queue, QueueHandle};
 use crate::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
 use crate::queue_task::{self, Handler};
@@ -101,6 +102,7 @@ pub(crate) struct Scene {
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) in_order: bool,
     pub(crate) long_lists_bytes: u64,
+    pub(crate) load: Arc<Load>,
 }
 
 impl Scene {
@@ -145,6 +147,7 @@ impl Scene {
             run_max: None,
             in_order: false,
             long_lists_bytes: LONG_LISTS_BYTES,
+            load: Arc::default(),
         }
     }
 
@@ -179,6 +182,7 @@ impl Scene {
             in_order: self.in_order,
             run_max: self.run_max,
             long_lists_bytes: self.long_lists_bytes,
+            load: Arc::clone(&self.load),
             answer_place: AnswerPlace::LastByte,
             events: Arc::<Heard>::clone(&self.events),
             trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),

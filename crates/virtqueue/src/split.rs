@@ -4,6 +4,7 @@
 //! The avail idx is read when all chains that it announced have been popped, or somebody asks; the
 //! used idx is written once for each batch.
 
+mod back;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 

@@ -214,7 +214,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (6, &["memory"]),
             (7, &["chain", "inflight", "rings"]),
             (8, &["split"]),
-            (9, &["driver"]),
+            (9, &["driver", "split::back"]),
         ],
     },
     Floors {
@@ -223,10 +223,10 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["config_space", "eventfd", "events", "lists", "runs", "stats"]),
             (0, &["fence", "queue_watch", "reach", "scsi::address"]),
             (1, &["blk::config", "call_watch"]),
-            (1, &["in_order"]),
+            (1, &["in_order", "load"]),
             (2, &["queue_setup"]),
             (2, &["queue"]),
-            (3, &["common", "queue::stop", "queue_task"]),
+            (3, &["common", "queue::room", "queue::stop", "queue_task"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
             (1, &["scsi::awaited", "scsi::medium", "scsi::uses"]),
             (1, &["scsi::fields", "scsi::persist::own_file", "scsi::sense", "scsi::turns"]),

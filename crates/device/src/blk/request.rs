@@ -437,10 +437,11 @@ async fn discard(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, Reques
 }
 
 async fn write_zeroes(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, RequestError> {
-    let blk = at_disk.blk;
+    let AtDisk { blk, queue, .. } = *at_disk;
     let (known, size) = (VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, blk.disk.info().size_bytes);
     let ranges = ranges(readable, known, WRITE_ZEROES_SECTORS_MAX, size)?;
     let bytes = bytes_of(&ranges);
+    let _counted = queue.count_zeroes(bytes);
     for Range { offset, len, unmap } in ranges {
         let result = at_disk.disk().write_zeroes(offset, len, unmap).await;
         result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
@@ -458,6 +459,7 @@ async fn settle(blk: &Blk) -> Result<(), RequestError> {
 mod tests {
     use std::cell::{Cell, RefCell};
     use std::future::poll_fn;
+    use std::sync::Arc;
     use std::task::{Poll, Waker};
 
     use blockio::disk::{Limits, Rate, Rates};
@@ -664,6 +666,55 @@ mod tests {
         }
         assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
         assert_eq!(answered(&mut scene), 10);
+    }
+
+    /// A write and a read of 28 MiB, which are done in the end, whoever does it.
+    #[test]
+    fn a_queue_that_may_leave_requests_waits_for_one_step_of_a_long_one() {
+        const BUFFERS: u64 = 56;
+        const BUFFER_BYTES: u32 = 512 << 10;
+        let answer = DATA + u64::from(BUFFER_BYTES);
+        for (request, is_marked) in
+            [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT].into_iter().flat_map(|it| [(it, true), (it, false)])
+        {
+            let mut scene = Scene::new();
+            if is_marked {
+                scene.mark_requests();
+            }
+            let whole = BUFFERS * u64::from(BUFFER_BYTES);
+            let file = tempfile::NamedTempFile::new().unwrap();
+            file.as_file().set_len(whole).unwrap();
+            let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+            let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+            let handle = scene.start_queue_of(&device, 0);
+            scene.memory.write(answer, &header(request, 0)).unwrap();
+            let buffer = match request {
+                VIRTIO_BLK_T_IN => Desc::writable(DATA, BUFFER_BYTES),
+                _ => Desc::readable(DATA, BUFFER_BYTES),
+            };
+            let mut chain = vec![Desc::readable(answer, 16)];
+            chain.extend((0..BUFFERS).map(|_| buffer));
+            chain.push(Desc::writable(answer + 16, 1));
+            scene.memory.write(answer + 16, &[0xee]).unwrap();
+            scene.offer(&chain);
+            let stats = Arc::clone(scene.thread.io().stats());
+            let moved = || stats.read.bytes.get() + stats.write.bytes.get();
+            while moved() == 0 {
+                scene.turn(1);
+            }
+            let kind = if is_marked { StopKind::Leave } else { StopKind::Pause };
+            assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 1);
+            assert_eq!(moved() < whole, is_marked, "{request}: {}", moved());
+            assert_eq!(answered(&mut scene), usize::from(!is_marked));
+            if is_marked {
+                let handle = scene.start_queue_of(&device, 0);
+                scene.answer();
+                assert_eq!(scene.wait(&handle.begin_stop()), 1);
+            }
+            let mut status = [0];
+            scene.memory.read(answer + 16, &mut status).unwrap();
+            assert_eq!(status, [S_OK]);
+        }
     }
 
     #[test]

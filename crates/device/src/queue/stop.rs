@@ -81,5 +81,8 @@ impl Queue {
     /// Takes no more chains from now on, or takes them again.
     pub(crate) fn set_stopping(&self, stopping: bool) {
         self.stopping.set(stopping);
+        if stopping {
+            self.load.leave_line();
+        }
     }
 }

@@ -1,0 +1,54 @@
+//! What a queue takes, and what it leaves in its ring until there is room.
+
+use std::task::Waker;
+
+use virtqueue::Chain;
+
+use super::Queue;
+use crate::lists::Lists;
+use crate::load::{Counted, QueueLoad};
+
+impl Queue {
+    /// Counts a chain that was popped, if its lists are long or its request is large. False: its
+    /// device has no room for it now, and it is in its ring again.
+    #[inline]
+    pub(crate) fn takes(&self, chain: &mut Chain) -> bool {
+        if QueueLoad::is_large(chain) && !self.takes_large(chain) {
+            return false;
+        }
+        if Lists::are_long(chain) {
+            self.lists.add(chain);
+            self.set_halted();
+        }
+        true
+    }
+
+    #[cold]
+    fn takes_large(&self, chain: &mut Chain) -> bool {
+        if self.is_done_again(chain.head) {
+            // A queue stops once it has taken what it is to do again.
+            self.load.count_chain(chain);
+            return true;
+        }
+        let is_taken = self.load.admit(chain, &self.waker());
+        if !is_taken {
+            self.ring.borrow_mut().put_back();
+            self.set_halted();
+        }
+        is_taken
+    }
+
+    /// Counts zeroes that a request writes, until the result is dropped.
+    #[must_use]
+    pub(crate) fn count_zeroes(&self, bytes: u64) -> Counted {
+        let (counted, has_room) = self.load.count_zeroes(bytes, &self.waker());
+        if !has_room {
+            self.set_halted();
+        }
+        counted
+    }
+
+    fn waker(&self) -> Waker {
+        self.waker.borrow().clone().expect("the queue's task has set it before its first run")
+    }
+}
