@@ -25,10 +25,10 @@ use crate::takeover::{self, TAKEN, taking_over};
 const MIB: u64 = 1 << 20;
 const QUEUES: u16 = 2;
 const QUEUE_SIZE: u16 = 64;
-const REGION_BYTES: u64 = 1088 * QUEUES as u64;
+pub(super) const REGION_BYTES: u64 = 1088 * QUEUES as u64;
 
 /// Attaches a front-end that keeps an inflight region.
-fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
+pub(super) fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
     let mut setup = Setup::default().queue_size(QUEUE_SIZE);
     let more = protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
     setup.protocol_features = setup.protocol_features.map(|usual| usual | more);

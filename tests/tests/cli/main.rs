@@ -28,6 +28,7 @@ mod silence;
 mod socat;
 mod sockets;
 mod takeover;
+mod takeover_busy;
 mod takeover_commands;
 mod takeover_options;
 mod takeover_state;

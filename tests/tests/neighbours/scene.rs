@@ -71,6 +71,11 @@ impl Neighbour {
         Ok(())
     }
 
+    /// Makes one read.
+    pub(crate) fn probe(&mut self) -> Result<()> {
+        self.frontend.read(0, 0, 4096).map(|_| ())
+    }
+
     /// Writes and reads at an odd address, so that the daemon needs memory of its own.
     pub(crate) fn run_misaligned(&mut self) -> Result<()> {
         let frontend = &mut self.frontend;

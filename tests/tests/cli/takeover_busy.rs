@@ -1,0 +1,162 @@
+//! Takeovers, and the end, while a guest has requests that take long by themselves, and many of
+//! them: neither waits until all of it is moved.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, Scene};
+use ringhaul_kit::frontend::memory::memfd;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{BORDER, Frontend, MEMORY_END, SCRATCH, Setup, blk};
+use ringhaul_tools::process::retry;
+use rustix::process::Signal;
+
+use super::control::Client;
+use super::left;
+use super::throttling::{serve, shown};
+use crate::scene;
+use crate::takeover::{TAKEN, taking_over};
+
+const MIB: u64 = 1 << 20;
+const QUEUE_SIZE: u16 = 256;
+
+/// Queues of a virtio-scsi device, of which the first two take no commands.
+const QUEUES: u16 = 6;
+const COMMAND_QUEUES: std::ops::Range<usize> = 2..6;
+const HEADER: u64 = SCRATCH;
+const HEADER_BYTES: u32 = 51;
+const RESPONSE: u64 = SCRATCH + 0x1000;
+const RESPONSE_BYTES: u32 = 108;
+const BUSY: u8 = 8;
+
+fn daemon(scene: &Scene, socket: &Path, kind: &str, disk: &Path) -> Result<(Running, Client)> {
+    let (socket, disk) = (socket.display(), disk.display());
+    let export = format!("name=vm,socket-path={socket},{kind},blk-file={disk}");
+    serve(scene, &["--export", &export])
+}
+
+/// Waits until the daemon has taken requests.
+fn wait_taken(scene: &Scene, least: u64) -> Result<()> {
+    let mut client = Client::new(&scene.socket("control"))?;
+    retry(LIMIT, || {
+        let unfinished = shown(&mut client, "vm")?["unfinished"].as_u64();
+        ensure!(unfinished >= Some(least), "{unfinished:?} are taken");
+        Ok(())
+    })
+}
+
+/// Has another process take over at the first try, and waits for the end of the one before.
+fn upgrade(scene: &Scene, daemon: Running) -> Result<Running> {
+    let mut next = Running::start(&mut taking_over(scene)?)?;
+    next.wait_for(TAKEN)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(next)
+}
+
+fn put_command(frontend: &Frontend, cdb: &[u8]) -> Result<[Desc; 2]> {
+    let mut header = vec![0; HEADER_BYTES as usize];
+    header[0] = 1;
+    header[19..19 + cdb.len()].copy_from_slice(cdb);
+    frontend.memory.write(HEADER, &header)?;
+    frontend.memory.write(RESPONSE, &[0xee; RESPONSE_BYTES as usize])?;
+    Ok([Desc::readable(HEADER, HEADER_BYTES), Desc::writable(RESPONSE, RESPONSE_BYTES)])
+}
+
+/// A front-end of a unit that has told it what has happened before.
+fn attach_unit(socket: &Path) -> Result<Frontend> {
+    let setup = Setup { queues: QUEUES, queue_size: QUEUE_SIZE, ..Setup::default() };
+    let mut frontend = Frontend::attach(socket, &setup)?;
+    test_unit(&mut frontend)?;
+    Ok(frontend)
+}
+
+fn test_unit(frontend: &mut Frontend) -> Result<()> {
+    loop {
+        let chain = put_command(frontend, &[0; 6])?;
+        frontend.execute(COMMAND_QUEUES.start, &chain)?;
+        let response = frontend.memory.read(RESPONSE, 15)?;
+        match (response[10], response[14]) {
+            (0, _) => return Ok(()),
+            (2, 6) => {}
+            other => anyhow::bail!("TEST UNIT READY ended with {other:?}"),
+        }
+    }
+}
+
+/// Sends 336 VERIFYs of 256 MiB each, over four queues.
+fn verify(frontend: &mut Frontend) -> Result<()> {
+    let mut cdb = [0; 16];
+    cdb[0] = 0x8f;
+    cdb[10..14].copy_from_slice(&u32::try_from(256 * MIB / 512)?.to_be_bytes());
+    let chain = put_command(frontend, &cdb)?;
+    for queue in COMMAND_QUEUES {
+        let ring = &mut frontend.rings[queue];
+        for command in 0..84 {
+            ring.put_chain(2 * command, &chain);
+            ring.offer(2 * command);
+        }
+        ring.kick()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn hundreds_of_verifies_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", 1024 * MIB)?;
+    let socket = scene.socket("vm");
+    let (daemon, client) = daemon(&scene, &socket, "device=scsi,lun=0", &disk)?;
+    drop(client);
+    let mut frontend = attach_unit(&socket)?;
+    verify(&mut frontend)?;
+    wait_taken(&scene, 336)?;
+    let mut next = upgrade(&scene, daemon)?;
+    for queue in COMMAND_QUEUES {
+        let ring = &mut frontend.rings[queue];
+        ring.watch_used(84)?;
+        while ring.take_used().is_some() {}
+    }
+    let status = frontend.memory.read(RESPONSE + 10, 1)?;
+    ensure!(status == [BUSY], "a driver would not send it again: {status:?}");
+    test_unit(&mut frontend)?;
+    verify(&mut frontend)?;
+    wait_taken(&scene, 336)?;
+    next.signal(Signal::TERM)?;
+    next.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Sends 30 reads of 2016 MiB each into the same memory.
+fn read(frontend: &mut Frontend) -> Result<()> {
+    let (header, status) = frontend.put_header(0, 0, blk::IN, 0)?;
+    let piece = Desc::writable(BORDER, u32::try_from(MEMORY_END - BORDER)?);
+    let pieces = 2016 * MIB / u64::from(piece.len);
+    let mut chain = vec![Desc::readable(header, 16)];
+    chain.extend(std::iter::repeat_n(piece, usize::try_from(pieces)?));
+    chain.push(Desc::writable(status, 1));
+    let ring = &mut frontend.rings[0];
+    for head in 0..30 {
+        ring.put_indirect(head, SCRATCH, &chain);
+        ring.offer(head);
+    }
+    ring.kick()
+}
+
+#[test]
+fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", 4096 * MIB)?;
+    let socket = scene.socket("vm");
+    let (daemon, client) = daemon(&scene, &socket, "device=blk", &disk)?;
+    drop(client);
+    let mut frontend = left::attach(&socket, &Arc::new(memfd(left::REGION_BYTES)?))?;
+    read(&mut frontend)?;
+    wait_taken(&scene, 1)?;
+    let mut next = upgrade(&scene, daemon)?;
+    // It begins again with the requests that were left to it.
+    wait_taken(&scene, 1)?;
+    next.signal(Signal::TERM)?;
+    next.finish()?.expect_code(0)?;
+    Ok(())
+}
