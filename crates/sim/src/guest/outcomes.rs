@@ -177,6 +177,8 @@ impl Guest {
                 let mut pairs = command.sectors().zip(&command.expects);
                 pairs.any(|(sector, value)| !disk.surely_has(sector, *value, begin, end))
             }
+            // Its queue stops, and any part of it was done.
+            (Kind::WriteSame, Outcome::Busy) => return Ok(Ending::Aborted),
             (_, Outcome::Check(3, [0x11, 0])) => return failed(reads, outcome),
             (_, Outcome::Check(3, [0x0c, 0])) => return failed(writes || flushes, outcome),
             (_, Outcome::Check(7, [0x27, 7])) => return failed(writes || flushes, outcome),
