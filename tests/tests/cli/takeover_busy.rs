@@ -148,7 +148,7 @@ fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
     let scene = scene()?;
     let disk = scene.disk("disk.img", 4096 * MIB)?;
     let socket = scene.socket("vm");
-    let (daemon, client) = daemon(&scene, &socket, "device=blk", &disk)?;
+    let (daemon, client) = daemon(&scene, &socket, "cache=writeback", &disk)?;
     drop(client);
     let mut frontend = left::attach(&socket, &Arc::new(memfd(left::REGION_BYTES)?))?;
     read(&mut frontend)?;
