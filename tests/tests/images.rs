@@ -409,7 +409,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         ("inner/outside", ["does not lie in the folder", "allow it with backing=/"]),
         ("guessed", ["not guessed", "qemu-img rebase -u"]),
         ("vmdk", ["format vmdk is not supported", "qemu-img convert"]),
-        ("cut", ["cannot be opened", "; look at it with `qemu-img check`"]),
+        ("cut", ["has the reference count 0", "qemu-img check -r all"]),
         ("absent", ["nothing", "qemu-img rebase -u"]),
         ("elsewhere", ["nbd://host/x", "only files can be backing files; copy"]),
         ("loop", ["the backing file of", "form a loop: it is"]),
