@@ -463,6 +463,33 @@ mod tests {
         });
     }
 
+    /// As if a name had been exchanged between the look at it and its opening.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_opening_of_a_file_checks_what_it_has_opened() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("folder");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(root.path().join("secret"), [9; 512]).unwrap();
+        std::os::unix::fs::symlink("../secret", folder.join("out")).unwrap();
+        let within = Some(Folder::open(&folder).unwrap());
+        let options = DiskOptions { read_only: true, within, ..DiskOptions::default() };
+        let error = open(Path::new("out"), &options, false).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EXDEV));
+        let pipe = folder.join("pipe");
+        let mode = Mode::RUSR | Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+        for (path, is_block) in
+            [(&*pipe, false), (&folder, false), (&root.path().join("secret"), true)]
+        {
+            let Err(Attempt::Failed(error)) = open_alone((path, path), &options, is_block) else {
+                panic!("{} was opened", path.display())
+            };
+            assert!(matches!(error, Error::Unusable { .. }), "{error}");
+        }
+    }
+
     #[test]
     fn devices_that_take_sequential_writes_only_are_refused() {
         assert!(check_zones("host-managed").unwrap_err().contains("sequential"));
