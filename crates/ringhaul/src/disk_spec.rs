@@ -19,7 +19,7 @@ mod words;
 use std::fmt;
 
 use serde::de::value::MapAccessDeserializer;
-use serde::de::{Error, MapAccess, Visitor};
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use backing::BackingFiles;
@@ -54,17 +54,17 @@ impl<'de> Visitor<'de> for TextOrTable {
         DiskSpec::parse(text).map_err(|error| E::custom(format!("{error:#}")))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DiskSpec, A::Error> {
-        let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map));
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DiskSpec, A::Error> {
+        let disk = DiskSpec::deserialize(MapAccessDeserializer::new(&mut map));
         let disk = disk.map_err(|error| {
             let said = error.to_string();
-            if said.contains("expected fewer elements in map") {
-                return A::Error::custom("a disk has one key, its kind; leave the others out");
-            }
             let without = text::without_texts(&said);
             // An error that repeats nothing knows its place in a file.
             if without == said { error } else { A::Error::custom(without) }
         })?;
+        if map.next_key::<IgnoredAny>()?.is_some() {
+            return Err(A::Error::custom("a disk has one key, its kind; leave the others out"));
+        }
         words::check_layers(disk.layers()).map_err(A::Error::custom)?;
         disk.check().map_err(A::Error::custom)?;
         Ok(disk)

@@ -579,7 +579,7 @@ mod tests {
             ("export.add", export("queue-size", json!("x")), "queue-size: "),
             ("export.add", export("limits", json!({ "iops-total": "x" })), "limits.iops-total: "),
             ("export.add", export("queue", json!(1)), "unknown field `queue`"),
-            ("set", json!({ "poll-max-us": 70_000 }), "poll-max-us: "),
+            ("set", json!({ "poll-max-us": "x" }), "poll-max-us: "),
             ("export.show", json!({}), "missing field `export`"),
         ] {
             let problem = problem_of(method, params).unwrap();

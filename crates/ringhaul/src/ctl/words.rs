@@ -303,7 +303,7 @@ mod tests {
             ("iops=1", "unknown key 'iops' (expected: rerror, werror, group, iops-size, and iops"),
             ("iops-total", "'iops-total' is no unit; if it is what to change, write it as iops-t"),
             ("7 iops-total", "'iops-total' is not of the form KEY=VALUE"),
-            ("iops-total=x", "iops-total must be a number"),
+            ("iops-total=x", "iops-total must be a whole number"),
             ("iops-total=1 iops-total=1", "iops-total is given twice"),
             ("bps-total=1.5M", "bps-total: '1.5M' is not a size"),
             ("werror=stop", "werror is 'stop' (expected: report, retry, hold, hold-briefly)"),
