@@ -274,7 +274,7 @@ pub(super) mod tests {
         assert_eq!(seen.bytes.write, Some(Rate { per_second: 1 << 20, burst }));
         assert!(limits("iops-total=0").unwrap().are_none());
         for (bad, expected) in [
-            ("iops-total=x", "iops-total must be a number"),
+            ("iops-total=x", "iops-total must be a whole number"),
             ("iops-read-max=9", "give iops-read too"),
             ("bps-read=9 bps-read-max-length=9", "give bps-read-max too"),
             ("iops-write=9 iops-write-max=8", "at least the limit"),
