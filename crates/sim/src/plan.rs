@@ -415,10 +415,11 @@ impl Plan {
     }
 
     /// For how many nanoseconds ops may hold up an IoThread that gives the kernel the bytes of so
-    /// many rounds. Refused ops stay with their engine, and come in one submit with later ones.
+    /// many rounds. Refused ops stay with their engine, and come in one submit with later ones; so do
+    /// entries that a submission thread has not taken yet.
     pub(crate) fn held_ns_max(&self, rounds: u64) -> u64 {
         let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr;
-        if refuses + self.submit_partial + self.submit_reject > 0 {
+        if refuses + self.submit_partial + self.submit_reject + self.sqpoll > 0 {
             return u64::MAX;
         }
         // An op alone is never too large for a round; devices of a mix differ in their blocks.
