@@ -470,7 +470,7 @@ fn an_image_goes_to_another_process() -> Result<()> {
         for place in (round * 2 * MIB..(round + 1) * 2 * MIB).step_by(8192) {
             images.write(&mut served, place, &pattern(place as u64, 8192))?;
         }
-        next.wait_for("took over 1 exports")?;
+        next.wait_for("took over 1 export")?;
         let old = std::mem::replace(&mut served.daemon, next);
         old.finish()?.expect_code(0)?;
         images.check(&mut served)?;

@@ -311,13 +311,13 @@ fn an_encrypted_disk_on_an_image_goes_to_another_process() -> Result<()> {
     let mut next = Running::start(ringhaul()?.args(["serve", "--takeover"]).arg(&control))?;
     let mut written = Vec::new();
     for place in (0..64 << 20).step_by(CLUSTER) {
-        if next.stderr().contains("took over 1 exports") {
+        if next.stderr().contains("took over 1 export") {
             break;
         }
         frontend.write(0, sector(place)?, &pattern(place as u64, 4096))?;
         written.push(place);
     }
-    next.wait_for("took over 1 exports")?;
+    next.wait_for("took over 1 export")?;
     daemon = std::mem::replace(&mut next, daemon);
     next.finish()?.expect_code(0)?;
     for place in written {

@@ -221,7 +221,7 @@ fn taking_over(scene: &Scene) -> Result<Command> {
 /// Another process takes over from `daemon`.
 fn take_over(scene: &Scene, daemon: Running) -> Result<Running> {
     let mut next = Running::start(&mut taking_over(scene)?)?;
-    next.wait_for("took over 1 exports")?;
+    next.wait_for("took over 1 export")?;
     daemon.finish()?.expect_code(0)?;
     Ok(next)
 }

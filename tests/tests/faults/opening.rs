@@ -65,7 +65,7 @@ fn they_go_along_with_a_takeover() -> Result<()> {
     let mut command = ringhaul()?;
     let mut next =
         Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
-    let taken = next.wait_for("took over 1 exports").map(drop);
+    let taken = next.wait_for("took over 1 export").map(drop);
     // Nothing hangs for the new process.
     let opened = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
     let served = opened.and_then(|()| {
@@ -98,7 +98,7 @@ fn limits_that_have_changed_stay_in_a_takeover() -> Result<()> {
     let mut command = ringhaul()?;
     let mut next =
         Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
-    let taken = next.wait_for("took over 1 exports").map(drop);
+    let taken = next.wait_for("took over 1 export").map(drop);
     let served = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
     fuse.release();
     served?;
