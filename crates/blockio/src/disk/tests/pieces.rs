@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::pin::pin;
 use std::rc::Rc;
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Waker};
 
 use iomem::Repeated;
 
@@ -71,21 +71,25 @@ fn what_is_ready_comes_between_the_pieces() {
     }
 }
 
-/// A program that polls from outside of the loop gets the thread back after each op.
+/// A program that polls from outside of the loop gets the thread back after two ops at most.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_poll_from_outside_ends_after_one_piece() {
+fn a_poll_from_outside_moves_two_pieces_at_most() {
     let file = temp_file(LARGE as u64);
     std::fs::write(file.path(), pattern(3, LARGE)).unwrap();
     let thread = thread(EngineKind::IoUring);
     let disk = DiskSource::file(file.path(), &options(false)).unwrap().attach(thread.io());
     let mut read = pin!(disk.read(0, scattered(LARGE)));
     let mut polls = 0;
-    while read.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
-        polls += 1;
+    loop {
+        match read.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(result) => break result.unwrap(),
+            Poll::Pending => polls += 1,
+        }
         if thread.io().ops() > 0 {
             thread.turn(Wait::ForEvent).unwrap();
         }
     }
-    assert!(polls >= PIECES - 1, "{polls} polls");
+    // The last piece of a step and the first one of the next share a poll.
+    assert!(polls >= PIECES / 2, "{polls} polls");
 }
