@@ -35,8 +35,8 @@ pub(crate) struct Injected {
     pub(crate) loses: bool,
 }
 
-/// What an op will come to: its result, how many bytes it moves, and if that is an error that a
-/// request must answer for.
+/// The result of an op, the bytes that it moves, and its class if a request must report an error,
+/// or may where the op itself succeeds.
 pub(crate) fn outcome(
     plan: &Plan,
     rng: &mut Rng,
@@ -73,17 +73,19 @@ pub(crate) fn outcome(
     if matches!(class, Class::Write | Class::Deallocate) && rng.chance(plan.enospc) {
         return (errno(libc::ENOSPC), rng.index(len / SECTOR + 1) * SECTOR, Some(class));
     }
-    let (moved, short) = match class {
+    // Beyond the end of a file that was cut there is nothing to read, which a request may report,
+    // and a write of a part of a block reads the rest of it.
+    let (moved, short, cause) = match class {
         Class::Read => {
             let end = end_sector * SECTOR as u64;
             let left = fits(end.saturating_sub(op.offset()), "a length");
-            (len.min(left), plan.short_reads)
+            (len.min(left), plan.short_reads, (left < len).then_some(Class::Any))
         }
-        Class::Write => (len, plan.short_writes),
+        Class::Write => (len, plan.short_writes, None),
         _ => return (0, len, None),
     };
     if !rng.chance(short) {
-        return (i64::try_from(moved).unwrap_or(0), moved, None);
+        return (i64::try_from(moved).unwrap_or(0), moved, cause);
     }
     // At least one unit: a transfer of none is the end of the file, or of the space.
     let unit = match (plan.odd_shorts, plan.direct) {
@@ -93,7 +95,7 @@ pub(crate) fn outcome(
     };
     let units = rng.between(1, (moved / unit).max(1) as u64);
     let moved = moved.min(fits::<_, usize>(units, "a number of units") * unit);
-    (i64::try_from(moved).unwrap_or(0), moved, None)
+    (i64::try_from(moved).unwrap_or(0), moved, cause)
 }
 
 /// How io_uring rejects an entry that it has taken, if it does: with which result, and whether that

@@ -350,7 +350,7 @@ impl World {
         }
         if let Some(class) = error.filter(|_| !*is_void) {
             // What may be tried again is, so often that others may come between.
-            let must_fail = result != -i64::from(libc::EAGAIN);
+            let must_fail = result < 0 && result != -i64::from(libc::EAGAIN);
             let refuses = result == -i64::from(libc::EINVAL);
             let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
             if is_lost {
