@@ -414,9 +414,9 @@ impl Plan {
         self.byte_limits().op.max(fits(self.block_bytes(), "the size of a block"))
     }
 
-    /// For how many nanoseconds ops may hold up an IoThread that gives the kernel the bytes of so
-    /// many rounds. Refused ops stay with their engine, and come in one submit with later ones; so do
-    /// entries that a submission thread has not taken yet.
+    /// The nanoseconds for which ops may hold up an IoThread that gives the kernel the bytes of
+    /// `rounds` rounds. Refused ops stay with their engine and come in one submit with later ones.
+    /// Entries that a submission thread has not taken yet do the same.
     pub(crate) fn held_ns_max(&self, rounds: u64) -> u64 {
         let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr;
         if refuses + self.submit_partial + self.submit_reject + self.sqpoll > 0 {

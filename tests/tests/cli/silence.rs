@@ -44,7 +44,7 @@ fn a_mistyped_log_level_is_refused_at_every_door() -> Result<()> {
     ensure!(ctl(&control, &["set", "log=warning"])?.expect_code(0)?.stdout.contains("log=warning"));
     ctl(&control, &["set", "log=info"])?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
-    daemon.wait_for("requests: ")?;
+    daemon.wait_for("SIGTERM: ")?;
     daemon.finish()?.expect_code(0)?;
 
     let mut command = serve(&scene.socket("other.sock"), &scene.disk("other.img", DISK_BYTES)?)?;

@@ -293,7 +293,7 @@ fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     while !is_held(&mut client)? {}
     let binary = json!({ "binary": ringhaul_binary()? });
     let refused = client.call("upgrade", &binary)?;
-    ensure!(refused["error"]["code"] == 1, "{refused}");
+    ensure!(refused["error"]["code"] == 10, "{refused}");
     daemon.wait_for("wait because its disk has failed them")?;
     ctl(&scene, &["resume", "vm"])?;
     ensure!(is_held(&mut client)?, "there is no space yet");

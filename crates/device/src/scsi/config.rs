@@ -50,6 +50,9 @@ pub struct ScsiOptions {
     pub fixed_buffers: bool,
     /// As [`BlkOptions::long_lists_bytes`](crate::blk::config::BlkOptions::long_lists_bytes).
     pub long_lists_bytes: u64,
+    /// True: a command that an earlier process had taken waits for a unit that is not there.
+    /// False: it fails, as new commands do. A program that adds units late after a crash sets it.
+    pub holds_commands: bool,
 }
 
 impl Default for ScsiOptions {
@@ -63,6 +66,7 @@ impl Default for ScsiOptions {
             run_max: None,
             fixed_buffers: false,
             long_lists_bytes: LONG_LISTS_BYTES,
+            holds_commands: true,
         }
     }
 }

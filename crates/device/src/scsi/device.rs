@@ -154,6 +154,11 @@ impl ScsiDevice {
         self.shared.held.all()
     }
 
+    /// True: commands of an earlier process wait for units that are not there.
+    pub(super) fn holds_commands(&self) -> bool {
+        self.shared.options.holds_commands
+    }
+
     pub(super) fn held(&self) -> &HeldCommands {
         &self.shared.held
     }

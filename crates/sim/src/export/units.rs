@@ -54,6 +54,8 @@ pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
         run_max,
         fixed_buffers,
         long_lists_bytes,
+        // Its guests abort nothing, and some of their commands name units that never come.
+        holds_commands: false,
     };
     let device = Device::scsi(options, events);
     for disk in disks {

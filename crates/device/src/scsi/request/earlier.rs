@@ -14,7 +14,8 @@ impl Scsi {
     /// True: an earlier process has taken the command, and may have had its unit.
     #[cold]
     pub(super) fn is_held(&self, head: u16, cdb: &Cdb) -> bool {
-        held::needs_unit(cdb) && self.queue.is_done_again(head)
+        let may_wait = self.device.holds_commands();
+        may_wait && held::needs_unit(cdb) && self.queue.is_done_again(head)
     }
 
     /// Serves a command that an earlier process has taken, when its unit is there.
