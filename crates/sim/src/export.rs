@@ -430,7 +430,7 @@ impl Export {
             let waits = waiting.filter(|w| w.next_avail == next_avail && !is_deaf);
             let since = (rounds, now, held_ns);
             let Waiting { since, .. } =
-                *waiting.insert(waits.unwrap_or_else(|| Waiting { next_avail, since }));
+                *waiting.insert(waits.unwrap_or(Waiting { next_avail, since }));
             let (waited, time, held) = (rounds - since.0, now - since.1, held_ns - since.2);
             let is_late = waited > u64::from(ROUNDS_UNTIL_SERVED) || held > held_ns_max;
             if is_late && time >= self.plan.look_delay_ns() {

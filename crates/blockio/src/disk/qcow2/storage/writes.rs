@@ -126,7 +126,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes data to clusters that were [taken](Order::take_ahead).
+    /// Writes data to clusters that were taken ahead.
     pub(in crate::disk::qcow2) async fn write_data(
         &self,
         data: &[u8],
