@@ -4,11 +4,13 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::LIMIT;
 use ringhaul_kit::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service};
 use ringhaul_kit::server::{Cache, Engine};
 use ringhaul_kit::system::{LoopDevice, Tmpfs, may_change, run};
+use ringhaul_tools::process::retry;
 
 use crate::start;
 
@@ -90,24 +92,31 @@ fn a_file_that_is_cut_short(engine: Engine) -> Result<()> {
         let before = frontend.read(0, sector_of(MIB), 8192)?;
         let end = MIB + 700;
         let file = File::options().write(true).open(daemon.disk()).context("opening the disk")?;
+        let whole = file.metadata().context("looking at the disk")?.len();
         file.set_len(end).context("cutting the disk short")?;
-        // Across the end, from it on, and far behind it.
-        let across = frontend.read(0, sector_of(MIB), 8192)?;
-        ensure!(across[..700] == before[..700], "what is left is not what was there");
-        ensure!(across[700..].iter().all(|&byte| byte == 0), "no zeroes behind the end");
-        for byte in [MIB + 1024, 2 * MIB, 8 * MIB] {
-            let read = frontend.read(1, sector_of(byte), PIECE)?;
-            ensure!(read.iter().all(|&byte| byte == 0), "no zeroes at {byte}");
+        // The end completes its last sector with zeroes; everything behind that is gone.
+        let last = frontend.read(0, sector_of(MIB), 1024)?;
+        ensure!(last[..700] == before[..700], "what is left is not what was there");
+        ensure!(last[700..].iter().all(|&byte| byte == 0), "no zeroes behind the end");
+        for byte in [MIB, MIB + 1024, 2 * MIB, 8 * MIB] {
+            let read = status(&mut frontend, blk::IN, byte, &[], PIECE)?;
+            ensure!(read == blk::IOERR, "a read at {byte} ended with status {read}");
         }
-        // The kernel grows the file: none of these has a reason to fail.
-        for (seed, byte) in [(1, MIB + 4096), (2, 4 * MIB), (3, 3 * MIB)] {
-            let data = pattern(seed, PIECE);
-            frontend.write(0, sector_of(byte), &data)?;
-            ensure!(frontend.read(1, sector_of(byte), PIECE)? == data, "other data at {byte}");
-            ensure!(daemon.read_disk(sector_of(byte), PIECE)? == data, "not on the disk");
+        // A write there would make the file longer again, once the end was seen.
+        daemon.wait_for_message("has shrunk to", 1)?;
+        for byte in [MIB + 4096, 4 * MIB] {
+            let written = status(&mut frontend, blk::OUT, byte, &pattern(byte, PIECE), 0)?;
+            ensure!(written == blk::IOERR, "a write at {byte} ended with status {written}");
         }
-        let hole = frontend.read(0, sector_of(2 * MIB), PIECE)?;
-        ensure!(hole.iter().all(|&byte| byte == 0), "a hole that is not empty");
+        let data = pattern(1, PIECE);
+        frontend.write(0, 0, &data)?;
+        ensure!(frontend.read(1, 0, PIECE)? == data, "other data at the start");
+        file.set_len(whole).context("giving the disk its size back")?;
+        retry(LIMIT, || {
+            let written = status(&mut frontend, blk::OUT, 4 * MIB, &data, 0)?;
+            ensure!(written == blk::OK, "a write ended with status {written}");
+            Ok(())
+        })?;
         let flush = status(&mut frontend, blk::FLUSH, 0, &[], 0)?;
         ensure!(flush == blk::OK, "a flush ended with status {flush}");
         drop(frontend);
