@@ -117,7 +117,8 @@ fn check_server(outcome: &Outcome) -> Result<()> {
     let flushes = count(" flushes")?;
     ensure!(flushes > 0, "no flush");
     let interrupts = outcome.interrupts;
-    ensure!(interrupts <= flushes + 1, "{interrupts} interrupts, {flushes} flushes");
+    // The start reads the front and the end of the disk, and the last flush may make one.
+    ensure!(interrupts <= flushes + 3, "{interrupts} interrupts, {flushes} flushes");
     Ok(())
 }
 
