@@ -129,7 +129,7 @@ pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
     served.end()?;
     drop(stopped);
     // A daemon that ends by itself while the cluster is away needs a second signal.
-    let mut served = scene.serve("removed", &disk, &[])?;
+    let mut served = scene.serve("removed", &disk, &["--state", "none"])?;
     let stopped = Stopped::new(scene.cluster.osd()?)?;
     let mut front_end = served.connect()?;
     begin_read(&mut front_end)?;
