@@ -1,10 +1,10 @@
 //! The device side of a split virtqueue (virtio 1.3, section 2.7).
 //!
-//! The rings are checked once, when the queue is set up, and then accessed through host pointers.
-//! The avail idx is read when all chains that it announced have been popped, or somebody asks; the
-//! used idx is written once for each batch.
+//! Setup checks the rings once; then host pointers access them. The avail idx is read on request
+//! and when all announced chains are popped. The used idx is written once per batch.
 
 mod back;
+
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
