@@ -38,6 +38,7 @@ pub use call_watch::{CallWatch, WatchError, prepare_calls};
 pub use device::{Device, Negotiated, QueueRole};
 pub use events::{Events, HELD, LOST_IF_KILLED, LogEvents, NOT_WATCHED, QueueFault};
 pub use hand_over::DeviceState;
+pub use load::SMALL_REQUEST_BYTES;
 pub use queue::QueueHandle;
 pub use queue_setup::{QueueSetup, Ring, StartError, StopKind};
 pub use queue_watch::QueueWatch;

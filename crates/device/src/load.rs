@@ -18,7 +18,7 @@ use virtqueue::Chain;
 use crate::queue_watch::Shown;
 
 /// Requests of up to this many bytes do not count. The fullest ring has 128 MiB of them.
-const SMALL_BYTES: usize = 128 << 10;
+pub const SMALL_REQUEST_BYTES: usize = 128 << 10;
 /// The bytes that the large requests of a device may have. The last one may go beyond it.
 const UNANSWERED_BYTES: u64 = 64 << 20;
 
@@ -103,7 +103,7 @@ impl QueueLoad {
     /// Whether a chain is that of a large request.
     #[inline]
     pub(crate) fn is_large(chain: &Chain) -> bool {
-        chain.readable.bytes() + chain.writable.bytes() > SMALL_BYTES
+        chain.readable.bytes() + chain.writable.bytes() > SMALL_REQUEST_BYTES
     }
 
     /// Counts the large request of a chain that was popped, until its lists are gone. False: there

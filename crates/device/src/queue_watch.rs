@@ -40,9 +40,12 @@ impl QueueWatch {
         self.shown.requests.load(Ordering::Relaxed)
     }
 
-    /// Bytes of those requests that are longer than 128 KiB, and of zeroes that are written.
-    #[cfg(test)]
-    pub(crate) fn large_bytes(&self) -> u64 {
+    /// Bytes of the large ones among those requests: longer than [`SMALL_REQUEST_BYTES`], or zeroes
+    /// that are written.
+    ///
+    /// [`SMALL_REQUEST_BYTES`]: crate::SMALL_REQUEST_BYTES
+    #[must_use]
+    pub fn large_bytes(&self) -> u64 {
         self.shown.bytes.load(Ordering::Relaxed)
     }
 

@@ -39,7 +39,10 @@ fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
         retry(LIMIT, || {
             let shown = client.done("export.show", &json!({ "export": "vm" }))?;
             let waits = shown["waits-for"].as_str().unwrap_or_default();
-            ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
+            ensure!(
+                shown["state"] == "stopping" && waits.starts_with("queue 0: 1 request"),
+                "{shown}"
+            );
             Ok(())
         })?;
         daemon.signal(Signal::TERM)?;
@@ -48,7 +51,7 @@ fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
     // Whatever has come of it: the kernel keeps a process whose reads hang.
     fuse.release();
     let line = ends?;
-    ensure!(line.contains("unfinished: vm: 1 request is not finished"), "{line}");
+    ensure!(line.contains("unfinished: vm: queue 0: 1 request is not answered"), "{line}");
     daemon.finish()?.expect_code(EXIT_ABANDONED)?;
     ensure!(client.hear()?.is_none(), "there is more to hear");
     load.finish()?.expect_code(1)?;

@@ -9,12 +9,19 @@ use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::json;
 
 use crate::scene;
 use crate::takeover::{Client, TAKEN, begin, check, taking_over};
+
+/// The exit status of an upgrade that may succeed in a moment.
+const TRY_AGAIN: i32 = 4;
+
+/// Bytes of a read that is no small request.
+const LONG_BYTES: u32 = 512 << 10;
 
 /// What hangs is not taken over, and neither are the others, which go on.
 #[test]
@@ -67,13 +74,22 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     fuse.withhold(daemon.pid(), &[opcode::READ]);
     let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
-    let read = [Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)];
+    let data = Desc::writable(DATA + 0x2000, LONG_BYTES);
+    let read = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
     frontend.rings[0].put_chain(0, &read);
     frontend.rings[0].submit(0)?;
     fuse.wait_for(opcode::READ)?;
     let hangs = (|| {
-        let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
-        ensure!(refused.contains("requests were not finished in time"), "{refused}");
+        let mut upgrade = ringhaul()?;
+        upgrade.args(["ctl", "--control"]).arg(scene.socket("control")).arg("upgrade");
+        let refused = run(upgrade.arg(ringhaul_binary()?))?.expect_code(TRY_AGAIN)?.stderr;
+        let vm = scene.socket("vm.sock");
+        let why = format!(
+            "requests were not finished in time ({}: queue 0: 1 request is not answered, of 1 MiB; \
+             the answer of its disk is awaited); try again when the disk answers",
+            vm.display()
+        );
+        ensure!(refused.contains(&why), "{refused}");
         let id = frontend.request(1, blk::GET_ID, 0, &[], 20)?;
         ensure!(id.status == blk::OK, "{id:?}");
         // So does the ring that it hangs in, and messages are answered.
@@ -93,7 +109,7 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
     // Whatever has come of it: the kernel keeps a process whose reads hang.
     fuse.release();
     hangs?;
-    ensure!(frontend.rings[0].wait_used()?.bytes == 513, "the read has failed");
+    ensure!(frontend.rings[0].wait_used()?.bytes == LONG_BYTES + 1, "the read has failed");
     frontend.read(0, 6, SECTOR_BYTES)?;
     Ok(())
 }

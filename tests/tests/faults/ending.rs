@@ -112,11 +112,12 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
         ensure!(!socket.exists(), "{} is still there", socket.display());
     }
     let line = hung.daemon.wait_for("still stopping after 5 s")?;
-    ensure!(line.contains("/hung: ") && line.contains("1 request is not finished"), "{line}");
+    let left = "queue 0: 1 request is not answered, of at most 128 KiB";
+    ensure!(line.contains("/hung: ") && line.contains(left), "{line}");
     // It is no second signal: service managers send it with the first.
     hung.daemon.signal(Signal::HUP)?;
     let line = hung.daemon.wait_for("still stopping after 10 s")?;
-    ensure!(line.contains("1 request is not finished; its disk has not answered for"), "{line}");
+    ensure!(line.contains(&format!("{left}; its disk has not answered for")), "{line}");
     // What was taken is finished, and the driver sees it.
     let (finished, mut frontend) = hung.thaw()?;
     finished.expect_code(0)?;
@@ -230,7 +231,7 @@ fn a_second_signal_says_what_is_still_waited_for() -> Result<()> {
     let line = daemon.wait_for("ended without waiting any longer, ")?;
     for words in [
         " s after it began to stop; unfinished: ".to_owned(),
-        format!("{}: 1 request is not finished", socket.display()),
+        format!("{}: queue 0: 1 request is not answered", socket.display()),
         "its disk has not answered for ".to_owned(),
         format!("{}: its disk is not open after ", other.display()),
     ] {
@@ -250,7 +251,7 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     hung.daemon.signal(Signal::INT)?;
     let line = hung.daemon.wait_for("ended without waiting any longer")?;
     ensure!(line.contains(" s after it began to stop; unfinished: "), "{line}");
-    let left = "/hung: 1 request is not finished";
+    let left = "/hung: queue 0: 1 request is not answered";
     ensure!(line.contains(left) && !line.contains("/healthy: "), "{line}");
     // All that does not wait for the disk has ended. The front-end sees the end no earlier than its
     // requests do: then it reads from the rings where to go on.

@@ -280,7 +280,7 @@ pub(super) const FLOORS: &[Floors] = &[
             // Sessions.
             (5, &["vhost_user::body", "vhost_user::examiner"]),
             (6, &["vhost_user::foreign", "vhost_user::message"]),
-            (7, &["vhost_user::call", "vhost_user::setup"]),
+            (7, &["vhost_user::call", "vhost_user::load", "vhost_user::setup"]),
             (8, &["vhost_user::channel", "vhost_user::ring", "vhost_user::shared_memory"]),
             (9, &["vhost_user::describe", "vhost_user::inflight"]),
             (10, &["vhost_user::undo"]),

@@ -439,24 +439,29 @@ impl Export {
     }
 
     pub(super) fn what_is_left(&self) -> String {
-        let requests = |count: u32| match count {
-            1 => "1 request is not finished".to_owned(),
-            _ => format!("{count} requests are not finished"),
-        };
         let Some(load) = self.session.as_ref().map(Session::load) else {
             return NOT_CLOSED.to_owned();
         };
         if !load.has_heard {
-            let plural = if load.requests == 1 { "" } else { "s" };
-            return format!("its IoThread does not answer ({} request{plural})", load.requests);
+            return format!("its IoThread does not answer ({load})");
         }
-        let late = self.setup.device.late_since().map(|since| {
-            let seconds = since.elapsed().as_secs();
-            format!("its disk has not answered for {seconds} s")
-        });
+        let awaited = (load.requests() > 0).then(|| self.what_is_awaited());
         let changing = self.changing.iter().map(Changing::to_string);
-        let left = iter::once(requests(load.requests)).chain(late).chain(changing);
+        let left = iter::once(load.to_string()).chain(awaited).chain(changing);
         left.collect::<Vec<_>>().join("; ")
+    }
+
+    /// The event that requests wait for.
+    fn what_is_awaited(&self) -> String {
+        if let Some(since) = self.setup.device.late_since() {
+            return format!("its disk has not answered for {} s", since.elapsed().as_secs());
+        }
+        let has_failed = self.disks.iter().any(|disk| disk.failed_waiting().is_some());
+        let awaited = match has_failed {
+            true => "requests wait that its disk has failed",
+            false => "the answer of its disk is awaited",
+        };
+        awaited.to_owned()
     }
 }
 

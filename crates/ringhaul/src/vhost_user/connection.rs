@@ -19,6 +19,7 @@ use super::config;
 use super::describe::describe;
 use super::foreign::ForeignFd;
 use super::inflight::{self, Inflight};
+use super::load::Load;
 use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
@@ -82,13 +83,9 @@ impl Connection {
         self.protocol_features & protocol_feature::REPLY_ACK != 0
     }
 
-    /// Requests that were taken and are not answered, and whether all IoThreads have heard what
-    /// they were told.
-    pub(super) fn load(&self) -> (u32, bool) {
-        self.rings
-            .iter()
-            .map(RingState::load)
-            .fold((0, true), |(sum, all), (requests, heard)| (sum + requests, all && heard))
+    /// Requests that were taken and are not answered.
+    pub(super) fn load(&self) -> Load {
+        Load::of(self.rings.iter().map(RingState::load))
     }
 
     /// Returns a ring that the front-end has started without sharing any memory.

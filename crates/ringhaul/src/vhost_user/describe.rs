@@ -81,7 +81,7 @@ pub(super) fn describe(
     };
     let queues = (0..).zip(rings).filter(|(_, ring)| ring.settings.size != 0);
     let queue = |(index, ring): (u16, &RingState)| {
-        let (requests, _) = ring.load();
+        let requests = ring.load().0.requests;
         let role = device.queue_role(index).expect("the device has a queue for each ring").into();
         let (size, state) = (ring.settings.size, ring.state());
         QueueDetails { index, role, size, state, next_avail: ring.next_avail_now(), requests }

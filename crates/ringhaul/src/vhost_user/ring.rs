@@ -10,6 +10,7 @@ use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError, StopKin
 use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError};
 
 use super::call::Call;
+use super::load::QueueLoad;
 use super::message::RingAddresses;
 use crate::status::QueueState;
 
@@ -240,13 +241,14 @@ impl RingState {
 
     /// Requests that the queue has taken and not answered, and whether its IoThread has heard what
     /// it was told.
-    pub(super) fn load(&self) -> (u32, bool) {
+    pub(super) fn load(&self) -> (QueueLoad, bool) {
         match &self.service {
-            Service::Stopped => (0, true),
-            Service::Starting(_) => (0, false),
-            Service::Running(handle) => (handle.watch().requests(), true),
+            Service::Stopped => (QueueLoad::default(), true),
+            Service::Starting(_) => (QueueLoad::default(), false),
+            Service::Running(handle) => (QueueLoad::of(&handle.watch()), true),
             Service::Stopping(_, handle, _) | Service::GoingOn(_, _, handle) => {
-                (handle.watch().requests(), handle.watch().has_heard())
+                let watch = handle.watch();
+                (QueueLoad::of(&watch), watch.has_heard())
             }
         }
     }

@@ -13,6 +13,7 @@ use rustix::event::PollFlags;
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::Connection;
 use super::hand_over::{SessionState, TakenOver};
+use super::load::Load;
 use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
 use super::ring::is_of_ring;
@@ -54,15 +55,6 @@ pub enum End {
     Gone(Option<String>),
     /// The front-end does not speak the protocol, or not any more.
     Dropped(String),
-}
-
-/// Why a session has not ended, though it should.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Load {
-    /// Requests that were taken and are not answered, as of the last run of each queue.
-    pub requests: u32,
-    /// Whether IoThreads have seen all their commands.
-    pub has_heard: bool,
 }
 
 /// One front-end that has connected. It has no thread and no clock: its driver calls
@@ -326,8 +318,7 @@ impl Session {
     /// What the session has to finish.
     #[must_use]
     pub fn load(&self) -> Load {
-        let (requests, has_heard) = self.connection.load();
-        Load { requests, has_heard }
+        self.connection.load()
     }
 
     /// Tells the front-end that the configuration space has changed. False when it has not

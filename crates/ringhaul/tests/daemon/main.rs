@@ -278,7 +278,7 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
                 let again = Removal { deadline_ms: Some(0), ..Removal::of(first.name()) };
                 let again = scene.daemon.handle(Command::Remove(again));
                 again.is_err_and(|error| {
-                    error.to_string().contains("has not ended: 1 request is not finished")
+                    error.to_string().contains("has not ended: queue 0: 1 request is not answered")
                 })
             })?;
             scene.begin_end(EndCause::Sigterm);
@@ -323,9 +323,10 @@ fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()>
         }
         frontend.channel.wait_closed()?;
         // Its IoThread may not know of the end yet.
-        let left = Some("1 request is not finished");
+        let left = "queue 0: 1 request is not answered, of at most 128 KiB; the answer of its disk \
+                    is awaited";
         scene.wait_until(|| {
-            scene.show().is_ok_and(|exports| exports[0].waits_for.as_deref() == left)
+            scene.show().is_ok_and(|exports| exports[0].waits_for.as_deref() == Some(left))
         })?;
         let again = scene.daemon.handle(Command::Add(vec![export.clone()]));
         ensure!(matches!(again, Err(CommandError::Exists(_))), "{again:?}");

@@ -354,7 +354,8 @@ fn a_queue_runs_when_all_has_been_said_in_whatever_order() {
             say(&mut scene, step);
         }
         assert!(scene.connection.rings[1].is_running(), "from step {first} on");
-        assert_eq!(scene.connection.load(), (0, true));
+        let load = scene.connection.load();
+        assert!(load.requests() == 0 && load.has_heard, "{load:?}");
         let base = scene.tell(&GetVringBase { index: 1 }, vec![]);
         assert_eq!(base, Ended::Answer([1_u32, 0].map(u32::to_ne_bytes).concat()));
         assert!(scene.connection.rings[1].is_stopped());
