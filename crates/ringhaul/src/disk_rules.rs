@@ -287,6 +287,22 @@ impl LimitGroups {
         Ok(())
     }
 
+    /// The debts of the limits of each group, for a process that goes on with them.
+    pub(crate) fn debts(&self) -> BTreeMap<String, Vec<u64>> {
+        let groups = self.groups();
+        let debts = groups.iter().map(|(name, group)| (name.clone(), group.limits.debts()));
+        debts.filter(|(_, debts)| !debts.is_empty()).collect()
+    }
+
+    /// Takes over the debts of groups.
+    pub(crate) fn owe(&self, debts: &BTreeMap<String, Vec<u64>>) {
+        for (name, group) in &*self.groups() {
+            if let Some(debts) = debts.get(name) {
+                group.limits.owe(debts);
+            }
+        }
+    }
+
     /// Puts in the limits that hold for the group, if there is one.
     pub(crate) fn fill(&self, limits: &mut LimitSpec) {
         self.fill_if(limits, |_| true);

@@ -30,6 +30,7 @@ mod sockets;
 mod takeover;
 mod takeover_busy;
 mod takeover_commands;
+mod takeover_debts;
 mod takeover_options;
 mod takeover_state;
 mod takeover_waits;

@@ -23,6 +23,9 @@ use crate::{DISK_BYTES, scene};
 /// How often the depth of 64 is taken over.
 const TAKEOVERS: usize = 9;
 
+/// The format between two processes of this version.
+const FORMAT: u32 = 5;
+
 /// What the new process says when it serves.
 pub(super) const TAKEN: &str = "took over 1 export from process";
 
@@ -65,7 +68,12 @@ impl Client {
 
     /// Describes itself as a process that could take over.
     pub(super) fn begin(&mut self) -> Result<Value> {
-        self.ask("takeover", &says_of_itself(4, 1))
+        self.begin_in(FORMAT)
+    }
+
+    /// Describes itself as a process that understands this format alone.
+    pub(super) fn begin_in(&mut self, format: u32) -> Result<Value> {
+        self.ask("takeover", &says_of_itself(format, 1))
     }
 
     pub(super) fn send(&mut self, method: &str, params: &Value) -> Result<()> {
@@ -244,7 +252,7 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
     check(&mut frontend, 1)?;
     for (unknown, advice) in [
         (says_of_itself(77, 1), "restart it instead"),
-        (says_of_itself(4, 77), "inflight regions of version 1"),
+        (says_of_itself(FORMAT, 77), "inflight regions of version 1"),
     ] {
         let refused = Client::new(&scene)?.ask("takeover", &unknown)?;
         let why = refused["error"]["message"].as_str().context("it was not refused")?;

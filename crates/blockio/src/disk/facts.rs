@@ -131,6 +131,17 @@ impl DiskSource {
         Ok(())
     }
 
+    /// As [`LimitGroup::debts`], for the limits of the disk itself.
+    #[must_use]
+    pub fn debts(&self) -> Vec<u64> {
+        self.shared.debts()
+    }
+
+    /// As [`LimitGroup::owe`], for the limits of the disk itself.
+    pub fn owe(&self, debts: &[u64]) {
+        self.shared.owe(debts);
+    }
+
     /// Has the disk keep to the limits of a group, too.
     pub fn join(&self, group: Option<&LimitGroup>) {
         join(&self.shared, group);

@@ -159,8 +159,7 @@ impl Buckets {
 
     /// Takes what a request of so many bytes needs. Returns when it may begin.
     pub(super) fn take(&self, direction: Direction, bytes: u64, now: Instant) -> Instant {
-        let elapsed = now.saturating_duration_since(self.since).as_nanos();
-        let now = ticks(elapsed * u128::from(TICKS_PER_NANOSECOND));
+        let now = self.ticks_at(now);
         let meant =
             self.all.iter().filter(|bucket| bucket.direction.is_none_or(|d| d == direction));
         let begins = meant.map(|bucket| bucket.take(self.cost(bucket, bytes), now)).max();
@@ -174,6 +173,32 @@ impl Buckets {
                 bucket.give_back(self.cost(bucket, bytes));
             }
         }
+    }
+
+    /// Nanoseconds until each bucket is full, in an order that depends on the limits alone.
+    pub(super) fn debts(&self, now: Instant) -> Vec<u64> {
+        let now = self.ticks_at(now);
+        let until_full =
+            |bucket: &Bucket| bucket.full_at.load(Ordering::Relaxed).saturating_sub(now);
+        self.all.iter().map(|bucket| until_full(bucket).div_ceil(TICKS_PER_NANOSECOND)).collect()
+    }
+
+    /// Takes over the debts of buckets with the same limits in another process. A debt of different
+    /// limits means nothing here.
+    pub(super) fn owe(&self, debts: &[u64], now: Instant) {
+        if debts.len() != self.all.len() {
+            return;
+        }
+        let now = self.ticks_at(now);
+        for (bucket, debt) in self.all.iter().zip(debts) {
+            let full_at = now.saturating_add(debt.saturating_mul(TICKS_PER_NANOSECOND));
+            bucket.full_at.fetch_max(full_at, Ordering::Relaxed);
+        }
+    }
+
+    fn ticks_at(&self, now: Instant) -> u64 {
+        let elapsed = now.saturating_duration_since(self.since).as_nanos();
+        ticks(elapsed * u128::from(TICKS_PER_NANOSECOND))
     }
 
     fn cost(&self, bucket: &Bucket, bytes: u64) -> u64 {
@@ -235,6 +260,34 @@ mod tests {
         }
         let begins = [(); 3].map(|()| buckets.take(Read, 512, start) - start);
         assert_eq!(begins, [0, 0, 100].map(|count| count * MILLISECOND));
+    }
+
+    #[test]
+    fn debts_go_on_where_the_limits_are_the_same() {
+        let start = Instant::now();
+        let later = start + Duration::from_hours(1);
+        let bytes = Rates { read: Some(rate(1000)), ..Rates::default() };
+        let limits = Limits { bytes, ..of_requests(burst(10, 20, 5)) };
+        let before = Buckets::new(&limits, start);
+        for _ in 0..120 {
+            before.take(Read, 1, later);
+        }
+        // A whole burst, 20 requests beyond it, and 120 bytes.
+        let debts = before.debts(later);
+        assert_eq!(debts, [12_000_000_000, 6_000_000_000, 120_000_000]);
+        let after = Buckets::new(&limits, later);
+        after.owe(&debts, later);
+        assert_eq!(after.debts(later), debts);
+        let next = |buckets: &Buckets| buckets.take(Read, 1, later) - later;
+        assert_eq!(next(&after), next(&before));
+        assert_eq!(before.debts(later + Duration::from_mins(1)), [0; 3]);
+        let other = Buckets::new(&of_requests(rate(10)), later);
+        other.owe(&debts, later);
+        assert_eq!(other.debts(later), [0]);
+        // An absurd debt does not overflow, and a smaller one forgives nothing.
+        after.owe(&[u64::MAX; 3], later);
+        after.owe(&[0; 3], later);
+        assert_eq!(after.debts(later)[0], u64::MAX.div_ceil(TICKS_PER_NANOSECOND));
     }
 
     fn rate(per_second: u64) -> Rate {

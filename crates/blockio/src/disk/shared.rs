@@ -140,6 +140,15 @@ impl Shared {
         });
     }
 
+    /// As [`LimitGroup::debts`], for the limits of the disk itself.
+    pub(super) fn debts(&self) -> Vec<u64> {
+        debts(self.lock().own.as_ref())
+    }
+
+    pub(super) fn owe(&self, debts: &[u64]) {
+        owe(self.lock().own.as_ref(), debts);
+    }
+
     pub(super) fn set_errors(&self, errors: ErrorPolicy) {
         self.change(|rules| rules.errors = errors);
     }
@@ -180,6 +189,16 @@ impl Shared {
 
     fn lock(&self) -> MutexGuard<'_, Arc<Rules>> {
         self.rules.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn debts(buckets: Option<&Arc<Buckets>>) -> Vec<u64> {
+    buckets.map_or(Vec::new(), |buckets| buckets.debts(clock::now()))
+}
+
+fn owe(buckets: Option<&Arc<Buckets>>, debts: &[u64]) {
+    if let Some(buckets) = buckets {
+        buckets.owe(debts, clock::now());
     }
 }
 
@@ -224,6 +243,19 @@ impl LimitGroup {
             }
         }
         Ok(())
+    }
+
+    /// The nanoseconds until each bucket of the limits is full, for a process that goes on with the
+    /// group. Nothing, where there are no limits.
+    #[must_use]
+    pub fn debts(&self) -> Vec<u64> {
+        debts(self.lock().buckets.as_ref())
+    }
+
+    /// Has requests wait as long as in a process that had these [debts](Self::debts) with the same
+    /// limits.
+    pub fn owe(&self, debts: &[u64]) {
+        owe(self.lock().buckets.as_ref(), debts);
     }
 
     /// Whether a disk that is in use is in the group.

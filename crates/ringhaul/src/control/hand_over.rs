@@ -168,11 +168,24 @@ impl Export {
         let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
         let losses = self.disks.iter().map(DiskSource::loss).collect();
         let flushed = self.disks.iter().map(DiskSource::is_flushed).collect();
+        let mut debts: Vec<_> = self.disks.iter().map(DiskSource::debts).collect();
+        if debts.iter().all(Vec::is_empty) {
+            debts.clear();
+        }
         let (device, files) = self.setup.device.hand_over()?;
         let files = files.iter().map(|file| fds.put_some("reservations", file.as_ref()));
         let reservations = files.collect::<io::Result<_>>()?;
         let (connected, sessions) = (self.connected.elapsed(), self.sessions);
-        Ok(ExportProgress { session, connected, sessions, losses, flushed, device, reservations })
+        Ok(ExportProgress {
+            session,
+            connected,
+            sessions,
+            losses,
+            flushed,
+            debts,
+            device,
+            reservations,
+        })
     }
 
     /// An export that is paused in another process, and here.
@@ -194,6 +207,7 @@ impl Export {
         for (disk, (loss, is_flushed)) in export.disks.iter().zip(known) {
             disk.inherit(loss, is_flushed);
         }
+        export.disks.iter().zip(&progress.debts).for_each(|(disk, debts)| disk.owe(debts));
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.go_on(progress.device, files));

@@ -56,9 +56,19 @@ pub(crate) struct ExportProgress {
     pub(super) losses: Vec<Option<i32>>,
     /// For each disk whether all that was answered is known to be flushed.
     pub(super) flushed: Vec<bool>,
+    /// The debts of the limits of each disk, in nanoseconds. Empty: no disk has limits.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) debts: Vec<Vec<u64>>,
     pub(super) device: DeviceState,
     /// The files with reservations that belong to it.
     pub(super) reservations: Vec<Option<Place>>,
+}
+
+impl ExportProgress {
+    /// For a process that does not understand them.
+    pub(crate) fn forget_debts(&mut self) {
+        self.debts.clear();
+    }
 }
 
 /// The exports that there are, as long as `generation` is theirs.

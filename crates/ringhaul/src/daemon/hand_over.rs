@@ -1,5 +1,6 @@
 //! Exports that go from the daemon of one process to that of another.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -142,6 +143,16 @@ impl Daemon {
         let written = write_back(std::mem::take(&mut paused.disks), DiskSource::write_back);
         written.map_err(CommandError::NotNow)?;
         Ok((standing, paused))
+    }
+
+    /// The debts of the limits of groups, by their names.
+    pub(crate) fn group_debts(&self) -> BTreeMap<String, Vec<u64>> {
+        self.groups.debts()
+    }
+
+    /// Takes over such debts. Call it before queues run.
+    pub(crate) fn owe_of_groups(&self, debts: &BTreeMap<String, Vec<u64>>) {
+        self.groups.owe(debts);
     }
 
     /// Opens what another process still serves.

@@ -1,5 +1,6 @@
 //! What the two processes of a takeover say to each other.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -13,9 +14,11 @@ use crate::spec::ExportSpec;
 /// The format in which this version describes itself. Raise it whenever the stored sample is not
 /// understood any more, or written in another way, and store another: versions that do not fit are
 /// then refused before anything stops.
-pub(super) const FORMAT: u32 = 4;
-/// The formats that it understands.
-pub(super) const FORMATS: [u32; 1] = [FORMAT];
+pub(super) const FORMAT: u32 = 5;
+/// The format before, which lacks the debts of limits alone.
+const WITHOUT_DEBTS: u32 = 4;
+/// The formats that it understands, and describes itself in, the best one first.
+pub(super) const FORMATS: [u32; 2] = [FORMAT, WITHOUT_DEBTS];
 
 /// The method that begins a takeover.
 pub(super) const BEGIN: &str = "takeover";
@@ -71,6 +74,25 @@ pub(super) struct Standstill {
     /// The exports of the configuration file as they are served by it, if there is one.
     pub(super) of_file: Option<Vec<ExportSpec>>,
     pub(super) exports: Vec<ExportProgress>,
+    /// The debts of groups' limits, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) debts: BTreeMap<String, Vec<u64>>,
+}
+
+impl Standstill {
+    /// Leaves out the parts that a process does not understand that knows this format.
+    pub(super) fn for_format(mut self, format: u32) -> Self {
+        if format == WITHOUT_DEBTS {
+            self.debts.clear();
+            self.exports.iter_mut().for_each(ExportProgress::forget_debts);
+        }
+        self
+    }
+}
+
+/// The best format that a process of these formats understands as well.
+pub(super) fn common_format(formats: &[u32]) -> Option<u32> {
+    FORMATS.into_iter().find(|format| formats.contains(format))
 }
 
 /// A line of the new process.
@@ -97,15 +119,42 @@ pub(super) struct Answer<T> {
 mod tests {
     use super::*;
 
+    const SAMPLE: &str = include_str!("format/sample.json");
+    /// Of the format before.
+    const SAMPLE_4: &str = include_str!("format/sample-4.json");
+
+    fn parsed<T: for<'a> Deserialize<'a>>(sample: &str, part: &str) -> (T, Value) {
+        let sample: Value = serde_json::from_str(sample).unwrap();
+        (serde_json::from_value(sample[part].clone()).unwrap(), sample[part].clone())
+    }
+
     /// A failure means that another version would not understand this one: raise [`FORMAT`].
     #[test]
-    fn the_format_is_that_of_the_stored_sample() {
-        let sample: Value = serde_json::from_str(include_str!("format/sample.json")).unwrap();
-        let description: Description =
-            serde_json::from_value(sample["description"].clone()).unwrap();
-        assert_eq!(serde_json::to_value(description).unwrap(), sample["description"]);
-        let standstill: Standstill = serde_json::from_value(sample["standstill"].clone()).unwrap();
-        assert_eq!(serde_json::to_value(standstill).unwrap(), sample["standstill"]);
-        assert_eq!(FORMAT, 4, "the sample is of this format");
+    fn the_formats_are_those_of_the_stored_samples() {
+        for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_4, WITHOUT_DEBTS)] {
+            let (description, stored): (Description, _) = parsed(sample, "description");
+            assert_eq!(serde_json::to_value(description).unwrap(), stored);
+            let (standstill, stored): (Standstill, _) = parsed(sample, "standstill");
+            let written = serde_json::to_value(standstill.for_format(format)).unwrap();
+            assert_eq!(written, stored);
+        }
+        assert_eq!(FORMAT, 5, "the sample is of this format");
+    }
+
+    #[test]
+    fn a_process_of_the_format_before_hears_nothing_of_debts() {
+        let (standstill, _): (Standstill, Value) = parsed(SAMPLE, "standstill");
+        let (_, stored): (Standstill, Value) = parsed(SAMPLE_4, "standstill");
+        let written = serde_json::to_value(standstill.for_format(WITHOUT_DEBTS)).unwrap();
+        assert_eq!(written, stored);
+        for (formats, common) in [
+            (&[5, 4][..], Some(5)),
+            (&[4], Some(4)),
+            (&[6, 5], Some(5)),
+            (&[3], None),
+            (&[6], None),
+        ] {
+            assert_eq!(common_format(formats), common, "{formats:?}");
+        }
     }
 }

@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use virtqueue::InflightRegion;
 
 use super::format::{
-    Answer, BEGIN, Begin, Description, FORMAT, GIVE_UP, PAUSE, Request, Standstill, TAKE,
+    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, Request, Standstill, TAKE,
+    common_format,
 };
 use super::wire::send_fds;
 use crate::command::CommandError;
@@ -62,8 +63,8 @@ pub(crate) fn give(
     let succession = daemon.succession();
     let given = succession.begin_hand_over(process).map_err(anyhow::Error::from);
     let given = given.and_then(|_running| {
-        let generation = describe(daemon, params, process, &mut talk)?;
-        stop(daemon, generation, process, &mut talk)
+        let described = describe(daemon, params, process, &mut talk)?;
+        stop(daemon, described, process, &mut talk)
     });
     if let Err(error) = &given {
         tracing::warn!("process {process} does not take over: {error:#}");
@@ -77,10 +78,16 @@ pub(crate) fn give(
     given
 }
 
-/// Says what there is. Returns its generation.
-fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -> Result<u64> {
+/// The exports of a generation, in the words of a format.
+struct Said {
+    generation: u64,
+    format: u32,
+}
+
+/// Says what there is.
+fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -> Result<Said> {
     let Begin { formats, inflight_versions, version } = serde_json::from_value(params)?;
-    check_fits(&formats, &inflight_versions, &version)?;
+    let format = check_fits(&formats, &inflight_versions, &version)?;
     tracing::info!("process {process}, ringhaul {version}, wants to take over");
     let described = daemon.describe()?;
     let mut fds = described.fds;
@@ -95,19 +102,20 @@ fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -
         opening,
     };
     talk.answer(&description, &fds)?;
-    Ok(described.generation)
+    Ok(Said { generation: described.generation, format })
 }
 
-/// Checks that a process of another version goes on with what this one has.
-fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Result<()> {
+/// Checks that a process of another version can go on here. Returns the format that both
+/// understand.
+fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Result<u32> {
     let own = env!("CARGO_PKG_VERSION");
-    if !formats.contains(&FORMAT) {
+    let Some(format) = common_format(formats) else {
         bail!(
-            "ringhaul {own} describes itself in format {FORMAT}, and ringhaul {version} \
-             understands {formats:?} only; restart it instead, or go by way of a version between \
-             the two"
+            "ringhaul {own} describes itself in one of the formats {FORMATS:?}, and ringhaul \
+             {version} understands {formats:?} only; restart it instead, or go by way of a version \
+             between the two"
         );
-    }
+    };
     let inflight = InflightRegion::VERSION;
     if !inflight_versions.contains(&inflight) {
         bail!(
@@ -115,17 +123,17 @@ fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Resu
              understands {inflight_versions:?} only; go by way of a version that understands both"
         );
     }
-    Ok(())
+    Ok(format)
 }
 
 /// Stops, and leaves when the other process takes over.
-fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> Result<()> {
+fn stop(daemon: &Daemon, said: Said, process: u32, talk: &mut Talk<'_>) -> Result<()> {
     talk.expect(PAUSE, OPEN_MAX)?;
-    let (standing, paused) = daemon.pause(generation)?;
+    let (standing, paused) = daemon.pause(said.generation)?;
     let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
-    let (of_file, exports) = (daemon.exports_of_file(), paused.exports);
-    let standstill = Standstill { since_ns, changes, of_file, exports };
-    talk.answer(&standstill, &paused.fds)?;
+    let (of_file, debts) = (daemon.exports_of_file(), daemon.group_debts());
+    let standstill = Standstill { since_ns, changes, of_file, exports: paused.exports, debts };
+    talk.answer(&standstill.for_format(said.format), &paused.fds)?;
     drop(paused.fds);
     talk.expect(TAKE, TAKE_MAX)?;
     let closed = daemon.kept().map(Kept::close);

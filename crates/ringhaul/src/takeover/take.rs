@@ -141,6 +141,7 @@ impl Predecessor {
             set(daemon, &standstill.changes)?;
         }
         daemon.take_over(expected, std::mem::take(&mut standstill.exports), fds)?;
+        daemon.owe_of_groups(&standstill.debts);
         let result = last()?;
         // Without a limit: whether it has heard must be known.
         self.receiver.stream().set_read_timeout(None)?;

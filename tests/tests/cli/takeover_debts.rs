@@ -1,0 +1,87 @@
+//! Debts of limits, which a process hands over with its disks.
+
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::daemon::SECTOR_BYTES;
+use ringhaul_kit::frontend::{Frontend, Setup};
+
+use crate::scene;
+use crate::takeover::{Client, taking_over};
+
+/// Requests in a second, and requests that may come at once after a pause.
+const RATE: usize = 10;
+const BURST: usize = 100;
+
+/// Requests beyond the burst: more than a burst would be, if each process had its own.
+const BEYOND: usize = 30;
+
+fn read(frontend: &mut Frontend, count: usize) -> Result<()> {
+    (0..count).try_for_each(|_| frontend.read(0, 0, SECTOR_BYTES).map(drop))
+}
+
+fn daemon(scene: &Scene, limits: &str) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--control"]).arg(scene.socket("control"));
+    for name in ["one", "other"] {
+        let socket = scene.socket(name);
+        let export = format!("socket-path={},{limits},null=1M", socket.display());
+        command.arg("--export").arg(export);
+    }
+    Ok(command)
+}
+
+/// Reads a burst before the takeover and [`BEYOND`] requests after it, by front-ends without an
+/// inflight region.
+fn burst_and_take_over(limits: &str, reader: &str) -> Result<()> {
+    let scene = scene()?;
+    let start = Instant::now();
+    let daemon = Running::serve(&mut daemon(&scene, limits)?)?;
+    let attach = |name| Frontend::attach(&scene.socket(name), &Setup::default());
+    let mut frontends = [attach("one")?, attach("other")?];
+    read(&mut frontends[0], BURST)?;
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    next.wait_for("took over 2 exports")?;
+    daemon.finish()?.expect_code(0)?;
+    read(&mut frontends[usize::from(reader == "other")], BEYOND)?;
+    let seconds = start.elapsed().as_secs_f64();
+    // The first one beyond a burst may begin with it.
+    let least = (BEYOND - 1) as f64 / RATE as f64;
+    ensure!(seconds >= least, "{BEYOND} requests beyond a burst take {seconds} s, not {least}");
+    Ok(())
+}
+
+#[test]
+fn a_disk_goes_on_with_the_debts_of_its_limits() -> Result<()> {
+    let limits = format!("iops-total={RATE},iops-total-max={BURST}");
+    burst_and_take_over(&limits, "one")
+}
+
+#[test]
+fn a_group_goes_on_with_the_debts_of_its_limits() -> Result<()> {
+    let limits = format!("group=g,iops-total={RATE},iops-total-max={BURST}");
+    burst_and_take_over(&limits, "other")
+}
+
+/// A process of the format before understands all of it, and knows nothing of debts.
+#[test]
+fn a_process_of_an_older_format_hears_of_no_debts() -> Result<()> {
+    let scene = scene()?;
+    let limits = format!("iops-total={RATE},iops-total-max={BURST}");
+    let _daemon = Running::serve(&mut daemon(&scene, &limits)?)?;
+    let mut frontend = Frontend::attach(&scene.socket("one"), &Setup::default())?;
+    read(&mut frontend, BURST)?;
+    for (format, has_debts) in [(4, false), (5, true)] {
+        let mut client = Client::new(&scene)?;
+        let described = client.begin_in(format)?;
+        ensure!(described["error"].is_null(), "{described}");
+        let paused = client.ask("takeover.pause", &serde_json::json!({}))?;
+        let debts = &paused["result"]["says"]["exports"][0]["debts"][0][0];
+        ensure!(debts.as_u64().is_some_and(|debt| debt > 0) == has_debts, "{format}: {paused}");
+        drop(client);
+        read(&mut frontend, 1)?;
+    }
+    Ok(())
+}
