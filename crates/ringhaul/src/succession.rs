@@ -12,7 +12,7 @@ use serde_json::json;
 
 use crate::command::CommandError;
 use gate::Gate;
-pub(crate) use gate::{HandingOver, Refusal, Running};
+pub(crate) use gate::Refusal;
 
 /// The method by which the process that has left passes on what it is asked to do.
 pub(crate) const PASS_ON: &str = "takeover.pass-on";
@@ -22,14 +22,16 @@ pub(crate) const PASS_ON: &str = "takeover.pass-on";
 pub(crate) struct Succession {
     state: Mutex<State>,
     changed: Condvar,
-    gate: Gate,
+    gate: Gate<(PassedOn, Begin)>,
 }
 
+#[derive(Default)]
 enum State {
-    /// This process, which makes so many changes that another one would not hear of.
-    Ours { changes: usize },
-    /// Queues stand still, and another process may take over. These changes are made then.
-    Open { asked: Vec<(PassedOn, Begin)> },
+    /// This process.
+    #[default]
+    Ours,
+    /// Queues stand still, and another process may take over.
+    Open,
     /// Another one.
     Theirs(Arc<Heir>),
 }
@@ -37,20 +39,35 @@ enum State {
 /// Begins a change.
 type Begin = Box<dyn FnOnce(Changing) + Send>;
 
-impl Default for State {
-    fn default() -> Self {
-        Self::Ours { changes: 0 }
-    }
-}
-
 /// A change, which ends with this. No other process takes over before.
 pub(crate) struct Changing(Arc<Succession>);
 
 impl Drop for Changing {
     fn drop(&mut self) {
-        if let State::Ours { changes } = &mut *self.0.lock() {
-            *changes -= 1;
-        }
+        self.0.gate.end_change();
+    }
+}
+
+/// A command that runs until this is dropped.
+pub(crate) struct Running<'a>(&'a Succession);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.gate.end_command();
+    }
+}
+
+/// A hand-over that runs until this is dropped. Then this process makes the changes that waited for
+/// it, if it goes on.
+pub(crate) struct HandingOver<'a>(&'a Arc<Succession>);
+
+impl Drop for HandingOver<'_> {
+    fn drop(&mut self) {
+        let succession = self.0;
+        let state = succession.lock();
+        let asked = succession.gate.end_hand_over();
+        drop(state);
+        asked.into_iter().for_each(|(_, begin)| begin(Changing(Arc::clone(succession))));
     }
 }
 
@@ -82,20 +99,26 @@ impl Succession {
     ///
     /// When another process has taken over.
     pub(crate) fn begin_command(&self) -> Result<Running<'_>, CommandError> {
-        let running = self.gate.begin_command();
+        self.gate.begin_command();
+        let running = Running(self);
         match &*self.lock() {
             State::Theirs(heir) => Err(CommandError::HandedOver(heir.process)),
-            State::Ours { .. } | State::Open { .. } => Ok(running),
+            State::Ours | State::Open => Ok(running),
         }
     }
 
-    /// Begins a hand-over to this process, when no command runs, or after a wait for those.
+    /// Begins a hand-over to this process, when no command runs and nothing is changed, or after a
+    /// wait for that.
     ///
     /// # Errors
     ///
     /// When a hand-over runs.
-    pub(crate) fn begin_hand_over(&self, process: u32) -> Result<HandingOver<'_>, CommandError> {
-        self.gate.begin_hand_over(process)
+    pub(crate) fn begin_hand_over(
+        self: &Arc<Self>,
+        process: u32,
+    ) -> Result<HandingOver<'_>, CommandError> {
+        self.gate.begin_hand_over(process)?;
+        Ok(HandingOver(self))
     }
 
     /// Starts a process that is to take over. Returns it with its id.
@@ -120,12 +143,12 @@ impl Succession {
     ///
     /// When it does not.
     pub(crate) fn goes_on(&self) -> Result<GoesOn<'_>, CommandError> {
-        let is_open = |state: &mut State| matches!(state, State::Open { .. });
+        let is_open = |state: &mut State| matches!(state, State::Open);
         let state = self.changed.wait_while(self.lock(), is_open);
         let state = state.unwrap_or_else(PoisonError::into_inner);
         match &*state {
             State::Theirs(heir) => Err(CommandError::HandedOver(heir.process)),
-            State::Ours { .. } | State::Open { .. } => Ok(GoesOn(state)),
+            State::Ours | State::Open => Ok(GoesOn(state)),
         }
     }
 
@@ -137,23 +160,21 @@ impl Succession {
     pub(crate) fn open(&self) -> Result<(), CommandError> {
         let mut state = self.lock();
         match &*state {
-            State::Ours { changes: 0 } => *state = State::Open { asked: Vec::new() },
-            State::Ours { .. } => return Err(CommandError::Changed),
-            State::Open { .. } => return Err(CommandError::HandingOver),
+            State::Ours if self.gate.has_changes() => return Err(CommandError::Changed),
+            State::Ours => *state = State::Open,
+            State::Open => return Err(CommandError::HandingOver),
             State::Theirs(heir) => return Err(CommandError::HandedOver(heir.process)),
         }
         Ok(())
     }
 
     /// This process goes on, unless another one has taken over.
-    pub(crate) fn close(self: &Arc<Self>) {
+    pub(crate) fn close(&self) {
         let mut state = self.lock();
-        let State::Open { asked } = &mut *state else { return };
-        let asked = std::mem::take(asked);
-        *state = State::Ours { changes: asked.len() };
-        drop(state);
-        self.changed.notify_all();
-        asked.into_iter().for_each(|(_, begin)| begin(Changing(Arc::clone(self))));
+        if matches!(*state, State::Open) {
+            *state = State::Ours;
+            self.changed.notify_all();
+        }
     }
 
     /// This process has taken over, and is at the other end. `tell` is called when it has been told
@@ -161,9 +182,7 @@ impl Succession {
     pub(crate) fn leave(&self, process: u32, stream: UnixStream, tell: impl FnOnce(Arc<Heir>)) {
         let heir = Arc::new(Heir { process, stream });
         let mut state = self.lock();
-        if let State::Open { asked } = &*state {
-            asked.iter().for_each(|(what, _)| heir.pass_on(*what));
-        }
+        self.gate.take_asked().iter().for_each(|(what, _)| heir.pass_on(*what));
         // This process may end at any moment after that.
         tell(Arc::clone(&heir));
         *state = State::Theirs(heir);
@@ -176,7 +195,7 @@ impl Succession {
         let waited = self.changed.wait_timeout_while(self.lock(), wait, has_not);
         match &*waited.unwrap_or_else(PoisonError::into_inner).0 {
             State::Theirs(heir) => Some(heir.process),
-            State::Ours { .. } | State::Open { .. } => None,
+            State::Ours | State::Open => None,
         }
     }
 
@@ -185,28 +204,28 @@ impl Succession {
     pub(crate) fn here_or_there(&self, what: PassedOn, here: impl FnOnce()) {
         match &*self.lock() {
             State::Theirs(heir) => heir.pass_on(what),
-            State::Ours { .. } | State::Open { .. } => here(),
+            State::Ours | State::Open => here(),
         }
     }
 
-    /// Calls `begin` when it is certain that this process goes on; if it does not, this is passed
-    /// on.
+    /// Calls `begin` at once, or if a hand-over runs, when that is over; if another process goes on
+    /// then, this is passed on.
     pub(crate) fn change(
         self: &Arc<Self>,
         what: PassedOn,
         begin: impl FnOnce(Changing) + Send + 'static,
     ) {
-        let mut state = self.lock();
-        match &mut *state {
-            State::Ours { changes } => *changes += 1,
-            State::Open { asked } => {
-                tracing::info!("what is asked waits until it is certain which process goes on");
-                return asked.push((what, Box::new(begin)));
-            }
-            State::Theirs(heir) => return heir.pass_on(what),
+        let state = self.lock();
+        if let State::Theirs(heir) = &*state {
+            return heir.pass_on(what);
         }
+        let begin: Begin = Box::new(begin);
+        let begun = self.gate.begin_change((what, begin));
         drop(state);
-        begin(Changing(Arc::clone(self)));
+        match begun {
+            Some((_, begin)) => begin(Changing(Arc::clone(self))),
+            None => tracing::info!("what is asked waits until it is certain which process goes on"),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -249,33 +268,40 @@ mod tests {
         let (number, changing) = begun.try_recv().unwrap();
         assert!(number == 1 && matches!(succession.open(), Err(CommandError::Changed)));
         drop(changing);
-        succession.open().unwrap();
-        assert!(matches!(succession.open(), Err(CommandError::HandingOver)));
+        let handing_over = succession.begin_hand_over(7).unwrap();
         ask(2);
+        succession.open().expect("what is asked between two steps refuses no hand-over");
+        assert!(matches!(succession.open(), Err(CommandError::HandingOver)));
+        ask(3);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| succession.goes_on().is_ok());
-            assert!(begun.try_recv().is_err(), "another process may take over");
             succession.close();
             assert!(waits.join().unwrap(), "it was given up");
         });
-        let (number, changing) = begun.try_recv().unwrap();
-        assert!(number == 2 && matches!(succession.open(), Err(CommandError::Changed)));
-        drop(changing);
+        assert!(begun.try_recv().is_err(), "the hand-over has not ended");
+        drop(handing_over);
+        for expected in [2, 3] {
+            let (number, changing) = begun.try_recv().unwrap();
+            assert!(number == expected && matches!(succession.open(), Err(CommandError::Changed)));
+            drop(changing);
+        }
 
         let (ours, theirs) = UnixStream::pair().unwrap();
+        let handing_over = succession.begin_hand_over(7).unwrap();
+        ask(4);
         succession.open().unwrap();
-        ask(3);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| succession.goes_on().is_ok());
             assert_eq!(succession.wait_left(Duration::ZERO), None);
             succession.leave(7, ours, |heir| assert_eq!(heir.process, 7));
             assert!(!waits.join().unwrap(), "another process has taken over");
         });
+        drop(handing_over);
         assert_eq!(succession.wait_left(Duration::ZERO), Some(7));
         // Too late to change that.
         succession.close();
         assert!(matches!(succession.open(), Err(CommandError::HandedOver(7))));
-        ask(4);
+        ask(5);
         succession.here_or_there(PassedOn::End, || panic!("it is passed on"));
         drop(succession);
         let lines: Vec<String> = BufReader::new(theirs).lines().map(Result::unwrap).collect();
