@@ -221,6 +221,11 @@ impl Inflight {
         Ok((Self { account, counter, first_counter: counter, last_head, again }, recovery))
     }
 
+    /// Whether the front-end has left the account its memory, as far as accesses have found.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.account.memory.is_intact()
+    }
+
     /// The first of the last `left` heads that the process before had seen.
     pub(crate) fn head_again(&self, left: u16) -> u16 {
         self.again[self.again.len() - usize::from(left)]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
-use crate::error::{ChainFault, QueueError, RingPart};
+use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightQueue, Recovery, RingNow};
 use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
@@ -441,22 +441,23 @@ impl SplitQueue {
                 return Err(QueueError::AvailIndex { avail_idx, next_avail, size });
             }
             if self.inflight.is_some() {
-                self.mark_up_to(avail_idx);
+                self.mark_up_to(avail_idx)?;
             }
             self.avail_shadow = avail_idx;
         }
         Ok(available > 0)
     }
 
-    /// Marks chains that are seen for the first time.
+    /// Marks chains that are seen for the first time. A queue without its marks goes on no longer:
+    /// the next process would not find its requests.
     #[inline(never)]
-    fn mark_up_to(&mut self, avail_idx: u16) {
+    fn mark_up_to(&mut self, avail_idx: u16) -> Result<(), InflightError> {
         let Self { inflight, rings, avail_shadow, .. } = self;
-        if let Some(inflight) = inflight {
-            let count = avail_idx.wrapping_sub(*avail_shadow);
-            let entries = (0..count).map(|at| avail_shadow.wrapping_add(at));
-            inflight.seen(entries.map(|index| rings.avail_entry(index)));
-        }
+        let Some(inflight) = inflight else { return Ok(()) };
+        let count = avail_idx.wrapping_sub(*avail_shadow);
+        let entries = (0..count).map(|at| avail_shadow.wrapping_add(at));
+        inflight.seen(entries.map(|index| rings.avail_entry(index)));
+        if inflight.is_intact() { Ok(()) } else { Err(InflightError::Gone) }
     }
 
     /// Leaves chains that were seen and not popped to whoever serves the ring next, and to the

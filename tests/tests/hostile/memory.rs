@@ -12,7 +12,9 @@ use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::memory::{Region, memfd, new_eventfd, take_count};
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::ring::{Desc, INDIRECT, place_at};
-use ringhaul_kit::frontend::{BORDER, DATA, Frontend, MEMORY_START, Setup, blk, check_service};
+use ringhaul_kit::frontend::{
+    BORDER, DATA, Frontend, MEMORY_START, Setup, blk, check_service, protocol_feature,
+};
 use ringhaul_kit::server::Engine;
 use rustix::fs::{SealFlags, fcntl_add_seals};
 
@@ -111,6 +113,39 @@ fn files_whose_pages_others_have() -> Result<()> {
     expect_both_refused(&mut daemon, "a file on a disk", &region)?;
     daemon.wait_for_message("--memory-files any", 1)?;
     daemon.wait_let_go(&descriptors)
+}
+
+/// The marks of its requests are gone, so a crash would lose them.
+#[test]
+fn an_inflight_region_that_shrinks_stops_the_queues_of_its_front_end() -> Result<()> {
+    const REGION_BYTES: u64 = 1088 * 2;
+    let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
+    let mut setup = Setup::default();
+    let more = protocol_feature::INFLIGHT_SHMFD;
+    setup.protocol_features = setup.protocol_features.map(|usual| usual | more);
+    let mut frontend = Frontend::connect(daemon.socket(), &setup)?;
+    frontend.negotiate()?;
+    frontend.share_memory()?;
+    let region = Arc::new(memfd(REGION_BYTES)?);
+    frontend.tell(Message::inflight_region(&region, REGION_BYTES, 2, setup.queue_size))?;
+    for queue in 0..2 {
+        frontend.start_queue(queue, 0)?;
+        frontend.enable_queue(queue, true)?;
+        frontend.read(queue, 0, 512)?;
+    }
+    rustix::fs::ftruncate(&*region, 0)?;
+    for queue in 0..2 {
+        let (header, status) = frontend.put_header(queue, 0, blk::IN, 0)?;
+        let data = Desc::writable(DATA, 512);
+        let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+        let ring = &mut frontend.rings[queue];
+        ring.put_chain(0, &chain);
+        ring.submit(0)?;
+        let gone = "the memory of the inflight region is gone: its file was truncated";
+        daemon.wait_for_message(gone, queue + 1)?;
+    }
+    drop(frontend);
+    check_service(&mut daemon)
 }
 
 /// Sparse regions cost a front-end nothing, and would leave the daemon without address space.

@@ -6,8 +6,8 @@ use std::process::Command;
 use std::sync::Arc;
 
 use virtqueue::{
-    ChainFault, GuestMemory, MappingRules, QueueError, RegionConfig, RingPart,
-    install_sigbus_handler, lost_regions,
+    ChainFault, GuestMemory, InflightError, InflightRegion, LocalMemory, MappingRules, QueueError,
+    RegionConfig, RingPart, SplitQueue, install_sigbus_handler, lost_regions,
 };
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
@@ -150,6 +150,29 @@ fn a_queue_whose_ring_is_gone_is_bad() {
         assert_eq!(queue.pop().unwrap_err(), error);
         assert_eq!(queue.next_avail(), 4);
     }
+}
+
+/// The next process would not find its requests.
+#[test]
+fn a_queue_whose_inflight_account_is_gone_is_bad() {
+    let (mut ring, _files) = ring();
+    let (config, file) = region(0, REGION);
+    let region = InflightRegion::new(Arc::new(map(&[config])), 1, 8).unwrap();
+    let memory = LocalMemory::new(Arc::clone(&ring.memory));
+    let account = region.queue(0).unwrap();
+    let (mut queue, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();
+    ring.chain(0, &[(ISLAND, 16, F_WRITE)]);
+    assert_eq!(pop(&mut queue).head, 0);
+    file.set_len(0).unwrap();
+    ring.chain(1, &[(ISLAND, 16, F_WRITE)]);
+    for _ in 0..2 {
+        assert_eq!(queue.pop().unwrap_err(), InflightError::Gone.into());
+    }
+    assert_eq!((queue.in_device(), queue.next_avail()), (1, 1));
+    // A request that was taken before is answered.
+    queue.push(0, 16);
+    assert!(queue.publish());
+    assert_eq!(ring.used_idx(), 1);
 }
 
 /// More regions than any chunk of the table has, which come and go and are lost.
