@@ -15,8 +15,11 @@ use crate::subscribers::{ExportEvent, Subscribers, What};
 /// An export's name and its limits, for all that write lines about it.
 pub struct ExportLog {
     name: String,
-    /// For lines on errors of requests, queues and front-ends.
+    /// For lines on errors of requests.
     errors: LogLimit,
+    /// For lines on errors of queues and front-ends: the reason why a queue does not run is not to
+    /// be lost among the errors of its requests.
+    faults: LogLimit,
     /// For lines on front-ends that come and go.
     sessions: LogLimit,
     /// Clients that want to know of events.
@@ -27,8 +30,9 @@ impl ExportLog {
     /// The log of the export that has this name in commands and answers too.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
-        let (errors, sessions) = (LogLimit::default(), LogLimit::default());
-        Self { name: name.into(), errors, sessions, told: None }
+        let limit = LogLimit::default;
+        let (errors, faults, sessions) = (limit(), limit(), limit());
+        Self { name: name.into(), errors, faults, sessions, told: None }
     }
 
     /// Reports events to subscribers too.
@@ -54,9 +58,22 @@ impl ExportLog {
         &self.name
     }
 
-    /// The limit on lines on errors of requests, queues and front-ends.
-    pub(crate) fn errors(&self) -> &LogLimit {
-        &self.errors
+    /// The limit on lines on errors of queues and front-ends.
+    pub(crate) fn faults(&self) -> &LogLimit {
+        &self.faults
+    }
+
+    /// The number of lines that were left out and not reported yet, if that may be logged now.
+    pub(crate) fn left_out(&self) -> Option<u64> {
+        let left_out = [&self.errors, &self.faults].map(LogLimit::left_out);
+        left_out.into_iter().flatten().reduce(|sum, other| sum + other)
+    }
+
+    /// The number of all errors, and of lines that were left out and not reported. For the very
+    /// end.
+    pub(crate) fn totals(&self) -> (u64, u64) {
+        let (of_requests, others) = (self.errors.totals(), self.faults.totals());
+        (of_requests.0 + others.0, of_requests.1 + others.1)
     }
 
     /// The limit on lines about front-ends that come and go.
@@ -74,13 +91,13 @@ impl Events for ExportLog {
     }
 
     fn queue_stopped(&self, _: u16, fault: &QueueFault) {
-        let Some(left_out) = self.errors.permit() else { return };
+        let Some(left_out) = self.faults.permit() else { return };
         tracing::warn!(export = self.name, left_out, "{fault}");
         self.report_error(fault, left_out);
     }
 
     fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
-        let Some(left_out) = self.errors.permit() else { return };
+        let Some(left_out) = self.faults.permit() else { return };
         let message = format!("{NOT_WATCHED}: {error}; raise fs.epoll.max_user_watches (sysctl)");
         tracing::error!(export = self.name, queue, left_out, "{message}");
         self.report_error(&message, left_out);
@@ -108,7 +125,7 @@ impl Events for ExportLog {
     }
 
     fn requests_held(&self, unit: UnitAddress) {
-        let Some(left_out) = self.errors.permit() else { return };
+        let Some(left_out) = self.faults.permit() else { return };
         let message = format!(
             "{HELD} {unit}, which is not there; add it (`ringhaul ctl add-lun`), or the guest \
              waits for them until it aborts them"
@@ -118,7 +135,7 @@ impl Events for ExportLog {
     }
 
     fn memory_not_registered(&self, error: &io::Error) {
-        if let Some(left_out) = self.errors.permit() {
+        if let Some(left_out) = self.faults.permit() {
             tracing::warn!(
                 export = self.name,
                 left_out,
@@ -134,5 +151,24 @@ impl Events for ExportLog {
             "a call did not return and was interrupted: its eventfd blocks, or this process was \
              stopped; from now on calls are made in a way that cannot block"
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_requests_leave_room_for_the_reason_of_a_queue() {
+        let log = ExportLog::new("vm");
+        let error = io::Error::other("it is a test");
+        (0..1000).for_each(|_| log.request_failed(&error));
+        assert_eq!(log.errors.permit(), None);
+        assert_eq!(log.faults().permit(), Some(0));
+        assert_eq!(log.left_out(), Some(996));
+        (0..1000).for_each(|_| log.kick_not_watched(0, &error));
+        assert_eq!(log.errors.permit(), None, "neither has the room of the other");
+        assert_eq!(log.left_out(), Some(996));
+        assert_eq!(log.totals(), (2003, 1));
     }
 }

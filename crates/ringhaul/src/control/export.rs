@@ -149,7 +149,7 @@ impl Export {
             connected: self.session.is_some(),
             lacks_memory: self.memory_watch.is_lacking(),
             sessions: self.sessions,
-            unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
+            unfinished: self.session.as_ref().map_or(0, |session| session.load().requests()),
             served: self.served(),
             waits_for: (state == ExportState::Stopping).then(|| self.what_is_left()),
         }
@@ -335,7 +335,7 @@ impl Export {
 
     /// Writes a line that a front-end can cause, if there may be one now.
     fn limited(&self, write: impl FnOnce(&Self, u64)) {
-        if let Some(left_out) = self.log.errors().permit() {
+        if let Some(left_out) = self.log.faults().permit() {
             write(self, left_out);
         }
     }
@@ -420,7 +420,7 @@ impl Export {
                 tracing::warn!(export, left_out, "disconnected the front-end: {why}");
             }),
         }
-        if let Some(left_out) = self.log.errors().left_out() {
+        if let Some(left_out) = self.log.left_out() {
             tracing::warn!(export, left_out, "errors of requests, queues or front-ends continue");
         }
         if self.has_ended() {
@@ -430,7 +430,7 @@ impl Export {
 
     fn tell_totals(&self) {
         tracing::info!(export = self.log.name(), "{}", self.served());
-        let (total, left_out) = self.log.errors().totals();
+        let (total, left_out) = self.log.totals();
         if total > 0 {
             let export = self.log.name();
             // Whoever has caused them, be it a guest, a front-end or a disk.
