@@ -111,13 +111,17 @@ pub enum StopKind {
     /// They are left in the inflight region, to whoever serves the queue next. Without a region, or
     /// if the ring is bad, this is [`Final`](Self::Final).
     Leave,
+    /// The device ends, or its driver has gone. As [`Leave`](Self::Leave), where that is possible.
+    /// Otherwise as [`Final`](Self::Final), and a transfer ends with an error of which more than 64
+    /// MiB are left.
+    End,
 }
 
 impl StopKind {
     /// How they wait meanwhile.
     pub(crate) fn waits(self) -> Waits {
         match self {
-            Self::Final => Waits::Never,
+            Self::Final | Self::End => Waits::Never,
             Self::Pause => Waits::ForTries,
             Self::Leave => Waits::UntilLater,
         }

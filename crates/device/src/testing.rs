@@ -33,7 +33,7 @@ pub(crate) const RING: Ring =
     Ring { size: 64, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
 /// Where buffers may be.
 pub(crate) const DATA: u64 = 0x1_0000;
-const MEMORY_BYTES: u64 = 1 << 20;
+const MEMORY_BYTES: u64 = 4 << 20;
 /// A limit that only ends a hopeless wait.
 pub(crate) const HOPELESS: Duration = Duration::from_secs(60);
 

@@ -29,6 +29,8 @@ const HEADER_BYTES: u32 = 51;
 const RESPONSE: u64 = SCRATCH + 0x1000;
 const RESPONSE_BYTES: u32 = 108;
 const BUSY: u8 = 8;
+/// No device writes it.
+const NO_STATUS: u8 = 0xee;
 
 fn daemon(scene: &Scene, socket: &Path, kind: &str, disk: &Path) -> Result<(Running, Client)> {
     let (socket, disk) = (socket.display(), disk.display());
@@ -127,9 +129,10 @@ fn hundreds_of_verifies_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
     Ok(())
 }
 
-/// Sends 30 reads of 2016 MiB each into the same memory.
-fn read(frontend: &mut Frontend) -> Result<()> {
+/// Sends 30 reads of 2016 MiB each into the same memory. Returns the place of their status.
+fn read(frontend: &mut Frontend) -> Result<u64> {
     let (header, status) = frontend.put_header(0, 0, blk::IN, 0)?;
+    frontend.memory.write(status, &[NO_STATUS])?;
     let piece = Desc::writable(BORDER, u32::try_from(MEMORY_END - BORDER)?);
     let pieces = 2016 * MIB / u64::from(piece.len);
     let mut chain = vec![Desc::readable(header, 16)];
@@ -140,7 +143,8 @@ fn read(frontend: &mut Frontend) -> Result<()> {
         ring.put_indirect(head, SCRATCH, &chain);
         ring.offer(head);
     }
-    ring.kick()
+    ring.kick()?;
+    Ok(status)
 }
 
 #[test]
@@ -151,12 +155,36 @@ fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
     let (daemon, client) = daemon(&scene, &socket, "cache=writeback", &disk)?;
     drop(client);
     let mut frontend = left::attach(&socket, &Arc::new(memfd(left::REGION_BYTES)?))?;
-    read(&mut frontend)?;
+    let status = read(&mut frontend)?;
     wait_taken(&scene, 1)?;
     let mut next = upgrade(&scene, daemon)?;
     // It begins again with the requests that were left to it.
     wait_taken(&scene, 1)?;
     next.signal(Signal::TERM)?;
     next.finish()?.expect_code(0)?;
+    let status = frontend.memory.read(status, 1)?[0];
+    ensure!(status != blk::IOERR, "what is left in the region has failed");
+    Ok(())
+}
+
+/// The next process would not know of the request, so the guest is told.
+#[test]
+fn the_end_gives_up_what_is_left_of_a_read_of_gigabytes_without_a_region() -> Result<()> {
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", 4096 * MIB)?;
+    let socket = scene.socket("vm");
+    let (mut daemon, client) = daemon(&scene, &socket, "cache=writeback", &disk)?;
+    drop(client);
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    let status = read(&mut frontend)?;
+    wait_taken(&scene, 1)?;
+    daemon.signal(Signal::TERM)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(log.contains("more is left of the request than is waited for"), "{log}");
+    // All requests have the same place for their status.
+    let status = frontend.memory.read(status, 1)?[0];
+    ensure!(status == blk::IOERR, "the status is {status}");
+    let answered = frontend.rings[0].used_idx();
+    ensure!((1..30).contains(&answered), "{answered} requests are answered");
     Ok(())
 }

@@ -23,6 +23,9 @@ use crate::io::Io;
 /// The most of a transfer that a queue finishes when it stops and may leave the rest.
 pub(super) const STEP_BYTES: usize = 4 << 20;
 
+/// The most of a transfer that a queue finishes when it stops, may leave nothing, and may give up.
+pub(super) const REST_BYTES: usize = 64 << 20;
+
 /// Whoever makes a request, and is asked about it while it waits here. Nothing of it is in progress
 /// then.
 pub trait Requester {
@@ -56,6 +59,16 @@ pub trait Requester {
     /// The error that the command ends with. No other try follows.
     fn check_piece(&self) -> io::Result<()> {
         self.check()
+    }
+
+    /// Whether a transfer goes on of which more is left than a queue waits for that stops and leaves
+    /// nothing: asked between two steps.
+    ///
+    /// # Errors
+    ///
+    /// The error that the request ends with.
+    fn check_rest(&self) -> io::Result<()> {
+        Ok(())
     }
 
     /// Its requests wait for no limits, since it has [passed](super::Requests::pass_limits) them.
@@ -183,6 +196,11 @@ impl Gate {
 
     pub(super) fn waits(&self) -> Waits {
         self.waits.get()
+    }
+
+    /// Whether the queue stops, and leaves no request to the next process.
+    pub(super) fn finishes(&self) -> bool {
+        matches!(self.waits.get(), Waits::ForTries | Waits::Never)
     }
 
     fn is_shut(&self) -> bool {

@@ -7,7 +7,7 @@ use std::io;
 use iomem::Buffers;
 
 use super::bulk::BulkTurn;
-use super::gate::{STEP_BYTES, Waits};
+use super::gate::{REST_BYTES, STEP_BYTES, Waits};
 use super::info::Unfinished;
 use super::limits::Direction;
 use super::seam::Request;
@@ -134,7 +134,8 @@ impl<'a> Requests<'a> {
     }
 
     /// Transfers all of `buffers` from byte `offset` on, a long list step by step. Between two
-    /// steps nothing is in progress: a queue that stops leaves the request there, where it may.
+    /// steps nothing is in progress: a queue that stops leaves the request there, where it may, or
+    /// gives it up.
     async fn in_steps<F: Future<Output = Result<(), Unfinished>>>(
         self,
         direction: Direction,
@@ -143,7 +144,13 @@ impl<'a> Requests<'a> {
         transfer: impl Fn(u64, Buffers) -> F,
     ) -> Result<(), Unfinished> {
         while buffers.bytes() > STEP_BYTES {
-            if let Err(error) = self.disk.gate.rest(self.requester, direction).await {
+            let has_much = buffers.bytes() > REST_BYTES && self.disk.gate.finishes();
+            let checked = if has_much { self.requester.check_rest() } else { Ok(()) };
+            let rested = match checked {
+                Ok(()) => self.disk.gate.rest(self.requester, direction).await,
+                given_up => given_up,
+            };
+            if let Err(error) = rested {
                 return Err(Unfinished::new(error, buffers));
             }
             let mut step = buffers.front(STEP_BYTES, STEP_UNIT);

@@ -96,7 +96,7 @@ impl Blk {
 impl Handler for Blk {
     fn stop(&self, _: &Queue, kind: StopKind) {
         self.disk.set_waits(kind.waits());
-        if kind == StopKind::Final {
+        if kind.waits() == Waits::Never {
             self.device.access().look_at_waiting();
         }
     }
@@ -302,6 +302,14 @@ impl Requester for AtDisk<'_> {
     fn ends(&self) {
         self.queue.fence.release();
     }
+
+    fn check_rest(&self) -> io::Result<()> {
+        if self.queue.stop_kind() != StopKind::End {
+            return Ok(());
+        }
+        let text = "the export ends, and more is left of the request than is waited for";
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, text))
+    }
 }
 
 /// The byte offset of a sector.
@@ -459,7 +467,6 @@ async fn settle(blk: &Blk) -> Result<(), RequestError> {
 mod tests {
     use std::cell::{Cell, RefCell};
     use std::future::poll_fn;
-    use std::sync::Arc;
     use std::task::{Poll, Waker};
 
     use blockio::disk::{Limits, Rate, Rates};
@@ -668,52 +675,92 @@ mod tests {
         assert_eq!(answered(&mut scene), 10);
     }
 
+    /// Where a long request has its header, and its status 16 bytes behind it.
+    const LONG_ANSWER: u64 = DATA + LONG_BUFFER_BYTES as u64;
+    const LONG_BUFFER_BYTES: u32 = 2 << 20;
+
+    /// Has a request of so many buffers begin, on a disk that it fills. Returns the device and its
+    /// queue.
+    fn begin_long(scene: &mut Scene, request: u32, buffers: u64) -> (Device, QueueHandle) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(buffers * u64::from(LONG_BUFFER_BYTES)).unwrap();
+        let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+        let handle = scene.start_queue_of(&device, 0);
+        scene.memory.write(LONG_ANSWER, &header(request, 0)).unwrap();
+        let buffer = match request {
+            VIRTIO_BLK_T_IN => Desc::writable(DATA, LONG_BUFFER_BYTES),
+            _ => Desc::readable(DATA, LONG_BUFFER_BYTES),
+        };
+        let mut chain = vec![Desc::readable(LONG_ANSWER, 16)];
+        chain.extend((0..buffers).map(|_| buffer));
+        chain.push(Desc::writable(LONG_ANSWER + 16, 1));
+        scene.memory.write(LONG_ANSWER + 16, &[0xee]).unwrap();
+        scene.offer(&chain);
+        while moved(scene) == 0 {
+            scene.turn(1);
+        }
+        (device, handle)
+    }
+
+    fn moved(scene: &Scene) -> u64 {
+        let stats = scene.thread.io().stats();
+        stats.read.bytes.get() + stats.write.bytes.get()
+    }
+
+    fn long_status(scene: &Scene) -> u8 {
+        let mut status = [0];
+        scene.memory.read(LONG_ANSWER + 16, &mut status).unwrap();
+        status[0]
+    }
+
     /// A write and a read of 28 MiB, which are done in the end, whoever does it.
     #[test]
     fn a_queue_that_may_leave_requests_waits_for_one_step_of_a_long_one() {
-        const BUFFERS: u64 = 56;
-        const BUFFER_BYTES: u32 = 512 << 10;
-        let answer = DATA + u64::from(BUFFER_BYTES);
-        for (request, is_marked) in
-            [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT].into_iter().flat_map(|it| [(it, true), (it, false)])
+        const BUFFERS: u64 = 14;
+        for (request, kind, is_marked) in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT]
+            .into_iter()
+            .flat_map(|it| [(it, StopKind::Leave, true), (it, StopKind::End, true)])
+            .chain([StopKind::Pause, StopKind::End].map(|kind| (VIRTIO_BLK_T_OUT, kind, false)))
         {
             let mut scene = Scene::new();
             if is_marked {
                 scene.mark_requests();
             }
-            let whole = BUFFERS * u64::from(BUFFER_BYTES);
-            let file = tempfile::NamedTempFile::new().unwrap();
-            file.as_file().set_len(whole).unwrap();
-            let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
-            let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
-            let handle = scene.start_queue_of(&device, 0);
-            scene.memory.write(answer, &header(request, 0)).unwrap();
-            let buffer = match request {
-                VIRTIO_BLK_T_IN => Desc::writable(DATA, BUFFER_BYTES),
-                _ => Desc::readable(DATA, BUFFER_BYTES),
-            };
-            let mut chain = vec![Desc::readable(answer, 16)];
-            chain.extend((0..BUFFERS).map(|_| buffer));
-            chain.push(Desc::writable(answer + 16, 1));
-            scene.memory.write(answer + 16, &[0xee]).unwrap();
-            scene.offer(&chain);
-            let stats = Arc::clone(scene.thread.io().stats());
-            let moved = || stats.read.bytes.get() + stats.write.bytes.get();
-            while moved() == 0 {
-                scene.turn(1);
-            }
-            let kind = if is_marked { StopKind::Leave } else { StopKind::Pause };
+            let (device, handle) = begin_long(&mut scene, request, BUFFERS);
+            let whole = BUFFERS * u64::from(LONG_BUFFER_BYTES);
             assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 1);
-            assert_eq!(moved() < whole, is_marked, "{request}: {}", moved());
+            assert_eq!(moved(&scene) < whole, is_marked, "{request}: {}", moved(&scene));
             assert_eq!(answered(&mut scene), usize::from(!is_marked));
             if is_marked {
                 let handle = scene.start_queue_of(&device, 0);
                 scene.answer();
                 assert_eq!(scene.wait(&handle.begin_stop()), 1);
             }
-            let mut status = [0];
-            scene.memory.read(answer + 16, &mut status).unwrap();
-            assert_eq!(status, [S_OK]);
+            assert_eq!(long_status(&scene), S_OK);
+        }
+    }
+
+    /// Where the process goes on, or leaves its queues to another one, a guest sees no error.
+    #[test]
+    fn a_device_that_ends_gives_up_what_is_left_of_a_giant_request() {
+        const BUFFERS: u64 = 50;
+        for (request, kind, is_given_up) in [
+            (VIRTIO_BLK_T_IN, StopKind::End, true),
+            (VIRTIO_BLK_T_OUT, StopKind::End, true),
+            (VIRTIO_BLK_T_IN, StopKind::Final, false),
+            (VIRTIO_BLK_T_IN, StopKind::Pause, false),
+        ] {
+            let mut scene = Scene::new();
+            let (_device, handle) = begin_long(&mut scene, request, BUFFERS);
+            assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 1);
+            let whole = BUFFERS * u64::from(LONG_BUFFER_BYTES);
+            assert_eq!(moved(&scene) < whole, is_given_up, "{kind:?}: {}", moved(&scene));
+            let left = whole.saturating_sub(moved(&scene));
+            assert!(!is_given_up || left > 64 << 20, "{left} would have been waited for");
+            assert_eq!(answered(&mut scene), 1);
+            let expected = if is_given_up { S_IOERR } else { S_OK };
+            assert_eq!(long_status(&scene), expected, "{kind:?}");
         }
     }
 

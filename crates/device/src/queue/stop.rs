@@ -70,7 +70,11 @@ impl Queue {
     pub(crate) fn stop_kind(&self) -> StopKind {
         let kind = self.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
         let can_leave = self.is_marked && !self.broken.get();
-        if kind == StopKind::Leave && !can_leave { StopKind::Final } else { kind }
+        match kind {
+            StopKind::Leave if !can_leave => StopKind::Final,
+            StopKind::End if can_leave => StopKind::Leave,
+            other => other,
+        }
     }
 
     /// Whom to answer, now that the queue has stopped.

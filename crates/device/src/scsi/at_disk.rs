@@ -185,6 +185,12 @@ impl Requester for AtDisk<'_> {
         if self.is_to_end() { Err(io::ErrorKind::ResourceBusy.into()) } else { Ok(()) }
     }
 
+    /// Drivers send a command again that was answered with BUSY.
+    fn check_rest(&self) -> io::Result<()> {
+        self.check_aborted()?;
+        Err(io::ErrorKind::ResourceBusy.into())
+    }
+
     /// With the medium to itself it would have all others wait for its limits.
     fn is_past_limits(&self) -> bool {
         self.exclusive.is_some()

@@ -76,13 +76,13 @@ impl RingState {
         }
     }
 
-    /// As [`begin_stop`](Self::begin_stop), for good. A queue that pauses may wait for requests for
-    /// ever, so it goes on first.
+    /// As [`begin_stop`](Self::begin_stop), for good. A queue that stops in another way may wait for
+    /// requests for longer, and one that pauses for ever, so it goes on first.
     pub(super) fn begin_end(&mut self, waker: &Waker) {
-        if matches!(self.service, Service::Stopping(_, _, StopKind::Pause)) {
+        if matches!(self.service, Service::Stopping(_, _, StopKind::Pause | StopKind::Final)) {
             self.begin_go_on(waker);
         }
-        self.begin_stop(StopKind::Final, waker);
+        self.begin_stop(StopKind::End, waker);
     }
 
     /// Has a queue go on that has not stopped yet.
@@ -211,7 +211,7 @@ impl RingState {
                 Poll::Pending => Service::GoingOn(goes_on, next_avail, handle),
                 Poll::Ready(Some(())) => Service::Running(handle),
                 // It has stopped.
-                Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::Final),
+                Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::End),
             },
             other => other,
         };

@@ -388,3 +388,31 @@ fn a_queue_that_stops_waits_for_one_piece_of_commands_that_move_much_data() {
         }
     }
 }
+
+/// Its driver sends it again.
+#[test]
+fn a_queue_that_stops_and_leaves_nothing_answers_a_giant_command_with_busy() {
+    const BUFFERS: u64 = 50;
+    let buffer = Desc::writable(1 << 20, 2 << 20);
+    let bytes = BUFFERS * u64::from(buffer.len);
+    for kind in [StopKind::End, StopKind::Final, StopKind::Pause] {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(bytes).unwrap();
+        let mut initiator = Initiator::on(Arc::new(disk), &DiskOptions::default(), options());
+        let blocks = u32::try_from(bytes / BLOCK as u64).unwrap();
+        let mut chain = initiator.put(UNIT.bytes(), &cdb16(0x88, 0, 0, blocks), &[], 0);
+        chain.extend((0..BUFFERS).map(|_| buffer));
+        initiator.scene.offer(&chain);
+        let read = |initiator: &Initiator| initiator.scene.thread.io().stats().read.bytes.get();
+        while read(&initiator) == 0 {
+            initiator.scene.turn(1);
+        }
+        let stopped = initiator.take_queue().begin_stop_as(kind);
+        initiator.scene.wait(&stopped);
+        assert!(read(&initiator) < bytes - (64 << 20), "{kind:?}: {}", read(&initiator));
+        assert!(initiator.has_answer());
+        let mut status = [0];
+        initiator.scene.memory.read(RESPONSE + 10, &mut status).unwrap();
+        assert_eq!(status, [BUSY], "{kind:?}");
+    }
+}
