@@ -6,7 +6,8 @@
 //! the machine does besides, such as a host that stops a virtual processor, strikes one try; the
 //! best of some tries counts. Before large requests were cut, each try had waits of a second.
 
-use std::path::PathBuf;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -15,6 +16,7 @@ use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{BORDER, Frontend, MEMORY_END, SCRATCH, Setup, blk};
 use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::{is_installed, run as run_program};
 
 use crate::scene::{Scene, disks};
 
@@ -23,7 +25,7 @@ for_each_engine! {
     a_hundred_large_reads_of_virtio_blk,
     one_large_read_of_virtio_scsi,
     a_hundred_large_reads_of_virtio_scsi,
-    a_hundred_and_twenty_verifies,
+    a_hundred_and_twenty_copies_of_clusters,
 }
 
 /// The longest that a neighbour waits.
@@ -84,12 +86,17 @@ impl Watch {
         let [before, _] = self.io_thread.read()?;
         while self.io_thread.read()?[0] < before + WORK_NS && guest.rings[0].used_idx() < requests {
             ensure!(Instant::now() < deadline, "the IoThread does not work");
-            let (lost, begun) = (self.without_processor()?, Instant::now());
-            scene.null.probe()?;
-            let wait = begun.elapsed();
-            longest = longest.max(wait.saturating_sub(self.without_processor()? - lost));
+            longest = longest.max(self.wait(scene)?);
         }
         Ok(longest)
+    }
+
+    /// The wait of one request of the neighbour.
+    fn wait(&self, scene: &mut Scene) -> Result<Duration> {
+        let (lost, begun) = (self.without_processor()?, Instant::now());
+        scene.null.probe()?;
+        let wait = begun.elapsed();
+        Ok(wait.saturating_sub(self.without_processor()? - lost))
     }
 }
 
@@ -115,7 +122,7 @@ impl Sends {
         let mut header = vec![0; HEADER_BYTES as usize];
         header[0] = 1;
         let (op, bytes) = match self {
-            Self::Verifies => (0x8f, DISK_BYTES),
+            Self::Verifies => (0x8f, VERIFIED_BYTES),
             _ => (0x88, READ_BYTES),
         };
         header[19] = op;
@@ -132,6 +139,34 @@ impl Sends {
     }
 }
 
+fn setup(sends: Sends) -> Setup {
+    let queues = if let Sends::Reads = sends { 1 } else { 3 };
+    Setup { queues, queue_size: 256, ..Setup::default() }
+}
+
+/// A guest of a unit, which has heard of the power-on.
+fn attach_unit(socket: &Path) -> Result<Frontend> {
+    let sends = Sends::Verifies;
+    let mut guest = Frontend::attach(socket, &setup(sends))?;
+    let command = sends.chain(&mut guest)?;
+    guest.memory.write(HEADER + 19, &[0; 32])?;
+    guest.execute(sends.queue(), &command)?;
+    Ok(guest)
+}
+
+/// Sends so many requests at once. Returns the used idx before.
+fn put(guest: &mut Frontend, sends: Sends, requests: u16) -> Result<u16> {
+    let chain = sends.chain(guest)?;
+    let ring = &mut guest.rings[sends.queue()];
+    let answered = ring.used_idx();
+    for head in 0..requests {
+        ring.put_indirect(head, TABLE, &chain);
+        ring.offer(head);
+    }
+    ring.kick()?;
+    Ok(answered)
+}
+
 /// Beside so many requests at once: each try has a daemon of its own, since the requests of the one
 /// before would go on.
 fn check(engine: Engine, cache: Cache, sends: Sends, requests: u16) -> Result<()> {
@@ -142,24 +177,12 @@ fn check(engine: Engine, cache: Cache, sends: Sends, requests: u16) -> Result<()
         options.is_scsi = !matches!(sends, Sends::Reads);
         let mut scene = Scene::start(disks(), &options)?;
         let watch = Watch::new(&scene)?;
-        let queues = u16::try_from(sends.queue())? + 1;
-        let setup = Setup { queues, queue_size: 256, ..Setup::default() };
-        let mut guest = Frontend::attach(scene.daemon.socket(), &setup)?;
-        if options.is_scsi {
-            // What has happened to the unit is told first.
-            let mut command = Sends::Verifies.chain(&mut guest)?;
-            command[0].len = HEADER_BYTES;
-            guest.memory.write(HEADER + 19, &[0; 32])?;
-            guest.execute(sends.queue(), &command)?;
-        }
-        let chain = sends.chain(&mut guest)?;
-        let ring = &mut guest.rings[sends.queue()];
-        let answered = ring.used_idx();
-        for head in 0..requests {
-            ring.put_indirect(head, TABLE, &chain);
-            ring.offer(head);
-        }
-        ring.kick()?;
+        let socket = scene.daemon.socket();
+        let mut guest = match sends {
+            Sends::Reads => Frontend::attach(socket, &setup(sends))?,
+            Sends::UnitReads | Sends::Verifies => attach_unit(socket)?,
+        };
+        let answered = put(&mut guest, sends, requests)?;
         let queue = sends.queue();
         guest.rings.swap(0, queue);
         let longest = watch.longest_wait(&mut scene, &guest, answered + requests);
@@ -197,6 +220,96 @@ fn a_hundred_large_reads_of_virtio_scsi(engine: Engine) -> Result<()> {
     check_both(engine, Sends::UnitReads, 100)
 }
 
-fn a_hundred_and_twenty_verifies(engine: Engine) -> Result<()> {
-    check_both(engine, Sends::Verifies, 120)
+/// Writes to clusters of an image that lie in its backing file so far.
+const COPIES: u16 = 120;
+const CLUSTER_BYTES: u64 = 2 << 20;
+
+/// Makes an image that is empty, with a backing file that is full. Returns the name of its disk.
+fn make_overlay(folder: &Path) -> Result<String> {
+    let base = folder.join("base.img");
+    let cluster = vec![0x5a; usize::try_from(CLUSTER_BYTES)?];
+    let mut file = std::fs::File::create(&base)?;
+    (0..COPIES).try_for_each(|_| file.write_all(&cluster)).context("filling the backing file")?;
+    let image = folder.join("top.qcow2").display().to_string();
+    let options = format!("cluster_size={CLUSTER_BYTES},backing_file=base.img,backing_fmt=raw");
+    run_program("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, &image])?;
+    Ok(format!("qcow2,backing=base.img,path={image}"))
+}
+
+/// Each write of 4 KiB has a whole cluster copied.
+fn a_hundred_and_twenty_copies_of_clusters(engine: Engine) -> Result<()> {
+    if !is_installed("qemu-img") {
+        return Ok(());
+    }
+    let mut waits = Vec::new();
+    for _ in 0..TRIES {
+        let folder = tempfile::tempdir_in(disks())?;
+        let socket = folder.path().join("image.sock");
+        let disk = make_overlay(folder.path())?;
+        let export = format!("socket-path={},disk={disk}", socket.display());
+        let mut scene =
+            Scene::start(disks(), &DaemonOptions::new(engine).with("--export", &export))?;
+        let watch = Watch::new(&scene)?;
+        let mut guest = Frontend::attach(&socket, &setup(Sends::Reads))?;
+        for copy in 0..COPIES {
+            // In no order that can be foreseen.
+            let sector = u64::from(copy * 77 % COPIES) * CLUSTER_BYTES / 512 + 8;
+            let (header, status) = guest.put_header(0, copy, blk::OUT, sector)?;
+            let data = Desc::readable(BORDER, 4096);
+            let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+            let ring = &mut guest.rings[0];
+            ring.put_indirect(copy, TABLE + 0x40 * u64::from(copy), &chain);
+            ring.offer(copy);
+        }
+        guest.rings[0].kick()?;
+        let mut longest = Duration::ZERO;
+        while guest.rings[0].used_idx() < COPIES {
+            longest = longest.max(watch.wait(&mut scene)?);
+        }
+        ensure!((0..COPIES).all(|copy| guest.status(0, copy) == Some(blk::OK)), "a write failed");
+        waits.push(longest);
+        drop(guest);
+        scene.terminate()?;
+        eprintln!("{engine}: a neighbour of copies waits for at most {longest:?}");
+        if longest < WAIT_MAX {
+            return Ok(());
+        }
+    }
+    anyhow::bail!("beside {COPIES} copies of clusters a neighbour waited for {waits:?}")
+}
+
+/// Commands that a guest has at once, and the bytes that each of them verifies.
+const VERIFIES: u16 = 120;
+const VERIFIED_BYTES: u64 = 64 << 20;
+
+/// They take turns, a piece at a time, and the loop looks at the neighbour after a few pieces. If
+/// each had a turn of its own, a look would come after all of them had moved a piece: the neighbour
+/// had an answer for several VERIFYs. The null disk answers at once, so nothing but looks counts.
+#[test]
+fn a_neighbour_has_more_answers_than_a_guest_with_a_hundred_and_twenty_verifies() -> Result<()> {
+    let mut tries = Vec::new();
+    for _ in 0..TRIES {
+        let folder = tempfile::tempdir()?;
+        let socket = folder.path().join("verified.sock");
+        let export = format!("socket-path={},device=scsi,lun=0,null=8T", socket.display());
+        let options = DaemonOptions::new(Engine::Aio).with("--export", &export);
+        let mut scene = Scene::start(disks(), &options)?;
+        let mut guest = attach_unit(&socket)?;
+        let answered = put(&mut guest, Sends::Verifies, VERIFIES)?;
+        let all = answered + VERIFIES;
+        let (mut answers, deadline) = (0_u32, Instant::now() + LIMIT);
+        while guest.rings[Sends::Verifies.queue()].used_idx() != all {
+            ensure!(Instant::now() < deadline, "the VERIFYs do not end");
+            scene.null.probe()?;
+            answers += 1;
+        }
+        drop(guest);
+        scene.terminate()?;
+        eprintln!("a neighbour of {VERIFIES} VERIFYs has {answers} answers");
+        if answers > u32::from(VERIFIES) {
+            return Ok(());
+        }
+        tries.push(answers);
+    }
+    anyhow::bail!("beside {VERIFIES} VERIFYs of 64 MiB a neighbour had {tries:?} answers")
 }
