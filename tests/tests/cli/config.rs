@@ -389,3 +389,43 @@ fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
+
+/// A reload that waits for a file system for ever would block all later ones.
+#[test]
+fn a_reload_of_a_file_that_cannot_be_read_is_given_up() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let exports = Exports(&scene);
+    let text = exports.control() + &exports.blk("before", "");
+    let file = write(&scene, &text)?;
+    let mut daemon = Running::serve(&mut serve(&file)?)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    fuse.withhold(daemon.pid(), &[opcode::OPEN]);
+    fs::remove_file(&file)?;
+    std::os::unix::fs::symlink(fuse.file(), &file)?;
+    daemon.signal(Signal::HUP)?;
+    fuse.wait_for(opcode::OPEN)?;
+    let is_left = (|| {
+        let name = file.display();
+        daemon.wait_for(&format!("{name} is not read after 2 s; it is waited for"))?;
+        let line = daemon.wait_for("the configuration is not changed: ")?;
+        let why = format!("{name} is not read after 10 s; reload again when it can be read");
+        ensure!(line.contains(&why), "{line}");
+        fs::remove_file(&file)?;
+        fs::write(&file, format!("{text}{}", exports.blk("after", "")))?;
+        daemon.signal(Signal::HUP)?;
+        daemon.wait_for("is applied, as far as it can be")
+    })();
+    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    fuse.release();
+    is_left?;
+    let mut client = Client::new(&scene.socket("control"))?;
+    let expected = ["after", "before"].map(|name| exports.socket(name));
+    let mut served = names(&mut client)?;
+    served.sort();
+    ensure!(served == expected, "{served:?}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}

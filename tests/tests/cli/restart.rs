@@ -350,3 +350,55 @@ fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
+
+/// The configuration file wins over commands where it has changed, and the rest of both is there.
+#[test]
+fn a_file_that_is_read_again_and_commands_outlive_a_kill_together() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.path("ringhaul.toml");
+    let export = |name: &str, limits: &str| {
+        let socket = scene.socket(name);
+        format!(
+            "[[export]]\nname = \"{name}\"\nendpoint = {{ path = \"{}\" }}\n\
+             device = {{ blk = \"null:1M\" }}\n{limits}\n",
+            socket.display()
+        )
+    };
+    let head = format!("control = \"{}\"\n", scene.socket("control").display());
+    let write = |exports: &[String]| fs::write(&file, head.clone() + &exports.concat());
+    let limited = |rate: u32| format!("limits = {{ iops-total = {rate} }}");
+    write(&[export("changed", &limited(5)), export("kept", &limited(5)), export("gone", "")])?;
+    let serve = || -> Result<(Running, Client)> {
+        let daemon = Running::serve(ringhaul()?.args(["serve", "--config"]).arg(&file))?;
+        let client = Client::new(&scene.socket("control"))?;
+        Ok((daemon, client))
+    };
+    let (mut daemon, mut client) = serve()?;
+    let added = json!({
+        "name": "added",
+        "endpoint": { "path": scene.socket("added") },
+        "device": { "blk": { "null": { "size-bytes": 1 << 20 } } },
+    });
+    let set = |export: &str, rate: u32| {
+        ("disk.set", json!({ "export": export, "limits": { "iops-total": rate } }))
+    };
+    change(&mut client, &[("export.add", added), set("changed", 7), set("kept", 7)])?;
+    // The file changes an export that a command has changed, and adds and removes exports.
+    write(&[export("changed", &limited(9)), export("kept", &limited(5)), export("new", "")])?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for("is applied, as far as it can be")?;
+    // A command after it counts as well.
+    change(&mut client, &[set("new", 11)])?;
+    daemon.signal(Signal::KILL)?;
+    daemon.finish()?;
+    let (mut daemon, mut client) = serve()?;
+    let expected = ["added", "changed", "kept", "new"];
+    ensure!(names(&mut client, 4)? == expected, "{:?}", names(&mut client, 4)?);
+    for (export, rate) in [("changed", 9), ("kept", 7), ("new", 11)] {
+        let holds = client.call("disk.set", &json!({ "export": export }))?;
+        ensure!(holds["result"]["limits"] == json!({ "iops-total": rate }), "{export}: {holds}");
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
