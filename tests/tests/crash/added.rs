@@ -3,17 +3,21 @@
 
 use std::fs::File;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::daemon::LIMIT;
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::message::Channel;
 use ringhaul_kit::server::{Engine, Program, Server};
-use ringhaul_tools::process::is_listening;
+use ringhaul_tools::process::{is_listening, retry};
 use serde_json::json;
 
 use super::world::{BLOCK_BYTES, FEW_BLOCKS, World, check_file};
 use super::{end, export, rounds};
 
-for_each_engine! { an_export_that_was_added_outlives_kills_with_its_limits }
+for_each_engine! {
+    an_export_that_was_added_outlives_kills_with_its_limits,
+    a_unit_that_was_added_outlives_kills,
+}
 
 const ROUNDS_DEFAULT: u32 = 8;
 
@@ -59,5 +63,42 @@ fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Re
     }
     world.run(0, true)?;
     ensure!(left > 0, "no kill left a request without an answer");
+    check_file(&disk, &end(server, world)?)
+}
+
+/// Its commands that a killed process had taken wait for the unit, and none of them fails.
+fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
+    const LUN: u8 = 5;
+    let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
+    let [first, disk] = ["first.img", "added.img"].map(|name| folders[0].path().join(name));
+    for path in [&first, &disk] {
+        File::create(path)?.set_len(FEW_BLOCKS * BLOCK_BYTES as u64)?;
+    }
+    let mut export = export(&first, &folders[1].path().join("socket"), engine, true);
+    export.units = Some(Vec::new());
+    let mut server = Server::start(Program::Ringhaul, &export)?;
+    let unit = json!({ "lun": LUN, "disk": { "file": disk } });
+    let added = json!({ "export": export.socket, "unit": unit });
+    // The start may yet be opening the first disk.
+    retry(LIMIT, || server.call("lun.add", &added).map(drop))?;
+    let mut world = World::of_unit(&export.socket, FEW_BLOCKS, LUN)?;
+    world.attach()?;
+    let mut left = 0;
+    for round in 0..rounds(ROUNDS_DEFAULT)? {
+        let count = 1 + world.below(300);
+        world.run(count, false)?;
+        world.run_below(300, true)?;
+        server.kill()?;
+        drop(server);
+        world.take()?;
+        left += world.unanswered();
+        // The same command line, which does not name the unit.
+        server = Server::start(Program::Ringhaul, &export)?;
+        world.frontend.channel = Channel::connect(&export.socket)?;
+        world.attach()?;
+        world.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
+    }
+    world.run(0, true)?;
+    ensure!(left > 0, "no kill left a command without an answer");
     check_file(&disk, &end(server, world)?)
 }

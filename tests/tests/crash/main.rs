@@ -7,6 +7,7 @@
 mod added;
 mod images;
 mod takeovers;
+mod unit;
 mod world;
 
 use std::fs::File;

@@ -18,10 +18,12 @@ use ringhaul_kit::frontend::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
+use super::unit;
+
 pub(super) const QUEUES: u16 = 2;
 pub(super) const QUEUE_SIZE: u16 = 128;
 /// Requests of a queue at a time. Each has four descriptors.
-const SLOTS: u16 = 32;
+pub(super) const SLOTS: u16 = 32;
 pub(super) const BLOCK_BYTES: usize = 4096;
 /// Few, so that each is written again soon.
 pub(super) const FEW_BLOCKS: u64 = 128;
@@ -96,6 +98,8 @@ pub(super) struct World {
     pub(super) answered: u64,
     /// The kind of the requests that take what was written away again, if it makes such.
     pub(super) erases: Option<u32>,
+    /// The logical unit that the disk is, if the device is a virtio-scsi device.
+    lun: Option<u8>,
     /// The driver sleeps until it is called.
     pub(super) sleeps: bool,
     pub(super) random: u64,
@@ -104,14 +108,23 @@ pub(super) struct World {
 impl World {
     /// The disk has so many blocks, of zeroes.
     pub(super) fn new(socket: &Path, blocks: u64, keeps_region: bool) -> Result<Self> {
+        Self::of(socket, blocks, keeps_region, None)
+    }
+
+    /// The disk is a logical unit.
+    pub(super) fn of_unit(socket: &Path, blocks: u64, lun: u8) -> Result<Self> {
+        Self::of(socket, blocks, true, Some(lun))
+    }
+
+    fn of(socket: &Path, blocks: u64, keeps_region: bool, lun: Option<u8>) -> Result<Self> {
         let mut setup = Setup::default().queue_size(QUEUE_SIZE);
-        setup.queues = QUEUES;
+        setup.queues = all_queues(lun);
         let mut region = None;
         if keeps_region {
             let features = &mut setup.protocol_features;
             *features = features.map(|all| all | protocol_feature::INFLIGHT_SHMFD);
             let file = memfd_create("ringhaul-test-inflight", MemfdFlags::CLOEXEC)?;
-            ftruncate(&file, ACCOUNT_BYTES * u64::from(QUEUES))?;
+            ftruncate(&file, ACCOUNT_BYTES * u64::from(setup.queues))?;
             region = Some(Arc::new(file));
         }
         Ok(Self {
@@ -123,6 +136,7 @@ impl World {
             last_version: 0,
             answered: 0,
             erases: None,
+            lun,
             sleeps: false,
             random: 1,
         })
@@ -139,14 +153,22 @@ impl World {
         self.frontend.negotiate()?;
         self.frontend.share_memory()?;
         if let Some(region) = &self.region {
-            let bytes = ACCOUNT_BYTES * u64::from(QUEUES);
-            self.frontend.tell(Message::inflight_region(region, bytes, QUEUES, QUEUE_SIZE))?;
+            let queues = all_queues(self.lun);
+            let bytes = ACCOUNT_BYTES * u64::from(queues);
+            self.frontend.tell(Message::inflight_region(region, bytes, queues, QUEUE_SIZE))?;
         }
-        for queue in 0..usize::from(QUEUES) {
+        let queues = usize::from(all_queues(self.lun));
+        for queue in 0..queues {
             let base = self.frontend.rings[queue].used_idx();
             self.frontend.start_queue(queue, base)?;
         }
-        (0..usize::from(QUEUES)).try_for_each(|queue| self.frontend.enable_queue(queue, true))
+        (0..queues).try_for_each(|queue| self.frontend.enable_queue(queue, true))
+    }
+
+    /// The ring of a queue for requests.
+    fn ring(&self, queue: usize) -> usize {
+        let others = self.lun.map_or(0, |_| unit::OTHER_QUEUES);
+        usize::from(others) + queue
     }
 
     /// Fills the free slots of a queue and kicks.
@@ -161,7 +183,8 @@ impl World {
                 is_new = true;
             }
         }
-        if is_new { self.frontend.rings[queue].kick() } else { Ok(()) }
+        let ring = self.ring(queue);
+        if is_new { self.frontend.rings[ring].kick() } else { Ok(()) }
     }
 
     /// A request that touches no block that another one touches, if there is one.
@@ -192,6 +215,9 @@ impl World {
     }
 
     fn put(&mut self, queue: usize, slot: usize, request: Request) -> Result<()> {
+        if let Some(lun) = self.lun {
+            return self.put_command(lun, queue, slot, request);
+        }
         let data = data_of(queue, slot);
         let sector = request.blocks().start * (BLOCK_BYTES / SECTOR_BYTES) as u64;
         let kind = match request {
@@ -205,9 +231,8 @@ impl World {
         let bytes = u32::try_from(request.blocks().count() * BLOCK_BYTES)?;
         let mut chain = vec![Desc::readable(header, 16)];
         match request {
-            Request::Write(first, count, version) => {
-                let new = (first..first + count).flat_map(|block| content(block, version));
-                self.frontend.memory.write(data, &new.collect::<Vec<u8>>())?;
+            Request::Write(..) => {
+                self.fill(data, request)?;
                 chain.push(Desc::readable(data, bytes));
             }
             Request::Read(..) => chain.push(Desc::writable(data, bytes)),
@@ -226,14 +251,63 @@ impl World {
         Ok(())
     }
 
+    /// Writes the data of a write.
+    fn fill(&self, data: u64, request: Request) -> Result<()> {
+        let Request::Write(first, count, version) = request else { return Ok(()) };
+        let new = (first..first + count).flat_map(|block| content(block, version));
+        self.frontend.memory.write(data, &new.collect::<Vec<u8>>())
+    }
+
+    fn put_command(&mut self, lun: u8, queue: usize, slot: usize, request: Request) -> Result<()> {
+        let data = data_of(queue, slot);
+        self.fill(data, request)?;
+        let blocks = request.blocks();
+        let bytes = u32::try_from(blocks.clone().count() * BLOCK_BYTES)?;
+        let (opcode, data) = match request {
+            Request::Write(..) => (0x8a, Some(Desc::readable(data, bytes))),
+            Request::Read(..) => (0x88, Some(Desc::writable(data, bytes))),
+            Request::Flush => (0x91, None),
+            Request::Erase(..) => anyhow::bail!("it makes no such commands"),
+        };
+        let range = (blocks.start, blocks.end - blocks.start);
+        let memory = &self.frontend.memory;
+        let chain = unit::put(memory, lun, (queue, slot), opcode, range, data)?;
+        let (ring, head) = (self.ring(queue), u16::try_from(slot)? * 4);
+        let ring = &mut self.frontend.rings[ring];
+        ring.put_chain(head, &chain);
+        ring.offer(head);
+        Ok(())
+    }
+
+    /// Whether a request is done. A request that is to be sent again is sent.
+    fn ends(&mut self, queue: usize, slot: usize, request: Request) -> Result<bool> {
+        if self.lun.is_none() {
+            let status = self.frontend.status(queue, u16::try_from(slot)?);
+            ensure!(status == Some(blk::OK), "{request:?} ended with {status:?}");
+            return Ok(true);
+        }
+        if unit::outcome(&self.frontend.memory, (queue, slot))? == unit::Outcome::Done {
+            return Ok(true);
+        }
+        self.put(queue, slot, request)?;
+        self.slots[queue][slot] = Some(request);
+        let ring = self.ring(queue);
+        self.frontend.rings[ring].kick()?;
+        Ok(false)
+    }
+
     /// Takes the answers that there are. Returns how many.
     pub(super) fn take(&mut self) -> Result<u64> {
         let before = self.answered;
         for queue in 0..usize::from(QUEUES) {
-            while let Some(used) = self.frontend.rings[queue].take_used() {
+            let ring = self.ring(queue);
+            while let Some(used) = self.frontend.rings[ring].take_used() {
                 let slot = usize::try_from(used.head)? / 4;
                 let request = self.slots[queue].get_mut(slot).and_then(Option::take);
                 let request = request.with_context(|| format!("{used:?} was answered twice"))?;
+                if !self.ends(queue, slot, request)? {
+                    continue;
+                }
                 self.check(queue, slot, request)?;
                 self.answered += 1;
                 if self.answered.is_multiple_of(2) {
@@ -245,8 +319,6 @@ impl World {
     }
 
     fn check(&mut self, queue: usize, slot: usize, request: Request) -> Result<()> {
-        let status = self.frontend.status(queue, u16::try_from(slot)?);
-        ensure!(status == Some(blk::OK), "{request:?} ended with {status:?}");
         match request {
             Request::Write(_, _, version) => self.have(request, Version::Of(version))?,
             Request::Erase(..) if self.erases == Some(blk::DISCARD) => {
@@ -341,6 +413,10 @@ impl World {
         }
         Ok(())
     }
+}
+
+fn all_queues(lun: Option<u8>) -> u16 {
+    if lun.is_some() { unit::OTHER_QUEUES + QUEUES } else { QUEUES }
 }
 
 fn data_of(queue: usize, slot: usize) -> u64 {
