@@ -2,7 +2,7 @@
 //! with them.
 
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt as _, MetadataExt};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -184,22 +184,31 @@ fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
     served.end()?;
     images.check_image("middle")?;
     // Compressed by QEMU, and then read and overwritten.
-    images.qemu_img("convert -c -O qcow2 @middle @compressed")?;
-    images.qemu_img("create -q -f qcow2 -b compressed -F qcow2 @disk")?;
-    let disk = images.name("disk")?;
-    let text = images.info(&disk)?.expect_code(0)?.stdout;
-    for words in ["format    qcow2", "/disk\n", "/compressed\n", ", backing file"] {
-        ensure!(text.contains(words), "no {words:?}:\n{text}");
+    let before = images.content.clone();
+    for kind in ["zlib", "zstd"] {
+        images.content.clone_from(&before);
+        let compress = format!("convert -c -O qcow2 -o compression_type={kind}");
+        images.qemu_img(&format!("{compress} @middle @compressed"))?;
+        images.qemu_img("create -q -f qcow2 -b compressed -F qcow2 @disk")?;
+        let disk = images.name("disk")?;
+        let text = images.info(&disk)?.expect_code(0)?.stdout;
+        for words in ["format    qcow2", "/disk\n", "/compressed\n", ", backing file"] {
+            ensure!(text.contains(words), "no {words:?}:\n{text}");
+        }
+        for image in ["disk", "compressed"] {
+            images.content.clone_from(&before);
+            let mut served = images.serve(image)?;
+            images.check(&mut served)?;
+            images.write_all_over(&mut served)?;
+            // What lies below must not be seen again.
+            served.change(blk::WRITE_ZEROES, 2 * MIB, MIB, 1)?;
+            images.content[2 * MIB..3 * MIB].fill(0);
+            images.check(&mut served)?;
+            served.end()?;
+            images.check_image(image)?;
+        }
     }
-    let mut served = images.serve("disk")?;
-    images.check(&mut served)?;
-    images.write_all_over(&mut served)?;
-    // What lies below must not be seen again.
-    served.change(blk::WRITE_ZEROES, 2 * MIB, MIB, 1)?;
-    images.content[2 * MIB..3 * MIB].fill(0);
-    images.check(&mut served)?;
-    served.end()?;
-    images.check_image("disk")
+    Ok(())
 }
 
 /// What a backing file names lies beside the link that leads to that file, as QEMU has it.
@@ -377,7 +386,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
     File::create(&base)?.set_len(DISK_BYTES as u64)?;
     fs::create_dir(images.path("inner")?)?;
     for create in [
-        "-o compression_type=zstd @zstd 8M",
+        "-o compression_type=zstd @compression 8M",
         "-o extended_l2=on @subclusters 8M",
         "-o data_file=@data @external 8M",
         "-o lazy_refcounts=on @lazy 8M",
@@ -394,6 +403,8 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         images.qemu_img(&format!("create -q -f qcow2 {create}"))?;
     }
     images.qemu_img("snapshot -q -c one @snapshots")?;
+    let compression = OpenOptions::new().write(true).open(images.path("compression")?)?;
+    compression.write_all_at(&[2], 104)?;
     images.qemu_img("create -q -f qcow2 @cut 8M")?;
     OpenOptions::new().write(true).open(images.path("cut")?)?.set_len(100)?;
     forget_format(&images.path("guessed")?)?;
@@ -402,7 +413,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         refusals.check(what, images.command(disk), words);
     };
     for (image, words) in [
-        ("zstd", ["compression other than zlib", "qemu-img convert"]),
+        ("compression", ["compression of kind 2", "qemu-img convert"]),
         ("subclusters", ["extended L2", "qemu-img convert"]),
         ("external", ["external data file", "qemu-img convert"]),
         ("snapshots", ["internal snapshots (1)", "qemu-img snapshot -d"]),

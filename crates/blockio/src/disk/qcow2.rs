@@ -39,6 +39,9 @@ mod table;
 #[cfg(test)]
 mod tables_tests;
 mod uses;
+mod zstd;
+#[cfg(test)]
+mod zstd_tests;
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -50,6 +53,7 @@ pub use core::Layer;
 use core::{Core, TOO_LONG_BELOW, refused};
 pub use header::{BackingFile, ImageHeader};
 use mark::MarkState;
+use order::Order;
 use owner::{Image, Job};
 use room::Room;
 use storage::Store;
@@ -114,7 +118,10 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
     let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
-    let order = Arc::default();
+    let order = Arc::<Order>::default();
+    if layers.iter().any(Layer::has_zstd) {
+        order.set_disk_bytes(header.size_bytes);
+    }
     let core = Arc::new(Core {
         table,
         top: Store::new(0, (source.clone(), Some(&header)), &order, &room),

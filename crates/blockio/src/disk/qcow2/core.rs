@@ -56,6 +56,10 @@ impl Layer {
         self.header.as_ref().is_some_and(ImageHeader::is_corrupt)
     }
 
+    pub(super) fn has_zstd(&self) -> bool {
+        self.header.as_ref().is_some_and(ImageHeader::has_zstd)
+    }
+
     /// What it is.
     #[must_use]
     pub fn source(&self) -> &DiskSource {

@@ -25,6 +25,13 @@ const DIRTY: u64 = 1;
 const LAZY: u64 = 1;
 /// An incompatible feature: a program has found it damaged. It may be read.
 const CORRUPT: u64 = 2;
+/// An incompatible feature: its compressed clusters are of the kind that the header names.
+const HAS_COMPRESSION: u64 = 8;
+/// Kinds of compressed clusters.
+const ZLIB: u8 = 0;
+const ZSTD: u8 = 1;
+/// The place of that kind in a header that is long enough.
+const COMPRESSION_AT: usize = 104;
 
 /// An autoclear feature: the bitmaps are valid. A program that changes the disk and not the bitmaps
 /// takes it away.
@@ -42,6 +49,8 @@ pub struct ImageHeader {
     version: u32,
     incompatible: u64,
     compatible: u64,
+    /// The kind of its compressed clusters.
+    compression: u8,
     /// Extensions that may have clusters of their own.
     has_unknown_extensions: bool,
     /// The list of bitmaps that are valid.
@@ -113,12 +122,19 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         version,
         incompatible,
         compatible,
+        compression: compression(front, header_bytes),
         has_unknown_extensions: extensions.has_unknown,
         bitmaps: extensions.bitmaps.filter(|_| autoclear & BITMAPS != 0),
         is_encrypted: u32_at(front, 32)? != 0,
         snapshots: u32_at(front, 60)?,
         entries: u32_at(front, 36)?,
     })
+}
+
+/// The kind of compressed clusters. Shorter headers have none.
+fn compression(front: &[u8], header_bytes: u32) -> u8 {
+    let is_there = usize::try_from(header_bytes).is_ok_and(|bytes| bytes > COMPRESSION_AT);
+    front.get(COMPRESSION_AT).filter(|_| is_there).copied().unwrap_or(ZLIB)
 }
 
 fn backing_name(front: &[u8]) -> Result<Option<String>, String> {
@@ -231,6 +247,11 @@ impl ImageHeader {
         self.incompatible & CORRUPT != 0
     }
 
+    /// Whether Zstandard has compressed its clusters.
+    pub(super) fn has_zstd(&self) -> bool {
+        self.incompatible & HAS_COMPRESSION != 0 && self.compression == ZSTD
+    }
+
     /// Whether we may mark it, and free what is left of a user that has not closed it: none of its
     /// counts are only in somebody's memory.
     pub(super) fn may_be_marked(&self) -> bool {
@@ -297,6 +318,11 @@ impl ImageHeader {
 
     fn check_features(&self, read_only: bool) -> Result<(), String> {
         let mut unknown = String::new();
+        if self.incompatible & HAS_COMPRESSION == 0 && self.compression != ZLIB {
+            return Err("its header is damaged: it names a compression and lacks the feature bit \
+                        of it; look at it with `qemu-img check`"
+                .into());
+        }
         for bit in (0..64).filter(|bit| self.incompatible & (1 << bit) != 0) {
             match bit {
                 // Only who writes to it needs its counts.
@@ -310,7 +336,8 @@ impl ImageHeader {
                     );
                 }
                 2 => unknown += "an external data file, ",
-                3 => unknown += "compression other than zlib (such as zstd), ",
+                3 if self.compression == ZSTD => {}
+                3 => write!(unknown, "compression of kind {}, ", self.compression).unwrap_or(()),
                 4 => unknown += "extended L2 entries (subclusters), ",
                 bit => write!(unknown, "feature bit {bit}, ").unwrap_or(()),
             }
@@ -365,7 +392,7 @@ mod tests {
         for (at, byte, expected) in [
             (79, 2, "marked as corrupt"),
             (79, 4, "an external data file"),
-            (79, 8, "zstd"),
+            (79, 8, "compression of kind 0"),
             (79, 16, "extended L2"),
             (72, 128, "feature bit 63"),
             (35, 2, "encrypted"),

@@ -21,7 +21,8 @@ pub(super) mod counted;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use super::ahead::Ahead;
@@ -99,6 +100,8 @@ fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
 pub(super) struct Order {
     state: Mutex<State>,
     pub(super) mark: Mark,
+    /// The size of the disk, if imago sees whole clusters of it: see `zstd.rs`. Zero: it does not.
+    disk_bytes: AtomicU64,
     /// Clusters are counted ahead, and ready.
     has_ahead: AtomicBool,
 }
@@ -229,6 +232,20 @@ impl Order {
             state.tables = Some(tables);
             Ok(())
         })
+    }
+
+    /// The size of the disk, if imago sees whole clusters of it.
+    pub(super) fn disk_bytes(&self) -> Option<u64> {
+        Some(self.disk_bytes.load(Relaxed)).filter(|bytes| *bytes > 0)
+    }
+
+    pub(super) fn is_rounded(&self) -> bool {
+        self.disk_bytes().is_some()
+    }
+
+    /// Has imago see whole clusters of a disk of this size.
+    pub(super) fn set_disk_bytes(&self, bytes: u64) {
+        self.disk_bytes.store(bytes, Relaxed);
     }
 
     /// Whether L1 moves.

@@ -10,6 +10,7 @@ mod ahead;
 mod alone;
 mod clear;
 mod rest;
+mod unpacked;
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -298,7 +299,7 @@ impl Owner {
         let mut data = vec![0; iomem::fits(range.end - range.start, "bytes in memory")];
         let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
-        image.read(&mut data[..], range.start).await?;
+        self.read_into(&image, &mut data, range.start).await?;
         Ok(data)
     }
 
@@ -417,11 +418,26 @@ impl Owner {
 
     /// Writes some of the first bytes, and says how many.
     async fn write_some(&self, image: &Format, offset: u64, data: &[u8]) -> io::Result<usize> {
+        match self.core.order.is_rounded() {
+            true => self.write_unpacked(image, offset, data).await,
+            false => self.write_found(image, offset, data, false).await,
+        }
+    }
+
+    /// As [`write_some`](Self::write_some), all at once if that is one cluster.
+    async fn write_found(
+        &self,
+        image: &Format,
+        offset: u64,
+        data: &[u8],
+        is_cluster: bool,
+    ) -> io::Result<usize> {
         let (found, same) = image.get_mapping(offset, data.len() as u64).await?;
         // Clusters of zeroes may have space. imago gives that of the second up if it does not
         // follow that of the first.
         let cluster = self.core.cluster_bytes;
         let len = match found {
+            _ if is_cluster => data.len() as u64,
             Mapping::Zero { explicit: true, .. } => same.min(cluster - offset % cluster),
             _ => same,
         };

@@ -1,5 +1,6 @@
 //! The files of an image as imago sees them: disks of ours, on the owner's thread.
 
+mod packed;
 mod reserve;
 mod writes;
 
@@ -22,6 +23,7 @@ use super::mark::{self, MarkState};
 use super::order::{FRONT_BYTES, Order, Tables, Way};
 use super::places::Wrong;
 use super::room::Room;
+use super::zstd;
 use crate::bounce::BounceShare;
 use crate::disk::{Disk, DiskSource};
 use crate::error::Error;
@@ -65,6 +67,8 @@ pub(super) struct Store {
     source: DiskSource,
     /// It is an image whose header has a place for the mark.
     has_mark: bool,
+    /// It is one with clusters that imago cannot read.
+    has_zstd: bool,
     /// That of the image that is written to.
     order: Arc<Order>,
     room: Arc<Room>,
@@ -86,9 +90,15 @@ impl Store {
     ) -> Self {
         let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
         let has_mark = header.is_some_and(ImageHeader::has_mark);
+        let has_zstd = header.is_some_and(ImageHeader::has_zstd);
         let (room, helper) = (Arc::clone(room), CommonStorageHelper::default());
         let full_at = AtomicU64::new(NEVER);
-        Self { layer, source, has_mark, order, room, helper, full_at }
+        Self { layer, source, has_mark, has_zstd, order, room, helper, full_at }
+    }
+
+    /// Whether its clusters are compressed as `zstd.rs` says.
+    pub(super) fn has_zstd(&self) -> bool {
+        self.has_zstd
     }
 
     /// How long the file is.
@@ -149,6 +159,9 @@ impl Store {
         let front = if self.has_mark { self.front().await? } else { Vec::new() };
         let is_set = mark::is_set(&front);
         self.order.mark.set_autoclear(mark::has_autoclear(&front));
+        if self.order.is_rounded() {
+            self.order.set_disk_bytes(zstd::disk_bytes(&front));
+        }
         self.order.mark.set_state(match (may_be_marked, is_set) {
             (true, false) => MarkState::Clear,
             // What points to its clusters is right.
@@ -332,6 +345,9 @@ impl Storage for Store {
         if offset == 0 && self.has_mark {
             mark::hide(&mut data);
         }
+        if offset == 0 {
+            zstd::hide(&mut data, self.has_zstd, self.order.is_rounded());
+        }
         bufv.copy_from_slice(&data);
         Ok(())
     }
@@ -343,6 +359,9 @@ impl Storage for Store {
         bufv.copy_into_slice(&mut data);
         if offset == 0 && self.has_mark {
             self.order.mark.put(&mut data);
+        }
+        if offset == 0 {
+            zstd::put(&mut data, self.has_zstd, self.order.disk_bytes());
         }
         let written = match self.order.sort(offset, &data) {
             Way::Now => self.write_other(&data, offset).await,

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use imago::format::PreallocateMode;
 use tokio::sync::RwLockWriteGuard;
@@ -9,7 +10,7 @@ use tokio::sync::RwLockWriteGuard;
 use super::Owner;
 use crate::disk::qcow2::core::TOO_LONG_BELOW;
 use crate::disk::qcow2::format::{Format, open};
-use crate::disk::qcow2::storage;
+use crate::disk::qcow2::{storage, zstd};
 
 impl Owner {
     /// Has the image for one job only.
@@ -62,7 +63,7 @@ impl Owner {
 
     pub(super) async fn grow(&self, size: u64) -> io::Result<()> {
         let image = self.image().await?.write().await;
-        let before = image.size();
+        let before = self.core.size_bytes.load(Ordering::Relaxed);
         if self.core.bytes_below() > before {
             return Err(io::Error::other(TOO_LONG_BELOW));
         }
@@ -71,11 +72,28 @@ impl Owner {
         self.core.order.set_moves(true);
         // The first table moves, and the header still names its old place until the commit below.
         // So no space is looked for before: a table of zeroes could take that place.
-        let grown = image.resize_grow(size, PreallocateMode::None).await;
+        let grown = self.grow_in(&image, before..size).await;
         self.changed.set(self.changed.get() + 1);
         let committed = self.commit_to(&image).await;
         self.core.order.set_moves(false);
         self.core.top.learn().await.inspect_err(|_| self.core.order.refuse(storage::MOVED))?;
         grown.and(committed)
+    }
+
+    async fn grow_in(&self, image: &Format, sizes: Range<u64>) -> io::Result<()> {
+        let order = &self.core.order;
+        if !order.is_rounded() {
+            return image.resize_grow(sizes.end, PreallocateMode::None).await;
+        }
+        order.set_disk_bytes(sizes.end);
+        let grown = async {
+            let seen = sizes.end.next_multiple_of(self.core.cluster_bytes);
+            image.resize_grow(seen, PreallocateMode::None).await?;
+            // imago writes no header for a size that is the same to it.
+            let has_zstd = self.core.top.has_zstd();
+            let put = |front: &mut [u8]| zstd::put(front, has_zstd, Some(sizes.end));
+            self.core.top.change_front(put).await
+        };
+        grown.await.inspect_err(|_| order.set_disk_bytes(sizes.start))
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use imago::Mapping;
 
@@ -131,8 +132,8 @@ impl Owner {
     fn whole_clusters(&self, range: &Range<u64>, size: u64) -> Range<u64> {
         let cluster = self.core.cluster_bytes;
         let start = range.start.next_multiple_of(cluster);
-        let end = match range.end == size {
-            true => size,
+        let end = match range.end >= self.core.size_bytes.load(Ordering::Relaxed) {
+            true => range.end.next_multiple_of(cluster).min(size),
             false => range.end - range.end % cluster,
         };
         // With none, all of it is before them.

@@ -1,0 +1,215 @@
+//! Clusters that are compressed by Zstandard. imago knows the format's other compression alone, so
+//! it does not see which one an image has, and reads none of these clusters: neither for a request
+//! nor to copy the rest of one that is written to.
+//!
+//! It copies none of a cluster that is overwritten as a whole. The disk may end inside its last
+//! cluster, so imago sees a size that ends with that cluster.
+
+use std::io;
+use std::io::Read as _;
+
+use ruzstd::decoding::errors::FrameDecoderError;
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+/// The largest window of a frame. RFC 8878 recommends it as the limit of decoders.
+const WINDOW_BYTES_MAX: u64 = 8 << 20;
+
+const TOO_LONG: &str = "it has more than a cluster";
+
+/// The feature of a header that imago does not see, and its place.
+const FEATURE: u8 = 8;
+const FEATURE_AT: usize = 79;
+/// The place of the size of the disk, and of the size of a cluster.
+const SIZE: std::ops::Range<usize> = 24..32;
+const CLUSTER_AT: usize = 23;
+
+/// The size of the disk that a header says.
+pub(super) fn disk_bytes(header: &[u8]) -> u64 {
+    let size = header.get(SIZE).and_then(|size| size.first_chunk());
+    size.map_or(0, |size| u64::from_be_bytes(*size))
+}
+
+/// Makes a header look as if its clusters were compressed as imago knows it, and as if the disk
+/// ended with a cluster.
+pub(super) fn hide(header: &mut [u8], has_zstd: bool, is_rounded: bool) {
+    if has_zstd && let Some(feature) = header.get_mut(FEATURE_AT) {
+        *feature &= !FEATURE;
+    }
+    if is_rounded {
+        let seen = disk_bytes(header).checked_next_multiple_of(cluster_bytes(header));
+        set_disk_bytes(header, seen.unwrap_or(u64::MAX));
+    }
+}
+
+/// Puts the fields back that imago does not see.
+pub(super) fn put(header: &mut [u8], has_zstd: bool, disk_bytes: Option<u64>) {
+    if has_zstd && let Some(feature) = header.get_mut(FEATURE_AT) {
+        *feature |= FEATURE;
+    }
+    if let Some(bytes) = disk_bytes {
+        set_disk_bytes(header, bytes);
+    }
+}
+
+fn set_disk_bytes(header: &mut [u8], disk_bytes: u64) {
+    if let Some(size) = header.get_mut(SIZE) {
+        size.copy_from_slice(&disk_bytes.to_be_bytes());
+    }
+}
+
+/// Bytes of a cluster, clamped to the sizes of the format: the header may have changed.
+pub(super) fn cluster_bytes(header: &[u8]) -> u64 {
+    1 << u32::from(header.get(CLUSTER_AT).copied().unwrap_or(0)).clamp(9, 21)
+}
+
+/// An entry of an L2 table: its cluster is compressed.
+const IS_COMPRESSED: u64 = 1 << 62;
+/// The offset of a table, in an entry of L1.
+pub(super) const TABLE: u64 = ((1 << 56) - 1) & !511;
+
+/// Where compressed data is in a file. It ends before the end of these bytes.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Packed {
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+impl Packed {
+    /// Place that an entry of an L2 table names. `None`: its cluster is not compressed.
+    pub(super) fn of(entry: u64, cluster_bytes: u64) -> Option<Self> {
+        if entry & (1 << 63) != 0 || entry & IS_COMPRESSED == 0 {
+            return None;
+        }
+        let offset_bits = 62 - (cluster_bytes.trailing_zeros() - 8);
+        let descriptor = entry & (IS_COMPRESSED - 1);
+        let offset = descriptor & ((1 << offset_bits) - 1) & ((1 << 56) - 1);
+        let sectors = descriptor >> offset_bits;
+        Some(Self { offset, bytes: (sectors + 1) * 512 - offset % 512 })
+    }
+}
+
+/// The content of a cluster that has this many bytes.
+pub(super) fn unpack(mut data: &[u8], cluster_bytes: usize) -> io::Result<Vec<u8>> {
+    let wrong = |error: FrameDecoderError| io::Error::other(error);
+    let mut decoder = FrameDecoder::new();
+    decoder.set_max_window_size(WINDOW_BYTES_MAX);
+    let mut cluster = vec![0; cluster_bytes];
+    let mut done = 0;
+    while done < cluster_bytes {
+        decoder.reset(&mut data).map_err(wrong)?;
+        if decoder.content_size() > (cluster_bytes - done) as u64 {
+            return Err(io::Error::other(TOO_LONG));
+        }
+        while !decoder.is_finished() {
+            decoder
+                .decode_blocks(&mut data, BlockDecodingStrategy::UptoBlocks(1))
+                .map_err(wrong)?;
+            done += decoder.read(&mut cluster[done..])?;
+            if decoder.can_collect() > 0 {
+                return Err(io::Error::other(TOO_LONG));
+            }
+        }
+    }
+    Ok(cluster)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAGIC: [u8; 4] = 0xfd2f_b528_u32.to_le_bytes();
+    const BLOCK: u32 = 128 << 10;
+    const ROUNDS: u32 = 2000;
+
+    /// The front of a frame with a window of 1 KiB times a power of two.
+    fn front(power: u8) -> Vec<u8> {
+        [&MAGIC[..], &[0, power << 3]].concat()
+    }
+
+    /// A block of equal bytes.
+    fn equal(bytes: u32, is_last: bool) -> Vec<u8> {
+        let header = u32::from(is_last) | 1 << 1 | bytes << 3;
+        [&header.to_le_bytes()[..3], &[7]].concat()
+    }
+
+    #[test]
+    fn frames_give_a_cluster_and_no_more() {
+        let frame = |blocks: &[Vec<u8>]| [front(10), blocks.concat()].concat();
+        let cluster: usize = iomem::fits(BLOCK, "a cluster");
+        let unpack = |data: &[u8]| unpack(data, cluster).map_err(|error| error.to_string());
+        let whole = frame(&[equal(BLOCK, true)]);
+        assert_eq!(unpack(&[&whole[..], b"the next one"].concat()), Ok(vec![7; cluster]));
+        let halves = [false, true].map(|is_last| equal(BLOCK / 2, is_last));
+        assert_eq!(unpack(&frame(&halves)), Ok(vec![7; cluster]));
+        let two = frame(&[equal(BLOCK / 2, true)]).repeat(2);
+        assert_eq!(unpack(&two), Ok(vec![7; cluster]));
+        for end in 0..whole.len() {
+            assert!(unpack(&whole[..end]).is_err(), "{end}");
+        }
+        assert_eq!(unpack(&frame(&[equal(BLOCK, false), equal(1, true)])), Err(TOO_LONG.into()));
+        // It says that it has more.
+        let long = [&MAGIC[..], &[0b1010_0000], &(BLOCK + 1).to_le_bytes()].concat();
+        assert_eq!(unpack(&[long, equal(BLOCK, true)].concat()), Err(TOO_LONG.into()));
+        let window = [front(14), equal(BLOCK, true)].concat();
+        assert!(unpack(&window).unwrap_err().contains("window"));
+        // A terabyte in 32 MiB.
+        let bomb = frame(&[equal(BLOCK, false).repeat(8 << 20)]);
+        assert_eq!(unpack(&bomb), Err(TOO_LONG.into()));
+    }
+
+    /// The maker of an image may put any bytes into a frame.
+    #[test]
+    fn damaged_frames_are_errors() {
+        let mut random = 1u64;
+        let mut next = || {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            usize::try_from(random >> 33).unwrap()
+        };
+        let mut cluster: Vec<u8> = (0..16_384).map(|_| next().to_le_bytes()[0] & 15).collect();
+        cluster.copy_within(100..4000, 8000);
+        let level = ruzstd::encoding::CompressionLevel::Fastest;
+        let whole = ruzstd::encoding::compress_to_vec(&cluster[..], level);
+        assert!(whole.len() < 12_000);
+        assert_eq!(unpack(&whole, cluster.len()).unwrap(), cluster);
+        let mut errors = 0;
+        for round in 0..ROUNDS {
+            let mut frame = whole.clone();
+            for _ in 0..round % 4 + 1 {
+                // Headers of the frame and of its first block come first.
+                let end = if round % 2 == 0 { 40 } else { frame.len() };
+                frame[next() % end] = next().to_le_bytes()[0];
+            }
+            frame.truncate(if round % 8 == 0 { next() % frame.len() } else { frame.len() });
+            match unpack(&frame, cluster.len()) {
+                Ok(found) => assert_eq!(found.len(), cluster.len()),
+                Err(_) => errors += 1,
+            }
+        }
+        assert!(errors > ROUNDS / 4, "{errors} of {ROUNDS} frames are damaged");
+    }
+
+    #[test]
+    fn an_entry_says_where_compressed_data_is() {
+        assert_eq!(Packed::of(1 << 63 | IS_COMPRESSED | 4096, 65_536), None);
+        assert_eq!(Packed::of(4096, 65_536), None);
+        let entry = IS_COMPRESSED | 2 << 54 | 4100;
+        assert_eq!(Packed::of(entry, 65_536), Some(Packed { offset: 4100, bytes: 1532 }));
+        let entry = IS_COMPRESSED | 1 << 61 | 511;
+        assert_eq!(Packed::of(entry, 512), Some(Packed { offset: 511, bytes: 513 }));
+    }
+
+    #[test]
+    fn imago_sees_another_header_and_writes_the_same() {
+        let mut header = vec![0; 512];
+        header[CLUSTER_AT] = 16;
+        header[FEATURE_AT] = FEATURE | 1;
+        set_disk_bytes(&mut header, 65_537);
+        let before = header.clone();
+        hide(&mut header, true, true);
+        assert_eq!((header[FEATURE_AT], disk_bytes(&header)), (1, 131_072));
+        put(&mut header, true, Some(65_537));
+        assert_eq!(header, before);
+        hide(&mut header, false, false);
+        assert_eq!(header, before);
+    }
+}
