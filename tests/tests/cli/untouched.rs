@@ -10,6 +10,23 @@ use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
 
+/// Files of all disks.
+const NAMES: [&str; 7] =
+    ["plain.img", "luks.img", "odd.img", "new.qcow2", "old.qcow2", "bitmaps.qcow2", "left.qcow2"];
+
+/// Makes an image look as a daemon leaves it that is killed while it finds space: its first free
+/// cluster is counted, and it is marked as dirty.
+fn leak(image: &Path) -> Result<()> {
+    const CLUSTER: usize = 64 << 10;
+    let mut content = fs::read(image)?;
+    // Clusters 0 to 3 have the header, the table of blocks of counts, the block and L1.
+    let counts = 2 * CLUSTER;
+    ensure!(content[counts..counts + 10] == [0, 1, 0, 1, 0, 1, 0, 1, 0, 0], "another layout");
+    content[counts + 9] = 1;
+    content[79] |= 1;
+    Ok(fs::write(image, content)?)
+}
+
 /// An export of each kind that is opened for writing.
 #[test]
 fn no_start_changes_a_disk() -> Result<()> {
@@ -26,9 +43,12 @@ fn no_start_changes_a_disk() -> Result<()> {
     let format = ["--batch-mode", "--type", "luks1", "--pbkdf-force-iterations", "1000"];
     let format = [&["luksFormat", "--key-file", &key], &format[..], &[&luks]].concat();
     run_program("cryptsetup", &format)?;
-    for (name, options) in
-        [("new.qcow2", "compat=1.1"), ("old.qcow2", "compat=0.10"), ("bitmaps.qcow2", "compat=1.1")]
-    {
+    for (name, options) in [
+        ("new.qcow2", "compat=1.1"),
+        ("old.qcow2", "compat=0.10"),
+        ("bitmaps.qcow2", "compat=1.1"),
+        ("left.qcow2", "compat=1.1"),
+    ] {
         run_program(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-o", options, &path(name), "1M"],
@@ -36,6 +56,7 @@ fn no_start_changes_a_disk() -> Result<()> {
     }
     let bitmaps = path("bitmaps.qcow2");
     run_program("qemu-img", &["bitmap", "--add", "--enable", &bitmaps, "backup0"])?;
+    leak(path("left.qcow2").as_ref())?;
     let qcow2 = |name: &str| format!("qcow2:{}", path(name));
     let disks = [
         path("plain.img"),
@@ -43,12 +64,11 @@ fn no_start_changes_a_disk() -> Result<()> {
         qcow2("new.qcow2"),
         qcow2("old.qcow2"),
         qcow2("bitmaps.qcow2"),
+        qcow2("left.qcow2"),
         format!("raw,offset=1M,over={}", path("odd.img")),
     ];
-    let all = || -> Result<Vec<Vec<u8>>> {
-        let names = ["plain.img", "luks.img", "odd.img", "new.qcow2", "old.qcow2", "bitmaps.qcow2"];
-        names.iter().map(|name| Ok(fs::read(path(name))?)).collect()
-    };
+    let all =
+        || -> Result<Vec<Vec<u8>>> { NAMES.iter().map(|name| Ok(fs::read(path(name))?)).collect() };
     let before = all()?;
     let serve = |missing: Option<&Path>| {
         let mut command = ringhaul()?;
@@ -70,6 +90,8 @@ fn no_start_changes_a_disk() -> Result<()> {
     }
     let warning = "it has persistent bitmaps (backup0), which become invalid with the first change";
     ensure!(daemon.stderr().matches(warning).count() == 1, "{}", daemon.stderr());
+    let found = "found 1 leaked clusters, which the first write frees";
+    ensure!(daemon.stderr().contains(found), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     ensure!(all()? == before, "a daemon without a front-end has changed a disk");

@@ -221,10 +221,15 @@ impl Recorded {
         Ok(())
     }
 
-    /// Checks that a daemon opens the file, leaves no leaked cluster, and shows the same.
+    /// Checks that a daemon opens the file, leaves no leaked cluster behind a write, and shows the
+    /// same.
     fn open(&self, path: &Path, at: usize) -> Result<()> {
         let disk = self.disk(&format!("file,path={}", path.display()));
         let mut daemon = self.serve("cut.sock", &disk)?;
+        let mut frontend = Frontend::attach(&self.scene.socket("cut.sock"), &Setup::default())?;
+        let first = frontend.read(0, 0, SECTOR)?;
+        frontend.write(0, 0, &first)?;
+        drop(frontend);
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
         let is_marked =

@@ -194,7 +194,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (27, &["disk::qcow2::header", "disk::qcow2::table", "disk::qcow2::uses"]),
             (28, &["disk::qcow2::storage"]),
             (29, &["disk::qcow2::core", "disk::qcow2::storage::reserve"]),
-            (29, &["disk::qcow2::storage::packed"]),
+            (29, &["disk::qcow2::leaks::reader", "disk::qcow2::storage::packed"]),
             (30, &["disk::qcow2::format", "disk::qcow2::leaks", "disk::qcow2::storage::writes"]),
             (31, &["disk::qcow2::leaks::bitmaps", "disk::qcow2::leaks::tables"]),
             (31, &["disk::qcow2::owner"]),

@@ -114,14 +114,15 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         ..below
     };
     let cut = if is_deferred { None } else { look_at_tables(&layers)? };
-    let may_be_marked = !below.read_only && may_mark(&source, &header, is_deferred)?;
+    let leaked = match below.read_only {
+        true => None,
+        false => look_if_marked(&source, &header, is_deferred)?,
+    };
+    let may_be_marked = !below.read_only && header.may_be_marked() && source.is_held_alone();
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
     let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
-    let order = Arc::<Order>::default();
-    if layers.iter().any(Layer::has_zstd) {
-        order.set_disk_bytes(header.size_bytes);
-    }
+    let order = new_order(&layers, &header);
     let core = Arc::new(Core {
         table,
         top: Store::new(0, (source.clone(), Some(&header)), &order, &room),
@@ -132,6 +133,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         cluster_bytes: header.cluster_bytes.into(),
         has_zero_clusters: header.has_zero_clusters(),
         may_be_marked,
+        leaked,
         size_bytes: AtomicU64::new(header.size_bytes),
         // Whoever had it before may have left changes without a flush.
         committed: AtomicU64::new(1),
@@ -151,20 +153,29 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     Ok((info, source))
 }
 
-/// Whether an image that is written to is ours to mark. One that was left marked is looked at, but
-/// not while another process writes to it.
-fn may_mark(source: &DiskSource, header: &ImageHeader, is_deferred: bool) -> Result<bool, Error> {
-    let is_held_alone = source.is_held_alone();
-    if header.is_dirty() {
-        // A process that hands it over has marked it, if its counts are not in somebody's memory.
-        if !header.may_be_marked() || !(is_held_alone || is_deferred) {
-            return Err(refused(source, header.why_not_written().to_owned()));
-        }
-        if !is_deferred {
-            leaks::free(source, header)?;
-        }
+fn new_order(layers: &[Layer], header: &ImageHeader) -> Arc<Order> {
+    let order = Order::default();
+    if layers.iter().any(Layer::has_zstd) {
+        order.set_disk_bytes(header.size_bytes);
     }
-    Ok(header.may_be_marked() && is_held_alone)
+    Arc::new(order)
+}
+
+/// How many clusters are leaked of an image that was left marked. One that another process still
+/// writes to is not looked at.
+fn look_if_marked(
+    source: &DiskSource,
+    header: &ImageHeader,
+    is_deferred: bool,
+) -> Result<Option<u64>, Error> {
+    if !header.is_dirty() {
+        return Ok(None);
+    }
+    // A process that hands it over has marked it, unless its counts are in memory alone.
+    if !header.may_be_marked() || !(source.is_held_alone() || is_deferred) {
+        return Err(refused(source, header.why_not_written().to_owned()));
+    }
+    if is_deferred { Ok(None) } else { leaks::find(source, header) }
 }
 
 /// A warning about tables that are missing, of the first layer that has one.

@@ -152,10 +152,23 @@ fn leaks_are_freed_beside_bitmaps() {
         let table = u64::from_be_bytes(front[48..56].try_into().unwrap());
         let mut block = [0; 8];
         file.read_exact_at(&mut block, table).unwrap();
-        file.write_all_at(&[0, 1], u64::from_be_bytes(block) + 2 * 1500).unwrap();
+        let leaked = u64::from_be_bytes(block) + 2 * 1500;
+        file.write_all_at(&[0, 1], leaked).unwrap();
         file.write_all_at(&front, 0).unwrap();
+        let before = std::fs::read(&image.path).unwrap();
         drop(image.open(DiskOptions::default()).unwrap());
-        assert_eq!(image.has_bitmaps(), is_valid);
-        qemu_img(&["check", "-q"], &image.path).unwrap();
+        assert!(std::fs::read(&image.path).unwrap() == before, "an opening has changed it");
+        let source = image.open(DiskOptions::default()).unwrap();
+        let disk = source.attach(image.thread.io());
+        image.thread.block_on(disk.discard(8 * MIB, MIB)).unwrap().unwrap();
+        drop((disk, source));
+        assert!(!image.has_bitmaps());
+        let mut count = [1; 2];
+        file.read_exact_at(&mut count, leaked).unwrap();
+        assert_eq!(count, [0, 0], "a cluster stays leaked");
+        // Bitmaps that were valid until then stay in their clusters.
+        if !is_valid {
+            qemu_img(&["check", "-q"], &image.path).unwrap();
+        }
     }
 }

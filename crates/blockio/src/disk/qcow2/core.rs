@@ -124,6 +124,8 @@ pub(super) struct Core {
     pub(super) has_zero_clusters: bool,
     /// Whether we hold it alone, and it can be looked at when we have not closed it.
     pub(super) may_be_marked: bool,
+    /// How many clusters were leaked when it was opened marked, if it was looked at.
+    pub(super) leaked: Option<u64>,
     pub(super) size_bytes: AtomicU64,
     /// How often the owner has written to the tables of the image, and how much of that a flush
     /// has covered.

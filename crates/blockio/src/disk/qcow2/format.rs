@@ -42,7 +42,7 @@ pub(super) async fn open(core: &Core) -> io::Result<Format> {
             Some(_) => {
                 let is_writable = index == 0 && core.is_writable();
                 if is_writable {
-                    core.top.learn_mark(core.may_be_marked).await?;
+                    core.top.learn_mark(core.may_be_marked, core.leaked.is_some()).await?;
                 }
                 let mut image = Qcow2::<Store>::open_image(store, is_writable).await?;
                 image.set_data_file(None);

@@ -1,17 +1,21 @@
 //! The look at an image that was not closed: its reference counts are compared with what its tables
-//! point to, and those that are too high are lowered. See `mark.rs`.
+//! point to, and those that are too high are lowered. See `mark.rs`. The look at the opening
+//! changes nothing; the first write lowers them.
 //!
 //! The image may have been made to do harm. What is read of it is bounded, and so is memory,
 //! whatever it says. What is odd about it is left as it is: it was served before, with clusters
 //! that nothing uses.
 
 mod bitmaps;
+mod reader;
 pub(super) mod tables;
 
 use std::ops::Range;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use iomem::{Buffers, fits};
+pub(super) use reader::READ_BYTES_MIN;
+use reader::{End, Reader};
 
 use super::core::refused;
 use super::counts::{Added, Counts, NO_MEMORY, ODD_TABLE, TOO_MUCH, TooLow};
@@ -19,8 +23,9 @@ use super::header::ImageHeader;
 use super::mark;
 use super::order::{FRONT_BYTES, Tables as Roots, count_bits};
 use crate::config::IoThreadConfig;
-use crate::disk::{Disk, DiskSource};
+use crate::disk::DiskSource;
 use crate::error::Error;
+use crate::io::Io;
 use crate::io_thread::IoThread;
 
 /// What a look may cost at most.
@@ -44,17 +49,8 @@ pub(super) const BOUNDS: Bounds = Bounds {
     counts: 1 << 30,
 };
 
-/// A read counts as one of so many bytes at least, since it takes as long.
-pub(super) const READ_BYTES_MIN: u64 = 16 << 10;
-
-/// How much of a table of tables is read at once.
-const PIECE_BYTES: u64 = 1 << 20;
-
 /// Entries of a table of tables, of which imago takes no more.
 const ENTRIES_MAX: u64 = 4 << 20;
-
-/// Memory for transfers begins at a page.
-const PAGE: usize = 4096;
 
 const ODD_EXTENSION: &str = "its header has an extension that is not known";
 const ODD_WIDTH: &str = "its reference counts have a width that is not of this format";
@@ -75,58 +71,78 @@ const COPIED: u64 = 1 << 63;
 const ZEROES: u64 = 1;
 const COMPRESSED: u64 = 1 << 62;
 
-/// Why a look has ended early.
-enum End {
-    /// The image is opened as it is.
-    Left(String),
-    /// A count is too low: what is written could go where something is.
-    TooLow { offset: u64, count: u64 },
-    /// Nobody wants the disk any more.
-    GivenUp,
-}
-
-impl From<&str> for End {
-    fn from(why: &str) -> Self {
-        Self::Left(why.to_owned())
-    }
-}
-
-/// Frees the clusters of a marked image that nothing uses, and takes the mark away. The image is
-/// not open.
+/// Counts the clusters of a marked image that nothing uses, and changes nothing. `None`: the image
+/// is used as it is, with its mark. The image is not open.
 ///
 /// # Errors
 ///
 /// When it must not be written to, since counts are too low, and when it was given up.
-pub(super) fn free(source: &DiskSource, header: &ImageHeader) -> Result<(), Error> {
-    free_within(source, header, &BOUNDS)
+pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u64>, Error> {
+    let thread = IoThread::new(&IoThreadConfig::default())?;
+    let begun = Instant::now();
+    let found = look_in(thread.io(), source, header, &Work { bounds: &BOUNDS, frees: false });
+    let found = thread.block_on(found)??;
+    if let Some(leaked) = found {
+        tracing::info!(
+            "{}: it was not closed by its last user; checking its tables took {} ms and found \
+             {leaked} leaked clusters, which the first write frees",
+            source.chain_text(),
+            begun.elapsed().as_millis()
+        );
+    }
+    Ok(found)
 }
 
-pub(super) fn free_within(
+/// Frees the clusters of a marked image that nothing uses, and takes the mark away. The caller has
+/// the tables to itself. False: it could not, and the mark stays.
+///
+/// # Errors
+///
+/// As [`find`].
+pub(super) async fn free(
+    io: &Rc<Io>,
     source: &DiskSource,
     header: &ImageHeader,
     bounds: &Bounds,
-) -> Result<(), Error> {
-    let (begun, image) = (Instant::now(), source.chain_text());
-    let thread = IoThread::new(&IoThreadConfig::default())?;
-    let disk = source.attach(thread.io());
-    let until = begun + bounds.time;
-    let reader = Reader { source, disk, left_bytes: bounds.read_bytes, until };
-    match thread.block_on(look(reader, header, bounds))? {
-        Ok(lowered) => {
-            tracing::info!(
-                "{image}: it was not closed by its last user; checking its tables took {} ms and \
-                 freed {lowered} leaked clusters",
-                begun.elapsed().as_millis()
-            );
-            Ok(())
-        }
+) -> Result<bool, Error> {
+    let begun = Instant::now();
+    let Some(freed) = look_in(io, source, header, &Work { bounds, frees: true }).await? else {
+        return Ok(false);
+    };
+    tracing::info!(
+        "{}: its first write has freed {freed} leaked clusters in {} ms",
+        source.chain_text(),
+        begun.elapsed().as_millis()
+    );
+    Ok(true)
+}
+
+/// The work of a look.
+struct Work<'a> {
+    bounds: &'a Bounds,
+    /// Leaked clusters are freed, and the mark goes.
+    frees: bool,
+}
+
+async fn look_in(
+    io: &Rc<Io>,
+    source: &DiskSource,
+    header: &ImageHeader,
+    work: &Work<'_>,
+) -> Result<Option<u64>, Error> {
+    let disk = source.attach(io);
+    let until = Instant::now() + work.bounds.time;
+    let reader = Reader { source, disk, left_bytes: work.bounds.read_bytes, until };
+    match look(reader, header, work).await {
+        Ok(lowered) => Ok(Some(lowered)),
         Err(End::Left(why)) => {
             tracing::warn!(
-                "{image}: it was not closed by its last user, and {why}, so it is used \
-                 as it is; clusters may be leaked, which `qemu-img check -r leaks` frees when it \
-                 is not in use"
+                "{}: it was not closed by its last user, and {why}, so it is used as it is; \
+                 clusters may be leaked, which `qemu-img check -r leaks` frees when it is not in \
+                 use",
+                source.chain_text()
             );
-            Ok(())
+            Ok(None)
         }
         Err(End::TooLow { offset, count }) => {
             let reason = format!(
@@ -140,90 +156,18 @@ pub(super) fn free_within(
     }
 }
 
-/// Reads and writes the image.
-struct Reader<'a> {
-    source: &'a DiskSource,
-    disk: Disk,
-    /// How much may still be read, and until when.
-    left_bytes: u64,
-    until: Instant,
-}
-
 impl Reader<'_> {
-    /// Fails when the table does not lie in the file.
-    fn check(&self, table: &Range<u64>, cluster_bytes: u64) -> Result<(), End> {
-        let is_there = table.start.is_multiple_of(cluster_bytes)
-            && table.start > 0
-            && table.end <= self.disk.info().size_bytes;
-        if is_there { Ok(()) } else { Err(ODD_TABLE.into()) }
-    }
-
     /// Fails when a look at all of these tables is too much, which would otherwise show at its end.
     fn check_cost(&self, tables: &Tables, passes: u64) -> Result<(), End> {
         let each = (1 << tables.cluster_bits).max(READ_BYTES_MIN);
         let reads = passes * tables.second.len() as u64 + tables.counts.blocks();
         if each * reads > self.left_bytes { Err(TOO_MUCH.into()) } else { Ok(()) }
     }
-
-    /// Reads what lies in the file.
-    async fn read(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, End> {
-        if self.source.is_given_up() {
-            return Err(End::GivenUp);
-        }
-        if Instant::now() > self.until {
-            return Err(TOO_MUCH.into());
-        }
-        let left = self.left_bytes.checked_sub(bytes.max(READ_BYTES_MIN));
-        self.left_bytes = left.ok_or(TOO_MUCH)?;
-        let block = u64::from(self.disk.info().logical_block_bytes);
-        let whole: usize = fits(bytes.next_multiple_of(block), "bytes in memory");
-        let memory = Buffers::uninitialized(whole, PAGE, ()).map_err(|_| NO_MEMORY)?;
-        let read = memory.again();
-        self.disk.read(offset, memory).await.map_err(|error| failed("read", error.error()))?;
-        let mut data = Vec::new();
-        data.try_reserve_exact(whole).map_err(|_| NO_MEMORY)?;
-        data.resize(fits(bytes, "bytes in memory"), 0);
-        read.copy_to(0, &mut data);
-        Ok(data)
-    }
-
-    async fn write(&self, offset: u64, data: &[u8]) -> Result<(), End> {
-        let memory = Buffers::uninitialized(data.len(), PAGE, ()).map_err(|_| NO_MEMORY)?;
-        memory.copy_from(0, data);
-        let written = self.disk.write(offset, memory, false).await;
-        written.map_err(|error| failed("written", error.error()))
-    }
-
-    /// Makes all that was written stable, by whomever.
-    async fn flush(&self) -> Result<(), End> {
-        self.disk.flush().await.map_err(|error| failed("flushed", &error))
-    }
-
-    async fn entries(
-        &mut self,
-        table: &Range<u64>,
-        mut each: impl FnMut(&mut Self, u64, u64) -> Result<(), End>,
-    ) -> Result<(), End> {
-        let mut at = table.start;
-        let mut index = 0;
-        while at < table.end {
-            let bytes = PIECE_BYTES.min(table.end - at);
-            for entry in self.read(at, bytes).await?.as_chunks().0 {
-                each(self, index, u64::from_be_bytes(*entry))?;
-                index += 1;
-            }
-            at += bytes;
-        }
-        Ok(())
-    }
-}
-
-fn failed(what: &str, error: &std::io::Error) -> End {
-    End::Left(format!("it cannot be {what}: {error}"))
 }
 
 /// Says how many counts were too high.
-async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> Result<u64, End> {
+async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> Result<u64, End> {
+    let bounds = work.bounds;
     if header.has_unknown_extensions() {
         return Err(ODD_EXTENSION.into());
     }
@@ -244,6 +188,9 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, bounds: &Bounds) -> 
         if lowered > 0 {
             differing.push(window);
         }
+    }
+    if !work.frees {
+        return Ok(all_lowered);
     }
     if !differing.is_empty() {
         // Who had it may have taken the last pointer to a cluster away without a flush.

@@ -4,15 +4,18 @@ use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 use std::time::Duration;
 
+use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
 use super::counts;
-use super::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, free_within};
+use super::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, find, free};
 use super::mark;
+use crate::config::IoThreadConfig;
 use crate::disk::elsewhere::{Elsewhere, Event};
 use crate::disk::{DiskOptions, DiskSource};
 use crate::error::Error;
+use crate::io_thread::IoThread;
 
 const L1: u64 = 40;
 const COUNTS: u64 = 48;
@@ -113,8 +116,7 @@ impl Image {
     fn looked_at(&self, bounds: &Bounds) -> (Vec<u8>, Result<(), Error>) {
         let file = self.file();
         let source = source(&file);
-        let header = source.image_header().unwrap().unwrap();
-        let result = free_within(&source, &header, bounds);
+        let result = free_within(&source, bounds);
         drop(source);
         (std::fs::read(file.path()).unwrap(), result)
     }
@@ -146,6 +148,13 @@ impl Image {
 fn source(file: &NamedTempFile) -> DiskSource {
     let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
     DiskSource::file(file.path(), &options).unwrap()
+}
+
+/// Frees leaks as the first write to an image does.
+fn free_within(source: &DiskSource, bounds: &Bounds) -> Result<(), Error> {
+    let header = source.image_header()?.unwrap();
+    let thread = IoThread::new(&IoThreadConfig::default())?;
+    thread.block_on(free(thread.io(), source, &header, bounds))?.map(drop)
 }
 
 /// The exit code of a check by QEMU.
@@ -408,8 +417,7 @@ fn a_look_at_an_image_of_any_size_ends() {
     write(&4_194_304u32.to_be_bytes(), 36);
     write(&65_536u32.to_be_bytes(), 56);
     let source = source(&file);
-    let header = source.image_header().unwrap().unwrap();
-    free_within(&source, &header, &BOUNDS).unwrap();
+    free_within(&source, &BOUNDS).unwrap();
     let mut front = [0; 80];
     file.as_file().read_exact_at(&mut front, 0).unwrap();
     assert!(mark::is_set(&front));
@@ -426,11 +434,47 @@ fn counts_fall_between_flushes() {
     let mut content = image.content.clone();
     content.resize(content.len().next_multiple_of(4096), 0);
     let end = Elsewhere::held_alone(&content);
-    drop(DiskSource::qcow2(vec![Layer::qcow2(end.clone().source()).unwrap()], false).unwrap());
+    free_within(&end.clone().source(), &BOUNDS).unwrap();
     let place = |event: &Event| match event {
         Event::Write(place, _) => Some(*place),
         Event::Flush | Event::Stable => None,
     };
     let events: Vec<_> = end.journal().iter().map(place).collect();
     assert_eq!(events, [None, Some(block), None, Some(0)]);
+}
+
+/// A start that fails elsewhere has opened it, too.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn leaks_are_freed_with_the_first_write_and_not_before() {
+    for leaked in [0, 3] {
+        let Some(mut image) = Image::new(4096, 16) else { return };
+        let end = image.clusters();
+        for cluster in end..end + leaked {
+            image.set_count(cluster, 1);
+        }
+        let mut content = image.content.clone();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        let elsewhere = Elsewhere::held_alone(&content);
+        let layer = || Layer::qcow2(elsewhere.clone().source()).unwrap();
+        let header = layer().header.unwrap();
+        assert_eq!(find(&elsewhere.clone().source(), &header).unwrap(), Some(leaked));
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let open = || DiskSource::qcow2(vec![layer()], false).unwrap();
+        let source = open();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.read(0, Buffers::aligned(4096, 4096))).unwrap().unwrap();
+        thread.block_on(disk.flush()).unwrap().unwrap();
+        drop((disk, source));
+        assert!(elsewhere.content() == content, "{leaked}: something was changed");
+        let source = open();
+        let disk = source.attach(thread.io());
+        // It has its place already.
+        let write = disk.write(4096, Buffers::from_vec(vec![7; 4096]), false);
+        thread.block_on(write).unwrap().unwrap();
+        assert!(mark::is_set(&elsewhere.content()));
+        drop((disk, source));
+        assert!(!mark::is_set(&elsewhere.content()));
+        assert_eq!(check(&elsewhere.content()), Some(0), "{leaked}: leaks are left");
+    }
 }

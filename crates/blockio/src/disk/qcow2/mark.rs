@@ -4,7 +4,8 @@
 //! Its counts rise before anything points to what they count, so a process that is killed may
 //! leave clusters that nothing uses. The mark is stable before the first count rises, and goes when
 //! the image comes to rest. Whoever opens a marked image to write to it looks at all of it first
-//! (`leaks.rs`), as QEMU does.
+//! (`leaks.rs`), as QEMU does. Leaked clusters are freed before the first write: a start that
+//! fails changes nothing.
 //!
 //! imago refuses marked images, and rewrites their headers as it has read them. So it does not see
 //! the mark, and what it writes gets it. It also takes the autoclear features away when it opens an
@@ -33,6 +34,8 @@ pub(super) enum MarkState {
     Never,
     Clear,
     Set,
+    /// An earlier process has set it; its leaks are freed before the first write.
+    Found,
     /// It was set by somebody else, and what he has left was not freed. It stays, for whoever opens
     /// the image next.
     Inherited,
@@ -76,6 +79,11 @@ impl Mark {
         self.has_autoclear.load(Ordering::Relaxed)
     }
 
+    /// Whether something is done before any write, also to data that has its place.
+    pub(super) fn delays_writes(&self) -> bool {
+        self.has_autoclear() || self.state() == MarkState::Found
+    }
+
     pub(super) fn set_autoclear(&self, has_autoclear: bool) {
         self.has_autoclear.store(has_autoclear, Ordering::Relaxed);
     }
@@ -85,7 +93,7 @@ impl Mark {
         match self.state() {
             MarkState::Unknown | MarkState::Never => {}
             MarkState::Clear => set(header, false),
-            MarkState::Set | MarkState::Inherited => set(header, true),
+            MarkState::Set | MarkState::Found | MarkState::Inherited => set(header, true),
         }
     }
 }

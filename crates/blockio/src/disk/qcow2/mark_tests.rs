@@ -312,7 +312,7 @@ fn a_mark_that_is_handed_over_stays() {
     assert!(new.is_marked_at_end());
     // The next one looks at it.
     let mut next = World::new(&new.end.content());
-    assert!(!next.is_marked());
+    assert!(next.is_marked());
     next.write(3).unwrap();
     assert!(!next.is_marked_at_end());
 }

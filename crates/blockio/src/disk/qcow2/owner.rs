@@ -356,7 +356,7 @@ impl Owner {
                 if !is_there || !offset.is_multiple_of(512) {
                     return Place::Owner;
                 }
-                let may_write = self.core.is_writable() && !self.core.order.mark.has_autoclear();
+                let may_write = self.core.is_writable() && !self.core.order.mark.delays_writes();
                 let (layer, writable) = (storage.layer, *writable && may_write);
                 if writable && storage.check_data(*offset, len).is_err() {
                     return Place::Owner;

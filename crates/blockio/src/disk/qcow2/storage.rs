@@ -152,7 +152,11 @@ impl Store {
 
     /// Learns whether the image is marked, when it is opened for the first time. Another process
     /// may have written to it until then.
-    pub(super) async fn learn_mark(&self, may_be_marked: bool) -> io::Result<()> {
+    pub(super) async fn learn_mark(
+        &self,
+        may_be_marked: bool,
+        was_looked_at: bool,
+    ) -> io::Result<()> {
         if self.order.mark.state() != MarkState::Unknown {
             return Ok(());
         }
@@ -164,6 +168,7 @@ impl Store {
         }
         self.order.mark.set_state(match (may_be_marked, is_set) {
             (true, false) => MarkState::Clear,
+            (true, true) if was_looked_at => MarkState::Found,
             // What points to its clusters is right.
             (_, true) => MarkState::Inherited,
             (false, false) => MarkState::Never,

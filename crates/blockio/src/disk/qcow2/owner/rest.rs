@@ -7,6 +7,7 @@ use imago::Storage as _;
 
 use super::Owner;
 use crate::disk::info::DiskState;
+use crate::disk::qcow2::leaks;
 use crate::disk::qcow2::mark::MarkState;
 
 impl Owner {
@@ -14,10 +15,14 @@ impl Owner {
     pub(super) async fn mark(&self) -> io::Result<()> {
         let (core, mark) = (&self.core, &self.core.order.mark);
         let is_known = !matches!(mark.state(), MarkState::Unknown | MarkState::Clear);
-        if is_known && !mark.has_autoclear() {
+        if is_known && !mark.delays_writes() {
             return Ok(());
         }
         let _image = self.image().await?.write().await;
+        let delays_writes = mark.delays_writes();
+        if mark.state() == MarkState::Found {
+            self.free_leaks().await?;
+        }
         if mark.state() == MarkState::Clear {
             assert!(core.order.is_empty(), "tables have changed without a mark");
             core.top.write_mark(true).await?;
@@ -27,11 +32,29 @@ impl Owner {
             core.top.change_front(|_| ()).await?;
             core.top.sync().await?;
         }
-        if mark.has_autoclear() {
+        if delays_writes {
             // Writes may go straight to the file from now on.
             mark.set_autoclear(false);
             core.table.forget(&(0..core.size_bytes.load(Ordering::Relaxed)));
         }
+        Ok(())
+    }
+
+    /// Frees leaks of the last user. No table of counts is in memory yet.
+    async fn free_leaks(&self) -> io::Result<()> {
+        let (core, mark) = (&self.core, &self.core.order.mark);
+        let Some(header) = core.layers[0].header.as_ref() else { return Ok(()) };
+        if core.leaked == Some(0) {
+            // It may have been killed before the mark was stable.
+            core.top.sync().await?;
+            mark.set_state(MarkState::Set);
+            return Ok(());
+        }
+        let is_freed = leaks::free(&self.io, core.source(), header, &leaks::BOUNDS).await;
+        mark.set_state(match is_freed.map_err(io::Error::other)? {
+            true => MarkState::Clear,
+            false => MarkState::Inherited,
+        });
         Ok(())
     }
 
