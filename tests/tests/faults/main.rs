@@ -4,6 +4,7 @@ mod devices;
 mod encrypted_space;
 mod ending;
 mod failing_thread;
+mod full_btrfs;
 mod image_space;
 mod interrupted;
 mod late;

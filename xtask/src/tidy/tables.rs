@@ -189,7 +189,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (27, &["disk::luks", "disk::qcow2::order::counted"]),
             (0, &["disk::qcow2::counts", "disk::qcow2::mark", "disk::qcow2::places"]),
             (0, &["disk::qcow2::ahead", "disk::qcow2::bitmaps", "disk::qcow2::known"]),
-            (0, &["disk::qcow2::zstd"]),
+            (0, &["disk::qcow2::owner::job", "disk::qcow2::zstd"]),
             (1, &["disk::qcow2::order", "disk::qcow2::room"]),
             (27, &["disk::qcow2::header", "disk::qcow2::table", "disk::qcow2::uses"]),
             (28, &["disk::qcow2::storage"]),

@@ -9,6 +9,7 @@
 mod ahead;
 mod alone;
 mod clear;
+mod job;
 mod rest;
 mod unpacked;
 
@@ -24,6 +25,8 @@ use imago::{Mapping, StorageExt};
 use iomem::Buffers;
 use tokio::sync::{OnceCell, RwLock, Semaphore, SemaphorePermit};
 
+pub(super) use job::Job;
+
 use super::core::Core;
 use super::format::{Format, has_any, open};
 use super::storage::{self, Store};
@@ -37,41 +40,6 @@ use crate::io_thread::IoThread;
 use crate::pending::{Answer, Pending};
 use crate::rare::Rare;
 use crate::remote::Remote;
-
-/// What the owner is asked for. Ranges lie in the disk.
-pub(super) enum Job {
-    /// Open the image, if that was not done yet.
-    Open,
-    /// Find out where these bytes are.
-    Find(Range<u64>),
-    Read(Range<u64>),
-    Write(u64, Vec<u8>),
-    /// Find space for these bytes among the clusters that were counted ahead. Some data is read if
-    /// that was possible.
-    Place(Range<u64>),
-    Discard(Range<u64>),
-    Zero {
-        range: Range<u64>,
-        may_unmap: bool,
-    },
-    Grow(u64),
-    /// Bring the image to rest: another process may go on with it.
-    Rest,
-}
-
-impl Job {
-    /// Whether it may change tables.
-    fn changes(&self) -> bool {
-        match self {
-            Self::Write(..)
-            | Self::Place(_)
-            | Self::Discard(_)
-            | Self::Zero { .. }
-            | Self::Grow(_) => true,
-            Self::Open | Self::Find(_) | Self::Read(_) | Self::Rest => false,
-        }
-    }
-}
 
 /// How many units are looked up at once, since their neighbours will be wanted too.
 const UNITS_AHEAD: u64 = 256;
@@ -242,13 +210,28 @@ impl Owner {
     }
 
     async fn answer(&self, job: Job) -> io::Result<Vec<u8>> {
-        if job.changes() {
-            self.mark().await.inspect_err(|error| self.tell(error))?;
+        // The caller reports why it cannot be opened.
+        if let Job::Open = job {
+            return self.image().await.map(|_| Vec::new());
         }
-        let result = match job {
+        let freed = job.freed();
+        let mut result = self.carry_out(job).await;
+        if let (Err(error), Some((range, job))) = (&result, freed)
+            && clear::is_full(error)
+        {
+            self.make_space(&range).await?;
+            result = self.carry_out(job).await;
+        }
+        result.inspect_err(|error| self.tell(error))
+    }
+
+    async fn carry_out(&self, job: Job) -> io::Result<Vec<u8>> {
+        if job.changes() {
+            self.mark().await?;
+        }
+        match job {
+            Job::Open => Ok(Vec::new()),
             Job::Read(range) => self.read(range).await,
-            // Whoever opens it says why it cannot be.
-            Job::Open => return self.image().await.map(|_| Vec::new()),
             Job::Find(range) => self.find(range).await.map(|()| Vec::new()),
             Job::Write(offset, data) => self.write(offset, &data).await.map(|()| data),
             Job::Place(range) => self.place_ahead(range).await.map(|is_placed| match is_placed {
@@ -264,8 +247,7 @@ impl Owner {
                 self.leave().await;
                 Ok(Vec::new())
             }
-        };
-        result.inspect_err(|error| self.tell(error))
+        }
     }
 
     /// Errors of the image have words, of which requests get a number.

@@ -121,7 +121,13 @@ impl Owner {
                 }
             };
             self.changed.set(self.changed.get() + 1);
-            self.commit_to(image).await?;
+            if let Err(error) = self.commit_to(image).await {
+                if !is_full(&error) {
+                    return Err(error);
+                }
+                self.punch(&data).await;
+                self.commit_to(image).await?;
+            }
             emptied?;
             self.give_back(image, data).await?;
         }
@@ -173,6 +179,27 @@ impl Owner {
         Ok(found)
     }
 
+    /// Gives back the space of data that is to go, before the tables of the image say so: a file
+    /// system with copy on write needs space for them.
+    pub(super) async fn make_space(&self, range: &Range<u64>) -> io::Result<()> {
+        let is_last = self.core.layers.len() == 1;
+        if !self.core.has_zero_clusters && !is_last || self.core.order.mark.delays_writes() {
+            return Ok(());
+        }
+        let image = self.image().await?.write().await;
+        self.settle(range).await;
+        let whole = self.whole_clusters(range, image.size());
+        let data = self.clusters(&image, &whole).await?;
+        self.punch(&data).await;
+        Ok(())
+    }
+
+    async fn punch(&self, data: &[Data]) {
+        for Data { len, offset, .. } in data {
+            self.core.top.give_back(*offset, *len).await;
+        }
+    }
+
     /// Gives the space of data back to the file that the disk has no more.
     async fn give_back(&self, image: &Format, data: Vec<Data>) -> io::Result<()> {
         for Data { at, len, offset } in data {
@@ -183,6 +210,11 @@ impl Owner {
         }
         Ok(())
     }
+}
+
+/// Whether the file has no space.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
 fn is_data(mapping: &Mapping<'_, Store>) -> bool {
