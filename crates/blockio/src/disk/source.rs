@@ -419,49 +419,8 @@ fn check_zones(zoned: &str) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
     use crate::disk::folder::Folder;
-
-    /// Content of the file at `name` in a folder, read as a disk.
-    fn front(folder: &Folder, name: &Path) -> Result<Vec<u8>, Error> {
-        let options =
-            DiskOptions { read_only: true, within: Some(folder.clone()), ..DiskOptions::default() };
-        let source = FileSource::open(name, &options)?.0;
-        let mut front = vec![0; 512];
-        rustix::io::pread(&*source.file, &mut front[..], 0).unwrap();
-        Ok(front)
-    }
-
-    /// A name may be another file at each moment; all that is opened is within the folder.
-    #[test]
-    #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn no_exchange_of_names_opens_a_file_out_of_the_folder() {
-        let root = tempfile::tempdir().unwrap();
-        let folder = root.path().join("folder");
-        std::fs::create_dir(&folder).unwrap();
-        for (file, byte) in [("secret", 9), ("folder/inside", 1)] {
-            std::fs::write(root.path().join(file), vec![byte; 512]).unwrap();
-        }
-        let (link, name) = (folder.join("link"), folder.join("name"));
-        let opened = Folder::open(&folder).unwrap();
-        let is_over = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !is_over.load(Ordering::Relaxed) {
-                    std::fs::hard_link(folder.join("inside"), &link).unwrap();
-                    std::fs::rename(&link, &name).unwrap();
-                    std::os::unix::fs::symlink(root.path().join("secret"), &link).unwrap();
-                    std::fs::rename(&link, &name).unwrap();
-                }
-            });
-            let tries = (0..4000).map(|_| front(&opened, Path::new("name")));
-            let fronts: Vec<Vec<u8>> = tries.filter_map(Result::ok).collect();
-            is_over.store(true, Ordering::Relaxed);
-            assert!(fronts.iter().all(|front| *front == [1; 512]), "a file outside was opened");
-        });
-    }
 
     /// As if a name had been exchanged between the look at it and its opening.
     #[test]

@@ -265,6 +265,24 @@ fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
     }
 }
 
+/// Its owner wants to save the data.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_that_is_marked_as_corrupt_is_only_read() {
+    let Some(mut content) = new_image("compat=1.1") else { return };
+    content[79] |= 2;
+    let end = Elsewhere::held_alone(&content);
+    let error = open(end.clone().source(), false).unwrap_err().to_string();
+    assert!(error.contains("open it read-only to save what is in it"), "{error}");
+    let source = open(end.clone().source().for_reading(), false).unwrap();
+    let warning = source.warning().unwrap();
+    assert!(warning.contains("it is marked as corrupt, so its data may be wrong"), "{warning}");
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    thread.block_on(disk.read(0, Buffers::aligned(4096, 512))).unwrap().unwrap();
+    assert!(end.journal().is_empty());
+}
+
 /// The first of two processes writes to the image until the other one begins.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
