@@ -16,7 +16,7 @@ use rustix::net::{
 };
 
 use super::examiner::Examiner;
-use super::foreign::{ForeignFd, PeerSocket};
+use super::foreign::{ForeignFd, OwnSocket, PeerSocket};
 use super::message::{HEADER_BYTES, Header};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
@@ -87,6 +87,10 @@ impl Channel {
     /// While it is lent, the connection is another process's to end.
     pub(super) fn lend(&mut self, is_lent: bool) {
         self.socket.is_lent = is_lent;
+    }
+
+    pub(super) fn own(&self) -> OwnSocket {
+        OwnSocket::of(&self.socket)
     }
 
     /// Goes on where another process has left off: with what it had read, and not written.

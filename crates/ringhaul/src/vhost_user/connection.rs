@@ -17,7 +17,7 @@ use super::call::{Call, CallRelay};
 use super::channel::Message;
 use super::config;
 use super::describe::describe;
-use super::foreign::ForeignFd;
+use super::foreign::{ForeignFd, OwnSocket};
 use super::inflight::{self, Inflight};
 use super::load::Load;
 use super::message::{
@@ -44,6 +44,8 @@ pub(super) struct Connection {
     pub(super) status: u8,
     /// For messages that begin here.
     pub(super) backend_channel: Option<OwnedFd>,
+    /// The socket that messages come from.
+    pub(super) own: OwnSocket,
     /// For call descriptors that are no eventfds.
     pub(super) relay: CallRelay,
     /// The ring for requests that concern those in others.
@@ -70,6 +72,7 @@ impl Connection {
             rings_need_enable: false,
             status: 0,
             backend_channel: None,
+            own: OwnSocket::default(),
             relay: CallRelay::default(),
             control_ring,
             control_is_due: false,
@@ -160,8 +163,8 @@ impl Connection {
             }
             Request::SetProtocolFeatures(features) => self.set_protocol_features(features),
             Request::SetBackendReqFd => {
-                let channel =
-                    fds.into_iter().next().map(ForeignFd::into_unix_socket).transpose()?;
+                let channel = fds.into_iter().next().map(|fd| fd.into_unix_socket(&self.own));
+                let channel = channel.transpose()?;
                 if let Some(before) = std::mem::replace(&mut self.backend_channel, channel) {
                     drop(ForeignFd::new(before, Arc::clone(&self.setup.examiner)));
                 }

@@ -11,7 +11,7 @@ use std::net::Shutdown;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl};
@@ -55,11 +55,14 @@ impl ForeignFd {
         self.fd.take().ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
 
-    /// The Unix stream socket that it must be.
-    pub(super) fn into_unix_socket(mut self) -> io::Result<OwnedFd> {
+    /// The Unix stream socket that it must be, and no end of the front-end's own connection.
+    pub(super) fn into_unix_socket(mut self, own: &OwnSocket) -> io::Result<OwnedFd> {
+        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if !is_unix_stream(self.as_fd()) {
-            let text = "a channel for our messages that is not a Unix stream socket";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            return Err(invalid("a channel for our messages that is not a Unix stream socket"));
+        }
+        if own.has_end(self.as_fd()) {
+            return Err(invalid("a channel for our messages that is the front-end's connection"));
         }
         self.fd.take().ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
@@ -106,6 +109,37 @@ impl Drop for ForeignFd {
             examiner.close((fd, counted));
         }
     }
+}
+
+/// The identity of the socket of a connection. While the daemon has the front-end's end of
+/// it open, the connection does not hang up.
+#[derive(Default)]
+pub(super) struct OwnSocket {
+    /// Device and inode.
+    file: Option<(u64, u64)>,
+    /// The name that a front-end has connected to. None: it came as an open descriptor.
+    name: Option<PathBuf>,
+}
+
+impl OwnSocket {
+    pub(super) fn of(socket: &UnixStream) -> Self {
+        let name = socket.local_addr().ok();
+        let name = name.and_then(|name| name.as_pathname().map(Path::to_owned));
+        Self { file: file_of(socket.as_fd()), name }
+    }
+
+    /// Whether a socket is either end of the connection.
+    fn has_end(&self, fd: BorrowedFd<'_>) -> bool {
+        let peer = || fd.try_clone_to_owned().map(UnixStream::from)?.peer_addr();
+        let is_peer = self.name.is_some()
+            && peer().is_ok_and(|peer| peer.as_pathname() == self.name.as_deref());
+        is_peer || self.file.is_some() && file_of(fd) == self.file
+    }
+}
+
+/// Device and inode of a socket.
+fn file_of(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
+    rustix::fs::fstat(fd).ok().map(|file| (file.st_dev, file.st_ino))
 }
 
 /// The socket of a connection. Closing it closes descriptors in messages that nobody has read,
@@ -215,7 +249,6 @@ fn is_peer_unnamed(fd: BorrowedFd<'_>) -> bool {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
-    use std::path::Path;
 
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, memfd_create};
@@ -242,7 +275,7 @@ mod tests {
         };
         drop(foreign());
         assert!(foreign().into_eventfd("a kick").is_err());
-        assert!(foreign().into_unix_socket().is_err());
+        assert!(foreign().into_unix_socket(&OwnSocket::default()).is_err());
         drop([foreign(), foreign()].map(ForeignFd::into_held));
         // Nobody waited for it, and it is open still.
         assert_eq!(descriptors_of(&path), 6);

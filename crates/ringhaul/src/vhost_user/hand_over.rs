@@ -156,6 +156,7 @@ impl SessionState {
             ring.set_paused();
         }
         let channel = self.channel.take_over(&connection.setup, fds, now)?;
+        connection.own = channel.own();
         Ok(TakenOver { channel, connection, has_changed })
     }
 }

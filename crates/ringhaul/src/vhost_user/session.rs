@@ -102,13 +102,13 @@ impl Session {
     #[must_use]
     pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
-        let connection = Connection::new(setup);
-        let silence = Some(now + SILENCE_LIMIT);
+        let mut connection = Connection::new(setup);
+        connection.own = channel.own();
         Self {
             channel,
             connection,
             stage: Stage::Ready,
-            silence,
+            silence: Some(now + SILENCE_LIMIT),
             is_to_pause: false,
             has_changed: false,
         }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
 
 use ringhaul::vhost_user::message::{Config, HEADER_BYTES, Header, Region, Request, RingAddresses};
@@ -192,6 +192,30 @@ fn a_change_of_the_configuration_is_told() {
     assert!(sent > 1);
     drop(listener);
     assert!(!session.send_config_change());
+}
+
+/// The connection would never hang up while the daemon had its other end.
+#[test]
+fn a_front_end_s_connection_is_no_channel_for_our_messages() {
+    let mut scene = Scene::new();
+    let folder = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+    let theirs = UnixStream::connect(folder.path().join("socket")).unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let ours = listener.accept().unwrap().0;
+    let ends = [&theirs, &ours].map(|end| OwnedFd::from(end.try_clone().unwrap()));
+    let (mut session, mut frontend) = (scene.session(ours), Frontend::new(theirs));
+    scene.negotiate(&mut session, &mut frontend);
+    for end in &ends {
+        let answer = scene.ask(&mut session, &mut frontend, &Request::SetBackendReqFd, &[end]);
+        assert_ne!(answer, [0; 8]);
+    }
+    assert!(scene.refused.iter().all(|text| text.contains("is the front-end's connection")));
+    let (_listener, channel) = UnixStream::pair().unwrap();
+    scene.tell(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel.into()]);
+    drop((ends, frontend));
+    // The examiner closes refused sockets.
+    wait_until(|| scene.drive(&mut session).is_some());
 }
 
 /// A descriptor of the same socket.
