@@ -157,7 +157,8 @@ check_rust() {
 }
 
 check_linker() {
-    command -v cc >/dev/null || die "there is no C linker (cc); install gcc and libc6-dev"
+    command -v cc >/dev/null || die "there is no C compiler (cc); install gcc and libc6-dev"
+    command -v make >/dev/null || die "there is no make, which the heap (jemalloc) is built with"
 }
 
 # Adds rustfmt and clippy where a minimal toolchain lacks them.
