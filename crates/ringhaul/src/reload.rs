@@ -463,7 +463,11 @@ mod tests {
         for (before, after, expected) in [
             (BLK, BLK.replace(null, file), "its disk"),
             (&two, two.replace("/x", "/y"), "the disk of unit 0:0"),
-            (BLK, BLK.replace(r#""device""#, r#""read-only": true, "device""#), "how it is served"),
+            (
+                BLK,
+                BLK.replace(r#""device""#, r#""read-only": true, "device""#),
+                "how it is served (read-only)",
+            ),
             (BLK, BLK.replace(r#""device""#, r#""name": "vm", "device""#), "its name"),
             (BLK, scsi("").replace("/b", "/a"), "its device"),
             (&two, two.replace(r#""lun": 1"#, r#""lun": 1, "settings": {"read-only": true}"#), {

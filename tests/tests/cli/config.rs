@@ -264,7 +264,8 @@ fn a_reload_applies_the_difference() -> Result<()> {
             ensure!(settings["result"]["poll-max-us"] == 77, "{settings}");
             daemon.wait_for("vm-that-goes: removed")?;
         }
-        let line = daemon.wait_for("how it is served cannot change while it is served")?;
+        let line =
+            daemon.wait_for("how it is served (read-only) cannot change while it is served")?;
         ensure!(line.contains(&exports.socket("changes")), "{line}");
         daemon.wait_for("is applied, as far as it can be")?;
         exports.check_second(&mut client)?;

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use serde_json::Value;
+
 use crate::command::{Command, NewSize};
 use crate::disk_rules::{DiskRules, RulesChange};
 use crate::spec::{
@@ -57,6 +59,16 @@ pub(super) fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
 /// What others cannot change.
 fn without_rules(settings: &ExportSettings) -> ExportSettings {
     ExportSettings { rules: DiskRules::default(), ..settings.clone() }
+}
+
+/// The keys of settings that differ.
+fn changed_keys(settings: [ExportSettings; 2]) -> Vec<String> {
+    let [before, wanted] = settings.map(|settings| match serde_json::to_value(settings) {
+        Ok(Value::Object(keys)) => keys,
+        other => unreachable!("settings are an object, and not {other:?}"),
+    });
+    let differs = |(key, value): (String, Value)| (before.get(&key) != Some(&value)).then_some(key);
+    wanted.into_iter().filter_map(differs).collect()
 }
 
 /// The same of a logical unit.
@@ -136,8 +148,10 @@ fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Cha
     if before.name() != wanted.name() {
         changes.push(Change::Keep("its name".to_owned()));
     }
-    if without_rules(&before.settings) != without_rules(&wanted.settings) {
-        changes.push(Change::Keep("how it is served".to_owned()));
+    let settings = [before, wanted].map(|spec| without_rules(&spec.settings));
+    if settings[0] != settings[1] {
+        let keys = changed_keys(settings).join(", ");
+        changes.push(Change::Keep(format!("how it is served ({keys})")));
     }
     let mut kept = Vec::new();
     let (commands, device) = match (&before.device, &wanted.device) {
