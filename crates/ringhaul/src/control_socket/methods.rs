@@ -89,7 +89,7 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
         return Err(Problem::new(Code::Params, "the parameters must be an object, by name"));
     }
     let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
-        let (place, error) = (error.path().to_string(), error.inner());
+        let (place, error) = (error.path().to_string(), in_words(error.inner().to_string()));
         // Some errors are about all of it, and some name their place themselves.
         let is_known = place == "." || error.to_string().contains(&format!("`{place}`"));
         let text = if is_known { error.to_string() } else { format!("{place}: {error}") };
@@ -101,6 +101,21 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
             Problem::new(Code::Failed, format!("the answer cannot be written as JSON: {error}"))
         })
     }))
+}
+
+/// An error about parameters, with advice in place of words of the parser.
+fn in_words(error: String) -> String {
+    /// The parser's words for a value that is one of several kinds, and has none.
+    const NO_KIND: [&str; 3] = [
+        "invalid type: map, expected enum",
+        "invalid value: map, expected map with a single key",
+        "invalid type: unit variant, expected newtype variant",
+    ];
+    let advice = "`ringhaul ctl schema` has all parameters";
+    if NO_KIND.contains(&error.as_str()) {
+        return format!("it has no kind: write an object with one key, the kind; {advice}");
+    }
+    if error.starts_with("missing field") { format!("{error}; {advice}") } else { error }
 }
 
 fn schema_of<M: Method>(schemas: &mut Schemas) -> Value {
@@ -580,7 +595,10 @@ mod tests {
             ("export.add", export("limits", json!({ "iops-total": "x" })), "limits.iops-total: "),
             ("export.add", export("queue", json!(1)), "unknown field `queue`"),
             ("set", json!({ "poll-max-us": "x" }), "poll-max-us: "),
-            ("export.show", json!({}), "missing field `export`"),
+            ("export.show", json!({}), "missing field `export`; `ringhaul ctl schema`"),
+            ("export.add", json!({ "device": {} }), "device: it has no kind: write an object"),
+            ("export.add", json!({ "device": "blk" }), "device.blk: it has no kind"),
+            ("export.add", json!({ "device": { "blk": {} } }), "device.blk: it has no kind"),
         ] {
             let problem = problem_of(method, params).unwrap();
             assert!(message_of(&problem).starts_with(place), "{}", message_of(&problem));

@@ -190,11 +190,17 @@ fn export(export: &Value) -> String {
 
 fn disks(disks: &Value) -> String {
     let row = |disk: &Value| {
-        let direct = if disk["direct"] == true { "direct" } else { "page cache" };
-        let engine = [text(&disk["engine"]), text(&disk["engine-reason"])].join(": ");
+        // A disk without an engine has no page cache here either.
+        let (cache, engine) = match (&disk["engine"], disk["direct"] == true) {
+            (Value::Null, _) => ("-", "-".to_owned()),
+            (engine, is_direct) => (
+                if is_direct { "direct" } else { "page cache" },
+                [text(engine), text(&disk["engine-reason"])].join(": "),
+            ),
+        };
         let made_of: Vec<String> = list(&disk["chain"]).iter().map(text).collect();
         let (size, made_of) = (size(&disk["size-bytes"]), made_of.join(" over "));
-        vec![place_of(disk), size, disk_state(disk), direct.to_owned(), made_of, engine]
+        vec![place_of(disk), size, disk_state(disk), cache.to_owned(), made_of, engine]
     };
     let head = ["UNIT", "SIZE", "DISK", "CACHE", "MADE OF", "ENGINE"];
     let shown = table(&head, list(disks).iter().map(row).collect());
@@ -379,6 +385,10 @@ UNIT  RERROR  WERROR  WAITED  LIMITS
 -     report  hold    4       group=a iops-total=7
 ";
         assert_eq!(shown, expected);
+        let null = json!([{ "size-bytes": 1 << 20, "state": "ready", "direct": false,
+                            "chain": ["null"], "engine": null, "engine-reason": null }]);
+        let shown = disks(&null);
+        assert!(shown.contains("\n-     1 MiB  ready  -      null     -\n"), "{shown}");
     }
 
     #[test]

@@ -84,7 +84,12 @@ impl Predecessor {
     /// When nobody listens, or it refuses, or cannot be understood.
     pub(crate) fn ask(socket: &Path) -> Result<Self> {
         let asking = || format!("cannot take over from the daemon at {}", socket.display());
-        let stream = UnixStream::connect(socket).with_context(asking)?;
+        let stream = UnixStream::connect(socket).with_context(|| {
+            format!(
+                "{}; name the --control socket of a daemon that runs, or start without --takeover",
+                asking()
+            )
+        })?;
         stream.set_read_timeout(Some(ANSWER_MAX))?;
         let version = env!("CARGO_PKG_VERSION").to_owned();
         let (formats, inflight_versions) = (FORMATS.to_vec(), vec![InflightRegion::VERSION]);
