@@ -10,6 +10,7 @@ use ringhaul_options::parse_size;
 
 use crate::arrivals::RateProcess;
 use crate::engine_args::EngineArgs;
+use crate::fio_args::FioArgs;
 use crate::pattern::{BlockSplit, Rw};
 use crate::scsi::lun::{LunAddress, LunChoice};
 use crate::units::{CpuList, parse_duration};
@@ -200,6 +201,10 @@ pub struct BenchArgs {
     /// Options with --filename only.
     #[command(flatten)]
     pub engine: EngineArgs,
+
+    /// Options of fio's.
+    #[command(flatten)]
+    pub fio: FioArgs,
 }
 
 impl BenchArgs {
@@ -322,8 +327,12 @@ pub enum Eta {
 pub enum OutputFormat {
     /// Text for people.
     Normal,
-    /// One JSON object, described at [`Report`](crate::Report).
+    /// One flat JSON object.
+    // Its keys are the fields of `Report`.
+    #[value(alias = "json+")]
     Json,
+    /// JSON in the form of fio, for programs that draw its reports.
+    FioJson,
 }
 
 #[cfg(test)]

@@ -20,10 +20,9 @@ pub struct EngineArgs {
           conflicts_with = "socket_path")]
     pub engine: EngineChoice,
 
-    /// Bypass the page cache
-    #[arg(long, value_name = "ON", value_enum, default_value_t = OnOff::On,
-          conflicts_with = "socket_path")]
-    pub direct: OnOff,
+    /// Bypass the page cache [default: on]
+    #[arg(long, value_name = "ON", value_enum)]
+    pub direct: Option<OnOff>,
 
     /// I/Os that a job queues together, once there is room for all of them [default: up to 16, as
     /// soon as there is room for one]

@@ -45,6 +45,8 @@ mod engine;
 mod engine_args;
 mod engine_stats;
 mod error;
+mod fio_args;
+mod fio_json;
 mod job;
 mod memory;
 mod pattern;
@@ -84,6 +86,7 @@ pub use disk::DiskBenchArgs;
 pub use engine_args::EngineArgs;
 pub use engine_stats::{EngineReport, Setup, SizeReport};
 pub use error::BenchError;
+pub use fio_args::FioArgs;
 pub use pattern::{BlockSplit, Rw};
 pub use phases::measure;
 pub use report::{DirectionReport, LatencyReport, PERCENTILES, Report};
@@ -109,6 +112,11 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
 
 /// As [`run`], but drives this disk, if there is one.
 fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Result<ExitCode> {
+    let args = &args.with_fio_names()?;
+    let unneeded = args.options_without_effect();
+    if !unneeded.is_empty() {
+        eprintln!("ringhaul: not needed here: {}", unneeded.join(", "));
+    }
     let mut output = args.output.as_deref().map(create_output).transpose()?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -123,6 +131,8 @@ fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Result<ExitCode
             serde_json::to_string_pretty(&report).context("cannot encode the result as JSON")?
                 + "\n"
         }
+        OutputFormat::FioJson => fio_json::render(&report, args.fio.name.as_deref())
+            .context("cannot encode the result as JSON")?,
         OutputFormat::Normal => text::render(&report),
     };
     match (&mut output, &args.output) {

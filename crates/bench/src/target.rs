@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
 use iomem::fits;
-use ringhaul_options::{EngineChoice, without_effect};
+use ringhaul_options::{EngineChoice, OnOff, without_effect};
 
 use crate::args::BenchArgs;
 use crate::device::Device;
@@ -176,7 +176,7 @@ fn batch_of(args: &BenchArgs) -> Batch {
 
 fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
     let options = DiskOptions {
-        direct: args.engine.direct.is_on(),
+        direct: args.engine.direct.is_none_or(OnOff::is_on),
         // So that a disk that is in use can be read.
         read_only: !args.pattern().writes() && !args.verify,
         logical_block_bytes: None,
