@@ -5,10 +5,13 @@ XTASK = $(CARGO) run --quiet --package xtask --
 LAB = $(CARGO) run --quiet --manifest-path lab/Cargo.toml --
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup check compare experiments clean
+.PHONY: help build demo test setup check compare experiments clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+build: rust ## Build the program, which then names its commit (ringhaul version)
+	@RINGHAUL_COMMIT="$$(git describe --always --dirty 2>/dev/null)" $(CARGO) build --release
 
 demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
 	@$(XTASK) demo

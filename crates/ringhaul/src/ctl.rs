@@ -2,12 +2,12 @@
 
 mod args;
 mod connection;
+mod names;
 mod show;
+mod sockets;
 mod words;
 
-use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -19,15 +19,13 @@ use crate::secrets::printable;
 pub use args::{CtlArgs, What};
 use connection::{Connection, Refusal};
 use show::Form;
+use sockets::which_daemon;
 
 /// The daemon has refused, or has tried and failed.
 const EXIT_REFUSED: u8 = 1;
 
 /// It was not finished by the deadline, and goes on.
 const EXIT_UNFINISHED: u8 = 3;
-
-/// The environment variable with the path of a control socket.
-const VARIABLE: &str = "RINGHAUL_CONTROL";
 
 /// No program has taken over. It may in a moment.
 const EXIT_UPGRADE_LATER: u8 = 4;
@@ -61,7 +59,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     }
     // What makes no sense is found before anybody is asked.
     let calls = words::calls_of(&args.what)?;
-    let control = which_daemon(args)?;
+    let control = which_daemon(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;
     let retry = match args.what {
         What::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
@@ -123,44 +121,6 @@ fn warn_of_content(daemon: &mut Connection, export: &str, unit: Option<&Value>) 
     }
 }
 
-/// The control socket of the daemon that is meant: by its option, by the environment, or the only
-/// one at the usual places.
-fn which_daemon(args: &CtlArgs) -> Result<PathBuf> {
-    let named = || std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
-    if let Some(path) = args.control.clone().or_else(named) {
-        return Ok(path);
-    }
-    let found = usual_places(Path::new("/run"));
-    match &found[..] {
-        [only] => Ok(only.clone()),
-        [] => bail!(
-            "which daemon is meant? use --control PATH or set {VARIABLE}; there is no socket \
-             /run/ringhaul/control nor /run/ringhaul-*/control"
-        ),
-        several => {
-            let several = several.iter().map(|path| path.display().to_string());
-            bail!(
-                "which daemon is meant? use --control PATH or set {VARIABLE}; there are {}",
-                several.collect::<Vec<_>>().join(", ")
-            )
-        }
-    }
-}
-
-/// The control sockets at the places that docs/operating.md has for them.
-fn usual_places(run: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(run).into_iter().flatten().flatten();
-    let is_ours = |name: &OsString| {
-        let name = name.to_string_lossy();
-        name == "ringhaul" || name.starts_with("ringhaul-")
-    };
-    let folders = entries.map(|entry| entry.file_name()).filter(is_ours);
-    let mut found: Vec<PathBuf> =
-        folders.map(|name| run.join(name).join("control")).filter(|path| path.exists()).collect();
-    found.sort();
-    found
-}
-
 /// What became of several exports when the one of this number was refused.
 fn what_was_added(names: &[String], refused: usize) -> String {
     if names.len() < 2 {
@@ -205,22 +165,4 @@ fn print(text: &str) -> Result<()> {
     let mut output = std::io::stdout().lock();
     let printed = output.write_all(text.as_bytes()).and_then(|()| output.flush());
     printed.context("cannot write to standard output")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn control_sockets_are_found_at_their_usual_places() {
-        let run = tempfile::tempdir().unwrap();
-        let path = |name: &str| run.path().join(name).join("control");
-        assert!(usual_places(run.path()).is_empty());
-        for name in ["ringhaul-b", "ringhaul", "other", "ringhaulx"] {
-            std::fs::create_dir(run.path().join(name)).unwrap();
-            std::fs::write(path(name), "").unwrap();
-        }
-        std::fs::create_dir(run.path().join("ringhaul-empty")).unwrap();
-        assert_eq!(usual_places(run.path()), [path("ringhaul"), path("ringhaul-b")]);
-    }
 }

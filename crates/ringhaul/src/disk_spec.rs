@@ -27,7 +27,7 @@ pub use data::{DiskSpec, ImageFormat, KeySpec};
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
 pub(crate) use text::{outline, split_at_commas};
-pub(crate) use words::Keys;
+pub(crate) use words::{Keys, completions};
 
 impl Serialize for DiskSpec {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

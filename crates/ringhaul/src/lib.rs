@@ -52,6 +52,7 @@ mod subscribers;
 mod succession;
 mod takeover;
 mod thread_watch;
+pub mod version;
 pub mod vhost_user;
 mod wanted;
 

@@ -1,5 +1,6 @@
 //! The program `ringhaul`.
 
+mod examples;
 #[cfg(feature = "jemalloc")]
 mod heap;
 
@@ -12,6 +13,7 @@ use anyhow::{Context, Result, anyhow};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
+use clap_complete::env::{CompleteEnv, Shells};
 use ringhaul::config::{Config, ConfigFile};
 use ringhaul::ctl::CtlArgs;
 use ringhaul::disk_command::{self, DiskArgs, InfoArgs};
@@ -29,31 +31,41 @@ const SMALLER: &str = "to make a disk smaller, give the size that it is to have,
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
-#[command(name = "ringhaul", version, about, max_term_width = 100)]
+#[command(name = "ringhaul", version, about, max_term_width = 100, propagate_version = true)]
 struct Cli {
     /// What to do.
     #[command(subcommand)]
     command: Command,
     /// The format of the log on standard error.
-    #[arg(long, value_name = "FORMAT", default_value = "text", global = true)]
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        default_value = "text",
+        global = true,
+        help_heading = "Log",
+        display_order = 900
+    )]
     log_format: LogFormat,
     /// What to log: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
     /// parts, such as `warn,blockio=debug`. Parts that no level names stay at `info`. Overrides the
     /// environment variable RUST_LOG (same syntax). Default: `info`.
-    #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter)]
+    #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter,
+          help_heading = "Log", display_order = 901)]
     log: Option<String>,
 }
 
 /// The commands.
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Export a disk as a virtio-blk device on a vhost-user socket, in the foreground.
+    /// Export disks as virtio-blk or virtio-scsi devices on vhost-user sockets, in the foreground.
     ///
     /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. Without
     /// a command, the options are those of `serve`, which is how management programs start
     /// vhost-user back-ends.
+    #[command(after_help = examples::SERVE)]
     Serve(Box<ServeArgs>),
     /// Say what is wrong with a configuration file of `serve --config`, or what it serves.
+    #[command(after_help = examples::CHECK)]
     Check {
         /// The file.
         file: PathBuf,
@@ -63,25 +75,31 @@ enum Command {
     },
     /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
     /// fio's names.
+    #[command(after_help = examples::BENCH)]
     Bench(Box<ringhaul_bench::BenchArgs>),
     /// Ask a daemon that was started with `--control`, or tell it to change something.
     Ctl(CtlArgs),
     /// Find out what a disk is like, or how fast, without serving it.
     #[command(subcommand)]
     Disk(DiskCommand),
-    /// Print what makes a shell complete the words of this program.
+    /// Print a script that has a shell complete commands, names of exports and keys of disks.
+    #[command(after_help = examples::COMPLETIONS)]
     Completions {
         /// The shell.
         shell: Shell,
     },
+    /// Print the version, the commit, the features, and the engines of this machine.
+    Version,
 }
 
 /// The commands about a disk.
 #[derive(Debug, Subcommand)]
 enum DiskCommand {
     /// Print how large a disk is, what it is made of and what it can do. It may be in use.
+    #[command(after_help = examples::DISK_INFO)]
     Info(InfoArgs),
     /// Read a disk, or write to it, for some time, and report how fast it is.
+    #[command(after_help = examples::DISK_BENCH)]
     Bench {
         /// Which disk.
         #[command(flatten)]
@@ -101,6 +119,8 @@ fn check_filter(text: &str) -> Result<String, String> {
 }
 
 fn main() -> ExitCode {
+    // A shell asks for words: it sets this variable, and the program ends here.
+    CompleteEnv::with_factory(Cli::command).complete();
     let line = command_line();
     if let Some(device) = line.capabilities {
         return print_capabilities(device);
@@ -136,6 +156,7 @@ fn main() -> ExitCode {
             bench_disk(&disk, lock.is_on(), &bench)
         }
         Command::Completions { shell } => print_completions(shell),
+        Command::Version => print_version(),
     });
     let code = result.unwrap_or_else(|error| {
         if is_unread(&error) {
@@ -169,10 +190,20 @@ fn bench_disk(disk: &DiskArgs, lock: bool, bench: &DiskBenchArgs) -> Result<Exit
     bench.run(disk.name(), disk.open(!writes, !lock)?)
 }
 
-/// Prints a script for a shell.
+fn print_version() -> Result<ExitCode> {
+    let text = ringhaul::version::describe(option_env!("RINGHAUL_COMMIT"));
+    std::io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints a script for a shell, which asks this program for the words.
 fn print_completions(shell: Shell) -> Result<ExitCode> {
+    let shells = Shells::builtins();
+    let completer = shells.completer(&shell.to_string());
+    let completer = completer.with_context(|| format!("no completions for {shell}"))?;
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "ringhaul", &mut script);
+    let name = "ringhaul";
+    completer.write_registration("COMPLETE", name, name, name, &mut script)?;
     std::io::stdout().write_all(&script).context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
 }

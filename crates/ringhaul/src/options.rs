@@ -5,11 +5,14 @@ pub(crate) mod export;
 pub mod switches;
 pub(crate) mod unit;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use anyhow::Context;
 use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
+use clap_complete::engine::{PathCompleter, ValueCompleter as _};
+use clap_complete::{ArgValueCompleter, CompletionCandidate};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
@@ -18,6 +21,7 @@ use disk::parse_limits;
 use switches::Switches;
 
 use crate::disk_rules::{LimitSpec, OnError};
+use crate::disk_spec::completions;
 use crate::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
@@ -25,15 +29,20 @@ use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 #[derive(Debug, Clone, Args)]
 pub struct ExportArgs {
     /// Listen on this Unix socket. It is created at the start and removed at the end.
-    #[arg(long, value_name = "PATH")]
+    #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
     /// What commands call the export: 1 to 100 characters, and no other export's name or socket.
     /// Default: the path of its socket.
-    #[arg(long, value_name = "NAME", value_parser = parse_name)]
+    #[arg(help_heading = "Socket", long, value_name = "NAME", value_parser = parse_name)]
     pub name: Option<String>,
     /// What the guest sees: a virtio-blk device with one disk, or a virtio-scsi device with those
     /// that `--lun` names.
-    #[arg(long, value_name = "DEVICE", default_value = "blk")]
+    #[arg(
+        help_heading = "What the guest sees",
+        long,
+        value_name = "DEVICE",
+        default_value = "blk"
+    )]
     pub device: DeviceKind,
     /// A logical unit of the virtio-scsi device, 0 to 16383, or with its target T, 0 to 255; may be
     /// repeated. It needs its disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK`
@@ -43,10 +52,12 @@ pub struct ExportArgs {
     /// `discard=on|off`, `vendor`, `product`, `revision`, `like=qemu` and `names=wwn|serial` are
     /// what the guest sees; `stop=ignore|obey` is the effect of START STOP UNIT. Write a comma in a
     /// value twice.
-    #[arg(long, value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"])]
+    #[arg(help_heading = "What the guest sees", long,
+          value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"],
+          add = ArgValueCompleter::new(complete_keys))]
     pub lun: Vec<String>,
     /// Serve this regular file or block device.
-    #[arg(long, value_name = "PATH", conflicts_with = "disk")]
+    #[arg(help_heading = "Disk", long, value_name = "PATH", conflicts_with = "disk")]
     pub blk_file: Option<PathBuf>,
     /// Serve this disk: `file,path=PATH`; `null,size=SIZE` (answers at once, stores nothing: for
     /// measurement); `rbd,pool=POOL,image=IMAGE`, an image in a Ceph cluster; `nbd,host=HOST` or
@@ -56,7 +67,8 @@ pub struct ExportArgs {
     /// PATH that begins with `/`, `./` or `../`, `file:PATH`, `null:SIZE`, `rbd:POOL/IMAGE`,
     /// `nbd://HOST/NAME`, `nbd+unix:///NAME?socket=PATH`, `qcow2:PATH`. SIZE takes the suffixes K,
     /// M, G, T and P (powers of 1024). Write a comma in a value twice.
-    #[arg(long, value_name = "KIND,KEY=VALUE,...")]
+    #[arg(help_heading = "Disk", long,
+          value_name = "KIND,KEY=VALUE,...", add = ArgValueCompleter::new(complete_disk))]
     pub disk: Option<String>,
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH` and its
     /// disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with what `--disk`
@@ -65,66 +77,75 @@ pub struct ExportArgs {
     /// `logical-block-size`, `num-queues`, `queue-size` and `iothread` are as the options of these
     /// names, which hold for exports that leave them out (except `name`, `serial` and `iothread`).
     /// Write a comma in a value twice.
-    #[arg(long, value_name = "KEY=VALUE,...")]
+    #[arg(help_heading = "Socket", long,
+          value_name = "KEY=VALUE,...", add = ArgValueCompleter::new(complete_keys))]
     pub export: Vec<String>,
     /// Refuse writes.
-    #[arg(long)]
+    #[arg(help_heading = "Disk", long)]
     pub read_only: bool,
     /// Lock the disk the way QEMU's programs do, which then cannot write to it
     /// either. With `off`, make sure yourself that no other program writes to it.
-    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    #[arg(help_heading = "Disk", long, value_name = "ON|OFF", default_value = "on")]
     pub lock: OnOff,
     /// Answer requests in the order in which the guest has made them, where the front-end keeps no
     /// inflight region and continues at used idx when the daemon was killed. A slow request then
     /// holds up the answers of those behind it. For virtio-blk.
-    #[arg(long, value_name = "ON|OFF", default_value = "off")]
+    #[arg(
+        help_heading = "What the guest sees",
+        long,
+        value_name = "ON|OFF",
+        default_value = "off"
+    )]
     pub in_order: OnOff,
     /// The most queues that a front-end may use, without it as many as the device can have: 256, or
     /// 254 request queues of virtio-scsi. Queues that it does not use cost nothing.
-    #[arg(long, value_name = "N",
+    #[arg(help_heading = "What the guest sees", long, value_name = "N",
           value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub num_queues: Option<u16>,
     /// The queue size assumed when computing `seg_max`: a power of two from 4 to 1024.
     /// The front-end may use any size up to 1024.
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
+    #[arg(help_heading = "What the guest sees", long,
+          value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
     pub queue_size: u16,
     /// Serve all queues on this one thread, 0 to N - 1. A disk that hangs, or whose
     /// submits wait for it, then does not affect exports on other threads.
-    #[arg(long, value_name = "K")]
+    #[arg(help_heading = "Threads and engines", long, value_name = "K")]
     pub iothread: Option<u16>,
     /// With io_uring, register the guest's memory, which saves the kernel work for each request.
     /// It pins all of that memory. Only for guests without a memory balloon, free page
     /// reporting or virtio-mem: when the front-end replaces pages, data would go to the old ones.
-    #[arg(long)]
+    #[arg(help_heading = "Guest memory", long)]
     pub fixed_buffers: bool,
     /// The cache between guest and disk, with QEMU's names. `none` and `directsync` bypass
     /// the page cache; with `none` and `writeback` the guest sees a write cache, which it flushes;
     /// with `directsync` and `writethrough` a write is on stable storage when it is answered.
     /// Default: `none`, or `writeback` where the file system has no direct I/O.
-    #[arg(long, value_name = "MODE")]
+    #[arg(help_heading = "Disk", long, value_name = "MODE")]
     pub cache: Option<CacheMode>,
     /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: one derived
     /// from what the disk is: the file in its file system, or the block device.
-    #[arg(long, value_name = "TEXT", value_parser = parse_serial)]
+    #[arg(help_heading = "What the guest sees", long,
+          value_name = "TEXT", value_parser = parse_serial)]
     pub serial: Option<String>,
     /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what
     /// a block device asks for, and 512 for a regular file.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(help_heading = "What the guest sees", long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
     /// What each disk may do at most, with QEMU's names: `iops` or `bps`, with `-total`, `-read` or
     /// `-write`; with `-max` the rate of a burst, with `-max-length` its seconds. `iops-size`: the
     /// bytes that count as one request. `group`: the disks of that name share the limits.
-    #[arg(long, value_name = "KEY=VALUE,...",
+    #[arg(help_heading = "Disk", long, value_name = "KEY=VALUE,...",
           value_parser = |text: &str| parse_limits(text).map_err(|error| format!("{error:#}")))]
     pub limits: Option<LimitSpec>,
     /// What becomes of reads that a disk fails: `report` tells the guest, `retry` tries them again
     /// until they succeed, while the guest waits. Default: `report`.
-    #[arg(long, value_name = "ACTION", value_parser = OnError::parser_of_reads())]
+    #[arg(help_heading = "Disk", long,
+          value_name = "ACTION", value_parser = OnError::parser_of_reads())]
     pub rerror: Option<OnError>,
     /// What becomes of writes that a disk fails, discards and zeroes included: as `--rerror`, or
     /// `hold` those that lack space until there is some, or `hold-briefly`, for 20 seconds at most.
     /// Default: `hold-briefly`.
-    #[arg(long, value_name = "ACTION")]
+    #[arg(help_heading = "Disk", long, value_name = "ACTION")]
     pub werror: Option<OnError>,
 }
 
@@ -137,76 +158,91 @@ pub struct ServeArgs {
     /// Read exports and options from this TOML file too. An option that is given here holds in
     /// place of the file's, and exports are added to those of the file. SIGHUP has the daemon read
     /// it again.
-    #[arg(long, value_name = "FILE")]
+    #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
     /// to.
-    #[arg(long, value_name = "FD", allow_negative_numbers = true, conflicts_with = "socket_path")]
+    #[arg(
+        help_heading = "Socket",
+        long,
+        value_name = "FD",
+        allow_negative_numbers = true,
+        conflicts_with = "socket_path"
+    )]
     pub fd: Option<i32>,
     /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there
     /// is and change it. Only root and the user of the daemon can connect, and those whom
     /// `--control-group` names.
-    #[arg(long, value_name = "PATH")]
+    #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control: Option<PathBuf>,
     /// Keep what control commands change in this file, for the next start: exports, units, limits,
     /// error policies and settings. Default with `--control`: its path with `.state` added, in
     /// `$STATE_DIRECTORY` if systemd names one. `none` keeps nothing, and ignores what was kept.
-    #[arg(long, value_name = "FILE")]
+    #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub state: Option<PathBuf>,
     /// The members of this group may connect to the control socket too. They can have the daemon
     /// read and write every file that it can.
-    #[arg(long, value_name = "GROUP", requires = "control")]
+    #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
     pub control_group: Option<String>,
     /// Take over from the daemon whose control socket this is, while its guests go on: its exports,
     /// its sockets and its options. Options that are given beside this one replace its own, but for
     /// those on exports, which stay as they are. If anything fails, the other daemon goes on.
-    #[arg(long, value_name = "PATH")]
+    #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub takeover: Option<PathBuf>,
     /// Print what this program can do, as JSON, and exit; other options than `--device` are
     /// ignored.
     // Only for the help text: other options must not matter even if they are wrong, so the
     // program looks for this one before it parses them, and never sets it.
-    #[arg(long)]
+    #[arg(help_heading = "Socket", long)]
     pub print_capabilities: bool,
     /// Threads that serve queues, whatever the engines of their disks; thread E + I modulo N serves
     /// queue I of export E.
-    #[arg(long, value_name = "N", default_value_t = 1,
+    #[arg(help_heading = "Threads and engines", long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub iothreads: u16,
     /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps.
     /// It does so only while that pays: for a disk, while the CPU time that it takes is worth the
     /// latency that it saves. 0 disables it.
-    #[arg(long, value_name = "US", default_value_t = IoThreadConfig::POLL_MAX_US,
+    #[arg(help_heading = "Threads and engines", long,
+          value_name = "US", default_value_t = IoThreadConfig::POLL_MAX_US,
           value_parser = clap::value_parser!(u16).range(0..=i64::from(POLL_MAX_US)))]
     pub poll_max_us: u16,
     /// The share of an IoThread's time in percent, 1 to 100, that may go into busy-polling.
-    #[arg(long, value_name = "PERCENT", default_value_t = IoThreadConfig::POLL_BUDGET_PERCENT,
+    #[arg(help_heading = "Threads and engines", long,
+          value_name = "PERCENT", default_value_t = IoThreadConfig::POLL_BUDGET_PERCENT,
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub poll_budget: u8,
     /// How operations reach the kernel. `auto` tries the engines on the disk and logs its choice.
-    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    #[arg(
+        help_heading = "Threads and engines",
+        long,
+        value_name = "ENGINE",
+        default_value = "auto"
+    )]
     pub engine: EngineChoice,
     /// With io_uring, let a kernel thread pick up submissions: fewer system calls, and up to one
     /// more core for each IoThread. Without a CPU for that thread alone, everything is slow.
-    #[arg(long)]
+    #[arg(help_heading = "Threads and engines", long)]
     pub sqpoll: bool,
     /// With io_uring and direct I/O, poll for completions of reads and writes on devices whose
     /// drivers have polled queues. An IoThread does not sleep while it waits for them, which
     /// takes a core each. Other disks use interrupts as usual, and the log says why.
-    #[arg(long)]
+    #[arg(help_heading = "Threads and engines", long)]
     pub iopoll: bool,
     /// The most memory that one front-end may share with the daemon. SIZE is as for `--disk`. A new
     /// map of its memory counts in addition to the old one until it has replaced it.
-    #[arg(long, value_name = "SIZE", default_value = "16T", value_parser = parse_memory_size)]
+    #[arg(help_heading = "Guest memory", long,
+          value_name = "SIZE", default_value = "16T", value_parser = parse_memory_size)]
     pub max_guest_memory: u64,
     /// The most memory that all front-ends together may share. A process has room for 128T, and
     /// needs some of that itself.
-    #[arg(long, value_name = "SIZE", default_value = "64T", value_parser = parse_memory_size)]
+    #[arg(help_heading = "Guest memory", long,
+          value_name = "SIZE", default_value = "64T", value_parser = parse_memory_size)]
     pub max_mapped_memory: u64,
     /// Which files a front-end may share as guest memory. `sealable`: those that have seals (memfd,
     /// tmpfs, hugetlbfs) and DAX devices. `any`: those of all file systems; one that does not
     /// answer (FUSE, NFS) then stops every export on the IoThread that touches it.
-    #[arg(long, value_name = "FILES", default_value = "sealable")]
+    #[arg(help_heading = "Guest memory", long, value_name = "FILES", default_value = "sealable")]
     pub memory_files: MemoryFilesChoice,
     /// Options for measurement.
     #[command(flatten)]
@@ -320,6 +356,26 @@ pub fn one_line(error: &clap::Error) -> String {
     // Words of Rust's parsers of numbers.
     let said = said.replace("invalid digit found in string", "it must be a whole number");
     said.replace("number would be zero for non-zero type", "it must be at least 1")
+}
+
+/// Words for a shell that completes the name of a disk, or the path of a file.
+fn complete_disk(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let text = begun.to_string_lossy();
+    let words = completions(&text).into_iter().map(CompletionCandidate::new);
+    let paths = if text.contains(',') { Vec::new() } else { PathCompleter::any().complete(begun) };
+    words.chain(paths).collect()
+}
+
+/// The same behind `disk=`, which is the last key.
+fn complete_keys(begun: &OsStr) -> Vec<CompletionCandidate> {
+    let text = begun.to_string_lossy();
+    match text.split_once(",disk=") {
+        Some((front, disk)) => {
+            let words = completions(disk).into_iter();
+            words.map(|word| CompletionCandidate::new(format!("{front},disk={word}"))).collect()
+        }
+        None => Vec::new(),
+    }
 }
 
 fn parse_memory_size(text: &str) -> Result<u64, String> {

@@ -18,6 +18,7 @@ mod kinds;
 mod left;
 mod locks;
 mod log;
+mod manners;
 mod members;
 mod options;
 mod resize;

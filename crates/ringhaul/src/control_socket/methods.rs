@@ -17,6 +17,7 @@ use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::status::ExportDetails;
 use crate::subscribers::{ExportEvent, Kind};
+use crate::version;
 
 /// All methods.
 const METHODS: [Entry; 15] = [
@@ -91,8 +92,8 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
     let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
         let (place, error) = (error.path().to_string(), in_words(error.inner().to_string()));
         // Some errors are about all of it, and some name their place themselves.
-        let is_known = place == "." || error.to_string().contains(&format!("`{place}`"));
-        let text = if is_known { error.to_string() } else { format!("{place}: {error}") };
+        let is_known = place == "." || error.contains(&format!("`{place}`"));
+        let text = if is_known { error } else { format!("{place}: {error}") };
         Problem::new(Code::Params, text)
     })?;
     Ok(Box::new(|client| {
@@ -163,6 +164,8 @@ struct Ping {}
 struct Version {
     /// As `ringhaul --version` has it.
     version: &'static str,
+    /// The features that it was built with.
+    features: &'static [&'static str],
 }
 
 impl Method for Ping {
@@ -171,7 +174,7 @@ impl Method for Ping {
     type Answer = Version;
 
     fn carry_out(self, _: &mut Client) -> Result<Version, Problem> {
-        Ok(Version { version: env!("CARGO_PKG_VERSION") })
+        Ok(Version { version: env!("CARGO_PKG_VERSION"), features: version::FEATURES })
     }
 }
 

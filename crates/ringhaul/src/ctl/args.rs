@@ -3,14 +3,20 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use clap_complete::ArgValueCandidates;
 
+use super::names;
 use crate::options::ExportArgs;
 
-/// What the exit status says.
+/// Examples and exit statuses.
 const STATUS: &str = concat!(
+    "Examples:\n  ringhaul ctl --control /run/ringhaul/control list\n",
+    "  ringhaul ctl add --name vm3 --socket-path /run/vm3.sock --blk-file vm3.img\n",
+    "  ringhaul ctl set-disk vm3 iops-total=500\n\n",
     "Status: 0, it is done; 1, the daemon has refused, or has tried and failed; 2, the command ",
     "makes no sense, or the daemon cannot be reached; 3, a removal was not finished by its ",
-    "deadline, and goes on.",
+    "deadline, and goes on; 4, an upgrade was refused and may succeed in a moment; 5, an upgrade ",
+    "was refused for good.",
 );
 
 /// The events that a daemon reports.
@@ -45,6 +51,7 @@ pub enum What {
     /// Describe an export: its front-end, queues, memory, disks and engines.
     Show {
         /// Its name, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
     },
     /// Export a disk, or several, with the options of `serve`. Relative paths are those of this
@@ -53,6 +60,7 @@ pub enum What {
     /// End an export, and wait until its requests are finished.
     Remove {
         /// Its name, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
         /// Disconnect the front-end at once. Requests that were taken are finished even so.
         #[arg(long)]
@@ -64,6 +72,7 @@ pub enum What {
     /// Add a logical unit to a virtio-scsi device.
     AddLun {
         /// The name of the export, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
         /// As the values of `serve --lun`.
         #[arg(value_name = "[T:]LUN,KEY=VALUE,...")]
@@ -72,6 +81,7 @@ pub enum What {
     /// Take a logical unit away.
     RemoveLun {
         /// The name of the export, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
         /// Its address.
         #[arg(value_name = "[T:]LUN")]
@@ -80,6 +90,7 @@ pub enum What {
     /// Give a disk another size, or the one that its file or device has now.
     Resize {
         /// The name of the export, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
         /// The logical unit, of virtio-scsi, and the size: `10G`, or `+10G` to add that. A size
         /// without a unit has a suffix (K, M, G, T, P) or a plus sign.
@@ -94,6 +105,7 @@ pub enum What {
     /// options --limits, --rerror and --werror of `serve` have them. 0 is no limit.
     SetDisk {
         /// The name of the export, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
         /// The logical unit, of virtio-scsi, and what to change.
         #[arg(value_name = "[[T:]LUN] KEY=VALUE")]
@@ -102,6 +114,7 @@ pub enum What {
     /// Try those requests again at once that wait because a disk has failed them.
     Resume {
         /// The name of the export, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
         /// The logical unit, of virtio-scsi; all of them if it is left out.
         #[arg(value_name = "[T:]LUN")]

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -29,6 +30,13 @@ impl Connection {
         })?;
         let (path, stream) = (path.to_owned(), BufReader::new(stream));
         Ok(Self { path, stream, events: VecDeque::new() })
+    }
+
+    /// Has every wait for an answer end after this time.
+    pub(super) fn set_limit(&mut self, limit: Duration) -> std::io::Result<()> {
+        let stream = self.stream.get_ref();
+        stream.set_read_timeout(Some(limit))?;
+        stream.set_write_timeout(Some(limit))
     }
 
     /// Calls a method, and waits for the answer.

@@ -29,6 +29,26 @@ struct Kind {
     make: fn(Words) -> Result<DiskSpec>,
 }
 
+/// Words that may go on from the beginning of the name of a disk, for a shell.
+pub(crate) fn completions(begun: &str) -> Vec<String> {
+    // The keys of the innermost disk come last.
+    let inner = begun.rfind("over=").map_or(0, |at| at + "over=".len());
+    let (outer, inner) = begun.split_at(inner);
+    match inner.rsplit_once(',') {
+        None => {
+            let kinds = KINDS.iter().filter(|kind| kind.name.starts_with(inner));
+            kinds.map(|kind| format!("{outer}{},", kind.name)).collect()
+        }
+        Some((done, last)) => {
+            let name = done.split([',', ':']).next().unwrap_or_default();
+            let kind = KINDS.iter().find(|kind| kind.name == name);
+            let keys = kind.into_iter().flat_map(|kind| kind.keys);
+            let keys = keys.filter(|key| key.starts_with(last));
+            keys.map(|key| format!("{outer}{done},{key}=")).collect()
+        }
+    }
+}
+
 /// All kinds there are.
 const KINDS: &[Kind] = &[
     Kind {
@@ -377,6 +397,16 @@ mod tests {
 
     fn parse(text: &str) -> Option<DiskSpec> {
         DiskSpec::parse(text).ok()
+    }
+
+    #[test]
+    fn a_shell_gets_kinds_and_their_keys() {
+        assert_eq!(completions("q"), ["qcow2,"]);
+        assert_eq!(completions("null,"), ["null,size="]);
+        assert_eq!(completions("nbd,host=h,po"), ["nbd,host=h,port="]);
+        assert_eq!(completions("raw,over=qcow2,pa"), ["raw,over=qcow2,path="]);
+        assert_eq!(completions("raw,offset=1M,over=nu"), ["raw,offset=1M,over=null,"]);
+        assert!(completions("./disk.img").is_empty() && completions("x,y").is_empty());
     }
 
     #[test]

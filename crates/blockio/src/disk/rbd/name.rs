@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use super::api::api;
+
 /// Which image, and how its cluster is reached.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RbdImage {
@@ -26,6 +28,17 @@ pub struct RbdImage {
     /// The threads of librbd stay where the scheduler puts them. Otherwise, while that is faster,
     /// they and the thread that uses the image, if there is one only, keep to one CPU.
     pub free_threads: bool,
+}
+
+impl RbdImage {
+    /// Whether the library of Ceph can be used here.
+    ///
+    /// # Errors
+    ///
+    /// Why it cannot.
+    pub fn library() -> Result<(), String> {
+        api().map(drop)
+    }
 }
 
 impl fmt::Display for RbdImage {

@@ -1,0 +1,53 @@
+//! Names of exports for a shell that completes a command: the daemon that is meant has them.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap_complete::CompletionCandidate;
+use serde_json::json;
+
+use super::connection::Connection;
+use super::sockets::which_daemon;
+
+/// A shell waits for the names, so a daemon that does not answer has none.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// Names of the daemon's exports. None if it cannot be asked.
+pub(super) fn of_exports() -> Vec<CompletionCandidate> {
+    let words: Vec<OsString> = std::env::args_os().collect();
+    let exports = which_daemon(control_of(&words)).ok().and_then(|control| {
+        let mut daemon = Connection::new(&control).ok()?;
+        daemon.set_limit(LIMIT).ok()?;
+        daemon.call("export.list", &json!({})).ok()?.ok()
+    });
+    let exports = exports.as_ref().and_then(|exports| exports.as_array());
+    let names = exports.into_iter().flatten().filter_map(|export| export["name"].as_str());
+    names.map(CompletionCandidate::new).collect()
+}
+
+/// The control socket that a command line names.
+fn control_of(words: &[OsString]) -> Option<PathBuf> {
+    let of = |pair: &[OsString]| match pair {
+        [option, path] if option == "--control" => Some(PathBuf::from(path)),
+        _ => None,
+    };
+    let joined = words.iter().find_map(|word| word.to_str()?.strip_prefix("--control="));
+    joined.map(PathBuf::from).or_else(|| words.windows(2).find_map(of))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_line_names_a_daemon() {
+        let of = |words: &str| {
+            let words: Vec<OsString> = words.split(' ').map(OsString::from).collect();
+            control_of(&words)
+        };
+        assert_eq!(of("ringhaul ctl --control /c show"), Some("/c".into()));
+        assert_eq!(of("ringhaul ctl --control=/c show"), Some("/c".into()));
+        assert_eq!(of("ringhaul ctl show --control"), None);
+    }
+}
