@@ -160,8 +160,7 @@ impl SplitQueue {
         self.again_left > 0
     }
 
-    /// Whether an earlier process has seen the chain with this head, which was popped here and not
-    /// pushed yet.
+    /// Whether an earlier process has seen the chain with this head, popped but not pushed here.
     pub fn is_of_earlier(&self, head: u16) -> bool {
         self.inflight.as_ref().is_some_and(|inflight| inflight.is_of_earlier(head))
     }

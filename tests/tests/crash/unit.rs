@@ -28,7 +28,7 @@ const UNIT_ATTENTION: u8 = 6;
 #[derive(PartialEq, Eq)]
 pub(super) enum Outcome {
     Done,
-    /// The unit has told of an event, and has done nothing.
+    /// The unit has reported an event, and has done nothing.
     ToBeSentAgain,
 }
 

@@ -61,8 +61,8 @@ pub trait Requester {
         self.check()
     }
 
-    /// Whether a transfer goes on of which more is left than a queue waits for that stops and leaves
-    /// nothing: asked between two steps.
+    /// Whether a transfer goes on that has more left than a stopping queue waits for. Asked between
+    /// two steps.
     ///
     /// # Errors
     ///

@@ -76,8 +76,8 @@ impl RingState {
         }
     }
 
-    /// As [`begin_stop`](Self::begin_stop), for good. A queue that stops in another way may wait for
-    /// requests for longer, and one that pauses for ever, so it goes on first.
+    /// As [`begin_stop`](Self::begin_stop), for good. A queue that stops in another way may wait
+    /// longer for requests, and one that pauses for ever, so it goes on first.
     pub(super) fn begin_end(&mut self, waker: &Waker) {
         if matches!(self.service, Service::Stopping(_, _, StopKind::Pause | StopKind::Final)) {
             self.begin_go_on(waker);
