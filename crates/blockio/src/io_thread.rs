@@ -10,6 +10,7 @@ use crate::clock;
 use crate::config::IoThreadConfig;
 use crate::error::Error;
 use crate::io::Io;
+use crate::policy;
 use crate::remote::Remote;
 use crate::turn::{Activity, Wait, earlier};
 
@@ -37,6 +38,12 @@ impl IoThread {
         }
         if config.bounce.share_bytes_min == 0 {
             return Err(Error::Options("a disk's share of bounced memory is at least 1".into()));
+        }
+        if !config.slice.is_zero()
+            && let Err(errno) = policy::set_slice(config.slice)
+        {
+            // A filter of system calls may refuse it. Beside other programs the loop is slower.
+            tracing::warn!("an IoThread keeps the kernel's time slice: sched_setattr: {errno}");
         }
         let (io, descriptor) = Io::new(config)?;
         Ok(Self { io: Rc::new(io), descriptor })

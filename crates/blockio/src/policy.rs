@@ -1,7 +1,11 @@
 //! The policies by which the kernel schedules threads, as far as the threads of this process choose
-//! between two of them.
+//! between two of them, and their time slices.
 
-use libc::c_int;
+use std::mem::size_of;
+use std::time::Duration;
+
+use libc::{c_int, c_long, sched_attr};
+use rustix::io::Errno;
 use rustix::process::Pid;
 
 /// A policy that leaves a thread its share of the CPU.
@@ -40,9 +44,64 @@ pub(crate) fn change(thread: Option<Pid>, from: Policy, to: Policy) -> bool {
     has(thread, from) && set() == 0
 }
 
+/// Reads the policy and the slice of this thread.
+fn attributes() -> Result<sched_attr, Errno> {
+    let size = u32::try_from(size_of::<sched_attr>()).unwrap_or_else(|_| unreachable!("48 bytes"));
+    // SAFETY: it is numbers alone, for which zeroes are valid.
+    let mut attributes: sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes `size` bytes at most, during the call alone.
+    let got = unsafe {
+        libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, c_long::from(size), 0)
+    };
+    checked(got).map(|()| sched_attr { size, ..attributes })
+}
+
+fn checked(result: c_long) -> Result<(), Errno> {
+    match result {
+        0 => Ok(()),
+        _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)),
+    }
+}
+
+/// Gives this thread time slices of this length. The kernel runs a thread with a short slice
+/// earlier and for less time, so that its share of the CPU stays the same. Linux before 6.12
+/// ignores it. A thread with a real-time policy has no slices, and stays as it is.
+pub(crate) fn set_slice(slice: Duration) -> Result<(), Errno> {
+    let mut attributes = attributes()?;
+    let has_slices = [Policy::Other, Policy::Batch]
+        .iter()
+        .any(|policy| u32::try_from(policy.number()) == Ok(attributes.sched_policy));
+    if !has_slices {
+        return Ok(());
+    }
+    attributes.sched_runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
+    // SAFETY: the kernel reads the attributes, and does so during the call alone.
+    checked(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_slice_changes_nothing_else() {
+        let of_thread = || {
+            let before = attributes().unwrap();
+            set_slice(Duration::from_micros(700)).unwrap();
+            let after = attributes().unwrap();
+            // Older kernels say 0.
+            assert!([0, 700_000].contains(&after.sched_runtime), "{}", after.sched_runtime);
+            assert_eq!(
+                (after.sched_policy, after.sched_nice, after.sched_flags),
+                (before.sched_policy, before.sched_nice, before.sched_flags)
+            );
+            // A thread keeps it with another policy.
+            assert!(change(None, Policy::Other, Policy::Batch));
+            assert_eq!(attributes().unwrap().sched_runtime, after.sched_runtime);
+        };
+        std::thread::spawn(of_thread).join().unwrap();
+    }
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -14,6 +14,8 @@ pub(super) enum Through {
     Engine,
     /// `ringhaul serve`: virtqueues, all on one IoThread.
     Daemon,
+    /// `ringhaul serve` on a machine with eight busy loops.
+    BusyDaemon,
     /// `ringhaul serve` without any load.
     IdleDaemon,
 }
@@ -82,6 +84,7 @@ impl Cell {
         };
         let through = match (self.through, self.target) {
             (Through::Engine, _) => format!("{} alone", self.engine),
+            (Through::BusyDaemon, _) => format!("{} beside 8 loops", self.engine),
             (_, Target::Null) => "daemon".to_owned(),
             _ => format!("daemon {}", self.engine),
         };
@@ -109,6 +112,7 @@ impl fmt::Display for Through {
         out.write_str(match self {
             Self::Engine => "engine alone",
             Self::Daemon => "daemon",
+            Self::BusyDaemon => "daemon beside 8 loops",
             Self::IdleDaemon => "idle daemon",
         })
     }
@@ -132,7 +136,7 @@ pub(super) struct Experiment {
     pub(super) sides: &'static str,
 }
 
-pub(super) const EXPERIMENTS: [Experiment; 6] = [
+pub(super) const EXPERIMENTS: [Experiment; 7] = [
     Experiment {
         number: 1,
         title: "The completion ring read in userspace",
@@ -193,6 +197,15 @@ pub(super) const EXPERIMENTS: [Experiment; 6] = [
         sides: "off: neither option; on: --sqpoll, for which both sides have both CPUs, or \
                 --fixed-buffers",
     },
+    Experiment {
+        number: 7,
+        title: "A short time slice beside other programs",
+        tests: "The scheduler runs threads with short slices earlier, for less time. Beside \
+                programs that never sleep, does an IoThread serve more requests with one?",
+        credit: "Peter Zijlstra, the scheduler EEVDF and slices of a thread's own, Linux 6.6 and \
+                 6.12.",
+        sides: "off: --slice-us 0; on: --slice-us 300",
+    },
 ];
 
 const RANDREAD: &[&str] = &["--rw", "randread", "--bs", "4k"];
@@ -251,6 +264,8 @@ const ALL_OFF: Switches = &[
     "--poll-max-us",
     "0",
 ];
+const SLICE_OFF: Switches = &["--slice-us", "0"];
+const SLICE_ON: Switches = &["--slice-us", "300"];
 const ALL_ON: Switches = &[];
 const PLAIN: Switches = &[];
 const SQPOLL: Switches = &["--sqpoll"];
@@ -283,6 +298,8 @@ pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
         for load in [DEPTH_64, DEPTH_1] {
             add(6, target, Through::Engine, "io_uring", load, (PLAIN, SQPOLL));
             add(6, target, Through::Daemon, "io_uring", load, (PLAIN, FIXED_BUFFERS));
+            let sides = (SLICE_OFF, SLICE_ON);
+            add(7, target, Through::BusyDaemon, plain_engine(target), load, sides);
         }
     }
     for target in Target::ALL {

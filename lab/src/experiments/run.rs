@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::plan::{Cell, Through};
 use super::sample::Sample;
+use crate::rig::load::Load;
 use crate::rig::progress::Progress;
 use crate::rig::spread::{Spread, number};
 use crate::rig::targets::{Disk, Target};
@@ -100,6 +101,10 @@ impl Runner<'_> {
         let mut sides = [Side::default(), Side::default()];
         let switches = [cell.off, cell.on];
         let names = ["off", "on"];
+        let _load = match cell.through {
+            Through::BusyDaemon => Some(self.lab.load(Load::Loops(8))?),
+            _ => None,
+        };
         for round in 0..rounds {
             for turn in 0..2 {
                 // Another one is first in each round.
@@ -191,7 +196,7 @@ pub(super) fn commands(cell: &Cell, switches: &[&str]) -> Vec<String> {
     let disk = if cell.target == Target::Null { None } else { Some("DISK") };
     let server = server_options(cell, disk, "SOCKET", switches).join(" ");
     let mut lines = vec![format!("ringhaul {server}")];
-    if cell.through == Through::Daemon {
+    if matches!(cell.through, Through::Daemon | Through::BusyDaemon) {
         lines.push(format!("ringhaul bench --socket-path SOCKET {load}"));
     }
     lines

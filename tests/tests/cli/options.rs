@@ -35,6 +35,8 @@ fn impossible_options_are_refused() -> Result<()> {
         ("--num-queues", "257", "1..=256"),
         ("--iothreads", "0", "1..=256"),
         ("--iothreads", "99999", "1..=256"),
+        ("--slice-us", "99", "0, or a number from 100 to 100000"),
+        ("--slice-us", "100001", "0, or a number from 100 to 100000"),
         ("--serial", "123456789012345678901", "20 bytes"),
         ("--serial", "größe", "printable ASCII"),
         ("--engine", "fast", "auto, io_uring, aio, threads"),
@@ -258,6 +260,42 @@ fn times_run(daemon: &Running) -> Result<Vec<u64>> {
         }
     }
     Ok(times)
+}
+
+/// The kernel says which slice the threads of the daemon have.
+#[test]
+fn an_iothread_has_the_slice_that_the_option_gives() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("slice.img", DISK_BYTES)?;
+    let of_kernel = slice("/proc/self/sched")?;
+    for (options, expected) in [
+        (&[][..], Some("300000")),
+        (&["--slice-us", "700"], Some("700000")),
+        (&["--slice-us", "0"], of_kernel.as_deref()),
+    ] {
+        let socket = scene.socket("slice.sock");
+        let mut daemon = Running::serve(serve(&socket, &file)?.args(options))?;
+        let mut slices = Vec::new();
+        for task in std::fs::read_dir(format!("/proc/{}/task", daemon.pid().as_raw_nonzero()))? {
+            let task = task?.path();
+            if std::fs::read_to_string(task.join("comm"))?.trim_end() == "iothread-0" {
+                slices.push(slice(task.join("sched"))?);
+            }
+        }
+        // Kernels before 6.12, and those without debugging of the scheduler, say nothing.
+        let expected = of_kernel.as_ref().and(expected).map(str::to_owned);
+        ensure!(slices == [expected], "{options:?}: {slices:?}");
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+/// The time slice of a thread, as its file `sched` has it.
+fn slice(sched: impl AsRef<std::path::Path>) -> Result<Option<String>> {
+    let text = std::fs::read_to_string(sched).unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("se.slice"));
+    Ok(line.map(|line| line.trim_start_matches([' ', ':']).to_owned()))
 }
 
 /// What is switched for measurement changes how the work is done, not what comes of it.
