@@ -447,8 +447,7 @@ impl SplitQueue {
         Ok(available > 0)
     }
 
-    /// Marks chains that are seen for the first time. A queue without its marks goes on no longer:
-    /// the next process would not find its requests.
+    /// Marks chains that are seen for the first time. Without marks a queue does not go on.
     #[inline(never)]
     fn mark_up_to(&mut self, avail_idx: u16) -> Result<(), InflightError> {
         let Self { inflight, rings, avail_shadow, .. } = self;
