@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{READY, Running, Scene, bench, run, serve};
-use ringhaul_kit::system::{Setting, may_change};
+use ringhaul_kit::system::{Setting, may_change, skipped};
 use rustix::process::Signal;
 
 const AIO_MAX: &str = "/proc/sys/fs/aio-max-nr";
@@ -35,7 +35,7 @@ impl Case<'_> {
             texts.collect::<std::io::Result<Vec<_>>>().context("reading settings")
         };
         if !self.settings.iter().all(|(path, _)| PathBuf::from(path).exists() && may_change(path)) {
-            eprintln!("skipped: not all of these are there to be changed: {:?}", self.settings);
+            skipped(&format!("not all of these are there to be changed: {:?}", self.settings));
             return Ok(());
         }
         let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;

@@ -12,7 +12,7 @@ use ringhaul_tools::process::output;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::system::is_installed;
+use crate::system::{is_installed, skipped};
 
 /// How long a cluster may take to be there, and for all that is asked of it.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -68,7 +68,7 @@ impl Cluster {
     fn start_under(under: &'static [&'static str], options: &'static str) -> Result<Option<Self>> {
         for program in ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-authtool", "rbd"] {
             if !is_installed(program) {
-                eprintln!("skipped: a Ceph cluster: {program} is not installed (`make setup`)");
+                skipped(&format!("a Ceph cluster: {program} is missing (`make setup`)"));
                 return Ok(None);
             }
         }

@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use crate::daemon::LIMIT;
 use crate::journal::{Change, Journal};
 use crate::random::Random;
-use crate::system::{Undo, may_change};
+use crate::system::{Undo, may_change, skipped};
 
 /// Numbers of requests.
 #[expect(missing_docs, reason = "the names are the kernel's")]
@@ -143,7 +143,7 @@ impl Fuse {
         let device = match File::options().read(true).write(true).open("/dev/fuse") {
             Ok(device) => device,
             Err(error) => {
-                eprintln!("skipped: there is no FUSE: {error}");
+                skipped(&format!("there is no FUSE: {error}"));
                 return Ok(None);
             }
         };

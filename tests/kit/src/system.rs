@@ -1,6 +1,7 @@
 //! What tests change in the system, and change back however they end.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -15,12 +16,21 @@ use tempfile::TempDir;
 const LIST_LIMIT: Duration = Duration::from_secs(10);
 const LIST_INTERVAL: Duration = Duration::from_millis(5);
 
+/// Prints the reason why a test leaves something out. libtest keeps what a test prints that passes,
+/// so a test that was left out would look like one that has passed.
+pub fn skipped(why: &str) {
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test");
+    // Only the macros write to the place that libtest keeps.
+    let _ = writeln!(std::io::stderr(), "skipped: {test}: {why}");
+}
+
 /// Whether this test may change the system. Prints a message if not.
 #[must_use]
 pub fn may_change(what: &str) -> bool {
     let may = rustix::process::geteuid().is_root();
     if !may {
-        eprintln!("skipped: only root can change {what}");
+        skipped(&format!("only root can change {what}"));
     }
     may
 }
@@ -165,7 +175,7 @@ pub fn is_installed(program: &str) -> bool {
     let found = Command::new("sh").args(["-c", "command -v \"$1\"", "sh", program]).output();
     let is_there = found.is_ok_and(|output| output.status.success());
     if !is_there {
-        eprintln!("skipped: {program} is not installed");
+        skipped(&format!("{program} is not installed"));
     }
     is_there
 }

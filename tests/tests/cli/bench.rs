@@ -10,6 +10,7 @@ use ringhaul_kit::cli::{
 };
 use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::skipped;
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -446,7 +447,7 @@ fn own_memory_kib(daemon: &Running) -> Result<u64> {
 fn a_daemon_with_four_queues_stays_small() -> Result<()> {
     const LIMIT_KIB: u64 = 16 << 10;
     if cfg!(debug_assertions) && std::env::var_os("RINGHAUL_BIN").is_none() {
-        eprintln!("skipped: this is about release builds; set RINGHAUL_BIN to one");
+        skipped("it is about release builds; set RINGHAUL_BIN to one");
         return Ok(());
     }
     for engine in ["io_uring", "aio", "threads"] {

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{self, Running, Scene, bench, ringhaul, run};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::system::skipped;
 use serde_json::{Value, json};
 
 use super::{is_root, scene};
@@ -129,7 +130,7 @@ fn ask_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
 #[test]
 fn the_members_of_a_group_may_ask() -> Result<()> {
     if !is_root() {
-        eprintln!("not root: this test is left out");
+        skipped("only root can become another user");
         return Ok(());
     }
     let scene = scene()?;

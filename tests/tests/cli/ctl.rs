@@ -11,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::system::skipped;
 use serde_json::{Value, json};
 
 use super::{DISK_BYTES, scene, schema};
@@ -290,7 +291,7 @@ COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; _ringhaul ringhaul re ctl; echo "${C
 fn has_shell(shell: &str) -> bool {
     let has = Command::new(shell).args(["-c", "true"]).status().is_ok_and(|it| it.success());
     if !has {
-        eprintln!("skipped: completions of {shell}: there is no {shell}");
+        skipped(&format!("completions of {shell}: there is no {shell}"));
     }
     has
 }

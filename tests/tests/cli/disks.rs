@@ -8,6 +8,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Refusals, Running, Scene, bench, ringhaul, ringhaul_under, run, serve};
+use ringhaul_kit::system::skipped;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
@@ -154,7 +155,7 @@ fn ringhaul_with_mounts(script: &str, variables: &[(&str, &Path)]) -> Result<Opt
         .context("starting unshare")?;
     if !probe.status.success() {
         let why = String::from_utf8_lossy(&probe.stderr);
-        eprintln!("skipped: no mounts of its own for a process: {why}");
+        skipped(&format!("no mounts of its own for a process: {why}"));
         return Ok(None);
     }
     let mut words: Vec<OsString> = vec!["unshare".into()];
@@ -206,7 +207,7 @@ fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
 fn a_disk_on_tmpfs_is_served_either_way() -> Result<()> {
     const TMPFS: &str = "/dev/shm";
     let Ok(scene) = Scene::new(TMPFS) else {
-        eprintln!("skipped: nothing can be written to {TMPFS}");
+        skipped(&format!("nothing can be written to {TMPFS}"));
         return Ok(());
     };
     let file = scene.disk("disk.img", DISK_BYTES)?;
@@ -256,7 +257,7 @@ impl LoopDevice {
         let arguments: Vec<&str> = ["--find", "--show"].iter().chain(options).copied().collect();
         let output = losetup(&arguments, file)?;
         if !output.status.success() {
-            eprintln!("skipped: no loop device: {}", String::from_utf8_lossy(&output.stderr));
+            skipped(&format!("no loop device: {}", String::from_utf8_lossy(&output.stderr)));
             return Ok(None);
         }
         let path = PathBuf::from(String::from_utf8(output.stdout)?.trim());
@@ -292,7 +293,7 @@ fn a_block_device_is_served_to_one() -> Result<()> {
             refusals.check("mounted", Ok(command), &words);
         }
     } else {
-        eprintln!("skipped: a mounted device, because mkfs.ext4 does not work");
+        skipped("a mounted device, because mkfs.ext4 does not work");
     }
     refusals.finish()
 }

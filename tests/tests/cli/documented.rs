@@ -114,8 +114,9 @@ fn the_documented_keys_of_disks_are_those_of_the_program() -> Result<()> {
         let known = sorted(expected(&format!("{kind},nothing=1"))?);
         ensure!(keys == known, "the page has the keys {keys:?} of {kind}, the program {known:?}");
     }
-    let known = expected("nbd,nothing=1")?;
-    for row in table("| key | meaning |")? {
+    let (known, of_nbd) = (expected("nbd,nothing=1")?, table("| key | meaning |")?);
+    ensure!(!of_nbd.is_empty(), "the page has no keys of nbd");
+    for row in of_nbd {
         let key = row[0].trim_matches('`');
         ensure!(known.iter().any(|known| known == key), "nbd has no key {key}");
     }
@@ -151,7 +152,7 @@ fn documented_names_of_disks_are_understood() -> Result<()> {
 #[test]
 fn documented_examples_of_disks_work() -> Result<()> {
     ensure!(!PAGE.contains("```"), "this test reads examples that are indented");
-    let mut failures = Vec::new();
+    let (mut failures, mut tried) = (Vec::new(), 0);
     for part in parts() {
         let uses = |tool: &&&str| part.examples.iter().flatten().any(|line| line.contains(**tool));
         if !TOOLS.iter().filter(uses).all(|tool| is_installed(tool)) {
@@ -163,8 +164,10 @@ fn documented_examples_of_disks_work() -> Result<()> {
         for example in &part.examples {
             let done = place.try_example(example);
             failures.extend(done.err().map(|error| format!("{}: {error:#}", part.title)));
+            tried += 1;
         }
     }
+    ensure!(tried > 0, "no example was tried");
     ensure!(failures.is_empty(), "{}", failures.join("\n"));
     Ok(())
 }

@@ -16,6 +16,7 @@ use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, feature, segment};
 use ringhaul_kit::kernel_trace::KernelTrace;
 use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::skipped;
 use ringhaul_kit::{for_each_engine, for_each_engine_with_system_calls};
 
 use crate::start;
@@ -142,7 +143,7 @@ fn with_strace(
 ) -> Result<Option<Asked>> {
     let found = std::process::Command::new("strace").arg("-V").output();
     if found.is_err() {
-        eprintln!("skipped: there is no strace here");
+        skipped("there is no strace here");
         return Ok(None);
     }
     let mut options = DaemonOptions::new(engine);
@@ -197,7 +198,7 @@ fn kernel_events(
     let path = daemon.disk();
     let kind = rustix::fs::statfs(path).context("looking at the file system of the disk")?.f_type;
     if kind != EXT4 {
-        eprintln!("skipped: {} is not on ext4, whose events are needed", path.display());
+        skipped(&format!("{} is not on ext4, whose events are needed", path.display()));
         return Ok(None);
     }
     let metadata = fs::metadata(path).with_context(|| format!("looking at {path:?}"))?;
@@ -216,7 +217,7 @@ fn kernel_events(
     let trace = match KernelTrace::start(&events)? {
         Ok(trace) => trace,
         Err(why) => {
-            eprintln!("skipped: {why}");
+            skipped(&why);
             return Ok(None);
         }
     };

@@ -42,7 +42,7 @@ fn export(scene: &Scene, engine: Engine) -> Result<Export> {
 }
 
 fn skipped(why: &str) -> Result<()> {
-    eprintln!("guest: skipped: {why}");
+    ringhaul_kit::system::skipped(why);
     Ok(())
 }
 
