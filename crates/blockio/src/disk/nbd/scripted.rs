@@ -52,6 +52,8 @@ pub(super) struct State {
     pub(super) lingers: bool,
     /// So many flushes fail.
     pub(super) failing_flushes: usize,
+    /// A command fails with this error.
+    pub(super) fails: Option<(u16, u32)>,
     /// The export grows by so many bytes with each connection.
     pub(super) growth: usize,
     /// No more clients are let in.
@@ -61,6 +63,8 @@ pub(super) struct State {
     pub(super) events: Vec<Event>,
     /// The commands with their flags.
     pub(super) seen: Vec<(u16, u16)>,
+    /// Where each of them begins, and its length.
+    pub(super) ranges: Vec<(u64, u64)>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
     /// The size that each connection has heard: it has that for good.
@@ -144,11 +148,13 @@ impl Server {
             keeps_back: None,
             lingers: false,
             failing_flushes: 0,
+            fails: None,
             growth: 0,
             is_full: false,
             is_slow_with_zeroes: false,
             events: Vec::new(),
             seen: Vec::new(),
+            ranges: Vec::new(),
             held: Vec::new(),
             sockets: Vec::new(),
             sizes: BTreeMap::new(),
@@ -262,6 +268,9 @@ impl State {
         let is_inside = self.sizes.get(&connection).is_some_and(|size| range.end as u64 <= *size);
         let place = self.content.get_mut(range).filter(|_| is_inside);
         match (request.command, place) {
+            (command, _) if self.fails.is_some_and(|(failing, _)| failing == command) => {
+                error = self.fails.map_or(0, |(_, error)| error);
+            }
             (FLUSH, _) if self.failing_flushes > 0 => {
                 self.failing_flushes -= 1;
                 error = 5;
@@ -345,6 +354,7 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
         state.events.push(Event::Request(number, request.command));
         let before = state.seen.last().map(|seen| seen.0);
         state.seen.push((request.command, request.flags));
+        state.ranges.push((request.offset, request.len));
         let is_first_flush = (before, request.command) == (Some(WRITE), FLUSH);
         if state.holds_first_flushes && is_first_flush {
             state.held.push((number, request));

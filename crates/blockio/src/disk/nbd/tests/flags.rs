@@ -49,12 +49,56 @@ fn a_server_is_asked_for_what_it_can() {
         }
         let state = server.state();
         assert_eq!(state.seen, expected, "{asked:?} with {flags:#x}");
-        let first = match asked {
-            Durable => 1,
-            Discard => 7,
-            Zeroes { .. } => 0,
+        let (bytes, byte) = match asked {
+            Durable => (4096, 1),
+            Discard => (2 * MIB, 7),
+            Zeroes { .. } => (2 * MIB, 0),
         };
-        assert_eq!(state.content[0], first, "{asked:?} with {flags:#x}");
-        assert_eq!(state.content[2 * MIB], 7, "it went beyond");
+        let (asked_for, beyond) = state.content.split_at(bytes);
+        assert!(asked_for.iter().all(|found| *found == byte), "{asked:?} with {flags:#x}");
+        assert!(beyond.iter().all(|found| *found == 7), "{asked:?} went beyond");
+    }
+}
+
+/// Only the answer that zeroes would take as long as data is none of an error.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_discard_that_the_server_fails_has_failed() {
+    const EIO: u32 = 5;
+    const NOT_SUPPORTED: u32 = 95;
+    let fast = can::WRITE_ZEROES | can::FAST_ZERO;
+    for (flags, command, error, expected) in [
+        (can::TRIM, TRIM, EIO, Some(libc::EIO)),
+        (can::TRIM, TRIM, NOT_SUPPORTED, Some(libc::EOPNOTSUPP)),
+        (fast, ZEROES, EIO, Some(libc::EIO)),
+        (fast, ZEROES, NOT_SUPPORTED, None),
+    ] {
+        let server = Server::start(MIB, can::HAS_FLAGS | can::FLUSH | flags);
+        server.change(|state| state.fails = Some((command, error)));
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = Rc::new(source.attach(thread.io()));
+        let done = thread.block_on(disk.discard(0, 4096)).unwrap();
+        let failed = done.err().map(|error| error.raw_os_error());
+        assert_eq!(failed, expected.map(Some), "{command} with {error}");
+        assert_eq!(server.state().seen.len(), 1, "{command} with {error}");
+    }
+}
+
+/// Lengths of simple requests have 32 bits. The server keeps no bytes of such a disk.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_range_that_is_too_long_for_one_request_is_cut_and_has_no_gap() {
+    const MOST: u64 = 1 << 31;
+    for (is_extended, expected) in [
+        (false, &[(4096, MOST), (4096 + MOST, MOST), (4096 + 2 * MOST, 512)][..]),
+        (true, &[(4096, 2 * MOST + 512)]),
+    ] {
+        let bytes = usize::try_from(3 * MOST).unwrap();
+        let server = Server::start(bytes, can::HAS_FLAGS | can::FLUSH | can::TRIM);
+        server.change(|state| state.is_extended = is_extended);
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = Rc::new(source.attach(thread.io()));
+        thread.block_on(disk.discard(4096, 2 * MOST + 512)).unwrap().unwrap();
+        assert_eq!(server.state().ranges, expected);
     }
 }

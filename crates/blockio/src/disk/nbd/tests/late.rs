@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 use iomem::Buffers;
 
 use super::super::connect::connect;
+use super::super::handshake::{Facts, can};
+use super::super::link::refuse_less;
 use super::super::pipe::Pipe;
 use super::super::requests::Made;
 use super::super::scripted::{READ, Server};
 use super::super::shared::{Condition, Shared};
 use super::super::target::NbdOptions;
-use super::super::wire::Request;
+use super::super::wire::{Framing, Request};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
 use crate::disk::DiskState;
 use crate::disk::info::Extent;
@@ -32,6 +34,32 @@ fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
     let pipe = Pipe::new(thread.io(), shared, number, links);
     (0..links).for_each(|index| pipe.link_is_up(index, &shared.facts));
     pipe
+}
+
+/// A disk is used as the server has offered it when it was opened.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn each_offer_that_is_less_than_before_is_refused() {
+    let server = Server::start(MIB, FLAGS);
+    server.change(|state| state.is_extended = true);
+    let shared = shared(&server);
+    let then = shared.facts;
+    let (block, payload, flags) = (then.block_bytes_min, then.payload_bytes_max, then.flags);
+    for (now, is_less) in [
+        (then, false),
+        (Facts { block_bytes_min: 2 * block, ..then }, true),
+        (Facts { block_bytes_min: block / 2, ..then }, false),
+        (Facts { payload_bytes_max: payload - block, ..then }, true),
+        (Facts { payload_bytes_max: payload + block, ..then }, false),
+        (Facts { framing: Framing::Simple, ..then }, true),
+        (Facts { flags: flags | can::READ_ONLY, ..then }, true),
+        (Facts { flags: flags & !can::FLUSH, ..then }, true),
+        (Facts { flags: flags & !can::MULTI_CONN, ..then }, true),
+        (Facts { flags: flags | can::TRIM, ..then }, false),
+        (Facts { size_bytes: then.size_bytes / 2, ..then }, false),
+    ] {
+        assert_eq!(refuse_less(&shared, &now).is_err(), is_less, "{now:?}");
+    }
 }
 
 /// The whole way, with two connections of each of two IoThreads.

@@ -122,6 +122,46 @@ fn each_change_that_no_flush_has_covered_is_lost_with_its_connection() {
     }
 }
 
+/// A server without FUA flushes within a durable write, and that flush covers all before it.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_flush_of_a_durable_write_covers_what_came_before() {
+    for (flags, expected) in [(FLAGS, None), (FLAGS | can::FUA, Some(libc::EIO))] {
+        let server = Server::start(MIB, flags);
+        let options = NbdOptions { distrust: true, ..server.options() };
+        let (thread, source) = (new_thread(), open(options));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(Running::write(&thread, &disk, 8192, 3).end(&thread), None);
+        carry_out(Change::DurableWrite, &thread, &disk);
+        assert_eq!(source.is_flushed(), expected.is_none(), "{flags:#x}");
+        server.hang_up();
+        assert_eq!(read(&thread, &disk, 0), 1);
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "{flags:#x}");
+    }
+}
+
+/// A durable write is as good as a flush: it promises nothing on a disk that has lost data.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn nothing_is_durable_on_a_disk_that_has_lost_data() {
+    for flags in [FLAGS, FLAGS | can::FUA, can::HAS_FLAGS, can::HAS_FLAGS | can::FUA] {
+        let server = Server::start(MIB, flags);
+        let options = NbdOptions { distrust: true, ..server.options() };
+        let (thread, source) = (new_thread(), open(options));
+        let disk = Rc::new(source.attach(thread.io()));
+        carry_out(Change::Write, &thread, &disk);
+        server.hang_up();
+        assert_eq!(read(&thread, &disk, 0), 1);
+        for bytes in [4096, 0] {
+            let write = disk.write(0, filled(2, bytes), true);
+            let error = thread.block_on(write).unwrap().unwrap_err();
+            assert_eq!(error.error().raw_os_error(), Some(libc::EIO), "{flags:#x} {bytes}");
+        }
+        assert_eq!(Running::write(&thread, &disk, 0, 4).end(&thread), None, "others go on");
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO), "{flags:#x}");
+    }
+}
+
 /// The place of an answered request in the list of requests is the next one's.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
