@@ -447,6 +447,12 @@ mod tests {
             };
             assert!(matches!(error, Error::Unusable { .. }), "{error}");
         }
+        let secret = root.path().join("secret");
+        let Ok((file, _)) = open_alone((&secret, &secret), &options, false) else {
+            panic!("it was not opened")
+        };
+        let flags = fcntl_getfl(&file).unwrap();
+        assert!(!flags.contains(OFlags::NONBLOCK), "io_uring would read it otherwise: {flags:?}");
     }
 
     #[test]

@@ -39,6 +39,27 @@ fn no_op_is_larger_than_the_bound_and_no_byte_is_lost() {
     });
 }
 
+/// Whoever asked learns which byte is the first that it does not have, also beyond the first step.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_long_read_that_fails_halfway_has_what_came_before() {
+    const CUT: usize = 6 << 20;
+    for (engine, _) in SETUPS {
+        let file = temp_file(LARGE as u64);
+        let data = pattern(3, LARGE);
+        std::fs::write(file.path(), &data).unwrap();
+        let thread = thread(engine);
+        let disk = DiskSource::file(file.path(), &options(false)).unwrap().attach(thread.io());
+        file.as_file().set_len(CUT as u64).unwrap();
+        let target = Buffers::aligned(LARGE, 4096);
+        let unfinished = thread.block_on(disk.read(0, target.again())).unwrap().unwrap_err();
+        let (error, rest) = unfinished.into_parts();
+        assert_eq!(error.raw_os_error(), Some(libc::EIO), "{engine}");
+        assert_eq!(LARGE - rest.bytes(), CUT, "{engine}");
+        assert!(target.to_vec()[..CUT] == data[..CUT], "{engine}: data differ");
+    }
+}
+
 /// Small requests come between the pieces of a large one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -288,6 +288,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_flush_covers_the_writes_that_had_ended_when_it_began() {
+        let order = Order::default();
+        assert!(!order.needs_flush());
+        order.note_written();
+        let before = order.written();
+        order.note_written();
+        order.note_stable(before);
+        assert!(order.needs_flush(), "one has ended after the flush had begun");
+        let all = order.written();
+        order.note_stable(all);
+        assert!(!order.needs_flush());
+        // Of two flushes the one that began earlier may end later.
+        order.note_stable(before);
+        assert!(!order.needs_flush());
+    }
+
+    #[test]
     fn counts_of_all_widths_rise() {
         for (bits, old, wanted, expected) in [
             (1, [0b0101_0000, 0], [0b0011_0000, 1], [0b0111_0000, 1]),
