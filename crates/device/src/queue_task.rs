@@ -685,6 +685,34 @@ mod tests {
         [Desc::writable(DATA, 512 << 10); 8]
     }
 
+    /// What a driver has the device read counts, too: a write is as long as a read.
+    #[test]
+    fn a_request_is_large_by_all_of_its_data() {
+        const SMALL: u32 = 128 << 10;
+        for (chain, popped) in [
+            (&[Desc::readable(DATA, SMALL)][..], 3),
+            (&[Desc::writable(DATA, SMALL)], 3),
+            (&[Desc::readable(DATA, SMALL + 1)], 1),
+            (&[Desc::writable(DATA, SMALL + 1)], 1),
+            (&[Desc::readable(DATA, SMALL / 2), Desc::writable(DATA, SMALL / 2)], 3),
+            (&[Desc::readable(DATA, SMALL / 2), Desc::writable(DATA, SMALL / 2 + 1)], 1),
+        ] {
+            let mut scene = Scene::new();
+            scene.load = Arc::new(Load::new(1));
+            let gate = Rc::new(Gate::default());
+            let handle = scene.start(Gated(Rc::clone(&gate)));
+            for _ in 0..3 {
+                scene.offer(chain);
+            }
+            scene.turn(10);
+            assert_eq!(gate.popped.get(), popped, "{chain:?}");
+            gate.open();
+            scene.turn(20);
+            assert_eq!(scene.wait(&handle.begin_stop()), 3, "{chain:?}");
+            assert_eq!(scene.load.bytes(), 0, "{chain:?}");
+        }
+    }
+
     #[test]
     fn large_requests_wait_in_the_ring_while_their_device_has_too_many() {
         let mut scenes = [Scene::new(), Scene::new()];

@@ -93,3 +93,37 @@ pub(super) fn needs_unit(cdb: &Cdb) -> bool {
     let op = cdb.command().map(|command| command.op);
     !matches!(op, Ok(Op::Inquiry | Op::ReportLuns | Op::RequestSense))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_counted_by_unit_until_each_has_gone() {
+        let (held, unit) = (HeldCommands::default(), UnitAddress { target: 1, lun: 2 });
+        assert!(held.is_empty() && !held.wait_for(unit) && !held.wait_for_target(1));
+        let (first, second) = (held.begin(unit), held.begin(unit));
+        let beside = UnitAddress { target: 3, lun: 2 };
+        let other = held.begin(beside);
+        assert_eq!(held.all(), [(unit, 2), (beside, 1)]);
+        assert!(held.wait_for_target(1) && !held.wait_for_target(2));
+        drop(first);
+        assert_eq!(held.all(), [(unit, 1), (beside, 1)]);
+        drop(other);
+        assert!(held.wait_for(unit) && !held.wait_for_target(3));
+        drop(second);
+        assert!(held.is_empty());
+    }
+
+    /// What can be answered without the unit tells drivers that there is none.
+    #[test]
+    fn commands_that_ask_for_units_need_none() {
+        for (opcode, needs) in
+            [(0x12, false), (0xa0, false), (0x03, false), (0x00, true), (0x25, true), (0x2a, true)]
+        {
+            let cdb = Cdb::of([opcode, 0]);
+            assert_eq!(needs_unit(&cdb), needs, "{opcode:#x}");
+        }
+        assert!(needs_unit(&Cdb::of([0xff, 0])), "an error would be the answer");
+    }
+}

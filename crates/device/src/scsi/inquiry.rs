@@ -1,5 +1,7 @@
 //! INQUIRY and its vital product data pages (SPC-5, sections 6.6 and 7.7; SBC-4, section 6.6).
 
+use blockio::disk::DiskInfo;
+
 use super::block::WRITE_SAME_BYTES_MAX;
 use super::cdb::Cdb;
 use super::outcome::{Data, Moved};
@@ -143,6 +145,12 @@ fn target_port() -> [u8; 8] {
 /// Block limits (SBC-4, section 6.6.4).
 fn limits(unit: &Unit) -> [u8; 60] {
     let info = unit.info();
+    let discard = || unit.source.discard_bytes().unwrap_or(info.logical_block_bytes);
+    limits_of(&info, unit.source.optimal_bytes(), unit.can_unmap().then(discard))
+}
+
+/// The same of a disk with these hints in bytes; one that cannot unmap has no unit of discards.
+fn limits_of(info: &DiskInfo, optimal: Option<u32>, discard: Option<u32>) -> [u8; 60] {
     let block = u64::from(info.logical_block_bytes);
     let mut page = [0; 60];
     // WSNZ is 0: none are all blocks from there on.
@@ -150,13 +158,12 @@ fn limits(unit: &Unit) -> [u8; 60] {
     let granularity = info.physical_block_bytes / info.logical_block_bytes;
     page[2..4].copy_from_slice(&u16::try_from(granularity).unwrap_or(0).to_be_bytes());
     // Where nothing is known it is 0.
-    let optimal = unit.source.optimal_bytes().unwrap_or(0) / info.logical_block_bytes;
+    let optimal = optimal.unwrap_or(0) / info.logical_block_bytes;
     page[8..12].copy_from_slice(&optimal.to_be_bytes());
-    if unit.can_unmap() {
+    if let Some(discard) = discard {
         page[16..20].copy_from_slice(&unmap::BLOCKS_MAX.to_be_bytes());
         page[20..24].copy_from_slice(&unmap::DESCRIPTORS_MAX.to_be_bytes());
-        let unit_bytes = unit.source.discard_bytes().unwrap_or(info.logical_block_bytes);
-        page[24..28].copy_from_slice(&(unit_bytes / info.logical_block_bytes).to_be_bytes());
+        page[24..28].copy_from_slice(&(discard / info.logical_block_bytes).to_be_bytes());
     }
     page[32..40].copy_from_slice(&(WRITE_SAME_BYTES_MAX / block).to_be_bytes());
     page
@@ -179,5 +186,35 @@ fn provisioning(unit: &Unit) -> [u8; 4] {
         [0, 0xe0, 0x02, 0]
     } else {
         [0; 4]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Hints that a disk gives in bytes. Few disks of tests give any.
+    #[test]
+    fn hints_of_a_disk_count_in_its_blocks() {
+        for (logical, physical, granularity) in
+            [(512_u32, 512, 1_u16), (512, 4096, 8), (4096, 4096, 1)]
+        {
+            let info = DiskInfo {
+                size_bytes: 1 << 30,
+                logical_block_bytes: logical,
+                physical_block_bytes: physical,
+                read_only: false,
+                direct: true,
+            };
+            let number = |page: &[u8; 60], at: usize| {
+                u32::from_be_bytes(std::array::from_fn(|byte| page[at + byte]))
+            };
+            let page = limits_of(&info, Some(1 << 22), Some(64 << 10));
+            assert_eq!(page[2..4], granularity.to_be_bytes(), "{info:?}");
+            assert_eq!(number(&page, 8), (1 << 22) / logical, "{info:?}");
+            assert_eq!(number(&page, 24), (64 << 10) / logical, "{info:?}");
+            let page = limits_of(&info, None, None);
+            assert_eq!((number(&page, 8), &page[16..32]), (0, &[0; 16][..]), "{info:?}");
+        }
     }
 }

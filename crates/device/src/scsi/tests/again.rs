@@ -81,9 +81,8 @@ fn what_fails_because_it_has_succeeded_before_is_said_to_be_in_doubt() {
     let answer = initiator.run_again(&compare_and_write, &pair);
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
     // Nor has a unit attention told the truth: that says that it was not carried out.
-    if let Device::Scsi(scsi) = &initiator.device {
-        scsi.access(UNIT).unwrap().refresh();
-    }
+    let Device::Scsi(scsi) = &initiator.device else { panic!("it is a virtio-scsi device") };
+    scsi.access(UNIT).unwrap().refresh();
     let answer = initiator.run_again(&compare_and_write, &pair);
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
     assert_eq!(initiator.sense(&[0; 6], &[], 0)[..2], [6, 0x2a], "nobody has heard of it");

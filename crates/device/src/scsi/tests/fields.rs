@@ -127,6 +127,18 @@ fn whoever_reads_the_list_of_luns_has_heard_that_it_changed() {
         let expected = if is_heard { [0; 3] } else { [6, 0x3f, 0x0e] };
         assert_eq!(initiator.run(&[0; 6], &[], 0).sense, expected, "{lun:x?} {report}");
     }
+    // That of another target says nothing of its units.
+    let elsewhere = UnitAddress { target: 1, ..UNIT };
+    let (source, naa) = (DiskSource::null(1 << 20, &DiskOptions::default()).unwrap(), [0x31; 8]);
+    let other = UnitOptions { naa, ..options() };
+    Initiator::scsi(&initiator.device).add_unit(elsewhere, source, other).unwrap();
+    initiator.scene.turn(10);
+    let power_on = initiator.run_at(elsewhere.bytes(), &[0; 6], &[], 0);
+    assert_eq!(power_on.sense, [6, 0x29, 0]);
+    initiator.unit().attentions.add(Sense::UNITS_CHANGED);
+    let answer = initiator.run_at(elsewhere.bytes(), &luns(0, 64), &[], 64);
+    assert_eq!((answer.response, answer.status), (0, 0));
+    assert_eq!(initiator.run(&[0; 6], &[], 0).sense, [6, 0x3f, 0x0e]);
     for length in [0, 4, 15] {
         let answer = initiator.run(&luns(0, length), &[], 64);
         assert_eq!((answer.response, answer.status), (0, 0), "{length}");

@@ -1,6 +1,9 @@
 //! Commands that an earlier process had taken for a unit that is not there yet.
 
-use super::sharing::{ABORT_TASK_SET, ABORTED, Control, OK, RESET, UNIT_RESET, read, write};
+use super::sharing::{
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
+    write,
+};
 use super::*;
 use crate::queue_setup::StopKind;
 
@@ -69,7 +72,12 @@ fn a_question_whether_there_is_a_unit_is_answered() {
 
 #[test]
 fn a_command_without_its_unit_can_be_aborted() {
-    for (function, response) in [(ABORT_TASK_SET, ABORTED), (UNIT_RESET, RESET)] {
+    for (function, response) in [
+        (ABORT_TASK_SET, ABORTED),
+        (CLEAR_TASK_SET, ABORTED),
+        (UNIT_RESET, RESET),
+        (NEXUS_RESET, RESET),
+    ] {
         let mut initiator = Initiator::new();
         initiator.begin_held(&read(), &[], 512);
         let mut control = Control::start(&initiator.device);

@@ -103,6 +103,17 @@ fn the_limits_have_each_field_for_blocks_of_each_size() {
     }
 }
 
+/// A long block descriptor is announced only where there is one.
+#[test]
+fn a_mode_header_tells_of_the_block_descriptor_behind_it() {
+    let mut unit = Initiator::new();
+    for (bits, is_long, bytes) in [(0, 0, 8), (0x08, 0, 0), (0x10, 1, 16), (0x18, 0, 0)] {
+        let answer = unit.good(&[0x5a, bits, 0x08, 0, 0, 0, 0, 0, 255, 0], &[], 255);
+        assert_eq!((answer[4], &answer[6..8]), (is_long, &[0, bytes][..]), "{bits:#x}");
+        assert_eq!(answer.len(), 8 + usize::from(bytes) + 20, "{bits:#x}");
+    }
+}
+
 #[test]
 fn pages_of_a_unit_have_each_field() {
     for is_rotational in [false, true] {

@@ -65,6 +65,17 @@ fn commands_report_what_there_is() {
     assert_eq!(initiator.good(&one(0x9e, 0x10, 2), &[], 256)[..6], [0, 3, 0, 16, 0x9e, 0x10]);
     assert_eq!(initiator.good(&one(0x9e, 0x11, 3), &[], 256), [0, 1, 0, 0]);
     assert_eq!(initiator.sense(&one(0x9e, 0, 1), &[], 256), [5, 0x24, 0]);
+    let mut all = |options| {
+        let cdb = [0xa3, 0x0c, options, 0, 0, 0, 0, 0, 16, 0, 0, 0];
+        initiator.good(&cdb, &[], 4096)[4..].to_vec()
+    };
+    let (plain, timed) = (all(0), all(0x80));
+    assert_eq!(plain.len() / 8, timed.len() / 20);
+    for (plain, timed) in plain.chunks(8).zip(timed.chunks(20)) {
+        assert_eq!((plain[5] & 2, timed[5]), (0, plain[5] | 2), "{plain:x?} {timed:x?}");
+        assert_eq!((&timed[..5], &timed[6..8]), (&plain[..5], &plain[6..8]));
+        assert_eq!(timed[8..10], [0, 10], "the length of the timeouts");
+    }
     let tmfs = [0xa3, 0x0d, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0];
     assert_eq!(initiator.good(&tmfs, &[], 4), [0xdc, 0x03, 0, 0]);
     let capacity = initiator.good(&cdb10(0x25, 0, 0, 0), &[], 8);
