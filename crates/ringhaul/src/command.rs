@@ -290,6 +290,34 @@ pub(crate) fn check_is_path(binary: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
+    /// A caller tries an upgrade again that was refused for the moment, and no other one.
+    #[test]
+    fn what_may_succeed_in_a_moment_is_told_from_what_will_not() {
+        use CommandError::*;
+        let (vm, place) = (|| "vm".to_owned(), UnitPlace { target: 0, lun: 1 });
+        let why = || anyhow::anyhow!("why");
+        for (error, is_of_the_moment) in [
+            (Busy(vm(), ExportState::Stopping), true),
+            (UnitBusy(vm(), place), true),
+            (UnitGivenUp(vm(), place), true),
+            (DiskBusy(vm()), true),
+            (HandingOver, true),
+            (Changed, true),
+            (NotPaused(vm()), true),
+            (NotNow(why()), true),
+            (HandedOver(1), false),
+            (Unknown(vm()), false),
+            (Ending, false),
+            (Wrong(why()), false),
+            (Failed(why()), false),
+            (UpgradeRefused(vm()), false),
+        ] {
+            assert_eq!(error.is_of_the_moment(), is_of_the_moment, "{error}");
+            let says = error.to_string().contains("try again");
+            assert!(is_of_the_moment || !says, "{error}");
+        }
+    }
+
     #[test]
     fn commands_can_be_written_down() {
         let add = r#"{"add": [{"endpoint": {"path": "/a"}, "device": {"blk": {"file": "/b"}}}]}"#;

@@ -6,6 +6,8 @@
 
 pub(crate) mod changes;
 pub(crate) mod file;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

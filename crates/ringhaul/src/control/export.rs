@@ -601,8 +601,15 @@ mod tests {
         run(&mut export);
         assert_eq!(seen(&export), (ExportState::Serving, true, 1));
         assert!(export.waiting_is_told, "another one waits");
+        let (now, later) = (Instant::now(), Instant::now() + Duration::from_secs(3600));
+        let is_warned = |export: &mut Export| {
+            let watch = &mut export.memory_watch;
+            watch.look(Some(0), now).or_else(|| watch.look(Some(0), later)).is_some()
+        };
+        assert!(is_warned(&mut export) && !is_warned(&mut export), "once for a front-end");
         drop(first);
         run(&mut export);
+        assert!(is_warned(&mut export), "the next one is another one");
         assert_eq!(seen(&export), (ExportState::Serving, true, 2));
         assert!(!export.waiting_is_told);
         scene.disk.set_size(1 << 21, || ()).unwrap();

@@ -259,6 +259,29 @@ fn a_table_may_be_longer_than_its_regions() {
     }
 }
 
+/// The log says that such a ring waits for memory. One that would not run anyway waits for none.
+#[test]
+fn only_a_ring_that_could_run_lacks_memory() {
+    use Request::*;
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let place = addresses(USER_ADDR);
+    let kick = || vec![new_eventfd()];
+    for (request, fds, lacking) in [
+        (SetFeatures(F_PROTOCOL_FEATURES | 1 << 32), vec![], None),
+        (SetVringAddr { index: 1, addresses: place }, vec![], None),
+        (SetVringKick { index: 1, has_fd: true }, kick(), None),
+        (SetVringNum { index: 1, size: 16 }, vec![], None),
+        (SetVringEnable { index: 1, value: 1 }, vec![], Some(1)),
+        (SetVringEnable { index: 1, value: 0 }, vec![], None),
+        (SetVringEnable { index: 1, value: 1 }, vec![], Some(1)),
+        (AddMemReg(region()), scene.memory(), None),
+    ] {
+        assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.connection.ring_without_memory(), lacking, "{request:?}");
+    }
+    scene.end();
+}
+
 /// Nothing has changed then, and what the front-end must hear is marked so.
 #[test]
 fn messages_that_are_refused() {
