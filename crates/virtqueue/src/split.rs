@@ -16,7 +16,6 @@ use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Tra
 use crate::rings::{AvailIdx, RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;
-
 /// The driver wants no calls; not used with event idx (virtio 1.3, section 2.7.6).
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 /// The device wants no kicks; not used with event idx (virtio 1.3, section 2.7.8).
