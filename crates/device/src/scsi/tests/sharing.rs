@@ -314,6 +314,28 @@ pub(super) fn switch_cache(all: &mut [Initiator], place: usize, on: bool) {
 }
 
 #[test]
+fn another_format_of_sense_data_is_told_to_others() {
+    let mut all = three();
+    let mut list = all[0].good(&[0x1a, 8, 0x0a, 0, 255, 0], &[], 255);
+    (list[0], list[2]) = (0, 0);
+    let select = [0x15, 0x10, 0, 0, u8::try_from(list.len()).unwrap(), 0];
+    for (format, told) in [(4, true), (4, false), (0, true)] {
+        list[6] = list[6] & !4 | format;
+        all[0].good(&select, &list, 0);
+        for other in &mut all[1..] {
+            let status = other.run(&TEST_UNIT_READY, &[], 0).status;
+            assert_eq!(status, if told { 2 } else { 0 }, "{format}");
+            let raw = other.raw_sense();
+            match (told, format) {
+                (true, 4) => assert_eq!(raw[..4], [0x72, 6, 0x2a, 1]),
+                (true, _) => assert_eq!([raw[0], raw[2], raw[12], raw[13]], [0x70, 6, 0x2a, 1]),
+                (false, _) => {}
+            }
+        }
+    }
+}
+
+#[test]
 fn the_write_cache_is_switched_for_all_who_have_one() {
     let mut all = with_caches([true, true, false]);
     let caches = |all: &mut [Initiator]| [0, 1, 2].map(|place| has_cache(&mut all[place]));

@@ -1,5 +1,6 @@
 //! Sessions that go from one process to another.
 
+use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -253,4 +254,108 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
         }
         old.end();
     }
+}
+
+/// A front-end would go on to use what nobody carries out.
+#[test]
+fn a_session_with_features_that_are_not_offered_is_refused() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.connection.begin_pause();
+    scene.settle().unwrap();
+    let mut channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&scene.examiner));
+    channel.lend(true);
+    let mut fds = HandedFds::default();
+    let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
+    // It has no configuration space that a driver changes.
+    let other = Scene::of(scsi(), 0);
+    let setup = other.connection.setup.clone();
+    let refused = Session::take_over(state, setup, &mut fds, Instant::now());
+    let error = refused.map(drop).unwrap_err().to_string();
+    assert!(error.contains("are not offered here"), "{error}");
+    other.end();
+    scene.end();
+}
+
+/// A session in use, which has no field with the value that it has in a new one.
+fn in_use() -> (Scene, Channel) {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+        panic!("it was refused");
+    };
+    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.brought.take().unwrap());
+    let news = UnixStream::pair().unwrap().0;
+    let set = [(Request::SetInflightFd(area), file), (Request::SetBackendReqFd, news.into())];
+    for (request, fd) in set {
+        assert_eq!(scene.tell(&request, vec![fd]), Ended::Done, "{request:?}");
+    }
+    scene.start();
+    for (request, has_fd) in [
+        (Request::SetStatus(15), false),
+        (Request::SetConfig(config(WRITEBACK_OFFSET, &[0])), false),
+        (Request::SetVringCall { index: 0, has_fd: true }, true),
+        (Request::SetVringErr { index: 0, has_fd: true }, true),
+        (Request::SetVringEnable { index: 1, value: 0 }, false),
+        (Request::SetVringBase { index: 1, base: 7 }, false),
+    ] {
+        let fds = has_fd.then(new_eventfd).into_iter().collect();
+        assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+    }
+    scene.connection.begin_pause();
+    scene.settle().unwrap();
+    // In the middle of a message, and of an answer.
+    let mut channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&scene.examiner));
+    channel.lend(true);
+    channel.input = vec![1, 2, 3];
+    channel.fds.push(ForeignFd::new(new_eventfd(), Arc::clone(&scene.examiner)));
+    channel.lost_fds = Some("no descriptor was left".to_owned());
+    channel.output = vec![4, 5];
+    channel.output_fd = Some(new_eventfd());
+    (scene, channel)
+}
+
+/// Each field of a session, by its path. Elements of a list share one.
+fn fields(value: &serde_json::Value, path: &str, all: &mut BTreeMap<String, Vec<String>>) {
+    match value {
+        serde_json::Value::Object(object) => {
+            for (name, value) in object {
+                fields(value, &format!("{path}/{name}"), all);
+            }
+        }
+        serde_json::Value::Array(list) if list.iter().any(serde_json::Value::is_object) => {
+            list.iter().for_each(|value| fields(value, path, all));
+        }
+        value => all.entry(path.to_owned()).or_default().push(value.to_string()),
+    }
+}
+
+/// A process drops what it does not hand over to the next one.
+#[test]
+fn no_field_of_a_session_is_lost_on_its_way() {
+    let (scene, channel) = in_use();
+    let mut fds = HandedFds::default();
+    let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
+    let (first, names) = (serde_json::to_value(&state).unwrap(), fds.names());
+
+    // An expectation that is that of a new session would show nothing.
+    let new = Scene::new(0);
+    let channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&new.examiner));
+    let of_new = SessionState::of(&channel, &new.connection, false, &mut HandedFds::default());
+    let of_new = serde_json::to_value(of_new.unwrap()).unwrap();
+    let (mut used, mut unused) = (BTreeMap::new(), BTreeMap::new());
+    fields(&first, "", &mut used);
+    fields(&of_new, "", &mut unused);
+    for (path, value) in used.iter().filter(|(path, _)| *path != "/channel/socket") {
+        assert_ne!(Some(value), unused.get(path), "{path} shows nothing");
+    }
+
+    let other = Scene::new(0);
+    let setup = other.connection.setup.clone();
+    let session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
+    let mut next = HandedFds::default();
+    let second = serde_json::to_value(session.hand_over(&mut next).unwrap()).unwrap();
+    assert_eq!(second, first);
+    assert_eq!(next.names(), names);
+    end(other, session);
+    new.end();
+    scene.end();
 }
