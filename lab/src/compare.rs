@@ -42,7 +42,8 @@ pub(crate) struct Args {
     /// Size of the disks, in MiB
     #[arg(long, default_value_t = 1024)]
     size: u64,
-    /// Only what has this in its name, as in `zram`, `depth-64`, `loop/randread`
+    /// Only names with each of these words, and without the words after a `!`, as in `zram`,
+    /// `loop/randread`, `file !beside`
     #[arg(long, value_name = "PATTERN", default_value = "")]
     only: String,
     /// Try everything out: one short round on small disks, no figures to rely on

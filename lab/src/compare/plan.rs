@@ -62,7 +62,8 @@ const FIRST_WRITES: &[Workload] = &[
     workload("write", "64k", 16),
 ];
 
-/// The workloads whose name on `target` contains `pattern`.
+/// The workloads whose name on `target` contains each word of `pattern`, and none of the words
+/// that follow a `!`.
 pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
     // What is beyond a local disk is driven at the depths alone: each has a server of its own.
     let is_local = Target::ALL.contains(&target);
@@ -77,7 +78,13 @@ pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
     if is_local {
         all.extend(Load::BUSY.into_iter().flat_map(beside));
     }
-    let matches = |workload: &Workload| format!("{target}/{workload}").contains(pattern);
+    let matches = |workload: &Workload| {
+        let name = format!("{target}/{workload}");
+        pattern.split_whitespace().all(|word| match word.strip_prefix('!') {
+            Some(unwanted) => !name.contains(unwanted),
+            None => name.contains(word),
+        })
+    };
     all.into_iter().filter(matches).collect()
 }
 
@@ -106,6 +113,8 @@ mod tests {
         assert!(wanted(Target::File, "zram").is_empty());
         let one = wanted(Target::File, "file/randread-4k-depth-64-beside-8");
         assert_eq!(one, [Workload { beside: Load::Loops(8), ..workload("randread", "4k", 64) }]);
+        assert_eq!(wanted(Target::Zram, "zram !beside"), WORKLOADS);
+        assert!(wanted(Target::File, "file !beside zram").is_empty());
         assert!(wanted(Target::Rbd, "beside").is_empty());
         assert_eq!(wanted(Target::ThinZram, "thin"), FIRST_WRITES);
         let depths: Vec<_> = wanted(Target::Rbd, "rbd").iter().map(|one| one.depth).collect();
