@@ -33,6 +33,7 @@ mod mark_tests;
 mod order;
 mod owner;
 mod places;
+mod placing;
 mod room;
 mod storage;
 mod table;

@@ -6,7 +6,7 @@
 //! left when the image comes to rest are uncounted; a daemon that is killed leaves them leaked,
 //! and the next one frees them (`leaks.rs`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 #[derive(Debug, Default)]
@@ -14,33 +14,53 @@ pub(super) struct Ahead {
     cluster_bytes: u64,
     /// Places of clusters that an entry may point to.
     ready: BTreeSet<u64>,
-    /// Places of clusters that no flush has covered yet.
-    pending: Vec<u64>,
+    /// Places of clusters that no flush has covered yet, each with the number of the write that has
+    /// counted it.
+    pending: BTreeMap<u64, u64>,
+    /// With fewer than these it is time to count more.
+    low: usize,
 }
 
 impl Ahead {
-    /// Adds clusters that were zeroed and counted, for the time after the next flush.
-    pub(super) fn add(&mut self, cluster_bytes: u64, places: Vec<u64>) {
+    /// Adds clusters that were zeroed, and counted by a write of this number. None are added where
+    /// none are free.
+    pub(super) fn add(&mut self, cluster_bytes: u64, places: Vec<u64>, written: u64) {
         self.cluster_bytes = cluster_bytes;
-        self.pending.extend(places);
+        self.low = places.len() / 2;
+        self.pending.extend(places.into_iter().map(|place| (place, written)));
     }
 
-    /// A flush has ended, or has failed, in which case the clusters stay leaked until the image
-    /// comes to rest.
-    pub(super) fn flushed(&mut self, is_stable: bool) {
-        let pending = std::mem::take(&mut self.pending);
-        if is_stable {
-            self.ready.extend(pending);
-        }
+    /// Makes clusters ready that a flush has covered: each was counted by this write or one before.
+    pub(super) fn note_stable(&mut self, stable: u64) {
+        let is_pending = |written: u64| written > stable;
+        let covered = self.pending.iter().filter(|(_, written)| !is_pending(**written));
+        self.ready.extend(covered.map(|(place, _)| place));
+        self.pending.retain(|_, written| is_pending(*written));
+    }
+
+    /// A flush has failed: clusters that it should have covered stay leaked until the image comes
+    /// to rest.
+    pub(super) fn drop_pending(&mut self) {
+        self.pending.clear();
     }
 
     /// Forgets all clusters.
     pub(super) fn clear(&mut self) {
-        (self.ready, self.pending) = (BTreeSet::new(), Vec::new());
+        *self = Self::default();
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.ready.is_empty()
+    }
+
+    /// The number of clusters, stable or not.
     pub(super) fn len(&self) -> usize {
-        self.ready.len()
+        self.ready.len() + self.pending.len()
+    }
+
+    /// True when it is time to count more.
+    pub(super) fn is_low(&self) -> bool {
+        self.len() < self.low
     }
 
     fn clusters(&self, range: &Range<u64>) -> Range<u64> {
@@ -57,7 +77,7 @@ impl Ahead {
 
     /// Whether a cluster is counted ahead, stable or not.
     pub(super) fn is_counted(&self, place: u64) -> bool {
-        self.ready.contains(&place) || self.pending.contains(&place)
+        self.ready.contains(&place) || self.pending.contains_key(&place)
     }
 
     /// Takes the clusters of a range for use, if all of them are ready.
@@ -71,14 +91,12 @@ impl Ahead {
 
     /// Forgets the clusters of a range: they are about to have other bytes.
     pub(super) fn spoil(&mut self, range: &Range<u64>) {
-        if self.ready.is_empty() {
-            return;
-        }
         let clusters = self.clusters(range);
-        let spoilt: Vec<u64> = self.ready.range(clusters).copied().collect();
+        let spoilt: Vec<u64> = self.ready.range(clusters.clone()).copied().collect();
         for place in spoilt {
             self.ready.remove(&place);
         }
+        self.pending.retain(|place, _| !clusters.contains(place));
     }
 }
 
@@ -90,9 +108,10 @@ mod tests {
     fn clusters_are_ready_after_a_flush_and_are_taken_once() {
         let mut ahead = Ahead::default();
         assert!(!ahead.take(&(0..512)));
-        ahead.add(4096, vec![4096, 8192, 16_384]);
+        ahead.add(4096, vec![4096, 8192, 16_384], 7);
+        ahead.note_stable(6);
         assert!(!ahead.has(&(4096..5000)) && ahead.is_counted(4096));
-        ahead.flushed(true);
+        ahead.note_stable(7);
         assert!(ahead.has(&(5000..12_288)) && !ahead.has(&(8192..16_385)));
         assert!(!ahead.take(&(8192..20_480)), "a cluster between them is not ready");
         assert!(ahead.take(&(4600..5112)) && !ahead.take(&(4600..5112)));
@@ -105,8 +124,30 @@ mod tests {
     #[test]
     fn clusters_are_not_ready_after_a_flush_that_has_failed() {
         let mut ahead = Ahead::default();
-        ahead.add(512, vec![512]);
-        ahead.flushed(false);
+        ahead.add(512, vec![512], 1);
+        ahead.drop_pending();
+        ahead.note_stable(1);
         assert!(!ahead.has(&(512..1024)) && !ahead.is_counted(512));
+    }
+
+    #[test]
+    fn a_cluster_that_gets_other_bytes_before_the_flush_is_not_ready_after_it() {
+        let mut ahead = Ahead::default();
+        ahead.add(512, vec![512, 1024], 1);
+        ahead.spoil(&(600..700));
+        ahead.note_stable(1);
+        assert!(!ahead.has(&(512..1024)) && ahead.has(&(1024..1536)));
+    }
+
+    #[test]
+    fn more_are_counted_when_half_are_taken_unless_none_are_free() {
+        let mut ahead = Ahead::default();
+        assert!(!ahead.is_low());
+        ahead.add(512, vec![512, 1024, 1536, 2048], 1);
+        ahead.note_stable(1);
+        assert!(ahead.take(&(512..1536)) && !ahead.is_low());
+        assert!(ahead.take(&(1536..2048)) && ahead.is_low());
+        ahead.add(512, Vec::new(), 2);
+        assert!(!ahead.is_low());
     }
 }

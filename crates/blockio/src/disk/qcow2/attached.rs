@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use iomem::Buffers;
 
 use super::owner::{Image, Job, ask};
+use super::placing::Placing;
 use super::table::{Place, Run};
 use super::uses::{Use, Uses};
 use crate::bounce::BounceShare;
@@ -34,6 +35,7 @@ pub(super) struct Qcow2Disk {
     layers: Vec<Disk>,
     uses: Arc<Uses>,
     last_use: RefCell<Weak<Use>>,
+    placing: Placing,
     /// What moves through the owner is memory of this budget.
     share: Rc<BounceShare>,
 }
@@ -51,6 +53,7 @@ impl Qcow2Disk {
             layers,
             uses,
             last_use: RefCell::default(),
+            placing: Placing::default(),
             share,
         }
     }
@@ -146,6 +149,11 @@ impl Qcow2Disk {
     async fn write_part(&self, offset: u64, rest: &Buffers) -> io::Result<usize> {
         let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
         let bytes: usize = iomem::fits(bytes, "a part of a request");
+        let may_be_new = matches!(place, Place::Zero | Place::Unknown);
+        if may_be_new && self.is_placed(range(offset, bytes.min(PLACED_BYTES))).await? {
+            // The table knows where it is from now on.
+            return Ok(0);
+        }
         match place {
             Place::Unknown => {
                 self.have(Job::Find(range(offset, rest.bytes()))).await?;
@@ -159,14 +167,6 @@ impl Qcow2Disk {
                 Ok(bytes)
             }
             _ => {
-                let placed = bytes.min(PLACED_BYTES);
-                if place == Place::Zero
-                    && self.image.core.order.has_ahead()
-                    && !self.have(Job::Place(range(offset, placed))).await?.is_empty()
-                {
-                    // The table knows where it is from now on.
-                    return Ok(0);
-                }
                 let bytes = bytes.min(PIECE_BYTES);
                 let _permit = self.share.take(bytes).await;
                 let mut data = vec![0; bytes];
@@ -175,6 +175,21 @@ impl Qcow2Disk {
                 Ok(bytes)
             }
         }
+    }
+
+    /// Finds a place for a range among clusters that were counted ahead. True: it has one, perhaps
+    /// an older one.
+    async fn is_placed(&self, range: Range<u64>) -> io::Result<bool> {
+        if !self.image.core.order.has_ahead() {
+            return Ok(false);
+        }
+        if self.placing.join(range.start).await {
+            return Ok(true);
+        }
+        let cluster = self.image.core.cluster_bytes;
+        let clusters = range.start - range.start % cluster..range.end.next_multiple_of(cluster);
+        let _asked = self.placing.begin(clusters);
+        Ok(!self.have(Job::Place(range)).await?.is_empty())
     }
 
     /// What the owner has committed was written to the same file.

@@ -2,6 +2,7 @@
 //! left but clusters that nothing uses, and what was flushed is there. When such an image is opened
 //! again these clusters are freed.
 
+mod beside;
 mod fua;
 
 use std::collections::HashMap;
@@ -82,6 +83,8 @@ struct World {
     last: Version,
     now: Expected,
     moments: Vec<Moment>,
+    /// The answered writes after some of the rounds: a kill leaves them.
+    answered: Vec<Moment>,
 }
 
 /// Sectors of a version, which cannot be compressed much. Version 0 is zeroes.
@@ -150,6 +153,7 @@ impl World {
             last: BELOW,
             now,
             moments,
+            answered: Vec::new(),
         }
     }
 
@@ -186,6 +190,10 @@ impl World {
                     true => self.now.add(&sectors, version),
                     false => self.now.set(&sectors, version),
                 }
+            }
+            if self.random.below(4) == 0 {
+                let moment = Moment { events: self.file.events(), flushed: self.now.clone() };
+                self.answered.push(moment);
             }
             if self.random.below(3) == 0 {
                 if let Err(error) = io_thread.block_on(disk.flush()).unwrap() {
@@ -280,6 +288,21 @@ impl World {
     }
 
     fn check(&mut self, content: &[u8], end: usize, what: &str) {
+        let moment = self.moments.iter().rev().find(|moment| moment.events <= end).unwrap();
+        let expected = moment.flushed.clone();
+        self.check_for(content, &expected, what);
+    }
+
+    /// Checks that a kill leaves the answered writes, at some of the moments.
+    fn check_kills(&mut self, journal: &[Event], what: &str) {
+        let answered = std::mem::take(&mut self.answered);
+        for Moment { events, flushed } in answered.iter().step_by(1 + answered.len() / 6) {
+            let content = self.cut(journal, *events, true);
+            self.check_for(&content, flushed, &format!("{what}, killed after {events}"));
+        }
+    }
+
+    fn check_for(&mut self, content: &[u8], expected: &Expected, what: &str) {
         let is_clean = self.is_clean(content, what);
         self.leaks += usize::from(!is_clean);
         assert!(is_clean || !self.is_marked || mark::is_set(content), "{what}: it is not marked");
@@ -288,7 +311,6 @@ impl World {
         let file = if self.is_marked { Elsewhere::held_alone } else { Elsewhere::new }(&content);
         let opened = open(&self.folder, &file, self.below);
         let disk = opened.attach(self.thread.io());
-        let moment = self.moments.iter().rev().find(|moment| moment.events <= end).unwrap();
         let size = disk.info().size_bytes;
         let mut known = HashMap::new();
         for at in (0..size).step_by(1 << 16) {
@@ -299,7 +321,8 @@ impl World {
             for (index, sector) in read.to_vec().chunks(SECTOR).enumerate() {
                 let sector_number = usize::try_from(at).unwrap() / SECTOR + index;
                 let version = u64::from_le_bytes(*sector.first_chunk().unwrap());
-                let allowed = &moment.flushed.0[sector_number];
+                // It may have grown after that.
+                let allowed = expected.0.get(sector_number).map_or(&[0][..], |all| &**all);
                 let whole = known.entry(version).or_insert_with(|| filled(version, 1));
                 assert!(
                     allowed.contains(&version) && sector == whole,
@@ -357,7 +380,7 @@ struct Kind {
 
 /// What there is to get wrong: blocks of reference counts and their table that are added, tables
 /// that are added, clusters of which a part is written, and space that is used again.
-const KINDS: [Kind; 7] = [
+const KINDS: [Kind; 8] = [
     Kind {
         options: "cluster_size=512,refcount_bits=64",
         bytes: 4 * MIB,
@@ -414,6 +437,14 @@ const KINDS: [Kind; 7] = [
         grows: true,
         new_blocks: 0,
     },
+    Kind {
+        options: "cluster_size=64k",
+        bytes: 16 * MIB,
+        below: Below::Nothing,
+        rounds: 30,
+        grows: false,
+        new_blocks: 0,
+    },
 ];
 
 #[test]
@@ -445,6 +476,7 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
             let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
             world.check(&content, end, &what);
         }
+        world.check_kills(&journal, kind.options);
         let mut ends = world.ends_behind_new_blocks(&journal);
         let new_blocks = ends.len() / 4;
         assert!(kind.new_blocks <= new_blocks, "{}: {new_blocks} new blocks", kind.options);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 /// The most bytes of tables that are kept.
 const BYTES_MAX: usize = 16 << 20;
-/// Tables that are not longer are written as a whole.
-const TABLE_BYTES_MIN: usize = 4096;
+/// Tables that are not longer are written as a whole. Tests have shorter ones.
+const TABLE_BYTES_MIN: usize = if cfg!(test) { 256 } else { 4096 };
 
 #[derive(Debug, Default)]
 pub(super) struct Known {
@@ -27,6 +27,18 @@ impl Known {
         Some(Arc::clone(table))
     }
 
+    /// The length of a table, if its bytes are known.
+    pub(super) fn bytes_of(&self, place: u64) -> Option<usize> {
+        self.tables.get(&place).map(|(table, _)| table.len())
+    }
+
+    /// The bytes of a table, which is not known any longer.
+    pub(super) fn take(&mut self, place: u64) -> Option<Arc<[u8]>> {
+        let (table, _) = self.tables.remove(&place)?;
+        self.bytes -= table.len();
+        Some(table)
+    }
+
     /// Keeps the bytes that the file has of a table.
     pub(super) fn put(&mut self, place: u64, table: Arc<[u8]>) {
         self.forget(place);
@@ -44,9 +56,7 @@ impl Known {
     }
 
     pub(super) fn forget(&mut self, place: u64) {
-        if let Some((table, _)) = self.tables.remove(&place) {
-            self.bytes -= table.len();
-        }
+        drop(self.take(place));
     }
 
     pub(super) fn clear(&mut self) {
@@ -98,7 +108,7 @@ mod tests {
         assert!(known.get(0).is_some());
         known.put(8, Arc::clone(&table));
         assert!(known.get(0).is_some() && known.get(1).is_none() && known.get(8).is_some());
-        known.put(9, vec![0; 512].into());
+        known.put(9, vec![0; TABLE_BYTES_MIN].into());
         assert!(known.get(9).is_none());
         known.forget(0);
         assert!(known.get(0).is_none() && known.bytes == 14 << 20);

@@ -18,6 +18,7 @@
 //! memory, and never write it again.
 
 pub(super) mod counted;
+pub(super) mod entries;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -36,7 +37,7 @@ const TABLE_BYTES_MAX: u64 = 2 << 20;
 /// An entry of a table of tables: where the table is. The bits below are reserved, as are those
 /// above in L1.
 const OFFSET: u64 = !511;
-const L1_OFFSET: u64 = OFFSET & ((1 << 56) - 1);
+pub(super) const L1_OFFSET: u64 = OFFSET & ((1 << 56) - 1);
 /// Nothing else points to it.
 const COPIED: u64 = 1 << 63;
 
@@ -133,14 +134,21 @@ struct State {
     has_fallen: bool,
     /// The block in which counts have risen since the last commit, as it is in the file.
     risen: Option<(u64, Arc<[u8]>)>,
+    /// The block in which counts have risen last.
+    risen_in: Option<u64>,
     ahead: Ahead,
     known: Known,
     /// Writes that a pointer may depend on, and the number of them that a flush has covered.
     written: u64,
     stable: u64,
+    entry_writes: u64,
 }
 
 impl State {
+    fn has_waiting(&self) -> bool {
+        !self.of_blocks.is_empty() || !self.pointers.is_empty() || self.has_fallen
+    }
+
     fn sort(&mut self, offset: u64, data: &[u8]) -> Result<Way, Wrong> {
         let Some(tables) = &mut self.tables else { return Ok(Way::Now) };
         if self.refuses.is_some() {
@@ -311,9 +319,7 @@ impl Order {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.change(|state| {
-            state.of_blocks.is_empty() && state.pointers.is_empty() && !state.has_fallen
-        })
+        self.change(|state| !state.has_waiting())
     }
 
     /// The entries that wait of the table of blocks of reference counts. They are read from here
@@ -346,9 +352,9 @@ fn entries(table: &[u8]) -> impl Iterator<Item = u64> {
 mod tests {
     use super::*;
 
-    const L1: u64 = 4096;
-    const L2: u64 = 8192;
-    const BLOCK: u64 = 12_288;
+    pub(super) const L1: u64 = 4096;
+    pub(super) const L2: u64 = 8192;
+    pub(super) const BLOCK: u64 = 12_288;
 
     fn front() -> [u8; FRONT_BYTES] {
         let mut front = [0; FRONT_BYTES];
@@ -362,7 +368,7 @@ mod tests {
         front
     }
 
-    fn begun() -> Order {
+    pub(super) fn begun() -> Order {
         let order = Order::default();
         assert_eq!(order.sort(L1, &[0; 512]), Way::Now);
         let (l1, counts) = ((L2 | COPIED).to_be_bytes(), BLOCK.to_be_bytes());

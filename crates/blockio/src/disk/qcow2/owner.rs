@@ -8,7 +8,9 @@
 
 mod ahead;
 mod alone;
+mod changes;
 mod clear;
+mod commit;
 mod job;
 mod rest;
 mod unpacked;
@@ -17,13 +19,13 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::Instant;
 
+use changes::Changes;
 use imago::{Mapping, StorageExt};
 use iomem::Buffers;
-use tokio::sync::{OnceCell, RwLock, Semaphore, SemaphorePermit};
+use tokio::sync::{Mutex, OnceCell, RwLock, Semaphore, SemaphorePermit};
 
 pub(super) use job::Job;
 
@@ -86,7 +88,12 @@ thread_local! {
 
 /// Has the owner do something, for the completer of an op, which gets no bytes: data is put into
 /// `data`.
-pub(super) fn ask(remote: &Remote, job: Job, data: &Arc<Mutex<Vec<u8>>>, done: ForeignCompleter) {
+pub(super) fn ask(
+    remote: &Remote,
+    job: Job,
+    data: &Arc<SyncMutex<Vec<u8>>>,
+    done: ForeignCompleter,
+) {
     let data = Arc::clone(data);
     begin(remote, job, move |result| {
         let result = result.map(|read| {
@@ -142,7 +149,7 @@ pub(super) struct Image {
     pub(super) core: Arc<Core>,
     pub(super) owner: Remote,
     /// Set until somebody has waited for it.
-    pub(super) ended: Mutex<Option<Pending<()>>>,
+    pub(super) ended: SyncMutex<Option<Pending<()>>>,
 }
 
 impl Image {
@@ -166,13 +173,9 @@ struct Owner {
     /// Those who read the tables, or add to them, share it. It is written to by those who take
     /// something out of them, and by commits: no change is half in the file.
     image: OnceCell<RwLock<Format>>,
-    /// Changes that were made, and those that are in the file.
-    changed: Cell<u64>,
-    committed: Cell<u64>,
-    /// The last commit has failed, so that imago may use space that the file still points to.
-    failed: Cell<bool>,
-    /// Ranges that have space since the last commit. Nobody else may use it yet.
-    new: RefCell<Vec<Range<u64>>>,
+    changes: Changes,
+    /// Held while clusters are counted ahead beside requests.
+    counting: Mutex<()>,
     turns: Semaphore,
     rare: RefCell<Rare>,
     /// Jobs that have not ended.
@@ -188,10 +191,8 @@ impl Owner {
             core,
             io,
             image: OnceCell::new(),
-            changed: Cell::new(0),
-            committed: Cell::new(0),
-            failed: Cell::new(false),
-            new: RefCell::default(),
+            changes: Changes::default(),
+            counting: Mutex::default(),
             turns,
             rare: RefCell::default(),
             jobs: Cell::new(0),
@@ -318,8 +319,7 @@ impl Owner {
                 0 => (Place::Owner, table.unit_bytes().min(size - at)),
                 _ => (self.place(&mapping, whole), whole),
             };
-            let is_new = |new: &Range<u64>| new.start < at + len && at < new.end;
-            if self.new.borrow().iter().any(is_new) {
+            if self.changes.is_new(&(at..at + len)) {
                 if at < range.end && range.start < at + len {
                     return Ok(false);
                 }
@@ -362,7 +362,7 @@ impl Owner {
         if let Err(error) = written.await {
             // Only a commit has imago use the space again that was found for this. Without one, a
             // write that is tried over and over would make the file longer each time.
-            self.changed.set(self.changed.get() + 1);
+            self.changes.add();
             let _ = self.commit().await;
             return Err(error);
         }
@@ -376,7 +376,7 @@ impl Owner {
     async fn write_beside_others(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
         let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
-        let is_possible = !self.failed.get() && !self.gives_up(&image, range).await?;
+        let is_possible = !self.changes.has_failed() && !self.gives_up(&image, range).await?;
         let mut done = 0;
         while is_possible && done < data.len() {
             done += self.write_some(&image, range.start + done as u64, &data[done..]).await?;
@@ -436,38 +436,10 @@ impl Owner {
         if !mapping.is_nonblocking() {
             // What the rest of a cluster had below was copied, and is nobody's until then too.
             let end = (offset + len as u64).next_multiple_of(cluster);
-            self.new.borrow_mut().push(offset - offset % cluster..end);
-            self.changed.set(self.changed.get() + 1);
+            self.changes.add_range(offset - offset % cluster..end);
         }
         image.commit_data_mapping(mapping).await?;
         Ok(len)
-    }
-
-    /// Brings all changes to the file.
-    async fn commit(&self) -> io::Result<()> {
-        let wanted = self.changed.get();
-        let is_done = || self.committed.get() >= wanted && self.core.order.is_empty();
-        if is_done() {
-            return Ok(());
-        }
-        let image = self.image().await?.write().await;
-        if is_done() {
-            return Ok(());
-        }
-        self.commit_to(&image).await
-    }
-
-    async fn commit_to(&self, image: &Format) -> io::Result<()> {
-        let changed = self.changed.get();
-        self.failed.set(true);
-        image.flush().await?;
-        self.core.top.release().await?;
-        assert_eq!(self.changed.get(), changed, "nothing changes during a commit");
-        self.failed.set(false);
-        self.committed.set(changed);
-        self.new.borrow_mut().clear();
-        self.core.committed.fetch_add(1, Ordering::Release);
-        Ok(())
     }
 
     /// Has nobody use the data of a range any more. The caller keeps the table from learning of it

@@ -31,6 +31,8 @@ pub(super) struct Places {
     first: Range<u64>,
     blocks: Range<u64>,
     tables: BTreeMap<u64, Table>,
+    /// Places of L2 tables, by their index in L1.
+    second: BTreeMap<u64, u64>,
 }
 
 impl Places {
@@ -67,6 +69,9 @@ impl Places {
         }
         let in_root = [&self.first, &self.blocks].iter().any(|range| range.contains(&place));
         let other = *self.tables.entry(place).or_insert(table);
+        if let Table::Second(index) = table {
+            self.second.insert(index, place);
+        }
         if place == 0 || in_root || other != table { Err(ONE_PLACE) } else { Ok(()) }
     }
 
@@ -80,6 +85,11 @@ impl Places {
             Table::Block(index) => index.checked_mul(self.covered()),
             Table::Second(_) => None,
         }
+    }
+
+    /// The place of the L2 table with an index in L1.
+    pub(super) fn second(&self, index: u64) -> Option<u64> {
+        self.second.get(&index).copied()
     }
 
     pub(super) fn get(&self, place: u64) -> Option<Table> {

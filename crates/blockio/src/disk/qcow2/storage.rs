@@ -340,9 +340,10 @@ impl Storage for Store {
     async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.room.note(self.layer, offset, data.len());
+        let before = self.order.entry_writes();
         let read = self.read_at(&mut data, offset).await;
         if read.is_ok() && self.layer == 0 {
-            self.order.learn_table(offset, data.as_slice().into());
+            self.order.learn_read(offset, &data, before);
         }
         self.order.cover(offset, &mut data);
         let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(wrong));
@@ -397,7 +398,7 @@ impl Storage for Store {
 
     async fn sync(&self) -> io::Result<()> {
         let written = self.order.written();
-        self.disk()?.flush().await?;
+        self.disk()?.flush().await.inspect_err(|_| self.order.note_unstable())?;
         self.order.note_stable(written);
         Ok(())
     }

@@ -41,6 +41,7 @@ impl Order {
             let raised: Arc<[u8]> = raised.into();
             if has_risen {
                 state.risen = Some((offset, Arc::clone(&raised)));
+                state.risen_in = Some(offset);
             }
             state.note_counts(offset, wanted, &raised);
             raised
@@ -56,11 +57,19 @@ impl Order {
     pub(in crate::disk::qcow2) fn take_risen(&self) -> Option<Risen> {
         self.change(|state| {
             let (place, file) = state.risen.take()?;
-            let (cluster_bytes, bits) = (state.places.cluster_bytes(), state.count_bits);
-            let first = state.places.first_counted(place)?;
-            let wanted = state.higher.get(&place).map_or(&file, |higher| &higher.wanted);
-            let wanted = Arc::clone(wanted);
-            Some(Risen { place, first, cluster_bytes, bits, wanted, file })
+            state.risen_block(place, file)
+        })
+    }
+
+    /// The block in which counts have risen last, if its bytes in the file are known.
+    pub(in crate::disk::qcow2) fn last_risen(&self) -> Option<Risen> {
+        self.change(|state| {
+            let place = state.risen_in?;
+            let file = match state.higher.get(&place) {
+                Some(higher) => higher.file.clone()?,
+                None => state.known.get(place)?,
+            };
+            state.risen_block(place, file)
         })
     }
 
@@ -73,14 +82,15 @@ impl Order {
     ) {
         self.change(|state| {
             state.note_counts(risen.place, &risen.wanted, file);
-            state.ahead.add(risen.cluster_bytes, places);
+            state.written += 1;
+            state.ahead.add(risen.cluster_bytes, places, state.written);
         });
     }
 
     fn change_ahead<T>(&self, change: impl FnOnce(&mut Ahead) -> T) -> T {
         self.change(|state| {
             let changed = change(&mut state.ahead);
-            self.has_ahead.store(state.ahead.len() > 0, Ordering::Relaxed);
+            self.has_ahead.store(!state.ahead.is_empty(), Ordering::Relaxed);
             changed
         })
     }
@@ -90,9 +100,14 @@ impl Order {
         self.has_ahead.load(Ordering::Relaxed)
     }
 
-    /// The number of them.
+    /// The number of clusters that were counted ahead, ready or not.
     pub(in crate::disk::qcow2) fn ahead(&self) -> usize {
         self.change(|state| state.ahead.len())
+    }
+
+    /// True when it is time to count more.
+    pub(in crate::disk::qcow2) fn is_ahead_low(&self) -> bool {
+        self.change(|state| state.ahead.is_low())
     }
 
     /// Whether all bytes of a range are in clusters that were counted ahead.
@@ -107,9 +122,7 @@ impl Order {
 
     /// Bytes of a range are about to change: the clusters are not ready any longer.
     pub(in crate::disk::qcow2) fn spoil_ahead(&self, range: &Range<u64>) {
-        if self.has_ahead() {
-            self.change_ahead(|ahead| ahead.spoil(range));
-        }
+        self.change_ahead(|ahead| ahead.spoil(range));
     }
 
     /// Notes that a write has ended that a pointer may depend on.
@@ -125,11 +138,12 @@ impl Order {
     /// A flush has ended that began after so many writes.
     pub(in crate::disk::qcow2) fn note_stable(&self, written: u64) {
         self.change(|state| state.stable = state.stable.max(written));
+        self.change_ahead(|ahead| ahead.note_stable(written));
     }
 
-    /// A flush of a commit has ended, or has failed.
-    pub(in crate::disk::qcow2) fn note_flushed(&self, is_stable: bool) {
-        self.change_ahead(|ahead| ahead.flushed(is_stable));
+    /// A flush has failed.
+    pub(in crate::disk::qcow2) fn note_unstable(&self) {
+        self.change_ahead(Ahead::drop_pending);
     }
 
     /// Whether pointers that wait may depend on a write that no flush has covered.
@@ -153,6 +167,14 @@ impl Order {
                 state.known.put(place, table);
             }
         });
+    }
+
+    /// Keeps the bytes of a table that was read, unless entries were written during the read.
+    /// `before` is the count of [writes](Order::entry_writes) at its start.
+    pub(in crate::disk::qcow2) fn learn_read(&self, place: u64, table: &[u8], before: u64) {
+        if before.is_multiple_of(2) && before == self.entry_writes() {
+            self.learn_table(place, table.into());
+        }
     }
 
     /// Keeps that bytes of the file are zeroes, which may be a new table.
@@ -207,6 +229,14 @@ impl Order {
 }
 
 impl State {
+    fn risen_block(&self, place: u64, file: Arc<[u8]>) -> Option<Risen> {
+        let (cluster_bytes, bits) = (self.places.cluster_bytes(), self.count_bits);
+        let first = self.places.first_counted(place)?;
+        let wanted = self.higher.get(&place).map_or(&file, |higher| &higher.wanted);
+        let wanted = Arc::clone(wanted);
+        Some(Risen { place, first, cluster_bytes, bits, wanted, file })
+    }
+
     /// A block has these counts in the file, and imago has others, or the same ones.
     fn note_counts(&mut self, place: u64, wanted: &[u8], file: &Arc<[u8]>) {
         if **file == *wanted {

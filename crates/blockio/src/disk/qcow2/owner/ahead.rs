@@ -7,32 +7,33 @@
 use std::io;
 use std::ops::Range;
 
-use imago::Mapping;
+use imago::{Mapping, Storage as _};
 
-use super::Owner;
+use super::{OWNER, Owner};
 use crate::disk::qcow2::format::{Format, has_any};
 use crate::disk::qcow2::storage::Store;
 use crate::disk::qcow2::table::Place;
 
 impl Owner {
-    /// Finds space for a range whose bytes are zeroes so far. False: the data must be written
-    /// before an entry may point to it.
+    /// Finds space for a range of zeroes, unless it has some. False:
+    /// the data must be written before an entry may point to it.
     pub(super) async fn place_ahead(&self, range: Range<u64>) -> io::Result<bool> {
         let placed = self.place_beside_others(&range).await;
-        if self.committed.get() < self.changed.get() {
+        if !self.changes.are_committed() {
+            self.count_more_in_time();
             self.commit().await?;
         }
-        if !placed? || !self.look_in(&range, self.core.table.unit_bytes()).await? {
-            return Ok(false);
-        }
-        let place = self.core.table.run(range.start, 1).place;
-        Ok(matches!(place, Place::Data { writable: true, .. }))
+        let is_known = || {
+            let place = self.core.table.run(range.start, 1).place;
+            matches!(place, Place::Data { writable: true, .. })
+        };
+        Ok(placed? && (is_known() || self.look(&range).await? && is_known()))
     }
 
     async fn place_beside_others(&self, range: &Range<u64>) -> io::Result<bool> {
         let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
-        if self.failed.get() || self.gives_up(&image, range).await? {
+        if self.changes.has_failed() || self.gives_up(&image, range).await? {
             return Ok(false);
         }
         let (cluster, mut at) = (self.core.cluster_bytes, range.start);
@@ -58,13 +59,41 @@ impl Owner {
                     return Ok(false);
                 }
                 let end = (at + len).next_multiple_of(cluster);
-                self.new.borrow_mut().push(at - at % cluster..end);
-                self.changed.set(self.changed.get() + 1);
+                let start = at - at % cluster;
+                self.changes.add_entries(start..end, host.start - at % cluster, cluster);
             }
             image.commit_data_mapping(mapping).await?;
             at += len;
         }
         Ok(true)
+    }
+
+    /// Starts to count more clusters before all are taken. Requests go on beside that.
+    fn count_more_in_time(&self) {
+        if !self.core.order.is_ahead_low() || self.counting.try_lock().is_err() {
+            return;
+        }
+        let Some(owner) = OWNER.with_borrow(Clone::clone) else { return };
+        self.io.spawn(async move {
+            if let Err(error) = owner.count_more().await {
+                tracing::debug!("{}: no more clusters are ready: {error}", owner.core.name());
+            }
+        });
+    }
+
+    async fn count_more(&self) -> io::Result<()> {
+        let _counting = self.counting.lock().await;
+        {
+            // No space is taken while clusters are chosen that are free, and zeroed.
+            let _image = self.image().await?.write().await;
+            let order = &self.core.order;
+            // A new table has space that the file may not count yet.
+            if !order.is_ahead_low() || !order.is_empty() || !self.changes.are_entries() {
+                return Ok(());
+            }
+            self.core.top.count_more_ahead().await;
+        }
+        self.core.top.sync().await
     }
 
     /// Whether all clusters that a range touches read as zeroes. `found` is where it is.

@@ -27,7 +27,7 @@ impl Owner {
             return;
         }
         let opened = async {
-            if self.failed.get() || self.committed.get() < self.changed.get() {
+            if self.changes.need_imago() {
                 self.commit_to(image).await?;
             }
             open(&self.core).await
@@ -41,8 +41,8 @@ impl Owner {
 
     pub(super) async fn write_alone(&self, range: &Range<u64>, data: &[u8]) -> io::Result<()> {
         let image = self.alone().await?;
+        self.commit_what_waits(&image).await?;
         self.settle(range).await;
-        self.commit_what_failed(&image).await?;
         let mut done = 0;
         while done < data.len() {
             let at = range.start + done as u64;
@@ -51,14 +51,6 @@ impl Owner {
             done += written?;
         }
         Ok(())
-    }
-
-    /// Comes before all that takes or gives up space and is alone with the image.
-    pub(super) async fn commit_what_failed(&self, image: &Format) -> io::Result<()> {
-        match self.failed.get() {
-            true => self.commit_to(image).await,
-            false => Ok(()),
-        }
     }
 
     pub(super) async fn grow(&self, size: u64) -> io::Result<()> {
@@ -73,7 +65,7 @@ impl Owner {
         // The first table moves, and the header still names its old place until the commit below.
         // So no space is looked for before: a table of zeroes could take that place.
         let grown = self.grow_in(&image, before..size).await;
-        self.changed.set(self.changed.get() + 1);
+        self.changes.add();
         let committed = self.commit_to(&image).await;
         self.core.order.set_moves(false);
         self.core.top.learn().await.inspect_err(|_| self.core.order.refuse(storage::MOVED))?;

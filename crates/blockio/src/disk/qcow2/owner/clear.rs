@@ -28,8 +28,8 @@ impl Owner {
             return Ok(());
         }
         let mut image = self.alone().await?;
+        self.commit_what_waits(&image).await?;
         self.settle(&range).await;
-        self.commit_what_failed(&image).await?;
         self.empty(&mut image, &range).await?;
         self.commit_to(&image).await
     }
@@ -40,8 +40,8 @@ impl Owner {
         }
         let whole = {
             let mut image = self.alone().await?;
+            self.commit_what_waits(&image).await?;
             self.settle(&range).await;
-            self.commit_what_failed(&image).await?;
             let whole = match may_unmap {
                 true => self.empty(&mut image, &range).await?,
                 false => self.cover_with_zeroes(&mut image, &range).await?,
@@ -91,7 +91,7 @@ impl Owner {
             }
             let gives_up = self.gives_up(image, &part).await?;
             let zeroed = image.write_zeroes(part.start, part.end - part.start).await;
-            self.changed.set(self.changed.get() + 1);
+            self.changes.add();
             if zeroed.is_err() || gives_up {
                 self.commit_to(image).await?;
             }
@@ -120,7 +120,7 @@ impl Owner {
                     image.discard_to_backing(part.start, part.end - part.start).await.map(drop)
                 }
             };
-            self.changed.set(self.changed.get() + 1);
+            self.changes.add();
             if let Err(error) = self.commit_to(image).await {
                 if !is_full(&error) {
                     return Err(error);

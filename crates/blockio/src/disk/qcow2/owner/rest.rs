@@ -88,12 +88,13 @@ impl Owner {
         let is_marked = || core.order.mark.state() == MarkState::Set;
         // What does not answer now would keep the end waiting.
         let may_rest = || self.jobs.get() == 0 && core.source().state() == DiskState::Ready;
-        let is_sure = || !self.failed.get() && !core.order.mark.is_in_doubt();
+        let is_sure = || !self.changes.has_failed() && !core.order.mark.is_in_doubt();
         if !is_marked() || !may_rest() || !is_sure() {
             return Ok(());
         }
+        let _counting = self.counting.lock().await;
         let image = self.image().await?.write().await;
-        if self.committed.get() < self.changed.get() || !core.order.is_empty() {
+        if self.changes.need_imago() || !core.order.is_empty() {
             self.commit_to(&image).await?;
         }
         let is_at_rest =

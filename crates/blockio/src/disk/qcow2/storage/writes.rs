@@ -1,7 +1,6 @@
 //! Writes to the file of an image, in their order: see `order.rs`.
 
 use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 
@@ -10,6 +9,7 @@ use imago::Storage as _;
 use super::Store;
 use crate::disk::qcow2::known::changes;
 use crate::disk::qcow2::order::Held;
+use crate::disk::qcow2::order::entries::{Changing, Entry};
 
 impl Store {
     /// Writes what has waited until now, in its order.
@@ -20,9 +20,7 @@ impl Store {
         }
         self.count_ahead().await;
         if self.order.needs_flush() {
-            let flushed = self.sync().await;
-            self.order.note_flushed(flushed.is_ok());
-            flushed?;
+            self.sync().await?;
         }
         let of_blocks = self.order.of_blocks();
         if !of_blocks.is_empty() {
@@ -63,24 +61,30 @@ impl Store {
 
     /// Writes all at once: none depends on another.
     async fn write_all(&self, held: Held) -> io::Result<()> {
-        let write = |(offset, data)| -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
-            Box::pin(self.write_table(offset, data))
+        all(held.into_iter().map(|(offset, data)| self.write_table(offset, data))).await
+    }
+
+    /// Writes entries to their tables, each of which leads to a cluster that was counted ahead and
+    /// is ready. False: it is left to a commit of all tables.
+    pub(in crate::disk::qcow2) async fn write_entries(
+        &self,
+        entries: &[Entry],
+    ) -> io::Result<bool> {
+        self.check()?;
+        let Some(tables) = self.order.begin_entries(entries, self.req_align()) else {
+            return Ok(false);
         };
-        let mut writes: Vec<_> = held.into_iter().map(write).collect();
-        let mut result = Ok(());
-        std::future::poll_fn(|context| {
-            writes.retain_mut(|write| match write.as_mut().poll(context) {
-                Poll::Ready(Ok(())) => false,
-                Poll::Ready(error) => {
-                    result = error;
-                    false
-                }
-                Poll::Pending => true,
-            });
-            if writes.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-        })
-        .await;
-        result
+        let blocks = tables.iter().flat_map(|changing| {
+            changing.blocks.iter().map(move |block| (changing, block.clone()))
+        });
+        let writes = blocks.map(|(Changing { place, table, .. }, block)| {
+            let at = place + block.start as u64;
+            self.write_at(&table[block], at)
+        });
+        let written = all(writes).await;
+        self.order.end_entries(if written.is_ok() { tables } else { Vec::new() });
+        written.inspect_err(|_| self.order.mark.doubt())?;
+        Ok(true)
     }
 
     /// Writes the changed blocks of a table.
@@ -150,6 +154,25 @@ impl Store {
         self.order.note_written();
         written
     }
+}
+
+/// Waits for all of some writes that run at once, and yields the last of their errors.
+async fn all(writes: impl Iterator<Item = impl Future<Output = io::Result<()>>>) -> io::Result<()> {
+    let mut writes: Vec<_> = writes.map(Box::pin).collect();
+    let mut result = Ok(());
+    std::future::poll_fn(|context| {
+        writes.retain_mut(|write| match write.as_mut().poll(context) {
+            Poll::Ready(Ok(())) => false,
+            Poll::Ready(error) => {
+                result = error;
+                false
+            }
+            Poll::Pending => true,
+        });
+        if writes.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    result
 }
 
 fn is_zero(data: &[u8]) -> bool {
