@@ -4,6 +4,7 @@
 
 mod beside;
 mod fua;
+mod kinds;
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
@@ -21,6 +22,7 @@ use crate::config::IoThreadConfig;
 use crate::disk::elsewhere::{Elsewhere, Event};
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::io_thread::IoThread;
+use kinds::{Below, KINDS, Kind};
 
 const MIB: u64 = 1 << 20;
 const SECTOR: usize = 512;
@@ -360,92 +362,6 @@ impl Change {
         }
     }
 }
-
-enum Below {
-    Nothing,
-    Raw,
-    /// In the image itself.
-    Compressed,
-}
-
-struct Kind {
-    options: &'static str,
-    bytes: u64,
-    below: Below,
-    rounds: u64,
-    grows: bool,
-    /// The fewest blocks of reference counts that the first run adds.
-    new_blocks: usize,
-}
-
-/// What there is to get wrong: blocks of reference counts and their table that are added, tables
-/// that are added, clusters of which a part is written, and space that is used again.
-const KINDS: [Kind; 8] = [
-    Kind {
-        options: "cluster_size=512,refcount_bits=64",
-        bytes: 4 * MIB,
-        below: Below::Nothing,
-        rounds: 100,
-        grows: true,
-        new_blocks: 0,
-    },
-    Kind {
-        options: "cluster_size=512,refcount_bits=16",
-        bytes: 2 * MIB,
-        below: Below::Nothing,
-        rounds: 50,
-        grows: false,
-        new_blocks: 4,
-    },
-    Kind {
-        options: "cluster_size=512,refcount_bits=1",
-        bytes: 6 * MIB,
-        below: Below::Raw,
-        rounds: 100,
-        grows: false,
-        new_blocks: 1,
-    },
-    Kind {
-        options: "cluster_size=4k,refcount_bits=1",
-        bytes: 4 * MIB,
-        below: Below::Raw,
-        rounds: 50,
-        grows: true,
-        new_blocks: 0,
-    },
-    Kind {
-        options: "cluster_size=512,compat=0.10",
-        bytes: 2 * MIB,
-        below: Below::Nothing,
-        rounds: 50,
-        grows: false,
-        new_blocks: 0,
-    },
-    Kind {
-        options: "cluster_size=4k",
-        bytes: 2 * MIB,
-        below: Below::Compressed,
-        rounds: 50,
-        grows: true,
-        new_blocks: 0,
-    },
-    Kind {
-        options: "cluster_size=64k",
-        bytes: 4 * MIB,
-        below: Below::Raw,
-        rounds: 20,
-        grows: true,
-        new_blocks: 0,
-    },
-    Kind {
-        options: "cluster_size=64k",
-        bytes: 16 * MIB,
-        below: Below::Nothing,
-        rounds: 30,
-        grows: false,
-        new_blocks: 0,
-    },
-];
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
