@@ -19,6 +19,8 @@ CEPH_PACKAGES="ceph-common ceph-mgr ceph-mon ceph-osd librbd1"
 PACKAGES="fio busybox-static btrfs-progs cryptsetup-bin dosfstools e2fsprogs fdisk libiscsi-bin"
 PACKAGES="$PACKAGES mtools sg3-utils strace syslinux util-linux xfsprogs xz-utils zstd"
 PACKAGES="$PACKAGES $CEPH_PACKAGES nbdkit nbd-server openssl socat"
+# Shells that complete words; bash is there.
+PACKAGES="$PACKAGES fish zsh"
 # Debian has it, Ubuntu does not.
 UML_PACKAGE="user-mode-linux"
 

@@ -204,6 +204,11 @@ fn print_completions(shell: Shell) -> Result<ExitCode> {
     let mut script = Vec::new();
     let name = "ringhaul";
     completer.write_registration("COMPLETE", name, name, name, &mut script)?;
+    if shell == Shell::Zsh {
+        // Zsh runs a file `_ringhaul` of its function path at the first completion.
+        let call = format!("_clap_dynamic_completer_{name} \"$@\"");
+        writeln!(script, "if [[ $funcstack[1] = _{name} ]]; then {call}; fi")?;
+    }
     std::io::stdout().write_all(&script).context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
 }

@@ -265,23 +265,22 @@ fn it_says_which_of_several_exports_were_added() -> Result<()> {
     Ok(())
 }
 
+/// `PATH` with the folder of the program in front: completions ask `ringhaul` for words.
+fn path_with_program() -> Result<String> {
+    let program = ringhaul()?;
+    let program = Path::new(program.get_args().last().context("no program")?);
+    let folder = program.parent().context("the program has no folder")?.display();
+    Ok(format!("{folder}:{}", std::env::var("PATH")?))
+}
+
 #[test]
-fn shells_complete_its_words() -> Result<()> {
-    for (shell, words) in [
-        ("bash", &["_ringhaul()", "--control-group", "add-lun", "--binary"][..]),
-        ("zsh", &["#compdef ringhaul", "--control-group", "add-lun", "--binary"]),
-        ("fish", &["complete -c ringhaul", "control-group", "add-lun", "-l binary"]),
-    ] {
-        let script = run(ringhaul()?.args(["completions", shell]))?.expect_code(0)?.stdout;
-        for word in words {
-            ensure!(script.contains(word), "{shell} without {word}");
-        }
-    }
+fn bash_completes_its_words() -> Result<()> {
     let script = run(ringhaul()?.args(["completions", "bash"]))?.expect_code(0)?.stdout;
     let mut bash = Command::new("bash");
     let asked = r#"
-COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; _ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
-    bash.args(["--norc", "-c", &(script + asked)]);
+COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; COMP_TYPE=9
+_clap_complete_ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
+    bash.args(["--norc", "-c", &(script + asked)]).env("PATH", path_with_program()?);
     let completed = run(&mut bash)?.expect_code(0)?.stdout;
     ensure!(completed.trim() == "remove remove-lun resize resume", "{completed}");
     Ok(())
@@ -307,6 +306,7 @@ fn zsh_and_fish_complete_its_words() -> Result<()> {
         let asked = script + "\ncomplete --do-complete 'ringhaul ctl re'\n";
         let mut fish = Command::new("fish");
         fish.args(["--no-config", "-c", &asked]).env("HOME", &folder);
+        fish.env("PATH", path_with_program()?);
         let completed = run(&mut fish)?.expect_code(0)?.stdout;
         let words: Vec<&str> =
             completed.lines().filter_map(|line| line.split('\t').next()).collect();
@@ -327,7 +327,7 @@ zpty -r shell seen '*resume*'
 print -r -- "$seen"
 zpty -d shell"#;
         let mut zsh = Command::new("zsh");
-        zsh.args(["--no-rcs", "-c", asked]).env("HOME", &folder);
+        zsh.args(["--no-rcs", "-c", asked]).env("HOME", &folder).env("PATH", path_with_program()?);
         let completed = run(&mut zsh)?.expect_code(0)?.stdout;
         let words = completed.lines().map(str::trim_start).filter(|line| line.starts_with("re"));
         let words: Vec<&str> = words.filter_map(|line| line.split_whitespace().next()).collect();

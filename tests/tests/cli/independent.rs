@@ -163,18 +163,18 @@ fn a_removal_says_what_it_waits_for() -> Result<()> {
         events.done("subscribe", &json!({ "events": ["gone", "removed"] }))?;
         let remove = json!({ "export": "vm", "deadline-ms": 50 });
         let message = client.refused("export.remove", &remove, UNFINISHED)?;
-        ensure!(message.contains("vm has not ended: 1 request"), "{message}");
+        ensure!(message.contains("vm has not ended: queue 0: 1 request"), "{message}");
         // The load waits for its answer and is not disconnected before it is forced to be.
         ensure!(events.done("ping", &json!({}))?.is_object(), "an event has come");
         let force = json!({ "export": "vm", "deadline-ms": 50, "force": true });
         let message = client.refused("export.remove", &force, UNFINISHED)?;
-        ensure!(message.contains("vm has not ended: 1 request"), "{message}");
+        ensure!(message.contains("vm has not ended: queue 0: 1 request"), "{message}");
         load.wait_for("it has closed the connection")?;
         // It has not gone as long as one of its requests has not ended.
         ensure!(events.done("ping", &json!({}))?.is_object(), "an event has come");
         let shown = client.done("export.show", &json!({ "export": "vm" }))?;
         let waits = shown["waits-for"].as_str().unwrap_or_default();
-        ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
+        ensure!(shown["state"] == "stopping" && waits.starts_with("queue 0: 1 request"), "{shown}");
         client.begin("export.remove", &json!({ "export": "vm", "force": true }))
     })();
     // Whatever has come of it: the kernel keeps a process whose reads hang.
