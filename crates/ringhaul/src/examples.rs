@@ -42,4 +42,5 @@ Status: 0, all requests succeeded; 1, a request failed; 2, the disk cannot be op
 pub(crate) const COMPLETIONS: &str = "\
 Examples:
   source <(ringhaul completions bash)
+  ringhaul completions zsh > /usr/local/share/zsh/site-functions/_ringhaul
   ringhaul completions fish > ~/.config/fish/completions/ringhaul.fish";

@@ -41,13 +41,7 @@ fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Re
     world.attach()?;
     let mut left = 0;
     for round in 0..rounds(ROUNDS_DEFAULT)? {
-        let count = 1 + world.below(300);
-        world.run(count, false)?;
-        world.run_below(300, true)?;
-        server.kill()?;
-        drop(server);
-        world.take()?;
-        left += world.unanswered();
+        left += kill_under_load(server, &mut world)?;
         // The same command line, which names the first export alone.
         server = Server::start(Program::Ringhaul, &export)?;
         // The start listens for the first export and this one as their disks come.
@@ -66,7 +60,18 @@ fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Re
     check_file(&disk, &end(server, world)?)
 }
 
-/// Its commands that a killed process had taken wait for the unit, and none of them fails.
+/// Kills a server under load. Returns the number of requests that it leaves without an answer.
+fn kill_under_load(mut server: Server, world: &mut World) -> Result<usize> {
+    let count = 1 + world.below(300);
+    world.run(count, false)?;
+    world.run_below(300, true)?;
+    server.kill()?;
+    drop(server);
+    world.take()?;
+    Ok(world.unanswered())
+}
+
+/// Commands that a killed process had taken wait for the unit, and none of them fails.
 fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
     const LUN: u8 = 5;
     let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
@@ -85,13 +90,7 @@ fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
     world.attach()?;
     let mut left = 0;
     for round in 0..rounds(ROUNDS_DEFAULT)? {
-        let count = 1 + world.below(300);
-        world.run(count, false)?;
-        world.run_below(300, true)?;
-        server.kill()?;
-        drop(server);
-        world.take()?;
-        left += world.unanswered();
+        left += kill_under_load(server, &mut world)?;
         // The same command line, which does not name the unit.
         server = Server::start(Program::Ringhaul, &export)?;
         world.frontend.channel = Channel::connect(&export.socket)?;

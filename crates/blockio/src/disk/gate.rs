@@ -23,7 +23,7 @@ use crate::io::Io;
 /// The most of a transfer that a queue finishes when it stops and may leave the rest.
 pub(super) const STEP_BYTES: usize = 4 << 20;
 
-/// The most of a transfer that a queue finishes when it stops, may leave nothing, and may give up.
+/// The most of a transfer that a stopping queue finishes without a region to leave the rest in.
 pub(super) const REST_BYTES: usize = 64 << 20;
 
 /// Whoever makes a request, and is asked about it while it waits here. Nothing of it is in progress
@@ -61,8 +61,7 @@ pub trait Requester {
         self.check()
     }
 
-    /// Whether a transfer goes on that has more left than a stopping queue waits for. Asked between
-    /// two steps.
+    /// Refuses the rest of a long transfer when its queue stops. Asked between two steps.
     ///
     /// # Errors
     ///
