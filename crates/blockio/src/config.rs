@@ -234,7 +234,7 @@ impl IoThreadConfig {
     /// The default of [`poll_max`](Self::poll_max) in microseconds.
     pub const POLL_MAX_US: u16 = 64;
     /// The time slice in microseconds of the threads of `ringhaul serve`. Beside eight busy loops
-    /// it made 1.2 times the IOPS of the kernel's 1,400 (two CPUs).
+    /// it made 1.3 times the IOPS of the kernel's 1,400 (two CPUs).
     pub const SLICE_US: u32 = 300;
     /// The default of [`poll_budget_percent`](Self::poll_budget_percent).
     pub const POLL_BUDGET_PERCENT: u8 = 100;
