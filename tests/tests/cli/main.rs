@@ -39,8 +39,11 @@ mod throttling;
 mod units;
 mod untouched;
 
+use std::path::PathBuf;
+
 use anyhow::Result;
-use ringhaul_kit::cli::Scene;
+use ringhaul_kit::cli::{Running, Scene};
+use ringhaul_kit::system::thread_id;
 
 /// A size that fits everything that these tests do.
 const DISK_BYTES: u64 = 16 << 20;
@@ -51,4 +54,11 @@ fn scene() -> Result<Scene> {
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
+}
+
+/// The path of a file of the kernel about a thread of the daemon.
+fn thread_file(daemon: &Running, thread: &str, file: &str) -> Result<PathBuf> {
+    let (process, thread) = (daemon.pid(), thread_id(daemon.pid(), thread)?);
+    let (process, thread) = (process.as_raw_nonzero(), thread.as_raw_nonzero());
+    Ok(format!("/proc/{process}/task/{thread}/{file}").into())
 }

@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -19,13 +19,13 @@ use rustix::process::Signal;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
 
-use crate::{DISK_BYTES, is_root, scene};
+use crate::{DISK_BYTES, is_root, scene, thread_file};
 
 /// The number under which a descriptor is handed over.
 const FD: &str = "5";
 
 /// As the kernel shows it, which has 15 bytes for a name.
-const CONTROL_THREAD: &str = "ringhaul-contro\n";
+const CONTROL_THREAD: &str = "ringhaul-contro";
 
 /// Only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -231,22 +231,12 @@ fn a_connection_may_be_non_blocking() -> Result<()> {
 
 /// Waits until the control thread is found asleep a hundred times in a row.
 fn wait_asleep(daemon: &Running) -> Result<()> {
-    let tasks = format!("/proc/{}/task", daemon.pid().as_raw_nonzero());
+    let control = thread_file(daemon, CONTROL_THREAD, "stat")?;
     let start = Instant::now();
-    // A thread has its name only once it runs.
-    let control = loop {
-        let mut tasks = fs::read_dir(&tasks)?.filter_map(|task| Some(task.ok()?.path()));
-        let name = |task: &PathBuf| fs::read_to_string(task.join("comm")).unwrap_or_default();
-        if let Some(control) = tasks.find(|task| name(task) == CONTROL_THREAD) {
-            break control;
-        }
-        ensure!(start.elapsed() < LIMIT, "the daemon has no control thread");
-        std::thread::yield_now();
-    };
     let mut asleep = 0;
     while asleep < 100 {
         ensure!(start.elapsed() < LIMIT, "the control thread does not sleep");
-        let stat = fs::read_to_string(control.join("stat"))?;
+        let stat = fs::read_to_string(&control)?;
         asleep = if stat.contains(") S ") { asleep + 1 } else { 0 };
         std::thread::yield_now();
     }

@@ -53,13 +53,16 @@ pub(super) fn threads(scene: &mut Scene) -> Result<()> {
         let disk = format!("rbd,image=threads,conf={}", own.display());
         let served = scene.serve("threads", &disk, &[])?;
         let tasks = format!("/proc/{}/task", served.daemon.pid().as_raw_nonzero());
-        let mut count = 0;
-        for task in std::fs::read_dir(&tasks).context("listing threads")? {
-            // One that has ended has no name any more.
-            let name = std::fs::read_to_string(task?.path().join("comm")).unwrap_or_default();
-            count += u32::from(name.trim_end() == "io_context_pool");
-        }
-        ensure!(count == expected, "{wish:?}: {count} threads");
+        // A list can lack some threads while other threads end, so it is read again.
+        retry(LIMIT, || {
+            let mut count = 0;
+            for task in std::fs::read_dir(&tasks).context("listing threads")? {
+                let name = std::fs::read_to_string(task?.path().join("comm")).unwrap_or_default();
+                count += u32::from(name.trim_end() == "io_context_pool");
+            }
+            ensure!(count == expected, "{wish:?}: {count} threads");
+            Ok(())
+        })?;
         served.end()?;
     }
     Ok(())
