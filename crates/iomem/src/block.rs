@@ -1,4 +1,4 @@
-//! Memory of our own, for buffers.
+//! Heap memory for buffers.
 
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::any::Any;
@@ -13,18 +13,18 @@ use crate::list::Buffers;
 use crate::memory::Memory;
 
 impl Buffers {
-    /// Zeroed memory of `bytes` bytes at a multiple of `align` (a power of two), in one range.
+    /// Allocates `bytes` zeroed bytes in one range, aligned to `align` (a power of two).
     ///
     /// # Panics
     ///
-    /// When there is no room.
+    /// If the allocation fails.
     #[must_use]
     pub fn aligned(bytes: usize, align: usize) -> Self {
         BufferMemory::new(bytes, align).buffers(bytes)
     }
 
-    /// Memory of `bytes` bytes at a multiple of `align` (a power of two), in one range. What is in
-    /// it is undefined until it is written. `kept` goes when the memory has gone.
+    /// Allocates `bytes` bytes in one range, aligned to `align` (a power of two). The contents are
+    /// undefined until they are written. `kept` is dropped right after the memory.
     ///
     /// # Errors
     ///
@@ -33,12 +33,12 @@ impl Buffers {
         let block = Block::try_new(bytes, align, false)?;
         let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: bytes };
         let ranges = vec_of(1, range)?;
-        // SAFETY: the block is `bytes` long, stays while its owner, the memory, does, and hands
-        // out no references. Fields of a tuple are dropped in order, the block first.
+        // SAFETY: the block is `bytes` long, lives as long as its owner, the memory, and hands out
+        // no references. Fields of a tuple are dropped in order, the block first.
         Ok(unsafe { Self::from_raw_parts(ranges.into(), Memory::new((block, kept))) })
     }
 
-    /// Memory with a copy of `data`, in one range.
+    /// Copies `data` into new memory, in one range.
     #[must_use]
     pub fn from_vec(data: Vec<u8>) -> Self {
         let buffers = Self::aligned(data.len(), 1);
@@ -47,21 +47,21 @@ impl Buffers {
     }
 }
 
-/// Zeroed memory for buffers that are used again and again: making a list of it allocates nothing
-/// once an earlier list has gone.
+/// Reusable memory for buffers, zeroed at first. Making a list of it allocates nothing once an
+/// earlier list was dropped.
 pub struct BufferMemory {
     start: NonNull<u8>,
     bytes: usize,
-    /// Keeps the block.
+    /// Keeps the block alive.
     memory: Memory,
 }
 
 impl BufferMemory {
-    /// Memory of `bytes` bytes at a multiple of `align` (a power of two).
+    /// Allocates `bytes` zeroed bytes, aligned to `align` (a power of two).
     ///
     /// # Panics
     ///
-    /// When there is no room.
+    /// If the allocation fails.
     #[must_use]
     pub fn new(bytes: usize, align: usize) -> Self {
         let block = Block::try_new(bytes, align, true)
@@ -69,24 +69,25 @@ impl BufferMemory {
         Self { start: block.start, bytes, memory: Memory::new(block) }
     }
 
-    /// A list of the first `bytes` bytes, or of all when there are fewer, in one range. Lists that
-    /// exist at the same time are of the same memory.
+    /// Returns a list of the first `bytes` bytes, or of all if there are fewer, in one range. Lists
+    /// that exist at the same time share the memory.
     #[must_use]
     pub fn buffers(&self, bytes: usize) -> Buffers {
         let mut ranges = self.memory.storage();
         let bytes = bytes.min(self.bytes);
         ranges.push(iovec { iov_base: self.start.as_ptr().cast(), iov_len: bytes });
-        // SAFETY: the range lies in the block, which stays while `memory` does, and hands out no
+        // SAFETY: the range lies in the block, which lives as long as `memory` and hands out no
         // references.
         unsafe { Buffers::from_raw_parts(ranges, self.memory.clone()) }
     }
 }
 
-/// One block that stands for any number of its copies, in lists that are only written to disks.
+/// A block that stands for any number of its copies in a list. Such lists may only be written to
+/// disks.
 pub struct Repeated(Rc<Block>);
 
 impl Repeated {
-    /// A block of `bytes` zeroes (not none) at a multiple of `align` (a power of two).
+    /// Allocates a block of `bytes` zeroes (at least one), aligned to `align` (a power of two).
     ///
     /// # Errors
     ///
@@ -95,8 +96,8 @@ impl Repeated {
         Block::try_new(bytes, align, true).map(|block| Self(Rc::new(block)))
     }
 
-    /// A block of `pattern` (not empty) over and over, at least `bytes` long, at a multiple of
-    /// `align` (a power of two).
+    /// Allocates a block of whole copies of `pattern` (not empty), at least `bytes` long, aligned
+    /// to `align` (a power of two).
     ///
     /// # Errors
     ///
@@ -111,7 +112,7 @@ impl Repeated {
         Ok(repeated)
     }
 
-    /// A list of `bytes` bytes. `kept` goes when the list has gone.
+    /// Returns a list of `bytes` bytes. `kept` is dropped with the last list made of it.
     ///
     /// # Errors
     ///
@@ -124,20 +125,21 @@ impl Repeated {
         if let Some(last) = ranges.last_mut() {
             last.iov_len = bytes - (bytes - 1) / size * size;
         }
-        // SAFETY: each range lies in the block, which stays while its owner, the memory, does, and
+        // SAFETY: each range lies in the block, which lives as long as its owner, the memory, and
         // hands out no references.
         Ok(unsafe { Buffers::from_raw_parts(ranges.into(), Memory::new((Rc::clone(block), kept))) })
     }
 }
 
-/// A block of uninitialized memory that another library fills or reads, on any thread. The memory
-/// stays for as long as there is a clone of this, or a list of it: whoever gives up waiting can
-/// drop its lists, and a clone is kept for as long as the library may still write there.
+/// A block of uninitialized memory that another library fills or reads, on any thread.
+///
+/// The memory lives as long as any clone of the block and any list of it. A caller that stops
+/// waiting can drop its lists, and keeps a clone for as long as the library may still write.
 #[derive(Clone)]
 pub struct LentBlock(Arc<Block>);
 
 impl LentBlock {
-    /// A block.
+    /// Allocates `bytes` bytes.
     ///
     /// # Errors
     ///
@@ -146,13 +148,13 @@ impl LentBlock {
         Block::try_new(bytes, 1, false).map(|block| Self(Arc::new(block)))
     }
 
-    /// Where it is.
+    /// The address of the first byte.
     #[must_use]
     pub fn start(&self) -> *mut u8 {
         self.0.start.as_ptr()
     }
 
-    /// A list of all of it. `kept` is dropped with the list, and all that are made of it.
+    /// Returns a list of the whole block. `kept` is dropped with the last list made of it.
     ///
     /// # Errors
     ///
@@ -161,8 +163,8 @@ impl LentBlock {
         let block = &self.0;
         let range = iovec { iov_base: self.start().cast(), iov_len: block.layout.size() };
         let (ranges, memory) = (vec_of(1, range)?, Memory::new((Arc::clone(block), kept)));
-        // SAFETY: the block has that size, stays while its owners do, of which the memory is one,
-        // and hands out no references.
+        // SAFETY: the block has this size and hands out no references. It lives as long as any of
+        // its owners, and the memory is one of them.
         Ok(unsafe { Buffers::from_raw_parts(ranges.into(), memory) })
     }
 }
@@ -187,15 +189,15 @@ struct Block {
 impl Block {
     fn try_new(bytes: usize, align: usize, zeroed: bool) -> io::Result<Self> {
         let layout = Layout::from_size_align(bytes.max(1), align).map_err(|_| no_memory())?;
-        // SAFETY: the layout has a size above zero.
+        // SAFETY: the size of the layout is above zero.
         let start = unsafe { if zeroed { alloc_zeroed(layout) } else { alloc(layout) } };
         let start = NonNull::new(start).ok_or_else(no_memory)?;
         Ok(Self { start, layout })
     }
 }
 
-// SAFETY: a block is an address and a size. What is there is reached through raw pointers only, by
-// those who vouch for it, and any thread may free it.
+// SAFETY: a block is an address and a size. Its bytes are reached through raw pointers only, by
+// code that vouches for each access, and any thread may free it.
 unsafe impl Send for Block {}
 // SAFETY: as above.
 unsafe impl Sync for Block {}
@@ -238,7 +240,7 @@ mod tests {
         drop(buffers);
         assert_eq!(Rc::strong_count(&kept), 1, "what the list kept has not gone with it");
         let filling = std::thread::spawn(move || {
-            // SAFETY: the block has 4096 bytes, and nobody else has it.
+            // SAFETY: the block has 4096 bytes, and no other code uses it now.
             unsafe { block.start().add(4095).write(2) };
             block
         });

@@ -1,11 +1,11 @@
-//! Copies from and to memory that others may be using at the same time.
+//! Copies from and to memory that may change or be read at any time.
 
-/// A word that may be anywhere in memory.
+/// A value at any address.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
 struct Unaligned<T: Copy>(T);
 
-/// Copies from memory that others may be writing; reads each byte once.
+/// Copies from memory that may change at any time. Reads each byte once.
 ///
 /// # Safety
 ///
@@ -15,52 +15,53 @@ struct Unaligned<T: Copy>(T);
 pub unsafe fn copy_out(src: *const u8, dst: *mut u8, len: usize) {
     let mut at = 0;
     while at + 8 <= len {
-        // SAFETY: eight bytes are left of both.
+        // SAFETY: at least eight bytes are left of both.
         unsafe { move_out::<u64>(src.add(at), dst.add(at)) };
         at += 8;
     }
     if len & 4 != 0 {
-        // SAFETY: after whole words, these four are left and those of the lower bits.
+        // SAFETY: bit 2 of `len` is set, so at least four bytes are left after the whole words.
         unsafe { move_out::<u32>(src.add(at), dst.add(at)) };
         at += 4;
     }
     if len & 2 != 0 {
-        // SAFETY: as above.
+        // SAFETY: as above, for bit 1 and two bytes.
         unsafe { move_out::<u16>(src.add(at), dst.add(at)) };
         at += 2;
     }
     if len & 1 != 0 {
-        // SAFETY: as above.
+        // SAFETY: as above, for bit 0 and one byte.
         unsafe { move_out::<u8>(src.add(at), dst.add(at)) };
     }
 }
 
 /// # Safety
 ///
-/// `src` must be the start of a `T` mapped for reading, `dst` of one that is the caller's alone.
+/// `src` must be the start of a `T` mapped for reading, `dst` of a `T` that belongs to the caller
+/// alone.
 #[inline]
 unsafe fn move_out<T: Copy>(src: *const u8, dst: *mut u8) {
-    // SAFETY: the caller's promise; neither has to be aligned. The access is volatile, so the
-    // compiler reads once what others may change in between.
+    // SAFETY: the caller vouches for both, and neither has to be aligned. The access is volatile,
+    // so the compiler reads a value once even if it changes in between.
     unsafe { dst.cast::<Unaligned<T>>().write(src.cast::<Unaligned<T>>().read_volatile()) };
 }
 
-/// Copies into memory that others may be reading. They see the bytes for certain after whatever
-/// tells them of it, as used idx does, has been stored with release ordering, and some of them
-/// perhaps before.
+/// Copies into memory that may be read at any time. A reader may see some of the bytes early. It is
+/// certain to see all of them after a release store that announces them, such as the store of used
+/// idx.
 ///
 /// # Safety
 ///
-/// `src` must be the start of `len` bytes that nobody writes, `dst` of `len` bytes mapped for
+/// `src` must be the start of `len` bytes that do not change, `dst` of `len` bytes mapped for
 /// writing.
 #[inline]
 pub unsafe fn copy_in(src: *const u8, dst: *mut u8, len: usize) {
-    // SAFETY: the caller's promise. What is written is never read here, so nothing is derived from
-    // what others make of it meanwhile.
+    // SAFETY: the caller vouches for both. The target is never read here, so nothing depends on
+    // concurrent changes to it.
     unsafe { dst.copy_from_nonoverlapping(src, len) };
 }
 
-/// Zeroes memory that others may be reading, as [`copy_in`] would.
+/// Zeroes memory that may be read at any time, with the visibility of [`copy_in`].
 ///
 /// # Safety
 ///
@@ -73,27 +74,30 @@ pub(crate) unsafe fn zero(dst: *mut u8, len: usize) {
         unsafe { dst.write_bytes(0, len) };
         return;
     }
-    // Responses of virtio-scsi have such sizes. Both ends, which may overlap, take no call.
-    // SAFETY: as in `copy_in`; both are within the bytes, and arrays of bytes are aligned anywhere.
+    // Responses of virtio-scsi have such sizes. Two writes, one at each end, avoid a call; they
+    // may overlap.
+    // SAFETY: as in `copy_in`; both writes are within the bytes, and arrays of bytes need no
+    // alignment.
     unsafe {
         dst.cast::<[u8; HALF]>().write([0; HALF]);
         dst.add(len - HALF).cast::<[u8; HALF]>().write([0; HALF]);
     }
 }
 
-/// Copies between memory that others may be using. Both may be parts of the same memory; what
-/// overlaps is then copied as it was or as it became.
+/// Copies between two ranges that may change at any time. They may overlap: an overlapping byte is
+/// copied with its old or its new value.
 ///
 /// # Safety
 ///
 /// `src` must be the start of `len` bytes mapped for reading, `dst` of `len` bytes mapped for
 /// writing.
 pub(crate) unsafe fn copy_across(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
-    // Each byte is read once and written once, whatever overlaps.
+    // Each byte is read once and written once, even where the ranges overlap.
     let mut between = [0u8; 512];
     while len > 0 {
         let count = len.min(between.len());
-        // SAFETY: `count` bytes are left of both, and `between`, which is ours, has as many.
+        // SAFETY: `count` bytes are left of both, and `between`, a local array, has at least as
+        // many.
         unsafe {
             copy_out(src, between.as_mut_ptr(), count);
             copy_in(between.as_ptr(), dst, count);
@@ -117,7 +121,7 @@ mod tests {
             let mut source = vec![0u8; from];
             source.extend(&data);
             let mut target = vec![0xee_u8; to + data.len() + 16];
-            // SAFETY: both vectors have `data.len()` bytes behind these places.
+            // SAFETY: both vectors have `data.len()` bytes from these offsets on.
             unsafe {
                 copy_across(source[from..].as_ptr(), target[to..].as_mut_ptr(), data.len());
             }

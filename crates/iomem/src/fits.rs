@@ -1,13 +1,14 @@
-//! Numbers in types that they fit into.
+//! Checked conversion between types of integers.
 
 use std::fmt::Display;
 
-/// `value` in another type of number. It fits, for a reason that `what` names: that it does not is
-/// a fault of the program, which ends with a message instead of going on with a wrong number.
+/// Converts `value` to a type of integer in which it must fit. `what` names the value, and thereby
+/// the reason why it fits. A value that does not fit is a fault of the program, which must not go
+/// on with a wrong number.
 ///
 /// # Panics
 ///
-/// When it does not fit.
+/// If `value` does not fit.
 #[inline]
 #[track_caller]
 pub fn fits<T: Copy + Display, U: TryFrom<T>>(value: T, what: &str) -> U {

@@ -1,9 +1,9 @@
 //! Lists of memory that is shared with a guest, a kernel or another process.
 //!
 //! The bytes behind a [`Buffers`] may change at any moment, so no Rust reference to them is ever
-//! made: they are reached through raw pointers, with volatile accesses. A list keeps its memory
-//! mapped through its [`Memory`], gives the storage of its ranges back when it is dropped, and
-//! tells a [`WriteLog`], where there is one, which bytes were written.
+//! made. They are reached through raw pointers, and read with volatile accesses. A list keeps its
+//! memory mapped through its [`Memory`]. Dropping the list returns the storage of its ranges. A
+//! [`WriteLog`], where there is one, receives the address and length of each write.
 //!
 //! ```
 //! use iomem::BufferMemory;

@@ -1,4 +1,4 @@
-//! One list of ranges of shared memory.
+//! A list of ranges of shared memory.
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
@@ -9,11 +9,9 @@ use libc::iovec;
 use crate::copy::{copy_across, copy_in, copy_out, zero};
 use crate::memory::{IOVECS_MAX, Memory, Parts, Ranges};
 
-/// A list of memory ranges together with what keeps them mapped. The storage of the list goes back
-/// to its [`Memory`] when it is dropped.
+/// A list of memory ranges. Its [`Memory`] keeps them mapped, and takes back its storage on drop.
 ///
-/// What the device or the kernel writes is reported with [`wrote`](Self::wrote); copies into the
-/// list report it themselves.
+/// Copies into the list are reported to a log, other writes only by [`wrote`](Self::wrote).
 pub struct Buffers(ManuallyDrop<Box<Parts>>);
 
 impl std::fmt::Debug for Buffers {
@@ -30,9 +28,9 @@ impl Buffers {
     ///
     /// # Safety
     ///
-    /// Every range must be mapped and writable (readable is enough for lists that are only
-    /// written to a disk) for as long as `memory`, or a clone of it, lives. No Rust reference to
-    /// any of the bytes may exist during that time.
+    /// Every range must be mapped and writable (readable is enough for lists that are only written
+    /// to a disk) for as long as `memory`, or a clone of it, lives. No Rust reference to any of the
+    /// bytes may exist during that time.
     #[inline]
     #[must_use]
     pub unsafe fn from_raw_parts(ranges: Ranges, memory: Memory) -> Self {
@@ -41,15 +39,15 @@ impl Buffers {
         Self(ManuallyDrop::new(parts))
     }
 
-    /// A list without ranges, for operations that move no data.
+    /// Makes a list without ranges, for operations that move no data.
     #[must_use]
     pub fn empty() -> Self {
         let memory = Memory::none();
-        // SAFETY: there is no range.
+        // SAFETY: the list has no range.
         unsafe { Self::from_raw_parts(memory.storage(), memory) }
     }
 
-    /// A copy of all the bytes, for set-up and tests.
+    /// Returns a copy of all bytes, for set-up and tests.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut data = vec![0; self.0.bytes];
@@ -57,43 +55,43 @@ impl Buffers {
         data
     }
 
-    /// Bytes that are left in all ranges together.
+    /// The number of bytes left in all ranges.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }
 
-    /// Whether no byte is left.
+    /// Returns true if no byte is left.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.bytes == 0
     }
 
-    /// The ranges that are left, in order. They are good for the kernel to read or write for as
-    /// long as the list, or another one of its [`memory`](Self::memory), lives.
+    /// The ranges that are left, in order. The kernel may read and write them for as long as this
+    /// list, or any list of its [`memory`](Self::memory), lives.
     #[inline]
     #[must_use]
     pub fn iovecs(&self) -> &[iovec] {
         &self.0.iovecs[self.0.first..]
     }
 
-    /// How many ranges the list was made of, those that are used up included.
+    /// The number of ranges, including ranges that were used up from the front.
     #[inline]
     #[must_use]
     pub fn ranges(&self) -> usize {
         self.0.iovecs.len()
     }
 
-    /// What keeps the ranges mapped.
+    /// The memory that keeps the ranges mapped.
     #[inline]
     #[must_use]
     pub fn memory(&self) -> &Memory {
         self.0.memory.as_ref().expect("a list has its memory")
     }
 
-    /// Drops `bytes` bytes from the front, or all of them when there are fewer.
+    /// Drops the first `bytes` bytes, or all if there are fewer.
     #[inline]
     pub fn advance(&mut self, bytes: usize) {
         let parts = &mut **self.0;
@@ -110,7 +108,7 @@ impl Buffers {
         }
     }
 
-    /// Leaves the first `bytes` bytes; no change when there are fewer.
+    /// Drops all but the first `bytes` bytes. Changes nothing if there are fewer.
     #[inline]
     pub fn truncate(&mut self, bytes: usize) {
         if let Some(excess @ 1..) = self.0.bytes.checked_sub(bytes) {
@@ -118,7 +116,7 @@ impl Buffers {
         }
     }
 
-    /// Drops the last bytes.
+    /// Drops the last `excess` bytes.
     fn cut(&mut self, mut excess: usize) {
         self.0.bytes -= excess;
         while excess > 0 {
@@ -133,24 +131,27 @@ impl Buffers {
         }
     }
 
-    /// Takes a copy of the first `N` bytes off the front. `None`, and no change, when there are
+    /// Removes and copies the first `N` bytes. Returns `None`, without a change, if there are
     /// fewer.
     #[inline]
     #[must_use]
     pub fn take_front<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut front = [0; N];
         if let Some(start) = self.take_from_range(N) {
-            // SAFETY: the range has `N` bytes, which `from_raw_parts` vouches for, and `front` is
-            // ours.
+            // SAFETY: the caller of `from_raw_parts` vouches for the range, and `front` is local.
             unsafe { copy_out(start, front.as_mut_ptr(), N) };
             return Some(front);
         }
         self.take_front_in_pieces(&mut front).then_some(front)
     }
 
-    /// Takes `bytes` bytes off the front, and returns the eight at each place of `at` there, as
-    /// little-endian numbers; each byte is read once if none is in two of them. `None`, and no
-    /// change, when there are fewer.
+    /// Removes the first `bytes` bytes and returns the eight at each offset of `at`, as
+    /// little-endian numbers. Returns `None`, without a change, if there are fewer. Reads each byte
+    /// once unless two numbers overlap.
+    ///
+    /// # Panics
+    ///
+    /// If a number ends beyond `bytes`.
     #[inline]
     #[must_use]
     pub fn take_words<const N: usize>(&mut self, at: [usize; N], bytes: usize) -> Option<[u64; N]> {
@@ -158,8 +159,8 @@ impl Buffers {
         if let Some(start) = self.take_from_range(bytes) {
             return Some(at.map(|at| {
                 let mut word = [0; size_of::<u64>()];
-                // SAFETY: the range has `bytes` bytes, which `from_raw_parts` vouches for, those of
-                // the word among them, and `word` is ours.
+                // SAFETY: as in `take_front`. The word is among the `bytes` bytes, and `word` is
+                // local.
                 unsafe { copy_out(start.add(at), word.as_mut_ptr(), word.len()) };
                 u64::from_le_bytes(word)
             }));
@@ -167,8 +168,8 @@ impl Buffers {
         self.take_words_in_pieces(at, bytes)
     }
 
-    /// Takes the first `bytes` bytes off, to be written later. `None`, and no change, when there
-    /// are fewer.
+    /// Removes the first `bytes` bytes, to be written later. Returns `None`, without a change, if
+    /// there are fewer.
     #[inline]
     #[must_use]
     pub fn take_shared_bytes(&mut self, bytes: usize) -> Option<SharedBytes> {
@@ -179,7 +180,7 @@ impl Buffers {
         self.take_list(bytes).map(|list| SharedBytes(Place::List(list)))
     }
 
-    /// Takes bytes off the first range, if it has as many.
+    /// Removes the first `bytes` bytes if they are all in the first range.
     #[inline]
     fn take_from_range(&mut self, bytes: usize) -> Option<*mut u8> {
         let parts = &mut **self.0;
@@ -231,7 +232,7 @@ impl Buffers {
         Some(words)
     }
 
-    /// Takes the last byte off.
+    /// Removes the last byte, to be written later. Returns `None` if the list is empty.
     #[inline]
     pub fn take_last_byte(&mut self) -> Option<SharedByte> {
         self.0.bytes = self.0.bytes.checked_sub(1)?;
@@ -249,8 +250,8 @@ impl Buffers {
         }
     }
 
-    /// Whether each range starts at a multiple of `addresses` and is a multiple of `lengths` long
-    /// (powers of two). Then so is each part of the list that is cut between ranges.
+    /// Returns true if each range starts at a multiple of `addresses` and is a multiple of
+    /// `lengths` long (powers of two). Parts that are cut between ranges are then aligned, too.
     #[inline]
     #[must_use]
     pub fn is_aligned(&self, addresses: usize, lengths: usize) -> bool {
@@ -260,8 +261,8 @@ impl Buffers {
         self.iovecs().iter().fold(0, bits) == 0
     }
 
-    /// Reports that the first `bytes` bytes that are left were written: the one place where a log
-    /// of writes is kept. They stay in the list.
+    /// Reports that the first `bytes` remaining bytes were written; they stay in the list. A log
+    /// receives writes by a device or the kernel only through this call.
     #[inline]
     pub fn wrote(&self, bytes: usize) {
         self.wrote_at(0, bytes);
@@ -282,23 +283,22 @@ impl Buffers {
     }
 
     /// Copies `data` into the list from byte `offset` on, as far as there is room. Returns the
-    /// bytes copied.
+    /// number of bytes copied.
     ///
-    /// Nothing stops a device from writing to what is device-readable; the specification does.
+    /// Only the specification, not the list, keeps a device from writing to device-readable memory.
     #[inline]
     pub fn copy_from(&self, offset: usize, data: &[u8]) -> usize {
         let copied = self.each_part(offset, data.len(), |done, start, len| {
             let part = &data[done..done + len];
-            // SAFETY: `each_part` yields parts of the ranges, which `from_raw_parts` vouches for,
-            // and `data` is a Rust slice, so no part of it lies in them.
+            // SAFETY: `each_part` yields parts of the ranges, for which the caller of
+            // `from_raw_parts` vouches, and `data` is a Rust slice, so no part of it lies in them.
             unsafe { copy_in(part.as_ptr(), start, len) };
         });
         self.wrote_at(offset, copied);
         copied
     }
 
-    /// Copies the bytes from `offset` on into `data`, as far as there are any. Returns the bytes
-    /// copied.
+    /// Copies bytes from `offset` on into `data`, as far as there are any. Returns their number.
     #[inline]
     pub fn copy_to(&self, offset: usize, data: &mut [u8]) -> usize {
         self.each_part(offset, data.len(), |done, start, len| {
@@ -312,8 +312,8 @@ impl Buffers {
     pub fn copy_from_buffers(&self, other: &Self, len: usize) {
         let copied = other.each_part(0, len, |done, source, len| {
             self.each_part(done, len, |inner, target, len| {
-                // SAFETY: both parts lie in ranges that `from_raw_parts` vouches for, and `inner +
-                // len` is at most the length of the outer part.
+                // SAFETY: both parts are from `each_part`, and `inner + len` is at most the outer
+                // length.
                 unsafe { copy_across(source.wrapping_add(inner), target, len) };
             });
         });
@@ -330,8 +330,8 @@ impl Buffers {
         self.wrote_at(offset, len);
     }
 
-    /// Keeps `kept` until the list is dropped, and all lists that are made of it, or
-    /// [let it go](Self::let_go).
+    /// Holds `kept`, in addition to earlier values, until the list is dropped or [lets it
+    /// go](Self::let_go). Lists made from this one hold it, too.
     pub fn keep(&mut self, kept: Rc<dyn Any>) {
         self.0.kept = Some(match self.0.kept.take() {
             Some(earlier) => Rc::new((earlier, kept)),
@@ -339,19 +339,20 @@ impl Buffers {
         });
     }
 
-    /// Drops what this list [keeps](Self::keep).
+    /// Drops all values that this list [keeps](Self::keep).
     pub fn let_go(&mut self) {
         self.0.kept = None;
     }
 
-    /// Another list of the same memory.
+    /// Returns another list of the same memory.
     #[must_use]
     pub fn again(&self) -> Self {
         self.beside(self.iovecs().iter().copied())
     }
 
-    /// Another list of the first bytes: whole ranges, and of the next one as many multiples of
-    /// `unit` (a power of two) as make `most` bytes at the most. One system call takes it whole.
+    /// Returns another list of the first `most` bytes, or fewer. It has at most [`IOVECS_MAX`]
+    /// ranges, so one system call takes it whole. Only its last range may be cut, to a multiple of
+    /// `unit` (a power of two).
     #[must_use]
     pub fn front(&self, most: usize, unit: usize) -> Self {
         let (mut left, mut is_cut) = (most, false);
@@ -364,24 +365,24 @@ impl Buffers {
         }))
     }
 
-    /// A list of parts of the ranges of this one.
+    /// Makes a list of parts of the ranges of this list.
     fn beside(&self, parts: impl Iterator<Item = iovec>) -> Self {
         let mut ranges = self.memory().storage();
         parts.for_each(|range| ranges.push(range));
-        // SAFETY: whoever made this list has vouched for its ranges and its memory.
+        // SAFETY: the caller of `from_raw_parts` vouches for the ranges and the memory.
         let mut beside = unsafe { Self::from_raw_parts(ranges, self.memory().clone()) };
         beside.0.kept.clone_from(&self.0.kept);
         beside
     }
 
-    /// Another list of the same memory, if there is a log of writes to it.
+    /// Returns another list of the same memory if there is a log of writes to it.
     #[must_use]
     pub fn again_if_logged(&self) -> Option<Self> {
         self.memory().log().is_some().then(|| self.again())
     }
 
-    /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset +
-    /// len` that exist; `done` counts the bytes visited before. Returns the sum.
+    /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset + len`
+    /// that exist. `done` counts the bytes visited before. Returns their total.
     #[inline]
     fn each_part(
         &self,
@@ -410,7 +411,7 @@ impl Buffers {
 impl Drop for Buffers {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: nobody uses the list any more.
+        // SAFETY: `self.0` is not used again.
         let mut parts = unsafe { ManuallyDrop::take(&mut self.0) };
         if let Some(memory) = parts.memory.take() {
             memory.recycle(parts);
@@ -418,7 +419,7 @@ impl Drop for Buffers {
     }
 }
 
-/// One byte of shared memory that may be written; keeps it mapped.
+/// A byte of shared memory that may be written. Keeps it mapped.
 #[derive(Debug)]
 pub struct SharedByte {
     address: *mut u8,
@@ -438,7 +439,7 @@ impl SharedByte {
     }
 }
 
-/// Bytes of shared memory that may be written once; keeps them mapped.
+/// Bytes of shared memory that may be written once. Keeps them mapped.
 #[derive(Debug)]
 pub struct SharedBytes(Place);
 
@@ -449,7 +450,7 @@ enum Place {
 }
 
 impl SharedBytes {
-    /// How many they are.
+    /// The number of bytes.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -459,7 +460,7 @@ impl SharedBytes {
         }
     }
 
-    /// Writes zeroes.
+    /// Writes zeroes to all bytes.
     #[inline]
     pub fn zero(&self) {
         match &self.0 {
@@ -474,12 +475,12 @@ impl SharedBytes {
         }
     }
 
-    /// Writes `data`, as far as there is room, and zeroes behind it.
+    /// Writes `data`, as far as there is room, and fills the rest with zeroes.
     pub fn write(&self, data: &[u8]) {
         match &self.0 {
             &Place::Range { start, bytes, ref memory } => {
                 let len = data.len().min(bytes);
-                // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped, and
+                // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped.
                 // `data` is a Rust slice, so no part of it lies in them.
                 unsafe {
                     copy_in(data.as_ptr(), start, len);
@@ -507,7 +508,7 @@ mod tests {
     use crate::memory::WriteLog;
     use proptest::prelude::*;
 
-    /// A list over one block, cut at the given lengths.
+    /// Makes a list over one block, cut at the given lengths.
     fn scattered(lengths: &[usize]) -> Buffers {
         let whole = Buffers::aligned(lengths.iter().sum(), 512);
         cut(&whole, whole.memory().clone(), lengths)
@@ -587,7 +588,7 @@ mod tests {
             (&[24][..], 16, 1, &[16][..]),
             (&[24], 24, 8, &[24]),
             (&[8, 24], 16, 8, &[8, 8]),
-            // The rest of a range begins at a multiple of the unit within it.
+            // The cut is at a multiple of the unit from the start of its range.
             (&[4, 24], 16, 8, &[4, 8]),
             (&[4, 24, 4], 12, 16, &[4]),
             (&[8, 8], 16, 8, &[8, 8]),
@@ -671,7 +672,7 @@ mod tests {
         }
     }
 
-    /// Remembers each byte that was written.
+    /// Records each byte that was written.
     #[derive(Default)]
     struct Bytes(RefCell<Vec<usize>>);
 

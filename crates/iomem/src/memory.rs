@@ -1,4 +1,4 @@
-//! What keeps the memory of lists mapped, and storage for the next lists.
+//! The owner that keeps the memory of lists mapped, and spare storage for later lists.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -9,22 +9,22 @@ use libc::iovec;
 /// The most iovecs that one system call takes (`IOV_MAX`).
 pub const IOVECS_MAX: usize = 1024;
 
-/// The storage that a [`Memory`] keeps for later lists, in iovecs: enough for a queue of 1024
-/// entries that is full of requests of the usual size, and a bound on what a hostile guest can make
+/// The most spare storage of a [`Memory`], in iovecs. It is enough for a queue of 1024 entries that
+/// is full of requests of the usual size. It also bounds the memory that a hostile guest can make
 /// us keep.
 const MAX_SPARE_IOVECS: usize = 16 * 1024;
 
-/// Receives writes to shared memory by a device or by the kernel on its behalf, as a live migration
+/// A log of writes to shared memory by a device, or by the kernel on its behalf. Live migration
 /// needs it.
 pub trait WriteLog {
-    /// `bytes` bytes from `start` on, an address in this process, were written.
+    /// Records that `bytes` bytes from `start` on, an address in this process, were written.
     fn wrote(&self, start: *const u8, bytes: usize);
 }
 
-/// A counted reference, on one thread, to whatever keeps memory mapped. A clone costs no atomic
+/// A counted reference, on one thread, to the owner of mapped memory. A clone costs no atomic
 /// operation.
 ///
-/// It also keeps the storage of lists that are gone, so that the next ones need no allocation.
+/// The memory also keeps the storage of dropped lists, so that later lists need no allocation.
 #[derive(Clone)]
 pub struct Memory(Rc<Shared>);
 
@@ -38,7 +38,7 @@ struct Shared {
 struct Spare {
     #[expect(clippy::vec_box, reason = "a list is made of the box")]
     lists: Vec<Box<Parts>>,
-    /// The sum of what they count as.
+    /// The sum of `counts_as` over all lists.
     iovecs: usize,
 }
 
@@ -49,17 +49,17 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Memory that stays mapped while `owner` lives.
+    /// Makes memory that stays mapped while `owner` lives.
     pub fn new(owner: impl Any) -> Self {
         Self(Rc::new(Shared { spare: RefCell::default(), log: None, _owner: Box::new(owner) }))
     }
 
-    /// As [`new`](Self::new), and `log` receives everything that is written.
+    /// Makes memory that stays mapped while `owner` lives. `log` receives all writes to it.
     pub fn with_log(owner: impl Any, log: Rc<dyn WriteLog>) -> Self {
         Self(Rc::new(Shared { spare: RefCell::default(), log: Some(log), _owner: Box::new(owner) }))
     }
 
-    /// Memory for lists without ranges.
+    /// Returns memory for lists without ranges.
     pub(crate) fn none() -> Self {
         thread_local! {
             static NONE: Memory = Memory::new(());
@@ -67,7 +67,7 @@ impl Memory {
         NONE.with(Self::clone)
     }
 
-    /// A list to fill: one that was given back, or a new one.
+    /// Returns empty storage for a list: recycled if there is any, otherwise new.
     #[inline]
     #[must_use]
     pub fn storage(&self) -> Ranges {
@@ -77,7 +77,7 @@ impl Memory {
         Ranges::new(storage)
     }
 
-    /// Takes storage back for later lists; drops it when enough is kept already.
+    /// Keeps the storage of a dropped list for later lists, or drops it if there is enough.
     #[inline]
     pub(crate) fn recycle(&self, mut storage: Box<Parts>) {
         storage.kept = None;
@@ -97,32 +97,32 @@ impl Memory {
     }
 }
 
-/// The storage of a list, in iovecs: that of its ranges, and its own.
+/// The size of a list's storage in iovecs: the capacity for ranges, and the list itself.
 #[inline]
 fn counts_as(storage: &Parts) -> usize {
     storage.iovecs.capacity() + size_of::<Parts>() / size_of::<iovec>()
 }
 
-/// What a list has. It stays in one place, so that a list moves as one pointer.
+/// The parts of a list. They stay in one place, so that a list moves as one pointer.
 #[derive(Default)]
 pub(crate) struct Parts {
     pub(crate) iovecs: Vec<iovec>,
-    /// Ranges before it are used up.
+    /// The index of the first range that is not used up.
     pub(crate) first: usize,
-    /// What is left.
+    /// The number of bytes left.
     pub(crate) bytes: usize,
-    /// `None` while it is not of a list.
+    /// `None` while the storage belongs to no list.
     pub(crate) memory: Option<Memory>,
-    /// What else stays while there is a list like this one.
+    /// The values held by [`Buffers::keep`](crate::Buffers::keep).
     pub(crate) kept: Option<Rc<dyn Any>>,
 }
 
-/// Ranges that become a list: see [`Buffers::from_raw_parts`](crate::Buffers::from_raw_parts).
+/// Ranges that become a list with [`Buffers::from_raw_parts`](crate::Buffers::from_raw_parts).
 #[derive(Default)]
 pub struct Ranges(Box<Parts>);
 
 impl Ranges {
-    /// In storage that has no ranges and is of no list.
+    /// Wraps storage that has no ranges and belongs to no list.
     #[inline]
     pub(crate) fn new(parts: Box<Parts>) -> Self {
         debug_assert!(parts.iovecs.is_empty() && parts.memory.is_none());
@@ -148,7 +148,7 @@ impl Ranges {
         &self.0.iovecs
     }
 
-    /// Bytes of all ranges together.
+    /// The number of bytes in all ranges.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> usize {
