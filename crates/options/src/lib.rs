@@ -1,4 +1,4 @@
-//! Values of options that `ringhaul serve` and `ringhaul bench` both have.
+//! Values of options that `ringhaul serve` and `ringhaul bench` share.
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +27,7 @@ impl From<CompletionRingChoice> for CompletionRing {
 }
 
 impl CompletionRingChoice {
-    /// As it is written.
+    /// The spelling on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -37,7 +37,7 @@ impl CompletionRingChoice {
     }
 }
 
-/// Values of an option that is on or off; fio's 1 and 0 are taken too.
+/// Values of an option that is on or off. Accepts fio's 1 and 0, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum OnOff {
     /// Yes.
@@ -49,7 +49,7 @@ pub enum OnOff {
 }
 
 impl OnOff {
-    /// Returns whether it is on.
+    /// Returns true for [`On`](Self::On).
     #[must_use]
     pub fn is_on(self) -> bool {
         self == Self::On
@@ -71,7 +71,7 @@ pub enum EngineChoice {
 }
 
 impl EngineChoice {
-    /// Returns the engine that was asked for; `None` is the best one.
+    /// The chosen engine, or `None` for [`Auto`](Self::Auto).
     #[must_use]
     pub fn kind(self) -> Option<EngineKind> {
         match self {
@@ -82,11 +82,12 @@ impl EngineChoice {
         }
     }
 
-    /// Checks options (with whether they are given) that only io_uring has.
+    /// Checks that no option of io_uring alone is given for a different engine. `options` lists
+    /// these options by name, each with true if it is given.
     ///
     /// # Errors
     ///
-    /// When one is given and another engine is asked for.
+    /// If such an option is given and a different engine is chosen.
     pub fn check_io_uring_options(self, options: &[(&str, bool)]) -> Result<(), String> {
         let Some(engine) = self.kind() else { return Ok(()) };
         match in_vain(engine, options).first() {
@@ -98,7 +99,8 @@ impl EngineChoice {
     }
 }
 
-/// Names what only io_uring has, is given, and has no effect with the engine that was chosen.
+/// Returns a warning if options of io_uring alone are given for a different engine. `options`
+/// lists these options by name, each with true if it is given.
 #[must_use]
 pub fn without_effect(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
     let names = in_vain(engine, options);
@@ -106,7 +108,7 @@ pub fn without_effect(engine: EngineKind, options: &[(&str, bool)]) -> Option<St
     (!names.is_empty()).then(warning)
 }
 
-/// Names what is given of options that only io_uring has, if `engine` is another one.
+/// The given options of io_uring alone, if `engine` is a different one.
 fn in_vain<'a>(engine: EngineKind, options: &[(&'a str, bool)]) -> Vec<&'a str> {
     let given = options.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name);
     given.filter(|_| engine != EngineKind::IoUring).collect()

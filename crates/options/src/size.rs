@@ -1,14 +1,13 @@
-//! Numbers of bytes as people write them.
+//! Sizes in bytes as people write them.
 
 use std::num::IntErrorKind;
 
-/// Reads a number of bytes with one of the suffixes K, M, G, T and P, in either case, which may end
-/// in `iB`, `i` or `B`: `512`, `4k`, `64G`, `2GiB`. All of them are powers of 1024, as fio has
-/// them.
+/// Parses a number of bytes such as `512`, `4k`, `64G` or `2GiB`. The suffixes are K, M, G, T and
+/// P, in either case, and may end in `iB`, `i` or `B`. All of them are powers of 1024, as in fio.
 ///
 /// # Errors
 ///
-/// When the text is not such a number, or is not a size that 64 bits can hold.
+/// If the text is not such a number, or if the size does not fit in 64 bits.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let suffix = &text[digits.len()..];
