@@ -1,6 +1,6 @@
-//! What a request costs in the rings alone: nanoseconds for one pop and push of a chain of three
+//! The cost of a request in the rings alone: nanoseconds for one pop and push of a chain of three
 //! descriptors (header, data, status), with the header copied out and the status byte written.
-//! Median of all batches, and their first percentile.
+//! Prints the median of all batches and their first percentile.
 //!
 //! Both sides run on one thread, and only the device's side is measured. Run it in release mode:
 //! `cargo run --release -p virtqueue --example pop_push [BATCH]`
@@ -50,8 +50,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// What the device spends on each of `BATCHES` batches, sorted: the median and the low end say more
-/// than the sum on a machine that does other things too.
+/// Returns the time that the device needs for each of `BATCHES` batches, sorted. On a machine that
+/// does other work, too, the median and the low end are more telling than the sum.
 fn measure(indirect: bool, event_idx: bool, batch: u16) -> Result<Vec<Duration>, Box<dyn Error>> {
     let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x80_0000)])?);
     let config = QueueConfig {
@@ -82,7 +82,7 @@ fn measure(indirect: bool, event_idx: bool, batch: u16) -> Result<Vec<Duration>,
     Ok(spent)
 }
 
-/// Descriptors that stay as they are; the avail ring names them over and over.
+/// Writes descriptors that stay as they are. The avail ring names them again and again.
 fn write_chain(ring: &Ring<Arc<GuestMemory>>, chain: u16) -> u16 {
     let own = u64::from(chain);
     let header = HEADERS + own * 64;
@@ -101,7 +101,7 @@ fn write_chain(ring: &Ring<Arc<GuestMemory>>, chain: u16) -> u16 {
     head
 }
 
-/// What a device does in one run of its loop, without the disk.
+/// Serves a batch as a device does in one run of its loop, without the disk.
 #[inline(never)]
 fn serve(queue: &mut SplitQueue) -> Result<u16, Box<dyn Error>> {
     let mut served = 0;

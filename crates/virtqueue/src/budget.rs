@@ -1,15 +1,13 @@
-//! Limits on how much memory of front-ends is mapped.
+//! Limits on the memory of front-ends that is mapped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How much may be mapped, by one front-end or by all of a process: a handle whose clones share
-/// one count.
+/// A limit on mapped bytes, for one front-end or for a whole process. Clones share one count.
 ///
-/// What it guards is address space. A sparse file costs its owner nothing, and a few of
-/// them fill the 47 bits that a process has; then no allocation works any more. A region counts
-/// from before it is mapped until the last map that has it is gone, and once however many maps
-/// share it.
+/// The limit protects address space. A sparse file costs its owner nothing, and a few of them fill
+/// the 47 bits of a process, after which every allocation fails. A region counts from before it is
+/// mapped until the last map that has it is dropped. It counts once, however many maps share it.
 #[derive(Debug, Clone)]
 pub struct MappingBudget(Arc<Budget>);
 
@@ -22,32 +20,32 @@ struct Budget {
 }
 
 impl MappingBudget {
-    /// A budget of `limit_bytes`. `what` is what refusals call it, such as "the memory of all
+    /// Makes a budget of `limit_bytes`. `what` is its name in refusals, such as "the memory of all
     /// front-ends (--max-mapped-memory)".
     #[must_use]
     pub fn new(what: &'static str, limit_bytes: u64) -> Self {
         Self::with_parent(what, limit_bytes, None)
     }
 
-    /// A budget within this one: what it maps counts in both.
+    /// Makes a budget within this one. Its bytes count in both.
     #[must_use]
     pub fn child(&self, what: &'static str, limit_bytes: u64) -> Self {
         Self::with_parent(what, limit_bytes, Some(self.clone()))
     }
 
-    /// A budget that is never used up.
+    /// Makes a budget that is never used up.
     #[must_use]
     pub fn unlimited() -> Self {
         Self::new("memory", u64::MAX)
     }
 
-    /// Bytes that are mapped now, whole pages.
+    /// The number of bytes mapped now, in whole pages.
     #[must_use]
     pub fn mapped_bytes(&self) -> u64 {
         self.0.mapped_bytes.load(Ordering::Relaxed)
     }
 
-    /// The most bytes that may be mapped at once.
+    /// The largest number of bytes that may be mapped at once.
     #[must_use]
     pub fn limit_bytes(&self) -> u64 {
         self.0.limit_bytes
@@ -58,7 +56,7 @@ impl MappingBudget {
         Self(Arc::new(Budget { what, limit_bytes, mapped_bytes, parent }))
     }
 
-    /// Takes `bytes` out of this budget and all that it is within, or out of none of them.
+    /// Takes `bytes` from this budget and all budgets that it is within, or from none of them.
     pub(crate) fn take(&self, bytes: u64) -> Result<Share, OverBudget> {
         self.add(bytes)?;
         Ok(Share { budget: self.clone(), bytes })
@@ -84,7 +82,7 @@ impl MappingBudget {
     }
 }
 
-/// Bytes taken out of a budget, given back when it is dropped.
+/// Bytes taken from a budget, given back on drop.
 #[derive(Debug)]
 pub(crate) struct Share {
     budget: MappingBudget,
@@ -97,7 +95,7 @@ impl Drop for Share {
     }
 }
 
-/// Which budget is used up.
+/// The budget that is used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OverBudget {
     pub(crate) what: &'static str,

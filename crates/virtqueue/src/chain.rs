@@ -1,4 +1,4 @@
-//! Descriptor chains: walking one, and the buffers of the guest that it names.
+//! Descriptor chains: the walk along a chain, and the guest buffers that it names.
 
 use iomem::Buffers;
 
@@ -8,41 +8,45 @@ use crate::memory::{AnswerPlace, DESC_F_INDIRECT, Descriptor, Direction, LocalMe
 
 /// The chain continues at `next` (virtio 1.3, section 2.7.5).
 const DESC_F_NEXT: u16 = 1;
-/// The buffer is for the device to write.
+/// The device writes the buffer.
 const DESC_F_WRITE: u16 = 2;
 
-/// Bytes of a descriptor, as the length of an indirect table counts them.
+/// Bytes of a descriptor, in the type of an indirect table's length.
 const DESCRIPTOR_LEN: u32 = 16;
 
-/// A driver must not make longer chains (virtio 1.3, section 2.7.5.2), and used lengths have 32
-/// bits.
+/// The most bytes of a chain. A driver must not make longer ones (virtio 1.3, section 2.7.5.2), and
+/// used lengths have 32 bits.
 const MAX_BYTES: usize = u32::MAX as usize;
 
-/// One request of the driver, popped from the avail ring.
+/// A request of the driver, popped from the avail ring.
 #[derive(Debug)]
 pub struct Chain {
-    /// What [`SplitQueue::push`](crate::SplitQueue::push) wants back, once for each chain.
+    /// The head, which [`SplitQueue::push`](crate::SplitQueue::push) takes back, once for each
+    /// chain.
     pub head: u16,
-    /// What the driver wrote for the device. Empty when there is a fault.
+    /// The bytes that the driver wrote for the device. Empty if there is a fault.
     ///
-    /// A buffer that goes over the border of two memory regions is two ranges; no range is empty.
+    /// A buffer that crosses the border of two memory regions is two ranges. No range is empty.
     pub readable: Buffers,
-    /// Where the device answers. When there is a fault, this is what an [`AnswerPlace`] says: the
-    /// last byte of the last device-writable buffer, or empty when that byte is not in guest memory
-    /// or no such buffer exists; or all device-writable buffers up to the first byte that is not in
-    /// guest memory.
+    /// The place for the device's answer. If there is a fault, it shrinks according to the queue's
+    /// [`AnswerPlace`]:
+    ///
+    /// - `LastByte`: the last byte of the last device-writable buffer. Empty if that byte is not in
+    ///   guest memory or no such buffer exists.
+    /// - `Front`: all device-writable buffers up to the first byte that is not in guest memory.
     pub writable: Buffers,
-    /// Why the request cannot be carried out.
+    /// The reason why the request cannot be carried out, if there is one.
     pub fault: Option<ChainFault>,
     /// The map that the buffers are in.
     pub memory: LocalMemory,
 }
 
-/// Reads the chain that starts at `head`, and leaves its buffers in the translator.
+/// Walks the chain that starts at `head`, and leaves its buffers in the translator. Returns the
+/// fault of a chain that has an end but cannot be carried out.
 ///
 /// # Errors
 ///
-/// When the descriptors themselves are invalid, so that the chain's end is not known.
+/// If the descriptors themselves are invalid, so that the end of the chain is not known.
 #[inline]
 pub(crate) fn walk(
     translator: &mut Translator,
@@ -77,7 +81,7 @@ pub(crate) fn walk(
     Ok(None)
 }
 
-/// The chain whose buffers are in the translator.
+/// Makes a chain of the buffers in the translator.
 #[inline(always)]
 pub(crate) fn finish(translator: &mut Translator, head: u16, fault: Option<ChainFault>) -> Chain {
     let (readable, writable) = translator.finish_chain();
@@ -89,13 +93,13 @@ fn direction(descriptor: Descriptor) -> Direction {
     if descriptor.flags & DESC_F_WRITE != 0 { Direction::Writable } else { Direction::Readable }
 }
 
-/// How descriptors follow each other: through the queue's table, and at its end at most one
-/// indirect table.
+/// The links between descriptors: through the queue's table, and at its end at most one indirect
+/// table.
 struct Links {
     head: u16,
-    /// Descriptors that the chain may still have in this table, if it does not loop.
+    /// The number of descriptors that the chain may still have in this table without a loop.
     left: u16,
-    /// Whether indirect tables were negotiated.
+    /// True if indirect tables were negotiated.
     indirect: bool,
     in_indirect: bool,
 }
@@ -109,7 +113,7 @@ impl Links {
         self.resolve(translator, first)
     }
 
-    /// The descriptor after one that names a buffer.
+    /// Returns the descriptor after one that names a buffer, or `None` at the end of the chain.
     #[inline]
     fn after(
         &mut self,
@@ -132,8 +136,8 @@ impl Links {
         self.resolve(translator, descriptor).map(Some)
     }
 
-    /// The descriptor itself, or the first of the table that it names (virtio 1.3, section
-    /// 2.7.5.3; the `WRITE` flag of such a descriptor means nothing).
+    /// Returns the descriptor itself, or the first one of the table that it names (virtio 1.3,
+    /// section 2.7.5.3). The `WRITE` flag of such a descriptor has no meaning.
     #[inline]
     fn resolve(
         &mut self,
@@ -172,7 +176,8 @@ impl Links {
         }
     }
 
-    /// Walks on after a fault in `descriptor`, for the chain's end and the place of its answer.
+    /// Continues after a fault in `descriptor`, to find the end of the chain and the place of its
+    /// answer.
     #[cold]
     #[inline(never)]
     fn walk_on(

@@ -1,7 +1,7 @@
-//! Where tests and the simulation let the process die: before any of the stores that the process
-//! after it looks at.
+//! A hook before each store that the next process relies on. Tests and the simulation let the
+//! process die there.
 
-/// Something is about to be stored. Nothing is done then otherwise.
+/// Does nothing: only tests and the simulation have a hook.
 #[cfg(not(any(test, ringhaul_sim)))]
 #[inline]
 pub(crate) fn before_store() {}
@@ -22,7 +22,7 @@ mod hooked {
         static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
     }
 
-    /// Has this called on the calling thread before each of these stores.
+    /// Sets the hook that the calling thread runs before each of these stores. `None` removes it.
     pub fn before_stores(hook: Option<Hook>) {
         HOOK.set(hook);
     }
@@ -42,10 +42,10 @@ pub(crate) mod tests {
 
     use super::before_stores;
 
-    /// What it dies of.
+    /// The payload of the panic that stands for a death.
     pub(crate) struct Died;
 
-    /// The process dies before it makes one more store than this.
+    /// Lets the process die after this number of stores, right before the next one. `None`: never.
     pub(crate) fn after(stores: Option<u32>) {
         let Some(stores) = stores else { return before_stores(None) };
         let left = Cell::new(stores);

@@ -1,10 +1,10 @@
-//! The driver's side of a split virtqueue (virtio 1.3, section 2.7), for whoever plays a guest:
-//! tests, the simulation, fuzzing, examples. A device has no use for it, so the feature `driver`
+//! The driver's side of a split virtqueue (virtio 1.3, section 2.7), for code that plays a guest:
+//! tests, the simulation, fuzzing, examples. A device does not need it, so the feature `driver`
 //! hides it.
 //!
-//! [`Ring`] is raw: every field can be given any value, so that a ring can be as bad as a test
-//! wants. [`Driver`] keeps to the rules and has descriptors of its own. Neither shares an offset or
-//! a flag with the device's side: it would share the mistakes, too.
+//! [`Ring`] is raw: every field can be given any value, so that a test can make a ring as bad as it
+//! needs. [`Driver`] keeps to the rules and manages its descriptors. Neither shares an offset or a
+//! flag with the device's side, because it would share the mistakes, too.
 
 use std::ops::Deref;
 use std::sync::atomic::{Ordering, fence};
@@ -14,38 +14,38 @@ use crate::split::QueueConfig;
 
 /// The chain continues (virtio 1.3, section 2.7.5).
 pub const NEXT: u16 = 1;
-/// The buffer is for the device to write.
+/// The device writes the buffer.
 pub const WRITE: u16 = 2;
 /// The buffer is a table of descriptors.
 pub const INDIRECT: u16 = 4;
 
-/// In the avail ring's flags: no calls, please.
+/// A flag of the avail ring: the driver wants no calls.
 const NO_INTERRUPT: u16 = 1;
-/// In the used ring's flags: no kicks, please.
+/// A flag of the used ring: the device wants no kicks.
 const NO_NOTIFY: u16 = 1;
 
 const DESCRIPTOR_BYTES: u64 = 16;
 const USED_BYTES: u64 = 8;
-/// Offset of the index in both rings; the flags are before it, the entries behind it.
+/// Offset of the index in both rings. The flags are before it, the entries behind it.
 const IDX: u64 = 2;
 const ENTRIES: u64 = 4;
 
 /// Memory that a driver shares with a device, by guest addresses.
 ///
-/// What is not mapped is the implementor's to decide: in a test it is a mistake of the test, and a
-/// panic; a fuzz target, whose rings may be anywhere, lets it go.
+/// The implementor decides how an access to unmapped memory ends. In a test it is a mistake of the
+/// test, and a panic. A fuzz target, whose rings may be anywhere, ignores it.
 ///
-/// The methods have names of their own because `write` on a shared pointer to [`GuestMemory`] would
-/// be this trait's, which panics, and not the memory's, which returns an error.
+/// The methods have names of their own. A `write` on a shared pointer to [`GuestMemory`] would be
+/// this trait's, which panics, and not the memory's, which returns an error.
 pub trait DriverMemory {
     /// Copies from guest memory.
     fn load(&self, addr: u64, bytes: &mut [u8]);
 
-    /// Copies into guest memory. A number that is aligned is written at once.
+    /// Copies into guest memory. An aligned number is written at once.
     fn store(&self, addr: u64, bytes: &[u8]);
 }
 
-/// Panics when the memory is not mapped.
+/// Panics if the memory is not mapped.
 impl DriverMemory for GuestMemory {
     fn load(&self, addr: u64, bytes: &mut [u8]) {
         GuestMemory::read(self, addr, bytes).expect("a driver reads memory that is mapped");
@@ -66,16 +66,16 @@ impl<P: Deref<Target: DriverMemory>> DriverMemory for P {
     }
 }
 
-/// A descriptor.
+/// A descriptor (virtio 1.3, section 2.7.5).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Desc {
     /// Guest address.
     pub addr: u64,
     /// Bytes.
     pub len: u32,
-    /// [`NEXT`], [`WRITE`], [`INDIRECT`].
+    /// A combination of [`NEXT`], [`WRITE`] and [`INDIRECT`].
     pub flags: u16,
-    /// The descriptor after this one.
+    /// The index of the next descriptor, if the flags have [`NEXT`].
     pub next: u16,
 }
 
@@ -92,13 +92,13 @@ impl Desc {
         Self { addr, len, flags: WRITE, next: 0 }
     }
 
-    /// The same with `next` after it.
+    /// Returns this descriptor, linked to `next`.
     #[must_use]
     pub fn then(self, next: u16) -> Self {
         Self { flags: self.flags | NEXT, next, ..self }
     }
 
-    /// As it is in memory.
+    /// The descriptor as it is in memory.
     #[must_use]
     pub fn bytes(self) -> [u8; 16] {
         let mut bytes = [0; 16];
@@ -115,30 +115,31 @@ impl Desc {
 pub struct Used {
     /// The head of the chain.
     pub head: u32,
-    /// Bytes that the device has written.
+    /// The number of bytes that the device has written.
     pub bytes: u32,
 }
 
-/// The fields of a ring, each of which can be read and be given any value.
+/// The fields of a ring, each of which can be read and given any value.
 #[derive(Clone, Debug)]
 pub struct Ring<M> {
-    /// Where the ring is.
+    /// The memory that the ring is in.
     pub memory: M,
-    /// Its place and size in there, and whether event idx was negotiated.
+    /// The addresses and the size of the ring, and whether event idx was negotiated.
     pub config: QueueConfig,
-    /// What the next chain's entry in the avail ring is.
+    /// The avail entry of the next chain.
     pub next_avail: u16,
-    /// The used element to be taken next.
+    /// The used element to take next.
     pub next_used: u16,
 }
 
 impl<M: DriverMemory> Ring<M> {
-    /// The ring as it is in memory, from the configured avail entry on.
+    /// The ring as it is in memory. Avail and used entries both continue at the configured avail
+    /// entry.
     pub fn new(memory: M, config: QueueConfig) -> Self {
         Self { memory, config, next_avail: config.next_avail, next_used: config.next_avail }
     }
 
-    /// An empty ring, as a driver that starts makes it.
+    /// Empties the ring, as a driver does at its start.
     pub fn clear(&self) {
         let entries = u64::from(self.config.size);
         (0..entries + 3).for_each(|word| self.store(self.config.avail_ring + 2 * word, 0));
@@ -147,7 +148,7 @@ impl<M: DriverMemory> Ring<M> {
         self.put_used_idx(self.next_used);
     }
 
-    /// Has the ring, with all that is in it, elsewhere from now on.
+    /// Copies the ring and its contents to the addresses in `config`, and continues there.
     pub fn move_to(&mut self, config: QueueConfig) {
         let entries = u64::from(config.size);
         for (from, to, words) in [
@@ -170,7 +171,7 @@ impl<M: DriverMemory> Ring<M> {
         self.put_desc_of(self.config.desc_table, index, desc);
     }
 
-    /// Writes buffers into descriptors `first`, `first` + 1 and so on of a table, and links them.
+    /// Writes buffers into descriptors `first`, `first + 1` and so on of a table, and links them.
     pub fn put_table(&self, table: u64, first: u16, buffers: &[Desc]) {
         let left = (0..buffers.len()).rev();
         for (index, (desc, left)) in (first..).zip(buffers.iter().zip(left)) {
@@ -179,7 +180,7 @@ impl<M: DriverMemory> Ring<M> {
         }
     }
 
-    /// Writes a chain into descriptors `first`, `first` + 1 and so on of the queue's own table.
+    /// Writes a chain into descriptors `first`, `first + 1` and so on of the queue's own table.
     pub fn put_chain(&self, first: u16, buffers: &[Desc]) {
         self.put_table(self.config.desc_table, first, buffers);
     }
@@ -204,7 +205,7 @@ impl<M: DriverMemory> Ring<M> {
         self.put_avail_idx(self.next_avail);
     }
 
-    /// Gives avail idx any value, after all that was written before.
+    /// Gives avail idx any value, after all earlier writes.
     pub fn put_avail_idx(&self, idx: u16) {
         fence(Ordering::Release);
         self.store(self.config.avail_ring + IDX, idx);
@@ -225,8 +226,8 @@ impl<M: DriverMemory> Ring<M> {
         self.store(self.config.avail_ring + ENTRIES + 2 * u64::from(self.config.size), event);
     }
 
-    /// Asks for a call with the next used element. Those that are there already must be looked for
-    /// afterwards.
+    /// Asks for a call with the next used element. Afterwards, the caller must check for elements
+    /// that are there already.
     pub fn want_calls(&self) {
         match self.config.event_idx {
             true => self.put_used_event(self.next_used),
@@ -235,7 +236,7 @@ impl<M: DriverMemory> Ring<M> {
         fence(Ordering::SeqCst);
     }
 
-    /// Asks for no calls: by the flag, or by an event that lies behind.
+    /// Asks for no calls: by the flag, or by an event that lies in the past.
     pub fn want_no_calls(&self) {
         match self.config.event_idx {
             true => self.put_used_event(self.next_used.wrapping_sub(1)),
@@ -243,12 +244,12 @@ impl<M: DriverMemory> Ring<M> {
         }
     }
 
-    /// Whether the device wants a kick for the chains that were made available since avail idx was
+    /// Returns true if the device wants a kick for the chains made available since avail idx was
     /// `old`.
     pub fn wants_kick(&self, old: u16) -> bool {
         fence(Ordering::SeqCst);
         match self.config.event_idx {
-            // Whether the step from old to new passes the event (section 2.7.7.1).
+            // True if the step from old to new passes the event (virtio 1.3, section 2.7.7.1).
             true => {
                 let (event, new) = (self.avail_event(), self.avail_idx());
                 new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -257,12 +258,12 @@ impl<M: DriverMemory> Ring<M> {
         }
     }
 
-    /// The device's flags.
+    /// The flags of the used ring, which the device sets.
     pub fn used_flags(&self) -> u16 {
         self.load(self.config.used_ring)
     }
 
-    /// The avail entry with which the device wants a kick (event idx only).
+    /// The avail entry for which the device wants a kick (event idx only).
     pub fn avail_event(&self) -> u16 {
         let entries = USED_BYTES * u64::from(self.config.size);
         self.load(self.config.used_ring + ENTRIES + entries)
@@ -273,12 +274,12 @@ impl<M: DriverMemory> Ring<M> {
         self.load(self.config.used_ring + IDX)
     }
 
-    /// Gives used idx any value, which is the device's to change otherwise.
+    /// Gives used idx any value. Otherwise, only the device changes it.
     pub fn put_used_idx(&self, idx: u16) {
         self.store(self.config.used_ring + IDX, idx);
     }
 
-    /// Whatever is in a used element.
+    /// Returns a used element, valid or not.
     pub fn used(&self, index: u16) -> Used {
         let mut bytes = [0; 8];
         let entry = u64::from(index % self.config.size);
@@ -287,17 +288,17 @@ impl<M: DriverMemory> Ring<M> {
         Used { head: u32::from_le_bytes([a, b, c, d]), bytes: u32::from_le_bytes(len) }
     }
 
-    /// Whether there is a used element to take.
+    /// Returns true if there is a used element to take.
     pub fn has_used(&self) -> bool {
         self.used_idx() != self.next_used
     }
 
-    /// The next used element, if there is one.
+    /// Takes the next used element, if there is one.
     pub fn take_used(&mut self) -> Option<Used> {
         if !self.has_used() {
             return None;
         }
-        // What the device wrote before its idx is to be seen after it.
+        // The element is read after used idx, before which the device wrote it.
         fence(Ordering::Acquire);
         let used = self.used(self.next_used);
         self.next_used = self.next_used.wrapping_add(1);
@@ -315,21 +316,21 @@ impl<M: DriverMemory> Ring<M> {
     }
 }
 
-/// The descriptor of an indirect table.
+/// Makes the descriptor of an indirect table.
 fn indirect(table: u64, entries: usize) -> Desc {
     let len = entries * 16;
     let len = u32::try_from(len).expect("an indirect table is shorter than 4 GiB");
     Desc { addr: table, len, flags: INDIRECT, next: 0 }
 }
 
-/// A driver that keeps to the rules and knows which descriptors are free.
+/// A driver that keeps to the rules and knows its free descriptors.
 #[derive(Clone, Debug)]
 pub struct Driver<M> {
     ring: Ring<M>,
     free: Vec<u16>,
-    /// The avail idx as the device sees it.
+    /// The avail idx that the device sees.
     published: u16,
-    /// Descriptors of each head that is out.
+    /// The descriptors of each chain in the device, by head.
     taken: Vec<Vec<u16>>,
 }
 
@@ -346,32 +347,32 @@ impl<M: DriverMemory> Driver<M> {
         }
     }
 
-    /// The ring, to look at it or to ask for calls.
+    /// The raw ring, for a test to read it or to ask for calls.
     pub fn ring(&self) -> &Ring<M> {
         &self.ring
     }
 
-    /// Has its ring elsewhere from now on.
+    /// Moves the ring and its contents to the addresses in `config`.
     pub fn move_to(&mut self, config: QueueConfig) {
         self.ring.move_to(config);
     }
 
-    /// Descriptors that are left.
+    /// The number of free descriptors.
     pub fn room(&self) -> usize {
         self.free.len()
     }
 
-    /// The head that the next chain will have.
+    /// The head of the next chain, if a descriptor is free.
     pub fn next_head(&self) -> Option<u16> {
         self.free.last().copied()
     }
 
     /// Adds a chain and returns its head. The device does not see it yet. With `table`, the
-    /// descriptors are there.
+    /// descriptors are in an indirect table at that guest address.
     ///
     /// # Panics
     ///
-    /// When there is no [`room`](Self::room).
+    /// If there is not enough [`room`](Self::room).
     pub fn add(&mut self, buffers: &[Desc], table: Option<u64>) -> u16 {
         let count = if table.is_some() { 1 } else { buffers.len() };
         let mut taken = self.free.split_off(self.free.len() - count);
@@ -391,7 +392,8 @@ impl<M: DriverMemory> Driver<M> {
         head
     }
 
-    /// Shows the device what was added. Returns what [`Ring::wants_kick`] asks for.
+    /// Makes the added chains visible to the device. Returns the avail idx from before, for
+    /// [`Ring::wants_kick`].
     pub fn publish(&mut self) -> u16 {
         self.ring.put_avail_idx(self.ring.next_avail);
         std::mem::replace(&mut self.published, self.ring.next_avail)
@@ -402,7 +404,7 @@ impl<M: DriverMemory> Driver<M> {
         self.published
     }
 
-    /// The next used element. The descriptors of its chain are free then.
+    /// Takes the next used element, if there is one, and frees the descriptors of its chain.
     pub fn take_used(&mut self) -> Option<Used> {
         let used = self.ring.take_used()?;
         let taken = usize::try_from(used.head).ok().and_then(|head| self.taken.get_mut(head));

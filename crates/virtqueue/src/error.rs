@@ -1,25 +1,25 @@
-//! What can be wrong with a memory map, with a ring, and with one request.
+//! Errors of memory maps, of rings and of single requests.
 
 use std::fmt;
 
-/// Why a memory map was refused, or why an access to it failed.
+/// A refused memory map, or a failed access to one.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// More regions than the vhost-user specification lets a front-end add.
+    /// The map would have more than [`MAX_REGIONS`](crate::MAX_REGIONS) regions.
     #[error("cannot map {count} memory regions: at most {max} are supported")]
     TooManyRegions {
-        /// How many regions the map would have.
+        /// The number of regions that the map would have.
         count: usize,
-        /// How many it may have.
+        /// The largest number of regions.
         max: usize,
     },
-    /// A region of no bytes.
+    /// The region has no bytes.
     #[error("cannot map the memory region at guest address {guest_addr:#x}: its size is zero")]
     EmptyRegion {
         /// Start of the region.
         guest_addr: u64,
     },
-    /// A region whose end does not fit 64 bits, in any of its address spaces or in its file.
+    /// The end of the region does not fit in 64 bits, in one of its address spaces or in its file.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x} (front-end address \
          {user_addr:#x}, file offset {file_offset:#x}): its size {size:#x} passes the end of the \
@@ -41,14 +41,14 @@ pub enum MemoryError {
          {first:#x}, remove that one first"
     )]
     Overlap {
-        /// `guest` or `front-end`: the address space in which they overlap.
+        /// The address space in which they overlap: `guest` or `front-end`.
         space: &'static str,
         /// The region with the lower start.
         first: u64,
         /// The region with the higher start.
         second: u64,
     },
-    /// The file ends before the region does, so that touching the rest would raise SIGBUS.
+    /// The file ends before the region does. Touching the rest would raise SIGBUS.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x}: it needs {needed} bytes \
          of its file, which has {length}"
@@ -62,7 +62,7 @@ pub enum MemoryError {
         length: u64,
     },
     /// The file is of a kind that cannot be guest memory, or that the rules do not allow: accesses
-    /// to files that have no seals may wait for others.
+    /// to files without seals may wait for a program or a server.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x}: its descriptor is not of \
          memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device)"
@@ -78,7 +78,7 @@ pub enum MemoryError {
     Stat {
         /// Start of the region.
         guest_addr: u64,
-        /// What `fstat` said.
+        /// The error of `statx`.
         cause: std::io::Error,
     },
     /// The kernel refused the mapping.
@@ -91,10 +91,10 @@ pub enum MemoryError {
         guest_addr: u64,
         /// Bytes.
         size: u64,
-        /// What `mmap` said.
+        /// The error of `mmap`.
         cause: std::io::Error,
     },
-    /// More would be mapped than the budget allows.
+    /// The mapping would exceed a budget.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x}: it takes {needed} bytes, \
          {mapped} are mapped already, and {what} may be {limit}"
@@ -102,13 +102,13 @@ pub enum MemoryError {
     OverBudget {
         /// Start of the region.
         guest_addr: u64,
-        /// Bytes of its mapping, which is of whole pages.
+        /// Bytes of the mapping, which has whole pages.
         needed: u64,
         /// Bytes that count in that budget so far.
         mapped: u64,
-        /// Bytes of that budget.
+        /// The limit of that budget in bytes.
         limit: u64,
-        /// What the budget is for.
+        /// The name of that budget.
         what: &'static str,
     },
     /// No region has exactly these addresses and this size.
@@ -124,7 +124,7 @@ pub enum MemoryError {
         /// Bytes.
         size: u64,
     },
-    /// An access to guest memory that no region holds. What lay before it has been copied.
+    /// The access reaches an address in no region. The bytes before it have been copied.
     #[error("guest address {addr:#x} is in no memory region")]
     Unmapped {
         /// The first address that is not mapped.
@@ -132,7 +132,7 @@ pub enum MemoryError {
     },
 }
 
-/// One of the three parts of a split virtqueue (virtio 1.3, section 2.7).
+/// A part of a split virtqueue (virtio 1.3, section 2.7).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RingPart {
     /// The Descriptor Area.
@@ -153,15 +153,15 @@ impl fmt::Display for RingPart {
     }
 }
 
-/// Why an inflight region, or the account of a queue in it, cannot be used.
+/// An inflight region that cannot be used, or an account of a queue in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InflightError {
-    /// It is for no queues, or for none that there can be.
+    /// The region is for no queues, or for queues of an impossible size.
     #[error("an inflight region for {queues} queues of {queue_size} entries")]
     Shape {
-        /// Queues that it is for.
+        /// The number of queues.
         queues: u16,
-        /// Entries of each.
+        /// Entries of each queue.
         queue_size: u16,
     },
     /// The memory ends before the last account does.
@@ -171,22 +171,22 @@ pub enum InflightError {
     TooShort {
         /// Bytes of the memory.
         bytes: u64,
-        /// Bytes of the accounts.
+        /// Bytes of all accounts.
         needed: u64,
-        /// Queues that it is for.
+        /// The number of queues.
         queues: u16,
-        /// Entries of each.
+        /// Entries of each queue.
         queue_size: u16,
     },
-    /// A queue is served without an account, so that its requests would be lost with the process.
+    /// The region has no account for the queue, so its requests would be lost with the process.
     #[error("queue {index} has no place in the inflight region, which is for {queues} queues")]
     NoAccount {
-        /// The number of the queue.
+        /// The index of the queue.
         index: u16,
-        /// Queues that the region is for.
+        /// The number of queues that the region is for.
         queues: u16,
     },
-    /// The ring has more descriptors than the account.
+    /// The ring has more entries than the account.
     #[error("a ring of {size} entries has an inflight region for {entries}")]
     RingTooLong {
         /// Entries of the account.
@@ -194,29 +194,29 @@ pub enum InflightError {
         /// Entries of the ring.
         size: u16,
     },
-    /// The account was written by a back-end that took the region for one of another size.
+    /// The account was written by a back-end that took the region for one of a different size.
     #[error("the inflight region was used for queues of {entries} entries, not {expected}")]
     OtherSize {
-        /// What the account says.
+        /// Entries according to the account.
         entries: u16,
-        /// What the front-end says.
+        /// Entries according to the front-end.
         expected: u16,
     },
-    /// The account is of a version that is not known.
+    /// The version of the account is unknown.
     #[error("the inflight region is of version {version}, which is unknown")]
     Version {
-        /// The version.
+        /// The version in the account.
         version: u16,
     },
     /// The list of used elements leads out of the account.
     #[error("the inflight region links to {head}, and has {entries} entries")]
     LinkOutOfRange {
-        /// What the link says.
+        /// The head that the link names.
         head: u16,
         /// Entries of the account.
         entries: u16,
     },
-    /// The region does not begin where numbers can be read at once.
+    /// The region is not aligned for atomic accesses.
     #[error("the inflight region is misaligned")]
     Misaligned,
     /// The front-end has truncated the region's file.
@@ -224,19 +224,19 @@ pub enum InflightError {
     Gone,
 }
 
-/// The ring is bad: the device must stop this queue, and this queue alone.
+/// A bad ring. The device must stop this queue, and this queue alone.
 ///
 /// After an error from [`SplitQueue::pop`](crate::SplitQueue::pop) nothing more can be learned from
 /// the ring. Chains that were popped before may still be pushed and published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum QueueError {
-    /// What the process before has left of the queue is not known for certain.
+    /// The previous process left the queue in an uncertain state.
     #[error("{0}; requests would be lost or done twice, so the queue cannot start")]
     Inflight(#[from] InflightError),
     /// The queue size is not a power of two, or out of range.
     #[error("queue size {size} is not a power of two between 1 and {max}")]
     Size {
-        /// What was asked for.
+        /// The requested size.
         size: u16,
         /// The largest size.
         max: u16,
@@ -244,19 +244,19 @@ pub enum QueueError {
     /// A part of the ring is not aligned as the specification demands.
     #[error("the {part} at guest address {addr:#x} is not aligned to {align} bytes")]
     Misaligned {
-        /// Which part.
+        /// The part.
         part: RingPart,
-        /// Where it starts.
+        /// Guest address of its start.
         addr: u64,
-        /// Bytes.
+        /// The required alignment in bytes.
         align: usize,
     },
     /// A part of the ring is not inside one memory region.
     #[error("the {part} at guest address {addr:#x} ({len} bytes) is not within one memory region")]
     Unmapped {
-        /// Which part.
+        /// The part.
         part: RingPart,
-        /// Where it starts.
+        /// Guest address of its start.
         addr: u64,
         /// Bytes.
         len: usize,
@@ -267,19 +267,20 @@ pub enum QueueError {
          truncated"
     )]
     MemoryGone {
-        /// Which part.
+        /// The part.
         part: RingPart,
-        /// Where it started.
+        /// Guest address of its start.
         addr: u64,
         /// Bytes.
         len: usize,
     },
-    /// The driver's avail idx is further ahead than the ring is long.
+    /// The driver's avail idx is further ahead than the ring is long. An index that moves back
+    /// counts as far ahead, because it wraps.
     #[error("avail idx {avail_idx} is more than the queue size {size} ahead of {next_avail}")]
     AvailIndex {
-        /// What the driver wrote.
+        /// The avail idx that the driver wrote.
         avail_idx: u16,
-        /// The next entry that the device would take.
+        /// The avail entry from which the device counts.
         next_avail: u16,
         /// The queue size.
         size: u16,
@@ -297,17 +298,17 @@ pub enum QueueError {
     /// The avail ring names a descriptor that does not exist.
     #[error("head {head} is outside of the descriptor table of {entries}")]
     HeadOutOfRange {
-        /// What the driver wrote.
+        /// The head that the driver wrote.
         head: u16,
         /// Entries of the table.
         entries: u16,
     },
-    /// A descriptor names a next one that does not exist.
+    /// A descriptor links to a descriptor that does not exist.
     #[error("chain {head} continues at descriptor {next}, outside of a table of {entries}")]
     NextOutOfRange {
         /// Head of the chain.
         head: u16,
-        /// What the driver wrote.
+        /// The link that the driver wrote.
         next: u16,
         /// Entries of the (possibly indirect) table.
         entries: u16,
@@ -345,7 +346,7 @@ pub enum QueueError {
         head: u16,
         /// Bytes.
         len: u32,
-        /// The most descriptors that a table may have.
+        /// The largest number of descriptors in a table.
         max: u16,
     },
     /// An indirect table that is not wholly in guest memory.
@@ -360,11 +361,11 @@ pub enum QueueError {
     },
 }
 
-/// The request is bad, but its chain has an end: the device answers it with an error status when
+/// A bad request whose chain has an end. The device answers it with an error status if
 /// [`Buffers::take_last_byte`](iomem::Buffers::take_last_byte) gives it a status byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChainFault {
-    /// A buffer that is not wholly in guest memory.
+    /// A buffer is not wholly in guest memory.
     #[error("the buffer at guest address {addr:#x} ({len} bytes) is not mapped")]
     Unmapped {
         /// Guest address.
@@ -372,19 +373,19 @@ pub enum ChainFault {
         /// Bytes.
         len: u32,
     },
-    /// A descriptor for the device to read after one to write (virtio 1.3, section 2.7.4.2).
+    /// A device-readable descriptor follows a device-writable one (virtio 1.3, section 2.7.4.2).
     #[error("a device-readable descriptor follows a device-writable one")]
     ReadableAfterWritable,
     /// The descriptors add up to more than 2^32 - 1 bytes.
     #[error("the chain is {bytes} bytes long, more than {max}", max = u32::MAX)]
     TooLong {
-        /// The sum.
+        /// The sum of the lengths.
         bytes: usize,
     },
-    /// Buffers that cross so many memory regions that their list would grow out of bounds.
+    /// The buffers cross too many memory regions. Their list would grow out of bounds.
     #[error("the buffers of the chain are in more than {max} pieces of guest memory")]
     TooManyPieces {
-        /// The most host ranges that a chain may have in each direction.
+        /// The largest number of host ranges that a chain may have in each direction.
         max: usize,
     },
 }

@@ -1,19 +1,19 @@
-//! The inflight region: which requests are in the device, told to whoever serves the queue after
-//! this process (vhost-user specification, "Inflight I/O tracking").
+//! The inflight region: the record of requests in the device, kept for the process that serves the
+//! queue next (vhost-user specification, "Inflight I/O tracking").
 //!
-//! A front-end keeps the region while its back-end is away. Each queue has an account in it: a mark
-//! for each head, set when the queue sees it in the avail ring, before its request has any effect,
-//! and taken away when its used element is visible. The device may die between any two stores, and
-//! the account must hold at each of these moments:
+//! A front-end keeps the region while its back-end is away. Each queue has an account in it, with a
+//! mark for each head. The mark is set when the queue sees the head in the avail ring, before the
+//! request has any effect. It is removed when the used element is visible. The process may die
+//! between any two stores, and the account must hold at each of these moments:
 //!
-//! - Before the mark: the request is found in the avail ring. Those that have marks are the entries
-//!   before it, since they are set in the order of the ring.
+//! - Before the mark: the request is found in the avail ring. Marks are set in the order of the
+//!   ring, so the requests that have marks are the entries before it.
 //! - After the mark and before used idx: the request is executed again.
 //! - After used idx and before the mark is gone: the ring's used idx is ahead of the account's. The
-//!   heads between them are linked from the one that was pushed last, and lose their marks.
+//!   heads between them are linked from the last one that was pushed, and lose their marks.
 //!
-//! A process that is killed has carried out its stores up to one of them in program order, so the
-//! compiler alone has to keep their order.
+//! A killed process has carried out its stores up to one of them in program order, so compiler
+//! fences are enough to keep their order.
 
 mod recovery;
 
@@ -28,43 +28,43 @@ use crate::memory::GuestMemory;
 use crate::rings::Rings;
 pub use recovery::Recovery;
 
-/// What the accounts of the queues are aligned to.
+/// The alignment of the accounts.
 const ALIGN: usize = 64;
 
 /// The version of an account. A new one has 0.
 const VERSION: u16 = 1;
 
-/// Offsets in the account of a split ring; its features, which are none, are at 0.
+/// Offsets in the account of a split ring. Its features, which are none, are at 0.
 const OFFSET_VERSION: usize = 8;
 const OFFSET_ENTRIES: usize = 10;
 const OFFSET_LAST_HEAD: usize = 12;
 const OFFSET_USED_IDX: usize = 14;
-/// Where the entries begin, one for each descriptor of the ring.
+/// Offset of the entries, one for each descriptor of the ring.
 const SPLIT_HEADER_BYTES: usize = 16;
 const SPLIT_ENTRY_BYTES: usize = 16;
-/// Offsets in an entry; its mark is at 0.
+/// Offsets in an entry. Its mark is at 0.
 const OFFSET_NEXT: usize = 6;
 const OFFSET_COUNTER: usize = 8;
 
-/// Of a packed ring: the two used indices and wrap counters, and entries with copies of
-/// descriptors.
+/// Sizes in the account of a packed ring. The header has two used indices and wrap counters, and
+/// each entry has a copy of a descriptor.
 const PACKED_HEADER_BYTES: usize = 32;
 const PACKED_ENTRY_BYTES: usize = 32;
 
-/// Behind the accounts, where there is room: a mark that something is there, and a byte.
+/// The note behind the accounts, where there is room: a mark that a note is there, and a byte.
 const NOTE_BYTES: u64 = 64;
 const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringhaul");
 
-/// The layout of a ring, by which accounts differ.
+/// The layout of a ring. Accounts differ by layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RingLayout {
     /// Three parts (virtio 1.3, section 2.7).
     Split,
-    /// One (virtio 1.3, section 2.8).
+    /// A single part (virtio 1.3, section 2.8).
     Packed,
 }
 
-/// The region of a device: an account for each of its queues.
+/// The inflight region of a device, with an account for each of its queues.
 #[derive(Debug, Clone)]
 pub struct InflightRegion {
     memory: Arc<GuestMemory>,
@@ -72,7 +72,7 @@ pub struct InflightRegion {
     queue_size: u16,
 }
 
-/// The account of one queue, which a [`SplitQueue`](crate::SplitQueue) is given.
+/// The account of one queue, for [`SplitQueue::with_inflight`](crate::SplitQueue::with_inflight).
 #[derive(Debug, Clone)]
 pub struct InflightQueue {
     memory: Arc<GuestMemory>,
@@ -81,22 +81,22 @@ pub struct InflightQueue {
 }
 
 impl InflightRegion {
-    /// The version of what is in it.
+    /// The version of the accounts.
     pub const VERSION: u16 = VERSION;
 
-    /// Bytes of a region for `queues` queues of `queue_size` entries each.
+    /// The number of bytes of a region for `queues` queues of `queue_size` entries each.
     #[must_use]
     pub const fn bytes(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
         queues as u64 * account_bytes(layout, queue_size) as u64
     }
 
-    /// The same with room for a note.
+    /// The number of bytes of such a region and a note.
     #[must_use]
     pub const fn bytes_with_note(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
         Self::bytes(layout, queues, queue_size) + NOTE_BYTES
     }
 
-    /// What the process before has noted; none if there is no note, or no room for one.
+    /// Returns the note of the previous process. `None` if there is no note, or no room for one.
     #[must_use]
     pub fn note(&self) -> Option<u8> {
         let mut note = [0; 9];
@@ -105,10 +105,10 @@ impl InflightRegion {
         (u64::from_ne_bytes(mark) == NOTE_MARK).then_some(value)
     }
 
-    /// Notes something for the process after this one, where there is room.
+    /// Leaves a note for the next process, if there is room.
     pub fn set_note(&self, value: u8) {
         let Some(place) = self.place_of_note() else { return };
-        // Nobody takes the mark for that of another value. The memory is mapped.
+        // The value comes first, so that the mark never stands without it. The memory is mapped.
         let _ = self.memory.write(place + size_of::<u64>() as u64, &[value]);
         compiler_fence(Ordering::SeqCst);
         let _ = self.memory.write(place, &NOTE_MARK.to_ne_bytes());
@@ -119,12 +119,12 @@ impl InflightRegion {
         (self.memory.bytes() >= place + NOTE_BYTES).then_some(place)
     }
 
-    /// The region for `queues` split rings of at most `queue_size` entries that `memory` holds from
-    /// address 0 on.
+    /// The region for `queues` split rings of at most `queue_size` entries, which `memory` holds
+    /// from address 0 on.
     ///
     /// # Errors
     ///
-    /// When there are no queues, their size is not of a ring, or the memory is too short.
+    /// If there are no queues, their size is not of a ring, or the memory is too short.
     pub fn new(
         memory: Arc<GuestMemory>,
         queues: u16,
@@ -141,11 +141,11 @@ impl InflightRegion {
         Ok(Self { memory, queues, queue_size })
     }
 
-    /// The account of queue `index`.
+    /// Returns the account of queue `index`.
     ///
     /// # Errors
     ///
-    /// When the region has none for it.
+    /// If the region has no account for it.
     pub fn queue(&self, index: u16) -> Result<InflightQueue, InflightError> {
         let Self { queues, queue_size, .. } = *self;
         if index >= queues {
@@ -165,7 +165,7 @@ const fn account_bytes(layout: RingLayout, queue_size: u16) -> usize {
     (header + entry * queue_size as usize).next_multiple_of(ALIGN)
 }
 
-/// The ring that an account is opened for.
+/// The state of the ring for which an account is opened.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RingNow {
     pub(crate) size: u16,
@@ -173,30 +173,30 @@ pub(crate) struct RingNow {
     pub(crate) avail_idx: u16,
 }
 
-/// A request that is marked, by its number.
+/// A marked request. Marks are ordered by their numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Mark {
     counter: u64,
     head: u16,
 }
 
-/// The account of a queue that is served.
+/// The account of a queue in service.
 #[derive(Debug)]
 pub(crate) struct Inflight {
     account: Account,
-    /// The next number of a request.
+    /// The number of the next request.
     counter: u64,
-    /// The first one of this process.
+    /// The number of the first request of this process.
     first_counter: u64,
-    /// The element that was pushed last.
+    /// The head of the element that was published last.
     last_head: u16,
-    /// Heads that the process before had seen and not answered, in that order.
+    /// Heads that the previous process saw and did not answer, in the order in which it saw them.
     again: Vec<u16>,
 }
 
 impl Inflight {
-    /// Opens the account for a ring: makes it hold if the last process died while it did not, or
-    /// begins it anew.
+    /// Opens the account for a ring. Repairs it if the previous process died during a change, and
+    /// resets it if it is new or of an earlier ring.
     pub(crate) fn open(
         queue: &InflightQueue,
         ring: RingNow,
@@ -215,28 +215,28 @@ impl Inflight {
         let counter = again.last().map_or(0, |mark| mark.counter.wrapping_add(1));
         let again = again.into_iter().map(|mark| mark.head).collect();
         let last_head = account.load(OFFSET_LAST_HEAD);
-        // Only these heads are marked from now on.
+        // Only heads of this ring are marked from now on.
         let place = Place { entries: ring.size, ..account.place };
         let account = Account { place, ..account };
         Ok((Self { account, counter, first_counter: counter, last_head, again }, recovery))
     }
 
-    /// Whether the front-end has left the account its memory, as far as accesses have found.
+    /// Returns false once an access has found that the front-end truncated the account.
     pub(crate) fn is_intact(&self) -> bool {
         self.account.memory.is_intact()
     }
 
-    /// The first of the last `left` heads that the process before had seen.
+    /// Returns the first of the last `left` heads that the previous process saw.
     pub(crate) fn head_again(&self, left: u16) -> u16 {
         self.again[self.again.len() - usize::from(left)]
     }
 
-    /// Whether the process before has seen this head, which is marked.
+    /// Returns true if the previous process saw this head, which is marked.
     pub(crate) fn is_of_earlier(&self, head: u16) -> bool {
         !self.again.is_empty() && self.account.counter(head) < self.first_counter
     }
 
-    /// Heads are seen in the avail ring, in this order. Nothing of their requests has happened yet.
+    /// Marks heads in the order of the avail ring, before their requests have any effect.
     #[inline]
     pub(crate) fn seen(&mut self, heads: impl Iterator<Item = u16>) {
         let (mut counter, account) = (self.counter, self.account.place);
@@ -250,8 +250,8 @@ impl Inflight {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Heads that were seen are left to whoever serves the ring next, the last one first: those
-    /// that have marks must be the entries before those that have none.
+    /// Removes the marks of heads that are left to the next process, the last head first: marked
+    /// heads must precede unmarked ones in the ring.
     pub(crate) fn leave(&mut self, heads: impl Iterator<Item = u16>) {
         for entry in heads.filter_map(|head| self.account.entry(head)) {
             self.account.unmark(entry);
@@ -259,7 +259,7 @@ impl Inflight {
         }
     }
 
-    /// Makes used elements visible, and takes the marks of their requests away.
+    /// Makes used elements visible, and removes the marks of their requests.
     #[inline(never)]
     pub(crate) fn publish(&mut self, rings: &Rings, first: u16, end: u16) {
         let heads = || {
@@ -281,7 +281,7 @@ impl Inflight {
         self.account.store(OFFSET_USED_IDX, end);
     }
 
-    /// The same for one used element: on disks that answer at once, each is alone.
+    /// Makes a single used element visible. On disks that answer at once, each element is alone.
     #[inline(never)]
     pub(crate) fn publish_one(&mut self, rings: &Rings, index: u16) {
         let (head, end) = (rings.used_head(index), index.wrapping_add(1));
@@ -301,17 +301,17 @@ impl Inflight {
 
 /// The account itself, in memory that the front-end shares.
 ///
-/// Where its place begins is aligned to [`ALIGN`] and mapped by `memory` with at least as many
-/// entries as the place says. Others may write there at any time: every access is atomic, and what
-/// is read is checked.
+/// The start of `place` is aligned for a `u64`, and `memory` maps at least as many entries from
+/// there as `place` states. The front-end may write there at any time: every access is atomic, and
+/// every value that is read is checked.
 #[derive(Debug)]
 struct Account {
     memory: Arc<GuestMemory>,
     place: Place,
 }
 
-/// Where an account is. In a copy of its own a function knows that what it stores in the account
-/// does not change that, and loads it once.
+/// The address of an account. A function that copies it loads it once, because the compiler knows
+/// that stores into the account do not change the copy.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     start: *mut u8,
@@ -337,8 +337,8 @@ impl Account {
         Ok(Self { memory: Arc::clone(memory), place: Place { start: host, entries } })
     }
 
-    /// Makes the account hold for a ring. Returns the requests to be done again, in no order. Each
-    /// field is read once: others may change it at any time.
+    /// Repairs the account for a ring. Returns the requests to be executed again, in no order. Each
+    /// field is read once, because the front-end may change it at any time.
     fn recover(&self, ring: RingNow) -> Result<(Recovery, Vec<Mark>), InflightError> {
         match (self.load(OFFSET_VERSION), self.load(OFFSET_ENTRIES)) {
             (0, _) => {
@@ -355,7 +355,7 @@ impl Account {
         let seen = self.seen_by_driver(ring.used_idx)?;
         again.retain(|mark| !seen.as_ref().is_some_and(|seen| seen.contains(&mark.head)));
         let requests: u16 = iomem::fits(again.len(), "marks");
-        // All that the driver has made available was answered, is marked, or is still to be popped.
+        // Every available chain was answered, is marked, or is still to be popped.
         let waiting = ring.avail_idx.wrapping_sub(ring.used_idx.wrapping_add(requests));
         let is_of_ring = again.iter().all(|mark| mark.head < ring.size);
         let Some(seen) = seen.filter(|_| is_of_ring && waiting <= ring.size - requests) else {
@@ -368,8 +368,9 @@ impl Account {
         Ok((Recovery::Known { requests }, again))
     }
 
-    /// Heads whose used elements the driver sees and whose marks the last process may not have
-    /// taken away. None: the ring's used idx cannot have come from the account's.
+    /// Returns the heads whose used elements the driver sees, and whose marks the previous process
+    /// may not have removed. `None` if the ring's used idx cannot have come from that of the
+    /// account.
     fn seen_by_driver(&self, used_idx: u16) -> Result<Option<Vec<u16>>, InflightError> {
         let count = used_idx.wrapping_sub(self.load(OFFSET_USED_IDX));
         if count > self.entries {
@@ -387,9 +388,9 @@ impl Account {
         Ok(Some(seen))
     }
 
-    /// Begins an account without requests.
+    /// Resets the account to one without requests.
     fn begin(&self, used_idx: u16) {
-        // Whoever finds it half done begins it anew.
+        // Version 0 comes first: a process that finds the reset half done starts it again.
         self.store(OFFSET_VERSION, 0);
         compiler_fence(Ordering::SeqCst);
         (0..self.entries).filter_map(|head| self.entry(head)).for_each(|entry| self.unmark(entry));
@@ -407,15 +408,15 @@ impl Account {
 }
 
 impl Place {
-    /// The entry of a head. None: a driver has written a head that there is not, which is found out
-    /// elsewhere.
+    /// Returns the entry of a head. `None` if the driver wrote a head outside of the ring, which
+    /// the walk of the chain reports.
     #[inline]
     fn entry(&self, head: u16) -> Option<*mut u8> {
         let offset = SPLIT_HEADER_BYTES + usize::from(head) * SPLIT_ENTRY_BYTES;
         (head < self.entries).then(|| self.start.wrapping_add(offset))
     }
 
-    /// Takes the mark of an entry away.
+    /// Removes the mark of an entry.
     #[inline]
     fn unmark(&self, entry: *mut u8) {
         before_store();
@@ -430,7 +431,7 @@ impl Place {
         })
     }
 
-    /// Of one of its entries.
+    /// Links an entry to the head that was pushed before it.
     #[inline]
     fn set_next(&self, entry: *mut u8, next: u16) {
         before_store();
@@ -445,7 +446,7 @@ impl Place {
         unsafe { AtomicU16::from_ptr(field) }.load(Ordering::Relaxed)
     }
 
-    /// Sets the mark of an entry, after its number.
+    /// Sets the number of an entry, and then its mark.
     #[inline]
     fn mark(&self, entry: *mut u8, counter: u64) {
         before_store();
@@ -458,7 +459,7 @@ impl Place {
         unsafe { AtomicU8::from_ptr(entry) }.store(1, Ordering::Relaxed);
     }
 
-    /// The number of a request that is marked.
+    /// The number of a marked request.
     fn counter(&self, head: u16) -> u64 {
         self.entry(head).map_or(0, |entry| {
             let field = entry.wrapping_add(OFFSET_COUNTER).cast();

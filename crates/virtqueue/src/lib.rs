@@ -1,8 +1,8 @@
 //! Guest memory and split virtqueues, device side.
 //!
 //! The crate knows rings and memory, and does no disk I/O. A device builds a [`GuestMemory`] from
-//! the regions that it receives, wraps it in a [`LocalMemory`] on the thread that serves the
-//! queue, and makes a [`SplitQueue`]. Then it pops [`Chain`]s, moves data through their
+//! the regions that it receives. On the thread that serves the queue, it wraps the map in a
+//! [`LocalMemory`] and makes a [`SplitQueue`]. Then it pops [`Chain`]s, moves data through their
 //! [`Buffers`](iomem::Buffers), pushes used elements, and publishes them once for each batch:
 //!
 //! ```
@@ -40,11 +40,11 @@
 //! # }
 //! ```
 //!
-//! Everything that comes from the guest is hostile: a bad request shows as a [`ChainFault`], a bad
-//! ring as a [`QueueError`], and neither can make the crate touch memory outside the regions. Each
-//! field of the rings is read once, so that a later change by the driver has no effect. Memory
-//! that its owner truncates raises SIGBUS, unless [`install_sigbus_handler`] was called: then
-//! queues whose rings were in it stop, and requests whose buffers were in it fail.
+//! All input from the guest is hostile. A bad request yields a [`ChainFault`] and a bad ring a
+//! [`QueueError`], and neither can make the crate touch memory outside the regions. A chain is made
+//! from a single read of each of its descriptors, so a later change by the driver has no effect.
+//! An access to memory that its owner truncated raises SIGBUS. After [`install_sigbus_handler`],
+//! queues with rings in such memory stop instead, and requests with buffers in it fail.
 //!
 //! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7.
 

@@ -1,4 +1,4 @@
-//! A stretch of this process' address space that holds one region.
+//! The mapping of one region into the address space of this process.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -6,21 +6,21 @@ use std::ptr;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
-/// Memory for reading and writing, mapped until it is dropped. Nothing of the file is kept open.
+/// Memory for reading and writing. Dropping it unmaps it. The file is not kept open.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: the pointer is only a number here, which `as_ptr` hands out; those who access what it
-// points to answer for that (see `memory.rs`).
+// SAFETY: the pointer is only a number here, which `as_ptr` hands out. The code that accesses the
+// memory vouches for each access (see `memory.rs`).
 unsafe impl Send for Mapping {}
 // SAFETY: as above; a shared Mapping gives no access of its own.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of a file from `offset` on, shared with its other users. The offset is
+    /// Maps `len` bytes of a file from `offset` on, shared with its other users. The offset must be
     /// a multiple of the file's page size.
     pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
@@ -43,7 +43,7 @@ impl Mapping {
         self.start
     }
 
-    /// Bytes.
+    /// The length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -51,9 +51,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: these bytes were mapped by `self` and by nobody else, and whoever has a pointer
-        // into them keeps the region alive that owns `self`. It cannot fail for a range that was
-        // given by `mmap`.
+        // SAFETY: only `self` mapped these bytes, and every holder of a pointer into them keeps the
+        // region alive that owns `self`. The call cannot fail for a range from `mmap`.
         let _ = unsafe { munmap(self.start.cast(), self.len) };
     }
 }

@@ -1,10 +1,10 @@
-//! Guest memory: the map, translation of guest addresses, and every access to guest bytes.
+//! Guest memory: the map, the translation of guest addresses, and every access to guest bytes.
 //!
-//! Guest memory changes under our hands, so nothing here makes a Rust reference to it: bytes are
-//! copied with volatile accesses. What other modules get to hold is narrow by construction. A list
-//! of [`Buffers`](iomem::Buffers) is made by a [`Translator`] from one map, can only shrink
-//! afterwards, and keeps that map alive; so its pointers are good for as long as anyone can reach
-//! them, and the modules that use it need no `unsafe`.
+//! Guest memory may change at any time, so no Rust reference to it is ever made. Bytes are copied
+//! through raw pointers, and read with volatile accesses. Other modules get only narrow handles. A
+//! [`Translator`] makes a list of [`Buffers`](iomem::Buffers) from one map. The list can only
+//! shrink afterwards, and keeps that map alive. Its pointers are good for as long as the list can
+//! be reached, so the modules that use it need no `unsafe`.
 
 mod local;
 mod map;

@@ -1,4 +1,4 @@
-//! One region of guest memory: its description, its checks and its mapping.
+//! A region of guest memory: its description, its checks and its mapping.
 
 use std::fs::File;
 use std::io;
@@ -11,56 +11,56 @@ use crate::error::MemoryError;
 use crate::mapping::Mapping;
 use crate::sigbus::Watched;
 
-/// The most regions of a memory map: what QEMU asks for with configurable memory slots.
+/// The most regions of a memory map: the number that QEMU asks for with configurable memory slots.
 pub const MAX_REGIONS: usize = 509;
 
-/// Block sizes of files up to this are taken for page sizes: the largest huge page there is.
+/// The largest block size of a file that is taken for a page size: the largest huge page there is.
 const MAX_PAGE_SIZE: u64 = 16 << 30;
 
-/// Where a region of guest memory is (vhost-user specification, "Memory region description").
+/// The place of a region of guest memory (vhost-user specification, "Memory region description").
 #[derive(Debug, Clone)]
 pub struct RegionConfig {
     /// Start in the guest's physical address space.
     pub guest_addr: u64,
-    /// Bytes; not zero.
+    /// Size in bytes, not zero.
     pub size: u64,
-    /// Start in the front-end's address space, in which it names ring addresses.
+    /// Start in the front-end's address space, in which the front-end names ring addresses.
     pub user_addr: u64,
-    /// What to map, open for reading and writing. The map does not keep it open.
+    /// The file to map, open for reading and writing. The map does not keep it open.
     pub file: Arc<File>,
-    /// Where in the file the region starts, in bytes; need not be aligned.
+    /// Offset of the region in the file, in bytes. It need not be aligned.
     pub file_offset: u64,
 }
 
-/// What may be mapped.
+/// The rules for mapping regions.
 #[derive(Debug, Clone)]
 pub struct MappingRules {
-    /// Which files.
+    /// The files that may be mapped.
     pub files: MemoryFiles,
-    /// How much.
+    /// The limit on mapped bytes.
     pub budget: MappingBudget,
 }
 
 impl Default for MappingRules {
-    /// Files that cannot make an access wait, as much as there is.
+    /// Allows files that cannot make an access wait, without a limit on bytes.
     fn default() -> Self {
         Self { files: MemoryFiles::default(), budget: MappingBudget::unlimited() }
     }
 }
 
-/// Which files may be guest memory.
+/// The kinds of files that may be guest memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MemoryFiles {
     /// Files that have seals (memfd, tmpfs, hugetlbfs) and DAX devices. Their pages come from the
-    /// kernel alone, so that no access waits for a program or a server.
+    /// kernel alone, so no access waits for a program or a server.
     #[default]
     Sealable,
     /// Any file that can be mapped. An access waits for the owner of the pages, for ever if it is a
-    /// FUSE file whose program does not answer: only for front-ends that are trusted.
+    /// FUSE file whose program does not answer. Only for trusted front-ends.
     Any,
 }
 
-/// A mapped region. Maps that follow each other share it.
+/// A mapped region. Successive maps share it.
 #[derive(Debug)]
 pub(crate) struct Region {
     guest_addr: u64,
@@ -68,10 +68,10 @@ pub(crate) struct Region {
     user_addr: u64,
     /// Bytes of the mapping that lie before the region, because offsets of mappings are aligned.
     lead: usize,
-    /// None for private memory, which nobody can truncate. Dropped before the mapping.
+    /// `None` for private memory, which cannot be truncated. Dropped before the mapping.
     watched: Option<Watched>,
     mapping: Mapping,
-    /// What the mapping takes of the budget, given back after it.
+    /// The mapping's share of the budget, given back after the mapping is gone.
     _share: Option<Share>,
 }
 
@@ -85,8 +85,8 @@ impl Region {
         let status = examine(config, rules.files)?;
         check_file(guest_addr, &status, end)?;
 
-        // hugetlbfs gives its page size as the block size, and neither maps nor unmaps parts of a
-        // page. The mapping may pass the end of the file; nothing beyond the region is touched.
+        // hugetlbfs reports its page size as the block size, and neither maps nor unmaps parts of a
+        // page. The mapping may pass the end of the file, but nothing beyond the region is touched.
         let page = mapping_alignment(&status);
         let start = file_offset & !(page - 1);
         let length = (end - start).checked_next_multiple_of(page).ok_or_else(wrap)?;
@@ -105,7 +105,7 @@ impl Region {
         Ok(Self { guest_addr, size, user_addr, lead, watched, mapping, _share: Some(share) })
     }
 
-    /// Private memory of this process, at the same guest and front-end address.
+    /// Maps private memory of this process, at the same guest and front-end address.
     pub(crate) fn anonymous(guest_addr: u64, size: u64) -> Result<Self, MemoryError> {
         check_addresses(guest_addr, guest_addr, size, 0)?;
         let length = usize::try_from(size).map_err(|_| MemoryError::AddressWrap {
@@ -128,24 +128,24 @@ impl Region {
         self.guest_addr
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
-    /// The guest address of the front-end's address `user_addr`, when that is in this region.
+    /// Returns the guest address of front-end address `user_addr`, if that is in this region.
     pub(crate) fn guest_addr_of_user(&self, user_addr: u64) -> Option<u64> {
         let offset = user_addr.checked_sub(self.user_addr)?;
         (offset < self.size).then(|| self.guest_addr + offset)
     }
 
-    /// Whether a front-end means this region when it names these.
+    /// Returns true if the region has exactly these addresses and this size.
     pub(crate) fn is(&self, guest_addr: u64, user_addr: u64, size: u64) -> bool {
         (self.guest_addr, self.user_addr, self.size) == (guest_addr, user_addr, size)
     }
 
-    /// Whether an access found that the memory behind the region is gone. What is in it then means
-    /// nothing.
+    /// Returns true if an access has found that the memory behind the region is gone. The contents
+    /// are meaningless then.
     pub(crate) fn is_lost(&self) -> bool {
         self.watched.as_ref().is_some_and(Watched::is_lost)
     }
@@ -157,7 +157,7 @@ impl Region {
     }
 }
 
-/// Sorts regions by guest address and checks that they can be one map.
+/// Sorts regions by guest address and checks that they can form one map.
 pub(crate) fn sort_and_check(regions: &mut [Arc<Region>]) -> Result<(), MemoryError> {
     check_count(regions.len())?;
     regions.sort_unstable_by_key(|region| region.user_addr);
@@ -166,7 +166,7 @@ pub(crate) fn sort_and_check(regions: &mut [Arc<Region>]) -> Result<(), MemoryEr
     check_overlap("guest", regions, |region| region.guest_addr)
 }
 
-/// Checks the number of regions, before any of them is mapped.
+/// Checks the number of regions before any of them is mapped.
 pub(crate) fn check_count(count: usize) -> Result<(), MemoryError> {
     if count > MAX_REGIONS {
         return Err(MemoryError::TooManyRegions { count, max: MAX_REGIONS });
@@ -183,15 +183,15 @@ fn check_addresses(
     if size == 0 {
         return Err(MemoryError::EmptyRegion { guest_addr });
     }
-    // The end of a region is a valid number too, so that no later sum can wrap.
+    // The end of a region must be a valid number, too, so that no later sum can wrap.
     if guest_addr.checked_add(size).is_none() || user_addr.checked_add(size).is_none() {
         return Err(MemoryError::AddressWrap { guest_addr, user_addr, file_offset, size });
     }
     Ok(())
 }
 
-/// What is known about the file, if it may be mapped. A file may be on a FUSE file system,
-/// which need not answer, so no call may reach it before it is known to be memory.
+/// Returns the status of the file, if it may be mapped. A FUSE file system need not answer, so no
+/// call may reach it before the file is known to be memory.
 fn examine(config: &RegionConfig, files: MemoryFiles) -> Result<Statx, MemoryError> {
     let RegionConfig { guest_addr, file, .. } = config;
     let status = |flags| {
@@ -208,7 +208,7 @@ fn examine(config: &RegionConfig, files: MemoryFiles) -> Result<Statx, MemoryErr
     Err(MemoryError::NotMemory { guest_addr: *guest_addr })
 }
 
-/// Whether it is a DAX device, memory with a name in /dev.
+/// Returns true for a DAX device, which is memory with a name in /dev.
 fn is_dax(status: &Statx) -> io::Result<bool> {
     if file_type(status) != FileType::CharacterDevice {
         return Ok(false);
@@ -231,8 +231,8 @@ fn check_file(guest_addr: u64, status: &Statx, end: u64) -> Result<(), MemoryErr
         FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => {
             Err(MemoryError::NotMemory { guest_addr })
         }
-        // DAX devices and anonymous inodes have no length to look at; the kernel refuses to map
-        // them past their end.
+        // DAX devices and anonymous inodes have no length to check. The kernel refuses to map them
+        // past their end.
         _ => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Host pointers of the avail and used rings of a split virtqueue, and the accesses to them.
+//! Host pointers to the avail and used rings of a split virtqueue, and all accesses to the rings.
 
 use std::ptr;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -17,10 +17,11 @@ const RING_IDX: usize = 2;
 const RING_ENTRIES: usize = 4;
 const AVAIL_ENTRY_BYTES: usize = 2;
 const USED_ENTRY_BYTES: usize = 8;
-/// `used_event` after the avail ring's entries, `avail_event` after the used ring's.
+/// Bytes of `used_event` after the avail ring's entries, and of `avail_event` after the used
+/// ring's.
 const RING_EVENT_BYTES: usize = 2;
 
-/// Where the two rings are, by guest address.
+/// The size and the guest addresses of both rings.
 pub(crate) struct RingParts {
     pub(crate) size: u16,
     pub(crate) avail_ring: u64,
@@ -28,8 +29,9 @@ pub(crate) struct RingParts {
     pub(crate) event_idx: bool,
 }
 
-/// Checks a part of the ring. The host address is what must be aligned for atomic accesses; it is
-/// when the guest address is, unless a front-end placed a region at an odd address.
+/// Checks a part of the ring, and returns its host address. Atomic accesses need an aligned host
+/// address. It is aligned if the guest address is, unless a front-end placed a region at an odd
+/// address.
 pub(crate) fn map_part(
     memory: &LocalMemory,
     part: RingPart,
@@ -44,11 +46,11 @@ pub(crate) fn map_part(
     Ok(host)
 }
 
-/// Host pointers of the avail and used rings.
+/// Host pointers to the avail and used rings.
 ///
-/// Both were checked to be aligned and within one memory region each, with as many entries as
-/// `mask` lets through and with their event if event idx is on. The queue's translator keeps the
-/// map, and `SplitQueue::set_memory` replaces both together, so the pointers are good while the
+/// Both rings were checked to be aligned and within one memory region each. They have as many
+/// entries as `mask` lets through, and their event if event idx is on. The queue's translator keeps
+/// the map, and `SplitQueue::set_memory` replaces both together, so the pointers are good while the
 /// queue has them. The driver accesses the same memory, so every access is atomic or volatile.
 #[derive(Debug)]
 pub(crate) struct Rings {
@@ -58,11 +60,11 @@ pub(crate) struct Rings {
     used_event: *mut u8,
     /// Null without event idx.
     avail_event: *mut u8,
-    /// Queue size - 1.
+    /// The queue size minus one.
     mask: u16,
 }
 
-/// The avail idx of a queue, for any thread. It does not keep the memory map.
+/// The avail idx of a queue, for any thread. Does not keep the memory map alive.
 #[derive(Debug)]
 pub struct AvailIdx {
     memory: Weak<GuestMemory>,
@@ -74,8 +76,9 @@ impl AvailIdx {
         Self { memory: Arc::downgrade(memory.shared()), addr: avail_ring + RING_IDX as u64 }
     }
 
-    /// The avail entry behind the last chain that the driver has made available, as it says. What
-    /// it had done before something that this thread has seen is in there. `None`: the map is gone.
+    /// Returns the avail entry behind the last chain that the driver made available. The result
+    /// covers all chains from before any action of the driver that this thread has seen. `None` if
+    /// the map is gone.
     #[must_use]
     pub fn load(&self) -> Option<u16> {
         let mut idx = [0; 2];
@@ -135,7 +138,7 @@ impl Rings {
         unsafe { load(self.avail.add(offset), Ordering::Relaxed) }
     }
 
-    /// Only with event idx.
+    /// The driver's `used_event`. Requires event idx.
     #[inline]
     pub(crate) fn load_used_event(&self) -> u16 {
         // SAFETY: with event idx the event is mapped and aligned, see `Rings`.
@@ -147,7 +150,8 @@ impl Rings {
         unsafe { load(self.used.add(RING_IDX), Ordering::Relaxed) }
     }
 
-    /// Release: a driver that sees the idx also sees the entries, and the data from the device.
+    /// Stores used idx with release ordering: a driver that sees the idx also sees the entries, and
+    /// the data from the device.
     #[inline]
     pub(crate) fn store_used_idx(&self, index: u16) {
         before_store();
@@ -168,7 +172,7 @@ impl Rings {
         }
     }
 
-    /// The head of a used element that was stored, unless the driver has written over it.
+    /// The head of a stored used element, unless the driver has written over it.
     #[inline]
     pub(crate) fn used_head(&self, index: u16) -> u16 {
         let offset = RING_ENTRIES + usize::from(index & self.mask) * USED_ENTRY_BYTES;
@@ -182,7 +186,7 @@ impl Rings {
         unsafe { store(self.used, flags, Ordering::Relaxed) }
     }
 
-    /// Only with event idx.
+    /// Stores the device's `avail_event`. Requires event idx.
     pub(crate) fn store_avail_event(&self, index: u16) {
         // SAFETY: with event idx the event is mapped and aligned, see `Rings`.
         unsafe { store(self.avail_event, index, Ordering::Relaxed) }
@@ -191,17 +195,17 @@ impl Rings {
 
 /// # Safety
 ///
-/// `host` must be two bytes of mapped guest memory, aligned to two.
+/// `host` must point to two bytes of mapped guest memory, aligned to two.
 #[inline]
 unsafe fn load(host: *mut u8, order: Ordering) -> u16 {
-    // SAFETY: the caller vouches for the bytes. A reference to an atomic claims nothing about what
-    // others do to it, and this one ends with the statement.
+    // SAFETY: the caller vouches for the bytes. A reference to an atomic allows concurrent changes
+    // of the value, and this one ends with the statement.
     u16::from_le(unsafe { AtomicU16::from_ptr(host.cast()) }.load(order))
 }
 
 /// # Safety
 ///
-/// `host` must be two bytes of mapped guest memory, aligned to two.
+/// `host` must point to two bytes of mapped guest memory, aligned to two.
 #[inline]
 unsafe fn store(host: *mut u8, value: u16, order: Ordering) {
     // SAFETY: as in `load`.

@@ -1,14 +1,13 @@
-//! Memory that its owner takes away while it is mapped here.
+//! Survival of SIGBUS, for mapped memory that its owner takes away.
 //!
 //! A front-end that truncates the file behind a region makes the next access to it raise SIGBUS,
-//! which ends the process. With [`install_sigbus_handler`] private zeroes take the place of the
-//! whole region instead, and it is marked as lost; a reader of the zeroes finds the mark before
-//! it believes them ([`GuestMemory::is_intact`](crate::GuestMemory::is_intact)). System calls on
-//! such memory raise no signal, they fail with EFAULT.
+//! which ends the process. With [`install_sigbus_handler`], private zeroes replace the whole region
+//! instead, and the region is marked as lost. A reader of the zeroes finds the mark before it
+//! trusts them ([`GuestMemory::is_intact`](crate::GuestMemory::is_intact)). System calls on such
+//! memory raise no signal; they fail with EFAULT.
 //!
 //! The handler finds a region in a table that it reads without a lock: a list of chunks that only
-//! grows, and in which an entry that is being changed, and so cannot be of a region in use, is
-//! passed over.
+//! grows. An entry that is being changed cannot be of a region in use, so the handler skips it.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -20,19 +19,19 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libc::{c_int, c_void, siginfo_t};
 
-/// Regions of one chunk of the table; the table grows by chunks.
+/// Entries of one chunk of the table. The table grows by chunks.
 const CHUNK_ENTRIES: usize = 128;
 
-/// One mapping. Its fields are changed by whoever took it out of the free list, while `version` is
-/// odd.
+/// A mapping. Its owner, which took the entry from the free list, sets the fields while `version`
+/// is odd.
 struct Entry {
     version: AtomicUsize,
-    /// Of the mapping in this process; 0 while the entry is free.
+    /// Address of the mapping in this process; 0 while the entry is free.
     start: AtomicUsize,
-    /// Bytes.
+    /// Length in bytes.
     len: AtomicUsize,
     lost: AtomicBool,
-    /// Faults that were answered by replacing it.
+    /// The number of faults in the mapping so far.
     faults: AtomicU32,
 }
 
@@ -58,7 +57,7 @@ impl Entry {
         self.version.store(version.wrapping_add(2), Ordering::Release);
     }
 
-    /// Start and length, if `addr` is in the mapping.
+    /// Returns the start and length of the mapping, if `addr` is in it.
     fn find(&self, addr: usize) -> Option<(usize, usize)> {
         let version = self.version.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
@@ -76,20 +75,20 @@ struct Chunk {
 /// The newest chunk. Chunks are never freed.
 static CHUNKS: AtomicPtr<Chunk> = AtomicPtr::new(ptr::null_mut());
 static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
-/// Counts up with every fault, before what it has lost can be read.
+/// Incremented with every fault, before the zeroes that replace the lost memory can be read.
 static LOSSES: AtomicU64 = AtomicU64::new(0);
-/// How many regions have been lost since the process started.
+/// The number of regions that have been lost since the process started.
 static LOST_REGIONS: AtomicU64 = AtomicU64::new(0);
-/// What was to be done about SIGBUS before.
+/// The action for SIGBUS before the handler was installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// How many regions of memory their owners have taken away since the process started.
+/// The number of memory regions that their owners have taken away since the process started.
 #[must_use]
 pub fn lost_regions() -> u64 {
     LOST_REGIONS.load(Ordering::Relaxed)
 }
 
-/// A number that has changed since if an access found memory gone.
+/// A number that changes whenever an access finds memory gone.
 #[inline]
 pub(crate) fn losses() -> u64 {
     LOSSES.load(Ordering::Acquire)
@@ -100,16 +99,16 @@ fn free_entries() -> MutexGuard<'static, Vec<&'static Entry>> {
 }
 
 fn chunks() -> impl Iterator<Item = &'static Chunk> {
-    // SAFETY: the pointer is null or of a chunk that was leaked, complete, before it was stored.
+    // SAFETY: the pointer is null, or of a chunk that was complete and leaked before it was stored.
     let newest = unsafe { CHUNKS.load(Ordering::Acquire).as_ref() };
     std::iter::successors(newest, |chunk| chunk.next)
 }
 
-/// The place of a mapping in the table. It must go before the mapping does.
+/// The entry of a mapping in the table. It must be dropped before the mapping.
 pub(crate) struct Watched(&'static Entry);
 
 impl Watched {
-    /// Enters a mapping of `len` bytes.
+    /// Enters a mapping of `len` bytes into the table.
     pub(crate) fn new(start: *const u8, len: usize) -> Self {
         let mut free = free_entries();
         if free.is_empty() {
@@ -127,7 +126,7 @@ impl Watched {
         Self(entry)
     }
 
-    /// Whether an access found that the memory is gone.
+    /// Returns true if an access has found that the memory is gone.
     pub(crate) fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
@@ -147,39 +146,39 @@ impl std::fmt::Debug for Watched {
 }
 
 /// Lets this process survive accesses to guest memory that its owner has taken away. Call it once,
-/// before any guest memory is accessed; more calls change nothing.
+/// before any guest memory is accessed. Further calls change nothing.
 ///
-/// A SIGBUS from anywhere else goes to the handler that was there before, and without one it ends
-/// the process as usual. A mere notice that a page of memory is damaged (`BUS_MCEERR_AO`) goes to
-/// nobody: the handler of Rust's standard library, for one, would let the next SIGBUS end the
-/// process, and an access that needs the page raises one of its own. A program that installs a
-/// handler after this call has to pass on what it does not know.
+/// Any other SIGBUS goes to the previous handler. Without one, it ends the process as usual. A mere
+/// notice that a page of memory is damaged (`BUS_MCEERR_AO`) is dropped: the handler of Rust's
+/// standard library, for one, would let the next SIGBUS end the process. An access that needs the
+/// page raises a signal of its own. A program that installs a handler after this call must pass on
+/// signals that it does not know.
 ///
 /// # Errors
 ///
-/// When the kernel refuses the handler.
+/// If the kernel refuses the handler.
 pub fn install_sigbus_handler() -> io::Result<()> {
     let _one_at_a_time = free_entries();
     if PREVIOUS.get().is_some() {
         return Ok(());
     }
     let mut previous = MaybeUninit::<libc::sigaction>::uninit();
-    // SAFETY: asks for the action alone, which is written when the answer is 0.
+    // SAFETY: the call only asks for the action, which is written if the result is 0.
     let previous = unsafe {
         if libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) != 0 {
             return Err(io::Error::last_os_error());
         }
         previous.assume_init()
     };
-    // SAFETY: all zeroes are a valid action, the mask is a field of it, and the handler takes what
-    // SA_SIGINFO promises and does only what a handler may do, see `on_sigbus`.
+    // SAFETY: all zeroes are a valid action, and the mask is a field of it. The handler takes the
+    // arguments that SA_SIGINFO promises, and keeps to the rules for handlers, see `on_sigbus`.
     let result = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_sigbus;
         action.sa_sigaction = handler as usize;
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         libc::sigemptyset(&raw mut action.sa_mask);
-        // The handler may run as soon as it is there.
+        // Set before, because the handler may run as soon as it is installed.
         let _ = PREVIOUS.set(previous);
         libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut())
     };
@@ -189,20 +188,20 @@ pub fn install_sigbus_handler() -> io::Result<()> {
     Ok(())
 }
 
-/// Codes of SIGBUS that are about an access at `si_addr` (siginfo.h).
+/// Codes of SIGBUS for an access at `si_addr` (siginfo.h).
 const BUS_ADRERR: c_int = 2;
 const BUS_MCEERR_AR: c_int = 4;
-/// A page is known to be damaged and nobody has accessed it: nothing has to be done.
+/// A page is known to be damaged and was not accessed. Nothing has to be done.
 const BUS_MCEERR_AO: c_int = 5;
 
-/// How many faults of one region are answered. Threads that access it at once fault once each; a
-/// region that still faults after it was replaced can get no memory from the system.
+/// The most faults of one region that are answered. Threads that access the region at once fault
+/// once each. A region that still faults after it was replaced can get no memory from the system.
 const FAULTS_MAX: u32 = 1024;
 
-/// The handler. It calls only system calls, and touches only atomics and its arguments.
+/// The handler. It makes only system calls, and touches only atomics, errno and its arguments.
 extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: `errno` is the thread's own, and the kernel passes a valid `info`, in which SIGBUS
-    // from an access has an address. What was interrupted must find its errno unchanged.
+    // SAFETY: `errno` is the thread's own. The kernel passes a valid `info`, in which SIGBUS from
+    // an access has an address. The interrupted code must find its errno unchanged.
     unsafe {
         let errno = *libc::__errno_location();
         let code = (*info).si_code;
@@ -215,8 +214,9 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     }
 }
 
-/// Puts zeroes in the place of the region that has `addr`; false when none has it. Two threads may
-/// do so for the same region at once: nobody believes what is in there.
+/// Replaces the region that has `addr` with zeroes. Returns false if no region has it or the
+/// replacement fails. Two threads may replace a region at once, because nothing trusts its
+/// contents.
 fn replace(addr: usize) -> bool {
     let entries = chunks().flat_map(|chunk| chunk.entries.iter());
     let found = entries.filter_map(|entry| Some((entry, entry.find(addr)?))).next();
@@ -224,8 +224,8 @@ fn replace(addr: usize) -> bool {
     if !entry.lost.swap(true, Ordering::AcqRel) {
         LOST_REGIONS.fetch_add(1, Ordering::Relaxed);
     }
-    // Before the zeroes, so that whoever reads one finds that something was lost, and then the
-    // mark. By every thread: one that was first with the mark may be held up before it gets here.
+    // Before the zeroes, so that a reader of a zero finds that something was lost, and then the
+    // mark. By every thread: the first one to set the mark may be held up before it gets here.
     LOSSES.fetch_add(1, Ordering::AcqRel);
     if entry.faults.fetch_add(1, Ordering::Relaxed) >= FAULTS_MAX {
         return false;
@@ -233,16 +233,17 @@ fn replace(addr: usize) -> bool {
     replace_by_private(start, len) || replace_by_file(start, len)
 }
 
-/// Maps memory of this process' own. Fails where the kernel counts what might be written against
-/// what it has (`vm.overcommit_memory` 2) and does not have it.
+/// Maps private memory of this process. Fails where the kernel reserves all memory that might be
+/// written (`vm.overcommit_memory` 2) and does not have it.
 fn replace_by_private(start: usize, len: usize) -> bool {
     map_over(start, len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)
 }
 
-/// Maps a sparse file that nobody else has, of which the kernel counts what is touched.
+/// Maps a sparse file that belongs to this process alone. The kernel counts only the pages that are
+/// touched.
 fn replace_by_file(start: usize, len: usize) -> bool {
     let Ok(bytes) = libc::off_t::try_from(len) else { return false };
-    // SAFETY: the name is a string, and the descriptor is closed once, here.
+    // SAFETY: the name is a C string, and the descriptor is closed once, here.
     unsafe {
         let file = libc::memfd_create(c"ringhaul-lost".as_ptr(), libc::MFD_CLOEXEC);
         if file < 0 {
@@ -256,9 +257,9 @@ fn replace_by_file(start: usize, len: usize) -> bool {
 }
 
 fn map_over(start: usize, len: usize, flags: c_int, file: c_int) -> bool {
-    // SAFETY: the mapping is a region's, which lives at least until the access that brought us
-    // here is over, and all accesses to it are of a kind that bears any change of its bytes (see
-    // `memory.rs`). The new mapping has the same place, and goes with the region's.
+    // SAFETY: the mapping is that of a region, which lives at least until the access that raised
+    // the signal is over. All accesses to it bear any change of its bytes (see `memory.rs`). The
+    // new mapping has the same place, and goes with the region's.
     let mapped = unsafe {
         libc::mmap(
             ptr::without_provenance_mut(start),
@@ -272,16 +273,16 @@ fn map_over(start: usize, len: usize, flags: c_int, file: c_int) -> bool {
     mapped != libc::MAP_FAILED
 }
 
-/// Does what would have been done without us.
+/// Passes the signal on to the previous action.
 ///
 /// # Safety
 ///
-/// Only from a handler, with its arguments.
+/// Only from a signal handler, with its arguments.
 unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let previous = PREVIOUS.get();
-    // SAFETY: the address is that of a handler of the kind that its flags state, as the kernel
-    // had it. The default action, once restored, comes when the access is tried again; a signal
-    // that somebody sent is sent again, and comes when the handler returns.
+    // SAFETY: the address is that of a handler of the kind that its flags state, as the kernel had
+    // it. The default action, once restored, takes effect when the access is tried again. A signal
+    // that a process sent is raised again, and arrives when the handler returns.
     unsafe {
         match previous {
             Some(action)
@@ -338,17 +339,17 @@ mod tests {
         assert!(!replace(mapping.as_ptr().addr().wrapping_sub(1 << 40)), "nobody's address");
     }
 
-    /// What is done where the kernel refuses private memory that it cannot have in full.
+    /// The replacement where the kernel refuses private memory that it cannot reserve in full.
     #[test]
     fn a_file_takes_the_place_of_a_region_and_belongs_to_it_alone() {
         let (_first, first) = watched();
         let (_second, second) = watched();
         for mapping in [&first, &second] {
-            // SAFETY: the test has mapped these bytes, and nobody else knows of them.
+            // SAFETY: the test has mapped these bytes, and no other code knows them.
             unsafe { mapping.as_ptr().write_volatile(1) };
             assert!(replace_by_file(mapping.as_ptr().addr(), mapping.len()));
         }
-        // SAFETY: as above, in the mappings that took their place.
+        // SAFETY: as above, for the mappings that took their place.
         unsafe {
             first.as_ptr().add(BYTES - 1).write_volatile(7);
             assert_eq!(first.as_ptr().read_volatile(), 0);

@@ -1,6 +1,6 @@
 //! The device side of a split virtqueue (virtio 1.3, section 2.7).
 //!
-//! Setup checks the rings once; then host pointers access them. The avail idx is read on request
+//! Setup checks the rings once; then host pointers access them. The avail idx is read on request,
 //! and when all announced chains are popped. The used idx is written once per batch.
 
 mod back;
@@ -21,7 +21,7 @@ const AVAIL_F_NO_INTERRUPT: u16 = 1;
 /// The device wants no kicks; not used with event idx (virtio 1.3, section 2.7.8).
 const USED_F_NO_NOTIFY: u16 = 1;
 
-/// How the driver set up the queue.
+/// The driver's set-up of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueConfig {
     /// Entries: a power of two from 1 to [`MAX_QUEUE_SIZE`].
@@ -32,19 +32,19 @@ pub struct QueueConfig {
     pub avail_ring: u64,
     /// Guest address of the used ring, aligned to 4 bytes.
     pub used_ring: u64,
-    /// Whether `VIRTIO_F_EVENT_IDX` was negotiated.
+    /// True if `VIRTIO_F_EVENT_IDX` was negotiated.
     pub event_idx: bool,
-    /// Whether `VIRTIO_F_INDIRECT_DESC` was negotiated.
+    /// True if `VIRTIO_F_INDIRECT_DESC` was negotiated.
     pub indirect: bool,
-    /// The avail entry to begin with: 0, or where the queue was stopped.
+    /// The avail entry to begin with: 0, or the entry at which the queue was stopped.
     pub next_avail: u16,
 }
 
 /// A split virtqueue, as the device sees it. Belongs to one thread.
 ///
-/// Chains are popped, and pushed when they are done, in any order. Pushed elements become visible
-/// to the driver with [`SplitQueue::publish`]. Dropping the queue touches no ring; chains keep
-/// their memory by themselves.
+/// Chains are popped, and pushed when they are done, in any order. [`SplitQueue::publish`] makes
+/// pushed elements visible to the driver. Dropping the queue touches no ring. Chains keep their own
+/// memory mapped.
 #[derive(Debug)]
 pub struct SplitQueue {
     translator: Translator,
@@ -59,29 +59,28 @@ pub struct SplitQueue {
     in_device: u16,
     /// The used idx in the ring.
     published_used: u16,
-    /// How far the avail ring was ahead of the used ring when the queue started.
+    /// The configured `next_avail` minus the used idx at the start.
     avail_ahead: u16,
-    /// The driver's wish for a call was looked at for all used elements before this one.
+    /// The first used element that was not yet compared with the driver's wish for a call.
     checked_used: u16,
-    /// The driver's last event is not known, so call it regardless.
+    /// True if the driver must be called regardless, because its last event is not known.
     call_forced: bool,
-    /// Chains that an earlier process had seen and not answered, and that are still to be popped.
+    /// The number of chains still to be popped that an earlier process saw and did not answer.
     again_left: u16,
-    /// Where requests are marked while they are in the device.
+    /// The account that marks requests while they are in the device.
     inflight: Option<Box<Inflight>>,
-    /// Whether the processor fetches what the next chains need.
+    /// True if a pop prefetches for the next chains.
     prefetch: bool,
 }
 
 impl SplitQueue {
     /// Takes over a queue that the driver has set up.
     ///
-    /// The used idx is taken from the ring, kicks are disabled, and the first
-    /// [`publish`](Self::publish) asks for a call.
+    /// Takes used idx from the ring and disables kicks. The first `publish` asks for a call.
     ///
     /// # Errors
     ///
-    /// When the size is not a power of two from 1 to [`MAX_QUEUE_SIZE`], or a part of the ring is
+    /// If the size is not a power of two from 1 to [`MAX_QUEUE_SIZE`], or a part of the ring is
     /// misaligned or not within one memory region.
     pub fn new(memory: LocalMemory, config: QueueConfig) -> Result<Self, QueueError> {
         if !config.size.is_power_of_two() || config.size > MAX_QUEUE_SIZE {
@@ -109,13 +108,13 @@ impl SplitQueue {
         Ok(queue)
     }
 
-    /// As [`new`](Self::new), for a queue whose requests are marked in an inflight region. If the
-    /// region knows the ring, it says where to continue: first with the chains that an earlier
-    /// process had taken and not answered, in the order in which it had taken them.
+    /// Takes over a queue whose requests are marked in an inflight region. If the region knows the
+    /// ring, the queue continues from it. The chains that an earlier process took and did not
+    /// answer come first, in the order in which they were taken.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new), and when the region cannot be understood.
+    /// As for [`new`](Self::new), and if the region is invalid.
     pub fn with_inflight(
         memory: LocalMemory,
         config: QueueConfig,
@@ -132,8 +131,8 @@ impl SplitQueue {
             Recovery::Known { requests } => requests,
             Recovery::New | Recovery::Stale { .. } => 0,
         };
-        // As if they were the next in the avail ring. Their order there may have been another. All
-        // accounts of a ring begin at its used idx, whatever the front-end says.
+        // Take the requests for the next ones in the avail ring, although their order there may
+        // differ. All accounts of a ring begin at its used idx, regardless of the front-end.
         queue.next_avail = queue.next_used;
         queue.avail_shadow = queue.next_used.wrapping_add(requests);
         queue.again_left = requests;
@@ -141,34 +140,34 @@ impl SplitQueue {
         Ok((queue, recovery))
     }
 
-    /// Whether a pop has the processor fetch what the chains after it need: it takes its time to do
-    /// so, as the driver has just written that on another processor. On at first.
+    /// Turns prefetching for the next chains on or off; on at first. The driver has just written
+    /// their data on another processor, so fetching it takes its time.
     pub fn set_prefetch(&mut self, on: bool) {
         self.prefetch = on;
     }
 
-    /// Where chains are answered that have a fault. In the last byte at first.
+    /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
     pub fn set_answer_place(&mut self, place: AnswerPlace) {
         self.translator.set_answer_place(place);
     }
 
-    /// Whether chains are left to be popped that an earlier process had taken. The avail ring does
-    /// not have them any more: nobody but this queue and the region knows of them.
+    /// Returns true if chains that an earlier process took are still to be popped. The avail ring
+    /// no longer has them: only this queue and the region know about them.
     #[inline]
     pub fn has_again(&self) -> bool {
         self.again_left > 0
     }
 
-    /// Whether an earlier process has seen the chain with this head, popped but not pushed here.
+    /// Returns true if an earlier process saw this chain, which must be popped and not yet pushed.
     pub fn is_of_earlier(&self, head: u16) -> bool {
         self.inflight.as_ref().is_some_and(|inflight| inflight.is_of_earlier(head))
     }
 
-    /// Takes the next chain that the driver made available, if there is one.
+    /// Pops the next chain that the driver made available, if there is one.
     ///
     /// # Errors
     ///
-    /// When the ring is bad: the device must stop this queue. No chain has been lost before.
+    /// If the ring is bad: the device must stop this queue. No earlier chain is lost.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
         let again_left = self.again_left;
@@ -180,16 +179,16 @@ impl SplitQueue {
         let Some((head, fault)) = walked? else { return Ok(None) };
         self.next_avail = self.next_avail.wrapping_add(1);
         self.in_device += 1;
-        // The chain is made where the caller wants it: nothing copies it.
+        // The chain is made in the caller's place: nothing copies it.
         Ok(Some(chain::finish(&mut self.translator, head, fault)))
     }
 
-    /// What was popped may come from memory that is gone, so it is popped again without it.
+    /// Pops again without lost regions, since the chain may have come from memory that is gone.
     #[cold]
     fn pop_after_loss(&mut self) -> Result<Option<Chain>, QueueError> {
         let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
         let memory = self.translator.memory();
-        // A part of the regions of a map is a map as well.
+        // Any part of a valid map is a valid map.
         let rest = memory.without_lost().unwrap_or_else(|_| GuestMemory::empty());
         match self.set_memory(LocalMemory::new(Arc::new(rest))) {
             Err(QueueError::Unmapped { part, addr, len }) => return Err(gone(part, addr, len)),
@@ -198,7 +197,7 @@ impl SplitQueue {
         self.pop()
     }
 
-    /// Walks the next chain, which leaves its buffers in the translator.
+    /// Walks the next chain, and leaves its buffers in the translator.
     #[inline]
     fn walk_next(&mut self) -> Result<Option<(u16, Option<ChainFault>)>, QueueError> {
         if self.next_avail == self.avail_shadow && !self.look_for_more()? {
@@ -216,26 +215,26 @@ impl SplitQueue {
         Ok(Some((head, fault)))
     }
 
-    /// Each step needs what the step before has fetched, so each pop takes one of them for each of
-    /// the next chains.
+    /// Prefetches for the next chains. Each step needs the result of the step before, so each pop
+    /// takes one step for each of these chains.
     #[inline]
     fn prefetch_next(&self) {
         let after = self.avail_shadow.wrapping_sub(self.next_avail) - 1;
         let head = |ahead| self.rings.avail_entry(self.next_avail.wrapping_add(ahead));
         let mut ahead = 1;
-        // Drivers have indirect tables for all requests or for few.
+        // Drivers use indirect tables for all requests or for few.
         if self.translator.is_indirect() && after >= ahead {
             self.translator.prefetch_in_indirect(head(ahead));
             ahead += 1;
         }
         if after >= ahead {
             self.translator.prefetch_named(head(ahead));
-            // If there is no such chain, an older one is fetched.
+            // Without such a chain, an older one is fetched.
             self.translator.prefetch_descriptor(head(ahead + 1));
         }
     }
 
-    /// The next head that an earlier process had seen.
+    /// Returns the next head that an earlier process saw.
     #[cold]
     fn head_again(&mut self) -> u16 {
         let left = self.again_left;
@@ -246,21 +245,20 @@ impl SplitQueue {
         }
     }
 
-    /// The head of the next used element, if all are answered in the order in which they were made
-    /// available, and with nothing of an earlier process.
+    /// The head of the next used element, if chains are answered in the order of the avail ring and
+    /// none is of an earlier process.
     pub fn head_in_order(&self) -> u16 {
         self.rings.avail_entry(self.next_used.wrapping_add(self.avail_ahead))
     }
 
-    /// Writes a used element: the chain with this head is done, and the device wrote this many
-    /// bytes to it, counted from the start of what is writable. The driver does not see it yet.
+    /// Writes the used element of a chain that is done. `written_bytes` counts from the start of
+    /// the writable bytes. The driver does not see the element yet.
     ///
-    /// Chains may be pushed in any order, each once. Pushing what was not popped confuses the
-    /// driver.
+    /// Chains may be pushed in any order, each once. Pushing any other head confuses the driver.
     ///
     /// # Panics
     ///
-    /// When all chains that were popped have been pushed.
+    /// If all chains that were popped have been pushed.
     #[inline]
     pub fn push(&mut self, head: u16, written_bytes: u32) {
         assert!(self.in_device > 0, "chain {head} was pushed twice or never popped");
@@ -269,8 +267,12 @@ impl SplitQueue {
         self.in_device -= 1;
     }
 
-    /// Makes all pushed elements visible, and returns how many are new. A driver that sleeps sees
-    /// them when [`publish`](Self::publish) has asked for a call, as it must in the end.
+    /// Makes all pushed elements visible, and returns the number of new ones. A sleeping driver
+    /// sees them only after [`publish`](Self::publish) has asked for a call, as it must in the end.
+    ///
+    /// # Panics
+    ///
+    /// If more than 32,768 elements were published since the last [`publish`](Self::publish).
     #[inline]
     pub fn publish_quietly(&mut self) -> u16 {
         let count = self.next_used.wrapping_sub(self.published_used);
@@ -288,9 +290,8 @@ impl SplitQueue {
         count
     }
 
-    /// Whether the driver seems to sleep until it is called for what was pushed since the last
-    /// [`publish`](Self::publish), or for the next element: a cheap look, which may miss a driver
-    /// that has just asked.
+    /// Returns true if the driver seems to sleep until called for elements since the last
+    /// `publish`, or for the next one. A cheap check, which may miss a driver that has just asked.
     #[inline]
     pub fn is_awaited(&self) -> bool {
         if self.config.event_idx {
@@ -301,12 +302,11 @@ impl SplitQueue {
         }
     }
 
-    /// How many chains there are to pop: by a look now, or the last one if that has left some and
-    /// `fresh` is false.
+    /// The number of chains to pop. Reads avail idx if `fresh`, or if the last read has left none.
     ///
     /// # Errors
     ///
-    /// As [`pop`](Self::pop).
+    /// As for [`pop`](Self::pop).
     #[inline]
     pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
         if fresh || self.next_avail == self.avail_shadow {
@@ -315,15 +315,14 @@ impl SplitQueue {
         Ok(self.avail_shadow.wrapping_sub(self.next_avail))
     }
 
-    /// As [`available`](Self::available), by a look now. A ring that is bad has none; the next pop
-    /// finds out that it is.
+    /// The number of chains to pop, by a fresh read. 0 if the ring is bad, which the next pop
+    /// reports.
     pub fn available_now(&mut self) -> u16 {
         self.available(true).unwrap_or(0)
     }
 
-    /// Makes all pushed elements visible to the driver, and returns whether it wants a call for
-    /// any element since this was last asked. Also true when a call is forced, with or without new
-    /// elements.
+    /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call for
+    /// any element since the last `publish`, or if a call is forced, with or without new elements.
     #[inline]
     #[must_use = "the driver may sleep until it is called"]
     pub fn publish(&mut self) -> bool {
@@ -337,8 +336,8 @@ impl SplitQueue {
         if old == new {
             return false;
         }
-        // The driver writes its event (or flag) and then looks at used idx; we write used idx and
-        // then look at the event. Only a full fence on both sides lets one of us see the other.
+        // The driver writes its event (or flag) and then reads used idx. We write used idx and then
+        // read the event. Without a full fence on both sides, both could miss the opposite write.
         fence(Ordering::SeqCst);
         if self.config.event_idx {
             need_event(self.rings.load_used_event(), new, old)
@@ -347,13 +346,13 @@ impl SplitQueue {
         }
     }
 
-    /// Makes the next [`publish`](Self::publish) ask for a call: when a call may have been lost,
-    /// for example because the call eventfd was replaced.
+    /// Makes the next [`publish`](Self::publish) ask for a call. Needed when a call may have been
+    /// lost, for example with a call eventfd that was replaced.
     pub fn force_call(&mut self) {
         self.call_forced = true;
     }
 
-    /// Whether there is something to pop: a cheap look, for busy-polling.
+    /// Returns true if there is a chain to pop. Cheap enough for busy-polling.
     #[inline]
     pub fn has_available(&self) -> bool {
         self.next_avail != self.avail_shadow || self.next_avail != self.rings.load_avail_idx()
@@ -361,8 +360,8 @@ impl SplitQueue {
 
     /// Asks the driver to kick when it makes the next chain available.
     ///
-    /// Returns true when chains are available already, for which no kick may come: then call
-    /// [`disable_kicks`](Self::disable_kicks) and pop them. On false it is safe to sleep.
+    /// Returns true if chains are available already, for which no kick may come. Then call
+    /// [`disable_kicks`](Self::disable_kicks) and pop them. After false it is safe to sleep.
     #[must_use = "chains that are available already may come without a kick"]
     pub fn enable_kicks(&mut self) -> bool {
         if self.config.event_idx {
@@ -375,42 +374,42 @@ impl SplitQueue {
         self.next_avail != self.rings.load_avail_idx()
     }
 
-    /// Tells the driver that it need not kick. With event idx nothing is written: the event falls
-    /// behind on its own.
+    /// Lets the driver omit kicks. With event idx nothing is written: the event becomes stale
+    /// anyway.
     pub fn disable_kicks(&mut self) {
         if !self.config.event_idx {
             self.rings.store_used_flags(USED_F_NO_NOTIFY);
         }
     }
 
-    /// The avail entry that will be popped next: what a front-end wants to know when it stops the
-    /// queue, provided that nothing is in the device.
+    /// The avail entry to pop next, for a front-end that stops the queue with nothing in the
+    /// device.
     pub fn next_avail(&self) -> u16 {
         self.next_avail
     }
 
-    /// What tells other threads how far the driver is.
+    /// Returns a handle with which other threads read avail idx.
     pub fn avail_idx(&self) -> AvailIdx {
         AvailIdx::new(self.translator.memory(), self.config.avail_ring)
     }
 
-    /// Entries of the ring.
+    /// The number of entries of the ring.
     pub fn size(&self) -> u16 {
         self.config.size
     }
 
-    /// How many chains were popped and not pushed yet.
+    /// The number of chains that were popped and not pushed yet.
     #[inline]
     pub fn in_device(&self) -> u16 {
         self.in_device
     }
 
-    /// Continues in a changed memory map, in which the rings have the same guest addresses.
-    /// Chains that were popped keep the old map.
+    /// Continues in a changed memory map, in which the rings have the same guest addresses. Chains
+    /// that were popped keep the old map.
     ///
     /// # Errors
     ///
-    /// As [`SplitQueue::new`]; then the queue still uses the old map.
+    /// As for [`SplitQueue::new`]. The queue then keeps the old map.
     pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
         let answer_place = self.translator.answer_place();
         (self.translator, self.rings) = map_parts(memory, &self.config)?;
@@ -418,10 +417,10 @@ impl SplitQueue {
         Ok(())
     }
 
-    /// Reads avail idx; true when it announces chains that were not popped.
+    /// Reads avail idx. Returns true if it announces chains that were not popped.
     #[inline]
     fn look_for_more(&mut self) -> Result<bool, QueueError> {
-        // Acquire: what the driver wrote before avail idx, entries and descriptors, is seen after.
+        // Acquire: entries and descriptors from before avail idx are seen after it.
         let avail_idx = self.rings.load_avail_idx();
         let available = avail_idx.wrapping_sub(self.next_avail);
         let QueueConfig { size, .. } = self.config;
@@ -433,7 +432,7 @@ impl SplitQueue {
             });
         }
         if avail_idx != self.avail_shadow {
-            // It does not go back: what has been seen is taken.
+            // Avail idx does not go back: chains that were seen count as taken.
             if avail_idx.wrapping_sub(self.avail_shadow) > size {
                 let next_avail = self.avail_shadow;
                 return Err(QueueError::AvailIndex { avail_idx, next_avail, size });
@@ -446,7 +445,7 @@ impl SplitQueue {
         Ok(available > 0)
     }
 
-    /// Marks chains that are seen for the first time. Without marks a queue does not go on.
+    /// Marks chains that are seen for the first time. A queue does not continue without marks.
     #[inline(never)]
     fn mark_up_to(&mut self, avail_idx: u16) -> Result<(), InflightError> {
         let Self { inflight, rings, avail_shadow, .. } = self;
@@ -457,8 +456,11 @@ impl SplitQueue {
         if inflight.is_intact() { Ok(()) } else { Err(InflightError::Gone) }
     }
 
-    /// Leaves chains that were seen and not popped to whoever serves the ring next, and to the
-    /// avail ring alone.
+    /// Unmarks chains that were seen and not popped. The next process finds them in the avail ring.
+    ///
+    /// # Panics
+    ///
+    /// If [chains of an earlier process](Self::has_again) are still to be popped.
     pub fn leave_rest(&mut self) {
         assert!(self.again_left == 0, "the avail ring does not have {} chains", self.again_left);
         let Self { inflight, rings, next_avail, avail_shadow, .. } = self;
@@ -471,12 +473,12 @@ impl SplitQueue {
     }
 }
 
-/// Used elements that may be published before the driver's wish for a call is looked at, for the
+/// The most used elements that may be published before the driver's wish for a call is checked: the
 /// comparison in `need_event` wraps.
 const UNCHECKED_MAX: u16 = 1 << 15;
 
-/// Whether publishing the entries from `old` up to `new` passes the entry that the other side waits
-/// for (virtio 1.3, section 2.7.7.1). All of it wraps.
+/// Returns true if publishing the entries from `old` up to `new` passes `event`, for which the
+/// driver waits (virtio 1.3, section 2.7.7.1). All of it wraps.
 #[inline]
 fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -506,7 +508,7 @@ mod tests {
         for old in 0..=u16::MAX {
             for count in [0, 1, 2, 3, 1024, 0x8000, u16::MAX] {
                 let new = old.wrapping_add(count);
-                // Those around both ends of what is published decide.
+                // Events around both ends of the published range decide.
                 for near in [old, new] {
                     for event in
                         [near.wrapping_sub(2), near.wrapping_sub(1), near, near.wrapping_add(1)]

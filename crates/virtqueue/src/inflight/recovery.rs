@@ -1,24 +1,24 @@
-//! What is known of the process before when a queue starts.
+//! The state of a queue that the previous process has left in its account.
 
-/// What an account says about the process before.
+/// The state that the previous process has left in an account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recovery {
-    /// Nothing: it is new.
+    /// No state: the account is new.
     New,
-    /// The ring is the one that it is about, and so many requests are to be executed again.
+    /// The account is of this ring, and its requests are executed again.
     Known {
-        /// Requests that had been taken and not answered.
+        /// The number of requests that had been taken and not answered.
         requests: u16,
     },
-    /// It is about another ring, which a driver has set up before, and has been begun anew.
+    /// The account is of an earlier ring, which the driver has replaced. It was reset.
     Stale {
-        /// Requests of that ring that had been taken and not answered.
+        /// The number of requests of that ring that had been taken and not answered.
         requests: u16,
     },
 }
 
 impl Recovery {
-    /// What a log says of it; none when no requests were left.
+    /// Returns a description for the log, or `None` if no requests were left.
     #[must_use]
     pub fn describe(self) -> Option<String> {
         let count = |requests| match requests {

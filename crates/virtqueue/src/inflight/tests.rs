@@ -1,4 +1,4 @@
-//! A process that dies before each of its stores, and accounts that are wrong.
+//! Processes that die before each of their stores, and accounts that are wrong.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -20,24 +20,24 @@ const RING: QueueConfig = QueueConfig {
     next_avail: 0,
 };
 
-/// What outlives a process: guest memory with a driver in it, and the region.
+/// The state that outlives a process: guest memory with a driver in it, and the region.
 struct World {
     memory: Arc<GuestMemory>,
     driver: Driver<Arc<GuestMemory>>,
     region: InflightRegion,
     random: u64,
-    /// Requests by the heads that they have now. A request's number is the length of its buffer.
+    /// Requests by their present heads. The number of a request is the length of its buffer.
     waiting: BTreeMap<u32, u32>,
     offered: u32,
     answered: u32,
-    /// Requests that a process has begun, in that order, and the driver has no answer to.
+    /// Requests, in order, that a process has begun and that the driver has no answer to.
     begun: Vec<u32>,
 }
 
 /// A process that serves the queue.
 struct Life {
     queue: SplitQueue,
-    /// Head and number of what it has to answer.
+    /// Head and number of each request to answer.
     tasks: Vec<(u16, u32)>,
 }
 
@@ -64,14 +64,14 @@ impl World {
 
     fn open(&self) -> Result<(SplitQueue, Recovery), QueueError> {
         let account = self.region.queue(1).unwrap();
-        // What front-ends say that have heard nothing of the last process.
+        // The value from a front-end that knows nothing about the previous process.
         let next_avail = self.driver.ring().used_idx();
         let config = QueueConfig { next_avail, ..RING };
         SplitQueue::with_inflight(LocalMemory::new(Arc::clone(&self.memory)), config, &account)
     }
 
-    /// A process begins: what the last one had begun comes first, in that order, without what the
-    /// driver has an answer to.
+    /// Starts a process. Requests that the previous one had begun must come first, in the same
+    /// order, except for requests that the driver has an answer to.
     fn live(&mut self) -> Life {
         let (queue, recovery) = self.open().unwrap();
         assert!(!matches!(recovery, Recovery::Stale { .. }), "{recovery:?}");
@@ -82,7 +82,7 @@ impl World {
             let chain = life.queue.pop().unwrap().unwrap();
             self.begin(&mut life, &chain);
         }
-        // Then what it had seen in the avail ring.
+        // Requests follow that the previous process had only seen in the avail ring.
         assert!(self.begun.starts_with(&before), "{before:?} became {:?}", self.begun);
         life
     }
@@ -129,7 +129,7 @@ impl World {
         }
     }
 
-    /// The queue stops with requests that are not done, and starts again.
+    /// Stops the queue with unanswered requests, and starts it again.
     fn stop(&mut self, life: &mut Life) {
         let _ = life.queue.publish();
         life.queue.leave_rest();
@@ -151,8 +151,8 @@ impl World {
     }
 }
 
-/// Lives and dies until all of its steps are done: for the first time before store `first`, then
-/// after some more. Whether it has died.
+/// Runs processes until all steps are done. The first one dies before store `first`, later ones
+/// after a random number of stores. Returns true if any process died.
 fn run(seed: u64, first: u32) -> bool {
     let mut world = World::new(seed);
     let mut left = 80;
@@ -197,7 +197,7 @@ fn nothing_is_lost_or_done_twice_whenever_the_process_dies() {
 fn fresh() -> World {
     let mut world = World::new(3);
     let mut life = world.live();
-    // Four are seen, three popped, the second is answered.
+    // Four chains are seen, three are popped, and the second is answered.
     for number in 1..=4 {
         world.driver.add(&[Desc::writable(0x8000, number)], None);
         world.driver.publish();
@@ -228,7 +228,7 @@ fn an_account_says_where_to_continue() {
 
 #[test]
 fn an_account_of_another_ring_is_begun_anew() {
-    // The driver has set the ring up anew, or one at a place further on.
+    // The driver has set up the ring again, from the start or at a later entry.
     for (used_idx, avail_idx) in [(0, 0), (0, 1), (900, 901), (1, 1)] {
         let world = fresh();
         world.driver.ring().put_used_idx(used_idx);
@@ -273,7 +273,7 @@ fn an_account_that_makes_no_sense_is_refused() {
     }
 }
 
-/// As a longer ring had them.
+/// The marks are of a longer ring.
 #[test]
 fn marks_beyond_the_ring_are_of_another_one() {
     let world = fresh();
@@ -290,7 +290,7 @@ fn marks_beyond_the_ring_are_of_another_one() {
 
 #[test]
 fn a_region_has_room_for_its_accounts_and_for_no_others() {
-    // An account of 8 split entries: 16 bytes and 8 times 16, in units of 64.
+    // An account of 8 split entries has 16 bytes and 8 times 16, rounded up to a multiple of 64.
     assert_eq!(InflightRegion::bytes(RingLayout::Split, 1, 8), 192);
     assert_eq!(InflightRegion::bytes(RingLayout::Split, 3, 128), 3 * (2048 + 64));
     assert_eq!(InflightRegion::bytes(RingLayout::Packed, 2, 128), 2 * (4096 + 64));

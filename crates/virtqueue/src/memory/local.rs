@@ -9,7 +9,7 @@ use libc::iovec;
 
 use super::map::{GuestMemory, HostRegion, to_usize};
 
-/// A thread's own counted reference to a [`GuestMemory`], and what lists of its ranges hold. A
+/// A thread's own counted reference to a [`GuestMemory`], and the owner for lists of its ranges. A
 /// clone costs no atomic operation.
 #[derive(Debug, Clone)]
 pub struct LocalMemory(Rc<Local>);
@@ -21,33 +21,33 @@ struct Local {
 }
 
 impl LocalMemory {
-    /// Makes the thread's first reference; the others are clones of it.
+    /// Makes the first reference of a thread. Further ones are clones of it.
     pub fn new(map: Arc<GuestMemory>) -> Self {
         let memory = Memory::new(Arc::clone(&map));
         Self(Rc::new(Local { map, memory }))
     }
 
-    /// The map, to be shared with other threads.
+    /// The map, for sharing with other threads.
     pub fn shared(&self) -> &Arc<GuestMemory> {
         &self.0.map
     }
 
-    /// What lists of ranges of this map hold.
+    /// The owner that lists of this map's ranges hold.
     #[inline]
     pub(super) fn memory(&self) -> &Memory {
         &self.0.memory
     }
 
-    /// A list of ranges that were found in this map.
+    /// Makes a list of ranges that were found in this map.
     #[inline]
     pub(super) fn buffers(&self, ranges: Ranges) -> Buffers {
-        // SAFETY: only the translator of this map calls it, with ranges that the map has mapped for
-        // reading and writing. They stay mapped while `memory` lives, and no Rust reference is ever
-        // made to guest memory.
+        // SAFETY: only the translator of this map and `whole` call it, with ranges that the map has
+        // mapped for reading and writing. They stay mapped while `memory` lives, and no Rust
+        // reference is ever made to guest memory.
         unsafe { Buffers::from_raw_parts(ranges, self.memory().clone()) }
     }
 
-    /// All of the map, for an engine that keeps its pages at hand.
+    /// Returns a list of the whole map, for an engine that registers its pages.
     #[must_use]
     pub fn whole(&self) -> Buffers {
         let range = |region: &HostRegion| iovec {

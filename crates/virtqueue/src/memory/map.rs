@@ -1,4 +1,4 @@
-//! The map: which regions there are, and where they are in this process.
+//! The map: the regions of guest memory, and their addresses in this process.
 
 use std::ptr;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::error::MemoryError;
 use crate::region::{self, MappingRules, Region, RegionConfig};
 use crate::sigbus::losses;
 
-/// What translation needs to know of a region; copied into caches.
+/// The fields of a region that translation needs, copied into caches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostRegion {
     pub(super) guest_addr: u64,
@@ -18,9 +18,8 @@ pub(super) struct HostRegion {
     pub(super) host: *mut u8,
 }
 
-// SAFETY: the pointer is only a number here. Those who access what it points to do so with
-// volatile or atomic accesses, which is as well defined from several threads as from one, since
-// the guest is one more.
+// SAFETY: the pointer is only a number here. Every access through it must allow for concurrent
+// accesses by the guest, so it is as well defined from several threads as from one.
 unsafe impl Send for HostRegion {}
 // SAFETY: as above; a shared HostRegion gives no access of its own.
 unsafe impl Sync for HostRegion {}
@@ -28,7 +27,8 @@ unsafe impl Sync for HostRegion {}
 impl HostRegion {
     pub(super) const NONE: Self = Self { guest_addr: 0, size: 0, host: ptr::null_mut() };
 
-    /// Bytes from `addr` to the end of the region, and where they are; none when it is elsewhere.
+    /// Returns the host address of `addr` and the number of bytes from there to the end of the
+    /// region. `None` if `addr` is not in the region.
     #[inline]
     pub(super) fn tail(&self, addr: u64) -> Option<(*mut u8, usize)> {
         let offset = addr.wrapping_sub(self.guest_addr);
@@ -43,10 +43,10 @@ impl HostRegion {
 /// map that has it, so the memory stays usable while the map is kept.
 #[derive(Debug)]
 pub struct GuestMemory {
-    /// Sorted by guest address, as `regions` is.
+    /// Sorted by guest address, like `regions`.
     pub(super) hosts: Vec<HostRegion>,
     regions: Vec<Arc<Region>>,
-    /// What [`losses`] said when no region of this map was lost.
+    /// The value of [`losses`] at which no region of this map was lost.
     losses: AtomicU64,
 }
 
@@ -55,35 +55,36 @@ impl GuestMemory {
     ///
     /// # Errors
     ///
-    /// When there are more than [`MAX_REGIONS`](crate::MAX_REGIONS), or one is empty, wraps,
-    /// overlaps another, is longer than its file, is against the rules or cannot be mapped.
+    /// If there are more than [`MAX_REGIONS`](crate::MAX_REGIONS), or if one is empty, wraps,
+    /// overlaps a neighbour, is longer than its file, is against the rules or cannot be mapped.
     pub fn new(regions: &[RegionConfig], rules: &MappingRules) -> Result<Self, MemoryError> {
         region::check_count(regions.len())?;
         let mapped = regions.iter().map(|config| Region::map(config, rules).map(Arc::new));
         Self::from_regions(mapped.collect::<Result<_, _>>()?)
     }
 
-    /// Private zeroes for pairs of guest address and bytes; front-end addresses are the same.
+    /// Maps private zeroes for pairs of guest address and bytes. Front-end addresses equal guest
+    /// addresses.
     ///
     /// # Errors
     ///
-    /// As [`GuestMemory::new`].
+    /// As for [`GuestMemory::new`].
     pub fn anonymous(ranges: &[(u64, u64)]) -> Result<Self, MemoryError> {
         region::check_count(ranges.len())?;
         let mapped = ranges.iter().map(|&(addr, size)| Region::anonymous(addr, size).map(Arc::new));
         Self::from_regions(mapped.collect::<Result<_, _>>()?)
     }
 
-    /// A map without regions, such as a device has before its front-end adds some.
+    /// Makes a map without regions, for a device whose front-end has not added any yet.
     pub fn empty() -> Self {
         Self { hosts: Vec::new(), regions: Vec::new(), losses: AtomicU64::new(0) }
     }
 
-    /// This map and one more region.
+    /// Makes a map of this map's regions and one more.
     ///
     /// # Errors
     ///
-    /// As [`GuestMemory::new`].
+    /// As for [`GuestMemory::new`].
     pub fn with_region(
         &self,
         config: &RegionConfig,
@@ -95,11 +96,11 @@ impl GuestMemory {
         Self::from_regions(regions)
     }
 
-    /// This map without the region that has exactly these addresses and this size in bytes.
+    /// Makes a map without the region that has exactly these addresses and this size in bytes.
     ///
     /// # Errors
     ///
-    /// [`MemoryError::UnknownRegion`] when there is none.
+    /// [`MemoryError::UnknownRegion`] if there is none.
     pub fn without_region(
         &self,
         guest_addr: u64,
@@ -114,14 +115,14 @@ impl GuestMemory {
         Self::from_regions(regions)
     }
 
-    /// The guest address of what the front-end has at `user_addr`, if that is in a region. A
+    /// Returns the guest address of front-end address `user_addr`, if that is in a region. A
     /// front-end gives ring addresses in this form.
     pub fn guest_addr_of_user(&self, user_addr: u64) -> Option<u64> {
         self.regions.iter().find_map(|region| region.guest_addr_of_user(user_addr))
     }
 
-    /// The guest address of what this process has at `host`, if that is in a region: of a byte that
-    /// was written through a list of buffers, for a log of writes.
+    /// Returns the guest address of host address `host`, if that is in a region. A log of writes
+    /// needs it, for bytes written through a list of buffers.
     pub fn guest_addr_of_host(&self, host: *const u8) -> Option<u64> {
         let offset = |region: &HostRegion| host.addr().checked_sub(region.host.addr());
         self.hosts.iter().find_map(|region| {
@@ -130,23 +131,23 @@ impl GuestMemory {
         })
     }
 
-    /// Bytes of all regions together.
+    /// The number of bytes in all regions.
     pub fn bytes(&self) -> u64 {
         self.hosts.iter().map(|region| region.size).sum()
     }
 
-    /// How many regions the map has.
+    /// The number of regions.
     pub fn num_regions(&self) -> usize {
         self.regions.len()
     }
 
-    /// Copies from guest memory; the range may go over several regions that touch. An integer that
-    /// is aligned in this process is read at once.
+    /// Copies from guest memory. The range may cross regions that touch. An integer that is aligned
+    /// in this process is read at once.
     ///
     /// # Errors
     ///
-    /// [`MemoryError::Unmapped`] when some of the range is in no region; `dst` may then have been
-    /// written in part.
+    /// [`MemoryError::Unmapped`] if part of the range is in no region. `dst` may have been written
+    /// in part.
     pub fn read(&self, guest_addr: u64, dst: &mut [u8]) -> Result<(), MemoryError> {
         let mut done = 0;
         self.for_each_piece(guest_addr, dst.len(), |host, len| {
@@ -157,13 +158,13 @@ impl GuestMemory {
         })
     }
 
-    /// Copies into guest memory; the range may go over several regions that touch. An integer that
-    /// is aligned in this process is written at once.
+    /// Copies into guest memory. The range may cross regions that touch. An integer that is aligned
+    /// in this process is written at once.
     ///
     /// # Errors
     ///
-    /// [`MemoryError::Unmapped`] when some of the range is in no region; what lies before it may
-    /// then have been written.
+    /// [`MemoryError::Unmapped`] if part of the range is in no region. The bytes before it may have
+    /// been written.
     pub fn write(&self, guest_addr: u64, src: &[u8]) -> Result<(), MemoryError> {
         let mut done = 0;
         self.for_each_piece(guest_addr, src.len(), |host, len| {
@@ -174,12 +175,12 @@ impl GuestMemory {
         })
     }
 
-    /// Whether no access has found memory of this map gone. Once this is false, zeroes may have
-    /// been read from it, and what was written is lost. Two loads, unless any map's region is lost.
+    /// Returns true if no access has found memory of this map gone. Otherwise, reads may have
+    /// returned zeroes, and writes are lost. Takes two loads, unless any map's region is lost.
     #[inline]
     #[must_use]
     pub fn is_intact(&self) -> bool {
-        // Read first: what is lost from now on changes the number again.
+        // Load this first: a later loss changes the number again.
         let losses = losses();
         losses == self.losses.load(Ordering::Relaxed) || self.look_for_lost(losses)
     }
@@ -193,12 +194,12 @@ impl GuestMemory {
         intact
     }
 
-    /// This map without the regions that are lost.
+    /// Makes a map without the regions that are lost.
     pub(crate) fn without_lost(&self) -> Result<Self, MemoryError> {
         Self::from_regions(self.regions.iter().filter(|r| !r.is_lost()).cloned().collect())
     }
 
-    /// Where a range is in this process, if it is inside one region. Good while the map lives.
+    /// Returns the host address of a range inside one region. It is good while the map lives.
     pub(crate) fn host_of(&self, guest_addr: u64, len: usize) -> Option<*mut u8> {
         let (host, tail) = self.find(guest_addr)?.tail(guest_addr)?;
         (len <= tail).then_some(host)
@@ -236,14 +237,14 @@ impl GuestMemory {
             let len = left.min(tail);
             piece(host, len);
             left -= len;
-            // Regions end below 2^64, so what follows the end of a piece is an address too.
+            // Regions end below 2^64, so the address after a piece cannot wrap.
             addr += len as u64;
         }
         Ok(())
     }
 }
 
-/// Guest addresses and lengths fit.
+/// Converts a guest address or a length, which always fits.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide, see lib.rs")]
 pub(super) fn to_usize(value: u64) -> usize {

@@ -12,8 +12,8 @@ pub(crate) const DESCRIPTOR_BYTES: usize = 16;
 /// The buffer is a table of descriptors (virtio 1.3, section 2.7.5).
 pub(crate) const DESC_F_INDIRECT: u16 = 4;
 
-/// Has the processor fetch a line of memory that is soon read, and often written then: a header,
-/// beside which drivers have the place of the answer.
+/// Prefetches a line of memory that is soon read, and often written then: a header, beside which
+/// drivers put the place of the answer.
 #[inline]
 pub(super) fn prefetch(host: *const u8) {
     // SAFETY: the instruction is a hint. It accesses nothing, and wrong addresses do no harm.
@@ -30,7 +30,7 @@ pub(super) fn prefetch(host: *const u8) {
     let _ = host;
 }
 
-/// One descriptor, read once from a table in guest memory (virtio 1.3, section 2.7.5).
+/// A descriptor, read once from a table in guest memory (virtio 1.3, section 2.7.5).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     pub(crate) addr: u64,
@@ -40,7 +40,7 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
-    /// Decodes the two little-endian words of a descriptor, as loaded.
+    /// Decodes the two words of a descriptor, which are little-endian as loaded.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "takes the fields of a word apart")]
     fn from_words([low, high]: [u64; 2]) -> Self {
@@ -54,12 +54,12 @@ impl Descriptor {
 pub(super) struct Table {
     guest_addr: u64,
     pub(super) entries: u16,
-    /// Null when the table must be read byte by byte, as it crosses regions or is not aligned.
+    /// Null if the table must be read byte by byte, because it crosses regions or is not aligned.
     host: *const u64,
 }
 
 impl Table {
-    /// `host` is the address of all entries if they are within one region.
+    /// Makes a table. `host` is the address of all entries if they are within one region.
     #[inline]
     pub(super) fn new(guest_addr: u64, entries: u16, host: Option<*mut u8>) -> Self {
         let aligned = host.filter(|host| host.addr().is_multiple_of(align_of::<u64>()));
@@ -70,8 +70,8 @@ impl Table {
         }
     }
 
-    /// Reads entry `index`, each byte once; none when the table has no such entry. `memory` is the
-    /// map that the table was found in.
+    /// Reads entry `index`, each byte once. `None` if the table has no such entry. `memory` must be
+    /// the map that the table was found in.
     #[inline]
     pub(super) fn read(&self, memory: &GuestMemory, index: u16) -> Option<Descriptor> {
         if index >= self.entries {
@@ -81,9 +81,9 @@ impl Table {
         if self.host.is_null() {
             return self.read_bytes(memory, index);
         }
-        // SAFETY: the table was found to have `entries` descriptors of two aligned words within
-        // one region of `memory`, which the translator that has both keeps mapped, and `index` is
-        // less than that.
+        // SAFETY: the table was found to have `entries` descriptors of two aligned words within one
+        // region of `memory`. The translator that has both keeps the region mapped, and `index` is
+        // less than `entries`.
         let words = unsafe {
             let words = self.host.add(index * (DESCRIPTOR_BYTES / size_of::<u64>()));
             [words.read_volatile(), words.add(1).read_volatile()]
@@ -91,14 +91,14 @@ impl Table {
         Some(Descriptor::from_words(words))
     }
 
-    /// Has the processor fetch entry `index`, which the table need not have.
+    /// Prefetches entry `index`, which the table need not have.
     #[inline]
     pub(super) fn prefetch(&self, index: u16) {
         let words = usize::from(index) * (DESCRIPTOR_BYTES / size_of::<u64>());
         prefetch(self.host.wrapping_add(words).cast());
     }
 
-    /// Whether both are at the same place.
+    /// Returns true if both tables have the same address.
     #[inline]
     pub(super) fn is(&self, other: &Self) -> bool {
         self.guest_addr == other.guest_addr

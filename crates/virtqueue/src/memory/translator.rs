@@ -1,4 +1,4 @@
-//! From descriptors and guest addresses to ranges of this process.
+//! The translation of descriptors and guest addresses into ranges of this process.
 
 use iomem::{Buffers, Ranges};
 use libc::iovec;
@@ -10,23 +10,24 @@ use crate::error::ChainFault;
 use crate::limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 
 /// The most pieces that the buffers of one chain may be in, for each direction. Descriptors alone
-/// cannot pass it; buffers that cross many small regions can.
+/// cannot exceed it. Buffers that cross many small regions can.
 pub(crate) const MAX_PIECES: usize = 2 * (MAX_QUEUE_SIZE as usize + MAX_INDIRECT_ENTRIES as usize);
 
-/// In which direction a buffer goes.
+/// The direction of a buffer, from the device's side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Readable,
     Writable,
 }
 
-/// Where a device answers a request, which matters for those whose chains have a fault.
+/// The place where a device answers a request. The queue needs to know it for chains that have a
+/// fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AnswerPlace {
-    /// In the last byte that it may write, as virtio-blk does.
+    /// The last device-writable byte, as in virtio-blk.
     #[default]
     LastByte,
-    /// At the front of what it may write, as virtio-scsi does.
+    /// The front of the device-writable bytes, as in virtio-scsi.
     Front,
 }
 
@@ -35,29 +36,29 @@ fn range(host: *mut u8, len: usize) -> iovec {
     iovec { iov_base: host.cast(), iov_len: len }
 }
 
-/// Makes a list of what was gathered, and starts another.
+/// Makes a list of the collected ranges, and starts an empty one.
 #[inline]
 fn take(ranges: &mut Ranges, memory: &LocalMemory) -> Buffers {
     memory.buffers(std::mem::replace(ranges, memory.memory().storage()))
 }
 
-/// Reads the descriptors of a queue and turns guest addresses into host ranges, for one map.
+/// Reads the descriptors of a queue and translates guest addresses into host ranges, for one map.
 #[derive(Debug)]
 pub(crate) struct Translator {
     memory: LocalMemory,
-    /// The region that was hit last; always of `memory`.
+    /// The region of the last hit, always of `memory`.
     last: HostRegion,
     main: Table,
     current: Table,
-    /// The buffers of a chain, while they are gathered.
+    /// The buffers of a chain, while they are collected.
     readable: Ranges,
     writable: Ranges,
     answer_place: AnswerPlace,
 }
 
 impl Translator {
-    /// For a queue whose descriptor table is at `desc_table`; none when the table is not wholly
-    /// inside one region.
+    /// Makes a translator for a queue whose descriptor table is at `desc_table`. `None` if the
+    /// table is not wholly inside one region.
     pub(crate) fn new(memory: LocalMemory, desc_table: u64, entries: u16) -> Option<Self> {
         let host = memory.host_of(desc_table, usize::from(entries) * DESCRIPTOR_BYTES)?;
         let main = Table::new(desc_table, entries, Some(host));
@@ -77,7 +78,7 @@ impl Translator {
         self.answer_place
     }
 
-    /// Chains that have a fault keep this place.
+    /// Sets the place that chains with a fault keep.
     pub(crate) fn set_answer_place(&mut self, place: AnswerPlace) {
         self.answer_place = place;
     }
@@ -87,18 +88,19 @@ impl Translator {
         &self.memory
     }
 
-    /// Forgets the chain before and goes back to the queue's own table.
+    /// Drops the buffers of the previous chain, and returns to the queue's own table.
     #[inline]
     pub(crate) fn start_chain(&mut self) {
         self.current = self.main;
         if self.bytes() > 0 {
-            // Left by a chain whose end was not found.
+            // A chain without an end has left buffers.
             self.clear();
         }
     }
 
-    /// Continues in an indirect table. False, and no change, when it is not wholly mapped. It
-    /// need not be aligned (virtio 1.3, section 2.7.5.3 requires nothing) and may cross regions.
+    /// Continues in an indirect table. Returns false, without a change, if the table is not wholly
+    /// mapped. It need not be aligned (virtio 1.3, section 2.7.5.3 requires nothing) and may cross
+    /// regions.
     #[inline]
     pub(crate) fn enter_indirect(&mut self, guest_addr: u64, entries: u16) -> bool {
         let len = usize::from(entries) * DESCRIPTOR_BYTES;
@@ -113,32 +115,32 @@ impl Translator {
         true
     }
 
-    /// Entries of the table that the chain is in.
+    /// The number of entries of the current table.
     #[inline]
     pub(crate) fn entries(&self) -> u16 {
         self.current.entries
     }
 
-    /// Reads a descriptor of the table that the chain is in; none when it has no such entry.
+    /// Reads a descriptor of the current table. `None` if the table has no such entry.
     #[inline]
     pub(crate) fn descriptor(&self, index: u16) -> Option<Descriptor> {
         self.current.read(&self.memory, index)
     }
 
-    /// Whether the last chain was in an indirect table.
+    /// Returns true if the last chain ended in an indirect table.
     #[inline]
     pub(crate) fn is_indirect(&self) -> bool {
         !self.current.is(&self.main)
     }
 
-    /// Has the processor fetch a descriptor of the queue's table.
+    /// Prefetches a descriptor of the queue's table.
     #[inline]
     pub(crate) fn prefetch_descriptor(&self, index: u16) {
         self.main.prefetch(index);
     }
 
-    /// Has the processor fetch the start of what a descriptor of the queue's table names: a buffer,
-    /// or an indirect table.
+    /// Prefetches the start of the buffer or indirect table that a descriptor of the queue's table
+    /// names.
     #[inline]
     pub(crate) fn prefetch_named(&self, index: u16) {
         if let Some(Descriptor { addr, .. }) = self.main.read(&self.memory, index) {
@@ -146,8 +148,8 @@ impl Translator {
         }
     }
 
-    /// If a descriptor of the queue's table names an indirect one, has the processor fetch the
-    /// start of the first buffer there.
+    /// Prefetches the start of the first buffer of an indirect table, if a descriptor of the
+    /// queue's table names one.
     #[inline]
     pub(crate) fn prefetch_in_indirect(&self, index: u16) {
         if let Some(Descriptor { addr, flags, .. }) = self.main.read(&self.memory, index)
@@ -159,7 +161,7 @@ impl Translator {
         }
     }
 
-    /// Only what is in the region that was hit last, as nearly everything is.
+    /// Prefetches only from the region of the last hit, where nearly all addresses are.
     #[inline]
     fn prefetch(&self, addr: u64) {
         if let Some((host, _)) = self.last.tail(addr) {
@@ -167,8 +169,8 @@ impl Translator {
         }
     }
 
-    /// Adds a buffer of the guest, which is not empty. After a fault the buffers of its direction
-    /// are of no use; what was added in the other one stands.
+    /// Adds a buffer of the guest, which must not be empty. After a fault, the list of its
+    /// direction ends with the pieces before the fault; the opposite direction is not affected.
     #[inline]
     pub(crate) fn append(
         &mut self,
@@ -188,13 +190,14 @@ impl Translator {
         Ok(())
     }
 
-    /// The sum of what was added.
+    /// The number of bytes collected in both directions.
     #[inline]
     pub(crate) fn bytes(&self) -> usize {
         self.readable.bytes() + self.writable.bytes()
     }
 
-    /// Drops what was added, except for the place of the answer, as far as it was added.
+    /// Drops the collected buffers, except for the place of the answer, as far as it was collected.
+    /// Returns that place.
     pub(crate) fn keep_answer_place(&mut self) -> AnswerPlace {
         match self.answer_place {
             AnswerPlace::LastByte => self.keep_last_byte(),
@@ -212,8 +215,8 @@ impl Translator {
         }
     }
 
-    /// Drops what was added, and adds the last byte of a buffer, which is not empty, if it is
-    /// mapped.
+    /// Drops the collected buffers, and adds the last byte of a buffer, which must not be empty, if
+    /// that byte is mapped.
     pub(crate) fn keep_last_byte_of(&mut self, addr: u64, len: u32) {
         self.clear();
         if let Some(host) = addr.checked_add(u64::from(len) - 1).and_then(|addr| self.find(addr, 1))
@@ -222,7 +225,8 @@ impl Translator {
         }
     }
 
-    /// What the device may read and write, in the order in which it was added.
+    /// Returns the device-readable and the device-writable buffers, in the order in which they were
+    /// added.
     #[inline]
     pub(crate) fn finish_chain(&mut self) -> (Buffers, Buffers) {
         (take(&mut self.readable, &self.memory), take(&mut self.writable, &self.memory))
@@ -242,7 +246,8 @@ impl Translator {
         }
     }
 
-    /// Where a range is if it is inside one region, which is then the one that was hit last.
+    /// Returns the host address of a range that is inside one region. The region of its start
+    /// becomes that of the last hit.
     fn find(&mut self, addr: u64, bytes: usize) -> Option<*mut u8> {
         self.last = *self.memory.find(addr)?;
         let (host, tail) = self.last.tail(addr)?;

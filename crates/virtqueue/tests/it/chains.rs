@@ -30,13 +30,13 @@ fn error_of(prepare: impl FnOnce(&mut Ring)) -> QueueError {
     ring.queue().pop().expect_err("the ring is bad")
 }
 
-/// Checks that a bad request has at most a status byte, and returns where that byte is.
+/// Checks that a bad request has at most a status byte, and returns the address of that byte.
 fn status_of(ring: &Ring, mut chain: Chain) -> Option<u64> {
     assert!(chain.readable.is_empty() && chain.readable.iovecs().is_empty());
     assert!(chain.writable.bytes() <= 1);
     let status = chain.writable.take_last_byte()?;
     assert!(chain.writable.is_empty() && chain.writable.take_last_byte().is_none());
-    // Find the byte by what changes in memory when it is written.
+    // Find the byte by the change in memory when it is written.
     let ranges = [(0, HOLE), (ISLAND, ISLAND_BYTES)];
     let snapshot = || {
         ranges.map(|(start, len)| {
@@ -157,7 +157,7 @@ fn a_buffer_may_cross_all_regions_that_there_are() {
     let chain = pop(&mut queue);
     assert_eq!(chain.fault, Some(ChainFault::Unmapped { addr: start, len: len + 1 }));
 
-    // So many pieces are a fault of the request: its list may not grow without bounds.
+    // Too many pieces are a fault of the request: its list must not grow without bound.
     for index in 0..9 {
         ring.desc(index, (start, len, F_WRITE | F_NEXT, index + 1));
     }
@@ -210,13 +210,13 @@ fn a_chain_may_use_the_whole_table() {
 fn indirect_tables_may_follow_descriptors_and_be_longer_than_the_queue() {
     let mut ring = new_ring(16, false);
     ring.memory.write(ISLAND, b"header+body").unwrap();
-    // An odd address: nothing asks for alignment.
+    // An odd address is allowed: the specification requires no alignment.
     for (table, entries) in [(TABLE, 3), (TABLE + 1, 3), (TABLE, MAX_INDIRECT_ENTRIES)] {
         let mut buffers = vec![(ISLAND + 7, 1, 0); usize::from(entries)];
         buffers[0] = (ISLAND + 6, 1, 0);
         ring.table(table, 0, &buffers);
         ring.desc(5, (ISLAND, 6, F_NEXT, 7));
-        // The direction of an indirect descriptor means nothing.
+        // The direction of an indirect descriptor has no meaning.
         ring.desc(7, (table, u32::from(entries) * 16, F_INDIRECT | F_WRITE, 0xffff));
         ring.offer(5);
         let mut queue = ring.queue();
@@ -323,11 +323,11 @@ fn a_bad_request_keeps_its_status_byte_if_that_is_mapped() {
     let long = u32::MAX - 1;
     type Case<'a> = (&'a [(u64, u32, u16)], ChainFault, Option<u64>);
     let cases: &[Case<'_>] = &[
-        // A buffer for the device to read is not mapped, wholly or in part.
+        // A device-readable buffer is not mapped, wholly or in part.
         (&[(HOLE, 16, 0), data, status], unmapped(HOLE, 16), Some(ISLAND + 0x303)),
         (&[(HOLE - 8, 16, 0), data, status], unmapped(HOLE - 8, 16), Some(ISLAND + 0x303)),
         (&[(u64::MAX, 16, 0), data, status], unmapped(u64::MAX, 16), Some(ISLAND + 0x303)),
-        // One to write, before the status and as the status.
+        // A device-writable buffer is not mapped: before the status and as the status.
         (&[read, (HOLE, 8, F_WRITE), status], unmapped(HOLE, 8), Some(ISLAND + 0x303)),
         (&[read, data, (HOLE, 1, F_WRITE)], unmapped(HOLE, 1), None),
         (&[read, data, (u64::MAX - 1, 2, F_WRITE)], unmapped(u64::MAX - 1, 2), None),
@@ -335,13 +335,13 @@ fn a_bad_request_keeps_its_status_byte_if_that_is_mapped() {
         // The last buffer is mapped at one end only.
         (&[read, data, (HOLE - 1, 2, F_WRITE)], unmapped(HOLE - 1, 2), None),
         (&[read, data, (ISLAND - 1, 4, F_WRITE)], unmapped(ISLAND - 1, 4), Some(ISLAND + 2)),
-        // The first fault counts, the last status byte too.
+        // The first fault counts, and so does the last status byte.
         (&[(HOLE, 1, 0), (HOLE + 1, 1, 0), data, (HOLE + 2, 1, F_WRITE)], unmapped(HOLE, 1), None),
         // An empty buffer at the end has no last byte.
         (&[(HOLE, 1, 0), status, (HOLE, 0, F_WRITE)], unmapped(HOLE, 1), Some(ISLAND + 0x303)),
-        // Nothing to write at all.
+        // There is no device-writable buffer at all.
         (&[read, (HOLE, 1, 0)], unmapped(HOLE, 1), None),
-        // The order is wrong; the last buffer to write was seen before or comes after.
+        // The order is wrong. The last device-writable buffer comes before the fault or after it.
         (&[read, data, read], ChainFault::ReadableAfterWritable, Some(ISLAND + 0x1ff)),
         (&[read, data, read, status], ChainFault::ReadableAfterWritable, Some(ISLAND + 0x303)),
         (&[read, status, (0, 0, 0)], ChainFault::ReadableAfterWritable, Some(ISLAND + 0x303)),
@@ -352,7 +352,7 @@ fn a_bad_request_keeps_its_status_byte_if_that_is_mapped() {
         let (ring, chain) = chain_of(buffers);
         assert_eq!(chain.fault, Some(*fault), "{buffers:x?}");
         assert_eq!(status_of(&ring, chain), *expected, "{buffers:x?}");
-        // In an indirect table, as a whole and but for the first.
+        // In an indirect table: the whole chain, and all of it except for the first buffer.
         for direct in 0..buffers.len().min(2) {
             let mut ring = new_ring(16, false);
             let (first, rest) = buffers.split_at(direct);

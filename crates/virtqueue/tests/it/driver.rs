@@ -1,5 +1,5 @@
-//! The device's side against the driver's side of `virtio-driver`, which share nothing but memory:
-//! every request comes back once and with the right data, and neither side sleeps for good.
+//! The device's side against the driver's side of `virtio-driver`. They share nothing but memory.
+//! Every request comes back once and with the right data, and neither side sleeps for good.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{Ordering, fence};
@@ -14,7 +14,7 @@ use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, SplitQueue};
 use crate::front_end::{Connection, Shared};
 use crate::ring::contents;
 
-/// What a request has in the queue's memory: read by the device, then written.
+/// The part of a request in the queue's memory: read by the device, then written.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Request {
@@ -24,7 +24,7 @@ struct Request {
 
 const SEGMENTS: usize = 4;
 const SEGMENT_BYTES: usize = 64;
-/// Data of one request: segments to the device, and segments from it.
+/// Bytes of data of one request: segments to the device, and segments from it.
 const SLOT_BYTES: usize = 2 * SEGMENTS * SEGMENT_BYTES;
 
 /// The lengths of the segments of one request.
@@ -40,7 +40,7 @@ impl Shape {
     }
 }
 
-/// What request `id` has in its data, in one direction.
+/// Returns the data of request `id` in one direction.
 fn pattern(id: u64, direction: u8, len: usize) -> Vec<u8> {
     let mut seed = id.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(direction);
     let next = move || {
@@ -54,15 +54,15 @@ fn status_of(id: u64) -> u8 {
     id.to_le_bytes()[0] ^ 0x5a
 }
 
-/// The driver, and what it knows of its requests.
+/// The driver, and its record of its requests.
 struct Driver<'a> {
     queue: Virtqueue<'a, Request>,
-    /// Data is written and read through the device's mapping, as the driver's is a Rust slice.
+    /// The device's mapping, through which data is written and read. The driver's is a Rust slice.
     memory: Arc<GuestMemory>,
     data: usize,
     free_slots: Vec<usize>,
     free_descriptors: usize,
-    /// By head: the id, slot and shape of what the device has.
+    /// The id, slot and shape of each request in the device, by head.
     pending: HashMap<u16, (u64, usize, Shape)>,
     next_id: u64,
 }
@@ -95,7 +95,7 @@ impl<'a> Driver<'a> {
         (driver, config)
     }
 
-    /// Makes a request available, if there are descriptors for it; says nothing to the device.
+    /// Makes a request available without a kick. Returns false if there are too few descriptors.
     fn submit(&mut self, shape: &Shape) -> bool {
         if shape.descriptors() > self.free_descriptors {
             return false;
@@ -137,7 +137,7 @@ impl<'a> Driver<'a> {
         true
     }
 
-    /// Takes in what is completed; returns how many.
+    /// Takes all completed requests and checks them. Returns their number.
     fn complete(&mut self) -> usize {
         let completions: Vec<_> = self.queue.completions().collect();
         for completion in &completions {
@@ -160,10 +160,10 @@ impl<'a> Driver<'a> {
         completions.len()
     }
 
-    /// Asks for calls; true when there is something to take in already.
+    /// Asks for calls. Returns true if there is a completed request to take already.
     fn enable_calls(&mut self) -> bool {
         self.queue.set_used_notif_enabled(true);
-        // Without event idx `virtio-driver` leaves the full fence out that this needs.
+        // Without event idx, `virtio-driver` omits the full fence that this needs.
         fence(Ordering::SeqCst);
         self.queue.completions().has_next()
     }
@@ -189,7 +189,7 @@ fn addr_of(pointer: *const u8) -> u64 {
     u64::try_from(pointer.addr()).expect("64 bits")
 }
 
-/// What a device does with a request: checks what it got, and answers.
+/// Serves a request as a device does: checks its data, and answers.
 fn serve(chain: &mut Chain) -> u32 {
     assert_eq!(chain.fault, None);
     let written = u32::try_from(chain.writable.bytes()).expect("short segments");
@@ -207,8 +207,8 @@ fn serve(chain: &mut Chain) -> u32 {
     written
 }
 
-/// A driver and a device that run in turns, in steps so small that whatever can come between two
-/// accesses to the ring does.
+/// A driver and a device that run alternately. The steps are small, so that anything that can come
+/// between two accesses to the ring does.
 struct Model<'a> {
     driver: Driver<'a>,
     device: SplitQueue,
@@ -218,7 +218,7 @@ struct Model<'a> {
     call: bool,
     driver_state: State,
     device_state: State,
-    /// Made available, but the driver has not looked whether to kick.
+    /// True if chains were made available and the driver has not yet checked for a kick.
     unkicked: bool,
     heads_in_device: HashSet<u16>,
 }
@@ -258,7 +258,7 @@ impl Model<'_> {
 
     fn device_step(&mut self, choice: u8, pick: usize) -> TestCaseResult {
         if self.device_state == State::Asleep {
-            // A kick wakes it, and so does a request that the disk has done.
+            // A kick wakes it, and so does a request that the disk has completed.
             if self.kick || !self.in_device.is_empty() {
                 self.kick = false;
                 self.device_state = State::Awake;
@@ -305,7 +305,7 @@ impl Model<'_> {
         Ok(())
     }
 
-    /// Runs both, no new requests, until all have come back.
+    /// Runs both sides, without new requests, until all requests have come back.
     fn drain(&mut self) -> TestCaseResult {
         let shape = Shape { to_device: vec![], from_device: vec![] };
         for turn in 0_u8.. {
@@ -373,7 +373,7 @@ proptest! {
     }
 }
 
-/// Where two threads sleep, which knows when neither will ever wake.
+/// The place where two threads sleep. It notices if neither will ever wake.
 #[derive(Default)]
 struct Bells {
     state: Mutex<BellState>,
@@ -385,7 +385,7 @@ struct BellState {
     /// Kick and call.
     rung: [bool; 2],
     asleep: [bool; 2],
-    /// Nothing is outstanding, so that the device may sleep for good.
+    /// True once nothing is outstanding, so that the device may end.
     done: bool,
 }
 
@@ -403,7 +403,7 @@ impl Bells {
         self.rung.notify_all();
     }
 
-    /// Sleeps until the bell rings; false when all is done.
+    /// Sleeps until the bell rings. Returns false if all is done.
     fn sleep(&self, bell: usize) -> bool {
         let mut state = self.state.lock().expect("the other thread is well");
         state.asleep[bell] = true;
@@ -418,7 +418,7 @@ impl Bells {
     }
 }
 
-/// Wakes the other thread for good when this one ends, by a failed assertion too.
+/// Wakes the remaining thread for good when this one ends, even by a failed assertion.
 struct Finish<'a>(&'a Bells);
 
 impl Drop for Finish<'_> {
@@ -427,8 +427,8 @@ impl Drop for Finish<'_> {
     }
 }
 
-/// Both sides on threads of their own, each sleeping as soon as it may, until the 16-bit indexes
-/// have wrapped.
+/// Runs both sides on threads of their own until the 16-bit indexes have wrapped. Each side sleeps
+/// as soon as it may.
 fn run_threads(event_idx: bool, size: u16) {
     const REQUESTS: u64 = 70_000;
     let mut connection = Connection::new();
@@ -471,7 +471,7 @@ fn device_thread(memory: Arc<GuestMemory>, config: QueueConfig, bells: &Bells) -
         while let Some(chain) = queue.pop().expect("the driver is good") {
             batch.push(chain);
         }
-        // The last first, so that completions are out of order.
+        // The last chain comes first, so that completions are out of order.
         for mut chain in batch.into_iter().rev() {
             let written = serve(&mut chain);
             queue.push(chain.head, written);

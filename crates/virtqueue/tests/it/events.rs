@@ -7,18 +7,18 @@ use crate::ring::{F_WRITE, Hand, ISLAND, new_ring, pop};
 const SIZE: u16 = 8;
 const BUFFER: [(u64, u32, u16); 1] = [(ISLAND, 16, F_WRITE)];
 
-/// One step of the driver or the device.
+/// A step of the driver or the device.
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    /// The driver adds so many chains, if there is room.
+    /// The driver adds this many chains, as far as there is room.
     Add(u64),
-    /// The device pops so many, if they are there.
+    /// The device pops this many chains, as far as they are there.
     Pop(u64),
-    /// The device pushes so many, if it has them.
+    /// The device pushes this many chains, as far as it has them.
     Push(u64),
-    /// The device makes what it has pushed visible.
+    /// The device makes pushed elements visible.
     PublishQuietly,
-    /// The device publishes; the event lies so far from what was published last.
+    /// The device publishes. The event is at this distance from the last publication.
     Publish(i64),
     EnableKicks,
 }
@@ -38,13 +38,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..200)
 }
 
-/// Starts at which something wraps soon, and any others.
+/// Start values from which an index wraps soon, and any other values.
 fn start() -> impl Strategy<Value = u16> {
     const EDGES: &[u16] = &[0, 0x7ff0, 0x8000, 0xfff0, 0xffff];
     prop_oneof![prop::sample::select(EDGES), any::<u16>()]
 }
 
-/// What the 16 bits of an index show of a position.
+/// Returns the 16 bits of a position that an index shows.
 fn low(position: u64) -> u16 {
     u16::try_from(position & 0xffff).expect("16 bits")
 }
@@ -68,7 +68,7 @@ proptest! {
         let mut added = (1 << 32) + u64::from(first_avail);
         let mut popped = added;
         let mut pushed = (1 << 32) + u64::from(first_used);
-        // Since the last look for the driver's wish, and of those that it sees.
+        // The used position at the last check for a call, and the one that the driver sees.
         let (mut published, mut visible) = (pushed, pushed);
         let mut heads = std::collections::VecDeque::new();
         for step in steps {
@@ -114,7 +114,7 @@ proptest! {
     }
 }
 
-/// The flag of the avail ring says it where event idx was not negotiated.
+/// The flag of the avail ring decides where event idx was not negotiated.
 #[test]
 fn a_driver_without_event_idx_is_awaited_unless_its_flag_forbids_calls() {
     const NO_INTERRUPT: u16 = 1;

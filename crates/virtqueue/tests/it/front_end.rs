@@ -1,6 +1,6 @@
-//! What `virtio-driver` needs to run a queue: a vhost-user connection. The back-end behind it
-//! answers the handshake and takes in memory; nothing else goes over it, since the tests run both
-//! sides of the queue themselves.
+//! A vhost-user connection, which `virtio-driver` needs to run a queue. The back-end behind it
+//! answers the handshake and accepts memory. Nothing else passes through it, since the tests run
+//! both sides of the queue themselves.
 
 use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -33,8 +33,8 @@ pub(crate) struct Connection {
     back: Option<JoinHandle<GuestMemory>>,
 }
 
-/// Memory that the driver and the device have mapped, each for itself. Guest addresses are the
-/// driver's addresses.
+/// Memory that the driver and the device have mapped separately. Guest addresses are the driver's
+/// addresses.
 pub(crate) struct Shared<'a> {
     pub(crate) driver: &'a mut [u8],
     pub(crate) translator: Box<dyn IovaTranslator>,
@@ -57,7 +57,7 @@ impl Connection {
         Self { front: front.expect("handshake"), back: Some(back) }
     }
 
-    /// Allocates memory and sends it to the back-end; once.
+    /// Allocates memory and sends it to the back-end. Works once.
     pub(crate) fn share(&mut self, bytes: usize) -> Shared<'_> {
         let translator = self.front.iova_translator();
         let layout = VirtqueueLayout {
@@ -73,7 +73,7 @@ impl Connection {
     }
 }
 
-/// Answers until memory has arrived.
+/// Answers messages until memory has arrived.
 fn serve(mut socket: &UnixStream) -> GuestMemory {
     loop {
         let mut header = [0; HEADER_BYTES];

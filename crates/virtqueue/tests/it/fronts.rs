@@ -1,4 +1,4 @@
-//! Bad requests that are answered at the front of what can be written.
+//! Bad requests that are answered at the front of the device-writable bytes.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn a_bad_request_keeps_the_front_of_what_can_be_written_if_it_is_answered_there(
     let cases: &[Case<'_>] = &[
         (&[(HOLE, 16, 0), one, other], unmapped(HOLE, 16), &[one_at, other_at]),
         (&[read, (HOLE - 8, 16, 0), one], unmapped(HOLE - 8, 16), &[one_at]),
-        // What comes after a byte that is not mapped is no part of the front.
+        // Bytes after an unmapped one are no part of the front.
         (&[read, (HOLE, 8, F_WRITE), one], unmapped(HOLE, 8), &[]),
         (&[read, one, (HOLE, 8, F_WRITE), other], unmapped(HOLE, 8), &[one_at]),
         (&[read, one, (HOLE - 4, 8, F_WRITE)], unmapped(HOLE - 4, 8), &[one_at, (HOLE - 4, 4)]),
@@ -33,7 +33,7 @@ fn a_bad_request_keeps_the_front_of_what_can_be_written_if_it_is_answered_there(
         ring.chain(3, buffers);
         let mut queue = ring.queue();
         queue.set_answer_place(AnswerPlace::Front);
-        // It stays when the map changes.
+        // The place of the answer stays when the map changes.
         queue.set_memory(LocalMemory::new(Arc::clone(&ring.memory))).expect("the same map");
         let chain = pop(&mut queue);
         assert_eq!(chain.fault, Some(*fault), "{buffers:x?}");

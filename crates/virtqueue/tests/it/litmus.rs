@@ -1,6 +1,6 @@
-//! Whether the fences are there: two threads write and then look, at the same moment, over and
-//! over. Without a full fence on both sides, each can miss what the other wrote, even on x86-64. It
-//! takes optimised code to show: run it with `--release`.
+//! A test of the fences: two threads write and then read, at the same moment, again and again.
+//! Without a full fence on both sides, each can miss the opposite write, even on x86-64. Only
+//! optimised code shows it: run the test with `--release`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -10,16 +10,16 @@ use virtqueue::{LocalMemory, SplitQueue};
 
 use crate::ring::{F_WRITE, Hand, ISLAND, Ring, new_ring};
 
-/// The machine decides how many rounds there are in this time, or it is enough.
+/// The time limit. Slow machines reach it before the last round.
 const BUDGET: Duration = Duration::from_millis(700);
 const ROUNDS: u64 = 300_000;
 
-/// Where two threads meet, as close together as can be.
+/// A point where two threads meet, as close together in time as possible.
 #[derive(Default)]
 struct Meeting(AtomicU64);
 
 impl Meeting {
-    /// The `round`th meeting, from 1.
+    /// Waits for the `round`th meeting, counted from 1.
     fn meet(&self, round: u64) {
         self.0.fetch_add(1, Ordering::AcqRel);
         let mut spins = 0_u32;
@@ -33,7 +33,7 @@ impl Meeting {
     }
 }
 
-/// Before the device looks after its ring, before the race, and after it.
+/// The meetings of a round: after the device has settled its ring, before the race, and after it.
 #[derive(Default)]
 struct Round {
     settled: Meeting,
@@ -43,7 +43,7 @@ struct Round {
     device_saw: AtomicBool,
 }
 
-/// A thread that fails lets the other one go.
+/// Releases the waiting thread when this one ends or fails.
 struct Leave<'a>(&'a Round);
 
 impl Drop for Leave<'_> {
@@ -55,8 +55,8 @@ impl Drop for Leave<'_> {
     }
 }
 
-/// Runs `driver` and `device` at the same time in each round; they return whether they saw what the
-/// other did, and at least one must. `prepare` and `settle` have the ring for themselves.
+/// Runs `driver` and `device` at the same time in each round. Each returns true if it saw the
+/// opposite write, and at least one must. `prepare` and `settle` have the ring to themselves.
 fn race(
     event_idx: bool,
     prepare: impl Fn(&mut Ring, u64),
@@ -98,7 +98,7 @@ fn race(
             }
             prepare(&mut ring, round);
             shared.start.meet(round);
-            // Come a little later each time, so that all the ways to overlap are tried.
+            // Start a little later each time, so that all overlaps are tried.
             for _ in 0..round % 24 {
                 std::hint::spin_loop();
             }
@@ -117,13 +117,13 @@ fn low(round: u64) -> u16 {
     u16::from_le_bytes([low, high])
 }
 
-/// A driver that is about to sleep and a device that publishes: a call comes, or the driver sees
-/// the used idx.
+/// Races a driver that is about to sleep against a device that publishes: a call comes, or the
+/// driver sees the used idx.
 fn publish_race(event_idx: bool) {
     race(
         event_idx,
         |ring, round| {
-            // Used idx is round - 1; an event before that asks for nothing.
+            // Used idx is round - 1. An earlier event asks for nothing.
             ring.put_used_event(low(round).wrapping_sub(2));
             ring.put_avail_flags(1);
             ring.offer(0);
@@ -140,7 +140,7 @@ fn publish_race(event_idx: bool) {
         |queue| {
             let chain = queue.pop().expect("the ring is good").expect("one is available");
             queue.push(chain.head, 0);
-            // As a device does that looks for the wish later.
+            // Like a device that checks for a wanted call later.
             queue.publish_quietly();
             queue.publish()
         },
@@ -148,8 +148,8 @@ fn publish_race(event_idx: bool) {
     );
 }
 
-/// A device that is about to sleep and a driver that makes a chain available: a kick comes, or the
-/// device sees the avail idx.
+/// Races a device that is about to sleep against a driver that makes a chain available: a kick
+/// comes, or the device sees the avail idx.
 fn kick_race(event_idx: bool) {
     race(
         event_idx,

@@ -1,5 +1,5 @@
-//! The crate against rings that a test writes by hand, against `virtio-queue` as an oracle, and
-//! against the driver side of `virtio-driver`.
+//! Tests of the crate against hand-written rings, against `virtio-queue` as an oracle, and against
+//! the driver side of `virtio-driver`.
 
 mod chains;
 mod driver;

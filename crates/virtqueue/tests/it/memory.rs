@@ -1,4 +1,4 @@
-//! Memory maps: what is refused, what is shared, and what lies where.
+//! Memory maps: refusals, sharing, and addresses.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,7 +15,7 @@ use virtqueue::{
 use crate::ring::memfd;
 
 const PAGE: u64 = 0x1000;
-/// Where the front-end of these tests has guest address 0.
+/// The front-end address of guest address 0 in these tests.
 const USER: u64 = 0x7f00_0000_0000;
 
 fn rules() -> MappingRules {
@@ -60,7 +60,7 @@ fn an_offset_need_not_be_aligned() {
 #[test]
 fn accesses_cross_regions_that_touch() {
     let file = memfd(4 * PAGE);
-    // The other way round in the file, so that nothing works by accident.
+    // In reverse order in the file, so that nothing works by accident.
     let regions = [region(2 * PAGE, PAGE, &file, 0), region(PAGE, PAGE, &file, 2 * PAGE)];
     let memory = GuestMemory::new(&regions, &rules()).unwrap();
     let text = b"across the border";
@@ -104,7 +104,7 @@ fn bad_regions_are_refused() {
     );
     GuestMemory::new(&[region(0, PAGE, &file, PAGE)], &rules()).unwrap();
 
-    // What has been found to be memory, and may not be written.
+    // The file is memory, but must not be written.
     let name = format!("/proc/self/fd/{}", file.as_raw_fd());
     let read_only = Arc::new(File::open(name).unwrap());
     let refused = try_one(region(0, PAGE, &read_only, 0));
@@ -134,7 +134,7 @@ fn memory_comes_from_files_that_have_seals() {
     let refused = GuestMemory::new(&[region(0, PAGE, &directory, 0)], &any);
     assert!(matches!(refused, Err(MemoryError::NotMemory { .. })), "{refused:?}");
 
-    // A file with a name in a file system of memory is as good as one without.
+    // A named file in a file system of memory is as good as an unnamed one.
     let shm = Path::new("/dev/shm");
     if shm.exists() {
         let named = tempfile::tempfile_in(shm).unwrap();
@@ -178,14 +178,14 @@ fn what_is_mapped_is_counted_and_limited() {
     drop(two);
     assert_eq!(mapped(), (1, 1));
 
-    // The other front-end uses the budget, and what it returns is available again.
+    // A second front-end uses the budget. Bytes that it gives back are available again.
     let other = MappingRules { budget: process.child("that memory", 4 * PAGE), ..rules.clone() };
     let hold = GuestMemory::new(&[region(0, 3 * PAGE, &file, 0)], &other).unwrap();
     let error = rest.with_region(&region(0, PAGE, &file, 0), &rules).unwrap_err();
     assert!(matches!(error, MemoryError::OverBudget { what: "all memory", .. }), "{error}");
     assert_eq!(mapped(), (1, 4));
     drop(hold);
-    // What is refused for another reason counts no more.
+    // A region that is refused for a different reason does not stay counted.
     let overlap = rest.with_region(&region(0x10 * PAGE, PAGE, &file, 0), &rules).unwrap_err();
     assert!(matches!(overlap, MemoryError::Overlap { .. }), "{overlap}");
     let too_long = GuestMemory::new(
@@ -198,7 +198,7 @@ fn what_is_mapped_is_counted_and_limited() {
     assert_eq!(mapped(), (0, 0));
 }
 
-/// Far beyond what there is of address space: refused by the budget, and not tried.
+/// The file is larger than the address space. The budget refuses it before the kernel is asked.
 #[test]
 fn a_sparse_file_does_not_use_up_address_space() {
     let file = memfd(1 << 47);

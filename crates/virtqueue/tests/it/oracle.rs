@@ -1,5 +1,5 @@
-//! Random rings, good and hostile, against the chain iterator of `virtio-queue`: both look at the
-//! same files, and must see the same buffers.
+//! Random rings, good and hostile, against the chain iterator of `virtio-queue`. Both sides read
+//! the same files, and must see the same buffers.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,15 +16,15 @@ use crate::ring::{
     RANGES, USED_RING, config, contents, memfd, write_desc,
 };
 
-/// The largest queue here; small ones find more.
+/// The largest queue in these tests. Small queues find more.
 const SIZE_BITS: u32 = 5;
-/// Where indirect tables of random contents are, one across the border of two regions.
+/// Addresses of indirect tables with random contents. One table crosses the border of two regions.
 const TABLES: [u64; 3] = [0xa000, 0xb001, BORDER - 40];
 const TABLE_ENTRIES: u16 = 6;
-/// Where buffers may be without lying over rings and tables.
+/// Areas for buffers, away from rings and tables.
 const DATA: [(u64, u64); 3] = [(0xc000, BORDER), (BORDER + 0x1000, HOLE), (ISLAND, ISLAND + 4096)];
 
-/// The same memory, mapped once for us and once for the oracle.
+/// Memory that is mapped twice: once for us and once for the oracle.
 struct Twins {
     ours: Arc<GuestMemory>,
     oracle: GuestMemoryMmap<()>,
@@ -54,7 +54,7 @@ impl Twins {
         Self { ours, oracle }
     }
 
-    /// The oracle's bytes of these buffers, one after the other; none if they are not mapped.
+    /// The oracle's bytes of these buffers, one after another. `None` if they are not mapped.
     fn bytes(&self, descriptors: &[Descriptor]) -> Option<Vec<u8>> {
         let mut all = Vec::new();
         for descriptor in descriptors {
@@ -68,7 +68,7 @@ impl Twins {
     }
 }
 
-/// Contents by which a place is known, for each region.
+/// Contents for each region that identify every place in it.
 fn patterns() -> &'static [Vec<u8>] {
     static PATTERNS: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
     let word = |addr: u64| (addr ^ 0x5bd1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes();
@@ -90,7 +90,7 @@ fn oracle_queue(size: u16) -> Queue {
     queue
 }
 
-/// Runs both over the ring; `expect_good` says that nothing may be wrong with it.
+/// Runs both sides over the ring. With `expect_good`, an error or a fault fails the test.
 fn compare(twins: &Twins, size: u16, heads: &[u16], avail_idx: u16, expect_good: bool) {
     for (index, head) in (0_u64..).zip(heads) {
         twins.ours.write(AVAIL_RING + 4 + index * 2, &head.to_le_bytes()).expect("mapped");
@@ -134,7 +134,7 @@ fn agree(twins: &Twins, chain: &Chain, descriptors: &[Descriptor]) {
     assert_eq!(Some(contents(&chain.writable)), twins.bytes(&writable));
 }
 
-/// A bad request has the last byte that is writable if that is mapped, and nothing else.
+/// Checks that a bad request has only its last device-writable byte, if that is mapped.
 fn answer(twins: &Twins, mut chain: Chain, descriptors: &[Descriptor]) {
     assert!(chain.readable.is_empty());
     if descriptors.last().is_some_and(|last| last.has_next()) {
@@ -161,7 +161,7 @@ fn answer(twins: &Twins, mut chain: Chain, descriptors: &[Descriptor]) {
 fn good_buffer() -> impl Strategy<Value = (u64, u32)> {
     (0..DATA.len(), any::<u32>(), prop_oneof![Just(0), 1..64_u32, 1..9000_u32]).prop_map(
         |(area, place, len)| {
-            // The first area touches the second, so its buffers may run on.
+            // The first area touches the second, so its buffers may extend into it.
             let (start, end) = (DATA[area].0, if area == 0 { HOLE } else { DATA[area].1 });
             let len = len.min(u32::try_from(end - start).expect("a small area"));
             (start + u64::from(place) % (end - start - u64::from(len) + 1), len)
@@ -169,7 +169,8 @@ fn good_buffer() -> impl Strategy<Value = (u64, u32)> {
     )
 }
 
-/// Buffers of one chain, those to write last, and how many of them are in an indirect table.
+/// The buffers of one chain, device-writable ones last, and the number of them in an indirect
+/// table.
 fn good_chain() -> impl Strategy<Value = (Vec<(u64, u32, u16)>, usize)> {
     (prop::collection::vec(good_buffer(), 1..8), 0..9_usize, 0..9_usize).prop_map(
         |(buffers, readable, indirect)| {
@@ -185,8 +186,8 @@ fn good_chain() -> impl Strategy<Value = (Vec<(u64, u32, u16)>, usize)> {
     )
 }
 
-/// Writes the chain with the next free descriptors, in whatever order they are; returns its head,
-/// or none when there are not enough.
+/// Writes the chain into the next free descriptors, in the order of `free`. Returns its head, or
+/// `None` if there are too few.
 fn write_chain(
     memory: &GuestMemory,
     free: &mut Vec<u16>,
@@ -203,7 +204,7 @@ fn write_chain(
     for (index, &(addr, len, flags)) in buffers[..direct].iter().enumerate() {
         let next = next_of(index);
         let flags = flags | next.map_or(0, |_| F_NEXT);
-        // What follows the end of a chain is not looked at.
+        // The link behind the end of a chain must be ignored.
         write_desc(memory, DESC_TABLE, used[index], (addr, len, flags, next.unwrap_or(0xabcd)));
     }
     if *indirect > 0 {
@@ -261,7 +262,7 @@ proptest! {
     ) {
         let size = 1_u16 << bits;
         let twins = Twins::new();
-        // Descriptors are used in an order that goes around the table by odd steps.
+        // Use the descriptors in an order that goes around the table by odd steps.
         let step = u16::try_from(order.index(16)).expect("small") * 2 + 1;
         let mut free: Vec<u16> = (0..size).map(|i| i.wrapping_mul(step) & (size - 1)).collect();
         let heads: Vec<u16> = chains
@@ -300,7 +301,7 @@ proptest! {
                 write_desc(&twins.ours, *start, index, desc);
             }
         }
-        // An error ends a run, so every head is tried alone, too.
+        // An error ends a run, so try every head alone, too.
         for &head in &heads {
             compare(&twins, size, &[head], 1, false);
         }

@@ -68,7 +68,7 @@ fn a_ring_may_end_with_its_region() {
     ring.config.used_ring = HOLE - 136;
     ring.config.desc_table = BORDER - 256;
     ring.queue();
-    // Without event idx nobody needs the event at the end.
+    // Without event idx, the event at the end is not needed.
     ring.config.event_idx = false;
     ring.config.avail_ring += 2;
     ring.queue();
@@ -78,7 +78,7 @@ fn a_ring_may_end_with_its_region() {
 
 #[test]
 fn a_host_address_is_checked_for_alignment_too() {
-    // A front-end may place a region at any address, so guest alignment alone says nothing.
+    // A front-end may place a region at any address, so an aligned guest address proves nothing.
     let memory = GuestMemory::anonymous(&[(0x1001, 0x10000)]).unwrap();
     let mut config = new_ring(16, true).config;
     (config.desc_table, config.avail_ring, config.used_ring) = (0x2000, 0x3000, 0x4000);
@@ -152,7 +152,7 @@ fn the_first_publish_and_forced_ones_call() {
 #[test]
 fn without_event_idx_a_flag_suppresses_calls() {
     let mut ring = new_ring(8, false);
-    // Where the event would be; it must not be looked at.
+    // The place of the event, which must not be read.
     ring.put_used_event(0);
     let mut queue = ring.queue();
     assert!(queue.publish());
@@ -233,7 +233,7 @@ fn avail_idx_is_read_only_when_chains_run_out() {
     ring.chain(0, &BUFFER);
     ring.chain(1, &BUFFER);
     pop(&mut queue);
-    // A driver that takes back what it announced is not noticed before that is used up.
+    // A driver that takes chains back is not noticed before the announced chains are popped.
     ring.set_avail_idx(0x7777);
     pop(&mut queue);
     assert!(matches!(queue.pop(), Err(QueueError::AvailIndex { avail_idx: 0x7777, .. })));
@@ -255,7 +255,8 @@ fn an_avail_idx_too_far_ahead_is_an_error() {
     pop(&mut queue);
 }
 
-/// What has been seen is taken: an avail idx that takes it back is no fewer chains, but a bad ring.
+/// Chains that were seen count as taken. An avail idx that takes some back makes a bad ring, not a
+/// lower count.
 #[test]
 fn an_avail_idx_that_goes_back_is_an_error() {
     for start in [0_u16, 0xfffe] {
@@ -291,7 +292,7 @@ fn more_chains_than_the_queue_has_entries_are_an_error() {
     ring.chain(0, &BUFFER);
     let error = queue.pop().expect_err("four are in the device");
     assert_eq!(error, QueueError::TooManyChains { available: 1, in_device: 4, size: 4 });
-    // What was popped can be answered still.
+    // A chain that was popped can still be answered.
     queue.push(0, 0);
     assert!(queue.publish());
     assert_eq!(queue.in_device(), 3);
@@ -305,7 +306,7 @@ fn memory_can_change_under_a_queue() {
     let mut queue = ring.queue();
     let old = pop(&mut queue);
 
-    // A copy of all memory elsewhere, as after a hot plug that moved everything.
+    // A copy of all memory at new host addresses, as after a hot plug that moved everything.
     let moved = GuestMemory::anonymous(&crate::ring::RANGES).unwrap();
     let mut bytes = vec![0; usize::try_from(BORDER).unwrap()];
     ring.memory.read(0, &mut bytes).unwrap();
@@ -325,7 +326,7 @@ fn memory_can_change_under_a_queue() {
     assert!(queue.publish());
     assert_eq!(ring.used_idx(), 2);
 
-    // The old chain still means the old memory, and keeps it.
+    // The old chain still uses the old memory, and keeps it.
     old.writable.copy_from(0, b"answered");
     let mut answer = [0; 8];
     before.read(ISLAND + 8, &mut answer).unwrap();

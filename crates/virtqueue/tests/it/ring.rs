@@ -1,4 +1,4 @@
-//! A ring that a test fills by hand, and memory to put it in.
+//! A ring that a test fills by hand, and the memory for it.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,39 +14,39 @@ pub(crate) const DESC_TABLE: u64 = 0x1000;
 pub(crate) const AVAIL_RING: u64 = 0x6000;
 pub(crate) const USED_RING: u64 = 0x8000;
 
-/// Two regions that touch, and one apart.
+/// Two regions that touch, and a separate one.
 pub(crate) const RANGES: [(u64, u64); 3] =
     [(0, 0x2_0000), (BORDER, 0x1_0000), (ISLAND, ISLAND_BYTES)];
-/// Where the first region ends and the second starts.
+/// The end of the first region, and the start of the second.
 pub(crate) const BORDER: u64 = 0x2_0000;
 /// The first address that is not mapped.
 pub(crate) const HOLE: u64 = 0x3_0000;
 pub(crate) const ISLAND: u64 = 0x8_0000;
 pub(crate) const ISLAND_BYTES: u64 = 0x1_0000;
 
-/// An anonymous file of this length.
+/// Makes an anonymous file of this length.
 pub(crate) fn memfd(bytes: u64) -> Arc<File> {
     let file = File::from(memfd_create("virtqueue-test", MemfdFlags::CLOEXEC).expect("memfd"));
     file.set_len(bytes).expect("memfd length");
     Arc::new(file)
 }
 
-/// One buffer: guest address, bytes, flags.
+/// A buffer: guest address, bytes, flags.
 pub(crate) type Buffer = (u64, u32, u16);
 
-/// One descriptor: guest address, bytes, flags, next.
+/// A descriptor: guest address, bytes, flags, next.
 pub(crate) type Entry = (u64, u32, u16, u16);
 
 /// The driver's view of a ring in memory of `RANGES`.
 pub(crate) type Ring = driver::Ring<Arc<GuestMemory>>;
 
-/// Of this size, with indirect descriptors, in fresh memory.
+/// Makes a ring of this size, with indirect descriptors, in fresh memory.
 pub(crate) fn new_ring(size: u16, event_idx: bool) -> Ring {
     let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
     Ring::new(memory, config(size, event_idx))
 }
 
-/// Where rings are, unless a test wants them elsewhere.
+/// The usual addresses of a ring.
 pub(crate) fn config(size: u16, event_idx: bool) -> QueueConfig {
     QueueConfig {
         size,
@@ -59,7 +59,7 @@ pub(crate) fn config(size: u16, event_idx: bool) -> QueueConfig {
     }
 }
 
-/// What tests write as tuples, and the device's side.
+/// Shorthands for tests: tuples for descriptors, and the device's side of the ring.
 pub(crate) trait Hand {
     /// The device's side.
     fn queue(&self) -> SplitQueue {
@@ -70,14 +70,14 @@ pub(crate) trait Hand {
 
     fn desc(&self, index: u16, entry: Entry);
 
-    /// Writes buffers to consecutive descriptors from `first` on, links them, and makes them
+    /// Writes buffers to consecutive descriptors from `first` on, links them, and makes the chain
     /// available.
     fn chain(&mut self, first: u16, buffers: &[Buffer]);
 
     /// Writes linked buffers into a table.
     fn table(&self, table: u64, first: u16, buffers: &[Buffer]);
 
-    /// Goes on from there.
+    /// Sets avail idx. The driver continues from there.
     fn set_avail_idx(&mut self, avail_idx: u16);
 }
 
@@ -117,12 +117,12 @@ fn desc_of((addr, len, flags, next): Entry) -> Desc {
     Desc { addr, len, flags, next }
 }
 
-/// Pops a chain that must be there.
+/// Pops a chain, which must be available.
 pub(crate) fn pop(queue: &mut SplitQueue) -> Chain {
     queue.pop().expect("the ring is good").expect("a chain is available")
 }
 
-/// All bytes of the segments, which must agree with what they say of themselves.
+/// Returns all bytes of the segments, and checks the lengths that they report.
 pub(crate) fn contents(segments: &Buffers) -> Vec<u8> {
     let sum: usize = segments.iovecs().iter().map(|iovec| iovec.iov_len).sum();
     assert_eq!(segments.bytes(), sum);

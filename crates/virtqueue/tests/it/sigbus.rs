@@ -30,8 +30,8 @@ fn map(regions: &[RegionConfig]) -> GuestMemory {
     GuestMemory::new(regions, &MappingRules::default()).expect("regions")
 }
 
-/// A ring in a region of its own and two more regions, which begin at `BORDER` and `ISLAND`, with
-/// the files of all three.
+/// Makes a ring in a region of its own and two more regions, at `BORDER` and `ISLAND`, with the
+/// files of all three.
 fn ring() -> (Ring, [Arc<File>; 3]) {
     install_sigbus_handler().expect("a handler");
     let (low, low_file) = region(0, BORDER);
@@ -58,7 +58,7 @@ fn what_is_gone_reads_as_zeroes_and_is_known_to_be_gone() {
     assert!(lost_regions() > before);
     assert!(other.is_intact() && other.is_intact(), "the loss of another");
 
-    // All of the region is replaced, and can be written like any memory.
+    // The whole region is replaced, and can be written like any memory.
     memory.write(ISLAND + REGION - 4, b"last").unwrap();
     memory.read(ISLAND + REGION - 4, &mut bytes).unwrap();
     assert_eq!(&bytes, b"last");
@@ -134,7 +134,7 @@ fn a_queue_whose_ring_is_gone_is_bad() {
         }
         assert!(addr < BORDER && HOLE == BORDER + REGION);
         let mut queue = ring.queue();
-        // So that zeroes are not a valid avail idx, and not an unchanged one.
+        // Now an avail idx of zero is neither valid nor unchanged.
         for head in 0..4 {
             ring.chain(head, &[(ISLAND, 16, F_WRITE)]);
             assert_eq!(pop(&mut queue).head, head);
@@ -143,7 +143,7 @@ fn a_queue_whose_ring_is_gone_is_bad() {
         assert!(queue.publish());
         ring.chain(0, &[(ISLAND, 16, F_WRITE)]);
         files[1].set_len(0).unwrap();
-        // Whatever touches it first.
+        // Any access may be the first to touch the lost memory.
         queue.push(1, 16);
         let _ = (queue.publish(), queue.has_available(), queue.enable_kicks());
         let error = QueueError::MemoryGone { part, addr: BORDER, len };
@@ -169,13 +169,13 @@ fn a_queue_whose_inflight_account_is_gone_is_bad() {
         assert_eq!(queue.pop().unwrap_err(), InflightError::Gone.into());
     }
     assert_eq!((queue.in_device(), queue.next_avail()), (1, 1));
-    // A request that was taken before is answered.
+    // A request that was popped before is still answered.
     queue.push(0, 16);
     assert!(queue.publish());
     assert_eq!(ring.used_idx(), 1);
 }
 
-/// More regions than any chunk of the table has, which come and go and are lost.
+/// More regions than a chunk of the table holds. They come, are lost, and go.
 #[test]
 fn every_region_is_found_however_many_there_are() {
     install_sigbus_handler().unwrap();
@@ -193,7 +193,7 @@ fn every_region_is_found_however_many_there_are() {
     }
 }
 
-/// Set for the process that is to die.
+/// Set in the environment of the process that is to die.
 const DIE: &str = "VIRTQUEUE_TEST_DIES_OF_SIGBUS";
 
 #[test]
@@ -201,10 +201,10 @@ fn a_fault_elsewhere_ends_the_process() {
     if std::env::var_os(DIE).is_some() {
         let (Ring { memory, .. }, files) = ring();
         files[0].set_len(0).unwrap();
-        // This one is survived.
+        // This fault is survived.
         memory.write(0, b"lost").unwrap();
         drop(memory);
-        // Memory of the same size, at the place that the map had, if the kernel likes.
+        // Memory of the same size, at the former place of the map if the kernel reuses it.
         let file = memfd(BORDER);
         let offset = FileOffset::from_arc(Arc::clone(&file), 0);
         let mapping = MmapRegion::<()>::from_file(offset, 0x2_0000).unwrap();
@@ -220,11 +220,11 @@ fn a_fault_elsewhere_ends_the_process() {
     assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{}: {text}", output.status);
 }
 
-/// Says that a page is damaged that nobody has accessed, as the kernel does.
+/// Reports a damaged page that was not accessed, as the kernel does.
 fn send_notice() {
     const BUS_MCEERR_AO: libc::c_int = 5;
     let thread = rustix::thread::gettid().as_raw_pid();
-    // SAFETY: all zeroes are a valid siginfo_t, which the kernel copies; a thread may send itself
+    // SAFETY: all zeroes are a valid siginfo_t, which the kernel copies. A thread may send itself
     // one with any code.
     let result = unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
