@@ -158,9 +158,9 @@ pub struct ByteLimits {
 }
 
 impl ByteLimits {
-    /// The default of [`op`](Self::op). A submit copies or maps as much in some 100 µs, and holds the
-    /// loop for that time. Reads of 16 MiB are equally fast with 512 KiB, 1, 2 and 4 MiB. The 99th
-    /// percentile of a neighbour beside them, on zram, is 4.4, 4.6, 5.5 and 7.6 ms.
+    /// The default of [`op`](Self::op). A submit copies or maps as much in some 100 µs, and holds
+    /// the loop for that time. Reads of 16 MiB are equally fast with 512 KiB, 1, 2 and 4 MiB. The
+    /// 99th percentile of a neighbour beside them, on zram, is 4.4, 4.6, 5.5 and 7.6 ms.
     pub const OP: usize = 1 << 20;
     /// The default of [`round`](Self::round): some milliseconds of copying on a busy machine.
     pub const ROUND: usize = 8 << 20;
