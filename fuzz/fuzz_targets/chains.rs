@@ -1,6 +1,6 @@
 //! Descriptor chains over arbitrary guest memory, through `SplitQueue`.
 //!
-//! The input is a set-up, actions, and behind these an image of guest memory. Whatever they are, a
+//! The input is a set-up, actions, and behind these an image of guest memory. For any input, a
 //! chain names mapped memory of the guest only, and the queue's counts add up.
 
 #![no_main]
@@ -15,9 +15,9 @@ use virtqueue::{
     AnswerPlace, Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue,
 };
 
-/// Two regions that touch, and one apart whose end is not aligned.
+/// Two regions that touch, and a separate one with an unaligned end.
 const RANGES: [(u64, u64); 3] = [(0, 0x2000), (0x2000, 0x1000), (0x8000, 0x1001)];
-/// Another map, in which the second region is gone.
+/// A map without the second region.
 const FEWER_RANGES: [(u64, u64); 2] = [(0, 0x2000), (0x8000, 0x1001)];
 
 fuzz_target!(|bytes: &[u8]| {
@@ -25,7 +25,7 @@ fuzz_target!(|bytes: &[u8]| {
     let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
     let switches = input.u8();
     let config = QueueConfig {
-        // Sizes that are no power of two come through `switches` as well.
+        // `switches` also allows sizes that are no power of two.
         size: if switches & 0x80 == 0 { 1 << (switches & 7) } else { input.u16() },
         event_idx: switches & 8 != 0,
         indirect: switches & 16 != 0,
@@ -50,7 +50,7 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// Puts the image into all regions, one after the other.
+/// Writes the image to all regions in turn.
 fn fill(memory: &GuestMemory, mut image: &[u8]) {
     for (addr, size) in RANGES {
         let len = image.len().min(usize::try_from(size).expect("64 bits"));
@@ -81,7 +81,7 @@ impl Run {
             }
             6 => self.queue.disable_kicks(),
             7 => {
-                // The driver changes something, mostly the avail idx.
+                // A write of the driver, mostly to the avail idx.
                 let value = actions.u16();
                 let addr = match actions.u8() {
                     0..=127 => self.config.avail_ring.wrapping_add(2),
@@ -120,7 +120,7 @@ impl Run {
             }
             Ok(None) => assert_eq!(self.queue.next_avail(), before),
             Err(QueueError::MemoryGone { .. }) => panic!("nobody takes this memory away"),
-            // The device would stop here; popping again must still do no harm.
+            // The device would stop here; another pop must still do no harm.
             Err(_) => assert_eq!(self.queue.next_avail(), before),
         }
     }
@@ -165,7 +165,7 @@ fn check(chain: &Chain) {
     check_list(&chain.writable, whole.iovecs());
 }
 
-/// Each range must be in one region, and what the list says of itself must be so.
+/// Checks that each range is in one region, and that the totals of the list are right.
 fn check_list(list: &Buffers, regions: &[libc::iovec]) {
     let mut sum = 0;
     for range in list.iovecs() {

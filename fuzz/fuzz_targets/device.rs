@@ -1,9 +1,8 @@
 //! The device as a whole: `Device` on an IoThread that is stepped by hand.
 //!
-//! The input is a set-up, actions of whoever controls the device and of the guest's driver, and
-//! behind these an image of guest memory. Whatever they are, each queue stops, and nothing is left
-//! on the IoThread then: no op, no task, no descriptor. Nothing outside of the guest's memory is
-//! written.
+//! The input is a set-up, actions of the device's controller and of the guest's driver, and behind
+//! these an image of guest memory. For any input, each queue stops and leaves nothing on the
+//! IoThread: no op, no task, no descriptor. No byte outside of the guest's memory is written.
 
 #![no_main]
 
@@ -24,15 +23,15 @@ use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
 const DISK_BYTES: u64 = 256 << 10;
 const QUEUES: u16 = 2;
-/// Bytes of the file that guest memory is in.
+/// Length of the file of guest memory.
 const FILE_BYTES: u64 = 0x1_a000;
-/// Offset and bytes of what no layout maps: it stays as it is, and that is `OUTSIDE_BYTE`.
+/// Offset and length of areas that no layout maps. They must keep `OUTSIDE_BYTE` everywhere.
 const OUTSIDE: [(u64, usize); 3] = [(0, 0x800), (0x1_0800, 0x1000), (0x1_8c00, 0x1400)];
 const OUTSIDE_BYTE: u8 = 0xa5;
 const OUTSIDE_MAX: usize = 0x1400;
 
 /// A region: guest address, bytes, offset in the file. The pages at both ends are mapped as a
-/// whole, so what is written beyond a region shows in the file.
+/// whole, so a write beyond a region shows in the file.
 type Region = (u64, u64, u64);
 const LAYOUTS: [&[Region]; 4] = [
     &[(0, 0x1_0000, 0x800), (0x1_0000, 0x7400, 0x1_1800)],
@@ -45,11 +44,11 @@ thread_local! {
     static STAGES: [OnceCell<Stage>; 3] = const { [const { OnceCell::new() }; 3] };
 }
 
-/// What is made once, and must be as new after each input.
+/// Objects that are made once, and must be as new after each input.
 struct Stage {
     thread: IoThread,
     source: DiskSource,
-    /// The disk, which keeps its place in the file system.
+    /// The disk's file, which must exist as long as the disk.
     _file: Option<tempfile::NamedTempFile>,
 }
 
@@ -80,7 +79,7 @@ fuzz_target!(|bytes: &[u8]| {
         let stage = stages[index].get_or_init(|| Stage::new(index));
         let before = open_descriptors();
         Run::new(stage, input.u8()).all(input);
-        // The task of a queue ends in the turn in which it answers, and that was the last one.
+        // The task of a queue ends in the turn in which it answers, which was the last turn.
         assert_eq!((stage.thread.io().ops(), stage.thread.io().tasks()), (0, 0), "a leak");
         assert_eq!(open_descriptors(), before, "a descriptor leaks");
     });
@@ -140,7 +139,7 @@ impl<'a> Run<'a> {
     fn all(mut self, mut input: Input) {
         let count = usize::from(input.u16() & 0x3ff);
         let actions = input.bytes(count);
-        // Below the first 64 KiB; what is behind these is written by actions.
+        // The image fills the first 64 KiB only; actions write the rest.
         let image = input.rest();
         let _ = self.memory.write(0, &image[..image.len().min(0x1_0000)]);
         let mut actions = Input::new(actions);
@@ -212,7 +211,7 @@ impl<'a> Run<'a> {
         self.go_on(index, call);
     }
 
-    /// Starts the queue where its ring says.
+    /// Starts the queue at the next entry of its ring.
     fn go_on(&mut self, index: usize, call: Option<OwnedFd>) {
         let Some(ring) = self.queues[index].ring else { return };
         let kick = &self.queues[index].kick;
@@ -248,21 +247,21 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The driver's side of a queue, wherever the input has put that.
+    /// The driver's side of a queue, at the place that the input has chosen.
     fn driver(&self, index: usize) -> Option<driver::Ring<Anywhere<'_>>> {
         let ring = self.queues[index].ring?;
         let memory = Anywhere(&self.memory);
         (ring.size > 0).then(|| driver::Ring::new(memory, ring.config(false, true)))
     }
 
-    /// What a driver does when it has filled descriptors.
+    /// Makes a chain available, like a driver that has filled its descriptors.
     fn make_available(&self, index: usize, head: u8) {
         let Some(mut ring) = self.driver(index) else { return };
         ring.next_avail = ring.avail_idx();
         ring.offer(head.into());
     }
 
-    /// Writes a chain of three descriptors as virtio-blk has them, but for what the input changes.
+    /// Writes a chain of three descriptors like virtio-blk's, with variations from the input.
     fn request(&self, index: usize, input: &mut Input) {
         let Some(ring) = self.driver(index) else { return };
         let head = u16::from(input.u8() % 16);
@@ -274,7 +273,7 @@ impl<'a> Run<'a> {
         header.extend(sector.to_le_bytes());
         let _ = self.memory.write(header_addr, &header);
         let len = match kind {
-            // Discard and write zeroes bring segments of 16 bytes.
+            // Discard and write zeroes carry segments of 16 bytes.
             11 | 13 => (pages & 7) * 16,
             _ => (pages & 31) * 512,
         } + if odd & 0xc0 == 0xc0 { odd & 63 } else { 0 };
@@ -289,7 +288,7 @@ impl<'a> Run<'a> {
         self.make_available(index, head as u8);
     }
 
-    /// As vhost-user does it: nothing uses the old map once the new one is there.
+    /// Replaces the memory map like vhost-user: the old map is unused once the new one is there.
     fn change_memory(&mut self, layout: usize) {
         let running = self.queues.each_ref().map(|queue| queue.handle.is_some());
         self.stop_all();
@@ -315,13 +314,13 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The front-end takes memory away.
+    /// Truncates the memory file, like a front-end that takes memory away.
     fn truncate(&mut self, bytes: u64) {
         self.file.set_len(bytes.min(FILE_BYTES)).expect("a memfd gets shorter");
         self.truncated = true;
     }
 
-    /// Bytes around the regions must be as they were.
+    /// Checks that bytes around the regions are unchanged.
     fn check_outside(&self) {
         if self.truncated {
             return;
@@ -339,7 +338,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Memory of a ring that may be anywhere: what is not mapped is let go.
+/// Memory of a ring at any address: accesses to unmapped addresses are ignored.
 struct Anywhere<'a>(&'a GuestMemory);
 
 impl DriverMemory for Anywhere<'_> {

@@ -1,6 +1,6 @@
-//! Headers of encrypted disks, with checksums that are right.
+//! Headers of encrypted disks with correct checksums.
 //!
-//! The input is a header of version 1, or the JSON of one of version 2. Whatever it says, opening
+//! The input is a header of version 1, or the JSON of a header of version 2. For any input, opening
 //! the disk ends soon, and a disk that was opened answers requests.
 
 #![no_main]
@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 const DISK_BYTES: u64 = 1 << 20;
 const HEADER_BYTES: usize = 16_384;
 const JSON_AT: usize = 4096;
-/// Little enough that a run takes no time.
+/// A bound on key derivation that keeps runs short.
 const MOST_WORK: KeyWork = KeyWork { pbkdf2_rounds: 64, argon2_kib: 64, argon2_passes_kib: 256 };
 
 fuzz_target!(|bytes: &[u8]| {
@@ -57,7 +57,7 @@ fn first(rest: &[u8]) -> Vec<u8> {
     header
 }
 
-/// A header of version 2 and its copy, with this JSON. Areas of keys are zeroes.
+/// A header of version 2 and its copy, with this JSON. The key areas are zeroes.
 fn second(json: &[u8]) -> Vec<u8> {
     let mut all = Vec::new();
     for (place, magic) in [(0, b"LUKS\xba\xbe\0\x02"), (HEADER_BYTES as u64, b"SKUL\xba\xbe\0\x02")]

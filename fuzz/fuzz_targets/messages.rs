@@ -1,8 +1,8 @@
 //! vhost-user messages with descriptors, over a socket, to a real session.
 //!
-//! The input is a list of messages. Whatever they are, the session ends when the front-end has
-//! gone, and nothing is left of it: no descriptor (so no mapping, which keeps one), no op, no task.
-//! One that does not end is a hang, which libFuzzer's `-timeout` finds.
+//! The input is a list of messages. For any input, the session ends when the front-end has gone,
+//! and leaves nothing: no descriptor (so no mapping, which keeps one), no op, no task. A session
+//! that does not end is a hang, which libFuzzer's `-timeout` finds.
 
 #![no_main]
 
@@ -32,11 +32,11 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use virtqueue::MemoryFiles;
 
-/// All replies together must fit the socket, which nobody reads meanwhile.
+/// A bound that makes all replies fit the socket, because they are read only at the end.
 const MESSAGES_MAX: usize = 40;
-/// The threads that map, unmap and close what a front-end has brought.
+/// The threads that map, unmap and close the front-end's memory.
 const HELPERS: [&str; 3] = ["ringhaul-close", "ringhaul-map", "ringhaul-unmap"];
-/// Descriptors that are not closed by then never are.
+/// Descriptors that are still open after this time count as leaks.
 const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 const FILE_BYTES: u64 = 1 << 20;
 /// An action in place of a message: the guest writes to its memory.
@@ -58,7 +58,7 @@ fuzz_target!(|bytes: &[u8]| {
     let threads = threads();
     let before = open_descriptors();
     run(threads, Input::new(bytes));
-    // All are asked before the first answer is waited for.
+    // All IoThreads are asked before the first answer is awaited.
     let (sender, left) = channel();
     for remote in threads.remotes() {
         let sender = sender.clone();
@@ -69,7 +69,7 @@ fuzz_target!(|bytes: &[u8]| {
         let left = left.recv().expect("the IoThread is there");
         assert_eq!(left, (0, 0), "a session leaves something on its IoThread");
     }
-    // What may wait is done on threads of its own, which end after that.
+    // Work that may wait is done on separate threads, which end after it.
     let start = Instant::now();
     while open_descriptors() != before || HELPERS.into_iter().any(has_thread) {
         assert!(start.elapsed() < CLOSED_WITHIN, "a descriptor or a thread leaks");
@@ -119,11 +119,11 @@ fn run(threads: &IoThreads, mut input: Input) {
     }
     ours.shutdown(std::net::Shutdown::Write).expect("a socket can be shut down");
     ended.recv().expect("a session whose front-end has gone ends");
-    // What it said must be readable to its end: it has closed the socket.
+    // All replies must be readable to the end: the session has closed the socket.
     let mut replies = Vec::new();
     match ours.read_to_end(&mut replies) {
         Ok(_) => {}
-        // Messages that it has not read are lost, and it says so.
+        // Messages that the session has not read are lost, which resets the connection.
         Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
     }
     control.join();
@@ -146,7 +146,7 @@ impl FrontEnd {
         }
     }
 
-    /// Sends the next message. False when nobody listens any more.
+    /// Sends the next message. Returns false if the session has closed the socket.
     fn send(&self, socket: &UnixStream, input: &mut Input) -> bool {
         use std::os::unix::fs::FileExt;
 
@@ -171,7 +171,8 @@ impl FrontEnd {
         }
         let (switches, kinds, count) = (input.u8(), input.u8(), input.u8());
         let payload = input.bytes(usize::from(count));
-        // Version 1, maybe with a reply asked for, or whatever comes; a size that is right, or not.
+        // Version 1, maybe with a request for a reply, or any flags; a size that is right, or any
+        // size.
         let flags = if switches & 1 == 0 { 1 | u32::from(switches & 8) } else { input.u32() };
         let size = if switches & 2 == 0 { payload.len() as u32 } else { input.u32() };
         let request = if switches & 4 == 0 { u32::from(request) } else { input.u32() };

@@ -1,8 +1,7 @@
-//! A hostile NBD server: whatever it sends, requests end or wait, memory beside theirs stays as it
-//! is, and nothing is left when the disk has gone.
+//! A hostile NBD server. For any bytes from it, requests end or wait, memory beside their buffers
+//! stays as it is, and nothing is left when the disk has gone.
 //!
-//! All that the server says is in the input. The cookies of requests are known before: they count
-//! up.
+//! The input holds all bytes of the server. The cookies of requests are predictable: they count up.
 
 #![no_main]
 
@@ -22,12 +21,12 @@ use blockio::{
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
 
-/// Reads of so much are received straight into their memory, smaller ones are copied.
+/// Reads of this size are received straight into their buffers; smaller ones are copied.
 const PART_BYTES: usize = 32 << 10;
 const SMALL_BYTES: usize = 4096;
 const GUARD: u8 = 0xa5;
 
-/// Where the server listens.
+/// The socket of the server.
 fn listener() -> &'static (tempfile::TempDir, UnixListener, PathBuf) {
     static LISTENER: OnceLock<(tempfile::TempDir, UnixListener, PathBuf)> = OnceLock::new();
     LISTENER.get_or_init(|| {
@@ -38,19 +37,19 @@ fn listener() -> &'static (tempfile::TempDir, UnixListener, PathBuf) {
     })
 }
 
-/// Says all of this to the next client, and nothing more.
+/// Sends all of this to the next client, and nothing else.
 fn serve(said: Vec<u8>) -> JoinHandle<()> {
     let listener = &listener().1;
     std::thread::spawn(move || {
         let (mut client, _) = listener.accept().expect("a client");
-        // It may not want to hear the rest, or say anything more.
+        // The client may not read the rest, or may close the connection.
         let _ = client.write_all(&said);
         let _ = client.shutdown(Shutdown::Write);
         let _ = client.read_to_end(&mut Vec::new());
     })
 }
 
-/// What a server says before its first reply to a request.
+/// The server's bytes before its first reply to a request.
 fn handshake(kind: u8) -> Vec<u8> {
     let reply = |option: u32, kind: u32, data: &[u8]| {
         let len = u32::try_from(data.len()).expect("a short reply");
@@ -106,7 +105,7 @@ fn drive(source: DiskSource) {
         thread.io().spawn(async move { request(&disk, &memory, number).await });
     }
     let mut given_up = false;
-    // The connection is a task, too, for as long as somebody has the disk.
+    // The connection is one more task while the disk is open.
     while thread.io().tasks() > 1 && !given_up {
         let activity = thread.turn(Wait::Never).expect("a turn");
         given_up = matches!(source.state(), DiskState::Away(_));
@@ -126,7 +125,7 @@ fn drive(source: DiskSource) {
 
 async fn request(disk: &Disk, memory: &BufferMemory, number: u32) {
     let mut part = memory.buffers(3 * PART_BYTES);
-    // Between the first and the last part lies one that nobody reads or writes.
+    // The part between the first and the last is never read or written.
     let _ = match number {
         0 => {
             part.truncate(PART_BYTES);

@@ -1,8 +1,8 @@
-//! Images of a hostile user: whatever is in a qcow2 file, opening it ends, and so does each request
-//! to the disk in it.
+//! Images of a hostile user. For any content of a qcow2 file, opening it ends, and so does each
+//! request to its disk.
 //!
-//! The input is a list of requests, and the file, with other files before it that it has below it:
-//! images, or what is none.
+//! The input is a list of requests and the file. Files for the layers below come before the file:
+//! images or arbitrary bytes.
 
 #![no_main]
 
@@ -17,9 +17,9 @@ use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd};
 
 const SECTOR_BYTES: u64 = 512;
-/// The most that one request moves.
+/// The most sectors of one request.
 const SECTORS_MAX: u64 = 64;
-/// The most that the disk grows by.
+/// The most sectors that the disk grows by.
 const GROWTH_SECTORS_MAX: u64 = 1 << 16;
 const REQUESTS_MAX: u8 = 24;
 
@@ -33,7 +33,7 @@ fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
     let flags = input.u8();
     let read_only = flags & 1 != 0;
-    // It is marked when it is written to, and looked at if it was not closed.
+    // A locked image is marked when it is written to, and checked if it was not closed.
     let is_locked = flags & 16 != 0;
     let count = input.u8() % REQUESTS_MAX;
     let requests: Vec<_> = (0..count)
@@ -44,7 +44,7 @@ fuzz_target!(|bytes: &[u8]| {
     let mut layers = vec![top];
     for (number, bytes) in below.iter().enumerate() {
         let Some(file) = open(bytes, true, false) else { return };
-        // Only the last one has nothing below it.
+        // Only the lowest layer can be raw.
         let is_raw = flags & 8 != 0 && number + 1 == below.len();
         let layer = if is_raw { Some(Layer::raw(file)) } else { image(file) };
         let Some(layer) = layer else { return };
@@ -58,7 +58,7 @@ fuzz_target!(|bytes: &[u8]| {
         let size = source.info().size_bytes;
         if request.kind % 8 == 7 {
             let more = u64::from(request.place) % GROWTH_SECTORS_MAX * SECTOR_BYTES;
-            // It may be too large, or read-only.
+            // The new size may be too large, or the disk read-only.
             let _ = source.set_size(size.saturating_add(more), || ());
             continue;
         }
@@ -66,7 +66,7 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// The bytes of a file whose length comes before them.
+/// The bytes of a file, preceded by their number.
 fn sized<'a>(input: &mut Input<'a>) -> &'a [u8] {
     let bytes = input.u16();
     input.bytes(bytes.into())
@@ -90,15 +90,15 @@ fn image(file: DiskSource) -> Option<Layer> {
     Layer::qcow2(file).ok()
 }
 
-/// What becomes of it is the image's affair: it may have places for data that no file can have.
+/// Carries out a request. It may fail: the image may place data where no file can have it.
 async fn ask(disk: &Disk, request: &Request, size: u64) {
     let last = size / SECTOR_BYTES - 1;
     let place = u64::from(request.place);
-    // Every other one counts from the end.
+    // Every second place counts from the end.
     let first = if place & 1 == 0 { (place / 2).min(last) } else { last.saturating_sub(place / 2) };
     let sectors = (u64::from(request.sectors) % SECTORS_MAX + 1).min(last - first + 1);
     let (offset, len) = (first * SECTOR_BYTES, sectors * SECTOR_BYTES);
-    // Those that move nothing may be long.
+    // Requests that move no data may be long.
     let long = len.saturating_mul(1 << (request.kind >> 3)).min(size - offset);
     let long = long - long % SECTOR_BYTES;
     let memory = || {

@@ -1,9 +1,9 @@
 //! virtio-scsi: two devices with units on one disk, on an IoThread that is stepped by hand.
 //!
-//! The input is what their drivers do: commands of any CDB, cut into buffers of any length, task
-//! management, buffers for events, resets; and what the operator does with units. Each chain is
-//! answered once, responses are ones that virtio-scsi has, and when all queues have stopped nothing
-//! is left on the IoThread.
+//! The input holds actions of the drivers: commands of any CDB, cut into buffers of any length,
+//! task management, buffers for events, resets. It also holds actions of the operator on units.
+//! Each chain is answered once, with a response that virtio-scsi defines. When all queues have
+//! stopped, nothing is left on the IoThread.
 
 #![no_main]
 
@@ -24,7 +24,7 @@ use virtqueue::GuestMemory;
 use virtqueue::driver::{Desc, Driver};
 
 const DISK_BYTES: u64 = 64 << 10;
-/// Control, events, two for requests.
+/// A control queue, an event queue, two request queues.
 const QUEUES: usize = 4;
 const DEVICES: usize = 2;
 const ENTRIES: u16 = 32;
@@ -34,17 +34,17 @@ const SLOT_BYTES: u64 = 0x2000;
 const QUEUE_BYTES: u64 = RING_BYTES + ENTRIES as u64 * SLOT_BYTES;
 const MEMORY_BYTES: u64 = (DEVICES * QUEUES) as u64 * QUEUE_BYTES;
 const RESPONSE_BYTES: u64 = 108;
-/// Where a slot has what the device writes.
+/// Offset of the writable buffers in a slot.
 const WRITABLE: u64 = 0x1000;
-/// Where no memory is.
+/// An address without memory.
 const NOWHERE: u64 = 1 << 40;
 
-/// Functions of task management (virtio 1.3, section 5.6.6.2); these two only ask.
+/// Functions of task management (virtio 1.3, section 5.6.6.2); the last two only query.
 const FUNCTIONS: [u32; 7] = [0, 1, 3, 4, 5, QUERY_TASK, QUERY_TASK_SET];
 const QUERY_TASK: u32 = 6;
 const QUERY_TASK_SET: u32 = 7;
 
-/// Responses.
+/// Responses of virtio-scsi.
 const OK: u8 = 0;
 const BAD_TARGET: u8 = 3;
 const FAILURE: u8 = 9;
@@ -56,7 +56,7 @@ thread_local! {
     static STAGE: OnceCell<Stage> = const { OnceCell::new() };
 }
 
-/// What is made once, and must be as new after each input.
+/// Objects that are made once, and must be as new after each input.
 struct Stage {
     thread: IoThread,
     source: DiskSource,
@@ -95,14 +95,14 @@ struct Queue {
     driver: Driver<Arc<GuestMemory>>,
     ring: Ring,
     handle: Option<QueueHandle>,
-    /// By their heads.
+    /// Chains that are not answered, by their heads.
     out: HashMap<u32, Out>,
 }
 
 /// A chain that is not answered.
 struct Out {
     sent: Vec<u8>,
-    /// Where what the device writes is, and how long.
+    /// Address and length of the room that the device may write.
     at: u64,
     room: u32,
     has_fault: bool,
@@ -111,16 +111,16 @@ struct Out {
 /// A fault of a chain.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fault {
-    /// What the device is to read is no memory.
+    /// The buffer for the device to read is not memory.
     NoOut,
-    /// What it is to write is no memory, behind the response.
+    /// The buffer for the device to write, behind the response, is not memory.
     NoIn,
-    /// It is to read something after what it is to write.
+    /// A readable buffer follows a writable one.
     Order,
 }
 
 impl Fault {
-    /// One of a few.
+    /// A fault in some of the cases.
     fn draw(input: &mut Input) -> Option<Self> {
         match input.u8() {
             0xf0..=0xf4 => Some(Self::NoOut),
@@ -146,7 +146,7 @@ fn scsi(device: &Device) -> &ScsiDevice {
     }
 }
 
-/// An address: any, or mostly that of a unit that may be there.
+/// A LUN address: any, or mostly the address of a unit that may exist.
 fn lun(how: u8, input: &mut Input) -> [u8; 8] {
     match how & 7 {
         0 => input.u64().to_le_bytes(),
@@ -156,7 +156,7 @@ fn lun(how: u8, input: &mut Input) -> [u8; 8] {
     }
 }
 
-/// Whether the control queue may answer like this.
+/// Checks that the control queue may give this answer.
 fn judge(out: &Out, response: &[u8]) {
     let word = |at: usize| {
         out.sent[at..].first_chunk().map_or(u32::MAX, |bytes| u32::from_le_bytes(*bytes))
@@ -295,7 +295,7 @@ impl<'a> Run<'a> {
         let cdb = input.bytes(cdb_bytes.into());
         request[19..19 + cdb.len()].copy_from_slice(cdb);
         if how & 8 != 0 {
-            // Short ranges near the start of the disk, where most commands go well.
+            // Short ranges near the start of the disk, where most commands succeed.
             request[21..24].fill(0);
         }
         let out = usize::from(input.u16() % 2049);
@@ -333,7 +333,7 @@ impl<'a> Run<'a> {
         self.offer(device * QUEUES, &request, &[], room, WRITABLE, fault);
     }
 
-    /// Makes a chain available whose readable part is cut at these places.
+    /// Makes a chain available, with its readable part cut at these places.
     fn offer(
         &mut self,
         index: usize,
@@ -376,7 +376,7 @@ impl<'a> Run<'a> {
         }
         match fault {
             Some(Fault::NoIn) => chain.push(Desc::writable(NOWHERE, 512)),
-            // Only behind what the device is to write.
+            // A fault only behind a writable buffer.
             Some(Fault::Order) => chain.push(Desc::readable(slot, 9)),
             Some(Fault::NoOut) | None => {}
         }
@@ -388,7 +388,7 @@ impl<'a> Run<'a> {
         assert!(before.is_none(), "a head is out twice");
     }
 
-    /// Looks at what has been answered.
+    /// Checks new answers.
     fn take_used(&mut self) {
         for (index, queue) in self.queues.iter_mut().enumerate() {
             while let Some(used) = queue.driver.take_used() {
@@ -423,7 +423,7 @@ impl<'a> Run<'a> {
         let setup = QueueSetup {
             memory: Arc::clone(&self.memory),
             ring: queue.ring,
-            // It is looked at now and then.
+            // Without a kick the queue is checked at intervals.
             inflight: None,
             kick: None,
             call: None,

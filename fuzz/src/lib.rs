@@ -1,5 +1,5 @@
-//! What the fuzz targets share: an input as a list of numbers, an IoThread that is stepped by hand,
-//! and a count of open descriptors.
+//! Shared parts of the fuzz targets: an input as a list of numbers, an IoThread that is stepped by
+//! hand, and a count of open descriptors.
 
 use std::fs::File;
 use std::time::Instant;
@@ -9,17 +9,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 
-/// Takes an input apart. Behind its end there are zeroes, so that any input is a good one.
+/// Reads an input piece by piece. Zeroes follow its end, so that any input is valid.
 pub struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
-    /// All of an input.
+    /// Starts at the beginning of an input.
     #[must_use]
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
-    /// Whether nothing is left.
+    /// True if nothing is left.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -60,7 +60,7 @@ impl<'a> Input<'a> {
         u64::from_le_bytes(self.array())
     }
 
-    /// What is left.
+    /// The remaining bytes.
     #[must_use]
     pub fn rest(self) -> &'a [u8] {
         self.0
@@ -71,17 +71,17 @@ impl<'a> Input<'a> {
 ///
 /// # Panics
 ///
-/// When the kernel does not wait for events.
+/// When the turn fails.
 pub fn turn(thread: &IoThread) -> Activity {
     thread.turn(Wait::Never).expect("the kernel waits for events")
 }
 
-/// Steps the IoThread until it has given an answer, and sleeps while it says that there is nothing
-/// to do: a wake that gets lost is a hang.
+/// Steps the IoThread until it has given an answer, and sleeps whenever it reports that it is idle:
+/// a lost wake-up becomes a hang.
 ///
 /// # Panics
 ///
-/// As [`turn`], and when the kernel does not wait for the thread.
+/// Like [`turn`], and when waiting for the thread fails.
 pub fn wait<T>(thread: &IoThread, pending: &Pending<T>) -> T {
     loop {
         let activity = turn(thread);
@@ -94,12 +94,12 @@ pub fn wait<T>(thread: &IoThread, pending: &Pending<T>) -> T {
     }
 }
 
-/// Until the IoThread's descriptor is readable or its deadline has come.
+/// Sleeps until the IoThread's descriptor is readable or its deadline has come.
 fn sleep(thread: &IoThread) {
     let left = thread.deadline().map(|at| at.saturating_duration_since(Instant::now()));
     let left = left.map(|left| Timespec::try_from(left).expect("deadlines are near"));
     match poll(&mut [PollFd::new(thread, PollFlags::IN)], left.as_ref()) {
-        // libFuzzer's clock interrupts.
+        // The timer of libFuzzer interrupts.
         Ok(_) | Err(Errno::INTR) => {}
         Err(error) => panic!("cannot wait for an IoThread: {error}"),
     }
@@ -109,7 +109,7 @@ fn sleep(thread: &IoThread) {
 ///
 /// # Panics
 ///
-/// When the kernel has none left.
+/// When the kernel refuses one.
 #[must_use]
 pub fn memfd(bytes: u64) -> File {
     let file = File::from(memfd_create("ringhaul-fuzz", MemfdFlags::CLOEXEC).expect("a memfd"));
@@ -117,18 +117,18 @@ pub fn memfd(bytes: u64) -> File {
     file
 }
 
-/// How many descriptors this process has open.
+/// The number of open descriptors of this process.
 ///
 /// # Panics
 ///
 /// Without /proc.
 #[must_use]
 pub fn open_descriptors() -> usize {
-    // The descriptor with which the folder is read is one more each time.
+    // Each count includes the descriptor that reads the folder.
     std::fs::read_dir("/proc/self/fd").expect("/proc is mounted").count()
 }
 
-/// Whether this process has a thread of this name, of at most 15 bytes.
+/// True if this process has a thread of this name, of at most 15 bytes.
 ///
 /// # Panics
 ///
@@ -136,7 +136,7 @@ pub fn open_descriptors() -> usize {
 #[must_use]
 pub fn has_thread(name: &str) -> bool {
     let threads = std::fs::read_dir("/proc/self/task").expect("/proc is mounted");
-    // One that has ended meanwhile has no name any more.
+    // A thread that has ended since the listing no longer has a name.
     let names =
         threads.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
     names.into_iter().any(|of_thread| of_thread.trim_end() == name)
