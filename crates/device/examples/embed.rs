@@ -1,8 +1,9 @@
 //! A VMM with a virtio-blk device in its own process: no socket, no second process.
 //!
 //! A VMM has guest memory, a thread for I/O, and two eventfds for each queue: one that KVM writes
-//! when the guest kicks (ioeventfd), and one that makes KVM call the guest (irqfd). [`main`] is all
-//! that the VMM does with them. [`Guest`] plays the driver, which is Linux in a real guest.
+//! when the guest kicks (ioeventfd), and one that makes KVM call the guest (irqfd). [`main`] shows
+//! everything that the VMM does with them. [`Guest`] plays the driver, which is Linux in a real
+//! guest.
 //!
 //! Run it with `cargo run --package ringhaul-device --example embed`.
 
@@ -18,19 +19,20 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtqueue::GuestMemory;
 use virtqueue::driver::{self, Desc};
 
-/// Where the driver has put its queue. A VMM learns this from its transport's registers.
+/// The place of the driver's queue. A VMM learns it from its transport's registers.
 const RING: Ring =
     Ring { size: 16, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
 
 pub(crate) fn main() -> Result<()> {
-    // The disk, and the device on it. `DiskOptions` has direct I/O, `IoThreadConfig` the engine.
+    // The disk, and the device on it. `DiskOptions` selects direct I/O, `IoThreadConfig` the
+    // engine.
     let file = tempfile::NamedTempFile::new()?;
     file.as_file().set_len(8 << 20)?;
     let source = DiskSource::file(file.path(), &DiskOptions::default())?;
     let options = BlkOptions { serial: "embed-0".into(), ..BlkOptions::default() };
     let device = Device::blk(source, options, Arc::new(LogEvents::new("embedded")));
 
-    // A thread that does its I/O. Any number of devices can share it.
+    // A thread for the I/O. Any number of devices can share it.
     let (sender, receiver) = mpsc::sync_channel(1);
     let io_thread = std::thread::spawn(move || -> Result<(), blockio::Error> {
         let thread = IoThread::new(&IoThreadConfig::default())?;
@@ -39,15 +41,15 @@ pub(crate) fn main() -> Result<()> {
     });
     let remote = receiver.recv().context("the IoThread has not started")?;
 
-    // Guest memory. A VMM that has it in a file, as most do, maps it with `GuestMemory::new`.
+    // Guest memory. A VMM with memory in a file, as usual, maps it with `GuestMemory::new`.
     let memory = Arc::new(GuestMemory::anonymous(&[(0, 1 << 20)])?);
 
-    // The driver reads what is offered and the configuration space, and says what it will use.
+    // The driver reads the offered features and the configuration space, and chooses features.
     device.set_features(device.features() & (1 << F_VERSION_1 | 1 << F_FLUSH))?;
     let sectors: [u8; 8] = device.read_config(0, 8).try_into().unwrap_or_default();
     println!("the guest sees a disk of {} sectors", u64::from_le_bytes(sectors));
 
-    // From here on the IoThread serves the queue, whatever this thread does.
+    // From here on the IoThread serves the queue, independently of this thread.
     let new_eventfd = || eventfd(0, EventfdFlags::CLOEXEC);
     let (kick, call) = (new_eventfd()?, new_eventfd()?);
     let (kicked, called) = (kick.try_clone()?, call.try_clone()?);
@@ -72,7 +74,7 @@ pub(crate) fn main() -> Result<()> {
     guest.ring.memory.read(DATA, &mut read)?;
     ensure!(&read == b"hello", "the disk has kept {read:?}");
 
-    // The guest resets the device. What was taken is answered first.
+    // The guest resets the device. Requests that were taken are answered first.
     let taken = queue.stop().context("the IoThread has ended")?;
     device.reset();
     println!("{taken} requests: {:?}", device.totals());
@@ -81,7 +83,7 @@ pub(crate) fn main() -> Result<()> {
     Ok(())
 }
 
-/// Guest addresses of the one request's header, status and data.
+/// Guest addresses of the request's header, status and data.
 const HEADER: u64 = 0x4000;
 const STATUS: u64 = 0x4010;
 const DATA: u64 = 0x5000;

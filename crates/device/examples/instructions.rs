@@ -2,11 +2,12 @@
 //!
 //! A driver and the device share the thread: the driver makes a batch of requests available and
 //! kicks, and the IoThread takes turns until all are answered. Only [`device_turn`] is counted, so
-//! what the driver spends is left out. With a null disk, and with a file in the page cache whose
-//! ops end in the submit, nothing depends on the machine's timing: the count is the same each time.
+//! the instructions of the driver are left out. With a null disk, and with a file in the page
+//! cache, where ops end in the submit, nothing depends on the machine's timing: the count is the
+//! same each time.
 //!
 //! `instructions CASE DEPTH REQUESTS`, where CASE is DISK-ENGINE-KIND: `null-threads-read`,
-//! `file-aio-write` and so on. The kinds `read10` and `write10` are those of virtio-scsi. With
+//! `file-aio-write` and so on. The kinds `read10` and `write10` are commands of virtio-scsi. With
 //! `-inflight` at its end, requests are marked in an inflight region.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -36,16 +37,16 @@ const TABLES: u64 = 0x1_0000;
 const HEADERS: u64 = 0x2_0000;
 const DATA: u64 = 0x10_0000;
 const DATA_BYTES: u32 = 4096;
-/// From one chain's header to the next; the response is in the middle.
+/// Distance between the headers of two chains; the response is in the middle.
 const SLOT_BYTES: u64 = 256;
 const RESPONSE: u64 = 128;
 
-/// What is asked for.
+/// The kind of request.
 #[derive(Clone, Copy)]
 enum Kind {
     /// A request type of virtio-blk.
     Blk(u32),
-    /// A command of virtio-scsi, with the blocks as READ (10) has them.
+    /// An opcode of virtio-scsi, for a CDB that gives the blocks like READ (10).
     Scsi(u8),
 }
 
@@ -60,8 +61,8 @@ impl Kind {
         })
     }
 
-    /// The header of a request for the sectors from this one on, whether it reads, and how long its
-    /// response is.
+    /// Returns the header of a request for the sectors from this one on, true if it reads, and the
+    /// length of its response.
     fn request(self, sector: u64) -> (Vec<u8>, bool, u32) {
         match self {
             Self::Blk(kind) => {
@@ -82,7 +83,7 @@ impl Kind {
         }
     }
 
-    /// Whether a response says that all went well.
+    /// True if a response reports success.
     fn is_well(self, response: &[u8]) -> bool {
         match self {
             Self::Blk(_) => response[0] == 0,
@@ -113,7 +114,7 @@ fn main() -> Result<()> {
     guest.check(depth)
 }
 
-/// One turn of the loop, and all that is counted.
+/// One turn of the loop: the only code that is counted.
 #[inline(never)]
 fn device_turn(thread: &IoThread) -> Result<Activity, blockio::Error> {
     thread.turn(Wait::Never)
@@ -139,7 +140,7 @@ impl Guest {
         let source = match disk {
             "null" => DiskSource::null(DISK_BYTES, &DiskOptions::default())?,
             "file" => {
-                // The page cache of a file in memory answers in the submit.
+                // The page cache of a file in memory completes ops in the submit.
                 let file = tempfile::NamedTempFile::new_in("/dev/shm").context("making a file")?;
                 let content = vec![7; usize::try_from(DISK_BYTES)?];
                 std::fs::write(file.path(), content).context("filling a file")?;
@@ -184,13 +185,13 @@ impl Guest {
         let mut guest = Self { thread, ring, kind, kick, _call: call };
         (0..depth).try_for_each(|slot| guest.put_chain(slot))?;
         if matches!(kind, Kind::Scsi(_)) {
-            // The first command is told that the unit was powered on.
+            // The first command reports that the unit was powered on.
             guest.run_batch(1)?;
         }
         Ok(guest)
     }
 
-    /// Writes what stays as it is: the header and the indirect table of chain `slot`.
+    /// Writes the constant parts of chain `slot`: the header and the indirect table.
     fn put_chain(&self, slot: u16) -> Result<()> {
         let own = u64::from(slot);
         let (at, data) = (HEADERS + own * SLOT_BYTES, DATA + own * u64::from(DATA_BYTES));
@@ -208,11 +209,12 @@ impl Guest {
         Ok(())
     }
 
-    /// Makes a batch available, kicks, and lets the device take turns until all is answered.
+    /// Makes a batch available, kicks, and lets the device take turns until all chains are
+    /// answered.
     fn run_batch(&mut self, depth: u16) -> Result<()> {
         (0..depth).for_each(|slot| self.ring.put_head(slot));
         let idx = self.ring.next_avail;
-        // One call, when the last is answered.
+        // One call, for the last answer.
         self.ring.put_used_event(idx.wrapping_sub(1));
         fence(Ordering::SeqCst);
         self.ring.put_avail_idx(idx);
@@ -230,7 +232,7 @@ impl Guest {
         }
     }
 
-    /// All requests of a batch went well.
+    /// Checks that all requests of a batch succeeded.
     fn check(&self, depth: u16) -> Result<()> {
         for slot in 0..depth {
             let mut response = [u8::MAX; 12];

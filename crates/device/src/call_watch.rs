@@ -1,11 +1,13 @@
-//! Calls that hang: found, interrupted, and from then on made in a way that cannot hang.
+//! Detects calls that hang, interrupts them, and makes later calls in a way that cannot hang.
 //!
-//! A write to an eventfd waits for ever if another process makes it block, and with it all queues
-//! of the IoThread. An [`EventfdAdder`] cannot be made to wait, but costs twice the system time of
-//! a write. So queues write, and leave a mark while they do; a thread looks at the marks ten times
-//! a second while any queue runs. It interrupts the write behind a mark that stays with a signal,
-//! and that device never makes a call by a write again, whoever drives it. Others on the IoThread
-//! lose a fifth of a second, once.
+//! A write to an eventfd waits for ever if another process makes it block, and all queues of the
+//! IoThread wait with it. An [`EventfdAdder`] cannot be made to wait, but costs twice the system
+//! time of a write. So queues write, and set a mark while they do.
+//!
+//! A thread checks the marks ten times a second while any queue runs. A mark that stays set means a
+//! hung write, which the thread interrupts with a signal. The device of that queue never calls by a
+//! write again, not even for another driver. All queues of the IoThread lose a fifth of a second,
+//! once.
 //!
 //! A VMM that embeds the device does not need this for its own eventfds, and starts no watch.
 
@@ -22,16 +24,17 @@ use rustix::io::Errno;
 use crate::eventfd::EventfdAdder;
 use crate::events::Events;
 
-/// How long a call may take before it hangs; it takes a microsecond.
+/// A call that takes this long hangs; a usual call takes a microsecond.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// What interrupts a write. By default it does nothing, so others may send it.
+/// The signal that interrupts a write. Its default action is to ignore it, so other processes may
+/// send it.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
-/// What a device has learnt about the owners of its eventfds.
+/// The trust of a device in the owners of its eventfds.
 pub(crate) struct CallTrust {
     events: Arc<dyn Events>,
-    /// A call hung once.
+    /// True once a call hung.
     lost: AtomicBool,
 }
 
@@ -41,9 +44,9 @@ impl CallTrust {
     }
 }
 
-/// A thread that makes calls.
+/// The mark of a thread that makes calls.
 struct Mark {
-    /// Odd while it writes to an eventfd.
+    /// Odd while the thread writes to an eventfd.
     writes: AtomicU32,
     thread: rustix::thread::Pid,
     trust: Arc<CallTrust>,
@@ -51,9 +54,9 @@ struct Mark {
 
 struct Watch {
     marks: Vec<Weak<Mark>>,
-    /// None: nobody watches.
+    /// `None` if no watch runs.
     thread: Option<Thread>,
-    /// The thread is not to end.
+    /// False if the thread is to end.
     running: bool,
 }
 
@@ -67,20 +70,20 @@ thread_local! {
     static ADDER: Result<EventfdAdder, Errno> = EventfdAdder::new();
 }
 
-/// Makes what the queues of this thread share for calls that cannot wait.
+/// Prepares this thread for calls that cannot wait. All its queues share the preparation.
 ///
 /// # Errors
 ///
-/// When the system has no Linux AIO, or none left. Then other users of an eventfd can make this
-/// thread wait.
+/// When the system has no Linux AIO, or none left. Then other processes that have an eventfd can
+/// make this thread wait.
 pub fn prepare_calls() -> io::Result<()> {
     ADDER.with(|adder| adder.as_ref().map(|_| ()).map_err(|errno| (*errno).into()))
 }
 
-/// Makes the calls of one queue, on the thread that it was made on.
+/// Makes the calls of one queue, on the thread that created it.
 pub(crate) struct Caller {
     mark: Arc<Mark>,
-    /// Of the mark, which nobody else changes.
+    /// A copy of the mark's counter, which only this thread changes.
     writes: Cell<u32>,
 }
 
@@ -98,8 +101,8 @@ impl Caller {
 
     /// Adds one to an eventfd.
     ///
-    /// A full counter means that the other side has yet to look, and no other failure is ours to
-    /// handle: the descriptor is the other side's choice.
+    /// A full counter means that its reader has yet to check. All other failures are ignored as
+    /// well: the reader's side chose the descriptor.
     #[inline]
     pub(crate) fn add_one(&self, fd: &OwnedFd) {
         if self.mark.trust.lost.load(Ordering::Relaxed) && add_without_waiting(fd) {
@@ -116,14 +119,14 @@ impl Caller {
     }
 }
 
-/// False when the system has no way to do so.
+/// Returns false if the system does not support it.
 #[cold]
 fn add_without_waiting(fd: &OwnedFd) -> bool {
     let add = |adder: &Result<EventfdAdder, Errno>| adder.as_ref().ok()?.add_one(fd.as_fd()).ok();
     ADDER.try_with(add).ok().flatten().is_some()
 }
 
-/// Why there is no [`CallWatch`].
+/// The reasons why a [`CallWatch`] does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
     /// The signal that interrupts calls cannot be handled.
@@ -134,7 +137,7 @@ pub enum WatchError {
     Thread(#[source] io::Error),
 }
 
-/// Watches the calls of this process until it is dropped. There is one at a time.
+/// Watches the calls of this process until it is dropped. A process has at most one.
 pub struct CallWatch {
     thread: Option<JoinHandle<()>>,
 }
@@ -142,14 +145,14 @@ pub struct CallWatch {
 impl CallWatch {
     /// Starts the watch; queues that start afterwards are watched. Takes over SIGURG. While any
     /// queue runs, the watch's thread calls `beside` ten times a second with the time, so that the
-    /// process needs no second thread that looks after things.
+    /// process needs no second thread for periodic checks.
     ///
     /// # Errors
     ///
     /// When the kernel refuses a signal handler or a thread.
     pub fn start(beside: impl FnMut(Instant) + Send + 'static) -> Result<Self, WatchError> {
         install_handler().map_err(WatchError::Signal)?;
-        // Before the thread looks.
+        // Set before the thread checks it.
         watch().running = true;
         let thread = std::thread::Builder::new()
             .name("ringhaul-watch".into())
@@ -204,8 +207,9 @@ fn watch_calls(mut beside: impl FnMut(Instant)) {
     }
 }
 
-/// Ends the write of a thread that has been in it for an interval. If it is only about to wait, or
-/// was only kept from running, the next look interrupts it, or nothing is lost but trust.
+/// Interrupts a write that has taken a whole interval. If the signal comes just before the write
+/// blocks, the next check interrupts it. If the thread was only preempted, nothing is lost but
+/// trust.
 fn cut_short(mark: &Mark) {
     if !mark.trust.lost.swap(true, Ordering::Relaxed) {
         mark.trust.events.call_cut_short();
@@ -216,7 +220,7 @@ fn cut_short(mark: &Mark) {
     unsafe { libc::syscall(libc::SYS_tgkill, process, thread, SIGNAL) };
 }
 
-/// A signal without a handler would not interrupt anything.
+/// Installs a handler that does nothing: a signal without a handler would not interrupt the write.
 fn install_handler() -> io::Result<()> {
     extern "C" fn nothing(_: libc::c_int) {}
     // SAFETY: all zeroes are a valid action, without SA_RESTART; the handler does nothing.

@@ -1,4 +1,4 @@
-//! What devices of all kinds have.
+//! The part that devices of both kinds share.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
@@ -14,13 +14,14 @@ use crate::load::Load;
 use crate::queue_setup::QueueOptions;
 use crate::stats::{QueueStats, RequestTotals};
 
-/// A status or a response, which has one byte in the ring and more in the headers of Linux.
+/// A status or response code as a byte: the ring has one byte for it, the headers of Linux have
+/// more.
 pub(crate) const fn byte(number: u32) -> u8 {
     let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
     byte
 }
 
-/// How a device works, whatever its kind.
+/// Options that both kinds of device have.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Working {
     pub(crate) notify_batch: bool,
@@ -29,23 +30,23 @@ pub(crate) struct Working {
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) fixed_buffers: bool,
     pub(crate) long_lists_bytes: u64,
-    /// Where requests are answered whose chains have a fault.
+    /// The place of the answer to a chain that has a fault.
     pub(crate) answer_place: AnswerPlace,
 }
 
-/// What a device of any kind keeps for its queues and its controller.
+/// State of a device for its queues and its controller.
 pub(crate) struct Common {
-    /// What the driver negotiated.
+    /// The negotiated features.
     features: AtomicU64,
-    /// What its queues have taken and not answered.
+    /// Large requests that the queues have taken and not answered.
     load: Arc<Load>,
     pub(crate) events: Arc<dyn Events>,
-    /// Whether calls may be made in the way that can hang.
+    /// Decides if calls may be plain writes, which can hang.
     trust: Arc<CallTrust>,
     pub(crate) working: Working,
-    /// By the number of the queue, for those that were started once.
+    /// Counters of each queue that was ever started, by its number.
     stats: Mutex<BTreeMap<u16, Arc<QueueStats>>>,
-    /// Another process has stopped the queues, and handed them over.
+    /// True if another process has stopped the queues and handed them over.
     was_handed_over: AtomicBool,
 }
 
@@ -57,27 +58,27 @@ impl Common {
         Self { features, load, events, trust, working, stats, was_handed_over }
     }
 
-    /// Queues that start from now on were stopped by another process, in the way of this one.
+    /// Notes that another process of this program has stopped the queues that start from now on.
     pub(crate) fn is_handed_over(&self) {
         self.was_handed_over.store(true, Ordering::Relaxed);
     }
 
-    /// What the driver negotiated; 0 when there is no driver.
+    /// The negotiated features; 0 without a driver.
     pub(crate) fn features(&self) -> u64 {
         self.features.load(Ordering::Relaxed)
     }
 
-    /// Whether this bit was negotiated.
+    /// True if this bit was negotiated.
     pub(crate) fn has(&self, feature: u32) -> bool {
         self.features() & (1 << feature) != 0
     }
 
-    /// Returns what was negotiated before.
+    /// Replaces the negotiated features and returns the previous ones.
     pub(crate) fn set_features(&self, features: u64) -> u64 {
         self.features.swap(features, Ordering::Relaxed)
     }
 
-    /// What a queue starts with.
+    /// The options that queue `index` starts with.
     pub(crate) fn queue_options(&self, index: u16, takes_requests: bool) -> QueueOptions {
         let mut all = self.stats();
         let is_new = !all.contains_key(&index) && !self.was_handed_over.load(Ordering::Relaxed);
@@ -101,12 +102,12 @@ impl Common {
         }
     }
 
-    /// What a queue has served; `None`: it was never started.
+    /// Counters of queue `index`; `None` if it was never started.
     pub(crate) fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
         self.stats().get(&index).cloned()
     }
 
-    /// What all queues together have served.
+    /// Counters of all queues together.
     pub(crate) fn totals(&self) -> RequestTotals {
         let mut totals = RequestTotals::default();
         self.stats().values().for_each(|stats| totals += stats.totals());

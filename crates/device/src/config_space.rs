@@ -3,7 +3,7 @@
 use std::io;
 use std::ops::Range;
 
-/// Returns `len` bytes from `offset` on. What lies beyond the end of `space` reads as zeroes.
+/// Returns `len` bytes from `offset` on. Bytes beyond the end of `space` read as zeroes.
 pub(crate) fn read(space: &[u8], offset: usize, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     if let Some(rest) = space.get(offset..) {
@@ -13,12 +13,12 @@ pub(crate) fn read(space: &[u8], offset: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The parts of `data`, which lies at `offset`, that are in fields which can be written, each with
-/// its own offset. Everything else must be as it is in `space`.
+/// Returns the parts of `data`, which starts at `offset`, that lie in writable fields, each with
+/// its own offset. All other bytes must be equal to `space`.
 ///
 /// # Errors
 ///
-/// When something else would change.
+/// When a read-only byte would change.
 pub(crate) fn writable_parts<'a>(
     space: &[u8],
     fields: &[Range<usize>],
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     const SPACE: [u8; 6] = [1, 2, 3, 4, 5, 6];
-    /// Two fields, as virtio-scsi has them side by side.
+    /// Two adjacent fields, as in virtio-scsi.
     const FIELDS: [Range<usize>; 2] = [1..3, 3..4];
 
     #[test]

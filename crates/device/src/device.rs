@@ -1,4 +1,4 @@
-//! A device of any kind: what a session, an export or a VMM holds.
+//! A device of either kind: the handle of a session, an export or a VMM.
 
 use std::io;
 use std::rc::Rc;
@@ -28,8 +28,7 @@ use crate::stats::{QueueStats, RequestTotals};
 /// The capacity, at the start of virtio-blk's configuration space (virtio 1.3, section 5.2.4).
 const CAPACITY_BYTES: usize = 8;
 
-/// A virtio device, shared by its queues and its controller. Clones are handles of the same
-/// device.
+/// A virtio device, shared by its queues and its controller. Clones are handles of the same device.
 #[derive(Clone)]
 pub enum Device {
     /// virtio-blk (virtio 1.3, section 5.2).
@@ -38,18 +37,18 @@ pub enum Device {
     Scsi(ScsiDevice),
 }
 
-/// What a queue is for, which follows from its number.
+/// The purpose of a queue, which follows from its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueRole {
-    /// Requests, for the data of a disk.
+    /// Requests for the data of a disk.
     Request,
-    /// Requests that control the device, such as those of virtio-scsi's controlq.
+    /// Requests that control the device: the controlq of virtio-scsi.
     Control,
     /// Buffers for events. They go back to the driver when the queue stops.
     Event,
 }
 
-/// What a driver has negotiated, and written to the configuration space.
+/// The features and the configuration space that a driver has negotiated and written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Negotiated {
@@ -66,14 +65,15 @@ impl Negotiated {
 }
 
 impl Device {
-    /// A virtio-blk device on a disk. `events` receives what goes wrong.
+    /// A virtio-blk device on a disk. `events` receives its failures.
     #[must_use]
     pub fn blk(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
         Self::blk_sharing(source, options, Arc::default(), events)
     }
 
-    /// As [`blk`](Self::blk), on a disk that may also be that of logical units, with the same
-    /// `access`: it heeds their persistent reservations, and commands that exclude all others.
+    /// Like [`blk`](Self::blk), on a disk that logical units with the same `access` may share. The
+    /// device obeys their persistent reservations and their commands that exclude all other
+    /// requests.
     #[must_use]
     pub fn blk_sharing(
         source: DiskSource,
@@ -84,7 +84,7 @@ impl Device {
         Self::Blk(BlkDevice::new(source, options, access, events))
     }
 
-    /// A virtio-scsi device without logical units. `events` receives what goes wrong.
+    /// A virtio-scsi device without logical units. `events` receives its failures.
     #[must_use]
     pub fn scsi(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
         Self::Scsi(ScsiDevice::new(options, events))
@@ -99,7 +99,7 @@ impl Device {
         }
     }
 
-    /// What queue `index` is for; `None`: the device has no such queue.
+    /// The purpose of queue `index`; `None` if the device has no such queue.
     #[must_use]
     pub fn queue_role(&self, index: u16) -> Option<QueueRole> {
         match self {
@@ -112,7 +112,8 @@ impl Device {
         }
     }
 
-    /// The features that the device offers: bits of virtio 1.3, section 6 and that of the device.
+    /// The features that the device offers: bits of virtio 1.3, section 6, and of the device's
+    /// section.
     #[must_use]
     pub fn features(&self) -> u64 {
         match self {
@@ -121,11 +122,11 @@ impl Device {
         }
     }
 
-    /// Takes what the driver negotiated. Call it while no queue runs.
+    /// Takes the features that the driver negotiated. Call it while no queue runs.
     ///
-    /// A driver that negotiates something else than the one before finds the device as it was set
-    /// up. The same features may be those of the same driver, which continues after a pause and
-    /// relies on what it chose; who knows that it is another calls [`reset`](Self::reset).
+    /// Features that differ from the previous ones restore the initial configuration. The same
+    /// features may come from the same driver, which continues after a pause and relies on its
+    /// choices. A caller that knows that the driver is a new one calls [`reset`](Self::reset).
     ///
     /// # Errors
     ///
@@ -144,13 +145,14 @@ impl Device {
         Ok(())
     }
 
-    /// What the driver negotiated and chose so far.
+    /// The features and choices of the driver so far.
     #[must_use]
     pub fn negotiated(&self) -> Negotiated {
         Negotiated { features: self.common().features(), space: self.config_space() }
     }
 
-    /// Takes that again. Call it while no queue runs.
+    /// Restores the state that [`negotiated`](Self::negotiated) returned. Call it while no queue
+    /// runs.
     pub fn restore(&self, negotiated: &Negotiated) {
         self.common().set_features(negotiated.features);
         match self {
@@ -159,15 +161,16 @@ impl Device {
         }
     }
 
-    /// Takes what the driver has negotiated with this device in another process. Call it while no
-    /// queue runs. True: the driver should read the configuration space again.
+    /// Takes over the features and choices that the driver negotiated with this device in another
+    /// process. Call it while no queue runs. Returns true if the driver should read the
+    /// configuration space again.
     ///
     /// # Errors
     ///
-    /// When the driver relies on what this device does not have. The device is as after a
-    /// [`reset`](Self::reset) then.
+    /// When the driver relies on something that this device does not have. The device is then as
+    /// after a [`reset`](Self::reset).
     pub fn take_over(&self, negotiated: &Negotiated) -> io::Result<bool> {
-        // What may change under a driver.
+        // These first bytes may change under a driver.
         let changes = match self {
             Self::Blk(_) => CAPACITY_BYTES,
             Self::Scsi(_) => 0,
@@ -181,7 +184,7 @@ impl Device {
         Ok(!negotiated.space.starts_with(&space[..changes]))
     }
 
-    /// Back to the state before any driver: call it when a driver goes away.
+    /// Restores the state before any driver. Call it when a driver goes away.
     pub fn reset(&self) {
         self.common().set_features(0);
         match self {
@@ -190,7 +193,7 @@ impl Device {
         }
     }
 
-    /// The configuration space as it is now: as many bytes as the device has fields for.
+    /// The present configuration space, as long as the fields of the device.
     #[must_use]
     pub fn config_space(&self) -> Vec<u8> {
         match self {
@@ -199,17 +202,17 @@ impl Device {
         }
     }
 
-    /// Reads `len` bytes of the configuration space. What lies beyond its end reads as zeroes.
+    /// Reads `len` bytes of the configuration space. Bytes beyond its end read as zeroes.
     #[must_use]
     pub fn read_config(&self, offset: usize, len: usize) -> Vec<u8> {
         config_space::read(&self.config_space(), offset, len)
     }
 
-    /// Takes what the driver has written to the configuration space.
+    /// Takes a write of the driver to the configuration space.
     ///
     /// # Errors
     ///
-    /// When it is not a field that can be written.
+    /// When the driver cannot write this field.
     pub fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         match self {
             Self::Blk(blk) => blk.write_config(offset, data),
@@ -217,12 +220,12 @@ impl Device {
         }
     }
 
-    /// Takes a part of the configuration space as another device has had it, such as before a
-    /// migration: fields that can be written are, all others must be as they are here.
+    /// Takes a part of the configuration space of another device, such as before a migration.
+    /// Writable fields are written; all other fields must have the values that they have here.
     ///
     /// # Errors
     ///
-    /// When another field differs. Nothing is written then.
+    /// When a read-only field differs. Nothing is written then.
     pub fn restore_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         let fields = match self {
             Self::Blk(_) => &BlkDevice::WRITABLE_FIELDS[..],
@@ -233,13 +236,13 @@ impl Device {
         parts.into_iter().try_for_each(|(offset, part)| self.write_config(offset, part))
     }
 
-    /// Starts queue `index` on the IoThread behind `thread`. It is processed once unasked, and
-    /// calls the driver once. It must not run already.
+    /// Starts queue `index` on the IoThread behind `thread`. The queue must not run already. It is
+    /// processed once unasked, and calls the driver once.
     ///
     /// # Errors
     ///
-    /// When the device has no such queue, the rings are not as the specification demands, or the
-    /// IoThread has ended.
+    /// When the device has no such queue, the ring violates the specification, or the IoThread has
+    /// ended.
     pub fn start_queue(
         &self,
         index: u16,
@@ -249,7 +252,7 @@ impl Device {
         self.begin_start_queue(index, thread, setup).wait().unwrap_or(Err(StartError::ThreadEnded))
     }
 
-    /// As [`start_queue`](Self::start_queue), for callers that must not block, such as a program
+    /// Like [`start_queue`](Self::start_queue), for callers that must not block, such as a program
     /// that runs the IoThread's turns itself.
     #[must_use]
     pub fn begin_start_queue(
@@ -262,19 +265,19 @@ impl Device {
         thread.begin_call(move |io| device.start_here(index, io, setup))
     }
 
-    /// What queue `index` has served; `None`: it was never started.
+    /// Counters of queue `index`; `None` if it was never started.
     #[must_use]
     pub fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
         self.common().queue_stats(index)
     }
 
-    /// What all queues together have served since the device was made.
+    /// Counters of all queues together since the device was made.
     #[must_use]
     pub fn totals(&self) -> RequestTotals {
         self.common().totals()
     }
 
-    /// Since when its disk has not answered, if that is some seconds ago.
+    /// The moment since which the disk has not answered, if that is some seconds ago.
     #[must_use]
     pub fn late_since(&self) -> Option<Instant> {
         match self {
@@ -335,7 +338,7 @@ impl Device {
         registered.inspect_err(|error| common.events.memory_not_registered(error)).ok()
     }
 
-    /// Whether its ops on this IoThread are those of io_uring.
+    /// True if the device's ops on this IoThread go through io_uring.
     fn has_io_uring(&self, io: &Io) -> bool {
         let is_one = |source: &DiskSource| source.engine_on(io) == Some(EngineKind::IoUring);
         match self {

@@ -1,10 +1,12 @@
-//! Adding to an eventfd that another process may have made blocking.
+//! Additions to an eventfd that another process may have made blocking.
 //!
-//! A write to an eventfd whose counter is full waits, unless `O_NONBLOCK` is set. That flag belongs
-//! to everyone who has the same open file; any of them can clear it, fill the counter and go
-//! away: then the write never returns. What the kernel itself adds to an eventfd never waits,
-//! and leaves a full counter full. It does so when an AIO op completes, and a read of nothing from
-//! /dev/null is complete when `io_submit` returns: one system call, as the write would be.
+//! A write to an eventfd with a full counter waits, unless `O_NONBLOCK` is set. That flag belongs
+//! to the open file: any process that shares it can clear the flag, fill the counter and go away.
+//! Then the write never returns.
+//!
+//! An addition by the kernel itself never waits, and leaves a full counter full. The kernel adds to
+//! an eventfd when an AIO op completes. A read of nothing from /dev/null is complete when
+//! `io_submit` returns, so the addition takes one system call, like a write.
 
 use rustix::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
@@ -36,19 +38,19 @@ const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_FLAG_RESFD: u32 = 1;
 /// Bytes of a `struct io_event` of linux/aio_abi.h, in units of 8.
 const EVENT_WORDS: usize = 4;
-/// Events that are taken out of the kernel's ring in one call.
+/// Events taken from the kernel's ring in one call.
 const EVENTS: usize = 64;
 
 /// Adds to eventfds without ever waiting. Belongs to one thread.
 pub(crate) struct EventfdAdder {
-    /// `aio_context_t`, which only this has.
+    /// An `aio_context_t` of this value alone.
     context: libc::c_ulong,
     null: OwnedFd,
 }
 
 impl EventfdAdder {
-    /// Sets up a context of one op. Fails when the system has no Linux AIO, or none left, or no
-    /// /dev/null.
+    /// Sets up a context of one op. Fails if the system has no /dev/null, no Linux AIO or none
+    /// left.
     pub(crate) fn new() -> Result<Self, Errno> {
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         let mut context: libc::c_ulong = 0;
@@ -57,7 +59,7 @@ impl EventfdAdder {
         if result == 0 { Ok(Self { context, null }) } else { Err(last_errno()) }
     }
 
-    /// Adds one to the counter of an eventfd unless it is full. Fails, adding nothing, when `fd` is
+    /// Adds one to the counter of an eventfd unless it is full. Fails, adding nothing, if `fd` is
     /// not an eventfd or the kernel has no memory for the op.
     pub(crate) fn add_one(&self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
         match self.submit(fd) {
@@ -86,14 +88,13 @@ impl EventfdAdder {
         if result == 1 { Ok(()) } else { Err(last_errno()) }
     }
 
-    /// Makes room in the ring of events, which nobody is interested in. It is full once in a
-    /// hundred times or so.
+    /// Discards events to make room in the ring, which fills up about once in a hundred calls.
     #[cold]
     fn take_events(&self) {
         let mut events = [0_u64; EVENT_WORDS * EVENTS];
         let timeout: *const libc::timespec = std::ptr::null();
-        // SAFETY: the context is live, and there is room for so many events. For at least none the
-        // kernel does not wait.
+        // SAFETY: the context is live, and the array has room for EVENTS events. With a minimum of
+        // none the kernel does not wait.
         unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -109,13 +110,13 @@ impl EventfdAdder {
 
 impl Drop for EventfdAdder {
     fn drop(&mut self) {
-        // SAFETY: the context is live, and nobody has it afterwards.
+        // SAFETY: the context is live, and is not used afterwards.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
 
 fn last_errno() -> Errno {
-    // A system call that has failed has left its errno.
+    // A failed system call has left its errno.
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 

@@ -1,4 +1,4 @@
-//! What a device reports: to a log with limits, to counters, or to nobody.
+//! Failures and notable events of a device, for a log with limits or for counters.
 
 use std::error::Error;
 use std::io;
@@ -7,28 +7,29 @@ use virtqueue::{ChainFault, QueueError, Recovery};
 
 use crate::scsi::address::UnitAddress;
 
-/// Receives what goes wrong with a device. Guests can cause most of it at will, so what logs it
-/// should set a limit.
+/// Receives failures and notable events of a device. Guests can cause most of them at will, so an
+/// implementation that logs them should limit the rate.
 ///
-/// The methods are called on IoThreads, and [`call_cut_short`](Self::call_cut_short) on the thread
-/// of the [`CallWatch`](crate::CallWatch). They must not wait.
+/// The methods run on IoThreads, and [`call_cut_short`](Self::call_cut_short) on the thread of the
+/// [`CallWatch`](crate::CallWatch). They must not wait.
 pub trait Events: Send + Sync {
-    /// A request was answered with an error status, for this reason.
+    /// A request was answered with an error status because of `error`.
     fn request_failed(&self, error: &dyn Error);
 
-    /// A queue takes no more chains until it is stopped and started again.
+    /// A queue takes no chains until it is stopped and started again.
     fn queue_stopped(&self, queue: u16, fault: &QueueFault);
 
-    /// The kick of a queue cannot be watched, because a limit of the kernel is reached or it is no
-    /// eventfd. The queue is looked at every few milliseconds instead, until it starts again.
+    /// The kick of a queue cannot be watched: a limit of the kernel is reached, or it is no
+    /// eventfd. The queue is checked every few milliseconds instead, until it starts again.
     fn kick_not_watched(&self, queue: u16, error: &dyn Error);
 
-    /// A queue of requests starts with an inflight region, which tells this of the process before.
+    /// A request queue starts with an inflight region. `recovery` describes the requests that the
+    /// previous process left.
     fn queue_recovered(&self, queue: u16, recovery: Recovery);
 
     /// A queue starts at this entry of its ring, for the first time here, and neither marks
-    /// requests in an inflight region nor answers them in order. If the process before was killed,
-    /// requests may be lost.
+    /// requests in an inflight region nor answers them in order. If the previous process was
+    /// killed, requests may be lost.
     fn queue_goes_on(&self, queue: u16, next_avail: u16);
 
     /// Requests that an earlier process had taken wait until this logical unit is added. Reported
@@ -36,27 +37,27 @@ pub trait Events: Send + Sync {
     fn requests_held(&self, _unit: UnitAddress) {}
 
     /// The driver's memory cannot be registered with the engine of a queue's IoThread. The queue
-    /// is served without.
+    /// works without.
     fn memory_not_registered(&self, error: &io::Error);
 
-    /// A call did not return and was interrupted. All calls of the device are made in a way that
-    /// cannot wait from now on.
+    /// A call did not return and was interrupted. From now on all calls of the device are made in a
+    /// way that cannot wait.
     fn call_cut_short(&self);
 }
 
-/// What [`Events::queue_goes_on`] means, for a log.
+/// Log text for [`Events::queue_goes_on`].
 pub const LOST_IF_KILLED: &str = "the queue begins in the middle of its ring, without an inflight \
      region: if the process before was killed, requests that were not answered may be lost, and \
      the guest waits for them";
 
-/// What [`Events::kick_not_watched`] means, for a log.
+/// Log text for [`Events::kick_not_watched`].
 pub const NOT_WATCHED: &str = "the kick of a queue cannot be watched, so the queue is looked at \
      every few milliseconds until it starts again";
 
-/// The start of a line for a log about [`Events::requests_held`]; the unit follows.
+/// Log text for [`Events::requests_held`], to be followed by the unit.
 pub const HELD: &str = "requests that an earlier process had taken wait for logical unit";
 
-/// Why a queue takes no more chains.
+/// A fault after which a queue takes no chains.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueFault {
     /// The ring is bad.
@@ -68,24 +69,24 @@ pub enum QueueFault {
         /// The head of the chain.
         head: u16,
     },
-    /// A chain has a fault, and where the status of its request belongs is no memory.
+    /// A chain has a fault, and the place of its status is not memory.
     #[error("chain {head} has no room for a status, and {fault}; its queue stops")]
     Chain {
         /// The head of the chain.
         head: u16,
-        /// What is wrong with it.
+        /// The fault.
         fault: ChainFault,
     },
 }
 
-/// Logs every event through `tracing`, as one of the device with this name. Sets no limit: it is
-/// for programs whose guests do not flood their log.
+/// Logs every event through `tracing`, under the name of the device. Sets no limit: it is for
+/// programs with guests that do not flood the log.
 pub struct LogEvents {
     name: String,
 }
 
 impl LogEvents {
-    /// Events of the device that the log calls `name`.
+    /// A logger for the device that the log calls `name`.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into() }

@@ -1,59 +1,58 @@
-//! Requests of a queue that wait for their disk, which somebody else has to itself, and those who
-//! wait for all others.
+//! A barrier between ordinary requests of a queue and users that need the disk alone.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 
-/// Who waits at a queue, and for what.
+/// The waiting chains and waiting users at one queue.
 #[derive(Default)]
 pub(crate) struct Fence {
     /// Chains in the device that wait for the disk.
     held: Cell<u16>,
     tokens: RefCell<Vec<Token>>,
-    /// Tokens that were ever kept.
+    /// Number of the last token.
     raised: Cell<u64>,
     later: RefCell<Vec<Later>>,
 }
 
-/// Somebody waits for the chains that had begun.
+/// A user that waits for all chains that had begun.
 struct Token {
     number: u64,
-    /// Chains in the device that have begun since.
+    /// Chains in the device that have begun later, so that the token does not wait for them.
     later: u16,
     _kept: Box<dyn Any>,
 }
 
-/// A chain that has begun while somebody waited for others.
+/// A chain that began while a token was kept.
 struct Later {
     head: u16,
-    /// The last of those who do not wait for it.
+    /// Number of the last token that does not wait for this chain.
     after: u64,
 }
 
 impl Fence {
-    /// One more of the chains in the device, `in_device` of them, waits for the disk.
+    /// Counts one more of the `in_device` chains as waiting for the disk.
     pub(crate) fn hold(&self, in_device: u16) {
         self.held.set(self.held.get() + 1);
         self.look(in_device);
     }
 
-    /// How many wait for it.
+    /// The number of chains that wait for the disk.
     pub(crate) fn held(&self) -> u16 {
         self.held.get()
     }
 
-    /// The chain with this head, which has begun, waits as if it had not.
+    /// Makes the chain with this head, which has begun, wait as if it had not.
     pub(crate) fn step_out(&self, head: u16, in_device: u16) {
         self.forget_later(head);
         self.hold(in_device);
     }
 
-    /// It goes on, and may begin.
+    /// Ends the wait of one chain, which may then begin.
     pub(crate) fn release(&self) {
         self.held.set(self.held.get() - 1);
     }
 
-    /// The chain with this head begins. Those who wait already do not wait for it.
+    /// Notes that the chain with this head begins. Tokens kept already do not wait for it.
     pub(crate) fn begin(&self, head: u16) {
         let mut tokens = self.tokens.borrow_mut();
         if !tokens.is_empty() {
@@ -62,11 +61,11 @@ impl Fence {
         }
     }
 
-    /// A chain with this head was answered, which leaves `in_device` of them. Returns whether
-    /// somebody waits for others.
+    /// Notes that a chain with this head was answered, which leaves `in_device` chains. Returns
+    /// true if a token still waits.
     ///
-    /// A driver may give a head to several chains at once. Then those who wait do so until the last
-    /// of these is answered, since the chains that have begun later are only counted.
+    /// A driver may give one head to several chains at once. A token then waits for the last of
+    /// them, because chains that began later are only counted.
     pub(crate) fn answered(&self, head: u16, in_device: u16) -> bool {
         self.forget_later(head);
         self.look(in_device)
@@ -82,7 +81,7 @@ impl Fence {
         }
     }
 
-    /// Keeps `token` until those of the `in_device` chains are answered that do not wait for the
+    /// Keeps `token` until all of the `in_device` chains are answered that do not wait for the
     /// disk.
     pub(crate) fn keep(&self, token: Box<dyn Any>, in_device: u16) {
         self.raised.set(self.raised.get() + 1);
@@ -91,7 +90,7 @@ impl Fence {
         self.look(in_device);
     }
 
-    /// Whether somebody waits for chains to be answered.
+    /// True if a token waits for answers.
     pub(crate) fn is_awaited(&self) -> bool {
         !self.tokens.borrow().is_empty()
     }
@@ -148,7 +147,7 @@ mod tests {
         assert_eq!(are_kept(), [true; 2]);
         assert!(fence.answered(7, 3));
         assert_eq!(are_kept(), [false, true], "8 had begun when the second came");
-        // One that waits goes on.
+        // A waiting chain continues.
         fence.hold(4);
         fence.release();
         fence.begin(11);

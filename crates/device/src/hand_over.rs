@@ -1,7 +1,7 @@
-//! What a device hands over to one in another process, beside what was negotiated.
+//! The hand-over of a device to another process, in addition to its negotiated features.
 //!
-//! Nothing of a virtio-scsi device gets lost by that, so its initiators have nothing to learn: unit
-//! attentions and events that nobody has heard yet go along, and no others are added.
+//! A virtio-scsi device loses nothing by it, so its initiators receive no notice: pending unit
+//! attentions and events go along, and none are added.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,7 @@ use crate::scsi::access::AccessState;
 use crate::scsi::address::UnitAddress;
 use crate::scsi::event_queue::Event;
 
-/// The state of a device whose queues do not run.
+/// The state of a device without running queues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DeviceState(Kind);
@@ -21,7 +21,7 @@ pub struct DeviceState(Kind);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 enum Kind {
-    /// What others on its disk have agreed on.
+    /// The access state of the disk, which initiators of other devices have set up.
     Blk(AccessState),
     Scsi {
         units: Vec<UnitState>,
@@ -40,8 +40,8 @@ struct UnitState {
 }
 
 impl Device {
-    /// What another process needs to go on with the device: its state, and for each of its disks
-    /// the file that keeps reservations, if there is one. Call it while no queue runs.
+    /// The state that another process needs to continue the device, and for each of its disks the
+    /// file that keeps reservations, if there is one. Call it while no queue runs.
     ///
     /// # Errors
     ///
@@ -67,11 +67,11 @@ impl Device {
         Ok((DeviceState(Kind::Scsi { units, events: scsi.events().waiting() }), files))
     }
 
-    /// Goes on with what a device in another process had. Call it before a queue runs.
+    /// Continues with the state of a device in another process. Call it before a queue runs.
     ///
     /// # Errors
     ///
-    /// When that was another kind of device, had other units, or makes no sense.
+    /// When the state is of another kind of device, has other units, or makes no sense.
     pub fn go_on(&self, state: DeviceState, files: Vec<Option<File>>) -> io::Result<()> {
         let other = || io::Error::new(io::ErrorKind::InvalidData, "it was another device");
         let mut files = files.into_iter();

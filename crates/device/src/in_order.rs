@@ -1,15 +1,16 @@
 //! Answers in the order in which requests were made available.
 //!
-//! A front-end without an inflight region continues at used idx when its back-end has died. That is
-//! right only if used idx counts the first requests, whichever were done first.
+//! A front-end without an inflight region continues at used idx after its back-end died. That is
+//! right only if the answered requests are always the oldest, even if the disk completes them in
+//! another order.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use virtqueue::SplitQueue;
 
-/// The answers that wait for others, by their heads, with the bytes that were written. None: no
-/// answer waits.
+/// Answers that wait for earlier requests: the written bytes, by head. `None`: order does not
+/// matter.
 pub(crate) struct InOrder(Option<RefCell<BTreeMap<u16, u32>>>);
 
 impl InOrder {
@@ -21,13 +22,14 @@ impl InOrder {
         self.0.is_some()
     }
 
-    /// How many answers wait for others.
+    /// The number of answers that wait for earlier requests.
     pub(crate) fn waiting(&self) -> u16 {
         let Some(waiting) = &self.0 else { return 0 };
         iomem::fits(waiting.borrow().len(), "chains of a ring")
     }
 
-    /// Pushes a chain that is done, when those before it are, and those that have waited for it.
+    /// Pushes a finished chain once all earlier chains are pushed, then the answers that waited for
+    /// it.
     pub(crate) fn push(&self, ring: &mut SplitQueue, head: u16, written_bytes: u32) {
         let Some(waiting) = &self.0 else { return ring.push(head, written_bytes) };
         let waiting = &mut *waiting.borrow_mut();
@@ -40,8 +42,8 @@ impl InOrder {
         }
     }
 
-    /// Pushes all that is done: the queue stops, and a driver that has written over its avail ring
-    /// has no order.
+    /// Pushes all finished chains when the queue stops: a driver that has overwritten its avail
+    /// ring has no order.
     pub(crate) fn end(&self, ring: &mut SplitQueue) {
         let waiting = self.0.as_ref().map(RefCell::take).unwrap_or_default();
         waiting.into_iter().for_each(|(head, bytes)| ring.push(head, bytes));

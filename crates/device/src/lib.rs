@@ -1,9 +1,9 @@
-//! A virtio device for a virtual machine monitor: queues in memory that is shared with a
+//! Virtio-blk and virtio-scsi devices for a virtual machine monitor: queues in memory shared with a
 //! driver, served by IoThreads.
 //!
 //! [`Device`] works on a memory map, rings and eventfds. It has no socket, no command line and no
-//! log of its own: a VMM runs it with an IoThread of its process (see `examples/embed.rs`), and
-//! learns through [`Events`] what goes wrong.
+//! log of its own. A VMM runs it with an IoThread of its own process (see `examples/embed.rs`) and
+//! receives failures through [`Events`].
 //!
 //! Where other processes may truncate the files of guest memory, the VMM calls
 //! [`virtqueue::install_sigbus_handler`]. Where the size of files is limited, it ignores SIGXFSZ.

@@ -1,9 +1,9 @@
-//! A bound on the memory that lists of buffers take.
+//! A bound on the memory of buffer lists.
 //!
-//! A chain may name thousands of buffers, and a ring may have a thousand such chains: while a disk
-//! is slow their lists would take gigabytes. So lists that are long count for their IoThread, and
-//! a queue takes no more chains while all of them together are at the limit. A queue that has no
-//! long list of its own always may take one, so what other queues have never stops it.
+//! A chain may name thousands of buffers, and a ring may hold a thousand such chains: while a disk
+//! is slow, their lists would take gigabytes. So long lists count for their IoThread, and a queue
+//! takes no further chains while their sum is at the limit. A queue without a long list of its own
+//! may always take one, so the lists of other queues never stop it.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -12,24 +12,24 @@ use std::sync::Arc;
 use blockio::stats::Stats;
 use virtqueue::Chain;
 
-/// Lists of up to this many ranges do not count. The fullest ring has 256 KiB of them. It is a
-/// constant because each chain is compared with it.
+/// Lists of up to this many ranges do not count. The fullest ring has 256 KiB of them. The number
+/// is a constant because each chain is compared with it.
 const SHORT_RANGES: usize = 16;
-/// What the long lists of one IoThread may take by default.
+/// The default limit on the long lists of one IoThread.
 pub(crate) const LONG_LISTS_BYTES: u64 = 8 << 20;
 
 /// The long lists of one queue.
 pub(crate) struct Lists {
-    /// What the long lists of the IoThread may take in bytes. The last one may go beyond it.
+    /// The limit in bytes on the long lists of the IoThread. The last list may exceed it.
     limit: u64,
-    /// Bytes of them.
+    /// Bytes of this queue's long lists.
     own: Rc<Cell<u64>>,
-    /// Of the IoThread.
+    /// Counters of the IoThread.
     stats: Arc<Stats>,
 }
 
-/// The lists of one chain. They count until they are gone, wherever they are: what the driver says
-/// of the chain, as its head, may be said of others at the same time.
+/// The lists of one chain, counted until they are dropped. They are not tracked by head, because a
+/// driver may give one head to several chains at the same time.
 struct Counted {
     bytes: u64,
     own: Rc<Cell<u64>>,
@@ -41,18 +41,18 @@ impl Lists {
         Self { limit, own: Rc::default(), stats }
     }
 
-    /// Whether another chain may be taken.
+    /// True if the queue may take another chain.
     pub(crate) fn has_room(&self) -> bool {
         self.own.get() == 0 || self.stats.lists.bytes.get() < self.limit
     }
 
-    /// Whether the lists of a chain count.
+    /// True if the lists of a chain count.
     #[inline]
     pub(crate) fn are_long(chain: &Chain) -> bool {
         ranges_of(chain) > SHORT_RANGES
     }
 
-    /// Counts a chain with long lists that was popped.
+    /// Counts the long lists of a popped chain.
     #[cold]
     pub(crate) fn add(&self, chain: &mut Chain) {
         let bytes = (ranges_of(chain) * size_of::<libc::iovec>()) as u64;
@@ -91,7 +91,7 @@ mod tests {
     const ENTRIES: u16 = 64;
     const AVAIL: u64 = 0x1000;
 
-    /// A queue with a chain of each of these lengths, each of its buffers one byte for itself.
+    /// A queue with one chain of each of these lengths. Each buffer is one separate byte.
     fn queue_with(lengths: &[u16]) -> SplitQueue {
         let memory = GuestMemory::anonymous(&[(0, 1 << 16)]).unwrap();
         let mut descriptor = 0u16;
@@ -135,7 +135,7 @@ mod tests {
         let bytes = 16 * (u64::from(short) + 1);
         assert_eq!((stats.lists.bytes.get(), stats.lists.waits.get()), (bytes, 0));
         assert!(full.has_room());
-        // Others fill the rest.
+        // The lists of other queues fill the rest.
         stats.lists.bytes.set(bytes + LONG_LISTS_BYTES);
         assert!(!full.has_room() && other.has_room());
         let mut third = pop();
@@ -153,7 +153,7 @@ mod tests {
         assert_eq!(stats.lists.bytes.get(), LONG_LISTS_BYTES);
     }
 
-    /// Of a driver that breaks the rules.
+    /// A driver that breaks the rules makes such chains.
     #[test]
     fn chains_with_the_same_head_count_as_often_as_they_are_there() {
         let stats = Arc::<Stats>::default();

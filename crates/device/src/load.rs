@@ -1,10 +1,11 @@
 //! A bound on the bytes of requests that a device has taken and not answered.
 //!
-//! A request may be as long as a chain may be, and a ring may have a thousand of them: a stop would
-//! wait until terabytes are moved. So large requests count for their device, and its queues leave
-//! further ones in their rings while all of them together are at the limit. Small requests go on.
-//! Write-zeroes requests are short themselves: while zeroes are at the limit, the queue that has
-//! them takes nothing.
+//! A request may be as long as a chain, and a ring may hold a thousand of them: a stop would wait
+//! until terabytes are moved. So large requests count for their device. While their sum is at the
+//! limit, its queues leave further large requests in their rings. Small requests continue.
+//!
+//! Write-zeroes requests are short themselves. While their zeroes are at the limit, their queue
+//! takes nothing.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -19,14 +20,14 @@ use crate::queue_watch::Shown;
 
 /// Requests of up to this many bytes do not count. The fullest ring has 128 MiB of them.
 pub const SMALL_REQUEST_BYTES: usize = 128 << 10;
-/// The bytes that the large requests of a device may have. The last one may go beyond it.
+/// The limit on the bytes of a device's large requests. The last request may exceed it.
 const UNANSWERED_BYTES: u64 = 64 << 20;
 
 /// The large requests of a device, on all IoThreads.
 pub(crate) struct Load {
     limit: u64,
     bytes: AtomicU64,
-    /// Queues that wait for room, in the order in which they came.
+    /// Queues that wait for room, in the order of their arrival.
     line: Mutex<Line>,
 }
 
@@ -43,15 +44,16 @@ pub(crate) struct QueueLoad {
     wait: RefCell<Option<Wait>>,
 }
 
-/// The place of a queue that waits for room, until it is dropped.
+/// The place in line of a queue that waits for room, until it is dropped.
 struct Wait {
     load: Arc<Load>,
     number: u64,
-    /// For the zeroes of the queue itself; else for the next chain in its ring.
+    /// True if the queue waits because of its own zeroes, false if it waits for the next chain in
+    /// its ring.
     is_for_zeroes: bool,
 }
 
-/// Bytes of a request, which count until this is dropped.
+/// Bytes of a request, counted until this is dropped.
 pub(crate) struct Counted {
     load: Arc<Load>,
     shown: Arc<Shown>,
@@ -69,7 +71,7 @@ impl Load {
         Self { limit, bytes: AtomicU64::new(0), line: Mutex::default() }
     }
 
-    /// Bytes of the requests that count.
+    /// Bytes of all counted requests.
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
@@ -79,7 +81,7 @@ impl Load {
         self.bytes.load(Ordering::Relaxed) < self.limit
     }
 
-    /// Wakes the queue at the front, if there is room for it.
+    /// Wakes the first queue in line, if there is room.
     fn wake_first(&self) {
         let line = self.line();
         let first = line.waiting.front().filter(|_| self.has_room());
@@ -100,14 +102,14 @@ impl QueueLoad {
         Self { load, shown, wait: RefCell::default() }
     }
 
-    /// Whether a chain is that of a large request.
+    /// True if a chain holds a large request.
     #[inline]
     pub(crate) fn is_large(chain: &Chain) -> bool {
         chain.readable.bytes() + chain.writable.bytes() > SMALL_REQUEST_BYTES
     }
 
-    /// Counts the large request of a chain that was popped, until its lists are gone. False: there
-    /// is no room for it yet, so it goes back into the ring, and `waker` is woken when there is.
+    /// Counts the large request of a popped chain until its lists are dropped. Returns false if
+    /// there is no room: the caller puts the chain back, and `waker` is woken when there is room.
     #[cold]
     pub(crate) fn admit(&self, chain: &mut Chain, waker: &Waker) -> bool {
         let wait = &mut *self.wait.borrow_mut();
@@ -124,12 +126,12 @@ impl QueueLoad {
         }
         drop(line);
         self.count_chain(chain);
-        // The next in the line may have room as well.
+        // The next queue in line may have room as well.
         drop(wait.take());
         true
     }
 
-    /// Counts the large request of a chain without a look at the limit.
+    /// Counts the large request of a chain regardless of the limit.
     #[cold]
     pub(crate) fn count_chain(&self, chain: &mut Chain) {
         let bytes = chain.readable.bytes() + chain.writable.bytes();
@@ -138,8 +140,8 @@ impl QueueLoad {
         chain.writable.keep(counted);
     }
 
-    /// Counts the zeroes of a request. Also returns false if they are at the limit: the queue takes
-    /// nothing until there is room, when `waker` is woken.
+    /// Counts the zeroes of a request. The second value is false if they are at the limit: the
+    /// queue takes nothing until there is room, when `waker` is woken.
     #[must_use]
     pub(crate) fn count_zeroes(&self, bytes: u64, waker: &Waker) -> (Counted, bool) {
         let counted = self.count(bytes);
@@ -158,7 +160,7 @@ impl QueueLoad {
         Counted { load: Arc::clone(&self.load), shown: Arc::clone(&self.shown), bytes }
     }
 
-    /// Whether the queue may pop: it does not wait for room any more.
+    /// True if the queue may pop, because it does not wait for room or has it now.
     pub(crate) fn has_room(&self) -> bool {
         let wait = &mut *self.wait.borrow_mut();
         let Some(waits) = wait else { return true };
@@ -166,11 +168,11 @@ impl QueueLoad {
         if has_room && waits.is_for_zeroes {
             *wait = None;
         }
-        // Any other one keeps its place for the chain that it pops again now.
+        // A wait for a chain keeps its place until that chain is popped again and admitted.
         has_room
     }
 
-    /// The queue pops nothing any more, or not for now.
+    /// Leaves the line, because the queue pops nothing for now or for good.
     pub(crate) fn leave_line(&self) {
         drop(self.wait.take());
     }

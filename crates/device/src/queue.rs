@@ -29,17 +29,17 @@ use crate::runs::{Run, Runs, View};
 use crate::stats::{QueueStats, RequestKind};
 
 thread_local! {
-    /// The queues of this thread, for commands that come from others.
+    /// The queues of this thread, for commands from other threads.
     static QUEUES: RefCell<Vec<(*const Shown, Weak<Queue>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The queue of this thread that shows `shown`, unless it is gone.
+/// The queue of this thread with this `shown`, unless it is gone.
 fn find(shown: &Arc<Shown>) -> Option<Rc<Queue>> {
     let this = Arc::as_ptr(shown);
     QUEUES.with_borrow(|queues| queues.iter().find(|(shown, _)| *shown == this)?.1.upgrade())
 }
 
-/// A running queue, for the thread that controls it. Dropping it does not stop the queue.
+/// A running queue, for the thread that controls it. Dropping the handle does not stop the queue.
 pub struct QueueHandle {
     thread: Remote,
     shown: Arc<Shown>,
@@ -56,8 +56,8 @@ impl QueueHandle {
         self.tell(|queue| queue.set_err(err));
     }
 
-    /// Has the IoThread carry out `command`, after those that came before it, and look at the
-    /// queue. If the queue has gone, the command is dropped.
+    /// Posts `command` to the IoThread, behind earlier commands, and wakes the queue's task. A
+    /// command for a queue that is gone is dropped.
     fn tell(&self, command: impl FnOnce(&Queue) + Send + 'static) {
         self.shown.unheard.fetch_add(1, Ordering::Relaxed);
         let unheard = Unheard(Arc::clone(&self.shown));
@@ -72,20 +72,20 @@ impl QueueHandle {
         });
     }
 
-    /// The avail entry that is popped next, as of the queue's last run.
+    /// The next avail entry to pop, as of the queue's last run.
     #[must_use]
     pub fn next_avail(&self) -> u16 {
         self.shown.next_avail.load(Ordering::Relaxed)
     }
 
-    /// Whether the queue leaves chains in the ring until it has room for their lists of buffers, or
-    /// for what they move.
+    /// True if the queue leaves chains in the ring until there is room for their lists of buffers,
+    /// or for the bytes that they move.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.shown.is_full.load(Ordering::Relaxed)
     }
 
-    /// What can be seen of the queue from outside its IoThread, also while it stops.
+    /// A view of the queue for other threads, which works while the queue stops, too.
     #[must_use]
     pub fn watch(&self) -> QueueWatch {
         QueueWatch { shown: Arc::clone(&self.shown) }
@@ -103,34 +103,35 @@ pub(crate) struct Queue {
     err: RefCell<Option<OwnedFd>>,
     caller: Caller,
     shown: Arc<Shown>,
-    /// Whom to wake when there is a command.
+    /// Waker of the queue's task, for commands.
     waker: RefCell<Option<Waker>>,
-    /// A thread waits for the queue to stop.
+    /// The request to stop, if there is one.
     stop: RefCell<Option<Stop>>,
     /// Requests are marked in an inflight region.
     is_marked: bool,
-    /// Elements were pushed since the last notify, which looks whether the driver wants a call for
-    /// those that were published before it.
+    /// Elements were pushed since the last notify. The notify also checks if the driver wants a
+    /// call for elements that were published earlier.
     to_notify: Cell<bool>,
-    /// The ring is bad: it is left alone until it is stopped.
+    /// The ring is bad: it is not touched until the queue stops.
     broken: Cell<bool>,
     /// Nothing is popped: the ring is bad, or there is no room for another chain.
     halted: Cell<bool>,
-    /// An answer takes more than to push it: somebody waits for it, or each has its own notify.
+    /// A push takes the slow path: a fence counts answers, answers are in order, or each has its
+    /// own notify.
     answers_slowly: Cell<bool>,
     in_order: InOrder,
-    /// Requests look whether they may use the disk.
+    /// Requests must check if they may use the disk.
     pub(crate) fenced: Cell<bool>,
     pub(crate) fence: Fence,
-    /// No more chains are taken, so those that are available do not count as work.
+    /// No further chains are taken, so available chains do not count as work.
     stopping: Cell<bool>,
-    /// Off: each pushed element has its own notify.
+    /// False: each pushed element has its own notify.
     notify_batch: bool,
     runs: RefCell<Runs>,
     index: u16,
     events: Arc<dyn Events>,
     requests: Arc<QueueStats>,
-    /// Of the IoThread.
+    /// Counters of the IoThread.
     stats: Arc<blockio::stats::Stats>,
 }
 
@@ -163,7 +164,7 @@ impl Queue {
             to_notify: Cell::new(true),
             broken: Cell::new(false),
             halted: Cell::new(false),
-            // The first answer finds out.
+            // The first push decides.
             answers_slowly: Cell::new(true),
             in_order: InOrder::new(options.in_order && setup.inflight.is_none()),
             fenced: Cell::new(false),
@@ -180,17 +181,17 @@ impl Queue {
         Ok((queue, QueueHandle { thread: io.remote(), shown }))
     }
 
-    /// The kick eventfd, once, for the reactor.
+    /// Takes the kick eventfd for the reactor; `None` after the first time.
     pub(crate) fn take_kick(&self) -> Option<OwnedFd> {
         self.kick.take()
     }
 
-    /// Lets commands wake the task that polls with this waker.
+    /// Sets the waker of the queue's task, which commands wake.
     pub(crate) fn set_waker(&self, waker: &Waker) {
         *self.waker.borrow_mut() = Some(waker.clone());
     }
 
-    /// Has the queue's task look at it.
+    /// Wakes the queue's task.
     pub(crate) fn wake(&self) {
         if let Some(waker) = &*self.waker.borrow() {
             waker.wake_by_ref();
@@ -199,32 +200,33 @@ impl Queue {
 
     fn set_call(&self, call: Option<OwnedFd>) {
         *self.call.borrow_mut() = call;
-        // What was published in between may have called the old eventfd.
+        // Elements published in between may have called the old eventfd.
         self.ring.borrow_mut().force_call();
         self.to_notify.set(true);
     }
 
     fn set_err(&self, err: Option<OwnedFd>) {
         *self.err.borrow_mut() = err;
-        // It may have been on its way when the ring was found to be bad.
+        // The eventfd may have been on its way when the ring turned out to be bad.
         if self.broken.get() {
             self.tell_broken();
         }
     }
 
-    /// Lets others see how many requests are not answered, and where the ring is. Once in a run,
-    /// whatever it served.
+    /// Shows other threads the number of unanswered requests and the place in the ring. Called once
+    /// in a run, even if it served nothing.
     #[inline]
     pub(crate) fn show(&self, requests: usize) {
         self.shown.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
         self.shown.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
-    /// Halts while there is no room. When a chain of this queue is answered, its task looks again.
+    /// Halts while there is no room, and returns true if it does. The queue's task checks again
+    /// when a chain of this queue is answered.
     #[cold]
     fn set_halted(&self) -> bool {
-        // A queue stops once it has taken what it is to do again. Before that, those that wait do
-        // not hear of it.
+        // A queue stops only after it has taken the chains of an earlier process. Until then its
+        // waiting requests do not know of the stop, so they may never make room.
         let takes_again = self.stop.borrow().is_some() && self.ring.borrow().has_again();
         let has_room = (self.lists.has_room() && self.load.has_room()) || takes_again;
         self.shown.is_full.store(!has_room, Ordering::Relaxed);
@@ -232,25 +234,26 @@ impl Queue {
         self.halted.get()
     }
 
-    /// Whether nothing is popped now.
+    /// True if nothing is popped now.
     #[inline]
     fn is_halted(&self) -> bool {
         self.halted.get() && self.set_halted()
     }
 
-    /// The next chain; `None` when there is none, no room for one, or the ring is bad.
+    /// The next chain; `None` if there is none, there is no room, or the ring is bad.
     #[inline]
     pub(crate) fn pop(&self) -> Result<Option<Chain>, QueueError> {
         if self.is_halted() { Ok(None) } else { self.ring.borrow_mut().pop() }
     }
 
-    /// Whether an earlier process has seen the chain with this head, which is not answered: it may
-    /// have carried its request out.
+    /// True if an earlier process has seen the chain with this head and not answered it: that
+    /// process may have carried out the request.
     pub(crate) fn is_done_again(&self, head: u16) -> bool {
         self.ring.borrow().is_of_earlier(head)
     }
 
-    /// All requests are done. Chains that were seen and not popped are left to who comes next.
+    /// Ends the service after all requests are done. Chains that were seen and not popped are left
+    /// for the next process.
     pub(crate) fn end(&self) {
         self.in_order.end(&mut self.ring.borrow_mut());
         self.notify();
@@ -280,7 +283,8 @@ impl Queue {
         }
     }
 
-    /// Has requests look from now on, and keeps `token` until those are answered that have begun.
+    /// Makes requests check their access from now on, and keeps `token` until the requests that
+    /// have begun are answered.
     pub(crate) fn raise_fence(&self, token: Box<dyn Any>) {
         self.fenced.set(true);
         self.fence.keep(token, self.not_done());
@@ -293,12 +297,12 @@ impl Queue {
         let is_halted = self.is_halted();
         let ring = &mut *self.ring.borrow_mut();
         let runs = &mut *self.runs.borrow_mut();
-        // The first chain after a call is to be seen when it comes.
+        // The first chain after a call must be seen as soon as it comes.
         let fresh = runs.awaits_driver();
-        // A bad ring is found out by the pop.
+        // A bad ring counts as one chain: the pop finds the fault.
         let available = if is_halted { 0 } else { ring.available(fresh).unwrap_or(1) };
         if available > 0 {
-            // What completes meanwhile is no work of the driver.
+            // Completions alone do not end a pause of the driver.
             runs.wakes(clock::now);
         }
         let view = View { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
@@ -311,13 +315,13 @@ impl Queue {
         self.ring.borrow().in_device()
     }
 
-    /// Those of them that are not done: the others wait for their turn.
+    /// Popped chains that are not done. The rest of [`in_device`](Self::in_device) waits for its
+    /// turn to be pushed.
     pub(crate) fn not_done(&self) -> u16 {
         self.in_device() - self.in_order.waiting()
     }
 
-    /// The requests that were in the device have run. If the next submit may take long, what they
-    /// have answered is published before it.
+    /// Publishes answers of the requests that have just run if the next submit may take long.
     #[inline]
     pub(crate) fn publish_before_run(&self) {
         if self.runs.borrow().are_at_once() {
@@ -325,8 +329,8 @@ impl Queue {
         }
     }
 
-    /// Makes answers visible. Calls the driver if it sleeps and the moment has come; if not, the
-    /// end of the turn does.
+    /// Publishes answers. Calls the driver if it sleeps and the call is due; otherwise the end of
+    /// the turn calls.
     #[inline]
     pub(crate) fn publish_early(&self) {
         let ring = &mut *self.ring.borrow_mut();
@@ -336,14 +340,15 @@ impl Queue {
             return;
         }
         runs.answered(count);
-        // A driver that was called is on its way. Without event idx it seems to sleep until then.
+        // A driver that was called is on its way. Without event idx it seems to sleep until it
+        // arrives.
         let sleeps = !runs.awaits_driver() && ring.is_awaited();
         if !runs.adapt() || (sleeps && runs.is_call_due(ring.available_now() + ring.in_device())) {
             self.call_if_wanted(ring, runs);
         }
     }
 
-    /// Publishes what is not yet, and calls the driver if it wants that.
+    /// Publishes remaining answers, and calls the driver if it wants a call.
     fn call_if_wanted(&self, ring: &mut SplitQueue, runs: &mut Runs) {
         runs.answered(ring.publish_quietly());
         if ring.publish()
@@ -366,25 +371,25 @@ impl Queue {
         !self.broken.get() && !self.stopping.get()
     }
 
-    /// Counts a request that succeeded and is about to be pushed, and its bytes.
+    /// Counts a successful request that is about to be pushed, and its bytes.
     #[inline]
     pub(crate) fn count(&self, kind: RequestKind, bytes: u64) {
         self.requests.count(kind, bytes);
     }
 
-    /// Counts a request that is about to be pushed with an error status of which there is nothing
-    /// to report, since the driver asks for what the device may not have.
+    /// Counts a request that is about to be pushed with an error status. It is not reported: the
+    /// driver asked for something that a device need not support.
     #[cold]
     pub(crate) fn refuse(&self, kind: RequestKind) {
         self.requests.count_error(kind);
     }
 
-    /// What tells other threads how far the driver is.
+    /// A view of the driver's avail idx for other threads.
     pub(crate) fn avail_idx(&self) -> AvailIdx {
         self.ring.borrow().avail_idx()
     }
 
-    /// How many chains there are that were not popped and will be.
+    /// The number of chains that were not popped and will be.
     pub(crate) fn available(&self) -> u16 {
         if self.broken.get() { 0 } else { self.ring.borrow_mut().available_now() }
     }
@@ -396,7 +401,7 @@ impl Queue {
         self.events.request_failed(error);
     }
 
-    /// Leaves the ring alone from now on, and reports that. The other queues continue.
+    /// Reports the fault and no longer touches the ring. All other queues continue.
     #[cold]
     pub(crate) fn set_broken(&self, fault: &QueueFault) {
         self.events.queue_stopped(self.index, fault);
@@ -406,7 +411,7 @@ impl Queue {
         self.tell_broken();
     }
 
-    /// Reports that nobody hears the driver's kicks.
+    /// Reports that the driver's kicks are not received.
     pub(crate) fn report_unwatched(&self, error: &dyn Error) {
         self.events.kick_not_watched(self.index, error);
     }
@@ -426,8 +431,8 @@ impl Queue {
         self.ring.borrow().next_avail()
     }
 
-    /// Has the engine keep the pages of the memory map at hand, until the result is dropped. An
-    /// engine that cannot continues without.
+    /// Registers the memory map with the engine, so that it keeps the pages at hand until the
+    /// result is dropped. An engine that cannot do so works without.
     pub(crate) fn register_memory(&self, io: &Rc<Io>) -> io::Result<RegisteredMemory> {
         io.register_memory(self.memory.whole())
     }
@@ -436,7 +441,7 @@ impl Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         let this = Arc::as_ptr(&self.shown);
-        // A thread that ends has forgotten all of them.
+        // A thread that ends has already dropped the list.
         let _ = QUEUES.try_with(|queues| queues.borrow_mut().retain(|(shown, _)| *shown != this));
     }
 }

@@ -1,4 +1,4 @@
-//! What a queue starts with, why one does not, and how it stops.
+//! Start options of a queue, the errors of a start, and the kinds of stop.
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -15,26 +15,26 @@ use crate::events::Events;
 use crate::load::Load;
 use crate::stats::QueueStats;
 
-/// What a queue starts with.
+/// Memory, ring and eventfds of a queue that starts.
 pub struct QueueSetup {
-    /// The memory that the ring's addresses and the driver's buffers are in.
+    /// The memory of the ring's addresses and the driver's buffers.
     pub memory: Arc<GuestMemory>,
-    /// Where the ring is.
+    /// The place of the ring.
     pub ring: Ring,
-    /// Where requests are marked while they are in the device, for the process after this one.
+    /// The region that marks requests while they are in the device, for the next process.
     pub inflight: Option<InflightQueue>,
-    /// Written by the driver when it has made chains available. `None`: the driver never kicks.
+    /// Written by the driver after it has made chains available. `None`: the driver never kicks.
     pub kick: Option<OwnedFd>,
-    /// An eventfd, added to when the driver should look at the used ring. `None`: the driver polls.
+    /// An eventfd to add to when the driver should check the used ring. `None`: the driver polls.
     pub call: Option<OwnedFd>,
-    /// An eventfd, added to when the ring is bad.
+    /// An eventfd to add to when the ring is bad.
     pub err: Option<OwnedFd>,
 }
 
-/// What was negotiated for a queue, and how it works.
+/// Negotiated features and options of a queue.
 pub(crate) struct QueueOptions {
     pub(crate) index: u16,
-    /// What it takes are requests, and not buffers for events.
+    /// True if chains are requests, false if they are buffers for events.
     pub(crate) takes_requests: bool,
     pub(crate) event_idx: bool,
     pub(crate) indirect: bool,
@@ -48,12 +48,13 @@ pub(crate) struct QueueOptions {
     pub(crate) events: Arc<dyn Events>,
     pub(crate) trust: Arc<CallTrust>,
     pub(crate) stats: Arc<QueueStats>,
-    /// Whoever served the queue before has not stopped it as this process does.
+    /// True if the queue was neither started here before nor handed over by another process.
     pub(crate) is_new: bool,
 }
 
 impl QueueSetup {
-    /// The ring, as it was left: by an earlier process, where there is an inflight region.
+    /// Opens the ring at its last state: the state of an earlier process, if there is an inflight
+    /// region.
     pub(crate) fn open_ring(
         &self,
         memory: LocalMemory,
@@ -68,7 +69,7 @@ impl QueueSetup {
             return Ok(ring);
         };
         let (ring, recovery) = SplitQueue::with_inflight(memory, config, inflight)?;
-        // Nothing is done with buffers for events: they only lie there again.
+        // Buffers for events need no recovery: they merely become available again.
         if options.takes_requests {
             options.events.queue_recovered(options.index, recovery);
         }
@@ -76,7 +77,7 @@ impl QueueSetup {
     }
 }
 
-/// A split virtqueue's place in guest memory.
+/// The place of a split virtqueue in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ring {
     /// Entries: a power of two, at most 1024.
@@ -87,38 +88,39 @@ pub struct Ring {
     pub avail_ring: u64,
     /// Guest address of the used ring.
     pub used_ring: u64,
-    /// The avail entry to begin with, unless the inflight region knows better.
+    /// The first avail entry to pop, unless the inflight region has a later state.
     pub next_avail: u16,
 }
 
 impl Ring {
-    /// What either side of the ring needs, with or without these two features.
+    /// The configuration for either side of the ring, with or without these two features.
     pub const fn config(self, event_idx: bool, indirect: bool) -> QueueConfig {
         let Self { size, desc_table, avail_ring, used_ring, next_avail } = self;
         QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, indirect, next_avail }
     }
 }
 
-/// What becomes of requests that wait when their queue stops: for limits, for a disk that has
-/// failed them, or for others that wait so.
+/// The treatment of waiting requests when their queue stops. They wait for limits, for another try
+/// at a disk that has failed them, or for requests that wait so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopKind {
-    /// It stops for good. They begin in spite of limits, and fail if their disk does.
+    /// The queue stops for good. Waiting requests begin in spite of limits, and fail if their disk
+    /// fails them.
     Final,
-    /// It stops to go on soon. They begin in spite of limits, and none fails because of this: the
-    /// queue does not stop before their disk has carried them out.
+    /// The queue stops for a moment. Waiting requests begin in spite of limits, and none fails
+    /// because of the stop: it ends only after their disk has carried them out.
     Pause,
-    /// They are left in the inflight region, to whoever serves the queue next. Without a region, or
-    /// if the ring is bad, this is [`Final`](Self::Final).
+    /// Waiting requests stay in the inflight region, for the next process. Without a region, or if
+    /// the ring is bad, this is [`Final`](Self::Final).
     Leave,
-    /// The device ends, or its driver has gone. As [`Leave`](Self::Leave), where that is possible.
-    /// Otherwise as [`Final`](Self::Final), and a transfer ends with an error of which more than 64
-    /// MiB are left.
+    /// The device ends, or its driver has gone. Like [`Leave`](Self::Leave), where that is
+    /// possible. Otherwise like [`Final`](Self::Final), and a transfer with more than 64 MiB left
+    /// ends with an error.
     End,
 }
 
 impl StopKind {
-    /// How they wait meanwhile.
+    /// The way in which requests wait during the stop.
     pub(crate) fn waits(self) -> Waits {
         match self {
             Self::Final | Self::End => Waits::Never,
@@ -128,14 +130,14 @@ impl StopKind {
     }
 }
 
-/// Somebody waits for a queue to stop.
+/// A request to stop a queue.
 pub(crate) struct Stop {
     pub(crate) kind: StopKind,
-    /// Told the avail entry that is popped next.
+    /// Receives the next avail entry to pop.
     pub(crate) answer: Answer<u16>,
 }
 
-/// Why a queue does not start.
+/// The reasons why a queue does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The device has no queue of this number.
@@ -143,10 +145,10 @@ pub enum StartError {
     NoSuchQueue {
         /// The number.
         index: u16,
-        /// How many there are.
+        /// The number of queues.
         count: u16,
     },
-    /// The ring is not as the specification demands.
+    /// The ring violates the specification.
     #[error(transparent)]
     Ring(#[from] QueueError),
     /// The queue's IoThread has ended.

@@ -13,33 +13,33 @@ use crate::events::QueueFault;
 use crate::queue::Queue;
 use crate::queue_setup::StopKind;
 
-/// How soon a queue without a kick is looked at again, after it had work and when it had none for
-/// long.
+/// Intervals between checks of a queue without a kick: after work, and after a long time without
+/// work.
 const LOOK_INTERVALS: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(4)];
 
-/// What is done with the chains of a queue.
+/// The device-specific part of serving a queue.
 pub(crate) trait Handler: 'static {
     /// Serves one chain: answers it with [`Queue::push`], or keeps it until [`stop`](Self::stop).
     fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) -> impl Future<Output = ()> + 'static;
 
-    /// The ring is bad: no more chains come until the queue is started again.
+    /// The ring is bad: no chains come until the queue is started again.
     fn broken(&self) {}
 
-    /// No more chains come, and those that were kept must be pushed. Requests wait no longer than
-    /// this kind of stop allows.
+    /// The queue stops: no further chains come, and kept chains must be pushed. Requests wait no
+    /// longer than this kind of stop allows.
     fn stop(&self, _: &Queue, _: StopKind) {}
 
-    /// How many requests wait, and use nothing meanwhile: their futures may be dropped.
+    /// The number of requests that wait and hold nothing: their futures may be dropped.
     fn resting(&self, _: &Queue) -> usize {
         0
     }
 
-    /// Chains come again after all.
+    /// The stop was cancelled: chains come again.
     fn go_on(&self) {}
 }
 
-/// Serves `queue` until it is asked to stop. The caller answers that request, when
-/// nothing of the queue is left: its memory may be gone right after.
+/// Serves `queue` until a stop is requested. The caller sends the answer to that request after it
+/// has dropped everything of the queue, because the memory may be gone right after the answer.
 pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<H>) -> Stopped {
     poll_fn(|cx| {
         queue.set_waker(cx.waker());
@@ -71,7 +71,7 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             io.notify_at_end(source.id);
         }
         if more {
-            // There may be more: after this run's submit and harvest.
+            // Chains may remain: take them after this run's submit and harvest.
             io.wake_me();
         }
         if let Some(looks) = &mut looks
@@ -86,8 +86,8 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     Stopped::of(&queue)
 }
 
-/// Adds the queue to those that the loop serves. Returns whether it hears kicks: one whose kick
-/// cannot be watched is looked at, as one without a kick is.
+/// Registers the queue as a source of the loop. Returns false if the loop receives no kicks:
+/// without a kick that can be watched, the queue is checked at intervals.
 fn register(io: &Rc<Io>, queue: &Rc<Queue>) -> (Registration, bool) {
     let add = |kick| {
         let source: Rc<dyn Source> = Rc::<Queue>::clone(queue);
@@ -105,8 +105,8 @@ fn register(io: &Rc<Io>, queue: &Rc<Queue>) -> (Registration, bool) {
 
 const WITHOUT_KICK: &str = "only a kick can be refused";
 
-/// Continues requests, and pops and starts others. Returns how many it popped, and whether there
-/// are more.
+/// Continues requests, then pops and starts new ones. Returns how many it popped, and true if more
+/// chains are available.
 fn run<F: Future<Output = ()>>(
     queue: &Rc<Queue>,
     serve: impl Fn(Chain) -> F,
@@ -144,7 +144,8 @@ fn run<F: Future<Output = ()>>(
     (popped, more)
 }
 
-/// When a queue without a kick is looked at: soon while it has work, ever later while it has none.
+/// The next check of a queue without a kick: soon while it has work, at growing intervals while it
+/// has none.
 struct Looks {
     interval: Duration,
     due: Instant,
@@ -155,7 +156,7 @@ impl Looks {
         Self { interval: LOOK_INTERVALS[0], due: now }
     }
 
-    /// When to look next, unless the look that is due already will do.
+    /// The time of the next check, or `None` if the check that is already due suffices.
     fn next(&mut self, now: Instant, worked: bool) -> Option<Instant> {
         let [shortest, longest] = LOOK_INTERVALS;
         if worked {
@@ -172,8 +173,8 @@ impl Looks {
     }
 }
 
-/// Waits until the requests that were popped are answered, but for those that may be left, and
-/// their answers are visible. False: the queue is not to stop any more.
+/// Waits until the popped requests are answered and their answers visible, except for resting
+/// requests that this kind of stop may leave. Returns false if the stop was cancelled.
 async fn finish<F: Future<Output = ()>>(
     io: &Io,
     queue: &Queue,
@@ -183,7 +184,8 @@ async fn finish<F: Future<Output = ()>>(
 ) -> bool {
     let mut told = None;
     let left = loop {
-        // It may have been told to go on, and then to stop in another way, since the last look.
+        // The stop may have been cancelled and requested again with another kind since the last
+        // pass.
         let kind = queue.stop_kind();
         if told.replace(kind) != Some(kind) {
             handler.stop(queue, kind);
@@ -212,7 +214,7 @@ async fn finish<F: Future<Output = ()>>(
     true
 }
 
-/// Keeps a source for as long as it is in scope.
+/// A registered source, removed when this is dropped.
 struct Registration {
     io: Rc<Io>,
     id: SourceId,
@@ -224,7 +226,7 @@ impl Drop for Registration {
     }
 }
 
-/// A queue has stopped, and the waiting thread does not know it yet.
+/// The answer to a stop request, not yet sent.
 pub(crate) struct Stopped {
     answer: Answer<u16>,
     next_avail: u16,
@@ -256,7 +258,7 @@ mod tests {
     use crate::queue::QueueHandle;
     use crate::testing::{DATA, RING, Scene, count_of, new_eventfd};
 
-    /// A limit of the kernel may be reached. Its driver kicks, and knows nothing of that.
+    /// A limit of the kernel may be reached. The driver does not know that its kicks are lost.
     #[test]
     fn a_queue_whose_kick_cannot_be_watched_is_served() {
         let mut scene = Scene::new();
@@ -289,7 +291,7 @@ mod tests {
         }
     }
 
-    /// Keeps chains until its queue stops, as one for events does.
+    /// Keeps chains until its queue stops, like the handler of an event queue.
     #[derive(Default)]
     struct Holder(RefCell<Vec<Chain>>);
 
@@ -305,7 +307,7 @@ mod tests {
         }
     }
 
-    /// All of its requests rest, and it keeps how it was to stop.
+    /// A handler with requests that rest, except for one. Records each kind of stop.
     struct Resting(Gated, Rc<RefCell<Vec<StopKind>>>);
 
     impl Handler for Resting {
@@ -397,7 +399,7 @@ mod tests {
         let handle = scene.start(Gated(Rc::clone(&gate)));
         scene.offer(&buffer());
         scene.turn(10);
-        // Whether it waits for requests by then, or has not seen that it was to stop.
+        // The queue either waits for requests already, or has not yet seen the stop.
         for (popped, turns) in [(2, 10), (3, 0)] {
             let stopped = handle.begin_stop();
             scene.turn(turns);
@@ -422,7 +424,7 @@ mod tests {
         assert_eq!((scene.thread.io().tasks(), scene.thread.io().ops()), (0, 0));
     }
 
-    /// What it was to leave has nobody who would find it.
+    /// After the second stop no process would find requests left in the region.
     #[test]
     fn a_queue_that_is_told_again_how_to_stop_does_that() {
         let mut scene = Scene::new();
@@ -466,7 +468,7 @@ mod tests {
         assert_eq!(scene.wait(&handle.begin_stop()), 2);
     }
 
-    /// An earlier process has taken the chains that are available, and was killed.
+    /// Makes an earlier process take the available chains and die.
     fn take_elsewhere(scene: &mut Scene) {
         let account = scene.mark_requests();
         let memory = LocalMemory::new(Arc::clone(&scene.memory));
@@ -475,7 +477,7 @@ mod tests {
         assert!(dying.pop().unwrap().is_some(), "it has seen all of them");
     }
 
-    /// What it has taken may wait for as long as it likes, and is left where it can be.
+    /// Its chains may wait for ever, and stay in the region where that is possible.
     #[test]
     fn a_queue_that_is_to_stop_takes_what_an_earlier_process_had_though_its_lists_are_full() {
         let mut scene = Scene::new();
@@ -495,7 +497,7 @@ mod tests {
         assert_eq!(scene.wait(&stopped), 3);
     }
 
-    /// Whoever serves the ring next finds nothing of it in the avail ring.
+    /// The next process finds none of these chains in the avail ring.
     #[test]
     fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
         let mut scene = Scene::new();
@@ -512,7 +514,7 @@ mod tests {
         for head in heads {
             assert_eq!(scene.driver.take_used(), Some(Used { head, bytes: 7 }));
         }
-        // Whether it has come as far as the one that was not seen.
+        // The queue may or may not have reached the chain that the earlier process did not see.
         let is_later = |used: Used| used.head == u32::from(later);
         assert_eq!(next_avail, 30 + u16::from(scene.driver.take_used().is_some_and(is_later)));
         let handle = scene.start(Holder::default());
@@ -520,7 +522,7 @@ mod tests {
         let _ = scene.wait(&handle.begin_stop());
     }
 
-    /// A driver that breaks the rules harms nobody but itself.
+    /// A driver that breaks the rules harms only itself.
     #[test]
     fn a_chain_with_many_buffers_may_come_again_before_it_is_answered() {
         let mut scene = Scene::new();
@@ -544,7 +546,7 @@ mod tests {
         assert_eq!(scene.driver.ring().used_idx(), 2);
     }
 
-    /// Answers chains when their turn in a list has come.
+    /// Answers chains in the order of a list.
     struct Shuffled(Rc<Gate>, Vec<u16>);
 
     impl Handler for Shuffled {
@@ -583,7 +585,7 @@ mod tests {
 
     #[test]
     fn a_queue_whose_ring_is_bad_says_so_and_stops_when_it_is_told() {
-        // As if more chains were there than the ring has room for, or one was taken back.
+        // The avail idx shows more chains than the ring has room for, or one was taken back.
         [1000, 0].into_iter().for_each(check_that_a_bad_ring_is_told);
     }
 
@@ -603,7 +605,7 @@ mod tests {
             "invariant 9: {heard:?}"
         );
         assert_eq!(count_of(&scene.err), 1);
-        // One that comes later is told, too.
+        // An eventfd that arrives later is notified, too.
         let err = new_eventfd();
         handle.set_err(Some(err.try_clone().unwrap()));
         scene.turn(10);
@@ -637,7 +639,7 @@ mod tests {
         assert!(watch.has_heard());
     }
 
-    /// Whether it was posted before the end, and never run, or comes after.
+    /// The stop was posted before the IoThread ended and never ran, or came afterwards.
     #[test]
     fn a_stop_is_answered_with_nothing_when_the_io_thread_has_ended() {
         for is_posted in [true, false] {
@@ -665,17 +667,18 @@ mod tests {
             let due = looks.next(now, false).expect("nothing else would wake the queue");
             assert!(due > now && due <= now + longest);
             assert_eq!(looks.next(now, false), None, "one timer for each look");
-            // Woken by something else in between.
+            // A wake-up in between, for another reason.
             assert_eq!(looks.next(now + (due - now) / 2, false), None);
             (now, count) = (due, count + 1);
         }
         assert!(count < 2600, "{count} looks in 10 s at a queue without work");
-        // Work brings the next look forward, and others of the same moment need none of their own.
+        // Work brings the next check forward. Further work at the same moment sets no further
+        // timer.
         assert_eq!(looks.next(now, false), Some(now + longest));
         let worked = now + longest / 2;
         assert_eq!(looks.next(worked, true), Some(worked + shortest));
         assert_eq!(looks.next(worked + shortest / 2, true), None);
-        // The look that was due later comes to nothing.
+        // The later check finds nothing due.
         let next = looks.next(worked + shortest, false).unwrap();
         assert_eq!(next, worked + 3 * shortest);
     }
@@ -685,7 +688,7 @@ mod tests {
         [Desc::writable(DATA, 512 << 10); 8]
     }
 
-    /// What a driver has the device read counts, too: a write is as long as a read.
+    /// Readable data counts as well: a write is as long as a read.
     #[test]
     fn a_request_is_large_by_all_of_its_data() {
         const SMALL: u32 = 128 << 10;
@@ -737,7 +740,7 @@ mod tests {
         assert_eq!(popped(), [2, 1]);
         assert_eq!(handles[0].watch().large_bytes(), 8 << 20);
         assert!(handles[0].is_full() && !handles[1].is_full());
-        // Small requests of others go on, large ones wait behind those that came before.
+        // Small requests of the second queue continue. Its large ones wait behind earlier ones.
         scenes[1].offer(&large());
         scenes[1].offer(&buffer());
         turn(&scenes);
@@ -771,13 +774,13 @@ mod tests {
         assert_eq!(gates[1].popped.get(), 0);
         scenes[0].offer(&large());
         scenes[0].turn(10);
-        // The one that waits at the front stops, and is out of the way.
+        // The first queue in line stops and leaves the line.
         assert_eq!(scenes[1].wait(&handles[1].begin_stop()), 0);
         gates[0].open();
         scenes[0].turn(10);
         assert_eq!(gates[0].popped.get(), 2);
         assert_eq!(scenes[0].wait(&handles[0].begin_stop()), 2);
-        // Whoever serves it next finds it in the ring.
+        // The next start finds the request in the ring.
         gates[1].open();
         let handle = scenes[1].start(Gated(Rc::clone(&gates[1])));
         scenes[1].turn(10);
@@ -785,7 +788,7 @@ mod tests {
         assert_eq!(gates[1].popped.get(), 1);
     }
 
-    /// Has each chain write zeroes until the gate opens.
+    /// Counts zeroes for each chain until the gate opens.
     struct Zeroes(Rc<Gate>);
 
     impl Handler for Zeroes {

@@ -1,20 +1,20 @@
-//! What can be seen of a queue from other threads.
+//! A view of a queue for other threads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-/// What other threads see of a queue.
+/// The state of a queue that other threads see.
 #[derive(Default)]
 pub(crate) struct Shown {
-    /// Commands that the IoThread has not carried out yet.
+    /// Commands that the IoThread has not yet carried out.
     pub(crate) unheard: AtomicU32,
-    /// Requests that were taken and are not answered, as of the last run.
+    /// Requests taken and not answered, as of the last run.
     pub(crate) requests: AtomicU32,
-    /// Bytes of the large ones of them.
+    /// Bytes of the large requests among them.
     pub(crate) bytes: AtomicU64,
-    /// The avail entry that is popped next, as of the last run.
+    /// The next avail entry to pop, as of the last run.
     pub(crate) next_avail: AtomicU16,
-    /// There was no room for another chain in the last run.
+    /// True if the last run had no room for another chain.
     pub(crate) is_full: AtomicBool,
 }
 
@@ -27,21 +27,21 @@ impl Drop for Unheard {
     }
 }
 
-/// A queue, seen without the help of its IoThread.
+/// A view of a queue that needs no help of its IoThread.
 #[derive(Clone)]
 pub struct QueueWatch {
     pub(crate) shown: Arc<Shown>,
 }
 
 impl QueueWatch {
-    /// Requests that were taken and are not answered yet, as of the queue's last run.
+    /// Requests taken and not answered, as of the queue's last run.
     #[must_use]
     pub fn requests(&self) -> u32 {
         self.shown.requests.load(Ordering::Relaxed)
     }
 
-    /// Bytes of the large ones among those requests: longer than [`SMALL_REQUEST_BYTES`], or zeroes
-    /// that are written.
+    /// Bytes of the large requests among [`requests`](Self::requests): longer than
+    /// [`SMALL_REQUEST_BYTES`], or zeroes to be written.
     ///
     /// [`SMALL_REQUEST_BYTES`]: crate::SMALL_REQUEST_BYTES
     #[must_use]
@@ -49,7 +49,7 @@ impl QueueWatch {
         self.shown.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether the IoThread has seen all commands for the queue, such as to stop.
+    /// True if the IoThread has seen all commands for the queue, such as a stop.
     #[must_use]
     pub fn has_heard(&self) -> bool {
         self.shown.unheard.load(Ordering::Relaxed) == 0

@@ -1,4 +1,4 @@
-//! What IoThreads have for each queue of a device, reached from other threads.
+//! Values that IoThreads keep for each queue of a device, for calls from other threads.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -11,17 +11,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blockio::{Io, Remote};
 
 thread_local! {
-    /// What others reach on this thread, by number.
+    /// The values on this thread, by number, for calls from other threads.
     static HERE: RefCell<Vec<(usize, Weak<dyn Any>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Numbers of what was ever reached, in the whole process.
+/// The number of the next value in this process.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
-/// By the index of a queue, the number of what it had last, and its thread.
+/// The number of each queue's last value, and its thread, by the index of the queue.
 type Places = BTreeMap<u16, (usize, Remote)>;
 
-/// A `T` of each queue that has started, on its IoThread, for any thread.
+/// A `T` for each started queue, on the queue's IoThread.
 pub(crate) struct Reach<T> {
     places: Arc<Mutex<Places>>,
     kind: PhantomData<fn(T)>,
@@ -34,7 +34,7 @@ impl<T> Default for Reach<T> {
 }
 
 impl<T: 'static> Reach<T> {
-    /// Queue `index` starts on this IoThread, and has `value`.
+    /// Sets the value of queue `index`, which starts on this IoThread.
     pub(crate) fn set(&self, index: u16, io: &Io, value: &Rc<T>) {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let value: Weak<dyn Any> = Rc::downgrade(&(Rc::clone(value) as Rc<dyn Any>));
@@ -45,8 +45,8 @@ impl<T: 'static> Reach<T> {
         lock(&self.places).insert(index, (number, io.remote()));
     }
 
-    /// Has the thread of each, by its index, do something with it: with `None` where it has gone.
-    /// If the thread has ended, the call is dropped.
+    /// Posts a call to the IoThread of each queue, made by `call` for the queue's index. The call
+    /// receives the value, or `None` if it is gone. If the thread has ended, the call is dropped.
     pub(crate) fn tell_each(
         &self,
         mut call: impl FnMut(u16) -> Box<dyn FnOnce(Option<&T>) + Send>,
@@ -57,7 +57,7 @@ impl<T: 'static> Reach<T> {
         }
     }
 
-    /// Forgets what has gone.
+    /// Forgets values that are gone.
     pub(crate) fn forget_gone(&self) {
         for (&index, &(number, ref thread)) in &*lock(&self.places) {
             let places = Arc::clone(&self.places);

@@ -1,45 +1,47 @@
-//! How many chains a run takes, and when the driver is called.
+//! The number of chains in a run, and the moment of a call.
 //!
-//! A driver that sleeps needs a while from a call to its next request. If the call comes when all
-//! is answered, the device has nothing to do for that time, and then the driver: they take turns.
-//! If it comes for each answer, the device does little else than call. The right moment is when
-//! what is left to answer takes as long as the driver: neither waits for the other, and all answers
-//! of that time share the call. That number of requests is the *lead*. It is counted, not computed
-//! from times: so many requests are answered between a call and the next request of the driver.
+//! A sleeping driver needs a while from a call to its next request. If the call comes when all
+//! requests are answered, device and driver idle in turn. If it comes for each answer, the device
+//! does little but call.
 //!
-//! Answers are published as they come, so that a driver that is awake goes on without a call. The
+//! The right moment is when the remaining requests take as long as the driver's wake-up: neither
+//! side waits, and all answers of that time share the call. That number of remaining requests is
+//! the *lead*. It is counted, not computed from times: it is the number of requests answered
+//! between a call and the driver's next request.
+//!
+//! Answers are published as they come, so that a driver that is awake continues without a call. The
 //! length of a run decides how many ops a submit carries and how long answers wait for it.
 //!
-//! docs/loop.md has the other mechanisms of a turn, and docs/performance.md what this one is worth.
+//! docs/loop.md describes all mechanisms of a turn, and docs/performance.md the value of this one.
 
 use std::num::NonZeroU16;
 use std::time::{Duration, Instant};
 
-/// A part of the queue's requests is at least this. With fewer in a submit the system call is more
-/// than a fifth of what the fastest disks need for their work.
+/// The least ops of a run that takes a part of the queue's requests. With fewer ops in a submit,
+/// the system call costs more than a fifth of the work of the fastest disks.
 const PART_MIN: u16 = 4;
-/// The first run of a driver that has just begun takes one chain, and each after it this many times
-/// as many: a driver that posts requests one by one finds an answer before it falls asleep.
+/// Growth from run to run after a driver has begun. The first run takes one chain, so a driver that
+/// posts requests one by one finds an answer before it falls asleep.
 const GROWTH: u16 = 4;
-/// Chains of a run whose requests need no op. Other queues of the thread wait for it.
+/// The most chains in a run, for requests that need no op: other queues of the thread wait for it.
 const CHAINS_MAX: u16 = 64;
-/// A queue has no more entries.
+/// The greatest lead, since no queue has more entries.
 const LEAD_MAX: u16 = 1024;
-/// A driver that was not called for this many answers does not sleep, it polls. Each time that this
-/// was wrong, the number doubles.
+/// A driver that was not called for this many answers is taken to busy-poll. Each time that this
+/// soon proves wrong, the number doubles.
 const PATIENCE_MIN: u32 = 256;
 const PATIENCE_MAX: u32 = 1 << 16;
-/// A sleep of this length is the end of a load. What comes then may be of another kind.
+/// A sleep of this length ends a load. The next load may be of another kind.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What there is to do when a run begins.
+/// The work of a queue when a run begins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View {
     /// Chains that may be popped.
     pub(crate) available: u16,
-    /// Chains that were popped and not answered.
+    /// Popped chains that are not answered.
     pub(crate) in_device: u16,
-    /// The avail entry that is popped next.
+    /// The next avail entry to pop.
     pub(crate) next_avail: u16,
 }
 
@@ -53,35 +55,35 @@ impl View {
     }
 }
 
-/// What a run may do.
+/// The limits of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
-    /// Chains that it may pop.
+    /// The most chains to pop.
     pub(crate) chains: u16,
-    /// How many of them may stay unanswered, because they need ops.
+    /// The most popped chains that may stay unanswered because they need ops.
     pub(crate) ops: u16,
-    /// Whether each answer is published at once, or all at the end.
+    /// True if each answer is published at once, false if all are published at the end.
     pub(crate) publishes_each: bool,
 }
 
-/// Decides for one queue.
+/// Plans the runs and calls of one queue.
 pub(crate) struct Runs {
-    /// For measurement: chains of each run, with a look for the driver's wish after each.
+    /// For measurement: chains of each run, with a check for the driver's wish after each run.
     fixed: Option<NonZeroU16>,
-    /// So many requests are answered from a call to the next request of the driver.
+    /// Requests answered from a call to the driver's next request.
     lead: u16,
-    /// The last call, until the driver has made another chain available.
+    /// The last call, until the driver makes another chain available.
     call: Option<Call>,
     /// Requests answered since the last call.
     answered: u32,
-    /// So many answers without a call, and the driver is taken to poll.
+    /// Answers without a call after which the driver is taken to busy-poll.
     patience: u32,
-    /// The most requests at once, in units of 1/64, forgotten over some hundred runs.
+    /// The most requests at once, in units of 1/64, decaying over some hundred runs.
     depth_64: u32,
-    /// Ops of the next run, where the driver is awake.
+    /// Ops of the next run if the driver is awake.
     growing: u16,
-    /// Before so many runs, up to two, nothing was in the device: as where the disk completes its
-    /// ops within the submit, and where there is one request at a time.
+    /// Runs in a row, up to two, that began with nothing in the device: the disk completes ops
+    /// within the submit, or there is one request at a time.
     at_once: u8,
     asleep_since: Option<Instant>,
 }
@@ -98,7 +100,7 @@ impl Runs {
         assert!(fixed.is_none_or(|run| run.get() <= LEAD_MAX), "a run of more than a queue has");
         Self {
             fixed,
-            // Until more is known, calls come early.
+            // Calls come early until more is known.
             lead: LEAD_MAX,
             call: None,
             answered: 0,
@@ -110,27 +112,27 @@ impl Runs {
         }
     }
 
-    /// Whether runs adapt.
+    /// True if runs adapt.
     #[inline]
     pub(crate) fn adapt(&self) -> bool {
         self.fixed.is_none()
     }
 
-    /// Whether the driver was called, and has not made another chain available, as far as is known.
+    /// True if the driver was called and has not made another chain available, as far as is known.
     #[inline]
     pub(crate) fn awaits_driver(&self) -> bool {
         self.call.is_some()
     }
 
-    /// Whether the disk seems to complete ops within the submit. Then answers are published before
-    /// the next submit, which would hold them back; else behind the first request that is popped,
-    /// as the disk has others to work on.
+    /// True if the disk seems to complete ops within the submit. Then answers are published before
+    /// the next submit, which would delay them. Otherwise they are published after the next pop,
+    /// because the disk has other requests to work on.
     #[inline]
     pub(crate) fn are_at_once(&self) -> bool {
         self.at_once == 2
     }
 
-    /// Plans a run. `is_awaited`: the driver sleeps until it is called.
+    /// Plans a run. `is_awaited` returns true if the driver sleeps until it is called.
     #[inline]
     pub(crate) fn begin(&mut self, view: View, is_awaited: impl FnOnce() -> bool) -> Run {
         if let Some(fixed) = self.fixed {
@@ -155,10 +157,10 @@ impl Runs {
                 run.publishes_each = false;
             }
         } else if !self.are_at_once() {
-            // More than this at once keeps a disk from answering, fewer starve it.
+            // More ops at once delay the disk's answers, fewer starve it.
             run.ops = (depth / 4).max(PART_MIN);
         } else if depth <= self.lead {
-            // Whatever is done, the driver is back when all is answered.
+            // Even an early call brings the driver back only when all is answered.
             run.ops = 1;
         } else if is_awaited() {
             self.growing = 1;
@@ -170,7 +172,7 @@ impl Runs {
         run
     }
 
-    /// The most requests at once, of late.
+    /// The most requests at once, in recent runs.
     #[inline]
     fn follow_depth(&mut self, unanswered: u16) -> u16 {
         let faded = self.depth_64 - self.depth_64 / 64;
@@ -189,14 +191,14 @@ impl Runs {
         }
     }
 
-    /// The driver is back. `late`: everything had been answered before that.
+    /// Adapts the lead when the driver is back. `late`: all requests had been answered before.
     fn learn(&mut self, late: bool) {
         let lead = u32::from(self.lead);
         let next = if late {
-            // By an unknown time.
+            // The delay is unknown, so the lead grows by a fixed share.
             lead + lead / 8 + 1
         } else {
-            // With a little more, as too early costs less than too late.
+            // With a small margin, because too early costs less than too late.
             let wanted = (self.answered + self.answered / 8).min(LEAD_MAX.into());
             if wanted < lead {
                 lead - (lead - wanted).div_ceil(8)
@@ -207,20 +209,20 @@ impl Runs {
         self.lead = iomem::fits(next.min(LEAD_MAX.into()), "a number of requests");
     }
 
-    /// Counts answers that were published.
+    /// Counts published answers.
     #[inline]
     pub(crate) fn answered(&mut self, count: u16) {
         self.answered = self.answered.saturating_add(count.into());
     }
 
-    /// Whether a driver that sleeps is to be called when `unanswered` requests are left.
+    /// True if a sleeping driver must be called when `unanswered` requests are left.
     #[inline]
     pub(crate) fn is_call_due(&self, unanswered: u16) -> bool {
         unanswered <= self.lead
     }
 
-    /// The driver is called. `unanswered` requests are left, and it has made chains available up to
-    /// `avail_idx`.
+    /// Notes that the driver is called when `unanswered` requests are left. The driver has made
+    /// chains available up to `avail_idx`.
     #[inline]
     pub(crate) fn calls(&mut self, unanswered: u16, avail_idx: u16) {
         if self.answered >= self.patience {
@@ -234,7 +236,7 @@ impl Runs {
         self.answered = 0;
     }
 
-    /// The call has been made, and meanwhile the driver has made chains available up to
+    /// Notes that the call has returned. During the call the driver has made chains available up to
     /// `avail_idx`.
     #[inline]
     pub(crate) fn called(&mut self, avail_idx: u16) {
@@ -243,12 +245,12 @@ impl Runs {
         }
     }
 
-    /// The thread may sleep until the driver kicks.
+    /// Notes that the thread may sleep until the driver kicks.
     pub(crate) fn sleeps(&mut self, now: Instant) {
         self.asleep_since = Some(now);
     }
 
-    /// There is work after a sleep, or after none. What was learnt before a long one is forgotten.
+    /// Notes that there is work. A long sleep before it erases the learnt values.
     #[inline]
     pub(crate) fn wakes(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(since) = self.asleep_since.take()
@@ -266,18 +268,18 @@ mod tests {
     /// A driver, a device, and a disk that completes ops within the submit. Times in ns.
     struct Scene {
         runs: Runs,
-        /// Requests that the driver has at once.
+        /// Requests that the driver has in use at once.
         depth: u16,
-        /// From a call to the driver's next look.
+        /// Time from a call until the driver checks the ring.
         wake: u64,
-        /// What one op takes, a submit, and a call.
+        /// Costs of one op, a submit and a call.
         costs: [u64; 3],
         now: u64,
         next_avail: u16,
         available: u16,
         /// Answers that the driver has not seen.
         unseen: u16,
-        /// When the driver wakes, if it was called.
+        /// The time at which the driver wakes, if it was called.
         wakes_at: Option<u64>,
         answered: u64,
         calls: u64,
@@ -304,7 +306,7 @@ mod tests {
             View { available: self.available, in_device: 0, next_avail: self.next_avail }
         }
 
-        /// What the driver does in the meantime: it takes answers and makes as many requests.
+        /// Plays the driver: takes answers and makes as many new requests.
         fn drive(&mut self) {
             if self.wakes_at.is_some_and(|at| at <= self.now) {
                 self.wakes_at = None;
@@ -322,7 +324,7 @@ mod tests {
             self.runs.called(self.view().avail_idx());
         }
 
-        /// Answers `count` requests and makes that visible.
+        /// Publishes `count` answers.
         fn answer(&mut self, count: u16) {
             (self.unseen, self.answered) = (self.unseen + count, self.answered + u64::from(count));
             self.drive();
@@ -333,7 +335,7 @@ mod tests {
             }
         }
 
-        /// One run, with the submit behind it.
+        /// Performs a run and the submit behind it.
         fn run(&mut self) {
             self.drive();
             let sleeps = self.wakes_at.is_none();
@@ -347,7 +349,7 @@ mod tests {
                 self.answer(count);
                 return;
             }
-            // The turn ends, and the loop polls until the driver is back.
+            // The turn ends, and the loop busy-polls until the driver is back.
             if self.unseen > 0 && self.wakes_at.is_none() {
                 self.call();
             }
@@ -371,7 +373,7 @@ mod tests {
         [1, 4, 16, 64].into_iter().map(rate).fold(0.0, f64::max)
     }
 
-    /// Whatever a wake-up costs, and after 10 ms.
+    /// Holds for each cost of a wake-up, after 10 ms.
     #[test]
     fn calls_and_runs_are_as_good_as_the_best_fixed_setting() {
         for costs in [[2_500, 1_000, 8_000], [2_500, 1_000, 1_000], [10_000, 1_000, 8_000]] {
@@ -429,14 +431,14 @@ mod tests {
         assert_eq!(run, Run { chains: 16, ops: 16, publishes_each: false });
         // A run that begins inside of a line ends with it.
         assert_eq!(runs.begin(view(32, 0, 0xfff5), || false).chains, 11);
-        // It slept after all: more patience next time.
+        // The driver slept after all: more patience next time.
         runs.calls(0, 0);
         assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
         runs.answered(u16::try_from(2 * PATIENCE_MIN - 1).unwrap());
         assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
         runs.answered(1);
         assert!(!runs.begin(view(32, 0, 0), || false).publishes_each);
-        // It polled for long: that was right.
+        // The driver busy-polled for long: the guess was right.
         (0..16).for_each(|_| runs.answered(u16::try_from(PATIENCE_MIN).unwrap()));
         runs.calls(0, 0);
         runs.answered(u16::try_from(PATIENCE_MIN).unwrap());
@@ -449,7 +451,7 @@ mod tests {
         for (available, in_device, ops) in [(64, 0, 16), (10, 54, 16), (48, 16, 16), (3, 1, 15)] {
             let run = runs.begin(view(available, in_device, 0), || true);
             assert_eq!(run.ops, ops);
-            // What was given to it is still there.
+            // The disk still has the chains of this run.
             runs.begin(view(0, in_device + 1, 0), || true);
         }
         let mut runs = Runs::new(None);

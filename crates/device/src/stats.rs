@@ -1,13 +1,13 @@
-//! What each queue has served, from the pop of a chain to its push.
+//! Counters of each queue, from the pop of a chain to its push.
 //!
-//! The IoThread of a queue writes with plain loads and stores; any thread may read at any time, and
-//! sees values that are at most a little old.
+//! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
+//! time, and sees values that are slightly old at most.
 
 use std::ops::{AddAssign, Index};
 
 use blockio::stats::Counter;
 
-/// What a request asks for.
+/// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestKind {
     /// Data goes to the driver.
@@ -16,40 +16,40 @@ pub enum RequestKind {
     Write,
     /// Flush: earlier writes go to stable storage.
     Flush,
-    /// Discard: the content of ranges does not matter any more.
+    /// Discard: the content of ranges no longer matters.
     Discard,
     /// Write zeroes: ranges read as zeroes afterwards.
     WriteZeroes,
-    /// Anything else, malformed requests included.
+    /// Anything else, including malformed requests.
     Other,
 }
 
 impl RequestKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::WriteZeroes, Self::Other];
 }
 
-/// What a queue has served of one kind.
+/// Counters of one kind of request on a queue.
 #[derive(Debug, Default)]
 pub struct KindStats {
-    /// Requests that were answered, those that failed included.
+    /// Answered requests, including failed ones.
     pub requests: Counter,
     /// Bytes of the requests that succeeded.
     pub bytes: Counter,
-    /// Requests that were answered with an error status.
+    /// Requests answered with an error status.
     pub errors: Counter,
 }
 
-/// What one queue has served since its device was made, however often it was started.
+/// Counters of one queue since its device was made, across restarts of the queue.
 #[derive(Debug, Default)]
 pub struct QueueStats {
     kinds: [KindStats; RequestKind::ALL.len()],
 }
 
 impl QueueStats {
-    /// Counts a request that succeeded, and its bytes. Only the thread that serves the
-    /// queue may call it.
+    /// Counts a successful request and its bytes. Only the thread that serves the queue may call
+    /// it.
     #[inline]
     pub(crate) fn count(&self, kind: RequestKind, bytes: u64) {
         let stats = &self.kinds[kind as usize];
@@ -57,14 +57,14 @@ impl QueueStats {
         stats.bytes.add(bytes);
     }
 
-    /// Counts a request that failed. Only the thread that serves the queue may call it.
+    /// Counts a failed request. Only the thread that serves the queue may call it.
     pub(crate) fn count_error(&self, kind: RequestKind) {
         let stats = &self.kinds[kind as usize];
         stats.requests.add(1);
         stats.errors.add(1);
     }
 
-    /// What was served so far.
+    /// The present totals.
     #[must_use]
     pub fn totals(&self) -> RequestTotals {
         RequestTotals {
@@ -85,18 +85,18 @@ impl Index<RequestKind> for QueueStats {
     }
 }
 
-/// What was served of one kind, at some moment.
+/// Counters of one kind of request at one moment.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct RequestCounts {
-    /// Requests that were answered, those that failed included.
+    /// Answered requests, including failed ones.
     pub requests: u64,
     /// Bytes of the requests that succeeded.
     pub bytes: u64,
-    /// Requests that were answered with an error status.
+    /// Requests answered with an error status.
     pub errors: u64,
 }
 
-/// What was served of all kinds, at some moment. Those of several queues can be added up.
+/// Counters of all kinds at one moment. The totals of several queues can be added up.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct RequestTotals {
     kinds: [RequestCounts; RequestKind::ALL.len()],

@@ -31,10 +31,10 @@ use crate::stats::QueueStats;
 
 pub(crate) const RING: Ring =
     Ring { size: 64, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
-/// Where buffers may be.
+/// Guest address of the area for buffers.
 pub(crate) const DATA: u64 = 0x1_0000;
 const MEMORY_BYTES: u64 = 4 << 20;
-/// A limit that only ends a hopeless wait.
+/// A time-out for waits that would never end.
 pub(crate) const HOPELESS: Duration = Duration::from_secs(60);
 
 /// Events as lines.
@@ -88,7 +88,7 @@ impl Events for Heard {
 pub(crate) struct Scene {
     pub(crate) thread: IoThread,
     pub(crate) memory: Arc<GuestMemory>,
-    /// The file behind it.
+    /// The file of the memory.
     pub(crate) memory_file: Arc<File>,
     pub(crate) driver: Driver<Arc<GuestMemory>>,
     pub(crate) events: Arc<Heard>,
@@ -96,7 +96,7 @@ pub(crate) struct Scene {
     pub(crate) err: OwnedFd,
     pub(crate) call: OwnedFd,
     pub(crate) kick: OwnedFd,
-    /// What queues start with.
+    /// Settings of queues that start later.
     pub(crate) inflight: Option<InflightQueue>,
     pub(crate) next_avail: u16,
     pub(crate) run_max: Option<NonZeroU16>,
@@ -151,7 +151,7 @@ impl Scene {
         }
     }
 
-    /// Has requests marked in an inflight region by queues that start from now on.
+    /// Makes queues that start from now on mark requests in an inflight region.
     pub(crate) fn mark_requests(&mut self) -> InflightQueue {
         let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
         let account = InflightRegion::new(region, 1, RING.size).unwrap().queue(0).unwrap();
@@ -170,7 +170,7 @@ impl Scene {
         }
     }
 
-    /// Starts queue 3 of nobody's device with `handler`.
+    /// Starts queue 3, of no device, with `handler`.
     pub(crate) fn start(&self, handler: impl Handler) -> QueueHandle {
         let options = QueueOptions {
             index: 3,
@@ -216,19 +216,19 @@ impl Scene {
         head
     }
 
-    /// Makes a chain available, and does not kick.
+    /// Makes a chain available without a kick.
     pub(crate) fn offer_silently(&mut self, buffers: &[Desc]) -> u16 {
         let head = self.driver.add(buffers, None);
         self.driver.publish();
         head
     }
 
-    /// Kicks though nothing was made available.
+    /// Kicks without a new chain.
     pub(crate) fn offer_nothing(&self) {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Takes so many turns, whether or not there is something to do.
+    /// Takes `count` turns, with or without work.
     pub(crate) fn turn(&self, count: u32) {
         for _ in 0..count {
             self.thread.turn(Wait::Never).unwrap();
@@ -266,7 +266,7 @@ pub(crate) fn new_eventfd() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
 }
 
-/// The counter of an eventfd, which is 0 afterwards.
+/// Reads the counter of an eventfd and resets it.
 pub(crate) fn count_of(fd: &OwnedFd) -> u64 {
     let mut count = [0; 8];
     match rustix::io::read(fd, &mut count) {

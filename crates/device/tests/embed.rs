@@ -1,4 +1,4 @@
-//! The example `embed`, which is documentation, does what it says.
+//! The example `embed`, which is documentation, must work.
 
 #[path = "../examples/embed.rs"]
 mod embed;

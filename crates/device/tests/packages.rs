@@ -1,11 +1,11 @@
-//! What somebody takes in who embeds the device: few packages, and none for command lines.
+//! The packages that an embedder of the device links: few, and none for command lines.
 
 use std::collections::BTreeSet;
 use std::process::Command;
 
 const PACKAGES_MAX: usize = 30;
 
-/// What `package` links, itself included.
+/// The packages that `package` links, including itself.
 fn linked_by(package: &str) -> BTreeSet<String> {
     let output = Command::new(env!("CARGO"))
         .args(["tree", "--package", package, "--edges", "normal"])

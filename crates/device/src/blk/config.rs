@@ -18,52 +18,52 @@ pub use virtio_bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX as F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC as F_INDIRECT_DESC,
 };
 
-/// Bytes of a sector, whatever the logical block.
+/// Bytes of a sector, independent of the logical block.
 pub const SECTOR_BYTES: u64 = 512;
-/// Where `writeback` is in the configuration space.
+/// Offset of `writeback` in the configuration space.
 pub const WRITEBACK_OFFSET: usize = 32;
-/// The configuration space up to and with the fields of `WRITE_ZEROES`.
+/// Length of the configuration space, up to and including the fields of `WRITE_ZEROES`.
 const CONFIG_BYTES: usize = 60;
 
 /// The most sectors of one discard segment: 2 GiB. A hole of any size is one system call.
 pub(crate) const DISCARD_SECTORS_MAX: u32 = 1 << 22;
-/// The most sectors of one write-zeroes segment: 32 MiB. Where the disk has no operation for it,
+/// The most sectors of one write-zeroes segment: 32 MiB. Some disks have no operation for it; then
 /// zeroes are written, and one request should not take seconds.
 pub const WRITE_ZEROES_SECTORS_MAX: u32 = 1 << 16;
 /// The most segments of one discard or write-zeroes request.
 pub const SEGMENTS_MAX: u32 = 16;
-/// The most queues of a device: transports have 8 bits for the queue that an eventfd is for.
+/// The most queues of a device: transports have 8 bits for the queue number of an eventfd.
 pub const QUEUES_MAX: u16 = 256;
-/// Bytes of a serial number at most.
+/// The most bytes of a serial number.
 pub const SERIAL_BYTES: usize = 20;
 
-/// What the operator chose for a device.
+/// Settings of a device by the operator.
 #[derive(Debug, Clone)]
 pub struct BlkOptions {
-    /// Answer to the driver's request for an id; at most [`SERIAL_BYTES`] bytes.
+    /// The answer to the driver's request for an id; at most [`SERIAL_BYTES`] bytes.
     pub serial: String,
-    /// Queues, 1 to [`QUEUES_MAX`].
+    /// The number of queues: 1 to [`QUEUES_MAX`].
     pub num_queues: u16,
     /// Entries of a queue, from which the limit on segments follows: 2 to 1024.
     pub queue_size: u16,
-    /// Whether the driver sees a write cache, which it has to flush.
+    /// Offers the driver a write cache, which it has to flush.
     pub write_cache: bool,
-    /// Whether completed requests share a call. Off is for measurement: then the driver's wish is
-    /// looked at for each.
+    /// Lets completed requests share a call. Off is for measurement: then each request checks if
+    /// the driver wants a call.
     pub notify_batch: bool,
-    /// Whether the processor fetches what the next requests need while one is served (see
+    /// Lets the processor fetch data of the next requests while one is served (see
     /// [`SplitQueue::set_prefetch`](virtqueue::SplitQueue::set_prefetch)). Off is for measurement.
     pub prefetch: bool,
-    /// Whether requests are answered in the order in which they were made available: for front-ends
-    /// without an inflight region, which continue at used idx when their back-end has died.
+    /// Answers requests in the order in which they were made available: for front-ends without an
+    /// inflight region, which continue at used idx after their back-end died.
     pub in_order: bool,
-    /// For measurement: the chains that one run takes, at most 1024, with a look after each run
-    /// whether the driver wants a call. `None`: both adapt to what is measured.
+    /// For measurement: the chains of one run, at most 1024, with a check after each run if the
+    /// driver wants a call. `None`: both adapt to measured values.
     pub run_max: Option<NonZeroU16>,
-    /// Whether the memory of the driver is registered with engines that can keep its pages at
-    /// hand. Only for memory from which nobody takes pages out (see `Io::register_memory`).
+    /// Registers the memory of the driver with engines that can keep its pages at hand. Only for
+    /// memory that never loses pages (see `Io::register_memory`).
     pub fixed_buffers: bool,
-    /// How many bytes long lists of buffers may take on one IoThread before this device leaves
+    /// The limit on the bytes of long buffer lists on one IoThread, at which this device leaves
     /// chains in its rings.
     pub long_lists_bytes: u64,
 }
@@ -92,7 +92,7 @@ type ConfigSpace = [u8; CONFIG_BYTES];
 pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
     let mut bits = vec![
         F_VERSION_1,
-        // Front-ends offer this to older drivers anyway, and pass on that it was taken.
+        // Front-ends offer this bit to older drivers anyway, and pass on its acceptance.
         F_ANY_LAYOUT,
         F_INDIRECT_DESC,
         F_EVENT_IDX,
@@ -109,7 +109,7 @@ pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
     bits.iter().fold(0, |all, bit| all | 1 << bit)
 }
 
-/// Hints of a disk about itself, in bytes, where it has some.
+/// Hints of a disk about itself, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Hints {
     /// See [`DiskSource::optimal_bytes`](blockio::DiskSource::optimal_bytes).
@@ -131,17 +131,17 @@ pub(super) fn space(
     };
     let block = disk.logical_block_bytes;
     let blocks_per_physical = disk.physical_block_bytes / block;
-    // A driver leaves parts of this unit alone.
+    // Drivers do not discard parts of this unit.
     let discard_sectors = hints.discard.unwrap_or(block).max(block) / 512;
     put(0, &(disk.size_bytes / SECTOR_BYTES).to_le_bytes());
     // One descriptor for the header and one for the status; the rest can be data.
     put(12, &u32::from(options.queue_size.saturating_sub(2).max(1)).to_le_bytes());
     put(20, &block.to_le_bytes());
-    // It is 31 at most, in its lowest byte.
+    // At most 31, in the lowest byte.
     put(24, &blocks_per_physical.ilog2().to_le_bytes()[..1]);
-    // A size that does not fit in 16 bits is more than a driver should write at once.
+    // A size that does not fit in 16 bits is too large as a preferred write.
     put(26, &u16::try_from(blocks_per_physical).unwrap_or(1).to_le_bytes());
-    // `None` is 0: nothing is known.
+    // 0 stands for unknown.
     put(28, &hints.optimal.map_or(0, |bytes| bytes / block).to_le_bytes());
     put(WRITEBACK_OFFSET, &[u8::from(writeback)]);
     put(34, &options.num_queues.to_le_bytes());

@@ -1,4 +1,4 @@
-//! A virtio-blk device: what was negotiated, and its configuration space.
+//! A virtio-blk device: its negotiated state and its configuration space.
 
 use std::io;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use crate::reach::Reach;
 use crate::scsi::access::{DiskAccess, Stranger};
 use crate::scsi::task_set::{Left, Waiting};
 
-/// A virtio-blk device: what is its own, beside what devices of all kinds have.
+/// A virtio-blk device: the part beside the state that both kinds of device have.
 #[derive(Clone)]
 pub struct BlkDevice {
     shared: Arc<Shared>,
@@ -28,7 +28,7 @@ struct Shared {
     common: Common,
     source: DiskSource,
     options: BlkOptions,
-    /// What it shares with other devices on the disk.
+    /// The access state that other devices on the disk share.
     access: Arc<DiskAccess>,
     queues: Arc<Reach<Queue>>,
     /// The `writeback` byte of the configuration space.
@@ -67,14 +67,14 @@ impl BlkDevice {
         Self { shared }
     }
 
-    /// A queue starts on this IoThread.
+    /// Registers a queue that starts on this IoThread.
     pub(crate) fn start_queue(&self, index: u16, io: &Io, queue: &Rc<Queue>) {
         self.shared.queues.set(index, io, queue);
-        // Whoever raises fences from now on finds the queue.
+        // The queue is registered first, so a fence that is raised from now on finds it.
         queue.fenced.set(self.access().is_fenced());
     }
 
-    /// What it shares with other devices on the disk.
+    /// The access state that other devices on the disk share.
     #[must_use]
     pub fn access(&self) -> &Arc<DiskAccess> {
         &self.shared.access
@@ -96,12 +96,12 @@ impl BlkDevice {
         config::features(&self.shared.source.info(), &self.shared.options)
     }
 
-    /// The driver has negotiated `features`, after another or itself had negotiated `before`.
+    /// Notes that the driver has negotiated `features`; `before` are the previous ones.
     ///
-    /// A driver that negotiates something else than the one before finds the write cache as it was
-    /// set up, or off if it cannot flush (virtio 1.3, section 5.2.5.2).
+    /// Features that differ from the previous ones restore the initial write cache. The cache is
+    /// off if the driver cannot flush (virtio 1.3, section 5.2.5.2).
     pub(crate) fn negotiated(&self, before: u64, features: u64) {
-        // Without features there was no driver, and what was written is this one's choice.
+        // Without previous features there was no driver, so `writeback` is the choice of this one.
         if before != 0 && before != features {
             self.shared.writeback.store(self.shared.options.write_cache, Ordering::Relaxed);
         }
@@ -110,7 +110,7 @@ impl BlkDevice {
         }
     }
 
-    /// Back to what was negotiated when this was the configuration space.
+    /// Restores the choices in this configuration space.
     pub(crate) fn restore(&self, space: &[u8]) {
         let writeback = space.get(config::WRITEBACK_OFFSET).is_some_and(|byte| *byte != 0);
         self.shared.writeback.store(writeback, Ordering::Relaxed);
@@ -129,8 +129,8 @@ impl BlkDevice {
     }
 
     /// Takes a write to the configuration space. Only `writeback` can be written; any value but 0
-    /// is 1. The cache is switched on only where the device was set up with one, and for a driver
-    /// that can flush it: a device without a cache keeps its promise whatever the driver asks.
+    /// is 1. The cache is switched on only if the device was set up with one and the driver can
+    /// flush it: a device without a cache keeps its promise in any case.
     ///
     /// # Errors
     ///
@@ -138,7 +138,7 @@ impl BlkDevice {
     pub(crate) fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         match data {
             [value] if offset == config::WRITEBACK_OFFSET => {
-                // What is written before the features are known is settled with them.
+                // A write before the features are known is corrected with them.
                 let may_flush = self.has(config::F_FLUSH) || self.common().features() == 0;
                 let can_be_on = self.shared.options.write_cache && may_flush;
                 self.shared.writeback.store(*value != 0 && can_be_on, Ordering::Relaxed);
@@ -151,7 +151,7 @@ impl BlkDevice {
         }
     }
 
-    /// The disk behind it.
+    /// The disk of the device.
     pub(crate) fn source(&self) -> &DiskSource {
         &self.shared.source
     }
@@ -164,7 +164,7 @@ impl BlkDevice {
         self.common().has(feature)
     }
 
-    /// Whether writes must be on stable storage before they are answered: unless the driver
+    /// True if writes must be on stable storage before they are answered. False if the driver
     /// negotiated a write cache, which it can flush (virtio 1.3, section 5.2.5.2).
     pub(super) fn write_through(&self) -> bool {
         let cached = if self.has(config::F_CONFIG_WCE) {
@@ -176,9 +176,9 @@ impl BlkDevice {
     }
 }
 
-/// A device, for those who have the disk to themselves, reserve it, or give it another size.
+/// The device, for initiators that need the disk alone, reserve it or resize it.
 struct BlkStranger {
-    /// IoThreads use these, so they keep no disk open.
+    /// Weak, because IoThreads use a stranger, which must not keep the disk open.
     queues: Weak<Reach<Queue>>,
     device: Weak<Shared>,
 }
@@ -211,7 +211,7 @@ impl Stranger for BlkStranger {
 
     fn refresh(&self) {
         if let Some(device) = self.device.upgrade() {
-            // Where it fails, the disk has the size that it had.
+            // After a failure the disk keeps its size.
             let _ = device.source.refresh();
         }
     }
@@ -232,7 +232,7 @@ mod tests {
         Device::blk(source, BlkOptions::default(), Arc::new(LogEvents::new("test")))
     }
 
-    /// A front-end passes on what the driver writes at once, and its features when it is ready.
+    /// A front-end passes on writes of the driver at once, and its features when it is ready.
     #[test]
     fn a_driver_may_choose_its_cache_before_its_features_are_known() {
         let flush = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
@@ -259,7 +259,7 @@ mod tests {
         }
         assert!(device.write_config(config::WRITEBACK_OFFSET, &[0, 0]).is_err());
         assert_eq!(device.read_config(config::WRITEBACK_OFFSET, 2), [0, 0]);
-        // A migration brings the whole space.
+        // A migration writes the whole space.
         device.restore_config(0, &space).unwrap();
         assert_eq!(device.config_space(), space);
         let mut other = space.clone();
@@ -340,7 +340,7 @@ mod tests {
             }
             scene.events.take()
         };
-        // The second time this process has stopped it.
+        // At the second start, this process has stopped the queue.
         assert_eq!(heard(false, 7, false), ["queue 0 goes on at 7"]);
         assert!(heard(false, 0, false).is_empty());
         assert!(heard(true, 7, false).is_empty());

@@ -26,7 +26,7 @@ use crate::queue_task::Handler;
 use crate::scsi::persist::CommandClass;
 use crate::stats::RequestKind;
 
-/// Statuses, which are a byte each (virtio 1.3, section 5.2.6).
+/// Statuses of one byte each (virtio 1.3, section 5.2.6).
 const S_OK: u8 = byte(VIRTIO_BLK_S_OK);
 const S_IOERR: u8 = byte(VIRTIO_BLK_S_IOERR);
 const S_UNSUPP: u8 = byte(VIRTIO_BLK_S_UNSUPP);
@@ -34,7 +34,7 @@ const S_UNSUPP: u8 = byte(VIRTIO_BLK_S_UNSUPP);
 const HEADER_BYTES: usize = 16;
 const SEGMENT_BYTES: usize = 16;
 
-/// Why a request fails.
+/// The failure of a request.
 #[derive(Debug, thiserror::Error)]
 enum RequestError {
     #[error("the chain is malformed: {0}")]
@@ -58,7 +58,7 @@ enum RequestError {
 }
 
 impl RequestError {
-    /// The status byte (virtio 1.3, section 5.2.6): the one place where it is chosen.
+    /// The status byte (virtio 1.3, section 5.2.6). No other code chooses an error status.
     fn status(&self) -> u8 {
         match self {
             Self::Type(_) | Self::Flags(_) => S_UNSUPP,
@@ -67,27 +67,27 @@ impl RequestError {
     }
 }
 
-/// What a request that fails leaves unwritten is zeroed up to this many bytes. Zeroing more would
-/// delay the other queues of the IoThread, as a guest that names gigabytes could do at will.
+/// The most unwritten bytes of a failed request that are zeroed. Zeroing more would delay all
+/// queues of the IoThread, and a guest that names gigabytes could do that at will.
 const ZEROED_BYTES_MAX: usize = 1 << 20;
 
-/// How a request ended.
+/// The end of a request.
 struct Outcome {
     kind: RequestKind,
-    /// How many bytes it was about.
+    /// The bytes that the request was about.
     result: Result<u64, RequestError>,
-    /// What it did not write of what the driver gave it for data.
+    /// The unwritten part of the driver's room for data.
     rest: Option<Buffers>,
 }
 
-/// What serves the requests of one queue.
+/// Serves the requests of one queue.
 pub(crate) struct Blk {
     disk: Disk,
     device: BlkDevice,
 }
 
 impl Blk {
-    /// For a queue of `device` on this IoThread.
+    /// A handler for a queue of `device` on this IoThread.
     pub(crate) fn new(device: &BlkDevice, io: &Rc<Io>) -> Self {
         Self { disk: device.source().attach(io), device: device.clone() }
     }
@@ -109,7 +109,8 @@ impl Handler for Blk {
         self.disk.set_waits(Waits::Usual);
     }
 
-    /// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
+    /// Serves one chain: reads the header, carries out the request, writes the status, pushes the
+    /// chain.
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
@@ -128,7 +129,7 @@ impl Handler for Blk {
                 }
                 Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
             };
-            // What was read from memory that is gone were zeroes; what was written there is lost.
+            // Data read from memory that is gone was zeroes; data written there is lost.
             match result {
                 Ok(_) if !chain.memory.is_intact() => {
                     queue.fail(kind, &RequestError::MemoryGone);
@@ -151,11 +152,11 @@ impl Handler for Blk {
     }
 }
 
-/// Zeroes the `rest` of the `room` for data, unless it is long, and returns the used length: how
-/// many bytes were written, one after the other from the first, the status included if nothing
-/// before it was left out (virtio 1.3, section 2.7.8.2: at least that many must have been).
+/// Zeroes the `rest` of the `room` for data, unless it is long. Returns the used length: the bytes
+/// written without a gap from the first, including the status if nothing before it was skipped. At
+/// least this many must have been written (virtio 1.3, section 2.7.8.2).
 ///
-/// Drivers go by the status, wherever the used length ends.
+/// Drivers rely on the status, wherever the used length ends.
 fn settle_rest(room: usize, rest: &Buffers) -> usize {
     let left = rest.bytes();
     let is_short = left <= ZEROED_BYTES_MAX;
@@ -207,12 +208,12 @@ async fn execute(
         }
         other => (RequestKind::Other, Err(RequestError::Type(other))),
     };
-    // None of these answers with data.
+    // These requests return no data.
     Outcome { kind, result, rest: (!writable.is_empty()).then_some(writable) }
 }
 
-/// Waits while an initiator has the disk to itself, and fails if one has reserved it. Flushes go
-/// on: they change nothing, and they were promised for what was written before.
+/// Waits while an initiator has the disk alone, and fails if one has reserved it. Flushes pass:
+/// they change nothing, and they were promised for earlier writes.
 #[cold]
 async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), Outcome> {
     let asks = match request {
@@ -229,8 +230,8 @@ async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), O
     })
 }
 
-/// The same for what uses the disk so. A queue that stops cannot wait for somebody who has the disk
-/// to itself and waits too.
+/// Like [`pass`], for a known class of request. A queue that stops cannot wait for an initiator
+/// that has the disk alone and waits itself.
 async fn begin(
     blk: &Blk,
     queue: &Queue,
@@ -251,13 +252,13 @@ async fn begin(
         }
     }
     queue.fence.begin(head);
-    // Whoever needs it again raises it again.
+    // The next user of a fence raises it again.
     queue.fenced.set(access.is_fenced() || queue.fence.is_awaited());
     Ok(())
 }
 
-/// A request that has its disk do something. While it waits for limits, or because the disk has
-/// failed it, it uses nothing, and nobody waits for it; then it begins anew.
+/// A request at its disk. While it waits, for limits or for another try, it holds nothing and no
+/// fence waits for it. Then it begins again.
 struct AtDisk<'a> {
     blk: &'a Blk,
     queue: &'a Queue,
@@ -265,7 +266,7 @@ struct AtDisk<'a> {
 }
 
 impl AtDisk<'_> {
-    /// The disk, for this request. It is asked for where it is used: what is kept is copied.
+    /// The disk, for this request. Call it at the place of use, because a kept value is copied.
     #[inline]
     fn disk(&self) -> Requests<'_> {
         self.blk.disk.asking(self)
@@ -369,7 +370,7 @@ fn get_id(blk: &Blk, mut writable: Buffers) -> Outcome {
     Outcome { kind, result: Ok(0), rest: Some(writable) }
 }
 
-/// One range of a discard or write-zeroes request.
+/// A range of a discard or write-zeroes request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Range {
     offset: u64,
@@ -377,9 +378,8 @@ struct Range {
     unmap: bool,
 }
 
-/// Reads the segments (virtio 1.3, section 5.2.6.2): all are checked before any is carried out, and
-/// their flags before anything else, because an unsupported flag must be reported as such
-/// whatever else is wrong.
+/// Reads the segments (virtio 1.3, section 5.2.6.2). All are checked before any is carried out.
+/// Flags come first, because an unsupported flag must be reported as such despite other faults.
 fn ranges(
     data: &Buffers,
     flags_known: u32,
@@ -392,7 +392,7 @@ fn ranges(
         data.copy_to(index * SEGMENT_BYTES, &mut segment);
         segment
     };
-    // Each is read once; more than there may be are not looked at.
+    // Each segment is read once; segments beyond the limit are not read.
     let segments: Vec<_> = (0..count.min(SEGMENTS_MAX as usize)).map(segment).collect();
     let unknown = segments.iter().map(|segment| flags_of(segment) & !flags_known);
     let unknown = unknown.fold(0, |all, flags| all | flags);
@@ -458,7 +458,7 @@ async fn write_zeroes(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, R
     Ok(bytes)
 }
 
-/// Without a write cache, what was done is on stable storage before it is answered.
+/// Makes a finished change durable before it is answered, unless there is a write cache.
 async fn settle(blk: &Blk) -> Result<(), RequestError> {
     if blk.device.write_through() { flush(blk).await } else { Ok(()) }
 }
@@ -493,8 +493,8 @@ mod tests {
         [&sector.to_le_bytes()[..], &numbers].concat()
     }
 
-    /// What the driver sends, the bytes it has room for, the status, the used length, and how the
-    /// request is counted: its kind, and the bytes if it went well.
+    /// The driver's bytes, its room for an answer, the status, the used length, and the request's
+    /// kind and bytes as counted (`None` for an error).
     type Row = (Vec<u8>, u32, u8, u32, RequestKind, Option<u64>);
 
     fn rows() -> Vec<Row> {
@@ -558,7 +558,7 @@ mod tests {
             assert_eq!(device.totals()[kind], expected, "{what}");
             assert_eq!(scene.events.take().len(), usize::from(!is_good), "{what}");
         }
-        // There is nowhere to put a status.
+        // A chain without room for a status.
         scene.offer(&[Desc::readable(DATA, 16)]);
         assert_eq!(scene.answer().bytes, 0);
         assert!(scene.events.take()[0].contains("has no room for a status"));
@@ -566,7 +566,7 @@ mod tests {
         assert_eq!(scene.wait(&handle.begin_stop()), count);
     }
 
-    /// The IoThread and the driver see it at once, and nothing is stopped for it.
+    /// The IoThread and the driver see a new size at once, and no queue stops for it.
     #[test]
     fn a_disk_may_grow_and_shrink_while_it_is_served() {
         let mut scene = Scene::new();
@@ -599,7 +599,7 @@ mod tests {
         }
     }
 
-    /// One byte in a second, so that each write but the first two waits for long.
+    /// A disk of one byte in a second, so that each write but the first two waits for long.
     fn slow_null() -> DiskSource {
         let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
         let total = Some(Rate { per_second: 1, burst: None });
@@ -608,7 +608,7 @@ mod tests {
         source
     }
 
-    /// Has a queue take ten writes, most of which wait.
+    /// Makes a queue take ten writes, most of which wait.
     fn begin_ten(scene: &mut Scene, device: &Device) -> QueueHandle {
         let handle = scene.start_queue_of(device, 0);
         scene.memory.write(DATA, &header(VIRTIO_BLK_T_OUT, 0)).unwrap();
@@ -675,11 +675,11 @@ mod tests {
         assert_eq!(answered(&mut scene), 10);
     }
 
-    /// Where a long request has its header, and its status 16 bytes behind it.
+    /// Address of the header of a long request; its status is 16 bytes behind it.
     const LONG_ANSWER: u64 = DATA + LONG_BUFFER_BYTES as u64;
     const LONG_BUFFER_BYTES: u32 = 2 << 20;
 
-    /// Has a request of so many buffers begin, on a disk that it fills. Returns the device and its
+    /// Begins a request of `buffers` buffers on a disk of the same size. Returns the device and its
     /// queue.
     fn begin_long(scene: &mut Scene, request: u32, buffers: u64) -> (Device, QueueHandle) {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -714,7 +714,7 @@ mod tests {
         status[0]
     }
 
-    /// A write and a read of 28 MiB, which are done in the end, whoever does it.
+    /// A write and a read of 28 MiB succeed in the end, in this process or the next.
     #[test]
     fn a_queue_that_may_leave_requests_waits_for_one_step_of_a_long_one() {
         const BUFFERS: u64 = 14;
@@ -741,7 +741,7 @@ mod tests {
         }
     }
 
-    /// Where the process goes on, or leaves its queues to another one, a guest sees no error.
+    /// A guest sees no error if the process continues or leaves its queues to another process.
     #[test]
     fn a_device_that_ends_gives_up_what_is_left_of_a_giant_request() {
         const BUFFERS: u64 = 50;
@@ -796,7 +796,7 @@ mod tests {
         }
     }
 
-    /// Asks whether each chain may begin, and answers it when its turn comes.
+    /// Lets each chain pass the fence, and answers it when its turn comes.
     struct Paused {
         blk: Blk,
         request: u32,
@@ -913,8 +913,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a driver sends as segments, what is carried out lies on the disk, is as long as
-        /// announced, and has no flag that is not known.
+        /// For any bytes from the driver, segments that are carried out lie on the disk, are at
+        /// most as long as announced, and have no unknown flag.
         #[test]
         fn only_segments_that_are_in_order_are_carried_out(
             segments in prop::collection::vec((0..64_u64, 0..40_u32, 0..3_u32), 0..20),

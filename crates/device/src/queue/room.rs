@@ -1,4 +1,4 @@
-//! What a queue takes, and what it leaves in its ring until there is room.
+//! The chains that a queue takes, and the ones that it leaves in its ring until there is room.
 
 use std::task::Waker;
 
@@ -9,8 +9,8 @@ use crate::lists::Lists;
 use crate::load::{Counted, QueueLoad};
 
 impl Queue {
-    /// Counts a chain that was popped, if its lists are long or its request is large. False: its
-    /// device has no room for it now, and it is in its ring again.
+    /// Counts a popped chain if its lists are long or its request is large. Returns false if the
+    /// device has no room for it now; the chain is then back in the ring.
     #[inline]
     pub(crate) fn takes(&self, chain: &mut Chain) -> bool {
         if QueueLoad::is_large(chain) && !self.takes_large(chain) {
@@ -26,7 +26,7 @@ impl Queue {
     #[cold]
     fn takes_large(&self, chain: &mut Chain) -> bool {
         if self.is_done_again(chain.head) {
-            // A queue stops once it has taken what it is to do again.
+            // The queue cannot stop before it has taken the chains of an earlier process.
             self.load.count_chain(chain);
             return true;
         }

@@ -1,4 +1,4 @@
-//! How a queue stops, or goes on after all.
+//! The stop of a queue, and its cancellation.
 
 use blockio::{Answer, Pending};
 use virtqueue::ChainFault;
@@ -9,22 +9,22 @@ use crate::queue_setup::{Stop, StopKind};
 use crate::stats::RequestKind;
 
 impl QueueHandle {
-    /// Stops the queue: no more chains are taken, and this returns when all that were taken have
-    /// been answered, however long the disk needs. Returns the next avail entry, or `None` when
-    /// the IoThread has ended.
+    /// Stops the queue: takes no further chains, and returns when all taken chains are answered,
+    /// however long the disk needs. Returns the next avail entry, or `None` if the IoThread has
+    /// ended.
     #[must_use]
     pub fn stop(self) -> Option<u16> {
         self.begin_stop().wait()
     }
 
-    /// As [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
+    /// Like [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
     /// queue.
     #[must_use]
     pub fn begin_stop(&self) -> Pending<u16> {
         self.begin_stop_as(StopKind::Final)
     }
 
-    /// The same, with another lot for requests that wait.
+    /// Like [`begin_stop`](Self::begin_stop), with another treatment of waiting requests.
     #[must_use]
     pub fn begin_stop_as(&self, kind: StopKind) -> Pending<u16> {
         let (answer, next_avail) = Pending::new();
@@ -32,9 +32,9 @@ impl QueueHandle {
         next_avail
     }
 
-    /// Has a queue go on that was told to stop and has not answered, as if nobody had told it. That
-    /// stop is not answered then. If it has stopped, or the IoThread has ended, this is not: it is
-    /// ready with nothing.
+    /// Cancels a stop that is not yet answered: the queue continues as if no stop had been
+    /// requested, and the stop is ready with `None`. If the queue has stopped, or the IoThread has
+    /// ended, the cancellation is ready with `None`.
     #[must_use]
     pub fn begin_go_on(&self) -> Pending<()> {
         let (answer, goes_on) = Pending::new();
@@ -48,7 +48,7 @@ impl QueueHandle {
 }
 
 impl Queue {
-    /// Gives a chain back that has no room for a status. It cannot be answered, so the queue stops.
+    /// Returns a chain that has no room for a status. It cannot be answered, so the queue stops.
     #[cold]
     pub(crate) fn push_unanswered(&self, head: u16, fault: Option<ChainFault>) {
         self.requests.count_error(RequestKind::Other);
@@ -59,14 +59,14 @@ impl Queue {
         });
     }
 
-    /// Whether the queue is to stop. It does not before it has taken what an earlier process had:
-    /// whoever serves it next finds nothing of that in the avail ring.
+    /// True if the queue must stop now. It first takes the chains that an earlier process had
+    /// taken: the next process would not find them in the avail ring.
     #[inline]
     pub(crate) fn is_to_stop(&self) -> bool {
         self.stop.borrow().is_some() && (self.broken.get() || !self.ring.borrow().has_again())
     }
 
-    /// How it is to stop.
+    /// The kind of the stop, as far as this queue can follow it.
     pub(crate) fn stop_kind(&self) -> StopKind {
         let kind = self.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
         let can_leave = self.is_marked && !self.broken.get();
@@ -77,12 +77,12 @@ impl Queue {
         }
     }
 
-    /// Whom to answer, now that the queue has stopped.
+    /// Takes the means to answer the stop request, now that the queue has stopped.
     pub(crate) fn take_stop(&self) -> Option<Answer<u16>> {
         Some(self.stop.take()?.answer)
     }
 
-    /// Takes no more chains from now on, or takes them again.
+    /// Takes no chains from now on, or takes them again.
     pub(crate) fn set_stopping(&self, stopping: bool) {
         self.stopping.set(stopping);
         if stopping {
