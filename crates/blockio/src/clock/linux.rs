@@ -16,13 +16,13 @@ pub(crate) fn thread_cpu() -> Duration {
     clock_gettime(ClockId::ThreadCPUTime).try_into().expect("a thread does not run for ages")
 }
 
-/// Busy-polling lets a moment pass.
+/// Lets a moment of busy-polling pass.
 #[inline]
 pub(crate) fn spin() {
     std::hint::spin_loop();
 }
 
-/// A point at which other threads, the kernel and the other side of a ring may act. A simulation
-/// lets them; otherwise there is nothing to do, since they act when they like.
+/// A point at which other threads, the kernel and the peer of a ring may act. Only a simulation
+/// does something here: in reality they act at any time.
 #[inline]
 pub(crate) fn preempt() {}

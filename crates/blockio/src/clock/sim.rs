@@ -1,11 +1,11 @@
-//! The time that the loop goes by where kernels are simulated: that of the simulation, which stands
-//! still unless it is moved. On a thread without a simulated kernel it is the real one.
+//! The loop's time where kernels are simulated: the simulation's, which stands still unless it is
+//! moved. A thread without a simulated kernel has the real time.
 
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What stands in for time, and for all that happens meanwhile.
+/// The simulation's functions for time, and for events while it passes.
 #[derive(Clone, Copy)]
 pub(crate) struct Hooks {
     pub(crate) now: fn() -> Option<Instant>,
@@ -17,7 +17,7 @@ thread_local! {
     static HOOKS: std::cell::Cell<Option<Hooks>> = const { std::cell::Cell::new(None) };
 }
 
-/// Has the calling thread go by `hooks` from now on; `None`: by the kernel's clock again.
+/// Makes the calling thread use `hooks` from now on; `None`: the kernel's clock again.
 pub(crate) fn simulate(hooks: Option<Hooks>) {
     HOOKS.set(hooks);
 }
@@ -32,7 +32,7 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
-/// The CPU time that the calling thread has taken: none, where kernels are simulated.
+/// The CPU time that the calling thread has taken: none if kernels are simulated.
 pub(crate) fn thread_cpu() -> Duration {
     if HOOKS.get().is_some() {
         return Duration::ZERO;
@@ -40,7 +40,7 @@ pub(crate) fn thread_cpu() -> Duration {
     clock_gettime(ClockId::ThreadCPUTime).try_into().expect("a thread does not run for ages")
 }
 
-/// Busy-polling lets a moment pass.
+/// Lets a moment of busy-polling pass.
 #[inline]
 pub(crate) fn spin() {
     if let Some(hooks) = HOOKS.get() {
@@ -49,8 +49,8 @@ pub(crate) fn spin() {
     std::hint::spin_loop();
 }
 
-/// A point at which other threads, the kernel and the other side of a ring may act. A simulation
-/// lets them; otherwise there is nothing to do, since they act when they like.
+/// A point at which other threads, the kernel and the peer of a ring may act. Only a simulation
+/// does something here: in reality they act at any time.
 #[inline]
 pub(crate) fn preempt() {
     if let Some(hooks) = HOOKS.get() {

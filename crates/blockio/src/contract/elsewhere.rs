@@ -1,9 +1,9 @@
-//! A disk that another thread has.
+//! A disk of another thread.
 
 use crate::disk::DiskSource;
 use crate::disk::elsewhere::Elsewhere;
 
-/// One with this content.
+/// Returns a disk with this content.
 pub(super) fn disk(content: &[u8]) -> DiskSource {
     Elsewhere::new(content).source()
 }

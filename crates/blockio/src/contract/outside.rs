@@ -1,4 +1,4 @@
-//! Ops that something else completes, in the combinators of others.
+//! Foreign ops in the combinators of other crates.
 
 use std::pin::pin;
 use std::rc::Rc;
@@ -11,10 +11,10 @@ use super::BLOCK;
 use crate::foreign_op::ForeignCompleter;
 use crate::io::Io;
 
-/// Who completes foreign ops some time.
+/// A function that completes a foreign op at some time.
 pub(super) type Outside = Rc<dyn Fn(ForeignCompleter)>;
 
-/// Another thread completes what is there, the last first.
+/// Starts a thread that completes the ops that it gets, the last first.
 pub(super) fn other_thread() -> Outside {
     let (sender, receiver) = std::sync::mpsc::channel::<ForeignCompleter>();
     std::thread::spawn(move || {

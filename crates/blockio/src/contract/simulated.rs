@@ -1,4 +1,4 @@
-//! The same on a simulated kernel.
+//! The contract of futures on a simulated kernel.
 
 use std::os::fd::{OwnedFd, RawFd};
 use std::time::Instant;

@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 
-/// Two lines, of which neither keeps the other back: both may come for ever.
+/// Two lines that take turns, because ops of either kind may keep coming.
 #[derive(Default)]
 pub(super) struct Backlog {
     /// Reads and writes.
     transfers: VecDeque<u32>,
     others: VecDeque<u32>,
-    /// The op that went last was neither a read nor a write.
+    /// True if the last op taken was neither a read nor a write.
     other_went: bool,
 }
 
@@ -25,7 +25,7 @@ impl Backlog {
         !self.transfers.is_empty()
     }
 
-    /// True while an op waits that is neither a read nor a write.
+    /// Returns true if an op waits that is neither a read nor a write.
     pub(super) fn has_others(&self) -> bool {
         !self.others.is_empty()
     }
@@ -38,8 +38,8 @@ impl Backlog {
         }
     }
 
-    /// The op whose turn it is; true with a read or a write. `may_be_other`: the engine may have
-    /// one more that is neither.
+    /// The op whose turn it is, and true if it is a read or a write. `may_be_other`: the engine may
+    /// have one more that is neither.
     pub(super) fn first(&self, may_be_other: bool) -> Option<(u32, bool)> {
         let is_other =
             may_be_other && self.has_others() && (self.transfers.is_empty() || !self.other_went);
@@ -47,7 +47,7 @@ impl Backlog {
         Some((*line.front()?, !is_other))
     }
 
-    /// Takes that op out.
+    /// Takes the first op out of a line.
     pub(super) fn take(&mut self, is_transfer: bool) {
         self.other_went = !is_transfer;
         let line = if is_transfer { &mut self.transfers } else { &mut self.others };

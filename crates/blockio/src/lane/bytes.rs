@@ -1,23 +1,24 @@
 //! Bounds on the bytes that disks give to their engines: in a round, and at a time.
 //!
 //! The kernel does its part of a submit on the IoThread: with the page cache the copy, with direct
-//! I/O the look-up of the memory. So the bytes of a round are bounded, and the loop looks at its
+//! I/O the look-up of the memory. So the bytes of a round are bounded, and the loop checks its
 //! sources between rounds.
 
 use std::cell::Cell;
 
 use crate::config::{ByteLimits, EngineKind};
 
-/// A round's bytes in ops that are not counted: with 1,024 of them in an engine, two rounds' worth.
+/// The part of a round's bytes up to which ops are not counted. 1,024 of them in an engine make two
+/// rounds' worth.
 const SMALL_PART: usize = 512;
 
-/// A disk that moves 5 GB a second works on so many bytes for 100 µs.
+/// The bytes on which a disk that moves 5 GB a second works for 100 µs.
 const MANY: usize = 512 << 10;
 
-/// The bounds of an IoThread, and its part of them in this round.
+/// The bounds of an IoThread, and the bytes given in this round.
 pub(super) struct RoundBytes {
     limits: ByteLimits,
-    /// The size up to which an op counts as nothing.
+    /// The size up to which an op does not count.
     small: usize,
     given: usize,
     /// Counted bytes in all engines.
@@ -31,7 +32,7 @@ impl RoundBytes {
         Self { limits, small, given: 0, in_engines: 0, is_full: Cell::new(false) }
     }
 
-    /// True for an op that counts.
+    /// Returns true if an op of this size counts.
     #[inline]
     pub(super) fn counts(&self, bytes: usize) -> bool {
         bytes > self.small
@@ -43,17 +44,17 @@ impl RoundBytes {
         if self.counts(bytes) { bytes } else { 0 }
     }
 
-    /// True where a round takes an op of so many counted bytes. An op alone always has room.
+    /// Returns true if a round takes an op of `counted` bytes. An op alone always has room.
     pub(super) fn has_room(&self, counted: usize) -> bool {
         let fits = counted == 0 || self.given == 0 || self.given + counted <= self.limits.round;
         self.is_full.set(self.is_full.get() || !fits);
         fits
     }
 
-    /// True where a disk with `before` counted bytes in this engine may have `counted` more.
+    /// Returns true if a disk with `before` counted bytes in this engine may have `counted` more.
     pub(super) fn disk_has_room(&self, engine: EngineKind, before: usize, counted: usize) -> bool {
         let most = match engine {
-            // Each op has a thread, and these compete with the loop for CPUs.
+            // Each op has a thread, and the threads compete with the loop for CPUs.
             EngineKind::Threads => self.limits.disk / 2,
             EngineKind::IoUring | EngineKind::Aio => self.limits.disk,
         };
@@ -72,12 +73,12 @@ impl RoundBytes {
         self.in_engines -= counted;
     }
 
-    /// True while disks have work for longer than a wake-up takes.
+    /// Returns true while disks have work for longer than a wake-up takes.
     pub(super) fn are_many(&self) -> bool {
         self.in_engines >= MANY
     }
 
-    /// True once an op was kept for the next round.
+    /// Returns true once an op was kept for the next round.
     #[inline]
     pub(super) fn is_full(&self) -> bool {
         self.is_full.get()

@@ -5,21 +5,21 @@ use std::sync::Arc;
 use crate::device::Device;
 use iomem::fits;
 
-/// The number of a lane whose device has no bound.
+/// The place of a lane without a bounded device.
 pub(super) const NO_DEVICE: u32 = u32::MAX;
 
-/// A device, and its lanes' part of it.
+/// A device, and its use by lanes.
 pub(super) struct DeviceUse {
     device: Arc<Device>,
     lanes: u32,
     /// Requests of the device that ops in the engine count as.
     pub(super) units: u32,
-    /// The lane whose op did not fit. No other gets room before it.
+    /// The lane with the op that did not fit. No other lane gets room before it.
     next: Option<u32>,
 }
 
 impl DeviceUse {
-    /// True where an op of a lane has room, and no other lane is before it.
+    /// Returns true if an op of a lane has room, and no other lane is before it.
     pub(super) fn has_room(&self, lane: u32, units: u32) -> bool {
         let is_next = self.next.is_none_or(|next| next == lane);
         is_next && (self.units == 0 || self.units.saturating_add(units) <= self.device.share())
@@ -51,7 +51,7 @@ impl Devices {
         self.0.get_mut(place as usize)?.as_mut()
     }
 
-    /// The place of `device`, which has one lane more.
+    /// Returns the place of `device`, which has one lane more.
     pub(super) fn attach(&mut self, device: &Arc<Device>) -> u32 {
         let has = |place: &Option<DeviceUse>| {
             place.as_ref().is_some_and(|used| Arc::ptr_eq(&used.device, device))
@@ -72,7 +72,7 @@ impl Devices {
         fits(place, "a count of devices")
     }
 
-    /// Takes a lane away from the device at `place`.
+    /// Removes a lane from the device at `place`.
     pub(super) fn detach(&mut self, place: u32, lane: u32) {
         let Some(used) = self.get_mut(place) else { return };
         used.lanes -= 1;

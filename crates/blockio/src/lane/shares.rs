@@ -1,28 +1,28 @@
-//! How much of an engine's room each lane may have.
+//! The share of each lane in the room of an engine.
 
 use std::ops::{Index, IndexMut};
 
 use crate::config::EngineKind;
 use iomem::fits;
 
-/// The most ops of a lane that are its own.
+/// The most units of a lane that are its own.
 const OWN_MAX: u32 = 64;
-/// A lane may have this many times what would stay free for all.
+/// A lane may have this many times the common room that is free.
 const PART: u32 = 4;
 
-/// How the room of an engine is shared out.
+/// The division of an engine's room.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Shares {
-    /// What each lane has for itself.
+    /// The room of each lane alone.
     pub(super) own: u32,
-    /// What all have together.
+    /// The room that all lanes share.
     common: u32,
-    /// What is taken of that.
+    /// The taken part of the common room.
     pub(super) taken: u32,
 }
 
 impl Shares {
-    /// The shares of `lanes` lanes, and room for one that is to come.
+    /// Divides the room among `lanes` lanes and one that is to come.
     pub(super) fn of(capacity: u32, lanes: usize) -> Self {
         let lanes = fits::<_, u32>(lanes, "a count of disks").saturating_add(1);
         let own = (capacity / lanes.saturating_mul(2)).clamp(1, OWN_MAX);
@@ -39,18 +39,18 @@ impl Shares {
         mine == 0 || (more <= free && mine <= free.saturating_mul(PART))
     }
 
-    /// A lane has `after` in place of `before`, which is less.
+    /// Counts a lane that grows from `before` to `after`.
     pub(super) fn takes(&mut self, before: u32, after: u32) {
         self.taken += self.beyond(after) - self.beyond(before);
     }
 
-    /// A lane has `after` in place of `before`, which was more.
+    /// Counts a lane that shrinks from `before` to `after`.
     pub(super) fn gets_back(&mut self, before: u32, after: u32) {
         self.taken -= self.beyond(before) - self.beyond(after);
     }
 }
 
-/// One for each engine.
+/// A value for each engine.
 #[derive(Debug, Default)]
 pub(super) struct ByEngine<T>([T; 3]);
 

@@ -1,4 +1,4 @@
-//! Limits, by a clock that is exact.
+//! Limits, with an exact clock.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ pub(super) fn null() -> DiskSource {
     DiskSource::null(1 << 20, &DiskOptions::default()).unwrap()
 }
 
-/// Reads until `end`, so many at a time, and counts them.
+/// Reads until `end`, `depth` requests at a time, and counts them.
 async fn load(disk: Disk, depth: usize, bytes: usize, end: Instant) -> u64 {
     let (disk, count) = (&disk, &Cell::new(0));
     let one = || async move {
@@ -33,12 +33,13 @@ async fn load(disk: Disk, depth: usize, bytes: usize, end: Instant) -> u64 {
     count.get()
 }
 
-/// How many requests each of these queues has served: its disk, its depth, and its bytes.
+/// Returns the number of requests that each queue has served. A queue is its disk, its depth, and
+/// the bytes of a request.
 fn serve(scene: &Scene, queues: &[(&DiskSource, usize, usize)]) -> Vec<u64> {
     serve_on(&[&scene.thread], queues)
 }
 
-/// The same of queues that go to these IoThreads in turn.
+/// Like `serve`, with the queues on these IoThreads in turn.
 fn serve_on(threads: &[&IoThread], queues: &[(&DiskSource, usize, usize)]) -> Vec<u64> {
     let end = clock::now() + Duration::from_secs(SECONDS);
     let counts = Rc::new(RefCell::new(vec![0; queues.len()]));
@@ -53,13 +54,13 @@ fn serve_on(threads: &[&IoThread], queues: &[(&DiskSource, usize, usize)]) -> Ve
     }
     while ended.get() < queues.len() {
         let turns = threads.iter().map(|thread| thread.turn(Wait::Never).unwrap());
-        // All of them: one may have woken another.
+        // All threads turn: one may have woken another.
         if turns.fold(true, |are_idle, turn| are_idle & (turn == Activity::Idle)) {
             let next = |thread: &&&IoThread| {
                 let next = thread.io().reactor.borrow().next_timer();
                 (next.is_none(), next)
             };
-            // The clock goes on to what comes first.
+            // The clock advances to the first timer.
             threads.iter().min_by_key(next).unwrap().turn(Wait::ForEvent).unwrap();
         }
     }
@@ -70,7 +71,7 @@ fn assert_near(seen: u64, expected: u64) {
     assert!(seen.abs_diff(expected) * 50 <= expected, "{seen} of {expected}");
 }
 
-/// Whoever comes first has the whole of the first burst, a hundredth of all.
+/// Checks to 5%: the first queue has the whole of the first burst, a hundredth of all.
 fn assert_shares(seen: &[u64], expected: &[u64]) {
     for (seen, expected) in seen.iter().zip(expected) {
         assert!(seen.abs_diff(*expected) * 20 <= *expected, "{seen} of {expected}");
@@ -91,7 +92,7 @@ fn a_limit_is_kept_to_two_in_a_hundred_and_shared_equally_by_queues() {
     disk.set_limits(&bytes).unwrap();
     let seen = serve(&scene, &[(&disk, 8, 4096), (&disk, 8, 65_536)]);
     assert_near(seen[0] * 4096 + seen[1] * 65_536, 50_000_000 * SECONDS);
-    // The first has had the burst, a tenth of a second.
+    // The first queue has had the burst, a tenth of a second.
     let burst = 5_000_000 / 4096;
     assert!(seen[0].abs_diff(seen[1] + burst) < 10, "they take turns: {seen:?}");
 }
@@ -107,7 +108,7 @@ fn queues_of_one_disk_on_two_threads_have_equal_shares() {
         assert_near(seen.iter().sum(), rate * SECONDS);
         assert_shares(&seen, &[rate * SECONDS / 2; 2]);
     }
-    // Of a disk in a group all queues take turns, on whichever thread.
+    // All queues of a disk in a group take turns, on any thread.
     let group = LimitGroup::default();
     group.set_limits(requests(3000)).unwrap();
     disk.set_limits(&Limits::default()).unwrap();
@@ -129,12 +130,12 @@ fn the_disks_of_a_group_have_equal_shares_whatever_their_queues() {
     let seen = serve(&scene, &queues);
     assert_near(seen.iter().sum(), 3000 * SECONDS);
     assert_shares(&seen, &[1500, 750, 750].map(|rate| rate * SECONDS));
-    // One has limits of its own: what it leaves is for the others.
+    // One disk has limits of its own: the rest is for its neighbour.
     one.set_limits(&requests(300)).unwrap();
     let seen = serve(&scene, &queues);
     assert_near(seen[0], 300 * SECONDS);
     assert_near(seen.iter().sum(), 3000 * SECONDS);
-    // It leaves the group.
+    // The disk leaves the group.
     one.join(None);
     one.set_limits(&requests(100)).unwrap();
     let seen = serve(&scene, &queues);
@@ -142,7 +143,8 @@ fn the_disks_of_a_group_have_equal_shares_whatever_their_queues() {
     assert_near(seen[1] + seen[2], 3000 * SECONDS);
 }
 
-/// A request that has to wait for a minute, and what happens to its disk after a second.
+/// Makes a request wait for half a minute, and calls `happens` after a second. Returns the time
+/// that the request took.
 fn waits(scene: &Scene, source: &DiskSource, happens: impl FnOnce(&Disk) + 'static) -> Duration {
     let start = clock::now();
     let disk = Rc::new(source.attach(scene.io()));
@@ -152,7 +154,7 @@ fn waits(scene: &Scene, source: &DiskSource, happens: impl FnOnce(&Disk) + 'stat
     let io = Rc::clone(scene.io());
     scene.run(async move {
         let request = async {
-            // The first empties the bucket.
+            // The first write empties the bucket.
             for _ in 0..2 {
                 waiting.write(0, Buffers::aligned(65_536, 512), false).await.unwrap();
             }
@@ -194,7 +196,7 @@ fn requests_that_wait_for_limits_go_on_when_these_change_or_their_queue_stops() 
     assert!((second..soon).contains(&took), "{took:?}");
 }
 
-/// One discard would keep a group waiting for hours, as the bytes of a disk go.
+/// If its bytes counted, a discard could keep a group waiting for hours.
 #[test]
 fn discards_count_as_requests_and_not_by_their_bytes() {
     let scene = scene(EngineKind::Threads, 4);
@@ -224,7 +226,7 @@ fn discards_count_as_requests_and_not_by_their_bytes() {
     assert!(near(written, 1), "the third request has its turn: {written:?}");
 }
 
-/// Of two disks of a group one has a request that waits for a minute, and leaves after a second.
+/// A request of one disk in a group waits for half a minute; its disk leaves after a second.
 #[test]
 fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {
     let scene = scene(EngineKind::Threads, 5);
@@ -246,7 +248,7 @@ fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {
         other.write(0, Buffers::aligned(512, 512), false).await.unwrap();
         end.set(clock::now() - after);
     });
-    // The one that had begun is paid for after 32 seconds.
+    // The request that had begun is paid for after 32 seconds.
     let ended = ended.get();
     assert!((30..=32).contains(&ended.as_secs()), "{ended:?}");
 }
@@ -282,14 +284,14 @@ fn what_begins_because_its_queue_stops_is_waited_for_by_what_comes_later() {
             assert_eq!(count.get(), 300);
             assert!(clock::now() - start < Duration::from_secs(1));
             other.read(0, Buffers::aligned(512, 512)).await.unwrap();
-            // 10 may come at once.
+            // 10 requests may come at once.
             let took = clock::now() - start;
             assert!((2990..3010).contains(&took.as_millis()), "{took:?}");
         });
     }
 }
 
-/// As those of a queue that leaves them to another process.
+/// Like the requests of a queue that leaves them to another process.
 #[test]
 fn what_stays_at_a_gate_that_is_shut_holds_up_nobody_and_has_taken_nothing() {
     let scene = scene(EngineKind::Threads, 5);

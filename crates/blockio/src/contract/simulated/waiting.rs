@@ -1,4 +1,4 @@
-//! Requests that wait, for limits or because their disk has failed them.
+//! Requests that wait for limits, or because their disk has failed them.
 
 use std::future::ready;
 use std::io;
@@ -11,7 +11,7 @@ use crate::disk::{
     Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester, Waits,
 };
 
-/// A kernel without space until then.
+/// A kernel without space until a given time.
 struct Full {
     until: Instant,
     now: Cell<Instant>,
@@ -41,7 +41,7 @@ impl World for Full {
         self.writes.set(self.writes.get() + 1);
         let bytes = i64::try_from(op.buffers().bytes()).unwrap();
         let is_full = self.now.get() < self.until;
-        // A part of the first finds space.
+        // A part of the first write finds space.
         let part = if bytes > 4096 { 4096 } else { -i64::from(libc::ENOSPC) };
         op.answer(if is_full { part } else { bytes }).send();
         true
@@ -79,7 +79,8 @@ fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
     DiskSource::simulated(descriptor, info, false, 512, 512)
 }
 
-/// How long a write takes on a disk that has space again after so many seconds, and how it ends.
+/// Writes to a disk that has space again after `seconds`. Returns the seconds that this takes, and
+/// the result.
 fn write_when_full(
     action: ErrorAction,
     seconds: u64,
@@ -120,7 +121,7 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
         disk.set_waits(Waits::Never);
     };
     assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));
-    // It stops only to go on.
+    // The queue stops, but will continue.
     let pauses = |_: &DiskSource, disk: &Disk| disk.set_waits(Waits::ForTries);
     assert_eq!(write_when_full(ErrorAction::Hold, 10, pauses), (10, Ok(())));
     for action in [ErrorAction::Hold, ErrorAction::Retry] {
@@ -130,11 +131,11 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
     }
 }
 
-/// A request that somebody may not want any more, and what it was asked.
+/// A request that may be cancelled, and the calls that it got.
 #[derive(Default)]
 struct Wanted {
     is_over: Cell<bool>,
-    /// It may go on.
+    /// True if the request may not continue.
     is_refused: Cell<bool>,
     asked: RefCell<Vec<&'static str>>,
 }
@@ -160,8 +161,9 @@ impl Requester for Wanted {
     }
 }
 
-/// Has a write wait for a minute because of limits, or because its disk has failed it. Returns how
-/// it ends if this happens after five seconds, how long that takes, and what it was asked.
+/// Makes a write wait for a minute because of limits, or because its disk has failed it. Calls
+/// `happens` after five seconds. Returns the write's result, its seconds, and the calls that it
+/// got.
 fn wait_for(
     what: &str,
     happens: impl Fn(&DiskSource, &Disk, &Wanted) + 'static,
@@ -184,7 +186,7 @@ fn wait_for(
     let write = disk.asking(&wanted).write(0, Buffers::aligned(8192, 512), true);
     let result = thread.block_on(async {
         if what == "limits" {
-            // It empties the bucket.
+            // This write empties the bucket.
             disk.write(0, Buffers::aligned(8192, 512), true).await.unwrap();
         }
         let happens = async {
@@ -210,11 +212,11 @@ fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
     }
 }
 
-/// What it would have cost is for those who come after it.
+/// The tokens that a cancelled request has taken go to later requests.
 #[test]
 fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
     let scene = scene(EngineKind::Threads, 7);
-    // Bytes in a second of the disk and of its group. With both it waits for its group.
+    // Bytes per second of the disk and of its group. With both, the request waits for its group.
     for (own, of_group) in [(Some(512), None), (None, Some(512)), (Some(8192), Some(512))] {
         let (source, group) = (null(), LimitGroup::default());
         let limits = |bytes: Option<u64>| Limits {
@@ -242,7 +244,7 @@ fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
             write(512).await.unwrap();
             ended.set(clock::now() - start);
         });
-        // The first one is paid for after 10 seconds.
+        // The first write is paid for after 10 seconds.
         assert!((9..=10).contains(&took.get().as_secs()), "{own:?}: {:?}", took.get());
     }
 }
@@ -260,7 +262,7 @@ fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
     }
 }
 
-/// Of a disk that is no file, whose writes fail for good when data is lost.
+/// A disk that is no file: its writes fail for good when data is lost.
 #[test]
 fn a_write_that_nothing_can_make_good_is_not_tried_again() {
     let start = Instant::now();
