@@ -1,8 +1,8 @@
 //! Engine `aio`: Linux AIO over raw system calls.
 //!
-//! All disks of this engine share one context. A submit is one `io_submit` for all that is queued
-//! for one of them. Completions are read from the ring in userspace (see `aio_ring.rs`), for the
-//! first time right after the submit: a fast device has finished by then.
+//! All disks of this engine share one context. One `io_submit` takes the queued ops of one disk.
+//! Completions are read from the ring in userspace (see `aio_ring.rs`), for the first time right
+//! after the submit, when a fast device has already finished.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
@@ -24,10 +24,11 @@ use crate::config::{CompletionRing, EngineKind, IoThreadConfig};
 use crate::error::Error;
 use crate::op::{Completer, Op, OpKind, OpenFile, Slots};
 
-/// Where completions are read.
+/// The place from which completions are read.
 enum Completions {
     Ring(AioRing),
-    /// The ring's header is not as we know it: the kernel copies the events out.
+    /// The kernel copies the events out: the ring's header is unknown, or the configuration asks
+    /// for this.
     Getevents(Vec<IoEvent>),
 }
 
@@ -84,7 +85,7 @@ impl Aio {
         })
     }
 
-    /// Takes an op for the next submit. False: it is one for the pool.
+    /// Queues an op for the next submit. Returns false if the op is one for the pool.
     pub(super) fn queue(&mut self, slot: u32, op: &Op) -> bool {
         let is_taken = match op.kind {
             _ if has_pool_threads(&op.file) => false,
@@ -106,7 +107,7 @@ impl Aio {
         self.in_kernel
     }
 
-    /// Whether queued ops have something to wait for.
+    /// Returns true unless queued ops have nothing to wait for.
     pub(super) fn may_sleep(&self) -> bool {
         self.queued.is_empty() || self.in_kernel > 0 || self.retry.retry_at().is_some()
     }
@@ -116,7 +117,7 @@ impl Aio {
         times.into_iter().flatten().min()
     }
 
-    /// Ops that the kernel cannot take go to `threads`.
+    /// Submits queued ops of one disk. Ops that the kernel cannot take go to `threads`.
     pub(super) fn submit(
         &mut self,
         max: usize,
@@ -135,8 +136,8 @@ impl Aio {
         goes_on && (!self.queued.is_empty() || threads.queued() > 0)
     }
 
-    /// Submits those of the first `count` queued ops that are for the disk of the first one. False
-    /// when the kernel takes no more for now.
+    /// Submits the first `count` queued ops, up to the first for another disk. Returns false if the
+    /// kernel is full for now.
     fn submit_batch(
         &mut self,
         count: usize,
@@ -146,13 +147,13 @@ impl Aio {
         if self.divert(threads, done.slots) {
             return true;
         }
-        // The loop waits for that of the pool anyway.
+        // The loop waits for the eventfd of the pool anyway.
         let fd = self.prepare(count, threads.eventfd().as_raw_fd(), done);
         let (count, began) = (self.iocbs.len(), done.now);
         let blocks_at = began + SUBMIT_BLOCKS;
         done.stats.syscalls.io_submit.add(1);
         done.stats.submit_begins(fd);
-        // SAFETY: each address is that of a filled iocb in `iocbs`, and the memory behind these
+        // SAFETY: each address is that of a filled iocb in `iocbs`, and the memory that iocbs name
         // belongs to slots that keep it until the completion (see `op.rs`).
         let result = unsafe { self.context.submit(&mut self.iocb_addresses) };
         done.stats.submit_ends();
@@ -175,8 +176,8 @@ impl Aio {
         }
     }
 
-    /// Gives the ops of the first one's disk to the pool if a submit has waited for it since they
-    /// were queued, here or on another IoThread. True: it did.
+    /// Moves the queued ops of the first op's disk to the pool if a submit has waited for that disk
+    /// since they were queued, here or on another IoThread. Returns true if so.
     fn divert(&mut self, threads: &mut Threads, slots: &Slots) -> bool {
         let first = self.queued.front().and_then(|&slot| slots.file(slot));
         let Some(file) = first.filter(|file| file.blocks()) else { return false };
@@ -190,8 +191,8 @@ impl Aio {
         true
     }
 
-    /// Fills one iocb for each of the first `count` queued ops, up to the first for another disk:
-    /// so it is known which disk a submit waited for. Returns its descriptor.
+    /// Fills one iocb for each of the first `count` queued ops, up to the first for another disk.
+    /// So the disk that a submit waits for is known. Returns its descriptor.
     fn prepare(&mut self, count: usize, wake: RawFd, done: &mut Completer<'_>) -> RawFd {
         self.iocbs.clear();
         self.iocb_addresses.clear();
@@ -212,13 +213,13 @@ impl Aio {
                 self.iocbs.push(iocb);
             }
         }
-        // Only now: pushing may have moved the array.
+        // Taken only now: a push may have moved the array.
         self.iocb_addresses.extend(self.iocbs.iter_mut().map(std::ptr::from_mut));
         file.unwrap_or(-1)
     }
 
-    /// Deals with an `io_submit` that took nothing: its error concerns the first op alone, or says
-    /// that the kernel has no room. True: go on with the rest.
+    /// Handles an `io_submit` that took nothing. Its error concerns the first op alone, or means
+    /// that the kernel has no room. Returns true to continue with the rest.
     fn refused(
         &mut self,
         error: libc::c_int,
@@ -244,7 +245,7 @@ impl Aio {
         false
     }
 
-    /// A look without a system call: where the ring cannot be read, it sees nothing.
+    /// Checks for completions without a system call. Always false if the ring cannot be read.
     pub(super) fn has_completions(&self) -> bool {
         match &self.completions {
             Completions::Ring(ring) => self.in_kernel > 0 && ring.has_events(),
@@ -310,7 +311,7 @@ fn tell_of_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
     }
 }
 
-/// The iocb for the op in `slot`, whose completion writes the eventfd `wake`.
+/// Builds the iocb for the op in `slot`, whose completion writes the eventfd `wake`.
 fn iocb(slot: u32, op: &Op, fd: RawFd, wake: RawFd) -> Iocb {
     let (buf, nbytes, single) = match op.iovecs() {
         [range] => (range.iov_base as u64, range.iov_len as u64, true),

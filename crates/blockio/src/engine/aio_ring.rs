@@ -2,7 +2,7 @@
 //!
 //! The kernel maps the ring at the address that is the context's id. Its layout is kernel ABI
 //! (`struct aio_ring` in fs/aio.c): eight 32-bit words, then `nr` events of 32 bytes. The kernel
-//! writes an event, a write barrier, then the tail; it looks at the head when it needs room.
+//! writes an event, a write barrier, then the tail; it reads the head when it needs room.
 //!
 //! There is one consumer: this type is neither `Send` nor `Sync`, and its owner does not call
 //! io_getevents while it reads the ring.
@@ -15,7 +15,7 @@ use crate::clock::preempt;
 
 const MAGIC: u32 = 0xa10a_10a1;
 const HEADER_BYTES: u32 = 32;
-/// More events than this in one ring are not believed: 2^20 events fill 32 MiB.
+/// The most events in a ring that is accepted: 2^20 events fill 32 MiB.
 const EVENTS_MAX: u32 = 1 << 20;
 
 #[repr(C)]
@@ -33,7 +33,7 @@ struct Header {
 const _: () = assert!(size_of::<Header>() == HEADER_BYTES as usize);
 const _: () = assert!(size_of::<IoEvent>() == 32);
 
-/// Why a ring cannot be read in userspace.
+/// The error of a ring that cannot be read in userspace.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BadRing;
 
@@ -52,13 +52,13 @@ impl AioRing {
     /// # Safety
     ///
     /// `address` must be that of a context which outlives the ring, or of readable and writable
-    /// memory that starts with a header and has room for as many events as it says.
+    /// memory that starts with a header and has room for the header's number of events.
     pub(super) unsafe fn new(address: usize) -> Result<Self, BadRing> {
         let header = address as *const Header;
         if header.is_null() || !header.is_aligned() {
             return Err(BadRing);
         }
-        // SAFETY: the caller says that a header is mapped there; its fields are atomics.
+        // SAFETY: the caller promises that a header is mapped there; its fields are atomics.
         let fields = unsafe { &*header };
         let nr = fields.nr.load(Ordering::Relaxed);
         let head = fields.head.load(Ordering::Relaxed);
@@ -71,19 +71,19 @@ impl AioRing {
         if good { Ok(Self { header, nr, head, not_send: PhantomData }) } else { Err(BadRing) }
     }
 
-    /// Events that the ring has room for.
+    /// Places for events, of which one stays empty.
     pub(super) fn capacity(&self) -> u32 {
         self.nr
     }
 
-    /// Whether there is an event, at the cost of one load.
+    /// Returns true if there is an event, at the cost of one load.
     pub(super) fn has_events(&self) -> bool {
         // SAFETY: as in `consume`.
         let header = unsafe { &*self.header };
         header.tail.load(Ordering::Relaxed) != self.head
     }
 
-    /// Hands each event that is there to `visit`, and frees their places. Returns how many.
+    /// Passes each visible event to `visit`, and frees their places. Returns their number.
     pub(super) fn consume(&mut self, mut visit: impl FnMut(IoEvent)) -> Result<u64, BadRing> {
         // SAFETY: `new` checked the header, and its caller keeps it mapped.
         let header = unsafe { &*self.header };
@@ -181,7 +181,7 @@ mod tests {
         }
         let mut seen = Vec::new();
         let count = ring.consume(|event| {
-            // The kernel uses every place that the head says is free.
+            // The kernel uses every place that the head marks as free.
             let head = fake.header().head.load(Ordering::Relaxed);
             while (fake.header().tail.load(Ordering::Relaxed) + 1) % 5 != head {
                 fake.produce(100);

@@ -1,22 +1,22 @@
-//! For which ops of Linux AIO the kernel announces the completion through the eventfd.
+//! Decides which ops of Linux AIO announce their completion through the eventfd.
 //!
-//! The kernel writes the eventfd once for each op that asks for it. Where a device has completed
-//! everything when the submit returns, the harvest right behind it finds all, and nobody needs
-//! those writes. So after a row of such submits they are left out. If ops without
-//! one are still in the kernel then, a timer makes the loop look, and announcements are back.
+//! The kernel writes the eventfd once for each op that asks for it. If a device completes all ops
+//! within the submit, the harvest right behind it finds them, and the writes are wasted. After a
+//! row of such submits they are left out. If a harvest then leaves unannounced ops in the kernel, a
+//! timer makes the loop check the ring, and later ops are announced again.
 
 use std::time::{Duration, Instant};
 
-/// This many submits in a row must complete at once before announcements are left out.
+/// The number of submits in a row that must complete at once before announcements are left out.
 const ROW_MIN: u32 = 8;
-/// Each time that this was wrong, the row must be twice as long, up to this.
+/// The longest row: each wrong guess doubles the row, up to this.
 const ROW_MAX: u32 = 1 << 20;
-/// How soon the loop looks for completions that nobody announces; it doubles while there are none,
-/// so an op takes twice its time at most.
+/// The first delay before the loop checks for unannounced completions. It doubles while there are
+/// none, so an op takes at most twice its time.
 const LOOK_MIN: Duration = Duration::from_micros(20);
 const LOOK_MAX: Duration = Duration::from_millis(10);
 
-/// The mark, in the token of an op, of one that is not announced.
+/// The mark in the token of an op that is not announced.
 pub(super) const UNANNOUNCED: u64 = 1 << 32;
 
 pub(super) struct Announcements {
@@ -26,9 +26,9 @@ pub(super) struct Announcements {
     missing: usize,
     look: Duration,
     look_at: Option<Instant>,
-    /// Whether a submit came since the last harvest.
+    /// True if a submit came since the last harvest.
     submitted: bool,
-    /// Off where no harvest follows a submit.
+    /// False if no harvest follows a submit.
     may_be_left_out: bool,
 }
 
@@ -45,13 +45,13 @@ impl Announcements {
         }
     }
 
-    /// Whether the next submit goes without.
+    /// Returns true if the next submit leaves announcements out.
     #[inline]
     pub(super) fn are_left_out(&self) -> bool {
         self.may_be_left_out && self.row >= self.row_wanted
     }
 
-    /// The kernel has taken `accepted` ops of a submit.
+    /// Records that the kernel has taken `accepted` ops of a submit.
     #[inline]
     pub(super) fn submitted(&mut self, accepted: usize) {
         self.submitted = true;
@@ -60,7 +60,7 @@ impl Announcements {
         }
     }
 
-    /// The token of a completed op, without its mark.
+    /// Counts a completed op. Returns its token without the mark.
     #[inline]
     pub(super) fn completed(&mut self, token: u64) -> u64 {
         if token & UNANNOUNCED != 0 {
@@ -70,7 +70,7 @@ impl Announcements {
         token & !UNANNOUNCED
     }
 
-    /// A harvest has left `in_kernel` ops in the kernel.
+    /// Records that a harvest has left `in_kernel` ops in the kernel.
     #[inline]
     pub(super) fn harvested(&mut self, in_kernel: usize, now: Instant) {
         self.look_at = (self.missing > 0).then(|| now + self.look);
@@ -90,7 +90,7 @@ impl Announcements {
         self.row = 0;
     }
 
-    /// When to look for completions that nobody announces.
+    /// The time to check for unannounced completions.
     #[inline]
     pub(super) fn look_at(&self) -> Option<Instant> {
         self.look_at
@@ -101,7 +101,7 @@ impl Announcements {
 mod tests {
     use super::*;
 
-    /// One submit of `ops` ops, of which `late` are not found by the harvest behind it.
+    /// Makes one submit of `ops` ops, of which the harvest behind it misses `late`.
     fn submit(announcements: &mut Announcements, ops: usize, late: usize, now: Instant) {
         let mark = if announcements.are_left_out() { UNANNOUNCED } else { 0 };
         announcements.submitted(ops);
@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(announcements.look_at(), Some(now + LOOK_MIN));
         announcements.harvested(2, now);
         assert_eq!(announcements.look_at(), Some(now + 2 * LOOK_MIN));
-        // They are found one by one; only then is there nothing to look for.
+        // Completions are found one by one. The timer stays until the last one.
         for left in [1, 0] {
             announcements.completed(7 | UNANNOUNCED);
             announcements.harvested(left, now);

@@ -1,4 +1,4 @@
-//! What programs that wait for an IoThread's descriptor rely on, and those that wait for its end.
+//! Guarantees for programs that wait for an IoThread's descriptor, or for its end.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -49,7 +49,7 @@ fn what_comes_between_turns_is_announced_whatever_is_done_there() {
                 count.fetch_add(1, Ordering::Relaxed);
             };
             assert!(std::thread::spawn(move || remote.post(call)).join().unwrap());
-            // It looks at the ring, and takes the event of the call out of it.
+            // `block_on` harvests the ring, which takes the event of the call out of it.
             thread.block_on(async {}).unwrap();
             assert!(wait_readable(&thread), "{engine}: nothing announces the call");
             turn_until_idle(&thread);
@@ -58,7 +58,7 @@ fn what_comes_between_turns_is_announced_whatever_is_done_there() {
     }
 }
 
-/// Notes whether it is armed.
+/// A source that records if it is armed.
 struct Noting(Cell<bool>);
 
 impl Source for Noting {
@@ -90,7 +90,7 @@ fn sources_are_armed_when_there_is_nothing_to_do() {
         io.add_source(adds, Some(kicked)).unwrap();
         loop {
             io.suspend().await;
-            // As whoever polls what the task waits for with a waker of its own does.
+            // Like a program that polls the awaited event with a waker of its own.
             io.running.wake(Owner::Waker(Waker::noop().clone()));
         }
     });
@@ -104,7 +104,7 @@ fn sources_are_armed_when_there_is_nothing_to_do() {
     assert!(source.0.get(), "the driver is told not to kick, and nobody looks");
 }
 
-/// Tells, when it is dropped, how many reads were complete by then.
+/// Records, when it is dropped, the number of completed reads.
 struct Told(Arc<Stats>, Arc<AtomicU64>);
 
 impl Drop for Told {

@@ -1,4 +1,4 @@
-//! Waiting for eventfds by epoll, for the engines that have no ring to wait in.
+//! Waiting for eventfds by epoll, for IoThreads without a ring to wait in.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::interest::Interest;
 use crate::stats::Stats;
 
-/// Events taken by one epoll_wait.
+/// The most events taken by one epoll_wait.
 const EVENTS_MAX: usize = 64;
 
 pub(crate) struct Epoll {
@@ -48,7 +48,8 @@ impl Epoll {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits from `now` until `deadline` (`None`: for ever). Appends the tokens of what happened.
+    /// Waits from `now` until `deadline` (`None`: forever). Appends the tokens of watches that
+    /// fired.
     pub(super) fn wait(
         &mut self,
         deadline: Option<Instant>,

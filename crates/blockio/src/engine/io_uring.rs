@@ -1,8 +1,8 @@
 //! Engine `io_uring`: one ring for submissions, completions and everything the loop waits for.
 //!
-//! A turn that has to sleep costs one system call, which submits, lets the kernel post what it
-//! has finished, and waits. Eventfds of others, those of the other engines among them, are watched
-//! by multishot polls in the same ring and are never read.
+//! A turn that has to sleep costs one system call, which submits, lets the kernel post finished
+//! ops, and waits. Multishot polls in the same ring watch all other eventfds, including that of the
+//! pool and Linux AIO. These eventfds are never read.
 
 mod fixed;
 mod op_ring;
@@ -31,36 +31,37 @@ use fixed::FixedFiles;
 use op_ring::OpRing;
 use watches::{Seen, Watches};
 
-/// How a discard in the ring ends that the pool is to do.
+/// The result of a discard in the ring that the pool must do instead.
 const BUSY: i32 = -libc::EBUSY;
 const UNSUPPORTED: i32 = -libc::EOPNOTSUPP;
 
-/// How long a wait lasts at most while the kernel takes no submission entries.
+/// The longest wait while the kernel takes no submission entries.
 const REFUSED_WAIT: Duration = Duration::from_millis(1);
 
-/// While only polled ops are waited for, the loop may sleep for this part of the time that they
-/// have taken so far: a slow device costs little CPU time, and its ops become little slower.
+/// A pause lasts the time spent waiting for polled ops so far, divided by this. A slow device costs
+/// little CPU time, and its ops become little slower.
 const PAUSE_PART: u32 = 8;
-/// Timers are late by about as much, so shorter pauses make no sense.
+/// The shortest pause. Timers are late by about as much, so shorter ones make no sense.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
 const PAUSE_MAX: Duration = Duration::from_millis(10);
 
-/// How long busy-polling lets put-off completions gather, for each op in the kernel up to so many.
+/// The time that busy-polling lets deferred completions gather, for each op in the kernel up to
+/// [`GRACE_OPS`].
 const GRACE_FOR_EACH: Duration = Duration::from_nanos(250);
 const GRACE_OPS: usize = 64;
 
 pub(crate) struct IoUring {
-    /// For everything but what goes through the other ring; the loop sleeps in this one.
+    /// The ring for everything but polled ops. The loop sleeps in it.
     main: OpRing,
-    /// For reads and writes whose completions are polled for. It takes nothing else.
+    /// The ring for reads and writes whose completions are polled for. It takes nothing else.
     polled: Option<OpRing>,
     depth: usize,
     retry: Retry,
     watches: Watches,
     files: FixedFiles,
-    /// When busy-polling saw first that the kernel has put completions off.
+    /// The time at which busy-polling first saw that the kernel has deferred completions.
     deferred_since: Option<Instant>,
-    /// Device discards through the ring work since Linux 6.12.
+    /// True if devices can discard through the ring (Linux 6.12).
     has_discard: bool,
 }
 
@@ -140,7 +141,7 @@ impl IoUring {
         self.rings().for_each(|ring| ring.unregister_memory(memory));
     }
 
-    /// Takes an op for the next submit. False: it is one for the pool.
+    /// Queues an op for the next submit. Returns false if the op is one for the pool.
     pub(super) fn queue(&mut self, slot: u32, op: &Op) -> bool {
         match op.kind {
             OpKind::ZeroBlocks { .. } | OpKind::FindExtent { .. } => return false,
@@ -162,7 +163,7 @@ impl IoUring {
         self.sum(OpRing::in_kernel)
     }
 
-    /// Of both rings.
+    /// Sums up both rings.
     #[inline]
     fn sum(&self, number: impl Fn(&OpRing) -> usize) -> usize {
         number(&self.main) + self.polled.as_ref().map_or(0, &number)
@@ -176,7 +177,7 @@ impl IoUring {
         self.rings().map(|ring| ring.ring.unsubmitted()).sum()
     }
 
-    /// Events of eventfds come by harvest, so it is quiet only when the rings are empty.
+    /// Returns true only if the rings are empty, because events of eventfds come by harvest.
     pub(super) fn is_quiet(&self) -> bool {
         self.queued() == 0
             && self.in_kernel() == 0
@@ -217,15 +218,15 @@ impl IoUring {
         let in_kernel = self.in_kernel();
         let room = self.depth.saturating_sub(in_kernel).min(max);
         let pushed = self.rings().fold(0, |sum, ring| sum + ring.push(room - sum, done));
-        // Entries that an interrupted submit has left behind complete only when they are submitted.
+        // Entries that an interrupted submit left behind complete only when they are submitted.
         if pushed == 0 && in_kernel >= self.depth && self.queued() > 0 && self.unsubmitted() == 0 {
             self.retry.full();
         }
         pushed
     }
 
-    /// As `push_queued`, and makes room in rings that are full. A submission thread tells nobody
-    /// that it has taken entries, and what is in the kernel may be the ops of a disk that hangs: a
+    /// Like `push_queued`, but makes room in rings that are full. A submission thread does not
+    /// report that it has taken entries, and all ops in the kernel may belong to a hung disk. A
     /// loop that sleeps on ops without an entry might never wake.
     fn push_before_sleep(&mut self, max: usize, done: &mut Completer<'_>) {
         let mut left = max;
@@ -239,15 +240,15 @@ impl IoUring {
         }
     }
 
-    /// Deals with a submit that the kernel did not take. The entries stay in the submission ring.
-    /// True: go on at once.
+    /// Handles a submit that the kernel did not take. The entries stay in the submission ring.
+    /// Returns true to submit again at once.
     fn refused(&mut self, error: &io::Error, done: &mut Completer<'_>) -> bool {
         if error.raw_os_error() == Some(libc::EINTR) {
             return true;
         }
         done.stats.submit_again.add(1);
-        // EBUSY: completions that the ring had no room for wait to be harvested. What is in the
-        // submission ring cannot be taken back, so the pool never takes over: it is tried again.
+        // EBUSY: completions that found the ring full wait for a harvest. Entries in the submission
+        // ring cannot be taken back, so the pool never takes over: the submit is tried again.
         let others = self.in_kernel().saturating_sub(self.unsubmitted());
         if self.retry.refused(others, done.now) {
             tracing::warn!("io_uring does not accept operations: {error}; trying again");
@@ -255,8 +256,8 @@ impl IoUring {
         false
     }
 
-    /// For busy-polling. What the kernel has put off until it is asked costs a system call, so
-    /// more is waited for: the longer, the more ops may still join.
+    /// Returns true if busy-polling should end. Posting deferred completions costs a system call,
+    /// so they gather first: the longer, the more ops may still join.
     pub(super) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
         if self.main.ring.has_entries() {
             return true;
@@ -279,7 +280,7 @@ impl IoUring {
         GRACE_FOR_EACH * ops
     }
 
-    /// Asks for what the kernel has put off, unless busy-polling has just found it.
+    /// Makes the kernel post deferred completions, unless busy-polling still lets them gather.
     fn run_deferred(&mut self, done: &Completer<'_>) {
         match self.deferred_since {
             Some(since) if done.now.saturating_duration_since(since) < self.grace() => {}
@@ -290,7 +291,7 @@ impl IoUring {
         }
     }
 
-    /// Ops that the kernel will not do here go to `threads`.
+    /// Harvests both rings. Ops that the kernel refuses here go to `threads`.
     pub(super) fn harvest(
         &mut self,
         threads: &mut Threads,
@@ -328,8 +329,8 @@ impl IoUring {
         let is_discard = |op: &Op| matches!(op.kind, OpKind::DiscardBlocks { .. });
         if matches!(result, BUSY | UNSUPPORTED) && done.slots.op(slot).is_some_and(is_discard) {
             // Kernels before 6.12 discard by ioctl only, and the pool does that. Later ones refuse
-            // it in the ring while somebody writes to the same page of the page cache; the ioctl
-            // waits for that.
+            // a discard in the ring during a write to the same page of the page cache; the ioctl
+            // waits for the write.
             self.has_discard &= result == BUSY;
             threads.queue(slot);
             return;
@@ -343,7 +344,7 @@ impl IoUring {
         let mut entries = polled.begin_harvest();
         let found = entries.len();
         for entry in entries.drain(..) {
-            // Only ops have entries in this ring, and their numbers are those of slots.
+            // Only ops have entries in this ring, with their slots as user data.
             let Ok(slot) = u32::try_from(entry.user_data()) else { continue };
             match -entry.result() {
                 libc::EOPNOTSUPP => {
@@ -352,7 +353,7 @@ impl IoUring {
                     }
                     self.main.queue(slot);
                 }
-                // No room in the device's queues for polling; the others have some.
+                // The device's queues for polling have no room; its normal queues have some.
                 libc::EAGAIN => self.main.queue(slot),
                 _ => {
                     done.stats.polled.add(1);
@@ -392,8 +393,8 @@ impl IoUring {
         }
     }
 
-    /// Submits, and waits for the first completion or event in either ring. A polled ring wakes
-    /// nobody: while it has ops, both are looked at in turn.
+    /// Submits, and waits for the first completion or event in either ring. A polled ring ends no
+    /// sleep: while it has ops, both rings are checked in turn.
     fn wait_for_rings(&mut self, deadline: Option<Instant>, stats: &Stats) -> io::Result<()> {
         let main = &mut self.main.ring;
         let Some(polled) = self.polled.as_mut().filter(|ring| ring.in_kernel() > 0) else {
@@ -437,7 +438,7 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use std::sync::Arc;
 
-    /// Numbers of descriptors that nothing else here uses.
+    /// The first of the descriptor numbers that nothing else here uses.
     const HIGH: i32 = 900;
 
     #[test]

@@ -1,4 +1,4 @@
-//! What the engines call: Linux, or with `--cfg ringhaul_sim` a simulated kernel.
+//! The kernel under the engines: Linux, or with `--cfg ringhaul_sim` a simulated one.
 //!
 //! Both sides offer the same: [`AioContext`], [`Ring`], [`sleep`], [`start_thread`] and
 //! [`takes_jobs`].

@@ -1,4 +1,5 @@
-//! What only the real kernel shows: what it still holds, and what it was really asked for.
+//! Properties that only the real kernel shows: the objects that it still holds, and the calls that
+//! it got.
 
 use std::future::poll_fn;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -60,8 +61,8 @@ impl Source for Silent {
     }
 }
 
-/// A call from another thread is the last thing in a turn, and the kernel must be told what it
-/// watches even so: a program with its own loop waits for the descriptor then.
+/// A call from another thread is the last thing in a turn. Even then the kernel must get the new
+/// watch, because a program with its own loop waits for the descriptor next.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_is_watched_at_the_end_of_a_turn_is_told_to_the_kernel() {
@@ -81,7 +82,7 @@ fn what_is_watched_at_the_end_of_a_turn_is_told_to_the_kernel() {
     }
 }
 
-/// Lines of the kernel's description of the ring in `section`.
+/// Counts the lines of `section` in the kernel's description of the ring.
 fn ring_has(thread: &IoThread, section: &str) -> Option<usize> {
     use rustix::fd::AsFd;
     let path = format!("/proc/self/fdinfo/{}", thread.as_fd().as_raw_fd());
@@ -133,7 +134,7 @@ fn open_at_last(engine: EngineKind, path: &Path) -> DiskSource {
     }
 }
 
-/// Otherwise it stays locked, open, and, if it is a device, claimed.
+/// Otherwise the file stays locked, open, and, if it is a device, claimed.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_is_let_go_with_its_disk_while_the_thread_goes_on() {
@@ -150,12 +151,12 @@ fn a_file_is_let_go_with_its_disk_while_the_thread_goes_on() {
     }
 }
 
-/// Polls `future` once and says whether it is done.
+/// Polls `future` once. Returns true if it is done.
 async fn poll_once(future: &mut std::pin::Pin<&mut impl Future>) -> bool {
     poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_ready())).await
 }
 
-/// How far an op has come when its future is dropped.
+/// The progress of an op when its future is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
     Queued,
@@ -163,7 +164,7 @@ enum Moment {
     Done,
 }
 
-/// Nothing is left of requests that nobody waits for any more, and those after them are served.
+/// Nothing is left of abandoned requests, and later requests are served.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
@@ -178,8 +179,8 @@ fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
                 for round in 1..=50u8 {
                     let ops = || io.stats().write.ops.get() + io.stats().read.ops.get();
                     let before = ops();
-                    // A future of a turn is submitted at the end of the round, so it never is done
-                    // when it is polled first.
+                    // A future of a turn is submitted at the end of the round, so its first poll
+                    // never finds it done.
                     let mut write = pin!(disk.write(0, filled(65_536, round), false));
                     assert!(!poll_once(&mut write).await);
                     let mut read = pin!(disk.read(0, Buffers::aligned(4096, 4096)));
@@ -195,7 +196,7 @@ fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
                 io.stop();
             });
             thread.run().unwrap();
-            // Ops that were abandoned are still to end.
+            // Abandoned ops are still to end.
             let io = thread.io();
             let disk = source.attach(io);
             thread.block_on(disk.flush()).unwrap().unwrap();
@@ -211,14 +212,14 @@ fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
     }
 }
 
-/// A loop device that goes when its last user closes it, however that comes.
+/// A loop device that disappears when its last user closes it, even after a panic.
 struct Loop {
     _open: OwnedFd,
     path: PathBuf,
 }
 
 impl Loop {
-    /// `None` where there can be none.
+    /// Returns `None` if the machine gives none.
     fn over(file: &Path) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             eprintln!("skipped: only root can make loop devices");
@@ -234,14 +235,14 @@ impl Loop {
             return None;
         };
         let open = std::fs::File::open(&path).unwrap();
-        // It is in use, so this takes effect at its last close.
+        // The device is in use, so this takes effect at its last close.
         run(&["--detach", &path]).unwrap();
         Some(Self { _open: open.into(), path: path.into() })
     }
 }
 
-/// A device that discards nothing is zeroed too, by the kernel: not by a call for
-/// discards, which is refused and has us write zeroes, or keeps the data.
+/// The kernel zeroes a device that discards nothing, too. A call for discards would not do: it is
+/// refused, which leaves writing zeroes to us, or it keeps the data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_block_device_without_discards_is_zeroed_by_the_kernel() {

@@ -1,4 +1,4 @@
-//! What outlives what, with real engines and safe code alone.
+//! Lifetimes of disks, futures and memory, with real engines and safe code alone.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -16,8 +16,8 @@ use tempfile::TempPath;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 
-/// The test does not have the file open: a process that has is not given the time that the kernel
-/// takes to close a file of its own accord, after a flush by one of its workers for example.
+/// Returns a file that the test does not keep open. A process that keeps it open gets no extra time
+/// for the kernel to close a file by itself, for example after a flush by one of its workers.
 fn temp_file(fill: u8) -> TempPath {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     std::fs::write(file.path(), vec![fill; 1 << 20]).unwrap();
@@ -33,7 +33,7 @@ fn poll_once<T>(future: impl Future<Output = T>) -> Poll<T> {
     pin!(future).as_mut().poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Memory that a kernel wrote to after its end would be that of the next round.
+/// If the kernel wrote to memory after its end, it would write to the memory of the next round.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_disk_that_outlives_its_thread_starts_nothing() {
@@ -59,7 +59,7 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
             }
             let flushed = poll_once(disk.flush());
             assert!(matches!(flushed, Poll::Ready(Err(_))), "{engine}: {flushed:?}");
-            // The disk itself is well: no flush was lost.
+            // The disk itself works: no flush was lost.
             drop(disk);
         }
         let thread =
@@ -70,7 +70,7 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
     }
 }
 
-/// The owner of memory is the caller's, and may do anything when it goes.
+/// The owner of memory is the caller's, and its drop may do anything.
 struct UsesIo(Rc<Io>, Rc<Cell<bool>>);
 
 impl Drop for UsesIo {
@@ -93,13 +93,13 @@ fn memory_that_nobody_waits_for_may_use_the_io_thread_when_it_goes() {
         let memory = Buffers::uninitialized(4096, 4096, owner).unwrap();
         let read = async { poll_once(disk.read(0, memory)).is_pending() };
         assert!(thread.block_on(read).unwrap());
-        // It ends when the memory goes.
+        // The loop stops when the memory is dropped.
         thread.run().unwrap();
         assert!(gone.get(), "{engine}: its owner cannot use the IoThread");
     }
 }
 
-/// A submission thread takes entries in later, and they name files by an index.
+/// A submission thread takes entries later, and they name files by an index.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
@@ -127,7 +127,7 @@ fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
     }
 }
 
-/// The file of a disk that has gone is closed: its lock ends, and its device can be had.
+/// The file of a dropped disk is closed: its lock ends, and its device is free.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_is_given_back_with_its_last_op() {
@@ -151,7 +151,7 @@ fn a_file_is_given_back_with_its_last_op() {
     }
 }
 
-/// A future that is dropped in the middle leaves its slot to its op, and a slot to nobody.
+/// A future that is dropped in the middle leaves its slot to its op, and no slot is lost.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn futures_may_be_dropped_at_any_time() {
@@ -167,7 +167,7 @@ fn futures_may_be_dropped_at_any_time() {
             let mut read = Box::pin(disk.read(offset, Buffers::aligned(4096, 4096)));
             let _ = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             if round % 3 == 0 {
-                // Its op is done by now, or is not.
+                // Its op may be done after this turn, or not.
                 thread.turn(crate::turn::Wait::Never).unwrap();
             }
             drop(read);

@@ -1,6 +1,6 @@
-//! A disk that hangs beside one that does not, on one IoThread, with real engines.
+//! A hung disk beside a healthy one, on one IoThread, with real engines.
 //!
-//! What hangs is a file on a frozen file system, which takes root.
+//! The hung disk is a file on a frozen file system, which takes root.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -18,7 +18,7 @@ use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::io_thread::IoThread;
 use iomem::Buffers;
 
-/// One at a time: to mount a file system may wait for one that is frozen.
+/// Runs one test at a time: mounting a file system may wait for one that is frozen.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// An ext4 file system in a file, mounted, with one file on it.
@@ -26,15 +26,15 @@ struct Volume {
     folder: tempfile::TempDir,
 }
 
-/// Thaws the file system when it goes, which must be before the IoThread waits for its ops.
+/// Thaws the file system when dropped, which must be before the IoThread waits for its ops.
 struct Frozen {
     over: Option<mpsc::Sender<()>>,
     thaws: Option<JoinHandle<()>>,
 }
 
 impl Frozen {
-    /// A neighbour that hangs as well would hang for ever, so it is thawed after a while; then the
-    /// writes end before they should.
+    /// Thaws after a minute in any case, since a neighbour that hangs as well would hang forever.
+    /// Then the writes end before they should.
     fn new(place: PathBuf) -> Self {
         let (over, is_over) = mpsc::channel();
         let thaws = std::thread::spawn(move || {
@@ -53,7 +53,7 @@ impl Drop for Frozen {
 }
 
 impl Volume {
-    /// `None`, with a message, where that is not possible.
+    /// Returns `None`, with a message, if the machine cannot mount it.
     fn new() -> Option<Self> {
         let root = rustix::process::geteuid().is_root();
         let run = |program: &str, args: &[&std::ffi::OsStr]| {
@@ -98,7 +98,7 @@ fn open(path: &Path, direct: bool) -> DiskSource {
     DiskSource::file(path, &DiskOptions { direct, ..DiskOptions::default() }).unwrap()
 }
 
-/// Starts `count` writes, which stop the loop when all of them are done; counts them.
+/// Starts `count` writes, and counts the finished ones. The loop stops when all are done.
 fn write_at_once(thread: &IoThread, disk: Disk, count: u32) -> Rc<Cell<u32>> {
     let done = Rc::new(Cell::new(0));
     let (io, counter) = (Rc::clone(thread.io()), Rc::clone(&done));
@@ -120,7 +120,7 @@ fn write_at_once(thread: &IoThread, disk: Disk, count: u32) -> Rc<Cell<u32>> {
     done
 }
 
-/// Everything that a disk can do.
+/// Does everything that a disk can do.
 async fn use_disk(disk: &Disk) {
     for round in 0..20 {
         let offset = round * 8192;
@@ -132,8 +132,8 @@ async fn use_disk(disk: &Disk) {
     }
 }
 
-/// If the neighbour needed what the hung disk has, it would hang as well: the file system is thawed
-/// only after the neighbour is done.
+/// If the neighbour needed a resource of the hung disk, it would hang as well: the file system is
+/// thawed only after the neighbour is done.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
@@ -151,8 +151,9 @@ fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
             well.as_file().set_len(1 << 20).unwrap();
             let frozen = volume.freeze();
             let done = write_at_once(&thread, hung, 600);
-            // It comes when the other one hangs already. The kernel makes cached writes of io_uring
-            // one after the other for all files of one hash of 64: there it has direct I/O.
+            // The neighbour comes when the first disk hangs already. The kernel serialises cached
+            // writes of io_uring for all files of one hash of 64, so the neighbour has direct I/O
+            // there.
             let well_direct = direct || engine == EngineKind::IoUring;
             let well = open(well.path(), well_direct).attach(thread.io());
             thread.block_on(use_disk(&well)).unwrap();
@@ -164,7 +165,7 @@ fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
     }
 }
 
-/// As above, but the two have different engines.
+/// Like the test above, but the two disks have different engines.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_hung_disk_holds_nothing_that_a_disk_of_another_engine_needs() {
@@ -197,14 +198,14 @@ fn a_hung_disk_holds_nothing_that_a_disk_of_another_engine_needs() {
     }
 }
 
-/// Whether a thread of this process waits in the kernel and cannot be interrupted.
+/// Returns true if a thread of this process is in an uninterruptible wait.
 fn is_stuck(thread: rustix::thread::Pid) -> bool {
     let path = format!("/proc/self/task/{}/status", thread.as_raw_pid());
     let status = std::fs::read_to_string(path).unwrap();
     status.lines().any(|line| line.starts_with("State:") && line.contains('D'))
 }
 
-/// Linux AIO waits in the submit. The disk that it waited for is known from then on.
+/// Linux AIO waits in the submit. From then on the engine knows the disk that it waited for.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
@@ -224,12 +225,12 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let blamed = stats.submits_to();
-        // What waits for less does not count.
+        // Shorter waits do not count.
         std::thread::sleep(Duration::from_millis(500));
         drop(frozen);
         assert_eq!(blamed, disk.canonicalize().ok(), "while it waits");
     });
-    // Both are in one submit, and that is the last that waits.
+    // Both writes are queued together. No later submit waits.
     let first = hung.attach(thread.io());
     let both = async {
         let mut one = std::pin::pin!(first.write(0, Buffers::aligned(4096, 4096), false));
@@ -256,8 +257,8 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
     assert_eq!(done.get(), 300);
 }
 
-/// A hundred cached reads of 1 MiB are complete in their submit. A task that wants to run in each
-/// round sees few bytes go by between two of its runs.
+/// A hundred cached reads of 1 MiB complete in their submit. A task that runs in each round sees
+/// few bytes go by between two of its runs.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn cached_reads_hold_the_loop_for_few_bytes_at_a_time() {

@@ -1,4 +1,4 @@
-//! The threads that run system calls, and what they share with the loop.
+//! The threads that run blocking system calls, and the state that they share with the loop.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,12 +11,12 @@ use crate::op::{Op, OpKind};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use iomem::fits;
 
-/// As many as QEMU's thread pool has: enough to keep a disk array busy. More disks have more.
+/// The size of QEMU's thread pool: enough to keep a disk array busy. More disks raise the limit.
 pub(super) const THREADS_MAX: usize = 64;
-/// A thread without work for this long ends.
+/// A thread ends after this long without work.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// What a pool thread knows of an op.
+/// A pool thread's view of an op.
 #[derive(Clone, Copy)]
 pub(crate) struct OpView {
     pub(crate) kind: OpKind,
@@ -34,14 +34,14 @@ impl OpView {
     }
 }
 
-/// One op on its way to a pool thread.
+/// An op on its way to a pool thread.
 pub(crate) struct Job {
     pub(crate) slot: u32,
     pub(crate) view: OpView,
 }
 
-// SAFETY: the raw parts of the view, an fd and an iovec array, are owned by the slot that the job
-// names until its completion (see `op.rs`), and completing it is the last thing done with them.
+// SAFETY: the slot that the job names owns the raw parts of the view, an fd and an iovec array,
+// until its completion (see `op.rs`). Completing it is the last thing done with them.
 unsafe impl Send for Job {}
 
 pub(super) struct Jobs {
@@ -52,13 +52,13 @@ pub(super) struct Jobs {
     stop: bool,
 }
 
-/// What the pool threads share with their engine.
+/// The state that pool threads share with their engine.
 pub(crate) struct Pool {
     jobs: Mutex<Jobs>,
     work: Condvar,
-    /// Where results go.
+    /// The destination of results.
     pub(crate) mailbox: Arc<Mailbox>,
-    /// How long a thread stays without work.
+    /// The time after which an idle thread ends.
     pub(super) idle_time: Duration,
 }
 
@@ -82,7 +82,7 @@ impl Pool {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds jobs; returns how many threads to start for them.
+    /// Adds jobs. Returns the number of threads to start for them.
     pub(crate) fn put(&self, added: impl Iterator<Item = Job>) -> usize {
         let mut jobs = self.jobs();
         jobs.waiting.extend(added);
@@ -90,7 +90,7 @@ impl Pool {
         wanted.min(jobs.threads_max.saturating_sub(jobs.threads))
     }
 
-    /// A thread is about to start.
+    /// Counts a thread that is about to start.
     pub(crate) fn count_thread(&self) {
         self.jobs().threads += 1;
     }
@@ -102,14 +102,14 @@ impl Pool {
         }
     }
 
-    /// Ends the threads once nothing waits.
+    /// Ends the threads once no job waits.
     pub(crate) fn stop(&self) {
         self.jobs().stop = true;
         self.work.notify_all();
     }
 }
 
-/// What a thread of the pool does. [`Pool::count_thread`] has counted it.
+/// The main function of a pool thread, which [`Pool::count_thread`] has counted.
 pub(crate) fn pool_thread(pool: &Pool) {
     while let Some(job) = next_job(pool) {
         if pool.mailbox.put_result(job.slot, execute(&job.view)) {
@@ -118,7 +118,7 @@ pub(crate) fn pool_thread(pool: &Pool) {
     }
 }
 
-/// The next job; `None` when this thread must end.
+/// Waits for the next job; `None` if this thread must end.
 pub(super) fn next_job(pool: &Pool) -> Option<Job> {
     let mut jobs = pool.jobs();
     loop {
@@ -179,14 +179,15 @@ fn execute_once(view: &OpView) -> i64 {
     }
 }
 
-/// Where the file ends, all that follows counts as a hole, as it reads.
+/// Finds the end of the data or hole at `offset`. Everything beyond the end of the file counts as a
+/// hole, as it reads.
 ///
 /// # Safety
 ///
-/// The file must be open. Its position changes, which nobody else uses.
+/// The file must be open. Its position changes, which nothing else may use.
 unsafe fn find_extent(fd: RawFd, offset: u64, len: u64) -> i64 {
     let start: i64 = fits(offset, "the offset of an op");
-    // SAFETY: the caller says that the file is open; no memory is involved.
+    // SAFETY: the caller promises that the file is open; no memory is involved.
     let seek = |whence| unsafe { libc::lseek(fd, start, whence) };
     let data = seek(libc::SEEK_DATA);
     let is_end = data < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO);
@@ -196,7 +197,7 @@ unsafe fn find_extent(fd: RawFd, offset: u64, len: u64) -> i64 {
         _ => (data, true),
     };
     match u64::try_from(found) {
-        // It has been cut between the two calls.
+        // The data became a hole between the two calls.
         Ok(end) if end <= offset => OpKind::extent_result(len, false),
         Ok(end) => OpKind::extent_result(len.min(end - offset), is_hole),
         Err(_) => found,

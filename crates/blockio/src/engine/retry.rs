@@ -1,25 +1,25 @@
-//! What an engine does when the kernel refuses a submit for lack of room.
+//! The reaction of an engine to a submit that the kernel refuses for lack of room.
 
 use std::time::{Duration, Instant};
 
 /// The first wait before a refused submit is tried again; it doubles up to [`RETRY_MAX`].
 const RETRY_MIN: Duration = Duration::from_millis(1);
 const RETRY_MAX: Duration = Duration::from_millis(64);
-/// After this many refusals in a row, with nothing in the kernel, the pool takes the ops.
+/// The most retries with nothing in the kernel. After them engine `aio` moves its ops to the pool.
 pub(super) const RETRIES: u32 = 8;
 
-/// With ops in the kernel a completion ends the wait, but if they hang, the ops of other disks must
-/// not wait for them for longer than this.
+/// The longest wait while ops are in the kernel. A completion ends it too, but ops of other disks
+/// must not wait longer if these ops hang.
 const RETRY_BESIDE_OPS: Duration = Duration::from_millis(4);
 
-/// Why the kernel takes no more ops for now, and what ends that.
+/// The obstacle to a submit, and the event that ends it.
 #[derive(Default)]
 enum Blocked {
     #[default]
     No,
-    /// As many ops are in the kernel as may be: only a completion makes room.
+    /// The limit of ops in the kernel is reached: only a completion makes room.
     UntilCompletion,
-    /// A completion makes room, if there are ops to complete, and so may time.
+    /// A completion makes room, if ops are in the kernel, and so may time.
     Until(Instant),
 }
 
@@ -31,7 +31,7 @@ pub(super) struct Retry {
 }
 
 impl Retry {
-    /// Whether a submit makes no sense yet.
+    /// Returns true if a submit is pointless at `now`.
     pub(super) fn is_blocked(&self, now: Instant) -> bool {
         match self.blocked {
             Blocked::No => false,
@@ -40,23 +40,23 @@ impl Retry {
         }
     }
 
-    /// As many ops are in the kernel as it may have.
+    /// Records that the limit of ops in the kernel is reached.
     pub(super) fn full(&mut self) {
         self.blocked = Blocked::UntilCompletion;
     }
 
-    /// A completion has made room.
+    /// Records that a completion has made room.
     pub(super) fn completed(&mut self) {
         self.blocked = Blocked::No;
     }
 
-    /// The kernel had room: it has taken ops, or has found fault with one.
+    /// Records that the kernel had room: it has taken ops, or has rejected one.
     pub(super) fn accepted(&mut self) {
         *self = Self::default();
     }
 
-    /// The kernel has refused a submit (EAGAIN) with `in_kernel` ops there. True: it has done so
-    /// for long enough, with nothing there, that the pool should take over.
+    /// Records that the kernel refused a submit (EAGAIN) with `in_kernel` ops there. Returns true
+    /// if, with none there, it has refused for long enough that the pool should take over.
     pub(super) fn refused(&mut self, in_kernel: usize, now: Instant) -> bool {
         if in_kernel > 0 {
             self.blocked = Blocked::Until(now + RETRY_BESIDE_OPS);
@@ -72,7 +72,7 @@ impl Retry {
         false
     }
 
-    /// When the next try is due, if time may help.
+    /// The time of the next try; `None` if time does not help.
     pub(super) fn retry_at(&self) -> Option<Instant> {
         match self.blocked {
             Blocked::Until(when) => Some(when),

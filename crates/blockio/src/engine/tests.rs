@@ -76,7 +76,7 @@ fn a_waker_used_on_another_thread_wakes_its_task() {
 fn block_on_hears_of_what_a_waker_tells() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let thread = thread(engine);
-        // Were the wake unheard, this would end the sleep, and say so.
+        // If the wake is lost, this timer ends the sleep and sets the flag.
         let (guard, is_late) = (Rc::clone(thread.io()), Rc::new(Cell::new(false)));
         let late = Rc::clone(&is_late);
         thread.io().spawn(async move {
@@ -95,7 +95,7 @@ fn block_on_hears_of_what_a_waker_tells() {
             if flag.load(std::sync::atomic::Ordering::Acquire) {
                 return Poll::Ready(());
             }
-            // After the end of the other thread nobody wants it.
+            // The send fails once the thread has ended.
             let _ = sender.send(cx.waker().clone());
             Poll::Pending
         });
@@ -116,7 +116,7 @@ fn wait_for_sleep(thread: rustix::process::Pid) {
     }
 }
 
-/// What completes while the program waits for the descriptor makes it readable.
+/// Completions make the descriptor readable while the program waits for it.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn who_embeds_a_loop_is_woken_by_completions() {
@@ -145,7 +145,8 @@ fn who_embeds_a_loop_is_woken_by_completions() {
                     wait_for_sleep(this);
                     rustix::io::write(&writer, &[1]).unwrap();
                 });
-                // Without a limit, at whose end it would look once more: what is not told hangs.
+                // Without a time-out, after which the loop would check once more: a completion that
+                // is not announced hangs.
                 let mut descriptors = [PollFd::new(&thread, PollFlags::IN)];
                 rustix::io::retry_on_intr(|| poll(&mut descriptors, None)).unwrap();
             });
@@ -176,7 +177,7 @@ fn who_embeds_a_loop_is_woken_by_what_is_posted() {
         while !has_ended() {
             while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
             if !has_ended() {
-                // Without a limit: what is not told hangs.
+                // Without a time-out: a post that is not announced hangs.
                 let mut descriptors = [PollFd::new(&thread, PollFlags::IN)];
                 rustix::io::retry_on_intr(|| poll(&mut descriptors, None)).unwrap();
             }
@@ -185,13 +186,13 @@ fn who_embeds_a_loop_is_woken_by_what_is_posted() {
     }
 }
 
-/// However much is posted before the loop is about to sleep again, its eventfd is written once.
+/// All posts before the loop is about to sleep again write its eventfd once.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn all_posts_between_two_sleeps_share_a_wake() {
     let thread = thread(EngineKind::Threads);
     let io = thread.io();
-    // Nobody else reads it.
+    // Nothing else reads the eventfd.
     let writes = || {
         let mut count = [0; 8];
         let eventfd = io.mailbox.eventfd();
@@ -207,7 +208,7 @@ fn all_posts_between_two_sleeps_share_a_wake() {
     }
 }
 
-/// An op that nothing answers, on a loop that waits for nothing on its own.
+/// An op that stays unanswered, on a loop that waits for nothing on its own.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn who_embeds_a_loop_is_told_when_to_look_for_late_ops() {
@@ -334,7 +335,7 @@ fn kicks_are_armed_for_sleep_and_notify_comes_once_a_run() {
     assert_eq!(u64::from_ne_bytes(kicks), 3, "invariant 6: somebody has read a kick");
 }
 
-/// A loop that gets a ring waits for everything in that, and for nothing with epoll any more.
+/// A loop that gets a ring waits for everything in that, and no longer with epoll.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn kicks_and_wakes_are_heard_when_the_waiter_becomes_another() {
@@ -342,7 +343,7 @@ fn kicks_and_wakes_are_heard_when_the_waiter_becomes_another() {
     thread.turn(Wait::Never).unwrap();
     thread.io().add_engine(EngineKind::IoUring.into()).unwrap();
     let slept = thread.io().stats().syscalls.epoll_wait.get();
-    // Were one unheard, this would end the sleep, and say so.
+    // If an event is lost, this timer ends the sleep and sets the flag.
     let (io, is_late) = (Rc::clone(thread.io()), Rc::new(Cell::new(false)));
     let late = Rc::clone(&is_late);
     thread.io().spawn(async move {
@@ -380,7 +381,8 @@ fn work_that_comes_without_a_kick_is_found_while_arming() {
         source.work.set(3);
         io.suspend().await;
     });
-    // The ring is armed already, so only a kick tells; a fresh one is looked at while arming.
+    // The ring is armed already, so only a kick announces its work. A new ring is checked while
+    // arming.
     let (second, fresh, _kick2, served2) = serving();
     fresh.work.set(1);
     second.turn(Wait::Never).unwrap();
@@ -417,8 +419,8 @@ fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
     }
 }
 
-/// A source that was kicked is not armed: its driver is told not to kick again, so only a look
-/// finds what comes then.
+/// A source that was kicked is not armed: its driver need not kick again, so only a check finds
+/// later work.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_busy_task_does_not_keep_a_source_waiting() {

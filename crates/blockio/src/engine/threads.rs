@@ -1,7 +1,7 @@
 //! Engine `threads`: blocking system calls on a small pool.
 //!
 //! The pool grows while ops wait and no thread is idle, and a thread that was idle for a while
-//! ends. Other engines keep one for the operations that the kernel cannot do asynchronously.
+//! ends. Other engines keep a pool for operations that the kernel cannot do asynchronously.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,7 +18,7 @@ use crate::op::Completer;
 use crate::rare::Rare;
 use crate::stay;
 
-/// A thread makes system calls and nothing else.
+/// Small, because a thread only makes system calls.
 const STACK_BYTES: usize = 128 << 10;
 
 /// A pool of threads and the ops that wait for it.
@@ -45,12 +45,13 @@ impl Threads {
         }
     }
 
-    /// Is written when there are completions and the loop may sleep.
+    /// The eventfd that is written when there are completions and the loop may sleep.
     pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
         self.pool.mailbox.eventfd().as_fd()
     }
 
-    /// So many disks are there now: the lanes let a share of the threads through for each.
+    /// Adapts the limit on threads to this number of disks: lanes admit a share of the threads for
+    /// each.
     pub(super) fn set_disks(&self, disks: usize) {
         self.pool.jobs().threads_max = pool_threads(disks).max(THREADS_MAX);
     }
@@ -89,8 +90,8 @@ impl Threads {
         !self.queued.is_empty()
     }
 
-    /// Starts `wanted` threads. When the machine gives none and none are there, nobody would ever
-    /// serve the jobs, so they fail.
+    /// Starts `wanted` threads. If the machine gives none and the pool has none, the jobs fail,
+    /// because no thread would ever serve them.
     fn grow(&mut self, wanted: usize, done: &mut Completer<'_>) {
         self.handles.retain(|handle| !handle.is_finished());
         for _ in 0..wanted {
@@ -216,7 +217,7 @@ mod tests {
             engine.submit(usize::MAX, &mut done);
         }
 
-        /// Waits until no thread has anything to do, and takes all completions.
+        /// Waits until no thread has a job, and takes all completions.
         fn settle(&mut self) {
             self.wait_for(|jobs| jobs.waiting.is_empty() && jobs.idle == jobs.threads);
             let Self { engine, slots, stats, woken, .. } = self;
@@ -235,8 +236,8 @@ mod tests {
         }
     }
 
-    /// No file makes a read at an offset wait, so what each thread waits for is to say that it is
-    /// done: as good as an op that never ends, until the results are let go.
+    /// No file makes a read at an offset wait, so each thread blocks on reporting its result. Until
+    /// the test unlocks the results, that is as good as an op that never ends.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn ops_that_block_have_a_thread_each_up_to_the_limit() {
@@ -244,10 +245,10 @@ mod tests {
         for count in [1, 7, THREADS_MAX - 1] {
             let pool = Arc::clone(&bench.engine.pool);
             let results = pool.mailbox.inbox();
-            // Those that are idle from the round before take jobs first.
+            // Threads that are idle from the round before take jobs first.
             bench.submit(count);
             assert_eq!(bench.threads(), count);
-            // Each has taken one and is not back: they run at the same time.
+            // Each thread has taken a job and is not back: the ops run at the same time.
             bench.wait_for(|jobs| jobs.waiting.is_empty() && jobs.idle == 0);
             drop(results);
             bench.settle();
@@ -278,14 +279,14 @@ mod tests {
         }
         drop(results);
         bench.settle();
-        // Idle threads serve what comes next.
+        // Idle threads serve the next op.
         bench.submit(1);
         assert_eq!(bench.threads(), 5);
         bench.settle();
     }
 
-    /// Starts a thread that asks `pool` for one job, and gives it that when it waits for one and
-    /// nobody will wake it: its time runs out. Returns what it got; `None` if it was too fast.
+    /// Starts a thread that asks `pool` for one job. Adds the job without a wake while the thread
+    /// waits, so the wait times out. Returns the thread's result; `None` if it was too fast.
     fn job_at_time_out(pool: &Arc<Pool>) -> Option<Option<u32>> {
         pool.count_thread();
         let asking = Arc::clone(pool);
@@ -329,7 +330,7 @@ mod tests {
         bench.submit(3);
         assert_eq!((bench.threads(), bench.engine.in_kernel()), (0, 0));
         assert_eq!(bench.stats.read.errors.get(), 3);
-        // They go on as soon as one starts.
+        // Ops succeed again as soon as a thread starts.
         bench.engine.stack_bytes = STACK_BYTES;
         bench.submit(2);
         bench.settle();

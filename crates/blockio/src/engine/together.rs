@@ -1,4 +1,4 @@
-//! Files with different engines on one IoThread, with real ones.
+//! Files with different engines on one IoThread, with the real kernel.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,7 +11,7 @@ use iomem::Buffers;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 
-/// One of each.
+/// The configurations of all engines.
 fn configs() -> [EngineConfig; 3] {
     ENGINES.map(EngineConfig::from)
 }
@@ -33,7 +33,7 @@ fn file() -> (tempfile::NamedTempFile, DiskSource) {
     (file, source)
 }
 
-/// Everything that a disk can do, one after the other: the loop sleeps for each.
+/// Does everything that a disk can do, step by step: the loop sleeps for each step.
 async fn use_disk(disk: &Disk, number: u8) {
     for round in 0..8 {
         let (offset, fill) = (round * 4096, [number; 4096]);
@@ -50,7 +50,7 @@ async fn use_disk(disk: &Disk, number: u8) {
     }
 }
 
-/// Says whether a wake was lost: it ends such a sleep, and those after it.
+/// Returns a flag that a lost wake sets. The timer behind it ends that sleep, and later ones.
 fn guard(thread: &IoThread) -> Rc<Cell<bool>> {
     let (io, is_late) = (Rc::clone(thread.io()), Rc::new(Cell::new(false)));
     let late = Rc::clone(&is_late);

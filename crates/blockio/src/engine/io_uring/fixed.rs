@@ -1,22 +1,23 @@
-//! Files and memory that the kernel has looked up in advance.
+//! Registered files and memory, which the kernel has looked up in advance.
 
 use std::io;
 
 use crate::engine::kernel::Ring;
 use crate::engine::kernel::ring_abi::{BUFFERS_MAX, FILES_MAX};
 
-/// The kernel takes no piece of more than 1 GiB.
+/// The largest piece that the kernel takes: 1 GiB.
 const PIECE_MAX: usize = 1 << 30;
 
-/// Which indices files have. All rings of an IoThread use the same.
+/// The indices of registered files. All rings of an IoThread use the same.
 #[derive(Default)]
 pub(super) struct FixedFiles {
     taken: Vec<bool>,
 }
 
 impl FixedFiles {
-    /// An index that no file has. It must not be given back before the last entry that names it
-    /// was taken by the kernel: what holds it back is the handle of the file, which slots hold.
+    /// Takes a free index; `None` if all are in use. The index must not be given back before the
+    /// kernel has taken the last entry that names it. The handle of the file, which slots hold,
+    /// ensures that.
     pub(super) fn take_index(&mut self) -> Option<u32> {
         let index = self.taken.iter().position(|taken| !taken).unwrap_or(self.taken.len());
         let number = u32::try_from(index).ok().filter(|&number| number < FILES_MAX)?;
@@ -43,13 +44,13 @@ struct Piece {
 /// Registered memory by address.
 #[derive(Default)]
 pub(super) struct FixedBuffers {
-    /// In the order of their addresses.
+    /// Sorted by address.
     pieces: Vec<Piece>,
     last_hit: usize,
 }
 
 impl FixedBuffers {
-    /// The index of the piece that has all of these bytes.
+    /// Returns the index of the piece that contains all of these bytes.
     #[inline]
     pub(super) fn index_of(&mut self, start: *mut u8, len: u32) -> Option<u16> {
         let (start, len) = (start.addr(), len as usize);
@@ -99,7 +100,7 @@ impl FixedBuffers {
         if u32::from(index) >= BUFFERS_MAX {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
         }
-        // SAFETY: whoever registers memory keeps it mapped until it is removed from here, and the
+        // SAFETY: the caller of `add` keeps memory mapped until it is removed from here, and the
         // kernel holds the pages themselves. Ops name it only by way of slots (see `op.rs`).
         unsafe { ring.update_buffer(u32::from(index), range) }?;
         self.pieces.insert(place, Piece { start, len, index, uses: 1 });
@@ -130,7 +131,7 @@ impl FixedBuffers {
     }
 }
 
-/// Ranges cut to what the kernel takes.
+/// Cuts ranges into pieces that the kernel takes.
 fn pieces_of(memory: &[libc::iovec]) -> impl Iterator<Item = libc::iovec> + '_ {
     memory.iter().flat_map(|range| {
         (0..range.iov_len).step_by(PIECE_MAX).map(|offset| libc::iovec {

@@ -1,4 +1,4 @@
-//! A ring, the ops that wait for it, and those that it has.
+//! A ring, and the ops that are queued for it or in it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,9 +24,9 @@ pub(super) struct OpRing {
     /// Ops that are in the submission ring or in the kernel.
     in_kernel: usize,
     buffers: FixedBuffers,
-    /// Empty between harvests; kept so that they allocate nothing.
+    /// Empty between harvests. Kept so that a harvest allocates nothing.
     entries: Vec<cqueue::Entry>,
-    /// Whether the kernel was entered since the last harvest.
+    /// True if the kernel was entered since the last harvest.
     is_asked: bool,
 }
 
@@ -83,7 +83,8 @@ impl OpRing {
         count
     }
 
-    /// Whether ops that found the submission ring full may be pushed now: waits for room if so.
+    /// Waits for room if ops found the submission ring full. Returns true if they may be pushed
+    /// now.
     pub(super) fn makes_room(&mut self, stats: &Stats) -> bool {
         !self.queued.is_empty() && self.ring.room() == 0 && self.ring.make_room(Some(stats))
     }
@@ -96,30 +97,32 @@ impl OpRing {
         self.ask(stats)
     }
 
-    /// Enters the kernel without waiting: it takes entries in, and posts what has completed. A
-    /// polled ring does that only when asked.
+    /// Enters the kernel without waiting: it takes entries, and posts completions. A polled ring
+    /// posts completions only when it is entered.
     pub(super) fn ask(&mut self, stats: &Stats) -> io::Result<()> {
         self.is_asked = true;
         self.ring.submit(stats)
     }
 
-    /// Of a polled ring: whether completions are visible, after a look at the device.
+    /// Polls the device of a polled ring. Returns true if completions are visible.
     pub(super) fn has_polled_completions(&mut self, stats: &Stats) -> bool {
         if self.in_kernel == 0 {
             return false;
         }
-        // What the kernel refuses now is submitted again in any case.
+        // Entries that the kernel refuses now are submitted again in any case.
         self.ring.has_entries() || (self.ask(stats).is_ok() && self.ring.has_entries())
     }
 
-    /// As `has_polled_completions`, but the look that came with the last submit will do.
+    /// Like `has_polled_completions`, but does nothing if the kernel was entered since the last
+    /// harvest.
     pub(super) fn poll_once(&mut self, stats: &Stats) {
         if !self.is_asked {
             self.has_polled_completions(stats);
         }
     }
 
-    /// Takes the completion entries that are visible; [`end_harvest`](Self::end_harvest) follows.
+    /// Takes the completion entries that are visible. [`end_harvest`](Self::end_harvest) must
+    /// follow.
     pub(super) fn begin_harvest(&mut self) -> Vec<cqueue::Entry> {
         self.is_asked = false;
         let mut entries = std::mem::take(&mut self.entries);
@@ -127,7 +130,7 @@ impl OpRing {
         entries
     }
 
-    /// `ops` of the entries were completions of ops.
+    /// Takes the entries back, of which `ops` were completions of ops.
     pub(super) fn end_harvest(&mut self, entries: Vec<cqueue::Entry>, ops: usize) {
         self.entries = entries;
         assert!(ops <= self.in_kernel, "io_uring has completed {ops} ops of {}", self.in_kernel);
@@ -135,7 +138,7 @@ impl OpRing {
     }
 }
 
-/// The submission entry of an op, without its slot number.
+/// Builds the submission entry of an op, without its slot number.
 fn entry(op: &Op, buffers: &mut FixedBuffers) -> squeue::Entry {
     let registered = op.file.registered();
     let (fd, flags) = if registered >= 0 {
@@ -176,7 +179,8 @@ fn entry(op: &Op, buffers: &mut FixedBuffers) -> squeue::Entry {
         (OpKind::Fallocate { mode, len }, _) => {
             opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
         }
-        // As a discard it would destroy data: the ring has no such operation, the pool has.
+        // Sent as discards, these ops would destroy data. The ring has no such operation; the pool
+        // has.
         (OpKind::ZeroBlocks { .. } | OpKind::FindExtent { .. }, _) => {
             unreachable!("an op of the pool in a ring")
         }
@@ -193,8 +197,8 @@ fn entry(op: &Op, buffers: &mut FixedBuffers) -> squeue::Entry {
     entry.flags(flags)
 }
 
-/// The one range of a list of one. A transfer of more than the kernel takes at once is cut, and
-/// comes back short.
+/// The address and length of a single range. A length beyond 32 bits is cut to the kernel's limit,
+/// and the op comes back short.
 fn single(range: &libc::iovec) -> (*mut u8, u32) {
     (range.iov_base.cast(), u32::try_from(range.iov_len).unwrap_or(TRANSFER_MAX))
 }

@@ -14,9 +14,9 @@ use crate::rare::Rare;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
 const WATCH: u64 = 1 << 63;
-/// User data of entries whose completion says nothing.
+/// User data of entries whose completion is ignored.
 const IGNORED: u64 = u64::MAX;
-/// Serial numbers have 30 bits, so that no watch is taken for `IGNORED`.
+/// The mask of serial numbers: 30 bits, so that no watch is taken for `IGNORED`.
 const SERIAL_MASK: u32 = (1 << 30) - 1;
 
 /// The first wait before a watch that has ended is armed again; it doubles up to [`REARM_MAX`].
@@ -31,13 +31,13 @@ struct Watch {
     serial: u32,
 }
 
-/// Some watches have no poll in the ring: they were refused, or there was no room.
+/// Watches without a poll in the ring: the kernel refused it, or there was no room.
 struct Lost {
     indices: Vec<usize>,
     arm_at: Instant,
 }
 
-/// What a completion entry says.
+/// The meaning of a completion entry.
 pub(super) enum Seen {
     /// The op in this slot has completed.
     Op(u32),
@@ -49,14 +49,15 @@ pub(super) enum Seen {
 #[derive(Default)]
 pub(super) struct Watches {
     watches: Vec<Option<Watch>>,
-    /// Tells a completion of an earlier watch from one of its place's next owner.
+    /// The last serial number, which identifies completions of an earlier watch with the same
+    /// index.
     serial: u32,
     lost: Option<Lost>,
-    /// How long the next loss is to wait.
+    /// The delay before the next lost watches are armed again.
     wait: Duration,
     log: Rare,
-    /// Watches nothing: it says what can be polled. It is kept, so that a queue which starts again
-    /// needs no descriptor that it did not have before.
+    /// An epoll instance that watches nothing, but shows which descriptors can be polled. It is
+    /// kept, so that a queue which starts again needs no new descriptor.
     probe: Option<OwnedFd>,
 }
 
@@ -82,7 +83,8 @@ impl Watches {
         Ok(())
     }
 
-    /// Refuses what cannot be polled at once, and not only when the ring gets to it.
+    /// Refuses a descriptor that cannot be polled at once, and not only when the kernel takes the
+    /// entry.
     fn check_pollable(&mut self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
         let probe = match &self.probe {
             Some(probe) => probe,
@@ -116,7 +118,7 @@ impl Watches {
         let Some(watch) = self.watches[index].take() else { return };
         self.lost.iter_mut().for_each(|lost| lost.indices.retain(|&other| other != index));
         if !ring.make_room(None) {
-            // The poll continues until the ring ends; nobody looks at its result.
+            // The poll continues until the ring ends; its result is ignored.
             tracing::debug!("io_uring has no room for an entry; an eventfd stays watched");
             return;
         }
@@ -156,8 +158,8 @@ impl Watches {
         Seen::Event(watch.token)
     }
 
-    /// Arms a watch again after a while. What happens to its eventfd meanwhile is seen then,
-    /// because a poll begins with a look.
+    /// Schedules a watch to be armed again. Events in the meantime are seen then, because a poll
+    /// begins with a check.
     fn lose(&mut self, index: usize, why: &str, now: Instant) {
         if let Some(left_out) = self.log.permit(now) {
             let wait = self.wait;
@@ -170,7 +172,7 @@ impl Watches {
         self.lost.get_or_insert(Lost { indices: Vec::new(), arm_at }).indices.push(index);
     }
 
-    /// When to arm watches again.
+    /// The time to arm lost watches again.
     #[inline]
     pub(super) fn arm_at(&self) -> Option<Instant> {
         self.lost.as_ref().map(|lost| lost.arm_at)

@@ -1,4 +1,4 @@
-//! What the system calls of Linux AIO take and give.
+//! The structures and constants of the system calls of Linux AIO.
 
 /// `struct io_event` of linux/aio_abi.h.
 #[repr(C)]
@@ -29,7 +29,7 @@ pub(in crate::engine) struct Iocb {
 }
 
 impl Iocb {
-    /// One whose completion writes the eventfd `wake`.
+    /// An iocb whose completion writes the eventfd `wake`.
     #[inline]
     pub(in crate::engine) fn announced(wake: libc::c_int) -> Self {
         Self { flags: IOCB_FLAG_RESFD, resfd: wake, ..Self::default() }

@@ -17,14 +17,13 @@ pub(in crate::engine) use ring::Ring;
 use crate::engine::pool::Pool;
 use crate::stay;
 
-/// Whether the kernel has taken the jobs of the pool, which then needs no threads: never.
+/// Returns true if the kernel has taken the jobs of the pool, which then needs no threads: never.
 #[inline]
 pub(in crate::engine) fn takes_jobs(_: &Arc<Pool>) -> bool {
     false
 }
 
-/// Sleeps until `fd` is readable or `deadline` has come, as far as the look at `fd` that follows
-/// would not. Returns the time-out of that look.
+/// Does nothing, because the caller's wait sleeps here. Returns the time-out of that wait.
 #[inline]
 pub(in crate::engine) fn sleep(
     _: &OwnedFd,

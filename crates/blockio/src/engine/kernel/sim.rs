@@ -1,8 +1,8 @@
 //! A simulated kernel under the engines.
 //!
-//! A thread on which a [`World`] is [installed](install) has no kernel of its own for ops: whatever
-//! an engine submits becomes a [`KernelOp`] of that world, which carries it out and answers it when
-//! it likes, and whose clock is the only one. Engines, slots, disks and the loop are the real ones;
+//! A thread on which a [`World`] is [installed](install) has no real kernel for ops. Each submitted
+//! op becomes a [`KernelOp`] of that world, which carries it out and answers it at a time of its
+//! choice. The world's clock is the only one. Engines, slots, disks and the loop are the real ones;
 //! so are eventfds. Several IoThreads can live on one such OS thread, to be stepped with
 //! [`Wait::Never`](crate::Wait::Never), or with [`Wait::ForEvent`](crate::Wait::ForEvent) if
 //! [`World::sleep`] does not wait.

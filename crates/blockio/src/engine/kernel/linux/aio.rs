@@ -9,7 +9,7 @@ use crate::error::Error;
 /// `aio_context_t`: the address of the mapped completion ring.
 type KernelContext = libc::c_ulong;
 
-/// A context: what ops are submitted to and whose ring they complete in.
+/// A context, to which ops are submitted and in whose ring they complete.
 pub(in crate::engine) struct AioContext(KernelContext);
 
 impl AioContext {
@@ -29,13 +29,13 @@ impl AioContext {
         })
     }
 
-    /// Where the completion ring is, for as long as the context lives.
+    /// The address of the completion ring, valid as long as the context lives.
     pub(in crate::engine) fn ring_address(&self) -> usize {
         usize::try_from(self.0).unwrap_or_else(|_| unreachable!("the kernel maps it at an address"))
     }
 
-    /// Submits iocbs in order. Returns how many were taken, or an errno when not even the first
-    /// was.
+    /// Submits iocbs in order. Returns the number taken, or an errno if not even the first was
+    /// taken.
     ///
     /// # Safety
     ///
@@ -45,14 +45,14 @@ impl AioContext {
         &self,
         iocbs: &mut [*mut Iocb],
     ) -> Result<usize, libc::c_int> {
-        // SAFETY: the context is live; for the rest the caller vouches.
+        // SAFETY: the context is live; the caller vouches for the rest.
         let result =
             unsafe { libc::syscall(libc::SYS_io_submit, self.0, iocbs.len(), iocbs.as_mut_ptr()) };
         usize::try_from(result)
             .map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
     }
 
-    /// Events that are there now, copied out by the kernel.
+    /// Returns the events that are there now, copied out by the kernel.
     pub(in crate::engine) fn getevents<'a>(&self, events: &'a mut [IoEvent]) -> &'a [IoEvent] {
         let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let (count, first) = (events.len(), events.as_mut_ptr());
@@ -63,8 +63,8 @@ impl AioContext {
         &events[..usize::try_from(result).unwrap_or(0)]
     }
 
-    /// Whether the kernel has `IOCB_CMD_FDSYNC` (Linux 4.18), found out by one on a memory file.
-    /// Its event is waited for, so the ring is empty again afterwards.
+    /// Returns true if the kernel has `IOCB_CMD_FDSYNC` (Linux 4.18). Tests it on a memory file and
+    /// waits for the event, so the ring is empty again afterwards.
     pub(in crate::engine) fn probe_fdsync(&self) -> bool {
         let context = self.0;
         let Ok(file) = rustix::fs::memfd_create("fdsync-probe", rustix::fs::MemfdFlags::CLOEXEC)
@@ -87,8 +87,8 @@ impl AioContext {
             if events == 1 {
                 return event.res == 0;
             }
-            // A signal may come meanwhile, or work of a ring that this thread has closed. The event
-            // must not stay: it would be taken for that of the first op.
+            // A signal may interrupt the wait, and so may work of a ring that this thread has
+            // closed. The event must not stay: it would be taken for that of the first op.
             if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
                 return false;
             }

@@ -28,7 +28,7 @@ const EVENTS_MAX: u32 = 1024;
 /// Milliseconds that the submission thread spins before it sleeps.
 const SQPOLL_IDLE_MS: u32 = 2;
 
-/// What every read and write of this engine is: a polled ring can do nothing else.
+/// The opcodes of reads and writes: a polled ring can do nothing else.
 const TRANSFERS: &[u8] = &[
     opcode::Read::CODE,
     opcode::Write::CODE,
@@ -38,7 +38,7 @@ const TRANSFERS: &[u8] = &[
     opcode::WriteFixed::CODE,
 ];
 
-/// What every other operation is: no ring can do anything beyond these two lists.
+/// The opcodes of all further operations: no ring can do anything beyond these two lists.
 const OTHERS: &[u8] = &[
     opcode::Fsync::CODE,
     opcode::Fallocate::CODE,
@@ -71,8 +71,8 @@ impl Ring {
         submitter.register_probe(&mut probe)?;
         let has_uring_cmd = probe.is_supported(opcode::UringCmd16::CODE);
         // An op that has to wait holds one of the kernel's workers. The usual limit, four times the
-        // CPUs, would let a disk that hangs take them all: with one for each op nobody needs
-        // another's. Before Linux 5.15 it cannot be set.
+        // CPUs, would let a hung disk take them all. With one worker for each op, no op waits for
+        // another. Before Linux 5.15 the limit cannot be set.
         let _ = submitter.register_iowq_max_workers(&mut [setup.depth.max(ENTRIES_MIN), 0]);
         restrict(&submitter, &probe, setup)?;
         submitter.register_enable_rings()?;
@@ -83,12 +83,12 @@ impl Ring {
         self.has_uring_cmd
     }
 
-    /// Registers `file` at `index` of the table of files; -1 is none.
+    /// Registers `file` at `index` of the table of files; -1 clears the place.
     pub(in crate::engine) fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
         self.ring.submitter().register_files_update(index, &[file]).map(|_| ())
     }
 
-    /// Registers memory at `index` of the table of buffers; none if it has no bytes.
+    /// Registers memory at `index` of the table of buffers; a range without bytes clears the place.
     ///
     /// # Safety
     ///
@@ -113,11 +113,11 @@ impl Ring {
         self.ring.submission().len()
     }
 
-    /// Adds an entry. The caller has seen to it that there is room.
+    /// Adds an entry. The caller has made sure that there is room.
     ///
     /// # Safety
     ///
-    /// What the entry points to must stay until the completion with its user data.
+    /// Memory that the entry points to must stay until the completion with its user data.
     pub(in crate::engine) unsafe fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: the caller's promise is the one that `push` asks for.
         if unsafe { self.ring.submission().push(entry) }.is_err() {
@@ -125,17 +125,17 @@ impl Ring {
         }
     }
 
-    /// Whether there are entries of which the kernel does not know.
+    /// Returns true if there are entries that the kernel does not know about.
     pub(in crate::engine) fn is_untold(&mut self) -> bool {
         self.unsubmitted() > 0 && (!self.sqpoll || self.ring.submission().need_wakeup())
     }
 
-    /// Makes room for one entry. False when the kernel takes none for now.
+    /// Makes room for one entry. Returns false if the kernel takes none for now.
     pub(in crate::engine) fn make_room(&mut self, stats: Option<&Stats>) -> bool {
         while self.room() == 0 {
             let to_submit = self.entries_to_submit();
             let entered = self.enter_with(to_submit, WaitFor::Room, None, stats);
-            // The wait for a submission thread ends without room when a signal comes.
+            // A signal ends the wait for a submission thread without room.
             if entered.is_err() || !self.sqpoll {
                 break;
             }
@@ -143,13 +143,13 @@ impl Ring {
         self.room() > 0
     }
 
-    /// Gives all entries to the kernel, and lets it post what it has finished.
+    /// Submits all entries, and lets the kernel post finished ops.
     pub(in crate::engine) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
         let to_submit = self.entries_to_submit();
         self.enter_with(to_submit, WaitFor::Nothing, None, Some(stats))
     }
 
-    /// As `submit`, then waits for a completion until `deadline` (`None`: for ever).
+    /// Like `submit`, then waits for a completion until `deadline` (`None`: forever).
     pub(in crate::engine) fn submit_and_wait(
         &mut self,
         deadline: Option<Instant>,
@@ -199,12 +199,12 @@ impl Ring {
             Some(timeout) => {
                 let args = types::SubmitArgs::new().timespec(timeout);
                 // SAFETY: the arguments, and the time that they point to, live across the call.
-                // What the entries point to is vouched for by `push`.
+                // Callers of `push` vouch for the memory that entries point to.
                 unsafe {
                     submitter.enter(to_submit, min_complete, flags | ENTER_EXT_ARG, Some(&args))
                 }
             }
-            // SAFETY: there are no arguments; the entries are vouched for by `push`.
+            // SAFETY: there are no arguments; callers of `push` vouch for the entries.
             None => unsafe {
                 submitter.enter::<libc::sigset_t>(to_submit, min_complete, flags, None)
             },
@@ -212,7 +212,7 @@ impl Ring {
         result.map(|_| ())
     }
 
-    /// Whether there are completions, or work that the kernel put off until it is asked.
+    /// Returns true if there are completions, or work that the kernel defers until it is entered.
     pub(in crate::engine) fn has_completions(&self) -> bool {
         // SAFETY: this thread alone uses the ring, and neither view outlives this function.
         unsafe {
@@ -221,19 +221,19 @@ impl Ring {
         }
     }
 
-    /// Whether there are completions that can be taken without a system call.
+    /// Returns true if there are completions that can be taken without a system call.
     pub(in crate::engine) fn has_entries(&self) -> bool {
         // SAFETY: as in `has_completions`.
         unsafe { !self.ring.completion_shared().is_empty() }
     }
 
-    /// Whether there are completions, put-off work or entries that were not submitted.
+    /// Returns true if there are completions, deferred work or entries that were not submitted.
     pub(in crate::engine) fn has_anything(&self) -> bool {
         // SAFETY: as in `has_completions`.
         self.has_completions() || unsafe { !self.ring.submission_shared().is_empty() }
     }
 
-    /// Has the kernel post completions that it put off, if there are only such.
+    /// Makes the kernel post deferred completions, if no completion is visible.
     pub(in crate::engine) fn run_deferred(&mut self, stats: &Stats) {
         if !self.ring.completion().is_empty() {
             return;
@@ -252,8 +252,9 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// The kernel takes a ring apart later, up to seconds after the program has ended. Files would
-    /// stay open as long, and a block device claimed, so that the next program could not have it.
+    /// Unregisters the files. The kernel takes a ring apart later, up to seconds after the program
+    /// has ended. Files would stay open as long, and a block device claimed, so that the next
+    /// program could not have it.
     fn drop(&mut self) {
         if let Err(error) = self.ring.submitter().unregister_files() {
             tracing::debug!("cannot unregister files from io_uring: {error}");
@@ -268,13 +269,13 @@ impl AsFd for Ring {
     }
 }
 
-/// The kernel takes no table of more files than a process may have open.
+/// The size of the table of files: the kernel takes no more than a process may have open.
 fn files_max() -> u32 {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     FILES_MAX.min(u32::try_from(limit).unwrap_or(u32::MAX))
 }
 
-/// The best set-up that the kernel has. It starts disabled.
+/// Builds a disabled ring with the best set-up that the kernel has.
 fn build(setup: &Setup<'_>) -> io::Result<IoUring> {
     let with = |more: &dyn Fn(&mut Builder)| {
         let mut builder = IoUring::builder();
@@ -297,7 +298,7 @@ fn build(setup: &Setup<'_>) -> io::Result<IoUring> {
         });
     }
     if setup.embedded {
-        // What is put off is seen by no poll of the descriptor.
+        // A poll of the descriptor does not see deferred work.
         return with(&|_| {});
     }
     let deferred = with(&|builder| {
@@ -310,7 +311,7 @@ fn build(setup: &Setup<'_>) -> io::Result<IoUring> {
     }
 }
 
-/// Lets the ring do nothing but what this engine does.
+/// Restricts the ring to the operations of this engine.
 fn restrict(submitter: &Submitter<'_>, probe: &Probe, setup: &Setup<'_>) -> io::Result<()> {
     let others = if setup.polled_beside.is_none() { OTHERS } else { &[] };
     let known = TRANSFERS.iter().chain(others).filter(|&&code| probe.is_supported(code));

@@ -18,7 +18,7 @@ use crate::clock;
 use crate::error::Error;
 use crate::op_kind::OpKind;
 
-/// A context of simulated Linux AIO. Clones are of the same context.
+/// A context of simulated Linux AIO. Clones share it.
 #[derive(Clone)]
 pub(in crate::engine) struct AioContext(Rc<Context>);
 
@@ -65,18 +65,18 @@ impl AioContext {
         &self.0.words[index]
     }
 
-    /// Events that the consumer has not freed.
+    /// The number of events that the consumer has not freed.
     fn unread(&self) -> u32 {
         let (nr, head) = (self.0.setup.events, self.word(WORD_HEAD).load(Ordering::Acquire));
-        // As the kernel does: whatever is written there, it stays within the ring.
+        // Like in the kernel, any value of the head stays within the ring.
         (self.word(WORD_TAIL).load(Ordering::Relaxed) + nr - head % nr) % nr
     }
 
-    /// As `io_submit`.
+    /// Like `io_submit`.
     ///
     /// # Safety
     ///
-    /// As that of `AioContext::submit`.
+    /// The same as for the real `AioContext::submit`.
     pub(in crate::engine) unsafe fn submit(
         &self,
         iocbs: &mut [*mut Iocb],
@@ -84,7 +84,7 @@ impl AioContext {
         clock::preempt();
         let used = self.unread() + self.0.in_kernel.get();
         let room = (self.0.setup.events - 1).saturating_sub(used) as usize;
-        // SAFETY: the caller says that the addresses are those of filled iocbs.
+        // SAFETY: the caller promises that each address is that of a filled iocb.
         let first = iocbs.first().map_or(-1, |&address| unsafe { (*address).fd });
         let taken = if room == 0 {
             Err(libc::EAGAIN)
@@ -96,9 +96,9 @@ impl AioContext {
         };
         for &address in &iocbs[..taken.unwrap_or(0)] {
             self.0.in_kernel.set(self.0.in_kernel.get() + 1);
-            // SAFETY: the caller says that the address is that of a filled iocb.
+            // SAFETY: the caller promises that the address is that of a filled iocb.
             let iocb = unsafe { *address };
-            // SAFETY: the caller says that the memory stays until the completion.
+            // SAFETY: the caller promises that the memory stays until the completion.
             self.0.world.start(unsafe { self.op(&iocb) });
         }
         clock::preempt();
@@ -121,7 +121,7 @@ impl AioContext {
         let iovecs: &[iovec] = match iocb.opcode {
             IOCB_CMD_FDSYNC => &[],
             IOCB_CMD_PREAD | IOCB_CMD_PWRITE => &single,
-            // SAFETY: of a vectored iocb `buf` and `nbytes` are an array of iovecs.
+            // SAFETY: `buf` and `nbytes` of a vectored iocb are an array of iovecs.
             _ => unsafe {
                 std::slice::from_raw_parts(address.cast_const().cast(), to_usize(iocb.nbytes))
             },
@@ -129,11 +129,11 @@ impl AioContext {
         let wake = (iocb.flags & IOCB_FLAG_RESFD != 0).then(|| self.wake(iocb.resfd));
         let home = RingHome { context: self.clone(), data: iocb.data, wake };
         let offset = fits(iocb.offset, "the offset of an op");
-        // SAFETY: the caller says that the memory stays until the completion.
+        // SAFETY: the caller promises that the memory stays until the completion.
         unsafe { KernelOp::new(kind, iocb.fd, offset, iovecs, Box::new(home)) }
     }
 
-    /// The kernel holds the eventfd of an op itself, so that it may be closed meanwhile.
+    /// Duplicates the eventfd of an op for the kernel, because the engine may close its own early.
     fn wake(&self, fd: RawFd) -> Rc<OwnedFd> {
         let mut cached = self.0.wake.borrow_mut();
         if let Some((of, wake)) = &*cached
@@ -166,7 +166,7 @@ impl AioContext {
         self.0.in_kernel.set(self.0.in_kernel.get() - 1);
     }
 
-    /// As `io_getevents` without a wait.
+    /// Like `io_getevents` without a wait.
     pub(in crate::engine) fn getevents<'a>(&self, events: &'a mut [IoEvent]) -> &'a [IoEvent] {
         let nr = self.0.setup.events;
         let count = events.len().min(self.unread() as usize);
@@ -184,16 +184,16 @@ impl AioContext {
     }
 }
 
-/// Addresses and lengths fit: engine `aio` is for 64-bit machines.
+/// Converts addresses and lengths: engine `aio` is for 64-bit machines.
 fn to_usize(value: u64) -> usize {
     fits(value, "an address or a length")
 }
 
-/// Where the answer of an op goes.
+/// The destination of the result of an op.
 struct RingHome {
     context: AioContext,
     data: u64,
-    /// Written with the completion, if the op asks for that.
+    /// The eventfd to write with the completion, if the op asks for that.
     wake: Option<Rc<OwnedFd>>,
 }
 

@@ -8,7 +8,8 @@ use super::world::{Home, KernelOp, Signal, world};
 use crate::engine::pool::{Job, Pool};
 use crate::mailbox::Mailbox;
 
-/// Hands jobs to the simulated kernel in place of pool threads. False when nothing is simulated.
+/// Gives jobs to the simulated kernel instead of pool threads. Returns false if nothing is
+/// simulated.
 pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
     let Some(world) = world() else {
         return false;
@@ -26,7 +27,7 @@ pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
     true
 }
 
-/// Where the answer of a job goes.
+/// The destination of the result of a job.
 struct PoolHome {
     mailbox: Arc<Mailbox>,
     slot: u32,

@@ -26,7 +26,7 @@ use crate::stats::Stats;
 
 /// `IORING_CQE_F_MORE`.
 const CQE_MORE: u32 = 1 << 1;
-/// The user data under which the epoll instance knows that completions were posted.
+/// The user data of `posted` in the epoll instance.
 const POSTED: u64 = u64::MAX;
 
 /// A submission entry (`struct io_uring_sqe` of linux/io_uring.h) in words of 64 bits.
@@ -38,9 +38,9 @@ pub(in crate::engine) struct Ring {
     state: Rc<RingState>,
 }
 
-/// What the simulated kernel knows of a ring, as long as it has ops of it.
+/// The simulated kernel's state of a ring, which lives as long as the kernel has ops of it.
 struct RingState {
-    /// Readable when the ring is: it watches what the ring's polls are for, and `posted`.
+    /// Readable when the ring is: watches the targets of the ring's polls, and `posted`.
     epoll: OwnedFd,
     /// Its counter is above zero while completions wait.
     posted: OwnedFd,
@@ -68,7 +68,7 @@ impl RingState {
     fn post(&self, user_data: u64, result: i32, flags: u32) {
         let event = [user_data, u64::from(result.cast_unsigned()) | u64::from(flags) << 32];
         let mut inner = self.inner.borrow_mut();
-        // A submission thread puts nothing off.
+        // A submission thread defers nothing.
         if self.setup.defers && !self.sqpoll {
             inner.deferred.push_back(event);
         } else {
@@ -147,7 +147,7 @@ impl Ring {
 
     /// # Safety
     ///
-    /// As that of the real ring.
+    /// The same as for the real ring.
     pub(in crate::engine) unsafe fn update_buffer(
         &self,
         index: u32,
@@ -177,7 +177,7 @@ impl Ring {
 
     /// # Safety
     ///
-    /// What the entry points to must stay until the completion with its user data.
+    /// Memory that the entry points to must stay until the completion with its user data.
     pub(in crate::engine) unsafe fn push(&mut self, entry: &squeue::Entry) {
         assert!(self.room() > 0, "the submission ring is full");
         // SAFETY: an entry is the 64 bytes of a `struct io_uring_sqe`, and nothing else.
@@ -222,7 +222,7 @@ impl Ring {
         Ok(())
     }
 
-    /// As `io_uring_enter` with `IORING_ENTER_GETEVENTS`, without a wait.
+    /// Like `io_uring_enter` with `IORING_ENTER_GETEVENTS`, without a wait.
     fn enter(&mut self, to_submit: usize, waits: WaitFor, stats: Option<&Stats>) -> io::Result<()> {
         crate::clock::preempt();
         let asleep = self.state.sqpoll.then(|| self.state.inner.borrow().asleep);
@@ -236,7 +236,8 @@ impl Ring {
             return Ok(());
         }
         let count = to_submit.min(self.unsubmitted());
-        // A bad entry is answered with a completion, so it does not matter whose the first is.
+        // A bad entry is answered with a completion, so the descriptor of the first does not
+        // matter.
         let result =
             if count > 0 { self.world.admit(-1, count, count).map(Some) } else { Ok(None) };
         for _ in 0..result.unwrap_or(None).unwrap_or(0) {
@@ -250,27 +251,27 @@ impl Ring {
         result.map(|_| ()).map_err(io::Error::from_raw_os_error)
     }
 
-    /// As `io_uring_enter` where a thread takes the entries.
+    /// Like `io_uring_enter` if a thread takes the entries.
     fn enter_with_thread(&self, flags: u32, waits: WaitFor) {
         let wakes = flags & ENTER_SQ_WAKEUP != 0;
         if wakes && std::mem::take(&mut self.state.inner.borrow_mut().asleep) {
             self.world.run_sq_thread(sq_thread(&self.state));
         }
         if waits == WaitFor::Room && self.room() == 0 {
-            // A thread that sleeps makes no room, and the wait for it would not end.
+            // A sleeping thread makes no room, so the wait for it would not end.
             assert!(!self.state.inner.borrow().asleep, "a wait for a thread that sleeps");
             self.state.next_entry(&*self.world);
         }
     }
 
-    /// With a submission thread the kernel posts events of eventfds on its own.
+    /// Posts events of eventfds: with a submission thread the kernel does so on its own.
     fn post_events(&self) {
         if self.state.sqpoll {
             self.state.collect(&*self.world);
         }
     }
 
-    /// Whether something is visible, or would be after the kernel was entered.
+    /// Returns true if a completion is visible, or would be after the kernel was entered.
     pub(in crate::engine) fn has_completions(&self) -> bool {
         is_readable(self.state.epoll.as_fd())
     }
@@ -299,7 +300,7 @@ impl Ring {
             unsafe { std::mem::transmute::<[u64; 2], cqueue::Entry>(words) }
         }));
         if inner.deferred.is_empty() {
-            // Nothing is left that was posted; this fails if nothing had been.
+            // No posted completion is left. The read fails if there was none.
             let _ = rustix::io::read(&self.state.posted, &mut [0; 8]);
         }
     }
@@ -328,7 +329,7 @@ impl TakesEntries for RingState {
     }
 }
 
-/// Where the answer of an entry goes.
+/// The destination of the result of an entry.
 struct EntryHome {
     ring: Rc<RingState>,
     user_data: u64,
@@ -347,7 +348,7 @@ impl Home for EntryHome {
 }
 
 impl RingState {
-    /// Takes an entry. `Some(false)`: it is bad.
+    /// Takes an entry. `Some(false)` means that it is bad.
     fn next_entry(self: &Rc<Self>, world: &dyn World) -> Option<bool> {
         let entry = self.inner.borrow_mut().entries.pop_front()?;
         Some(self.start(world, &entry))
@@ -369,7 +370,7 @@ impl RingState {
                 let is_fixed =
                     squeue::Flags::from_bits_retain(head[1]).contains(squeue::Flags::FIXED_FILE);
                 let fd = if is_fixed { self.file(fd) } else { fd };
-                // SAFETY: who pushed the entry vouched for what it points to.
+                // SAFETY: the caller of `push` vouched for the memory that the entry points to.
                 let op = unsafe { self.op(code, fd, entry) };
                 return world.start(op);
             }
@@ -383,7 +384,7 @@ impl RingState {
     }
 
     fn add_poll(&self, fd: RawFd, user_data: u64) {
-        // SAFETY: the descriptor is only looked at; whether it is open is the next line's concern.
+        // SAFETY: the descriptor is only duplicated, and the next line finds out if it is open.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let Ok(fd) = rustix::io::dup(fd) else {
             // It was closed while its entry was on the way.
@@ -391,7 +392,7 @@ impl RingState {
         };
         let flags = EventFlags::IN | EventFlags::ET;
         if epoll::add(&self.epoll, &fd, EventData::new_u64(user_data), flags).is_err() {
-            // Its number is that of something else by now.
+            // The number belongs to something else now.
             return self.post(user_data, -libc::EBADF, 0);
         }
         self.inner.borrow_mut().polls.push((user_data, fd));
@@ -399,7 +400,7 @@ impl RingState {
 
     /// # Safety
     ///
-    /// What the entry points to must stay until its completion.
+    /// Memory that the entry points to must stay until its completion.
     unsafe fn op(self: &Rc<Self>, code: u8, fd: RawFd, entry: &Words) -> KernelOp {
         let (offset, address, user_data) = (entry[1], entry[2], entry[4]);
         let (len, flags) = (entry[3] & u64::from(u32::MAX), entry[3] >> 32);
@@ -436,11 +437,11 @@ impl RingState {
             _ => &[],
         };
         let home = Box::new(EntryHome { ring: Rc::clone(self), user_data });
-        // SAFETY: the caller says that the memory stays until the completion.
+        // SAFETY: the caller promises that the memory stays until the completion.
         unsafe { KernelOp::new(kind, fd, offset, iovecs, home) }
     }
 
-    /// As the kernel does for an entry that names registered memory.
+    /// Like the kernel, checks that memory which an entry names is registered.
     fn check_registered(&self, index: usize, address: usize, len: usize) {
         let buffers = &self.inner.borrow().buffers;
         let inside = |range: &Range<usize>| range.start <= address && address + len <= range.end;

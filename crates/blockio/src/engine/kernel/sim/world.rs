@@ -1,4 +1,4 @@
-//! What stands in for the kernel and for time, and the ops that it gets.
+//! The substitute for the kernel and for time, and the ops that it gets.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -15,63 +15,64 @@ use crate::op_kind::OpKind;
 use crate::task::as_other;
 use iomem::{Buffers, Memory};
 
-/// What stands in for the kernel, and for time.
+/// A substitute for the kernel and for time.
 pub trait World {
     /// The time now.
     fn now(&self) -> Instant;
 
-    /// The thread is at a point where others may act: completions may be posted, eventfds written.
+    /// Lets the rest of the world act at this point: completions may be posted, eventfds written.
     fn preempt(&self);
 
     /// The form of the completion ring for `depth` ops.
     fn ring(&self, depth: u32) -> RingSetup;
 
     /// Decides about a submit of `count` entries, the first for descriptor `first`, with room for
-    /// `room` of them: how many are taken, from 1 to the lesser of both, or an errno.
+    /// `room` of them. Returns the number to take, from 1 to the lesser of both.
     ///
     /// # Errors
     ///
     /// The errno with which the simulated system call is to fail; it takes nothing then.
     fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int>;
 
-    /// Whether io_uring is to end a multishot poll with the event that it has just seen.
+    /// Returns true if io_uring is to end a multishot poll with the event that it has just seen.
     fn ends_poll(&self) -> bool;
 
-    /// Takes an op. It must be [answered](KernelOp::answer) some time, maybe before this returns.
-    /// False: it has been, because the entry of io_uring that it was is bad.
+    /// Takes an op, which must be [answered](KernelOp::answer) at some time, perhaps before this
+    /// returns. Returns false if the op was a bad entry of io_uring, and is answered.
     fn start(&self, op: KernelOp) -> bool;
 
-    /// The thread busy-polls: time must move on, and others may act.
+    /// Called in busy-polling: time must advance, and the rest of the world may act.
     fn spin(&self);
 
-    /// Lets a submission thread of io_uring run: some time it must [work](SqThread::work), until it
-    /// [sleeps](SqThread::sleep) or is gone. It comes here again when it is woken.
+    /// Lets a submission thread of io_uring run. At some time it must [work](SqThread::work), until
+    /// it [sleeps](SqThread::sleep) or is gone. Called again when the thread is woken.
     fn run_sq_thread(&self, thread: SqThread);
 
-    /// Has a thread of its own do this some time.
+    /// Runs `work` at some time as a thread of its own.
     fn run_thread(&self, work: Box<dyn FnOnce()>);
 
-    /// Moves time on until `is_over` says so, or `deadline` has come. It may return earlier, as if
-    /// a signal had come.
+    /// Advances time until `is_over` returns true, or `deadline` has come. May return earlier, like
+    /// after a signal.
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool);
 }
 
-/// A completion ring to be.
+/// The form of a completion ring.
 #[derive(Debug, Clone, Copy)]
 pub struct RingSetup {
     /// Places for events, at least 2. One is always left empty.
     pub events: u32,
-    /// Whether its header is as the engine knows it.
+    /// True if its header is the one that the engine knows.
     pub is_known: bool,
-    /// Whether the kernel has `IOCB_CMD_FDSYNC`.
+    /// True if the kernel has `IOCB_CMD_FDSYNC`.
     pub has_fdsync: bool,
-    /// Of io_uring: whether completions become visible only when the kernel is entered.
+    /// True if completions of io_uring become visible only when the kernel is entered.
     pub defers: bool,
-    /// Of io_uring: whether devices discard through the ring.
+    /// True if devices discard through io_uring.
     pub has_uring_cmd: bool,
-    /// Of io_uring: whether one bad entry does not end a submit.
+    /// True if a bad entry does not end a submit of io_uring.
     pub submits_all: bool,
-    /// Of io_uring with a submission thread: submission entries, if not as many as are asked for.
+    /// Submission entries of io_uring with a submission thread; `None` for as many as are asked
+    /// for.
     pub sq_entries: Option<u32>,
 }
 
@@ -80,7 +81,7 @@ thread_local! {
     static PREEMPTING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Has the calling thread's kernel simulated by `world` from now on.
+/// Simulates the calling thread's kernel with `world` from now on.
 #[must_use = "the world goes when this is dropped"]
 pub fn install(world: Rc<dyn World>) -> Installed {
     WORLD.set(Some(world));
@@ -107,7 +108,7 @@ fn now() -> Option<Instant> {
     WORLD.with_borrow(|world| world.as_ref().map(|world| world.now()))
 }
 
-/// Lets the others act. What they do may come here again, which is one of them acting already.
+/// Lets the world act, unless this call comes from such an act.
 fn preempt() {
     if let Some(world) = world()
         && !PREEMPTING.replace(true)
@@ -123,7 +124,7 @@ fn spin() {
     }
 }
 
-/// Hands the work of a thread to the simulated kernel, or to a thread if nothing is simulated.
+/// Gives the work of a thread to the simulated kernel, or to a real thread if nothing is simulated.
 pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
     match world() {
         Some(world) => world.run_thread(work),
@@ -132,8 +133,8 @@ pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Re
     Ok(())
 }
 
-/// Sleeps in simulated time until `fd` is readable or `deadline` has come. Returns the time-out
-/// for the look that follows, or `otherwise` if nothing is simulated here.
+/// Sleeps in simulated time until `fd` is readable or `deadline` has come. Returns the time-out for
+/// the wait that follows, or `otherwise` if nothing is simulated here.
 pub(in crate::engine) fn sleep(
     fd: &OwnedFd,
     deadline: Option<Instant>,
@@ -148,20 +149,20 @@ pub(in crate::engine) fn sleep(
     Some(NOW)
 }
 
-/// As [`World::sleep`] until `fd` is readable.
+/// Calls [`World::sleep`], which is over when `fd` is readable.
 pub(super) fn sleep_in(world: &dyn World, deadline: Option<Instant>, fd: BorrowedFd<'_>) {
     as_other(|| world.sleep(deadline, &|| is_readable(fd)));
 }
 
 pub(super) const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// Whether a look at `fd` would find something.
+/// Returns true if `fd` is readable now.
 #[must_use]
 pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
     poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&NOW)).is_ok_and(|n| n > 0)
 }
 
-/// One op that the simulated kernel has.
+/// An op in the simulated kernel.
 pub struct KernelOp {
     kind: OpKind,
     fd: RawFd,
@@ -170,17 +171,17 @@ pub struct KernelOp {
     home: Box<dyn Home>,
 }
 
-/// Where the answer of an op goes.
+/// The destination of the result of an op.
 pub(super) trait Home {
     /// Posts the result, bytes or a negative errno.
     fn post(self: Box<Self>, result: i64) -> Signal;
 
-    /// Whether the op was an entry of io_uring.
+    /// Returns true if the op was an entry of io_uring.
     fn is_ring_entry(&self) -> bool {
         false
     }
 
-    /// Whether the kernel does its part of the op in the submit.
+    /// Returns true if the kernel does its part of the op in the submit.
     fn holds_submitter(&self) -> bool {
         true
     }
@@ -189,7 +190,8 @@ pub(super) trait Home {
 impl KernelOp {
     /// # Safety
     ///
-    /// The iovecs must be readable now, and what they name must stay until the op is answered.
+    /// The iovecs must be readable now, and the memory that they name must stay until the op is
+    /// answered.
     pub(super) unsafe fn new(
         kind: OpKind,
         fd: RawFd,
@@ -197,24 +199,24 @@ impl KernelOp {
         iovecs: &[iovec],
         home: Box<dyn Home>,
     ) -> Self {
-        // SAFETY: the caller says that the memory stays, and nobody makes references to it.
+        // SAFETY: the caller promises that the memory stays, and nothing makes references to it.
         let buffers = unsafe { Buffers::from_raw_parts(iovecs.to_vec().into(), Memory::new(())) };
         Self { kind, fd, offset, buffers, home }
     }
 
-    /// What to do.
+    /// The kind of the op.
     #[must_use]
     pub fn kind(&self) -> OpKind {
         self.kind
     }
 
-    /// The file that it is for.
+    /// The descriptor of the file.
     #[must_use]
     pub fn fd(&self) -> RawFd {
         self.fd
     }
 
-    /// From which byte of the file on.
+    /// The first byte of the op in the file.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
@@ -226,21 +228,21 @@ impl KernelOp {
         &self.buffers
     }
 
-    /// Whether it was an entry of io_uring.
+    /// Returns true if the op was an entry of io_uring.
     #[must_use]
     pub fn is_ring_entry(&self) -> bool {
         self.home.is_ring_entry()
     }
 
-    /// True where the IoThread does the kernel's part of the op in its submit; a pool thread has
-    /// the time for it.
+    /// Returns true if the kernel's part of the op takes the IoThread's time in the submit, and not
+    /// the time of a pool thread.
     #[must_use]
     pub fn holds_submitter(&self) -> bool {
         self.home.holds_submitter()
     }
 
-    /// Posts the result, bytes or a negative errno, where the engine looks for it. The eventfd is
-    /// written when the signal is sent, which must be later.
+    /// Posts the result, bytes or a negative errno, to the place that the engine harvests. Sending
+    /// the signal afterwards writes the eventfd.
     #[must_use = "the loop may sleep until the signal is sent"]
     pub fn answer(self, result: i64) -> Signal {
         self.home.post(result)
@@ -273,10 +275,11 @@ pub struct SqThread(Weak<dyn TakesEntries>);
 
 /// A ring whose entries a thread takes.
 pub(super) trait TakesEntries {
-    /// Takes an entry, if there is one. `Some(false)`: it is bad.
+    /// Takes an entry, if there is one. `Some(false)` means that it is bad.
     fn take_entry(self: Rc<Self>, world: &dyn World) -> Option<bool>;
 
-    /// Has the thread be woken from now on, if there are no entries. Returns whether it sleeps.
+    /// Puts the thread to sleep if there are no entries, and must then be woken. Returns true if it
+    /// sleeps.
     fn sleep(&self) -> bool;
 }
 
@@ -285,14 +288,15 @@ impl SqThread {
         Self(ring)
     }
 
-    /// Takes at most `most` entries. Returns how many; `None`: the ring is gone.
+    /// Takes at most `most` entries. Returns their number; `None` if the ring is gone.
     #[must_use]
     pub fn work(&self, world: &dyn World, most: usize) -> Option<usize> {
         let ring = self.0.upgrade()?;
         Some((0..most).take_while(|_| Rc::clone(&ring).take_entry(world).is_some()).count())
     }
 
-    /// Goes to sleep if there are no entries. From then on it must be woken.
+    /// Goes to sleep if there are no entries, and must then be woken. Returns true if it sleeps or
+    /// the ring is gone.
     #[must_use]
     pub fn sleep(&self) -> bool {
         self.0.upgrade().is_none_or(|ring| ring.sleep())
