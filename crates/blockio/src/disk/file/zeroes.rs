@@ -1,4 +1,5 @@
-//! Discards and zeroes of a file, and what its file system turns out not to have for them.
+//! Discards and zeroes of a file, and the operations for them that its file system turns out to
+//! lack.
 
 use std::cell::Cell;
 use std::io;
@@ -92,8 +93,8 @@ impl FileDisk {
         Ok(())
     }
 
-    /// Runs `kind` unless `has` says that it is of no use. False, for ever after, when the kernel,
-    /// the file system or the device does not support it.
+    /// Runs `kind` unless `has` is false. Returns false, from then on, if the kernel, the file
+    /// system or the device does not support it.
     async fn try_feature(&self, has: &Cell<bool>, kind: OpKind, offset: u64) -> io::Result<bool> {
         if !has.get() {
             return Ok(false);

@@ -1,4 +1,4 @@
-//! Hash functions by the names that headers give them, and what LUKS makes of them.
+//! Hash functions by their names in headers, and the key operations that LUKS builds on them.
 
 use iomem::fits;
 use sha1::Sha1;
@@ -33,7 +33,7 @@ impl Hash {
         })
     }
 
-    /// The hash of all parts, one after the other.
+    /// Hashes all parts, one after another.
     pub(super) fn of(self, parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
         fn of<D: Digest>(parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
             let hash = parts.iter().fold(D::new(), |hash, part| hash.chain_update(part));
@@ -48,7 +48,7 @@ impl Hash {
         }
     }
 
-    /// Its bytes.
+    /// The size of a hash in bytes.
     pub(super) fn bytes(self) -> usize {
         match self {
             Self::Sha1 => 20,
@@ -72,8 +72,8 @@ impl Hash {
         out
     }
 
-    /// Puts a key of `bytes` bytes together again that was split so that nothing of it is left
-    /// when any part of `material` is overwritten (LUKS specification, "Anti-forensic splitter").
+    /// Restores a key of `bytes` bytes. It was split so that nothing of it is left when any part of
+    /// `material` is overwritten (LUKS specification, "Anti-forensic splitter").
     pub(super) fn merge(self, material: &[u8], bytes: usize) -> Key {
         let mut key = Zeroizing::new(vec![0; bytes]);
         for (at, stripe) in material.chunks_exact(bytes).enumerate() {
@@ -114,7 +114,7 @@ mod tests {
         assert!(Hash::named("whirlpool").unwrap_err().contains("sha1, sha224"));
     }
 
-    /// Splits as the specification says: all stripes but the last one are arbitrary.
+    /// Splits like the specification: all stripes but the last one are arbitrary.
     #[test]
     fn a_key_that_was_split_is_merged() {
         for (hash, bytes) in [(Hash::Sha1, 64), (Hash::Sha256, 32), (Hash::Sha512, 32)] {

@@ -1,6 +1,7 @@
-//! What a header says, whatever its version, and how a passphrase becomes the key of the volume.
+//! The contents of a header of either version, and the way from a passphrase to the key of the
+//! volume.
 //!
-//! A header may be anybody's: what it asks for is bounded before it is done.
+//! A header may come from anyone: its demands are bounded before they are met.
 
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use iomem::fits;
@@ -10,7 +11,7 @@ use super::hash::{Hash, Key};
 use super::memory::{ALL_KIB, Blocks, MEMORY};
 use super::xts::{CHUNK_BYTES, Cipher, Direction};
 
-/// The most work that a header may ask of whoever tries a passphrase, in all key slots together.
+/// The most work that a header may demand for a passphrase, in all key slots together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeyWork {
     /// Rounds of PBKDF2, for each hash that the key has room for.
@@ -22,16 +23,16 @@ pub struct KeyWork {
 }
 
 impl Default for KeyWork {
-    /// Each takes some minutes. `cryptsetup` aims at two seconds for a key slot, of which there are
-    /// at most 32, and never takes more than 1 GiB without being asked. With ten passes over that
-    /// for each, twelve key slots can be tried.
+    /// Each limit allows some minutes. `cryptsetup` aims at two seconds for a key slot, of which
+    /// there are at most 32, and never takes more than 1 GiB without being asked. With ten passes
+    /// over that for each, twelve key slots can be tried.
     fn default() -> Self {
         Self { pbkdf2_rounds: 1 << 29, argon2_kib: ALL_KIB, argon2_passes_kib: 1 << 27 }
     }
 }
 
 impl KeyWork {
-    /// Takes from what is left what PBKDF2 needs for `bytes` bytes.
+    /// Takes the rounds of PBKDF2 for `bytes` bytes from the work that is left.
     fn take_pbkdf2(&mut self, hash: Hash, rounds: u32, bytes: usize) -> Result<(), String> {
         let all = u64::from(rounds) * bytes.div_ceil(hash.bytes()) as u64;
         match self.pbkdf2_rounds.checked_sub(all).filter(|_| rounds > 0) {
@@ -47,7 +48,7 @@ impl KeyWork {
         Ok(())
     }
 
-    /// Takes from what is left what Argon2 needs.
+    /// Takes the passes of Argon2 from the work that is left.
     fn take_argon2(&mut self, kib: u32, passes: u32) -> Result<(), String> {
         let all = u64::from(passes) * u64::from(kib);
         let left = self.argon2_passes_kib.checked_sub(all);
@@ -65,10 +66,10 @@ impl KeyWork {
     }
 }
 
-/// Reads so many bytes from an offset on.
+/// Reads a number of bytes from an offset on.
 pub(super) type ReadAt<'a> = dyn Fn(u64, usize) -> Result<Vec<u8>, String> + 'a;
 
-/// What a header says.
+/// The contents of a header.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) version: u16,
@@ -76,17 +77,17 @@ pub(super) struct Header {
     pub(super) payload: Payload,
     /// In the order in which they are tried.
     pub(super) slots: Vec<Slot>,
-    /// Which other key slots there are, and why these cannot be tried.
+    /// Key slots that cannot be tried, with reasons.
     pub(super) left_out: String,
-    /// What to know about the header itself.
+    /// A remark on the state of the header itself.
     pub(super) remark: Option<String>,
 }
 
-/// Where the data is, and how it is encrypted.
+/// The place of the data, and its encryption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Payload {
     pub(super) offset_bytes: u64,
-    /// `None`: all that follows.
+    /// `None`: up to the end.
     pub(super) size_bytes: Option<u64>,
     pub(super) sector_bytes: u32,
     /// The position of the first sector, in units of 512 bytes.
@@ -98,24 +99,24 @@ pub(super) struct Payload {
 pub(super) struct Slot {
     pub(super) number: u32,
     pub(super) kdf: Kdf,
-    /// Of the key that the passphrase becomes.
+    /// The length of the key that the passphrase becomes.
     pub(super) slot_key_bytes: usize,
     pub(super) area_offset: u64,
     pub(super) stripes: u32,
     pub(super) split_hash: Hash,
-    /// Of the key of the volume.
+    /// The length of the key of the volume.
     pub(super) key_bytes: usize,
     pub(super) check: KeyCheck,
 }
 
-/// How a passphrase becomes a key.
+/// The derivation of a key from a passphrase.
 #[derive(Debug)]
 pub(super) enum Kdf {
     Pbkdf2 { hash: Hash, rounds: u32, salt: Vec<u8> },
     Argon2 { algorithm: Algorithm, passes: u32, kib: u32, lanes: u32, salt: Vec<u8> },
 }
 
-/// What the key of the volume is recognized by.
+/// The digest by which the key of the volume is recognized.
 #[derive(Debug, Clone)]
 pub(super) struct KeyCheck {
     pub(super) hash: Hash,
@@ -124,16 +125,16 @@ pub(super) struct KeyCheck {
     pub(super) digest: Vec<u8>,
 }
 
-/// The most key slots, as `cryptsetup` has it.
+/// The most key slots, as in `cryptsetup`.
 pub(super) const SLOTS_MAX: usize = 32;
 
-/// The most stripes of a key, of which there are 4000 everywhere.
+/// The most stripes of a key. The usual number is 4000.
 pub(super) const STRIPES_MAX: u32 = 16_384;
 
-/// Sectors of areas with keys, whatever those of the data.
+/// The sector size of areas with keys, whatever that of the data.
 const AREA_SECTOR_BYTES: usize = 512;
 
-/// Whether there is an XTS key of so many bytes.
+/// Checks the length of an XTS key.
 pub(super) fn check_key_bytes(bytes: u64) -> Result<usize, String> {
     match bytes {
         32 | 64 => Ok(fits(bytes, "the length of a key")),
@@ -143,7 +144,7 @@ pub(super) fn check_key_bytes(bytes: u64) -> Result<usize, String> {
     }
 }
 
-/// How a header begins.
+/// The start of a header.
 pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const CIPHER: &str = "aes-xts-plain64";
 
@@ -163,13 +164,13 @@ pub(super) fn check_cipher(name: &str) -> Result<(), String> {
     ))
 }
 
-/// Why a header is refused whose data begins too early.
+/// The reason to refuse a header with data that begins too early.
 pub(super) fn overlap(data: u64, header: u64) -> String {
     format!("its data begins at byte {data}, and its header ends only at {header}")
 }
 
 impl Header {
-    /// The key of the volume.
+    /// Returns the key of the volume.
     pub(super) fn unlock(
         &self,
         passphrase: &[u8],
@@ -209,7 +210,7 @@ impl Slot {
         self.key_bytes as u64 * u64::from(self.stripes)
     }
 
-    /// The key of the volume, if the passphrase is the right one.
+    /// Returns the key of the volume, if the passphrase is the right one.
     fn unlock(
         &self,
         passphrase: &[u8],

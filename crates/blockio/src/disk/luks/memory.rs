@@ -1,5 +1,5 @@
-//! Memory for Argon2, which a header may ask a lot of. Disks that are opened at the same time share
-//! a bound: those whose memory fits are opened side by side, and the others wait in turn.
+//! Memory for Argon2, of which a header may demand a lot. Disks that are opened at the same time
+//! share a bound. They are opened side by side if their memory fits, and otherwise in turn.
 
 use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,11 +8,11 @@ use zeroize::Zeroize;
 
 use super::undumped::Undumped;
 
-/// The most that all disks of the process have, in KiB: one that asks for all that a header may
-/// ask for, or several that ask for less.
+/// The bound for all disks of the process, in KiB: enough for the largest demand that a header may
+/// make, or for several smaller ones.
 pub(super) const ALL_KIB: u32 = 1 << 20;
 
-/// That of this process.
+/// The memory of this process.
 pub(super) static MEMORY: Memory = Memory::new(ALL_KIB);
 
 pub(super) struct Memory {
@@ -23,8 +23,8 @@ pub(super) struct Memory {
 
 struct State {
     free_kib: u32,
-    /// The number that the next one gets who asks, and that of who may begin next. Who asks for
-    /// much would wait for ever if others were served before.
+    /// The number of the next demand, and of the demand that may begin next. In another order,
+    /// small demands could keep a large one waiting forever.
     next: u64,
     turn: u64,
 }
@@ -35,7 +35,7 @@ impl State {
         self.next - 1
     }
 
-    /// Whether the one with this number may begin, who then has the memory.
+    /// Returns true if the demand with this number may begin, which then has the memory.
     fn begin(&mut self, number: u64, kib: u32) -> bool {
         if self.turn != number || self.free_kib < kib {
             return false;
@@ -52,14 +52,14 @@ impl Memory {
         Self { all_kib, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Waits until there is so much. Who asks for more than there is has all of it.
+    /// Waits until `kib` KiB are free. A demand for more than there is gets all of it.
     pub(super) fn take(&self, kib: u32) -> Taken<'_> {
         let kib = kib.min(self.all_kib);
         let mut state = self.state();
         let number = state.ask();
         let state = self.changed.wait_while(state, |state| !state.begin(number, kib));
         drop(state.unwrap_or_else(PoisonError::into_inner));
-        // What is left may be enough for the next one.
+        // The rest may be enough for the next demand.
         self.changed.notify_all();
         Taken { memory: self, kib }
     }
@@ -82,8 +82,8 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// The memory itself: no core dump has it, and it is wiped when it is dropped. Whoever has what the
-/// last pass leaves there can make the key of it without the passphrase.
+/// The memory itself, which is left out of core dumps, and wiped when dropped. Its content after
+/// the last pass gives the key without the passphrase.
 pub(super) struct Blocks<T: Zeroize>(Undumped<[T]>);
 
 impl<T: Zeroize + Copy + Default> Blocks<T> {

@@ -1,13 +1,13 @@
-//! A passphrase, and where it comes from.
+//! A passphrase, and its source.
 
 use std::fmt;
 use std::io::{self, Read};
 
 use super::hash::Key;
 
-/// The most bytes of one, as many as `cryptsetup` reads.
+/// The most bytes of a passphrase, as in `cryptsetup`.
 const BYTES_MAX: usize = 8 << 20;
-/// What is read at first. Most have less.
+/// The size of the first buffer. Most passphrases are shorter.
 const FIRST_BYTES: usize = 4096;
 
 /// A passphrase. It is not shown, and wiped when it is dropped.
@@ -20,18 +20,17 @@ impl fmt::Debug for Passphrase {
 }
 
 impl Passphrase {
-    /// All that `source` has, newlines included, as `cryptsetup --key-file` and QEMU's secrets
-    /// have it.
+    /// Reads all of `source`, newlines included, like `cryptsetup --key-file` and QEMU's secrets.
     ///
     /// # Errors
     ///
-    /// What the source says; when it has nothing, or more than 8 MiB.
+    /// Errors of the source, and `InvalidData` if it is empty or has more than 8 MiB.
     pub fn read(mut source: impl Read) -> io::Result<Self> {
         let mut bytes = Key::new(vec![0; FIRST_BYTES]);
         let mut len = 0;
         loop {
             if len == bytes.len() {
-                // The vector must not be moved by itself: that would leave a copy behind.
+                // The vector must not grow by itself: that would leave a copy behind.
                 let mut larger = Key::new(vec![0; 2 * len]);
                 larger[..len].copy_from_slice(&bytes);
                 bytes = larger;

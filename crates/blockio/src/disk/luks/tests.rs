@@ -1,5 +1,5 @@
-//! Headers as others may have made them, good and bad. What `cryptsetup` and QEMU make of real ones
-//! is tested with the daemon.
+//! Headers as from other programs, good and bad. Real headers of `cryptsetup` and QEMU are tested
+//! with the daemon.
 
 mod data;
 
@@ -15,7 +15,7 @@ use crate::disk::DiskOptions;
 
 const HEADER_BYTES: usize = 16_384;
 const AREA_OFFSET: usize = 32_768;
-/// Where the data begins.
+/// The start of the data.
 pub(in crate::disk) const DATA_OFFSET: u64 = 65_536;
 const STRIPES: usize = 3;
 const PASSPHRASE: &[u8] = b"passphrase";
@@ -25,7 +25,7 @@ fn volume_key() -> Vec<u8> {
     (1..=64).collect()
 }
 
-/// All that lies before the data of an image of version 2, whose JSON `change` may change.
+/// Everything before the data of an image of version 2, with a JSON that `change` may change.
 pub(in crate::disk) fn header(change: impl Fn(&mut Value)) -> Vec<u8> {
     let (salt, hash) = ([7; 32], Hash::Sha256);
     let key = volume_key();
@@ -80,7 +80,7 @@ fn binary(metadata: &Value, is_copy: bool, sequence: u64) -> Vec<u8> {
     bytes
 }
 
-/// Makes the checksum right.
+/// Corrects the checksum.
 fn seal(header: &mut [u8]) {
     header[448..512].fill(0);
     let checksum = Hash::Sha256.of(&[header]);
@@ -92,7 +92,7 @@ pub(in crate::disk) fn options(discard: bool) -> LuksOptions {
     LuksOptions { passphrase, discard, header: None, most_work: KeyWork::default() }
 }
 
-/// A file that has these bytes at its start.
+/// A file that begins with these bytes.
 pub(in crate::disk) fn image(start: &[u8], bytes: u64) -> NamedTempFile {
     let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     std::fs::write(file.path(), start).unwrap();
@@ -180,7 +180,7 @@ fn what_a_header_may_not_say_is_refused() {
     }
 }
 
-/// Whatever others use the second slot for, the first opens the disk.
+/// Whatever the second slot is used for, the first opens the disk.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
@@ -211,7 +211,7 @@ fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
             "{refused}"
         );
     }
-    // Writes to the disk would destroy it even so.
+    // Even so, writes to the disk would destroy the area of the second slot.
     for kind in ["luks2", "reencrypt", "of others"] {
         let start = header(|metadata| {
             let mut second = metadata["keyslots"]["0"].clone();
@@ -232,8 +232,8 @@ fn work_is_bounded_for_all_slots_together() {
         json!({ "type": "argon2id", "time": 2, "memory": 8, "cpus": 1, "salt": "AAAAAAAAAAAA" });
     let pbkdf2 =
         json!({ "type": "pbkdf2", "hash": "sha256", "iterations": 40, "salt": "AAAAAAAAAAAA" });
-    // Each of three slots that do not fit asks for what there is, and then comes the right one,
-    // which needs two rounds for its key and, as all of them, one for the check.
+    // Three slots with a wrong key demand the work that there is. Then comes the right slot, which
+    // needs two rounds for its key and, like each slot, one for the check.
     for (kdf, pbkdf2_rounds, argon2_passes_kib) in [(argon2, 6, 48), (pbkdf2, 3 * 81 + 3, 0)] {
         let start = header(|metadata| {
             let right = metadata["keyslots"]["0"].clone();
@@ -254,7 +254,7 @@ fn work_is_bounded_for_all_slots_together() {
         let error = open(pbkdf2_rounds - 1, argon2_passes_kib).unwrap_err();
         assert!(error.contains("key slot 3 asks for 1 rounds of PBKDF2"), "{error}");
         if argon2_passes_kib > 0 {
-            // A slot that is left out takes nothing from the others.
+            // A slot that is left out takes no work from later slots.
             let error = open(5, argon2_passes_kib - 1).unwrap_err();
             assert!(error.contains("key slot 2 asks for 8 KiB of memory"), "{error}");
         }
@@ -279,7 +279,7 @@ fn the_newest_header_that_is_whole_counts() {
         places.iter().for_each(|&place| start[place] ^= 1);
         start
     };
-    // The magic, the version, a size, the JSON and the checksum of the first one.
+    // The magic, the version, a size, the JSON and the checksum of the first header.
     for place in [0, 7, 10, 5000, 450] {
         assert!(
             remark(&damaged(&[place])).contains("its header is damaged, and a copy"),
@@ -291,7 +291,7 @@ fn the_newest_header_that_is_whole_counts() {
         assert!(copy.contains("the copy of its header: "), "{place}: {copy}");
         check_refused(&damaged(&[5000, HEADER_BYTES + place]), "the checksum of the header at");
     }
-    // Each says where it is: one that is elsewhere is what somebody has copied there.
+    // Each header states its place. A header at a different place was only copied there.
     let mut moved = whole.clone();
     moved.copy_within(HEADER_BYTES..2 * HEADER_BYTES, 32_768);
     moved[..AREA_OFFSET].fill(0);
@@ -310,7 +310,7 @@ fn the_newest_header_that_is_whole_counts() {
     assert!(DiskSource::luks(below(&tiny), &options(false)).is_err());
 }
 
-/// To format the disk would destroy its keys.
+/// Formatting the disk would destroy its keys.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn nobody_is_told_to_format_a_disk_whose_header_is_missing_or_damaged() {
@@ -371,7 +371,7 @@ fn headers_of_version_1_are_checked() {
     assert_eq!(version1::parse(&good, true).unwrap().payload.offset_bytes, 0);
 }
 
-/// Key slots with a higher priority come first, and tokens are nobody's business.
+/// Key slots with a higher priority come first. Tokens do not matter.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn key_slots_are_tried_by_their_priority_and_tokens_ignored() {
@@ -396,7 +396,7 @@ fn key_slots_are_tried_by_their_priority_and_tokens_ignored() {
     assert_eq!(slots([2, 1, 2]), [0, 2, 1]);
 }
 
-/// It is text of the header, which is anybody's.
+/// The UUID is text of the header, which may come from anyone.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_uuid_of_a_disk_is_shown_without_control_characters() {

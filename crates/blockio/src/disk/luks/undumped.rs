@@ -1,4 +1,4 @@
-//! Memory that no core dump has.
+//! Memory that is left out of core dumps.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -11,7 +11,7 @@ pub(super) struct Undumped<T: ?Sized> {
     place: NonNull<T>,
 }
 
-// SAFETY: it owns its value as a `Box` does, and nothing else points to that.
+// SAFETY: the type owns its value as a `Box` does, and nothing else points to the value.
 unsafe impl<T: ?Sized + Send> Send for Undumped<T> {}
 // SAFETY: as above; a shared `Undumped` only lends its value, shared.
 unsafe impl<T: ?Sized + Sync> Sync for Undumped<T> {}
@@ -19,32 +19,32 @@ unsafe impl<T: ?Sized + Sync> Sync for Undumped<T> {}
 impl<T> Undumped<T> {
     pub(super) fn new(value: T) -> io::Result<Self> {
         let place = map(1)?;
-        // SAFETY: `map` has room for one there, which is nobody else's.
+        // SAFETY: `map` has room for one value there, and nothing else uses it.
         unsafe { place.write(value) };
         Ok(Self { place })
     }
 }
 
 impl<T: Copy> Undumped<[T]> {
-    /// So many copies of a value, at least one.
+    /// Makes `count` copies of a value, at least one.
     pub(super) fn filled(value: T, count: usize) -> io::Result<Self> {
         let start = map(count)?;
         for place in 0..count {
-            // SAFETY: `map` has room for `count` there, which is nobody else's.
+            // SAFETY: `map` has room for `count` values there, and nothing else uses it.
             unsafe { start.add(place).write(value) };
         }
         Ok(Self { place: NonNull::slice_from_raw_parts(start, count) })
     }
 }
 
-/// Pages with room for so many, which are aligned for them.
+/// Maps pages with room for `count` values, aligned for them.
 fn map<T>(count: usize) -> io::Result<NonNull<T>> {
     const { assert!(size_of::<T>() > 0 && align_of::<T>() <= 4096, "it fits pages") };
     let bytes = count.checked_mul(size_of::<T>()).ok_or(io::ErrorKind::OutOfMemory)?;
     let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
     // SAFETY: the kernel chooses a place where nothing is mapped.
     let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, prot, flags)? };
-    // SAFETY: the pages were mapped above. This advice changes nothing about what they have.
+    // SAFETY: the pages were mapped above. This advice does not change their contents.
     let advised = unsafe { madvise(start, bytes, Advice::LinuxDontDump) };
     if let Err(error) = advised {
         // SAFETY: the pages were mapped above, and nothing points to them.
@@ -58,15 +58,15 @@ impl<T: ?Sized> Deref for Undumped<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: a value was put there, which stays until `self` is dropped, and who changes it
-        // has borrowed `self` for that.
+        // SAFETY: a value was put there, which stays until `self` is dropped. A change to it
+        // borrows `self` mutably.
         unsafe { self.place.as_ref() }
     }
 }
 
 impl<T: ?Sized> DerefMut for Undumped<T> {
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above, and `self` is borrowed by nobody else.
+        // SAFETY: as above, and `self` is borrowed exclusively.
         unsafe { self.place.as_mut() }
     }
 }
@@ -74,8 +74,8 @@ impl<T: ?Sized> DerefMut for Undumped<T> {
 impl<T: ?Sized> Drop for Undumped<T> {
     fn drop(&mut self) {
         let bytes = size_of_val(&**self);
-        // SAFETY: the value was put there on pages of its own, and nothing uses them after this. It
-        // cannot fail for a range that was given by `mmap`.
+        // SAFETY: the value was put there on pages of its own, and nothing uses them after this.
+        // `munmap` cannot fail for a range that was given by `mmap`.
         unsafe {
             self.place.drop_in_place();
             let _ = munmap(self.place.as_ptr().cast(), bytes);
@@ -87,7 +87,7 @@ impl<T: ?Sized> Drop for Undumped<T> {
 mod tests {
     use super::*;
 
-    /// Whether the kernel leaves the page with this address out of core dumps.
+    /// Returns true if the kernel leaves the page with this address out of core dumps.
     fn is_left_out(address: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut is_there = false;

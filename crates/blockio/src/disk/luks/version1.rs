@@ -5,11 +5,11 @@ use super::header::{
     Header, Kdf, KeyCheck, Payload, STRIPES_MAX, Slot, check_cipher, check_key_bytes, overlap, text,
 };
 
-/// How the header begins while the disk is being re-encrypted.
+/// The start of the header while the disk is being re-encrypted.
 pub(super) const REENCRYPTED_MAGIC: [u8; 6] = *b"LUKS\xde\xad";
 /// Bytes of the header.
 pub(super) const HEADER_BYTES: usize = 592;
-/// What offsets count in.
+/// The unit of offsets.
 const UNIT_BYTES: u64 = 512;
 const SLOTS: u32 = 8;
 const SLOTS_AT: usize = 208;
@@ -17,7 +17,7 @@ const SLOT_BYTES: usize = 48;
 const ENABLED: u32 = 0x00ac_71f3;
 const DISABLED: u32 = 0x0000_dead;
 
-/// What the bytes of a header say. If it is detached, the data may begin where it likes.
+/// Parses a header. If it is detached, the data may begin anywhere.
 pub(super) fn parse(bytes: &[u8; HEADER_BYTES], is_detached: bool) -> Result<Header, String> {
     let cipher = format!("{}-{}", text(&bytes[8..40])?, text(&bytes[40..72])?);
     check_cipher(&cipher)?;

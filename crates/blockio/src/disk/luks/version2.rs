@@ -14,26 +14,27 @@ use super::header::{
     check_key_bytes, overlap, text,
 };
 
-/// How the copy of a header begins.
+/// The start of the copy of a header.
 const COPY_MAGIC: [u8; 6] = *b"SKUL\xba\xbe";
 /// Bytes of the binary header.
 pub(super) const BINARY_BYTES: usize = 4096;
 const CHECKSUM: std::ops::Range<usize> = 448..512;
-/// Sizes that a header with its JSON can have, and so where its copy can be: 16 KiB to 4 MiB.
+/// Powers of two: the possible sizes of a header with its JSON, and so places of its copy, from 16
+/// KiB to 4 MiB.
 const SIZES: std::ops::RangeInclusive<u32> = 14..=22;
-/// Positions of sectors that come near the end of their numbers are a mistake.
+/// A higher position of a sector, near the end of the number range, is a mistake.
 const POSITION_MAX: u64 = 1 << 60;
 
-/// What to do about a header that is missing or damaged. A new one would destroy all keys, and with
+/// The advice for a header that is missing or damaged. A new one would destroy all keys, and with
 /// them the data.
 const CHECK_DISK: &str = "check that this is the right disk; a detached header is named with \
                           `header=`, and a damaged one is restored from a backup with `cryptsetup \
                           luksHeaderRestore`";
 
-/// The first header, or its copy if that is newer or the first one is damaged.
+/// Reads the first header, or its copy if that is newer or the first header is damaged.
 pub(super) fn read(read: &ReadAt<'_>, is_detached: bool) -> Result<Header, String> {
     let first = Binary::read(read, 0, MAGIC);
-    // A first header that is whole says where its copy is. A damaged one is not believed.
+    // An intact first header states the place of its copy. A damaged one is not believed.
     let places: Vec<u64> = match &first {
         Ok(first) => vec![first.bytes],
         Err(_) => SIZES.map(|power| 1 << power).collect(),
@@ -62,9 +63,9 @@ pub(super) fn read(read: &ReadAt<'_>, is_detached: bool) -> Result<Header, Strin
     parse(&header, is_detached).map(|parsed| Header { remark, ..parsed })
 }
 
-/// A binary header whose checksum is right, with its JSON.
+/// A binary header with a correct checksum, and its JSON.
 struct Binary {
-    /// Of the header with its JSON.
+    /// The size of the header with its JSON.
     bytes: u64,
     sequence: u64,
     uuid: String,
@@ -107,8 +108,8 @@ impl Binary {
     }
 }
 
-/// The JSON of a header, as far as it is needed. What says how data is read is not skipped when it
-/// is unknown.
+/// The JSON of a header, as far as it is needed. Unknown values that decide how data is read are
+/// errors.
 #[derive(Deserialize)]
 struct Metadata {
     keyslots: BTreeMap<u32, Value>,
@@ -223,8 +224,8 @@ fn parse(header: &Binary, is_detached: bool) -> Result<Header, String> {
     Ok(Header { version: 2, uuid: header.uuid.clone(), payload, slots, left_out, remark: None })
 }
 
-/// Where the area of a key slot ends, if that is known, supported or not: data must not be written
-/// over it.
+/// Returns the end of the area of a key slot, if it is known, even for an unsupported slot: data
+/// must not be written over it.
 fn check_area(header: &Binary, number: u32, keyslot: &Value) -> Result<u64, String> {
     let headers_end = 2 * header.bytes;
     let field = |key| keyslot.get("area")?.get(key)?.as_str()?.parse::<u64>().ok();
@@ -237,7 +238,7 @@ fn check_area(header: &Binary, number: u32, keyslot: &Value) -> Result<u64, Stri
     Ok(offset.saturating_add(bytes))
 }
 
-/// The key slots that can be tried, in their order, and why others cannot.
+/// Returns the key slots that can be tried, in their order, and the reasons against the rest.
 fn key_slots(
     keyslots: &BTreeMap<u32, Value>,
     digest: &Digest,
@@ -255,7 +256,7 @@ fn key_slots(
             Ok((keyslot.priority.unwrap_or(1), slot))
         });
         match slot {
-            // It is used only when it is asked for, which nobody can.
+            // Priority 0: the slot is used only on request, and no option requests one.
             Ok((0, _)) => {}
             Ok(slot) => slots.push(slot),
             Err(why) => left_out += &format!("; key slot {number} cannot be used: {why}"),
@@ -303,7 +304,7 @@ impl Digest {
             return Err(format!("its digest is of type {:?}, which is not supported", self.r#type));
         }
         let digest = binary(&self.digest)?;
-        // Of a digest of no bytes, every key is the right one.
+        // Every key would match a digest of no bytes.
         if !(16..=64).contains(&digest.len()) {
             return Err(format!("its digest has {} bytes, which cannot be", digest.len()));
         }
@@ -361,7 +362,7 @@ impl KdfFields {
     }
 }
 
-/// A number that is written as a text.
+/// Parses a number that is written as a text.
 fn bytes_of(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("{text:?} in its header is not a number"))
 }

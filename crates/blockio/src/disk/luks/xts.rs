@@ -13,35 +13,35 @@ use zeroize::zeroize_stack;
 
 use super::undumped::Undumped;
 
-/// What is worked on at once: it stays in the cache that is nearest, with its tweaks. A multiple of
-/// every sector.
+/// The bytes that are worked on at once: with their tweaks they stay in the nearest cache. A
+/// multiple of every sector.
 pub(super) const CHUNK_BYTES: usize = 4096;
 
-/// The unit in which the positions of sectors count, however large these are.
+/// The unit of the positions of sectors, whatever the size of a sector.
 const POSITION_BYTES: usize = 512;
 const BLOCK_BYTES: usize = 16;
-/// The processor works on keys in registers, of which there are too few: some are copied to the
-/// stack. So much of it is wiped, more where the compiler does not optimize.
+/// The part of the stack to wipe after a run. The processor has too few registers for all keys, so
+/// some are copied to the stack, more of them without optimization.
 const STACK_BYTES: usize = if cfg!(debug_assertions) { 16 << 10 } else { 2 << 10 };
-/// The same where a key is taken in.
+/// The part of the stack to wipe after a key was taken in.
 const KEY_STACK_BYTES: usize = 32 << 10;
-/// Tweaks of a sector that are computed one by one. The others follow from those.
+/// Tweaks of a sector that are computed one by one. The rest follows from them.
 const FIRST_TWEAKS: usize = 8;
 
-/// Which way data goes.
+/// The direction of data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Encrypt,
     Decrypt,
 }
 
-/// A cipher with its key, which no core dump has, and which is wiped when this is dropped.
+/// A cipher with its key, which is left out of core dumps, and wiped when this is dropped.
 pub(super) enum Cipher {
     Aes128(Undumped<Pair<Aes128>>),
     Aes256(Undumped<Pair<Aes256>>),
 }
 
-/// One key is for the data, the other for where it lies.
+/// The keys for the data and for its position.
 pub(super) struct Pair<C> {
     data: C,
     tweak: C,
@@ -57,14 +57,14 @@ impl fmt::Debug for Cipher {
 }
 
 impl Cipher {
-    /// Of a key of 32 or 64 bytes.
+    /// Makes a cipher from a key of 32 or 64 bytes.
     pub(super) fn new(key: &[u8]) -> Result<Self, String> {
         let cipher = Self::of(key);
         zeroize_stack::<KEY_STACK_BYTES>();
         cipher.map_err(|error| format!("there is no memory for its key: {error}"))
     }
 
-    /// Has a frame of its own: what it leaves on the stack lies where `new` wipes it.
+    /// Runs in a frame of its own: its remains on the stack lie where `new` wipes them.
     #[inline(never)]
     fn of(key: &[u8]) -> io::Result<Self> {
         match key.len() {
@@ -75,7 +75,7 @@ impl Cipher {
     }
 
     /// Encrypts or decrypts whole sectors of `sector_bytes`, at most a chunk of them. `position` is
-    /// that of the first one, in units of 512 bytes.
+    /// that of the first sector, in units of 512 bytes.
     pub(super) fn run(
         &self,
         direction: Direction,
@@ -112,7 +112,7 @@ where
         zeroize_stack::<STACK_BYTES>();
     }
 
-    /// Has a frame of its own, as [`Cipher::of`].
+    /// Runs in a frame of its own, like [`Cipher::of`].
     #[inline(never)]
     fn run_blocks(&self, direction: Direction, blocks: &mut [Block]) {
         match direction {
@@ -121,8 +121,8 @@ where
         }
     }
 
-    /// The tweaks of all blocks: that of the first one of a sector is its position, encrypted. Has
-    /// a frame of its own, too.
+    /// Computes the tweaks of all blocks. The first tweak of a sector is its position, encrypted.
+    /// Runs in a frame of its own, too.
     #[inline(never)]
     fn find_tweaks(&self, tweaks: &mut [u128], sector_bytes: usize, position: u64) {
         let mut firsts = [Block::default(); CHUNK_BYTES / POSITION_BYTES];
@@ -146,12 +146,12 @@ where
     }
 }
 
-/// Times two, in the field that the standard names.
+/// Doubles a tweak in the field that the standard names.
 fn double(tweak: u128) -> u128 {
     (tweak << 1) ^ ((tweak >> 127) * 0x87)
 }
 
-/// Doubled as often as there are first tweaks.
+/// Doubles a tweak [`FIRST_TWEAKS`] times.
 fn double_as_often(tweak: u128) -> u128 {
     let over = tweak >> (128 - FIRST_TWEAKS);
     (tweak << FIRST_TWEAKS) ^ over ^ (over << 1) ^ (over << 2) ^ (over << 7)
@@ -238,7 +238,7 @@ mod tests {
         }
     }
 
-    /// Parts of a key that lie on the stack of this thread below the caller's frame.
+    /// Counts the parts of a key on the stack of this thread below the caller's frame.
     #[inline(never)]
     fn parts_on_stack(key: &[u8]) -> usize {
         let here = 0_u128;
@@ -248,7 +248,7 @@ mod tests {
         bytes.chunks(16).filter(|part| key.chunks(16).any(|of_key| of_key == *part)).count()
     }
 
-    /// A core dump has the stack, too.
+    /// A core dump contains the stack, too.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn no_key_is_left_on_the_stack() {

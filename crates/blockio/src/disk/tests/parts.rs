@@ -7,7 +7,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::*;
 
-/// Whoever asks for parts gets them from the same budget, one after the other.
+/// All requests for parts get them from the same budget, one after another.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn parts_are_read_into_memory_of_the_budget() {
@@ -29,7 +29,7 @@ fn parts_are_read_into_memory_of_the_budget() {
             offset += part.bytes() as u64;
             assert!((part.bytes() as u64..=budget_bytes as u64).contains(&stats.bytes.get()));
             if offset == MIB || stats.bytes.get() == budget_bytes as u64 {
-                // Whatever the budget has left.
+                // The next request waits, even if the budget has room.
                 let mut next = Box::pin(disk.read_part(0, 512));
                 let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
                 assert!(next.as_mut().poll(&mut cx).is_pending());
@@ -43,7 +43,7 @@ fn parts_are_read_into_memory_of_the_budget() {
     }
 }
 
-/// A file that another program has made shorter, and that must not grow: what is before its end is
+/// A file that another program has shortened, and that must not grow: the bytes before its end are
 /// written.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

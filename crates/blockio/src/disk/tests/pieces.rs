@@ -14,7 +14,7 @@ use crate::config::ByteLimits;
 const LARGE: usize = 16 << 20;
 const PIECES: u64 = (LARGE / ByteLimits::OP) as u64;
 
-/// A list of many ranges, of which none ends at a bound of pieces.
+/// A list of many ranges, none of which ends at a bound of pieces.
 fn scattered(bytes: usize) -> Buffers {
     Repeated::of(&pattern(2, 36 << 10), 36 << 10, 4096).unwrap().buffers(bytes, ()).unwrap()
 }
@@ -39,7 +39,7 @@ fn no_op_is_larger_than_the_bound_and_no_byte_is_lost() {
     });
 }
 
-/// Whoever asked learns which byte is the first that it does not have, also beyond the first step.
+/// The caller learns the first byte that it does not have, also beyond the first step.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_long_read_that_fails_halfway_has_what_came_before() {

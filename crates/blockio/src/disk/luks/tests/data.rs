@@ -1,4 +1,4 @@
-//! What becomes of data and requests.
+//! The handling of data and requests.
 
 use super::*;
 use crate::config::BounceConfig;
@@ -11,7 +11,7 @@ fn filled(bytes: usize) -> Buffers {
     buffers
 }
 
-/// Requests go piece by piece, and what is on the disk does not depend on it.
+/// Requests go piece by piece. The size of pieces does not change the content of the disk.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn pieces_and_whole_requests_are_the_same_on_the_disk() {
@@ -32,14 +32,14 @@ fn pieces_and_whole_requests_are_the_same_on_the_disk() {
         std::fs::read(file.path()).unwrap()
     });
     assert!(written[0] == written[1] && written[0] == written[2]);
-    // The fourth sector of the data, as anybody else would encrypt it.
+    // The fourth sector of the data, encrypted on its own.
     let mut sector = filled(512).to_vec();
     Cipher::new(&volume_key()).unwrap().run(Direction::Encrypt, &mut sector, 512, 3);
     let at = usize::try_from(DATA_OFFSET).unwrap() + 1536;
     assert_eq!(written[0][at..at + 512], sector);
 }
 
-/// Where the numbers of sectors begin, and where the data ends, is for the header to say.
+/// The header determines the position of the first sector and the end of the data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn positions_begin_and_data_ends_where_the_header_says() {
@@ -88,7 +88,7 @@ fn discards_are_passed_on_only_if_that_is_allowed() {
         assert!(allowed || !is_gone, "a discard was passed on");
         assert_eq!(source.abilities().discard, allowed && below(&file).abilities().discard);
         assert_eq!(is_gone, source.abilities().discard);
-        // Zeroes are no hole, whatever is allowed.
+        // Zeroes are no hole, even if discards are allowed.
         thread.block_on(disk.write_zeroes(0, 4096, true)).unwrap().unwrap();
         assert_ne!(std::fs::read(file.path()).unwrap()[at..at + 4096], [0; 4096]);
         let extent = thread.block_on(disk.block_status(0, 4096)).unwrap().unwrap();
@@ -96,7 +96,7 @@ fn discards_are_passed_on_only_if_that_is_allowed() {
     }
 }
 
-/// The sector is the logical block, and a size that is not made of whole ones is refused.
+/// The sector is the logical block. A size with a part of a sector is refused.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn sizes_are_whole_sectors() {
@@ -116,7 +116,7 @@ fn sizes_are_whole_sectors() {
     assert!(source.set_size(512, || ()).is_err());
     source.set_size(MIB, || ()).unwrap();
     assert_eq!(file.as_file().metadata().unwrap().len(), MIB + DATA_OFFSET);
-    // One that the header fixes cannot be changed.
+    // A size that the header fixes cannot be changed.
     let start = header(|metadata| metadata["segments"]["0"]["size"] = json!("4096"));
     let fixed = DiskSource::luks(below(&image(&start, MIB)), &options(false)).unwrap();
     assert!(fixed.info().size_bytes == 4096 && !fixed.abilities().resize);
