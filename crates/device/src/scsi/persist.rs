@@ -1,12 +1,13 @@
-//! Persistent reservations: which of the initiators that share a disk may use it (SPC-4, section
-//! 5.13).
+//! Persistent reservations, which decide on the use of a disk by the initiators that share it
+//! (SPC-4, section 5.13).
 //!
-//! [`Reservations`] has the state of one disk. Each export of the disk attaches to it, on whatever
+//! [`Reservations`] holds the state of one disk. Each export of the disk attaches to it, on any
 //! thread, as an I_T nexus with the name of its initiator port. Registrations belong to names: they
-//! stay when the nexus detaches, and a nexus that attaches later under that name has them. They,
-//! and the reservation, outlive resets and lost connections, and the daemon too if APTPL is set.
+//! stay when the nexus detaches, and a nexus that attaches later under that name gets them.
+//! Registrations and the reservation outlive resets and lost connections, and the daemon too if
+//! APTPL is set.
 //!
-//! Commands other than these ask [`Attached::conflicts`], which reads one flag and takes no lock.
+//! All other commands check [`Attached::conflicts`], which reads one flag and takes no lock.
 
 mod command;
 mod file;
@@ -34,72 +35,72 @@ pub(crate) use self::file::FileError;
 pub(crate) use self::registry::{CommandClass, PortName};
 pub(crate) use self::rules::Refusal;
 
-/// An I_T nexus that is attached. Of one disk's, no two ever have the same number.
+/// An attached I_T nexus. Its number is never used again for the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Nexus(pub(crate) u64);
 
-/// A port attaches that is attached.
+/// The port is attached already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("port {0} is attached to the persistent reservations of this disk by another export")]
 pub(crate) struct PortInUse(pub(crate) PortName);
 
-/// What else has to happen before a PERSISTENT RESERVE OUT is answered with GOOD.
+/// Further steps before a PERSISTENT RESERVE OUT is answered with GOOD.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Done {
     /// Unit attentions for other nexuses.
     pub(crate) attentions: Vec<(Nexus, Sense)>,
-    /// Nexuses whose commands are aborted, except this one itself, which may be among theirs. What
-    /// they prevent with PREVENT ALLOW MEDIUM REMOVAL is allowed again.
+    /// Nexuses with commands to abort, except this command itself, which may be among them. Medium
+    /// removal that they prevented with PREVENT ALLOW MEDIUM REMOVAL is allowed again.
     pub(crate) aborted: Vec<Nexus>,
 }
 
-/// Where reservations that persist are kept, as one export of a disk has it.
+/// The place of persistent reservations, as one export of a disk chooses it.
 #[derive(Debug, Clone)]
 pub enum KeptIn {
-    /// In this file, whatever other exports say.
+    /// In this file. An error if other exports have chosen another place.
     File(PathBuf),
-    /// Where other exports of the disk keep them. If there are none, in this file, or nowhere.
+    /// In the place of other exports of the disk. Without them, in this file, or nowhere.
     Usual(Option<PathBuf>),
-    /// The same for an export that has none of its own to keep: in this file if it is there, and
-    /// else wherever a later one says.
+    /// Like `Usual`, for an export without reservations of its own: in this file if it exists, and
+    /// otherwise in the place that a later export chooses.
     Found(PathBuf),
 }
 
 /// The registrations and the reservation of a disk, shared by all its exports.
 #[derive(Debug, Default)]
 pub(crate) struct Reservations {
-    /// Locked from the start of a PERSISTENT RESERVE OUT to its end, and before `state`.
+    /// Locked throughout a PERSISTENT RESERVE OUT, and before `state`.
     file: Mutex<Kept>,
-    /// Never locked while somebody waits for a disk.
+    /// Never locked during a wait for a disk.
     state: Mutex<State>,
-    /// Classes of commands that conflict for those who cannot register.
+    /// Classes of commands that conflict for users that cannot register.
     strangers: AtomicU8,
 }
 
-/// Where the reservations of a disk are kept.
+/// The place of the reservations of a disk.
 #[derive(Debug, Default)]
 enum Kept {
-    /// Nobody has said.
+    /// Not chosen yet.
     #[default]
     Unsaid,
     Nowhere,
     In(StateFile),
-    /// Another process knows, which hands the disk over.
+    /// Chosen by the process that hands the disk over.
     Awaited,
 }
 
-/// The reservations of a disk, for another process. A file comes with them where there is one.
+/// The reservations of a disk, for another process. Their file, if there is one, is passed along.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReservationsState {
     kept: KeptState,
-    /// The registry as its file would have it.
+    /// The registry, in the format of its file.
     registry: String,
     aptpl: bool,
     generation: u32,
 }
 
-/// Where they are kept.
+/// The place of the reservations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 enum KeptState {
@@ -110,14 +111,14 @@ enum KeptState {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Whether there is a file, so that APTPL is supported.
+    /// True if reservations are kept in a file, so that APTPL is supported.
     persists: bool,
     registry: Registry,
-    /// PRGENERATION, which begins at zero whenever the daemon starts.
+    /// PRGENERATION, which starts at zero unless another process hands it over.
     generation: u32,
     last_nexus: u64,
     attached: Vec<AttachedPort>,
-    /// Those who have a [`Keeping`].
+    /// The number of [`Keeping`] guards.
     keeping: usize,
 }
 
@@ -139,16 +140,16 @@ pub(crate) struct Attached {
 }
 
 impl Reservations {
-    /// Those of a disk that another process hands over.
+    /// For a disk that another process hands over.
     pub(crate) fn awaited() -> Self {
         Self { file: Mutex::new(Kept::Awaited), ..Self::default() }
     }
 
-    /// What another process needs to go on with them, and the file, while no command runs.
+    /// State with which another process can continue, and the file. Call it while no command runs.
     ///
     /// # Errors
     ///
-    /// When no descriptor is left.
+    /// If no descriptor is left.
     pub(crate) fn hand_over(&self) -> io::Result<(ReservationsState, Option<File>)> {
         let (kept, state) = (lock(&self.file), lock(&self.state));
         let (kept, file) = match &*kept {
@@ -165,11 +166,11 @@ impl Reservations {
         Ok((ReservationsState { kept, registry, aptpl, generation }, file))
     }
 
-    /// Goes on with those of another process.
+    /// Continues with the reservations of another process.
     ///
     /// # Errors
     ///
-    /// When they make no sense.
+    /// If they are invalid.
     pub(crate) fn take_over(&self, from: ReservationsState, file: Option<File>) -> io::Result<()> {
         let registry = file::parse(&from.registry).map_err(|(why, _)| io::Error::other(why));
         let mut registry = registry?;
@@ -188,14 +189,14 @@ impl Reservations {
         Ok(())
     }
 
-    /// Has them kept, where initiators ask for that (APTPL), and loads those that were. They stay
-    /// there while there are some, a port is attached, or somebody has a result of this. This waits
-    /// for the disk with that file, and for others that do.
+    /// Stores reservations in `place`, if initiators ask for that (APTPL), and loads stored ones.
+    /// The place is fixed while there are registrations, attached ports, or results of this. Waits
+    /// for the disk with the file, and for other callers that do.
     ///
     /// # Errors
     ///
-    /// When the file is there but cannot be read, is broken, or is somebody else's: to go on
-    /// without it would let hosts write that were fenced off. When they are kept elsewhere already.
+    /// If the file exists but cannot be read, is broken, or is in use: to continue without it would
+    /// let fenced hosts write. If the reservations have another place already.
     pub(crate) fn keep_in(self: &Arc<Self>, place: KeptIn) -> Result<Keeping, FileError> {
         let mut kept = lock(&self.file);
         if matches!(*kept, Kept::Awaited) {
@@ -239,11 +240,11 @@ impl Reservations {
         Keeping(Arc::clone(self))
     }
 
-    /// Attaches an initiator port. It has the registration under its name, if there is one.
+    /// Attaches an initiator port, which gets the registration under its name, if there is one.
     ///
     /// # Errors
     ///
-    /// When it is attached already.
+    /// If the port is attached already.
     pub(crate) fn attach(self: &Arc<Self>, port: PortName) -> Result<Attached, PortInUse> {
         let mut state = lock(&self.state);
         if state.attached.iter().any(|other| other.port == port) {
@@ -256,17 +257,17 @@ impl Reservations {
         Ok(Attached { reservations: Arc::clone(self), nexus, port, conflicts })
     }
 
-    /// Whether the reservation keeps those who cannot register from commands of this class.
+    /// True if the reservation excludes users that cannot register from commands of this class.
     pub(crate) fn keeps_strangers_from(&self, class: CommandClass) -> bool {
         self.strangers.load(Ordering::Relaxed) & class as u8 != 0
     }
 
-    /// PERSISTENT RESERVE IN: its whole data, of which the initiator gets as much as its allocation
-    /// length allows. This does not wait for a disk.
+    /// Carries out PERSISTENT RESERVE IN. Returns all data, of which the initiator gets as much as
+    /// its allocation length allows. Does not wait for a disk.
     ///
     /// # Errors
     ///
-    /// When there is no such service action.
+    /// If there is no such service action.
     pub(crate) fn reserve_in(&self, cdb: &[u8; CDB_BYTES]) -> Result<Vec<u8>, Sense> {
         let state = lock(&self.state);
         report::data(cdb, &state.registry, state.generation, state.persists)
@@ -274,41 +275,40 @@ impl Reservations {
 }
 
 impl Attached {
-    /// The number by which [`Done`] names this nexus.
+    /// The number of this nexus in [`Done`].
     pub(crate) fn nexus(&self) -> Nexus {
         self.nexus
     }
 
-    /// What it is attached to.
+    /// The reservations to which the nexus is attached.
     pub(crate) fn reservations(&self) -> &Arc<Reservations> {
         &self.reservations
     }
 
-    /// Whether some commands conflict with the reservation. As for `conflicts`, whoever relies on a
-    /// new one has learnt of it by what orders more than this load could.
+    /// True if some commands conflict with the reservation. The load is relaxed for the same reason
+    /// as in [`conflicts`](Self::conflicts).
     #[inline]
     pub(crate) fn is_restricted(&self) -> bool {
         self.conflicts.load(Ordering::Relaxed) != 0
     }
 
-    /// Whether a command of this class conflicts with the reservation, now that its processing
-    /// begins. If so, its status is RESERVATION CONFLICT, whatever else is wrong with it.
+    /// True if a command of this class conflicts with the reservation when its processing begins.
+    /// Its status is then RESERVATION CONFLICT, regardless of any other error.
     #[inline]
     pub(crate) fn conflicts(&self, class: CommandClass) -> bool {
-        // Whoever relies on a new reservation has learnt of it from an answer of this process, and
-        // what happens on that way orders more than this load could.
+        // An initiator that relies on a new reservation knows it from an answer of this process.
+        // That path orders more than this load could.
         self.conflicts.load(Ordering::Relaxed) & class as u8 != 0
     }
 
-    /// PERSISTENT RESERVE OUT. The parameter list has [`list_bytes`] bytes. When this returns, new
-    /// commands of all nexuses meet the new state; those that have begun go on.
+    /// Carries out PERSISTENT RESERVE OUT. The parameter list has [`list_bytes`] bytes. When this
+    /// returns, new commands of all nexuses meet the new state; commands that have begun continue.
     ///
-    /// This waits for a disk where APTPL is set, and for others that do, so an IoThread leaves it
-    /// to another thread.
+    /// Waits for a disk if APTPL is set, and for other callers that do, so it is not for IoThreads.
     ///
     /// # Errors
     ///
-    /// When the command is not carried out. Then nothing has changed.
+    /// If the command is not carried out. Then nothing has changed.
     pub(crate) fn reserve_out(&self, cdb: &[u8; CDB_BYTES], list: &[u8]) -> Result<Done, Refusal> {
         let Reservations { file, state, strangers } = &*self.reservations;
         let mut file = lock(file);
@@ -334,7 +334,7 @@ impl Drop for Attached {
     }
 }
 
-/// Where reservations are kept stays the same while somebody has this.
+/// Fixes the place of the reservations until it is dropped.
 #[derive(Debug)]
 pub struct Keeping(Arc<Reservations>);
 
@@ -345,7 +345,7 @@ impl Drop for Keeping {
 }
 
 impl State {
-    /// Forgets where reservations are kept, if nobody would miss it. Returns whether that is so.
+    /// Forgets the place of the reservations if it is unused. Returns true if so.
     fn forget_unused(&mut self) -> bool {
         let is_empty = self.registry.registrations().is_empty();
         let is_unused = is_empty && self.attached.is_empty() && self.keeping == 0;
@@ -353,7 +353,7 @@ impl State {
         is_unused
     }
 
-    /// What there is from now on, for all who are attached.
+    /// Sets the registry, and the conflicts of all attached ports.
     fn set(&mut self, registry: Registry, strangers: &AtomicU8) {
         self.registry = registry;
         strangers.store(self.registry.conflicts_of_strangers(), Ordering::Relaxed);
@@ -362,7 +362,7 @@ impl State {
         }
     }
 
-    /// What is there from now on. Returns the effects for the nexuses that are attached.
+    /// Replaces the registry. Returns the effects on attached nexuses.
     fn replace(&mut self, registry: Registry, effects: Effects, strangers: &AtomicU8) -> Done {
         self.generation = self.generation.wrapping_add(u32::from(effects.is_counted));
         self.set(registry, strangers);
@@ -380,7 +380,7 @@ impl State {
     }
 }
 
-/// Locks, even if somebody has panicked in here: nothing is left half changed.
+/// Locks even after a panic in here, since no change is left half done.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,7 +1,7 @@
 //! PERSISTENT RESERVE OUT as it arrives: its CDB and its parameter list (SPC-4, section 6.16).
 //!
-//! RESERVATION CONFLICT takes precedence over errors of fields (SAM-5, section 5.3.3). So such an
-//! error is kept with the request until the rules ask for that field.
+//! RESERVATION CONFLICT takes precedence over errors of fields (SAM-5, section 5.3.3). So a request
+//! stores the error of a field until the rules ask for that field.
 
 use super::registry::{Key, PortName, ReservationType};
 use crate::scsi::sense::Sense;
@@ -9,13 +9,13 @@ use crate::scsi::sense::Sense;
 /// Bytes of the CDBs of PERSISTENT RESERVE IN and OUT.
 pub(crate) const CDB_BYTES: usize = 10;
 
-/// Bytes of the parameter list, and of what precedes the TransportID of REGISTER AND MOVE.
+/// Bytes of the parameter list, and of the part before the TransportID of REGISTER AND MOVE.
 const BASIC_LIST_BYTES: usize = 24;
-/// The most bytes of a parameter list. The TransportID of no protocol makes it longer.
+/// The most bytes of a parameter list. No protocol's TransportID makes it longer.
 const LIST_BYTES_MAX: usize = 512;
-/// Bytes of the shortest TransportID, and of the one that ports here have.
+/// Bytes of the shortest TransportID, which is also that of ports here.
 const TRANSPORT_ID_BYTES: usize = 24;
-/// SAS Serial SCSI Protocol, whose TransportID has a name of eight bytes.
+/// SAS Serial SCSI Protocol: its TransportID has a name of eight bytes.
 const PROTOCOL_IDENTIFIER: u8 = 6;
 
 /// RELATIVE TARGET PORT IDENTIFIER: each initiator sees the disk behind a target port of its own.
@@ -27,20 +27,20 @@ const PARAMETER_LIST_LENGTH: u16 = 5;
 const KEY: u16 = 0;
 const SERVICE_ACTION_KEY: u16 = 8;
 const BITS: u16 = 20;
-// Offsets in that of REGISTER AND MOVE.
+// Offsets in the parameter list of REGISTER AND MOVE.
 const MOVE_BITS: u16 = 17;
 const MOVE_TARGET_PORT: u16 = 18;
 const MOVE_LENGTH: u16 = 20;
 const MOVE_TRANSPORT_ID: u16 = 24;
 const MOVE_SAS_ADDRESS: u16 = 28;
 
-// Bits of a parameter list. That of REGISTER AND MOVE has APTPL at the same place.
+// Bits of a parameter list. APTPL is the same bit in REGISTER AND MOVE.
 const APTPL: u8 = 0;
 const UNREG: u8 = 1;
 const ALL_TG_PT: u8 = 2;
 const SPEC_I_PT: u8 = 3;
 
-/// What is to be done (SPC-4, table 213).
+/// The service action of a command (SPC-4, table 213).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ServiceAction {
     Register,
@@ -83,13 +83,13 @@ pub(super) struct Request {
     pub(super) key: Option<Key>,
     /// SERVICE ACTION RESERVATION KEY.
     pub(super) action_key: Option<Key>,
-    /// Whether everything is supported that bits of the parameter list ask for.
+    /// An error if a bit of the parameter list asks for something unsupported.
     pub(super) bits: Result<(), Sense>,
     /// APTPL, which registering service actions have.
     pub(super) aptpl: bool,
     /// UNREG, which REGISTER AND MOVE has.
     pub(super) unregisters: bool,
-    /// Where REGISTER AND MOVE moves the reservation to.
+    /// The destination of REGISTER AND MOVE.
     pub(super) destination: Result<PortName, Sense>,
 }
 
@@ -100,11 +100,11 @@ pub(super) const NO_DESTINATION: Sense = Sense::in_list(MOVE_SAS_ADDRESS, None);
 /// The sense for a move while there is no reservation.
 pub(super) const NOTHING_TO_MOVE: Sense = Sense::in_cdb(1, Some(4));
 
-/// How many bytes the parameter list of a command has.
+/// The number of bytes of a command's parameter list.
 ///
 /// # Errors
 ///
-/// When there is no such service action, or none of its parameter lists is that long.
+/// If there is no such service action, or none of its parameter lists has that length.
 pub(crate) fn list_bytes(cdb: &[u8; CDB_BYTES]) -> Result<usize, Sense> {
     let action = ServiceAction::of(cdb)?;
     let bytes = u32::from_be_bytes(part(cdb, PARAMETER_LIST_LENGTH));
@@ -119,11 +119,11 @@ pub(crate) fn list_bytes(cdb: &[u8; CDB_BYTES]) -> Result<usize, Sense> {
 }
 
 impl Request {
-    /// Reads a command; `persists` is whether APTPL is supported.
+    /// Parses a command. `persists` is true if APTPL is supported.
     ///
     /// # Errors
     ///
-    /// When there is no such service action, or the parameter list is too long or too short for it.
+    /// If there is no such service action, or its parameter list is too long or too short.
     pub(super) fn parse(cdb: &[u8; CDB_BYTES], list: &[u8], persists: bool) -> Result<Self, Sense> {
         let action = ServiceAction::of(cdb)?;
         if list_bytes(cdb)? != list.len() || length_by_fields(action, list) != list.len() {
@@ -160,7 +160,7 @@ impl Request {
     }
 }
 
-/// How long a parameter list is by its own fields, of which all but the TransportIDs are there.
+/// The length of a parameter list by its own fields. All fields except the TransportIDs must exist.
 fn length_by_fields(action: ServiceAction, list: &[u8]) -> usize {
     if action == ServiceAction::RegisterAndMove {
         let transport_id = usize::try_from(u32::from_be_bytes(part(list, MOVE_LENGTH)));
@@ -193,7 +193,7 @@ fn destination(list: &[u8]) -> Result<PortName, Sense> {
 }
 
 impl PortName {
-    /// The TransportID of this port (SPC-4, section 7.6.4.7). Virtio has no format of its own.
+    /// The TransportID of this port (SPC-4, section 7.6.4.7). Virtio defines no format of its own.
     pub(super) fn transport_id(self) -> [u8; TRANSPORT_ID_BYTES] {
         let mut bytes = [0; TRANSPORT_ID_BYTES];
         bytes[0] = PROTOCOL_IDENTIFIER;
@@ -202,7 +202,7 @@ impl PortName {
     }
 }
 
-/// `N` bytes, which are there.
+/// Copies `N` bytes, which must exist.
 fn part<const N: usize>(bytes: &[u8], at: u16) -> [u8; N] {
     std::array::from_fn(|index| bytes[usize::from(at) + index])
 }
@@ -281,7 +281,7 @@ mod tests {
             huge[5..9].copy_from_slice(&bytes.to_be_bytes());
             assert_eq!(list_bytes(&huge), Err(Sense::LIST_LENGTH));
         }
-        // The device has received less than the CDB says.
+        // The device has received less than the CDB announces.
         let refused = Request::parse(&cdb(0, 28), &basic(8), true);
         assert_eq!(refused, Err(Sense::LIST_LENGTH));
         for length in [0, 23, 20, 28, 255] {

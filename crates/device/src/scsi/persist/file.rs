@@ -1,9 +1,8 @@
 //! The file in which registrations and the reservation of a disk persist through a loss of power
 //! (APTPL; SPC-4, section 5.13.5.1).
 //!
-//! It exists for as long as the last registration asked for that, and is replaced as a whole with
-//! each change, before the command is answered. It is JSON, so that an operator can read and mend
-//! it.
+//! The file exists if the last registration asked for that. Each change replaces it as a whole
+//! before the command is answered. Its format is JSON, so that an operator can read and mend it.
 
 use std::fs::File;
 use std::io;
@@ -16,10 +15,10 @@ use super::registry::{Key, PortName, Registry, Reservation, ReservationType};
 
 const FORMAT: &str = "ringhaul persistent reservations";
 const VERSION: u32 = 1;
-/// The most bytes of a file. One with all registrations has a seventh.
+/// The most bytes of a file. A full registry needs a seventh.
 const BYTES_MAX: u64 = 64 << 10;
 
-/// Persistent reservations cannot be loaded or saved.
+/// A failure to load or save persistent reservations.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("cannot {action} the persistent reservations in {}: {reason}; {advice}", path.display())]
 pub(crate) struct FileError {
@@ -67,11 +66,11 @@ struct SavedRegistration {
 #[serde(deny_unknown_fields)]
 struct SavedReservation {
     r#type: ReservationType,
-    /// None with an all registrants type.
+    /// `None` for an all registrants type.
     holder: Option<String>,
 }
 
-/// What is known of the file.
+/// The known content of the file.
 #[derive(Debug, PartialEq, Eq)]
 enum Content {
     Absent,
@@ -88,12 +87,12 @@ pub(super) struct StateFile {
 }
 
 impl StateFile {
-    /// Loads what was saved. From then on the file is nobody else's.
+    /// Loads saved reservations. From then on no other program can use the file.
     ///
     /// # Errors
     ///
-    /// When there is a file that cannot be read, was not written by [`keep`](Self::keep), or is
-    /// somebody else's.
+    /// If there is a file that cannot be read, was not written by [`keep`](Self::keep), or is in
+    /// use.
     pub(super) fn load(path: PathBuf) -> Result<(Self, Registry), FileError> {
         let failed = |(reason, advice)| FileError::new("load", &path, reason, advice);
         let (file, text) = OwnFile::take(path.clone(), BYTES_MAX)
@@ -105,8 +104,8 @@ impl StateFile {
         Ok((Self { file, content: Content::Registry(registry.clone()) }, registry))
     }
 
-    /// That of another process, which has loaded or saved this registry last; `is_unknown`: it has
-    /// not succeeded.
+    /// Takes over the file of another process, which last loaded or saved this registry, or failed
+    /// to do so if `is_unknown`.
     pub(super) fn handed_over(
         path: PathBuf,
         file: Option<File>,
@@ -121,7 +120,7 @@ impl StateFile {
         Self { file: OwnFile::handed_over(path, file), content }
     }
 
-    /// The open file, and whether it is not known what it holds.
+    /// The open file, and true if its content is unknown.
     pub(super) fn hand_over(&self) -> (Option<&File>, bool) {
         (self.file.locked(), self.content == Content::Unknown)
     }
@@ -130,16 +129,17 @@ impl StateFile {
         self.file.path()
     }
 
-    /// Whether there was no file, and none was made.
+    /// True if there is no file.
     pub(super) fn is_absent(&self) -> bool {
         self.content == Content::Absent
     }
 
-    /// Has the file hold this, durably: or nothing, if it need not persist. Waits for the disk.
+    /// Saves the registry durably, or removes the file if the registry need not persist. Waits for
+    /// the disk.
     ///
     /// # Errors
     ///
-    /// When the file cannot be replaced or removed. It then holds this or what it held before.
+    /// If the file cannot be replaced or removed. It then has its new or its old content.
     pub(super) fn keep(&mut self, registry: &Registry) -> Result<(), FileError> {
         let wanted =
             if registry.aptpl { Content::Registry(registry.clone()) } else { Content::Absent };
@@ -166,7 +166,7 @@ impl FileError {
         Self { action, path: path.to_owned(), reason, advice }
     }
 
-    /// Exports of one disk were to keep its reservations at `path`, and elsewhere.
+    /// Exports of one disk chose `path` and another place for its reservations.
     pub(super) fn elsewhere(path: &Path, other: Option<&Path>) -> Self {
         let reason = match other {
             Some(other) => format!("other exports of the disk keep them in {}", other.display()),
@@ -176,7 +176,8 @@ impl FileError {
     }
 }
 
-/// Why a file cannot be used, and what to do about it: `usual`, unless it is known better.
+/// Returns the reason why a file cannot be used, and advice: `usual` if the error has none of its
+/// own.
 fn reason(error: &io::Error, usual: &'static str) -> (String, &'static str) {
     match error.kind() {
         io::ErrorKind::InvalidData => ("it is not text".to_owned(), ADVICE_BROKEN),
@@ -215,7 +216,7 @@ pub(super) fn text_of(registry: &Registry) -> io::Result<String> {
     Ok(text)
 }
 
-/// Reads the text of a file. On failure, returns what is wrong and what to do about it.
+/// Parses the text of a file. On failure, returns the fault and advice.
 pub(super) fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
     let broken = |reason: String| (reason, ADVICE_BROKEN);
     if u64::try_from(text.len()).is_ok_and(|bytes| bytes > BYTES_MAX) {
@@ -233,7 +234,7 @@ pub(super) fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
     registry(&saved).map_err(broken)
 }
 
-/// Checks all that the rules rely on.
+/// Checks all conditions that the rules rely on.
 fn registry(saved: &Saved) -> Result<Registry, String> {
     let mut registry = Registry::new(true);
     for SavedRegistration { port, key } in &saved.registrations {
@@ -306,7 +307,7 @@ mod tests {
         StateFile::load(path.to_owned()).map(|(_, registry)| registry)
     }
 
-    /// What would be loaded if nobody had the file any more.
+    /// The registry that would be loaded from the file without its lock.
     fn kept_in(path: &Path) -> Registry {
         let copy = path.with_extension("copy");
         fs::copy(path, &copy).unwrap();
@@ -354,7 +355,7 @@ mod tests {
         let (mut file, _) = StateFile::load(path.clone()).unwrap();
         file.keep(&with(None)).unwrap();
         let inode = || fs::metadata(&path).unwrap().ino();
-        // While this is open, nobody else has its number.
+        // While the old file is open, its inode number is not used again.
         let (_open, before) = (File::open(&path).unwrap(), inode());
         file.keep(&with(None)).unwrap();
         drop(file);
@@ -381,7 +382,7 @@ mod tests {
         let (directory, path) = directory();
         let (mut file, _) = StateFile::load(path.clone()).unwrap();
         file.keep(&with(None)).unwrap();
-        // Nothing can be created where a directory is in the way, whoever tries.
+        // A directory in its place prevents the creation of a file, for all users.
         let obstacle = directory.path().join("disk.reservations.new");
         fs::create_dir(&obstacle).unwrap();
         let held = with(Some(ReservationType::ExclusiveAccess));

@@ -1,4 +1,4 @@
-//! A small model of persistent reservations, and the real ones against it.
+//! A small model of persistent reservations, and a test of the real ones against it.
 
 use std::path::Path;
 
@@ -7,11 +7,11 @@ use proptest::prelude::*;
 use super::tests::load;
 use super::*;
 
-/// Ports 0 to 2 are attached, and nobody knows port 3.
+/// Ports 0 to 2 are attached, and port 3 is unknown.
 const PORTS: [PortName; 4] =
     [PortName([0x31; 8]), PortName([0x32; 8]), PortName([0x33; 8]), PortName([0x34; 8])];
 
-/// How a command ends: GOOD, RESERVATION CONFLICT, or the code of its sense data.
+/// The result of a command: GOOD, RESERVATION CONFLICT, or the code of its sense data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
     Good,
@@ -59,7 +59,7 @@ struct Model {
     keys: [u64; 4],
     /// Zero: there is no reservation.
     code: u8,
-    /// Of a reservation that not all registrants hold.
+    /// The holder, unless all registrants hold the reservation.
     holder: usize,
     aptpl: bool,
     generation: u32,
@@ -74,7 +74,7 @@ impl Model {
         }
     }
 
-    /// Reads and writes.
+    /// Conflicts of reads and of writes.
     fn conflicts(&self, port: usize) -> [bool; 2] {
         let is_shared = matches!(self.code, 5..=8) && self.keys[port] != 0;
         let conflicts = self.code != 0 && !is_shared && !self.holds(port);
@@ -195,7 +195,7 @@ impl Model {
         self.count()
     }
 
-    /// The keys, the codes of types, and the names of all that are registered.
+    /// The keys, the codes of types, and the names of all registered ports.
     fn registered(&self) -> Vec<(u64, u8, PortName)> {
         let ports = (0..4).filter(|port| self.keys[*port] != 0);
         let code = |port| if self.holds(port) { self.code } else { 0 };
@@ -222,7 +222,7 @@ fn send(nexus: &Attached, command: &Command, key: u64) -> Result<Done, Refusal> 
     nexus.reserve_out(&cdb, &list)
 }
 
-/// What READ FULL STATUS says: the generation and who is registered, sorted by port.
+/// The data of READ FULL STATUS: the generation and the registrations, sorted by port.
 fn full_status(reservations: &Reservations) -> (u32, Vec<(u64, u8, PortName)>) {
     let data = reservations.reserve_in(&[0x5e, 3, 0, 0, 0, 0, 0, 255, 255, 0]).unwrap();
     let generation = u32::from_be_bytes(*data.first_chunk().unwrap());
@@ -248,7 +248,7 @@ fn status(result: &Result<Done, Refusal>) -> Status {
     }
 }
 
-/// Whether a restart would find what the model says.
+/// Checks that a restart finds the state of the model.
 fn check_restart(path: &Path, model: &Model) {
     let found = load(path.to_owned()).unwrap();
     let expected = if model.aptpl { model.registered() } else { Vec::new() };

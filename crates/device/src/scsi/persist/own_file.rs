@@ -1,7 +1,5 @@
-//! A small file that one program has to itself, and that is replaced as a whole.
-//!
-//! The lock is on the file, so it goes with a new content from one file to the next: the new one is
-//! locked before it has the name. Who locks a file that has lost its name meanwhile looks again.
+//! The lock belongs to an open file, so each replacement is locked before it gets the name. If a
+//! file lost the name before it was locked, its owner starts again.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -14,7 +12,7 @@ use rustix::io::Errno;
 
 const MODE: u32 = 0o600;
 
-/// The file at a path, if there is one: nobody else has it then.
+/// The file at a path, if there is one. This owner then has it alone.
 #[derive(Debug)]
 pub(super) struct OwnFile {
     path: PathBuf,
@@ -22,11 +20,11 @@ pub(super) struct OwnFile {
 }
 
 impl OwnFile {
-    /// Takes what is at `path`, and reads it: one byte more than `bytes_max` at most.
+    /// Locks the file at `path`, if there is one, and reads at most `bytes_max` + 1 bytes of it.
     ///
     /// # Errors
     ///
-    /// When there is a file that cannot be read. `ErrorKind::ResourceBusy`: somebody else has it.
+    /// If there is a file that cannot be read. `ErrorKind::ResourceBusy` if it has another owner.
     pub(super) fn take(path: PathBuf, bytes_max: u64) -> io::Result<(Self, Option<String>)> {
         loop {
             let file = match open(&path) {
@@ -44,13 +42,13 @@ impl OwnFile {
         }
     }
 
-    /// What another process has at `path`, if it has something there: its lock is that of the open
-    /// file.
+    /// Takes over the file of another process at `path`, if there is one. The lock belongs to the
+    /// open file.
     pub(super) fn handed_over(path: PathBuf, locked: Option<File>) -> Self {
         Self { path, locked }
     }
 
-    /// The file that is there, to be handed over.
+    /// The locked file, to be handed over.
     pub(super) fn locked(&self) -> Option<&File> {
         self.locked.as_ref()
     }
@@ -59,12 +57,12 @@ impl OwnFile {
         &self.path
     }
 
-    /// Has the file hold `text`, durably. Waits for the disk.
+    /// Replaces the content of the file with `text`, durably. Waits for the disk.
     ///
     /// # Errors
     ///
-    /// When it cannot be replaced: it then holds this or what it held before. As
-    /// [`take`](Self::take) when somebody else has made one.
+    /// If the file cannot be replaced: it then has its new or its old content. As for
+    /// [`take`](Self::take) if another owner has made a file.
     pub(super) fn replace(&mut self, text: &str) -> io::Result<()> {
         let mut new = self.path.clone().into_os_string();
         new.push(".new");
@@ -76,7 +74,7 @@ impl OwnFile {
         }
         let written = write(&file, text).and_then(|()| self.rename(&new));
         if written.is_err() {
-            // The error is about what was to be done, not about this.
+            // The caller gets the first error, not that of this cleanup.
             let _ = fs::remove_file(&new);
         }
         written?;
@@ -84,11 +82,11 @@ impl OwnFile {
         self.sync_directory()
     }
 
-    /// Removes the file durably, if there is one of ours.
+    /// Removes the file durably, if this owner has one.
     ///
     /// # Errors
     ///
-    /// What the file system says.
+    /// Errors of the file system.
     pub(super) fn remove(&mut self) -> io::Result<()> {
         if self.locked.is_some() {
             match fs::remove_file(&self.path) {
@@ -99,14 +97,14 @@ impl OwnFile {
         self.sync_directory()
     }
 
-    /// Replaces what is there by the file at `new`, unless it is somebody else's.
+    /// Moves the file at `new` into place, unless another owner has a file there.
     fn rename(&self, new: &Path) -> io::Result<()> {
         if self.locked.is_some() {
             return fs::rename(new, &self.path);
         }
         match renameat_with(CWD, new, CWD, &self.path, RenameFlags::NOREPLACE) {
             Err(Errno::EXIST) => Err(busy()),
-            // Not every file system can do that; the lock on the new file then has to do.
+            // Some file systems cannot do that; the lock on the new file must suffice.
             Err(Errno::INVAL | Errno::NOSYS) if !self.path.exists() => fs::rename(new, &self.path),
             renamed => Ok(renamed?),
         }
@@ -119,8 +117,8 @@ impl OwnFile {
     }
 }
 
-/// Makes a file that was not there before, in place of one that a crash left behind. What a
-/// stranger has put there, such as another name of a file of ours, is never written to.
+/// Creates a new file, in place of one that a crash left behind. A file that a stranger has put
+/// there, such as another name of a file of ours, is never written to.
 fn create(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create_new(true).mode(MODE);
@@ -128,7 +126,7 @@ fn create(path: &Path) -> io::Result<File> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         created => return created,
     }
-    // A special file that is not ours might never open.
+    // A special file of a stranger might never open.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let left = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     lock(&left)?;
@@ -139,7 +137,7 @@ fn create(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// For writing if that is allowed, because network file systems lock no other files.
+/// Opens for writing if allowed, because network file systems lock no other files.
 fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK);
@@ -165,7 +163,7 @@ fn busy() -> io::Error {
     io::Error::new(io::ErrorKind::ResourceBusy, text)
 }
 
-/// Whether the name leads to this file, and not to one that has replaced it.
+/// True if the name leads to this file, and not to a replacement.
 fn has_name(file: &File, path: &Path) -> io::Result<bool> {
     let own = file.metadata()?;
     match fs::symlink_metadata(path).and_then(|_| fs::metadata(path)) {
@@ -193,7 +191,7 @@ mod tests {
         result.is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
     }
 
-    /// A stranger may have made it.
+    /// The file may be a stranger's.
     #[test]
     fn what_lies_in_the_place_of_a_new_file_is_not_written_to() {
         let directory = tempfile::tempdir().unwrap();
@@ -208,7 +206,7 @@ mod tests {
         std::os::unix::fs::symlink(&secret, &new).unwrap();
         assert!(own.replace("b").is_err());
         assert_eq!(fs::read_to_string(&secret).unwrap(), "of root");
-        // One that another process is about to use stays.
+        // A file that another process is about to use stays.
         fs::remove_file(&new).unwrap();
         let theirs = File::create(&new).unwrap();
         lock(&theirs).unwrap();

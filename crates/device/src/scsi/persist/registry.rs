@@ -1,5 +1,5 @@
-//! Registrations and the persistent reservation of a disk, and what they forbid to whom (SPC-4,
-//! sections 5.13.1, 5.13.7 and 5.13.10).
+//! Registrations and the persistent reservation of a disk, and the commands that they forbid to a
+//! port (SPC-4, sections 5.13.1, 5.13.7 and 5.13.10).
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::scsi::sense::Sense;
 
-/// The most registrations of a disk. It bounds what initiators can have the daemon keep.
+/// The most registrations of a disk. Bounds the memory that initiators can make the daemon use.
 pub(super) const REGISTRATIONS_MAX: usize = 128;
 
 /// A reservation key that can be registered: zero stands for none.
 pub(super) type Key = NonZeroU64;
 
-/// The name of an initiator port. It stays the same over restarts, because registrations are saved
-/// by it. Initiators see it as a SAS address, so its first digit should be 3, as that of an NAA
+/// The name of an initiator port, which must stay the same over restarts, since registrations are
+/// saved by it. Initiators see it as a SAS address, so its first digit should be 3, as in an NAA
 /// identifier that is assigned locally.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PortName(pub(crate) [u8; 8]);
@@ -85,8 +85,8 @@ impl ReservationType {
     }
 }
 
-/// What the tables "commands that are allowed in the presence of various reservations" say about a
-/// command (SPC-4, table 65; SBC-4, table 13).
+/// Classes of commands in the tables "commands that are allowed in the presence of various
+/// reservations" (SPC-4, table 65; SBC-4, table 13).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum CommandClass {
@@ -102,7 +102,7 @@ pub(crate) enum CommandClass {
     /// A conflict where writing is exclusive: WRITE, WRITE AND VERIFY, WRITE SAME, COMPARE AND
     /// WRITE, UNMAP, SYNCHRONIZE CACHE, FORMAT UNIT, MODE SELECT, LOG SELECT, SEND DIAGNOSTIC,
     /// WRITE BUFFER; PREVENT ALLOW MEDIUM REMOVAL that prevents; every other START STOP UNIT; and
-    /// whatever is not listed here.
+    /// all commands not listed here.
     Writes = 2,
 }
 
@@ -120,12 +120,12 @@ pub(super) struct Registration {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Reservation {
     pub(super) reservation_type: ReservationType,
-    /// `None`: every registered nexus holds it, as the all registrants types have it.
+    /// `None` if every registered nexus holds it, by an all registrants type.
     pub(super) holder: Option<PortName>,
 }
 
 impl Reservation {
-    /// One that `port` establishes.
+    /// A reservation that `port` establishes.
     pub(super) fn new(reservation_type: ReservationType, port: PortName) -> Self {
         let holder = (!reservation_type.is_all_registrants()).then_some(port);
         Self { reservation_type, holder }
@@ -137,14 +137,14 @@ impl Reservation {
 pub(super) struct Registry {
     /// At most [`REGISTRATIONS_MAX`], of different ports, the oldest first.
     registrations: Vec<Registration>,
-    /// Its holder is registered; if all registrants hold it, there is one.
+    /// The holder is registered; if all registrants hold it, there is at least one.
     pub(super) reservation: Option<Reservation>,
-    /// Whether all this persists through a loss of power.
+    /// True if the registry persists through a loss of power.
     pub(super) aptpl: bool,
 }
 
 impl Registry {
-    /// Without registrations.
+    /// Creates an empty registry.
     pub(super) fn new(aptpl: bool) -> Self {
         Self { aptpl, ..Self::default() }
     }
@@ -158,7 +158,7 @@ impl Registry {
         self.registrations.iter().find(|other| other.port == port).map(|found| found.key)
     }
 
-    /// Whether a port is a persistent reservation holder.
+    /// True if a port is a persistent reservation holder.
     pub(super) fn is_holder(&self, port: PortName) -> bool {
         let holds = |held: Reservation| match held.holder {
             Some(holder) => holder == port,
@@ -171,7 +171,7 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// When there are too many registrations.
+    /// If there are too many registrations.
     pub(super) fn set_key(&mut self, port: PortName, key: Key) -> Result<(), Sense> {
         if let Some(found) = self.registrations.iter_mut().find(|other| other.port == port) {
             found.key = key;
@@ -184,8 +184,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Removes the registrations that `is_removed` names, and with them the reservation when it has
-    /// no holder any more. Returns the reservation that was released.
+    /// Removes the registrations that `is_removed` names, and the reservation if it has no holder
+    /// left. Returns the released reservation.
     pub(super) fn remove(
         &mut self,
         mut is_removed: impl FnMut(Registration) -> bool,
@@ -199,7 +199,7 @@ impl Registry {
         if is_held { None } else { self.reservation.take() }
     }
 
-    /// What a port may not do now.
+    /// The classes of commands that a port may not use now.
     pub(super) fn conflicts(&self, port: PortName) -> Conflicts {
         // Registrants are exempt from the types that are named after them.
         let is_exempt = match self.reservation {
@@ -211,7 +211,7 @@ impl Registry {
         if is_exempt { 0 } else { self.conflicts_of_strangers() }
     }
 
-    /// What those may not do now who are not registered.
+    /// The classes of commands that unregistered ports may not use now.
     pub(super) fn conflicts_of_strangers(&self) -> Conflicts {
         let [reads, writes] = [CommandClass::Reads as u8, CommandClass::Writes as u8];
         match self.reservation {
@@ -229,7 +229,7 @@ mod tests {
     const PORTS: [PortName; 3] =
         [PortName([3, 0, 0, 0, 0, 0, 0, 1]), PortName([3; 8]), PortName([0x3f; 8])];
 
-    /// The holder, another registrant, and somebody who is not registered.
+    /// A registry of a holder and a second registrant; the third port is not registered.
     fn registry(reservation_type: ReservationType) -> Registry {
         let [holder, registrant, _] = PORTS;
         let mut registry = Registry::default();

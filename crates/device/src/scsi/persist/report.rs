@@ -4,19 +4,19 @@ use super::command::{CDB_BYTES, TARGET_PORT};
 use super::registry::{PortName, Registry, Reservation, ReservationType};
 use crate::scsi::sense::Sense;
 
-/// LU_SCOPE, the only SCOPE that there is.
+/// LU_SCOPE, the only SCOPE.
 const LU_SCOPE: u8 = 0;
 /// TMV: the mask of types is valid.
 const TYPE_MASK_VALID: u8 = 1 << 7;
-/// ALLOW COMMANDS, 011b: TEST UNIT READY is allowed always, and where writing is exclusive, so is
-/// MODE SENSE and what the standard lists with it.
+/// ALLOW COMMANDS, 011b: TEST UNIT READY is always allowed. Where writing is exclusive, so are MODE
+/// SENSE and the commands that the standard lists with it.
 const ALLOW_COMMANDS: u8 = 0b011 << 4;
 
-/// The whole data of a command; `persists` is whether APTPL is supported.
+/// Returns all data of a command. `persists` is true if APTPL is supported.
 ///
 /// # Errors
 ///
-/// When there is no such service action.
+/// If there is no such service action.
 pub(super) fn data(
     cdb: &[u8; CDB_BYTES],
     registry: &Registry,
@@ -45,7 +45,7 @@ fn keys(registry: &Registry) -> Vec<u8> {
 /// READ RESERVATION.
 fn reservation(registry: &Registry) -> Vec<u8> {
     let Some(held) = registry.reservation else { return Vec::new() };
-    // All registrants hold theirs under the key zero.
+    // The key is zero if all registrants hold the reservation.
     let key = held.holder.and_then(|holder| registry.key_of(holder));
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&key.map_or(0, Into::into).to_be_bytes());
@@ -81,7 +81,7 @@ fn full_status(registry: &Registry) -> Vec<u8> {
     bytes
 }
 
-/// A TransportID behind its length.
+/// A TransportID after its length.
 fn transport_id(port: PortName) -> Vec<u8> {
     let id = port.transport_id();
     let bytes: u32 = iomem::fits(id.len(), "bytes of a TransportID");

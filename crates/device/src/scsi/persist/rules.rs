@@ -1,11 +1,11 @@
-//! What each service action of PERSISTENT RESERVE OUT does (SPC-4, sections 5.13.7 to 5.13.11).
+//! The effect of each service action of PERSISTENT RESERVE OUT (SPC-4, sections 5.13.7 to 5.13.11).
 
 use super::command::{NO_ACTION_KEY, NO_DESTINATION, NOTHING_TO_MOVE, Request, ServiceAction};
 use super::file::FileError;
 use super::registry::{PortName, Registry, Reservation};
 use crate::scsi::sense::Sense;
 
-/// Why a PERSISTENT RESERVE OUT changes nothing.
+/// A PERSISTENT RESERVE OUT that changes nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     /// The status is RESERVATION CONFLICT.
@@ -19,19 +19,19 @@ pub(crate) enum Refusal {
     NotSaved(#[from] FileError),
 }
 
-/// What a service action does besides its change of the registry.
+/// The effects of a service action besides its change of the registry.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Effects {
-    /// Whether PRGENERATION counts it.
+    /// True if PRGENERATION counts the action.
     pub(super) is_counted: bool,
     /// Unit attentions for the initiators at other ports.
     pub(super) attentions: Vec<(PortName, Sense)>,
-    /// Ports whose commands are to be aborted.
+    /// Ports with commands to abort.
     pub(super) aborted: Vec<PortName>,
 }
 
 impl Effects {
-    /// Those of a service action that PRGENERATION counts.
+    /// The effects of a service action that PRGENERATION counts.
     fn counted() -> Self {
         Self { is_counted: true, ..Self::default() }
     }
@@ -43,7 +43,7 @@ impl Effects {
     }
 }
 
-/// Who sent a command, and who else is there.
+/// The port that sent a command, and all attached ports.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ports<'a> {
     pub(super) own: PortName,
@@ -51,11 +51,11 @@ pub(super) struct Ports<'a> {
 }
 
 impl Registry {
-    /// Carries a command out. What it leaves behind when it fails is of no use.
+    /// Carries out a command. After a failure, the registry is of no use.
     ///
     /// # Errors
     ///
-    /// When the standard does not allow it.
+    /// If the standard does not allow the command.
     pub(super) fn perform(
         &mut self,
         ports: Ports<'_>,
@@ -86,7 +86,7 @@ impl Registry {
         let mut effects = Effects::counted();
         match request.action_key {
             Some(key) => self.set_key(port, key)?,
-            // The standard has it do nothing, so it does not count either.
+            // By the standard this does nothing, so it does not count either.
             None if self.key_of(port).is_none() => return Ok(Effects::default()),
             None => {
                 let released = self.remove(|registration| registration.port == port);
@@ -139,7 +139,7 @@ impl Registry {
         Ok(effects)
     }
 
-    /// PREEMPT and PREEMPT AND ABORT. Without a key, all registrants are meant.
+    /// PREEMPT and PREEMPT AND ABORT. A missing key selects all registrants.
     fn preempt(&mut self, port: PortName, request: &Request) -> Result<Effects, Refusal> {
         let held = self.reservation;
         // The reservation that is preempted with the registrations.
@@ -169,7 +169,7 @@ impl Registry {
         let mut effects = Effects::counted();
         let others = preempted.iter().filter(|other| **other != port);
         effects.attentions.extend(others.map(|other| (*other, Sense::REGISTRATIONS_PREEMPTED)));
-        // Whoever preempts a reservation holds the next one, and stays registered.
+        // A port that preempts a reservation holds the next one, and stays registered.
         let stays = |other: PortName| established.is_some() && other == port;
         self.remove(|other| is_meant(other.key) && !stays(other.port));
         if let (Some(old), Some(new)) = (replaced, established) {
@@ -190,14 +190,14 @@ impl Registry {
         request: &Request,
     ) -> Result<Effects, Refusal> {
         let held = self.reservation.ok_or(NOTHING_TO_MOVE)?;
-        // All registrants hold theirs, so none of them can move it.
+        // If all registrants hold the reservation, none of them can move it.
         if held.holder != Some(ports.own) {
             return Err(Refusal::Conflict);
         }
         request.bits?;
         let key = request.action_key.ok_or(NO_ACTION_KEY)?;
         let destination = request.destination?;
-        // At an unknown port, nobody could release the reservation.
+        // An unknown port could never release the reservation.
         let is_known = ports.attached.contains(&destination) || self.key_of(destination).is_some();
         if destination == ports.own || !is_known {
             return Err(NO_DESTINATION.into());
@@ -219,7 +219,7 @@ mod tests {
     use super::super::registry::{Key, ReservationType};
     use super::*;
 
-    /// The holder with key 1, a registrant with key 2, and somebody who is not registered.
+    /// The holder with key 1, a registrant with key 2, and an unregistered port.
     const PORTS: [PortName; 3] = [PortName([0xa; 8]), PortName([0xb; 8]), PortName([0xc; 8])];
     const STRANGER: PortName = PortName([0xd; 8]);
 
@@ -258,8 +258,8 @@ mod tests {
         registry.perform(Ports { own: port, attached: &PORTS }, request)
     }
 
-    /// What has come of a command: a status, or who is registered with which key, the reservation,
-    /// the unit attentions and whose commands are aborted.
+    /// The outcome of a command: a status, or the registrations with keys, the reservation, the
+    /// unit attentions, and the ports with aborted commands.
     fn describe(result: Result<Effects, Refusal>, registry: &Registry) -> String {
         let effects = match result {
             Ok(effects) => effects,
@@ -473,7 +473,7 @@ mod tests {
         check(&request(ServiceAction::RegisterAndMove, 0, 0, 1), false, moved(IN_LIST));
         let away = Request { destination: Err(Sense::in_list(24, Some(3))), ..sent };
         check(&away, false, moved(IN_LIST));
-        // Somebody who is registered is known without being attached.
+        // A registered port is known without being attached.
         let mut registry = registry(Some(3));
         let sent = Request { key: Key::new(1), ..to(PORTS[1]) };
         let ports = Ports { own: PORTS[0], attached: &PORTS[..1] };
