@@ -1,6 +1,7 @@
-//! What all units on one disk share, in whichever devices they are. To initiators they are one
-//! logical unit, which each reaches by a nexus of its own: it has one set of tasks, one set of mode
-//! parameters and one set of persistent reservations, and one command may exclude all others.
+//! State that all units on one disk share, even in different devices. To initiators they are one
+//! logical unit, which each initiator reaches by its own nexus. The unit has one set of tasks, one
+//! set of mode parameters and one set of persistent reservations, and one command may exclude all
+//! other commands.
 
 use std::fs::File;
 use std::future::poll_fn;
@@ -18,62 +19,63 @@ use super::sense::Sense;
 use super::task_set::{Abort, How, TaskId, Waiting};
 use super::turns::Turns;
 
-/// Functions about the tasks of all initiators that wait for those of others at a time. A disk may
-/// be many units, and each may be asked for a thousand functions.
+/// The most functions about tasks of all initiators that wait for tasks of other initiators at a
+/// time. A disk may be many units, and each may receive a thousand functions.
 pub(super) const FUNCTIONS_MAX: usize = 8;
 
-/// A unit on the disk, as those in other devices reach it.
+/// A unit on the disk, as units of other devices reach it.
 pub(crate) trait Peer: Send + Sync {
-    /// The unit has been removed.
+    /// Returns true if the unit has been removed.
     fn is_gone(&self) -> bool;
 
-    /// Has its initiator learn of something with its next command.
+    /// Adds an attention that the initiator receives with its next command.
     fn add_attention(&self, sense: Sense);
 
-    /// Does what `how` says with its tasks, except this one.
+    /// Treats the unit's tasks as `how` says, except this one. `None` if the device is gone.
     fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting>;
 
-    /// Uses no more than so many bytes of the disk from now on.
+    /// Restricts the unit to the first `size_bytes` of the disk from now on.
     fn cut_off(&self, size_bytes: u64);
 
-    /// The file or device behind the disk may have another size: its driver is told.
+    /// Reads the size of the file or device behind the disk again, and notifies the driver.
     fn refresh(&self);
 }
 
-/// A device on the disk that is no initiator, as a virtio-blk device is not.
+/// A device on the disk that is no initiator, such as a virtio-blk device.
 pub(crate) trait Stranger: Send + Sync {
-    /// The device has been removed.
+    /// Returns true if the device has been removed.
     fn is_gone(&self) -> bool;
 
-    /// From now on its requests ask before they use the disk. The result is
-    /// ready when that is so, and those that have begun are answered.
+    /// Makes requests check the access from now on before they use the disk. The result is ready
+    /// when this holds and earlier requests are answered.
     fn fence(&self) -> Waiting;
 
-    /// As for a [`Peer`].
+    /// Like [`Peer::cut_off`].
     fn cut_off(&self, size_bytes: u64);
 
-    /// The file or device behind the disk may have another size, of which nobody is told here.
+    /// Reads the size of the file or device behind the disk again, without notifying the driver.
     fn refresh(&self);
 }
 
-/// The tasks of a nexus that are looked for.
+/// The covered tasks of a nexus, which may not have ended.
 struct Looked {
     nexus: Nexus,
     peer: Arc<dyn Peer>,
     tasks: Waiting,
 }
 
-/// The tasks of a nexus that were looked for, when they have ended.
+/// The covered tasks of a nexus, which have ended.
 pub(crate) struct Covered {
     pub(crate) nexus: Nexus,
     pub(crate) peer: Arc<dyn Peer>,
-    /// How many there were.
+    /// The number of tasks found.
     pub(crate) found: usize,
-    /// Some may be carried out later, as if nobody had asked.
+    /// True if some tasks may be carried out later, as if they had not been covered.
     pub(crate) has_lost: bool,
 }
 
-/// What the units on one disk share. Whoever has several exports of a disk makes one for it.
+/// State that the units on one disk share. A program with several exports of a disk makes one for
+/// it.
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
@@ -83,13 +85,13 @@ pub struct DiskAccess {
     /// A PERSISTENT RESERVE OUT is in progress.
     is_changing: AtomicBool,
     medium: Medium,
-    /// STOP UNIT was the last that was heard.
+    /// True if the last START STOP UNIT stopped the unit.
     is_stopped: AtomicBool,
     /// An initiator has cleared WCE of the caching mode page.
     cache_is_off: AtomicBool,
     /// D_SENSE of the control mode page.
     has_descriptor_sense: AtomicBool,
-    /// Those of functions about the tasks of all initiators.
+    /// Turns of functions about the tasks of all initiators.
     turns: Turns,
 }
 
@@ -99,7 +101,7 @@ impl Default for DiskAccess {
     }
 }
 
-/// What the units on a disk share, for another process.
+/// Shared state of a disk, for another process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct AccessState {
@@ -109,13 +111,14 @@ pub(crate) struct AccessState {
     has_descriptor_sense: bool,
 }
 
-/// The file with the persistent reservations of a disk cannot be used.
+/// A file of persistent reservations that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct ReservationsError(#[from] FileError);
 
 impl DiskAccess {
-    /// That of a disk that another process hands over: reservations are kept where it says.
+    /// For a disk that another process hands over, which also determines the place of its
+    /// reservations.
     #[must_use]
     pub fn awaited() -> Self {
         Self::with(Arc::new(Reservations::awaited()))
@@ -136,7 +139,7 @@ impl DiskAccess {
         }
     }
 
-    /// What another process needs, and the file of the reservations, while no command runs.
+    /// State for another process, and the file of the reservations. Call it while no command runs.
     pub(crate) fn hand_over(&self) -> io::Result<(AccessState, Option<File>)> {
         let (reservations, file) = self.reservations.hand_over()?;
         let state = AccessState {
@@ -148,7 +151,7 @@ impl DiskAccess {
         Ok((state, file))
     }
 
-    /// Goes on with what another process had.
+    /// Continues with the state of another process.
     pub(crate) fn take_over(&self, state: AccessState, file: Option<File>) -> io::Result<()> {
         self.reservations.take_over(state.reservations, file)?;
         self.set_stopped(state.is_stopped);
@@ -157,20 +160,18 @@ impl DiskAccess {
         Ok(())
     }
 
-    /// Has persistent reservations kept, where initiators ask for that (APTPL), and loads those
-    /// that were. Without this they are lost when the process ends. The file exists while there is
-    /// something to keep, and is nobody else's then. They stay there while there are some, or a
-    /// unit is on the disk: keep the result until the unit is added. This waits for its file
-    /// system.
+    /// Stores persistent reservations in `place`, if initiators ask for that (APTPL), and loads
+    /// stored ones. Without this call they are lost when the process ends. The file exists while
+    /// APTPL is set, and is locked then. The place is fixed while there are registrations or units
+    /// on the disk: keep the result until the unit is added. Waits for the file system.
     ///
     /// # Errors
     ///
-    /// When the file is there but cannot be read, is broken, or is somebody else's: to go on
-    /// without it would let hosts write that were fenced off. When other exports of the disk have
-    /// said that they are kept elsewhere.
+    /// If the file exists but cannot be read, is broken, or is in use: to continue without it would
+    /// let fenced hosts write. If other exports of the disk have chosen another place, or none.
     pub fn keep_reservations(&self, place: KeptIn) -> Result<Keeping, ReservationsError> {
         let keeping = self.reservations.keep_in(place)?;
-        // A reservation that was loaded holds at once, and nobody waits for what has begun.
+        // A loaded reservation holds at once, and requests that have begun are not awaited.
         drop(self.fence());
         Ok(keeping)
     }
@@ -179,38 +180,38 @@ impl DiskAccess {
         self.reservations.attach(port)
     }
 
-    /// The unit of a nexus can be reached from now on.
+    /// Makes the unit of a nexus reachable.
     pub(crate) fn introduce(&self, nexus: Nexus, peer: Arc<dyn Peer>) {
         let mut peers = lock(&self.peers);
         peers.retain(|(_, peer)| !peer.is_gone());
         peers.push((nexus, peer));
     }
 
-    /// A device that is no initiator can be reached from now on.
+    /// Makes a device reachable that is no initiator.
     pub(crate) fn introduce_stranger(&self, stranger: Arc<dyn Stranger>) {
         let mut strangers = lock(&self.strangers);
         strangers.retain(|stranger| !stranger.is_gone());
         strangers.push(stranger);
     }
 
-    /// Whether requests of devices that are no initiators have to ask before they use the disk.
+    /// True if requests of devices that are no initiators must ask before they use the disk.
     pub(crate) fn is_fenced(&self) -> bool {
-        // Whoever may not read may not write.
+        // Reads are never excluded without writes.
         self.is_exclusive() || !self.admits(CommandClass::Writes)
     }
 
-    /// Whether the reservation lets a device use the disk that is no initiator.
+    /// True if the reservation admits commands of this class from devices that are no initiators.
     pub(crate) fn admits(&self, class: CommandClass) -> bool {
         !self.reservations.keeps_strangers_from(class)
     }
 
-    /// Has all devices that are no initiators heed what there is now.
+    /// Makes all devices that are no initiators respect the current state.
     fn fence(&self) -> Vec<Waiting> {
         lock(&self.strangers).iter().map(|stranger| stranger.fence()).collect()
     }
 
-    /// There may be another reservation. Returns when no device that is no initiator uses the disk
-    /// in spite of it.
+    /// Applies a reservation that may have changed. Returns when no device that is no initiator
+    /// uses the disk against it.
     pub(crate) async fn reservation_changed(&self) {
         if !self.admits(CommandClass::Writes) {
             for fenced in self.fence() {
@@ -219,17 +220,17 @@ impl DiskAccess {
         }
     }
 
-    /// Has the initiator of a nexus learn of something, unless its unit has gone.
+    /// Adds an attention for the initiator of a nexus, unless its unit is gone.
     pub(crate) fn tell(&self, nexus: Nexus, sense: Sense) {
         self.tell_if(|other| other == nexus, sense);
     }
 
-    /// Has all initiators learn of something.
+    /// Adds an attention for all initiators.
     pub(crate) fn tell_all(&self, sense: Sense) {
         self.tell_if(|_| true, sense);
     }
 
-    /// Has all initiators but that of `nexus` learn of something.
+    /// Adds an attention for all initiators except that of `nexus`.
     pub(crate) fn tell_others(&self, nexus: Nexus, sense: Sense) {
         self.tell_if(|other| other != nexus, sense);
     }
@@ -240,27 +241,26 @@ impl DiskAccess {
         meant.for_each(|(_, peer)| peer.add_attention(sense));
     }
 
-    /// Keeps the disk at its size. Whoever changes it holds this from before the first device hears
-    /// of it until the last has; whoever makes another device on the disk, from a look at its size
-    /// until the device is made.
+    /// Keeps the disk at its size. A caller that changes the size holds this from before the first
+    /// device is notified until after the last. A caller that makes another device on the disk
+    /// holds this from its read of the size until the device is made.
     pub fn hold_size(&self) -> MutexGuard<'_, ()> {
         lock(&self.sizes)
     }
 
-    /// The disk has another size: all devices on it take it over, and all initiators learn of it.
-    /// Whoever calls this tells the drivers of virtio-blk. It asks the file system, so it is
-    /// nothing for an IoThread.
+    /// Applies a new size of the disk to all devices on it, and notifies all initiators. The caller
+    /// notifies the drivers of virtio-blk. Queries the file system, so not for IoThreads.
     pub fn refresh(&self) {
-        // Not under the locks, since this takes its time.
+        // Outside the locks, since this takes time.
         let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
         strangers.iter().for_each(|stranger| stranger.refresh());
         peers.iter().for_each(|(_, peer)| peer.refresh());
     }
 
-    /// The disk is about to lose what is beyond this size: no request of any device on it begins
-    /// there from now on, and those are answered that have begun when this returns, but for those
-    /// that wait for limits or for another try, which look at the size again. IoThreads answer
-    /// them, so it is nothing for one.
+    /// Prepares for the loss of all data beyond `size_bytes`: no request of any device on the disk
+    /// begins there from now on. Earlier requests are answered when this returns, except requests
+    /// that wait for limits or for a retry and then check the size again. IoThreads answer them, so
+    /// an IoThread must not call this.
     pub fn cut_off(&self, size_bytes: u64) {
         let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
         strangers.iter().for_each(|stranger| stranger.cut_off(size_bytes));
@@ -271,7 +271,7 @@ impl DiskAccess {
         begun.iter().for_each(Waiting::wait);
     }
 
-    /// Whether no other unit is on the disk.
+    /// True if no other unit is on the disk.
     pub(crate) fn is_alone(&self, nexus: Nexus) -> bool {
         lock(&self.peers).iter().all(|(other, peer)| *other == nexus || peer.is_gone())
     }
@@ -285,7 +285,7 @@ impl DiskAccess {
         self.is_stopped.store(stopped, Ordering::Relaxed);
     }
 
-    /// Whether initiators have switched the write cache off.
+    /// True if initiators have switched the write cache off.
     #[inline]
     pub(crate) fn cache_is_off(&self) -> bool {
         self.cache_is_off.load(Ordering::Relaxed)
@@ -295,7 +295,7 @@ impl DiskAccess {
         self.cache_is_off.store(off, Ordering::Relaxed);
     }
 
-    /// Whether initiators want sense data in descriptor format.
+    /// True if initiators have chosen sense data in descriptor format.
     pub(crate) fn has_descriptor_sense(&self) -> bool {
         self.has_descriptor_sense.load(Ordering::Relaxed)
     }
@@ -304,15 +304,15 @@ impl DiskAccess {
         self.has_descriptor_sense.store(on, Ordering::Relaxed);
     }
 
-    /// Back to what it was when the first unit on the disk was made.
+    /// Restores the initial state, as when the first unit on the disk was made.
     pub(crate) fn reset(&self) {
         self.set_stopped(false);
         self.set_cache_off(false);
         self.set_descriptor_sense(false);
     }
 
-    /// Looks for tasks of all nexuses and does with them what `how` says of each, if anything: with
-    /// all but the one that is excepted.
+    /// Covers the tasks of each nexus as `how` says, with the exception of `except`. `None` leaves
+    /// out a nexus.
     fn look(&self, except: Option<TaskId>, how: impl Fn(Nexus) -> Option<How>) -> Vec<Looked> {
         let look = |(nexus, peer): &(Nexus, Arc<dyn Peer>)| {
             let tasks = peer.cover(how(*nexus)?, except)?;
@@ -321,22 +321,23 @@ impl DiskAccess {
         lock(&self.peers).iter().filter_map(look).collect()
     }
 
-    /// Has the tasks of all initiators end, as a function of the nexus `by` asks: its own as `own`
-    /// says, with those that its driver has made available by now, and those of others as a reset
-    /// ends them: their drivers then begin them again. What others have not yet given to the device
-    /// is no task, and it is theirs to say when they do. Returns when those have ended that are
-    /// meant.
+    /// Ends the tasks of all initiators, for a function of the nexus `by`. Its own tasks end as
+    /// `own` says, with all chains that its driver has made available. Tasks of other initiators
+    /// end as by a reset, and their drivers start them again. Chains of other initiators that are
+    /// not popped are no tasks yet: no order is defined between initiators. Returns when the
+    /// covered tasks have ended.
     pub(crate) async fn end_all_tasks(&self, by: Nexus, own: Abort) -> Vec<Covered> {
-        // Before it waits for anything.
+        // Before any wait, so that later chains of the driver are not covered.
         let mut looked = self.look(None, |nexus| (nexus == by).then_some(How::Abort(own)));
-        // Tasks never wait for functions, so that nothing waits for itself.
+        // Tasks never wait for functions, so there is no deadlock.
         let _turn = self.turns.next().await;
         let theirs = How::AbortBegun(Abort::Reset);
         looked.extend(self.look(None, |nexus| (nexus != by).then_some(theirs)));
         end(looked).await
     }
 
-    /// The same for a command of the nexus `by`, and of the initiators that are meant.
+    /// Ends the tasks that have begun of all initiators for which `is_meant` holds, for a command
+    /// of the nexus `by`. Returns when they have ended.
     pub(crate) async fn end_tasks(
         &self,
         (by, command): (Nexus, TaskId),
@@ -350,42 +351,42 @@ impl DiskAccess {
     }
 
     /// Admits one PERSISTENT RESERVE OUT at a time, until the result is dropped. Two that abort
-    /// each other's tasks would wait for each other, and each takes a thread.
+    /// each other's tasks would deadlock, and each takes a thread.
     pub(crate) fn begin_change(self: &Arc<Self>) -> Option<Change> {
         let is_first = !self.is_changing.swap(true, Ordering::Acquire);
         is_first.then(|| Change(Arc::clone(self)))
     }
 
-    /// Whether commands on the medium wait.
+    /// True if commands on the medium must wait.
     #[inline]
     pub(crate) fn is_exclusive(&self) -> bool {
         self.medium.is_taken()
     }
 
-    /// Waits while a command has the medium to itself. Use it before anything else that waits.
+    /// Waits while a command has the medium to itself. Must precede any other wait.
     ///
     /// # Errors
     ///
-    /// What `check` says. It is asked when the command that has the medium waits itself, and
-    /// [again](Self::look_at_waiting) until that goes on.
+    /// The error of `check`, which is called when the command with the medium waits itself, and
+    /// [again](Self::look_at_waiting) until that command resumes.
     pub(crate) async fn pass<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
         self.medium.pass(check).await
     }
 
-    /// Has all those asked whether they are to go on who wait for the medium.
+    /// Makes all waiters for the medium repeat their checks.
     pub(crate) fn look_at_waiting(&self) {
         self.medium.look();
     }
 
-    /// Gives a command the medium to itself: commands that begin wait, and those that have begun
+    /// Gives a command the medium to itself. Commands that begin wait, and commands that have begun
     /// have ended when this returns.
     ///
-    /// A thread that does not see the flag yet has its commands found by the look at its queues: it
-    /// sees the flag after that, as it does with all that was written before a call to it.
+    /// If a thread does not see the flag yet, the scan of its queues finds its commands. After the
+    /// scan the thread sees the flag, like everything written before a call to it.
     ///
     /// # Errors
     ///
-    /// As for [`pass`](Self::pass), before it has the medium.
+    /// As for [`pass`](Self::pass), before the command has the medium.
     pub(crate) async fn exclude<E>(
         self: &Arc<Self>,
         own: TaskId,
@@ -404,14 +405,14 @@ impl DiskAccess {
 
 #[cfg(test)]
 impl DiskAccess {
-    /// As [`exclude`](Self::exclude), however long that takes.
+    /// Like [`exclude`](Self::exclude), without a limit on the wait.
     pub(crate) async fn exclude_anyway(self: &Arc<Self>, own: TaskId) -> Exclusive {
         let Ok(exclusive) = self.exclude(own, || Ok::<(), std::convert::Infallible>(())).await;
         exclusive
     }
 }
 
-/// Returns when the tasks have ended that are waited for.
+/// Returns when the awaited tasks have ended.
 async fn end(looked: Vec<Looked>) -> Vec<Covered> {
     let mut covered = Vec::new();
     for Looked { nexus, peer, tasks } in looked {
@@ -421,7 +422,7 @@ async fn end(looked: Vec<Looked>) -> Vec<Covered> {
     covered
 }
 
-/// Initiators whose tasks were ended by the one of nexus `by` learn of that.
+/// Notifies initiators that lost tasks to the initiator of nexus `by`.
 pub(crate) fn tell_cleared(ended: &[Covered], by: Nexus) {
     let others = ended.iter().filter(|covered| covered.nexus != by && covered.found > 0);
     others.for_each(|covered| covered.peer.add_attention(Sense::COMMANDS_CLEARED));
@@ -436,12 +437,12 @@ impl Drop for Change {
     }
 }
 
-/// The medium belongs to one command, until this is dropped.
+/// Exclusive use of the medium by one command, until this is dropped.
 pub(crate) struct Exclusive(Arc<DiskAccess>);
 
 impl Exclusive {
-    /// The command waits since its disk has failed it, or does so no more. Who waits for the medium
-    /// may have no time for that.
+    /// Marks that the command waits after a failure of its disk, or that this wait has ended.
+    /// Waiters for the medium may be unable to wait that long.
     pub(crate) fn set_held(&self, is_held: bool) {
         self.0.medium.set_held(is_held);
     }

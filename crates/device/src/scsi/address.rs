@@ -1,10 +1,11 @@
-//! Logical units of a device, and how requests name them (virtio 1.3, section 5.6.6.1).
+//! Logical units of a device, and their addresses in requests and events (virtio 1.3, section
+//! 5.6.6).
 
 use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The most LUNs of a target: a single level has 14 bits.
+/// The highest LUN of a target: a single level has 14 bits.
 pub const LUN_MAX: u16 = 0x3fff;
 
 /// A logical unit: a target of the device, and a number there.
@@ -16,12 +17,12 @@ pub struct UnitAddress {
     pub lun: u16,
 }
 
-/// A unit, among all that are ever made: another may come to the same address.
+/// A unit, unique among all units ever made: a later unit may have the same address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct UnitNumber(NonZeroU64);
 
 impl UnitNumber {
-    /// One that no other unit has.
+    /// Returns the number of no other unit.
     pub(crate) fn next() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
         let last = LAST.fetch_add(1, Ordering::Relaxed);
@@ -29,29 +30,29 @@ impl UnitNumber {
     }
 }
 
-/// Where a request goes.
+/// The destination of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Address {
     Unit(UnitAddress),
     /// The well-known unit that every device has.
     ReportLuns,
-    /// No unit can be there.
+    /// No unit can have this address.
     Invalid,
 }
 
 impl Address {
-    /// The address in a request.
+    /// Parses the address in a request.
     #[inline]
     pub(crate) fn parse(bytes: [u8; 8]) -> Self {
         const FIRST_AND_LAST_BYTES: u64 = 0xff00_0000_ffff_ffff;
         let [_, target, l0, l1, ..] = bytes;
-        // The bytes are compared at once: each request does this.
+        // Compares all these bytes at once, since every request is parsed.
         let word = u64::from_be_bytes(bytes);
         if word & FIRST_AND_LAST_BYTES != 1 << 56 {
             return if word == 0xc101 << 48 { Self::ReportLuns } else { Self::Invalid };
         }
         let lun = match l0 {
-            // Flat space addressing, which drivers use for all.
+            // Flat space addressing, which drivers use for all LUNs.
             0x40..0x80 => u16::from_be_bytes([l0 & 0x3f, l1]),
             // Peripheral device addressing, of bus 0.
             0 => l1.into(),
@@ -62,14 +63,14 @@ impl Address {
 }
 
 impl UnitAddress {
-    /// As it is in requests.
+    /// The address as written in requests.
     #[cfg(test)]
     pub(crate) fn bytes(self) -> [u8; 8] {
         let [l0, l1] = self.lun_field();
         [1, self.target, l0 | 0x40, l1, 0, 0, 0, 0]
     }
 
-    /// As it is in events: the LUN is that of REPORT LUNS, since drivers look for that.
+    /// The address as written in events. The LUN is that of REPORT LUNS, for which drivers search.
     pub(crate) fn event_bytes(self) -> [u8; 8] {
         let [l0, l1, ..] = self.lun_bytes();
         [1, self.target, l0, l1, 0, 0, 0, 0]

@@ -21,9 +21,9 @@ use crate::stats::RequestKind;
 
 /// Bytes of a response before the sense data.
 const FIXED_RESPONSE_BYTES: usize = 12;
-/// Sense data of the default size.
+/// Bytes of sense data of the default size.
 const SENSE_BYTES: usize = 96;
-/// Where a response has the bytes that were not transferred.
+/// The bytes of a response that hold the residual, which counts bytes not transferred.
 const RESIDUAL: Range<usize> = 4..8;
 
 /// Responses, which are a byte each.
@@ -39,7 +39,7 @@ const CHECK_CONDITION: u8 = 0x02;
 const BUSY: u8 = 0x08;
 const RESERVATION_CONFLICT: u8 = 0x18;
 
-/// What has come of a command, and what it counts as.
+/// The result of a command, and its kind in the statistics.
 pub(super) type Served = (RequestKind, Result<Done, Refused>);
 
 /// Bytes of a response with sense data of this size.
@@ -53,11 +53,11 @@ pub(super) fn response_bytes(sense_size: u32) -> usize {
 pub(super) struct Request {
     pub(super) head: u16,
     response: SharedBytes,
-    /// Bytes of data in both directions.
+    /// Bytes of data from the driver and to it.
     pub(super) room: [usize; 2],
-    /// The unit that it names, if there is one.
+    /// The addressed unit, if it exists.
     pub(super) local: Option<Rc<LocalUnit>>,
-    /// Of a plain transfer.
+    /// The blocks of a plain transfer.
     pub(super) range: block::Range,
 }
 
@@ -67,13 +67,13 @@ impl Request {
         Self { head, response, room, local: None, range: block::Range::NONE }
     }
 
-    /// The unit that carries it out.
+    /// The unit that carries out the command, which must exist.
     #[inline(always)]
     pub(super) fn local(&self) -> &LocalUnit {
         self.local.as_deref().expect("a command that has begun is one of a unit")
     }
 
-    /// Answers it: counts it, writes its response, pushes its chain.
+    /// Answers the request: counts it, writes its response, pushes its chain.
     #[inline(always)]
     pub(super) fn give(
         &self,
@@ -103,7 +103,7 @@ impl Request {
         queue.push(self.head, iomem::fits(response_bytes + data, "bytes of a chain"));
     }
 
-    /// Writes the response of a command that has failed. Returns what it has transferred even so.
+    /// Writes the response of a failed command. Returns the bytes that were transferred even so.
     #[cold]
     fn fail(
         &self,
@@ -115,7 +115,7 @@ impl Request {
         let failure = match (abort, done) {
             (Some(abort), _) => refused(Failure::Aborted(abort)),
             (None, Err(failure)) => failure,
-            // What was read from memory that is gone were zeroes, and what was written is lost.
+            // Bytes read from lost memory were zeroes, and bytes written to it are gone.
             (None, Ok(_)) => refused(Failure::MemoryGone),
         };
         let moved = failure.moved();
@@ -139,7 +139,7 @@ fn residual(bytes: usize) -> [u8; 4] {
     u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes()
 }
 
-/// Writes what the driver learns about a failure: the one place where it is chosen.
+/// Writes the driver's view of a failure: the only place that chooses it.
 fn put(
     failure: &Failure,
     format: Format,

@@ -1,6 +1,6 @@
-//! Tasks that wait for the limits of their disk, because it has failed them, or while another has
-//! the medium to itself. They use nothing meanwhile, so nobody waits for them; before they go on
-//! they do what a task does that begins.
+//! Waits of tasks for limits of their disk, for a retry after a failure, or for the medium. A
+//! waiting task uses nothing, so other tasks do not wait for it. Before it resumes, it repeats the
+//! checks of a task that begins.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -14,18 +14,18 @@ use super::outcome::{Failure, Task};
 use super::persist::CommandClass;
 use super::request_queue::LocalUnit;
 
-/// A task, and the unit on whose disk it is.
+/// A task, and the unit on which it works.
 #[derive(Clone, Copy)]
 pub(super) struct AtDisk<'a> {
     local: &'a LocalUnit,
     task: Task<'a>,
-    /// It has the medium to itself.
+    /// Present if the task has the medium to itself.
     exclusive: Option<&'a Exclusive>,
-    /// It ends when its queue stops, at its next piece.
+    /// If true, the task ends at its next piece when its queue stops.
     is_long: bool,
 }
 
-/// Whether a long task has ended because its queue stops, and not by an error of its disk.
+/// True if a long task has ended because its queue stops, and not by a disk error.
 pub(super) fn is_stopped(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ResourceBusy && error.raw_os_error().is_none()
 }
@@ -35,13 +35,13 @@ impl<'a> AtDisk<'a> {
         Self { local, task, exclusive: None, is_long: false }
     }
 
-    /// A task that may move much data, however short its request is. When its queue stops it
+    /// A task that may move much data, however short its request is. When its queue stops, it
     /// answers BUSY before the next piece, and drivers send it again.
     pub(super) fn long(local: &'a LocalUnit, task: Task<'a>) -> Self {
         Self { is_long: true, ..Self::new(local, task) }
     }
 
-    /// That of a task which has the medium to itself.
+    /// Marks the task as the one with the medium to itself.
     pub(super) fn with_medium(self, exclusive: &'a Exclusive) -> Self {
         Self { exclusive: Some(exclusive), ..self }
     }
@@ -50,14 +50,14 @@ impl<'a> AtDisk<'a> {
     ///
     /// # Errors
     ///
-    /// When it was aborted meanwhile, or cannot wait.
+    /// If the task was aborted during the wait, or cannot wait.
     pub(super) async fn pass_medium(self) -> Result<(), Failure> {
         let is_outside = Cell::new(false);
         let passed = self.local.unit.access.pass(|| self.wait_outside(&is_outside)).await;
         self.come_back(&is_outside, passed)
     }
 
-    /// Waits until it has the medium to itself.
+    /// Waits until the task has the medium to itself.
     ///
     /// # Errors
     ///
@@ -69,12 +69,12 @@ impl<'a> AtDisk<'a> {
         self.come_back(&is_outside, taken)
     }
 
-    /// Between two uses of the medium, by a task that takes long: another that wants it to itself
-    /// does not wait for the end of this one.
+    /// Lets waiting tasks take the medium between two uses of it by a long task, so that they need
+    /// not wait for the end of this task.
     ///
     /// # Errors
     ///
-    /// When it does not go on: it was aborted, a reservation is in its way, or its queue stops.
+    /// If the task cannot continue: it was aborted, a reservation conflicts, or its queue stops.
     pub(super) async fn give_way(self) -> Result<(), Failure> {
         self.task.check()?;
         if self.is_to_end() {
@@ -93,7 +93,7 @@ impl<'a> AtDisk<'a> {
         Ok(())
     }
 
-    /// The task that has the medium waits too, so this one uses nothing meanwhile.
+    /// Steps out on the first call: the task with the medium waits too, so this one uses nothing.
     fn wait_outside(self, is_outside: &Cell<bool>) -> Result<(), Failure> {
         if !is_outside.replace(true) {
             self.task.tasks.steps_out(self.task.number);
@@ -117,8 +117,8 @@ impl<'a> AtDisk<'a> {
         self.task.check().map(|()| has_it)
     }
 
-    /// Whether it waits any longer for a task that waits itself. A queue that stops would wait with
-    /// it, maybe for ever.
+    /// Checks that the task may still wait for a task that waits itself. A stopping queue would
+    /// wait with it, maybe forever.
     fn check_waiting(self) -> Result<(), Failure> {
         self.task.check()?;
         if self.local.disk.is_ending() { Err(Failure::Busy) } else { Ok(()) }
@@ -128,7 +128,7 @@ impl<'a> AtDisk<'a> {
         self.is_long && self.local.disk.is_stopping()
     }
 
-    /// What the task ends with is how it was aborted, whatever its disk says.
+    /// Fails if the task was aborted. The abort then replaces any result of the disk.
     fn check_aborted(&self) -> io::Result<()> {
         self.task.check().map_err(|_| io::Error::from_raw_os_error(libc::ECANCELED))
     }
@@ -185,13 +185,13 @@ impl Requester for AtDisk<'_> {
         if self.is_to_end() { Err(io::ErrorKind::ResourceBusy.into()) } else { Ok(()) }
     }
 
-    /// Drivers send a command again that was answered with BUSY.
+    /// Refuses the rest with BUSY: drivers send such a command again.
     fn check_rest(&self) -> io::Result<()> {
         self.check_aborted()?;
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// With the medium to itself it would have all others wait for its limits.
+    /// A task with the medium to itself would make all other tasks wait for its limits.
     fn is_past_limits(&self) -> bool {
         self.exclusive.is_some()
     }

@@ -1,31 +1,31 @@
-//! Tasks that are waited for, on whichever threads, and who waits.
+//! Waits for tasks to end, on any threads.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 
-/// Somebody waits for queues to look for tasks, and for those to end.
+/// A wait for queues to scan their tasks, and for the found tasks to end.
 #[derive(Default)]
 struct Wait {
-    /// Queues that have not looked, and tasks that have not ended.
+    /// Queues that have not scanned, and tasks that have not ended.
     left: AtomicUsize,
     found: AtomicUsize,
-    /// A queue has stopped, or its ring is bad, with chains that nobody has popped.
+    /// A queue has stopped, or its ring is bad, with chains that were not popped.
     has_lost: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
 
-/// One of those that are waited for. Dropping it says that it has ended.
+/// A queue or task that is awaited. Dropping it marks its end.
 pub(crate) struct Left(Arc<Wait>);
 
 impl Left {
-    /// One more task was found.
+    /// Counts a task that was found.
     pub(super) fn find(&self) {
         self.0.found.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Tasks that are meant may be popped later.
+    /// Marks that covered tasks may be popped later.
     pub(crate) fn lose(&self) {
         self.0.has_lost.store(true, Ordering::Relaxed);
     }
@@ -52,14 +52,14 @@ impl Drop for Left {
 pub(crate) struct Waiting(Arc<Wait>);
 
 impl Waiting {
-    /// With the first of those that are waited for.
+    /// Creates a wait, with the first [`Left`].
     pub(crate) fn new() -> (Self, Left) {
         let wait = Arc::new(Wait::default());
         wait.left.store(1, Ordering::Relaxed);
         (Self(Arc::clone(&wait)), Left(wait))
     }
 
-    /// Ready with the number of tasks that were found.
+    /// Ready with the number of tasks found.
     pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<usize> {
         *self.0.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
         if self.0.left.load(Ordering::Acquire) > 0 {
@@ -68,7 +68,7 @@ impl Waiting {
         Poll::Ready(self.0.found.load(Ordering::Relaxed))
     }
 
-    /// Waits on this thread, which must not be an IoThread.
+    /// Blocks this thread, which must not be an IoThread.
     pub(crate) fn wait(&self) {
         let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
         while self.poll(&Context::from_waker(&waker)).is_pending() {
@@ -76,7 +76,7 @@ impl Waiting {
         }
     }
 
-    /// Whether chains that are meant may be popped later, as if nobody had asked.
+    /// True if covered chains may be popped later, as if they had not been covered.
     pub(crate) fn has_lost(&self) -> bool {
         self.0.has_lost.load(Ordering::Relaxed)
     }

@@ -13,17 +13,18 @@ use super::request_queue::LocalUnit;
 use super::sense::{DiskUse, Sense};
 use super::unit::Unit;
 
-/// The most bytes of one WRITE SAME: 32 MiB. Where the disk has no operation for it, the blocks are
+/// The most bytes of one WRITE SAME: 32 MiB. If the disk has no operation for it, the blocks are
 /// written, and one request should not take seconds.
 pub(super) const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
-/// A pattern is written in steps of this many bytes, and zeroes in steps of so many.
+/// Bytes per step in writing a pattern; the next constant is for zeroes.
 const PATTERN_STEP_BYTES: u64 = 256 << 10;
 const ZEROES_STEP_BYTES: u64 = 4 << 20;
-/// What is written over and over fills a page, as disks like it, unless a block is larger.
+/// Copies of a block fill a page, which disks prefer, unless one block is larger.
 const PAGE_BYTES: usize = 4096;
 
-/// A read that has failed is tried again in so many steps at most, before the one that fails is
-/// read block by block: disks may take long for each that fails, and limits for each.
+/// A failed read is retried in about this many steps (fewer than twice as many) before the failing
+/// step is read block by block. A disk may take long for each failing read, and limits count each
+/// read.
 const SINGLY_MAX: usize = 64;
 
 /// Bits of START STOP UNIT (SBC-4, section 5.31).
@@ -31,7 +32,7 @@ const START: u8 = 0x01;
 const LOAD_EJECT: u8 = 0x02;
 const NO_FLUSH: u8 = 0x04;
 
-/// Where the blocks of a command are, in bytes.
+/// The blocks of a command, with offset and length in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
     pub(super) lba: u64,
@@ -42,7 +43,7 @@ pub(super) struct Range {
 impl Range {
     pub(super) const NONE: Self = Self { lba: 0, offset: 0, bytes: 0 };
 
-    /// Takes at most `bytes`, whole blocks, from the front. `None`: nothing is left.
+    /// Takes whole blocks of at most `bytes` from the front. `None` if nothing is left.
     pub(super) fn take(&mut self, bytes: u64, block: usize) -> Option<Self> {
         let taken = Self { bytes: self.bytes.min(bytes), ..*self };
         self.lba += taken.bytes / block as u64;
@@ -52,14 +53,14 @@ impl Range {
     }
 }
 
-/// A write that is to be done.
+/// A write to be done.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Write {
     pub(super) range: Range,
     pub(super) fua: bool,
 }
 
-/// Blocks of a medium.
+/// Returns the range of blocks of a medium.
 #[inline(always)]
 pub(super) fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     let info = disk.info();
@@ -72,7 +73,8 @@ pub(super) fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Fail
     Ok(Range { lba, offset: lba << shift, bytes: u64::from(count) << shift })
 }
 
-/// As [`range`], where a number of 0 are all blocks from one on, of which there is at least one.
+/// Like [`range`], but a count of 0 covers all blocks to the end, of which there must be at least
+/// one.
 fn to_the_end(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     let range = range(disk, (lba, count))?;
     if count > 0 {
@@ -82,7 +84,7 @@ fn to_the_end(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     if bytes == 0 { Err(Sense::LBA_OUT_OF_RANGE.into()) } else { Ok(Range { bytes, ..range }) }
 }
 
-/// Whether the medium still has blocks: it may have become smaller while the command waited.
+/// Checks that the medium still has the blocks: it may have shrunk while the command waited.
 pub(super) fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
     if range.offset + range.bytes > disk.info().size_bytes {
         return Err(Sense::LBA_OUT_OF_RANGE.into());
@@ -90,25 +92,25 @@ pub(super) fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What an error of the disk is for the initiator.
+/// Translates a disk error for the initiator.
 #[cold]
 pub(super) fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
     disk_error_after(0, asked, source)
 }
 
-/// As [`disk_error`], of a request for these blocks.
+/// Like [`disk_error`], for a request on these blocks.
 #[cold]
 pub(super) fn range_error(disk: &Disk, range: Range, asked: DiskUse, source: io::Error) -> Failure {
     check_refusal(disk, range, &source).err().unwrap_or_else(|| disk_error(asked, source))
 }
 
-/// Whether a disk refuses a request because it has become smaller: then it has not failed. Any
-/// other error is its own, on blocks that it has lost since as well.
+/// Checks if the disk refused a request because the disk has shrunk, which is no failure of the
+/// disk. Any other error is the disk's own, even on blocks that the disk has lost since.
 fn check_refusal(disk: &Disk, range: Range, source: &io::Error) -> Result<(), Failure> {
     if source.raw_os_error() == Some(libc::EINVAL) { check_still(disk, range) } else { Ok(()) }
 }
 
-/// As [`disk_error`], after so many bytes were transferred.
+/// Like [`disk_error`], after `moved` bytes were transferred.
 fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure {
     if source.raw_os_error() == Some(libc::EBADE) {
         // The device is reserved for another host.
@@ -120,8 +122,8 @@ fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure 
     Failure::Disk { asked, moved, sense: Sense::of_disk(&source, asked), source }
 }
 
-/// A read that failed before the `rest` of `wanted` bytes. The initiator gets the blocks before it,
-/// and may use them: it goes by the residual and the address.
+/// A read that failed before the `rest` of `wanted` bytes. The initiator gets the blocks before the
+/// failure and may use them: the residual and the address delimit them.
 #[cold]
 fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) -> Failure {
     let (source, rest) = unfinished.into_parts();
@@ -131,8 +133,8 @@ fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) ->
     disk_error_after(blocks * block, DiskUse::reads("read", lba), source)
 }
 
-/// A write that failed before the `rest` of its range. The initiator learns of the first block that
-/// was not written; where all were, nobody knows which is lost.
+/// A write that failed before the `rest` of its range. The initiator learns the first block that
+/// was not written. If all were written, the lost block is unknown.
 #[cold]
 fn not_written(range: Range, block: u32, unfinished: Unfinished) -> Failure {
     let (error, rest) = unfinished.into_parts();
@@ -141,7 +143,7 @@ fn not_written(range: Range, block: u32, unfinished: Unfinished) -> Failure {
     disk_error(if rest.is_empty() { DiskUse::FLUSH } else { at }, error)
 }
 
-/// Whether commands on the medium are carried out.
+/// Fails if the unit is stopped and carries out no commands on the medium.
 #[inline]
 pub(super) fn check_ready(unit: &Unit) -> Result<(), Failure> {
     if unit.access.is_stopped() {
@@ -159,7 +161,7 @@ pub(super) fn check_writable(local: &LocalUnit) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The number of bytes that a buffer has room for.
+/// The length of a range, if a buffer has room for it.
 #[inline]
 pub(super) fn length(range: Range, buffers: &Buffers) -> Result<usize, Failure> {
     match usize::try_from(range.bytes) {
@@ -168,7 +170,8 @@ pub(super) fn length(range: Range, buffers: &Buffers) -> Result<usize, Failure> 
     }
 }
 
-/// What a command reads, unless that is nothing; `into` has room for that, and for no more then.
+/// Returns the blocks that a command reads, `None` if there are none, and cuts `into` to their
+/// length.
 #[inline(always)]
 pub(super) fn begin_read(
     local: &LocalUnit,
@@ -194,9 +197,9 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
     }
 }
 
-/// Goes on with a read that has failed, block by block from where it did: the initiator gets all
-/// blocks before the one that cannot be read, and learns which that is. A kernel that has failed
-/// direct I/O says neither. Where all can be read now, the disk has failed even so.
+/// Continues a failed read block by block from the point of failure. The initiator gets all blocks
+/// before the unreadable one, and learns its address: a kernel that fails direct I/O reports
+/// neither. If all blocks can be read now, the read fails even so.
 #[cold]
 pub(super) async fn read_singly(
     requests: Requests<'_>,
@@ -220,7 +223,7 @@ pub(super) async fn read_singly(
         match requests.read(end - rest.bytes() as u64, next).await {
             Ok(()) => rest.advance(bytes),
             Err(unfinished) => {
-                // A disk that has become smaller since does not explain why the read has failed.
+                // A disk that has shrunk since does not explain the failed read.
                 let later = unfinished.into_parts().0;
                 let is_of_blocks = Sense::is_of_some_blocks(&later);
                 if is_of_blocks {
@@ -236,7 +239,7 @@ pub(super) async fn read_singly(
     Unfinished::new(error, if rest.is_empty() { failed } else { rest })
 }
 
-/// A read that waits. With FUA, what is newer in a cache is written to the medium first (SBC-4).
+/// A read that may wait. With FUA, newer cached data is written to the medium first (SBC-4).
 pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into: Buffers) -> Moved {
     let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
     if cdb.asks_fua() {
@@ -251,7 +254,7 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into:
     end_read(local, range, result)
 }
 
-/// Writes what is newer in a cache to the medium, before blocks are read from there.
+/// Writes newer cached data to the medium before blocks are read from there.
 pub(super) async fn write_back(
     local: &LocalUnit,
     task: Task<'_>,
@@ -262,7 +265,7 @@ pub(super) async fn write_back(
     check_still(&local.disk, range)
 }
 
-/// What a command writes, unless that is nothing; `out` has that, and no more then.
+/// Returns the write of a command, `None` if it has no blocks, and cuts `out` to its length.
 #[inline(always)]
 pub(super) fn begin_write(
     local: &LocalUnit,
@@ -299,14 +302,14 @@ pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut out:
     Ok(moved)
 }
 
-/// Whether a write that is done may not be answered yet: the cache was switched off while it waited
-/// for limits, or because its disk had failed it.
+/// True if a completed write may not be answered yet. The cache was switched off while the write
+/// waited for limits or for a retry.
 #[inline]
 pub(super) fn needs_flush(local: &LocalUnit, fua: bool) -> bool {
     !fua && !local.unit.has_write_cache()
 }
 
-/// Brings all writes to stable storage, whatever blocks the initiator asks for.
+/// Brings all writes to stable storage, regardless of the blocks that the initiator names.
 pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Moved {
     check_ready(&local.unit)?;
     to_the_end(&local.disk, cdb.blocks())?;
@@ -317,14 +320,14 @@ pub(super) async fn flush(local: &LocalUnit) -> Result<(), Failure> {
     local.disk.flush().await.map_err(|error| disk_error(DiskUse::FLUSH, error))
 }
 
-/// Without a write cache, what was done is on stable storage before it is answered.
+/// Without a write cache, brings changes to stable storage before they are answered.
 pub(super) async fn settle(local: &LocalUnit) -> Result<(), Failure> {
     if local.unit.has_write_cache() { Ok(()) } else { flush(local).await }
 }
 
-/// Starts or stops the unit; writes that were not flushed are before it stops (SBC-4, section
-/// 5.31). The medium cannot be ejected or loaded, and such a command has no effect. A stop has only
-/// that of a flush, unless the unit obeys it: other guests may use the disk.
+/// Starts or stops the unit. A stop first flushes pending writes (SBC-4, section 5.31). Commands to
+/// eject or load the medium have no effect. Unless the unit obeys stops, a stop is only a flush:
+/// other guests may use the disk.
 pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
     let has = |bit: u8| cdb.byte(4) & bit != 0;
     if has(LOAD_EJECT) {
@@ -340,7 +343,7 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
     Ok(0)
 }
 
-/// Writes one block over and over (SBC-4, section 5.54).
+/// Writes one block repeatedly (SBC-4, section 5.54).
 pub(super) async fn write_same(
     local: &LocalUnit,
     cdb: &Cdb,
@@ -383,7 +386,7 @@ pub(super) async fn write_same(
     Ok(Done { moved: if has_none { 0 } else { block }, medium_bytes: bytes })
 }
 
-/// Whether so many bytes are there, and zero.
+/// True if the first `bytes` exist and are zero.
 fn is_zero(buffers: &Buffers, bytes: usize) -> bool {
     const AT_ONCE: usize = 512;
     (0..bytes).step_by(AT_ONCE).all(|at| {
@@ -393,8 +396,8 @@ fn is_zero(buffers: &Buffers, bytes: usize) -> bool {
     })
 }
 
-/// Writes a block over and over. One that is larger than a page is written from where it is: each
-/// command would take as much memory.
+/// Writes a block repeatedly. A block larger than a page is written from its own memory: copies
+/// would cost each command as much memory again.
 async fn write_pattern(
     local: &LocalUnit,
     disk: Requests<'_>,

@@ -1,12 +1,12 @@
-//! Command descriptor blocks: which commands there are, and their fields (SPC-5, SBC-4).
+//! Command descriptor blocks: the supported commands and their fields (SPC-5, SBC-4).
 
 use super::fields;
 use super::sense::Sense;
 
-/// The bytes of a CDB that are looked at: the commands here have at most so many.
+/// The bytes of a CDB that are evaluated: no supported command has more.
 pub(crate) const KEPT_BYTES: usize = 16;
 
-/// What a command does, whatever the length of its CDB.
+/// The operation of a command, for CDBs of all lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Op {
     TestUnitReady,
@@ -36,7 +36,7 @@ pub(crate) enum Op {
 }
 
 impl Op {
-    /// Whether another command may have to have the medium to itself meanwhile.
+    /// True if the command must wait while another command has the medium to itself.
     #[inline]
     pub(crate) fn uses_medium(self) -> bool {
         matches!(
@@ -50,28 +50,28 @@ impl Op {
         )
     }
 
-    /// Whether its CDBs of 10 bytes and more have a GROUP NUMBER.
+    /// True if CDBs of 10 bytes and more have a GROUP NUMBER.
     fn has_group(self) -> bool {
         self.uses_medium() || matches!(self, Self::CompareAndWrite | Self::SynchronizeCache)
     }
 }
 
-/// A command that units have.
+/// A command that units support.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Command {
     pub(crate) op: Op,
-    /// The CDB usage data (SPC-5, section 6.34.3): its opcode, its service action, and the bits
-    /// that are looked at.
+    /// The CDB usage data (SPC-5, section 6.34.3): the opcode, the service action, and the bits
+    /// that are evaluated.
     pub(crate) usage: &'static [u8],
-    /// Whether the second byte has a service action.
+    /// True if the second byte has a service action.
     pub(crate) has_service_action: bool,
     /// Bits that must be zero, of the CDB as a big-endian number.
     zero: u128,
 }
 
 impl Command {
-    /// The CDB usage data of a unit whose blocks can be unmapped, or cannot. `None`: such a unit
-    /// does not have the command.
+    /// The CDB usage data, which depends on the unit's support for unmapping. `None` if the unit
+    /// lacks the command.
     pub(crate) fn usage_of(&self, can_unmap: bool) -> Option<Vec<u8>> {
         let mut usage = self.usage.to_vec();
         match self.op {
@@ -82,16 +82,16 @@ impl Command {
         Some(usage)
     }
 
-    /// The bits of a byte at which a field begins, for [`fields::begin_of`], as far as bits are
-    /// concerned that must be zero. Those beside each other are one field, but for what is in the
-    /// standards and not supported; several reserved bytes are a field each.
+    /// The bits of a byte at which fields begin, for [`fields::begin_of`]. Only bits that must be
+    /// zero count. Adjacent ones are one field, except for fields of the standards that are not
+    /// supported; several reserved bytes are a field each.
     fn begins(&self, at: usize) -> u8 {
         let zero = self.zero.to_be_bytes()[at];
         let bytes = self.usage.len();
         let apart = match (self.op, at) {
-            // CONTROL: two bits of the vendor, three that are reserved, NACA, and two of old.
+            // CONTROL: two bits of the vendor, three reserved ones, NACA, and two obsolete ones.
             _ if at == bytes - 1 => 0b0010_0111,
-            // An address of old, from the second byte on.
+            // An obsolete address, from byte 2 on.
             (Op::ReadCapacity10, 3..=5) | (Op::ReadCapacity16, 3..=9) => return 0,
             // PMI.
             (Op::ReadCapacity10, 8) | (Op::ReadCapacity16, 14) => 0x01,
@@ -103,7 +103,7 @@ impl Command {
             (Op::ModeSelect, 1) => 0x03,
             // PPC and SP.
             (Op::LogSense, 1) => 0x03,
-            // POWER CONDITION MODIFIER, and what follows POWER CONDITION.
+            // POWER CONDITION MODIFIER, and the bits after POWER CONDITION.
             (Op::StartStopUnit, 3 | 4) => 0x08,
             // SYNC_NV.
             (Op::SynchronizeCache, 1) => 0x04,
@@ -113,7 +113,7 @@ impl Command {
             // GROUP NUMBER.
             (op, at) if op.has_group() && bytes == 10 && at == 6 => 0x20,
             (op, at) if op.has_group() && bytes > 10 && at == bytes - 2 => {
-                // The two bits before are fields by themselves where blocks are moved.
+                // The two bits before are separate fields if the command moves blocks.
                 let moves = matches!(op, Op::Read | Op::Write | Op::WriteAndVerify | Op::Verify);
                 if moves { 0x60 } else { 0x20 }
             }
@@ -123,12 +123,12 @@ impl Command {
     }
 }
 
-/// Of the second byte of WRITE SAME.
+/// UNMAP, in the second byte of WRITE SAME.
 pub(crate) const UNMAP: u8 = 0x08;
 
-/// Bits that a field of any value has.
+/// Bits of a field that takes any value.
 const F: u8 = 0xff;
-/// Of the second byte.
+/// SERVICE ACTION, in the second byte.
 const SERVICE_ACTION: u8 = 0x1f;
 
 const fn command(op: Op, usage: &'static [u8], has_service_action: bool) -> Command {
@@ -136,7 +136,7 @@ const fn command(op: Op, usage: &'static [u8], has_service_action: bool) -> Comm
     let mut used = [0; KEPT_BYTES];
     let mut at = 0;
     while at < KEPT_BYTES {
-        // What follows the CDB is not its own.
+        // Bytes after the CDB do not belong to it.
         used[at] = if at == 0 || at >= usage.len() { F } else { usage[at] };
         at += 1;
     }
@@ -159,7 +159,7 @@ const CACHE: u8 = 0x18;
 /// DPO and BYTCHK.
 const CHECK: u8 = 0x16;
 
-/// By opcode and service action, ascending. What has no bit here must be zero: protection
+/// By opcode and service action, ascending. Bits that are zero here must be zero: protection
 /// information, groups, and NACA are not supported.
 pub(crate) static COMMANDS: &[Command] = &[
     plain(Op::TestUnitReady, &[0x00, 0, 0, 0, 0, 0]),
@@ -212,7 +212,7 @@ pub(crate) static COMMANDS: &[Command] = &[
     plain(Op::Verify, &[0xaf, CHECK, F, F, F, F, F, F, F, F, 0, 0]),
 ];
 
-/// By opcode: where its commands begin, or `NOWHERE`.
+/// By opcode: the index of its first command, or `NOWHERE`.
 static FIRST: [u8; 256] = {
     let mut first = [NOWHERE; 256];
     let mut at = COMMANDS.len();
@@ -225,21 +225,21 @@ static FIRST: [u8; 256] = {
 };
 const NOWHERE: u8 = 255;
 
-/// The front of a CDB, followed by zeroes: a number in the order of its bytes, big-endian. Fields
-/// come from registers then, wherever they are.
+/// The front of a CDB, padded with zeroes, as a big-endian number. Its fields are read from
+/// registers, at any offset.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Cdb(u128);
 
 impl Cdb {
-    /// From its two halves, as they are in memory.
+    /// Creates a CDB from its two halves, in the byte order of memory.
     #[inline]
     pub(crate) fn of([first, second]: [u64; 2]) -> Self {
         let number = |half: u64| u128::from(u64::from_be_bytes(half.to_le_bytes()));
         Self(number(first) << 64 | number(second))
     }
 
-    /// As the initiator can mean it of whose CDBs no more bytes arrive: one of a command that has
-    /// more is one of no command.
+    /// Limits the CDB to the number of bytes that arrive. If its command is longer, the result is
+    /// an unknown command.
     pub(crate) fn cut_to(self, bytes: usize) -> Self {
         let whole = match self.opcode() >> 5 {
             0 => 6,
@@ -255,8 +255,8 @@ impl Cdb {
         self.byte(0)
     }
 
-    /// Whether a read or a write is of the medium itself: FUA. The CDBs of 6 bytes have an address
-    /// in its place.
+    /// True if a read or write must access the medium itself: FUA. CDBs of 6 bytes have address
+    /// bits in its place.
     #[inline]
     pub(crate) fn asks_fua(&self) -> bool {
         const FUA: u8 = 0x08;
@@ -285,16 +285,16 @@ impl Cdb {
 
     #[inline]
     fn array<const N: usize>(&self, at: usize) -> [u8; N] {
-        // What is before the field goes, and the rest follows it.
+        // Shifts out all bytes before the field.
         let from_field = self.0 << (8 * at);
         *from_field.to_be_bytes().first_chunk().expect("a field of a CDB")
     }
 
-    /// The command that it is. Its fields are not [checked](Self::check).
+    /// The command of this CDB, without a [check](Self::check) of its fields.
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// If the opcode or the service action is not supported.
     #[inline]
     pub(crate) fn command(&self) -> Result<&'static Command, Sense> {
         let first = usize::from(FIRST[usize::from(self.opcode())]);
@@ -306,18 +306,18 @@ impl Cdb {
         Ok(found)
     }
 
-    /// Looks at the bits that no field has.
+    /// Checks the bits that must be zero.
     ///
     /// # Errors
     ///
-    /// When one is set.
+    /// If one is set.
     #[inline]
     pub(crate) fn check(&self, command: &Command) -> Result<(), Sense> {
         let excess = self.0 & command.zero;
         if excess == 0 { Ok(()) } else { Err(in_excess(command, excess)) }
     }
 
-    /// Where the blocks of a command on the medium are, and how many.
+    /// The first block of a command on the medium, and the number of blocks.
     #[inline(always)]
     pub(crate) fn blocks(&self) -> (u64, u32) {
         match self.opcode() >> 5 {
@@ -332,7 +332,7 @@ impl Cdb {
         }
     }
 
-    /// Where the number of blocks is.
+    /// The offset of the number of blocks.
     pub(crate) fn blocks_at(&self) -> u16 {
         match self.opcode() >> 5 {
             0 => 4,
@@ -343,7 +343,7 @@ impl Cdb {
     }
 }
 
-/// The command with this opcode and service action.
+/// Finds the command with this opcode, and with this service action unless it is `None`.
 pub(crate) fn find(opcode: u8, service_action: Option<u8>) -> Option<&'static Command> {
     COMMANDS.iter().find(|command| {
         command.usage[0] == opcode
@@ -351,7 +351,7 @@ pub(crate) fn find(opcode: u8, service_action: Option<u8>) -> Option<&'static Co
     })
 }
 
-/// Points to the field of the first of the bits that must be zero.
+/// Returns a pointer to the field of the first set bit that must be zero.
 #[cold]
 fn in_excess(command: &Command, excess: u128) -> Sense {
     let place = excess.leading_zeros();
@@ -389,7 +389,7 @@ mod tests {
         }
     }
 
-    /// Where a CDB is refused with a bit of this byte set, which it is unless that is a field's.
+    /// The field pointer for a CDB with this bit flipped; `None` if the bit belongs to a field.
     fn refused(good: &[u8; KEPT_BYTES], at: usize, bit: u8) -> Option<(u16, Option<u8>)> {
         let mut bytes = *good;
         bytes[at] ^= 1 << bit;
@@ -461,7 +461,7 @@ mod tests {
             (&[0x4d], (1, 0), (1, Some(0))),
             (&[0x5e], (1, 5), (1, Some(7))),
             (&[0x03], (1, 4), (1, Some(7))),
-            // Groups, and what is beside them.
+            // Groups, and fields beside them.
             (&[0x28], (6, 0), (6, Some(5))),
             (&[0x28], (6, 6), (6, Some(7))),
             (&[0xa8], (10, 4), (10, Some(5))),
@@ -470,7 +470,7 @@ mod tests {
             (&[0x42], (6, 1), (6, Some(5))),
             (&[0x91], (14, 0), (14, Some(5))),
             (&[0x89], (14, 3), (14, Some(5))),
-            // Addresses of old.
+            // Obsolete addresses.
             (&[0x25], (5, 0), (2, None)),
             (&[0x25], (2, 7), (2, None)),
             (&[0x25], (8, 0), (8, Some(0))),
@@ -480,7 +480,7 @@ mod tests {
             (&[0x1b], (4, 5), (4, Some(7))),
             (&[0x1b], (4, 3), (4, Some(3))),
             (&[0xa3, 0x0c], (2, 3), (2, Some(6))),
-            // Bytes that are reserved.
+            // Reserved bytes.
             (&[0x00], (1, 3), (1, None)),
             (&[0x00], (4, 0), (4, None)),
             (&[0x42], (5, 1), (5, None)),

@@ -17,41 +17,41 @@ use crate::lists::LONG_LISTS_BYTES;
 
 /// Bytes of the configuration space.
 const CONFIG_BYTES: usize = 36;
-/// Where `sense_size` is, which drivers may write, and behind it `cdb_size`.
+/// The offset of `sense_size`, which drivers may write; `cdb_size` follows.
 pub(super) const SENSE_SIZE_OFFSET: usize = 20;
-/// Where `cdb_size` is.
+/// The offset of `cdb_size`, which drivers may write.
 pub(super) const CDB_SIZE_OFFSET: usize = 24;
-/// What they are until a driver writes them.
+/// The initial `sense_size`, in bytes.
 pub(super) const SENSE_SIZE: u32 = 96;
-/// What they are until a driver writes them.
+/// The initial `cdb_size`, in bytes.
 pub(super) const CDB_SIZE: u32 = 32;
-/// What a driver may write at most: no CDB is longer (SPC-5, section 4.2.5).
+/// The most that a driver may write to either: no CDB is longer (SPC-5, section 4.2.5).
 pub(super) const SIZES_MAX: u32 = 260;
 
-/// The first request queue: before it are the control queue and the event queue.
+/// The index of the first request queue, after the control queue and the event queue.
 pub(crate) const FIRST_REQUEST_QUEUE: u16 = 2;
 /// The most request queues of a device: transports have 8 bits for the queue of an eventfd.
 pub const REQUEST_QUEUES_MAX: u16 = 254;
 
-/// What the operator chose for a device.
+/// The operator's options for a device.
 #[derive(Debug, Clone)]
 pub struct ScsiOptions {
     /// Request queues, 1 to [`REQUEST_QUEUES_MAX`].
     pub num_queues: u16,
-    /// Entries of a queue, from which the limit on segments follows: 4 to 1024.
+    /// Entries of a queue, 4 to 1024. The limit on segments follows from it.
     pub queue_size: u16,
-    /// As [`BlkOptions::notify_batch`](crate::blk::config::BlkOptions::notify_batch).
+    /// Like [`BlkOptions::notify_batch`](crate::blk::config::BlkOptions::notify_batch).
     pub notify_batch: bool,
-    /// As [`BlkOptions::prefetch`](crate::blk::config::BlkOptions::prefetch).
+    /// Like [`BlkOptions::prefetch`](crate::blk::config::BlkOptions::prefetch).
     pub prefetch: bool,
-    /// As [`BlkOptions::run_max`](crate::blk::config::BlkOptions::run_max).
+    /// Like [`BlkOptions::run_max`](crate::blk::config::BlkOptions::run_max).
     pub run_max: Option<NonZeroU16>,
-    /// As [`BlkOptions::fixed_buffers`](crate::blk::config::BlkOptions::fixed_buffers).
+    /// Like [`BlkOptions::fixed_buffers`](crate::blk::config::BlkOptions::fixed_buffers).
     pub fixed_buffers: bool,
-    /// As [`BlkOptions::long_lists_bytes`](crate::blk::config::BlkOptions::long_lists_bytes).
+    /// Like [`BlkOptions::long_lists_bytes`](crate::blk::config::BlkOptions::long_lists_bytes).
     pub long_lists_bytes: u64,
-    /// True: a command that an earlier process had taken waits for a unit that is not there.
-    /// False: it fails, as new commands do. A program that adds units late after a crash sets it.
+    /// If true, a command that an earlier process took waits for a unit that is not there. If
+    /// false, it fails like new commands. Set it if units are added late after a crash.
     pub holds_commands: bool,
 }
 
@@ -73,7 +73,7 @@ impl Default for ScsiOptions {
 
 /// The features of a device: neither data in both directions nor protection information.
 pub(super) fn features() -> u64 {
-    // Front-ends offer ANY_LAYOUT to older drivers anyway, and pass on that it was taken.
+    // Front-ends offer ANY_LAYOUT to older drivers anyway, and pass on its acceptance.
     [F_VERSION_1, F_ANY_LAYOUT, F_INDIRECT_DESC, F_EVENT_IDX, F_HOTPLUG, F_CHANGE]
         .iter()
         .fold(0, |all, bit| all | 1 << bit)
@@ -86,7 +86,7 @@ pub(super) fn space(options: &ScsiOptions, sense_size: u32, cdb_size: u32) -> Ve
     let words = [
         options.num_queues.into(),
         seg_max.into(),
-        // In sectors of 512 bytes: no limit of our own.
+        // In sectors of 512 bytes: no limit of this device.
         u32::MAX >> 9,
         // Commands of a unit at a time.
         options.queue_size.into(),

@@ -26,17 +26,17 @@ use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
 
-/// Of a request for task management: type, function, LUN, tag.
+/// Bytes of a task management request: type, function, LUN, tag.
 const FUNCTION_BYTES: usize = 24;
-/// Of a request about asynchronous notification: type, LUN, events.
+/// Bytes of a request about asynchronous notification: type, LUN, events.
 const NOTIFICATION_BYTES: usize = 16;
 
-/// What serves the control queue.
+/// The handler of the control queue.
 pub(crate) struct Control {
     device: ScsiDevice,
 }
 
-/// Why a request is not carried out.
+/// A request that is not carried out.
 #[derive(Debug, thiserror::Error)]
 enum ControlError {
     #[error("request type {0} of the control queue is not known")]
@@ -56,7 +56,7 @@ impl ControlError {
             Self::IncompleteNotification => about_notification(VIRTIO_SCSI_S_FAILURE),
             Self::Type(_) | Self::Incomplete => vec![byte(VIRTIO_SCSI_S_FAILURE)],
             Self::Chain(_) => {
-                // Nobody has read of which kind it is.
+                // The kind of the request was not read, so both responses are failures.
                 let failure = byte(VIRTIO_SCSI_S_FAILURE);
                 vec![failure, 0, 0, 0, failure]
             }
@@ -64,7 +64,7 @@ impl ControlError {
     }
 }
 
-/// The response to a request about asynchronous notification: no event, and how it ended.
+/// The response to a request about asynchronous notification: no event, and a result.
 fn about_notification(response: u32) -> Vec<u8> {
     vec![0, 0, 0, 0, byte(response)]
 }
@@ -75,7 +75,7 @@ impl Control {
         Self { device: device.clone() }
     }
 
-    /// Answers in bytes: those of the response.
+    /// Carries out a request. Returns the bytes of its response.
     async fn execute(&self, mut readable: Buffers) -> Result<Vec<u8>, ControlError> {
         let kind = readable.take_front().ok_or(ControlError::Incomplete)?;
         match u32::from_le_bytes(kind) {
@@ -86,7 +86,7 @@ impl Control {
             VIRTIO_SCSI_T_AN_QUERY | VIRTIO_SCSI_T_AN_SUBSCRIBE => {
                 let rest: Option<[u8; NOTIFICATION_BYTES - 4]> = readable.take_front();
                 rest.ok_or(ControlError::IncompleteNotification)?;
-                // No event of that kind is ever sent.
+                // No such event is ever sent.
                 Ok(about_notification(VIRTIO_SCSI_S_OK))
             }
             other => Err(ControlError::Type(other)),
@@ -121,7 +121,7 @@ impl Control {
         })
     }
 
-    /// Carries out a function for a unit that is not there, and that commands wait for.
+    /// Carries out a function for a missing unit that commands wait for.
     async fn manage_held(&self, function: u32, address: UnitAddress, tag: u64) -> u32 {
         let abort = match function {
             VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => Abort::Reset,
@@ -151,7 +151,7 @@ impl Control {
         answer(covered.has_lost())
     }
 
-    /// Ends what this initiator has begun at a target. The units stay as they are.
+    /// Ends the tasks of this initiator at a target. The units keep their state.
     async fn reset_nexus(&self, target: u8) -> u32 {
         let which = Which::Target(target);
         let covered = self.device.queues().cover(which, How::Abort(Abort::Reset));
@@ -161,14 +161,14 @@ impl Control {
     }
 }
 
-/// What a function is answered with that ended tasks. Some may be carried out later, when their
+/// The response to a function that ended tasks. Lost tasks may be carried out later, when their
 /// queue starts again.
 fn answer(has_lost: bool) -> u32 {
     if has_lost { VIRTIO_SCSI_S_FAILURE } else { VIRTIO_SCSI_S_OK }
 }
 
 impl UnitNexus {
-    /// The logical unit begins anew for all initiators, and tells them.
+    /// Resets the logical unit for all initiators, and notifies them.
     async fn reset_unit(&self) -> u32 {
         let ended = self.access.end_all_tasks(self.nexus, Abort::Reset).await;
         self.access.reset();
@@ -176,15 +176,15 @@ impl UnitNexus {
         answer(self.has_lost(&ended))
     }
 
-    /// Ends the tasks of all initiators: the control mode page says that they are in one task set.
+    /// Ends the tasks of all initiators: by the control mode page, they are in one task set.
     async fn clear_task_set(&self) -> u32 {
         let ended = self.access.end_all_tasks(self.nexus, Abort::Aborted).await;
         access::tell_cleared(&ended, self.nexus);
         answer(self.has_lost(&ended))
     }
 
-    /// Whether tasks of this initiator are left behind. What others have not yet given to the
-    /// device is no task.
+    /// True if tasks of this initiator are left behind. Chains that other initiators have not yet
+    /// given to the device are no tasks.
     fn has_lost(&self, ended: &[Covered]) -> bool {
         ended.iter().any(|covered| covered.nexus == self.nexus && covered.has_lost)
     }

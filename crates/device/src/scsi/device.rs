@@ -1,4 +1,4 @@
-//! A virtio-scsi device: its logical units, what was negotiated, and its configuration space.
+//! A virtio-scsi device: its logical units, the negotiated state, and its configuration space.
 
 use std::io;
 use std::ops::Range;
@@ -25,7 +25,7 @@ use crate::common::{Common, Working};
 use crate::events::Events;
 use crate::queue::Queue;
 
-/// A virtio-scsi device: what is its own, beside what devices of all kinds have.
+/// A virtio-scsi device: its own state, and the state common to devices of all kinds.
 #[derive(Clone)]
 pub struct ScsiDevice {
     shared: Arc<Shared>,
@@ -38,27 +38,27 @@ struct Shared {
     /// `sense_size` and `cdb_size` of the configuration space.
     sizes: [AtomicU32; 2],
     queues: Arc<RequestQueues>,
-    /// Commands whose units are yet to be added.
+    /// Commands that wait for units to be added.
     held: HeldCommands,
     events: EventSink,
 }
 
-/// Why a logical unit cannot be added.
+/// A logical unit that cannot be added.
 #[derive(Debug, thiserror::Error)]
 pub enum UnitError {
-    /// There is one.
+    /// The address is taken.
     #[error("the device has a unit {0} already; choose another number or remove that one first")]
     Exists(UnitAddress),
     /// The number is too high.
     #[error("there is no LUN {0}; they are 0 to {LUN_MAX}")]
     Number(u16),
-    /// Its port has the disk already.
+    /// The unit's port is attached to the disk by another export.
     #[error("{0}")]
     Port(String),
-    /// Initiators would take two disks for one, and write the data of one to the other.
+    /// Initiators would take two disks for one, and write the data of one to the second.
     #[error("unit {0} is on another disk and has the same WWN; give each disk its own")]
     SameName(UnitAddress),
-    /// A text is too long, or has other characters than ASCII ones.
+    /// A text is too long, or not printable ASCII.
     #[error("the {0}")]
     Text(String),
 }
@@ -92,11 +92,12 @@ impl ScsiDevice {
         Self { shared: Arc::new(shared) }
     }
 
-    /// Adds a logical unit. A driver that has negotiated HOTPLUG is told to look for it.
+    /// Adds a logical unit. A driver that has negotiated HOTPLUG is notified.
     ///
     /// # Errors
     ///
-    /// When there is one with this address, another disk has its name, or the options do not fit.
+    /// If the LUN is too high, the address or the port is taken, another disk has the unit's name,
+    /// or a text does not fit.
     pub fn add_unit(
         &self,
         address: UnitAddress,
@@ -116,7 +117,7 @@ impl ScsiDevice {
             queues: Arc::downgrade(&self.shared.queues),
             device: Arc::downgrade(&self.shared),
         });
-        // Before it has commands: those that exclude others look for it.
+        // Before the unit has commands: a command that excludes all other commands must find them.
         unit.access.introduce(unit.attached.nexus(), peer);
         let has_others = self.shared.units.add(unit).map_err(|why| match why {
             NoPlace::Taken => UnitError::Exists(address),
@@ -125,15 +126,15 @@ impl ScsiDevice {
         if !self.shared.held.is_empty() {
             self.shared.queues.look_at_held();
         }
-        // Linux adds no unit of a target that it does not know, and asks such a target for all of
-        // its units when it is told to look at LUN 0.
+        // Linux adds no unit of an unknown target. When notified about LUN 0, it asks the target
+        // for all of its units.
         let lun = if has_others { address.lun } else { 0 };
         self.tell(|| self.shared.events.rescan(UnitAddress { lun, ..address }));
         Ok(())
     }
 
-    /// Takes a logical unit away. Requests that are in progress are finished; later ones find no
-    /// unit. `None`: there was none.
+    /// Removes a logical unit. Requests in progress are finished; later ones find no unit. `None`
+    /// if there was none.
     #[must_use]
     pub fn remove_unit(&self, address: UnitAddress) -> Option<RemovedUnit> {
         let (unit, borrowed) = self.shared.units.remove(address)?;
@@ -142,19 +143,20 @@ impl ScsiDevice {
         Some(RemovedUnit { unit, uses: [used, borrowed] })
     }
 
-    /// What a unit shares with other devices on its disk. `None`: there is no unit.
+    /// The state that a unit shares with other devices on its disk. `None` if there is no unit.
     #[must_use]
     pub fn access(&self, address: UnitAddress) -> Option<Arc<DiskAccess>> {
         self.units().at(address, |unit| Arc::clone(&unit.access))
     }
 
-    /// The units that requests of an earlier process wait for, each with their number.
+    /// The missing units that requests of an earlier process wait for, each with its number of
+    /// requests.
     #[must_use]
     pub fn held_requests(&self) -> Vec<(UnitAddress, usize)> {
         self.shared.held.all()
     }
 
-    /// True: commands of an earlier process wait for units that are not there.
+    /// True if commands of an earlier process may wait for units that are not there.
     pub(super) fn holds_commands(&self) -> bool {
         self.shared.options.holds_commands
     }
@@ -174,7 +176,7 @@ impl ScsiDevice {
         &self.shared.units
     }
 
-    /// A request queue starts on this IoThread.
+    /// Starts a request queue on this IoThread.
     pub(super) fn start_queue(
         &self,
         index: u16,
@@ -196,7 +198,7 @@ impl ScsiDevice {
         &self.shared.common
     }
 
-    /// Whether any of its disks is one.
+    /// True if one of the disks matches.
     pub(crate) fn has_disk(&self, is_one: impl Fn(&DiskSource) -> bool) -> bool {
         self.units().look(|mut all| all.any(|unit| is_one(&unit.source)))
     }
@@ -213,14 +215,15 @@ impl ScsiDevice {
         config::features()
     }
 
-    /// The driver has negotiated `features`, after another or itself had negotiated `before`.
+    /// Reacts to the negotiation of `features`, after the same or another driver had negotiated
+    /// `before`.
     pub(crate) fn negotiated(&self, before: u64, features: u64) {
         if before != 0 && before != features {
             self.reset();
         }
     }
 
-    /// Back to what was negotiated when this was the configuration space.
+    /// Restores the negotiated sizes from an earlier configuration space.
     pub(crate) fn restore(&self, space: &[u8]) {
         for (field, size) in Self::WRITABLE_FIELDS.into_iter().zip(&self.shared.sizes) {
             if let Some(bytes) = space.get(field).and_then(|bytes| bytes.try_into().ok()) {
@@ -229,7 +232,7 @@ impl ScsiDevice {
         }
     }
 
-    /// Another driver comes: for the units a nexus begins.
+    /// Prepares for another driver, for which a new nexus begins at each unit.
     pub(crate) fn reset(&self) {
         self.shared.events.forget();
         self.shared.sizes[0].store(config::SENSE_SIZE, Ordering::Relaxed);
@@ -245,7 +248,7 @@ impl ScsiDevice {
     ///
     /// # Errors
     ///
-    /// When it is another field, a part of one, or a size that cannot be.
+    /// If the write is to another field or a part of one, or the size is too large.
     pub(crate) fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         let mut fields = Self::WRITABLE_FIELDS.iter().zip(&self.shared.sizes);
         let field = fields.find(|(field, _)| field.start == offset);
@@ -271,31 +274,31 @@ impl ScsiDevice {
     }
 }
 
-/// A logical unit that has been removed. It keeps the disk open while requests use it, so that no
-/// IoThread closes it: that waits for as long as a file system does.
+/// A removed logical unit. Keeps the disk open while requests use it, so that no IoThread closes
+/// it: a close waits for as long as the file system does.
 pub struct RemovedUnit {
     unit: Arc<Unit>,
-    /// By requests, and by other threads.
+    /// Uses by requests, and by other threads.
     uses: [Waiting; 2],
 }
 
 impl RemovedUnit {
-    /// Whether nobody uses the disk any more, so that dropping this closes it, unless others
-    /// have it.
+    /// True if the disk is unused, so that dropping this closes it, unless other devices use it.
     #[must_use]
     pub fn is_unused(&self) -> bool {
         let cx = Context::from_waker(Waker::noop());
         self.uses.iter().all(|used| used.poll(&cx).is_ready())
     }
 
-    /// Waits for that, and closes the disk. It can be opened again then.
+    /// Waits until the disk is unused, and closes it. Then it can be opened again.
     pub fn close(self) {
         self.uses.iter().for_each(Waiting::wait);
         drop(self.unit);
     }
 }
 
-/// A unit of a device, for those of other devices. IoThreads use it, so it keeps no disk open.
+/// A unit of a device, as units of other devices reach it. IoThreads use it, so it keeps no disk
+/// open.
 struct UnitPeer {
     address: UnitAddress,
     number: UnitNumber,
@@ -318,7 +321,7 @@ impl Peer for UnitPeer {
     fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting> {
         let unit = self.number;
         let which = match (how, except) {
-            // What nobody has popped is at the address, whichever unit is there by then.
+            // Chains that are not popped belong to the address, whichever unit is there later.
             (How::Abort(_), None) => Which::At(self.address),
             (_, None) => Which::Unit(unit),
             (_, Some(task)) => Which::Others(unit, task),
@@ -337,7 +340,7 @@ impl Peer for UnitPeer {
         let Some(device) = self.device.upgrade() else { return };
         let unit = device.units.borrow(self.address);
         let Some(unit) = unit.filter(|unit| unit.number == self.number) else { return };
-        // Where it fails, the disk has the size that it had.
+        // On failure the disk keeps its size.
         let _ = unit.source.refresh();
         unit.attentions.add(Sense::CAPACITY_CHANGED);
         if device.common.has(config::F_CHANGE) {

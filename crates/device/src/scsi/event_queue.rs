@@ -20,38 +20,38 @@ use crate::queue_task::Handler;
 
 /// Bytes of an event: kind, LUN, reason.
 const EVENT_BYTES: usize = 16;
-/// Events that wait for a buffer at most; later ones are missed.
+/// The most events that wait for a buffer; later ones are missed.
 const EVENTS_MAX: usize = 64;
-/// CAPACITY DATA HAS CHANGED, as a reason: the code, then its qualifier.
+/// CAPACITY DATA HAS CHANGED, as the reason of an event: the code, then its qualifier.
 const CAPACITY_CHANGED: u32 = 0x2a | 0x09 << 8;
 
 pub(crate) type Event = [u8; EVENT_BYTES];
 
-/// What is to be told, whether or not there is a queue for it.
+/// Pending events, with or without a queue for them.
 #[derive(Default)]
 struct Waiting {
     events: VecDeque<Event>,
     missed: bool,
-    /// The number of the event queue that runs, and its thread.
+    /// The number and the thread of the running event queue.
     queue: Option<(usize, Remote)>,
 }
 
-/// Where events go. Any thread may tell one.
+/// The destination of events, for any thread.
 #[derive(Clone, Default)]
 pub(crate) struct EventSink(Arc<Mutex<Waiting>>);
 
 impl EventSink {
-    /// There is a unit now.
+    /// Reports a new unit.
     pub(crate) fn rescan(&self, unit: UnitAddress) {
         self.tell(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_RESCAN);
     }
 
-    /// There is no unit any more.
+    /// Reports the removal of a unit.
     pub(crate) fn removed(&self, unit: UnitAddress) {
         self.tell(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_REMOVED);
     }
 
-    /// The medium has another size.
+    /// Reports another size of the medium.
     pub(crate) fn capacity_changed(&self, unit: UnitAddress) {
         self.tell(VIRTIO_SCSI_T_PARAM_CHANGE, unit, CAPACITY_CHANGED);
     }
@@ -79,19 +79,19 @@ impl EventSink {
         });
     }
 
-    /// What waits for a buffer, and whether there was more.
+    /// The events that wait for a buffer, and true if events were missed.
     pub(crate) fn waiting(&self) -> (Vec<Event>, bool) {
         let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         (waiting.events.iter().copied().collect(), waiting.missed)
     }
 
-    /// What has waited in another process.
+    /// Takes over the pending events of another process.
     pub(crate) fn take_over(&self, (events, missed): (Vec<Event>, bool)) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         (waiting.events, waiting.missed) = (events.into(), missed);
     }
 
-    /// Another driver comes, to which nothing has happened.
+    /// Discards all events: they do not concern the next driver.
     pub(crate) fn forget(&self) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.events.clear();
@@ -99,7 +99,7 @@ impl EventSink {
     }
 }
 
-/// Nothing has happened.
+/// An event that reports nothing.
 fn none() -> Event {
     let mut none = [0; EVENT_BYTES];
     none[..4].copy_from_slice(&VIRTIO_SCSI_T_NO_EVENT.to_le_bytes());
@@ -111,11 +111,11 @@ thread_local! {
     static QUEUES: RefCell<Vec<(usize, Weak<EventQueue>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Numbers of event queues that have started, in the whole process.
+/// The number of the next event queue in this process.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
-/// The event queue of a device: chains that the driver has made available for events. They go back
-/// to it when the queue stops, because nobody else will ever answer them.
+/// The event queue of a device: chains that the driver has made available for events. When the
+/// queue stops they are returned, since no later owner answers them.
 pub(crate) struct EventQueue {
     sink: EventSink,
     held: RefCell<VecDeque<Chain>>,
@@ -136,7 +136,7 @@ impl EventQueue {
         started
     }
 
-    /// Writes what there is to tell into the chains that are held.
+    /// Writes pending events into the held chains.
     fn give(&self) {
         let Some(queue) = self.ring.get().and_then(Weak::upgrade) else { return };
         let mut waiting = self.sink.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -158,7 +158,7 @@ impl EventQueue {
 impl Handler for EventQueue {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
         if chain.fault.is_some() || chain.writable.bytes() < EVENT_BYTES {
-            // It takes no event, so none is lost in it.
+            // The chain cannot take an event, so none is lost with it.
             queue.push(chain.head, 0);
             return;
         }
@@ -168,7 +168,7 @@ impl Handler for EventQueue {
 
     fn stop(&self, queue: &Queue, _: StopKind) {
         for chain in self.held.take() {
-            // Drivers look at the buffer, whatever the length, and it may hold an old event.
+            // Drivers read the buffer, regardless of the length, and it may hold an old event.
             let written = chain.writable.copy_from(0, &none());
             queue.push(chain.head, iomem::fits(written, "bytes of an event"));
         }

@@ -1,12 +1,12 @@
-//! Where fields begin, in CDBs and in parameter lists: an initiator is pointed to the first byte of
-//! a field that is wrong, and to its highest bit unless it has whole bytes (SPC-5, section
-//! 4.5.2.4.2).
+//! Boundaries of fields in CDBs and parameter lists. A field pointer names the first byte of a
+//! wrong field, and its highest bit unless the field has whole bytes (SPC-5, section 4.5.2.4.2).
 
-/// All bits of a byte are one field, or the first byte of one.
+/// All bits of a byte are one field, or the first byte of a longer one.
 pub(super) const WHOLE: u8 = 0x80;
 
-/// Where the field begins that has a bit: its byte, and its highest bit. `begins` has, for each
-/// byte, the bits that are the highest of a field; zero where the field of the byte before goes on.
+/// Returns the first byte of the field that contains a bit, and its highest bit unless that byte is
+/// [`WHOLE`]. `begins` returns the bits of a byte that are the highest of a field, and zero if the
+/// field of the previous byte continues.
 pub(super) fn begin_of(begins: impl Fn(usize) -> u8, byte: usize, bit: u8) -> (u16, Option<u8>) {
     let mut at = byte;
     let mut above = begins(at) & (u8::MAX << bit);

@@ -1,7 +1,7 @@
-//! Commands that an earlier process had taken for a logical unit that is not there yet.
+//! Commands that an earlier process took for a logical unit that is not there yet.
 //!
-//! A process that was killed may have had units that the next one is yet to add. Its commands wait
-//! until the unit comes, until they are aborted, or until their queue stops.
+//! A killed process may have had units that its successor is yet to add. Their commands wait until
+//! the unit is added, until they are aborted, or until their queue stops.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,39 +11,39 @@ use std::task::Waker;
 use super::address::UnitAddress;
 use super::cdb::{Cdb, Op};
 
-/// The number of commands that wait for each unit, in all queues of a device.
+/// The number of waiting commands per unit, in all queues of a device.
 #[derive(Default)]
 pub(crate) struct HeldCommands(Mutex<BTreeMap<UnitAddress, usize>>);
 
-/// A command that waits, for as long as this is there.
+/// A waiting command, for as long as this exists.
 pub(super) struct Held<'a> {
     commands: &'a HeldCommands,
     address: UnitAddress,
 }
 
 impl HeldCommands {
-    /// A command begins to wait.
+    /// Counts a command that begins to wait.
     pub(super) fn begin(&self, address: UnitAddress) -> Held<'_> {
         *self.lock().entry(address).or_default() += 1;
         Held { commands: self, address }
     }
 
-    /// True: no command waits.
+    /// True if no command waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.lock().is_empty()
     }
 
-    /// True: commands wait for this unit.
+    /// True if commands wait for this unit.
     pub(crate) fn wait_for(&self, address: UnitAddress) -> bool {
         self.lock().contains_key(&address)
     }
 
-    /// True: commands wait for a unit of this target.
+    /// True if commands wait for a unit of this target.
     pub(crate) fn wait_for_target(&self, target: u8) -> bool {
         self.lock().keys().any(|unit| unit.target == target)
     }
 
-    /// The units that commands wait for, each with their number.
+    /// The awaited units, each with its number of waiting commands.
     pub(crate) fn all(&self) -> Vec<(UnitAddress, usize)> {
         self.lock().iter().map(|(unit, commands)| (*unit, *commands)).collect()
     }
@@ -63,7 +63,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// The commands of one queue that wait, on its IoThread.
+/// The waiting commands of one queue, on its IoThread.
 #[derive(Default)]
 pub(super) struct HeldHere {
     wakers: RefCell<Vec<Waker>>,
@@ -72,23 +72,23 @@ pub(super) struct HeldHere {
 }
 
 impl HeldHere {
-    /// Has commands look again at the unit, at themselves and at their queue.
+    /// Wakes all commands, to check again for the unit, for aborts and for a stop of the queue.
     pub(super) fn look(&self) {
         self.wakers.take().into_iter().for_each(Waker::wake);
     }
 
-    /// Has a command look again later.
+    /// Registers a command for the next wake-up.
     pub(super) fn wait(&self, waker: &Waker) {
         self.wakers.borrow_mut().push(waker.clone());
     }
 
-    /// True: the unit is to be reported.
+    /// Returns true on the first call for a unit, which is then to be reported.
     pub(super) fn tell(&self, address: UnitAddress) -> bool {
         self.told.borrow_mut().insert(address)
     }
 }
 
-/// True: without its unit the command would be answered with an error.
+/// True if the command would fail without its unit.
 pub(super) fn needs_unit(cdb: &Cdb) -> bool {
     let op = cdb.command().map(|command| command.op);
     !matches!(op, Ok(Op::Inquiry | Op::ReportLuns | Op::RequestSense))
@@ -115,7 +115,7 @@ mod tests {
         assert!(held.is_empty());
     }
 
-    /// What can be answered without the unit tells drivers that there is none.
+    /// Commands that work without the unit show drivers that there is none.
     #[test]
     fn commands_that_ask_for_units_need_none() {
         for (opcode, needs) in

@@ -25,9 +25,9 @@ const PROVISIONING: u8 = 0xb2;
 const PAGES: [u8; 6] =
     [SUPPORTED_PAGES, SERIAL, IDENTIFICATION, LIMITS, CHARACTERISTICS, PROVISIONING];
 
-/// Where no unit is: the qualifier and the type say so (SPC-5, section 6.6.2).
+/// The peripheral qualifier and type of an address without a unit (SPC-5, section 6.6.2).
 const NOTHING: u8 = 0x7f;
-/// A unit that is not there but could be has a type; the well-known unit has this one.
+/// The device type of the well-known unit.
 const WELL_KNOWN: u8 = 0x1e;
 
 pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
@@ -65,7 +65,7 @@ fn other(kind: u8, pages: &[u8], cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&answer, cdb.u16(3).into())
 }
 
-/// The page that is asked for; `None`: the standard data.
+/// Returns the requested page; `None` for the standard data.
 fn check(cdb: &Cdb) -> Result<Option<u8>, Sense> {
     let page = cdb.byte(2);
     match cdb.byte(1) & 1 {
@@ -80,7 +80,7 @@ fn standard(kind: u8, vendor: &str, product: &str, revision: &str) -> Vec<u8> {
     data[0] = kind;
     // SPC-4.
     data[2] = 6;
-    // HISUP, and the format of all such data.
+    // HISUP, and the response data format, which is always 2.
     data[3] = 0x12;
     data[4] = iomem::fits(STANDARD_BYTES - 5, "the length of the data");
     // Commands are queued.
@@ -94,7 +94,7 @@ fn standard(kind: u8, vendor: &str, product: &str, revision: &str) -> Vec<u8> {
     data
 }
 
-/// Left-aligned, filled up with spaces.
+/// Writes text left-aligned, padded with spaces.
 fn put_text(place: &mut [u8], text: &str) {
     place.fill(b' ');
     place[..text.len()].copy_from_slice(text.as_bytes());
@@ -108,7 +108,7 @@ fn page(code: u8, content: &[u8]) -> Vec<u8> {
     page
 }
 
-/// Names that no other disk has, and that are the same on each path to it.
+/// Identifiers that are unique to the disk, and the same on each path to it.
 fn identification(unit: &Unit) -> Vec<u8> {
     let UnitOptions { identifiers, naa, vendor, serial, .. } = &unit.options;
     let mut descriptors = Vec::new();
@@ -135,7 +135,7 @@ fn identification(unit: &Unit) -> Vec<u8> {
     descriptors
 }
 
-/// The identifier of the target port, the only one of a unit that is no disk.
+/// The identifier of the target port, which is the only one of a unit that is no disk.
 fn target_port() -> [u8; 8] {
     let [high, low] = TARGET_PORT.to_be_bytes();
     // Binary, relative target port identifier, of the target port.
@@ -149,15 +149,15 @@ fn limits(unit: &Unit) -> [u8; 60] {
     limits_of(&info, unit.source.optimal_bytes(), unit.can_unmap().then(discard))
 }
 
-/// The same of a disk with these hints in bytes; one that cannot unmap has no unit of discards.
+/// Block limits of a disk with these hints in bytes. `discard` is `None` if it cannot unmap.
 fn limits_of(info: &DiskInfo, optimal: Option<u32>, discard: Option<u32>) -> [u8; 60] {
     let block = u64::from(info.logical_block_bytes);
     let mut page = [0; 60];
-    // WSNZ is 0: none are all blocks from there on.
+    // WSNZ is 0: a count of 0 covers all blocks to the end.
     page[1] = COMPARE_BLOCKS_MAX;
     let granularity = info.physical_block_bytes / info.logical_block_bytes;
     page[2..4].copy_from_slice(&u16::try_from(granularity).unwrap_or(0).to_be_bytes());
-    // Where nothing is known it is 0.
+    // 0 if unknown.
     let optimal = optimal.unwrap_or(0) / info.logical_block_bytes;
     page[8..12].copy_from_slice(&optimal.to_be_bytes());
     if let Some(discard) = discard {
@@ -172,7 +172,7 @@ fn limits_of(info: &DiskInfo, optimal: Option<u32>, discard: Option<u32>) -> [u8
 /// Block device characteristics (SBC-4, section 6.6.2).
 fn characteristics(unit: &Unit) -> [u8; 60] {
     let mut page = [0; 60];
-    // It does not rotate; or at a rate that is not known.
+    // 1: does not rotate. 0: rotates at an unknown rate.
     let rate: u16 = if unit.options.rotational { 0 } else { 1 };
     page[0..2].copy_from_slice(&rate.to_be_bytes());
     page
@@ -181,8 +181,8 @@ fn characteristics(unit: &Unit) -> [u8; 60] {
 /// Logical block provisioning (SBC-4, section 6.6.7).
 fn provisioning(unit: &Unit) -> [u8; 4] {
     if unit.can_unmap() {
-        // UNMAP, WRITE SAME (16) and (10) give blocks back; what such blocks read as is not known.
-        // Thin: it may have less room than it says.
+        // UNMAP, WRITE SAME (16) and (10) deallocate blocks, with unspecified content after that.
+        // Thin: the medium may have less room than it reports.
         [0, 0xe0, 0x02, 0]
     } else {
         [0; 4]
@@ -193,7 +193,7 @@ fn provisioning(unit: &Unit) -> [u8; 4] {
 mod tests {
     use super::*;
 
-    /// Hints that a disk gives in bytes. Few disks of tests give any.
+    /// Tests hints in bytes, which few test disks give.
     #[test]
     fn hints_of_a_disk_count_in_its_blocks() {
         for (logical, physical, granularity) in

@@ -1,18 +1,19 @@
-//! One command at a time may have the medium of a disk to itself, while all others wait. Each gets
-//! its turn: those who have waited to pass do so before another takes the medium, and those who
-//! want it for themselves take it in the order in which they have come.
+//! Exclusive use of the medium of a disk, by one command at a time. Commands that waited to pass do
+//! so before the next one takes the medium. Commands that want it exclusively take it in order of
+//! arrival.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Who has the medium, and who waits for it.
+/// The state of the medium, and the commands that wait for it.
 #[derive(Default)]
 pub(super) struct Medium {
     /// Changes only while `waiting` is locked.
     is_taken: AtomicBool,
-    /// Whoever has it waits for something itself. Changes only while `waiting` is locked.
+    /// The command with the medium waits for something itself. Changes only while `waiting` is
+    /// locked.
     is_held: AtomicBool,
     waiting: Mutex<Waiting>,
 }
@@ -20,7 +21,7 @@ pub(super) struct Medium {
 #[derive(Default)]
 struct Waiting {
     last_number: u64,
-    /// In the order in which they came.
+    /// In order of arrival.
     all: Vec<Waiter>,
 }
 
@@ -32,11 +33,11 @@ struct Waiter {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wants {
-    /// To have the medium to itself.
+    /// Exclusive use of the medium.
     Medium,
-    /// To go on when nobody has it.
+    /// To continue once the medium is free.
     Pass,
-    /// To go on: it has waited for the last one that had it.
+    /// To continue now: its wait for the last exclusive use is over.
     PassNow,
 }
 
@@ -46,13 +47,13 @@ impl Medium {
         self.is_taken.load(Ordering::Relaxed)
     }
 
-    /// Waits while somebody has the medium. Whoever takes it after this finds a command that begins
-    /// to use it before it waits for anything else.
+    /// Waits while a command has the medium. Afterwards the caller must begin to use the medium
+    /// before it waits for anything else, so that the next exclusive command finds it.
     ///
     /// # Errors
     ///
-    /// What `check` says, which is asked while the medium is [held](Self::set_held): at first, and
-    /// at each [look](Self::look).
+    /// The error of `check`, which is called while the medium is [held](Self::set_held): at first,
+    /// and at each [look](Self::look).
     pub(super) async fn pass<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
         self.wait(Wants::Pass, check).await
     }
@@ -66,19 +67,20 @@ impl Medium {
         self.wait(Wants::Medium, check).await
     }
 
-    /// Whoever has taken the medium waits for something itself, maybe for long, or does so no more.
+    /// Marks that the command with the medium waits for something itself, maybe for long, or that
+    /// this wait has ended.
     pub(super) fn set_held(&self, is_held: bool) {
         let waiting = self.waiting();
         self.is_held.store(is_held, Ordering::Relaxed);
         waiting.wake_all();
     }
 
-    /// Has all those who wait look whether they still should.
+    /// Makes all waiters repeat their checks.
     pub(super) fn look(&self) {
         self.waiting().wake_all();
     }
 
-    /// Whoever has taken the medium needs it no more.
+    /// Ends the exclusive use.
     pub(super) fn release(&self) {
         let mut waiting = self.waiting();
         self.is_taken.store(false, Ordering::Relaxed);
@@ -98,7 +100,7 @@ impl Medium {
         let mut turn = Turn { medium: self, number: None };
         poll_fn(|cx| match turn.poll(wants, cx) {
             Poll::Ready(()) => Poll::Ready(Ok(())),
-            // In this order: whatever changes from here on wakes it.
+            // Checked after the waker is stored, so that every later change wakes this task.
             Poll::Pending if self.is_held.load(Ordering::Relaxed) => match check() {
                 Ok(()) => Poll::Pending,
                 Err(error) => Poll::Ready(Err(error)),
@@ -108,7 +110,7 @@ impl Medium {
         .await
     }
 
-    /// Wakes the one that may take the medium, if there is one.
+    /// Wakes the waiter that may take the medium, if there is one.
     fn wake_next(&self, waiting: &Waiting) {
         if let Some(next) = waiting.next().filter(|_| !self.is_taken()) {
             next.waker.wake_by_ref();
@@ -125,7 +127,7 @@ impl Waiting {
         self.all.iter().for_each(|waiter| waiter.waker.wake_by_ref());
     }
 
-    /// Who takes the medium next when nobody has it; `None` while others are to pass before.
+    /// The next waiter to take a free medium; `None` while waiters are to pass before it.
     fn next(&self) -> Option<&Waiter> {
         let mut all = self.all.iter();
         let is_free = all.all(|waiter| waiter.wants != Wants::PassNow);
@@ -133,7 +135,7 @@ impl Waiting {
     }
 }
 
-/// One that waits, or does not yet.
+/// A waiter, from before its first poll to its end.
 struct Turn<'a> {
     medium: &'a Medium,
     number: Option<u64>,
@@ -209,7 +211,7 @@ mod tests {
         }
     }
 
-    /// Somebody, polled when it was woken and the test wants it to run.
+    /// A future that is polled when the test wants it to run.
     struct Somebody<'a> {
         future: Pin<Box<dyn Future<Output = Result<(), Infallible>> + 'a>>,
         woken: Arc<Woken>,
@@ -240,7 +242,7 @@ mod tests {
         medium.release();
         assert_eq!(passes.each_ref().map(Somebody::was_woken), [true; 2]);
         assert_eq!(takes.each_ref().map(Somebody::was_woken), [false; 2]);
-        // Whoever has had it wants it again at once.
+        // The last user wants the medium again at once.
         let mut again = Somebody::new(medium.take(anyway));
         assert!(passes[0].has_gone_on() && !again.has_gone_on() && !takes[0].has_gone_on());
         assert!(Somebody::new(medium.pass(anyway)).has_gone_on(), "nobody has it");

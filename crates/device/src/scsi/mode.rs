@@ -20,8 +20,8 @@ const ALL_SUBPAGES: u8 = 0xff;
 const WRITE_CACHE: u8 = 0x04;
 /// D_SENSE, in the third byte of the control page.
 const DESCRIPTOR_SENSE: u8 = 0x04;
-/// Where fields of pages begin (SBC-4, section 6.5.6; SPC-5, sections 7.5.10 and 7.5.14; SBC-4,
-/// section 6.5.8), for [`fields::begin_of`].
+/// Beginnings of the fields of pages (SBC-4, section 6.5.6; SPC-5, sections 7.5.10 and 7.5.14;
+/// SBC-4, section 6.5.8), for [`fields::begin_of`].
 const CACHING_FIELDS: [u8; 20] = [
     0xe0, WHOLE, 0xff, 0x88, WHOLE, 0, WHOLE, 0, WHOLE, 0, WHOLE, 0, 0xf5, WHOLE, WHOLE, 0, WHOLE,
     WHOLE, 0, 0,
@@ -37,7 +37,7 @@ const SUBPAGE_FORMAT: u8 = 0x40;
 const WRITE_PROTECTED: u8 = 0x80;
 const DPO_AND_FUA: u8 = 0x10;
 
-/// Which values of a page are asked for.
+/// The requested values of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Values {
     Current,
@@ -45,11 +45,11 @@ enum Values {
     Default,
 }
 
-/// How the two lengths of a command differ.
+/// The difference between the two lengths of a command.
 struct Form {
     /// Bytes of the header.
     header: usize,
-    /// Blocks of the medium are counted in eight bytes.
+    /// If true, blocks of the medium are counted in eight bytes.
     long_blocks: bool,
 }
 
@@ -119,7 +119,7 @@ fn block_descriptor(unit: &Unit, long: bool) -> Vec<u8> {
         descriptor.extend(info.logical_block_bytes.to_be_bytes());
         return descriptor;
     }
-    // More than it can say is said as its highest value.
+    // Larger numbers are reported as the highest value.
     let mut descriptor = u32::try_from(blocks).unwrap_or(u32::MAX).to_be_bytes().to_vec();
     // A block has 64 KiB at most, so the byte before its length is 0.
     descriptor.extend(info.logical_block_bytes.to_be_bytes());
@@ -129,7 +129,7 @@ fn block_descriptor(unit: &Unit, long: bool) -> Vec<u8> {
 fn caching(unit: &Unit, values: Values) -> [u8; 20] {
     let is_on = match values {
         Values::Current => unit.has_write_cache(),
-        // Without one there is nothing to switch.
+        // Without a cache there is nothing to switch.
         Values::Changeable | Values::Default => unit.options.write_cache,
     };
     let mut page = [0; 20];
@@ -156,7 +156,7 @@ fn control(unit: &Unit, values: Values) -> [u8; 12] {
     page
 }
 
-/// None are reported.
+/// No exceptions are reported.
 fn exceptions() -> [u8; 12] {
     let mut page = [0; 12];
     page[..2].copy_from_slice(&[EXCEPTIONS, 10]);
@@ -166,14 +166,14 @@ fn exceptions() -> [u8; 12] {
 pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: Data) -> Moved {
     let (unit, form) = (&local.unit, Form::of(cdb));
     if cdb.byte(1) & 0x10 == 0 {
-        // Pages in the format of the standard are all there is.
+        // Only pages in the format of the standard are supported.
         return Err(Sense::in_cdb(1, Some(4)).into());
     }
     let length = form.length(cdb);
     if length == 0 {
         return Ok(0);
     }
-    // The list has gone when the command waits.
+    // The list is freed before the command waits.
     let Selected { write_cache, sense_format } = parse(unit, &form, &data.list(length)?)?;
     let write_cache = write_cache.filter(|wanted| *wanted != unit.has_write_cache());
     match write_cache {
@@ -191,12 +191,12 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
     Ok(length)
 }
 
-/// Without a cache initiators flush no more, so what they have written is flushed first, and nobody
-/// writes meanwhile.
+/// Flushes all writes while no task writes, and switches the cache off: initiators stop flushing
+/// then.
 async fn switch_cache_off(local: &LocalUnit, cdb: &Cdb, task: Task<'_>) -> Result<(), Failure> {
     let unit = &local.unit;
     let exclusive = AtDisk::new(local, task).take_medium().await?;
-    // What was allowed when the command came may not be any more.
+    // The reservation may have changed since the command began.
     reserve::check(unit, Op::ModeSelect, cdb)?;
     block::flush(local).await?;
     unit.set_write_cache(false);
@@ -204,7 +204,7 @@ async fn switch_cache_off(local: &LocalUnit, cdb: &Cdb, task: Task<'_>) -> Resul
     Ok(())
 }
 
-/// What a parameter list has for fields that can be changed, of the pages that it has.
+/// The changeable fields of the pages in a parameter list.
 #[derive(Default)]
 struct Selected {
     write_cache: Option<bool>,
@@ -271,11 +271,11 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
     Ok(selected)
 }
 
-/// A page as it is, and what of it can be changed.
+/// A page with its current values and its changeable bits.
 struct Page {
     current: Vec<u8>,
     changeable: Vec<u8>,
-    /// Where its fields begin.
+    /// Beginnings of the fields.
     begins: &'static [u8],
 }
 
@@ -293,8 +293,9 @@ impl Page {
     }
 }
 
-/// Where a block descriptor changes the medium: its number of blocks, the byte behind that, or the
-/// length of a block. A number of 0, or the highest, leaves it as it is (SBC-4, section 6.5.2).
+/// Returns the offset at which a block descriptor differs from the medium: its number of blocks,
+/// the byte after that, or the block length. A number of 0, or the highest, changes nothing (SBC-4,
+/// section 6.5.2).
 fn differs_at(blocks: &[u8], expected: &[u8], is_long: bool) -> Option<usize> {
     let (count, length_at) = if is_long { (8, 12) } else { (4, 5) };
     let is_count = blocks[..count] == expected[..count]

@@ -1,4 +1,4 @@
-//! What comes of a command, whichever it is.
+//! Outcomes of commands of all kinds.
 
 use iomem::Buffers;
 use virtqueue::ChainFault;
@@ -7,23 +7,23 @@ use super::persist::FileError;
 use super::sense::{DiskUse, Sense};
 use super::task_set::{Abort, TaskId, Tasks};
 
-/// Data that commands other than those on the medium take or answer with, at most.
+/// The most bytes that are read of a parameter list.
 const DATA_MAX: usize = 64 << 10;
 
-/// Why a command is not carried out, or not to its end.
+/// A command that is not carried out, or not completely.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
     #[error("{0}")]
     Check(#[from] Sense),
-    /// What the disk says, and what the initiator is told. `moved` bytes were transferred, of the
-    /// blocks before the one where it failed.
+    /// A disk error, and the sense data for the initiator. `moved` bytes were transferred: the
+    /// blocks before the failing one.
     #[error("{asked}: {source}")]
     Disk { asked: DiskUse, moved: usize, sense: Sense, source: std::io::Error },
     #[error("another command is in progress that has to end before, or there is no thread for it")]
     Busy,
     #[error("another initiator has reserved the disk")]
     Conflict,
-    /// The reservations are as they were before.
+    /// The reservations are unchanged.
     #[error("{0}")]
     NotSaved(#[from] FileError),
     #[error("the CDB asks for more data than the request has room for")]
@@ -40,7 +40,7 @@ pub(crate) enum Failure {
     Aborted(Abort),
 }
 
-/// Why a command is not carried out: a pointer, since results are passed on with each one that is.
+/// The failure of a command. A pointer keeps results small, since every success moves one too.
 pub(crate) type Refused = Box<Failure>;
 
 #[cold]
@@ -54,26 +54,26 @@ impl From<Refused> for Failure {
     }
 }
 
-/// What has come of a command: the bytes of data that were transferred.
+/// The bytes of data that a command transferred.
 pub(crate) type Moved = Result<usize, Failure>;
 
-/// What a command has done.
+/// The effect of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Done {
     /// Bytes of data that were transferred.
     pub(crate) moved: usize,
-    /// Bytes of the medium that it was about, for the statistics.
+    /// Bytes of the medium that the command concerned, for the statistics.
     pub(crate) medium_bytes: u64,
 }
 
 impl From<usize> for Done {
-    /// What was transferred is what it was about.
+    /// Counts the transferred bytes as bytes of the medium.
     fn from(moved: usize) -> Self {
         Self { moved, medium_bytes: moved as u64 }
     }
 }
 
-/// A task, which others may abort at any time.
+/// A task, which may be aborted at any time.
 #[derive(Clone, Copy)]
 pub(crate) struct Task<'a> {
     pub(crate) tasks: &'a Tasks,
@@ -85,7 +85,7 @@ impl Task<'_> {
         self.tasks.id(self.number)
     }
 
-    /// Whether it goes on: asked between the steps of what takes long.
+    /// Checks that the task was not aborted. Called between the steps of long commands.
     pub(crate) fn check(self) -> Result<(), Failure> {
         self.tasks.check(self.number).map_err(Failure::Aborted)
     }
@@ -100,13 +100,13 @@ pub(crate) struct Data {
 }
 
 impl Data {
-    /// Whether there is data in both directions, which no command has.
+    /// True if there is data in both directions, which no command has.
     #[inline]
     pub(crate) fn is_both_ways(&self) -> bool {
         !self.out.is_empty() && !self.into.is_empty()
     }
 
-    /// Answers with `data`, as far as the CDB allows.
+    /// Answers with `data`, cut to the allocation length of the CDB.
     pub(crate) fn answer(&self, data: &[u8], allocation_length: usize) -> Moved {
         let wanted = data.len().min(allocation_length);
         if wanted > self.into.bytes() {
@@ -115,12 +115,12 @@ impl Data {
         Ok(self.into.copy_from(0, &data[..wanted]))
     }
 
-    /// The parameter list, which the CDB says is this long.
+    /// Reads the parameter list, which is `length` bytes long by the CDB.
     pub(crate) fn list(&self, length: usize) -> Result<Vec<u8>, Failure> {
         self.front_of_list(length, DATA_MAX)
     }
 
-    /// As [`list`](Self::list), of which nothing matters beyond `most` bytes.
+    /// Like [`list`](Self::list), but reads at most `most` bytes: nothing matters beyond them.
     pub(crate) fn front_of_list(&self, length: usize, most: usize) -> Result<Vec<u8>, Failure> {
         if length > self.out.bytes() {
             return Err(Failure::Overrun);
@@ -134,12 +134,12 @@ impl Data {
 impl Failure {
     pub(crate) const BOTH_WAYS: Self = Self::Malformed("it has data in both directions");
 
-    /// Bytes of data that were transferred even so.
+    /// Bytes of data that were transferred despite the failure.
     pub(crate) fn moved(&self) -> usize {
         if let Self::Disk { moved, .. } = self { *moved } else { 0 }
     }
 
-    /// Whether a driver that works well brings it about, by asking what there is.
+    /// True if correct drivers cause the failure, by probing for example.
     pub(crate) fn is_usual(&self) -> bool {
         matches!(
             self,

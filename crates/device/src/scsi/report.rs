@@ -1,4 +1,5 @@
-//! Commands that say what there is (SPC-5, sections 6.33 to 6.40; SBC-4, sections 5.20 and 5.21).
+//! Commands that report on units and their capabilities (SPC-5, sections 6.33 to 6.40; SBC-4,
+//! sections 5.20 and 5.21).
 
 use blockio::disk::{DiskInfo, ExtentKind};
 
@@ -12,14 +13,14 @@ use super::sense::{Format, Sense};
 use super::unit::Unit;
 use super::units::Units;
 
-/// The well-known unit's LUN.
+/// The LUN of the well-known unit.
 const REPORT_LUNS_LUN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];
 
-/// A disk is asked about so many bytes at once, as it may have to go through all of its tables. The
-/// initiator asks again from there.
+/// A disk is queried for this many bytes at a time, since it may have to scan all of its tables.
+/// The initiator asks again from there.
 const LBA_STATUS_BYTES: u64 = 256 << 20;
 
-/// A command for an address without a unit.
+/// Answers a command for an address without a unit.
 pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Data) -> Moved {
     if !units.has_target(address.target) {
         return Err(Failure::BadTarget);
@@ -36,7 +37,7 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
     }
 }
 
-/// A command for the well-known unit.
+/// Answers a command for the well-known unit.
 pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
     let command = cdb.command().map_err(|_| Sense::UNKNOWN_OPCODE)?;
     match command.op {
@@ -57,8 +58,8 @@ pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Moved 
     list_luns(units, Some(unit.address.target), cdb, data)
 }
 
-/// The LUNs of a target; `None`: of the first one that has any. Whoever has them need not hear that
-/// they have changed.
+/// Lists the LUNs of a target, or if `None`, of the first target that has any. An initiator that
+/// receives the list needs no attention about changed units.
 fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved {
     let (has_units, has_well_known) = match cdb.byte(2) {
         0 => (true, false),
@@ -97,7 +98,7 @@ pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     if let Some(attention) = attention
         && !matches!(moved, Ok(1..))
     {
-        // Nothing is forgotten that the initiator does not learn.
+        // The attention stays if the initiator did not receive it.
         unit.attentions.put_back(attention);
     }
     moved
@@ -108,9 +109,8 @@ fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&sense.data(format), cdb.byte(4).into())
 }
 
-/// The address of the last block. A disk that was cut below a block while it is used has none,
-/// which cannot be said: it shows as one block, and whoever asks for that learns that it is not
-/// there.
+/// The address of the last block. A disk that was cut below one block while in use has none, which
+/// the field cannot express. It shows as one block, and accesses to that block fail.
 fn last_block(unit: &Unit) -> u64 {
     let info = unit.info();
     (info.size_bytes / u64::from(info.logical_block_bytes)).saturating_sub(1)
@@ -118,7 +118,7 @@ fn last_block(unit: &Unit) -> u64 {
 
 pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
     let (info, last) = (unit.info(), last_block(unit));
-    // The highest value says that READ CAPACITY (16) knows.
+    // The highest value refers drivers to READ CAPACITY (16).
     let last = u32::try_from(last).unwrap_or(u32::MAX);
     let answer = [last.to_be_bytes(), info.logical_block_bytes.to_be_bytes()].concat();
     data.answer(&answer, answer.len())
@@ -142,8 +142,8 @@ fn capacity16(info: &DiskInfo, last: u64, can_unmap: bool) -> [u8; 32] {
     answer
 }
 
-/// The blocks from there on that are alike: mapped, which is also said of what nobody knows, or
-/// deallocated (SBC-4, section 5.8.2). Where nothing can be unmapped, all are mapped.
+/// Reports a run of equal blocks from an address: mapped, also if the state is unknown, or
+/// deallocated (SBC-4, section 5.8.2). Without support for unmapping, all blocks are mapped.
 pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Moved {
     const DEALLOCATED: u8 = 1;
     block::check_ready(&local.unit)?;
@@ -171,11 +171,11 @@ pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Mov
     data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
 }
 
-/// Log pages (SPC-5, section 7.3): which there are, and that no exception is expected.
+/// Log pages (SPC-5, section 7.3): the list of pages, and a page without exceptions.
 pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
     const SUPPORTED: u8 = 0x00;
     const EXCEPTIONS: u8 = 0x2f;
-    // There is no sense code to report, and nobody knows a temperature.
+    // There is no sense code to report, and the temperature is unknown.
     const NO_EXCEPTION: [u8; 8] = [0, 0, 0x03, 4, 0, 0, 0xff, 0];
     if cdb.byte(3) != 0 {
         return Err(Sense::in_cdb(3, None).into());
@@ -190,7 +190,7 @@ pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
         _ => return Err(Sense::in_cdb(2, Some(5)).into()),
     };
     let length: u16 = iomem::fits(content.len(), "the length of a page");
-    // DS: none of its parameters are saved.
+    // DS: the parameters of the page are not saved.
     let saves_none = if page == EXCEPTIONS { 0x80 } else { 0 };
     let mut answer = vec![saves_none | page, 0];
     answer.extend(length.to_be_bytes());
@@ -198,7 +198,7 @@ pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&answer, cdb.u16(7).into())
 }
 
-/// Timeouts of commands: none are known.
+/// Command timeouts: none are known.
 const TIMEOUTS: [u8; 12] = [0, 0x0a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 pub(super) fn opcodes(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
@@ -247,7 +247,7 @@ fn all_opcodes(unit: &Unit, has_timeouts: bool) -> Vec<u8> {
     answer
 }
 
-/// What the control queue does.
+/// Reports the functions of the control queue.
 pub(super) fn task_management(cdb: &Cdb, data: &Data) -> Moved {
     let length: usize = iomem::fits(cdb.u32(6), "an allocation length");
     if length < 4 {

@@ -30,24 +30,24 @@ use crate::stats::RequestKind;
 const FIXED_HEADER_BYTES: usize = 19;
 const KEPT_HEADER_BYTES: usize = FIXED_HEADER_BYTES + KEPT_BYTES;
 
-/// What serves the requests of one queue.
+/// The handler of one request queue.
 pub(crate) struct Scsi {
     device: ScsiDevice,
     queue: Rc<RequestQueue>,
 }
 
-/// What a request says.
+/// The header of a request.
 struct Header {
     address: Address,
     tag: u64,
     cdb: Cdb,
 }
 
-/// Where a request has its address, its tag and the two halves of the CDB that are kept.
+/// Offsets of the address, the tag and the two kept halves of the CDB.
 const WORDS: [usize; 4] = [0, 8, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 8];
 
 impl Header {
-    /// From the words at [`WORDS`], as they are in memory.
+    /// Creates a header from the words at [`WORDS`], in the byte order of memory.
     #[inline]
     fn of([address, tag, first, second]: [u64; WORDS.len()]) -> Self {
         Self { address: Address::parse(address.to_le_bytes()), tag, cdb: Cdb::of([first, second]) }
@@ -55,12 +55,12 @@ impl Header {
 }
 
 impl Scsi {
-    /// For queue `index` of `device` on this IoThread.
+    /// Creates the handler of queue `index` of `device` on this IoThread.
     pub(crate) fn new(device: &ScsiDevice, index: u16, io: &Rc<Io>, queue: &Rc<Queue>) -> Self {
         Self { device: device.clone(), queue: device.start_queue(index, io, queue) }
     }
 
-    /// Takes off where the answer goes. `None`: the chain has no room for one.
+    /// Takes off the bytes of the response. `None` if the chain has no room for it.
     #[inline]
     fn response(&self, chain: &mut Chain) -> Option<SharedBytes> {
         chain.writable.take_shared_bytes(response_bytes(self.device.sense_size()))
@@ -84,7 +84,7 @@ impl Scsi {
         Some(Header { cdb: header.cdb.cut_to(cdb_size), ..header })
     }
 
-    /// Lets a command begin, up to where it waits for something.
+    /// Begins a command, up to its first wait.
     #[inline(always)]
     fn begin(
         &self,
@@ -105,7 +105,7 @@ impl Scsi {
         let task =
             match tasks.begin(head, (address, unit), tag, next_avail, || queue.publish_early()) {
                 Ok(task) => task,
-                // The end of the task says how it ends.
+                // The ended task carries the abort.
                 Err((task, _)) => return ends(tasks.end(task), RequestKind::Other, None),
             };
         let is_both_ways = !request.room.contains(&0);
@@ -139,7 +139,7 @@ impl Scsi {
         ends(tasks.end(task), kind, refused)
     }
 
-    /// How a command goes on, if the unit carries it out now.
+    /// Chooses the way of a command, if the unit carries it out now.
     #[inline]
     fn admit(
         &self,
@@ -163,7 +163,7 @@ impl Scsi {
             self.queue.tasks.leaves_medium(task);
             return Ok(Way::Other(op));
         }
-        // Whoever excludes others from now on finds the task, which looks for this no more.
+        // A command that takes the medium after this check finds the task.
         if unit.access.is_exclusive() {
             self.queue.tasks.leaves_medium(task);
             return Ok(Way::Waits(op));
@@ -175,8 +175,9 @@ impl Scsi {
         })
     }
 
-    /// A unit attention says that the command was not carried out, which nobody knows of those that
-    /// an earlier process had taken. Where it matters, the next command hears it.
+    /// Delivers a unit attention, which implies that the command was not carried out. For commands
+    /// that an earlier process took, that is unknown: if it matters, the attention stays for the
+    /// next command.
     #[cold]
     fn attention(&self, unit: &Unit, op: Op, head: u16, sense: Sense) -> Refused {
         let is_doubtful = matches!(op, Op::CompareAndWrite | Op::ReserveOut);
@@ -187,8 +188,8 @@ impl Scsi {
         refused(sense)
     }
 
-    /// Waits for the medium, which another command has to itself. What may have changed until then
-    /// is looked at again.
+    /// Waits for the medium, which another command has to itself, and checks the reservations
+    /// again.
     #[cold]
     async fn wait_for_medium(
         &self,
@@ -203,7 +204,7 @@ impl Scsi {
         Ok(())
     }
 
-    /// Carries out a command that is no plain transfer, or is one that has to wait for others.
+    /// Carries out a command that is no plain transfer, or that must wait for other commands.
     async fn execute(
         &self,
         local: &LocalUnit,
@@ -283,7 +284,7 @@ impl Scsi {
         }
     }
 
-    /// The chain cannot be answered: what the driver finds in its response must not be a success.
+    /// Pushes a chain without room for an answer: the driver must find no success in its response.
     #[cold]
     fn give_up(&self, queue: &Queue, chain: &Chain) {
         let ended = self.queue.tasks.skip(queue.next_avail());
@@ -291,7 +292,7 @@ impl Scsi {
         ended.tell(|| queue.publish_early());
     }
 
-    /// Answers what no unit carries out.
+    /// Answers a command that no unit carries out.
     #[cold]
     fn answer_alone(&self, header: Result<Header, Refused>, data: &Data) -> Result<Done, Refused> {
         let header = header?;
@@ -308,17 +309,17 @@ impl Scsi {
     }
 }
 
-/// How a task goes on.
+/// The way of an admitted command.
 enum Way {
     Read,
     Write,
     Other(Op),
-    /// Another command has the medium to itself.
+    /// The medium belongs to another command.
     Waits(Op),
 }
 
-/// What has come of a command that an earlier process may have carried out before it could answer.
-/// One whose success makes it fail the second time has perhaps succeeded.
+/// Adjusts the result of a command that an earlier process may have carried out before it could
+/// answer. A command that fails after its own success has perhaps succeeded.
 #[cold]
 fn done_again(op: Op, (kind, done): Served) -> Served {
     let failure = done.as_ref().err().map(|refused| &**refused);
@@ -339,7 +340,7 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
         Op::Inquiry => inquiry::inquiry(unit, cdb, data),
         Op::ModeSense => mode::sense(unit, cdb, data),
         Op::LogSense => report::log_sense(cdb, data),
-        // No medium can be taken out.
+        // The medium is not removable.
         Op::PreventAllow => Ok(0),
         Op::ReadCapacity10 => report::read_capacity10(unit, data),
         Op::ReadCapacity16 => report::read_capacity16(unit, cdb, data),
@@ -379,8 +380,7 @@ impl Handler for Scsi {
         self.queue.set_waits(Waits::Usual);
     }
 
-    /// Serves one chain: reads the header, does what the CDB says, writes the response, pushes the
-    /// chain.
+    /// Serves one chain: reads the header, executes the CDB, writes the response, pushes the chain.
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
@@ -426,15 +426,15 @@ impl Handler for Scsi {
                 }
             };
             request.give(&queue, &chain.memory, ended.abort, served);
-            // Whoever removes the unit is told that nobody has its disk any more.
+            // A removal of the unit waits for the task, and then relies on the disk being unused.
             request.local = None;
-            // Whoever waits for the task answers on another queue, and this answer comes first.
+            // Waits for the task are answered on another queue, and this answer comes first.
             ended.tell(|| queue.publish_early());
         }
     }
 }
 
-/// How a command goes on that has begun.
+/// A command that has begun.
 enum Begun {
     Read {
         task: u16,
@@ -443,26 +443,26 @@ enum Begun {
         task: u16,
         fua: bool,
     },
-    /// It is no plain transfer: a pointer, since this is passed on with each one that is.
+    /// No plain transfer: a pointer, since every plain transfer moves this enum too.
     Slow(Box<Slow>),
 }
 
 /// A command that is no plain transfer.
 enum Slow {
-    /// As [`Scsi::execute`] takes it.
+    /// The arguments of [`Scsi::execute`].
     Other {
         how: (Op, bool),
         cdb: Cdb,
         task: u16,
     },
     Ended(Ended, Served),
-    /// Its unit is not there yet, and an earlier process has taken it.
+    /// A command that an earlier process took, for a unit that is not there yet.
     Held(Header, u16),
-    /// It is no unit that has the answer.
+    /// A command that is answered without a unit.
     Alone(Result<Header, Refused>, Ended),
 }
 
-/// Why a request has no header.
+/// The failure of a request without a header.
 #[cold]
 fn no_header(chain: &Chain) -> Refused {
     let incomplete = Failure::Malformed("the header is incomplete");
@@ -474,7 +474,7 @@ fn slow(slow: Slow) -> Begun {
     Begun::Slow(Box::new(slow))
 }
 
-/// A transfer of no blocks, or a command that is refused.
+/// Ends a command at once: a transfer of no blocks, or a refused or aborted command.
 #[cold]
 fn ends(ended: Ended, kind: RequestKind, refused: Option<Refused>) -> Begun {
     slow(Slow::Ended(ended, (kind, refused.map_or(Ok(Done::from(0)), Err))))

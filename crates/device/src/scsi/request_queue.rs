@@ -1,5 +1,5 @@
-//! A request queue as its IoThread has it: its tasks, and the logical units with disks of that
-//! thread. Other threads reach all those of a device.
+//! A request queue on its IoThread: its tasks, and the logical units with their disks on that
+//! thread. Other threads reach all request queues of a device.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ use crate::reach::Reach;
 
 /// A logical unit with its disk on this IoThread.
 pub(crate) struct LocalUnit {
-    /// That of the unit.
+    /// A copy of the unit's address.
     address: UnitAddress,
     pub(crate) unit: Arc<Unit>,
     pub(crate) disk: Disk,
@@ -36,15 +36,15 @@ pub(crate) struct RequestQueue {
     pub(crate) tasks: Tasks,
     pub(crate) io: Rc<Io>,
     units: Arc<Units>,
-    /// Those that had a command here, sorted by address.
+    /// Units that had a command here, sorted by address.
     local: RefCell<Vec<Rc<LocalUnit>>>,
-    /// Where the last request has found its unit.
+    /// The index in `local` of the last request's unit.
     found: Cell<usize>,
-    /// That of `units` when `local` was compared with them.
+    /// The generation of `units` when `local` was compared with them.
     generation: Cell<u64>,
-    /// How commands wait.
+    /// The current rule for waits of commands.
     waits: Cell<Waits>,
-    /// Commands whose unit is yet to be added.
+    /// Commands that wait for a unit to be added.
     pub(super) held: HeldHere,
     ring: OnceCell<Weak<Queue>>,
 }
@@ -70,7 +70,7 @@ impl RequestQueue {
             units,
             local: RefCell::default(),
             found: Cell::default(),
-            // Units are looked up at the first request.
+            // Forces a comparison at the first request.
             generation: Cell::new(u64::MAX),
             waits: Cell::default(),
             held: HeldHere::default(),
@@ -102,8 +102,8 @@ impl RequestQueue {
         Some(Rc::clone(&local[at]))
     }
 
-    /// The first command to a unit comes. A queue that has none for it costs no memory. Whoever
-    /// removes the unit has it released here before the disk is closed.
+    /// Attaches a unit at its first command here: a queue without commands for it costs no memory.
+    /// When the unit is removed, it is released here before the disk is closed.
     #[cold]
     fn attach(&self, unit: &Arc<Unit>) -> Rc<LocalUnit> {
         let local = LocalUnit::new(unit, &self.io);
@@ -111,7 +111,7 @@ impl RequestQueue {
         Rc::new(local)
     }
 
-    /// Releases units that are there no more.
+    /// Releases units that no longer exist.
     #[cold]
     fn refresh(&self) {
         self.generation.set(self.units.generation());
@@ -124,18 +124,18 @@ impl RequestQueue {
         gone.iter().for_each(|gone| gone.set_waits(Waits::Never));
     }
 
-    /// How commands wait from now on, for limits and for a disk that has failed them.
+    /// Sets the rule for waits of commands at their disks, for limits and for retries.
     pub(crate) fn set_waits(&self, waits: Waits) {
         self.waits.set(waits);
         self.local.borrow().iter().for_each(|local| local.set_waits(waits));
         self.held.look();
     }
 
-    /// Waits for the unit at an address, for a task that uses nothing meanwhile.
+    /// Waits for the unit at an address. The task uses nothing during the wait.
     ///
     /// # Errors
     ///
-    /// When the task was aborted, or the queue stops and leaves nothing.
+    /// If the task was aborted, or the queue stops and cannot leave the command for later.
     pub(super) async fn wait_for_unit(
         &self,
         commands: &HeldCommands,
@@ -164,14 +164,14 @@ impl RequestQueue {
         found
     }
 
-    /// Whether an earlier process had taken the command with this head.
+    /// True if an earlier process took the command with this head.
     pub(crate) fn is_done_again(&self, head: u16) -> bool {
         let ring = self.ring.get().and_then(Weak::upgrade);
         ring.is_some_and(|ring| ring.is_done_again(head))
     }
 
-    /// Does what `how` says with tasks, and with those whose chains nobody has popped: of the
-    /// chains before avail entry `until`, or of all that there are.
+    /// Covers tasks, and chains that are not popped: the chains before avail entry `until`, or all
+    /// available ones.
     fn cover(&self, which: Which, how: How, until: Option<u16>, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
             self.tasks.cover(which, how, 0, left);
@@ -179,23 +179,23 @@ impl RequestQueue {
             return;
         };
         let available = i64::from(ring.available());
-        // Others may have come since, and may have been popped. No ring has 2^15 entries.
+        // Later chains may have come, and may have been popped. No ring has 2^15 entries.
         let next_avail = ring.next_avail();
         let ahead = |until: u16| i64::from(until.wrapping_sub(next_avail).cast_signed());
         let ahead = until.map_or(available, |until| ahead(until).min(available));
         if ring.is_broken() && until != Some(next_avail) {
-            // Whoever serves the queue next may carry out what is left in its ring.
+            // The next owner of the queue may carry out the rest of its ring.
             left.lose();
         }
         if self.tasks.cover(which, how, ahead, left) {
-            // The driver need not have kicked for them, and may never do.
+            // The driver need not have kicked for these chains, and may never do so.
             ring.wake();
         }
         self.look_at_waiting(how);
     }
 
-    /// Tasks that wait for the limits of their disks, for another try or for the medium may have
-    /// been aborted.
+    /// Wakes tasks that may have been aborted while they wait for limits, for a retry or for the
+    /// medium.
     fn look_at_waiting(&self, how: How) {
         let aborts = matches!(how, How::Abort(_) | How::AbortBegun(_));
         if aborts && self.tasks.outside() > 0 {
@@ -212,12 +212,12 @@ impl RequestQueue {
 #[derive(Default)]
 pub(crate) struct RequestQueues {
     reach: Reach<RequestQueue>,
-    /// How far the driver is, by the index of the queue.
+    /// The progress of the driver, by queue index.
     avail_idx: Mutex<BTreeMap<u16, AvailIdx>>,
 }
 
 impl RequestQueues {
-    /// Queue `index` starts on this IoThread.
+    /// Starts queue `index` on this IoThread.
     pub(crate) fn start(
         &self,
         index: u16,
@@ -231,12 +231,12 @@ impl RequestQueues {
         started
     }
 
-    /// A driver begins: what queues have left behind that stopped before is not its concern.
+    /// Forgets queues that stopped earlier: their remaining chains do not concern a new driver.
     pub(crate) fn begin(&self) {
         self.reach.forget_gone();
     }
 
-    /// Has commands go on that wait for a unit, which was added.
+    /// Wakes commands that wait for a unit, after a unit was added.
     pub(crate) fn look_at_held(&self) {
         self.reach.tell_each(|_| {
             Box::new(|queue| {
@@ -247,8 +247,7 @@ impl RequestQueues {
         });
     }
 
-    /// Releases the disk of a unit that has been removed. The result is ready when no request uses
-    /// it any more.
+    /// Releases the disk of a removed unit. The result is ready when no request uses the disk.
     pub(crate) fn release(&self, unit: UnitNumber) -> Waiting {
         let (waiting, left) = Waiting::new();
         self.reach.tell_each(|_| {
@@ -263,9 +262,8 @@ impl RequestQueues {
         waiting
     }
 
-    /// Looks for tasks on all queues, and does what `how` says with them. What the driver makes
-    /// available from now on is no task. The result is ready, with their number, when those have
-    /// ended that are waited for.
+    /// Covers tasks on all queues. Chains that the driver makes available later are no tasks. The
+    /// result is ready, with the number of tasks found, when the awaited ones have ended.
     pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
         let (waiting, left) = Waiting::new();
         let avail_idx = self.avail_idx();
@@ -274,7 +272,7 @@ impl RequestQueues {
             let until = avail_idx.get(&index).and_then(AvailIdx::load);
             Box::new(move |queue| match queue {
                 Some(queue) => queue.cover(which, how, until, left),
-                // It has stopped, and nobody knows what it has left in its ring.
+                // The queue has stopped, and the rest of its ring is unknown.
                 None => left.lose(),
             })
         });
@@ -288,12 +286,12 @@ impl RequestQueues {
 
 #[cfg(test)]
 impl RequestQueues {
-    /// The most that somebody waits for the tasks of a queue, when all queues have looked.
+    /// The most waits for tasks of one queue, once all queues have reported.
     pub(crate) fn awaited(&self) -> Arc<AtomicUsize> {
         self.most(|queue| queue.tasks.awaited())
     }
 
-    /// The most units that a queue has attached, when all have looked.
+    /// The most units attached to one queue, once all queues have reported.
     pub(crate) fn attached(&self) -> Arc<AtomicUsize> {
         self.most(|queue| queue.local.borrow().len())
     }

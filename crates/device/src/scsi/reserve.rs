@@ -1,5 +1,5 @@
-//! PERSISTENT RESERVE IN and OUT as commands, and what a reservation means for others (SPC-5,
-//! sections 6.16 and 6.17).
+//! PERSISTENT RESERVE IN and OUT as commands, and the effect of a reservation on other commands
+//! (SPC-5, sections 6.16 and 6.17).
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,11 +15,11 @@ use super::sense::Sense;
 use super::task_set::TaskId;
 use super::unit::Unit;
 
-/// START STOP UNIT starts.
+/// The START bit of START STOP UNIT.
 const START: u8 = 0x01;
 const POWER_CONDITION: u8 = 0xf0;
 
-/// Whether a reservation keeps the initiator from this command.
+/// Fails if a reservation excludes this command of the initiator.
 #[inline]
 pub(super) fn check(unit: &Unit, op: Op, cdb: &Cdb) -> Result<(), Failure> {
     if !unit.attached.is_restricted() { Ok(()) } else { check_class(unit, op, cdb) }
@@ -69,7 +69,7 @@ pub(super) fn reserve_in(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&answer, cdb.u16(7).into())
 }
 
-/// On a thread of its own: what is to persist is written to a file first.
+/// Runs on a thread of its own: a change that persists is written to a file first.
 pub(super) async fn reserve_out(
     io: &Rc<Io>,
     local: &LocalUnit,
@@ -88,7 +88,7 @@ pub(super) async fn reserve_out(
     let carry_out = move || {
         let done = unit.attached.reserve_out(&cdb, &list);
         if let Ok(done) = &done {
-            // Commands of others meet the new state already, whatever this one waits for.
+            // Other commands meet the new state already, even if this one still waits.
             done.attentions.iter().for_each(|(nexus, sense)| unit.access.tell(*nexus, *sense));
         }
         *there.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
@@ -96,7 +96,7 @@ pub(super) async fn reserve_out(
         completer.complete(Ok(0));
     };
     if io.start_thread("ringhaul-reserve", carry_out).is_err() {
-        // The completer has gone with the closure, which nobody has called.
+        // The completer was dropped with the closure, which was never called.
         return Err(Failure::Busy);
     }
     op.await;
@@ -114,8 +114,8 @@ pub(super) async fn reserve_out(
     }
 }
 
-/// Returns when nobody uses the disk in spite of the new state, and the tasks have ended of those
-/// who were preempted: these learn of that.
+/// Returns when no use of the disk violates the new state and the tasks of preempted initiators
+/// have ended. These initiators are notified.
 async fn end_aborted(unit: &Unit, done: &Done, task: TaskId) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
     shared.reservation_changed().await;

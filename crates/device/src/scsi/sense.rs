@@ -1,4 +1,4 @@
-//! Sense data: why a command was not carried out (SPC-5, section 4.5).
+//! Sense data: reasons for commands that were not carried out (SPC-5, section 4.5).
 
 use std::io;
 
@@ -17,28 +17,28 @@ pub(crate) enum Key {
     Miscompare = 0xe,
 }
 
-/// Where a field is that is wrong.
+/// The place of a wrong field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Field {
-    /// In the CDB, or else in the parameter list.
+    /// True for the CDB, false for the parameter list.
     in_cdb: bool,
     byte: u16,
     /// The most significant bit of the field, if it is no whole byte.
     bit: Option<u8>,
 }
 
-/// What a command is answered with when it was not, or not entirely, carried out.
+/// The reason for a command that was not, or not entirely, carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sense {
     pub(crate) key: Key,
     /// Additional sense code and its qualifier.
     pub(crate) code: [u8; 2],
-    /// The LBA, or the offset in the data, that it is about.
+    /// The LBA, or the offset in the data, that the reason concerns.
     information: Option<u64>,
     field: Option<Field>,
 }
 
-/// How sense data are written (SPC-5, section 4.5).
+/// The format of sense data (SPC-5, section 4.5).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Fixed,
@@ -46,7 +46,7 @@ pub(crate) enum Format {
     Descriptor,
 }
 
-/// What a disk was asked for.
+/// A request to a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DiskUse {
     action: &'static str,
@@ -57,12 +57,12 @@ pub(crate) struct DiskUse {
 impl DiskUse {
     pub(crate) const FLUSH: Self = Self { action: "flush", lba: None, writes: true };
 
-    /// To give the block at `lba`.
+    /// A read of the block at `lba`.
     pub(crate) fn reads(action: &'static str, lba: u64) -> Self {
         Self { action, lba: Some(lba), writes: false }
     }
 
-    /// To change the block at `lba`.
+    /// A change of the block at `lba`.
     pub(crate) fn writes(action: &'static str, lba: u64) -> Self {
         Self { action, lba: Some(lba), writes: true }
     }
@@ -97,7 +97,7 @@ impl Sense {
     pub(crate) const WRITE_PROTECTED: Self = Self::new(Key::DataProtect, [0x27, 0x00]);
     pub(crate) const NO_SPACE: Self = Self::new(Key::DataProtect, [0x27, 0x07]);
     pub(crate) const MISCOMPARE: Self = Self::new(Key::Miscompare, [0x1d, 0x00]);
-    /// I/O PROCESS TERMINATED: nobody knows whether it was carried out.
+    /// I/O PROCESS TERMINATED: the command may have been carried out, or not.
     pub(crate) const PERHAPS_DONE: Self = Self::new(Key::AbortedCommand, [0x00, 0x06]);
     pub(crate) const POWER_ON: Self = Self::new(Key::UnitAttention, [0x29, 0x00]);
     pub(crate) const UNIT_WAS_RESET: Self = Self::new(Key::UnitAttention, [0x29, 0x03]);
@@ -118,7 +118,7 @@ impl Sense {
     pub(crate) const COMMANDS_CLEARED: Self = Self::new(Key::UnitAttention, [0x2f, 0x00]);
     pub(crate) const UNITS_CHANGED: Self = Self::new(Key::UnitAttention, [0x3f, 0x0e]);
 
-    /// Whether it says that data was other than expected, wherever.
+    /// True for a miscompare, at any offset.
     pub(crate) fn is_miscompare(self) -> bool {
         matches!(self.key, Key::Miscompare)
     }
@@ -128,34 +128,35 @@ impl Sense {
         Self::new(Key::UnitAttention, code)
     }
 
-    /// A field of the CDB has a value that is not supported; `bit`: its highest one.
+    /// An unsupported value of a CDB field; `bit` is its highest bit, if it is no whole byte.
     pub(crate) const fn in_cdb(byte: u16, bit: Option<u8>) -> Self {
         let field = Some(Field { in_cdb: true, byte, bit });
         Self { field, ..Self::new(Key::IllegalRequest, [0x24, 0x00]) }
     }
 
-    /// A field of the parameter list has a value that is not supported.
+    /// An unsupported value of a field in the parameter list, with `bit` as in
+    /// [`in_cdb`](Self::in_cdb).
     pub(crate) const fn in_list(byte: u16, bit: Option<u8>) -> Self {
         let field = Some(Field { in_cdb: false, byte, bit });
         Self { field, ..Self::new(Key::IllegalRequest, [0x26, 0x00]) }
     }
 
-    /// Whether it says that a unit began anew.
+    /// True for unit attentions about a power-on or reset of the unit.
     pub(crate) fn is_reset(&self) -> bool {
         self.key == Key::UnitAttention && self.code[0] == 0x29 && !self.is_nexus_loss()
     }
 
-    /// Whether it says that the way to a unit began anew, which itself is as it was.
+    /// True for the unit attention about a lost nexus, which leaves the unit as it was.
     pub(crate) fn is_nexus_loss(&self) -> bool {
         self.key == Key::UnitAttention && self.code == Self::NEXUS_LOST.code
     }
 
-    /// What it is about: an LBA, or for a miscompare the offset of the first byte that differs.
+    /// Adds the LBA, or for a miscompare the offset of the first byte that differs.
     pub(crate) const fn about(self, information: u64) -> Self {
         Self { information: Some(information), ..self }
     }
 
-    /// What an error of the disk is for the initiator: the one place where it is chosen.
+    /// Translates a disk error for the initiator: the only place that chooses the sense data.
     pub(crate) fn of_disk(error: &io::Error, asked: DiskUse) -> Self {
         let medium = if asked.writes {
             Self::new(Key::MediumError, [0x0c, 0x00])
@@ -165,7 +166,8 @@ impl Sense {
         match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) if asked.writes => Self::NO_SPACE,
             Some(libc::EROFS | libc::EPERM | libc::EACCES) if asked.writes => Self::WRITE_PROTECTED,
-            // It was not carried out and may be tried again, maybe on another way to the disk.
+            // The request was not carried out and may be retried, maybe on another path to the
+            // disk.
             Some(
                 libc::ENOMEM
                 | libc::EAGAIN
@@ -177,13 +179,13 @@ impl Sense {
             Some(libc::ENODEV | libc::ENXIO | libc::ENOMEDIUM) => {
                 Self::new(Key::NotReady, [0x3a, 0x00])
             }
-            // The device says that it has failed, whatever the medium is like.
+            // The device reports its own failure, regardless of the medium.
             Some(libc::EREMOTEIO) => Self::TARGET_FAILURE,
             _ => Self { information: asked.lba, ..medium },
         }
     }
 
-    /// Whether an error of a read may be about some of its blocks alone.
+    /// True if a read error may concern only some of its blocks.
     pub(crate) fn is_of_some_blocks(error: &io::Error) -> bool {
         matches!(error.raw_os_error(), Some(libc::EIO | libc::ENODATA | libc::EILSEQ))
     }
@@ -191,7 +193,7 @@ impl Sense {
     /// The guest has truncated the file behind its memory.
     pub(crate) const MEMORY_GONE: Self = Self::TARGET_FAILURE;
 
-    /// The data in the format that the initiator has chosen.
+    /// The sense data in this format.
     pub(crate) fn data(&self, format: Format) -> Vec<u8> {
         match format {
             Format::Fixed => self.fixed().to_vec(),
@@ -199,8 +201,8 @@ impl Sense {
         }
     }
 
-    /// Fixed format (SPC-5, section 4.5.3). What does not fit its four bytes is left out: the bit
-    /// VALID is zero then.
+    /// Fixed format (SPC-5, section 4.5.3). Information that exceeds its four bytes is omitted: the
+    /// bit VALID is zero then.
     fn fixed(&self) -> [u8; FIXED_BYTES] {
         let mut data = [0; FIXED_BYTES];
         data[0] = 0x70;
@@ -274,7 +276,7 @@ mod tests {
         let error = io::Error::from_raw_os_error(libc::EIO);
         let data = Sense::of_disk(&error, DiskUse::reads("read", 0x0102_0304)).fixed();
         assert_eq!(data[..7], [0xf0, 0, 3, 1, 2, 3, 4]);
-        // It does not fit: then there is none.
+        // An LBA that does not fit is omitted.
         let far = Sense::of_disk(&error, DiskUse::writes("write", 1 << 32));
         assert_eq!(far.fixed()[..7], [0x70, 0, 3, 0, 0, 0, 0]);
     }
@@ -311,7 +313,7 @@ mod tests {
             (sense(libc::EIO, writes).code, sense(libc::EIO, writes).information),
             ([0x0c, 0], Some(7))
         );
-        // Nobody knows which block was lost.
+        // The lost block is unknown.
         let flush = sense(libc::EIO, DiskUse::FLUSH);
         assert_eq!((flush.code, flush.information), ([0x0c, 0], None));
         assert_eq!(

@@ -1,12 +1,12 @@
-//! The tasks of one request queue, and those who wait for some of them to end.
+//! The tasks of one request queue, and the waits for some of them to end.
 //!
-//! A request that the kernel has cannot be taken back. So a task that is aborted goes on, and is
-//! answered as one that was aborted when it is done: until then its buffers are in use. Whoever
-//! aborts tasks waits for that. Tasks that the driver has made available, and that nobody has
-//! popped yet, are meant too (virtio 1.3, section 5.6.6.2).
+//! A request in the kernel cannot be cancelled. An aborted task therefore continues, since its
+//! buffers are in use, and is answered as aborted when it is done. An abort function waits for
+//! that. It also covers tasks in chains that the driver has made available but the device has not
+//! popped (virtio 1.3, section 5.6.6.2).
 //!
-//! Whoever waits costs a queue one entry, which counts its tasks, however many these are: a driver
-//! may fill its control queue with functions, and each is to be about what came before it.
+//! Each wait costs a queue one entry, which counts its tasks, regardless of their number. A driver
+//! may fill its control queue with functions, and each concerns the chains before it.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,48 +15,48 @@ use super::address::{UnitAddress, UnitNumber};
 pub(crate) use super::awaited::{Left, Waiting};
 use super::uses::{NOT, Uses};
 
-/// How a task ends that somebody has aborted: a response of virtio-scsi.
+/// The end of an aborted task: a response of virtio-scsi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Abort {
-    /// By ABORT TASK and what is like it, which its initiator has asked for.
+    /// By ABORT TASK or a similar function of its own initiator.
     Aborted,
-    /// By a reset, or by another initiator: drivers then begin it again.
+    /// By a reset or another initiator: drivers then start the task again.
     Reset,
 }
 
-/// What is done with tasks.
+/// The treatment of the selected tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum How {
-    /// They are counted.
+    /// Counts them.
     Look,
-    /// They end like this, and are waited for.
+    /// Aborts them with this response, and waits for them.
     Abort(Abort),
-    /// The same of those that have begun. Commands that abort others ask for this: a queue may pop
-    /// no chain before the command has ended that waits for it.
+    /// Like `Abort`, for tasks that have begun. Commands that abort other tasks use this: a queue
+    /// may pop no chain before the command that waits for it has ended.
     AbortBegun(Abort),
-    /// Those that have the medium are waited for.
+    /// Waits for tasks that use the medium.
     Drain,
-    /// Those that have begun are waited for, unless they wait for their disk's limits, or for it to
-    /// carry out what it has failed: they look at it again before they go on.
+    /// Waits for tasks that have begun, unless they wait for limits of their disk or for a retry.
+    /// Such tasks check the disk again before they resume.
     Settle,
-    /// Those that have begun are waited for, whatever they wait for.
+    /// Waits for tasks that have begun, even if they wait for something themselves.
     Finish,
 }
 
-/// Which tasks are meant.
+/// A selection of tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// As initiators name them: by tag, unit or target.
+    /// The task, unit or target that an initiator names.
     Task(UnitAddress, u64),
     At(UnitAddress),
     Target(u8),
-    /// All of a unit, and of none that comes to its address after it.
+    /// All tasks of a unit, and none of its successor at the same address.
     Unit(UnitNumber),
-    /// All of a unit but this one.
+    /// All tasks of a unit but this one.
     Others(UnitNumber, TaskId),
 }
 
-/// A task, among those of all queues. Drivers may give a tag to several.
+/// A task, unique among all queues. Tags are not: drivers may give one tag to several tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TaskId {
     queue: u64,
@@ -64,12 +64,12 @@ pub(crate) struct TaskId {
 }
 
 impl TaskId {
-    /// For a test that is no task.
+    /// For a test without a task.
     #[cfg(test)]
     pub(crate) const NONE: Self = Self { queue: 0, number: 0 };
 }
 
-/// Numbers of queues, in the whole process.
+/// The last queue number in this process.
 static LAST_QUEUE: AtomicU64 = AtomicU64::new(0);
 
 impl Which {
@@ -84,16 +84,16 @@ impl Which {
     }
 }
 
-/// The place of a task, which others have after it. It is written field by field: one that is made
-/// elsewhere and moved is read by words that no processor can take from the stores before.
+/// The place of a task, which later tasks reuse. Fields are written one by one: a value that is
+/// made elsewhere and moved is read in words that no processor can forward from the stores before.
 struct Task {
-    /// Whether there is one.
+    /// True if the place holds a task.
     is_open: bool,
     address: UnitAddress,
-    /// The unit that is there when it begins.
+    /// The unit at the address when the task begins.
     unit: Option<UnitNumber>,
     tag: u64,
-    /// How many chains of its queue were popped by then, with its own.
+    /// The value of `popped` after its own chain.
     place: u64,
     uses: Uses,
     abort: Option<Abort>,
@@ -128,28 +128,28 @@ impl Task {
     }
 }
 
-/// Tasks that are meant, as long as some are to be popped or to end.
+/// A selection of tasks, kept while some are still to be popped or to end.
 struct Cover {
     which: Which,
     how: How,
-    /// The place of the last that may be meant.
+    /// The place of the last task that may be covered.
     until: u64,
-    /// How many covers came before it.
+    /// The number of covers made before this one.
     before: u64,
-    /// The last of them was popped.
+    /// True if the chain at `until` was popped.
     is_passed: bool,
-    /// Those that were found, are waited for and have not ended.
+    /// Tasks that were found, are awaited and have not ended.
     open: usize,
     left: Left,
 }
 
 impl Cover {
-    /// Whether it is about a task.
+    /// True if the cover includes a task.
     fn finds(&self, task: &Task, id: TaskId) -> bool {
         task.place <= self.until && self.which.covers(task, id)
     }
 
-    /// Whether it waits for a task that it finds.
+    /// True if the cover waits for a task that it includes.
     fn awaits(&self, uses: Uses) -> bool {
         match self.how {
             How::Look => false,
@@ -159,7 +159,7 @@ impl Cover {
         }
     }
 
-    /// A task is there that it finds, maybe.
+    /// Counts, aborts or awaits a task, if the cover includes it.
     fn meet(&mut self, task: &mut Task, id: TaskId) {
         if !self.finds(task, id) {
             return;
@@ -171,7 +171,7 @@ impl Cover {
         self.open += usize::from(self.awaits(task.uses));
     }
 
-    /// One of those that it has counted ends, or need not be waited for any more.
+    /// Removes a counted task that ends or need not be awaited any longer.
     fn leave(&mut self) {
         assert!(self.open > 0, "a task ends that nobody has counted");
         self.open -= 1;
@@ -193,20 +193,20 @@ impl Drop for Cover {
 /// The tasks of one request queue, on its IoThread.
 pub(crate) struct Tasks {
     queue: u64,
-    /// By their numbers.
+    /// Indexed by task number.
     tasks: RefCell<Vec<Task>>,
-    /// How many chains were popped, as far as avail entries tell: they begin anew after 2^16.
+    /// The avail index, extended to 64 bits: it advances by one per popped chain.
     popped: Cell<u64>,
     covers: RefCell<Vec<Cover>>,
     has_covers: Cell<bool>,
-    /// How many there ever were.
+    /// The number of covers ever made.
     covers_made: Cell<u64>,
-    /// Tasks that use nothing, since they wait.
+    /// Tasks that wait and use nothing.
     outside: Cell<usize>,
 }
 
 impl Tasks {
-    /// Of a queue that pops this avail entry next.
+    /// For a queue that pops avail entry `next_avail` next.
     pub(crate) fn new(next_avail: u16) -> Self {
         Self {
             queue: LAST_QUEUE.fetch_add(1, Ordering::Relaxed) + 1,
@@ -219,14 +219,14 @@ impl Tasks {
         }
     }
 
-    /// A command has come with this head, whose chain was the one before avail entry `next_avail`:
-    /// its task begins, and uses the medium unless it says otherwise. Returns its number: the head,
-    /// unless the driver has given that to several chains at once. `publish` shows the driver what
-    /// is pushed: those who wait answer on another queue, and tasks that have ended come first.
+    /// Begins the task of the chain with this head, just before avail entry `next_avail`. The task
+    /// uses the medium until [`leaves_medium`](Self::leaves_medium). Returns its number: the head,
+    /// unless the driver has given that to several chains at once. Before waits end, `publish`
+    /// shows the driver the answers of ended tasks, since waits are answered on another queue.
     ///
     /// # Errors
     ///
-    /// The number, and how it is to end, if it was aborted before it came.
+    /// The number and the kind of abort, if the task was aborted before it began.
     #[inline(always)]
     pub(crate) fn begin(
         &self,
@@ -249,8 +249,9 @@ impl Tasks {
         self.meet_covers(tasks, number, publish)
     }
 
-    /// The chain before avail entry `next_avail` is no task of a unit. Drop the result when its
-    /// answer is in the ring: its driver need not see it as we do.
+    /// Counts the chain before avail entry `next_avail`, which is no task of a unit. Drop the
+    /// result when the chain's answer is in the ring, since the driver may take the chain for a
+    /// task.
     #[inline]
     pub(crate) fn skip(&self, next_avail: u16) -> Ended {
         let place = self.count(next_avail);
@@ -258,7 +259,7 @@ impl Tasks {
         Ended { abort: None, waiting: boxed(done) }
     }
 
-    /// A chain was popped. Returns its place.
+    /// Counts a popped chain. Returns its place.
     #[inline]
     fn count(&self, next_avail: u16) -> u64 {
         let popped = self.popped.get();
@@ -267,7 +268,7 @@ impl Tasks {
         place
     }
 
-    /// What has not been popped never will be: the ring is bad.
+    /// Ends all waits for chains that are not popped: the ring is bad, so they never will be.
     pub(crate) fn forget_covers(&self) {
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut().filter(|cover| !cover.is_passed) {
@@ -306,7 +307,7 @@ impl Tasks {
         self.take_done(&mut covers)
     }
 
-    /// Those that nobody has to wait for any more.
+    /// Removes and returns completed covers.
     fn take_done(&self, covers: &mut Vec<Cover>) -> Vec<Cover> {
         let mut done = Vec::new();
         let mut at = 0;
@@ -321,36 +322,36 @@ impl Tasks {
         done
     }
 
-    /// The task with this number, for all queues.
+    /// The task with this number, unique among all queues.
     pub(crate) fn id(&self, number: u16) -> TaskId {
         TaskId { queue: self.queue, number }
     }
 
-    /// Whether the task goes on.
+    /// Checks that the task may continue.
     ///
     /// # Errors
     ///
-    /// How it is to end, if it was aborted.
+    /// The kind of abort, if the task was aborted.
     #[inline]
     pub(crate) fn check(&self, number: u16) -> Result<(), Abort> {
         let tasks = self.tasks.borrow();
         tasks[usize::from(number)].abort.map_or(Ok(()), Err)
     }
 
-    /// The task uses the medium from now on.
+    /// Marks that the task uses the medium from now on.
     #[cold]
     pub(crate) fn takes_medium(&self, number: u16) {
         let task = &mut self.tasks.borrow_mut()[usize::from(number)];
         task.uses.medium_since = task.uses.medium_since.min(self.covers_made.get());
     }
 
-    /// The task that has begun does not use the medium, or not yet.
+    /// Marks that the task, which has just begun, does not use the medium, or not yet.
     #[cold]
     pub(crate) fn leaves_medium(&self, number: u16) {
         self.tasks.borrow_mut()[usize::from(number)].uses.medium_since = NOT;
     }
 
-    /// The task waits, and uses nothing until it [steps in](Self::steps_in).
+    /// Marks that the task waits, and uses nothing until it [steps in](Self::steps_in).
     #[cold]
     pub(crate) fn steps_out(&self, number: u16) {
         let tasks = &mut *self.tasks.borrow_mut();
@@ -371,12 +372,12 @@ impl Tasks {
         drop(done);
     }
 
-    /// Whether a task that has stepped out used the medium before.
+    /// True if a task that has stepped out used the medium before.
     pub(crate) fn had_medium(&self, number: u16) -> bool {
         self.tasks.borrow()[usize::from(number)].uses.had_medium
     }
 
-    /// The task uses again what it used. Those who wait already do not wait for it.
+    /// Marks that the task resumes its earlier uses. Covers that exist already do not wait for it.
     #[cold]
     pub(crate) fn steps_in(&self, number: u16) {
         let now = self.covers_made.get();
@@ -386,18 +387,18 @@ impl Tasks {
         self.ends_outside();
     }
 
-    /// A task that has stepped out ends, and does not step in.
+    /// Ends a task that has stepped out, without stepping in.
     pub(crate) fn ends_outside(&self) {
         self.outside.set(self.outside.get() - 1);
     }
 
-    /// How many tasks wait that have stepped out.
+    /// The number of waiting tasks that have stepped out.
     pub(crate) fn outside(&self) -> usize {
         self.outside.get()
     }
 
-    /// A task is done, and nothing of it will be written any more but its answer. Drop the result
-    /// when that is in the ring.
+    /// Ends a task that is done: only its answer is still to be written. Drop the result when the
+    /// answer is in the ring.
     #[inline]
     pub(crate) fn end(&self, number: u16) -> Ended {
         let tasks = &mut *self.tasks.borrow_mut();
@@ -423,9 +424,10 @@ impl Tasks {
         boxed(self.take_done(&mut covers))
     }
 
-    /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
-    /// and, if they are counted or all aborted, those of so many chains `ahead`; but for those of
-    /// the last chains, if that is less than none. Returns whether it waits for chains.
+    /// Treats the selected tasks as `how` says, and holds `left` until the awaited ones have ended.
+    /// Covers tasks that have begun. `Look` and `Abort` also cover the next `ahead` chains, or, if
+    /// `ahead` is negative, exclude the last `-ahead` popped ones. Returns true if chains are still
+    /// to be popped.
     pub(crate) fn cover(&self, which: Which, how: How, ahead: i64, left: Left) -> bool {
         let popped = self.popped.get();
         let before = self.covers_made.replace(self.covers_made.get() + 1);
@@ -446,14 +448,14 @@ impl Tasks {
     }
 }
 
-/// As an [`Ended`] has them.
+/// Boxes covers for an [`Ended`].
 #[inline]
 #[expect(clippy::box_collection, reason = "see `Ended`")]
 fn boxed(covers: Vec<Cover>) -> Option<Box<Vec<Cover>>> {
     (!covers.is_empty()).then(|| Box::new(covers))
 }
 
-/// No task has had so high a number before, or another one has it. Returns one that is free.
+/// Returns a free number for a head that is beyond all earlier ones, or in use.
 #[cold]
 fn add(tasks: &mut Vec<Task>, head: u16) -> (u16, &mut Task) {
     let at = usize::from(head);
@@ -469,25 +471,24 @@ fn add(tasks: &mut Vec<Task>, head: u16) -> (u16, &mut Task) {
     (iomem::fits(number, "a number of chains"), &mut tasks[number])
 }
 
-/// What avail entries have of a place.
+/// The low 16 bits of a place, as in avail entries.
 #[inline]
 fn low_half_of(place: u64) -> u16 {
     let [low, high, ..] = place.to_le_bytes();
     u16::from_le_bytes([low, high])
 }
 
-/// A task that has ended, or none. Those who wait for it hear that when this is dropped, at the
-/// latest.
+/// A task that has ended, or none. Waits for it are notified at the latest when this is dropped.
 #[derive(Default)]
 pub(crate) struct Ended {
     pub(crate) abort: Option<Abort>,
-    /// One word, as every request has it.
+    /// A single word, since every request carries it.
     #[expect(clippy::box_collection, reason = "one word is less than three to hand on")]
     waiting: Option<Box<Vec<Cover>>>,
 }
 
 impl Ended {
-    /// Tells those who wait, after `first`, which is done for them.
+    /// Ends the waits, after a call of `first` if there are any.
     #[inline]
     pub(crate) fn tell(self, first: impl FnOnce()) {
         if self.waiting.is_some() {
@@ -509,7 +510,7 @@ mod tests {
     static NUMBER: LazyLock<UnitNumber> = LazyLock::new(UnitNumber::next);
 
     impl Tasks {
-        /// How many wait for tasks, or for chains that nobody has popped.
+        /// The number of waits for tasks, or for chains that are not popped.
         pub(crate) fn awaited(&self) -> usize {
             self.covers.borrow().len()
         }
@@ -519,7 +520,7 @@ mod tests {
         begin_at(tasks, (UNIT, Some(*NUMBER)), tag, next_avail)
     }
 
-    /// Begins a task with a number that is free.
+    /// Begins a task with a free number.
     fn begin_at(
         tasks: &Tasks,
         unit: (UnitAddress, Option<UnitNumber>),
@@ -591,7 +592,7 @@ mod tests {
         assert!(!waiting.has_lost());
     }
 
-    /// Whoever waits may answer on another thread at once.
+    /// A notified wait may answer on another thread at once.
     #[test]
     fn what_has_ended_is_shown_before_those_are_told_who_wait_for_it() {
         let next_is_a_task = |tasks: &Tasks, publish: &dyn Fn()| {
@@ -618,7 +619,7 @@ mod tests {
     #[test]
     fn only_tasks_that_have_the_medium_are_drained() {
         let tasks = Tasks::new(0);
-        // A tag tells tasks apart only where a driver keeps to the rules.
+        // Tags identify tasks only if the driver keeps to the rules.
         let [one, two, own] = [3, 2, 3].map(|tag| begin(&tasks, tag, 1));
         let elsewhere = Tasks::new(0);
         let other = begin(&elsewhere, 3, 1);

@@ -1,12 +1,11 @@
-//! Turns among those who would all do the same at once: a few have one, in the order in which they
-//! came, and the others wait.
+//! Turns for equal users of a resource: a few have one, in order of arrival, and the rest wait.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Those who have a turn, and those who wait for one. They may be on different threads.
+/// The turns in progress, and the waits for one, on any threads.
 pub(super) struct Turns {
     most: usize,
     line: Mutex<Line>,
@@ -16,12 +15,12 @@ pub(super) struct Turns {
 struct Line {
     in_progress: usize,
     came: u64,
-    /// By how many came before.
+    /// Keyed by the order of arrival.
     waiting: BTreeMap<u64, Waker>,
 }
 
 impl Turns {
-    /// So many have a turn at a time, at most.
+    /// Allows `most` turns at a time.
     pub(super) fn new(most: usize) -> Self {
         Self { most, line: Mutex::default() }
     }
@@ -38,7 +37,7 @@ impl Turns {
         turn
     }
 
-    /// Wakes the one whose turn it is, if there is one.
+    /// Wakes the first waiter, if it may begin its turn.
     fn wake_next(&self, line: &Line) {
         if line.in_progress < self.most
             && let Some(next) = line.waiting.values().next()
@@ -112,7 +111,7 @@ mod tests {
         assert!(poll(&mut all[3]).is_none(), "another came before");
         begun[2] = poll(&mut all[2]);
         assert!(begun[2].is_some() && poll(&mut all[3]).is_none());
-        // One that gives up holds up nobody.
+        // An abandoned wait delays no later one.
         drop(all.remove(3));
         begun[0] = None;
         assert!(poll(&mut all[3]).is_some());

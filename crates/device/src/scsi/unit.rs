@@ -1,4 +1,4 @@
-//! A logical unit: a disk as initiators see it.
+//! A logical unit: a disk as seen by initiators.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,22 +12,22 @@ use super::address::{UnitAddress, UnitNumber};
 use super::persist::{Attached, PortInUse, PortName};
 use super::sense::{Format, Sense};
 
-/// Attentions that wait at most. A driver that never asks loses the oldest.
+/// The most pending attentions. A driver that never reads them loses the oldest.
 const ATTENTIONS_MAX: usize = 16;
 
-/// Bytes of a serial number at most.
+/// The most bytes of a serial number.
 pub const SERIAL_BYTES: usize = 36;
 
-/// Bytes of a vendor identification at most.
+/// The most bytes of a vendor identification.
 pub const VENDOR_BYTES: usize = 8;
 
-/// Bytes of a product identification at most.
+/// The most bytes of a product identification.
 pub const PRODUCT_BYTES: usize = 16;
 
-/// Bytes of a product revision at most.
+/// The most bytes of a product revision.
 pub const REVISION_BYTES: usize = 4;
 
-/// Identifiers of a unit in its vital product data, from which guests make the names of its disk.
+/// Identifiers of a unit in its vital product data, from which guests derive disk names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Identifiers {
     /// NAA, and the T10 vendor identification with the serial number. udev names the disk
@@ -37,11 +37,11 @@ pub enum Identifiers {
     /// The serial number as a vendor-specific identifier. udev names the disk
     /// `scsi-0VENDOR_PRODUCT_SERIAL`.
     VendorSpecific,
-    /// The same, behind an NAA identifier, which udev prefers.
+    /// Like `VendorSpecific`, behind an NAA identifier, which udev prefers.
     VendorSpecificAndNaa,
 }
 
-/// What the operator chose for a logical unit.
+/// The operator's options for a logical unit.
 #[derive(Clone)]
 pub struct UnitOptions {
     /// T10 vendor identification, up to 8 bytes of ASCII.
@@ -50,25 +50,27 @@ pub struct UnitOptions {
     pub product: String,
     /// Product revision, up to 4 bytes of ASCII.
     pub revision: String,
-    /// Unit serial number, up to 36 bytes of ASCII. The same for all paths to the disk, always.
+    /// Unit serial number, up to 36 bytes of ASCII. Must be the same on all paths to the disk,
+    /// always.
     pub serial: String,
-    /// An NAA identifier (SPC-5, section 7.7.6.6) that no other disk has. Units with one identifier
-    /// must be on one disk, even if guests do not see it.
+    /// An NAA identifier (SPC-5, section 7.7.6.6), unique to the disk. Units with equal identifiers
+    /// must be on one disk, even if guests do not see the identifier.
     pub naa: [u8; 8],
     /// The identifiers that guests see.
     pub identifiers: Identifiers,
-    /// Whether START STOP UNIT stops the unit, for all that share its disk; ignored otherwise.
+    /// If true, START STOP UNIT stops the unit for all sharers of its disk; otherwise a stop only
+    /// flushes.
     pub obeys_stop: bool,
-    /// Whether the medium rotates: guests sort requests for it.
+    /// True if the medium rotates: guests then sort their requests.
     pub rotational: bool,
-    /// Whether blocks can be given back with UNMAP and WRITE SAME.
+    /// True if UNMAP and WRITE SAME can deallocate blocks.
     pub discard: bool,
-    /// Whether the initiator sees a write cache, which it has to flush.
+    /// True if the initiator sees a write cache, which it has to flush.
     pub write_cache: bool,
-    /// What it shares with other units on the same disk.
+    /// The state shared with other units on the same disk.
     pub access: Arc<DiskAccess>,
-    /// The name of the port through which its initiator reaches the disk, always the same and no
-    /// other unit's: an NAA identifier. Persistent reservations are kept by it.
+    /// The name of the port through which its initiator reaches the disk: an NAA identifier,
+    /// permanent and unique to the unit. Persistent reservations are kept under this name.
     pub port: [u8; 8],
 }
 
@@ -78,15 +80,15 @@ pub(crate) struct Unit {
     pub(crate) number: UnitNumber,
     pub(crate) source: DiskSource,
     pub(crate) options: UnitOptions,
-    /// What it shares with other units on the disk.
+    /// The state shared with other units on the disk.
     pub(crate) access: Arc<DiskAccess>,
     /// Its I_T nexus.
     pub(crate) attached: Attached,
     pub(crate) attentions: Arc<Attentions>,
 }
 
-/// What an initiator is to hear before anything else. Other threads add to it, and none of them
-/// holds the disk for that.
+/// Unit attentions that an initiator must receive first. Other threads add attentions without
+/// holding the disk.
 #[derive(Default)]
 pub(crate) struct Attentions {
     waiting: Mutex<VecDeque<Sense>>,
@@ -94,7 +96,7 @@ pub(crate) struct Attentions {
 }
 
 impl UnitOptions {
-    /// What is wrong with the texts, if anything.
+    /// Fails with a message if a text is too long or not printable ASCII.
     pub(crate) fn check(&self) -> Result<(), String> {
         let texts = [
             ("vendor", &self.vendor, VENDOR_BYTES),
@@ -131,8 +133,8 @@ impl Unit {
         Ok(unit)
     }
 
-    /// Whether initiators would hold it for another path to the disk of `other`, though it is on
-    /// another disk.
+    /// True if initiators would take the unit for another path to the disk of `other`, although the
+    /// disks differ.
     pub(crate) fn is_taken_for(&self, other: &Self) -> bool {
         self.options.naa == other.options.naa && self.source.identity() != other.source.identity()
     }
@@ -141,7 +143,8 @@ impl Unit {
         self.source.info()
     }
 
-    /// Another driver comes. It finds the unit as it was set up, unless others use it.
+    /// Prepares for another driver. The unit returns to its initial state, unless other units use
+    /// the disk.
     pub(crate) fn restart(&self) {
         if self.access.is_alone(self.attached.nexus()) {
             self.access.reset();
@@ -149,35 +152,35 @@ impl Unit {
         self.attentions.add(Sense::POWER_ON);
     }
 
-    /// Whether a write may be answered before it is on stable storage.
+    /// True if a write may be answered before it is on stable storage.
     #[inline]
     pub(crate) fn has_write_cache(&self) -> bool {
         self.options.write_cache && !self.access.cache_is_off()
     }
 
-    /// Switches the cache, which a unit that was set up without one does not have.
+    /// Switches the write cache, with which the unit must have been set up.
     pub(crate) fn set_write_cache(&self, on: bool) {
         assert!(self.options.write_cache, "MODE SELECT checks that");
         self.access.set_cache_off(!on);
     }
 
-    /// How initiators want sense data.
+    /// The sense data format that initiators have chosen.
     pub(crate) fn sense_format(&self) -> Format {
         if self.access.has_descriptor_sense() { Format::Descriptor } else { Format::Fixed }
     }
 
-    /// Whether blocks can be given back, unless the medium is write-protected: it is thin either
-    /// way.
+    /// True if blocks can be deallocated. Also true for a write-protected medium, which is thin
+    /// either way.
     pub(crate) fn can_unmap(&self) -> bool {
         self.options.discard
     }
 }
 
 impl Attentions {
-    /// There is one more to hear.
+    /// Adds an attention.
     pub(crate) fn add(&self, sense: Sense) {
         let mut waiting = self.waiting();
-        // A reset covers whatever else there is to say (SAM-6, section 5.14.1).
+        // A reset covers all other attentions (SAM-6, section 5.14.1).
         if sense.is_reset() {
             waiting.clear();
         }
@@ -188,7 +191,7 @@ impl Attentions {
             waiting.pop_front();
         }
         if sense.is_nexus_loss() {
-            // It comes first but for resets, and covers nothing.
+            // A nexus loss comes first except for resets, and covers nothing.
             let resets = waiting.iter().take_while(|other| other.is_reset()).count();
             waiting.insert(resets, sense);
         } else {
@@ -197,13 +200,13 @@ impl Attentions {
         self.count.store(waiting.len(), Ordering::Relaxed);
     }
 
-    /// Whether one waits.
+    /// True if an attention is pending.
     #[inline]
     pub(crate) fn has_any(&self) -> bool {
         self.count.load(Ordering::Relaxed) > 0
     }
 
-    /// The first one, which then was heard.
+    /// Takes the first attention, which counts as delivered.
     pub(crate) fn take(&self) -> Option<Sense> {
         let mut waiting = self.waiting();
         let sense = waiting.pop_front();
@@ -211,7 +214,8 @@ impl Attentions {
         sense
     }
 
-    /// It was not heard after all, and is the first again. The others stay.
+    /// Puts back an attention that was not delivered after all, as the first one. All other
+    /// attentions stay.
     pub(crate) fn put_back(&self, sense: Sense) {
         let mut waiting = self.waiting();
         if !waiting.contains(&sense) {
@@ -220,19 +224,19 @@ impl Attentions {
         self.count.store(waiting.len(), Ordering::Relaxed);
     }
 
-    /// The codes of all that wait.
+    /// The codes of all pending attentions.
     pub(crate) fn codes(&self) -> Vec<[u8; 2]> {
         self.waiting().iter().map(|sense| sense.code).collect()
     }
 
-    /// What another process had, in place of what there is.
+    /// Replaces all attentions by the codes of another process.
     pub(crate) fn take_over(&self, codes: &[[u8; 2]]) {
         let mut waiting = self.waiting();
         *waiting = codes.iter().map(|code| Sense::attention(*code)).collect();
         self.count.store(waiting.len(), Ordering::Relaxed);
     }
 
-    /// It was heard in another way.
+    /// Removes an attention that the initiator learned of in another way.
     pub(crate) fn forget(&self, sense: Sense) {
         let mut waiting = self.waiting();
         waiting.retain(|other| *other != sense);

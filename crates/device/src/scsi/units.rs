@@ -1,4 +1,4 @@
-//! The logical units of a device, which come and go.
+//! The logical units of a device, which may be added and removed at any time.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Values;
@@ -21,22 +21,22 @@ pub(crate) struct Units {
     generation: AtomicU64,
 }
 
-/// A unit that is there, and those who have it for a while.
+/// An existing unit, and its borrowers.
 struct Place {
     unit: Arc<Unit>,
     borrowed: Waiting,
     left: Left,
 }
 
-/// A unit that somebody has for a while, though it may be removed meanwhile. Whoever removes it
-/// waits for that, and closes the disk.
+/// A borrowed unit, which may be removed in the meantime. The remover waits for its return, and
+/// closes the disk.
 pub(crate) struct Borrowed {
     unit: Arc<Unit>,
     /// Dropped last.
     _left: Left,
 }
 
-/// All units that are there.
+/// All existing units.
 pub(crate) struct All<'a>(Values<'a, UnitAddress, Place>);
 
 impl<'a> Iterator for All<'a> {
@@ -55,11 +55,11 @@ impl Deref for Borrowed {
     }
 }
 
-/// Why a unit cannot be added.
+/// A unit that cannot be added.
 pub(crate) enum NoPlace {
-    /// There is one at its address.
+    /// Its address is taken.
     Taken,
-    /// The one at this address has its name and another disk.
+    /// The unit at this address has the same name and another disk.
     SameName(UnitAddress),
 }
 
@@ -70,8 +70,8 @@ pub(crate) struct UnitNexus {
 }
 
 impl Units {
-    /// Adds a unit, of which the others of its target tell: REPORT LUNS is for each target. False:
-    /// there are no others.
+    /// Adds a unit, which all other units of its target report: REPORT LUNS is per target. Returns
+    /// false if there are none.
     pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<bool, NoPlace> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         if all.contains_key(&unit.address) {
@@ -89,8 +89,8 @@ impl Units {
         Ok(has_others)
     }
 
-    /// Takes a unit away, of which the others of its target tell. The second is ready when nobody
-    /// has [borrowed](Self::borrow) it any more.
+    /// Removes a unit, which the remaining units of its target report. The second result is ready
+    /// when the unit is no longer [borrowed](Self::borrow).
     pub(crate) fn remove(&self, address: UnitAddress) -> Option<(Arc<Unit>, Waiting)> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let Place { unit, borrowed, .. } = all.remove(&address)?;
@@ -99,28 +99,28 @@ impl Units {
         Some((unit, borrowed))
     }
 
-    /// The unit at an address, for what takes longer than a [look](Self::look).
+    /// Borrows the unit at an address, for uses that take longer than a [look](Self::look).
     pub(crate) fn borrow(&self, address: UnitAddress) -> Option<Borrowed> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         let Place { unit, left, .. } = all.get(&address)?;
         Some(Borrowed { unit: Arc::clone(unit), _left: left.clone() })
     }
 
-    /// The initiator learns of something with its next command to each unit of a target.
+    /// Adds an attention to each unit of a target.
     pub(crate) fn tell_target(&self, target: u8, sense: Sense) {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         tell(&all, target, sense);
     }
 
-    /// Looks at the units there are now, in the order of their addresses. They stay while `look`
-    /// runs, which waits for nothing. It keeps none of them, or who removes it does not close its
-    /// disk.
+    /// Runs `look` on all existing units, in order of address. They stay while `look` runs, so it
+    /// must not wait. It must keep none of them, or their remover does not close the disk.
     pub(crate) fn look<T>(&self, look: impl FnOnce(All<'_>) -> T) -> T {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         look(All(all.values()))
     }
 
-    /// What `look` says of the unit at an address, as for [`look`](Self::look).
+    /// Runs `look` on the unit at an address, if there is one, with the rules of
+    /// [`look`](Self::look).
     pub(crate) fn at<T>(
         &self,
         address: UnitAddress,
@@ -130,13 +130,13 @@ impl Units {
         all.get(&address).map(|place| look(&place.unit))
     }
 
-    /// Whether there is a unit of this target.
+    /// True if the target has a unit.
     pub(crate) fn has_target(&self, target: u8) -> bool {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         all.keys().any(|unit| unit.target == target)
     }
 
-    /// How the driver reaches the unit at an address. This does not keep its disk open.
+    /// The driver's nexus to the unit at an address. Does not keep the disk open.
     pub(crate) fn nexus(&self, address: UnitAddress) -> Option<UnitNexus> {
         let nexus = |unit: &Arc<Unit>| (Arc::clone(&unit.access), unit.attached.nexus());
         let (access, nexus) = self.at(address, nexus)?;
@@ -150,7 +150,7 @@ impl Units {
     }
 }
 
-/// Has all units of a target tell their initiator of something.
+/// Adds an attention to each unit of a target.
 fn tell(all: &BTreeMap<UnitAddress, Place>, target: u8, sense: Sense) {
     let units = all.values().map(|place| &place.unit);
     let meant = units.filter(|unit| unit.address.target == target);

@@ -11,13 +11,13 @@ use super::sense::{DiskUse, Sense};
 
 /// The most descriptors of one UNMAP.
 pub(super) const DESCRIPTORS_MAX: u32 = 256;
-/// The most blocks that one UNMAP gives back. A hole of any size is one system call.
+/// The most blocks that one UNMAP deallocates. A hole of any size is one system call.
 pub(super) const BLOCKS_MAX: u32 = 1 << 20;
 
 const HEADER_BYTES: usize = 8;
 const DESCRIPTOR_BYTES: usize = 16;
 
-/// Gives blocks back. All descriptors are checked before any is carried out.
+/// Deallocates blocks. All descriptors are checked before any is carried out.
 pub(super) async fn unmap(
     local: &LocalUnit,
     cdb: &Cdb,
@@ -47,8 +47,8 @@ pub(super) async fn unmap(
     Ok(Done { moved: length, medium_bytes })
 }
 
-/// What the descriptors of an UNMAP name. Only this is kept while the disk works: the list may be
-/// far longer.
+/// Returns the ranges of an UNMAP. Only they are kept while the disk works: the list may be far
+/// longer.
 fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure> {
     let most = DESCRIPTORS_MAX as usize;
     let list = data.front_of_list(length, HEADER_BYTES + DESCRIPTOR_BYTES * most)?;
@@ -56,7 +56,7 @@ fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure
         return Err(Sense::LIST_LENGTH.into());
     };
     let [_, _, d0, d1, ..] = *header;
-    // What is beyond the list or no whole descriptor is left out.
+    // Incomplete descriptors, and bytes beyond the list, are ignored.
     let said = usize::from(u16::from_be_bytes([d0, d1])).min(length - HEADER_BYTES);
     let descriptors = &descriptors[..said.min(descriptors.len())];
     let block = u64::from(disk.info().logical_block_bytes);
@@ -76,7 +76,7 @@ fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure
         ranges.push(range);
     }
     if said / DESCRIPTOR_BYTES > most {
-        // The field that says how many there are.
+        // The field with the length of all descriptors.
         return Err(Sense::in_list(2, None).into());
     }
     Ok(ranges)

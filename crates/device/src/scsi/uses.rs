@@ -1,20 +1,21 @@
-//! What a task uses, so that others wait for it.
+//! Resources that a task uses, and for which other tasks wait.
 
-/// What a task uses, by how many covers its queue had had when it could.
+/// The uses of a task. Each is dated by the number of covers that its queue had made when the use
+/// became possible.
 #[derive(Clone, Copy)]
 pub(super) struct Uses {
-    /// The disk. Nothing: since before anybody could ask.
+    /// Use of the disk; 0 precedes every cover.
     pub(super) disk_since: u64,
     pub(super) medium_since: u64,
-    /// It uses nothing while it waits, but did use the medium.
+    /// True if the task uses nothing while it waits, but used the medium before.
     pub(super) had_medium: bool,
 }
 
-/// That of a task that may not use it.
+/// The date of a use that is not possible.
 pub(super) const NOT: u64 = u64::MAX;
 
 impl Uses {
-    /// Of a task that begins.
+    /// The uses of a task that begins.
     #[inline(always)]
     pub(super) const fn medium_since(medium_since: u64) -> Self {
         Self { disk_since: 0, medium_since, had_medium: false }

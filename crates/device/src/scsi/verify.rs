@@ -1,4 +1,4 @@
-//! Commands that read what is on the medium, and compare (SBC-4).
+//! Commands that read the medium and compare (SBC-4).
 
 use std::io;
 
@@ -14,12 +14,12 @@ use super::request_queue::LocalUnit;
 use super::reserve;
 use super::sense::{DiskUse, Sense};
 
-/// What is read at once, at most, and once more where a block of it cannot be read.
+/// The most bytes of one read. After a failure they are read again, block by block.
 const PIECE_BYTES: u64 = 256 << 10;
 /// The most blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
 
-/// Writes, and reads what is on the medium then.
+/// Writes, then reads the medium and compares.
 pub(super) async fn write_and_verify(
     local: &LocalUnit,
     cdb: &Cdb,
@@ -46,8 +46,8 @@ pub(super) async fn write_and_verify(
     Ok(bytes)
 }
 
-/// Writes if what is there is what the initiator expects (SBC-4, section 5.3). Nobody else uses the
-/// disk meanwhile, by whichever unit.
+/// Writes if the medium has the data that the initiator expects (SBC-4, section 5.3). No other task
+/// uses the disk in between, through any unit.
 pub(super) async fn compare_and_write(
     local: &LocalUnit,
     cdb: &Cdb,
@@ -73,13 +73,13 @@ pub(super) async fn compare_and_write(
     wanted.advance(bytes);
     out.truncate(bytes);
     let at_disk = AtDisk::new(local, task);
-    // With the medium to itself it would have all others wait for its limits.
+    // Before the medium is taken: otherwise all other tasks would wait for these limits.
     for direction in [Direction::Read, Direction::Write] {
         let passed = local.disk.asking(&at_disk).pass_limits(direction, range.bytes).await;
         passed.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
     }
     let exclusive = at_disk.take_medium().await?;
-    // As it is after the wait, like the cache.
+    // Checked after the wait, like the cache.
     check_ready(&local.unit)?;
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
@@ -92,14 +92,14 @@ pub(super) async fn compare_and_write(
     Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
 }
 
-/// What is on the medium is compared with (SBC-4, section 5.37).
+/// The data to compare the medium with (SBC-4, section 5.37).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Check {
-    /// Nothing: it can be read.
+    /// None: the medium must be readable.
     Medium,
-    /// As many blocks.
+    /// Data of the same length.
     Blocks,
-    /// One block, each time.
+    /// A single block, for each block of the medium.
     OneBlock,
 }
 
@@ -140,8 +140,8 @@ pub(super) async fn verify(
     Ok(Done { moved, medium_bytes: range.bytes })
 }
 
-/// Reads a range, and compares it with what the initiator has sent. With `at_disk` it may be long,
-/// and gives way to others.
+/// Reads a range, and compares it with data of the initiator. With `at_disk` the command may be
+/// long, and gives way to commands that want the medium to themselves.
 async fn compare(
     requests: Requests<'_>,
     range: Range,
@@ -184,9 +184,9 @@ async fn compare(
     Ok(())
 }
 
-/// Why a piece cannot be read, of which the disk says `error`: it is read once more, block by
-/// block, since the initiator is to learn which block it is. Where all can be read now, it is the
-/// first.
+/// The failure of a piece that could not be read because of `error`. The piece is read again block
+/// by block, since the initiator is to learn the address of the bad block. If all blocks can be
+/// read now, the first is named.
 #[cold]
 async fn unreadable(
     requests: Requests<'_>,
@@ -206,7 +206,7 @@ async fn unreadable(
             return aborted;
         }
         if let Err(later) = requests.read_part(one.offset, one.bytes).await {
-            // A disk that has become smaller since does not explain why the read has failed.
+            // A disk that has shrunk since does not explain the failed read.
             let error = if Sense::is_of_some_blocks(&later) { later } else { error };
             return failure(one, error);
         }
@@ -214,7 +214,7 @@ async fn unreadable(
     failure(piece, error)
 }
 
-/// The first of so many bytes that is not the same in both lists.
+/// The offset of the first difference in the first `bytes` of both lists.
 fn difference(found: &Buffers, expected: &Buffers, bytes: usize) -> Option<usize> {
     const AT_ONCE: usize = 512;
     (0..bytes).step_by(AT_ONCE).find_map(|at| {
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn what_takes_long_ends_soon_when_its_task_is_aborted() {
-        // Where the sources are there is direct I/O, whose reads are not done at once.
+        // The file system of the sources has direct I/O, which does not complete at once.
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let bytes = 16 << 20;
         file.as_file().set_len(bytes).unwrap();

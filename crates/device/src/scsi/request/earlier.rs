@@ -1,4 +1,4 @@
-//! Commands that an earlier process had taken for a unit that is not there yet.
+//! Commands that an earlier process took for a unit that is not there yet.
 
 use super::{Header, Scsi, Way, done_again};
 use crate::queue::Queue;
@@ -11,14 +11,14 @@ use crate::scsi::task_set::Ended;
 use crate::stats::RequestKind;
 
 impl Scsi {
-    /// True: an earlier process has taken the command, and may have had its unit.
+    /// True if an earlier process took the command and may have had its unit.
     #[cold]
     pub(super) fn is_held(&self, head: u16, cdb: &Cdb) -> bool {
         let may_wait = self.device.holds_commands();
         may_wait && held::needs_unit(cdb) && self.queue.is_done_again(head)
     }
 
-    /// Serves a command that an earlier process has taken, when its unit is there.
+    /// Serves a command that an earlier process took, once its unit is there.
     pub(super) async fn serve_held(
         &self,
         queue: &Queue,
@@ -43,7 +43,7 @@ impl Scsi {
             Ok(_) => return (ended, (RequestKind::Other, Ok(Done::from(0)))),
             Err(failure) => return (ended, other(refused(failure))),
         };
-        // The task is one of the unit from now on.
+        // From now on the task belongs to the unit.
         let unit = (*address, Some(local.unit.number));
         let begun = tasks.begin(head, unit, *tag, queue.next_avail(), || queue.publish_early());
         ended.tell(|| queue.publish_early());
