@@ -1,24 +1,25 @@
-//! The limit on memory of the cgroup that this process is in.
+//! The memory limit of this process's cgroup.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The least limit in bytes of the cgroup of this process and of its ancestors. `None`: there is
-/// none, or the kernel does not say.
+/// The lowest memory limit in bytes of this process's cgroup and its ancestors. `None` if there is
+/// no limit or the kernel does not report it.
 pub(crate) fn memory_limit() -> Option<u64> {
     let own = fs::read_to_string("/proc/self/cgroup").ok()?;
     limit_in(Path::new("/sys/fs/cgroup"), &own)
 }
 
-/// The least limit of the cgroups below `root` that `own` names as `/proc/self/cgroup` does
-/// (cgroups(7)): for version 2 `0::PATH`, for the controller of version 1 `N:memory:PATH`.
+/// The lowest limit of the cgroups below `root` that `own` lists in the format of
+/// `/proc/self/cgroup` (cgroups(7)): version 2 as `0::PATH`, the memory controller of version 1 as
+/// `N:memory:PATH`.
 fn limit_in(root: &Path, own: &str) -> Option<u64> {
     let limits = own.lines().flat_map(|line| {
         let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>()[..] else {
             return Vec::new();
         };
         if controllers.is_empty() {
-            // Where both versions are in use, version 2 has a folder of its own.
+            // Where both versions are mounted, version 2 has a folder of its own.
             let unified = root.join("unified");
             let root = if unified.is_dir() { unified } else { root.to_owned() };
             limits_of(&root, path, "memory.max")
@@ -28,7 +29,7 @@ fn limit_in(root: &Path, own: &str) -> Option<u64> {
             Vec::new()
         }
     });
-    // Version 1 has the largest number of whole pages in place of no limit.
+    // Version 1 represents "no limit" by the largest number of whole pages.
     limits.filter(|bytes| *bytes < 1 << 62).min()
 }
 

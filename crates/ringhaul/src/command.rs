@@ -1,5 +1,5 @@
-//! What a daemon can be asked to do, and what it answers. All of it is data: signals and the
-//! command line send it, and anything else can.
+//! The commands of a daemon and their replies. Both are plain data: signals, the command line and
+//! the control socket send commands in the same form.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -14,95 +14,95 @@ use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 pub use crate::status::{Counts, DiskState, ExportDetails, ExportState, ExportStatus, Served};
 
-/// What a daemon is asked to do.
+/// A command to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Command {
     /// Open these disks and serve them: all of them or, where one fails, none.
     Add(Vec<ExportSpec>),
-    /// End an export, and wait for that.
+    /// End an export and wait for its end.
     Remove(Removal),
     /// Describe the exports.
     Show,
     /// Describe one export in detail.
     Describe(String),
-    /// Say what all counters are at.
+    /// Read all counters.
     Stats,
-    /// Change what may change while the daemon runs.
+    /// Change the settings that can change at run time.
     Set(SettingsChange),
-    /// Give the virtio-scsi device of the export of this name one more logical unit, of which its
-    /// driver is told.
+    /// Add a logical unit to the virtio-scsi device of the named export, and notify its driver.
     AddUnit(String, Box<UnitSpec>),
-    /// Take a logical unit away from a virtio-scsi device. Its driver is told, and the requests
-    /// that the device has taken are finished.
+    /// Remove a logical unit of a virtio-scsi device, and notify its driver. Requests that the
+    /// device has accepted are finished.
     RemoveUnit(String, UnitPlace),
-    /// Give a disk of an export another size, and tell the drivers: that of a logical unit or,
-    /// without a place, that of a virtio-blk device.
+    /// Resize a disk of an export and notify the drivers. The place names a logical unit; `None`
+    /// means the disk of a virtio-blk device.
     Resize(String, Option<UnitPlace>, NewSize),
-    /// Change what a disk of an export may do, and what becomes of requests that it fails.
+    /// Change the limits and the error policy of a disk of an export.
     SetDisk(String, Option<UnitPlace>, Box<RulesChange>),
-    /// Try those requests of a disk again at once that wait because it has failed them: of that of
-    /// a logical unit or, without a place, of all disks of the export.
+    /// Retry at once the failed requests that a disk holds. The place names a logical unit; `None`
+    /// means all disks of the export.
     Resume(String, Option<UnitPlace>),
-    /// End all exports in the same way, and the daemon with them. Asked a second time, the daemon
-    /// does not wait for requests any longer.
+    /// End all exports alike, then the daemon. On the second such command the daemon stops waiting
+    /// for requests.
     End(EndCause),
 }
 
-/// How an export is to end.
+/// The way in which an export is to end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Removal {
-    /// Its name or its socket.
+    /// Its name or the path of its socket.
     pub export: String,
-    /// Disconnect the front-end at once. Otherwise it sees the end when its requests are answered.
-    /// Either way, requests that were taken are finished before the disks are closed and the name
-    /// is free.
+    /// Disconnect the front-end at once. Otherwise the front-end sees the end when its requests are
+    /// answered. Either way, accepted requests are finished before the disks are closed and the
+    /// name is free.
     #[serde(default)]
     pub force: bool,
-    /// Wait for at most so many milliseconds. The answer is an error then that says what the end
-    /// waits for, and the export goes on ending.
+    /// The time to wait, in milliseconds. After it the reply is an error that names the cause of
+    /// the delay, and the export continues to end.
     #[serde(default)]
     pub deadline_ms: Option<u64>,
 }
 
 impl Removal {
-    /// Of an export that may take its time.
+    /// Returns the removal of an export without force or deadline.
     pub fn of(export: impl Into<String>) -> Self {
         Self { export: export.into(), force: false, deadline_ms: None }
     }
 }
 
-/// How large a disk is to be.
+/// The new size of a disk.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct NewSize {
-    /// In bytes: a regular file is made so long. `None`: as large as its file or device is now.
+    /// The size in bytes, which a regular file is set to. `None`: the present size of the file or
+    /// device.
     pub size_bytes: Option<u64>,
-    /// That size may be smaller than what there is, which is lost beyond it.
+    /// Permit a smaller size. Data beyond it is lost.
     pub shrink: bool,
 }
 
-/// Why a daemon is to end.
+/// The cause of a daemon's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EndCause {
-    /// A service manager asks for it.
+    /// A service manager asked for it.
     Sigterm,
-    /// Somebody at a terminal does.
+    /// A user pressed Ctrl-C at the terminal.
     Sigint,
-    /// Somebody does over the control socket.
+    /// A client of the control socket asked for it.
     Control,
-    /// The terminal has gone. Never counts as the second time: service managers send it together
-    /// with SIGTERM.
+    /// The terminal has closed. Never counts as the second command: service managers send it
+    /// together with SIGTERM.
     Sighup,
-    /// The process that this one has taken over from was asked, when that could not end any more
-    /// what it served. Never counts as the second time: whoever asks may have asked both.
+    /// The predecessor was asked to end after it could no longer end the exports itself. Never
+    /// counts as the second command: the sender may have asked both processes.
     Predecessor,
 }
 
 impl EndCause {
-    /// What the log calls it.
+    /// The name in the log.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Sigterm => "SIGTERM",
@@ -114,49 +114,49 @@ impl EndCause {
     }
 }
 
-/// What a daemon has done.
+/// The reply to a successful command.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply {
     /// The disks are served.
     Added,
-    /// The export has ended, as it was at its end.
+    /// The export has ended, with its final status.
     Removed(Box<ExportStatus>),
-    /// The exports, in the order in which they were added.
+    /// All exports, in the order in which they were added.
     Exports(Vec<ExportStatus>),
-    /// The export, in detail.
+    /// The details of an export.
     Export(Box<ExportDetails>),
     /// The counters.
     Stats(Box<DaemonStats>),
-    /// The settings, as they are now.
+    /// The current settings.
     Settings(Settings),
-    /// The logical unit is there.
+    /// The logical unit is added.
     UnitAdded,
-    /// The logical unit has gone.
+    /// The logical unit is removed.
     UnitRemoved,
-    /// The disk has this size in bytes.
+    /// The new size of the disk in bytes.
     Resized(u64),
-    /// What holds for the disk now.
+    /// The rules of the disk that apply now.
     Rules(Box<ShownRules>),
-    /// The requests are tried again.
+    /// The held requests are being retried.
     Resumed,
-    /// The daemon ends.
+    /// The daemon is ending.
     Ending,
 }
 
-/// Why a daemon has not done what it was asked to.
+/// The reason that a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// There is an export of this name.
+    /// An export with this name exists.
     #[error("{0} is another export, or one that is ending; choose another name and socket")]
     Exists(String),
-    /// There is none.
+    /// No export has this name.
     #[error("there is no export {0}; an export is called by its name or its socket")]
     Unknown(String),
-    /// It is too early, or too late, to end this export.
+    /// The export is not in a state in which it can be removed or changed.
     #[error("the export {0} is {1}; wait until that is done, or name another one")]
     Busy(String, ExportState),
-    /// The export has not ended by the deadline, for this reason.
+    /// The export has not ended by the deadline, for the second field's reason.
     #[error(
         "the export {0} has not ended: {1}; it goes on ending, and its name is free when a removal \
          without a deadline returns"
@@ -168,16 +168,16 @@ pub enum CommandError {
          write a size with a suffix, as in 512M"
     )]
     NoUnits(String),
-    /// The export is a virtio-scsi device, and it is not said which of its disks is meant.
+    /// The export is a virtio-scsi device, and the command names none of its units.
     #[error("the export {0} is a virtio-scsi device; name one of its logical units")]
     NoDisk(String),
     /// The device has a unit at this place.
     #[error("the export {0} has a unit {1} already; choose another number or remove that one")]
     UnitExists(String, UnitPlace),
-    /// Somebody else changes the unit at this place.
+    /// The unit at this place is being changed by another command.
     #[error("the unit {1} of the export {0} is being added, resized or removed; try again later")]
     UnitBusy(String, UnitPlace),
-    /// The unit at this place was being added, and is not wanted any more.
+    /// The unit at this place was cancelled while it was being added.
     #[error(
         "the unit {1} of the export {0} was being added, and is given up; its place is free when \
          its disk is closed"
@@ -189,57 +189,57 @@ pub enum CommandError {
          disk was open; add it again if it is wanted"
     )]
     UnitUnwanted(String, UnitPlace),
-    /// Somebody else changes the disk.
+    /// The disk is being changed by another command.
     #[error("the disk of the export {0} is being resized; try again later")]
     DiskBusy(String),
-    /// It was removed while its disk was being opened.
+    /// The export was removed while its disk was being opened.
     #[error("the export {0} was removed before it was served; add it again if it is wanted")]
     Unwanted(String),
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
     UnknownUnit(String, UnitPlace),
-    /// Another process takes the exports over, or was about to.
+    /// A takeover by another process is in progress, or was about to begin.
     #[error("another process is taking the exports over; try again when it has, or has failed")]
     HandingOver,
-    /// This process has taken the exports over.
+    /// The process with this id has taken the exports over.
     #[error("process {0} has taken the exports over; connect again to ask that one")]
     HandedOver(u32),
-    /// The exports are not those that were described.
+    /// The exports have changed since they were described for a hand-over.
     #[error("exports were added, changed or removed meanwhile; try again")]
     Changed,
-    /// Queues have not stopped, so that no other process can go on with them.
+    /// Queues have not stopped, so another process cannot resume them.
     #[error("requests were not finished in time ({0}); try again when the disk answers")]
     NotPaused(String),
-    /// A hand-over is not possible at this moment, for this reason.
+    /// A hand-over is impossible at the moment, for this reason.
     #[error("{0:#}")]
     NotNow(anyhow::Error),
-    /// The program has not taken over, and may in a moment.
+    /// The new program did not take over; a later attempt may succeed.
     #[error("{0}")]
     UpgradeLater(String),
-    /// The program has not taken over, and would not do so later either.
+    /// The new program did not take over; a later attempt would fail as well.
     #[error("{0}")]
     UpgradeRefused(String),
-    /// It was done, and the next start will not know.
+    /// The command succeeded but could not be saved for the next start.
     #[error("it is done, but a restart would undo it: {0:#}")]
     NotKept(anyhow::Error),
-    /// No export is served by this name, and none will be tried at the next start.
+    /// The export was not being served, and its entry for the next start is deleted.
     #[error(
         "the export {0} was not served; it is forgotten, and the next start does not try it again"
     )]
     Forgotten(String),
-    /// Exports come and go no longer.
+    /// The daemon is ending and accepts no changes of exports.
     #[error("the daemon is ending; start it again to ask for anything")]
     Ending,
-    /// What was asked for makes no sense, whatever there is.
+    /// The command is invalid in any state of the daemon.
     #[error("{0:#}")]
     Wrong(anyhow::Error),
-    /// What was asked for was tried, and failed.
+    /// The command was tried and failed.
     #[error("{0:#}")]
     Failed(anyhow::Error),
 }
 
 impl CommandError {
-    /// True: a takeover that this refuses may succeed in a moment.
+    /// Returns true if a takeover that failed with this error may succeed in a moment.
     pub(crate) fn is_of_the_moment(&self) -> bool {
         matches!(
             self,
@@ -269,12 +269,12 @@ impl From<anyhow::Error> for CommandError {
     }
 }
 
-/// Refuses the name of a program without a folder: which one is meant would depend on the `PATH`
-/// that the daemon happens to have.
+/// Refuses a program name without a folder. The `PATH` of the daemon must not decide which program
+/// it starts.
 ///
 /// # Errors
 ///
-/// When it is one.
+/// When the path contains no slash.
 pub(crate) fn check_is_path(binary: &Path) -> Result<()> {
     if !binary.as_os_str().as_bytes().contains(&b'/') {
         bail!(
@@ -290,7 +290,7 @@ pub(crate) fn check_is_path(binary: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A caller tries an upgrade again that was refused for the moment, and no other one.
+    /// A caller retries an upgrade only after an error that may pass in a moment.
     #[test]
     fn what_may_succeed_in_a_moment_is_told_from_what_will_not() {
         use CommandError::*;

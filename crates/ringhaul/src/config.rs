@@ -1,4 +1,4 @@
-//! The configuration file: exports as other programs write them down, and options of `serve`.
+//! The configuration file: exports in the form that other programs write, and options of `serve`.
 
 use std::any::TypeId;
 use std::collections::BTreeMap;
@@ -20,49 +20,49 @@ use crate::group;
 use crate::options::{ServeArgs, one_line};
 use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
 
-/// The key of exports; others are options.
+/// The key of exports. Every other key is an option.
 const EXPORT: &str = "export";
 
-/// Options that a file has no keys for.
+/// Options without a key in the file.
 const OF_COMMAND_LINE: &[&str] =
     &["config", "fd", "help", "print-capabilities", "takeover", "version"];
 
-/// Options that are about one export.
+/// Options that belong to one export.
 const OF_EXPORT: &[&str] =
     &["socket-path", "name", "device", "lun", "blk-file", "disk", "serial", "iothread"];
 
-/// A file, and the command line that it adds to.
+/// A file and the command line that it extends.
 #[derive(Clone)]
 pub struct ConfigFile {
     path: PathBuf,
     program: clap::Command,
     arguments: Vec<OsString>,
-    /// How many of the arguments stand before the options of `serve`.
+    /// The number of arguments before the options of `serve`.
     options_at: usize,
 }
 
-/// What a file and the command line say together.
+/// The merged content of a file and the command line.
 #[derive(Debug)]
 pub struct Config {
     /// All options of the program.
     pub matches: ArgMatches,
-    /// Those of `serve`.
+    /// The options of `serve`.
     pub args: ServeArgs,
     /// The exports of the file.
     pub exports: Vec<ExportSpec>,
-    /// The options of the file that hold, as they stand on a command line.
+    /// The options of the file that take effect, in command-line form.
     pub(crate) options: BTreeMap<String, String>,
 }
 
-/// A piece of the file, and what it means.
+/// A parsed value and its place in the file.
 struct Placed<T> {
     at: Range<usize>,
     what: T,
 }
 
 impl ConfigFile {
-    /// The file at `path`, for a program that was called with `arguments`, of which `options_at`
-    /// stand before the options of `serve`.
+    /// Creates a reader of the file at `path`, for a program that was called with `arguments`, the
+    /// first `options_at` of which stand before the options of `serve`.
     #[must_use]
     pub fn new(
         path: &Path,
@@ -70,12 +70,12 @@ impl ConfigFile {
         arguments: Vec<OsString>,
         options_at: usize,
     ) -> Self {
-        // Options that hold for all commands are then known to each.
+        // Propagates global options to every subcommand.
         program.build();
         Self { path: path.to_owned(), program, arguments, options_at }
     }
 
-    /// Where it is.
+    /// The path of the file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -84,7 +84,7 @@ impl ConfigFile {
     ///
     /// # Errors
     ///
-    /// When it cannot be read, or something in it makes no sense, with line and column.
+    /// When it cannot be read, or a part of it is invalid. The error names line and column.
     pub fn read(&self) -> Result<Config> {
         let path = self.path.display();
         let text = open_regular(&self.path).and_then(std::io::read_to_string);
@@ -99,7 +99,7 @@ impl ConfigFile {
         };
         let toml_error = |error: toml::de::Error| {
             let mut said = error.message().trim().replace('\n', "; ");
-            // The parser takes a word without quotes for a number.
+            // The parser takes an unquoted word for a number.
             if said.starts_with("invalid float") {
                 said += "; text stands in quotes, as in \"none\"";
             }
@@ -120,8 +120,8 @@ impl ConfigFile {
         self.add_to_command_line(options, written, (error_at, &|byte| place(text, byte).0))
     }
 
-    /// The option that a key and its value are on a command line; `None`: that is the default, or
-    /// the command line says otherwise.
+    /// Converts a key and its value to a command-line option. `None` if that is the default, or the
+    /// command line sets the option itself.
     fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<String>> {
         let serve = self.program.find_subcommand("serve").context("the program has no `serve`")?;
         if OF_EXPORT.contains(&key) {
@@ -134,7 +134,7 @@ impl ConfigFile {
             .map_err(|error| anyhow!("{}", error.message()))?;
         let Some(option) = option(key, arg, value)? else { return Ok(None) };
         match serve.clone().try_get_matches_from(["serve", &option]) {
-            // What it needs beside it may come from another key, or from the command line.
+            // A missing companion option may come from another key or from the command line.
             Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => {
                 return Err(anyhow!("{}", one_line(&error)));
             }
@@ -197,7 +197,7 @@ impl ConfigFile {
     }
 }
 
-/// The exports of a file, each with the place where it begins.
+/// The exports of a file, each with the range of its text.
 fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, toml::de::Error> {
     let written = |value: Spanned<DeValue<'_>>| {
         let at = value.span();
@@ -212,7 +212,7 @@ fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, to
     Err(serde::de::Error::custom("exports are written as [[export]], one after the other"))
 }
 
-/// A key and its value as an option of the command line. `None`: a switch that is off.
+/// Converts a key and its value to a command-line option. `None`: a switch that is off.
 fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
     let is_switch = !arg.get_action().takes_values();
     let text = match (value, is_switch) {
@@ -233,7 +233,7 @@ fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
     Ok(Some(format!("--{key}={text}")))
 }
 
-/// Returns whether the values of an option are numbers without a unit.
+/// Returns true if the values of an option are numbers without a unit.
 fn is_number(arg: &Arg) -> bool {
     let kind = arg.get_value_parser().type_id();
     [TypeId::of::<u8>(), TypeId::of::<u16>(), TypeId::of::<u32>()].iter().any(|of| kind == *of)
@@ -247,11 +247,11 @@ fn place(text: &str, byte: usize) -> (usize, usize) {
 }
 
 impl Config {
-    /// Checks what `serve` would find out when it begins, as far as that opens nothing.
+    /// Checks the conditions that `serve` would check on start, as far as that opens nothing.
     ///
     /// # Errors
     ///
-    /// When there is no such group, or a path is too long for a socket.
+    /// When the control group does not exist, or a path is too long for a socket.
     pub fn check_here(&self) -> Result<()> {
         if let Some(group) = &self.args.control_group {
             group::id_of(group).context("cannot use --control-group")?;
@@ -268,7 +268,7 @@ impl Config {
         Ok(())
     }
 
-    /// What would be served, one line for each export.
+    /// A summary with one line for each export, followed by its warnings.
     #[must_use]
     pub fn summary(&self) -> String {
         if self.exports.is_empty() {

@@ -1,7 +1,8 @@
-//! The control thread: one for all exports. It takes front-ends in and drives their sessions.
+//! The control thread: one for all exports. It accepts front-ends and drives their sessions.
 //!
-//! It sleeps in `poll` and never waits for anything else, so that a slow disk behind one export
-//! delays the front-ends of no other. Exports come and go by orders, each of which it answers.
+//! The thread sleeps in `poll` and blocks nowhere else, so that a slow disk behind one export
+//! delays no other export's front-ends. Exports are added and removed by orders, and the thread
+//! answers each.
 
 mod changing;
 mod closing;
@@ -35,21 +36,21 @@ pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 
-/// What an export waits for that is yet to hear that it is to end.
+/// The wait of an export that has not yet received its order to end.
 const NOT_BEGUN: &str = "another process may be taking over";
 
-/// The thread that controls all exports. When this is dropped, they stop.
+/// The thread that controls all exports. They stop when this value is dropped.
 pub struct Control {
     orders: mpsc::Sender<Order>,
     alarm: Arc<Alarm>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The process that has the exports.
+    /// The id of the process that took the exports over.
     left: OnceLock<u32>,
 }
 
 impl Control {
-    /// Starts the thread. It ends, and `ended` is called, when the last export has ended otherwise
-    /// than by [`remove`](Self::remove), or all have been stopped.
+    /// Starts the thread. It ends, and `ended` is called, when all exports have been stopped or the
+    /// last one has ended by any means except [`remove`](Self::remove).
     ///
     /// # Errors
     ///
@@ -65,7 +66,7 @@ impl Control {
         let thread = std::thread::Builder::new()
             .name("ringhaul-control".into())
             .spawn(move || {
-                // However the thread ends.
+                // Runs at every end of the thread, a panic included.
                 let _ended = ended;
                 exports.run();
                 drop(exports);
@@ -74,8 +75,8 @@ impl Control {
         Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)), left: OnceLock::new() })
     }
 
-    /// Keeps the names of exports for whoever opens them now. They are free again when what this
-    /// returns is dropped. A process that takes over meanwhile opens them too if they go along;
+    /// Reserves the names of exports that the caller is about to open, until the reservation is
+    /// dropped. A process that takes over in the meantime opens these exports too if `goes_along`;
     /// otherwise they are not served.
     ///
     /// # Errors
@@ -91,8 +92,8 @@ impl Control {
         Ok(Reservation { control: self, names })
     }
 
-    /// Whether there are no exports but these, and others can be added no more: what the daemon was
-    /// started for cannot be served, and it is to end.
+    /// Returns true if no exports exist beside these, and closes the daemon to new ones. The
+    /// exports that the daemon was started for cannot be served then, and it is to end.
     pub(crate) fn give_up_start(&self, names: &[String]) -> bool {
         self.ask(|answer| Order::GiveUpStart(names.to_vec(), answer)).unwrap_or(false)
     }
@@ -101,17 +102,17 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// When they are to stop already.
+    /// When the exports were told to stop.
     pub fn serve(&self, exports: Vec<ExportSetup>) -> Answered<()> {
         self.ask(|answer| Order::Serve(exports, answer))?
     }
 
-    /// Ends an export, as [`begin_stop`](Self::begin_stop) does with all, and waits for that. One
-    /// that is stopping already is waited for.
+    /// Ends an export like [`begin_stop`](Self::begin_stop) does, and waits for its end. If the
+    /// export is stopping already, only waits.
     ///
     /// # Errors
     ///
-    /// When there is none of this name, or it has not ended by the deadline.
+    /// When no export has this name, or it has not ended by the deadline.
     pub(crate) fn remove(&self, removal: Removal) -> Answered<ExportStatus> {
         let Removal { export, force, deadline_ms } = removal;
         let (answer, pending) = Pending::new();
@@ -124,13 +125,13 @@ impl Control {
         }
         let shown = self.show()?.into_iter().find(|status| status.spec.is_called(&export));
         if let Some(status) = shown {
-            // Another process that is taking over keeps it from beginning to end.
+            // A takeover in progress prevents the export from beginning to end.
             let name = status.name();
             let waits_for = status.waits_for.unwrap_or_else(|| NOT_BEGUN.to_owned());
             return Err(CommandError::NotEnded(name, waits_for));
         }
         match pending.check() {
-            // It has ended meanwhile.
+            // The export ended between the deadline and the status query.
             Poll::Ready(ended) => ended.ok_or_else(|| self.why_ended())?,
             Poll::Pending => Err(CommandError::Unknown(export)),
         }
@@ -149,12 +150,12 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// When there is none of this name, or it is not served.
+    /// When no export has this name, or it is not served.
     pub(crate) fn details(&self, name: String) -> Answered<ExportDetails> {
         self.ask(|answer| Order::Details(name, answer))?
     }
 
-    /// What the exports have served.
+    /// Returns the counters of all exports.
     ///
     /// # Errors
     ///
@@ -163,13 +164,13 @@ impl Control {
         self.ask(Order::Stats)
     }
 
-    /// Begins to change a logical unit of an export. Its place is nobody else's until what this
-    /// returns is dropped.
+    /// Begins to change a logical unit of an export. The caller has exclusive use of the unit's
+    /// place until the returned [`Turn`] is dropped.
     ///
     /// # Errors
     ///
-    /// When there is no export of this name, it is stopping, or it has no such unit, or has one
-    /// already.
+    /// When no export has this name, it is stopping, the unit to remove does not exist, or the unit
+    /// to add exists already.
     pub(crate) fn begin_unit(
         &self,
         name: String,
@@ -181,12 +182,12 @@ impl Control {
         Ok((unit, turn))
     }
 
-    /// Begins to give a disk of an export another size. It is nobody else's to change until what
-    /// this returns is dropped.
+    /// Begins to resize a disk of an export. The caller alone may change the disk until the
+    /// returned [`Turn`] is dropped.
     ///
     /// # Errors
     ///
-    /// When there is no export of this name, it is stopping, or it has no such disk.
+    /// When no export has this name, it is stopping, or it has no such disk.
     pub(crate) fn begin_resize(
         &self,
         name: String,
@@ -197,12 +198,12 @@ impl Control {
         Ok((disk, turn))
     }
 
-    /// Changes what a disk of an export may do, and what becomes of requests that it fails. Returns
-    /// what holds now, and what the log calls the export.
+    /// Changes the limits and the error policy of a disk. Returns the rules that apply now, and the
+    /// name of the export in the log.
     ///
     /// # Errors
     ///
-    /// When there is no such disk, or the change makes no sense.
+    /// When there is no such disk, or the change is invalid.
     pub(crate) fn set_disk(
         &self,
         name: String,
@@ -212,7 +213,7 @@ impl Control {
         self.ask(|answer| Order::SetDisk(name, place, change, answer))?
     }
 
-    /// Has requests of a disk, or of all disks of an export, tried again that it has failed.
+    /// Retries the held requests of one disk or of all disks of an export.
     ///
     /// # Errors
     ///
@@ -221,7 +222,7 @@ impl Control {
         self.ask(|answer| Order::ResumeDisks(name, place, answer))?
     }
 
-    /// The disks of all exports, to be watched.
+    /// Returns the disks of all exports, for the watch of their sizes.
     ///
     /// # Errors
     ///
@@ -234,43 +235,44 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// When one of them cannot be handed over now.
+    /// When an export cannot be handed over at the moment.
     pub(crate) fn describe(&self) -> Answered<Described> {
         self.ask(|answer| Order::HandOver(HandOverOrder::Describe(answer)))?
     }
 
-    /// Has all queues stop for another process, which goes on with them; if not,
-    /// [`resume`](Self::resume) them.
+    /// Stops all queues so that another process can resume them. If it does not,
+    /// [`resume`](Self::resume) restarts them here.
     ///
     /// # Errors
     ///
-    /// When the exports are not those that were described, or do not stop. They go on then.
+    /// When the exports differ from the description, or do not stop. Their queues continue in that
+    /// case.
     pub(crate) fn pause(&self, generation: u64) -> Answered<Paused> {
         self.ask(|answer| Order::HandOver(HandOverOrder::Pause(generation, answer)))?
     }
 
-    /// Leaves the exports, which are paused, to the other process when it hears that; if it does
-    /// not, [`resume`](Self::resume) them. Returns their disks, which are to be left then.
+    /// Commits the paused exports to the process that takes over, before it is notified. If the
+    /// notification fails, [`resume`](Self::resume) takes them back. Returns their disks, to be
+    /// released after the hand-over.
     ///
     /// # Errors
     ///
-    /// When they are to end instead.
+    /// When the exports are to end instead.
     pub(crate) fn commit(&self) -> Answered<Vec<DiskSource>> {
         self.ask(|answer| Order::HandOver(HandOverOrder::Commit(answer)))?
     }
 
-    /// Has the queues start again, and waits for that.
+    /// Restarts the queues and waits until that is done.
     pub(crate) fn resume(&self) {
         // A thread that has ended has no queues.
         let _ = self.ask(|answer| Order::HandOver(HandOverOrder::Resume(answer)));
     }
 
-    /// Goes on with the exports of another process. They are paused until they are
-    /// [resumed](Self::resume).
+    /// Takes over the exports of another process. They stay paused until [resumed](Self::resume).
     ///
     /// # Errors
     ///
-    /// When that is not possible. The other process has lost nothing.
+    /// When an export cannot be taken over. The other process has lost nothing.
     pub(crate) fn take_over(
         &self,
         taken: Vec<(ExportSetup, ExportProgress)>,
@@ -279,20 +281,21 @@ impl Control {
         self.ask(|answer| Order::HandOver(HandOverOrder::TakeOver(taken, fds, answer)))?
     }
 
-    /// Leaves the exports, which are paused, to this process. This one must end.
+    /// Leaves the paused exports to the process with this id. The calling process must end.
     pub(crate) fn leave(&self, process: u32) {
         self.left.get_or_init(|| process);
         self.order(Order::HandOver(HandOverOrder::Leave));
     }
 
-    /// Begins to disconnect all front-ends, each of which sees the end when its requests are
-    /// answered, and accepts no more.
+    /// Begins to disconnect all front-ends and accepts no new ones. Each front-end sees the end
+    /// when its requests are answered.
     pub fn begin_stop(&self) {
         self.order(Order::Stop);
     }
 
-    /// Gives up what has not ended: logs what that is, removes the sockets and lets the thread end
-    /// while queues run. The process must end then. The answer is whether there was anything.
+    /// Abandons exports that have not ended: logs them, removes their sockets and lets the thread
+    /// end while queues run. The process must end afterwards. The answer is true if any export was
+    /// abandoned.
     pub(crate) fn abandon(&self) -> Pending<bool> {
         let (answer, pending) = Pending::new();
         self.order(Order::Abandon(answer));
@@ -308,7 +311,7 @@ impl Control {
     }
 
     fn order(&self, order: Order) {
-        // A thread that has ended has nothing left to do.
+        // A send to an ended thread fails, and that thread has nothing left to do.
         let _ = self.orders.send(order);
         self.alarm.ring();
     }
@@ -319,7 +322,7 @@ impl Control {
         pending.wait().ok_or_else(|| self.why_ended())
     }
 
-    /// Why nobody answers any more.
+    /// The reason that the thread no longer answers.
     fn why_ended(&self) -> CommandError {
         self.left.get().map_or(CommandError::Ending, |process| CommandError::HandedOver(*process))
     }
@@ -331,14 +334,14 @@ impl Drop for Control {
     }
 }
 
-/// Names that are kept for exports which are being opened.
+/// Names that are reserved for exports which are being opened.
 pub(crate) struct Reservation<'a> {
     control: &'a Control,
     names: Vec<(String, Wanted)>,
 }
 
 impl<'a> Reservation<'a> {
-    /// Keeps the names of these exports apart from the others.
+    /// Splits off the reservation of these exports.
     pub(crate) fn split<'s>(
         &mut self,
         specs: impl IntoIterator<Item = &'s ExportSpec>,
@@ -348,25 +351,25 @@ impl<'a> Reservation<'a> {
         Reservation { control: self.control, names: self.names.extract_if(.., is_of).collect() }
     }
 
-    /// As [`Control::give_up_start`] with these.
+    /// Calls [`Control::give_up_start`] with the reserved names.
     pub(crate) fn give_up_start(&self) -> bool {
         let names: Vec<String> = self.names.iter().map(|(name, _)| name.clone()).collect();
         self.control.give_up_start(&names)
     }
 
-    /// Whether the export is wanted any more, which is one of these.
+    /// Returns the cancellation token of a reserved export.
     pub(crate) fn wanted(&self, spec: &ExportSpec) -> Wanted {
         let name = spec.name();
         let of_name = self.names.iter().find(|(other, _)| *other == name);
         of_name.expect("its name is kept").1.clone()
     }
 
-    /// Keeps every other process from taking over until the export is served, which is one of
-    /// these, or its name is free. That must not take long.
+    /// Blocks takeovers until the export is served or its name is released, which must happen soon.
+    /// The export must be one of this reservation.
     ///
     /// # Errors
     ///
-    /// When the export is not wanted any more, or another process has taken over.
+    /// When the export was cancelled, or another process has taken over.
     pub(crate) fn claim(&self, spec: &ExportSpec) -> Answered<()> {
         self.control.ask(|answer| Order::Claim(spec.name(), answer))?
     }
@@ -375,9 +378,9 @@ impl<'a> Reservation<'a> {
     ///
     /// # Errors
     ///
-    /// When they are to stop already.
+    /// When the exports were told to stop.
     pub(crate) fn serve(mut self, exports: Vec<ExportSetup>) -> Answered<()> {
-        // The names go over to the exports.
+        // The exports own the names from here on.
         self.names.clear();
         self.control.serve(exports)
     }
@@ -392,8 +395,8 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// A disk of an export, or the place for one, that somebody is changing. When this is dropped, the
-/// change has ended: its disk must be closed by then, unless the export has it.
+/// The right to change a disk of an export, or an empty place for a disk. Dropping it ends the
+/// change: the changed disk must be closed or belong to the export before.
 pub(crate) struct Turn<'a> {
     control: &'a Control,
     id: u64,
@@ -401,9 +404,8 @@ pub(crate) struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// Keeps every other process from taking over until this ends, which must not take long. To
-    /// open a disk for a new unit kept none from that. False: the export has ended, or nobody
-    /// wants the unit any more.
+    /// Blocks takeovers until the change ends, which must happen soon. (Opening the disk of a new
+    /// unit does not block them.) Returns false if the export has ended or the unit was cancelled.
     ///
     /// # Errors
     ///
@@ -412,27 +414,26 @@ impl Turn<'_> {
         self.control.ask(|answer| Order::KeepHere(self.id, self.place, true, answer))
     }
 
-    /// Lets another process take over: what is left to do is none of its business.
+    /// Unblocks takeovers: the rest of the change does not concern another process.
     pub(crate) fn let_go(&self) {
-        // When one has, or the export has ended, there is nothing to let go.
+        // Fails only after a takeover or the end of the export, when nothing is blocked.
         let _ = self.control.ask(|answer| Order::KeepHere(self.id, self.place, false, answer));
     }
 
-    /// Puts in a unit on this disk, which was asked for at `asked`. Returns false when its export
-    /// has ended meanwhile.
+    /// Adds a unit on this disk, as requested at `asked`. Returns false if the export has ended.
     pub(crate) fn put_in(&self, unit: UnitSpec, disk: DiskSource, asked: Instant) -> bool {
         matches!(self.tell(Changed::Unit(Box::new(unit), disk, asked)), Ok(None))
     }
 
-    /// Tells that the disk has another size, which a driver of virtio-blk hears.
+    /// Reports that the disk has a new size, so that a virtio-blk driver is notified.
     pub(crate) fn tell_resized(&self) {
-        // Without the export there is nobody to tell.
+        // Without the export there is no driver to notify.
         let _ = self.tell(Changed::Size);
     }
 
-    /// Tells that there is one unit less.
+    /// Reports that the unit is removed.
     pub(crate) fn tell_removed(&self) {
-        // Without the export there is nobody to tell.
+        // Without the export there is no driver to notify.
         let _ = self.tell(Changed::Removed);
     }
 
@@ -443,12 +444,12 @@ impl Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        // Whoever asks next finds the place free.
+        // The place is free for the next command.
         let _ = self.control.ask(|answer| Order::EndChange(self.id, self.place, answer));
     }
 }
 
-/// Calls what it holds when it is dropped.
+/// Calls its closure when dropped.
 struct OnDrop<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> Drop for OnDrop<F> {

@@ -1,8 +1,8 @@
-//! The control socket: a daemon that is asked and told things while it runs (docs/control.md).
+//! The control socket: commands to a running daemon (docs/control.md).
 //!
-//! Each connection has a thread, and waits for its own requests alone: IoThreads and the control
-//! thread never wait for a client. What a client sends has a bound, and one that does not read its
-//! answers is dropped.
+//! Each connection has a thread that waits for its own requests only: IoThreads and the control
+//! thread never wait for a client. The length of a request is bounded, and a client that does not
+//! read its answers is dropped.
 
 mod client;
 mod connection;
@@ -38,28 +38,29 @@ use places::Places;
 
 pub(crate) use methods::schema;
 
-/// How long a process that leaves takes to tell clients what has become of their requests.
+/// The time that a handing-over process takes to send the outcome of pending requests to its
+/// clients.
 const LAST_ANSWERS_MAX: Duration = Duration::from_secs(1);
-/// Nobody can connect for so long when the kernel lacks descriptors or memory.
+/// The pause before the next `accept` after the kernel ran out of descriptors or memory.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Listens until it is dropped, which removes the socket.
+/// A listening control socket. Dropping it removes the socket.
 pub(crate) struct ControlSocket {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
     unanswered: Arc<Unanswered>,
-    /// Removes the socket with the last of those who have it.
+    /// Removes the socket when its last owner is dropped.
     _endpoint: Arc<Endpoint>,
 }
 
-/// How many requests are being carried out.
+/// The number of requests in progress.
 #[derive(Default)]
 struct Unanswered {
     count: Mutex<usize>,
     fewer: Condvar,
 }
 
-/// One of them.
+/// A request in progress.
 struct Answering<'a>(&'a Unanswered);
 
 impl Unanswered {
@@ -68,7 +69,7 @@ impl Unanswered {
         Answering(self)
     }
 
-    /// Waits until there is none, if that does not take too long.
+    /// Waits until no request is in progress, for at most [`LAST_ANSWERS_MAX`].
     fn wait(&self) {
         let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.fewer.wait_timeout_while(count, LAST_ANSWERS_MAX, |count| *count > 0));
@@ -83,17 +84,17 @@ impl Drop for Answering<'_> {
 }
 
 impl ControlSocket {
-    /// A socket at `path`. Only this user and root may connect, and the members of a group.
+    /// Creates a socket at `path`. Only this user, root and the members of `group` may connect.
     ///
     /// # Errors
     ///
-    /// When it cannot be made.
+    /// When the socket cannot be created.
     pub(crate) fn bind(path: &Path, group: Option<u32>) -> Result<Endpoint> {
         let endpoint = Endpoint::bind_private(path, "--control", group)?;
         Ok(endpoint)
     }
 
-    /// Listens. The members of `group` may ask too.
+    /// Starts to listen. Members of `group` may send requests too.
     ///
     /// # Errors
     ///
@@ -116,11 +117,11 @@ impl ControlSocket {
         Ok(Self { stop, thread: Some(thread), unanswered, _endpoint: endpoint })
     }
 
-    /// Leaves the socket to another process: this one ends. Clients hear first what has become of
-    /// their requests.
+    /// Leaves the socket to the next process; this one must end. Clients receive the outcome of
+    /// their pending requests first.
     pub(crate) fn leave(self) {
         self.unanswered.wait();
-        // To drop it would remove the socket.
+        // Dropping would remove the socket.
         std::mem::forget(self);
     }
 }
@@ -134,7 +135,7 @@ impl Drop for ControlSocket {
     }
 }
 
-/// Takes in clients until `stop` is written.
+/// Accepts clients until `stop` is written.
 fn listen(
     endpoint: &Endpoint,
     stop: &OwnedFd,
@@ -181,7 +182,7 @@ fn listen(
     }
 }
 
-/// Waits until a client comes, or without a listener for a while. True when the socket is to stop.
+/// Waits for a client or, without a listener, for [`PAUSE`]. Returns true if the socket is to stop.
 fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
     let pause = Timespec { tv_sec: fits(PAUSE.as_secs(), "a pause in seconds"), tv_nsec: 0 };
     let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
@@ -192,13 +193,13 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
         Err(error) => {
             tracing::error!("cannot wait for clients of the control socket: {error}");
             std::thread::sleep(PAUSE);
-            // What poll cannot say, a read does: it does not wait.
+            // The failed poll has no result; this read does not block.
             rustix::io::read(stop, &mut [0; 8]).is_ok()
         }
     }
 }
 
-/// Answers the requests of one client until it leaves.
+/// Answers the requests of one client until it disconnects.
 fn converse(
     stream: UnixStream,
     group: Option<u32>,
@@ -233,7 +234,7 @@ fn converse(
         match connection.receive(&mut input)? {
             Line::Whole(line) if line.trim_ascii().is_empty() => {}
             Line::Whole(line) => match takeover::give::asked(&line) {
-                // It gets what the daemon has open.
+                // A taker receives every descriptor of the daemon, so it must be the owner.
                 Some(_) if !is_owner => {
                     let text = "only root and the user of this daemon may take over from it";
                     refuse(Code::Refused, text)?;
@@ -259,7 +260,7 @@ fn converse(
     }
 }
 
-/// Carries out one request, and answers it unless it is a notification.
+/// Carries out one request and answers it unless it is a notification.
 fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,

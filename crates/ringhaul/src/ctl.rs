@@ -1,4 +1,4 @@
-//! `ringhaul ctl`: asks a daemon over its control socket.
+//! `ringhaul ctl`: sends commands to a daemon over its control socket.
 
 mod args;
 mod connection;
@@ -21,32 +21,33 @@ use connection::{Connection, Refusal};
 use show::Form;
 use sockets::which_daemon;
 
-/// The daemon has refused, or has tried and failed.
+/// The daemon refused the command, or the command failed.
 const EXIT_REFUSED: u8 = 1;
 
-/// It was not finished by the deadline, and goes on.
+/// The removal was not finished by the deadline and continues.
 const EXIT_UNFINISHED: u8 = 3;
 
-/// No program has taken over. It may in a moment.
+/// No program has taken over; an attempt in a moment may succeed.
 const EXIT_UPGRADE_LATER: u8 = 4;
 
-/// No program has taken over, and the next try would end in the same way.
+/// No program has taken over, and another attempt would fail in the same way.
 const EXIT_UPGRADE_REFUSED: u8 = 5;
 
-/// Codes of answers: another process has taken over, a removal goes on, and the two of upgrades.
+/// Error codes of answers: handed over to another process, removal continues, and two for upgrades.
 const HANDED_OVER: i64 = 6;
 const UNFINISHED: i64 = 8;
 const UPGRADE_LATER: i64 = 10;
 const UPGRADE_REFUSED: i64 = 11;
 
-/// The pause between two tries of an upgrade.
+/// The pause between two attempts of an upgrade.
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
-/// Asks, prints the answer, and says in the exit code whether it was one.
+/// Sends the command and prints the answer. The exit code is nonzero if the daemon refused or
+/// failed.
 ///
 /// # Errors
 ///
-/// When the daemon cannot be asked.
+/// When the daemon cannot be reached.
 pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     let form = match args.json {
         true => Form::Json,
@@ -57,7 +58,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         print(&format!("{:#}\n", control_socket::schema()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    // What makes no sense is found before anybody is asked.
+    // Invalid words fail here, before any daemon is contacted.
     let calls = words::calls_of(&args.what)?;
     let control = which_daemon(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;
@@ -66,7 +67,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         _ => Duration::ZERO,
     };
     let retry_until = Instant::now() + retry;
-    // Only exports are added by several calls.
+    // Only `export.add` makes several calls.
     let names: Vec<String> = calls.iter().map(|(_, params)| words::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
         let unit = params.get("unit").cloned();
@@ -80,7 +81,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         if let Err(Refusal { code: HANDED_OVER, .. }) = asked
             && let Ok(next) = Connection::new(&control)
         {
-            // The command has waited for an upgrade, and is the new process's to carry out.
+            // The command waited for an upgrade, so the new process carries it out.
             daemon = next;
             asked = ask(&mut daemon, method, params, form)?;
         }
@@ -112,16 +113,17 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Repeats what the daemon warns of in disks that were just added: all of an export, or a `unit`.
+/// Prints the daemon's warnings about disks that were just added: of a whole export, or of a
+/// `unit`.
 fn warn_of_content(daemon: &mut Connection, export: &str, unit: Option<&Value>) {
-    // It was added, whatever comes of this.
+    // The disk was added; a failure here changes nothing.
     let Ok(Ok(shown)) = daemon.call("export.show", &json!({ "export": export })) else { return };
     for warning in show::warnings(&shown, unit) {
         eprintln!("ringhaul: {}", printable(&format!("{export}: warning: {warning}")));
     }
 }
 
-/// What became of several exports when the one of this number was refused.
+/// Lists the exports that were added and not added when number `refused` was refused.
 fn what_was_added(names: &[String], refused: usize) -> String {
     if names.len() < 2 {
         return String::new();
@@ -139,7 +141,7 @@ fn ask(
     form: Form,
 ) -> Result<Result<(), Refusal>> {
     if let Some(more) = params.as_object_mut().and_then(|params| params.remove(words::MORE_BYTES)) {
-        // The daemon takes sizes as they are to be.
+        // The daemon accepts absolute sizes only.
         let shown = daemon.call("export.show", &json!({ "export": params["export"] }))?;
         let shown = match shown {
             Ok(shown) => shown,
@@ -147,7 +149,7 @@ fn ask(
         };
         match words::grown(&shown, &params, &more)? {
             Some(size) => params["size-bytes"] = size,
-            // It says why there is none.
+            // The daemon's refusal explains the missing size.
             None => match daemon.call(method, &params)? {
                 Ok(_) => bail!("the disk was not there a moment ago; try again"),
                 Err(refusal) => return Ok(Err(refusal)),

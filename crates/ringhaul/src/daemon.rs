@@ -1,4 +1,4 @@
-//! The daemon: exports by name, and the commands that make them come and go.
+//! The daemon: named exports, and the commands that add, change and remove them.
 
 mod adding;
 pub(crate) mod hand_over;
@@ -37,37 +37,39 @@ use crate::succession::{PassedOn, Succession};
 use crate::takeover::format::Life;
 use crate::thread_watch::ThreadWatch;
 
-/// How long a unit may take to close before it keeps no other process from taking over.
+/// The time that closing a unit may block takeovers.
 const CLOSE_MAX: Duration = Duration::from_secs(1);
 
-/// Serves disks. It has any number of exports, each known by its name, that of its socket.
+/// A daemon that serves disks on any number of named exports.
 ///
-/// Whoever asks for something waits for the answer on its own thread: to open a disk may take long,
-/// and so may the end of an export. All others go on meanwhile.
+/// Each command runs on its caller's thread and blocks only that thread: opening a disk or ending
+/// an export may take long.
 pub struct Daemon {
     args: Arc<ServeArgs>,
     control: Control,
     limits: MemoryLimits,
-    /// What the parent of this program has left open, by its number, until it is served.
+    /// The socket that the parent process left open, with its descriptor number, until it is
+    /// served.
     inherited: Mutex<Option<(i32, Endpoint)>>,
     accesses: DiskAccesses,
     groups: Arc<LimitGroups>,
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
-    /// How this process was started, and its control socket: what another one needs to take over.
+    /// The start parameters of this process and its control socket, which a takeover needs.
     life: OnceLock<(Life, Option<Weak<Endpoint>>)>,
     subscribers: Subscribers,
-    /// What was set since.
+    /// The settings that were changed since the start.
     changes: Mutex<SettingsChange>,
-    /// Says which exports are those of the configuration file.
+    /// Reads the exports of the configuration file.
     of_file: OnceLock<ExportsOfFile>,
     succession: Arc<Succession>,
-    /// What commands change is kept here for the next start, unless it is not kept.
+    /// Stores the changes of commands for the next start, if they are to be kept.
     kept: OnceLock<Kept>,
 }
 
-/// Whoever has read the configuration file knows them, as they are served by it.
+/// Returns the exports of the configuration file as they are served. The reader of the file sets
+/// it.
 type ExportsOfFile = Box<dyn Fn() -> Vec<ExportSpec> + Send + Sync>;
 
 /// An export that is ready to be served.
@@ -77,7 +79,7 @@ struct Opened {
     log: Arc<ExportLog>,
     device: Device,
     threads: Vec<Thread>,
-    /// Says that it is served.
+    /// The log line that announces the export.
     line: String,
 }
 
@@ -93,17 +95,17 @@ impl Opened {
 
 /// The threads that serve exports.
 struct Pool {
-    /// `None` when the daemon has ended.
+    /// `None` after the end of the daemon.
     threads: Option<Threads>,
-    /// How many exports were given threads.
+    /// The number of exports that were given threads.
     exports: usize,
 }
 
-/// Where the end of a daemon shows.
+/// Receives the end of a daemon.
 pub struct Ending(mpsc::Receiver<Event>);
 
 impl Daemon {
-    /// Starts a daemon without exports. `inherited` is the descriptor that an export may name, with
+    /// Starts a daemon without exports. `inherited` is a descriptor that an export may name, with
     /// its number.
     ///
     /// # Errors
@@ -113,7 +115,7 @@ impl Daemon {
         let stuck = Arc::new(Mutex::new(ThreadWatch::new()));
         let (events, received) = mpsc::channel();
         let ended = events.clone();
-        // The receiver goes only when the daemon ends anyway.
+        // The receiver is dropped only when the daemon ends anyway.
         let control = Control::start(move || drop(ended.send(Event::Ended)))?;
         let args = Arc::new(args);
         let threads = Some(Threads::new(Arc::clone(&args), events.clone(), Arc::clone(&stuck)));
@@ -139,9 +141,8 @@ impl Daemon {
         Ok((daemon, Ending(received)))
     }
 
-    /// Watches calls that hang, and beside them the IoThreads, until what this returns is dropped.
-    /// A process has one such watch. It must outlive the queues: a call that hangs keeps them from
-    /// stopping.
+    /// Watches for hanging calls and IoThreads until the returned watch is dropped. A process has
+    /// one watch. It must outlive the queues, because a hanging call keeps them from stopping.
     ///
     /// # Errors
     ///
@@ -152,14 +153,14 @@ impl Daemon {
         Ok(CallWatch::start(look)?)
     }
 
-    /// Does what is asked for, and waits for that. Any thread may ask, at any time.
+    /// Carries out a command and waits until it is done. Any thread may call this at any time.
     ///
     /// # Errors
     ///
-    /// When it cannot be done. Nothing has changed then, unless the error says so.
+    /// When the command cannot be carried out. Nothing has changed then, unless the error says so.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
         let touched = Touched::by(&command);
-        // A hand-over knows nothing of exports that change after its description.
+        // A hand-over does not include changes of exports after its description.
         let changes_exports = match &touched {
             Some(Touched::Exports(_) | Touched::Disk(..)) => true,
             Some(Touched::Settings(_)) => false,
@@ -187,7 +188,7 @@ impl Daemon {
                 Ok(Reply::Resumed)
             }
             Command::End(cause) => {
-                // One that nobody waits for any more has ended.
+                // A failed send means that the daemon has ended.
                 let end = || drop(self.events.send(Event::Asked(cause)));
                 self.succession.here_or_there(PassedOn::End, end);
                 Ok(Reply::Ending)
@@ -195,17 +196,17 @@ impl Daemon {
         }
     }
 
-    /// Who goes on with all of it.
+    /// The record of which process owns the exports.
     pub(crate) fn succession(&self) -> &Arc<Succession> {
         &self.succession
     }
 
-    /// Who wants to know what happens to exports.
+    /// The subscribers to events of exports.
     pub(crate) fn subscribers(&self) -> &Subscribers {
         &self.subscribers
     }
 
-    /// The device of an export on its disks, and its threads.
+    /// Makes the device of an export on its disks, and selects its threads.
     fn set_up(
         &self,
         spec: ExportSpec,
@@ -214,7 +215,7 @@ impl Daemon {
         let threads = self.threads_for(&spec)?;
         let mut disks = Vec::new();
         for (mut disk, choice) in opened {
-            // Without the pool, for one of the threads may be stuck.
+            // Without the lock of the pool, because one of the threads may be stuck.
             set_up(&self.args, &threads, (&spec.name(), &mut disk), choice)?;
             disks.push(disk);
         }
@@ -225,7 +226,7 @@ impl Daemon {
         Ok(Opened { spec, disks, log, device, threads, line })
     }
 
-    /// The first export is about to be served, if none has been.
+    /// Marks the first export as about to be served.
     fn begin_to_serve(&self) -> Result<(), CommandError> {
         self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
         Ok(())
@@ -294,8 +295,8 @@ impl Daemon {
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
         let ChangingUnit { log_name, device, removed, .. } = changing;
         let unit = device.remove_unit(place.address());
-        // Whoever asks waits for the end of its requests, and for the file system, however long
-        // they take. Then the disk can be opened again.
+        // The caller waits, without a time limit, for the end of the unit's requests and for the
+        // file system. Afterwards the disk can be opened again.
         drop((device, removed));
         if let Some(unit) = unit {
             close_unit(|| unit.close(), &turn);
@@ -316,7 +317,7 @@ impl Daemon {
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         let before = disk.info().size_bytes;
         let _resizing = self.accesses.begin_resize(&disk);
-        // Others may have the disk, too, which they have opened by themselves.
+        // Other exports may have opened the same disk separately.
         let (access, mut is_cut_off) = (access_of(&device, place), false);
         let held = access.as_ref().map(|access| access.hold_size());
         let cut_off = |size| {
@@ -336,7 +337,7 @@ impl Daemon {
             return Ok(Reply::Resized(size));
         }
         turn.tell_resized();
-        // Whoever waits for the end of the export may use the disk then.
+        // A caller that waits for the end of the export may use the disk once these are dropped.
         drop((device, access));
         drop(turn);
         tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
@@ -359,7 +360,7 @@ impl Daemon {
         Ok(Reply::Rules(Box::new(rules)))
     }
 
-    /// The disks of all exports, to be watched.
+    /// Returns the disks of all exports, for the watch of their sizes.
     ///
     /// # Errors
     ///
@@ -368,8 +369,8 @@ impl Daemon {
         self.control.watched_disks()
     }
 
-    /// The socket of an export. `None`: the inherited one, which is taken when nothing else can
-    /// fail.
+    /// Binds the socket of an export. `None`: the inherited socket, which is taken only after every
+    /// step that can fail.
     fn endpoint(&self, spec: &ExportSpec) -> Result<Option<Endpoint>> {
         match &spec.endpoint {
             EndpointSpec::Path(path) => Endpoint::bind(path, "--socket-path").map(Some),
@@ -384,18 +385,18 @@ impl Daemon {
         self.inherited.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The IoThreads of an export: first that of its first queue.
+    /// Returns the IoThreads of an export, beginning with that of its first queue.
     fn threads_for(&self, spec: &ExportSpec) -> Result<Vec<Thread>, CommandError> {
         let mut threads = self.all_threads(&spec.settings)?;
         let mut pool = self.pool();
-        // The first queues of all exports would otherwise meet on the first thread.
+        // Rotated, because the first queues of all exports would otherwise share the first thread.
         let first = pool.exports % threads.len();
         pool.exports += 1;
         threads.rotate_left(first);
         Ok(threads)
     }
 
-    /// The IoThreads of an export, in no particular order.
+    /// Returns the IoThreads of an export, in no particular order.
     fn all_threads(&self, settings: &ExportSettings) -> Result<Vec<Thread>, CommandError> {
         let mut threads = self.pool().threads.as_mut().ok_or(CommandError::Ending)?.all()?;
         match settings.iothread {
@@ -410,31 +411,31 @@ impl Daemon {
 }
 
 impl Ending {
-    /// Waits until `daemon` has ended: all exports have, or requests are left behind. What its
-    /// IoThreads have done is in the log then.
+    /// Waits until all exports of `daemon` have ended or were abandoned. The summaries of its
+    /// IoThreads are logged afterwards.
     ///
     /// # Errors
     ///
-    /// What keeps the exports that the daemon was started for from being served.
+    /// The reason that the exports of the start cannot be served.
     pub fn wait(self, daemon: &Daemon) -> Result<Outcome> {
         let outcome = wait_for_end(&self.0, &daemon.control)?;
         if outcome == Outcome::Clean {
             daemon.control.join();
         }
-        // The opener of a disk that hangs keeps the daemon; nobody else may keep this.
+        // The opener of a hanging disk keeps the daemon alive, so the socket is closed here.
         drop(daemon.inherited().take());
         let threads = daemon.pool().threads.take();
         threads.iter().for_each(Threads::log_summaries);
         if outcome != Outcome::Clean {
-            // To end IoThreads is to wait for their ops. The end of the process is not.
+            // Ending IoThreads would wait for their ops; ending the process does not.
             std::mem::forget(threads);
         }
         Ok(outcome)
     }
 }
 
-/// Has `close` close a unit that was removed. If its requests or its file system take long, another
-/// process may take over meanwhile, which has no such unit.
+/// Calls `close` to close a removed unit. If its requests or its file system take longer than
+/// [`CLOSE_MAX`], another process may take over in the meantime. It does not have the unit.
 fn close_unit(close: impl FnOnce(), turn: &Turn<'_>) {
     let (closing, closes) = mpsc::channel::<()>();
     let watch = move || {
@@ -443,7 +444,7 @@ fn close_unit(close: impl FnOnce(), turn: &Turn<'_>) {
         }
     };
     std::thread::scope(|scope| {
-        // Without it nobody takes over until the unit is closed.
+        // Without the thread, takeovers stay blocked until the unit is closed.
         let watch_close = std::thread::Builder::new().name("ringhaul-unit".into());
         let _ = watch_close.spawn_scoped(scope, watch);
         close();
@@ -451,14 +452,14 @@ fn close_unit(close: impl FnOnce(), turn: &Turn<'_>) {
     });
 }
 
-/// Gives a disk the size that is wanted, unless that cuts off what was not to be cut off. `cut_off`
-/// has nobody use more than that.
+/// Resizes a disk, unless that would cut off data without permission. `cut_off` stops the use of
+/// data beyond the new size.
 fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) -> Result<u64> {
     let Some(size) = wanted.size_bytes else {
         disk.find_space()?;
         return Ok(disk.refresh()?);
     };
-    // Others may have made it larger a moment ago.
+    // Another program may have enlarged the disk a moment ago.
     let outside = disk.outside().map(|outside| outside.size_bytes()).transpose()?.flatten();
     let covered = disk.covered_bytes()?.max(outside.unwrap_or(0));
     if size < covered && !wanted.shrink {
@@ -471,7 +472,8 @@ fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) ->
     Ok(size)
 }
 
-/// What a disk of a device shares with others. `None`: the unit is being removed.
+/// Returns the state that a disk of a device shares with other exports. `None` if its unit is being
+/// removed.
 fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess>> {
     match (device, place) {
         (Device::Blk(device), None) => Some(Arc::clone(device.access())),
@@ -482,7 +484,7 @@ fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess
     }
 }
 
-/// The line that says that an export is served.
+/// Formats the log line that announces an export.
 fn serving(spec: &ExportSpec, disks: &[OpenDisk]) -> String {
     let what = match (&spec.device, disks) {
         (DeviceSpec::Blk(_), [disk]) => format!("{}: {}", disk.name, disk.summary),

@@ -3,18 +3,19 @@
 use iomem::fits;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// The most that one message brings, which is open before it is counted, and what the system's
-/// libraries and engines may still open.
+/// Descriptors set aside: the most that one message brings, which are open before they are counted,
+/// and descriptors that the system's libraries and engines may still open.
 const RESERVED: usize = 253 + 64;
 
-/// For each export: its next front-end's connection, and that of one that is being closed.
+/// Descriptors set aside for each export: the connection of its next front-end and one that is
+/// being closed.
 const RESERVED_EACH: usize = 2;
 
-/// Enough for a front-end with some queues, if the limit is unreasonably low.
+/// The smallest share: enough for a front-end with some queues if the limit is unreasonably low.
 const SHARE_MIN: usize = 32;
 
 /// Raises the limit as far as the system allows. A front-end may bring three descriptors for each
-/// of 256 queues, which their IoThreads have too, more than the usual soft limit of 1024.
+/// of 256 queues, and their IoThreads duplicate them: more than the usual soft limit of 1024.
 pub(crate) fn raise() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
@@ -23,13 +24,14 @@ pub(crate) fn raise() {
     }
 }
 
-/// How many descriptors the front-end of each export may have open here, so that none takes those
-/// of the others: equal parts of what all others leave. Front-ends have `of_front_ends` open now.
+/// Returns the number of descriptors that each export's front-end may have open, so that no
+/// front-end starves another. The limit minus all other descriptors is divided equally. Front-ends
+/// have `of_front_ends` open now.
 #[must_use]
 pub(crate) fn share(exports: usize, of_front_ends: usize) -> usize {
     let limit = getrlimit(Resource::Nofile).current;
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
-    // Other threads open and close some while they are counted.
+    // Other threads open and close descriptors during the count, so it may fall short.
     let open = open.saturating_sub(of_front_ends);
     limit.map_or(usize::MAX, |limit| part_of(fits(limit, "the limit on open files"), open, exports))
 }

@@ -1,4 +1,4 @@
-//! What several exports of one disk share.
+//! State that several exports of one disk share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -9,23 +9,23 @@ use blockio::DiskSource;
 use blockio::disk::Place;
 use device::scsi::access::DiskAccess;
 
-/// How long a new export of a disk waits while the disk gets another size, before it is refused.
+/// The time that a new export waits for a resize of its disk, before it is refused.
 const RESIZE_MAX: Duration = Duration::from_secs(5);
 
-/// The disks that are open.
+/// The open disks and their shared accesses.
 #[derive(Default)]
 pub(crate) struct DiskAccesses {
     all: Mutex<Vec<Shared>>,
-    /// Another process hands over those that are new.
+    /// True while another process is to hand over the state of new accesses.
     are_awaited: AtomicBool,
-    /// When somebody gave a disk another size last.
+    /// The time of the last resize of any disk.
     resized: Mutex<Option<Instant>>,
-    /// The identities of disks that somebody gives another size.
+    /// The identities of disks that are being resized, once for each resize that runs or waits.
     resizing: Mutex<Vec<String>>,
     resize_ended: Condvar,
 }
 
-/// A disk gets another size, until this is dropped.
+/// A resize in progress. Dropping it ends the resize.
 pub(crate) struct Resizing<'a> {
     accesses: &'a DiskAccesses,
     identity: String,
@@ -34,7 +34,7 @@ pub(crate) struct Resizing<'a> {
 impl Drop for Resizing<'_> {
     fn drop(&mut self) {
         let mut resizing = self.accesses.resizing();
-        // Only one: who has the disk as well may wait for its turn.
+        // Only one entry: another export's resize of the same disk may still wait for its turn.
         if let Some(index) = resizing.iter().position(|other| *other == self.identity) {
             resizing.swap_remove(index);
         }
@@ -43,30 +43,30 @@ impl Drop for Resizing<'_> {
     }
 }
 
-/// A disk, and what is shared by those who have it.
+/// A disk and the access that its exports share.
 struct Shared {
-    /// What the disk is.
+    /// The identity of the disk.
     identity: String,
-    /// What texts call it.
+    /// The name of the disk in messages.
     name: String,
     place: Place,
-    /// One of them may write.
+    /// True if any of its exports may write.
     is_written: bool,
     access: Weak<DiskAccess>,
 }
 
 impl DiskAccesses {
-    /// What is new from now on is handed over by another process, or is not.
+    /// Sets if new accesses expect their state from another process.
     pub(crate) fn await_new(&self, are_awaited: bool) {
         self.are_awaited.store(are_awaited, Ordering::Relaxed);
     }
 
-    /// Keeps a disk at its size, which another export may have changed since this one `opened` it,
-    /// until a device is made on it.
+    /// Holds a disk at its size until a device is made on it. Waits for a resize in progress, and
+    /// reads the size again if a resize followed the time at which the disk was `opened`.
     ///
     /// # Errors
     ///
-    /// When that is so, and its size cannot be determined, or it is changing and that hangs.
+    /// When the new size cannot be determined, or a resize takes longer than [`RESIZE_MAX`].
     pub(crate) fn settle_size<'a>(
         &self,
         access: &'a DiskAccess,
@@ -93,7 +93,7 @@ impl DiskAccesses {
         Ok(held)
     }
 
-    /// Somebody begins to give the disk another size, or to wait for others who do.
+    /// Registers a resize of the disk that begins now or waits for another.
     pub(crate) fn begin_resize(&self, disk: &DiskSource) -> Resizing<'_> {
         let identity = disk.identity().to_owned();
         if !identity.is_empty() {
@@ -106,7 +106,7 @@ impl DiskAccesses {
         self.resizing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A disk has another size, which is held.
+    /// Notes the time of a resize. The caller holds the new size.
     pub(crate) fn note_resized(&self) {
         *self.resized() = Some(Instant::now());
     }
@@ -115,12 +115,12 @@ impl DiskAccesses {
         self.resized.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// That of a disk; one without identity has its own.
+    /// Returns the access of a disk. A disk without identity gets its own.
     ///
     /// # Errors
     ///
-    /// When it overlaps another disk that is open, and one of them is written to: what the users of
-    /// a disk share would not hold between the two.
+    /// When the disk overlaps another open disk and one of them is writable: the state that exports
+    /// of one disk share would not protect the two from each other.
     pub(crate) fn of(&self, disk: &DiskSource) -> Result<Arc<DiskAccess>> {
         let new = || match self.are_awaited.load(Ordering::Relaxed) {
             true => Arc::new(DiskAccess::awaited()),
@@ -193,7 +193,7 @@ mod tests {
         drop(of(&file(a.path(), false)));
     }
 
-    /// Which may hang for as long as its file system does.
+    /// A resize may hang for as long as its file system does.
     #[test]
     fn a_disk_that_is_being_resized_is_waited_for_and_then_refused() {
         let accesses = DiskAccesses::default();
@@ -250,7 +250,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&whole, &read));
         assert!(!refused(&part(6, Some(1), false)).is_empty(), "the whole is read");
     }
-    /// An image may have any byte of its disk anywhere in its file.
+    /// An image may store any byte of its disk anywhere in its file.
     #[test]
     #[cfg(feature = "qcow2")]
     fn an_image_is_all_of_its_file() {

@@ -1,4 +1,4 @@
-//! `ringhaul disk`: what a disk is like, found out without serving it.
+//! `ringhaul disk`: reports the properties of a disk without serving it.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -18,8 +18,8 @@ use crate::open_disk::OpenDisk;
 use crate::spec::{CacheMode, ExportSettings};
 use crate::wanted::{Wanted, unless_it_hangs};
 
-/// When a disk is given up that does not answer while it is opened. A cluster that cannot be
-/// reached is told after 30 s.
+/// The time-out for opening a disk. It exceeds the 30 s after which an unreachable cluster is
+/// reported.
 const OPEN_MAX: Duration = Duration::from_secs(35);
 
 /// A disk of the command line.
@@ -43,7 +43,7 @@ pub struct InfoArgs {
     json: bool,
 }
 
-/// What there is to know about a disk.
+/// The properties of a disk.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Info {
@@ -52,7 +52,7 @@ struct Info {
     logical_block_bytes: u32,
     physical_block_bytes: u32,
     format: String,
-    /// Itself first, then what it lies on.
+    /// The disk, followed by the layers below it.
     chain: Vec<String>,
     cache: &'static str,
     engine: Option<String>,
@@ -60,15 +60,15 @@ struct Info {
     can: Can,
     /// The unit of a discard.
     discard_bytes: Option<u32>,
-    /// What is known to be zeroes that are not stored. Nothing: it has too many of them.
+    /// Bytes of known holes. `None` if there are too many to count.
     hole_bytes: Option<u64>,
     identity: String,
-    /// Something about its content that its owner should know.
+    /// A warning about the content, for the owner of the disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     warning: Option<String>,
 }
 
-/// What it can do when it is open for writing.
+/// Capabilities of the disk when it is open for writing.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Can {
@@ -91,7 +91,7 @@ impl DiskArgs {
     ///
     /// # Errors
     ///
-    /// When it is none, or cannot be used.
+    /// When the name is invalid, or the disk cannot be used.
     pub fn open(&self, read_only: bool, no_lock: bool) -> Result<DiskSource> {
         let open = |wanted: &Wanted| self.open_with(read_only, no_lock, wanted);
         Ok(unless_it_hangs(OPEN_MAX, open)?.1.source)
@@ -103,7 +103,7 @@ impl DiskArgs {
         no_lock: bool,
         wanted: &Wanted,
     ) -> Result<(DiskSpec, OpenDisk)> {
-        // People type the name of a file that they see.
+        // Accepts the plain name of an existing file, because users type the names that they see.
         let is_plain = !self.disk.contains([':', ',', '=']);
         let disk = match is_plain && Path::new(&self.disk).exists() {
             true => DiskSpec::File(self.disk.clone().into()),
@@ -118,7 +118,7 @@ impl DiskArgs {
     }
 }
 
-/// Prints what a disk is like. It may be in use by others.
+/// Prints the properties of a disk. The disk may be in use.
 ///
 /// # Errors
 ///
@@ -177,7 +177,7 @@ impl Info {
     }
 }
 
-/// Bytes of holes. `None`: they cannot be counted, or not soon.
+/// Counts the bytes of holes. `None` if they cannot be counted, or not soon.
 fn hole_bytes(source: &DiskSource) -> Option<u64> {
     const EXTENTS_MAX: usize = 4096;
     let thread = IoThread::new(&IoThreadConfig::default()).ok()?;

@@ -1,12 +1,12 @@
-//! Names of disks that nobody has named: they follow from what a disk is, and tell nothing of it.
+//! Default names of disks, derived from the identity of a disk without revealing it.
 
 use device::blk::config::SERIAL_BYTES;
 use iomem::fits;
 
-/// Of numbers in base 32.
+/// Digits of base 32.
 const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHIJKLMNOPQRSTUV";
 
-/// A serial number that follows from what the disk is, and tells nothing of it.
+/// Derives a serial number from the identity of a disk, without revealing it.
 pub(crate) fn serial(identity: &str) -> String {
     if identity.is_empty() {
         return "null".to_owned();
@@ -20,14 +20,14 @@ pub(crate) fn serial(identity: &str) -> String {
     (0..SERIAL_BYTES).map(digit).collect()
 }
 
-/// An NAA identifier that follows in the same way: locally assigned, of 60 bits (SPC-5, section
+/// Derives an NAA identifier from the identity of a disk: locally assigned, 60 bits (SPC-5, section
 /// 7.7.6.6.4).
 pub(crate) fn naa(identity: &str) -> [u8; 8] {
     let bits: u64 = fits(hash(identity) >> 68, "60 bits");
     (3 << 60 | bits).to_be_bytes()
 }
 
-/// FNV-1a in 128 bits.
+/// Computes the 128-bit FNV-1a hash.
 pub(crate) fn hash(identity: &str) -> u128 {
     identity.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
         (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b)
@@ -47,7 +47,7 @@ mod tests {
             assert_eq!(serial.len(), SERIAL_BYTES);
             assert!(serial.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{serial}");
         }
-        // What was told once is told again, whatever the version.
+        // Guests must see the same serial number in every version.
         assert_eq!(of(7), "55IN9JE2M4HQD2IQ9FGO");
         assert_eq!(serial(""), "null");
         assert_eq!(naa("file system [1, 2], inode 7")[0] >> 4, 3);

@@ -1,5 +1,4 @@
-//! What a disk may do at most, and what becomes of requests that it fails, as it is written down,
-//! and how it is put into effect.
+//! Limits and error policy of a disk: their written form, and how they are applied.
 
 mod limit_spec;
 
@@ -18,17 +17,17 @@ use serde::{Deserialize, Serialize};
 pub(crate) use limit_spec::LIMIT_KEYS;
 pub use limit_spec::LimitSpec;
 
-/// What becomes of requests that a disk fails.
+/// The handling of requests that a disk fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnError {
-    /// The guest is told.
+    /// Report the error to the guest.
     Report,
-    /// They are tried again until they succeed. The guest waits.
+    /// Retry until the request succeeds. The guest waits.
     Retry,
-    /// Writes without space are held until there is some, or `ctl resume`. Other errors are told.
+    /// Hold writes without space until there is some, or `ctl resume`. Report other errors.
     Hold,
-    /// The same for 20 seconds at most; then the guest is told.
+    /// Like `hold`, for 20 seconds at most; then report the error to the guest.
     HoldBriefly,
 }
 
@@ -46,17 +45,17 @@ impl OnError {
         *self == Self::OF_WRITES
     }
 
-    /// The value of a key.
+    /// Parses the value of a key.
     ///
     /// # Errors
     ///
-    /// When it is none of these.
+    /// When it is no valid action.
     fn parse(key: &str, value: &str, expected: &str) -> Result<Self> {
         let parsed = Self::from_str(value, false);
         parsed.map_err(|_| anyhow!("{key} is '{value}' (expected: {expected})"))
     }
 
-    /// Of an option for reads, which never lack space.
+    /// Returns a parser of the option for reads, which never lack space.
     pub(crate) fn parser_of_reads() -> impl TypedValueParser<Value = Self> {
         let names = [Self::Report, Self::Retry].map(|action| action.to_possible_value());
         PossibleValuesParser::new(names.into_iter().flatten())
@@ -73,17 +72,17 @@ impl OnError {
     }
 }
 
-/// All of it for one disk.
+/// The rules of one disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct DiskRules {
-    /// What it may do at most.
+    /// The limits of the disk.
     #[serde(skip_serializing_if = "LimitSpec::is_empty")]
     pub limits: LimitSpec,
-    /// What becomes of reads that fail; `report` if it is left out.
+    /// The handling of reads that fail; `report` if it is left out.
     #[serde(skip_serializing_if = "OnError::is_usual_of_reads")]
     pub rerror: OnError,
-    /// What becomes of writes, discards and zeroes that fail; `hold-briefly` if it is left out.
+    /// The handling of writes, discards and zeroes that fail; `hold-briefly` if it is left out.
     #[serde(skip_serializing_if = "OnError::is_usual_of_writes")]
     pub werror: OnError,
 }
@@ -94,15 +93,15 @@ impl Default for DiskRules {
     }
 }
 
-/// The same, in full.
+/// The rules of one disk, with no default left out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ShownRules {
-    /// What the disk may do at most.
+    /// The limits of the disk.
     pub limits: LimitSpec,
-    /// What becomes of reads that it fails.
+    /// The handling of reads that the disk fails.
     pub rerror: OnError,
-    /// What becomes of writes, discards and zeroes that it fails.
+    /// The handling of writes, discards and zeroes that the disk fails.
     pub werror: OnError,
 }
 
@@ -112,30 +111,31 @@ impl From<DiskRules> for ShownRules {
     }
 }
 
-/// A change of it. What is left out stays.
+/// A change of a disk's rules. A key that is left out keeps its value.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct RulesChange {
-    /// Limits to change; 0 is none, and an empty group is none.
+    /// Limits to change; 0 removes a limit, and an empty name removes the group.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitSpec>,
-    /// What becomes of reads that fail.
+    /// The handling of reads that fail.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rerror: Option<OnError>,
-    /// What becomes of writes, discards and zeroes that fail.
+    /// The handling of writes, discards and zeroes that fail.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub werror: Option<OnError>,
 }
 
 impl RulesChange {
-    /// Whether it leaves everything as it is.
+    /// Returns true if the change leaves all rules as they are.
     pub(crate) fn is_empty(&self) -> bool {
         let Self { limits, rerror, werror } = self;
         limits.as_ref().is_none_or(LimitSpec::is_empty) && rerror.is_none() && werror.is_none()
     }
 
-    /// What makes the second rules of the first. Limits, which count as one here, and what becomes
-    /// of errors are left alone where they are the same in both: others may have changed them.
+    /// Returns the change that turns `before` into `after`. The limits, which count as one rule
+    /// here, and the handling of errors are left out where both are equal, because a command may
+    /// have changed them since.
     pub(crate) fn between(before: &DiskRules, after: &DiskRules) -> Self {
         let (old, new) = (before, after);
         Self {
@@ -145,11 +145,11 @@ impl RulesChange {
         }
     }
 
-    /// Takes `KEY=VALUE` of a command line. False: it is no key of rules.
+    /// Takes a `KEY=VALUE` of the command line. Returns false if it is no key of rules.
     ///
     /// # Errors
     ///
-    /// When the value makes no sense.
+    /// When the value is invalid.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<bool> {
         match key {
             "rerror" => self.rerror = Some(OnError::parse(key, value, "report, retry")?),
@@ -170,7 +170,7 @@ impl RulesChange {
 }
 
 impl DiskRules {
-    /// What holds after `change`.
+    /// Returns the rules after `change`.
     pub(crate) fn changed(&self, change: &RulesChange) -> Self {
         let limits = change.limits.as_ref().map(|limits| self.limits.changed(limits));
         Self {
@@ -180,11 +180,11 @@ impl DiskRules {
         }
     }
 
-    /// Checks what no type does.
+    /// Checks the values beyond their types.
     ///
     /// # Errors
     ///
-    /// When numbers or words make no sense.
+    /// When numbers or words are invalid.
     pub(crate) fn check(&self) -> Result<()> {
         self.limits.limits().context("the limits")?;
         match self.rerror {
@@ -196,16 +196,16 @@ impl DiskRules {
     }
 }
 
-/// The groups of disks that share limits, by their names.
+/// The groups of disks that share limits, by name.
 #[derive(Debug, Default)]
 pub struct LimitGroups(Mutex<BTreeMap<String, Group>>);
 
-/// A group, and its limits as they were written down.
+/// A group, and its limits in written form.
 #[derive(Debug, Default)]
 struct Group {
     limits: LimitGroup,
     numbers: LimitSpec,
-    /// When somebody has asked for them, unless they are those of the first disk.
+    /// The time at which the present limits were requested. `None` if they are the first disk's.
     asked: Option<Instant>,
 }
 
@@ -216,24 +216,24 @@ impl Group {
 }
 
 impl LimitGroups {
-    /// Has rules hold for a disk that may yet not be served. Others of its group notice nothing:
-    /// what holds for them holds for it, too.
+    /// Applies rules to a disk that is not yet served. Disks in its group keep the limits of the
+    /// group, which apply to the new disk too.
     ///
     /// # Errors
     ///
-    /// When they make no sense. Nothing has changed then.
+    /// When the rules are invalid. Nothing has changed then.
     pub(crate) fn join(&self, disk: &DiskSource, rules: &DiskRules) -> Result<()> {
         self.apply_limits(disk, rules, false)
     }
 
-    /// Has limits hold for all of the group that they name, which a disk [has joined](Self::join),
-    /// if they name more than that. They were asked for at `asked`, before the disk was opened:
-    /// whoever has changed those of the group since then has the last word.
+    /// Applies `limits` to the whole group that they name, if they name more than the group. A disk
+    /// must [have joined](Self::join) it. The limits were requested at `asked`, before the disk was
+    /// opened: a change of the group since then takes precedence.
     pub(crate) fn name_limits(&self, limits: &LimitSpec, asked: Instant) {
         if !limits.has_numbers() {
             return;
         }
-        // They were checked when the disk joined.
+        // The limits were checked when the disk joined.
         if let (Some(name), Ok(numbers)) = (&limits.group, limits.limits())
             && let Some(group) = self.groups().get_mut(name)
         {
@@ -249,11 +249,11 @@ impl LimitGroups {
         }
     }
 
-    /// Has rules hold that have been changed, and what is changed of limits for all of the group.
+    /// Applies changed rules to a disk, and changed limits to its whole group.
     ///
     /// # Errors
     ///
-    /// As [`join`](Self::join).
+    /// Like [`join`](Self::join).
     pub(crate) fn apply_change(
         &self,
         disk: &DiskSource,
@@ -287,7 +287,7 @@ impl LimitGroups {
         Ok(())
     }
 
-    /// The debts of the limits of each group, for a process that goes on with them.
+    /// Returns the debts of each group's limits, for a process that resumes them.
     pub(crate) fn debts(&self) -> BTreeMap<String, Vec<u64>> {
         let groups = self.groups();
         let debts = groups.iter().map(|(name, group)| (name.clone(), group.limits.debts()));
@@ -303,12 +303,12 @@ impl LimitGroups {
         }
     }
 
-    /// Puts in the limits that hold for the group, if there is one.
+    /// Replaces `limits` by the limits of their group, if the group exists.
     pub(crate) fn fill(&self, limits: &mut LimitSpec) {
         self.fill_if(limits, |_| true);
     }
 
-    /// The same, if those were asked for after `asked`.
+    /// Like [`fill`](Self::fill), but only if the limits of the group were requested after `asked`.
     pub(crate) fn fill_newer(&self, limits: &mut LimitSpec, asked: Instant) {
         self.fill_if(limits, |group| group.is_newer(asked));
     }
@@ -364,7 +364,7 @@ mod tests {
         groups.apply_change(&served, &rules("group=a iops-total=9"), &change).unwrap();
         groups.name_limits(&spec("group=a iops-total=5"), soon);
         assert_eq!(now(), 9);
-        // For another process, which does not know about the change.
+        // The process that takes over does not know about the change.
         let handed = |asked| {
             let mut limits = spec("group=a iops-total=5");
             groups.fill_newer(&mut limits, asked);
@@ -374,7 +374,7 @@ mod tests {
         assert_eq!(handed(later), spec("group=a iops-total=5"));
         groups.name_limits(&spec("group=a iops-total=5"), later);
         assert_eq!(now(), 5);
-        // One that was asked for earlier comes after it.
+        // A request from before the last change does not undo it.
         groups.name_limits(&spec("group=a iops-total=6"), soon);
         assert_eq!(now(), 5);
     }
@@ -390,7 +390,7 @@ mod tests {
         let limits = |disk: &DiskSource| disk.group().unwrap().limits().requests.total;
         let rate = |per_second| Some(Rate { per_second, burst: None });
         assert_eq!((limits(&one), limits(&other)), (rate(7), rate(7)));
-        // It may yet not be served.
+        // The disk is not yet served, so it changes nothing.
         groups.join(&other, &rules("group=a iops-total=9")).unwrap();
         assert_eq!((limits(&one), limits(&other)), (rate(7), rate(7)));
         groups.name_limits(&spec("group=a").unwrap(), Instant::now());
@@ -409,7 +409,7 @@ mod tests {
         assert_eq!(one.limits().requests.total, rate(3));
         assert!(one.group().is_none());
         drop(other);
-        // It is another one now.
+        // The group is a new one now.
         let mut left = spec("group=a iops-total=5").unwrap();
         groups.fill(&mut left);
         assert_eq!(left, spec("group=a iops-total=5").unwrap());

@@ -1,13 +1,13 @@
-//! Which disk is meant: the one way to name it, on the command line, in files and on the control
-//! socket. It is data; nothing is opened here.
+//! The name of a disk: one grammar for the command line, files and the control socket. It is data;
+//! nothing is opened here.
 //!
 //! A disk is of a kind. Some kinds are layers: they lie over another disk, which is a part of their
-//! name. How a disk is used (read-only, its cache) is no part of it; see
-//! [`ExportSettings`](crate::spec::ExportSettings). Secrets are not either: a kind that needs one
-//! has a key that names a file with it.
+//! name. The use of a disk (read-only, its cache) is no part of its name; see
+//! [`ExportSettings`](crate::spec::ExportSettings). Neither are secrets: a kind that needs one has
+//! a key that names a file with it.
 //!
-//! To add a kind: a variant in `data.rs`, its row in the table of `words.rs`, and how it is opened,
-//! in `open_disk.rs`.
+//! To add a kind: a variant in `data.rs`, its row in the table of `words.rs`, and its opening in
+//! `open_disk.rs`.
 
 mod backing;
 mod data;
@@ -59,7 +59,7 @@ impl<'de> Visitor<'de> for TextOrTable {
         let disk = disk.map_err(|error| {
             let said = error.to_string();
             let without = text::without_texts(&said);
-            // An error that repeats nothing knows its place in a file.
+            // An error without quoted text stays as it is, because it knows its place in a file.
             if without == said { error } else { A::Error::custom(without) }
         })?;
         if map.next_key::<IgnoredAny>()?.is_some() {

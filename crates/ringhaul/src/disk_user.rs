@@ -1,11 +1,11 @@
-//! Who uses a disk: an export, told apart from all others of this machine.
+//! The number that identifies an export as the user of a disk, unique on this machine.
 //!
-//! The kernel may still read for a process that was killed, into the memory of its guest. Only the
-//! process that serves this guest next has to wait for that, so the disk is locked for its export,
-//! in a way that no other export notices (`DiskOptions::user`). The next process must find the
-//! same number, and nobody else may have it at the time. That holds for the place of the export's
-//! socket in its file system: a path alone leads elsewhere in each container, and a folder that is
-//! made anew at each start has another inode each time.
+//! The kernel may still read into a guest's memory for a process that was killed. Only the process
+//! that serves this guest next has to wait for these reads. So the disk is locked for its export,
+//! in a way that no other export notices (`DiskOptions::user`). The next process must compute the
+//! same number, and no other export may have it at the time. The place of the export's socket in
+//! its file system meets both demands. A path alone leads elsewhere in each container, and a folder
+//! that is recreated at each start has another inode each time.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::disk_names::hash;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSpec, UnitPlace};
 
 impl ExportSpec {
-    /// Who uses each of its disks.
+    /// Returns the user number of each of its disks.
     pub(crate) fn users(&self) -> Vec<Option<u64>> {
         match &self.device {
             DeviceSpec::Blk(_) => vec![user(&self.endpoint, None)],
@@ -27,18 +27,18 @@ impl ExportSpec {
     }
 }
 
-/// Who uses the disk at this place of the export with this socket. `None`: a socket that was
-/// inherited is known by nothing that lasts.
+/// Computes the user number of the disk at this place of the export with this socket. `None`: an
+/// inherited socket has no lasting identity.
 pub(crate) fn user(endpoint: &EndpointSpec, place: Option<UnitPlace>) -> Option<u64> {
     let EndpointSpec::Path(path) = endpoint else { return None };
     let socket = place_of(path)?;
-    // Nothing of a kernel that was started before is left.
+    // Included because no read of an earlier boot's kernel is left.
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let unit = place.map(|place| place.to_string()).unwrap_or_default();
     Some(fits(hash(&format!("{} {unit} {socket}", boot.trim())) >> 66, "62 bits"))
 }
 
-/// Where a path leads: the file system, and the path in that.
+/// Resolves a path to its file system and the path within it.
 fn place_of(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_string_lossy();
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -49,7 +49,7 @@ fn place_of(path: &Path) -> Option<String> {
     Some(format!("{device} {}/{name}", in_file_system(&mounts, &folder)))
 }
 
-/// A path as a list of mounts has it.
+/// Escapes a path like a list of mounts does.
 fn escaped(path: &str) -> String {
     let escape = |char: char| match char {
         ' ' | '\t' | '\n' | '\\' => format!("\\{:03o}", u32::from(char)),
@@ -58,7 +58,8 @@ fn escaped(path: &str) -> String {
     path.chars().map(escape).collect()
 }
 
-/// A folder as its file system has it, of which a part may be mounted; see proc_pid_mountinfo(5).
+/// Translates a folder to its path within the file system, of which a part may be mounted; see
+/// proc_pid_mountinfo(5).
 fn in_file_system(mounts: &str, folder: &str) -> String {
     let below = |line: &str| {
         let mut fields = line.split(' ').skip(3);
@@ -66,7 +67,8 @@ fn in_file_system(mounts: &str, folder: &str) -> String {
         let rest = folder.strip_prefix(point.trim_end_matches('/'))?;
         (rest.is_empty() || rest.starts_with('/')).then_some((point.len(), root, rest))
     };
-    // The last one covers others at the same point.
+    // The last mount covers earlier ones at the same point, and `max_by_key` returns the last
+    // maximum.
     match mounts.lines().filter_map(below).max_by_key(|(length, ..)| *length) {
         Some((_, root, rest)) => format!("{}{rest}", root.trim_end_matches('/')),
         None => folder.to_owned(),

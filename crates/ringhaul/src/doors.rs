@@ -1,4 +1,4 @@
-//! Sockets of our own against strangers: the folders that they may lie in, their owner and mode.
+//! Protects the daemon's sockets from other users: checks of their folders, their owner and mode.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -12,11 +12,11 @@ const STICKY: u32 = 0o1000;
 const ALL_WRITE: u32 = 0o002;
 const GROUP_WRITE: u32 = 0o020;
 
-/// Checks that not every user can put another socket in the place of the one at `path`.
+/// Checks that not every user can replace the socket at `path`.
 ///
 /// # Errors
 ///
-/// When the folder is not there, or all can write to it and it has no sticky bit.
+/// When the folder does not exist, or all users can write to it and it has no sticky bit.
 pub(crate) fn check_folder(path: &Path) -> Result<()> {
     let folder = folder_of(path);
     let mode = look_at(folder)?.mode();
@@ -30,12 +30,11 @@ pub(crate) fn check_folder(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Checks that only root, this user and the members of `group` can put another socket in the place
-/// of the one at `path`.
+/// Checks that only root, this user and the members of `group` can replace the socket at `path`.
 ///
 /// # Errors
 ///
-/// When the folder is not there, belongs to another user, or strangers can write to it. A sticky
+/// When the folder does not exist, belongs to another user, or strangers can write to it. A sticky
 /// bit keeps strangers from files that are not theirs.
 pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()> {
     check_folder(path)?;
@@ -49,7 +48,7 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
             found.uid()
         );
     }
-    // Many systems give each user a group without other members, and the number of the user.
+    // Many systems give each user a private group with the number of the user.
     let is_private = found.gid() == own_group && own_group == user;
     let is_trusted = found.gid() == 0 || Some(found.gid()) == group || is_private;
     if found.mode() & GROUP_WRITE != 0 && found.mode() & STICKY == 0 && !is_trusted {
@@ -62,12 +61,12 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
     Ok(())
 }
 
-/// Gives the socket that this process has made at `path` to `group`, if there is one, with this
-/// mode. Follows no link, and changes nothing else that lies there by now.
+/// Gives the socket that this process has made at `path` to `group`, if there is one, with mode
+/// 0660. Follows no link, and leaves any other file that lies there by now unchanged.
 ///
 /// # Errors
 ///
-/// When it is gone, or the kernel refuses.
+/// When the socket is gone, or the kernel refuses.
 pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> Result<()> {
     let shown = path.display();
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -84,7 +83,7 @@ pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> 
     chownat(&node, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH).with_context(
         || format!("cannot give {shown} to the --control-group; be root or a member of it"),
     )?;
-    // A descriptor of this kind takes no mode, its link does.
+    // chmod does not work on a descriptor opened with `O_PATH`, but on its link in /proc.
     let link = format!("/proc/self/fd/{}", node.as_raw_fd());
     chmod(&link, Mode::from_raw_mode(0o660))
         .with_context(|| format!("cannot let the --control-group connect to {shown}"))
@@ -131,7 +130,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("socket");
         let is_root = geteuid().is_root();
-        // It belongs to a group of strangers where that is possible.
+        // Gives the folder to a group of strangers where that is possible.
         let stranger = 54_321;
         if is_root {
             std::os::unix::fs::chown(folder.path(), None, Some(stranger)).unwrap();
@@ -161,8 +160,7 @@ mod tests {
         assert!(missing.contains("does not exist"), "{missing}");
     }
 
-    /// The outcome of a lost race in the folder: another file lies there when the socket gets its
-    /// owner.
+    /// Simulates a lost race in the folder: another file lies there when the socket gets its owner.
     #[test]
     fn nothing_but_the_socket_gets_its_owner_and_mode() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! How a daemon comes to its end.
+//! The end of a daemon.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -12,58 +12,59 @@ use crate::control::Control;
 use crate::notify;
 use crate::succession::{Heir, PassedOn};
 
-/// How long exports on other IoThreads may take to finish their requests when one has failed.
+/// The time that exports on other IoThreads have to finish their requests after one IoThread
+/// failed.
 const FINISH_MAX: Duration = Duration::from_secs(10);
 
-/// How long the control thread may take to say what is left behind.
+/// The time that the control thread has to log the requests that are left behind.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// How long disks may take to be left before the log says that they are waited for.
+/// The time that releasing disks may take before the log reports the wait.
 const LEAVE_QUIET: Duration = Duration::from_secs(1);
 
-/// What brings the end nearer.
+/// An event that brings the end of the daemon nearer.
 pub(crate) enum Event {
-    /// The daemon is asked to end.
+    /// A request to end the daemon.
     Asked(EndCause),
     /// The last export has ended.
     Ended,
-    /// Another process goes on with all exports. Their disks are left when the sender is dropped.
+    /// A takeover by another process. The sender is dropped when the disks are released.
     HandedOver(Arc<Heir>, mpsc::Receiver<()>),
-    /// An IoThread has ended by an error.
+    /// An IoThread has ended with an error.
     ThreadFailed,
-    /// The exports that the daemon was started for cannot be served, and there are no others.
+    /// The exports of the start cannot be served, and no further exports exist.
     NotStarted(anyhow::Error),
 }
 
-/// How a daemon has ended.
+/// The way in which a daemon has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// All requests are answered.
     Clean,
-    /// Another process goes on with all of it.
+    /// All exports were handed over to another process.
     HandedOver,
     /// Requests are left behind.
     Abandoned,
-    /// An IoThread failed, and the other exports have ended, or had the time.
+    /// An IoThread failed. Exports on other IoThreads have ended, or their time is over.
     ThreadFailed,
 }
 
-/// Waits until all exports have ended, which a signal makes them do. A second one does not let them
-/// finish. SIGHUP is never the second: service managers send it together with SIGTERM. What comes
-/// too late, because another process has taken over by then, is passed on to that one. If an
-/// IoThread ends by an error, the other exports have a while to finish.
+/// Waits until all exports have ended. A request to end makes them finish, and a second one
+/// abandons them. SIGHUP is never the second: service managers send it together with SIGTERM.
+/// Requests that arrive after another process has taken over are passed on to it. If an IoThread
+/// ends with an error, exports on other IoThreads have [`FINISH_MAX`] to finish.
 ///
 /// # Errors
 ///
-/// What keeps the daemon from starting, if nobody has asked it to end.
+/// The reason that the daemon could not start, unless it was asked to end.
 pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) -> Result<Outcome> {
     let mut is_stopping = false;
-    // By whatever may be followed by a second time, and by anything.
+    // Asked by a cause that a second may follow; asked by any cause.
     let (mut is_asked, mut is_asked_once) = (false, false);
     let mut leaves_at: Option<Instant> = None;
     let end_of = |outcome, is_asked| {
         let abandoned = control.abandon();
-        // However many signals come meanwhile.
+        // A fixed deadline: events that arrive in the meantime do not extend it.
         let until = Instant::now() + LAST_WORDS;
         let left = || until.saturating_duration_since(Instant::now());
         loop {
@@ -71,7 +72,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
                 Ok(Event::HandedOver(heir, left)) => return Ok(leave(&heir, &left, is_asked)),
                 Ok(Event::Asked(_) | Event::ThreadFailed | Event::NotStarted(_))
                     if !left().is_zero() => {}
-                // Both may have come at once, and nothing was left to wait for.
+                // Both requests came at once, and no export was left to abandon.
                 Ok(Event::Ended)
                     if outcome == Outcome::Abandoned
                         && abandoned.check() != Poll::Ready(Some(true)) =>
@@ -103,7 +104,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
                 "an IoThread has failed"
             }
             Err(RecvTimeoutError::Timeout) => return end_of(Outcome::ThreadFailed, is_asked_once),
-            // The control thread's last word, or the daemon itself has gone.
+            // The last export has ended, or the daemon was dropped.
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => {
                 let failed = leaves_at.is_some();
                 return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
@@ -124,9 +125,9 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
     }
 }
 
-/// Leaves what there is to the process that has taken over, which is to end if this one was asked
-/// to. Waits until the disks are `left`: the other process waits for what this one has of them.
-/// What is asked meanwhile is passed on at once.
+/// Leaves the exports to the process that has taken over, and asks it to end if this one was asked
+/// to. Waits until the disks are released, because the new process waits for that. Requests that
+/// arrive in the meantime are passed on at once.
 fn leave(heir: &Heir, left: &mpsc::Receiver<()>, is_asked: bool) -> Outcome {
     tracing::info!("process {} has taken over", heir.process);
     if is_asked {
@@ -134,7 +135,7 @@ fn leave(heir: &Heir, left: &mpsc::Receiver<()>, is_asked: bool) -> Outcome {
     }
     if left.recv_timeout(LEAVE_QUIET) == Err(RecvTimeoutError::Timeout) {
         tracing::info!("ends when its disks are left, which may wait for their other ends");
-        // Whoever leaves them has a limit.
+        // The release has its own time-out.
         let _ = left.recv();
     }
     Outcome::HandedOver
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
     use crate::succession::Succession;
 
-    /// However often it was asked, and by whom: it is the other process's to end by then.
+    /// Any number of requests from any cause: after a takeover the new process is the one to end.
     #[test]
     fn what_comes_too_late_is_passed_on() {
         use EndCause::{Predecessor, Sighup, Sigterm};
@@ -176,7 +177,7 @@ mod tests {
         }
     }
 
-    /// Whoever asks twice may do so at once, and nothing is left behind then.
+    /// Two requests may arrive at once, and nothing is left behind in that case.
     #[test]
     fn two_requests_at_once_end_what_is_idle() {
         let (sender, events) = mpsc::channel();
@@ -188,15 +189,15 @@ mod tests {
         assert_eq!(wait_for_end(&events, &control).unwrap(), Outcome::Clean);
     }
 
-    /// What holds them, a lock in a cluster say, may be released late. Who has taken over is not to
-    /// serve until then what nobody wants any more.
+    /// A disk may be released late, for example because of a lock in a cluster. Until then, the new
+    /// process must not serve exports that were told to end.
     #[test]
     fn it_is_passed_on_before_disks_are_left() {
         let control = Control::start(|| {}).unwrap();
         let (sender, events) = mpsc::channel();
         let (leaving, left) = mpsc::channel();
         let (ours, theirs) = UnixStream::pair().unwrap();
-        // It is an error if nothing comes, and no hang.
+        // A missing request must be an error, not a hang.
         theirs.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let succession = Succession::default();
         let asked = || sender.send(Event::Asked(EndCause::Sigterm)).unwrap();

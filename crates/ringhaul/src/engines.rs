@@ -1,4 +1,4 @@
-//! Which engine each disk gets, and the IoThreads, which have all that their disks need.
+//! The choice of an engine for each disk, and the IoThreads with the engines that their disks need.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
@@ -21,14 +21,14 @@ use crate::side_by_side::SideBySide;
 use crate::stats::LoopStats;
 use crate::thread_watch::ThreadWatch;
 
-/// How long no trial may end before those that are left are given up: their disks hang.
+/// The time without a finished trial after which the rest are cancelled: their disks hang.
 const TRIAL_MAX: Duration = Duration::from_secs(5);
 
-/// There is one warning, however many threads get a ring.
+/// Limits the warning to one, however many threads get a ring.
 static WARNING: Once = Once::new();
 
-/// With `--sqpoll` the kernel's threads and ours spin, and two that share a CPU wait out each
-/// other's time slices: a request then takes milliseconds.
+/// Warns if `--sqpoll` has too few CPUs. The kernel's threads and ours spin, and two that share a
+/// CPU wait out each other's time slices: a request then takes milliseconds.
 fn warn_of_few_cpus(iothreads: usize) {
     let (wanted, allowed) = (2 * iothreads, sched_getaffinity(None).map_or(0, |cpus| cpus.count()));
     if (1..wanted).contains(&(allowed as usize)) {
@@ -40,15 +40,15 @@ fn warn_of_few_cpus(iothreads: usize) {
     }
 }
 
-/// How an engine came to be chosen for a disk.
+/// An engine and the reason for its choice.
 pub(crate) enum Chosen {
     AsAsked(EngineKind),
     Best(Choice),
 }
 
-/// For each disk the engine that was asked for, or the one that it has `had` in another process,
-/// or the one that a trial finds best: one trial for all disks that are alike, and all trials side
-/// by side.
+/// Chooses an engine for each disk: the requested one, the one that the disk `had` in the previous
+/// process, or the best one in a trial. Disks that are alike share one trial, and all trials run
+/// side by side.
 pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>]) -> Vec<Chosen> {
     if let Some(engine) = args.engine.kind() {
         return disks.iter().map(|_| Chosen::AsAsked(engine)).collect();
@@ -67,7 +67,7 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>
     let choices = try_all(disks, &tried);
     let choose = |(index, of): (usize, usize)| match choices[&of].clone() {
         choice if of == index => choice,
-        // It may have failed for what that disk alone has.
+        // The failure may be particular to the disk of the trial.
         choice if choice.has_failed => best_engine(&disks[index].source),
         choice => {
             let why = format!("as for {}, which is on the same device", disks[of].name);
@@ -77,7 +77,7 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>
     of_index.into_iter().enumerate().map(choose).map(Chosen::Best).collect()
 }
 
-/// The best engine for each of these disks.
+/// Finds the best engine for each of these disks.
 fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     let sources = tried.iter().map(|&index| disks[index].source.clone()).collect();
     let mut trials = SideBySide::begin(sources, |source, _| best_engine(&source));
@@ -94,7 +94,7 @@ fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     choices
 }
 
-/// The engine of this name.
+/// Returns the engine with this name.
 fn as_before(name: &str) -> Option<Chosen> {
     let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
     let engine = all.into_iter().find(|engine| engine.to_string() == name)?;
@@ -102,7 +102,8 @@ fn as_before(name: &str) -> Option<Chosen> {
     Some(Chosen::Best(Choice { engine, why, has_failed: false }))
 }
 
-/// The disk whose trial is that of disk `index`: the one with the most data of all that are alike.
+/// Returns the index of the disk whose trial stands for disk `index`: the one with the most data of
+/// all disks that are alike.
 fn tried_for(alike: &[Option<Alike>], index: usize) -> usize {
     let Some(this) = &alike[index] else { return index };
     let others = alike.iter().enumerate();
@@ -111,8 +112,8 @@ fn tried_for(alike: &[Option<Alike>], index: usize) -> usize {
     like_this.max_by_key(|(_, other)| other.allocated()).map_or(index, |(index, _)| index)
 }
 
-/// Sets an engine for a disk up on its IoThreads, and has the disk prefer it: the one that was
-/// asked for, or the best that works. It waits for those threads.
+/// Sets up an engine for a disk on its IoThreads, and makes the disk prefer it: the requested
+/// engine, or the best one that works. Waits for these threads.
 pub(crate) fn set_up(
     args: &ServeArgs,
     threads: &[Thread],
@@ -124,7 +125,7 @@ pub(crate) fn set_up(
     Ok(())
 }
 
-/// Returns which engine it is, and why.
+/// Sets up an engine and returns it with the reason for its choice.
 fn set_up_one(
     args: &ServeArgs,
     threads: &[Thread],
@@ -132,7 +133,7 @@ fn set_up_one(
     chosen: Chosen,
 ) -> Result<(EngineKind, String), CommandError> {
     let name = &disk.name;
-    // A null disk needs no kernel.
+    // A null disk does not use an engine.
     let is_shown = disk.source.has_engine();
     let Choice { engine, why, .. } = match chosen {
         Chosen::Best(choice) => choice,
@@ -161,7 +162,7 @@ fn set_up_one(
         Err(CommandError::Failed(error)) => error,
         Err(other) => return Err(other),
     };
-    // The trial had room for one small ring or context, and there are more and larger ones.
+    // The trial needed one small ring or context; the threads need more and larger ones.
     for engine in blockio::choose::fallbacks(engine, &disk.source) {
         tracing::warn!(export, "{name}: {failed:#}; falling back to engine {engine}");
         match add(args, threads, engine) {
@@ -177,17 +178,17 @@ fn set_up_one(
 fn add(args: &ServeArgs, threads: &[Thread], engine: EngineKind) -> Result<(), CommandError> {
     let config = args.engine_config(engine);
     if engine == EngineKind::Threads {
-        // It is always there.
+        // This engine is always present.
         return Ok(());
     }
     let mut is_new = false;
     for thread in threads {
-        // One that is stuck must not hold up those who need nothing of it.
+        // A stuck thread must not delay exports that need nothing new from it.
         if thread.has(engine) {
             continue;
         }
         let added = thread.remote.call(move |io| io.add_engine(config));
-        // IoThreads end before the daemon does only when it is about to.
+        // An IoThread is gone only if the daemon is about to end.
         is_new |= added.ok_or(CommandError::Ending)?.map_err(anyhow::Error::from)?;
         thread.engines().push(engine);
     }
@@ -214,11 +215,11 @@ impl Thread {
     }
 }
 
-/// The IoThreads, started for the first export. They serve all exports.
+/// The IoThreads, started for the first export and shared by all.
 pub(crate) struct Threads {
     args: Arc<ServeArgs>,
     running: Option<IoThreads>,
-    /// In the order of their numbers.
+    /// The threads in the order of their numbers.
     all: Vec<Thread>,
     serves: bool,
     poll_limits: PollLimits,
@@ -236,7 +237,7 @@ impl Threads {
         Self { args, running: None, all: Vec::new(), serves: false, poll_limits, events, stuck }
     }
 
-    /// In the order of their numbers.
+    /// Returns the threads in the order of their numbers, and starts them on the first call.
     pub(crate) fn all(&mut self) -> Result<Vec<Thread>> {
         if self.running.is_some() {
             return Ok(self.all.clone());
@@ -259,7 +260,7 @@ impl Threads {
         self.poll_limits
     }
 
-    /// Sets how much those that run and those that are started busy-poll.
+    /// Sets the busy-poll limits of running threads and of threads that are started later.
     pub(crate) fn set_poll_limits(&mut self, limits: PollLimits) {
         self.poll_limits = limits;
         self.tell_poll_limits();
@@ -268,7 +269,7 @@ impl Threads {
     fn tell_poll_limits(&self) {
         let limits = self.poll_limits;
         for remote in self.remotes() {
-            // A thread that has ended polls for nothing.
+            // Posting to a thread that has ended does nothing, and it needs no limits.
             remote.post(move |io| {
                 io.set_poll_limits(limits.max(), limits.budget_percent.into());
             });
@@ -287,7 +288,8 @@ impl Threads {
         threads.map(of).collect()
     }
 
-    /// The first export is about to be served. What is refused before has one line in the log.
+    /// Prepares for the first export that is served. Not done earlier, so that a refused export
+    /// logs one line only.
     pub(crate) fn begin_to_serve(&mut self) {
         if !std::mem::replace(&mut self.serves, true)
             && let Some(threads) = &self.running
@@ -308,7 +310,7 @@ impl Threads {
     }
 }
 
-/// How many completions were harvested at once, and how many ops submitted.
+/// Percentiles of the numbers of completions harvested at once and of ops submitted at once.
 fn sizes_of(stats: &Stats) -> [String; 2] {
     [&stats.harvested_at_once, &stats.submitted_at_once].map(|histogram| {
         let values = histogram.values();
@@ -316,7 +318,7 @@ fn sizes_of(stats: &Stats) -> [String; 2] {
     })
 }
 
-/// What an IoThread did, in one line.
+/// A summary of an IoThread's work in one line.
 fn summary_of(stats: &Stats) -> String {
     let of = |name: &str, ops: &OpStats| match (ops.ops.get(), ops.errors.get()) {
         (count, 0) => format!("{count} {name}"),

@@ -1,4 +1,4 @@
-//! Sockets, where front-ends come from.
+//! Sockets that front-ends connect to.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,71 +20,74 @@ use crate::handed_fds::{HandedFds, Place};
 use crate::inherit;
 use crate::peer::Peer;
 
-/// Where front-ends come from.
+/// A source of front-ends.
 pub enum Endpoint {
-    /// A socket in the file system, made by us and removed at the end.
+    /// A socket in the file system, created by this process and removed at the end.
     Listener(OwnSocket),
-    /// A listening socket that the parent process has made.
+    /// A listening socket that the parent process created.
     InheritedListener(InheritedSocket),
-    /// One connection, made by the parent process. The export ends with it.
+    /// A single connection, made by the parent process. The export ends with it.
     Connection(UnixStream),
 }
 
-/// A listening socket that others may have too. It is non-blocking while it is here.
+/// A listening socket that other processes may share. It is non-blocking while the daemon holds it.
 pub struct InheritedSocket {
     listener: UnixListener,
     was_blocking: bool,
-    /// As that of [`OwnSocket`].
+    /// Like that of [`OwnSocket`].
     is_lent: bool,
 }
 
 impl Drop for InheritedSocket {
     fn drop(&mut self) {
         if self.was_blocking && !self.is_lent {
-            // Its other users find it as it was, or have changed it anyway.
+            // Restored for other users of the socket. If this fails, they have changed the socket
+            // themselves.
             let _ = self.listener.set_nonblocking(false);
         }
     }
 }
 
-/// Held by whoever makes a socket, from a look at its place until it listens.
+/// Held while a socket is created, from the check of its path until it listens.
 static BINDING: Mutex<()> = Mutex::new(());
 
-/// How long a socket may be in use before it is refused: a process that was killed still listens
-/// until its last thread has ended.
+/// The time for which a socket may be in use before it is refused: a killed process listens until
+/// its last thread has ended.
 const DYING_MAX: Duration = Duration::from_secs(2);
 
-/// How often a socket is tried that is in use.
+/// The pause between two checks of a socket in use.
 const DYING_LOOK: Duration = Duration::from_millis(50);
 
-/// Bytes of a socket's path: the kernel has 108, and one is for the end (unix(7)).
+/// The longest socket path in bytes: the kernel has 108 bytes, one of which is the terminator
+/// (unix(7)).
 const SOCKET_PATH_BYTES: usize = 107;
 
 /// A listening socket and its place in the file system.
 pub struct OwnSocket {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode, so that only our own socket is removed.
+    /// Device and inode, so that no other file is removed in its place.
     identity: (u64, u64),
-    /// Another process has it too, and goes on with it.
+    /// True while the socket still belongs to the process that hands it over, which also removes
+    /// it.
     is_lent: bool,
 }
 
-/// What another process needs to go on with an endpoint.
+/// The state that another process needs to take over an endpoint.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) enum EndpointState {
-    /// A socket of our own, with the device and inode of its path.
+    /// A socket created by the daemon, with the device and inode of its path.
     Own(Place, PathBuf, (u64, u64)),
     /// A listening socket that was inherited.
     #[serde(rename_all = "kebab-case")]
     Inherited { socket: Place, was_blocking: bool },
-    /// A connection that nobody has taken yet.
+    /// A connection without a session.
     Connection(Place),
 }
 
 impl Endpoint {
-    /// Listens on `path`, which `option` names. A socket there that nobody listens on is replaced.
+    /// Listens on `path`, which `option` names. A socket without a listener is replaced.
     ///
     /// # Errors
     ///
@@ -93,12 +96,12 @@ impl Endpoint {
         Self::bind_with(path, option, |path| UnixListener::bind(path))
     }
 
-    /// As [`bind`](Self::bind), at a socket that is this user's alone from its beginning; then the
-    /// members of `group`, if there is one, may connect too.
+    /// Like [`bind`](Self::bind), but only this user may connect from the moment the socket exists;
+    /// afterwards the members of `group`, if there is one, may too.
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind); and when strangers can write to the folder, see [`doors`].
+    /// Like [`bind`](Self::bind); and when strangers can write to the folder, see [`doors`].
     pub(crate) fn bind_private(path: &Path, option: &str, group: Option<u32>) -> Result<Self> {
         doors::check_private_folder(path, group)
             .with_context(|| format!("cannot use {option} {}", path.display()))?;
@@ -120,8 +123,8 @@ impl Endpoint {
             anyhow!("cannot listen on {shown}: {error:#}; or choose another {option}")
         })?;
         wait_for_dying(path, Instant::now() + DYING_MAX)?;
-        // Two of this process may name one place in two ways. A socket that is bound, and nobody
-        // listens on yet, looks like one that was left over.
+        // Two threads may name one place by two paths, and a socket between bind and listen looks
+        // like a left-over one.
         let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
         clear_socket_path(path, option)?;
         let listener = listen(path).map_err(|error| {
@@ -137,7 +140,7 @@ impl Endpoint {
         Ok(Self::Listener(OwnSocket { listener, path, identity, is_lent: false }))
     }
 
-    /// Checks that a socket can be called that.
+    /// Checks the length of a socket's path.
     ///
     /// # Errors
     ///
@@ -153,8 +156,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Checks that [`bind`](Self::bind) will find nobody at `path`, and makes way for it. Waits
-    /// until [`patience`](Self::patience) is over for a process that may be dying.
+    /// Checks that no program listens at `path`, and removes a left-over socket. Waits until
+    /// [`patience`](Self::patience) is over for a process that may be dying.
     ///
     /// # Errors
     ///
@@ -165,13 +168,13 @@ impl Endpoint {
         clear_socket_path(path, option)
     }
 
-    /// The moment at which sockets that are in use now are refused.
+    /// The moment after which sockets that are in use now are refused.
     pub(crate) fn patience() -> Instant {
         Instant::now() + DYING_MAX
     }
 
-    /// Takes over descriptor `fd`, a listening or a connected Unix socket that the parent of
-    /// this program has left open for it. The number is closed at the end of the export.
+    /// Takes over descriptor `fd`, a listening or a connected Unix socket that the parent process
+    /// left open for this program. The number is closed at the end of the export.
     ///
     /// # Errors
     ///
@@ -187,7 +190,7 @@ impl Endpoint {
         if sockopt::socket_acceptconn(&socket).with_context(what)? {
             return Self::inherit_listener(socket).with_context(what);
         }
-        // It says whether there is a peer.
+        // Fails if there is no peer.
         rustix::net::getpeername(&socket).with_context(what)?;
         Ok(Self::Connection(UnixStream::from(socket)))
     }
@@ -200,7 +203,7 @@ impl Endpoint {
         Ok(Self::InheritedListener(socket))
     }
 
-    /// What another process needs to go on with it.
+    /// Returns the state that another process needs to take over this endpoint.
     ///
     /// # Errors
     ///
@@ -221,12 +224,12 @@ impl Endpoint {
         })
     }
 
-    /// The endpoint of another process, which goes on with it until this is
-    /// [kept](Self::keep).
+    /// Creates the endpoint of another process, which still owns it until this process
+    /// [keeps](Self::keep) it.
     ///
     /// # Errors
     ///
-    /// When its descriptor has not come.
+    /// When its descriptor was not received.
     pub(crate) fn take_over(state: EndpointState, fds: &mut HandedFds) -> io::Result<Self> {
         Ok(match state {
             EndpointState::Own(socket, path, identity) => {
@@ -241,7 +244,7 @@ impl Endpoint {
         })
     }
 
-    /// Where it is in the file system, if it is our own.
+    /// The path of a socket created by the daemon.
     pub(crate) fn path(&self) -> Option<&Path> {
         match self {
             Self::Listener(socket) => Some(&socket.path),
@@ -249,7 +252,7 @@ impl Endpoint {
         }
     }
 
-    /// From now on it is this process that ends it.
+    /// Makes this process the owner, which removes or restores the socket at the end.
     pub(crate) fn keep(&mut self) {
         match self {
             Self::Listener(socket) => socket.is_lent = false,
@@ -258,7 +261,7 @@ impl Endpoint {
         }
     }
 
-    /// The socket that front-ends connect to, if there can be more than one.
+    /// The listening socket, if more than one front-end can connect.
     pub(crate) fn listener(&self) -> Option<&UnixListener> {
         match self {
             Self::Listener(socket) => Some(&socket.listener),
@@ -267,8 +270,8 @@ impl Endpoint {
         }
     }
 
-    /// The next front-end of a listener. Those who share it may have made it blocking, and may take
-    /// the front-end first; only one who does both after the line below makes this wait.
+    /// Accepts the next front-end of a listener. A process that shares the listener may have made
+    /// it blocking or may accept first. This blocks only if both happen after the line below.
     pub(crate) fn accept(&self) -> Option<io::Result<UnixStream>> {
         if let Self::InheritedListener(socket) = self
             && let Err(error) = socket.listener.set_nonblocking(true)
@@ -279,19 +282,19 @@ impl Endpoint {
     }
 }
 
-/// Listens at a socket that only its owner can connect to. The mode of the socket, less the umask,
-/// is that of its place in the file system: no other mode ever shows there.
+/// Listens at a socket that only its owner can connect to. The path gets the mode of the socket
+/// less the umask, so it never shows another mode.
 fn private_listener(path: &Path) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    // The kernel cuts it to its own limit.
+    // The kernel reduces the backlog to its own limit.
     rustix::net::listen(&socket, i32::MAX)?;
     Ok(socket.into())
 }
 
-/// Makes way for a socket: removes one that was left over, refuses anything else.
+/// Removes a left-over socket, and refuses anything else at the path.
 fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
     let shown = path.display();
     let metadata = match std::fs::symlink_metadata(path) {
@@ -318,8 +321,8 @@ fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
     }
 }
 
-/// Waits while another process listens at `path`, until `patience` is over. A process that was
-/// killed closes its sockets a moment later, and a supervisor may not wait for that.
+/// Waits while another process listens at `path`, until `patience` is over. A killed process closes
+/// its sockets a moment later, and a supervisor may not wait for that.
 fn wait_for_dying(path: &Path, patience: Instant) -> Result<()> {
     let looking = || format!("cannot find out who listens on {}", path.display());
     if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket()) {
@@ -329,7 +332,7 @@ fn wait_for_dying(path: &Path, patience: Instant) -> Result<()> {
     loop {
         let left = patience.saturating_duration_since(Instant::now());
         let Some(connected) = connect(path).with_context(looking)? else { return Ok(()) };
-        // Of one without a place for this connection nothing more is known.
+        // A listener with a full backlog does not reveal its process.
         let listener = connected.as_ref().and_then(|socket| Peer::of(socket).ok()?.pid);
         if left.is_zero() || listener == Some(std::process::id()) {
             return Ok(());
@@ -346,7 +349,7 @@ fn wait_for_dying(path: &Path, patience: Instant) -> Result<()> {
             connected.iter().map(|socket| PollFd::new(socket, PollFlags::RDHUP)).collect();
         let wait = Timespec::try_from(left.min(DYING_LOOK)).context("a time is too long")?;
         match poll(&mut hung_up, Some(&wait)) {
-            // One that lives hangs up on a stranger, too.
+            // A living process hangs up on a stranger, too.
             Ok(1..) => std::thread::sleep(left.min(DYING_LOOK / 5)),
             Ok(0) | Err(Errno::INTR) => {}
             Err(error) => return Err(error).with_context(looking),
@@ -354,13 +357,13 @@ fn wait_for_dying(path: &Path, patience: Instant) -> Result<()> {
     }
 }
 
-/// Whether anybody listens there. Does not wait for one who takes no more connections.
+/// Returns true if a program listens there. Does not wait if its backlog is full.
 fn listens(path: &Path) -> io::Result<bool> {
     Ok(connect(path)?.is_some())
 }
 
-/// Connects to a socket. `None`: nobody listens there. `Some(None)`: the listener takes no more
-/// connections now.
+/// Connects to a socket. `None`: no program listens there. `Some(None)`: the backlog of the
+/// listener is full.
 fn connect(path: &Path) -> io::Result<Option<Option<OwnedFd>>> {
     let (flags, address) =
         (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketAddrUnix::new(path)?);
@@ -430,7 +433,7 @@ mod tests {
         }
     }
 
-    /// However many want it at once, and whatever they call it.
+    /// Threads compete for one socket, under different paths.
     #[test]
     fn one_of_those_who_want_a_socket_has_it() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,4 @@
-//! What the log contains about one export, and the limits on what guests, front-ends and disks can
-//! cause.
+//! The log of one export, with limits on the lines that guests, front-ends and disks can cause.
 
 use std::error::Error;
 use std::fmt::Display;
@@ -12,22 +11,22 @@ use virtqueue::Recovery;
 use crate::log_limit::LogLimit;
 use crate::subscribers::{ExportEvent, Subscribers, What};
 
-/// An export's name and its limits, for all that write lines about it.
+/// An export's name and its limits, shared by all code that logs about the export.
 pub struct ExportLog {
     name: String,
-    /// For lines on errors of requests.
+    /// The limit on lines about failed requests.
     errors: LogLimit,
-    /// For lines on errors of queues and front-ends: the reason why a queue does not run is not to
-    /// be lost among the errors of its requests.
+    /// The limit on lines about errors of queues and front-ends. It is separate, so that the reason
+    /// why a queue does not run is not lost among errors of requests.
     faults: LogLimit,
-    /// For lines on front-ends that come and go.
+    /// The limit on lines about front-ends that connect and disconnect.
     sessions: LogLimit,
-    /// Clients that want to know of events.
+    /// The clients that subscribed to events.
     told: Option<Subscribers>,
 }
 
 impl ExportLog {
-    /// The log of the export that has this name in commands and answers too.
+    /// Creates the log of an export with this name, which is also its name in commands and answers.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         let limit = LogLimit::default;
@@ -35,12 +34,12 @@ impl ExportLog {
         Self { name: name.into(), errors, faults, sessions, told: None }
     }
 
-    /// Reports events to subscribers too.
+    /// Sends events to subscribers, too.
     pub(crate) fn telling(self, subscribers: Subscribers) -> Self {
         Self { told: Some(subscribers), ..self }
     }
 
-    /// Reports an event to those who have subscribed. Never waits.
+    /// Reports an event to the subscribers. Never waits.
     pub(crate) fn report(&self, what: impl FnOnce() -> What) {
         if let Some(subscribers) = &self.told
             && !subscribers.is_empty()
@@ -53,7 +52,7 @@ impl ExportLog {
         self.report(|| What::Error { message: error.to_string(), left_out });
     }
 
-    /// What the log calls the export.
+    /// The name of the export in the log.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -63,20 +62,20 @@ impl ExportLog {
         &self.faults
     }
 
-    /// The number of lines that were left out and not reported yet, if that may be logged now.
+    /// The number of lines that were left out and not reported yet, if a line may be written now.
     pub(crate) fn left_out(&self) -> Option<u64> {
         let left_out = [&self.errors, &self.faults].map(LogLimit::left_out);
         left_out.into_iter().flatten().reduce(|sum, other| sum + other)
     }
 
-    /// The number of all errors, and of lines that were left out and not reported. For the very
-    /// end.
+    /// The number of all errors, and of lines that were left out and not reported. Called at the
+    /// end of the export.
     pub(crate) fn totals(&self) -> (u64, u64) {
         let (of_requests, others) = (self.errors.totals(), self.faults.totals());
         (of_requests.0 + others.0, of_requests.1 + others.1)
     }
 
-    /// The limit on lines about front-ends that come and go.
+    /// The limit on lines about front-ends that connect and disconnect.
     pub(crate) fn sessions(&self) -> &LogLimit {
         &self.sessions
     }

@@ -1,18 +1,18 @@
-//! Groups of users by their names.
+//! User groups by name.
 
 use std::ffi::CString;
 use std::io;
 
 use anyhow::{Context, Result, bail};
 
-/// Bytes for an entry of the list of groups, most of which are for its members.
+/// The size of the buffer for an entry of the group list, most of which is for its members.
 const ENTRY_BYTES: usize = 1 << 20;
 
-/// The number of the group of this name, or of this number.
+/// Returns the id of the group with this name or number.
 ///
 /// # Errors
 ///
-/// When there is no such group, or the system does not say.
+/// When there is no such group, or the system does not answer.
 pub(crate) fn id_of(name: &str) -> Result<u32> {
     if let Ok(id) = name.parse() {
         return Ok(id);
@@ -21,8 +21,8 @@ pub(crate) fn id_of(name: &str) -> Result<u32> {
     let mut entry = std::mem::MaybeUninit::<libc::group>::uninit();
     let mut strings: Vec<libc::c_char> = vec![0; ENTRY_BYTES];
     let mut found = std::ptr::null_mut();
-    // SAFETY: the pointers are to live locals, `strings` has the length that is given, and the name
-    // ends with a NUL.
+    // SAFETY: the pointers are to live locals, `strings` has the given length, and the name ends
+    // with a NUL.
     let error = unsafe {
         libc::getgrnam_r(
             c_name.as_ptr(),
@@ -39,7 +39,7 @@ pub(crate) fn id_of(name: &str) -> Result<u32> {
     if found.is_null() {
         bail!("there is no group {name}; use the name of one, or its number");
     }
-    // SAFETY: it was found, so the function has filled `entry`.
+    // SAFETY: the group was found, so the function has filled `entry`.
     Ok(unsafe { entry.assume_init() }.gr_gid)
 }
 

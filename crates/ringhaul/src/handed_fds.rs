@@ -1,24 +1,24 @@
-//! Descriptors that go from one process to another, beside a text that says what they are for.
+//! Descriptors that one process hands to another, beside a text that describes their use.
 
 use std::io;
 
 use rustix::fd::{AsFd, OwnedFd};
 use serde::{Deserialize, Serialize};
 
-/// Descriptors in the order in which they are sent. Each has a name, so that something else than
-/// the sender can keep them, as service managers do.
+/// Descriptors in the order in which they are sent. Each has a name, so that a service manager or
+/// another keeper can store them.
 #[derive(Debug, Default)]
 pub(crate) struct HandedFds {
     list: Vec<(String, Option<OwnedFd>)>,
 }
 
-/// Which descriptor of the list is meant.
+/// The place of a descriptor in the list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Place(usize);
 
 impl HandedFds {
-    /// As they have come.
+    /// Creates the list that was received.
     #[must_use]
     pub(crate) fn new(names: Vec<String>, fds: impl IntoIterator<Item = OwnedFd>) -> Self {
         Self { list: names.into_iter().zip(fds.into_iter().map(Some)).collect() }
@@ -35,11 +35,11 @@ impl HandedFds {
         Ok(place)
     }
 
-    /// The same for what may not be there.
+    /// Like [`put`](Self::put), for an optional descriptor.
     ///
     /// # Errors
     ///
-    /// As [`put`](Self::put).
+    /// Like [`put`](Self::put).
     pub(crate) fn put_some(
         &mut self,
         name: impl Into<String>,
@@ -48,11 +48,11 @@ impl HandedFds {
         fd.map(|fd| self.put(name, fd)).transpose()
     }
 
-    /// Takes a descriptor out.
+    /// Takes a descriptor out of the list.
     ///
     /// # Errors
     ///
-    /// When it has not come, or was taken already.
+    /// When it was not received, or was taken already.
     pub(crate) fn take(&mut self, place: Place) -> io::Result<OwnedFd> {
         let missing = || {
             let text = format!("descriptor {} was not handed over", place.0);
@@ -61,11 +61,11 @@ impl HandedFds {
         self.list.get_mut(place.0).and_then(|(_, fd)| fd.take()).ok_or_else(missing)
     }
 
-    /// The same for what may not be there.
+    /// Like [`take`](Self::take), for an optional descriptor.
     ///
     /// # Errors
     ///
-    /// As [`take`](Self::take).
+    /// Like [`take`](Self::take).
     pub(crate) fn take_some(&mut self, place: Option<Place>) -> io::Result<Option<OwnedFd>> {
         place.map(|place| self.take(place)).transpose()
     }
@@ -74,7 +74,7 @@ impl HandedFds {
         self.list.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Those that were not taken.
+    /// The descriptors that were not taken.
     pub(crate) fn all(&self) -> impl Iterator<Item = &OwnedFd> {
         self.list.iter().filter_map(|(_, fd)| fd.as_ref())
     }

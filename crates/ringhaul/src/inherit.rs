@@ -1,4 +1,4 @@
-//! A descriptor that the parent of this program has left open for it, by its number.
+//! Takes over a descriptor, by number, that the parent process left open for this program.
 
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -6,16 +6,16 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
-/// One at a time: nothing may come between the check and the mark.
+/// Serialises takeovers: no other thread may come between the check and the mark.
 static TAKING: Mutex<()> = Mutex::new(());
 
-/// Takes over `fd`, which is closed with the result. It is marked close-on-exec.
+/// Takes over `fd` and marks it close-on-exec. Dropping the result closes it.
 ///
 /// # Errors
 ///
-/// When the number is not open, is that of a standard stream, or belongs to this program already:
-/// what a Rust program opens, and what was taken over before, is close-on-exec, and nothing that
-/// came through `exec` is.
+/// When the number is not open, is that of a standard stream, or belongs to this program already.
+/// Descriptors that a Rust program opens, or that were taken over before, are close-on-exec; none
+/// that came through `exec` is.
 pub(crate) fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
     let _guard = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if fd < 0 {
@@ -32,9 +32,9 @@ pub(crate) fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
         return refused("this program has opened it for itself");
     }
     fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
-    // SAFETY: the descriptor is open, and nobody in this process owns it: it came through `exec`,
-    // because it was not close-on-exec, and it was not taken over before, because then it would
-    // be. The mark makes this the only time.
+    // SAFETY: the descriptor is open, and no code in this process owns it. It was not
+    // close-on-exec, so it came through `exec` and was not taken over before. The mark makes this
+    // the only takeover.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -48,12 +48,12 @@ mod tests {
     #[test]
     fn a_number_is_taken_over_once_and_only_if_nobody_has_it() {
         let (socket, _peer) = UnixStream::pair().unwrap();
-        // What this process has opened.
+        // A descriptor that this process has opened.
         assert!(take_over(socket.as_raw_fd()).is_err());
         for number in [-1, 0, 1, 2, 1 << 20] {
             assert!(take_over(number).is_err(), "{number} was taken");
         }
-        // As after `exec`: open, and nobody's.
+        // As after `exec`: open, and without an owner.
         fcntl_setfd(&socket, FdFlags::empty()).unwrap();
         let number = socket.into_raw_fd();
         let taken = take_over(number).unwrap();

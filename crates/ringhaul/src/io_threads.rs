@@ -13,12 +13,12 @@ pub struct IoThreads {
 }
 
 impl IoThreads {
-    /// Starts `count` threads, each with a loop and an engine. A thread that ends by an error calls
-    /// `failed`.
+    /// Starts `count` threads, each with a loop and an engine. A thread that ends with an error
+    /// calls `failed`.
     ///
     /// # Errors
     ///
-    /// What [`IoThread::new`] says, or that the kernel has no thread left.
+    /// An error of [`IoThread::new`], or that the kernel has no thread left.
     pub fn start<F: Fn() + Send + Sync + 'static>(
         count: usize,
         config: &IoThreadConfig,
@@ -39,7 +39,7 @@ impl IoThreads {
         Ok(threads)
     }
 
-    /// Has each thread make what its queues share for calls, or warns that it cannot.
+    /// Prepares each thread's shared state for calls, and warns if that fails.
     pub fn prepare_calls(&self) {
         for (index, remote) in self.remotes.iter().enumerate() {
             if let Some(Err(error)) = remote.call(|_| device::prepare_calls()) {
@@ -51,7 +51,7 @@ impl IoThreads {
         }
     }
 
-    /// Ways to reach the threads.
+    /// Handles to call into the threads.
     #[must_use]
     pub fn remotes(&self) -> &[Remote] {
         &self.remotes

@@ -1,8 +1,8 @@
 //! Changes by control commands, kept in a file for the next start (docs/recovery.md).
 //!
-//! The command line and the configuration file are the base. The file has the differences that
-//! commands made from it, each with what the base said at the time. A base that says something else
-//! at the next start wins.
+//! The command line and the configuration file are the base. The state file records the differences
+//! that commands made, each with the base's value at the time. If the base has another value at the
+//! next start, the base wins.
 
 pub(crate) mod changes;
 pub(crate) mod file;
@@ -21,10 +21,10 @@ use crate::spec::{ExportSpec, UnitPlace};
 use changes::{Changes, Merged};
 use file::{Locked, StateFile};
 
-/// A part of the daemon that a command has changed.
+/// The part of the daemon that a command has changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Touched {
-    /// Exports by their names or sockets, as a whole.
+    /// Whole exports, by their names or sockets.
     Exports(Vec<String>),
     /// A disk of an export, or the place for one.
     Disk(String, Option<UnitPlace>),
@@ -32,7 +32,7 @@ pub(crate) enum Touched {
 }
 
 impl Touched {
-    /// The part that a command changes, if the change outlives the process.
+    /// Returns the part that a command changes, if the change outlives the process.
     pub(crate) fn by(command: &Command) -> Option<Self> {
         Some(match command {
             Command::Add(specs) => Self::Exports(specs.iter().map(ExportSpec::name).collect()),
@@ -55,7 +55,7 @@ impl Touched {
     }
 }
 
-/// The state of a daemon, and the file that has it.
+/// The changes by commands, and the state file that stores them.
 pub(crate) struct Kept(Mutex<Inner>);
 
 struct Inner {
@@ -67,15 +67,15 @@ struct Inner {
     changes: Changes,
     /// The changes in the file.
     written: Changes,
-    /// Another process writes the file, or is about to.
+    /// True while another process writes the file, or is about to.
     is_closed: bool,
 }
 
-/// A state that this process leaves to another one. It writes again when this is dropped.
+/// Blocks writes while another process takes over. Dropping it permits writes again.
 pub(crate) struct Closed<'a>(&'a Kept);
 
 impl Closed<'_> {
-    /// The other process has the file now.
+    /// Leaves the file to the process that takes over.
     pub(crate) fn leave(self) {
         std::mem::forget(self);
     }
@@ -92,7 +92,7 @@ impl Drop for Closed<'_> {
 }
 
 impl Kept {
-    /// Takes the changes of a file to this base, and writes the file, which is this daemon's from
+    /// Applies the changes of a file to this base and writes the file, which this daemon owns from
     /// now on. Returns the exports and settings to begin with.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ impl Kept {
         Ok((Self(Mutex::new(inner)), merged))
     }
 
-    /// Notes the change of a command, by the exports that are `live` afterwards, and writes it.
+    /// Notes the change of a command, given the exports that are `live` afterwards, and writes it.
     ///
     /// # Errors
     ///
@@ -123,7 +123,7 @@ impl Kept {
         live: impl FnOnce() -> Vec<ExportSpec>,
     ) -> Result<()> {
         let mut inner = self.lock();
-        // Under the lock: of two commands on one thing, the second sees both.
+        // Read under the lock: of two commands that touch one export, the second sees both changes.
         let live = live();
         let Inner { base, settings, changes, .. } = &mut *inner;
         match touched {
@@ -136,7 +136,7 @@ impl Kept {
         inner.write()
     }
 
-    /// Notes all that is live: another process has made it.
+    /// Notes all live exports and settings, which another process has set up.
     ///
     /// # Errors
     ///
@@ -153,8 +153,9 @@ impl Kept {
         inner.write()
     }
 
-    /// Heeds the configuration file, which has changed an export of the base or these disks of it.
-    /// Changes of commands to the same end. Without `export` the file has removed the export.
+    /// Adopts a change of the configuration file to an export of the base, or to these disks of it.
+    /// Changes by commands to the same parts are dropped. Without `export`, the file has removed
+    /// the export.
     ///
     /// # Errors
     ///
@@ -173,7 +174,7 @@ impl Kept {
         inner.write()
     }
 
-    /// The configuration file has changed these settings.
+    /// Adopts a change of the configuration file to these settings.
     ///
     /// # Errors
     ///
@@ -185,7 +186,8 @@ impl Kept {
         inner.write()
     }
 
-    /// Forgets an export that commands have added, and that is not served. False: there is none.
+    /// Forgets an export that commands have added and that is not served. Returns false if there is
+    /// none.
     ///
     /// # Errors
     ///
@@ -199,13 +201,13 @@ impl Kept {
         Ok(is_forgotten)
     }
 
-    /// Writes nothing from now on: a process that takes over writes all that is live.
+    /// Stops writing the file: a process that takes over writes the whole live state.
     pub(crate) fn close(&self) -> Closed<'_> {
         self.lock().is_closed = true;
         Closed(self)
     }
 
-    /// The daemon has ended: a file without a change goes.
+    /// Removes the file at the end of the daemon if it has no changes.
     pub(crate) fn end(&self) {
         let inner = self.lock();
         if inner.changes.is_empty()
@@ -230,20 +232,20 @@ impl Inner {
     }
 }
 
-/// The name of a file beside the control socket.
+/// The path of the state file beside the control socket.
 fn beside(control: &Path) -> PathBuf {
     let mut name = control.as_os_str().to_owned();
     name.push(".state");
     name.into()
 }
 
-/// The value of `--state` that keeps nothing.
+/// The value of `--state` that disables the state file.
 const NONE: &str = "none";
 
 /// The variable with the folder in which a service of systemd keeps its state.
 const STATE_DIRECTORY: &str = "STATE_DIRECTORY";
 
-/// The path of the state file of a daemon with these options. `None`: nothing is kept.
+/// The path of the state file of a daemon with these options. `None`: there is no state file.
 ///
 /// # Errors
 ///

@@ -1,7 +1,7 @@
 //! The log on standard error: lines for people, or for programs. A thread of its own writes them.
 //!
-//! Events may have a field `export`, the name of the export that they are about, and `left_out`,
-//! how many others a limit has kept out of the log before them.
+//! An event may have a field `export`, the name of its export, and a field `left_out`, the number
+//! of earlier lines that a limit has suppressed.
 
 mod filter;
 mod queue;
@@ -46,10 +46,10 @@ pub enum LogFormat {
 /// The environment variable with a filter.
 const VARIABLE: &str = "RUST_LOG";
 
-/// Whether lines are JSON. One that another process goes on with may have to change that.
+/// True if lines are JSON. A process that takes over may have to change it.
 static IS_JSON: AtomicBool = AtomicBool::new(false);
 
-/// How the filter of the log that was started is changed, and what it is.
+/// The filter of the log that was started, and the function that replaces it.
 struct Filter {
     reload: Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>,
     text: Mutex<String>,
@@ -57,18 +57,18 @@ struct Filter {
 
 static FILTER: OnceLock<Filter> = OnceLock::new();
 
-/// What is logged; none in a process whose log is not [started](start) here.
+/// The filter of the log. `None` if this process has not [started](start) its log.
 #[must_use]
 pub fn filter() -> Option<String> {
     let filter = FILTER.get()?;
     Some(filter.text.lock().unwrap_or_else(PoisonError::into_inner).clone())
 }
 
-/// Changes what is logged.
+/// Replaces the filter of the log.
 ///
 /// # Errors
 ///
-/// When it makes no sense, or the log of this process is not [started](start) here.
+/// When the filter is invalid, or this process has not [started](start) its log.
 pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
     let parsed = filter::parse(text).map_err(anyhow::Error::msg)?;
     let filter = FILTER.get().context("this process does not write its own log")?;
@@ -78,11 +78,11 @@ pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Goes on as the log of another process has been, as far as options have said how.
+/// Adopts the filter and format of the previous process's log, as far as options had set them.
 ///
 /// # Errors
 ///
-/// When the filter makes no sense.
+/// When the filter is invalid.
 pub(crate) fn go_on(filter: Option<&str>, format: Option<LogFormat>) -> anyhow::Result<()> {
     if let Some(format) = format {
         set_format(format);
@@ -94,8 +94,8 @@ fn set_format(format: LogFormat) {
     IS_JSON.store(format == LogFormat::Json, Ordering::Relaxed);
 }
 
-/// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. What
-/// is logged is written when [`flush`] returns, unless nobody reads it.
+/// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. Earlier
+/// lines are written when [`flush`] returns, unless the reader of the log hangs.
 ///
 /// # Errors
 ///
@@ -104,7 +104,7 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     queue::start()?;
     set_format(format);
     report_panics();
-    // As it was written: the filter itself has its parts in another order.
+    // The text is kept as written, because the parsed filter reorders its parts.
     let given = filter.and_then(|text| Some((filter::parse(text).ok()?, text.to_owned())));
     let (filter, text, ignored) = match given {
         Some((filter, text)) => (filter, text, None),
@@ -127,7 +127,7 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     Ok(())
 }
 
-/// A panic ends the process, and must not wait for the reader of the log either.
+/// Sends panics through the log: a panic ends the process and must not wait for the log's reader.
 fn report_panics() {
     std::panic::set_hook(Box::new(move |info| {
         let backtrace = Backtrace::capture();
@@ -143,7 +143,7 @@ fn report_panics() {
     }));
 }
 
-/// The filter of `RUST_LOG`, and why it is ignored if it is.
+/// The filter of `RUST_LOG`, or the default with the reason why the variable is ignored.
 fn filter_of_environment() -> (Targets, String, Option<String>) {
     let (text, ignored) = match std::env::var(VARIABLE) {
         Ok(text) if !text.is_empty() => match filter::parse(&text) {
@@ -155,17 +155,17 @@ fn filter_of_environment() -> (Targets, String, Option<String>) {
     (Targets::new().with_default(filter::DEFAULT_LEVEL), text, ignored)
 }
 
-/// Understands a filter.
+/// Checks a filter.
 ///
 /// # Errors
 ///
-/// A directive with an unknown level, or about an unknown part.
+/// When a directive has an unknown level, or names an unknown part.
 pub fn check_filter(text: &str) -> Result<(), String> {
     filter::parse(text).map(|_| ())
 }
 
-/// Returns whether standard error is the journal of systemd: it says so by device and inode
-/// (systemd.exec(5)).
+/// Returns true if standard error is the journal of systemd, which announces its device and inode
+/// in a variable (systemd.exec(5)).
 fn is_journal() -> bool {
     static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
     *IS_JOURNAL.get_or_init(|| {
@@ -176,13 +176,13 @@ fn is_journal() -> bool {
     })
 }
 
-/// Returns whether lines have colours: on a terminal, unless `NO_COLOR` is set (no-color.org).
+/// Returns true if lines have colours: on a terminal, unless `NO_COLOR` is set (no-color.org).
 fn has_colours() -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     io::stderr().is_terminal() && !refused
 }
 
-/// Writes the line that a process ends with when it fails, whatever the filter.
+/// Writes the last line of a failing process, even if the filter would suppress it.
 pub fn report_failure(text: &str) {
     match IS_JSON.load(Ordering::Relaxed) {
         // JSON has its own escapes.
@@ -197,13 +197,13 @@ fn write_failure(text: &str) {
             tracing_subscriber::fmt().with_writer(|| Lines).event_format(JsonLines).finish();
         tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
     } else {
-        // It takes every line.
+        // `Lines` accepts every line.
         let priority = if is_journal() { "<3>" } else { "" };
         let _ = Lines.write_all(format!("{priority}ringhaul: {text}\n").as_bytes());
     }
 }
 
-/// What an event says.
+/// The fields of an event.
 #[derive(Default)]
 struct Fields {
     message: String,
@@ -240,7 +240,7 @@ impl Visit for Fields {
     }
 }
 
-/// The fields in a line of text. Control characters, which a name may have, are escaped.
+/// Formats the fields in a line of text. Control characters, for example in names, are escaped.
 struct TextFields;
 
 impl<'writer> FormatFields<'writer> for TextFields {
@@ -276,7 +276,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// Events in the format that the log has now. It is made with that of text.
+/// Formats events in the present format of the log. Contains the formatter of text.
 struct Format(TextLines);
 
 type TextLines = tracing_subscriber::fmt::format::Format<Full, SystemTime>;
@@ -306,7 +306,8 @@ where
     }
 }
 
-/// Lines for the journal of systemd, which reads their priority and has the time: sd-daemon(3).
+/// Formats lines for the journal of systemd, which reads their priority and adds the time
+/// (sd-daemon(3)).
 struct JournalLines;
 
 impl<S, N> FormatEvent<S, N> for JournalLines
@@ -371,7 +372,7 @@ mod tests {
 
     use super::*;
 
-    /// Where lines go.
+    /// Collects the lines of a test.
     #[derive(Clone, Default)]
     struct Kept(Arc<Mutex<Vec<u8>>>);
 
@@ -437,10 +438,10 @@ mod tests {
         assert!(lines[1]["timestamp"].as_str().unwrap().ends_with('Z'));
     }
 
-    /// Set for the process that is to panic.
+    /// Set in the process that is to panic.
     const PANIC: &str = "RINGHAUL_TEST_PANICS";
 
-    /// In a process of its own, since it takes over the log and the panics of a whole process.
+    /// Runs in a process of its own, since it takes over the log and the panics of a whole process.
     #[test]
     fn a_panic_is_told_of_and_waits_for_no_reader() {
         if std::env::var_os(PANIC).is_some() {

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 const WINDOW: Duration = Duration::from_secs(60);
 const LINES: u32 = 5;
 
-/// Lets a few lines a minute through and counts the rest. One for each device: what its guest
-/// starts again does not start it again.
+/// Lets a few lines a minute through and counts the rest. Each device has one, so that a guest
+/// cannot reset the limit by restarting its driver.
 #[derive(Default)]
 pub(crate) struct LogLimit {
     state: Mutex<State>,
@@ -15,15 +15,15 @@ pub(crate) struct LogLimit {
 
 #[derive(Default)]
 struct State {
-    /// When the first line of the minute was written.
+    /// The time of the first line of the minute.
     since: Option<Instant>,
-    /// Lines written since.
+    /// Lines written since then.
     lines: u32,
     /// Lines left out and not reported yet.
     left_out: u64,
-    /// Whether a count without its own line was reported in this minute.
+    /// True if a count without its own line was reported in this minute.
     told: bool,
-    /// All that happened, logged or not.
+    /// All events, logged or not.
     total: u64,
 }
 
@@ -36,25 +36,27 @@ impl State {
 }
 
 impl LogLimit {
-    /// Whether a line may be written now, and how many were left out before it.
+    /// Returns the number of lines that were left out before, or `None` if no line may be written
+    /// now.
     pub(crate) fn permit(&self) -> Option<u64> {
         self.permit_at(Instant::now())
     }
 
-    /// Whether a line may be written now.
+    /// Returns true if a line may be written now.
     pub(crate) fn has_room(&self) -> bool {
         let mut state = self.state();
         state.start_window(Instant::now());
         state.lines < LINES
     }
 
-    /// How many lines were left out and not reported yet, if that may be logged now. For the end
-    /// of a connection, after which there may be no next line for long.
+    /// Returns the number of lines that were left out and not reported yet, if it may be logged
+    /// now. Called at the end of a connection, after which the next line may be long in coming.
     pub(crate) fn left_out(&self) -> Option<u64> {
         self.left_out_at(Instant::now())
     }
 
-    /// All that happened, and how much of that was left out and not reported. For the very end.
+    /// Returns the number of all events and the lines that were left out and not reported. Called
+    /// at the end of the export.
     pub(crate) fn totals(&self) -> (u64, u64) {
         let mut state = self.state();
         (state.total, std::mem::take(&mut state.left_out))

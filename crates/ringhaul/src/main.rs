@@ -23,17 +23,17 @@ use ringhaul::secrets::printable;
 use ringhaul_bench::{BenchError, DiskBenchArgs};
 use ringhaul_options::OnOff;
 
-/// The daemon cannot start, or the command line makes no sense.
+/// The daemon cannot start, or the command line is invalid.
 const EXIT_USAGE: u8 = 2;
 
-/// What to do instead of giving a negative size.
+/// Advice for a negative size.
 const SMALLER: &str = "to make a disk smaller, give the size that it is to have, and --shrink";
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
 #[command(name = "ringhaul", version, about, max_term_width = 100, propagate_version = true)]
 struct Cli {
-    /// What to do.
+    /// The command to run.
     #[command(subcommand)]
     command: Command,
     /// The format of the log on standard error.
@@ -46,7 +46,7 @@ struct Cli {
         display_order = 900
     )]
     log_format: LogFormat,
-    /// What to log: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
+    /// The lines to log: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
     /// parts, such as `warn,blockio=debug`. Parts that no level names stay at `info`. Overrides the
     /// environment variable RUST_LOG (same syntax). Default: `info`.
     #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter,
@@ -59,17 +59,17 @@ struct Cli {
 enum Command {
     /// Export disks as virtio-blk or virtio-scsi devices on vhost-user sockets, in the foreground.
     ///
-    /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. Without
-    /// a command, the options are those of `serve`, which is how management programs start
-    /// vhost-user back-ends.
+    /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. `serve`
+    /// may be left out before its options: management programs start vhost-user back-ends without a
+    /// command.
     #[command(after_help = examples::SERVE)]
     Serve(Box<ServeArgs>),
-    /// Say what is wrong with a configuration file of `serve --config`, or what it serves.
+    /// Check a configuration file of `serve --config`, and list its exports.
     #[command(after_help = examples::CHECK)]
     Check {
         /// The file.
         file: PathBuf,
-        /// The options that `serve` has beside it, if it has any.
+        /// Further options of `serve`, if any.
         #[arg(value_name = "OPTIONS", trailing_var_arg = true, allow_hyphen_values = true)]
         options: Vec<OsString>,
     },
@@ -77,12 +77,12 @@ enum Command {
     /// fio's names.
     #[command(after_help = examples::BENCH)]
     Bench(Box<ringhaul_bench::BenchArgs>),
-    /// Ask a daemon that was started with `--control`, or tell it to change something.
+    /// Query or change a daemon that was started with `--control`.
     Ctl(CtlArgs),
-    /// Find out what a disk is like, or how fast, without serving it.
+    /// Report the properties or the speed of a disk without serving it.
     #[command(subcommand)]
     Disk(DiskCommand),
-    /// Print a script that has a shell complete commands, names of exports and keys of disks.
+    /// Print a shell script that completes commands, names of exports and keys of disks.
     #[command(after_help = examples::COMPLETIONS)]
     Completions {
         /// The shell.
@@ -95,20 +95,20 @@ enum Command {
 /// The commands about a disk.
 #[derive(Debug, Subcommand)]
 enum DiskCommand {
-    /// Print how large a disk is, what it is made of and what it can do. It may be in use.
+    /// Print the size, the layers and the capabilities of a disk. It may be in use.
     #[command(after_help = examples::DISK_INFO)]
     Info(InfoArgs),
     /// Read a disk, or write to it, for some time, and report how fast it is.
     #[command(after_help = examples::DISK_BENCH)]
     Bench {
-        /// Which disk.
+        /// The disk to drive.
         #[command(flatten)]
         disk: DiskArgs,
         /// Lock the disk as `serve` does. With `off`, a disk in use can be read; make sure
         /// yourself that no other program writes to one that is written to.
         #[arg(long, value_name = "ON|OFF", default_value = "on")]
         lock: OnOff,
-        /// How it is driven.
+        /// The load.
         #[command(flatten)]
         bench: DiskBenchArgs,
     },
@@ -119,7 +119,8 @@ fn check_filter(text: &str) -> Result<String, String> {
 }
 
 fn main() -> ExitCode {
-    // A shell asks for words: it sets this variable, and the program ends here.
+    // A shell that completes words sets an environment variable; in that case the program ends
+    // here.
     CompleteEnv::with_factory(Cli::command).complete();
     let line = command_line();
     if let Some(device) = line.capabilities {
@@ -144,7 +145,7 @@ fn main() -> ExitCode {
         eprintln!("ringhaul: cannot start the thread that writes the log: {error}");
         return ExitCode::from(EXIT_USAGE);
     }
-    // A guest, or a benchmark, may pass the limit on the size of files.
+    // A guest or a benchmark may exceed the limit on the size of files.
     let survives = ringhaul::file_limit::survive().context("cannot ignore SIGXFSZ");
     let result = survives.and_then(|()| match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args, config),
@@ -170,7 +171,7 @@ fn main() -> ExitCode {
     code
 }
 
-/// The command line with what the configuration file adds to it, if it names one.
+/// Merges the configuration file, if the command line names one, into the command line.
 fn with_config(cli: Cli, line: CommandLine) -> Result<(Cli, Option<(ConfigFile, Config)>)> {
     let path = match &cli.command {
         Command::Serve(args) => args.config.as_deref(),
@@ -183,8 +184,8 @@ fn with_config(cli: Cli, line: CommandLine) -> Result<(Cli, Option<(ConfigFile, 
     Ok((cli, Some((file, config))))
 }
 
-/// Opens a disk and drives it: read-only, and beside others that only read, unless the pattern
-/// writes.
+/// Opens a disk and drives it. Unless the pattern writes, the disk is opened read-only and other
+/// readers may have it open too.
 fn bench_disk(disk: &DiskArgs, lock: bool, bench: &DiskBenchArgs) -> Result<ExitCode> {
     let writes = bench.check_writes()?;
     bench.run(disk.name(), disk.open(!writes, !lock)?)
@@ -196,7 +197,7 @@ fn print_version() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints a script for a shell, which asks this program for the words.
+/// Prints a shell script that calls this program for completions.
 fn print_completions(shell: Shell) -> Result<ExitCode> {
     let shells = Shells::builtins();
     let completer = shells.completer(&shell.to_string());
@@ -213,7 +214,7 @@ fn print_completions(shell: Shell) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads a configuration file as `serve --config` does, and prints what would be served.
+/// Reads a configuration file as `serve --config` does, and prints the exports that it would serve.
 fn check(path: &Path, options: Vec<OsString>) -> Result<ExitCode> {
     let arguments = ["ringhaul".into(), "serve".into(), "--config".into(), path.into()];
     let arguments: Vec<OsString> = arguments.into_iter().chain(options).collect();
@@ -226,7 +227,7 @@ fn check(path: &Path, options: Vec<OsString>) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The error, with what to do when it is that no descriptor is left, wherever that shows.
+/// Formats the error, and adds advice if any of its causes is a lack of descriptors.
 fn with_advice(error: &anyhow::Error) -> String {
     let text = format!("{error:#}");
     let advice = "raise the limit on open files (ulimit -n)";
@@ -237,7 +238,7 @@ fn with_advice(error: &anyhow::Error) -> String {
     if out_of_descriptors && !text.contains(advice) { format!("{text}; {advice}") } else { text }
 }
 
-/// Returns whether the reader of standard output has gone, as `head` does: that is no failure.
+/// Returns true if the reader of standard output has closed it, as `head` does. That is no failure.
 fn is_unread(error: &anyhow::Error) -> bool {
     let is_closed = |cause: &(dyn std::error::Error + 'static)| {
         let error = cause.downcast_ref::<std::io::Error>();
@@ -254,12 +255,12 @@ fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
     of_disk.or_else(|| error.downcast_ref::<std::io::Error>())?.raw_os_error()
 }
 
-/// Whether this is help or a version that was asked for, or help in place of a command.
+/// Returns true for requested help or version, and for help in place of a missing command.
 fn is_answer(error: &clap::Error) -> bool {
     !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
 }
 
-/// Whether a number that is negative was taken for an option.
+/// Returns true if a negative number was taken for an option.
 fn is_negative(error: &clap::Error) -> bool {
     let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
         return false;
@@ -277,17 +278,17 @@ fn print_capabilities(device: DeviceKind) -> ExitCode {
     }
 }
 
-/// What the program was called with.
+/// The command line of the program.
 struct CommandLine {
     arguments: Vec<OsString>,
-    /// How many of them stand before the options of `serve`, if that is the command.
+    /// The number of arguments before the options of `serve`, if that is the command.
     options_at: usize,
     /// The device whose capabilities are to be printed. The conventions for vhost-user back-ends
-    /// ask to ignore all other options then.
+    /// demand that all other options are ignored in this case.
     capabilities: Option<DeviceKind>,
 }
 
-/// The command line, with `serve` put in where it is left out: management programs start a
+/// Reads the command line, and inserts `serve` where it is left out: management programs start a
 /// vhost-user back-end with options alone.
 fn command_line() -> CommandLine {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
@@ -310,7 +311,7 @@ fn command_line() -> CommandLine {
     CommandLine { arguments, options_at: index + 1, capabilities }
 }
 
-/// What `--device` says, on a command line that need not make sense otherwise.
+/// Finds the value of `--device` on a command line that may be invalid otherwise.
 fn device_kind(arguments: &[OsString]) -> DeviceKind {
     let is_scsi = arguments.iter().any(|argument| argument == "--device=scsi")
         || arguments.windows(2).any(|pair| pair[0] == "--device" && pair[1] == "scsi");

@@ -1,4 +1,4 @@
-//! The device of an export, on its disks.
+//! Makes the device of an export on its disks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,12 +22,12 @@ use crate::spec::{
     UnitSpec,
 };
 
-/// The version as INQUIRY has it, in at most 4 bytes.
+/// The version in at most 4 bytes, for INQUIRY.
 const VERSION: &str =
     concat!(env!("CARGO_PKG_VERSION_MAJOR"), ".", env!("CARGO_PKG_VERSION_MINOR"));
 
 impl ExportSpec {
-    /// The disks of the export, and how each is opened.
+    /// The disks of the export, each with the settings to open it.
     pub(crate) fn disks(&self) -> Vec<(DiskSpec, ExportSettings)> {
         let settings = &self.settings;
         match &self.device {
@@ -36,8 +36,8 @@ impl ExportSpec {
         }
     }
 
-    /// Warnings about files whose content nothing in the names of disks tells, without opening
-    /// them as disks.
+    /// Returns warnings about plain files with the header of an image, without opening them as
+    /// disks.
     pub(crate) fn content_warnings(&self) -> Vec<String> {
         let disks = self.disks();
         let paths = disks.iter().filter_map(|(disk, _)| match disk {
@@ -47,11 +47,11 @@ impl ExportSpec {
         paths.filter_map(|path| format_warning(path)).collect()
     }
 
-    /// The device, on disks in the order of [`disks`](Self::disks).
+    /// Makes the device, on disks in the order of [`disks`](Self::disks).
     ///
     /// # Errors
     ///
-    /// When a logical unit cannot be as it was asked for.
+    /// When a logical unit cannot be made as requested.
     pub(crate) fn make_device(
         &self,
         disks: &[OpenDisk],
@@ -81,7 +81,7 @@ impl ExportSpec {
                     ..BlkOptions::default()
                 };
                 let access = accesses.of(&source)?;
-                // Those that initiators have left behind hold before one comes back.
+                // Reservations that initiators left behind apply before any of them returns.
                 if let Some(path) = usual_reservations(spec) {
                     drop(access.keep_reservations(KeptIn::Found(path))?);
                 }
@@ -112,7 +112,7 @@ impl ExportSpec {
 }
 
 impl UnitPlace {
-    /// As the device has it.
+    /// The address of the place within the device.
     pub(crate) fn address(self) -> UnitAddress {
         UnitAddress { target: self.target, lun: self.lun }
     }
@@ -123,11 +123,11 @@ impl UnitSpec {
         self.place().address()
     }
 
-    /// Adds the unit to the device of the export of this name.
+    /// Adds the unit to the device of the export with this name.
     ///
     /// # Errors
     ///
-    /// When it cannot be as it was asked for.
+    /// When it cannot be added as requested.
     pub(crate) fn add_to(
         &self,
         device: &ScsiDevice,
@@ -144,7 +144,7 @@ impl UnitSpec {
         device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }
 
-    /// The disk behind it, and how it is opened.
+    /// The disk behind the unit, with the settings to open it.
     pub(crate) fn disk(&self, export: &ExportSettings) -> (DiskSpec, ExportSettings) {
         let own = &self.settings;
         let settings = ExportSettings {
@@ -158,7 +158,7 @@ impl UnitSpec {
         (self.disk.clone(), settings)
     }
 
-    /// How initiators see it, in the export of this name.
+    /// The properties that initiators see, in the export with this name.
     fn options(
         &self,
         disk: &OpenDisk,
@@ -168,7 +168,7 @@ impl UnitSpec {
         let own = &self.settings;
         let path = format!("{export} {}", self.address());
         let identity = match disk.source.identity() {
-            // Disks without content are told apart by where they are.
+            // Disks without content are told apart by their places.
             "" => path.clone(),
             identity => identity.to_owned(),
         };
@@ -198,7 +198,8 @@ impl UnitSpec {
         })
     }
 
-    /// Whether the guest may give blocks back: where nothing else is said, if the disk takes them.
+    /// Returns true if the guest may discard blocks: by the setting, or else if the disk takes
+    /// discards.
     fn discard(&self, disk: &OpenDisk) -> Result<bool> {
         let is_taken = disk.source.discard_bytes().is_some();
         if self.settings.discard == Some(true) && !is_taken {
@@ -207,7 +208,7 @@ impl UnitSpec {
         Ok(self.settings.discard.unwrap_or(is_taken))
     }
 
-    /// Where persistent reservations are kept.
+    /// The place where persistent reservations are kept.
     fn reservations(&self) -> KeptIn {
         match &self.settings.reservations {
             Some(path) => KeptIn::File(by_one_name(path)),
@@ -216,8 +217,8 @@ impl UnitSpec {
     }
 }
 
-/// Where the persistent reservations of a disk are kept if nothing else is said: beside a file. A
-/// block device has no such place.
+/// The default place for the persistent reservations of a disk: beside its file. A block device has
+/// no such place.
 fn usual_reservations(disk: &DiskSpec) -> Option<PathBuf> {
     match disk.whole_file() {
         Some(path) if path.is_file() => {
@@ -230,12 +231,12 @@ fn usual_reservations(disk: &DiskSpec) -> Option<PathBuf> {
     }
 }
 
-/// The path of a file that need not exist, however it was written.
+/// Normalises the path of a file that need not exist.
 fn by_one_name(path: &Path) -> PathBuf {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     match (folder.unwrap_or(Path::new(".")).canonicalize(), path.file_name()) {
         (Ok(folder), Some(name)) => folder.join(name),
-        // What is wrong with it shows when it is used.
+        // An invalid path fails when it is used.
         _ => path.to_owned(),
     }
 }

@@ -1,4 +1,4 @@
-//! How much memory front-ends may have this process map.
+//! Limits on the memory that front-ends may map into this process.
 
 use std::io;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use virtqueue::{MappingBudget, MappingRules, MemoryError, MemoryFiles};
 
 use crate::cgroup;
 
-/// The most that one front-end, and all of them together, may have mapped; clones share the count.
+/// Limits on the mapped memory of each front-end and of all together; clones share the count.
 #[derive(Clone)]
 pub struct MemoryLimits {
     all: MappingBudget,
@@ -25,7 +25,8 @@ struct Watch {
 }
 
 impl MemoryLimits {
-    /// Limits in bytes: for each front-end, and for the process. Which files may be memory.
+    /// Creates the limits: bytes for each front-end, bytes for the process, and the kinds of files
+    /// that may be memory.
     #[must_use]
     pub fn new(of_each_bytes: u64, of_all_bytes: u64, files: MemoryFiles) -> Self {
         let all = "the memory of all front-ends (--max-mapped-memory)";
@@ -33,7 +34,7 @@ impl MemoryLimits {
         Self { all, of_each_bytes, files, watch: Arc::default() }
     }
 
-    /// What a front-end that connects now may map.
+    /// The mapping rules of a front-end that connects now.
     pub(crate) fn of_front_end(&self) -> MappingRules {
         let each = "the memory of a front-end (--max-guest-memory)";
         let budget = self.all.child(each, self.of_each_bytes);
@@ -41,7 +42,8 @@ impl MemoryLimits {
     }
 
     /// Returns a warning when front-ends have more memory mapped than the cgroup of this process
-    /// may use, once until that changes. Asks the kernel when there is more or less of it.
+    /// may use, once until that changes. Reads the cgroup's limit only after the mapped size has
+    /// changed.
     pub(crate) fn look(&self) -> Option<String> {
         self.compare(cgroup::memory_limit)
     }
@@ -65,7 +67,7 @@ impl MemoryLimits {
     }
 }
 
-/// What is wrong with memory that a front-end shares, and how the operator could allow it.
+/// Adds to an error of shared memory the option that would permit it.
 pub(crate) fn refusal(error: MemoryError) -> io::Error {
     match error {
         MemoryError::NotMemory { .. } => {

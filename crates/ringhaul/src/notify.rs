@@ -1,10 +1,11 @@
-//! What a service manager is told, if there is one that listens: see sd_notify(3).
+//! Notifications to a service manager, if one listens: see sd_notify(3).
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Where it listens; `@` stands for the zero byte that abstract names begin with.
+/// The variable with the manager's socket; `@` stands for the zero byte that abstract names begin
+/// with.
 const VARIABLE: &str = "NOTIFY_SOCKET";
 
 /// Reports that front-ends can connect: a unit of `Type=notify` has started.
@@ -12,13 +13,13 @@ pub(crate) fn ready() {
     tell("READY=1\n", "that the daemon serves");
 }
 
-/// Reports that the daemon ends as it was told to.
+/// Reports that the daemon ends as requested.
 pub(crate) fn stopping() {
     tell("STOPPING=1\n", "that the daemon ends");
 }
 
-/// Says that the service goes on in this process. Without that the manager takes the end of this
-/// one for the end of the service.
+/// Reports that the service continues in another process. Otherwise the manager takes the end of
+/// this process for the end of the service.
 pub(crate) fn main_process(process: u32) {
     tell(&format!("MAINPID={process}\n"), &format!("that process {process} goes on"));
 }
@@ -36,7 +37,7 @@ fn send(path: &str, text: &str) -> io::Result<()> {
         None => SocketAddr::from_pathname(path)?,
     };
     let socket = UnixDatagram::unbound()?;
-    // One that does not read keeps nobody from ending.
+    // A manager that does not read must not delay the end.
     socket.set_nonblocking(true)?;
     socket.send_to_addr(text.as_bytes(), &address).map(drop)
 }

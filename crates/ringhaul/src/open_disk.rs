@@ -17,28 +17,28 @@ use crate::open_luks::open_luks;
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
 use crate::wanted::Wanted;
 
-/// A disk that is open.
+/// An open disk of an export.
 pub(crate) struct OpenDisk {
-    /// What the log calls it.
+    /// The name of the disk in the log.
     pub(crate) name: String,
-    /// The disk.
+    /// The disk itself.
     pub(crate) source: DiskSource,
-    /// When that was begun.
+    /// The time at which opening began.
     pub(crate) opened: Instant,
-    /// How it was opened.
+    /// The cache mode with which it was opened.
     pub(crate) cache: CacheMode,
-    /// One line on what was opened.
+    /// Description of the disk in one line.
     pub(crate) summary: String,
 }
 
 impl OpenDisk {
-    /// As [`open`](Self::open), but waits for a disk that nobody visible has in use: a daemon that
-    /// was killed may have left operations in the kernel, which have it until they end. `waits` is
-    /// called when that is so.
+    /// Like [`open`](Self::open), but waits for a disk that is in use without a visible holder: a
+    /// killed daemon may have left operations in the kernel, which hold the disk until they end.
+    /// `waits` is called when that is so.
     ///
     /// # Errors
     ///
-    /// When it cannot be used, or is not wanted any more.
+    /// When the disk cannot be used, or was cancelled.
     pub(crate) fn open_when_left(
         disk: &(DiskSpec, ExportSettings),
         user: Option<u64>,
@@ -55,14 +55,14 @@ impl OpenDisk {
                     continue;
                 }
                 Err(error) if is_left_behind(&error) => error,
-                // Somebody visible gets his time to end.
+                // A visible holder gets time to end.
                 Err(error) if at_once && is_in_use(&error) => {
                     at_once = false;
                     continue;
                 }
                 result => return result,
             };
-            // Those that are free have not to wait for the tries, each of which takes its time.
+            // Disks that are free need not wait for these attempts, each of which takes time.
             if !std::mem::replace(&mut has_given_way, true) {
                 waits();
             }
@@ -77,7 +77,7 @@ impl OpenDisk {
     ///
     /// # Errors
     ///
-    /// When it cannot be used, or is not wanted any more and does not answer.
+    /// When it cannot be used, or was cancelled and does not answer.
     pub(crate) fn open(
         disk: &(DiskSpec, ExportSettings),
         user: Option<u64>,
@@ -109,8 +109,8 @@ impl OpenDisk {
         Ok(Self::new(disk.name(), source, opened, cache))
     }
 
-    /// A disk of this size that another process has open for an export of these settings, with
-    /// the file of it that is written to.
+    /// Takes over a disk of this size from another process, which has it open for an export with
+    /// these settings. `file` is the one file of the disk that is written to.
     ///
     /// # Errors
     ///
@@ -121,7 +121,7 @@ impl OpenDisk {
         size_bytes: u64,
     ) -> Result<Self> {
         let mut take = |path: &Path, used: FileUse, within: Option<&Folder>| match file.take() {
-            // The other process reads it too.
+            // Backing files are opened again: only the file that is written to is handed over.
             given if used == FileUse::Backing => {
                 file = given;
                 open_file((path, within), used, settings, Claimant::default())
@@ -150,18 +150,18 @@ impl OpenDisk {
     }
 }
 
-/// Two that open a disk at the same moment may refuse each other, and see nobody afterwards: they
-/// try again so often.
+/// The number of immediate retries. Two processes that open a disk at the same moment may refuse
+/// each other, and see no holder afterwards.
 const AGAIN_AT_ONCE: u32 = 4;
 
-/// Waits for some milliseconds, one thread longer than the next.
+/// Waits for some milliseconds, with different lengths for successive callers.
 fn pause() {
     static PAUSES: AtomicU64 = AtomicU64::new(0);
     let number = PAUSES.fetch_add(1, Ordering::Relaxed);
     std::thread::sleep(Duration::from_millis(1 + 5 * (number % 4)));
 }
 
-/// Who opens a disk, and whether it fails at once where somebody else has it.
+/// The user that opens a disk, and the choice to fail at once if the disk is in use.
 #[derive(Clone, Copy, Default)]
 struct Claimant {
     user: Option<u64>,
@@ -176,26 +176,26 @@ fn is_left_behind(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_seen: false, .. }))
 }
 
-/// What is in a file.
+/// The role of a file in a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FileUse {
-    /// The disk.
+    /// The whole disk.
     Disk,
     /// An image, or a part of one.
     Image,
-    /// What an image has below it, which is only read.
+    /// A layer below an image, which is only read.
     Backing,
 }
 
-/// When what is in a file may be read.
+/// The time from which the content of a file may be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Begin {
     Now,
-    /// Until there are some, another process writes to it.
+    /// Until the first request, another process writes to the file.
     WithRequests,
 }
 
-/// How a disk is opened, whatever it is made of.
+/// Settings for opening all layers of a disk.
 #[derive(Clone, Copy)]
 struct How<'a> {
     settings: &'a ExportSettings,
@@ -222,11 +222,11 @@ fn disk_options(
     }
 }
 
-/// How a file is opened: it is, with a cache.
+/// Opens a file and returns it with its cache mode.
 type OpenFile<'a> =
     dyn FnMut(&Path, FileUse, Option<&Folder>) -> Result<(DiskSource, CacheMode)> + 'a;
 
-/// Opens what a disk is made of, beginning at the bottom.
+/// Opens the layers of a disk, beginning at the bottom.
 fn open(
     disk: &DiskSpec,
     open_file: &mut OpenFile<'_>,
@@ -283,7 +283,7 @@ fn open(
     }
 }
 
-/// Opens what an image is in.
+/// Opens the disk that contains an image.
 fn open_for_image(
     over: &DiskSpec,
     open_file: &mut OpenFile<'_>,
@@ -296,7 +296,7 @@ fn open_for_image(
     open(over, in_image, how)
 }
 
-/// The image on `below`, which is `over`, with the backing files that are `allowed`.
+/// Opens the image in `below`, which is named `over`, with the backing files that are `allowed`.
 fn open_image(
     below: DiskSource,
     over: &DiskSpec,
@@ -309,7 +309,7 @@ fn open_image(
     };
     let backing = Backing { image: over.whole_file(), allowed, open };
     let is_deferred = how.begin == Begin::WithRequests;
-    // What it names as its backing files is local.
+    // The backing files of the image are local, so the token watches `below` alone.
     how.wanted.while_reading(&below, || open_qcow2(below.clone(), backing, is_deferred))
 }
 
@@ -331,12 +331,12 @@ fn take_file(
         .map(|flags| flags.contains(OFlags::DIRECT))
         .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
     let wanted = settings.cache.unwrap_or(CacheMode::None);
-    // Where there was no direct I/O, it fell back.
+    // The other process fell back to the page cache if direct I/O did not work.
     let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
     Ok((DiskSource::handed_over(file, path, &disk_options(settings, used, direct, None))?, cache))
 }
 
-/// Opens a file as `--cache` says, or without it in the best way that works.
+/// Opens a file with the cache of `--cache`, or by default with the best one that works.
 fn open_file(
     (path, within): (&Path, Option<&Folder>),
     used: FileUse,
@@ -351,7 +351,7 @@ fn open_file(
     };
     let error = match DiskSource::file(path, &options(cache.is_direct())) {
         Ok(source) => return Ok((source, cache)),
-        // Whoever has it in use has it in use with the page cache too.
+        // A disk that is in use would be in use with the page cache too.
         Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
         Err(error) => error,
     };

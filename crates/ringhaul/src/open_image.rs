@@ -1,9 +1,9 @@
 //! Opens images, and the backing files that they name.
 //!
-//! An image is not to be believed about its neighbours: a stranger may have made it, or a guest may
+//! An image must not be trusted about its neighbours: a stranger may have made it, or a guest may
 //! have written it into a raw disk. So no format is guessed from the content of a file, and no
-//! backing file is opened unless the name of the disk allows it. Checks are made on open files: a
-//! name may mean another file a moment later.
+//! backing file is opened unless the name of the disk allows it. Checks are made on open files,
+//! because a name may mean another file a moment later.
 
 #[cfg(feature = "qcow2")]
 use std::fs::File;
@@ -27,29 +27,29 @@ use crate::disk_spec::BackingFiles;
 
 /// Backing files of an image: the allowed ones, and the way to open them.
 pub(crate) struct Backing<'a> {
-    /// The file that holds the image, if it does so from its first byte on.
+    /// The file that holds the image, if the image begins at its first byte.
     pub(crate) image: Option<&'a Path>,
-    /// The files that it may have.
+    /// The backing files that the image may name.
     pub(crate) allowed: &'a BackingFiles,
-    /// Opens one for reading: a path, which may be relative to a folder that it must not leave.
+    /// Opens a file for reading: a path, which may be relative to a folder that it must not leave.
     pub(crate) open: &'a mut dyn FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
 }
 
-/// Says that this program has no such disks.
+/// Fails: this program was built without images.
 #[cfg(not(feature = "qcow2"))]
 pub(crate) fn is_image(_: &DiskSource) -> Result<bool> {
     bail!("this ringhaul was built without images (the feature qcow2)")
 }
 
-/// The same.
+/// Fails like [`is_image`].
 #[cfg(not(feature = "qcow2"))]
 pub(crate) fn open_qcow2(source: DiskSource, _: Backing<'_>, _: bool) -> Result<DiskSource> {
     is_image(&source).map(|_| source)
 }
 
-/// Whether there is an image in what has no name for its format. If there is none, and it is to be
-/// written to, it is refused: the next time, whoever wrote to it could have made it one, with any
-/// file of this machine as its backing file.
+/// Returns true if a disk that is named without its format holds an image. A disk without an image
+/// is refused if it is to be written to: its writer could make it an image with any file of this
+/// machine as its backing file, which the next start would open.
 #[cfg(feature = "qcow2")]
 pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     if source.image_header()?.is_some() {
@@ -72,11 +72,11 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     Ok(false)
 }
 
-/// The most layers that are opened, the image included.
+/// The most layers of an image, itself included.
 #[cfg(feature = "qcow2")]
 const LAYERS_MAX: usize = 32;
 
-/// Opens the qcow2 image on `source`. With `is_deferred` another process still writes to it.
+/// Opens the qcow2 image in `source`. With `is_deferred` another process still writes to it.
 #[cfg(feature = "qcow2")]
 pub(crate) fn open_qcow2(
     source: DiskSource,
@@ -123,9 +123,10 @@ pub(crate) fn open_qcow2(
 #[cfg(feature = "qcow2")]
 #[derive(Debug)]
 struct Found {
-    /// The path that the names lead to. Names in this file begin in its folder, as QEMU has it.
+    /// The path that the names lead to. The names in this file are relative to its folder, as in
+    /// QEMU.
     path: PathBuf,
-    /// The path by which it is opened, within a folder if there is one.
+    /// The path to open, relative to `within` if there is such a folder.
     file: PathBuf,
     within: Option<Folder>,
 }
@@ -140,14 +141,14 @@ fn id_of(file: &File) -> Result<Id> {
     Ok((data.dev(), data.ino()))
 }
 
-/// Finds the backing files of one image, from the top.
+/// The search for the backing files of one image, from the top.
 #[cfg(feature = "qcow2")]
 struct Finder<'a> {
     image: Option<&'a Path>,
     allowed: &'a BackingFiles,
-    /// The image lies in a regular file.
+    /// True if the image lies in a regular file.
     is_in_file: bool,
-    /// The layers so far.
+    /// The layers found so far.
     seen: Vec<(Id, PathBuf)>,
 }
 
@@ -161,7 +162,7 @@ impl<'a> Finder<'a> {
         Self { image, allowed, is_in_file, seen: seen.into_iter().collect() }
     }
 
-    /// The file that an image at `image` names.
+    /// Finds the file that an image at `image` names.
     fn find(&mut self, name: &str, image: Option<&Path>) -> Result<Found> {
         let name = name.strip_prefix("file:").unwrap_or(name);
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
@@ -196,7 +197,7 @@ impl<'a> Finder<'a> {
     }
 
     fn beside(&self, path: PathBuf) -> Result<(Found, File)> {
-        // Beside a device lie the other disks of the machine.
+        // The files beside a device are further disks of the machine.
         let folder = self.folder().filter(|_| self.is_in_file).with_context(|| {
             format!(
                 "the image is not in a regular file, so no file lies beside it; allow this one \
@@ -226,8 +227,8 @@ impl<'a> Finder<'a> {
         Ok((Found { path, file: name, within: Some(folder) }, place))
     }
 
-    /// The one of the listed files that `path` leads to. It is opened as it is listed: the image
-    /// only says which of them it is.
+    /// Finds the listed file that `path` leads to. The file is opened by its name in the list: the
+    /// image only selects it.
     fn named(&self, path: PathBuf, names: &[PathBuf]) -> Result<(Found, File)> {
         let wanted = id_of(&place_of(&path)?)?;
         for name in names {
@@ -245,7 +246,7 @@ impl<'a> Finder<'a> {
                     })
                 }
             };
-            // One that is not there is none that the image names.
+            // A listed file that does not exist cannot be the one that the image names.
             let Ok((within, place)) = listed else { continue };
             if id_of(&place)? == wanted {
                 return Ok((Found { path, file: name.clone(), within }, place));
@@ -258,7 +259,7 @@ impl<'a> Finder<'a> {
         )
     }
 
-    /// Refuses a file that is one of the layers over it.
+    /// Refuses a file that is one of the layers above it.
     fn check_loop(&mut self, found: &Found, id: Id) -> Result<()> {
         if let Some((_, above)) = self.seen.iter().find(|(seen, _)| *seen == id) {
             bail!(
@@ -276,7 +277,7 @@ impl<'a> Finder<'a> {
         self.image.and_then(Path::parent)
     }
 
-    /// The path from the folder of the image on, if it begins there.
+    /// Makes a path relative to the folder of the image, if it begins there.
     fn within(&self, path: &Path) -> Option<PathBuf> {
         let folder = self.folder()?;
         if let Ok(name) = path.strip_prefix(folder) {
@@ -286,7 +287,7 @@ impl<'a> Finder<'a> {
         path.strip_prefix(named.canonicalize().ok()?).ok().map(Path::to_owned)
     }
 
-    /// The key that allows one more file.
+    /// Formats the key that allows this file beside the listed ones.
     fn key(&self, path: &Path, names: &[PathBuf]) -> String {
         let name = self.within(path).filter(|name| !name.starts_with(".."));
         let name = name.unwrap_or_else(|| path.to_owned());
@@ -300,7 +301,7 @@ fn absent(path: &Path) -> String {
     format!("there is no {}; correct it with `qemu-img rebase -u`", path.display())
 }
 
-/// The file at a path, open as a place only.
+/// Opens the file at a path as a place only (`O_PATH`).
 #[cfg(feature = "qcow2")]
 fn place_of(path: &Path) -> Result<File> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
@@ -364,7 +365,7 @@ mod tests {
         assert!(find(None, &BackingFiles::Beside, &secret).is_err());
     }
 
-    /// The image says which of the listed files it is, and nothing else.
+    /// The image selects one of the listed files, and nothing else.
     #[test]
     fn only_listed_backing_files_are_found() {
         let folder = tempfile::tempdir().unwrap();
@@ -385,7 +386,7 @@ mod tests {
         {
             assert_eq!(find(Some(&image), &list, name).unwrap(), root.join("images/base"));
         }
-        // A relative name does not lead out of the folder, though it is listed.
+        // A relative name does not lead out of the folder, even if it is listed.
         for name in ["other", "link", "../secret"] {
             let error = find(Some(&image), &list, name).unwrap_err();
             assert!(error.contains("is none of the backing files"), "{name}: {error}");

@@ -1,4 +1,4 @@
-//! Opens disks that are encrypted: fetches their keys.
+//! Opens encrypted disks: reads their keys and headers.
 
 use std::fs::File;
 use std::io;
@@ -12,11 +12,11 @@ use rustix::io::Errno;
 use crate::disk_spec::KeySpec;
 use crate::inherit;
 
-/// The disk that lies encrypted on `below`.
+/// Opens the encrypted disk on `below`.
 ///
 /// # Errors
 ///
-/// When its key or its header cannot be read, or do not fit.
+/// When its key or its header cannot be read, or do not match.
 pub(crate) fn open_luks(
     below: DiskSource,
     key: &KeySpec,
@@ -50,7 +50,7 @@ fn read_inherited(fd: i32) -> Result<Passphrase> {
             Some(Errno::BADF) => "it is not open".to_owned(),
             _ => error.to_string(),
         };
-        // One that was read before is closed, or is the program's by now.
+        // A descriptor that was read before is closed, or its number belongs to the program by now.
         anyhow!(
             "{why}; start ringhaul with {fd}< KEYFILE, or use key-file for a disk that is opened \
              more than once, since a descriptor can only be read once"
@@ -60,7 +60,7 @@ fn read_inherited(fd: i32) -> Result<Passphrase> {
         .map_err(|error| anyhow!("{error}; start ringhaul with {fd}< KEYFILE"))
 }
 
-/// Others may have it in use: it is only read.
+/// Opens a header without a lock, because other disks may use it. It is only read.
 fn open_header(path: &Path) -> Result<DiskSource> {
     let options = DiskOptions { read_only: true, no_lock: true, ..DiskOptions::default() };
     Ok(DiskSource::file(path, &options)?)

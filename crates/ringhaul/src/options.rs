@@ -26,22 +26,22 @@ use crate::disk_spec::completions;
 use crate::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
-/// The shortest and the longest time slices that Linux gives, in microseconds.
+/// The limits of Linux for a time slice, in microseconds.
 const SLICE_MIN: u32 = 100;
 const SLICE_MAX: u32 = 100_000;
 
-/// Options that say what is exported, and how.
+/// Options of the export that a command line describes.
 #[derive(Debug, Clone, Args)]
 pub struct ExportArgs {
     /// Listen on this Unix socket. It is created at the start and removed at the end.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
-    /// What commands call the export: 1 to 100 characters, and no other export's name or socket.
-    /// Default: the path of its socket.
+    /// The name of the export in commands: 1 to 100 characters, and no other export's name or
+    /// socket. Default: the path of its socket.
     #[arg(help_heading = "Socket", long, value_name = "NAME", value_parser = parse_name)]
     pub name: Option<String>,
-    /// What the guest sees: a virtio-blk device with one disk, or a virtio-scsi device with those
-    /// that `--lun` names.
+    /// The device that the guest sees: virtio-blk with one disk, or virtio-scsi with the units that
+    /// `--lun` names.
     #[arg(
         help_heading = "What the guest sees",
         long,
@@ -51,12 +51,11 @@ pub struct ExportArgs {
     pub device: DeviceKind,
     /// A logical unit of the virtio-scsi device, 0 to 16383, or with its target T, 0 to 255; may be
     /// repeated. It needs its disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK`
-    /// with what `--disk` takes. `read-only`, `lock`, `cache` and
-    /// `logical-block-size` are as the options of these names, which hold for units that leave them
-    /// out; `serial` (36 bytes), `wwn` (16 hexadecimal digits), `rotational=on|off`,
-    /// `discard=on|off`, `vendor`, `product`, `revision`, `like=qemu` and `names=wwn|serial` are
-    /// what the guest sees; `stop=ignore|obey` is the effect of START STOP UNIT. Write a comma in a
-    /// value twice.
+    /// with DISK as for `--disk`. `read-only`, `lock`, `cache` and `logical-block-size` default to
+    /// the options of the same names. The guest sees `serial` (36 bytes), `wwn` (16 hexadecimal
+    /// digits), `rotational=on|off`, `discard=on|off`, `vendor`, `product`, `revision`, `like=qemu`
+    /// and `names=wwn|serial`; `stop=ignore|obey` is the effect of START STOP UNIT. Write a comma
+    /// in a value twice.
     #[arg(help_heading = "What the guest sees", long,
           value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"],
           add = ArgValueCompleter::new(complete_keys))]
@@ -66,7 +65,7 @@ pub struct ExportArgs {
     pub blk_file: Option<PathBuf>,
     /// Serve this disk: `file,path=PATH`; `null,size=SIZE` (answers at once, stores nothing: for
     /// measurement); `rbd,pool=POOL,image=IMAGE`, an image in a Ceph cluster; `nbd,host=HOST` or
-    /// `nbd,socket=PATH`, with `export=NAME`; or what lies over another disk:
+    /// `nbd,socket=PATH`, with `export=NAME`; or a layer over another disk:
     /// `raw,offset=SIZE,size=SIZE,over=DISK`, a part of it; `luks,key-file=PATH,over=DISK`;
     /// `qcow2,over=DISK`; `image,format=auto,over=DISK`. docs/disks.md has all keys. Short forms: a
     /// PATH that begins with `/`, `./` or `../`, `file:PATH`, `null:SIZE`, `rbd:POOL/IMAGE`,
@@ -76,12 +75,11 @@ pub struct ExportArgs {
           value_name = "KIND,KEY=VALUE,...", add = ArgValueCompleter::new(complete_disk))]
     pub disk: Option<String>,
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH` and its
-    /// disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with what `--disk`
-    /// takes; or `device=scsi` and units, each of which begins with
-    /// `lun=[T:]LUN`, followed by its keys. `name`, `read-only=on|off`, `lock`, `cache`, `serial`,
-    /// `logical-block-size`, `num-queues`, `queue-size` and `iothread` are as the options of these
-    /// names, which hold for exports that leave them out (except `name`, `serial` and `iothread`).
-    /// Write a comma in a value twice.
+    /// disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with DISK as for
+    /// `--disk`; or `device=scsi` and units, each of which begins with `lun=[T:]LUN`, followed by
+    /// its keys. `name`, `read-only=on|off`, `lock`, `cache`, `serial`, `logical-block-size`,
+    /// `num-queues`, `queue-size` and `iothread` are like the options of the same names, which are
+    /// their defaults (except `name`, `serial` and `iothread`). Write a comma in a value twice.
     #[arg(help_heading = "Socket", long,
           value_name = "KEY=VALUE,...", add = ArgValueCompleter::new(complete_keys))]
     pub export: Vec<String>,
@@ -94,7 +92,7 @@ pub struct ExportArgs {
     pub lock: OnOff,
     /// Answer requests in the order in which the guest has made them, where the front-end keeps no
     /// inflight region and continues at used idx when the daemon was killed. A slow request then
-    /// holds up the answers of those behind it. For virtio-blk.
+    /// holds up the answers behind it. For virtio-blk.
     #[arg(
         help_heading = "What the guest sees",
         long,
@@ -102,8 +100,8 @@ pub struct ExportArgs {
         default_value = "off"
     )]
     pub in_order: OnOff,
-    /// The most queues that a front-end may use, without it as many as the device can have: 256, or
-    /// 254 request queues of virtio-scsi. Queues that it does not use cost nothing.
+    /// The most queues that a front-end may use. Default: as many as the device can have, 256, or
+    /// 254 request queues of virtio-scsi. Unused queues cost nothing.
     #[arg(help_heading = "What the guest sees", long, value_name = "N",
           value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub num_queues: Option<u16>,
@@ -117,8 +115,8 @@ pub struct ExportArgs {
     #[arg(help_heading = "Threads and engines", long, value_name = "K")]
     pub iothread: Option<u16>,
     /// With io_uring, register the guest's memory, which saves the kernel work for each request.
-    /// It pins all of that memory. Only for guests without a memory balloon, free page
-    /// reporting or virtio-mem: when the front-end replaces pages, data would go to the old ones.
+    /// Pins all of that memory. Only for guests without a memory balloon, free page reporting or
+    /// virtio-mem: when the front-end replaces pages, data would go to the old ones.
     #[arg(help_heading = "Guest memory", long)]
     pub fixed_buffers: bool,
     /// The cache between guest and disk, with QEMU's names. `none` and `directsync` bypass
@@ -127,29 +125,29 @@ pub struct ExportArgs {
     /// Default: `none`, or `writeback` where the file system has no direct I/O.
     #[arg(help_heading = "Disk", long, value_name = "MODE")]
     pub cache: Option<CacheMode>,
-    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: one derived
-    /// from what the disk is: the file in its file system, or the block device.
+    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: derived from the
+    /// identity of the disk: the file in its file system, or the block device.
     #[arg(help_heading = "What the guest sees", long,
           value_name = "TEXT", value_parser = parse_serial)]
     pub serial: Option<String>,
-    /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what
-    /// a block device asks for, and 512 for a regular file.
+    /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: that of
+    /// a block device, and 512 for a regular file.
     #[arg(help_heading = "What the guest sees", long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
-    /// What each disk may do at most, with QEMU's names: `iops` or `bps`, with `-total`, `-read` or
-    /// `-write`; with `-max` the rate of a burst, with `-max-length` its seconds. `iops-size`: the
-    /// bytes that count as one request. `group`: the disks of that name share the limits.
+    /// Limits on each disk, with QEMU's names: `iops` or `bps`, with `-total`, `-read` or `-write`;
+    /// with `-max` the rate of a burst, with `-max-length` its seconds. `iops-size`: the bytes that
+    /// count as one request. `group`: the disks of that name share the limits.
     #[arg(help_heading = "Disk", long, value_name = "KEY=VALUE,...",
           value_parser = |text: &str| parse_limits(text).map_err(|error| format!("{error:#}")))]
     pub limits: Option<LimitSpec>,
-    /// What becomes of reads that a disk fails: `report` tells the guest, `retry` tries them again
-    /// until they succeed, while the guest waits. Default: `report`.
+    /// The handling of reads that a disk fails: `report` reports the error to the guest, `retry`
+    /// retries until they succeed, while the guest waits. Default: `report`.
     #[arg(help_heading = "Disk", long,
           value_name = "ACTION", value_parser = OnError::parser_of_reads())]
     pub rerror: Option<OnError>,
-    /// What becomes of writes that a disk fails, discards and zeroes included: as `--rerror`, or
-    /// `hold` those that lack space until there is some, or `hold-briefly`, for 20 seconds at most.
-    /// Default: `hold-briefly`.
+    /// The handling of writes that a disk fails, discards and zeroes included: like `--rerror`; or
+    /// `hold`, which holds writes that lack space until there is some; or `hold-briefly`, the same
+    /// for 20 seconds at most. Default: `hold-briefly`.
     #[arg(help_heading = "Disk", long, value_name = "ACTION")]
     pub werror: Option<OnError>,
 }
@@ -157,12 +155,12 @@ pub struct ExportArgs {
 /// Options of `ringhaul serve`.
 #[derive(Debug, Clone, Args)]
 pub struct ServeArgs {
-    /// What is exported.
+    /// The export.
     #[command(flatten)]
     pub exports: ExportArgs,
-    /// Read exports and options from this TOML file too. An option that is given here holds in
-    /// place of the file's, and exports are added to those of the file. SIGHUP has the daemon read
-    /// it again.
+    /// Read exports and options from this TOML file too. Options on the command line replace the
+    /// file's, and exports are added to those in the file. SIGHUP makes the daemon read the file
+    /// again.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
@@ -175,39 +173,40 @@ pub struct ServeArgs {
         conflicts_with = "socket_path"
     )]
     pub fd: Option<i32>,
-    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there
-    /// is and change it. Only root and the user of the daemon can connect, and those whom
-    /// `--control-group` names.
+    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may query and change
+    /// the daemon. Only root, the user of the daemon and the members of `--control-group` can
+    /// connect.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control: Option<PathBuf>,
-    /// Keep what control commands change in this file, for the next start: exports, units, limits,
-    /// error policies and settings. Default with `--control`: its path with `.state` added, in
-    /// `$STATE_DIRECTORY` if systemd names one. `none` keeps nothing, and ignores what was kept.
+    /// Keep the changes of control commands in this file, for the next start: exports, units,
+    /// limits, error policies and settings. Default with `--control`: its path with `.state` added,
+    /// in `$STATE_DIRECTORY` if systemd names one. `none` keeps nothing, and ignores earlier
+    /// changes.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub state: Option<PathBuf>,
-    /// The members of this group may connect to the control socket too. They can have the daemon
+    /// The members of this group may connect to the control socket too. They can make the daemon
     /// read and write every file that it can.
     #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
     pub control_group: Option<String>,
-    /// Take over from the daemon whose control socket this is, while its guests go on: its exports,
-    /// its sockets and its options. Options that are given beside this one replace its own, but for
-    /// those on exports, which stay as they are. If anything fails, the other daemon goes on.
+    /// Take over from the daemon with this control socket, while its guests run: its exports, its
+    /// sockets and its options. Options given beside this one replace the daemon's, except options
+    /// of exports, which stay as they are. If anything fails, the old daemon continues.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub takeover: Option<PathBuf>,
-    /// Print what this program can do, as JSON, and exit; other options than `--device` are
+    /// Print the capabilities of this program as JSON, and exit; other options than `--device` are
     /// ignored.
-    // Only for the help text: other options must not matter even if they are wrong, so the
-    // program looks for this one before it parses them, and never sets it.
+    // Only for the help text. Other options must not matter even if they are wrong, so the program
+    // looks for this option before it parses them, and never sets the field.
     #[arg(help_heading = "Socket", long)]
     pub print_capabilities: bool,
-    /// Threads that serve queues, whatever the engines of their disks; thread E + I modulo N serves
+    /// Threads that serve queues, whichever engines their disks use; thread E + I modulo N serves
     /// queue I of export E.
     #[arg(help_heading = "Threads and engines", long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub iothreads: u16,
     /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps.
-    /// It does so only while that pays: for a disk, while the CPU time that it takes is worth the
-    /// latency that it saves. 0 disables it.
+    /// Only while that pays: for a disk, while the saved latency is worth the CPU time. 0 disables
+    /// busy-polling.
     #[arg(help_heading = "Threads and engines", long,
           value_name = "US", default_value_t = IoThreadConfig::POLL_MAX_US,
           value_parser = clap::value_parser!(u16).range(0..=i64::from(POLL_MAX_US)))]
@@ -217,13 +216,14 @@ pub struct ServeArgs {
           value_name = "PERCENT", default_value_t = IoThreadConfig::POLL_BUDGET_PERCENT,
           value_parser = clap::value_parser!(u8).range(1..=100))]
     pub poll_budget: u8,
-    /// The time slice of an IoThread in microseconds, 100 to 100000, for when other programs want
-    /// its CPU: with a short one it has the CPU back sooner. 0 leaves the kernel's. Linux before
-    /// 6.12 ignores it.
+    /// The time slice of an IoThread in microseconds, 100 to 100000, while other programs want its
+    /// CPU: a short one brings the CPU back sooner. 0 leaves the kernel's. Linux before 6.12
+    /// ignores it.
     #[arg(long, value_name = "US", default_value_t = IoThreadConfig::SLICE_US,
           value_parser = parse_slice)]
     pub slice_us: u32,
-    /// How operations reach the kernel. `auto` tries the engines on the disk and logs its choice.
+    /// The engine that carries operations to the kernel. `auto` tries the engines on the disk and
+    /// logs its choice.
     #[arg(
         help_heading = "Threads and engines",
         long,
@@ -250,8 +250,8 @@ pub struct ServeArgs {
     #[arg(help_heading = "Guest memory", long,
           value_name = "SIZE", default_value = "64T", value_parser = parse_memory_size)]
     pub max_mapped_memory: u64,
-    /// Which files a front-end may share as guest memory. `sealable`: those that have seals (memfd,
-    /// tmpfs, hugetlbfs) and DAX devices. `any`: those of all file systems; one that does not
+    /// The files that a front-end may share as guest memory. `sealable`: files with seals (memfd,
+    /// tmpfs, hugetlbfs) and DAX devices. `any`: files of all file systems; one that does not
     /// answer (FUSE, NFS) then stops every export on the IoThread that touches it.
     #[arg(help_heading = "Guest memory", long, value_name = "FILES", default_value = "sealable")]
     pub memory_files: MemoryFilesChoice,
@@ -274,7 +274,7 @@ pub enum DeviceKind {
 pub enum MemoryFilesChoice {
     /// Files that cannot make an access wait.
     Sealable,
-    /// All that can be mapped.
+    /// All files that can be mapped.
     Any,
 }
 
@@ -287,9 +287,9 @@ impl From<MemoryFilesChoice> for MemoryFiles {
     }
 }
 
-/// What `--print-capabilities` prints ("Backend program conventions" of the vhost-user
-/// specification): the options of these names are accepted. For block devices the conventions say
-/// which there are to name; for SCSI devices they know of none.
+/// The output of `--print-capabilities` ("Backend program conventions" of the vhost-user
+/// specification), which lists supported options by name. The conventions define names for block
+/// devices and none for SCSI devices.
 #[must_use]
 pub fn capabilities(device: DeviceKind) -> &'static str {
     match device {
@@ -315,7 +315,7 @@ pub fn capabilities(device: DeviceKind) -> &'static str {
 }
 
 impl ServeArgs {
-    /// The options that only engine io_uring has, and whether they are given.
+    /// The options that only engine io_uring has, each with true if it is given.
     #[must_use]
     pub fn io_uring_options(&self) -> [(&'static str, bool); 3] {
         [
@@ -325,7 +325,7 @@ impl ServeArgs {
         ]
     }
 
-    /// How an engine is set up.
+    /// The configuration of an engine.
     #[must_use]
     pub(crate) fn engine_config(&self, engine: EngineKind) -> EngineConfig {
         let options = EngineOptions {
@@ -336,12 +336,12 @@ impl ServeArgs {
         options.engine(engine)
     }
 
-    /// How much IoThreads busy-poll at first.
+    /// The initial busy-poll limits.
     pub(crate) fn poll_limits(&self) -> PollLimits {
         PollLimits { max_us: self.poll_max_us, budget_percent: self.poll_budget }
     }
 
-    /// How each IoThread starts; engines for the disks are added then.
+    /// The configuration with which each IoThread starts. Engines for the disks are added later.
     #[must_use]
     pub(crate) fn io_thread_config(&self) -> IoThreadConfig {
         IoThreadConfig {
@@ -356,7 +356,7 @@ impl ServeArgs {
     }
 }
 
-/// What is wrong with a command line, in one line, without the usage that clap adds.
+/// Formats an error of a command line in one line, without the usage that clap adds.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
@@ -365,12 +365,12 @@ pub fn one_line(error: &clap::Error) -> String {
     let said = said.join(" ");
     let said = said.trim_end_matches("For more information, try '--help'.").trim_end();
     let said = said.trim_start_matches("error: ");
-    // Words of Rust's parsers of numbers.
+    // Texts of Rust's number parsers.
     let said = said.replace("invalid digit found in string", "it must be a whole number");
     said.replace("number would be zero for non-zero type", "it must be at least 1")
 }
 
-/// Words for a shell that completes the name of a disk, or the path of a file.
+/// Completes the name of a disk, or the path of a file, for a shell.
 fn complete_disk(begun: &OsStr) -> Vec<CompletionCandidate> {
     let text = begun.to_string_lossy();
     let words = completions(&text).into_iter().map(CompletionCandidate::new);
@@ -378,7 +378,7 @@ fn complete_disk(begun: &OsStr) -> Vec<CompletionCandidate> {
     words.chain(paths).collect()
 }
 
-/// The same behind `disk=`, which is the last key.
+/// Completes the name of a disk after `disk=`, which is the last key.
 fn complete_keys(begun: &OsStr) -> Vec<CompletionCandidate> {
     let text = begun.to_string_lossy();
     match text.split_once(",disk=") {
@@ -418,7 +418,7 @@ fn parse_slice(text: &str) -> Result<u32, String> {
 }
 
 fn parse_queue_size(text: &str) -> Result<u16, String> {
-    // What is not a number is out of range too.
+    // 0 is out of range like text that is no number.
     let size = text.parse().unwrap_or(0);
     check_queue_size(size).map_err(|error| error.to_string())?;
     Ok(size)

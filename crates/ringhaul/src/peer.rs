@@ -1,4 +1,4 @@
-//! Who is at the other end of a Unix socket, as the kernel knows it.
+//! The peer of a Unix socket, as the kernel reports it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -6,26 +6,26 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The process that has connected, or its parent that has made the connection.
+/// The process that has connected, or its parent that made the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Peer {
-    /// Its process id; `None` when it is not visible from here, as in another PID namespace.
+    /// Its process id; `None` if it is not visible from here, for example in another PID namespace.
     pub pid: Option<u32>,
-    /// Its user.
+    /// Its user id.
     pub uid: u32,
-    /// Its group.
+    /// Its group id.
     pub gid: u32,
 }
 
 impl Peer {
-    /// Who has connected to `socket`.
+    /// Returns the peer of `socket`.
     ///
     /// # Errors
     ///
-    /// When the kernel does not say.
+    /// When the kernel does not report it.
     pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
-        // Not through rustix, whose result has no room for the 0 that means "not visible".
+        // rustix is not used: its result cannot represent the 0 that means "not visible".
         let mut credentials = [libc::ucred { pid: 0, uid: 0, gid: 0 }];
         let found = get(socket.as_fd(), libc::SO_PEERCRED, &mut credentials)?;
         let [libc::ucred { pid, uid, gid }] = credentials;
@@ -36,11 +36,11 @@ impl Peer {
     }
 }
 
-/// Whether who has connected to `socket` is in this group, or was then.
+/// Returns true if the peer of `socket` belonged to this group when it connected.
 ///
 /// # Errors
 ///
-/// When the kernel does not say.
+/// When the kernel does not report the groups.
 pub(crate) fn is_in_group(socket: impl AsFd, gid: u32) -> io::Result<bool> {
     let mut groups: Vec<libc::gid_t> = vec![0; 64];
     let found = loop {
@@ -55,18 +55,18 @@ pub(crate) fn is_in_group(socket: impl AsFd, gid: u32) -> io::Result<bool> {
     Ok(groups[..found].contains(&gid) || Peer::of(socket)?.gid == gid)
 }
 
-/// What the kernel may fill.
+/// A type that the kernel may fill.
 ///
 /// # Safety
 ///
-/// Any bytes must be a value of it.
+/// Every bit pattern must be a value of the type.
 unsafe trait Plain: Copy {}
-// SAFETY: it has three integers and no padding.
+// SAFETY: the struct consists of three integers and has no padding.
 unsafe impl Plain for libc::ucred {}
-// SAFETY: it is an integer.
+// SAFETY: the type is an integer.
 unsafe impl Plain for libc::gid_t {}
 
-/// Reads an option of a socket. Returns how many values there are.
+/// Reads an option of a socket. Returns the number of values.
 fn get<T: Plain>(socket: BorrowedFd<'_>, option: i32, values: &mut [T]) -> io::Result<usize> {
     let mut bytes = libc::socklen_t::try_from(size_of_val(values)).map_err(io::Error::other)?;
     // SAFETY: the pointers are to live locals of the caller and of this function, `bytes` is the

@@ -1,7 +1,7 @@
-//! SIGHUP: the exports that the configuration file names are made what it says now.
+//! SIGHUP: makes the exports of the configuration file match its present content.
 //!
-//! Each export is changed on a thread of its own, so that one whose disk or guest hangs holds up no
-//! other, and no later SIGHUP either.
+//! Each export is changed on a thread of its own, so that an export whose disk or guest hangs
+//! delays neither other exports nor a later SIGHUP.
 
 mod difference;
 
@@ -21,16 +21,16 @@ use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
 use crate::succession::{Changing, PassedOn, Succession};
 use difference::{Change, Exports, apply, by_socket, differences, is_the_same, is_the_same_unit};
 
-/// How long changes may take before the log says which ones are waited for. They go on.
+/// The time for changes before the log lists the unfinished ones. They continue.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The time for the file to be read before the log says that it is waited for.
+/// The time for reading the file before the log reports the wait.
 const READ_SLOW: Duration = Duration::from_secs(2);
 
-/// The time for the file to be read before the reload is given up.
+/// The time for reading the file before the reload is cancelled.
 const READ_MAX: Duration = Duration::from_secs(10);
 
-/// The most threads that a file system may hold.
+/// The most threads that a hanging file system may block.
 const READERS_MAX: usize = 4;
 
 /// Options that may change while the daemon runs.
@@ -38,13 +38,13 @@ const LOG: &str = "log";
 const POLL_MAX_US: &str = "poll-max-us";
 const POLL_BUDGET: &str = "poll-budget";
 
-/// Has the file read again. The last to drop it ends the thread that does so.
+/// Requests the reload of the file. Dropping the last sender ends the reloading thread.
 #[derive(Clone)]
 pub(crate) struct Reload(mpsc::Sender<Changing>);
 
 impl Reload {
-    /// Starts the thread, for a daemon that was started with `config`, and serves these exports of
-    /// it or is given them by others.
+    /// Starts the thread for a daemon that was started with `config`. `served` are the exports of
+    /// the file that the daemon serves now or will receive from a predecessor.
     ///
     /// # Errors
     ///
@@ -63,19 +63,19 @@ impl Reload {
         }
         let work = move || {
             while let Ok(first) = requests.recv() {
-                // Those that came meanwhile mean the same.
+                // Requests that arrived in the meantime are met by the same reload.
                 let _changing: Vec<Changing> =
                     iter::once(first).chain(requests.try_iter()).collect();
                 reloader.reload();
             }
         };
-        // Nobody waits for it: it may be waiting for a disk.
+        // The thread is not joined, because it may be waiting for a disk.
         let thread = std::thread::Builder::new().name("ringhaul-reload".into()).spawn(work);
         thread.context("cannot start the thread that reads the configuration again")?;
         Ok(Self(asked))
     }
 
-    /// Begins to do so, or has the process do it that has taken over.
+    /// Begins a reload, or passes the request on to the process that has taken over.
     pub(crate) fn begin(&self, succession: &Arc<Succession>) {
         let asked = self.0.clone();
         // The thread ends with the daemon.
@@ -83,13 +83,14 @@ impl Reload {
     }
 }
 
-/// What became of the file, for those who change it.
+/// The applied state of the file, shared by the threads that change exports.
 type Shared = Arc<Mutex<Record>>;
 
-/// What became of the file.
+/// The state of the file's exports in the daemon.
 #[derive(Default)]
 struct Record {
-    /// Its exports as they were served by it. Each is changed by whoever has changed it.
+    /// The exports of the file as they are served. The thread that changed an export updates its
+    /// entry.
     served: Exports,
     /// Changes that have not ended.
     pending: BTreeMap<String, Change>,
@@ -97,17 +98,17 @@ struct Record {
 
 struct Reloader {
     file: ConfigFile,
-    /// Those that hold: the daemon was started with them, or has applied them since.
+    /// The options of the file in effect, since the start or a later reload.
     options: BTreeMap<String, String>,
     daemon: Weak<Daemon>,
     record: Shared,
-    /// A thread that reads the file has a share.
+    /// Counts the threads that read the file: each holds a clone.
     reading: Arc<()>,
 }
 
 impl Record {
-    /// Forgets exports and units that are not there any more: their disks could not be opened in
-    /// the end, or somebody has removed them, and perhaps put another in the place.
+    /// Forgets exports and units that no longer exist: their disks could not be opened, or a
+    /// command removed them and may have put another in the place.
     fn forget_gone(&mut self, shown: &[ExportSpec]) {
         let Self { served, pending } = self;
         served.retain(|export, ours| {
@@ -124,7 +125,7 @@ impl Record {
         });
     }
 
-    /// What an export is called that has this socket, as in all other lines of the log.
+    /// The name in the log of the export with this socket.
     fn name_of(&self, socket: &str) -> String {
         let added = match self.pending.get(socket) {
             Some(Change::Add(spec)) => Some(spec),
@@ -134,7 +135,7 @@ impl Record {
         spec.map_or_else(|| socket.to_owned(), ExportSpec::name)
     }
 
-    /// The exports of the file as they are served, or are being opened to be.
+    /// The exports of the file that are served or being opened.
     fn of_file(&self) -> Vec<ExportSpec> {
         let added = self.pending.values().filter_map(|change| match change {
             Change::Add(spec) => Some(spec),
@@ -143,8 +144,8 @@ impl Record {
         self.served.values().chain(added).cloned().collect()
     }
 
-    /// What is to be done for the exports of the file to be as wanted, and is not being done. From
-    /// now on it is.
+    /// Returns the changes that turn the served exports into the `wanted` ones, without changes in
+    /// progress. Marks the returned ones as in progress.
     fn begin(&mut self, wanted: &Exports) -> Vec<(String, Change)> {
         for (socket, change) in &self.pending {
             if change.aim() != wanted.get(socket) {
@@ -189,14 +190,14 @@ impl Reloader {
         tracing::info!("{path} is read again; exports to change: {}", changes.len());
         let (removals, others): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|(_, change)| *change == Change::Remove);
-        // What is removed may have the disk or the socket of what is added.
+        // A removed export may hold the disk or the socket of an added one.
         self.carry_out(removals);
         self.carry_out(others);
         tracing::info!("the configuration of {path} is applied, as far as it can be");
     }
 
-    /// Reads the file, on a thread of its own: a file system that hangs blocks no later reload and
-    /// no takeover.
+    /// Reads the file on a thread of its own, so that a hanging file system blocks no later reload
+    /// and no takeover.
     fn read(&self) -> Result<Config> {
         let (file, (done, result)) = (self.file.clone(), mpsc::channel());
         let (path, seconds) = (self.file.path().display(), READ_MAX.as_secs());
@@ -206,7 +207,7 @@ impl Reloader {
         }
         let work = move || {
             let _hangs = hangs;
-            // The reload may have been given up.
+            // The reload may have been cancelled.
             let _ = done.send(file.read());
         };
         let thread = std::thread::Builder::new().name("ringhaul-config".into()).spawn(work);
@@ -220,8 +221,8 @@ impl Reloader {
         })
     }
 
-    /// Has the options hold that may change while the daemon runs, whatever was set since, and says
-    /// which others have changed.
+    /// Applies the file's options that may change at run time, even over later commands, and logs
+    /// changes of other options.
     fn apply_options(&mut self, config: &Config) {
         let Some(daemon) = self.daemon.upgrade() else { return };
         let set = |change| match daemon.handle_of_file(Command::Set(change)) {
@@ -229,7 +230,7 @@ impl Reloader {
             Ok(other) => unreachable!("{other:?} is no setting"),
             Err(error) => Err(error),
         };
-        // Without a change it says what holds.
+        // An empty change returns the current settings.
         let Ok(current) = set(SettingsChange::default()) else { return };
         let keys: BTreeSet<&String> = self.options.keys().chain(config.options.keys()).collect();
         let differs = |key: &String| match key.as_str() {
@@ -242,7 +243,7 @@ impl Reloader {
         let apart = keys.into_iter().filter(|key| differs(key) || has_changed(key)).cloned();
         let (now, later): (Vec<String>, Vec<String>) =
             apart.partition(|key| may_change(key, config));
-        // What exports have is changed with them, or cannot change, which is said of each.
+        // Options of exports are changed with the exports, or reported there as unchangeable.
         let later = later.iter().filter(|key| !OF_EXPORTS.contains(&key.as_str()));
         for key in later.filter(|key| has_changed(key)) {
             tracing::warn!("{key} has changed; that takes effect when the daemon is started again");
@@ -269,7 +270,7 @@ impl Reloader {
         }
     }
 
-    /// Makes these changes side by side, and waits for them for a while.
+    /// Carries out these changes side by side, and waits for them for at most [`PATIENCE`].
     fn carry_out(&self, changes: Vec<(String, Change)>) {
         let (done, results) = mpsc::channel();
         let mut waits = BTreeMap::new();
@@ -284,7 +285,7 @@ impl Reloader {
                 if !is_kept {
                     lock(&record).pending.remove(&export);
                 }
-                // Nobody waits any more if it took too long.
+                // After a long change the receiver is gone.
                 let _ = done.send(number);
             };
             match std::thread::Builder::new().name("ringhaul-change".into()).spawn(work) {
@@ -319,7 +320,7 @@ impl Change {
                 lock(record).served.insert(socket, spec);
             }),
             Self::Remove => match daemon.handle_of_file(Command::Remove(Removal::of(&socket))) {
-                // Somebody else may have removed it.
+                // A control command may have removed it already.
                 Ok(_) | Err(CommandError::Unknown(_)) => {
                     lock(record).served.remove(&socket);
                     daemon.note_file(&export, None, None);
@@ -329,7 +330,8 @@ impl Change {
                 Err(error) => Err(error),
             },
             Self::Alter(commands, _) => alter(&daemon, commands, |done| {
-                // What was done of it is not done again, and what others do is theirs.
+                // Recorded per disk: a change that was made is not repeated, and changes by
+                // commands are not undone.
                 if let Some(spec) = lock(record).served.get_mut(&socket) {
                     let place = place_of(&done);
                     apply(spec, done);
@@ -352,7 +354,7 @@ impl Change {
     }
 }
 
-/// All exports as they are now, unless the daemon is ending.
+/// All exports as they are now. `None` if the daemon is ending.
 fn shown(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
     match daemon.handle(Command::Show) {
         Ok(Reply::Exports(all)) => Some(all.into_iter().map(|status| status.spec).collect()),
@@ -361,8 +363,8 @@ fn shown(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
     }
 }
 
-/// Changes units of an export, and calls `done` with each change that was made. What has failed is
-/// tried again by the next SIGHUP.
+/// Changes units of an export, and calls `done` with each change that was made. The next SIGHUP
+/// retries failed changes.
 fn alter(
     daemon: &Daemon,
     commands: Vec<Command>,
@@ -373,7 +375,7 @@ fn alter(
         let is_removal = matches!(command, Command::RemoveUnit(..));
         match daemon.handle_of_file(command.clone()) {
             Ok(_) => done(command),
-            // Somebody else may have removed it.
+            // A control command may have removed it already.
             Err(CommandError::UnknownUnit(..)) if is_removal => done(command),
             Err(error) => result = Err(error),
         }
@@ -391,13 +393,13 @@ fn place_of(command: &Command) -> Option<UnitPlace> {
     }
 }
 
-/// Whether an option may change while the daemon runs. What is logged without one is up to the
-/// environment that the daemon was started in.
+/// Returns true if an option may change while the daemon runs. Without the option `--log` in the
+/// file, the start environment decides the log filter.
 fn may_change(key: &str, config: &Config) -> bool {
     [POLL_MAX_US, POLL_BUDGET].contains(&key) || key == LOG && config.options.contains_key(LOG)
 }
 
-/// The value of an option as it stands on a command line.
+/// The value of an option in command-line form.
 fn value_of(option: &str) -> String {
     option.split_once('=').map_or(option, |(_, value)| value).to_owned()
 }
@@ -533,7 +535,7 @@ mod tests {
         assert_eq!(by_socket(std::slice::from_ref(export)), exports(&[&aim]));
     }
 
-    /// A daemon with the exports of a file, and what reads that file again.
+    /// A daemon with the exports of a file, and the reloader of the file.
     struct Scene {
         folder: tempfile::TempDir,
         daemon: Arc<Daemon>,
@@ -542,7 +544,8 @@ mod tests {
     }
 
     impl Scene {
-        /// Serves these exports of the file, and takes all of them to be served.
+        /// Serves the returned exports of the file, and tells the reloader that all of them are
+        /// served.
         fn new(before: &str, serves: impl FnOnce(&Config) -> Vec<ExportSpec>) -> Self {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("ringhaul.toml");
@@ -564,7 +567,7 @@ mod tests {
             let path = self.folder.path().join("ringhaul.toml");
             std::fs::write(path, in_folder(text, &self.folder)).unwrap();
             self.reloader.reload();
-            // On a busy machine it does not wait for all of them.
+            // On a busy machine `reload` returns before all changes have ended.
             while !lock(&self.reloader.record).pending.is_empty() {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -578,7 +581,7 @@ mod tests {
             in_folder("FOLDER/b", &self.folder)
         }
 
-        /// As a control client adds one to the export of [`scsi`].
+        /// Adds a unit to the export of [`scsi`], like a control client.
         fn add_unit(&self, unit: &str) {
             let unit = Box::new(serde_json::from_str(unit).unwrap());
             self.daemon.handle(Command::AddUnit(self.socket(), unit)).unwrap();
@@ -618,7 +621,7 @@ mod tests {
         )
     }
 
-    /// An export of these units.
+    /// An export with these units.
     fn scsi(units: &str) -> String {
         format!("[[export]]\nendpoint = {{ path = \"FOLDER/b\" }}\ndevice.scsi = [{units}]\n")
     }
@@ -632,7 +635,7 @@ mod tests {
     #[test]
     fn what_is_not_served_in_the_end_is_added_again() {
         let both = blk("served") + &blk("late");
-        // The disk of the other could not be opened.
+        // The disk of the second export could not be opened.
         let mut scene = Scene::new(&both, |config| config.exports[..1].to_vec());
         scene.reload(&both);
         assert_eq!(scene.names(), ["served", "late"]);
@@ -697,7 +700,7 @@ mod tests {
         );
         scene.reload(&scsi(&one));
         assert_eq!(scene.luns(), [0, 1]);
-        // One that was removed is missing.
+        // A unit that was removed is missing.
         scene.remove_unit(0);
         scene.reload(&scsi(&one));
         assert_eq!(scene.luns(), [0, 1]);
@@ -742,7 +745,7 @@ mod tests {
         assert_eq!(scene.poll_max_us(Some(9)), 9);
         scene.reload("poll-max-us = 7\n");
         assert_eq!(scene.poll_max_us(None), 7);
-        // As if the file had never named it, and then it is left alone.
+        // The option returns to its default, as if never named, and is left alone from then on.
         scene.reload("");
         let usual = scene.poll_max_us(None);
         assert_ne!(usual, 7);

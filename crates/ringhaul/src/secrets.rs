@@ -1,14 +1,15 @@
-//! Secrets that somebody wrote where none belong, such as into a URI. No message repeats them.
+//! Removes secrets that users wrote in the wrong place, such as into a URI, from messages.
 //!
-//! A disk that is understood has none in its name. A text that is not is repeated in errors, and
-//! so is what other libraries say about it. All that leaves the process as text comes by here.
+//! A disk name that was parsed contains no secret. A name that was not parsed is repeated in
+//! errors, and so are messages of other libraries about it. All text that leaves the process passes
+//! through here.
 
 use std::borrow::Cow;
 
-/// What stands in place of a secret.
+/// The replacement of a secret.
 const COVER: &str = "***";
 
-/// Words whose value is a secret, whatever program knows them.
+/// Keys whose value is a secret, in any program.
 const KEYS: &[&str] = &[
     "key",
     "pass",
@@ -23,12 +24,12 @@ const KEYS: &[&str] = &[
     "token",
 ];
 
-/// Returns whether the value of this key is a secret.
+/// Returns true if the value of this key is a secret.
 pub(crate) fn is_secret_key(key: &str) -> bool {
     KEYS.iter().any(|known| known.eq_ignore_ascii_case(key))
 }
 
-/// The text without users and passwords of URIs, and without values of words such as `key=`.
+/// Returns the text without users and passwords of URIs, and without values of keys such as `key=`.
 #[must_use]
 pub(crate) fn without_secrets(text: &str) -> Cow<'_, str> {
     if !text.contains("://") && !text.contains('=') {
@@ -38,8 +39,8 @@ pub(crate) fn without_secrets(text: &str) -> Cow<'_, str> {
     Cow::Owned(without_values(&covered))
 }
 
-/// The text as a terminal may be shown it: without secrets, and with control characters, which a
-/// name may have, escaped.
+/// Makes a text safe for a terminal: without secrets, and with control characters, for example in
+/// names, escaped.
 #[must_use]
 pub fn printable(text: &str) -> String {
     let escape = |character: char| match character.is_control() {
@@ -49,7 +50,7 @@ pub fn printable(text: &str) -> String {
     without_secrets(text).chars().map(escape).collect()
 }
 
-/// Whether a character ends a word in a sentence.
+/// Returns true if a character ends a word in a sentence.
 fn ends_word(character: char) -> bool {
     character.is_whitespace() || ['"', '\'', '`'].contains(&character)
 }
@@ -71,9 +72,9 @@ fn without_users(text: &str) -> String {
     done + rest
 }
 
-/// How many bytes at the start of what follows `://` are a user and a password: all up to the last
-/// `@` of the word. A password may have characters in it that belong into no URI, so that what
-/// seems to be a port may be the start of one. An `@` in the name of an export is none of that.
+/// Returns the length in bytes of the user and password after `://`: all text up to the last `@` of
+/// the word. A password may contain characters that no URI allows, so an apparent port may be its
+/// start. An `@` in the name of an export does not count.
 fn user_bytes(text: &str) -> Option<usize> {
     let word = &text[..text.find(ends_word).unwrap_or(text.len())];
     let authority = &word[..word.find(['/', '?', '#']).unwrap_or(word.len())];
@@ -81,7 +82,7 @@ fn user_bytes(text: &str) -> Option<usize> {
         return word.rfind('@');
     }
     let (_, port) = authority[authority.rfind(']').unwrap_or(0)..].split_once(':')?;
-    // A colon may follow a name in a sentence, and a comma the disk.
+    // In a sentence a colon may follow a name, and a comma the disk.
     let port = port.split(',').next()?.trim_end_matches(':');
     if port.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
@@ -100,7 +101,7 @@ fn without_values(text: &str) -> String {
         rest = after;
         if is_secret_key(key) {
             let value = value_of(after);
-            // Our own errors say `KEY=VALUE`.
+            // The daemon's own errors contain `KEY=VALUE`.
             if !value.is_empty() && value != "VALUE" {
                 done.push_str(COVER);
                 rest = &after[value.len()..];
@@ -110,7 +111,7 @@ fn without_values(text: &str) -> String {
     done + rest
 }
 
-/// The value at the start of a text. Two commas stand for one in it.
+/// Returns the value at the start of a text. Two commas within it stand for one.
 fn value_of(text: &str) -> &str {
     let mut end = 0;
     while let Some(found) = text[end..].find(|at: char| ends_word(at) || at == ',' || at == '&') {

@@ -1,4 +1,4 @@
-//! `ringhaul serve`: a daemon from its options to its end.
+//! `ringhaul serve`: runs a daemon from its options to its end.
 
 mod start;
 
@@ -33,18 +33,18 @@ use start::{Heritage, Start};
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
 
-/// An IoThread has ended by an error.
+/// An IoThread has ended with an error.
 const EXIT_THREAD_FAILED: u8 = 4;
 
-/// Serves disks until a signal comes or the last export has ended, as that of an inherited
-/// connection does when the front-end goes. `config` is the file that the options name, and what it
-/// says; they are its options too.
+/// Serves disks until a signal comes or the last export has ended. (The export of an inherited
+/// connection ends when its front-end disconnects.) `config` is the file that the options name,
+/// with its content, which is already merged into `args`.
 ///
 /// # Errors
 ///
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
-    // Before another process hands over more than the limit allows so far.
+    // Before another process hands over more descriptors than the present limit allows.
     crate::descriptor_limit::raise();
     match &args.takeover {
         None => begin(args, config),
@@ -56,9 +56,9 @@ pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Exi
     }
 }
 
-/// Serves what the options say.
+/// Serves the exports of the options and files.
 fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
-    // Before this process has opened anything that could be taken for it.
+    // Before this process opens a descriptor that could get the same number.
     let inherited = args.fd.map(|fd| Endpoint::inherit(fd).map(|socket| (fd, socket)));
     let inherited = inherited.transpose()?;
     // Early, so that no signal is lost.
@@ -71,7 +71,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     {
         bail!("--control and --socket-path name one socket, {}; choose another", path.display());
     }
-    // A daemon that listens there has the state, too, as a rule.
+    // Before the state is read: a daemon that listens there usually owns the state, too.
     let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
     let control = control.transpose()?;
     let mut start = Start::read(args, config)?;
@@ -102,8 +102,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     Ok(end(outcome, control))
 }
 
-/// Serves what another process has served so far. A signal that comes before ends this process
-/// alone.
+/// Takes over the exports of another process. A signal before the takeover ends this process only.
 fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let own = Life::own()?;
     let before = predecessor.life.clone();
@@ -150,19 +149,20 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     Ok(end(outcome, control))
 }
 
-/// Sets up what a process has once.
+/// Sets up per-process state.
 fn set_up_process(args: &ServeArgs) -> Result<()> {
-    // Before any front-end shares memory, which it may take away again.
+    // Before any front-end shares memory, because it may truncate that memory later.
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     args.check()
 }
 
-/// What works, or nothing: guests that were taken over do not pay for the rest.
+/// Returns the result, or logs its error: a partial failure must not stop guests that were taken
+/// over.
 fn without<T>(result: Result<T>, what: &str) -> Option<T> {
     result.inspect_err(|error| tracing::error!("goes on without heeding {what}: {error:#}")).ok()
 }
 
-/// Does what the process before this one was asked to do when it had left already.
+/// Carries out requests that the predecessor received after its hand-over.
 fn heed(
     daemon: &Arc<Daemon>,
     reload: Option<Reload>,
@@ -178,8 +178,9 @@ fn heed(
     }
 }
 
-/// Applies later changes of a file, of whose exports a daemon has taken over those that are
-/// `served`, or if that was not said, those that it has. What differs changes with the next SIGHUP.
+/// Starts reloads for a daemon that has taken over. `served` are the exports of the file that the
+/// predecessor served; without a report, they are the file's exports that the daemon has.
+/// Differences are applied at the next SIGHUP.
 fn reload_served(
     file: ConfigFile,
     config: &Config,
@@ -232,8 +233,8 @@ fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {
     }
 }
 
-/// The thread that has the daemon end at a signal, or its configuration read again. It ends when
-/// this is dropped.
+/// The thread that ends the daemon, or reloads its configuration, on a signal. Dropping it ends the
+/// thread.
 struct SignalThread {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
@@ -275,8 +276,8 @@ fn take_signals(has_config: bool) -> Result<Signals> {
     Signals::new(signals_to_take(has_config)).context("cannot take over signals")
 }
 
-/// Signals that the daemon acts on. SIGHUP, if it was ignored from the start, as by `nohup`, would
-/// end it no more than the terminal; it has a file read again whoever started it.
+/// The signals to handle. If SIGHUP was ignored from the start, as by `nohup`, the end of the
+/// terminal must not end the daemon. With a configuration file SIGHUP always reloads it.
 fn signals_to_take(has_config: bool) -> Vec<i32> {
     let mut signals = vec![SIGTERM, SIGINT];
     if has_config || !is_ignored(SIGHUP) {

@@ -1,4 +1,4 @@
-//! What may change while a daemon runs.
+//! Settings that may change while a daemon runs.
 
 use std::time::Duration;
 
@@ -11,24 +11,24 @@ use crate::log;
 /// The longest that an IoThread may busy-poll, in microseconds.
 pub(crate) const POLL_MAX_US: u16 = 10_000;
 
-/// What is to change. What is left out stays.
+/// A change of settings. A field that is left out keeps its value.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct SettingsChange {
-    /// What is logged, as `--log` has it.
+    /// The filter of the log, in the syntax of `--log`.
     pub log: Option<String>,
     /// The longest time in microseconds that an IoThread busy-polls, 0 to 10000.
-    // Wider than its range, so that a number beyond it is told the range.
+    // Wider than the range, so that the error for a larger number can state the range.
     pub poll_max_us: Option<u64>,
     /// The share of an IoThread's time in percent that may go into busy-polling, 1 to 100.
     pub poll_budget: Option<u64>,
 }
 
-/// What may change, as it is.
+/// The current settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Settings {
-    /// What is logged; none when that is not up to this daemon.
+    /// The filter of the log; none if this process does not write its own log.
     pub log: Option<String>,
     /// The longest time in microseconds that an IoThread busy-polls.
     pub poll_max_us: u16,
@@ -36,7 +36,7 @@ pub struct Settings {
     pub poll_budget: u8,
 }
 
-/// How much IoThreads busy-poll.
+/// Limits on the busy-polling of IoThreads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PollLimits {
     pub(crate) max_us: u16,
@@ -50,7 +50,7 @@ impl PollLimits {
 }
 
 impl SettingsChange {
-    /// This change, and a later one.
+    /// Merges a later change into this one.
     pub(crate) fn add(&mut self, later: &Self) {
         let Self { log, poll_max_us, poll_budget } = later.clone();
         self.log = log.or(self.log.take());
@@ -58,12 +58,12 @@ impl SettingsChange {
         self.poll_budget = poll_budget.or(self.poll_budget);
     }
 
-    /// Makes the change of everything but the log in `limits`, and then that of the log: all of it
-    /// or, where one is out of its range, nothing.
+    /// Changes the filter of the log, and `limits`: both, or neither if a value is out of its
+    /// range.
     ///
     /// # Errors
     ///
-    /// When something is out of its range.
+    /// When a value is out of its range.
     pub(crate) fn apply(&self, limits: &mut PollLimits) -> Result<()> {
         let max_us = self.poll_max_us.unwrap_or(limits.max_us.into());
         let Some(max_us) = u16::try_from(max_us).ok().filter(|us| *us <= POLL_MAX_US) else {

@@ -1,4 +1,4 @@
-//! The same for many things at once, on a few threads, of which some may hang.
+//! Runs one call per item on a few threads, some of which may hang.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, VecDeque};
@@ -7,28 +7,28 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long nothing may be answered before another thread helps: one may wait for a disk that
-/// hangs.
+/// The time without a result after which another thread is added, because a call may hang on a
+/// disk.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Calls that are made side by side. There are no more threads than CPUs for as long as calls end,
-/// because what is measured meanwhile should not wait for one. Threads whose calls hang are left
-/// behind when this is dropped.
+/// Calls that run side by side. As long as calls end, there are at most as many threads as CPUs (or
+/// two), so that a call that measures time need not wait for a CPU. Dropping this leaves threads
+/// with hanging calls behind.
 pub(crate) struct SideBySide<T, R> {
     work: Arc<Work<T, R>>,
     done: Option<mpsc::Sender<Word<R>>>,
     results: mpsc::Receiver<Word<R>>,
     unanswered: usize,
-    /// Those of them that have given way.
+    /// The calls in progress that have given way.
     waiting: BTreeSet<usize>,
 }
 
-/// A call has panicked, and has no result.
+/// The error of a call that panicked.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("ringhaul has a bug: it panicked here, as the log says; please report it")]
 pub(crate) struct Panicked;
 
-/// What a thread says of the call of this number.
+/// A message from a thread about the call with this number.
 enum Word<R> {
     Done(usize, Result<R, Panicked>),
     Waits(usize),
@@ -37,7 +37,8 @@ enum Word<R> {
 /// The number of a call, and its result.
 pub(crate) type Outcome<R> = (usize, Result<R, Panicked>);
 
-/// With this a call says that it waits: it keeps its thread, and another one takes the next.
+/// Reports that the calling closure waits: it keeps its thread, and another thread takes the next
+/// item.
 pub(crate) type GiveWay<'a> = &'a dyn Fn();
 
 struct Work<T, R> {
@@ -46,7 +47,7 @@ struct Work<T, R> {
 }
 
 impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
-    /// Begins to call `call` for each of `list`.
+    /// Begins to call `call` for each item of `list`.
     pub(crate) fn begin(
         list: Vec<T>,
         call: impl Fn(T, GiveWay<'_>) -> R + Send + Sync + 'static,
@@ -62,18 +63,18 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
         this
     }
 
-    /// The next result, with its number in the list. `None`: all were there, or it did not come in
-    /// time.
+    /// Returns the next result, with its number in the list. `None`: no result is left, or none
+    /// came in time.
     pub(crate) fn next(&mut self, until: Option<Instant>) -> Option<Outcome<R>> {
         self.next_of(until, false)
     }
 
-    /// As [`next`](Self::next), but does not wait for those that have given way.
+    /// Like [`next`](Self::next), but does not wait for calls that have given way.
     pub(crate) fn next_busy(&mut self, until: Option<Instant>) -> Option<Outcome<R>> {
         self.next_of(until, true)
     }
 
-    /// Whether all that is left has given way.
+    /// Returns true if all unfinished calls have given way.
     pub(crate) fn only_waits(&self) -> bool {
         self.unanswered == self.waiting.len()
     }
@@ -105,14 +106,14 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
         None
     }
 
-    /// Starts one more thread, for what is left.
+    /// Adds a thread for the remaining items.
     fn add_thread(&mut self) {
         if self.work.is_empty() {
             self.done = None;
         }
         let Some(done) = &self.done else { return };
         if Work::start(&self.work, done).is_err() {
-            // Where there can be no thread, this one does it.
+            // Without a thread, the caller runs the items itself.
             Work::run(&self.work, done);
         }
     }
@@ -131,14 +132,14 @@ impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
             let gave_way = Cell::new(false);
             let give_way = || {
                 let _ = done.send(Word::Waits(number));
-                // Without one, those that answer nothing are helped in the end.
+                // If no thread can be started, `next` adds one after a while without results.
                 gave_way.set(!this.is_empty() && Self::start(this, done).is_ok());
             };
-            // What it has broken, nobody sees: a call has its item to itself.
+            // A panic leaves no broken state behind, because each call owns its item.
             let result = catch_unwind(AssertUnwindSafe(|| (this.call)(item, &give_way)));
             let result = result.map_err(|_| Panicked);
             is_replaced = gave_way.get();
-            // Nobody waits any more for what took too long.
+            // The receiver may be gone if the call took too long.
             let _ = done.send(Word::Done(number, result));
         }
     }
@@ -169,7 +170,7 @@ mod tests {
         }
     }
 
-    /// Where a panic does not end the process.
+    /// For builds in which a panic does not end the process.
     #[test]
     fn one_that_panics_is_answered_and_holds_up_no_other() {
         let call = |panics: bool, _: GiveWay<'_>| assert!(!panics, "on purpose");

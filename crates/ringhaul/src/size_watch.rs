@@ -1,8 +1,8 @@
-//! Notices what happens to disks without a command: their files and devices change their size, they
-//! do not answer, they lose data.
+//! Watches disks for changes without a command: a new size of the file or device, no answers, lost
+//! data.
 //!
-//! A disk that grew is passed on to its guest. One that shrank is not: somebody may have cut it by
-//! mistake, and the guest would give up what it has there.
+//! Growth is passed on to the guest. Shrinking is not: it may be a mistake, and the guest would
+//! discard its data beyond the new size.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -22,13 +22,14 @@ use crate::spec::UnitPlace;
 use crate::status::DiskState;
 use crate::subscribers::{ExportEvent, What};
 
-/// How often each disk is looked at.
+/// The interval between checks of each disk.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long others wait for a look that takes its time. It goes on by itself then.
+/// The time that one slow check may delay checks of more disks. After it, the check continues on
+/// its own.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// The thread that looks at all disks in turn. It ends when this is dropped.
+/// The thread that checks all disks in turn. Dropping this ends it.
 pub(crate) struct SizeWatch {
     end: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -63,28 +64,28 @@ impl Drop for SizeWatch {
     }
 }
 
-/// What a look has found, other than the size that the guest knows or has learnt by it.
+/// The result of a check, except a size that the guest knows or has just received.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Finding {
     Shrunk(u64),
     Failed(String),
 }
 
-/// What is known of a disk.
+/// The known state of a disk.
 #[derive(Default)]
 struct Known {
-    /// A look that has not ended.
+    /// A check that has not ended.
     looking: Option<mpsc::Receiver<Option<Finding>>>,
-    /// What the last look has found, and whether the log says so.
+    /// The finding of the last check, and true if it was logged.
     finding: Option<(Finding, bool)>,
     state: DiskState,
-    /// Why requests wait that it has failed.
+    /// The reason that failed requests wait.
     waiting: Option<DiskState>,
-    /// How many have.
+    /// The number of requests that have waited so far.
     waited: u64,
-    /// Lines about writes without space, and about others.
+    /// Limits on lines about writes without space, and about other waiting requests.
     limits: [LogLimit; 2],
-    /// Requests wait, and nobody was told why.
+    /// True if requests wait and the reason was not reported.
     is_untold: bool,
 }
 
@@ -93,12 +94,12 @@ type Key = (String, Option<UnitPlace>);
 
 struct Looks {
     daemon: Weak<Daemon>,
-    /// The thread that looks, which may be waiting for a file system.
+    /// The thread that checks sizes, which may be waiting for a file system.
     looker: Option<mpsc::Sender<Look>>,
     disks: BTreeMap<Key, Known>,
 }
 
-/// One look at one disk, and where its result goes.
+/// A check of one disk, with the channel for its result.
 struct Look {
     disk: WatchedDisk,
     daemon: Weak<Daemon>,
@@ -144,7 +145,7 @@ impl Looks {
             Err(RecvTimeoutError::Timeout) => {
                 state.looking = Some(found);
                 if !patience.is_zero() {
-                    // The thread ends when the file system has answered. Others have another.
+                    // The thread ends when the file system has answered. Other disks get a new one.
                     self.looker = None;
                 }
             }
@@ -158,7 +159,7 @@ impl Looks {
             None => self.looker.insert(start_looker()?),
         };
         let (found, finding) = mpsc::channel();
-        // A thread that has gone shows in the result.
+        // If the thread has ended, receiving the result fails.
         let _ = looker.send(Look { disk, daemon: Weak::clone(&self.daemon), found });
         Ok(finding)
     }
@@ -168,15 +169,15 @@ fn key_of(disk: &WatchedDisk) -> Key {
     (disk.export.clone(), disk.place)
 }
 
-/// What texts about an export call its disk.
+/// The name of a disk in messages about its export.
 fn name_of(place: Option<UnitPlace>) -> String {
     place.map_or("its disk".to_owned(), |place| format!("logical unit {place}"))
 }
 
 impl Known {
-    /// What subscribers and the log are told if requests wait that the disk has failed, or have
-    /// waited between two looks, and how often that was left out before. A disk that fails again
-    /// and again is reported a few times a minute.
+    /// Returns the message and the number of suppressed ones, if failed requests of the disk wait
+    /// or have waited since the last check. Logs the message. A disk that fails repeatedly is
+    /// reported a few times a minute.
     fn take_in_waiting(&mut self, disk: &WatchedDisk) -> Option<(String, u64)> {
         let waiting = disk.waiting.map(DiskState::from);
         let has_waited = std::mem::replace(&mut self.waited, disk.waited) < disk.waited;
@@ -194,8 +195,8 @@ impl Known {
         Some((trouble(disk, left_out?), left_out?))
     }
 
-    /// What subscribers are told if the disk is doing worse than before. The log has the words of
-    /// those who have found it.
+    /// Returns the message for subscribers if the state of the disk is worse than before. The log
+    /// has a line from the code that detected it.
     fn take_in_state(&mut self, disk: &WatchedDisk) -> Option<String> {
         let state = match DiskState::from(disk.state) {
             DiskState::Retried | DiskState::Held => DiskState::Ready,
@@ -225,9 +226,9 @@ impl Known {
         }
     }
 
-    /// Takes in a look, and has the log say once that the disk has shrunk, or fails to be looked
-    /// at. A file that other programs write passes through many sizes: a further size, and a
-    /// failure, count when two looks in a row have found them.
+    /// Records the result of a check, and logs once that the disk has shrunk or cannot be checked.
+    /// A file that other programs write passes through many sizes: a further size, or a failure,
+    /// counts when two checks in a row have found it.
     fn take_in(&mut self, (export, place): &Key, known: u64, finding: Option<Finding>) {
         let Some(finding) = finding else {
             self.finding = None;
@@ -259,7 +260,7 @@ impl Known {
     }
 }
 
-/// What is said of a disk whose requests wait because it has failed them.
+/// Logs and returns the message about a disk whose failed requests wait.
 fn trouble(disk: &WatchedDisk, left_out: u64) -> String {
     let (what, export) = (name_of(disk.place), &disk.export);
     let why = disk.trouble.map(|errno| io::Error::from_raw_os_error(errno).to_string());
@@ -276,12 +277,12 @@ fn trouble(disk: &WatchedDisk, left_out: u64) -> String {
     message
 }
 
-/// Starts a thread that looks for as long as it is asked to.
+/// Starts a thread that checks disks until the sender is dropped.
 fn start_looker() -> io::Result<mpsc::Sender<Look>> {
     let (asked, looks) = mpsc::channel::<Look>();
     let work = move || {
         for Look { disk, daemon, found } in looks {
-            // Nobody waits if it took too long.
+            // The receiver may be gone if the check took too long.
             let _ = found.send(look(&disk, &daemon));
         }
     };
@@ -289,8 +290,8 @@ fn start_looker() -> io::Result<mpsc::Sender<Look>> {
     Ok(asked)
 }
 
-/// Looks at a disk, and has the daemon pass it on if it has grown. Waits for as long as its file
-/// system does.
+/// Checks the size of a disk, and resizes it for its guest if it has grown. Blocks for as long as
+/// the file system does.
 fn look(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
     let size = match disk.outside.as_ref()?.size_bytes() {
         Ok(size) => size?,
@@ -306,7 +307,7 @@ fn look(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
     let resize = Command::Resize(disk.export.clone(), disk.place, NewSize::default());
     match daemon.handle(resize) {
         Err(CommandError::Failed(error)) => Some(Finding::Failed(format!("{error:#}"))),
-        // The export has changed or gone meanwhile.
+        // The export has changed or ended in the meantime.
         Ok(_) | Err(_) => None,
     }
 }
@@ -351,7 +352,7 @@ mod tests {
         assert!(is_late.unwrap().starts_with("its disk has not answered for") && waits.is_none());
         assert_eq!(told(late(now), None, None), nothing);
         assert_eq!(told(ready, None, None), nothing);
-        // As it was between two looks, and at one.
+        // The requests waited between two checks, or wait at one.
         for waiting in [None, Some(held(now))] {
             let (state, waits) = told(waiting.unwrap_or(ready), waiting, Some(libc::ENOSPC));
             assert!(state.is_none() && waits.unwrap().contains("os error 28"));
@@ -381,7 +382,7 @@ mod tests {
         };
         let shrunk = |size| Some(Finding::Shrunk(size));
         assert!(is_told(shrunk(512)));
-        // Another program writes the file: of the sizes in between there is no line.
+        // Another program writes the file: intermediate sizes are not logged.
         assert!(!is_told(shrunk(600)) && !is_told(shrunk(700)) && is_told(shrunk(700)));
         assert!(!is_told(None) && is_told(shrunk(512)));
         let failed = || Some(Finding::Failed("no".into()));
@@ -410,7 +411,7 @@ mod tests {
         let retried = disk::DiskState::Retried(Instant::now());
         let times = (0..1000).filter_map(|look| told((look % 2 == 0).then_some(retried))).count();
         assert_eq!(times, 5);
-        // That it lacks space is said even so.
+        // The lack of space is still reported, since it has its own limit.
         let held = disk::DiskState::Held(Instant::now());
         assert!(told(Some(held)).unwrap().0.contains("has no space left"));
         assert_eq!(told(Some(held)), None);

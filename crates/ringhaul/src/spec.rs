@@ -1,4 +1,4 @@
-//! What an export is to be. It is data: the command line makes it, and anything else can.
+//! The specification of an export, as plain data that the command line or another program makes.
 
 mod impossible;
 mod rules;
@@ -24,41 +24,42 @@ pub use values::{CacheMode, Wwn};
 /// The longest name of an export.
 const NAME_CHARACTERS: usize = 100;
 
-/// What one export is to be.
+/// The specification of one export.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", from = "WrittenExport")]
 pub struct ExportSpec {
-    /// What commands call it, up to 100 characters. `None`: the path of its socket.
+    /// The name in commands, up to 100 characters. `None`: the path of its socket.
     pub name: Option<String>,
-    /// Where front-ends come from.
+    /// The socket for front-ends.
     pub endpoint: EndpointSpec,
-    /// What is exported.
+    /// The device and its disks.
     pub device: DeviceSpec,
-    /// How.
+    /// Settings of the device and of its disks.
     #[serde(flatten)]
     pub settings: ExportSettings,
 }
 
 impl ExportSpec {
-    /// Names the export among all of a daemon.
+    /// The name of the export, unique within a daemon.
     #[must_use]
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| self.endpoint.to_string())
     }
 
-    /// The same, with the name that it has if none is given.
+    /// A copy with the name filled in.
     #[must_use]
     pub fn named(&self) -> Self {
         Self { name: Some(self.name()), ..self.clone() }
     }
 
-    /// Whether `text` is its name, or the path of its socket, by which commands may call it too.
+    /// Returns true if `text` is its name or the path of its socket, either of which commands
+    /// accept.
     #[must_use]
     pub(crate) fn is_called(&self, text: &str) -> bool {
         self.name.as_deref() == Some(text) || self.endpoint.to_string() == text
     }
 
-    /// What is served where, in one line.
+    /// Describes the export in one line.
     #[must_use]
     pub(crate) fn summary(&self) -> String {
         let device = match &self.device {
@@ -75,13 +76,13 @@ impl ExportSpec {
         format!("{}{at}: {device}{read_only}", self.name())
     }
 
-    /// What it has in common with another that no two exports may: a name, or a socket.
+    /// Returns the name or the socket that both exports use, which no two exports may.
     pub(crate) fn clashes_with(&self, other: &Self) -> Option<String> {
         let own = [self.name(), self.endpoint.to_string()];
         own.into_iter().find(|name| other.is_called(name))
     }
 
-    /// Checks what no type does, for a daemon with this many IoThreads.
+    /// Checks the values beyond their types, for a daemon with this many IoThreads.
     ///
     /// # Errors
     ///
@@ -108,16 +109,16 @@ impl ExportSpec {
     }
 }
 
-/// An export as it is written down: what is left out is as usual. All keys are side by side, so
-/// that whoever reads a file can say where one is wrong.
+/// An export in its written form; a key that is left out has its default. All keys are side by
+/// side, so that a reader of a file can report the place of a wrong one.
 #[derive(Debug, Clone, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct WrittenExport {
-    /// What commands call it, up to 100 characters; the path of its socket if it is left out.
+    /// The name in commands, up to 100 characters; the path of its socket if it is left out.
     name: Option<String>,
-    /// Where front-ends come from.
+    /// The socket for front-ends.
     endpoint: EndpointSpec,
-    /// What is exported.
+    /// The device and its disks.
     device: DeviceSpec,
     /// Refuse writes.
     read_only: Option<bool>,
@@ -125,9 +126,9 @@ pub(crate) struct WrittenExport {
     no_lock: Option<bool>,
     /// Answer requests of virtio-blk in order where there is no inflight region.
     in_order: Option<bool>,
-    /// How the disk is opened; with direct I/O where the file system has it if it is left out.
+    /// The cache mode; direct I/O where the file system has it if it is left out.
     cache: Option<CacheMode>,
-    /// What the guest sees, up to 20 bytes; what follows from what the disk is if it is left out.
+    /// The serial number, up to 20 bytes; derived from the identity of the disk if it is left out.
     serial: Option<String>,
     /// The smallest unit of a request, a power of two from 512 to 65,536.
     logical_block_bytes: Option<u32>,
@@ -137,25 +138,25 @@ pub(crate) struct WrittenExport {
     queue_size: Option<u16>,
     /// The one IoThread that serves all its queues, from 0; they are spread if it is left out.
     iothread: Option<u16>,
-    /// Off is for measurement: then the driver's wish for a call is looked at for each request.
+    /// For measurement: off checks for each request if the driver wants a call.
     notify_batch: Option<bool>,
-    /// The same: then the processor fetches requests when they are looked at.
+    /// For measurement: off lets the processor fetch each request only when it is read.
     prefetch: Option<bool>,
     /// For measurement: the most chains that a queue takes in one go, 1 to 1024.
     run_max: Option<NonZeroU16>,
     /// Register the guest's memory with io_uring.
     fixed_buffers: Option<bool>,
-    /// What each disk may do at most.
+    /// The limits of each disk.
     limits: Option<LimitSpec>,
-    /// What becomes of reads that a disk fails; `report` if it is left out.
+    /// The handling of reads that a disk fails; `report` if it is left out.
     rerror: Option<OnError>,
-    /// What becomes of writes, discards and zeroes that a disk fails; `hold-briefly` if it is left
+    /// The handling of writes, discards and zeroes that a disk fails; `hold-briefly` if it is left
     /// out.
     werror: Option<OnError>,
 }
 
 impl WrittenExport {
-    /// The export, where these settings are usual.
+    /// Fills in `usual` for the keys that are left out.
     pub(crate) fn with_usual(self, usual: &ExportSettings) -> ExportSpec {
         let settings = ExportSettings {
             read_only: self.read_only.unwrap_or(usual.read_only),
@@ -188,13 +189,13 @@ impl From<WrittenExport> for ExportSpec {
     }
 }
 
-/// Where front-ends come from.
+/// The socket for front-ends.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EndpointSpec {
-    /// A socket to be made at this path.
+    /// The path of a socket to create.
     Path(PathBuf),
-    /// A descriptor that was inherited.
+    /// An inherited descriptor.
     Fd(i32),
 }
 
@@ -226,14 +227,14 @@ pub struct UnitSpec {
     pub target: u8,
     /// 0 to 16,383.
     pub lun: u16,
-    /// What is behind it.
+    /// The disk behind the unit.
     pub disk: DiskSpec,
-    /// How it is shown; what is left out is as for the whole export.
+    /// The settings of the unit; a key that is left out has the value of the export.
     #[serde(default)]
     pub settings: UnitSettings,
 }
 
-/// Where a logical unit is in its device.
+/// The place of a logical unit in its device.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
@@ -253,13 +254,13 @@ impl std::fmt::Display for UnitPlace {
 }
 
 impl UnitSpec {
-    /// Where it is.
+    /// The place of the unit.
     #[must_use]
     pub fn place(&self) -> UnitPlace {
         UnitPlace { target: self.target, lun: self.lun }
     }
 
-    /// Checks what no type does.
+    /// Checks the values beyond their types.
     ///
     /// # Errors
     ///
@@ -286,7 +287,7 @@ impl UnitSpec {
     }
 }
 
-/// A disk of another program, with names that a guest keeps when it comes from there.
+/// A disk of another program, with names that a guest keeps when it moves from there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LikeDisk {
@@ -314,25 +315,25 @@ pub enum StopRule {
     Obey,
 }
 
-/// How a logical unit is shown, where it differs from what is usual.
+/// The settings of a logical unit that differ from the defaults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct UnitSettings {
-    /// Writes are refused. `None`: as for the export, like the next three.
+    /// Writes are refused. `None`: like the export; the same for the next three keys.
     pub read_only: Option<bool>,
     /// The disk is not locked.
     pub no_lock: Option<bool>,
-    /// How the disk is opened.
+    /// The cache mode.
     pub cache: Option<CacheMode>,
     /// The smallest unit of a request, a power of two from 512 to 65,536.
     pub logical_block_bytes: Option<u32>,
-    /// Up to 36 bytes. `None`: what follows from what the disk is.
+    /// Up to 36 bytes. `None`: derived from the identity of the disk.
     pub serial: Option<String>,
-    /// An NAA identifier of 16 hexadecimal digits. `None`: what follows from what the disk is.
+    /// An NAA identifier of 16 hexadecimal digits. `None`: derived from the identity of the disk.
     pub wwn: Option<Wwn>,
-    /// `None`: not, or as the block device says.
+    /// `None`: no, or as the block device reports.
     pub rotational: Option<bool>,
-    /// Whether the guest may give blocks back. `None`: it may.
+    /// The guest may discard blocks. `None`: if the disk takes discards.
     pub discard: Option<bool>,
     /// The file that keeps persistent reservations. `None`: one beside the disk, if that is a
     /// regular file.
@@ -343,27 +344,27 @@ pub struct UnitSettings {
     pub product: Option<String>,
     /// Up to 4 bytes.
     pub revision: Option<String>,
-    /// The disk that it looks like, where nothing else is said.
+    /// The disk whose names and strings the unit has by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub like: Option<LikeDisk>,
-    /// What udev names the disk after. `None`: as the disk that it looks like.
+    /// The identifiers that udev names the disk after. `None`: as `like` has them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub names: Option<UnitNames>,
-    /// Whether START STOP UNIT stops it. `None`: it does not.
+    /// The effect of START STOP UNIT. `None`: a stop is ignored.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop: Option<StopRule>,
-    /// What the disk may do at most. Left out: as for the export, like the next two.
+    /// The limits of the disk. Left out: like the export; the same for the next two keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitSpec>,
-    /// What becomes of reads that the disk fails.
+    /// The handling of reads that the disk fails.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rerror: Option<OnError>,
-    /// What becomes of writes, discards and zeroes that it fails.
+    /// The handling of writes, discards and zeroes that the disk fails.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub werror: Option<OnError>,
 }
 
-/// How a disk is exported.
+/// Settings with which a disk is exported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportSettings {
@@ -375,25 +376,26 @@ pub struct ExportSettings {
     pub in_order: bool,
     /// `None`: direct I/O where the file system has it.
     pub cache: Option<CacheMode>,
-    /// What the guest sees, up to 20 bytes. `None`: what follows from what the disk is.
+    /// The serial number, up to 20 bytes. `None`: derived from the identity of the disk.
     pub serial: Option<String>,
-    /// The smallest unit of a request. `None`: as the disk has it.
+    /// The smallest unit of a request. `None`: the unit of the disk.
     pub logical_block_bytes: Option<u32>,
-    /// The most queues that a front-end may use, or of requests. `None`: as many as there can be.
+    /// The most queues that a front-end may use; for virtio-scsi the most request queues. `None`:
+    /// as many as the device can have.
     pub num_queues: Option<u16>,
     /// Entries of a queue, for the limit on segments.
     pub queue_size: u16,
     /// The one IoThread that serves all its queues; `None`: they are spread.
     pub iothread: Option<u16>,
-    /// Off is for measurement: then the driver's wish for a call is looked at for each request.
+    /// For measurement: off checks for each request if the driver wants a call.
     pub notify_batch: bool,
-    /// The same: then the processor fetches requests when they are looked at.
+    /// For measurement: off lets the processor fetch each request only when it is read.
     pub prefetch: bool,
     /// For measurement: see [`run_max`](device::blk::config::BlkOptions::run_max).
     pub run_max: Option<NonZeroU16>,
     /// The guest's memory is registered with io_uring.
     pub fixed_buffers: bool,
-    /// What disks may do, and what becomes of requests that they fail.
+    /// Limits and error policy of the disks.
     #[serde(flatten)]
     pub rules: DiskRules,
 }
@@ -420,7 +422,7 @@ impl Default for ExportSettings {
 }
 
 impl ExportSettings {
-    /// Checks what no type does, for a daemon with this many IoThreads.
+    /// Checks the values beyond their types, for a daemon with this many IoThreads.
     ///
     /// # Errors
     ///
@@ -464,7 +466,7 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checks what the guest is to see, such as a serial number.
+/// Checks a text that the guest sees, such as a serial number.
 pub(crate) fn check_text(text: &str, bytes: usize) -> Result<()> {
     if text.len() > bytes || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
         bail!("it must be at most {bytes} bytes of printable ASCII");

@@ -1,4 +1,4 @@
-//! The counters of a daemon at some moment, as data.
+//! The counters of a daemon at one moment, as data.
 
 use blockio::stats::{BounceStats, Histogram, ListStats, OpStats, Stats};
 use schemars::JsonSchema;
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::status::Served;
 
-/// All counters of a daemon. They begin at 0 when what they count for begins.
+/// All counters of a daemon. Each begins at 0 when its export, queue or thread begins.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DaemonStats {
@@ -16,37 +16,37 @@ pub struct DaemonStats {
     pub iothreads: Vec<LoopStats>,
 }
 
-/// What an export has served.
+/// The work of an export.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportStats {
     /// Its name.
     pub name: String,
-    /// All its queues together, those of earlier front-ends included.
+    /// The sum of all its queues, earlier front-ends included.
     pub served: Served,
-    /// Those that were started once.
+    /// The queues that were started at least once.
     pub queues: Vec<QueueServed>,
 }
 
-/// What a queue has served.
+/// The work of a queue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct QueueServed {
     /// Its number.
     pub index: u16,
-    /// What it has served.
+    /// The requests that it has answered.
     pub served: Served,
 }
 
-/// What the loop of an IoThread counts.
+/// The counters of an IoThread's loop.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct LoopStats {
-    /// The thread.
+    /// The name of the thread.
     pub name: String,
     /// Turns of the loop.
     pub turns: u64,
-    /// Times that all tasks which were ready ran.
+    /// Passes over all ready tasks.
     pub rounds: u64,
     /// Operations of the kernel, not requests.
     pub reads: Operations,
@@ -56,25 +56,25 @@ pub struct LoopStats {
     pub flushes: Operations,
     /// Discards and zeroing.
     pub deallocations: Operations,
-    /// Operations that were not answered for 5 seconds.
+    /// Operations that went unanswered for 5 seconds.
     pub late: u64,
-    /// Reads and writes whose completions were polled for.
+    /// Reads and writes completed by polling.
     pub polled: u64,
     /// Submits that the kernel refused because it lacked resources.
     pub submits_refused: u64,
-    /// Completions that were found at once.
+    /// Completions that one harvest found.
     pub harvested_at_once: Spread,
-    /// Operations that something else than the kernel has completed, such as the library of Ceph.
+    /// Operations that a library has completed instead of the kernel, such as that of Ceph.
     pub foreign: u64,
-    /// How many of these were found at once.
+    /// Completions of these operations that were found at once.
     pub foreign_at_once: Spread,
-    /// Times that another thread had to wake the loop, for these or anything else.
+    /// Wake-ups of the loop by another thread, for these operations or any other reason.
     pub woken: u64,
-    /// Operations that were submitted at once.
+    /// Operations in one submit.
     pub submitted_at_once: Spread,
-    /// Requests whose memory the disk cannot take as it is.
+    /// Requests with memory that the disk cannot take as it is.
     pub bounced: u64,
-    /// Memory for those.
+    /// Memory for bounced requests.
     pub bounce_memory: MemoryUse,
     /// Memory for long lists of buffers.
     pub list_memory: MemoryUse,
@@ -82,13 +82,13 @@ pub struct LoopStats {
     pub system_calls: SystemCalls,
 }
 
-/// What operations of one kind did.
+/// The counters of one kind of operation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Operations {
-    /// Those that the kernel has answered.
+    /// Operations that the kernel has answered.
     pub count: u64,
-    /// How many of these failed.
+    /// Operations that failed, a part of `count`.
     pub errors: u64,
     /// Bytes moved.
     pub bytes: u64,
@@ -96,31 +96,31 @@ pub struct Operations {
     pub latency_ns: Spread,
 }
 
-/// How numbers are spread, each to within 3%.
+/// The distribution of numbers, each to within 3%.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Spread {
-    /// Half of them are not larger.
+    /// Half of the numbers are not larger.
     pub median: u64,
-    /// 99 of 100 are not larger.
+    /// 99 of 100 numbers are not larger.
     pub p99: u64,
-    /// 999 of 1000 are not larger.
+    /// 999 of 1000 numbers are not larger.
     pub p999: u64,
-    /// The largest.
+    /// The largest number.
     pub max: u64,
 }
 
-/// How memory with a limit is used.
+/// The use of memory with a limit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemoryUse {
     /// Bytes in use.
     pub bytes: u64,
-    /// The most that were in use at once.
+    /// The largest number of bytes in use at once.
     pub bytes_most: u64,
-    /// How often somebody had to wait for some.
+    /// Waits for memory.
     pub waits: u64,
-    /// How often the system had none.
+    /// Failures of the system to provide memory.
     pub failed: u64,
 }
 
@@ -140,7 +140,7 @@ pub struct SystemCalls {
 }
 
 impl LoopStats {
-    /// Those of the thread of this name.
+    /// The counters of the thread with this name.
     pub(crate) fn of(name: String, stats: &Stats) -> Self {
         let calls = &stats.syscalls;
         Self {

@@ -1,4 +1,4 @@
-//! What can be seen of exports: in short, and of one in all detail. All of it is data.
+//! The visible state of exports: the short form of all, and the details of one. All of it is data.
 
 use device::{RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
@@ -8,7 +8,7 @@ use crate::disk_rules::ShownRules;
 use crate::peer::Peer;
 use crate::spec::{ExportSpec, UnitPlace};
 
-/// What an export is at.
+/// The state of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ExportState {
@@ -16,7 +16,7 @@ pub enum ExportState {
     Opening,
     /// Front-ends can connect, or one is connected.
     Serving,
-    /// It accepts no front-end, and finishes the requests of the last.
+    /// Front-ends are no longer accepted, and the requests of the last one are being finished.
     Stopping,
 }
 
@@ -30,31 +30,31 @@ impl std::fmt::Display for ExportState {
     }
 }
 
-/// An export at some moment.
+/// An export at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportStatus {
-    /// What it was asked to be. It has a name.
+    /// Its specification, with a name.
     #[serde(flatten)]
     pub spec: ExportSpec,
-    /// What it is at.
+    /// The state of the export.
     pub state: ExportState,
-    /// How large its disks are now, all together; 0 while they are being opened.
+    /// The size of its disks now, all together; 0 while they are being opened.
     pub size_bytes: u64,
-    /// How its disks are doing: the worst of them.
+    /// The state of its disks: the worst of them.
     pub disk_state: DiskState,
-    /// Whether a front-end is connected.
+    /// True if a front-end is connected.
     pub connected: bool,
-    /// The front-end has started a queue and shares no memory, so that the guest waits.
+    /// True if the front-end has started a queue and shares no memory, so that the guest waits.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lacks_memory: bool,
-    /// How many front-ends have connected so far.
+    /// The number of front-ends that have connected so far.
     pub sessions: u64,
-    /// Requests that were taken and are not answered.
+    /// Requests that were accepted and are not answered.
     pub unfinished: u32,
     /// Requests that were answered.
     pub served: Served,
-    /// What keeps it from ending, while it is stopping.
+    /// The reason that it has not ended, while it is stopping.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,
 }
@@ -66,7 +66,7 @@ impl ExportStatus {
         self.spec.name()
     }
 
-    /// Of an export that is being opened.
+    /// The status of an export that is being opened.
     pub(crate) fn opening(spec: ExportSpec) -> Self {
         Self {
             spec: spec.named(),
@@ -83,24 +83,24 @@ impl ExportStatus {
     }
 }
 
-/// How a disk is doing, the worst last.
+/// The condition of a disk, the worst last.
 #[derive(
     Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum DiskState {
-    /// It answers.
+    /// The disk answers.
     #[default]
     Ready,
-    /// Requests that it has failed are tried again, and wait.
+    /// Failed requests wait and are retried.
     Retried,
-    /// It has no space left, and writes wait for some.
+    /// The disk has no space left, and writes wait for some.
     Held,
-    /// Its other end is not reached: it is tried again, and requests wait.
+    /// The server of the disk is unreachable: connecting is retried, and requests wait.
     Away,
-    /// It has not answered an operation for 5 seconds or more.
+    /// An operation has gone unanswered for 5 seconds or more.
     Late,
-    /// Data that was written may be lost, so flushes fail until it is opened anew.
+    /// Written data may be lost, so flushes fail until the disk is opened again.
     Lost,
 }
 
@@ -117,7 +117,7 @@ impl From<blockio::disk::DiskState> for DiskState {
     }
 }
 
-/// What a device has served.
+/// The requests that a device has answered.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 #[expect(missing_docs, reason = "they are the kinds of requests")]
@@ -130,14 +130,14 @@ pub struct Served {
     pub others: Counts,
 }
 
-/// What was served of one kind.
+/// The answered requests of one kind.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Counts {
-    /// Requests that were answered, those that failed included.
+    /// Answered requests, failed ones included.
     pub requests: u64,
-    /// Bytes of those that succeeded.
+    /// Bytes of successful requests.
     pub bytes: u64,
-    /// How many failed.
+    /// Failed requests.
     pub errors: u64,
 }
 
@@ -161,7 +161,7 @@ impl From<&RequestTotals> for Served {
     }
 }
 
-/// In one line.
+/// Formats all counts in one line.
 impl std::fmt::Display for Served {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let all = [
@@ -184,23 +184,23 @@ impl std::fmt::Display for Served {
     }
 }
 
-/// An export at some moment, in all detail.
+/// An export at one moment, in detail.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportDetails {
-    /// What is listed of it.
+    /// The short form.
     #[serde(flatten)]
     pub status: ExportStatus,
-    /// The front-end that is connected.
+    /// The connected front-end.
     pub front_end: Option<FrontEndDetails>,
-    /// The disk, or those of the logical units.
+    /// The disk, or the disks of the logical units.
     pub disks: Vec<DiskDetails>,
-    /// Logical units that are not there, and requests of an earlier process that wait for them.
+    /// Missing logical units, and the requests of an earlier process that wait for them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing_units: Vec<MissingUnit>,
 }
 
-/// A logical unit that is not there, and is waited for.
+/// A missing logical unit that requests wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct MissingUnit {
@@ -211,53 +211,52 @@ pub struct MissingUnit {
     pub waiting_requests: usize,
 }
 
-/// A front-end that is connected, and what it has set up.
+/// A connected front-end, with its session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct FrontEndDetails {
-    /// For how many seconds it has been connected.
+    /// Seconds since it connected.
     pub connected_seconds: u64,
-    /// The process, unless the kernel does not say.
+    /// The process, if the kernel reports it.
     pub peer: Option<Peer>,
-    /// What it has set up.
+    /// The state of the session.
     #[serde(flatten)]
     pub session: SessionDetails,
 }
 
-/// What a front-end has set up.
+/// The state of a front-end's session.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct SessionDetails {
-    /// The features that were negotiated, by the specification's names without their prefixes, or
-    /// `bit-N`.
+    /// The negotiated features, by the specification's names without their prefixes, or `bit-N`.
     pub features: Vec<String>,
-    /// The same of the vhost-user protocol.
+    /// The negotiated features of the vhost-user protocol, named in the same way.
     pub protocol_features: Vec<String>,
-    /// The queues that it has set up.
+    /// The queues that the front-end has set up.
     pub queues: Vec<QueueDetails>,
-    /// The memory that it shares.
+    /// The memory that the front-end shares.
     pub memory: MemoryDetails,
 }
 
-/// One queue.
+/// A queue and its state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct QueueDetails {
     /// Its number.
     pub index: u16,
-    /// What it is for.
+    /// The role of the queue.
     pub role: QueueRole,
-    /// How many entries it has.
+    /// The number of entries.
     pub size: u16,
-    /// Whether it is served.
+    /// The state of the queue.
     pub state: QueueState,
-    /// The avail entry that is taken next, as of its last run; none while that is not known.
+    /// The avail entry that is taken next, as of its last run; none while that is unknown.
     pub next_avail: Option<u16>,
     /// Requests that the device has taken and not answered, as of its last run.
     pub requests: u32,
 }
 
-/// What a queue is for.
+/// The role of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 #[expect(missing_docs, reason = "they are those of the device")]
@@ -277,17 +276,17 @@ impl From<device::QueueRole> for QueueRole {
     }
 }
 
-/// Whether a queue is served.
+/// The state of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum QueueState {
-    /// It is not.
+    /// Not served.
     Stopped,
-    /// It is about to be.
+    /// About to be served.
     Starting,
-    /// It is.
+    /// Served.
     Running,
-    /// It finishes what it has taken.
+    /// Finishing the requests that it has taken.
     Stopping,
 }
 
@@ -295,52 +294,52 @@ pub enum QueueState {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemoryDetails {
-    /// How many regions.
+    /// The number of regions.
     pub regions: u32,
-    /// How many bytes all together.
+    /// The bytes of all regions together.
     pub bytes: u64,
 }
 
-/// One disk.
+/// A disk and its state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskDetails {
-    /// Where it is in a virtio-scsi device.
+    /// The place in a virtio-scsi device.
     #[serde(flatten)]
     pub place: Option<UnitPlace>,
-    /// How large it is now.
+    /// The size now.
     pub size_bytes: u64,
     /// The smallest unit of a request.
     pub logical_block_bytes: u32,
-    /// Whether the page cache is bypassed.
+    /// True if the page cache is bypassed.
     pub direct: bool,
-    /// Whether writes are refused.
+    /// True if writes are refused.
     pub read_only: bool,
-    /// How it is doing.
+    /// The condition of the disk.
     pub state: DiskState,
-    /// Since when it is not ready, in seconds, where that is known.
+    /// The seconds for which it has not been ready, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_seconds: Option<u64>,
-    /// Why requests wait that it has failed, whatever its state is besides: `held` or `retried`.
+    /// The reason that failed requests wait, independent of `state`: `held` or `retried`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<DiskState>,
-    /// What else there is to say about its state.
+    /// A remark on the state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remark: Option<String>,
-    /// Something about its content that its owner should know, such as the header of an image in a
-    /// disk that is served without a format.
+    /// A warning for the owner about the content, such as the header of an image in a disk that is
+    /// served without a format.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
-    /// How many requests have waited so far because it had failed them.
+    /// The number of failed requests that have waited so far.
     pub waited: u64,
-    /// What it may do, and what becomes of requests that it fails.
+    /// Limits and error policy.
     #[serde(flatten)]
     pub rules: ShownRules,
-    /// What it is made of: itself first, then what it lies on.
+    /// The disk, followed by the layers below it.
     pub chain: Vec<String>,
-    /// How its operations reach the kernel; none for a disk that needs no kernel.
+    /// The engine; none for a disk that needs no kernel.
     pub engine: Option<String>,
-    /// Why it is that engine.
+    /// The reason for the choice of the engine.
     pub engine_reason: Option<String>,
 }
 

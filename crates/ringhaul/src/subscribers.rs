@@ -1,7 +1,7 @@
-//! What happens to exports, and those who want to know.
+//! Events of exports, and their subscribers.
 //!
-//! Whoever reports an event never waits: each subscriber has a queue with a bound, and one whose
-//! queue is full has no subscription any more.
+//! Reporting an event never waits: each subscriber has a bounded queue, and loses its subscription
+//! when the queue is full.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -13,45 +13,45 @@ use serde::{Deserialize, Serialize};
 use crate::peer::Peer;
 use crate::spec::UnitPlace;
 
-/// Events that wait for a subscriber, at most.
+/// The most events that wait for a subscriber.
 pub(crate) const QUEUED_MAX: usize = 256;
 
-/// Something that has happened to an export.
+/// An event of an export.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct ExportEvent {
-    /// The export, by its name.
+    /// The name of the export.
     pub(crate) export: String,
-    /// What has happened.
+    /// The event.
     #[serde(flatten)]
     pub(crate) what: What,
 }
 
-/// What can happen to an export.
+/// The kinds of events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub(crate) enum What {
-    /// It is served.
+    /// The export is served.
     Added,
-    /// It has ended, its disks are closed and its name is free.
+    /// The export has ended, its disks are closed and its name is free.
     Removed,
     /// A front-end has connected.
     Attached {
-        /// Its process, unless the kernel does not say.
+        /// The process, if the kernel reports it.
         peer: Option<Peer>,
     },
     /// The front-end has disconnected, or was disconnected.
     Gone {
-        /// Why, if it did not just leave.
+        /// The reason, unless it just disconnected.
         reason: Option<String>,
     },
-    /// Something went wrong that the guest, the front-end or the disk has caused: also when a disk
+    /// An error that the guest, the front-end or the disk has caused. That includes a disk that
     /// does not answer, may have lost data, is waited for at the start, or cannot be opened then.
-    /// As in the log, there are a few a minute.
+    /// Limited to a few a minute, as in the log.
     Error {
-        /// What.
+        /// The text of the error.
         message: String,
-        /// How many others were left out before it.
+        /// The number of errors left out before it.
         left_out: u64,
     },
     /// A disk has another size.
@@ -59,24 +59,24 @@ pub(crate) enum What {
         /// The logical unit; none: the disk of a virtio-blk device.
         #[serde(flatten)]
         unit: Option<UnitPlace>,
-        /// How large it is now.
+        /// The size now.
         size_bytes: u64,
     },
-    /// There is one more logical unit.
+    /// A logical unit was added.
     LunAdded {
-        /// Where.
+        /// The place of the unit.
         #[serde(flatten)]
         unit: UnitPlace,
     },
-    /// A logical unit has gone, and its disk is closed.
+    /// A logical unit was removed, and its disk is closed.
     LunRemoved {
-        /// Where it was.
+        /// The place of the unit.
         #[serde(flatten)]
         unit: UnitPlace,
     },
 }
 
-/// Events by name, for those who want to know some.
+/// The kinds of events by name, for subscriptions to some of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Kind {
@@ -91,7 +91,7 @@ pub(crate) enum Kind {
 }
 
 impl What {
-    /// Its name.
+    /// The kind of the event.
     pub(crate) fn kind(&self) -> Kind {
         match self {
             Self::Added => Kind::Added,
@@ -106,13 +106,13 @@ impl What {
     }
 }
 
-/// All who want to know what happens. Clones are handles of the same.
+/// All subscribers. Clones share the list.
 #[derive(Clone, Default)]
 pub(crate) struct Subscribers(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
-    /// How many there are, for those who have something to report on an IoThread.
+    /// The number of subscribers, which IoThreads can read without the lock.
     count: AtomicUsize,
     list: Mutex<List>,
 }
@@ -123,32 +123,32 @@ struct List {
     queues: Vec<Queue>,
 }
 
-/// Where the events of a subscriber go.
+/// The sending side of a subscriber's queue.
 struct Queue {
     id: u64,
     events: SyncSender<Arc<ExportEvent>>,
     is_full: Arc<AtomicBool>,
 }
 
-/// The events of a subscriber as they come.
+/// The receiving side of a subscriber's queue.
 pub(crate) struct Queued {
     pub(crate) events: Receiver<Arc<ExportEvent>>,
     is_full: Arc<AtomicBool>,
 }
 
-/// A place among the subscribers, until it is dropped.
+/// A subscription. Dropping it ends it.
 pub(crate) struct Subscription {
     id: u64,
     subscribers: Subscribers,
 }
 
 impl Subscribers {
-    /// Whether anybody wants to know.
+    /// Returns true if there are no subscribers.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.count.load(Ordering::Acquire) == 0
     }
 
-    /// Reports an event. Never waits; the lock is held for no longer than it takes to queue it.
+    /// Reports an event. Never waits; the lock is held only while the event is queued.
     pub(crate) fn report(&self, event: ExportEvent) {
         if self.is_empty() {
             return;
@@ -159,8 +159,8 @@ impl Subscribers {
         });
     }
 
-    /// From now on all events come out of the queue. It ends when it was full, or the subscription
-    /// is dropped.
+    /// Adds a subscriber, whose queue receives all events from now on. The queue ends when it was
+    /// full, or the subscription is dropped.
     pub(crate) fn subscribe(&self) -> (Subscription, Queued) {
         let (sender, receiver) = sync_channel(QUEUED_MAX);
         let is_full = Arc::<AtomicBool>::default();
@@ -183,7 +183,8 @@ impl Subscribers {
 }
 
 impl Queue {
-    /// Whether it has taken the event, and takes more.
+    /// Queues an event. Returns false if the subscription is over: the queue is full or its reader
+    /// has gone.
     fn put(&self, event: &Arc<ExportEvent>) -> bool {
         let taken = self.events.try_send(Arc::clone(event));
         self.is_full.store(matches!(taken, Err(TrySendError::Full(_))), Ordering::Release);
@@ -192,12 +193,12 @@ impl Queue {
 }
 
 impl Queued {
-    /// The events, until there will be no more.
+    /// The events, until the queue ends.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Arc<ExportEvent>> {
         self.events.iter()
     }
 
-    /// Whether there are no more because they were not taken in time.
+    /// Returns true if the queue ended because the events were not read in time.
     pub(crate) fn is_full(&self) -> bool {
         self.is_full.load(Ordering::Acquire)
     }
@@ -227,7 +228,7 @@ mod tests {
             subscribers.report(event(&number.to_string(), What::Added));
             assert_eq!(read.iter().next().unwrap().export, number.to_string());
         }
-        // It reads what was queued, and then the end.
+        // The subscriber reads the queued events, and then the end.
         assert_eq!(queued.iter().count(), QUEUED_MAX);
         drop(fast);
         assert!(read.iter().next().is_none() && subscribers.is_empty());

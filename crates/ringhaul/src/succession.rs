@@ -1,4 +1,4 @@
-//! Who goes on with what this process has: this one or, after a takeover, another one.
+//! The owner of the exports: this process or, after a takeover, another one.
 
 mod gate;
 
@@ -14,10 +14,10 @@ use crate::command::CommandError;
 use gate::Gate;
 pub(crate) use gate::Refusal;
 
-/// The method by which the process that has left passes on what it is asked to do.
+/// The method by which a process passes requests on after its hand-over.
 pub(crate) const PASS_ON: &str = "takeover.pass-on";
 
-/// Who goes on.
+/// The record of which process owns the exports.
 #[derive(Default)]
 pub(crate) struct Succession {
     state: Mutex<State>,
@@ -27,19 +27,19 @@ pub(crate) struct Succession {
 
 #[derive(Default)]
 enum State {
-    /// This process.
+    /// The exports belong to this process.
     #[default]
     Ours,
-    /// Queues stand still, and another process may take over.
+    /// Queues are paused, and another process may take over.
     Open,
-    /// Another one.
+    /// The exports belong to another process.
     Theirs(Arc<Heir>),
 }
 
 /// Begins a change.
 type Begin = Box<dyn FnOnce(Changing) + Send>;
 
-/// A change, which ends with this. No other process takes over before.
+/// A change in progress, which ends when this is dropped. No takeover begins before.
 pub(crate) struct Changing(Arc<Succession>);
 
 impl Drop for Changing {
@@ -48,7 +48,7 @@ impl Drop for Changing {
     }
 }
 
-/// A command that runs until this is dropped.
+/// A command in progress, which ends when this is dropped.
 pub(crate) struct Running<'a>(&'a Succession);
 
 impl Drop for Running<'_> {
@@ -57,8 +57,8 @@ impl Drop for Running<'_> {
     }
 }
 
-/// A hand-over that runs until this is dropped. Then this process makes the changes that waited for
-/// it, if it goes on.
+/// A hand-over in progress, which ends when this is dropped. Changes that waited for it begin then,
+/// if this process still owns the exports.
 pub(crate) struct HandingOver<'a>(&'a Arc<Succession>);
 
 impl Drop for HandingOver<'_> {
@@ -77,23 +77,23 @@ pub(crate) struct Heir {
     stream: UnixStream,
 }
 
-/// What a process that has left passes on: whoever has asked for it was not told that he has to ask
-/// another one.
+/// A request that a process passes on after its hand-over, because its sender was not informed that
+/// another process is responsible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum PassedOn {
-    /// To end.
+    /// End the daemon.
     End,
-    /// To read the configuration file again.
+    /// Read the configuration file again.
     Reload,
 }
 
-/// This process goes on for as long as this is there.
+/// Keeps the exports with this process until dropped.
 pub(crate) struct GoesOn<'a>(#[expect(dead_code, reason = "it is held")] MutexGuard<'a, State>);
 
 impl Succession {
-    /// Begins a command that changes exports or settings. It waits for a hand-over, which would be
-    /// refused otherwise.
+    /// Begins a command that changes exports or settings. Waits for a hand-over in progress, which
+    /// would be refused otherwise.
     ///
     /// # Errors
     ///
@@ -107,12 +107,12 @@ impl Succession {
         }
     }
 
-    /// Begins a hand-over to this process, when no command runs and nothing is changed, or after a
-    /// wait for that.
+    /// Begins a hand-over to `process` once no command runs and nothing is being changed, or after
+    /// a bounded wait for that.
     ///
     /// # Errors
     ///
-    /// When a hand-over runs.
+    /// When a hand-over is in progress.
     pub(crate) fn begin_hand_over(
         self: &Arc<Self>,
         process: u32,
@@ -131,17 +131,17 @@ impl Succession {
         self.gate.refuse(process, refusal);
     }
 
-    /// The reason why a process has not taken over that was started for it and has ended. `None`:
-    /// it has not asked.
+    /// The reason why a process that was started to take over has ended without doing so. `None`:
+    /// it never asked.
     pub(crate) fn reason(&self, process: u32) -> Option<Refusal> {
         self.gate.reason(process)
     }
 
-    /// Waits until it is certain that this process goes on.
+    /// Waits while the owner is undecided, and keeps the exports with this process.
     ///
     /// # Errors
     ///
-    /// When it does not.
+    /// When another process has taken over.
     pub(crate) fn goes_on(&self) -> Result<GoesOn<'_>, CommandError> {
         let is_open = |state: &mut State| matches!(state, State::Open);
         let state = self.changed.wait_while(self.lock(), is_open);
@@ -152,11 +152,11 @@ impl Succession {
         }
     }
 
-    /// From now on another process may take over, until this is [closed](Self::close).
+    /// Permits a takeover until [`close`](Self::close).
     ///
     /// # Errors
     ///
-    /// When that holds for one already, or something is changing.
+    /// When it is permitted already, another process has taken over, or something is changing.
     pub(crate) fn open(&self) -> Result<(), CommandError> {
         let mut state = self.lock();
         match &*state {
@@ -168,7 +168,7 @@ impl Succession {
         Ok(())
     }
 
-    /// This process goes on, unless another one has taken over.
+    /// Ends the permission, unless another process has taken over.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         if matches!(*state, State::Open) {
@@ -177,19 +177,19 @@ impl Succession {
         }
     }
 
-    /// This process has taken over, and is at the other end. `tell` is called when it has been told
-    /// what was asked so far, and before anything else is passed on.
+    /// Records that `process`, the peer of `stream`, has taken over. Passes on the requests so far,
+    /// then calls `tell`, before any later request is passed on.
     pub(crate) fn leave(&self, process: u32, stream: UnixStream, tell: impl FnOnce(Arc<Heir>)) {
         let heir = Arc::new(Heir { process, stream });
         let mut state = self.lock();
         self.gate.take_asked().iter().for_each(|(what, _)| heir.pass_on(*what));
-        // This process may end at any moment after that.
+        // This process may end at any moment after the call.
         tell(Arc::clone(&heir));
         *state = State::Theirs(heir);
         self.changed.notify_all();
     }
 
-    /// Waits for a while until another process has taken over, and returns its id.
+    /// Waits at most `wait` for another process to take over, and returns its id.
     pub(crate) fn wait_left(&self, wait: Duration) -> Option<u32> {
         let has_not = |state: &mut State| !matches!(state, State::Theirs(_));
         let waited = self.changed.wait_timeout_while(self.lock(), wait, has_not);
@@ -199,8 +199,8 @@ impl Succession {
         }
     }
 
-    /// Calls `here`, unless another process has taken over, to which this is passed on. None takes
-    /// over meanwhile.
+    /// Calls `here` if this process owns the exports, and otherwise passes the request on. No
+    /// takeover happens during the call.
     pub(crate) fn here_or_there(&self, what: PassedOn, here: impl FnOnce()) {
         match &*self.lock() {
             State::Theirs(heir) => heir.pass_on(what),
@@ -208,8 +208,8 @@ impl Succession {
         }
     }
 
-    /// Calls `begin` at once, or if a hand-over runs, when that is over; if another process goes on
-    /// then, this is passed on.
+    /// Calls `begin` at once, or after a hand-over in progress. If another process owns the exports
+    /// by that time, the request is passed on.
     pub(crate) fn change(
         self: &Arc<Self>,
         what: PassedOn,
@@ -234,7 +234,7 @@ impl Succession {
 }
 
 impl Heir {
-    /// Has it do what this process was asked to do.
+    /// Sends a request to the process that has taken over.
     pub(crate) fn pass_on(&self, what: PassedOn) {
         let Self { process, stream } = self;
         let line = json!({ "jsonrpc": "2.0", "method": PASS_ON, "params": what });
@@ -298,7 +298,7 @@ mod tests {
         });
         drop(handing_over);
         assert_eq!(succession.wait_left(Duration::ZERO), Some(7));
-        // Too late to change that.
+        // Too late to prevent the takeover.
         succession.close();
         assert!(matches!(succession.open(), Err(CommandError::HandedOver(7))));
         ask(5);

@@ -1,12 +1,12 @@
-//! One process takes over from another: exports, sockets, disks and guests that are attached, while
-//! the guests go on (docs/upgrade.md).
+//! Takeover: exports, sockets, disks and connected guests move to another process while the guests
+//! run (docs/upgrade.md).
 //!
-//! The new process asks the old one over its control socket, in three steps. First the old one
-//! describes what there is, and goes on serving while the new one opens all of it. Then it has its
-//! queues stop and says how far they have come; the new one makes everything ready but starts
-//! nothing. Then the new one says that it takes over. From when the old one has read that, only
-//! the new one may serve, and does when it is told so. Until then the old one goes on if anything
-//! goes wrong, with what it had.
+//! The new process sends requests to the old one's control socket, in three steps. First the old
+//! process describes its exports, and continues to serve while the new one opens all of them. Then
+//! the old process stops its queues and reports their positions; the new one prepares everything
+//! but starts nothing. Finally the new process announces that it takes over. Once the old process
+//! has read that, only the new one may serve, and does so after its confirmation. Before that point
+//! any failure lets the old process resume with everything that it had.
 
 pub(crate) mod arguments;
 pub(crate) mod format;

@@ -1,24 +1,24 @@
-//! IoThreads that do not turn: another thread sees and reports them while it lasts.
+//! Detects and reports IoThreads that do not turn, from another thread and while it lasts.
 //!
-//! A system call that should not wait, and does, holds an IoThread and all that it serves: a
-//! submit of Linux AIO for a frozen file system, above all. The IoThread itself can report it only
+//! A system call that blocks unexpectedly stops an IoThread and everything that it serves: above
+//! all, a submit of Linux AIO to a frozen file system. The IoThread itself can report it only
 //! afterwards.
 //!
-//! An IoThread that sleeps while its disks have operations is woken, so that it reports those that
-//! do not answer; see `late.rs` of blockio.
+//! An IoThread that sleeps while its disks have operations is woken, so that it reports operations
+//! that are not answered; see `late.rs` of blockio.
 
 use std::time::{Duration, Instant};
 
 use blockio::Remote;
 
-/// How often IoThreads are looked at.
+/// The interval between checks of IoThreads.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// An IoThread that does not turn for this long, although it has something to do, is stuck.
+/// An IoThread that does not turn for this long, although it has work, is stuck.
 const STUCK: Duration = Duration::from_secs(3);
-/// How often to report that it still is.
+/// The interval between reports on a thread that is still stuck.
 const TELL_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The IoThreads that are looked at.
+/// The IoThreads that are watched.
 pub(crate) struct ThreadWatch {
     threads: Vec<Watched>,
     looked: Option<Instant>,
@@ -28,21 +28,21 @@ struct Watched {
     name: String,
     remote: Remote,
     turns: u64,
-    /// Since when it does not turn.
+    /// The time since which it does not turn.
     since: Instant,
     is_woken: bool,
     told: Option<Instant>,
 }
 
-/// What a look has found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Finding {
     Nothing,
-    /// It must be woken.
+    /// The thread sleeps with operations, and must be woken.
     Sleeps,
-    /// It has not turned for this long.
+    /// The thread has not turned for this long.
     Stuck(Duration),
-    /// It turns again, after this long.
+    /// The thread turns again, after this long.
     GoesOn(Duration),
 }
 
@@ -56,14 +56,14 @@ impl ThreadWatch {
         self.threads.push(Watched { name, remote, turns, since, is_woken: false, told: None });
     }
 
-    /// Looks, if it is time. Threads that have ended are forgotten.
+    /// Checks all threads if it is time. Forgets threads that have ended.
     pub(crate) fn look(&mut self, now: Instant) {
         let passed = self.looked.map(|looked| now.saturating_duration_since(looked));
         if passed.is_some_and(|passed| passed < LOOK_INTERVAL) {
             return;
         }
         self.looked = Some(now);
-        // Nobody looked meanwhile, or nobody could: the process was stopped.
+        // Checks were missing: the caller was late, or the process was stopped.
         let is_late = passed.is_none_or(|passed| passed > 2 * LOOK_INTERVAL);
         self.threads.retain_mut(|thread| {
             if is_late {
@@ -135,12 +135,12 @@ mod tests {
         let watched = &mut watch.threads[0];
         let start = watched.since;
         let at = |second| start + Duration::from_secs(second);
-        // It sleeps with nothing to wait for, for as long as it likes.
+        // The thread may sleep without operations for any time.
         assert_eq!(watched.find(0, true, at(10)), Finding::Nothing);
-        // It waits for operations, and wakes when asked to.
+        // The thread waits for operations, and turns when woken.
         assert_eq!(watched.find(0, false, at(11)), Finding::Sleeps);
         assert_eq!(watched.find(1, false, at(12)), Finding::Nothing);
-        // It does not.
+        // The thread does not turn.
         assert_eq!(watched.find(1, false, at(13)), Finding::Sleeps);
         assert_eq!(watched.find(1, false, at(14)), Finding::Nothing);
         assert_eq!(watched.find(1, false, at(15)), Finding::Stuck(Duration::from_secs(3)));

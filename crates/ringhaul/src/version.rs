@@ -1,10 +1,10 @@
-//! Facts about this program for reports of faults.
+//! Facts about this program for fault reports.
 
 use std::fmt::Write as _;
 
 use blockio::{EngineKind, EngineOptions, IoThread, IoThreadConfig};
 
-/// The features that it was built with.
+/// The features of this build.
 pub const FEATURES: &[&str] = &[
     #[cfg(feature = "jemalloc")]
     "jemalloc",

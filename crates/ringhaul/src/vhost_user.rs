@@ -1,9 +1,9 @@
 //! vhost-user: the messages of one front-end.
 //!
 //! The specification is "Vhost-user Protocol" of the QEMU project; names in quotes are its
-//! sections. [`message`] is the encoding, `channel` the socket, `connection` what a front-end has
-//! set up and what messages change of it, and [`Session`] puts them together. None of it ever
-//! waits: one thread can drive the sessions of all exports, and a simulation can drive one by hand.
+//! sections. [`message`] is the encoding, `channel` the socket, `connection` the state that a
+//! front-end sets up through messages, and [`Session`] puts them together. Nothing here ever waits:
+//! one thread can drive the sessions of all exports, and a simulation can drive one by hand.
 
 mod body;
 mod call;

@@ -1,5 +1,5 @@
-//! Whether a disk that is being opened is still wanted. The header of an image or of LUKS is read
-//! before the disk is served, and the server that has it may never answer.
+//! Cancels the opening of disks that are no longer wanted. The header of an image or of LUKS is
+//! read before the disk is served, and its server may never answer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::disk::DiskState;
 
-/// Whether what is being opened is wanted any more. Clones are of the same.
+/// A cancellation token for opening a disk. Clones share its state.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Wanted(Arc<State>);
 
@@ -20,7 +20,7 @@ struct State {
     reading: Mutex<Reading>,
 }
 
-/// The disks of which something is being read.
+/// The disks that are being read.
 #[derive(Debug, Default)]
 struct Reading {
     disks: Vec<(u64, DiskSource)>,
@@ -28,26 +28,26 @@ struct Reading {
 }
 
 impl Wanted {
-    /// False when it was given up: nobody needs the disk any more.
+    /// Returns false after the cancellation.
     pub(crate) fn is_wanted(&self) -> bool {
         !self.0.is_given_up.load(Ordering::Relaxed)
     }
 
-    /// Has whoever opens it give it up, and reads fail that wait for a server which does not
-    /// answer. What a server that answers has begun goes on.
+    /// Cancels the opening. Reads that wait for an unresponsive server fail; reads that a server
+    /// answers continue.
     pub(crate) fn give_up(&self) {
-        // Whoever begins to read afterwards finds this out.
+        // Under the lock: a read that begins later finds the token cancelled.
         let reading = self.reading();
         self.0.is_given_up.store(true, Ordering::Relaxed);
         reading.disks.iter().for_each(|(_, disk)| disk.give_up());
     }
 
-    /// Calls `read`, which reads from the disk. It fails when the disk is given up and does not
-    /// answer.
+    /// Calls `read`, which reads from the disk. Its reads fail if the token is cancelled and the
+    /// disk does not answer.
     ///
     /// # Errors
     ///
-    /// Those of `read`.
+    /// The errors of `read`.
     pub(crate) fn while_reading<T>(
         &self,
         disk: &DiskSource,
@@ -57,7 +57,7 @@ impl Wanted {
         read()
     }
 
-    /// Whether a disk does not answer of which something is being read.
+    /// Returns true if a disk that is being read does not answer.
     fn hangs(&self) -> bool {
         let hangs = |disk: &DiskSource| !matches!(disk.state(), DiskState::Ready | DiskState::Lost);
         self.reading().disks.iter().any(|(_, disk)| hangs(disk))
@@ -79,7 +79,7 @@ impl Wanted {
     }
 }
 
-/// A disk of which something is being read, until this is dropped.
+/// A read of a disk, which ends when this is dropped.
 struct Reads<'a> {
     wanted: &'a Wanted,
     number: u64,
@@ -90,21 +90,21 @@ impl Drop for Reads<'_> {
         let mut reading = self.wanted.reading();
         let place = reading.disks.iter().position(|(number, _)| *number == self.number);
         let disk = place.map(|place| reading.disks.swap_remove(place));
-        // To close it may take long, if nobody else has it.
+        // Closing the disk may take long, if this was its last handle.
         drop(reading);
         drop(disk);
     }
 }
 
-/// How often it is looked whether a disk answers that takes long to open.
+/// The interval between checks of a disk that is slow to open.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Opens a disk that is given up when it does not answer after `patience`. One that answers may
-/// take as long as it likes, for a key or for a lock.
+/// Opens a disk, and cancels that if the disk does not answer after `patience`. A disk that answers
+/// may take any time, for a key or for a lock.
 ///
 /// # Errors
 ///
-/// Those of `open`, or that the disk does not answer.
+/// The errors of `open`, or that the disk does not answer.
 pub(crate) fn unless_it_hangs<T>(
     patience: Duration,
     open: impl FnOnce(&Wanted) -> Result<T>,
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    /// What becomes of disks that hang is seen in tests with servers that do.
+    /// Disks that hang are tested with servers that do not answer.
     #[test]
     fn what_answers_may_take_long() {
         let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
