@@ -1,9 +1,9 @@
-//! Memory for what devices cannot take as it is, within a budget for each IoThread.
+//! Memory for data that devices cannot take as it is, within a budget for each IoThread.
 //!
-//! A request whose buffers are misaligned goes piece by piece through memory of ours, and zeroes
-//! that have to be written go in pieces too. Each piece takes a [`Permit`] first. The budget is
-//! shared equally among the disks of the IoThread, so that a disk that hangs with all of its share
-//! takes nothing from its neighbours. The pieces of one disk wait in order.
+//! A request with misaligned buffers goes piece by piece through memory that is aligned, and zeroes
+//! to write go in pieces too. Each piece takes a [`Permit`] first. The budget is shared equally
+//! among the disks of the IoThread, so that a disk that hangs with all of its share takes nothing
+//! from its neighbours. The pieces of one disk wait in order.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -19,13 +19,13 @@ use crate::stats::Stats;
 use crate::task::{Owner, Running};
 use iomem::{Buffers, Repeated};
 
-/// Bytes of the block that stands for any number of zeroes.
+/// Bytes of the block that is repeated for any number of zeroes.
 const ZEROES_BYTES: usize = 64 << 10;
 
 /// The budget of one IoThread.
 pub(crate) struct BounceBudget {
     state: Rc<Budget>,
-    /// The shares of disks that are attached, or have pieces in the kernel.
+    /// The shares of disks that are attached, or have pieces in the kernel, by the disk's address.
     shares: RefCell<Vec<(*const (), Weak<BounceShare>)>>,
     zeroes: RefCell<Option<Repeated>>,
 }
@@ -38,7 +38,7 @@ struct Budget {
     stats: Arc<Stats>,
 }
 
-/// What one disk may have of the budget.
+/// The part of the budget for one disk.
 pub(crate) struct BounceShare {
     budget: Rc<Budget>,
     in_use: Cell<usize>,
@@ -51,8 +51,8 @@ struct Waiter {
     granted: Cell<bool>,
 }
 
-/// Bytes of a share, in use until this is dropped. It is kept with the memory, so that what the
-/// kernel has counts even when nobody waits for it any more.
+/// Bytes of a share, in use until the permit is dropped. It is kept with the memory, so that memory
+/// in the kernel counts even after its future was dropped.
 pub(crate) struct Permit {
     share: Rc<BounceShare>,
     bytes: usize,
@@ -70,8 +70,8 @@ impl BounceBudget {
         Self { state: Rc::new(state), shares: RefCell::default(), zeroes: RefCell::default() }
     }
 
-    /// The share of the disk that `disk` stands for: its open file, or what another kind has for
-    /// it. There is one for each, whoever names it.
+    /// Returns the share of a disk, which is identified by the address of its open file, or of the
+    /// shared object of another kind of disk. Each disk has one share.
     pub(crate) fn share<T: ?Sized>(&self, disk: &Arc<T>) -> Rc<BounceShare> {
         let budget = &self.state;
         let mut shares = self.shares.borrow_mut();
@@ -91,7 +91,7 @@ impl BounceBudget {
         share
     }
 
-    /// A list of zeroes, to be read by the kernel only. `kept` is dropped with the list.
+    /// Returns a list of zeroes, to be read by the kernel only. `kept` is dropped with the list.
     ///
     /// # Errors
     ///
@@ -107,14 +107,14 @@ impl BounceBudget {
 }
 
 impl BounceShare {
-    /// The largest piece that may be asked for, a multiple of `align` (a power of two up to the
-    /// largest logical block).
+    /// The largest piece to request, a multiple of `align` (a power of two up to the largest
+    /// logical block).
     pub(crate) fn piece_bytes(&self, align: usize) -> usize {
         let piece = self.part_bytes(self.budget.config.piece_bytes_max);
         (piece & !(align - 1)).max(align)
     }
 
-    /// As much of `most` bytes as the share has room for.
+    /// The smaller of `most` and the bytes of the whole share.
     pub(crate) fn part_bytes(&self, most: usize) -> usize {
         self.limit().min(most)
     }
@@ -125,13 +125,13 @@ impl BounceShare {
         equal.max(share_bytes_min) / share_bytes_min * share_bytes_min
     }
 
-    /// A piece that is alone has room, whatever its size: the share may have shrunk meanwhile.
+    /// A single piece always has room, regardless of its size: the share may have shrunk since.
     fn has_room(&self, bytes: usize) -> bool {
         let in_use = self.in_use.get();
         in_use == 0 || in_use + bytes <= self.limit()
     }
 
-    /// Waits until `bytes` more may be in use, behind all that came earlier.
+    /// Waits until `bytes` more may be in use, behind all earlier pieces.
     pub(crate) async fn take(self: &Rc<Self>, bytes: usize) -> Permit {
         if self.waiting.borrow().is_empty() && self.has_room(bytes) {
             self.count(bytes);
@@ -161,7 +161,7 @@ impl BounceShare {
         self.grant();
     }
 
-    /// Grants the pieces that wait and have room now, in order.
+    /// Grants, in order, the waiting pieces that have room now.
     fn grant(&self) {
         loop {
             let next = {
@@ -253,14 +253,14 @@ mod tests {
         let mut gone = take(50);
         assert!(poll(gone.as_mut()).is_none());
         let mut waiting = [take(60), take(10), take(60), take(8)];
-        // Behind one that has no room, one that would have it waits too.
+        // Behind a piece without room, a piece that would have room waits too.
         assert!(waiting.iter_mut().all(|future| poll(future.as_mut()).is_none()));
         drop(gone);
         drop(first);
         let [mut second, third, mut fourth, mut fifth] = waiting;
         let second = poll(second.as_mut()).unwrap();
         assert!(poll(fourth.as_mut()).is_none() && poll(fifth.as_mut()).is_none());
-        // It has been let in, and never asks.
+        // It was granted, and is never polled again.
         drop(third);
         drop(fourth);
         let fifth = poll(fifth.as_mut()).expect("the one who went away is in the way");

@@ -1,4 +1,4 @@
-//! Which engine is the best for a disk: found out by a trial.
+//! The choice of the best engine for a disk, by a trial.
 
 use std::future::{Future, poll_fn};
 use std::task::Poll;
@@ -10,15 +10,15 @@ use crate::error::Error;
 use crate::io_thread::IoThread;
 use iomem::{Buffers, fits};
 
-/// One kind of reads in a trial.
+/// A kind of reads in a trial.
 #[derive(Debug, Clone, Copy)]
 struct Load {
     /// The least bytes of a read; a logical block may have more.
     bytes: u32,
-    /// Reads in a round, and how many of them are in flight.
+    /// Reads in a round, and the number of them in flight.
     reads: u32,
     at_once: u32,
-    /// Rounds for each engine; the fastest one counts, which is the least disturbed.
+    /// Rounds for each engine. The fastest one counts, because it is the least disturbed.
     rounds: usize,
     /// A slow disk gets fewer rounds: none begins later than this after the start of the trial.
     until: Duration,
@@ -26,23 +26,23 @@ struct Load {
 
 const SMALL: Load =
     Load { bytes: 4096, reads: 256, at_once: 32, rounds: 6, until: Duration::from_millis(50) };
-/// What copies and backups read. The kernel may need a thread for it where it needs none for a
-/// small read.
+/// The size of reads in copies and backups. The kernel may need a thread for them even if small
+/// reads need none.
 const LARGE: Load =
     Load { bytes: 128 << 10, reads: 16, at_once: 8, rounds: 4, until: Duration::from_millis(90) };
-/// Where io_uring needs no kernel threads, and for a file on a file system, Linux AIO must take
-/// less than this share of the time of io_uring in percent: beside a client it wins less than in a
-/// trial, and the first submit that waits for the file system takes all of it.
+/// The percentage of io_uring's time that Linux AIO must stay below if io_uring needs no kernel
+/// threads, or if the disk is a file on a file system. Beside a client it wins less than in a
+/// trial, and the first submit that waits for the file system costs more than the gain.
 const OTHERWISE_PERCENT: u32 = 67;
 
-/// An engine, and why it is the best.
+/// An engine, and the reason for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// The engine.
     pub engine: EngineKind,
-    /// One line without a full stop, for a log.
+    /// The reason in one line without a full stop, for a log.
     pub why: String,
-    /// A trial has failed, which may be for what this disk alone has.
+    /// True if a trial has failed, perhaps for a reason that concerns this disk alone.
     pub has_failed: bool,
 }
 
@@ -52,23 +52,24 @@ impl Choice {
     }
 }
 
-/// What engines do better or worse for: disks that agree in it have the same best engine, so that
-/// one trial is enough for all of them. It should be that of the one with the most data, for the
-/// file system alone answers reads of what was never written.
+/// The traits of a disk on which engines depend. Disks with equal traits have the same best engine,
+/// so one trial serves all of them. It should use the disk with the most data: the file system
+/// alone answers reads of data that was never written.
 #[derive(Debug, Clone)]
 pub struct Alike {
-    /// The block device, or that of the file system.
+    /// The block device, or the device of the file system.
     device: u64,
     is_block_device: bool,
     direct: bool,
-    /// What a read of the trial is made of.
+    /// The size in bytes of a small read in the trial.
     block_bytes: u32,
-    /// How much of it was written, in units of 512 bytes.
+    /// The written part of the disk, in units of 512 bytes.
     allocated: i64,
 }
 
 impl Alike {
-    /// Of a disk. `None`: it is like no other, or the kernel does not tell.
+    /// Reads the traits of a disk. `None` if it is like no other disk, or the kernel does not
+    /// report them.
     #[must_use]
     pub fn of(source: &DiskSource) -> Option<Self> {
         let status = rustix::fs::fstat(source.open_file()?).ok()?;
@@ -84,31 +85,30 @@ impl Alike {
         })
     }
 
-    /// Whether a trial of one disk is enough for both.
+    /// Returns true if a trial of one disk serves both.
     #[must_use]
     pub fn is_like(&self, other: &Self) -> bool {
         let of = |this: &Self| (this.device, this.is_block_device, this.direct, this.block_bytes);
         of(self) == of(other)
     }
 
-    /// How much of the disk was written, in units of 512 bytes; 0 for a block device.
+    /// The written part of the disk, in units of 512 bytes; 0 for a block device.
     #[must_use]
     pub fn allocated(&self) -> i64 {
         self.allocated
     }
 }
 
-/// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB and
-/// some of 128 KiB, and names the best. It takes a tenth of a second at most, unless a single
+/// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB and some
+/// of 128 KiB, and returns the best. The trial takes at most a tenth of a second, unless a single
 /// round takes longer.
 ///
-/// io_uring is the best where it needs no kernel threads, unless Linux AIO is faster by half. A
-/// disk whose kernel driver cannot take a
-/// request without waiting is served by such threads, one hand-over for each read; then Linux AIO
-/// has it if it was faster, and a file on a file system if it was faster by half: Linux AIO waits
-/// in the submit while such a file is frozen or its place is looked up, and every disk of the
-/// IoThread with it. (The time alone says little: with others on the same CPUs, engines behave
-/// differently from a trial on an idle machine.)
+/// io_uring is the best if it needs no kernel threads, unless Linux AIO is faster by half. It needs
+/// them for a disk whose kernel driver cannot take a request without waiting, with one hand-over
+/// for each read. Such a block device gets Linux AIO if that was faster, a file on a file system
+/// only if it was faster by half. Linux AIO waits in the submit while the file is frozen or its
+/// place is looked up, and every disk of the IoThread waits with it. (The time alone proves little:
+/// on CPUs that other programs use, engines behave differently from a trial on an idle machine.)
 #[must_use]
 pub fn best_engine(source: &DiskSource) -> Choice {
     if !source.has_engine() {
@@ -134,8 +134,8 @@ pub fn best_engine(source: &DiskSource) -> Choice {
     }
 }
 
-/// The engines to be used in place of `best` when it cannot be set up after all, the better first.
-/// The last one always can.
+/// The engines to use if `best` cannot be set up after all, the better first. The last one can
+/// always be set up.
 pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = EngineKind> {
     // With the page cache, Linux AIO would wait for the disk.
     let aio = source.info().direct.then_some(EngineKind::Aio);
@@ -143,14 +143,14 @@ pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = 
     all.into_iter().flatten().filter(move |&engine| engine != best)
 }
 
-/// How long rounds of one kind took, the fastest of each engine.
+/// The fastest time of a round of one load, for each engine.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     io_uring: Duration,
     aio: Duration,
 }
 
-/// The times of a load, as far as there was time for it.
+/// Measures a load. `None` if no time was left for it.
 fn times(
     io_uring: &Trial,
     aio: &Trial,
@@ -207,8 +207,8 @@ fn faster(io_uring: &Trial, aio: &Trial, is_block_device: bool) -> Choice {
     }
 }
 
-/// Whether Linux AIO is so much faster that a disk should have it: in the mean of all loads, of
-/// which each counts as much. `any_gain_counts`: nothing is lost with it.
+/// Returns true if Linux AIO is enough faster for a disk to get it: in the geometric mean of all
+/// loads. `any_gain_counts`: any advantage is enough.
 fn is_aio_worth_it(all: &[Times], any_gain_counts: bool) -> bool {
     let percent = if any_gain_counts { 100 } else { OTHERWISE_PERCENT };
     let ratio = |times: &Times| times.aio.as_secs_f64() / times.io_uring.as_secs_f64();
@@ -216,7 +216,8 @@ fn is_aio_worth_it(all: &[Times], any_gain_counts: bool) -> bool {
     !all.is_empty() && product < (f64::from(percent) / 100.0).powf(all.len() as f64)
 }
 
-/// A trial that failed says something about its engine, or, when both failed, about the disk.
+/// Makes the choice after a failed trial, which counts against its engine. If both failed, the disk
+/// is at fault.
 fn of_failed_trials(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
     let why = |engine, error| format!("the trial with {engine} failed: {error}");
     let choice = match (io_uring, aio) {
@@ -227,8 +228,8 @@ fn of_failed_trials(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
     Choice { has_failed: true, ..choice }
 }
 
-/// Whether io_uring has started kernel threads for what this thread has submitted. They bear the
-/// number of their owner in their names and stay for some seconds.
+/// Returns true if io_uring has started kernel threads for submits of this thread. Their names
+/// contain the number of their owner, and they stay for some seconds.
 fn kernel_threads_serve_this_thread() -> bool {
     let own = format!("iou-wrk-{}", rustix::thread::gettid().as_raw_nonzero());
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return false };
@@ -256,7 +257,7 @@ impl Trial {
         Ok(Self { thread, disk })
     }
 
-    /// How long a round of reads takes.
+    /// Measures the time of a round of reads.
     fn round(&self, load: Load, round: usize) -> Result<Duration, Error> {
         let read = |number| {
             let (offset, bytes) = place(&self.disk, load, round, number);
@@ -287,8 +288,8 @@ impl Trial {
     }
 }
 
-/// Where read `number` of a round is, and how many bytes it has: spread over the disk, the same
-/// places for each engine.
+/// The offset and length in bytes of read `number` of a round. Reads are spread over the disk, at
+/// the same places for each engine.
 fn place(disk: &Disk, load: Load, round: usize, number: u32) -> (u64, usize) {
     let info = disk.info();
     let bytes = u64::from(info.logical_block_bytes.max(load.bytes)).min(info.size_bytes);
@@ -308,7 +309,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_file_gets_an_engine_that_works() {
-        // Beside the sources, where the file system has direct I/O as a rule.
+        // In the source folder, whose file system has direct I/O as a rule.
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
         let options = DiskOptions { direct: true, ..DiskOptions::default() };
@@ -369,7 +370,7 @@ mod tests {
         assert!(!is_worth_it(500, 500, true));
         assert!(!is_worth_it(400, 400, false));
         assert!(is_worth_it(300, 300, false));
-        // Large reads decide as much as small ones.
+        // Large reads count as much as small ones.
         assert!(is_worth_it(400, 250, false) && is_worth_it(520, 400, true));
         assert!(!is_worth_it(400, 500, false) && !is_worth_it(450, 600, true));
         assert!(!is_aio_worth_it(&[], true), "nothing was tried");

@@ -1,9 +1,9 @@
-//! How an IoThread is set up.
+//! The set-up of an IoThread.
 
 use std::fmt;
 use std::time::Duration;
 
-/// How ops reach the kernel. Each file has one of these, and an IoThread may have all of them.
+/// The way of ops to the kernel. Each file uses one engine, and an IoThread may have all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
     /// io_uring: one ring for submissions, completions and everything that the loop waits for.
@@ -25,32 +25,32 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// Where engine `aio` finds completions: for measurement.
+/// The place where engine `aio` finds completions: for measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CompletionRing {
     /// In the ring that the kernel shares with the process, without a system call.
     #[default]
     Userspace,
-    /// By `io_getevents`, as a program does that does not know the ring.
+    /// By `io_getevents`, as in programs that do not know the ring.
     Getevents,
 }
 
-/// An engine, and how it is set up: what only one of them has is here.
+/// An engine and its own options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineConfig {
     /// See [`EngineKind::IoUring`].
     IoUring {
-        /// A kernel thread takes submissions in, so that a submit needs no system call. It burns a
+        /// A kernel thread takes submissions, so that a submit needs no system call. It burns a
         /// core while there is work.
         sqpoll: bool,
-        /// Completions of reads and writes are polled for on disks that can do that (direct I/O on
-        /// a device whose driver has queues for it); the device makes no interrupts for them. The
-        /// loop does not sleep, or little, while it has such ops.
+        /// Polls for completions of reads and writes on disks that support it: direct I/O on a
+        /// device whose driver has queues for that. The device makes no interrupts for them. The
+        /// loop sleeps little or not at all while it has such ops.
         iopoll: bool,
     },
     /// See [`EngineKind::Aio`].
     Aio {
-        /// For measurement: where completions are found.
+        /// The place where completions are found: for measurement.
         completion_ring: CompletionRing,
     },
     /// See [`EngineKind::Threads`].
@@ -58,7 +58,7 @@ pub enum EngineConfig {
 }
 
 impl EngineConfig {
-    /// Which engine it is.
+    /// The kind of this engine.
     #[must_use]
     pub fn kind(&self) -> EngineKind {
         match self {
@@ -70,13 +70,13 @@ impl EngineConfig {
 }
 
 impl From<EngineKind> for EngineConfig {
-    /// With what is best for most.
+    /// Makes the engine with its default options.
     fn from(kind: EngineKind) -> Self {
         EngineOptions::default().engine(kind)
     }
 }
 
-/// What is wished of whichever engine it will be: each takes what it has.
+/// Options for an engine of any kind: each takes its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineOptions {
     /// See [`EngineConfig::IoUring`].
@@ -88,7 +88,7 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The engine of this kind, with what it has of this.
+    /// Makes the engine of this kind, with its part of these options.
     #[must_use]
     pub fn engine(self, kind: EngineKind) -> EngineConfig {
         let Self { sqpoll, iopoll, completion_ring } = self;
@@ -100,19 +100,19 @@ impl EngineOptions {
     }
 }
 
-/// When fewer ops of a disk than there are go to the kernel: see `pacing.rs`, which says why.
+/// Rules for keeping ops of a disk back from the kernel. `pacing.rs` has the reasons.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacingConfig {
-    /// Completions that come together, fewer than this, say nothing.
+    /// The least number of completions together that counts as a convoy.
     pub convoy_min: usize,
-    /// So many times in a row all ops complete together before it is tried to keep some back.
+    /// The number of convoys in a row, each with all ops completing together, that starts a trial.
     pub convoys: u32,
     /// Ops in each span of a trial.
     pub span_ops: usize,
-    /// How many ops the outcome of a trial holds for.
+    /// The number of ops for which the outcome of a trial holds.
     pub period_ops: usize,
-    /// The least number of ops that a disk may have in the kernel. A client with few requests has
-    /// them all on the disk. One with eight has six, where the disk is faster that way.
+    /// The least limit on ops of a disk in the kernel. A client with few requests has them all on
+    /// the disk. One with eight has six, if the disk is faster that way.
     pub limit_min: usize,
 }
 
@@ -122,18 +122,18 @@ impl Default for PacingConfig {
     }
 }
 
-/// How much memory there is for what devices cannot take as it is: misaligned buffers, and zeroes
-/// that have to be written; and for [parts of a disk](crate::Disk::read_part) that are looked at.
+/// Memory for data that devices cannot take as it is (misaligned buffers, and zeroes to write), and
+/// for [parts of a disk](crate::Disk::read_part) that are inspected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BounceConfig {
-    /// The most bytes at once. All disks of the IoThread have equal shares, and requests wait for
-    /// theirs in order.
+    /// The most bytes at once. All disks of the IoThread have equal shares, and requests wait in
+    /// order for their disk's share.
     pub budget_bytes: usize,
-    /// The least that the share of a disk has, at least 1, even if all shares together exceed the
+    /// The least share of a disk in bytes, at least 1, even if all shares together exceed the
     /// budget. The default is the largest logical block.
     pub share_bytes_min: usize,
-    /// The most bytes that one request moves at once. By default it takes some 50 µs to copy them,
-    /// and the loop does nothing else meanwhile.
+    /// The most bytes that one request moves at once. Copying the default takes some 50 µs, during
+    /// which the loop does nothing else.
     pub piece_bytes_max: usize,
 }
 
@@ -150,10 +150,10 @@ pub struct ByteLimits {
     /// The most bytes of one op, for every kind of disk. The rest of a larger request follows when
     /// they have been moved, behind all tasks that are ready then. A logical block is never cut.
     pub op: usize,
-    /// The most bytes of all disks in one round of the loop; the next round follows a look at the
-    /// sources.
+    /// The most bytes of all disks in one round of the loop. Sources are checked before the next
+    /// round.
     pub round: usize,
-    /// The most bytes of one disk that its engine has at a time; half of it with engine `threads`.
+    /// The most bytes of one disk in its engine at a time; half of it with engine `threads`.
     pub disk: usize,
 }
 
@@ -174,38 +174,37 @@ impl Default for ByteLimits {
     }
 }
 
-/// How an IoThread is set up.
+/// The set-up of an IoThread.
 #[derive(Debug, Clone)]
 pub struct IoThreadConfig {
-    /// The engine of disks that have no [preference](crate::DiskSource::prefer_engine). An
-    /// [`EngineKind`] is turned into an engine with its defaults. Besides, an IoThread always has
-    /// engine `threads`, and [`Io::add_engine`](crate::Io::add_engine) adds others.
+    /// The engine of disks that have no [preference](crate::DiskSource::prefer_engine).
+    /// `EngineKind::into` makes an engine with its defaults. An IoThread also has engine `threads`
+    /// in any case, and [`Io::add_engine`](crate::Io::add_engine) adds more.
     pub engine: EngineConfig,
-    /// The most ops in the kernel at once by each engine, 1 to 65,535; more than that wait. Linux
-    /// AIO counts it against `fs.aio-max-nr`.
+    /// The most ops in the kernel at once by each engine, 1 to 65,535; further ops wait. Linux AIO
+    /// counts it against `fs.aio-max-nr`.
     pub depth: u32,
-    /// The longest that the loop busy-polls before it sleeps. It polls only while that pays: for
-    /// ops, while the CPU time is worth the latency that it saves. Zero is never.
+    /// The longest time of busy-polling before the loop sleeps; zero for none. It polls only while
+    /// that pays: for ops, while the CPU time is worth the latency that it saves.
     pub poll_max: Duration,
     /// The share of the time in percent, 0 to 100, that may go into busy-polling.
     pub poll_budget_percent: u32,
-    /// The time slice of the thread that sets the loop up, for when other threads want its CPU: it
-    /// has the CPU back sooner and gives it away sooner. Zero leaves the kernel's, as Linux before
-    /// 6.12 does in any case.
+    /// The time slice of the thread that sets the loop up, for times when other threads want its
+    /// CPU. With a short slice it gets the CPU back sooner and gives it away sooner. Zero keeps the
+    /// kernel's slice, and so does Linux before 6.12 in any case.
     pub slice: Duration,
-    /// The loop is part of another one, which waits for the IoThread's descriptor instead of taking
-    /// turns with [`Wait::ForEvent`](crate::Wait::ForEvent). Engine `io_uring` does without what
-    /// makes a sleep in the ring cheaper: completions that are put off until somebody asks for
-    /// them, of which the descriptor says nothing.
+    /// True if a program's own loop waits for the IoThread's descriptor, instead of taking turns
+    /// with [`Wait::ForEvent`](crate::Wait::ForEvent). Engine `io_uring` then does without deferred
+    /// completions: they make a sleep in the ring cheaper, but not the descriptor readable.
     pub embedded: bool,
     /// Bounds on the bytes of ops.
     pub bytes: ByteLimits,
-    /// How much memory there is for what devices cannot take as it is.
+    /// Memory for data that devices cannot take as it is.
     pub bounce: BounceConfig,
-    /// When ops of a disk are kept back. The defaults are for real disks; a simulation with short
-    /// runs has smaller numbers.
+    /// Rules for keeping ops of a disk back. The defaults are for real disks; a simulation with
+    /// short runs has smaller numbers.
     pub pacing: PacingConfig,
-    /// For measurement: whether completions are looked for right after each submit. If not, they
+    /// For measurement: false leaves out the harvest right after each submit, so that completions
     /// are found only when the kernel wakes the loop.
     pub harvest_on_submit: bool,
     /// For measurement: the most ops that one submit gives to the kernel, at least 1.
@@ -234,7 +233,7 @@ impl IoThreadConfig {
     /// The default of [`poll_max`](Self::poll_max) in microseconds.
     pub const POLL_MAX_US: u16 = 64;
     /// The time slice in microseconds of the threads of `ringhaul serve`. Beside eight busy loops
-    /// it made 1.3 times the IOPS of the kernel's 1,400 (two CPUs).
+    /// its IOPS were 1.3 times the figure with the kernel's 1,400 µs (two CPUs).
     pub const SLICE_US: u32 = 300;
     /// The default of [`poll_budget_percent`](Self::poll_budget_percent).
     pub const POLL_BUDGET_PERCENT: u8 = 100;

@@ -1,5 +1,5 @@
-//! A future wakes the waker that it was polled with last (invariant 12 of ARCHITECTURE.md), for
-//! each engine of the kernel and, with `--cfg ringhaul_sim`, of a simulated one.
+//! Tests that a future wakes the waker of its last poll (invariant 12 of ARCHITECTURE.md), for each
+//! engine of the kernel and, with `--cfg ringhaul_sim`, of a simulated one.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -33,7 +33,7 @@ const BYTES: usize = 64 << 10;
 const BLOCK: usize = 4096;
 
 fn thread(engine: EngineKind) -> IoThread {
-    // Two pieces of bounced memory at a time.
+    // Room for two pieces of bounced memory at a time.
     let bounce =
         BounceConfig { budget_bytes: 2 * BLOCK, share_bytes_min: BLOCK, piece_bytes_max: BLOCK };
     let engine = engine.into();
@@ -41,9 +41,9 @@ fn thread(engine: EngineKind) -> IoThread {
         .unwrap()
 }
 
-/// An IoThread and a disk on it, whose blocks are full of their numbers.
+/// An IoThread and a disk on it. Each block is filled with its number plus one.
 struct Scene {
-    /// Before the thread.
+    /// Dropped before the thread.
     disk: Rc<Disk>,
     thread: IoThread,
     outside: Outside,
@@ -57,7 +57,7 @@ impl Scene {
         Self::with(engine, &content(), |source| source)
     }
 
-    /// The same on a disk that is made of that of a file with this content.
+    /// Makes a scene whose disk is `layers` over a file with this content.
     fn with(
         engine: EngineKind,
         content: &[u8],
@@ -83,8 +83,8 @@ impl Scene {
         self.thread.io()
     }
 
-    /// Runs `future` as a task until it ends. Fails where a wake is lost: nothing is left to wait
-    /// for then.
+    /// Runs `future` as a task until it ends. Fails if a wake is lost: then nothing is left to wait
+    /// for.
     fn run(&self, future: impl Future<Output = ()> + 'static) {
         let ended = Rc::new(Cell::new(false));
         let end = Rc::clone(&ended);
@@ -110,7 +110,7 @@ impl Scene {
             || io.mailbox.is_posted()
     }
 
-    /// Takes turns until the kernel has answered what nobody waits for.
+    /// Takes turns until the kernel has answered all abandoned ops.
     fn settle(&self) {
         while self.io().ops() > 0 {
             self.thread.turn(Wait::Never).unwrap();
@@ -126,7 +126,7 @@ fn content_of(block: usize) -> u8 {
     u8::try_from(block + 1).unwrap()
 }
 
-/// Reads a block; `shift` bytes beside what the device takes.
+/// Reads a block into memory that is misaligned by `shift` bytes.
 async fn read(disk: &Disk, block: usize, shift: usize) {
     let mut buffers = Buffers::aligned(BLOCK + shift, BLOCK);
     buffers.advance(shift);
@@ -140,7 +140,7 @@ fn blocks() -> std::ops::Range<usize> {
 }
 
 async fn unordered(disk: Rc<Disk>) {
-    // Every other one waits for its part of the memory for misaligned requests.
+    // Every second read waits for its part of the memory for misaligned requests.
     let mut reads: FuturesUnordered<_> =
         blocks().map(|block| read(&disk, block, block % 2 * 512 + block % 2)).collect();
     let mut count = 0;
@@ -181,7 +181,7 @@ async fn selected(io: Rc<Io>, disk: Rc<Disk>) {
 
 type Moved = Rc<RefCell<Option<Pin<Box<dyn Future<Output = ()>>>>>>;
 
-/// A future that one task has polled ends in another one.
+/// Polls each future in one task and ends it in another.
 async fn moved(io: Rc<Io>, futures: Vec<Pin<Box<dyn Future<Output = ()>>>>) {
     for mut future in futures {
         // Polled once, in this task.
@@ -231,7 +231,7 @@ fn moved_futures(
     ]
 }
 
-/// Sets in sets, and sets among others: each has futures of its own.
+/// Runs sets in sets, and sets among other futures. Each set has its own futures.
 async fn nested(io: Rc<Io>, disk: Rc<Disk>) {
     let set_of = |depth: usize| {
         let (io, disk) = (Rc::clone(&io), Rc::clone(&disk));
@@ -258,7 +258,7 @@ async fn nested(io: Rc<Io>, disk: Rc<Disk>) {
     while sets.next().await.is_some() {}
 }
 
-/// What suspends itself goes on when its task is woken, whoever polls it.
+/// A suspended future continues when its task is woken, regardless of the poller.
 async fn suspended(io: Rc<Io>) {
     let suspends = |rounds: usize| {
         let io = Rc::clone(&io);
@@ -297,7 +297,7 @@ fn check(scene: &Scene) {
 fn futures_keep_their_contract_with_each_engine() {
     for engine in ENGINES {
         check(&Scene::new(engine));
-        // A part of a part of it.
+        // A part of a part of a disk.
         let beside = [vec![0; 3 * BLOCK], content(), vec![0; BLOCK]].concat();
         check(&Scene::with(engine, &beside, |file| {
             let part = DiskSource::raw(file, BLOCK as u64, None).unwrap();
@@ -307,7 +307,7 @@ fn futures_keep_their_contract_with_each_engine() {
     }
 }
 
-/// Whoever wakes on the loop's own thread takes no lock and writes no eventfd.
+/// A wake on the loop's own thread takes no lock and writes no eventfd.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn wakes_within_a_turn_need_no_mailbox() {

@@ -1,4 +1,4 @@
-//! The request queue under a file: how many requests it takes before a submit waits for it.
+//! The request queue under a file: the number of requests that it takes before a submit waits.
 
 use iomem::fits;
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// One request queue, shared by all that have the disk, a partition of it, or files on it open.
+/// The request queue shared by all users of the disk, of its partitions, and of files on them.
 #[derive(Debug)]
 pub(crate) struct Device {
     queue: Queue,
@@ -21,41 +21,41 @@ pub(crate) struct Device {
 struct Queue {
     /// The folder of the whole disk, without symbolic links: the name of the queue.
     disk: PathBuf,
-    /// Requests that it has room for (`nr_requests`).
+    /// The number of requests for which it has room (`nr_requests`).
     requests: u32,
     limits: RequestLimits,
 }
 
-/// What makes the kernel cut an op into several requests.
+/// The limits beyond which the kernel cuts an op into several requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RequestLimits {
     /// The most bytes of a request.
     bytes: usize,
     /// The most segments of a request. In the worst case each page of memory is one.
     segments: usize,
-    /// Where two ranges meet in a request, these bits of both addresses are zero.
+    /// Bits that are zero in both addresses where two ranges meet in a request.
     boundary: usize,
 }
 
 const PAGE_BYTES: usize = 4096;
-/// The kernel never puts more into one piece, whatever the device takes.
+/// The most segments that the kernel puts into one piece, regardless of the device.
 const SEGMENTS_MAX: usize = 256;
 
-/// With so many IoThreads that each would get less, a device that hangs may block submits: few
-/// of them are busy with one device at a time.
+/// The least share of an IoThread. If equal shares would be smaller, a hanging device may block
+/// submits: few IoThreads are busy with one device at a time.
 const SHARE_MIN: u32 = 16;
 
-/// So that each device is known once.
+/// All devices in use, so that each has one object.
 static DEVICES: Mutex<Vec<Weak<Device>>> = Mutex::new(Vec::new());
 
 impl Device {
-    /// The device that `file` is or lies on. `None`: it has no bound that is known.
+    /// Finds the device that `file` is or lies on. `None` if no bound of it is known.
     pub(crate) fn of(file: &File) -> Option<Arc<Self>> {
         let metadata = file.metadata().ok()?;
         if metadata.file_type().is_block_device() {
             return Self::of_number(metadata.rdev());
         }
-        // A file system over several devices (btrfs) has a number that names none of them.
+        // The number of a file system over several devices (btrfs) names none of them.
         Self::of_number(metadata.dev()).or_else(|| Self::of_number(mounted_device(file)?))
     }
 
@@ -86,12 +86,12 @@ impl Device {
         Arc::new(Self { queue, users: AtomicU32::new(0) })
     }
 
-    /// What a request may have.
+    /// The limits of one request.
     pub(crate) fn limits(&self) -> RequestLimits {
         self.queue.limits
     }
 
-    /// The requests that one IoThread may have there. A quarter is left for others of the machine.
+    /// The requests that one IoThread may have in the queue. A quarter is left for other programs.
     pub(crate) fn share(&self) -> u32 {
         let (users, all) = (self.users.load(Ordering::Relaxed).max(1), self.queue.requests * 3 / 4);
         (all / users).max(SHARE_MIN).min(all).max(1)
@@ -106,12 +106,12 @@ impl Device {
     }
 }
 
-/// The queue that takes the requests of a device in sysfs. One without a queue of its own
-/// (device-mapper, md) hands on to others, and of these the one with the least room counts.
+/// Finds the queue that takes the requests of a device in sysfs. A device without its own queue
+/// (device-mapper, md) passes requests on, and the queue with the least room below it counts.
 fn queue_below(folder: &Path, depth: u32) -> Option<Queue> {
     const DEPTH_MAX: u32 = 8;
     let own = folder.canonicalize().ok()?;
-    // A partition has the queue of its disk, in whose folder its own lies.
+    // A partition uses the queue of its disk, whose folder contains the partition's.
     let disk = if own.join("partition").exists() { own.parent()? } else { &own };
     if disk.join("mq").exists()
         && let Some(queue) = Queue::of(disk)
@@ -125,7 +125,7 @@ fn queue_below(folder: &Path, depth: u32) -> Option<Queue> {
     let all = below.flatten().filter_map(|entry| queue_below(&entry.path(), depth + 1));
     all.reduce(|a, b| {
         let limits = a.limits.both(b.limits);
-        // Two that lead to the same disks must agree on one, whatever their order.
+        // Devices over the same disks must agree on one, regardless of the order.
         let least = if (a.requests, &a.disk) <= (b.requests, &b.disk) { a } else { b };
         Queue { limits, ..least }
     })
@@ -155,7 +155,7 @@ impl RequestLimits {
         Self { bytes: usize::MAX, segments, boundary: 0 }
     }
 
-    /// Those of an op that must keep to `other` too.
+    /// Combines the limits of two devices that an op passes.
     fn both(self, other: Self) -> Self {
         Self {
             bytes: self.bytes.min(other.bytes),
@@ -164,8 +164,8 @@ impl RequestLimits {
         }
     }
 
-    /// How many requests the kernel makes of an op with these ranges of memory, at most. (Where
-    /// its place on the device is not of one piece, a file system may make more of it.)
+    /// The most requests that the kernel makes of an op with these ranges of memory. (If its place
+    /// on the device is fragmented, a file system may make more.)
     pub(crate) fn requests_of(&self, ranges: &[libc::iovec]) -> u32 {
         if let [range] = ranges
             && range.iov_len < PAGE_BYTES
@@ -180,14 +180,14 @@ impl RequestLimits {
             bytes += len;
             end = start.wrapping_add(len);
         }
-        // A request is full of bytes or of segments, or a gap comes next.
+        // A request ends when it is full of bytes or of segments, or at a gap.
         let cuts = |all: usize, most: usize| all.saturating_sub(1) / most;
         let requests = 1 + cuts(bytes, self.bytes) + cuts(pages, self.segments) + gaps;
         fits(requests, "a count of requests")
     }
 }
 
-/// The number of the device that the file system of `file` was mounted from, if that is one.
+/// The number of the block device that the file system of `file` was mounted from, if it is one.
 fn mounted_device(file: &File) -> Option<u64> {
     let of_file = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
     let of_file = std::fs::read_to_string(of_file).ok()?;
@@ -198,7 +198,7 @@ fn mounted_device(file: &File) -> Option<u64> {
     metadata.file_type().is_block_device().then(|| metadata.rdev())
 }
 
-/// The source in a line of mountinfo, if the line is about the mount of this number.
+/// Returns the source in a line of mountinfo, if the line is about the mount of this number.
 fn source_of_mount<'a>(line: &'a str, mount: &str) -> Option<&'a str> {
     let (of_mount, of_file_system) = line.split_once(" - ")?;
     let is_it = of_mount.split(' ').next() == Some(mount);
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(found("nothing"), None);
     }
 
-    /// A range of memory that nobody looks at.
+    /// A range of memory that is never accessed.
     fn range(start: usize, iov_len: usize) -> libc::iovec {
         libc::iovec { iov_base: std::ptr::without_provenance_mut(start), iov_len }
     }
@@ -288,7 +288,7 @@ mod tests {
             (vec![], 1),
             (vec![range(0, 4096)], 1),
             (vec![range(0, 512 << 10)], 1),
-            // Not on a page: one more of them.
+            // Not aligned to a page: one request more.
             (vec![range(512, 512 << 10)], 2),
             (vec![range(0, 4 << 20)], 1 + 3 + 7),
             (pages(128, 512), 1),
@@ -297,7 +297,7 @@ mod tests {
         ] {
             assert_eq!(limits.requests_of(&ranges), requests, "{} ranges", ranges.len());
         }
-        // With such a boundary ranges share a request only where whole pages meet.
+        // With such a boundary, ranges share a request only if they meet at page borders.
         let limits = RequestLimits { boundary: 4095, ..limits };
         assert_eq!(limits.requests_of(&pages(16, 4096)), 1);
         assert_eq!(limits.requests_of(&pages(16, 512)), 16);
@@ -314,14 +314,13 @@ mod tests {
         assert_eq!(source_of_mount(without, "40"), Some("tmpfs"));
     }
 
-    /// The output of a program that succeeds.
+    /// Returns the output of a program that succeeds.
     fn run(program: &str, arguments: &[&str]) -> Option<String> {
         let output = Command::new(program).args(arguments).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
-    /// A loop device over a file of 256 MiB, with two partitions; what it has been given is taken
-    /// back when it goes.
+    /// A loop device over a file of 256 MiB, with two partitions. Dropping it removes the device.
     struct Loop {
         path: String,
         _file: tempfile::NamedTempFile,
@@ -347,7 +346,7 @@ mod tests {
             self.path.rsplit('/').next().unwrap()
         }
 
-        /// The number of a partition of this loop device.
+        /// Adds a partition and returns its device number.
         fn add_partition(&self, number: u32) -> u64 {
             let start = (number * 8192).to_string();
             run("addpart", &[&self.path, &number.to_string(), &start, "8192"]).unwrap();

@@ -1,8 +1,8 @@
-//! Disks: what a request addresses.
+//! Disks: the objects that requests address.
 //!
 //! A [`DiskSource`] is opened once; each IoThread attaches a [`Disk`] of its own. Above `Disk`, I/O
-//! is all or error: short reads and writes are finished here, the end of a file reads as zeroes,
-//! and memory that the device cannot take as it is gets bounced.
+//! is all or error: this module finishes short reads and writes, reads zeroes at the end of a file,
+//! and bounces memory that the device cannot take as it is.
 
 mod alignment;
 mod blocks;
@@ -73,15 +73,15 @@ use shared::Shared;
 use source::FileSource;
 pub use trouble::{ErrorAction, ErrorPolicy};
 
-/// A disk that is open, for any number of IoThreads. Clones are of the same disk.
+/// An open disk, for any number of IoThreads. Clones are of the same disk.
 #[derive(Debug, Clone)]
 pub struct DiskSource {
-    /// As it was opened.
+    /// The facts at the time of opening.
     info: DiskInfo,
-    /// What has changed since.
+    /// The facts that have changed since.
     shared: Arc<Shared>,
     kind: SourceKind,
-    /// The engine that it prefers, and why.
+    /// The preferred engine, and the reason for it.
     engine: Option<(EngineKind, Arc<str>)>,
 }
 
@@ -89,39 +89,39 @@ pub struct DiskSource {
 enum SourceKind {
     File(FileSource),
     Null,
-    /// Everything else: see the module `seam`.
+    /// All other kinds: see the module `seam`.
     Other(Arc<dyn OtherSource>),
 }
 
 impl DiskSource {
-    /// Opens a regular file or a block device. It is locked as QEMU's programs lock theirs: a disk
-    /// that is written to is nobody else's, one that is read is written to by nobody. Block devices
-    /// are also claimed, so that they cannot be mounted. What is in use is tried again for two
-    /// seconds.
+    /// Opens a regular file or a block device. Locks it like QEMU's programs: a disk open for
+    /// writing is open only once; one open for reading is not written to. Block devices are also
+    /// claimed, so that they cannot be mounted. Retries for two seconds while the disk is in use.
     ///
     /// # Errors
     ///
-    /// When it cannot be opened, is in use, is neither a file nor a block device, has no size, or
-    /// has a size or an alignment that does not fit the options.
+    /// If it cannot be opened, is in use, is neither a file nor a block device, has no size, or has
+    /// a size or an alignment that does not fit the options.
     pub fn file(path: &Path, options: &DiskOptions) -> Result<Self, Error> {
         let (file, info) = FileSource::open(path, options)?;
         Ok(Self::new(info, SourceKind::File(file)))
     }
 
-    /// A disk whose open file another process has handed over, with the lock and with what the
-    /// kernel has yet to report of its write-back. `path` is what led to it. Its size is that of
-    /// the file now; [`with_size`](Self::with_size) has it be the size that it had there.
+    /// Takes over an open file that another process has handed over, with its lock and with
+    /// write-back errors that the kernel has yet to report. `path` is the path by which it was
+    /// opened. The disk has the file's present size; [`with_size`](Self::with_size) sets the size
+    /// that it had in that process.
     ///
     /// # Errors
     ///
-    /// When it was not opened as the options say, or as [`file`](Self::file).
+    /// Like [`file`](Self::file), and if it was not opened as the options require.
     pub fn handed_over(file: File, path: &Path, options: &DiskOptions) -> Result<Self, Error> {
         let (file, info) = FileSource::handed_over(file, path, options)?;
         Ok(Self::new(info, SourceKind::File(file)))
     }
 
-    /// The disk with the size in bytes that it had in another process, whatever has become of it:
-    /// nobody has been told.
+    /// Returns the disk with the size in bytes that it had in another process, even if the file has
+    /// another size now: its users were not notified of a change.
     #[must_use]
     pub fn with_size(self, size_bytes: u64) -> Self {
         self.adopt_size(size_bytes);
@@ -141,8 +141,8 @@ impl DiskSource {
         Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
     }
 
-    /// The disk for whoever looks at what it has before it has requests. Of what that reads,
-    /// nothing is known to the disk itself: see `OtherSource::apart`.
+    /// Returns the disk for reading its content before it has requests. The disk itself learns
+    /// nothing from these reads: see `OtherSource::apart`.
     fn for_a_look(&self) -> Result<Self, Error> {
         Ok(self.apart()?.unwrap_or_else(|| self.clone()))
     }
@@ -157,37 +157,37 @@ impl DiskSource {
         }
     }
 
-    /// The same disk for those who change nothing.
+    /// Returns the same disk, read-only.
     #[cfg(feature = "qcow2")]
     fn for_reading(self) -> Self {
         Self { info: DiskInfo { read_only: true, ..self.info }, ..self }
     }
 
-    /// A disk that answers at once, keeps nothing, and leaves the buffers of reads as they are:
-    /// for measuring everything else.
+    /// Makes a disk that answers at once, stores nothing, and leaves the buffers of reads as they
+    /// are: for measuring everything else.
     ///
     /// # Errors
     ///
-    /// When the size is zero or not a multiple of the logical block.
+    /// If the size is zero or not a multiple of the logical block.
     pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
         Ok(Self::new(null::info(size_bytes, options)?, SourceKind::Null))
     }
 
-    /// Takes over the size that the file, the device or the other end has now, on all IoThreads.
-    /// Requests that are in progress finish as they began. Returns the size in bytes; that of a
-    /// null disk never changes by itself.
+    /// Takes over the present size of the file, device or remote disk, on all IoThreads. Requests
+    /// in progress finish as they began. Returns the size in bytes; the size of a null disk never
+    /// changes by itself.
     ///
     /// # Errors
     ///
-    /// When it cannot be determined, or is none that a disk can have, as when it is opened. The
-    /// disk is as it was then.
+    /// If the size cannot be determined, or is invalid for a disk, as on opening. Then the disk is
+    /// unchanged.
     pub fn refresh(&self) -> Result<u64, Error> {
         let look = self.shared.begin_look();
         self.shared.has_found(look, self.find_size()?);
         Ok(self.shared.size_bytes())
     }
 
-    /// The size that [`refresh`](Self::refresh) takes over.
+    /// Finds the size that [`refresh`](Self::refresh) takes over.
     fn find_size(&self) -> Result<u64, Error> {
         match &self.kind {
             SourceKind::File(source) => source.size_bytes(&self.info),
@@ -196,12 +196,12 @@ impl DiskSource {
         }
     }
 
-    /// Has a server or a cluster say how much space it has for an image on it. The disk in the
-    /// image keeps its size, and what has waited for space goes on. Waits for the other end.
+    /// Asks a server or a cluster for the space that it has for an image. The disk in the image
+    /// keeps its size; requests that waited for space continue. Blocks until the answer.
     ///
     /// # Errors
     ///
-    /// When the other end does not say.
+    /// If there is no answer.
     pub fn find_space(&self) -> Result<(), Error> {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => Ok(()),
@@ -209,12 +209,12 @@ impl DiskSource {
         }
     }
 
-    /// The larger of the size that the disk has and that of its file or device, which may have
-    /// changed, or that its other end has told last.
+    /// The larger of two sizes in bytes: the disk's, and that of its file or device, which may have
+    /// changed, or the last one that its server has reported.
     ///
     /// # Errors
     ///
-    /// When it cannot be determined.
+    /// If it cannot be determined.
     pub fn covered_bytes(&self) -> Result<u64, Error> {
         let size_bytes = self.shared.size_bytes();
         match &self.kind {
@@ -224,14 +224,14 @@ impl DiskSource {
         }
     }
 
-    /// Gives the disk another size, and its file with it, on all IoThreads. What is cut off is
-    /// lost. No request begins beyond the new end from when `settle` is called, which must wait for
-    /// those that have begun: one of them could make the file longer again.
+    /// Resizes the disk and its file, on all IoThreads. Data beyond the new end is lost. From the
+    /// call of `settle` on, no request begins beyond the new end. `settle` must wait for requests
+    /// that have begun: one of them could extend the file again.
     ///
     /// # Errors
     ///
-    /// When it is a block device, is read-only, or can have no such size; when the file system or
-    /// the other end refuses. The disk is as it was then.
+    /// If it is a block device, is read-only, or cannot have this size, or if the file system or
+    /// server refuses. Then the disk is unchanged.
     pub fn set_size(&self, size_bytes: u64, settle: impl FnOnce()) -> Result<(), Error> {
         self.check_new_size(size_bytes)?;
         let before = self.shared.size_bytes();
@@ -248,8 +248,8 @@ impl DiskSource {
         resized
     }
 
-    /// Uses no more than so many bytes from now on, in whole blocks, on all IoThreads: somebody
-    /// else is about to cut its file off there, and waits for requests that have begun.
+    /// Uses at most `size_bytes` from now on, in whole blocks, on all IoThreads. Another process is
+    /// about to cut the file off there, and waits for requests that have begun.
     pub fn cut_off(&self, size_bytes: u64) {
         let whole = size_bytes - size_bytes % u64::from(self.info.physical_block_bytes);
         if whole < self.shared.size_bytes() {
@@ -265,21 +265,21 @@ impl DiskSource {
         }
     }
 
-    /// Has the disk use this engine on IoThreads that [have](Io::add_engine) it. On others it has
-    /// that of [`IoThreadConfig::engine`](crate::IoThreadConfig::engine). The reason is kept for
-    /// those who ask.
+    /// Makes the disk use this engine on IoThreads that [have](Io::add_engine) it. On all other
+    /// IoThreads it uses [`IoThreadConfig::engine`](crate::IoThreadConfig::engine). The reason is
+    /// kept for reports.
     #[must_use]
     pub fn prefer_engine(self, engine: EngineKind, reason: &str) -> Self {
         Self { engine: Some((engine, reason.into())), ..self }
     }
 
-    /// The disk for tasks on `io`.
+    /// Attaches the disk for tasks on `io`.
     #[must_use]
     pub fn attach(&self, io: &Rc<Io>) -> Disk {
         self.attach_with(io, self.preferred_engine())
     }
 
-    /// The same, where a disk that lies over this one knows which engine is preferred.
+    /// Attaches the disk below another one, which chooses the preferred engine.
     fn attach_with(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Disk {
         let kind = match &self.kind {
             SourceKind::File(source) => {
@@ -297,20 +297,20 @@ impl DiskSource {
 
 /// A disk on one IoThread.
 pub struct Disk {
-    /// As it was opened.
+    /// The facts at the time of opening.
     info: DiskInfo,
-    /// What has changed since.
+    /// The facts that have changed since.
     shared: Arc<Shared>,
     /// The bits of an offset within a logical block.
     block_mask: u64,
     kind: Kind,
-    /// Where requests wait for limits, and after errors.
+    /// The place where requests wait for limits, and after errors.
     gate: Gate,
-    /// Where the pieces of commands that move much data wait for their turn.
+    /// The queue for pieces of commands that move much data.
     bulk: Rc<Bulk>,
 }
 
-/// A disk for somebody who is asked about a request while it waits for limits, or for another try.
+/// A disk for a requester that is consulted while a request waits for limits, or for another try.
 #[derive(Clone, Copy)]
 pub struct Requests<'a> {
     disk: &'a Disk,
@@ -324,7 +324,7 @@ enum Kind {
 }
 
 impl Disk {
-    /// What the disk is like now.
+    /// The present facts about the disk.
     #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.shared.info(&self.info)
@@ -334,15 +334,15 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// What the kernel says. Data may be lost then, so every later flush, and every write with
-    /// `fua`, fails with that error until the disk is opened anew, on all IoThreads. Errors of ops
-    /// that never got as far as the file (`EINTR`, `EAGAIN`, `EINVAL`, no support for it) do not
-    /// count. A write with `fua` that fails counts only if its error may be that of something else:
-    /// of a write without `fua` that no flush has covered, or, but for direct I/O on a block
-    /// device, of another op that was in the kernel with it.
+    /// The kernel's error. Data may be lost then, so every later flush, and every write with `fua`,
+    /// fails with that error until the disk is opened again, on all IoThreads. Errors of ops that
+    /// never reached the file (`EINTR`, `EAGAIN`, `EINVAL`, not supported) do not count. A failed
+    /// write with `fua` counts only if its error may belong to other data: to a write without `fua`
+    /// that no flush has covered, or, except for direct I/O on a block device, to another op that
+    /// was in the kernel with it.
     ///
-    /// It also waits for the flushes of this disk that are in the kernel when it has succeeded, on
-    /// any IoThread: one of them may receive the report of a loss that this one does not.
+    /// A flush that succeeds also waits for the flushes of this disk that are in the kernel then,
+    /// on any IoThread: one of them may receive the report of a loss that this one does not.
     pub async fn flush(&self) -> io::Result<()> {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,
@@ -351,13 +351,13 @@ impl Disk {
         }
     }
 
-    /// What is known of the `len` bytes, at least one block, from `offset` on, without reading
-    /// them: how the first of them are, and how many are like them, at most `len`. No more than
-    /// 1 GiB is looked at.
+    /// Finds the state of the `len` bytes from `offset` on, without reading them: the state of the
+    /// first bytes, and the number of bytes with the same state, at most `len`. Inspects at most 1
+    /// GiB.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read), and `EINVAL` for no bytes.
+    /// Like [`read`](Self::read), and `EINVAL` if `len` is 0.
     pub async fn block_status(&self, offset: u64, len: u64) -> io::Result<Extent> {
         self.check(offset, len)?;
         if len == 0 {
@@ -377,14 +377,14 @@ impl Disk {
         matches!(&self.kind, Kind::File(disk) if disk.is_known_to_block())
     }
 
-    /// Whether a request may go to a file as it is: it lies on the disk, in whole blocks, and no
-    /// limits are to be looked at.
+    /// Returns true if a request may go to a file as it is: it lies on the disk, in whole blocks,
+    /// and no limits need checking.
     #[inline(always)]
     fn is_direct(&self, offset: u64, end: u64) -> bool {
         offset <= end && end <= self.shared.direct_bytes() && (offset | end) & self.block_mask == 0
     }
 
-    /// Where a transfer that is direct goes: the bytes of `buffers` from `offset` on.
+    /// The target of a direct transfer of the bytes of `buffers` from `offset` on.
     #[inline(always)]
     fn way(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Way<'_> {
         match &self.kind {
@@ -394,7 +394,7 @@ impl Disk {
         }
     }
 
-    /// As [`OtherDisk::straight`](seam::OtherDisk::straight), for a layer over this disk.
+    /// Like [`OtherDisk::straight`](seam::OtherDisk::straight), for a layer over this disk.
     fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
         let end = offset.wrapping_add(buffers.bytes() as u64);
         match self.is_direct(offset, end).then(|| self.way(kind, offset, buffers)) {
@@ -403,7 +403,7 @@ impl Disk {
         }
     }
 
-    /// Whether data that was written may be lost, so that no flush succeeds any more.
+    /// Returns true if written data may be lost, so that every flush fails.
     fn may_have_lost(&self) -> bool {
         match &self.kind {
             Kind::File(file) => file.may_have_lost(),
@@ -433,7 +433,8 @@ impl Disk {
     }
 }
 
-/// The most that one look for holes covers. The answer of an image takes a time that grows with it.
+/// The most bytes that one check for holes covers. An image needs a time for the answer that grows
+/// with them.
 const LOOK_BYTES: u64 = 1 << 30;
 
 #[cfg(test)]

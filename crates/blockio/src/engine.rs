@@ -1,8 +1,8 @@
-//! How ops reach the kernel: the engines of an IoThread, and what it waits with.
+//! The engines of an IoThread, through which ops reach the kernel, and the waiter for events.
 //!
-//! Each file has one engine. Which of them an IoThread has is up to whoever sets it up; the pool of
-//! threads is always there, also for what the kernel cannot do asynchronously. The verbs are those
-//! of all engines together:
+//! Each file has one engine. The program that sets an IoThread up chooses its engines. The pool of
+//! threads is always there, also for ops that the kernel cannot do asynchronously. These verbs are
+//! for all engines together:
 //!
 //! * `queue` takes the index of a filled slot. It makes no system call and never fails.
 //! * `submit` hands queued ops to the kernel, as many as it takes, in order.
@@ -13,8 +13,8 @@
 //! Every outcome arrives as a completion, from `harvest`, `submit` or `wait`, even that of an op
 //! that the kernel refused. An op that the kernel has no room for stays queued.
 //!
-//! There is one waiter. A ring waits for eventfds as well as epoll does, that of the other engines
-//! among them, so it is the ring where there is one.
+//! There is one waiter: the ring if there is one, else epoll. A ring waits for eventfds as well as
+//! epoll does, including the eventfd that announces completions of `aio` and `threads`.
 
 mod aio;
 mod aio_ring;
@@ -45,10 +45,10 @@ use epoll::Epoll;
 use io_uring::IoUring;
 use threads::Threads;
 
-/// The token of the mailbox's eventfd, to which Linux AIO adds, too: there may be completions.
+/// The token of the mailbox's eventfd, which Linux AIO writes too: there may be completions.
 pub(crate) const TOKEN_ENGINE: u64 = u64::MAX;
 
-/// An IoThread's ways to the kernel, and what it waits with.
+/// The engines of an IoThread, and its waiter.
 pub(crate) struct Engine {
     waiter: Waiter,
     aio: Option<Box<Aio>>,
@@ -56,7 +56,7 @@ pub(crate) struct Engine {
     config: IoThreadConfig,
 }
 
-/// What an IoThread waits with.
+/// The object in which an IoThread waits.
 enum Waiter {
     /// The ring of engine io_uring.
     Ring(Box<IoUring>),
@@ -80,7 +80,7 @@ impl Waiter {
 }
 
 impl Engine {
-    /// Sets up `config.engine`, and the pool. It waits for what is posted to `mailbox`, too.
+    /// Sets up `config.engine` and the pool, and watches `mailbox`.
     pub(crate) fn new(config: &IoThreadConfig, mailbox: &Arc<Mailbox>) -> Result<Self, Error> {
         let waiter = match config.engine {
             EngineConfig::IoUring { sqpoll, iopoll } => ring(config, sqpoll, iopoll)?,
@@ -93,14 +93,14 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether the loop is part of another one.
+    /// Returns true if the loop is embedded in a program's own.
     #[cfg(feature = "rbd")]
     pub(crate) fn is_embedded(&self) -> bool {
         self.config.embedded
     }
 
-    /// Sets up one more engine; one that is there stays as it is. If the waiter becomes another
-    /// one, `watch_others` has it watch all that was watched from outside.
+    /// Sets up one more engine; an existing one stays as it is. If the waiter is replaced,
+    /// `watch_others` adds all watches from outside to the new one.
     pub(crate) fn add(
         &mut self,
         engine: EngineConfig,
@@ -121,14 +121,14 @@ impl Engine {
             EngineConfig::IoUring { sqpoll, iopoll } => {
                 let ring = ring(&self.config, sqpoll, iopoll)?;
                 let epoll = std::mem::replace(&mut self.waiter, ring);
-                // A watch begins with a look, so what has happened so far is seen.
+                // A new watch reports past events, so none is lost.
                 let watched = self.watch_mailbox().and_then(|()| watch_others(self));
                 watched.inspect_err(|_| self.waiter = epoll)
             }
         }
     }
 
-    /// Whether files may have this engine.
+    /// Returns true if files may use this engine.
     pub(crate) fn has(&self, engine: EngineKind) -> bool {
         match engine {
             EngineKind::IoUring => self.waiter.ring().is_some(),
@@ -137,7 +137,7 @@ impl Engine {
         }
     }
 
-    /// The one eventfd for results of the pool, completions of Linux AIO and all that is posted.
+    /// Watches the one eventfd for results of the pool, completions of Linux AIO and all posts.
     fn watch_mailbox(&mut self) -> Result<(), Error> {
         let watched = self.waiter.watch(self.threads.eventfd(), TOKEN_ENGINE, Interest::Readable);
         watched.map_err(Error::system("watch an eventfd"))
@@ -151,7 +151,7 @@ impl Engine {
         }
     }
 
-    /// Watches an eventfd, edge-triggered: it is never read. Or a socket, which somebody reads.
+    /// Watches an eventfd, edge-triggered: it is never read. Or a socket, which its owner reads.
     pub(crate) fn watch(
         &mut self,
         fd: BorrowedFd<'_>,
@@ -161,7 +161,7 @@ impl Engine {
         self.waiter.watch(fd, token, interest)
     }
 
-    /// Ends the watch of `fd` that has this token.
+    /// Ends the watch of `fd` with this token.
     pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: u64) {
         match &mut self.waiter {
             Waiter::Ring(ring) => ring.unwatch(token),
@@ -171,7 +171,7 @@ impl Engine {
 
     /// Waits until something happens or `deadline` comes (`None`: for ever). A ring submits up to
     /// `max` of its queued ops in the same system call. Appends to `happened` the tokens of
-    /// eventfds that were written; a ring finds them at the next harvest only.
+    /// eventfds that were written; with a ring, only the next harvest finds them.
     pub(crate) fn wait(
         &mut self,
         deadline: Option<Instant>,
@@ -185,13 +185,13 @@ impl Engine {
         }
     }
 
-    /// Whether a wait submits what is queued for io_uring, and finds nothing that has happened.
+    /// Returns true if a wait submits queued ops of io_uring, and leaves all events to the harvest.
     pub(crate) fn waits_in_ring(&self) -> bool {
         matches!(self.waiter, Waiter::Ring(_))
     }
 
-    /// Whether the next wait may submit all that is queued. It does nothing for other engines than
-    /// the ring's own, and ops of the pool may even fail in their submit.
+    /// Returns true if the next wait may submit all queued ops. A wait submits only ops of the
+    /// ring, and ops of the pool may even fail in their submit.
     #[inline]
     pub(crate) fn may_submit_in_wait(&self) -> bool {
         self.waits_in_ring()
@@ -199,18 +199,19 @@ impl Engine {
             && self.aio.as_ref().is_none_or(|aio| aio.queued() == 0)
     }
 
-    /// Whether each queued op has something that a wait ends for, or is submitted by it.
+    /// Returns true if each queued op is submitted by a wait or awaits an event that ends one.
     pub(crate) fn may_sleep(&self) -> bool {
         let threads = self.threads.queued() == 0 || self.threads.in_kernel() > 0;
         threads && self.aio.as_ref().is_none_or(|aio| aio.may_sleep())
     }
 
-    /// So many disks are there now.
+    /// Sets the number of disks.
     pub(crate) fn set_disks(&mut self, disks: usize) {
         self.threads.set_disks(disks);
     }
 
-    /// Has the kernel look `file` up once instead of for each op, where its engine can.
+    /// Registers `file`, if its engine can, so that the kernel looks it up once instead of for each
+    /// op.
     pub(crate) fn register_file(&mut self, file: &IoFile) {
         if let Waiter::Ring(ring) = &mut self.waiter
             && file.engine() == EngineKind::IoUring
@@ -219,16 +220,15 @@ impl Engine {
         }
     }
 
-    /// Ends what `register_file` began. No op of the file may be on its way: entries that the
-    /// kernel has not taken name an index, which may be that of another file from now on.
+    /// Ends a registration. No op of the file may be on its way: entries that the kernel has not
+    /// taken name an index, which may belong to another file from now on.
     pub(crate) fn unregister_file(&mut self, registered: i32) {
         if let Waiter::Ring(ring) = &mut self.waiter {
             ring.unregister_file(registered);
         }
     }
 
-    /// Has the kernel keep the pages of `memory` at hand, where the engine can. Returns whether
-    /// it does.
+    /// Registers the pages of `memory` with the kernel, if an engine can. Returns true if it does.
     pub(crate) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<bool> {
         match &mut self.waiter {
             Waiter::Ring(ring) => ring.register_memory(memory).map(|()| true),
@@ -236,7 +236,7 @@ impl Engine {
         }
     }
 
-    /// Ends what `register_memory` began. Ops that are on their way finish.
+    /// Ends a registration of memory. Ops on their way finish.
     pub(crate) fn unregister_memory(&mut self, memory: &[libc::iovec]) {
         if let Waiter::Ring(ring) = &mut self.waiter {
             ring.unregister_memory(memory);
@@ -250,7 +250,7 @@ impl Engine {
         let is_taken = match (op.file.engine(), &mut self.waiter, &mut self.aio) {
             (EngineKind::IoUring, Waiter::Ring(ring), _) => ring.queue(slot, op),
             (EngineKind::Aio, _, Some(aio)) => aio.queue(slot, op),
-            // The pool can do everything.
+            // The pool can do every op.
             _ => false,
         };
         if !is_taken {
@@ -258,28 +258,28 @@ impl Engine {
         }
     }
 
-    /// Gives queued ops to the kernel, at most `max` of those of each engine: one system call for
-    /// each if all goes well, none if there are none. True: the kernel would take more.
+    /// Gives queued ops to the kernel, at most `max` of each engine. Costs one system call for each
+    /// engine with queued ops if all goes well. Returns true if the kernel would take more.
     #[inline]
     pub(crate) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
         let mut more = self.threads.submit(max, done);
         if let Waiter::Ring(ring) = &mut self.waiter {
             more |= ring.submit(max, done);
         }
-        // Last, for a submit of Linux AIO may wait for its disk.
+        // Last, because a submit of Linux AIO may wait for its disk.
         if let Some(aio) = &mut self.aio {
             more |= aio.submit(max, &mut self.threads, done);
         }
         more
     }
 
-    /// Finds completions that are visible now; returns how many. Appends to `happened` the tokens
-    /// of eventfds that were written, as far as they are seen here.
+    /// Finds completions that are visible now, and returns their number. Appends to `happened` the
+    /// tokens of written eventfds, as far as they are seen here.
     #[inline]
     pub(crate) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
         let mut found = 0;
-        // First, for it takes the events that announce what the others have: those announce only
-        // what is visible by then.
+        // First: the ring takes the events that announce completions of `aio` and the pool, which
+        // are visible when announced.
         if let Waiter::Ring(ring) = &mut self.waiter {
             found += ring.harvest(&mut self.threads, done, happened);
         }
@@ -293,7 +293,7 @@ impl Engine {
         found
     }
 
-    /// Whether a harvest would find something: a cheap look, for busy-polling.
+    /// Returns true if a harvest would find something. Cheap enough for busy-polling.
     #[inline]
     pub(crate) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
         let in_ring = match &mut self.waiter {
@@ -305,7 +305,7 @@ impl Engine {
             || self.aio.as_ref().is_some_and(|aio| aio.has_completions())
     }
 
-    /// Whether there is nothing to submit and nothing to harvest.
+    /// Returns true if there is nothing to submit and nothing to harvest.
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
         let (threads, aio) = (&self.threads, self.aio.as_ref());
@@ -314,8 +314,8 @@ impl Engine {
             && self.waiter.ring().is_none_or(IoUring::is_quiet)
     }
 
-    /// Whether the descriptor says nothing of some work: entries, of watches say, that the next
-    /// wait submits, or ops whose completions are polled for.
+    /// Returns true if some work does not make the descriptor readable: entries (of watches, say)
+    /// that the next wait submits, or ops whose completions are polled for.
     pub(crate) fn must_be_asked(&mut self) -> bool {
         match &mut self.waiter {
             Waiter::Ring(ring) => ring.must_be_asked(),
@@ -323,7 +323,7 @@ impl Engine {
         }
     }
 
-    /// Ops that wait for a submit.
+    /// The number of ops that wait for a submit.
     #[inline]
     pub(crate) fn queued(&self) -> usize {
         self.waiter.ring().map_or(0, IoUring::queued)
@@ -331,7 +331,7 @@ impl Engine {
             + self.aio.as_ref().map_or(0, |aio| aio.queued())
     }
 
-    /// Ops that were submitted and have not completed.
+    /// The number of ops that were submitted and have not completed.
     #[inline]
     pub(crate) fn in_kernel(&self) -> usize {
         self.waiter.ring().map_or(0, IoUring::in_kernel)
@@ -339,7 +339,7 @@ impl Engine {
             + self.aio.as_ref().map_or(0, |aio| aio.in_kernel())
     }
 
-    /// When a submit that the kernel refused is to be tried again.
+    /// The time of the next try of a submit that the kernel refused.
     pub(crate) fn retry_at(&self) -> Option<Instant> {
         let of_ring = self.waiter.ring().and_then(IoUring::retry_at);
         let of_aio = self.aio.as_ref().and_then(|aio| aio.retry_at());

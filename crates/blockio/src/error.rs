@@ -1,20 +1,20 @@
-//! What can go wrong while a disk or an IoThread is set up.
+//! Errors in the set-up of a disk or an IoThread.
 
 use std::io;
 use std::path::PathBuf;
 
-/// An error of set-up. Each text says what was being done, to what, what went wrong, and, where
-/// there is one, the way out. It has what the kernel said too, so that is not a `source` besides.
-/// Errors of single operations are [`io::Error`]s.
+/// An error of set-up. Each text names the action, its object, the cause, and a remedy if there is
+/// one. It includes the kernel's error, which therefore is no `source`. Errors of single operations
+/// are [`io::Error`]s.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A system call failed while an IoThread was set up or waited.
     #[error("cannot {action}: {error}")]
     System {
-        /// What was being done, as a verb phrase.
+        /// The action, as a verb phrase.
         action: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
     /// The kernel has no room for another Linux AIO context.
@@ -24,23 +24,22 @@ pub enum Error {
          the engine `threads`"
     )]
     AioExhausted {
-        /// Operations asked for.
+        /// The number of operations requested.
         requested: u32,
     },
     /// The kernel, or a sandbox around this process, offers no Linux AIO.
     #[error("cannot set up Linux AIO: {error}; use the engine `threads`")]
     AioUnavailable {
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
-    /// The kernel, a sysctl, or a sandbox around this process offers no io_uring that is good
-    /// enough.
+    /// The kernel, a sysctl, or a sandbox around this process offers no adequate io_uring.
     #[error(
         "cannot set up io_uring: {error}; it needs Linux 5.13, kernel.io_uring_disabled=0 (see \
          sysctl) and some locked memory (ulimit -l); or use the engine `aio`"
     )]
     IoUringUnavailable {
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
     /// A disk cannot be opened.
@@ -48,9 +47,9 @@ pub enum Error {
     Open {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
-        /// What to do about it; starts with a separator, or is empty.
+        /// The remedy; starts with a separator, or is empty.
         advice: &'static str,
     },
     /// A file that was opened cannot serve as a disk.
@@ -58,36 +57,36 @@ pub enum Error {
     Unusable {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and what to do about it.
+        /// The fault, and the remedy.
         reason: String,
     },
-    /// A file cannot be given another length.
+    /// A file cannot be resized.
     #[error("cannot give {} the length of {size_bytes} bytes: {error}", path.display())]
     Length {
         /// The file.
         path: PathBuf,
-        /// The length.
+        /// The new length in bytes.
         size_bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
-    /// Somebody else has the disk in use.
+    /// The disk is in use by another program.
     #[error("cannot use {} as a disk: {reason}", path.display())]
     InUse {
         /// The file.
         path: PathBuf,
-        /// By whom, as far as that can be found out, and what to do about it.
+        /// The user, as far as it can be found out, and the remedy.
         reason: String,
-        /// Whether it can be seen who has it. Where it cannot, operations of a process that was
-        /// killed may have it, so that it can be opened when they have ended.
+        /// True if the user is known. Otherwise it may be operations of a killed process; the disk
+        /// can be opened when they have ended.
         is_seen: bool,
     },
-    /// A disk that is no file, or lies over another one, cannot be opened.
+    /// A disk that is no file, or a layer over another disk, cannot be opened.
     #[error("cannot use {disk}: {reason}")]
     Disk {
-        /// Its kind and which it is.
+        /// The kind and name of the disk.
         disk: String,
-        /// What is wrong with it, and what to do about it.
+        /// The fault, and the remedy.
         reason: String,
     },
     /// Options that exclude each other or are out of range.
@@ -96,7 +95,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the kernel said, if it is the kernel that refused.
+    /// The kernel's error, if the kernel refused.
     #[must_use]
     pub fn system_error(&self) -> Option<&io::Error> {
         match self {
@@ -113,7 +112,7 @@ impl Error {
         }
     }
 
-    /// Wraps the errno of a system call with what was being done.
+    /// Wraps the errno of a system call with the action.
     pub(crate) fn system(action: &'static str) -> impl Fn(rustix::io::Errno) -> Self {
         move |errno| Self::System { action, error: errno.into() }
     }

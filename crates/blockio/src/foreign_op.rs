@@ -1,4 +1,4 @@
-//! Ops that something else than the kernel completes: a callback of another library, or a thread.
+//! Foreign ops, which a callback of another library or a thread completes, not the kernel.
 
 use std::io;
 use std::pin::Pin;
@@ -14,15 +14,15 @@ use crate::mailbox::Mailbox;
 use crate::op::Completion;
 
 impl Io {
-    /// An op that something else completes, from any thread: the future waits for the completer to
-    /// be used. Completions of many ops share one wake of the IoThread.
+    /// Makes a foreign op: its future waits until the completer is used, from any thread.
+    /// Completions of many ops share one wake of the IoThread.
     ///
-    /// The op owns `buffers` until it is completed, also if the future is dropped before. So
+    /// The op owns `buffers` until it is completed, even if the future is dropped before. So
     /// another library may be given the addresses of their bytes and of their
     /// [list](Buffers::iovecs), which does not move. The future yields them with the result.
     ///
-    /// An IoThread that is dropped waits until all its ops are completed. On one that has ended the
-    /// future yields `ECANCELED` at once, without the buffers, which stay until the completion.
+    /// An IoThread that is dropped waits until all its ops are completed. After its end the future
+    /// yields `ECANCELED` at once, without the buffers, which stay until the completion.
     ///
     /// ```
     /// # use blockio::{Buffers, IoThread, IoThreadConfig};
@@ -38,16 +38,16 @@ impl Io {
         (ForeignOp { io: Rc::clone(self), slot: Some(slot) }, completer)
     }
 
-    /// Starts a thread for work that may block, which completes a foreign op in the end.
+    /// Starts a thread for work that may block and completes a foreign op in the end.
     ///
     /// # Errors
     ///
-    /// When there is no thread for it.
+    /// If no thread can be started.
     pub fn start_thread(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         start_thread(name, Box::new(work))
     }
 
-    /// What a future gets when nobody harvests any more: memory stays where it is.
+    /// Ends a foreign op after the last harvest. Memory in use stays in its slot.
     #[cold]
     fn end_of_foreign_op(&self, slot: u32) -> Completion {
         let (unwanted, completion) = {
@@ -63,7 +63,7 @@ impl Io {
     }
 }
 
-/// Waits until its [`ForeignCompleter`] completes the op. Dropping it does not take the op back:
+/// The future of an op that a [`ForeignCompleter`] completes. Dropping it does not cancel the op:
 /// its slot keeps the memory until the completion.
 #[must_use = "nobody else learns of the completion"]
 pub struct ForeignOp {
@@ -99,8 +99,8 @@ impl Drop for ForeignOp {
     }
 }
 
-/// Completes a [`ForeignOp`] once, from any thread. Dropping it completes the op with `EIO`:
-/// whoever was to do it has given up, and nobody knows how much was done.
+/// Completes a [`ForeignOp`] once, from any thread. Dropping it completes the op with `EIO`: its
+/// user has cancelled the work at an unknown point.
 #[must_use = "dropping it fails the op"]
 pub struct ForeignCompleter {
     /// `None` once it was used.
@@ -113,9 +113,9 @@ impl ForeignCompleter {
         Self { mailbox: Some(Arc::clone(mailbox)), slot }
     }
 
-    /// Completes the op with a number of bytes or an error. From now on its memory may go, so all
-    /// use of it must have ended. False: the IoThread has ended, and nobody learns
-    /// of the result.
+    /// Completes the op with a number of bytes or an error. All use of its memory must have ended,
+    /// because it may be freed from now on. Returns false if the IoThread has ended and the result
+    /// is lost.
     pub fn complete(mut self, result: io::Result<usize>) -> bool {
         let result = match result {
             Ok(bytes) => fits(bytes, "a number of bytes"),
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Memory, and whether it has gone.
+    /// Makes buffers, and a flag that is set when they are dropped.
     fn watched_buffers() -> (Buffers, Rc<Cell<bool>>) {
         let gone = Rc::new(Cell::new(false));
         (Buffers::uninitialized(512, 512, Canary(Rc::clone(&gone))).unwrap(), gone)
@@ -230,8 +230,8 @@ mod tests {
         }
     }
 
-    /// The loop must not poll for the other side of its sources then: that takes CPU time from the
-    /// threads that do the work.
+    /// During a foreign op the loop must not poll for the peers of its sources, which would take
+    /// CPU time from the working threads.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_sleep_for_a_foreign_op_is_no_sleep_for_a_source() {
@@ -301,7 +301,7 @@ mod tests {
             let (buffers, gone) = watched_buffers();
             let (op, completer) = thread.io().foreign_op(buffers);
             thread.io().spawn(async move { drop(op.await) });
-            // What a task or a call holds is dropped, and is not waited for.
+            // An op held by a task or a call is dropped, and does not delay the end.
             let (op, held) = thread.io().foreign_op(Buffers::empty());
             thread.io().spawn(async move {
                 drop(op.await);
@@ -337,7 +337,7 @@ mod tests {
         drop(op);
         assert!(!gone.get(), "the memory went before the completion");
         assert!(!thread::spawn(move || completer.complete(Ok(0))).join().unwrap());
-        // One that is completed before the poll has its result.
+        // An op that was completed before the poll has its result.
         let (mut op, completer) = io.foreign_op(Buffers::empty());
         assert!(!completer.complete(Ok(3)));
         let Poll::Ready(completion) = Pin::new(&mut op).poll(&mut cx) else {

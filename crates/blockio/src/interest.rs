@@ -1,6 +1,6 @@
-//! What the loop waits for at a descriptor.
+//! The events that the loop awaits at a descriptor.
 
-/// What is awaited of a descriptor.
+/// The event to await at a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Interest {
     /// An eventfd that is written, or a socket with data.

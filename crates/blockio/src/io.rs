@@ -1,4 +1,4 @@
-//! The handle that tasks and disks of an IoThread get: [`Io`], and the future of an op.
+//! The handle of tasks and disks to their IoThread, [`Io`], and the future of an op.
 
 use std::any::Any;
 use std::future::{Future, poll_fn};
@@ -27,7 +27,7 @@ use crate::task_key::TaskKey;
 #[cfg_attr(not(debug_assertions), expect(dead_code, reason = "for an assertion"))]
 const LOGICAL_BLOCK_MAX: usize = 65_536;
 
-/// Names a task of an IoThread.
+/// The name of a task on its IoThread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TaskRef(TaskKey);
 
@@ -37,9 +37,9 @@ impl Io {
         self.executor.borrow_mut().insert(Box::pin(future), &self.mailbox);
     }
 
-    /// An op to its completion; `ECANCELED` once the IoThread has ended. In a turn it is submitted
-    /// at the end of the run, with all others; outside of one at once, and then it may be complete
-    /// without waiting.
+    /// Runs an op to its completion; `ECANCELED` once the IoThread has ended. In a turn, the end of
+    /// the run submits all ops together. Outside of a turn the op is submitted at once, and may
+    /// then complete without waiting.
     #[inline]
     pub(crate) fn op(
         &self,
@@ -57,12 +57,13 @@ impl Io {
         OpFuture { io: self, state: OpState::New(op) }
     }
 
-    /// The completion in `slot`, if it is there; else the waker of `cx` is woken by it later.
+    /// Returns the completion in `slot`, if there is one. Otherwise the completion will wake the
+    /// waker of `cx`.
     #[inline]
     pub(crate) fn take_completion(&self, slot: u32, cx: &Context<'_>) -> Option<Completion> {
         let completion = self.ops.borrow_mut().slots.take(slot);
         if completion.is_none() {
-            // Wakers of others run whatever they like when they are cloned or dropped.
+            // Foreign wakers may run any code when they are cloned or dropped.
             let owner = self.running.owner(cx);
             let (before, completion) = {
                 let slots = &mut self.ops.borrow_mut().slots;
@@ -80,7 +81,7 @@ impl Io {
         drop(unwanted);
     }
 
-    /// Suspends the task once: it continues when something wakes it.
+    /// Suspends the task once, until it is woken.
     pub async fn suspend(&self) {
         let mut suspended = false;
         poll_fn(|cx| {
@@ -96,8 +97,8 @@ impl Io {
         .await;
     }
 
-    /// Yields the thread once, outside of a turn: there ops may be complete at once, one after the
-    /// next. In a turn an op completes at the end of the round at the earliest, so nothing is due.
+    /// Yields the thread once if outside of a turn, where ops may complete at once, one after the
+    /// next. In a turn an op completes at the end of the round at the earliest, so no yield is due.
     pub(crate) async fn give_way(&self) {
         let mut is_polled_again = self.in_turn.get();
         poll_fn(|cx| {
@@ -110,13 +111,13 @@ impl Io {
         .await;
     }
 
-    /// Wakes the calling task for the next round. In a [`TaskSet`](crate::TaskSet) that is the
-    /// future of the set.
+    /// Wakes the calling task for the next round. In a [`TaskSet`](crate::TaskSet) the future of
+    /// the set is woken.
     pub fn wake_me(&self) {
         self.executor.borrow_mut().wake(self.running.current());
     }
 
-    /// A key with which [`wake`](Self::wake) finds the calling task.
+    /// Returns the name of the calling task for [`wake`](Self::wake).
     #[must_use]
     pub(crate) fn this_task(&self) -> TaskRef {
         TaskRef(self.running.current())
@@ -135,7 +136,7 @@ impl Io {
                 return Poll::Ready(());
             }
             let owner = self.running.owner(cx);
-            // One timer for each that has to be woken, however often it is polled.
+            // One timer for each owner, however often it is polled.
             if !waits.as_ref().is_some_and(|waits| waits.is(&owner)) {
                 self.reactor.borrow_mut().add_timer(when, owner.clone());
                 waits = Some(owner);
@@ -145,17 +146,17 @@ impl Io {
         .await;
     }
 
-    /// Wakes the calling task at `when`, in addition to whatever else wakes it.
+    /// Wakes the calling task at `when`, in addition to any other wake.
     pub fn wake_me_at(&self, when: Instant) {
         self.reactor.borrow_mut().add_timer(when, Owner::Key(self.running.current()));
     }
 
-    /// Serves `source` on behalf of the calling task: `kick`, if there is one, wakes that task, and
-    /// so does work that is found while the source is armed. The source starts disarmed.
+    /// Serves `source` on behalf of the calling task. The task is woken by `kick`, if there is one,
+    /// and by work that is found while the source is armed. The source starts disarmed.
     ///
     /// # Errors
     ///
-    /// When `kick` cannot be watched: it is no eventfd, or a limit is reached.
+    /// If `kick` cannot be watched: it is no eventfd, or a limit is reached.
     pub fn add_source(
         &self,
         source: Rc<dyn Source>,
@@ -166,7 +167,7 @@ impl Io {
         self.reactor.borrow_mut().add(engine, source, kick, self.this_task().0)
     }
 
-    /// As [`add_source`](Self::add_source), for a socket that becomes what it is watched for.
+    /// Like [`add_source`](Self::add_source), but watches a socket for `interest`.
     #[cfg(feature = "nbd")]
     pub(crate) fn add_socket(
         &self,
@@ -179,8 +180,8 @@ impl Io {
         self.reactor.borrow_mut().add(engine, source, socket, self.this_task().0)
     }
 
-    /// Keeps something for a disk on this IoThread, for as long as anybody else does. `key` is the
-    /// address of what the disk has for all IoThreads.
+    /// Keeps a weak reference to an object that a disk shares on this IoThread. `key` is the
+    /// address of the object that the disk shares between all IoThreads.
     pub(crate) fn keep<T: Any>(&self, key: usize, kept: &Rc<T>) {
         let mut all = self.kept.borrow_mut();
         all.retain(|(_, kept)| kept.strong_count() > 0);
@@ -188,7 +189,7 @@ impl Io {
         all.push((key, Rc::downgrade(&kept)));
     }
 
-    /// What was [kept](Self::keep).
+    /// Returns an object that was [kept](Self::keep), if it still exists.
     pub(crate) fn kept<T: Any>(&self, key: usize) -> Option<Rc<T>> {
         let all = self.kept.borrow();
         let (_, kept) =
@@ -196,30 +197,30 @@ impl Io {
         kept.upgrade()?.downcast().ok()
     }
 
-    /// Ends the service of a source. Its kick is closed.
+    /// Ends the service of a source. Closes its kick.
     pub fn remove_source(&self, id: SourceId) {
         self.reactor.borrow_mut().remove(&mut self.ops.borrow_mut().engine, id);
     }
 
-    /// Has [`Source::notify`] called at the end of this turn.
+    /// Schedules a call of [`Source::notify`] at the end of this turn.
     #[inline]
     pub fn notify_at_end(&self, id: SourceId) {
         self.reactor.borrow_mut().notify_at_end(id);
     }
 
-    /// What this IoThread counts.
+    /// The counters of this IoThread.
     #[must_use]
     pub fn stats(&self) -> &Arc<Stats> {
         &self.stats
     }
 
     /// Sets up one more engine, which disks that are attached from now on may
-    /// [prefer](crate::DiskSource::prefer_engine). One that is there stays as it is. Returns
-    /// whether it is new.
+    /// [prefer](crate::DiskSource::prefer_engine). An existing engine stays as it is. Returns true
+    /// if the engine is new.
     ///
     /// # Errors
     ///
-    /// When the kernel offers no such engine, or a limit on descriptors or AIO is reached. An
+    /// If the kernel does not offer the engine, or a limit on descriptors or AIO is reached. An
     /// [embedded](crate::IoThreadConfig::embedded) IoThread has io_uring only from the start.
     pub fn add_engine(&self, engine: EngineConfig) -> Result<bool, Error> {
         let engines = &mut self.ops.borrow_mut().engine;
@@ -228,25 +229,25 @@ impl Io {
         Ok(is_new)
     }
 
-    /// Busy-polls for at most `max` from now on, with at most this share of the time in percent: as
-    /// [`IoThreadConfig`](crate::IoThreadConfig) has it at the start.
+    /// Sets the limits of busy-polling from now on: the longest time, and the share of the time in
+    /// percent. The initial limits are in [`IoThreadConfig`](crate::IoThreadConfig).
     pub fn set_poll_limits(&self, max: Duration, budget_percent: u32) {
         self.poll_window.set_limits(max, budget_percent);
     }
 
-    /// The engine of a disk on this IoThread that prefers one, if it does.
+    /// Returns the engine for a disk: the preferred one if this IoThread has it, else the default.
     pub(crate) fn engine_for(&self, preferred: Option<EngineKind>) -> EngineKind {
         let engines = &self.ops.borrow().engine;
         preferred.filter(|&engine| engines.has(engine)).unwrap_or(self.engine_kind)
     }
 
-    /// Ops that have not completed, and results that nobody has taken.
+    /// The number of ops that have not completed, and of results that are not yet taken.
     #[must_use]
     pub fn ops(&self) -> usize {
         self.ops.borrow().slots.occupied()
     }
 
-    /// Tasks that have not ended.
+    /// The number of tasks that have not ended.
     #[must_use]
     pub fn tasks(&self) -> usize {
         self.executor.borrow().tasks()
@@ -258,8 +259,8 @@ impl Io {
     }
 }
 
-/// An op on its way. Dropping it does not take the op back: its slot keeps everything that the
-/// kernel uses until the completion.
+/// The future of an op. Dropping it does not cancel the op: until the completion, the slot keeps
+/// everything that the kernel uses.
 pub(crate) struct OpFuture<'a> {
     io: &'a Io,
     state: OpState,

@@ -1,4 +1,4 @@
-//! A file as the ops of one IoThread know it.
+//! The handle of a file for the ops of one IoThread.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Deref;
@@ -9,9 +9,9 @@ use std::sync::Arc;
 use crate::config::EngineKind;
 use crate::open_file::OpenFile;
 
-/// A handle of a file on one IoThread, which its ops share: a clone costs no atomic operation.
-/// What the kernel keeps at hand for the file is given back when the last of them has gone, and
-/// with it the last op that may name it.
+/// A handle of a file on one IoThread, which its ops share: a clone costs no atomic operation. The
+/// file's registration with the kernel ends when the last handle is dropped, and with it the last
+/// op that may name the file.
 pub type FileRef = Rc<IoFile>;
 
 /// See [`FileRef`].
@@ -20,7 +20,7 @@ pub struct IoFile {
     file: Arc<OpenFile>,
     engine: EngineKind,
     lane: u32,
-    /// The index under which the kernel has it registered, or [`NOT_REGISTERED`].
+    /// The index under which the file is registered with the kernel, or [`NOT_REGISTERED`].
     registered: Cell<i32>,
     retired: Rc<Retired>,
 }
@@ -37,7 +37,7 @@ impl IoFile {
         Rc::new(Self { file, engine, lane, registered: Cell::new(NOT_REGISTERED), retired })
     }
 
-    /// One that belongs to no IoThread.
+    /// Makes a handle that belongs to no IoThread.
     #[cfg(test)]
     pub(crate) fn alone(file: Arc<OpenFile>) -> Rc<Self> {
         Self::new(file, EngineKind::Threads, u32::MAX, Rc::default())
@@ -53,7 +53,7 @@ impl IoFile {
         &self.file
     }
 
-    /// How its ops reach the kernel.
+    /// The engine of its ops.
     #[inline]
     pub(crate) fn engine(&self) -> EngineKind {
         self.engine
@@ -91,12 +91,12 @@ impl AsRawFd for IoFile {
 
 impl Drop for IoFile {
     fn drop(&mut self) {
-        // The last handle goes wherever the last op goes, in the middle of a harvest, say.
+        // The last handle may be dropped anywhere, in the middle of a harvest for example.
         self.retired.0.borrow_mut().push((self.lane, self.registered.get()));
     }
 }
 
-/// Lanes whose handles have gone, each with the index of its file.
+/// Lanes whose handles were dropped, each with the index of its file.
 #[derive(Debug, Default)]
 pub(crate) struct Retired(RefCell<Vec<(u32, i32)>>);
 

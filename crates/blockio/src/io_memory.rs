@@ -1,4 +1,4 @@
-//! Files and memory that the kernel keeps at hand for an IoThread.
+//! Registration of files and memory with the kernel.
 
 use std::io;
 use std::rc::Rc;
@@ -29,9 +29,9 @@ impl Ops {
 }
 
 impl Io {
-    /// A handle of `file` for ops by `engine`, which this IoThread has. While one is there, the
-    /// kernel has the file at hand, where the engine can do that, and does not look it up for each
-    /// op.
+    /// Returns a handle of `file` for ops by `engine`, which this IoThread must have. If the engine
+    /// can, the file is registered while a handle exists, so that the kernel does not look it up
+    /// for each op.
     pub(crate) fn attach_file(&self, file: &Arc<OpenFile>, engine: EngineKind) -> FileRef {
         let ops = &mut *self.ops.borrow_mut();
         assert!(ops.engine.has(engine), "a file for engine {engine}, which is not there");
@@ -44,30 +44,31 @@ impl Io {
         handle
     }
 
-    /// Gives back what was kept for files whose last handle has gone.
+    /// Ends the registrations of files whose last handle was dropped.
     pub(crate) fn detach_files(&self) {
-        // Within a harvest the last handle may go; the harvest looks for such itself.
+        // Within a harvest the last handle may be dropped; the end of the harvest detaches its
+        // file.
         if let Ok(mut ops) = self.ops.try_borrow_mut() {
             ops.detach_files();
         }
     }
 
-    /// Has the kernel pin the pages of `memory` and keep them at hand, where engine io_uring is
-    /// there, until the result is dropped. Pages that someone takes out of the mapping afterwards
-    /// (a memory balloon, say) stay what the kernel reads and writes: only for memory to which
-    /// nobody does that.
+    /// Pins the pages of `memory` and registers them with the kernel, if there is an engine
+    /// io_uring, until the result is dropped. The kernel goes on using these pages even if they are
+    /// taken out of the mapping later (by a memory balloon, say). So register only memory that
+    /// keeps its pages.
     ///
     /// # Errors
     ///
-    /// What the kernel says: `ENOMEM` when the limit on locked memory (`RLIMIT_MEMLOCK`) forbids
-    /// it, `ENOSPC` when too many pieces are registered. Ops work without it.
+    /// The kernel's error: `ENOMEM` if the limit on locked memory (`RLIMIT_MEMLOCK`) forbids it,
+    /// `ENOSPC` if too many pieces are registered. Ops work without it.
     pub fn register_memory(self: &Rc<Self>, memory: Buffers) -> io::Result<RegisteredMemory> {
         let registered = self.ops.borrow_mut().engine.register_memory(memory.iovecs())?;
         Ok(RegisteredMemory { io: Rc::clone(self), memory, registered })
     }
 }
 
-/// Memory whose pages the kernel keeps at hand, see [`Io::register_memory`].
+/// Memory that is registered with the kernel (see [`Io::register_memory`]).
 pub struct RegisteredMemory {
     io: Rc<Io>,
     /// Keeps the memory mapped.

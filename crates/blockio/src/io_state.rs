@@ -1,4 +1,4 @@
-//! What an IoThread is made of, for the files that turn it and for the handle that tasks get.
+//! The parts of an IoThread, for the files that turn it and for the handle of tasks.
 //!
 //! Code that borrows more than one of the parts borrows `ops` before `reactor`, and `reactor`
 //! before `executor`. No borrow lasts while code of a task or a waker runs.
@@ -27,10 +27,11 @@ use crate::stats::Stats;
 use crate::task::{Executor, Known, Running};
 use crate::task_key::TaskKey;
 
-/// A quarter of the bytes of a round holds the loop for longer than a look costs.
+/// The part of a round's bytes after which the eventfds are checked. A quarter of them holds the
+/// loop for longer than a check costs.
 const LOOK_PART: usize = 4;
 
-/// What tasks and disks of one IoThread share.
+/// The state that tasks and disks of one IoThread share.
 pub struct Io {
     pub(crate) executor: RefCell<Executor>,
     pub(crate) ops: RefCell<Ops>,
@@ -40,42 +41,43 @@ pub struct Io {
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) stats: Arc<Stats>,
     pub(crate) bounce_budget: BounceBudget,
-    /// What kinds of disks have here, by the address of what they have for all IoThreads.
+    /// Objects that disks share on this IoThread, by the address of the object that they share
+    /// between all IoThreads.
     pub(crate) kept: RefCell<Vec<(usize, Weak<dyn Any>)>>,
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
     pub(crate) submit_max: usize,
     /// The most bytes of an op.
     pub(crate) op_bytes_max: usize,
-    /// Bytes of large ops since the last look at the eventfds, and the number of them after which
-    /// the next one is due.
+    /// Bytes of large ops since the last check of the eventfds, and the number of bytes after which
+    /// the next check is due.
     pub(crate) bytes_since_look: Cell<usize>,
     pub(crate) look_bytes: usize,
     pub(crate) harvest_on_submit: bool,
-    /// Without `harvest_on_submit`: the kernel has said that there are completions.
+    /// Without `harvest_on_submit`: the kernel has announced completions.
     pub(crate) harvest_is_due: Cell<bool>,
     pub(crate) in_turn: Cell<bool>,
     pub(crate) stopped: Cell<bool>,
-    /// Ops are queued that a bound on bytes has kept back for the next round.
+    /// True if a bound on bytes has kept queued ops back for the next round.
     pub(crate) has_kept_ops: Cell<bool>,
     pub(crate) rounds_since_look: Cell<u32>,
-    /// When the eventfds are to be looked at, once there were some rounds without a look.
+    /// When the next check of the eventfds is due; set after some rounds without one.
     pub(crate) look_at: Cell<Option<Instant>>,
-    /// That time has come.
+    /// True once that time has come, or `look_bytes` were given to the kernel.
     pub(crate) look_is_late: Cell<bool>,
     /// The time at the last harvest, or at the end of the last sleep.
     pub(crate) recently: Cell<Instant>,
-    /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
+    /// Tasks of sources that have work. Empty between waits; kept so that waits allocate nothing.
     pub(crate) found: RefCell<Vec<TaskKey>>,
     pub(crate) poll_window: PollWindow,
     pub(crate) late: RefCell<LateOps>,
-    /// When late ops are to be looked for.
+    /// When the next check for late ops is due.
     pub(crate) late_due: Cell<Instant>,
 }
 
 /// The ops of an IoThread, and their way to the kernel.
 pub(crate) struct Ops {
-    /// Before the slots, whose memory the kernel uses until the engine has gone.
+    /// Declared before the slots: the kernel uses their memory until the engine is gone.
     pub(crate) engine: Engine,
     pub(crate) slots: Slots,
     pub(crate) woken: Vec<TaskKey>,
@@ -85,14 +87,14 @@ pub(crate) struct Ops {
 }
 
 impl Ops {
-    /// True where the wait submits as much as a submit would, and every op that has room now.
+    /// True if the wait submits as much as a submit would, and every op that has room now.
     #[inline]
     pub(crate) fn may_submit_in_wait(&self) -> bool {
         self.engine.may_submit_in_wait() && !self.slots.lanes.keeps_for_next_round()
     }
 
-    /// The loop must not sleep on ops that nothing will ever submit. `only_looks`: it goes on to a
-    /// submit at once, which takes the ops that were kept for the next round.
+    /// Asserts that the loop does not sleep on ops that nothing will submit. With `only_looks` the
+    /// loop submits right after this, kept ops included.
     pub(crate) fn assert_may_sleep(&self, only_looks: bool) {
         if only_looks {
             return;
@@ -109,15 +111,15 @@ impl Ops {
         );
     }
 
-    /// Takes in what was completed after the IoThread had ended. Returns the memory that nobody
-    /// waits for, to be dropped when nothing is borrowed.
+    /// Takes in results that came after the end of the IoThread. Returns the memory of abandoned
+    /// ops, to be dropped when nothing is borrowed.
     #[cold]
     #[must_use]
     pub(crate) fn take_late_results(&mut self) -> Vec<Buffers> {
         let mut results = Vec::new();
         self.mailbox.take_results(&mut results);
         for (slot, result) in results {
-            // Nobody is there to be woken, or to ask what was counted.
+            // There is no task to wake, and no reader of the counters.
             let _ = self.slots.complete(slot, result, clock::now(), &Stats::default());
         }
         std::mem::take(&mut self.slots.unwanted)
@@ -126,9 +128,9 @@ impl Ops {
 
 impl Drop for Ops {
     fn drop(&mut self) {
-        // An IoThread waits for its ops before it ends, unless it could not. What the kernel may
-        // still write to must stay then, for as long as the program runs. So must the memory of
-        // ops that something else has not completed.
+        // An IoThread waits for its ops before it ends, unless the wait fails. Then the memory that
+        // the kernel may still write to must stay as long as the program runs. So must the memory
+        // of foreign ops that are not complete.
         if self.slots.foreign() > 0 {
             drop(self.take_late_results());
         }
@@ -145,11 +147,11 @@ impl Drop for Ops {
 }
 
 impl Io {
-    /// Sets everything up. Also returns the descriptor that is readable when a turn has something
-    /// to do.
+    /// Sets up all parts. Also returns the descriptor that is readable when a turn has something to
+    /// do.
     pub(crate) fn new(config: &IoThreadConfig) -> Result<(Self, OwnedFd), Error> {
-        // Never read: it is watched edge-triggered, so each write is a new event, and taking that
-        // event is what clears it, before the loop looks for what was posted.
+        // Never read: it is watched edge-triggered, so each write is a new event. Taking the event
+        // clears it, before the loop checks the mailbox.
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(Error::system("create an eventfd for wakes"))?;
         let mailbox = Arc::new(Mailbox::new(wake));

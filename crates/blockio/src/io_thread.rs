@@ -14,12 +14,13 @@ use crate::policy;
 use crate::remote::Remote;
 use crate::turn::{Activity, Wait, earlier};
 
-/// One loop, for the thread that made it. Its descriptor ([`AsFd`]) is readable when a turn with
-/// [`Wait::Never`] has something to do, for programs that embed the loop in their own: they set
-/// [`IoThreadConfig::embedded`], take a first turn, and then wait for it.
+/// A loop, owned by the thread that made it. For programs that embed it in a loop of their own, its
+/// descriptor ([`AsFd`]) is readable when a turn with [`Wait::Never`] has something to do. Such a
+/// program sets [`IoThreadConfig::embedded`], takes a first turn, and then waits for the
+/// descriptor.
 ///
-/// Dropping it waits for the ops in the kernel, drops the tasks, and waits for
-/// [foreign ops](Io::foreign_op).
+/// Dropping it waits for the ops in the kernel, drops the tasks, and waits for [foreign
+/// ops](Io::foreign_op).
 pub struct IoThread {
     io: Rc<Io>,
     descriptor: OwnedFd,
@@ -30,7 +31,8 @@ impl IoThread {
     ///
     /// # Errors
     ///
-    /// When the kernel offers no such engine, or a limit on descriptors or AIO is reached.
+    /// If an option is out of range, the kernel does not offer the engine, or a limit on
+    /// descriptors or AIO is reached.
     pub fn new(config: &IoThreadConfig) -> Result<Self, Error> {
         if config.depth == 0 || config.depth > 65_535 {
             let depth = config.depth;
@@ -42,20 +44,21 @@ impl IoThread {
         if !config.slice.is_zero()
             && let Err(errno) = policy::set_slice(config.slice)
         {
-            // A filter of system calls may refuse it. Beside other programs the loop is slower.
+            // A filter of system calls may refuse it. Then the loop is slower beside other
+            // programs.
             tracing::warn!("an IoThread keeps the kernel's time slice: sched_setattr: {errno}");
         }
         let (io, descriptor) = Io::new(config)?;
         Ok(Self { io: Rc::new(io), descriptor })
     }
 
-    /// What tasks and disks on this thread need.
+    /// The handle for tasks and disks on this thread.
     #[must_use]
     pub fn io(&self) -> &Rc<Io> {
         &self.io
     }
 
-    /// A way for other threads to reach this one.
+    /// Returns a handle with which other threads reach this one.
     #[must_use]
     pub fn remote(&self) -> Remote {
         self.io.remote()
@@ -65,7 +68,7 @@ impl IoThread {
     ///
     /// # Errors
     ///
-    /// When the kernel refuses to wait for events.
+    /// If the kernel refuses to wait for events.
     pub fn run(&self) -> Result<(), Error> {
         while !self.io.stopped.get() {
             self.turn(Wait::ForEvent)?;
@@ -73,11 +76,11 @@ impl IoThread {
         Ok(())
     }
 
-    /// One turn of the loop; `turn.rs` has its phases.
+    /// Runs one turn of the loop; `turn.rs` describes its phases.
     ///
     /// # Errors
     ///
-    /// When the kernel refuses to wait for events.
+    /// If the kernel refuses to wait for events.
     pub fn turn(&self, wait: Wait) -> Result<Activity, Error> {
         self.io.turn(wait)
     }
@@ -86,20 +89,20 @@ impl IoThread {
     ///
     /// # Errors
     ///
-    /// When the kernel refuses to wait for events.
+    /// If the kernel refuses to wait for events.
     pub fn block_on<T>(&self, future: impl Future<Output = T>) -> Result<T, Error> {
         self.io.block_on(future)
     }
 
-    /// When a turn is due even if the descriptor is not readable: for a timer, a submit that is to
-    /// be tried again, or, once a second while the kernel has ops, a look for late ones.
+    /// The time at which a turn is due even if the descriptor is not readable. Reasons are a timer,
+    /// a submit to repeat, and, once a second while the kernel has ops, a check for late ops.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         earlier(self.io.deadline_of_work(), self.io.deadline_of_look())
     }
 
-    /// As [`deadline`](Self::deadline) without the looks for late ops, which end a sleep that
-    /// nothing else ends.
+    /// Like [`deadline`](Self::deadline), but without the checks for late ops, so that they end no
+    /// sleep.
     #[must_use]
     pub fn deadline_of_work(&self) -> Option<Instant> {
         self.io.deadline_of_work()
@@ -115,12 +118,13 @@ impl AsFd for IoThread {
 impl Drop for IoThread {
     fn drop(&mut self) {
         self.io.drain();
-        // Tasks hold the `Io` that holds them; taking them out ends that circle.
+        // Tasks hold the `Io` that holds them; taking them out ends that cycle.
         let tasks = self.io.executor.borrow_mut().clear();
         drop(tasks);
         self.io.drain_all();
         drop(self.io.mailbox.close());
-        // A disk may outlive its IoThread; nobody would submit its ops, or take their results.
+        // A disk may outlive its IoThread, which can no longer submit its ops or take their
+        // results.
         let slots = &mut self.io.ops.borrow_mut().slots;
         slots.lanes.close();
         slots.give_up(clock::now());

@@ -1,21 +1,21 @@
-//! Lanes: the ops of each disk on an IoThread, and how many of them the engine may have.
+//! Lanes: the ops of each disk on an IoThread, and the number of them that the engine may have.
 //!
-//! All disks of an engine share what it has room for, and a disk that hangs gives nothing back. So
-//! each has a lane. An op goes to the engine at once if its lane has room, and else waits in the
-//! lane's backlog until one of its own disk has completed. The room of a lane is
+//! All disks of an engine share its room, and a disk that hangs gives nothing back. So each has a
+//! lane. An op goes to the engine at once if its lane has room. Otherwise it waits in the lane's
+//! backlog until an op of its own disk has completed. The room of a lane is
 //!
-//! * a number of ops that is its own, whatever the others hold;
-//! * beyond that a part of what is left for all: four times as much as stays free, so that a
-//!   disk alone gets most of it, and one that comes later still finds some;
+//! * a number of ops of its own, regardless of other lanes;
+//! * beyond that, a part of the common rest: four times as much as stays free, so that a disk alone
+//!   gets most of it, and one that comes later still finds some;
 //! * for ops that need a kernel worker or a pool thread in any case, [`SLOW_MAX`] of them;
 //! * below the number of requests of the device, beyond which a submit waits for it;
 //! * as much as its pacing allows;
 //! * a number of bytes, and all lanes together a number of bytes in each round of the loop.
 //!
-//! A lane without ops in the engine has room for one, always. So a backlog waits for completions of
-//! its own disk or, where files share a device, of that device, or for the next round. However busy
-//! others are, an op goes to the engine at the latest when those of its lane that came before it
-//! have completed, with as many flushes and the like in between. Lanes of one device take turns.
+//! A lane without ops in the engine always has room for one. So a backlog waits only for
+//! completions of its own disk or of disks on the same device, or for the next round. However busy
+//! other disks are, an op goes to the engine at the latest when the earlier ops of its lane have
+//! completed, with as many flushes and the like in between. Lanes of one device take turns.
 
 mod backlog;
 mod bytes;
@@ -46,46 +46,47 @@ const BLOCKING_MAX: u32 = 16;
 /// The most ops in the engine of a regular file: if it hangs, each write holds a kernel worker.
 const FILE_MAX: u32 = 256;
 
-/// Pool threads of an IoThread with this many disks: enough for what the lanes let through.
+/// The pool threads of an IoThread with `lanes` disks: enough for the ops that lanes admit.
 pub(crate) fn pool_threads(lanes: usize) -> usize {
     64 + lanes * (SLOW_MAX + BLOCKING_MAX) as usize
 }
 
-/// The mark, in the units of an op, of one that takes no room of its device: a pool thread waits
-/// for that in place of a submit.
+/// A mark in the units of an op that takes no room of its device: a pool thread waits for the
+/// device in place of a submit.
 const IN_POOL: u32 = 1 << 31;
 
 struct Lane {
     file: Arc<OpenFile>,
     handle: Weak<IoFile>,
-    /// Its place among the devices.
+    /// The index among the devices.
     device: u32,
     engine: EngineKind,
-    /// What an op counts as, by the requests that its device makes of it; as one without.
+    /// The limits that turn an op into several requests of the device; `None`: each op is one unit.
     limits: Option<RequestLimits>,
-    /// What the engine may have of it at most, whatever is free.
+    /// The most units in the engine, however much is free.
     most: u32,
-    /// What the engine may have of it, whatever it has of others.
+    /// The units that the lane may have in the engine regardless of other lanes.
     own: u32,
-    /// What the engine may have of it without a further look; 0 where there is more to look at.
+    /// The units in the engine below which an op enters without further checks; 0 if checks are
+    /// needed.
     quick: u32,
-    /// What the engine has of it.
+    /// The units in the engine.
     units: u32,
-    /// By how much that is more than its ops, of which some count as several.
+    /// The units in the engine minus the ops there: some ops count as several.
     surplus: u32,
-    /// Bytes of its ops there, as they count.
+    /// Counted bytes of the ops in the engine (see [`RoundBytes`]).
     bytes: usize,
-    /// Those ops that are neither reads nor writes.
+    /// The ops in the engine that are neither reads nor writes.
     slow: u32,
-    /// Ops that have completed since the last look.
+    /// Ops that have completed since the last [`Lanes::harvested`].
     found: u32,
-    /// Whether ops went to the engine since the last look.
+    /// True if ops went to the engine since then.
     is_given: bool,
     is_touched: bool,
     is_waiting: bool,
     backlog: Backlog,
     pacing: Pacing,
-    /// The ops that its pacing allows.
+    /// The most ops that pacing allows.
     paced: u32,
 }
 
@@ -93,7 +94,7 @@ pub(crate) struct Lanes {
     lanes: Vec<Option<Lane>>,
     devices: Devices,
     bytes: RoundBytes,
-    /// The ops that each engine takes; the pool has a thread for each instead.
+    /// The ops that each kernel engine takes; the pool takes one for each of its threads.
     depth: u32,
     pacing: PacingConfig,
     shares: ByEngine<Shares>,
@@ -104,24 +105,24 @@ pub(crate) struct Lanes {
     is_closed: bool,
 }
 
-/// What becomes of an op.
+/// The decision about an op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Admission {
     /// The engine takes it, and it counts as this many units.
     Now(u32),
-    /// It waits in its lane.
+    /// The op waits in its lane.
     Later,
     /// The IoThread has ended.
     Never,
 }
 
-/// The units that slots count for, by slot.
+/// The memory and the units of ops, by slot.
 pub(crate) trait Units {
     /// The memory of the op in a slot.
     fn ranges(&self, slot: u32) -> &[libc::iovec];
     /// The bytes of that memory.
     fn bytes(&self, slot: u32) -> usize;
-    /// Says what the op in a slot counts as.
+    /// Stores the units of the op in a slot.
     fn set(&mut self, slot: u32, units: u32);
 }
 
@@ -141,17 +142,17 @@ impl Lanes {
         }
     }
 
-    /// Paces the disks of lanes to come in this way.
+    /// Sets the pacing of disks that are attached from now on.
     pub(crate) fn set_pacing(&mut self, pacing: PacingConfig) {
         self.pacing = pacing;
     }
 
-    /// Bounds the bytes of ops in this way.
+    /// Sets the bounds on bytes of ops.
     pub(crate) fn set_bytes(&mut self, limits: ByteLimits) {
         self.bytes = RoundBytes::new(limits);
     }
 
-    /// Begins a round of the loop. Returns the bytes of the last one, as they count.
+    /// Begins a round of the loop. Returns the counted bytes of the last round.
     #[inline]
     pub(crate) fn begin_round(&mut self) -> usize {
         self.bytes.begin()
@@ -168,30 +169,30 @@ impl Lanes {
         self.bytes.are_many()
     }
 
-    /// Lanes that there are.
+    /// The number of lanes.
     pub(crate) fn len(&self) -> usize {
         self.lanes.iter().flatten().count()
     }
 
-    /// Whether ops wait in lanes.
+    /// Returns true if ops wait in lanes.
     #[inline]
     pub(crate) fn has_backlog(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// Whether the IoThread has ended.
+    /// Returns true if the IoThread has ended.
     pub(crate) fn is_closed(&self) -> bool {
         self.is_closed
     }
 
-    /// From now on no op is admitted.
+    /// Ends admission: no op is admitted from now on.
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
         self.lanes.iter_mut().flatten().for_each(|lane| lane.quick = 0);
     }
 
-    /// The handle of `file`: the one that there is, or a new one for `engine` with a lane. True: it
-    /// is new.
+    /// Returns the handle of `file`: the existing one, or a new one for `engine` with a lane. True
+    /// if it is new.
     pub(crate) fn attach(&mut self, file: &Arc<OpenFile>, engine: EngineKind) -> (FileRef, bool) {
         let known = self.lanes.iter().flatten().find(|lane| Arc::ptr_eq(&lane.file, file));
         if let Some(handle) = known.and_then(|lane| lane.handle.upgrade()) {
@@ -230,14 +231,15 @@ impl Lanes {
         (handle, true)
     }
 
-    /// Whether handles have gone: [`take_retired`](Self::take_retired) finds them.
+    /// Returns true if handles were dropped, which [`take_retired`](Self::take_retired) finds.
     #[inline]
     pub(crate) fn has_retired(&self) -> bool {
         self.retired.any()
     }
 
-    /// Removes a lane whose handle has gone, and with it all of its ops. Returns the index of its
-    /// file with the kernel, and the file, which is to be closed after that is given back.
+    /// Removes a lane whose handle is gone, and thus all of its ops. Returns the index of the
+    /// file's registration with the kernel, and the file. Unregister the index before closing the
+    /// file.
     pub(crate) fn take_retired(&mut self) -> Option<(i32, Arc<OpenFile>)> {
         let (number, registered) = self.retired.take()?;
         let lane = self.lanes.get_mut(number as usize)?.take()?;
@@ -247,7 +249,7 @@ impl Lanes {
         Some((registered, lane.file))
     }
 
-    /// Reckons anew what each lane may have.
+    /// Computes the shares of all lanes again.
     fn share_out(&mut self) {
         for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
             let count = self.lanes.iter().flatten().filter(|lane| lane.engine == engine).count();
@@ -265,7 +267,8 @@ impl Lanes {
         }
     }
 
-    /// Whether an op may go to the engine now. If not, it is in a backlog, or must be given up.
+    /// Admits an op to the engine if it may go now. Otherwise the op is in a backlog, or must be
+    /// cancelled.
     #[inline]
     pub(crate) fn admit(
         &mut self,
@@ -338,13 +341,14 @@ impl Lanes {
         fits && self.device_has_room(lane, number, units) && self.bytes.has_room(bytes)
     }
 
-    /// Whether the device of a lane has room for an op, and nobody is before that lane.
+    /// Returns true if the device of a lane has room for the op and no other lane is ahead of it.
     fn device_has_room(&self, lane: &Lane, number: u32, units: u32) -> bool {
         let used = self.devices.get(lane.device).filter(|_| !lane.file.blocks());
         used.is_none_or(|used| used.has_room(number, units))
     }
 
-    /// An op of this lane waits: if that is for its device, it is the next to get room there.
+    /// Puts the lane of a waiting op next in line at its device, if the op waits for room there and
+    /// no lane is next.
     fn stand_in_line(&mut self, number: u32, units: u32) {
         let Some(Some(lane)) = self.lanes.get(number as usize) else { return };
         let (has_room, blocks) = (self.device_has_room(lane, number, units), lane.file.blocks());
@@ -380,7 +384,7 @@ impl Lanes {
         units
     }
 
-    /// An op that counted as `units` has completed.
+    /// Gives back the room of a completed op, which counted as `units`.
     #[inline]
     pub(crate) fn leave(&mut self, lane: u32, mut units: u32, (kind, bytes): (OpKind, usize)) {
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return };
@@ -411,7 +415,7 @@ impl Lanes {
         }
     }
 
-    /// After a harvest: paces the lanes that had completions. `submitted`: a submit came right
+    /// Paces the lanes that had completions, after a harvest. `submitted`: a submit came right
     /// before it.
     pub(crate) fn harvested(&mut self, submitted: bool, now: Instant) {
         for number in self.touched.drain(..) {
@@ -427,7 +431,7 @@ impl Lanes {
         }
     }
 
-    /// Takes an op that has room now out of its backlog; the lanes take turns.
+    /// Takes an op that has room now out of its backlog. Lanes take turns.
     pub(crate) fn next(&mut self, ops: &mut impl Units) -> Option<u32> {
         for _ in 0..self.waiting.len() {
             let number = self.waiting.pop_front()?;
@@ -460,21 +464,21 @@ impl Lanes {
     }
 }
 
-/// What an op takes of the room of its lane.
+/// The room that an op takes.
 #[derive(Clone, Copy)]
 struct Size {
     units: u32,
-    /// As they count.
+    /// Counted bytes (see [`RoundBytes`]).
     bytes: usize,
 }
 
 impl Lane {
-    /// Whether an op waits that is neither a read nor a write, and there may be one more of them.
+    /// Returns true if an op waits that is neither a read nor a write, and [`SLOW_MAX`] permits it.
     fn has_other_to_go(&self) -> bool {
         self.backlog.has_others() && self.slow < SLOW_MAX
     }
 
-    /// Ops of it that the engine has.
+    /// The number of ops in the engine.
     fn ops(&self) -> u32 {
         self.units - self.surplus
     }
@@ -494,7 +498,7 @@ mod tests {
     use crate::device::Device;
     use std::os::fd::OwnedFd;
 
-    /// Ops by their number: whether each is a read, its memory, and what it counts as.
+    /// Ops by number: true for a read, its memory, and its units.
     #[derive(Default)]
     struct Ops(Vec<(bool, Vec<libc::iovec>, u32)>);
 
@@ -519,7 +523,7 @@ mod tests {
         files: Vec<FileRef>,
         /// The disk of each op.
         disks: Vec<usize>,
-        /// With the engine, in order: the disk and the op.
+        /// The ops in the engine, in order: the disk and the op.
         engine: Vec<(usize, u32)>,
     }
 
@@ -563,13 +567,13 @@ mod tests {
             admission
         }
 
-        /// Starts reads until one must wait; returns how many the engine has of that disk then.
+        /// Starts reads until one must wait. Returns the number of ops of that disk in the engine.
         fn fill(&mut self, disk: usize) -> usize {
             while self.start(disk, OpKind::Read, 4096) != Admission::Later {}
             self.engine.iter().filter(|(of, _)| *of == disk).count()
         }
 
-        /// Completes the oldest op of a disk, and takes in what has room then.
+        /// Completes the oldest op of a disk. Returns the ops that have room after that.
         fn complete(&mut self, disk: usize) -> Vec<(usize, u32)> {
             let place = self.engine.iter().position(|(of, _)| *of == disk).unwrap();
             let (_, slot) = self.engine.remove(place);
@@ -600,7 +604,7 @@ mod tests {
             let alone = bench.attach(None);
             let had = bench.fill(alone);
             assert!(had * 10 >= all * 6 && had < all, "{engine}: {had} of {all}");
-            // It hangs from now on, and so do all that come.
+            // This disk hangs from now on, and so do all later ones.
             for _ in 0..20 {
                 let next = bench.attach(None);
                 let had = bench.fill(next);
@@ -653,7 +657,7 @@ mod tests {
         bench.fill(disk);
         assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Later);
         let flush = u32::try_from(bench.ops.0.len() - 1).unwrap();
-        // The backlog never ends: for each read that is done another comes.
+        // The backlog never ends: each completed read is replaced by a new one.
         let begun = (0..100).find(|_| {
             bench.start(disk, OpKind::Read, 4096);
             bench.complete(disk).contains(&(disk, flush))
@@ -678,7 +682,7 @@ mod tests {
         assert_eq!(begun, Some(1), "flushes that came later went first");
     }
 
-    /// Two disks on one queue: partitions, of which the file system on one is frozen.
+    /// Two disks on one queue: partitions, one of them with a frozen file system.
     #[test]
     fn a_disk_that_hangs_in_the_pool_has_no_room_of_a_device_that_does_not() {
         for in_kernel in [0, 20] {
@@ -689,7 +693,7 @@ mod tests {
                 bench.start(hung, OpKind::Read, 4096);
             }
             bench.fill(well);
-            // It is the next to get room there, and then it is found that submits wait for it.
+            // The hung disk is next in line when its submits are found to block.
             assert_eq!(bench.start(hung, OpKind::Read, 40 * 4096), Admission::Later);
             bench.complete(well);
             bench.files[hung].set_blocks(Instant::now());
@@ -702,7 +706,7 @@ mod tests {
             }
             let had = bench.engine.iter().filter(|(of, _)| *of == well).count();
             assert_eq!(had, 48 - in_kernel);
-            // It answers after all.
+            // The hung disk answers after all.
             while bench.engine.iter().any(|(of, _)| *of == hung) {
                 bench.complete(hung);
             }
@@ -724,7 +728,7 @@ mod tests {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             (state >> 8) % below
         };
-        // Ops that wait, and after how many completions each must have begun.
+        // Waiting ops, and the number of completions within which each must have begun.
         let mut waiting: Vec<(u32, usize)> = Vec::new();
         for _ in 0..5000 {
             let disk = disks[random(8) as usize];
@@ -740,8 +744,8 @@ mod tests {
                     if is_flush { (OpKind::Flush, 0) } else { (OpKind::Read, pages * 4096) };
                 if bench.start(disk, kind, bytes) == Admission::Later {
                     let slot = u32::try_from(bench.ops.0.len() - 1).unwrap();
-                    // Of the other kind as many may go first. On the device each op may wait for
-                    // one of each disk there, and each of these for what a large one needs.
+                    // As many ops of the opposite kind may go first. On the device each op may wait
+                    // for one op of each disk there, and each of these for the room of a large one.
                     let each = if disk < 3 { 3 * 16 } else { 1 };
                     waiting.push((slot, 2 * (before + 1) * each));
                 }
@@ -799,7 +803,7 @@ mod tests {
         let had = bench.fill(a) + bench.fill(b);
         assert_eq!(had, 1 + 96 - 16, "three quarters, and the large one counts for what it is");
         assert!(bench.fill(elsewhere) > 96, "another disk has nothing to do with it");
-        // What is too large for it goes alone.
+        // An op that is too large for the device goes alone.
         let small = Device::with(4, 4096);
         let c = bench.attach(Some(&small));
         assert_eq!(bench.start(c, OpKind::Read, 1 << 20), Admission::Now(256));
@@ -825,7 +829,7 @@ mod tests {
         for _ in 0..64 {
             bench.start(disk, OpKind::Read, 1 << 20);
         }
-        // There are always 64 of them, so three quarters are with the engine.
+        // There are always 64 ops, so three quarters of them are with the engine.
         for _ in 0..1000 {
             bench.complete(disk);
             bench.start(disk, OpKind::Read, 1 << 20);
@@ -833,7 +837,7 @@ mod tests {
         assert_eq!(bench.engine.len(), 48);
     }
 
-    /// Bytes that the engine has of a disk.
+    /// The bytes of a disk in the engine.
     fn bytes_of(bench: &Bench, disk: usize) -> usize {
         let ops = bench.engine.iter().filter(|(of, _)| *of == disk);
         ops.map(|&(_, op)| bench.ops.bytes(op)).sum()

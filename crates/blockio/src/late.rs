@@ -1,6 +1,6 @@
-//! Operations that are late: found once a second, reported for each disk, counted.
+//! Late operations: found once a second, reported for each disk, counted.
 //!
-//! Nothing is noted for that on the way of an op: its slot knows when it was submitted.
+//! The check costs an op nothing on its way: its slot has the time of submission anyway.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::op::{OpKind, OpenFile, Slots};
 use crate::stats::Stats;
 use crate::unanswered::{Line, Unanswered, is_late};
 
-/// How often the ops are looked at, at most.
+/// The least time between two checks.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The disks of an IoThread that have late ops.
@@ -22,18 +22,18 @@ pub(crate) struct LateOps {
 
 struct LateDisk {
     file: Arc<OpenFile>,
-    /// The oldest of its ops: when it was submitted, and its kind.
+    /// The oldest late op: its time of submission, and its kind.
     oldest: (Instant, OpKind),
     unanswered: Unanswered,
     is_found: bool,
 }
 
-/// What the log is to say.
+/// A line for the log.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum News {
-    /// The oldest op of this kind is so old, and so many wait in all.
+    /// The oldest late op has this kind and age; `waiting` ops of this IoThread wait for the disk.
     Late { path: PathBuf, kind: &'static str, age: Duration, waiting: usize },
-    /// No op is late any more, after so long.
+    /// No late op is left. `after` counts from the submission of the oldest op in the first report.
     Answers { path: PathBuf, after: Duration },
 }
 
@@ -42,17 +42,17 @@ impl LateOps {
         Self { looked: now, disks: Vec::new() }
     }
 
-    /// When a look is due.
+    /// The time of the next check.
     pub(crate) fn due(&self) -> Instant {
         self.looked + LOOK_INTERVAL
     }
 
-    /// Whether any disk has late ops.
+    /// True if any disk has late ops.
     pub(crate) fn any(&self) -> bool {
         !self.disks.is_empty()
     }
 
-    /// Looks at all ops, and counts those that have become late since the last look.
+    /// Checks all ops, and counts each that has become late since the last check.
     pub(crate) fn look(&mut self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<News> {
         let before = std::mem::replace(&mut self.looked, now);
         self.disks.iter_mut().for_each(|disk| disk.is_found = false);
@@ -67,7 +67,8 @@ impl LateOps {
         }
         let mut news = Vec::new();
         self.disks.retain_mut(|disk| {
-            // Another IoThread may know of one too; it says so again at its next look.
+            // Another IoThread may have a late op of this disk. It sets the time again at its next
+            // check.
             disk.file.set_late_since(disk.is_found.then_some(disk.oldest.0));
             news.extend(disk.news(now, slots));
             disk.is_found
@@ -200,7 +201,7 @@ mod tests {
         bench.complete(flush, 67);
         assert_eq!(bench.look(67), [": answers again, after 66 s"]);
         assert_eq!(hung.late_since(), None);
-        // The other one has a report of its own.
+        // The late op of this disk has a report of its own.
         assert_eq!(bench.stats.late.get(), 3);
         assert!(bench.late.any());
     }

@@ -1,7 +1,7 @@
-//! An async block-I/O core: one [`IoThread`] for each OS thread, one engine for each IoThread.
+//! An async block-I/O core: one [`IoThread`] for each OS thread, with one or several engines.
 //!
 //! A disk operation is an `async fn` of [`Disk`]. It puts an op into a slot that owns the memory
-//! and the file until the kernel has answered (see [`op`]), and the loop of an [`IoThread`] submits
+//! and the file until the kernel has answered (see [`op`]). The loop of an [`IoThread`] submits
 //! many ops with one system call and reads completions from the kernel's ring in userspace.
 //!
 //! ```
@@ -80,7 +80,7 @@ pub use remote::Remote;
 pub use task_set::TaskSet;
 pub use turn::{Activity, Wait};
 
-/// Compiles what docs/embedding.md shows.
+/// Compiles the examples of docs/embedding.md.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/embedding.md")]
 struct Embedding;

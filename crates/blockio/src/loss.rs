@@ -1,20 +1,21 @@
-//! Whether data that was written to a file may be lost: the one place that decides it.
+//! The one place that decides if data written to a file may be lost.
 //!
-//! Linux reports a failed write-back once for each open file, to the flush or FUA write that looks
-//! first, whoever wrote the data. Then the lost pages count as clean, and later flushes succeed.
-//! The rule that follows:
+//! Linux reports a failed write-back once for each open file: to the first flush or FUA write that
+//! checks, no matter which op wrote the data. Then the lost pages count as clean, and later flushes
+//! succeed. Hence the rules:
 //!
 //! * A loss is remembered. From then on every flush and every FUA write fails, on all IoThreads,
-//!   until the file is opened anew.
+//!   until the file is opened again.
 //! * A flush that fails is a loss.
-//! * A FUA write that fails is answered with its error, which alone is not a loss. But it may
-//!   be about other data: it is a loss if writes without FUA were acknowledged that no later flush
-//!   has brought to stable storage, or if something was reported as being on stable storage while
-//!   the write was in the kernel, or other FUA writes are there with it.
+//! * A FUA write that fails is answered with its error, which alone is not a loss. But the error
+//!   may be about other data. It is a loss if writes without FUA were acknowledged that no later
+//!   flush has brought to stable storage. It is a loss, too, if something was reported as being on
+//!   stable storage while the write was in the kernel, or other FUA writes are in the kernel with
+//!   it.
 //! * A flush that succeeds waits for the flushes that are in the kernel with it: one of them may
-//!   receive the report. FUA writes do not wait, so one of several that are in the kernel together
-//!   may succeed while another receives the report of its loss; what comes later fails.
-//! * Ops that the kernel refused, or that were interrupted, before the file saw them say nothing.
+//!   receive the report. FUA writes do not wait. So one of several in the kernel together may
+//!   succeed while another receives the report of its loss; later ones fail.
+//! * Ops that were refused or interrupted before they reached the file prove nothing.
 //!
 //! With direct I/O on a block device there is no write-back: each op receives its own errors alone.
 
@@ -27,13 +28,13 @@ use std::time::Instant;
 
 use crate::op_kind::OpKind;
 
-/// What an op that is not tracked carries.
+/// The number of an op that is not tracked.
 pub(crate) const NOT_TRACKED: u64 = 0;
-/// What a FUA write carries. Flushes have their numbers, which are greater.
+/// The number of a tracked FUA write. Numbers of flushes are greater.
 const FUA: u64 = 1;
 
-/// Of the word about FUA writes: how many are in the kernel, and whether something was said to be
-/// on stable storage since it had none.
+/// The parts of [`Loss::fua`]: the number of FUA writes in the kernel, and a flag. The flag is set
+/// if data was reported as stable since there last was none.
 const COUNT: u64 = u32::MAX as u64;
 const SAID: u64 = 1 << 63;
 
@@ -41,32 +42,32 @@ const SAID: u64 = 1 << 63;
 pub(crate) struct Loss {
     /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
     errno: AtomicI32,
-    /// An op may receive an error that concerns others.
+    /// True if an op may receive an error about data of other ops.
     is_shared: bool,
-    /// A write without FUA was noted since a flush has begun, so another need not be.
+    /// True if a write without FUA was noted since the last flush began: later ones need no note.
     is_noted: AtomicBool,
-    /// FUA writes in the kernel, if reports are shared.
+    /// FUA writes in the kernel, if `is_shared`.
     fua: AtomicU64,
     flushes: Mutex<Flushes>,
 }
 
 #[derive(Debug)]
 struct Flushes {
-    /// The number of the flush that has begun last.
+    /// The number of the flush that began last.
     begun: u64,
-    /// That number when a write without FUA was noted last.
+    /// The value of `begun` when a write without FUA was noted last.
     written: u64,
-    /// The greatest number of a flush that has succeeded: it covers what was noted before it began.
+    /// The greatest number of a flush that has succeeded. It covers writes noted before it began.
     succeeded: u64,
     in_kernel: Vec<u64>,
     /// Tasks that wait for the end of all flushes up to a number.
     waiting: Vec<(u64, Waker)>,
-    /// When a FUA write failed that was no loss, as far as was known then, and its errno.
+    /// The time and errno of a failed FUA write that was no loss, as far as was known then.
     fua_failed: Option<(Instant, i32)>,
 }
 
 impl Loss {
-    /// `is_shared`: whether an op may receive an error that concerns others.
+    /// `is_shared`: an op may receive an error about data of other ops.
     pub(crate) fn new(is_shared: bool) -> Self {
         let flushes = Flushes {
             begun: FUA,
@@ -85,7 +86,7 @@ impl Loss {
         }
     }
 
-    /// Fails once data may be lost.
+    /// Fails once data may be lost, with the errno of the op that found the loss.
     #[inline]
     pub(crate) fn check(&self) -> io::Result<()> {
         match self.errno.load(Ordering::Acquire) {
@@ -94,12 +95,13 @@ impl Loss {
         }
     }
 
-    /// A flush or FUA write goes to the kernel. Returns what [`ended`](Self::ended) must be given.
+    /// Notes that a flush or FUA write goes to the kernel. Returns its number for
+    /// [`ended`](Self::ended).
     pub(crate) fn begins(&self, kind: OpKind) -> u64 {
         match kind {
             OpKind::Flush => {
                 let mut flushes = self.flushes();
-                // Whoever sees a write complete from now on notes it: it may be too late for this.
+                // Writes that complete from now on are noted again: this flush may not cover them.
                 self.is_noted.store(false, Ordering::SeqCst);
                 flushes.begun += 1;
                 let number = flushes.begun;
@@ -114,9 +116,9 @@ impl Loss {
         }
     }
 
-    /// The kernel has answered a flush or FUA write; `errno` is 0 if it has succeeded. Called at
-    /// the harvest, so what completed before is known before any task goes on. True: from now on
-    /// data may be lost.
+    /// Notes the kernel's answer to a flush or FUA write; `errno` is 0 for success. Called at the
+    /// harvest, so that earlier completions are known before any task continues. Returns true if
+    /// data may be lost from now on, and was not before.
     pub(crate) fn ended(&self, tracked: u64, kind: OpKind, errno: i32, now: Instant) -> bool {
         match kind {
             OpKind::Flush => self.flush_ended(tracked, errno),
@@ -127,7 +129,8 @@ impl Loss {
     fn flush_ended(&self, number: u64, errno: i32) -> bool {
         let is_new = errno != 0 && !never_reached_the_file(errno) && self.remember(errno);
         if errno == 0 && self.is_shared {
-            // Before it counts as a success: a FUA write that fails looks in the other order.
+            // Before the flush counts as a success: a FUA write that fails checks in the opposite
+            // order.
             self.said_stable();
         }
         let mut flushes = self.flushes();
@@ -143,7 +146,7 @@ impl Loss {
 
     fn said_stable(&self) {
         let with_it = |word: u64| (word & COUNT > 0).then_some(word | SAID);
-        // An error says that there are no FUA writes.
+        // An error means that there are no FUA writes.
         let _ = self.fua.fetch_update(Ordering::AcqRel, Ordering::Acquire, with_it);
     }
 
@@ -159,13 +162,14 @@ impl Loss {
             return self.remember(errno);
         }
         if let Some(flushes) = &mut flushes {
-            // A write may have completed without having been seen.
+            // A write may have completed that was not harvested yet.
             flushes.fua_failed = Some((now, errno));
         }
         false
     }
 
-    /// Whether others were, or are, in the kernel with a FUA write that leaves it.
+    /// Takes a FUA write out of the count. Returns true if other FUA writes are in the kernel with
+    /// it, or data was reported as stable while it was there.
     fn fua_leaves(&self, succeeds: bool) -> bool {
         let without_it = |word: u64| {
             let left = (word & COUNT).saturating_sub(1);
@@ -176,8 +180,8 @@ impl Loss {
         before.is_ok_and(|word| word & SAID != 0 || word & COUNT > 1)
     }
 
-    /// Notes that the kernel has answered a write that may not be on stable storage. True: from
-    /// now on data may be lost.
+    /// Notes the kernel's answer to a write that may not be on stable storage. Returns true if data
+    /// may be lost from now on, and was not before.
     #[inline]
     pub(crate) fn written(&self, submitted: Option<Instant>) -> bool {
         !self.is_noted.load(Ordering::SeqCst) && self.note_written(submitted)
@@ -188,7 +192,7 @@ impl Loss {
         let mut flushes = self.flushes();
         flushes.written = flushes.begun;
         match (flushes.fua_failed, submitted) {
-            // It was in the kernel when that FUA write failed, and may be what the error was about.
+            // The write was in the kernel when the FUA write failed, and the error may be about it.
             (Some((when, errno)), Some(submitted)) if submitted <= when => self.remember(errno),
             (Some(_), _) => false,
             (None, _) => {
@@ -198,8 +202,8 @@ impl Loss {
         }
     }
 
-    /// After a flush: waits for those that are in the kernel now, where they may have been told
-    /// what this one was not.
+    /// Returns the number up to which a flush that has succeeded must wait for the flushes in the
+    /// kernel: one of them may have received the report. `None` if there is none to wait for.
     pub(crate) fn others(&self) -> Option<u64> {
         let flushes = self.flushes();
         (self.is_shared && !flushes.in_kernel.is_empty()).then_some(flushes.begun)
@@ -222,12 +226,12 @@ impl Loss {
         .await;
     }
 
-    /// The file comes from another process, whose writes no flush may have covered.
+    /// Notes that another process used the file: perhaps no flush has covered its writes.
     pub(crate) fn others_have_written(&self) {
         self.note_written(None);
     }
 
-    /// Data may be lost from now on, as another process has learnt from the file.
+    /// Records a loss that another process found.
     pub(crate) fn inherit(&self, errno: i32) {
         self.remember(errno);
     }
@@ -236,7 +240,7 @@ impl Loss {
         self.errno.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// As if the file were opened anew, which is the way out. No op may be in the kernel.
+    /// Forgets a loss, as opening the file again does. No op may be in the kernel.
     #[cfg(ringhaul_sim)]
     pub(crate) fn forget(&self) {
         self.errno.store(0, Ordering::Release);
@@ -252,7 +256,7 @@ impl Loss {
 }
 
 impl Flushes {
-    /// Whether writes were noted that no flush has covered.
+    /// Returns true if writes were noted that no flush has covered.
     fn are_outdone(&self) -> bool {
         self.written >= self.succeeded
     }
@@ -270,7 +274,7 @@ impl Flushes {
     }
 }
 
-/// Errors of ops that were refused or interrupted before the file saw them.
+/// Returns true for errors of ops that were refused or interrupted before they reached the file.
 fn never_reached_the_file(errno: i32) -> bool {
     matches!(
         errno,
@@ -296,7 +300,7 @@ mod tests {
     const FLUSH: OpKind = OpKind::Flush;
     const FUA_WRITE: OpKind = OpKind::Write { fua: true };
 
-    /// A file of which an op may be told what concerns others, and a clock.
+    /// A file whose ops may receive errors about data of other ops, and a clock.
     struct Scene {
         loss: Loss,
         now: Instant,
@@ -383,13 +387,13 @@ mod tests {
             }
             assert!(scene.end(FUA_WRITE, both[1], libc::EIO));
         }
-        // The same with a flush that has succeeded meanwhile.
+        // The same with a flush that has succeeded in between.
         let mut scene = Scene::new();
         let fua = scene.loss.begins(FUA_WRITE);
         scene.write();
         scene.run(FLUSH, 0);
         assert!(scene.end(FUA_WRITE, fua, libc::EIO));
-        // On a device each receives only its own errors.
+        // On a device each op receives only its own errors.
         let mut scene = Scene { loss: Loss::new(false), ..Scene::new() };
         let both = [scene.loss.begins(FUA_WRITE), scene.loss.begins(FUA_WRITE)];
         scene.end(FUA_WRITE, both[0], 0);

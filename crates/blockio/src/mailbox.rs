@@ -1,10 +1,10 @@
-//! What other threads hand to an IoThread: the one way in.
+//! The mailbox of an IoThread: the one way in for other threads.
 //!
-//! A look into the mailbox takes no lock, and a post costs a system call only when the loop may
-//! sleep. For that the loop *arms* the mailbox before its last look. Whoever posts first after that
-//! disarms it and writes the eventfd; all who post until the loop is about to sleep again need not.
-//! Each side writes its flag, passes a full fence and reads the other's flag, so at least one of
-//! them sees the other: no wake is lost.
+//! A check of the mailbox takes no lock, and a post costs a system call only when the loop may
+//! sleep. For that the loop *arms* the mailbox before its last check. The first post after that
+//! disarms it and writes the eventfd. Later posts do not, until the loop is about to sleep again.
+//! Each side writes its flag, passes a full fence and reads the opposite flag, so at least one of
+//! them sees the opposite write: no wake is lost.
 
 use std::any::Any;
 use std::mem;
@@ -17,9 +17,9 @@ use crate::task_key::TaskKey;
 /// Work that other threads (or wakers) hand to an IoThread.
 pub(crate) struct Mailbox {
     inbox: Mutex<Inbox>,
-    /// What is in the inbox: [`POSTED`], [`RESULTS`].
+    /// The content of the inbox: [`POSTED`], [`RESULTS`].
     holds: AtomicU32,
-    /// The loop may sleep: the next to post wakes it.
+    /// The loop may sleep: the next post wakes it.
     armed: AtomicBool,
     eventfd: Eventfd,
 }
@@ -29,14 +29,14 @@ const POSTED: u32 = 1;
 /// Results of ops.
 const RESULTS: u32 = 2;
 
-/// A closure that another thread wants run here. It is given what tasks get, an `Rc<Io>`, of which
+/// A closure of another thread, to run here. Its argument is the `Rc<Io>` that tasks get, of which
 /// this floor does not know.
 pub(crate) type Call = Box<dyn FnOnce(&dyn Any) + Send>;
 
 /// The slot of an op that a thread has completed, and bytes or a negative errno.
 pub(crate) type OpResult = (u32, i64);
 
-/// What a turn takes out.
+/// Posts that a turn takes out.
 #[derive(Default)]
 pub(crate) struct Posted {
     /// Tasks that wakers have woken.
@@ -49,7 +49,7 @@ pub(crate) struct Inbox {
     posted: Posted,
     /// A harvest takes them out.
     results: Vec<OpResult>,
-    /// Set once the IoThread is gone: nobody will look any more.
+    /// Set at the end of the IoThread: posts are refused.
     closed: bool,
 }
 
@@ -71,8 +71,7 @@ impl Mailbox {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds to what is posted, and sees to it that the IoThread looks. False when that thread is
-    /// gone.
+    /// Adds a post, and wakes the IoThread if needed. Returns false if the IoThread has ended.
     pub(crate) fn post(&self, add: impl FnOnce(&mut Posted)) -> bool {
         let mut inbox = self.inbox();
         if inbox.closed {
@@ -87,15 +86,15 @@ impl Mailbox {
         true
     }
 
-    /// Adds the result of an op. True: the loop may sleep, and the caller has to wake it.
+    /// Adds the result of an op. Returns true if the loop may sleep and the caller must wake it.
     #[must_use]
     pub(crate) fn put_result(&self, slot: u32, result: i64) -> bool {
         self.add_result(slot, result);
         self.must_wake()
     }
 
-    /// Posts the result of an op, also for a loop that has ended: its memory may go then. False: it
-    /// has.
+    /// Posts the result of an op, even to a loop that has ended, so that the op's memory can be
+    /// freed. Returns false if it has ended.
     pub(crate) fn post_result(&self, slot: u32, result: i64) -> bool {
         let is_open = self.add_result(slot, result);
         if self.must_wake() {
@@ -111,7 +110,7 @@ impl Mailbox {
         !inbox.closed
     }
 
-    /// Whoever has the lock is the only one to change this, so no read-modify-write is needed.
+    /// Only the holder of the lock writes this, so no read-modify-write is needed.
     fn now_holds(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
         self.holds.store(self.holds.load(Ordering::Relaxed) | what, Ordering::Release);
     }
@@ -120,7 +119,8 @@ impl Mailbox {
         self.holds.store(self.holds.load(Ordering::Relaxed) & !what, Ordering::Release);
     }
 
-    /// Whether the loop may sleep, and nobody else is about to wake it.
+    /// Disarms the mailbox. Returns true if the loop may sleep and no other thread is about to wake
+    /// it.
     fn must_wake(&self) -> bool {
         // Pairs with the fence in `arm`.
         fence(Ordering::SeqCst);
@@ -131,12 +131,12 @@ impl Mailbox {
         self.eventfd.add_one();
     }
 
-    /// From now on the next post wakes the loop, which must look once more before it sleeps. True:
-    /// one has done so, or is about to, since the last time.
+    /// Makes the next post wake the loop, which must check once more before it sleeps. Returns true
+    /// if a post since the last call has woken it, or is about to.
     #[inline]
     pub(crate) fn arm(&self) -> bool {
-        // Who has disarmed it and was not seen here yet has not written the eventfd either, or its
-        // event is still to come.
+        // After a disarm that this load misses, the eventfd is not written yet, or its event is
+        // still to come.
         let was_disarmed = !self.armed.load(Ordering::Relaxed);
         if was_disarmed {
             // A swap, as in `must_wake`: all changes of the flag have one order.
@@ -147,7 +147,7 @@ impl Mailbox {
         was_disarmed
     }
 
-    /// Whether there is anything.
+    /// Returns true if the inbox is not empty.
     #[inline]
     pub(crate) fn has_anything(&self) -> bool {
         self.holds.load(Ordering::Acquire) != 0
@@ -163,7 +163,7 @@ impl Mailbox {
         self.holds.load(Ordering::Acquire) & RESULTS != 0
     }
 
-    /// Takes everything out but results.
+    /// Takes out all posts, but no results.
     pub(crate) fn take(&self) -> Posted {
         let mut inbox = self.inbox();
         self.holds_no_more(&inbox, POSTED);
@@ -177,7 +177,7 @@ impl Mailbox {
         self.holds_no_more(&inbox, RESULTS);
     }
 
-    /// Takes everything out but results, and refuses all that comes later but results.
+    /// Takes out all posts, and refuses later ones. Results are still accepted.
     pub(crate) fn close(&self) -> Posted {
         let mut inbox = self.inbox();
         inbox.closed = true;

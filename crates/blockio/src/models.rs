@@ -1,8 +1,8 @@
-//! Models of what threads share. loom runs each through every schedule (and every value that a
-//! weak atomic may read) up to a bound; shuttle runs larger ones through many random schedules.
+//! Models of shared state. loom runs each through every schedule (and every value that a weak
+//! atomic may read) up to a bound; shuttle runs larger ones through many random schedules.
 //!
-//! A lost wake shows as a deadlock: the thread that sleeps on the modelled eventfd is the last.
-//! Neither checker knows time, so pool threads do not end by being idle here.
+//! A lost wake shows as a deadlock: the thread that sleeps on the modelled eventfd is the last. The
+//! checkers have no clock, so idle pool threads do not end here.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use loom::thread;
 #[cfg(shuttle)]
 use shuttle::thread;
 
-/// How much larger the models are where not every schedule is tried.
+/// The size of the models, which grows if not every schedule is tried.
 const SCALE: u32 = if cfg!(loom) { 1 } else { 4 };
 
 fn explore(model: impl Fn() + Send + Sync + 'static) {
@@ -44,12 +44,12 @@ fn new_mailbox() -> Arc<Mailbox> {
     Arc::new(Mailbox::new(new_eventfd()))
 }
 
-/// The tasks in what was taken from a mailbox.
+/// The tasks in posts that were taken from a mailbox.
 fn numbers(posted: Posted) -> Vec<u32> {
     posted.woken.into_iter().map(|key| key.home).collect()
 }
 
-/// Sleeps as the loop does: only when there is nothing after the mailbox is armed.
+/// Sleeps like the loop: only if the mailbox is still empty after it was armed.
 fn sleep(mailbox: &Mailbox) {
     mailbox.arm();
     if !mailbox.has_anything() {
@@ -92,8 +92,8 @@ fn every_foreign_wake_is_seen() {
     });
 }
 
-/// However many post, and whatever they post, one of them wakes the loop for each time that it has
-/// armed the mailbox, which it is at first.
+/// At most one post wakes the loop for each time that it armed the mailbox, regardless of the
+/// number and kind of posts. At first the mailbox is armed.
 #[test]
 fn those_who_post_share_a_wake() {
     const POSTERS: u32 = 3 * SCALE;
@@ -152,8 +152,8 @@ fn what_was_posted_before_the_close_is_not_lost() {
     });
 }
 
-/// Whoever completes a foreign op, or gives up, wakes the loop; after its end the memory may go all
-/// the same, and the completer is told.
+/// A completer wakes the loop by completing its foreign op or by being dropped. After the loop's
+/// end the memory is freed anyway, and the completer is notified.
 #[test]
 fn each_foreign_op_completes_once() {
     const OPS: u32 = 2 * SCALE;
@@ -187,7 +187,7 @@ fn each_foreign_op_completes_once() {
     });
 }
 
-/// An op that the kernel refuses: no file has this number.
+/// An op that the kernel refuses: no file has this descriptor.
 fn job(slot: u32) -> Job {
     const NO_FILE: RawFd = -1;
     let iovecs = std::ptr::null();
@@ -291,7 +291,7 @@ fn a_counter_never_goes_back() {
     });
 }
 
-/// A front-end comes, has requests served, has them finished, and comes again; its thread and the
+/// A front-end connects, has requests served and finished, and connects again; its thread and the
 /// pool post to one mailbox.
 #[cfg(shuttle)]
 #[test]

@@ -1,24 +1,23 @@
-//! Ops, completions and the slot table: who owns what while the kernel has it.
+//! Ops, completions and the slot table: the owners of memory and files while the kernel uses them.
 //!
 //! # Why the kernel never writes to memory that is gone
 //!
-//! A future can be dropped at any time; an operation that the kernel has started cannot be taken
+//! A future can be dropped at any time. An operation that the kernel has started cannot be taken
 //! back. So a future never lends memory to the kernel. It gives its [`Op`] away, to a slot:
 //!
 //! 1. [`Slots::insert`] moves the op in. From now on the slot owns the file and the [`Buffers`],
-//!    and the buffers own whatever keeps their memory mapped.
+//!    and the buffers keep their memory mapped.
 //! 2. An engine hands the kernel (or a pool thread) addresses found in that slot, and the slot's
-//!    index as the token to come back with.
-//! 3. [`Slots::complete`] stores the result. Only from then on can the op leave its slot, through
-//!    [`Slots::take`] for a future that still waits, or by being dropped on the spot when nobody
-//!    does ([`Slots::abandon`] came first).
+//!    index as the token of the completion.
+//! 3. [`Slots::complete`] stores the result. Only from then on can the op leave its slot: through
+//!    [`Slots::take`] for a future that still waits, or by being dropped on the spot if
+//!    [`Slots::abandon`] came first.
 //!
 //! The iovec array itself lies on the heap and does not move when the slot table grows. So an
-//! address that the kernel was given stays valid until that op's completion, whatever futures,
-//! tasks, queues or connections come and go. What completes elsewhere, in a library or on a thread,
-//! has a slot too, which owns the memory in the same way. Engines and pool threads point here in
-//! their SAFETY comments; `tests::an_abandoned_op_keeps_its_memory_until_it_completes` is the test
-//! of it.
+//! address in the kernel stays valid until that op's completion, whichever futures, tasks, queues
+//! or connections end before. A foreign op, which completes in a library or on a thread, has a slot
+//! that owns its memory in the same way. SAFETY comments of engines and pool threads point here;
+//! `tests::an_abandoned_op_keeps_its_memory_until_it_completes` tests it.
 
 use std::io;
 use std::sync::Arc;
@@ -37,21 +36,21 @@ use crate::task::Owner;
 use crate::task_key::TaskKey;
 use iomem::Buffers;
 
-/// One kernel operation.
+/// A kernel operation.
 #[derive(Debug)]
 pub struct Op {
-    /// What to do.
+    /// The operation.
     pub kind: OpKind,
-    /// Where.
+    /// The file that it acts on.
     pub file: FileRef,
-    /// From which byte on.
+    /// The first byte in the file.
     pub offset: u64,
     /// The data, for reads and writes.
     pub buffers: Buffers,
 }
 
 impl Op {
-    /// The ranges of memory for one system call: as many as it takes.
+    /// The ranges of memory for one system call: at most [`iomem::IOVECS_MAX`].
     #[inline]
     pub(crate) fn iovecs(&self) -> &[libc::iovec] {
         let iovecs = self.buffers.iovecs();
@@ -69,7 +68,7 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// Whether all of `wanted` bytes were moved.
+    /// Returns true if all of `wanted` bytes were moved.
     #[inline]
     pub(crate) fn is_whole(&self, wanted: usize) -> bool {
         self.result.as_ref().is_ok_and(|&moved| moved >= wanted)
@@ -81,7 +80,7 @@ enum State {
     Free,
     /// The op is queued or in the kernel.
     Pending,
-    /// As `Pending`, but nobody waits for the result any more.
+    /// Like `Pending`, but the future was dropped.
     Abandoned,
     /// The result (a negative errno, or bytes) waits to be taken.
     Done(i64),
@@ -92,17 +91,17 @@ struct Slot {
     owner: Owner,
     body: Body,
     submitted: Option<Instant>,
-    /// What the op counts as in its lane; 0 while it is not with the engine.
+    /// The units of the op in its lane; 0 while it is not with the engine.
     units: u32,
-    /// See [`Loss::begins`](crate::loss::Loss::begins).
+    /// The number of [`Loss::begins`](crate::loss::Loss::begins).
     tracked: u64,
 }
 
-/// What a slot owns.
+/// The content of a slot.
 enum Body {
     Nothing,
     Op(Op),
-    /// The memory of an op that something else than the kernel completes.
+    /// The memory of a foreign op, which the kernel does not complete.
     Foreign(Buffers),
 }
 
@@ -131,35 +130,35 @@ impl Slot {
     }
 }
 
-/// The homes of all ops of one IoThread that have not completed.
+/// The slots of all ops of one IoThread, until their results are taken.
 pub(crate) struct Slots {
     slots: Table,
     free: Vec<u32>,
     pub(crate) lanes: Lanes,
-    /// Ops that something else than the kernel has yet to complete.
+    /// The number of foreign ops that are not complete.
     foreign: usize,
     /// Wakers of ops that have completed. They are woken when nothing is borrowed.
     pub(crate) wakers: Vec<Waker>,
-    /// Memory that nobody waits for. Its owners run whatever they like when it is dropped, so that
-    /// is when nothing is borrowed, too.
+    /// Memory of abandoned ops. It is dropped when nothing is borrowed, because its owners may run
+    /// any code then.
     pub(crate) unwanted: Vec<Buffers>,
 }
 
 #[derive(Default)]
 struct Table(Vec<Slot>);
 
-/// What a slot's op is to do next.
+/// The next step of an op in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Start {
-    /// The engine is to queue it.
+    /// The engine queues the op.
     Queue,
-    /// It waits in its lane.
+    /// The op waits in its lane.
     Wait,
-    /// It is to be completed with an error, for its IoThread has ended.
+    /// The op fails with `ECANCELED`: its IoThread has ended.
     Cancel,
 }
 
-/// Where an engine stores results and whom it wakes.
+/// The place for an engine's results and for the tasks that they wake.
 pub(crate) struct Completer<'a> {
     pub(crate) slots: &'a mut Slots,
     pub(crate) stats: &'a Stats,
@@ -195,14 +194,14 @@ impl Units for Table {
 }
 
 impl Slots {
-    /// For engines that each take `depth` ops.
+    /// Makes an empty table, for engines that each take `depth` ops.
     pub(crate) fn new(depth: u32) -> Self {
         let (slots, lanes) = (Table::default(), Lanes::new(depth));
         let (wakers, unwanted) = (Vec::new(), Vec::new());
         Self { slots, free: Vec::new(), lanes, foreign: 0, wakers, unwanted }
     }
 
-    /// As [`insert`](Self::insert), and says what is to become of the op.
+    /// Like [`insert`](Self::insert), and returns the next step of the op.
     #[inline]
     pub(crate) fn start(&mut self, op: Op, owner: Owner) -> (u32, Start) {
         let (lane, kind, bytes) = (op.file.lane(), op.kind, op.buffers.bytes());
@@ -225,7 +224,7 @@ impl Slots {
         }
     }
 
-    /// An op that waited in its lane and is to be queued now.
+    /// Returns an op that waited in its lane and is to be queued now.
     pub(crate) fn next_from_lanes(&mut self) -> Option<u32> {
         self.lanes.next(&mut self.slots)
     }
@@ -235,14 +234,13 @@ impl Slots {
         self.put(Slot::new(Body::Op(op), owner))
     }
 
-    /// A slot for an op that something else than the kernel completes. It owns `buffers` until
-    /// then.
+    /// Takes a slot for a foreign op. The slot owns `buffers` until its completion.
     pub(crate) fn insert_foreign(&mut self, buffers: Buffers) -> u32 {
         self.foreign += 1;
         self.put(Slot::new(Body::Foreign(buffers), Owner::default()))
     }
 
-    /// Ops that something else than the kernel has yet to complete.
+    /// The number of foreign ops that are not complete.
     #[inline]
     pub(crate) fn foreign(&self) -> usize {
         self.foreign
@@ -274,17 +272,17 @@ impl Slots {
         self.slots.0.iter().filter(pending).filter_map(|slot| Some((slot, slot.op()?)))
     }
 
-    /// Ops that were submitted and have not completed: file, kind, and when they were submitted.
+    /// The ops that were submitted and have not completed: file, kind, and time of submission.
     pub(crate) fn submitted(&self) -> impl Iterator<Item = (&Arc<OpenFile>, OpKind, Instant)> {
         self.pending().filter_map(|(slot, op)| Some((op.file.shared(), op.kind, slot.submitted?)))
     }
 
-    /// How many ops of `file` have not completed, those in its lane included.
+    /// The number of ops of `file` that have not completed, including ops in its lane.
     pub(crate) fn waiting_for(&self, file: &Arc<OpenFile>) -> usize {
         self.pending().filter(|(_, op)| Arc::ptr_eq(op.file.shared(), file)).count()
     }
 
-    /// The op in slot `index`, which is submitted now.
+    /// Returns the op in slot `index`, and notes that it is submitted now.
     pub(crate) fn submit(&mut self, index: u32, now: Instant) -> Option<&Op> {
         let slot = self.slots.0.get_mut(index as usize)?;
         slot.submitted = Some(now);
@@ -295,8 +293,8 @@ impl Slots {
         Some(op)
     }
 
-    /// Stores the result of slot `index` and counts it. Returns the task to wake, if one waits; a
-    /// waker that is to be woken goes to `wakers`.
+    /// Stores the result of slot `index` and counts it. Returns the task to wake, if there is one.
+    /// A waker to wake goes to `wakers`.
     pub(crate) fn complete(
         &mut self,
         index: u32,
@@ -305,7 +303,7 @@ impl Slots {
         stats: &Stats,
     ) -> Option<TaskKey> {
         let slot = self.slots.0.get_mut(index as usize)?;
-        // A second completion would be taken for that of the next op in this slot.
+        // A second completion would pass for that of the next op in this slot.
         assert!(
             matches!(slot.state, State::Pending | State::Abandoned),
             "invariant 4: slot {index} completes with {result} and is {:?}: an op completes once",
@@ -346,15 +344,14 @@ impl Slots {
         }
     }
 
-    /// Has `owner` woken by the completion of slot `index`, and nobody else. Returns who was to be
-    /// woken before.
+    /// Makes the completion of slot `index` wake `owner` alone. Returns the previous owner.
     #[inline]
     pub(crate) fn set_owner(&mut self, index: u32, owner: Owner) -> Owner {
         let slot = self.slots.0.get_mut(index as usize);
         slot.map_or_else(Owner::default, |slot| std::mem::replace(&mut slot.owner, owner))
     }
 
-    /// Takes the completion of slot `index` out, if it is there.
+    /// Takes the completion of slot `index`, if it is there.
     #[inline]
     pub(crate) fn take(&mut self, index: u32) -> Option<Completion> {
         let slot = self.slots.0.get_mut(index as usize)?;
@@ -365,8 +362,8 @@ impl Slots {
         Some(Completion { result: result_of(result), buffers })
     }
 
-    /// Notes that nobody waits for slot `index` any more. Its op stays until it has completed.
-    /// Returns what the caller is to drop when nothing is borrowed.
+    /// Notes that the future of slot `index` is gone. The op stays until it has completed. Returns
+    /// objects that the caller must drop when nothing is borrowed.
     #[must_use]
     pub(crate) fn abandon(&mut self, index: u32) -> (Owner, Option<Buffers>) {
         let owner = self.set_owner(index, Owner::default());
@@ -381,8 +378,8 @@ impl Slots {
         (owner, buffers)
     }
 
-    /// The results of the ops in the kernel will never be known. Whoever waits for one of the
-    /// flushes among them is told that it has failed.
+    /// Records `EIO` for the flushes and FUA writes in the kernel, whose results will never be
+    /// known. Otherwise flushes of other IoThreads might wait for them forever.
     pub(crate) fn give_up(&self, now: Instant) {
         let tracked = self.pending().filter(|(slot, _)| slot.tracked != NOT_TRACKED);
         for (slot, op) in tracked {
@@ -391,7 +388,7 @@ impl Slots {
         }
     }
 
-    /// Ops in slots: queued, in the kernel, or completed and not yet taken.
+    /// The number of ops in slots: queued, in the kernel, or completed and not yet taken.
     pub(crate) fn occupied(&self) -> usize {
         self.slots.0.len() - self.free.len()
     }
@@ -404,12 +401,13 @@ impl Slots {
     }
 }
 
-/// A kernel result as Rust has it.
+/// Converts a kernel result.
 fn result_of(result: i64) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(errno_of(result)))
 }
 
-/// Where an op is counted. A look for holes moves nothing, and its result is no number of bytes.
+/// The counters for an op. A check for holes has none: it moves no bytes, and its result is not a
+/// number of bytes.
 fn stats_of(stats: &Stats, kind: OpKind) -> Option<&OpStats> {
     match kind {
         OpKind::Read => Some(&stats.read),

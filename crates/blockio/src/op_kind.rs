@@ -1,15 +1,15 @@
-//! What an op does, and how it ends.
+//! The kinds of ops, and their results.
 
 use iomem::fits;
 
-/// What the kernel is asked to do.
+/// The operation that the kernel performs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpKind {
     /// Fill the buffers from the file.
     Read,
     /// Write the buffers to the file.
     Write {
-        /// Whether the data must be on stable storage before the op completes (`RWF_DSYNC`).
+        /// True if the data must be on stable storage before the op completes (`RWF_DSYNC`).
         fua: bool,
     },
     /// Bring all completed writes to stable storage (fdatasync).
@@ -18,52 +18,52 @@ pub enum OpKind {
     Fallocate {
         /// Mode flags.
         mode: libc::c_int,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
     /// `BLKDISCARD` over `len` bytes.
     DiscardBlocks {
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
     /// `BLKZEROOUT` over `len` bytes.
     ZeroBlocks {
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
-    /// Find out how many bytes are a hole, or are none (`SEEK_DATA`, `SEEK_HOLE`). The result is
-    /// [made](Self::extent_result) of both.
+    /// Find the length of the hole or of the data at the offset (`SEEK_DATA`, `SEEK_HOLE`).
+    /// [`extent_result`](Self::extent_result) makes the result.
     FindExtent {
-        /// At most so many.
+        /// The most bytes to report.
         len: u64,
     },
 }
 
 impl OpKind {
-    /// Whether it moves data. Everything else is slow, and seldom.
+    /// True if the op moves data. All other kinds are slow and rare.
     #[inline]
     pub(crate) fn is_transfer(self) -> bool {
         matches!(self, Self::Read | Self::Write { .. })
     }
 
-    /// Whether its success says that data is on stable storage.
+    /// True if success means that data is on stable storage.
     #[inline]
     pub(crate) fn is_for_stable_storage(self) -> bool {
         matches!(self, Self::Flush | Self::Write { fua: true })
     }
 
-    /// The result of a [`FindExtent`](Self::FindExtent): bytes, and whether they are a hole.
+    /// Encodes the result of a [`FindExtent`](Self::FindExtent): its bytes, and true for a hole.
     pub(crate) fn extent_result(bytes: u64, is_hole: bool) -> i64 {
         let bytes: i64 = fits(bytes, "the length of an extent");
         bytes << 1 | i64::from(is_hole)
     }
 
-    /// What such a result was made of.
+    /// Decodes such a result.
     pub(crate) fn extent_of(result: usize) -> (u64, bool) {
         ((result >> 1) as u64, result & 1 != 0)
     }
 
-    /// What the log calls it.
+    /// The name in the log.
     pub(crate) fn noun(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -77,7 +77,7 @@ impl OpKind {
     }
 }
 
-/// The errno in a result that is negative.
+/// The errno in a negative result.
 pub(crate) fn errno_of(result: i64) -> i32 {
     i32::try_from(-result).unwrap_or(libc::EIO)
 }

@@ -1,5 +1,4 @@
-//! An open file: whether completions of its reads and writes can be polled for, and whether data
-//! that was written to it may be lost.
+//! An open file, with the knowledge about polled completions, blocking submits and lost data.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -15,30 +14,30 @@ use crate::device::Device;
 use crate::loss::Loss;
 use crate::op_kind::{OpKind, errno_of};
 
-/// When an op was submitted, and when it was answered.
+/// The time of an op's submission, and of its answer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Times {
     pub(crate) submitted: Option<Instant>,
     pub(crate) now: Instant,
 }
 
-/// What all ops on one file share, on any IoThread.
+/// The state that all ops on one file share, on any IoThread.
 #[derive(Debug)]
 pub struct OpenFile {
     file: OwnedFd,
-    /// For the log; empty when nobody has said.
+    /// For the log; empty if unknown.
     path: PathBuf,
-    /// Why completions cannot be polled for; nothing as long as they may be.
+    /// The reason against polling for completions; unset while polling is allowed.
     not_polled: OnceLock<&'static str>,
     is_told: AtomicBool,
     is_block_device: bool,
-    /// What its requests go to, if that takes a bounded number of them and direct I/O leads there.
+    /// The device of its requests, if it takes a bounded number of them and direct I/O leads there.
     device: Option<Arc<Device>>,
-    /// A submit of Linux AIO has waited for it, and it is not tried again yet.
+    /// True after a submit of Linux AIO has waited for the file, until that engine is tried again.
     blocks: AtomicBool,
     waits: Mutex<SubmitWaits>,
     loss: Loss,
-    /// Since when the oldest op is in the kernel that is late; none is, as far as is known.
+    /// The time since when the oldest late op is in the kernel; `None` if no late op is known.
     late_since: Mutex<Option<Instant>>,
 }
 
@@ -46,19 +45,19 @@ pub struct OpenFile {
 #[derive(Debug, Default)]
 struct SubmitWaits {
     times: u32,
-    /// When it is tried whether they still do.
+    /// The time at which Linux AIO is tried again.
     until: Option<Instant>,
 }
 
-/// How long a file has pool threads after a submit has waited for it. A process that was stopped,
-/// or kept from running, looks the same from inside, so that is not for ever; but each time that it
-/// happens again it is longer by this factor.
+/// The time for which a file has pool threads after a submit has waited for it. It is bounded,
+/// because a process that was stopped, or kept from running, looks the same from inside. Each
+/// repetition multiplies it by this factor.
 const POOL_TIME: Duration = Duration::from_secs(600);
 const POOL_TIME_GROWS: u32 = 6;
 const POOL_TIME_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 
 impl OpenFile {
-    /// A file that `path` led to, opened with `O_DIRECT` or not.
+    /// Takes the file at `path`, opened with `O_DIRECT` if `direct`.
     pub(crate) fn new(file: File, path: &Path, direct: bool) -> Self {
         let not_polled = if !direct {
             Some("it goes through the page cache, and only direct I/O can be polled for")
@@ -86,7 +85,7 @@ impl OpenFile {
         }
     }
 
-    /// What led to it; empty when nobody has said.
+    /// The path of the file; empty if unknown.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -100,14 +99,14 @@ impl OpenFile {
         self.device.as_ref()
     }
 
-    /// Whether submits of Linux AIO have waited for it.
+    /// Returns true if submits of Linux AIO have waited for it.
     #[inline]
     pub(crate) fn blocks(&self) -> bool {
         self.blocks.load(Ordering::Relaxed)
     }
 
-    /// From now on no IoThread gives its ops to Linux AIO, for a time. Returns that time, unless
-    /// it was so already.
+    /// Keeps the file's ops away from Linux AIO for a time, on all IoThreads. Returns that time, or
+    /// `None` if it was so already.
     #[cold]
     pub(crate) fn set_blocks(&self, now: Instant) -> Option<Duration> {
         let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
@@ -122,8 +121,8 @@ impl OpenFile {
         Some(time)
     }
 
-    /// Whether it is still to have pool threads. Once the time for that is over and it answers, it
-    /// is tried again whether submits wait for it.
+    /// Returns true if the file keeps its pool threads. When the time for them is over and no op is
+    /// late, the next ops go to Linux AIO again.
     #[cold]
     pub(crate) fn still_blocks(&self, now: Instant) -> bool {
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
@@ -134,14 +133,14 @@ impl OpenFile {
         false
     }
 
-    /// Whether data may be lost, and what is needed to know that.
+    /// The record of lost data.
     #[inline]
     pub(crate) fn loss(&self) -> &Loss {
         &self.loss
     }
 
-    /// Notes that the kernel has answered an op with `result`, bytes or a negative errno;
-    /// `tracked` is what [`Loss::begins`] has returned.
+    /// Notes the kernel's answer to an op: `result` is bytes or a negative errno, `tracked` the
+    /// number of [`Loss::begins`].
     #[inline]
     pub(crate) fn answered(&self, kind: OpKind, tracked: u64, result: i64, times: Times) {
         let is_lost = match kind {
@@ -168,7 +167,7 @@ impl OpenFile {
         );
     }
 
-    /// Since when an op is in the kernel that is late, if one is.
+    /// The time since when a late op is in the kernel, if there is one.
     pub(crate) fn late_since(&self) -> Option<Instant> {
         *self.late_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -177,15 +176,15 @@ impl OpenFile {
         *self.late_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 
-    /// Whether completions may be polled for, as far as is known.
+    /// Returns true if completions may be polled for, as far as is known.
     #[inline]
     pub(crate) fn may_be_polled(&self) -> bool {
         self.not_polled.get().is_none()
     }
 
-    /// From now on completions are not polled for, on any IoThread.
+    /// Ends polling for completions of this file, on all IoThreads.
     pub(crate) fn stop_polling(&self, why: &'static str) {
-        // What was found out first holds.
+        // The first reason stays.
         let _ = self.not_polled.set(why);
         self.tell();
     }
@@ -200,7 +199,7 @@ impl OpenFile {
         self.not_polled = OnceLock::new();
     }
 
-    /// Logs once that completions are not polled for, if so.
+    /// Logs once if completions are not polled for.
     pub(crate) fn tell(&self) {
         if let Some(why) = self.not_polled.get()
             && !self.is_told.swap(true, Ordering::Relaxed)
@@ -240,16 +239,16 @@ impl AsRawFd for OpenFile {
     }
 }
 
-/// Whether the block device that a file is, or lies on, has queues to poll. Newer kernels refuse
-/// polled requests where there are none, older ones complete them by interrupts without a word.
-/// `None`: nobody says.
+/// Returns true if the block device that a file is, or lies on, has queues to poll. Without queues,
+/// newer kernels refuse polled requests, and older ones silently complete them by interrupts.
+/// `None` if unknown.
 fn has_poll_queues(file: &File) -> Option<bool> {
     let metadata = file.metadata().ok()?;
     let is_device = metadata.file_type().is_block_device();
     let device = if is_device { metadata.rdev() } else { metadata.dev() };
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     let folder = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-    // A partition has the queues of its disk, in whose folder its own lies.
+    // A partition has the queues of its disk, whose folder contains the partition's.
     let text = ["queue/io_poll", "../queue/io_poll"]
         .into_iter()
         .find_map(|name| std::fs::read_to_string(folder.join(name)).ok())?;

@@ -1,13 +1,12 @@
-//! How many ops may be in the kernel at once, for disks that answer all of them together.
+//! The limit on ops in the kernel, for disks that complete all of their ops together.
 //!
-//! Some disks (virtual ones above all) take whatever is there, work through it, and say so at the
-//! end, in one go. Then the disk and whoever asks it take turns: while they look at the answers and
-//! think of the next requests, the disk has nothing to do. Keeping a part of the ops back ends
-//! that: they go to the disk at once when it has answered the others, and more come meanwhile.
+//! Some disks (virtual ones above all) take all ops that are there, work through them, and report
+//! them at the end, in one go. Then disk and client alternate: while the client handles the answers
+//! and makes its next requests, the disk is idle. Keeping a part of the ops back ends that. They go
+//! to the disk as soon as it has completed the rest, and more requests come while it works.
 //!
-//! On a disk that works on many ops at a time it would only cost, so nothing is assumed: where
-//! completions come all together, both ways are tried in turn, and the faster one is kept for a
-//! while.
+//! This is a loss on a disk that works on many ops at a time, so nothing is assumed. If all
+//! completions come together, both ways are tried in turn, and the faster one is kept for a while.
 
 use std::time::Instant;
 
@@ -15,23 +14,23 @@ use crate::config::PacingConfig;
 use crate::trial::{Step, Trial};
 use iomem::fits;
 
-/// So many harvests after which a limit follows the demand.
+/// The number of harvests after which a limit follows the demand.
 const HARVESTS: u32 = 16;
 
-/// Decides how many ops of one disk an IoThread gives to the kernel.
+/// Limits the ops of one disk that an IoThread gives to the kernel.
 pub(crate) struct Pacing {
     config: PacingConfig,
-    /// All ops have completed together so many times in a row. `None`: it is tried whether to keep
-    /// some back, or that was found out.
+    /// The number of convoys in a row: times when all ops completed together. `None` while a trial
+    /// runs or its outcome holds.
     watched: Option<u32>,
-    /// Without a limit, and with one.
+    /// The comparison of no limit (first) with a limit (second).
     trial: Trial,
     /// The most ops at once that were queued or in the kernel, since the limit was set.
     demand: usize,
     limit: usize,
-    /// Ops that have completed of those that were in the kernel together.
+    /// The completed ones of the ops that were in the kernel together.
     arriving: usize,
-    /// Since the limit was set.
+    /// Harvests since the limit was set.
     harvests: u32,
 }
 
@@ -48,14 +47,14 @@ impl Pacing {
         }
     }
 
-    /// One that has decided to keep ops back.
+    /// Makes a pacing that has decided to keep ops back.
     #[cfg(test)]
     pub(crate) fn limited() -> Self {
         let pacing = Self::new(PacingConfig::default());
         Self { watched: None, trial: pacing.trial.decided(), ..pacing }
     }
 
-    /// How many ops may be in the kernel, when there are `demand` in all.
+    /// The most ops in the kernel, if `demand` ops are queued or in the kernel.
     #[inline]
     pub(crate) fn limit(&mut self, demand: usize) -> usize {
         self.demand = self.demand.max(demand);
@@ -66,8 +65,8 @@ impl Pacing {
         self.watched.is_none() && self.trial.is_second()
     }
 
-    /// Takes in a harvest: `found` of `in_kernel` ops had completed. `submitted`: a submit came
-    /// right before it.
+    /// Takes in a harvest that has found `found` completions of `in_kernel` ops. `submitted`: a
+    /// submit came right before it.
     #[inline]
     pub(crate) fn harvested(
         &mut self,
@@ -92,8 +91,8 @@ impl Pacing {
         }
     }
 
-    /// How many convoys there have been in a row. All ops complete together when, from the first
-    /// completion on, nothing is submitted until the last one.
+    /// Returns the number of convoys in a row. All ops complete together if nothing is submitted
+    /// from the first completion until the last one.
     fn watch(&mut self, found: usize, in_kernel: usize, submitted: bool, convoys: u32) -> u32 {
         let arriving = std::mem::replace(&mut self.arriving, 0);
         if submitted {
@@ -107,7 +106,7 @@ impl Pacing {
         if arrived >= self.config.convoy_min { convoys + 1 } else { 0 }
     }
 
-    /// Follows the demand.
+    /// Adapts the limit to the demand.
     fn set_limit(&mut self) {
         self.limit = (self.demand * 3 / 4).max(self.config.limit_min);
         self.demand = 0;
@@ -131,7 +130,8 @@ impl Pacing {
                 self.limit,
                 self.demand
             ),
-            // What has paid is tried again at once, what has not when it could pay.
+            // A limit that has paid is tried again at once; one that has not, only when it could
+            // pay.
             Some(Step::Over) if self.trial.is_second() => self.trial.begin(),
             Some(Step::Over) => self.watched = Some(0),
         }
@@ -145,9 +145,10 @@ mod tests {
 
     use super::*;
 
-    /// A client with `depth` requests and a disk that answers all that it has together, after
-    /// `of_all` and `of_each` op; the client needs `pause` to follow answers with requests. Returns
-    /// how many ops it did in `ops` steps of a microsecond, and the pacing as it was then.
+    /// Simulates a client with `depth` requests and a disk that answers all of its ops together,
+    /// after `of_all` plus `of_each` for each op; the client needs `pause` to follow answers with
+    /// requests. Returns the number of ops done in `micros` steps of a microsecond, and the pacing
+    /// at the end.
     fn drive(depth: usize, of_all: u64, of_each: u64, pause: u64, micros: u64) -> (usize, Pacing) {
         let start = Instant::now();
         let mut pacing = Pacing::new(PacingConfig::default());
@@ -168,7 +169,7 @@ mod tests {
             let limit = pacing.limit(queued + in_kernel);
             let count = queued.min(limit.saturating_sub(in_kernel));
             if count > 0 {
-                // What comes while the disk works makes its work longer.
+                // Ops that come while the disk works make its work longer.
                 let begins = if in_kernel > 0 { disk_ends } else { at + of_all };
                 disk_ends = begins + count as u64 * of_each;
                 queued -= count;

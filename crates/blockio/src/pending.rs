@@ -4,27 +4,27 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-/// The waker that the answer wakes. In one place for both sides.
+/// The waker that the answer wakes, shared by both sides.
 type WakerSlot = Arc<Mutex<Option<Waker>>>;
 
 fn set(slot: &WakerSlot, waker: Option<Waker>) -> Option<Waker> {
     std::mem::replace(&mut *slot.lock().unwrap_or_else(PoisonError::into_inner), waker)
 }
 
-/// An answer that another thread will give.
+/// The receiving side of an answer from another thread.
 pub struct Pending<T> {
     answer: mpsc::Receiver<T>,
     waker: WakerSlot,
 }
 
-/// The side that answers, once. When it is dropped without an answer, there will be none.
+/// The side that answers, once. Dropping it without an answer means that there will be none.
 pub struct Answer<T> {
     sender: Option<mpsc::SyncSender<T>>,
     waker: WakerSlot,
 }
 
 impl<T> Pending<T> {
-    /// Both sides of one answer.
+    /// Makes both sides of one answer.
     #[must_use]
     pub fn new() -> (Answer<T>, Self) {
         let (sender, answer) = mpsc::sync_channel(1);
@@ -32,13 +32,13 @@ impl<T> Pending<T> {
         (Answer { sender: Some(sender), waker: Arc::clone(&waker) }, Self { answer, waker })
     }
 
-    /// Waits for the answer. `None` when the IoThread has ended.
+    /// Waits for the answer. `None` if the IoThread has ended.
     #[must_use]
     pub fn wait(self) -> Option<T> {
         self.answer.recv().ok()
     }
 
-    /// As [`wait`](Self::wait), for at most so long: `Pending` when the answer is not there then.
+    /// Like [`wait`](Self::wait), for at most `time`. `Pending` if there is no answer by the end.
     pub fn wait_for(&self, time: Duration) -> Poll<Option<T>> {
         match self.answer.recv_timeout(time) {
             Ok(answer) => Poll::Ready(Some(answer)),
@@ -47,13 +47,14 @@ impl<T> Pending<T> {
         }
     }
 
-    /// The answer if it is there. It is given once.
+    /// Returns the answer if it is there. It can be taken once.
     #[must_use]
     pub fn poll(&self) -> Option<T> {
         self.answer.try_recv().ok()
     }
 
-    /// The answer if it is there, `Ready(None)` when there will be none: the IoThread has ended.
+    /// Returns the answer if it is there. `Ready(None)` if there will be none: the IoThread has
+    /// ended.
     pub fn check(&self) -> Poll<Option<T>> {
         match self.answer.try_recv() {
             Ok(answer) => Poll::Ready(Some(answer)),
@@ -62,15 +63,15 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Has `waker` woken when the answer is there, or there will be none. Look once more after
-    /// this: an answer that came before wakes nobody.
+    /// Makes the answer, or its definite absence, wake `waker`. Check once more after this call: an
+    /// earlier answer wakes nothing.
     pub fn wake(&self, waker: &Waker) {
         set(&self.waker, Some(waker.clone()));
     }
 }
 
 impl<T> Answer<T> {
-    /// Whether somebody still has the other side.
+    /// Returns true if the receiving side still exists.
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         Arc::strong_count(&self.waker) > 1
@@ -79,7 +80,7 @@ impl<T> Answer<T> {
     /// Gives the answer, and wakes the waiting thread.
     pub fn send(self, value: T) {
         if let Some(sender) = &self.sender {
-            // It has room for one. If the waiting side is gone, nobody needs the answer.
+            // The channel has room for one answer. Without a receiver the answer is dropped.
             let _ = sender.send(value);
         }
     }
@@ -87,7 +88,7 @@ impl<T> Answer<T> {
 
 impl<T> Drop for Answer<T> {
     fn drop(&mut self) {
-        // First: the woken thread must find that there will be no answer, if so.
+        // First, so that the woken thread finds that there will be no answer if none was sent.
         self.sender = None;
         if let Some(waker) = set(&self.waker, None) {
             waker.wake();

@@ -1,5 +1,4 @@
-//! The policies by which the kernel schedules threads, as far as the threads of this process choose
-//! between two of them, and their time slices.
+//! Scheduling policies and time slices of threads.
 
 use std::mem::size_of;
 use std::time::Duration;
@@ -11,9 +10,9 @@ use rustix::process::Pid;
 /// A policy that leaves a thread its share of the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Policy {
-    /// The one that threads have if nobody asks for another.
+    /// The default policy.
     Other,
-    /// A thread that wakes up takes the CPU from nobody before his time has come.
+    /// A thread that wakes up does not preempt the running thread.
     Batch,
 }
 
@@ -26,15 +25,15 @@ impl Policy {
     }
 }
 
-/// Whether a thread, or this one, has this policy.
+/// Returns true if a thread has this policy; `None` is this thread.
 pub(crate) fn has(thread: Option<Pid>, policy: Policy) -> bool {
-    // SAFETY: it is about no memory.
+    // SAFETY: the call accesses no memory.
     let now = unsafe { libc::sched_getscheduler(Pid::as_raw(thread)) };
     now == policy.number()
 }
 
-/// Gives a thread, or this one, another policy. False: it has not had `from`, or the kernel
-/// refuses.
+/// Changes the policy of a thread; `None` is this thread. Returns false if it did not have `from`,
+/// or the kernel refuses.
 pub(crate) fn change(thread: Option<Pid>, from: Policy, to: Policy) -> bool {
     let parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: the kernel reads the parameters, and does so during the call alone.
@@ -47,7 +46,7 @@ pub(crate) fn change(thread: Option<Pid>, from: Policy, to: Policy) -> bool {
 /// Reads the policy and the slice of this thread.
 fn attributes() -> Result<sched_attr, Errno> {
     let size = u32::try_from(size_of::<sched_attr>()).unwrap_or_else(|_| unreachable!("48 bytes"));
-    // SAFETY: it is numbers alone, for which zeroes are valid.
+    // SAFETY: the type has only integers, for which zeroes are valid.
     let mut attributes: sched_attr = unsafe { std::mem::zeroed() };
     // SAFETY: the kernel writes `size` bytes at most, during the call alone.
     let got = unsafe {
@@ -63,9 +62,9 @@ fn checked(result: c_long) -> Result<(), Errno> {
     }
 }
 
-/// Gives this thread time slices of this length. The kernel runs a thread with a short slice
-/// earlier and for less time, so that its share of the CPU stays the same. Linux before 6.12
-/// ignores it. A thread with a real-time policy has no slices, and stays as it is.
+/// Sets the time slice of this thread. The kernel runs a thread with a short slice earlier and for
+/// less time, so that its share of the CPU stays the same. Linux before 6.12 ignores it. A thread
+/// with a real-time policy has no slices, and stays as it is.
 pub(crate) fn set_slice(slice: Duration) -> Result<(), Errno> {
     let mut attributes = attributes()?;
     let has_slices = [Policy::Other, Policy::Batch]
@@ -90,13 +89,13 @@ mod tests {
             let before = attributes().unwrap();
             set_slice(Duration::from_micros(700)).unwrap();
             let after = attributes().unwrap();
-            // Older kernels say 0.
+            // Older kernels report 0.
             assert!([0, 700_000].contains(&after.sched_runtime), "{}", after.sched_runtime);
             assert_eq!(
                 (after.sched_policy, after.sched_nice, after.sched_flags),
                 (before.sched_policy, before.sched_nice, before.sched_flags)
             );
-            // A thread keeps it with another policy.
+            // A thread keeps its slice under another policy.
             assert!(change(None, Policy::Other, Policy::Batch));
             assert_eq!(attributes().unwrap().sched_runtime, after.sched_runtime);
         };

@@ -1,4 +1,4 @@
-//! How long a loop busy-polls before it sleeps.
+//! The time for which a loop busy-polls before it sleeps.
 
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
@@ -9,45 +9,45 @@ use crate::trial::{Step, Trial};
 /// The first window, when polling for sources might pay.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
 
-/// A disk that was not worth polling is tried again after so many waits; each time that it still is
-/// not, the number doubles. A try takes about half of a wait.
+/// The waits until a disk that was not worth polling is tried again. The number doubles, up to the
+/// maximum, with each try that fails. A try takes about half of a wait.
 const WAITS_MIN: u32 = 32;
 const WAITS_MAX: u32 = 64;
 
-/// What a microsecond of CPU time is worth: microseconds of latency, as a fraction. At 1 the server
-/// took 1.2 times the CPU time for a file, at 2 it lost a third of the IOPS of a loop device.
+/// The price of a microsecond of CPU time in microseconds of latency, as a fraction. At 1 the
+/// server took 1.2 times the CPU time for a file, at 2 it lost a third of the IOPS of a loop
+/// device.
 const PRICE: [u32; 2] = [3, 2];
 
-/// What a sleep costs is measured in one sleep of so many: that takes two system calls.
+/// The cost of a sleep is measured in one of this many sleeps: that takes two system calls.
 const SLEEPS_BETWEEN: u32 = 32;
 
-/// Ops that others complete, in each span of a trial of polling beside them.
+/// Foreign ops in each span of a trial of polling beside them.
 const SPAN_OPS: usize = 256;
 
-/// How many of them the outcome holds for.
+/// Foreign ops for which the outcome holds.
 const PERIOD_OPS: usize = 64 * SPAN_OPS;
 
-/// After so many sleeps without such an op there is nobody any more who needs the CPU.
+/// Sleeps without a foreign op after which no library seems to need the CPU.
 const SLEEPS_ALONE: u32 = 256;
 
-/// How much unused budget is kept: that of this time.
+/// The most unused budget that is kept: the share of this time.
 const BUDGET_SPAN: Duration = Duration::from_millis(10);
 
-/// What the loop waits for.
+/// The kind of event that the loop waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Awaited {
-    /// No op is in flight: whoever gives the sources their work has the next turn.
+    /// No op is in flight: the peers of the sources have the next turn.
     Source,
-    /// Ops are in the kernel, or with something else that completes them, and a source may have
-    /// work as well.
+    /// Ops are in the kernel or foreign, and a source may have work as well.
     Op,
-    /// Ops of many bytes are in the kernel. The disk goes on while the loop wakes up, so a sleep
+    /// Ops of many bytes are in the kernel. The disk works on while the loop wakes up, so a sleep
     /// costs no throughput, and busy-polling would only take CPU time.
     ManyBytes,
 }
 
 impl Awaited {
-    /// With this number of ops; `many_bytes`: they are large.
+    /// Makes the kind from the number of ops; `many_bytes`: they are large.
     #[inline]
     pub(crate) fn with(ops: usize, many_bytes: bool) -> Self {
         match ops {
@@ -58,17 +58,17 @@ impl Awaited {
     }
 }
 
-/// The end of a wait that the loop sleeps through.
+/// A wait that ends in a sleep.
 pub(crate) struct Sleep {
     awaited: Awaited,
-    /// When the wait began, polling included.
+    /// The start of the wait, polling included.
     since: Instant,
     /// The thread's CPU time when the sleep began, if the sleep is measured.
     cpu: Option<Duration>,
 }
 
-/// How long busy-polling lasts, for each kind of wait, and a budget that bounds the sum. The other
-/// side of a source that was called comes after its wake-up; a disk answers when it likes.
+/// The time of busy-polling for each kind of wait, and a budget that bounds the sum. The peer of a
+/// source that was called comes after its wake-up; a disk answers at any time.
 pub(crate) struct PollWindow {
     sources: Sources,
     beside: Beside,
@@ -77,34 +77,34 @@ pub(crate) struct PollWindow {
 }
 
 /// A time that grows while events come soon after the loop has run out of work, and shrinks when
-/// they do not: a loop that waits for long sleeps at once.
+/// they come late: a loop that waits for long sleeps at once.
 struct Sources {
     window: Cell<Duration>,
     max: Cell<Duration>,
 }
 
-/// Whether to poll for sources while threads of another library complete ops: they, the other side
-/// of the sources and a server on this machine may need the CPU that polling takes. Nothing here
-/// can see that, so both ways are tried.
+/// The decision to poll for sources while threads of another library complete ops. These threads,
+/// the peers of the sources and a server on this machine may need the CPU that polling takes.
+/// Nothing here can see that, so both ways are tried.
 struct Beside {
-    /// Without polling, and with it. `None`: nobody else completes ops.
+    /// The comparison of sleeping (first) with polling (second). `None` without foreign ops.
     trial: RefCell<Option<Trial>>,
     is_shut: Cell<bool>,
-    /// Sleeps since the last op.
+    /// Sleeps since the last foreign op.
     sleeps: Cell<u32>,
 }
 
-/// An account of latency. It is paid what polling saves: the latency that a sleep adds to the wait,
-/// and the price of the CPU time that the sleep would have cost. It pays the price of the CPU time
-/// that polling takes. The loop polls while there is something in the account.
+/// An account of latency. Its income is the saving of polling: the latency that a sleep adds to the
+/// wait, and the price of the CPU time that the sleep would have cost. Its expense is the price of
+/// the CPU time that polling takes. The loop polls while the balance is positive.
 struct Disk {
     max: Cell<Duration>,
-    /// How long the loop waits if it sleeps, with its wake-up: a mean of late.
+    /// A recent mean of the length of waits with a sleep, wake-up included.
     asleep: Cell<Duration>,
-    /// The CPU time of this thread that a sleep takes: a mean of late.
+    /// A recent mean of the CPU time of this thread that a sleep takes.
     sleep_cost: Cell<Duration>,
     balance: Cell<Duration>,
-    /// Waits until the next try, if the account is empty.
+    /// Waits until the next try, if the balance is zero.
     waits: Cell<u32>,
     /// Waits from a try that fails to the next.
     between: Cell<u32>,
@@ -119,7 +119,7 @@ struct Budget {
 }
 
 impl PollWindow {
-    /// Windows of at most `max` (zero is no busy-polling at all) that take no more than
+    /// Makes windows of at most `max` (zero: no busy-polling at all) that take at most
     /// `budget_percent` of the time.
     pub(crate) fn new(max: Duration, budget_percent: u32, now: Instant) -> Self {
         let budget = Budget {
@@ -133,7 +133,7 @@ impl PollWindow {
         Self { sources, beside, disk: Disk::new(max), budget }
     }
 
-    /// Windows of at most this from now on, and this budget.
+    /// Sets the longest window and the budget from now on.
     pub(crate) fn set_limits(&self, max: Duration, budget_percent: u32) {
         self.budget.percent.set(budget_percent);
         let Self { sources, disk, .. } = self;
@@ -143,7 +143,7 @@ impl PollWindow {
         disk.balance.set(disk.balance.get().min(4 * max));
     }
 
-    /// Whether the loop sleeps without a look.
+    /// Returns true if the loop sleeps without polling.
     pub(crate) fn is_closed(&self, awaited: Awaited) -> bool {
         match awaited {
             Awaited::Source => self.sources.window.get().is_zero() || self.beside.is_shut.get(),
@@ -152,7 +152,7 @@ impl PollWindow {
         }
     }
 
-    /// How long to poll from `now` on.
+    /// The time to poll from `now` on.
     pub(crate) fn at(&self, awaited: Awaited, now: Instant) -> Duration {
         let window = match awaited {
             Awaited::Source if self.beside.is_shut.get() => Duration::ZERO,
@@ -166,7 +166,7 @@ impl PollWindow {
         window.min(self.budget.at(now))
     }
 
-    /// Says for how long the loop has polled, and whether anything has come meanwhile.
+    /// Notes the time of polling, and if it has found an event.
     pub(crate) fn polled(&self, awaited: Awaited, time: Duration, found: bool) {
         self.budget.left.set(self.budget.left.get().saturating_sub(time));
         if awaited == Awaited::Op {
@@ -174,7 +174,7 @@ impl PollWindow {
         }
     }
 
-    /// Something else than the kernel has completed so many ops.
+    /// Notes the number of foreign ops that have completed.
     #[inline]
     pub(crate) fn others_completed(&self, ops: usize, now: Instant) {
         if ops > 0 && !self.sources.max.get().is_zero() {
@@ -182,7 +182,7 @@ impl PollWindow {
         }
     }
 
-    /// Polling has found nothing since `since`, and the loop sleeps.
+    /// Begins a sleep, after polling has found nothing since `since`.
     pub(crate) fn falls_asleep(&self, awaited: Awaited, since: Instant) -> Sleep {
         let is_measured = awaited == Awaited::Op && self.disk.measures_sleep();
         Sleep { awaited, since, cpu: is_measured.then(clock::thread_cpu) }
@@ -282,7 +282,7 @@ impl Disk {
             self.between.set(WAITS_MIN);
         }
         let balance = (self.balance.get() + saved).saturating_sub(taken);
-        // A disk that becomes slow costs no more than this until it is noticed.
+        // A disk that becomes slow costs at most this until it is noticed.
         self.balance.set(balance.min(4 * self.max.get()));
         if balance.is_zero() {
             let between = self.between.get();
@@ -291,7 +291,7 @@ impl Disk {
         }
     }
 
-    /// Whether the sleep that begins is to be measured.
+    /// Returns true if the sleep that begins is to be measured.
     fn measures_sleep(&self) -> bool {
         let sleeps = self.sleeps.get();
         self.sleeps.set((sleeps + 1) % SLEEPS_BETWEEN);
@@ -308,7 +308,7 @@ impl Disk {
     }
 }
 
-/// What CPU time is worth as latency.
+/// The price of CPU time as latency.
 fn price_of(cpu: Duration) -> Duration {
     let [price, of] = PRICE;
     cpu * price / of
@@ -355,8 +355,8 @@ mod tests {
         assert!(window.is_closed(Awaited::Source));
     }
 
-    /// Waits for a disk, in microseconds: what it takes, what a wake-up adds, and what a sleep
-    /// costs. Returns the time spent polling and the number of waits polled for.
+    /// Simulates waits for a disk, in microseconds: the disk's time, the time of a wake-up, and the
+    /// cost of a sleep. Returns the time spent polling and the number of waits with polling.
     fn wait(window: &PollWindow, disk: [u64; 3], waits: u32) -> (Duration, u32) {
         let [takes, wake, cost] = disk.map(us);
         let (mut spent, mut polled) = (Duration::ZERO, 0);
@@ -425,8 +425,9 @@ mod tests {
         assert!(!window.is_closed(Awaited::Source) && window.is_closed(Awaited::Op));
     }
 
-    /// Ops that others complete one after the other, each after so many microseconds: with the
-    /// window for sources shut, and with it open. Returns how many of them found it open.
+    /// Completes foreign ops in sequence. Each takes the first number of microseconds if the window
+    /// for sources is shut, and the second if it is open. Returns the number of ops that found it
+    /// open.
     fn complete(window: &PollWindow, micros: [u64; 2], ops: usize, now: &mut Instant) -> usize {
         let mut open = 0;
         for _ in 0..ops {
@@ -448,7 +449,7 @@ mod tests {
             complete(&window, micros, TRIAL, &mut now);
             let open = complete(&window, micros, PERIOD_OPS - 1, &mut now);
             assert_eq!(open, if pays { PERIOD_OPS - 1 } else { 0 }, "{micros:?}");
-            // What was true then is tried again.
+            // The outcome is tried again later.
             let micros = [micros[1], micros[0]];
             complete(&window, micros, TRIAL + 1, &mut now);
             let open = complete(&window, micros, PERIOD_OPS - 1, &mut now);
@@ -542,7 +543,7 @@ mod tests {
         }
         let share = polled.as_secs_f64() / (now - start).as_secs_f64();
         assert!((0.2..=0.251).contains(&share), "polling took {share} of the time");
-        // What was not used for a long time is not kept.
+        // Budget that was unused for a long time is not kept.
         now += Duration::from_secs(60);
         assert!(window.at(Awaited::Source, now) <= MAX);
         window.polled(Awaited::Source, Duration::from_secs(1), false);

@@ -1,16 +1,16 @@
-//! Lines in the log about what may happen again and again.
+//! A limit on log lines about repeated events.
 
 use std::time::{Duration, Instant};
 
-/// The least time between two lines about one thing.
+/// The length of an interval, which has a limited number of lines.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Lets a line through now and then, or a few of them.
+/// Permits one line, or a few, in each interval.
 #[derive(Debug)]
 pub(crate) struct Rare {
-    /// Lines in each interval, at most.
+    /// The most lines in an interval.
     most: u32,
-    /// When the interval has begun, and the lines in it.
+    /// The start of the interval, and the lines in it.
     begun: Option<Instant>,
     lines: u32,
     left_out: u64,
@@ -23,12 +23,13 @@ impl Default for Rare {
 }
 
 impl Rare {
-    /// Lets `most` lines through in each interval.
+    /// Permits `most` lines in each interval.
     pub(crate) fn few(most: u32) -> Self {
         Self { most, begun: None, lines: 0, left_out: 0 }
     }
 
-    /// How many lines were left out since the last one, if one may be written now.
+    /// Returns the number of lines that were left out since the last one; `None` if no line is
+    /// permitted now.
     pub(crate) fn permit(&mut self, now: Instant) -> Option<u64> {
         if self.begun.is_none_or(|begun| now.saturating_duration_since(begun) >= INTERVAL) {
             (self.begun, self.lines) = (Some(now), 0);

@@ -1,4 +1,4 @@
-//! What an IoThread waits for: eventfds, timers, and the sources that it serves.
+//! The events that an IoThread waits for: eventfds, timers, and the sources that it serves.
 
 use std::cell::Cell;
 use std::cmp::{Ordering, Reverse};
@@ -16,38 +16,39 @@ use crate::interest::Interest;
 use crate::task::Owner;
 use crate::task_key::TaskKey;
 
-/// Something that makes work appear in shared memory and announces it with an eventfd: a ring with
-/// a kick, say. The IoThread asks it once a turn, not for each request.
+/// A place in shared memory where a peer makes work appear, announced with an eventfd: a ring with
+/// a kick, for example. The IoThread checks it once a turn, not for each request.
 ///
 /// No method may wait, or call back into the IoThread except to read.
 pub trait Source {
-    /// End of a turn, or of a round of several tasks: makes results visible to the other side, and
-    /// tells it at most once.
+    /// Makes results visible to the peer, and calls it at most once. Called at the end of a turn,
+    /// or of a round of several tasks.
     fn notify(&self);
-    /// Before sleep: asks the other side to write the eventfd from now on. `now` is not older than
-    /// the end of the last turn's work.
+    /// Asks the peer to write the eventfd from now on. Called before a sleep. `now` is not older
+    /// than the end of the last turn's work.
     fn arm(&self, now: Instant) -> Armed;
-    /// Tells the other side that it need not write the eventfd for now.
+    /// Allows the peer to leave the eventfd unwritten for now.
     fn disarm(&self);
-    /// A cheap look for work, for busy-polling while the source is not armed.
+    /// Returns true if there is work. Must be cheap: busy-polling calls it while the source is not
+    /// armed.
     fn has_work(&self) -> bool;
-    /// The eventfd was written, or the socket has become what it is watched for.
+    /// Notes that the eventfd was written, or that the socket has become ready.
     fn happened(&self) {}
 }
 
 /// The result of arming a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Armed {
-    /// The eventfd announces what comes.
+    /// The eventfd announces later work.
     Yes,
     /// Work is there already, which the eventfd might not announce.
     HasWork,
-    /// The source takes no work for now, and nothing was asked of the other side. Something else
-    /// wakes its task before it takes work again.
+    /// The source takes no work for now, and has requested nothing of the peer. Another event wakes
+    /// its task before it takes work again.
     Full,
 }
 
-/// Names a source of an IoThread.
+/// The name of a source on its IoThread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SourceId(u32);
 
@@ -88,14 +89,14 @@ impl Eq for Timer {}
 pub(crate) struct Reactor {
     sources: Vec<Option<Entry>>,
     free: Vec<u32>,
-    /// Sources that are not armed: they are, before the loop sleeps.
+    /// Sources that are not armed. The loop arms them before it sleeps.
     disarmed: Vec<u32>,
     to_notify: Vec<u32>,
     timers: BinaryHeap<Reverse<Timer>>,
 }
 
 impl Reactor {
-    /// Has an engine watch everything that was watched by another one.
+    /// Adds all watches to an engine that replaces the previous waiter.
     pub(crate) fn watch_all(&self, engine: &mut Engine) -> Result<(), Error> {
         for (token, entry) in (0..).zip(&self.sources) {
             if let Some((kick, interest)) = entry.as_ref().and_then(|entry| entry.kick.as_ref()) {
@@ -152,8 +153,8 @@ impl Reactor {
         }
     }
 
-    /// The notify phase. `polls`: the loop is going to look at sources that are not armed. It does
-    /// not at those that are, so the ones whose other side is about to react are disarmed.
+    /// Runs the notify phase. `polls`: the loop is going to poll sources, which covers only unarmed
+    /// ones. So a source whose peer is about to react is disarmed.
     #[inline]
     pub(crate) fn notify(&mut self, polls: bool) {
         for id in self.to_notify.drain(..) {
@@ -169,12 +170,12 @@ impl Reactor {
         }
     }
 
-    /// Whether only a look at the eventfds can tell that a source has work.
+    /// Returns true if only a check of the eventfds can find the work of some source.
     pub(crate) fn has_armed(&self) -> bool {
         self.sources.len() - self.free.len() > self.disarmed.len()
     }
 
-    /// Calls `found` with the tasks of sources that have work and are not armed.
+    /// Calls `found` with the tasks of unarmed sources that have work.
     #[inline]
     pub(crate) fn look(&self, mut found: impl FnMut(TaskKey)) {
         for &id in &self.disarmed {
@@ -186,8 +187,8 @@ impl Reactor {
         }
     }
 
-    /// Arms all sources that are not. Appends the tasks of those that have work already. `now`:
-    /// the time, if it is known.
+    /// Arms all unarmed sources. Appends the tasks of sources that have work already. `now`: the
+    /// time, if it is known.
     pub(crate) fn arm(&mut self, mut now: Option<Instant>, woken: &mut Vec<TaskKey>) {
         let sources = &mut self.sources;
         self.disarmed.retain(|&id| {
@@ -212,17 +213,17 @@ impl Reactor {
         self.timers.peek().map(|Reverse(timer)| timer.when)
     }
 
-    /// How many timers there are.
+    /// The number of timers.
     #[cfg(all(test, feature = "nbd"))]
     pub(crate) fn timers(&self) -> usize {
         self.timers.len()
     }
 
-    /// Takes in what has happened to the eventfds. Appends tasks to wake.
+    /// Takes in events of the eventfds. Appends tasks to wake.
     pub(crate) fn dispatch(&mut self, happened: &mut Vec<u64>, woken: &mut Vec<TaskKey>) {
         for token in happened.drain(..) {
-            // The loop looks for completions and for what was posted in any case, so its own
-            // token needs nothing more.
+            // The loop checks for completions and posts in any case, so its own token needs nothing
+            // more.
             let index: usize = fits(token, "a token");
             if let Some(Some(entry)) = self.sources.get_mut(index) {
                 woken.push(entry.task);
@@ -236,8 +237,8 @@ impl Reactor {
         }
     }
 
-    /// Calls `expired` for timers that are due. By `recently`, which may not have been looked at
-    /// for a while, they are due, too: whoever is woken compares with that.
+    /// Calls `expired` for the owners of due timers. Updates `recently`, which may be old, because
+    /// the woken futures compare their time with it.
     pub(crate) fn expire_timers(
         &mut self,
         recently: &Cell<Instant>,
@@ -263,7 +264,7 @@ mod tests {
     use super::*;
     use crate::task_key::NO_TASK;
 
-    /// Counts what it is told.
+    /// Counts the calls of its methods.
     #[derive(Default)]
     struct Told {
         notified: Cell<u32>,
@@ -289,8 +290,8 @@ mod tests {
         }
     }
 
-    /// The other side of a source that was notified reacts soon. A loop that polls must see that,
-    /// or it spins to the end of its window and then finds the eventfd.
+    /// The peer of a notified source reacts soon. A loop that polls must see that, or it spins to
+    /// the end of its window and then finds the eventfd.
     #[test]
     fn a_notified_source_is_looked_at_by_a_loop_that_polls() {
         for polls in [false, true] {

@@ -5,11 +5,11 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens a regular file for reading, and waits for no writer at its other end.
+/// Opens a regular file for reading. Does not wait for a writer, as opening a pipe would.
 ///
 /// # Errors
 ///
-/// When the file cannot be opened, or is none.
+/// If the file cannot be opened, or is not a regular one.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     let mut options = File::options();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
@@ -17,11 +17,11 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Refuses a file that is no regular one.
+/// Refuses a file that is not a regular one.
 ///
 /// # Errors
 ///
-/// When it is another kind of file, or its kind is not known.
+/// If it is another kind of file, or its kind is not known.
 pub fn check_regular(file: &File) -> io::Result<()> {
     if file.metadata()?.is_file() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! How other threads reach an IoThread.
+//! Access to an IoThread from other threads.
 
 use std::any::Any;
 use std::rc::Rc;
@@ -9,7 +9,7 @@ use crate::mailbox::Mailbox;
 use crate::pending::Pending;
 use crate::stats::Stats;
 
-/// Reaches an IoThread from other threads.
+/// A handle with which other threads reach an IoThread.
 #[derive(Clone)]
 pub struct Remote {
     mailbox: Arc<Mailbox>,
@@ -17,7 +17,7 @@ pub struct Remote {
 }
 
 impl Io {
-    /// A way for other threads to reach this one.
+    /// Returns a handle with which other threads reach this IoThread.
     #[must_use]
     pub fn remote(&self) -> Remote {
         Remote { mailbox: Arc::clone(&self.mailbox), stats: Arc::clone(&self.stats) }
@@ -25,7 +25,7 @@ impl Io {
 }
 
 impl Remote {
-    /// Has `call` run on the IoThread between two turns. False when that thread has ended.
+    /// Runs `call` on the IoThread between two turns. Returns false if the IoThread has ended.
     pub fn post(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
         let call = move |io: &dyn Any| match io.downcast_ref::<Rc<Io>>() {
             Some(io) => call(io),
@@ -34,7 +34,7 @@ impl Remote {
         self.mailbox.post(|posted| posted.calls.push(Box::new(call)))
     }
 
-    /// As [`post`](Self::post), and waits for the result. `None` when that thread has ended.
+    /// Like [`post`](Self::post), and waits for the result. `None` if the IoThread has ended.
     pub fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&Rc<Io>) -> T + Send + 'static,
@@ -42,7 +42,7 @@ impl Remote {
         self.begin_call(call).wait()
     }
 
-    /// As [`call`](Self::call), for callers that must not block.
+    /// Like [`call`](Self::call), for callers that must not block.
     #[must_use]
     pub fn begin_call<T: Send + 'static>(
         &self,
@@ -53,7 +53,7 @@ impl Remote {
         pending
     }
 
-    /// What the IoThread counts.
+    /// The counters of the IoThread.
     #[must_use]
     pub fn stats(&self) -> &Arc<Stats> {
         &self.stats

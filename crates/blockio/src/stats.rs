@@ -1,8 +1,8 @@
 //! Counters and histograms with one writer each.
 //!
-//! The thread that owns a [`Stats`] adds to it with plain loads and stores (no atomic
-//! read-modify-write); any thread may read it at any time and sees values that are at most a
-//! little old.
+//! The thread that owns a [`Stats`] adds to it with plain loads and stores, without atomic
+//! read-modify-write. Any thread may read it at any time, and sees values that are at most a little
+//! old.
 
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
@@ -35,20 +35,20 @@ impl Counter {
 pub struct Gauge(AtomicU64);
 
 impl Gauge {
-    /// Sets it. Only the owning thread may call it.
+    /// Sets the number. Only the owning thread may call it.
     #[inline]
     pub fn set(&self, value: u64) {
         self.0.store(value, Ordering::Relaxed);
     }
 
-    /// The number as it is now.
+    /// The present number.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// How many buckets there are if a value keeps `bits` bits below its highest one.
+/// The number of buckets if a value keeps `bits` bits below its highest one.
 const fn bucket_count(bits: u32) -> usize {
     (64 - bits as usize + 1) << bits
 }
@@ -108,7 +108,7 @@ impl<const BITS: u32> Histogram<BITS> {
         self.sum.add(value);
     }
 
-    /// How many values were recorded.
+    /// The number of recorded values.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.buckets.iter().map(Counter::get).sum()
@@ -120,14 +120,14 @@ impl<const BITS: u32> Histogram<BITS> {
         self.sum.get()
     }
 
-    /// The value that `percent` (0 to 100) of the recorded values do not exceed, rounded up to
-    /// the end of its bucket; 0 when nothing was recorded.
+    /// The value that `percent` (0 to 100) of the recorded values do not exceed, rounded up to the
+    /// end of its bucket; 0 if nothing was recorded.
     #[must_use]
     pub fn percentile(&self, percent: f64) -> u64 {
         self.values().percentile(percent)
     }
 
-    /// What has been recorded so far.
+    /// The values recorded so far.
     #[must_use]
     pub fn values(&self) -> Distribution {
         let counts = self.buckets.iter().map(Counter::get);
@@ -143,23 +143,23 @@ impl<const BITS: u32> Histogram<BITS> {
 pub const SIZE_PERCENTILES: [f64; 11] =
     [1.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 99.99];
 
-/// What a [`Histogram`] had recorded at some moment. Those of one type can be added up and taken
-/// from each other.
+/// The content of a [`Histogram`] at some moment. Distributions of one type can be added and
+/// subtracted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Distribution {
-    /// The end of a bucket, and how often it was hit.
+    /// The end of each bucket, and its number of hits.
     counts: BTreeMap<u64, u64>,
     sum: u64,
 }
 
 impl Distribution {
-    /// How many values there are.
+    /// The number of values.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.counts.values().sum()
     }
 
-    /// Their sum, which is exact.
+    /// The exact sum of the values.
     #[must_use]
     pub fn sum(&self) -> u64 {
         self.sum
@@ -171,13 +171,13 @@ impl Distribution {
         Some((*self.counts.first_key_value()?.0, *self.counts.last_key_value()?.0))
     }
 
-    /// The ends of buckets in ascending order, each with how often it was hit.
+    /// The ends of buckets in ascending order, each with its number of hits.
     pub fn counts(&self) -> impl Iterator<Item = (u64, u64)> {
         self.counts.iter().map(|(value, count)| (*value, *count))
     }
 
     /// The value that `percent` (0 to 100) of the values do not exceed, rounded up to the end of
-    /// its bucket; 0 when there are none.
+    /// its bucket; 0 if there are none.
     #[must_use]
     pub fn percentile(&self, percent: f64) -> u64 {
         let total = self.count();
@@ -193,7 +193,7 @@ impl Distribution {
         0
     }
 
-    /// Adds what another histogram has recorded.
+    /// Adds the content of another histogram.
     pub fn add(&mut self, other: &Self) {
         for (value, count) in &other.counts {
             *self.counts.entry(*value).or_default() += count;
@@ -201,7 +201,7 @@ impl Distribution {
         self.sum = self.sum.wrapping_add(other.sum);
     }
 
-    /// What the same histogram has recorded since it had recorded `earlier`.
+    /// The values that the same histogram has recorded since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut counts = self.counts.clone();
@@ -220,18 +220,18 @@ impl Distribution {
 pub struct Syscalls {
     /// `io_submit`.
     pub io_submit: Counter,
-    /// `io_getevents`, made only where the completion ring cannot be read in userspace.
+    /// `io_getevents`, made only if the completion ring cannot be read in userspace.
     pub io_getevents: Counter,
     /// `io_uring_enter`: submits, waits, or both.
     pub io_uring_enter: Counter,
     /// `epoll_wait`.
     pub epoll_wait: Counter,
-    /// What adds to eventfds of others (calls to the driver): writes, or an `io_submit` each that
+    /// Additions to eventfds of peers (calls to the driver): writes, or an `io_submit` each that
     /// `io_submit` does not count.
     pub eventfd_write: Counter,
 }
 
-/// What one kind of operation did.
+/// The counters of one kind of operation.
 #[derive(Debug, Default)]
 pub struct OpStats {
     /// Operations that the kernel answered, errors included.
@@ -245,7 +245,7 @@ pub struct OpStats {
     pub latency_ns: Times,
 }
 
-/// What became of memory for what devices cannot take as it is (see
+/// The use of memory for data that devices cannot take as it is (see
 /// [`BounceConfig`](crate::BounceConfig)).
 #[derive(Debug, Default)]
 pub struct BounceStats {
@@ -253,25 +253,25 @@ pub struct BounceStats {
     pub bytes: Gauge,
     /// The most bytes that were in use at once.
     pub bytes_most: Gauge,
-    /// Pieces that had to wait for others to end.
+    /// Pieces that had to wait for earlier ones to end.
     pub waits: Counter,
     /// Pieces for which the system had no memory; their requests failed with `ENOMEM`.
     pub failed: Counter,
 }
 
-/// Lists of buffers that are long, of requests that are not answered yet. Sources count them; they
-/// have a limit for each IoThread.
+/// Long lists of buffers, of unanswered requests. Sources count them; each IoThread has a limit on
+/// them.
 #[derive(Debug, Default)]
 pub struct ListStats {
-    /// Bytes of all of them.
+    /// Bytes of all lists.
     pub bytes: Gauge,
-    /// The most bytes that there were at once.
+    /// The most bytes of all lists at once.
     pub bytes_most: Gauge,
-    /// How often a source had to leave work in its ring because it had no room.
+    /// Times that a source had to leave work in its ring for lack of room.
     pub waits: Counter,
 }
 
-/// Everything that one IoThread counts.
+/// The counters of one IoThread.
 #[derive(Debug, Default)]
 pub struct Stats {
     /// Reads.
@@ -284,17 +284,16 @@ pub struct Stats {
     pub deallocate: OpStats,
     /// Completions found by one harvest that found any.
     pub harvested_at_once: Sizes,
-    /// Operations that something else than the kernel has completed: those that were found by one
-    /// harvest that found any.
+    /// Foreign operations found complete by one harvest that found any.
     pub foreign_at_once: Sizes,
-    /// Times that another thread had to wake the loop, for the result of an operation or anything
-    /// else that it has posted.
+    /// Times that another thread had to wake the loop, for the result of an operation or another
+    /// post.
     pub woken: Counter,
     /// Operations given to the kernel by one submit.
     pub submitted_at_once: Sizes,
     /// Requests whose memory had to be bounced.
     pub bounced: Counter,
-    /// The memory for that.
+    /// The memory for bouncing.
     pub bounce: BounceStats,
     /// Long lists of buffers.
     pub lists: ListStats,
@@ -302,43 +301,43 @@ pub struct Stats {
     pub polled: Counter,
     /// Submits that the kernel refused for lack of resources (EAGAIN).
     pub submit_again: Counter,
-    /// Operations that the kernel did not answer for 5 seconds, as the loop finds by a look each
+    /// Operations that the kernel did not answer for 5 seconds. The loop checks for them each
     /// second while it turns.
     pub late: Counter,
     /// 1 while the loop sleeps and waits for no operation. If it is 0 and [`turns`](Self::turns)
-    /// stays as it is, wake the loop now and then: it reports disks that do not answer.
+    /// does not change, wake the loop now and then: it reports disks that do not answer.
     pub is_idle: Gauge,
     /// Turns of the loop.
     pub turns: Counter,
-    /// Rounds of the loop: times that all tasks which were ready ran.
+    /// Rounds of the loop: each runs all tasks that are ready.
     pub rounds: Counter,
     /// System calls.
     pub syscalls: Syscalls,
-    /// The descriptor that a submit is for just now, and one more; 0: there is none.
+    /// The descriptor of the present submit plus one; 0 if there is none.
     submit: Gauge,
 }
 
 impl Stats {
-    /// The loop makes a submit for this file alone, which may wait for it.
+    /// Notes the begin of a submit for this file alone, which may wait for it.
     #[inline]
     pub(crate) fn submit_begins(&self, fd: RawFd) {
         self.submit.set(u64::from((fd + 1).unsigned_abs()));
     }
 
-    /// It has returned.
+    /// Notes the end of the submit.
     #[inline]
     pub(crate) fn submit_ends(&self) {
         self.submit.set(0);
     }
 
-    /// The file that a submit is for at this moment: when the loop does not turn any more, that is
-    /// what it waits for. `None`: there is no submit, or its engine has one for all files.
+    /// The file of the present submit: if the loop no longer turns, it waits for this file. `None`
+    /// if there is no submit, or its engine has one for all files.
     #[must_use]
     pub fn submits_to(&self) -> Option<PathBuf> {
         let descriptor = self.submit.get();
         let path = format!("/proc/self/fd/{}", descriptor.checked_sub(1)?);
         let file = std::fs::read_link(path).ok()?;
-        // As long as the submit lasts, the descriptor means that file.
+        // During the submit, the descriptor stays that of the file.
         (self.submit.get() == descriptor).then_some(file)
     }
 }

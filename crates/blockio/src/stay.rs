@@ -1,8 +1,7 @@
-//! A thread that keeps to one CPU for a while, with others that it works with, and threads that it
-//! starts meanwhile.
+//! A thread that keeps to one CPU for a while, with threads that it works with or starts then.
 //!
-//! On that CPU none of them takes it from another when it wakes up. So each mostly does all that
-//! there is to do before the next one runs, where they would otherwise pass on every operation.
+//! On that CPU no thread preempts the running one when it wakes up. So each mostly finishes its
+//! work before the next one runs; otherwise they would pass on every operation.
 
 use std::cell::Cell;
 #[cfg(feature = "rbd")]
@@ -17,30 +16,30 @@ use rustix::thread::{sched_getaffinity, sched_getcpu};
 
 use crate::policy::{self, Policy};
 
-/// How a thread runs that does not keep to one CPU.
+/// The CPUs and policy of a thread that does not keep to one CPU.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Free {
     cpus: CpuSet,
-    /// It has another policy meanwhile.
+    /// True if it has another policy for the time.
     has_policy: bool,
 }
 
 thread_local! {
-    /// How this thread runs otherwise, while it keeps to one CPU.
+    /// The saved state of this thread while it keeps to one CPU.
     static BEFORE: Cell<Option<Free>> = const { Cell::new(None) };
 }
 
-/// While this is there, the thread that made it keeps to the CPU where it was.
+/// Keeps the thread that made it on its CPU until it is dropped.
 #[cfg(feature = "rbd")]
 pub(crate) struct Stay {
     here: CpuSet,
-    /// It is for one thread.
+    /// Not `Send`: it acts on one thread.
     _thread: PhantomData<*const ()>,
 }
 
 #[cfg(feature = "rbd")]
 impl Stay {
-    /// Fails with `EBUSY` if this thread does so already.
+    /// Fails with `EBUSY` if this thread keeps to one CPU already.
     pub(crate) fn begin() -> Result<Self, Errno> {
         if BEFORE.get().is_some() {
             return Err(Errno::BUSY);
@@ -52,14 +51,13 @@ impl Stay {
         Ok(Self { here, _thread: PhantomData })
     }
 
-    /// Brings another thread to this CPU. Returns how it runs otherwise; `None` if it cannot be
-    /// brought.
+    /// Brings another thread to this CPU. Returns its saved state; `None` if that fails.
     pub(crate) fn bring(&self, thread: Pid) -> Option<Free> {
         take(Some(thread), &self.here).ok()
     }
 
-    /// Lets a thread go that was brought here, unless somebody else has given it other CPUs, or
-    /// another policy. It fails where none of its CPUs is left, and the kernel has chosen others.
+    /// Releases a thread that was brought here, unless its CPUs or its policy were changed since.
+    /// Setting the CPUs fails if none of them is left, and the kernel has replaced them.
     pub(crate) fn let_go(&self, thread: Option<Pid>, before: &Free) {
         if sched_getaffinity(thread).is_ok_and(|now| now == self.here) {
             let _ = sched_setaffinity(thread, &before.cpus);
@@ -72,7 +70,7 @@ impl Stay {
 fn take(thread: Option<Pid>, here: &CpuSet) -> Result<Free, Errno> {
     let cpus = sched_getaffinity(thread)?;
     sched_setaffinity(thread, here)?;
-    // One that somebody has given a policy keeps it.
+    // A thread with a policy of its own keeps it.
     let has_policy = policy::change(thread, Policy::Other, Policy::Batch);
     Ok(Free { cpus, has_policy })
 }
@@ -94,8 +92,8 @@ impl Drop for Stay {
     }
 }
 
-/// To be called by a thread that this one starts: it would otherwise keep to the same CPU, and to
-/// the policy there, for good.
+/// Returns a function for a thread that this one starts, which would otherwise inherit the one CPU
+/// and its policy for good.
 pub(crate) fn for_new_thread() -> impl FnOnce() + Send {
     let before = BEFORE.get();
     move || {

@@ -1,8 +1,8 @@
-//! What threads share is made of these: the standard library's, or those of a model checker.
+//! The synchronization types of shared state: the standard library's, or a model checker's.
 //!
 //! With `--cfg loom` or `--cfg shuttle` the locks and atomics are that checker's, and an
-//! [`Eventfd`] is one that it understands. `src/models.rs` has the models; CONTRIBUTING.md says how
-//! to run them.
+//! [`Eventfd`] is one that it understands. `src/models.rs` has the models; CONTRIBUTING.md explains
+//! how to run them.
 
 #[cfg(loom)]
 use loom as base;
@@ -31,10 +31,10 @@ impl Eventfd {
         }
     }
 
-    /// Wakes whoever waits for it.
+    /// Wakes the waiting IoThread.
     #[cfg(not(any(loom, shuttle)))]
     pub(crate) fn add_one(&self) {
-        // The counter cannot overflow, as each write adds one, and nothing else can fail on an
+        // The counter cannot overflow, as each write adds one, and no other error is possible on an
         // open eventfd.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
@@ -44,13 +44,13 @@ impl Eventfd {
         self.edge.raise();
     }
 
-    /// How often it was written.
+    /// The number of writes.
     #[cfg(all(test, any(loom, shuttle)))]
     pub(crate) fn writes(&self) -> usize {
         self.edge.written().1
     }
 
-    /// Stands for the wait in the kernel.
+    /// Models the wait in the kernel.
     #[cfg(all(test, any(loom, shuttle)))]
     pub(crate) fn wait(&self) {
         self.edge.wait();
@@ -67,7 +67,7 @@ impl AsFd for Eventfd {
 #[cfg(any(loom, shuttle))]
 #[derive(Default)]
 struct Edge {
-    /// Since the last wait; and how often in all.
+    /// True if it was written since the last wait, and the number of all writes.
     written: Mutex<(bool, usize)>,
     changed: Condvar,
 }

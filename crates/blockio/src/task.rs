@@ -1,13 +1,13 @@
-//! The executor of one IoThread: slots for tasks, a ready list, and how each future is woken.
+//! The executor of one IoThread: slots for tasks, a ready list, and the wakes of futures.
 //!
-//! A task is one future. A task that serves many requests keeps their futures in a `TaskSet`:
-//! these have one concrete type, live in storage that is used again, and are polled without a
-//! virtual call.
+//! A task is one future. A task that serves many requests keeps their futures in a `TaskSet`: these
+//! have one concrete type, live in storage that is used again, and are polled without a virtual
+//! call.
 //!
-//! Whatever a future waits for remembers an [`Owner`]. As a rule that is a [`TaskKey`], two small
-//! numbers, and no `Waker` is cloned on the way of a request. But a future must wake the waker that
-//! it was polled with last, and combinators poll futures with wakers of their own. So a future
-//! compares its waker with that of the running task, and keeps a clone if the two differ.
+//! Every event that a future waits for has an [`Owner`]. As a rule that is a [`TaskKey`], two small
+//! numbers, and no `Waker` is cloned on the way of a request. But a future must wake the waker of
+//! its last poll, and combinators poll futures with wakers of their own. So a future compares its
+//! waker with that of the running task, and keeps a clone if the two differ.
 //!
 //! Wakers of tasks may be used anywhere. On other threads they post to the mailbox; within a turn
 //! of their own loop they need neither its lock nor its eventfd.
@@ -24,12 +24,12 @@ use std::task::{Context, Wake, Waker};
 use crate::mailbox::Mailbox;
 use crate::task_key::{NO_CHILD, NO_TASK, TaskKey};
 
-/// Who is to be woken.
+/// The target of a wake.
 #[derive(Debug, Clone)]
 pub(crate) enum Owner {
     /// A future that this IoThread runs.
     Key(TaskKey),
-    /// A future that somebody else polls.
+    /// A future that foreign code polls.
     Waker(Waker),
 }
 
@@ -40,7 +40,7 @@ impl Default for Owner {
 }
 
 impl Owner {
-    /// Whether both wake the same future.
+    /// Returns true if both wake the same future.
     pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Key(key), Self::Key(other)) => key == other,
@@ -52,20 +52,20 @@ impl Owner {
 
 type TaskFuture = Pin<Box<dyn Future<Output = ()>>>;
 
-/// A future and the waker that it is polled with.
+/// A future and the waker for its polls.
 pub(crate) type TaskBody = (TaskFuture, Waker);
 
 struct Task {
     /// `None` while it is polled, and after it has ended.
     body: Option<TaskBody>,
-    /// Whether the task is on the ready list.
+    /// True if the task is on the ready list.
     queued: bool,
 }
 
-/// What the executor knows about a set of futures.
+/// The executor's record of a set of futures.
 #[derive(Default)]
 struct Set {
-    /// Who polled the set last.
+    /// The last poller of the set.
     owner: Owner,
     /// Children that were woken since the owner last took this list. The first wakes the owner.
     woken: Vec<u32>,
@@ -84,18 +84,18 @@ pub(crate) struct Executor {
     running: Rc<Running>,
 }
 
-/// Who runs, and who was woken where nobody could reach the executor.
+/// The running future, and the wakes that came while the executor was out of reach.
 pub(crate) struct Running {
     current: Cell<TaskKey>,
-    /// The data pointer of the waker that it is polled with.
+    /// The data pointer of the waker of the current poll.
     waker: Cell<*const ()>,
     woken: RefCell<Vec<Owner>>,
     has_woken: Cell<bool>,
-    /// Somebody may be ready, or was woken.
+    /// True if a task may be ready or an owner was woken.
     is_due: Cell<bool>,
-    /// What runs outside of any task, in `block_on` say, was woken.
+    /// True if the future outside of any task, in `block_on` for example, was woken.
     is_root_woken: Cell<bool>,
-    /// The thread is in the loop.
+    /// True while the thread is in the loop.
     is_entered: Cell<bool>,
 }
 
@@ -133,21 +133,21 @@ impl Running {
         result
     }
 
-    /// Whether a future that is polled with `cx` is polled by whoever runs, and not by something
-    /// in between. Wakers that are there at the same time have different data.
+    /// Returns true if `cx` comes from the running task itself, not from a combinator. Wakers that
+    /// exist at the same time have different data.
     #[inline]
     pub(crate) fn polls(&self, cx: &Context<'_>) -> bool {
         ptr::eq(cx.waker().data(), self.waker.get())
     }
 
-    /// Whom a future that is polled with `cx` has to wake.
+    /// The owner to wake for a future that is polled with `cx`.
     #[inline]
     pub(crate) fn owner(&self, cx: &Context<'_>) -> Owner {
         if self.polls(cx) { Owner::Key(self.current.get()) } else { other(cx) }
     }
 
-    /// Runs `turn` within the loop: its look for ready tasks is yet to come, so that wakers of its
-    /// tasks need no mailbox.
+    /// Runs `turn` within the loop. Wakers of its tasks need no mailbox there, because the loop has
+    /// yet to check for ready tasks.
     #[inline]
     pub(crate) fn enter<T>(&self, turn: impl FnOnce() -> T) -> T {
         let outer = self.is_entered.replace(true);
@@ -156,19 +156,19 @@ impl Running {
         result
     }
 
-    /// Whether the future of `block_on` was woken since the last question.
+    /// Returns true if the future of `block_on` was woken since the last call.
     #[inline]
     pub(crate) fn take_root_woken(&self) -> bool {
         self.is_root_woken.take()
     }
 
-    /// Whether somebody may be ready, or was woken.
+    /// Returns true if a task may be ready or an owner was woken.
     #[inline]
     pub(crate) fn is_due(&self) -> bool {
         self.is_due.get()
     }
 
-    /// Wakes `owner` before the loop looks for ready tasks the next time.
+    /// Wakes `owner` before the loop checks for ready tasks the next time.
     pub(crate) fn wake(&self, owner: Owner) {
         self.has_woken.set(true);
         self.is_due.set(true);
@@ -191,7 +191,7 @@ fn other(cx: &Context<'_>) -> Owner {
     Owner::Waker(cx.waker().clone())
 }
 
-/// Whether any task is ready.
+/// Returns true if any task is ready.
 #[inline(always)]
 pub(crate) fn has_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
     running.is_due.get() && look_for_ready(executor, running)
@@ -207,7 +207,7 @@ fn look_for_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
     has_ready
 }
 
-/// Wakes all who were woken without the executor. Wakers of others run whatever they like.
+/// Passes on the wakes that came without the executor. Foreign wakers may run any code.
 #[cold]
 fn take_woken(executor: &RefCell<Executor>, running: &Running) {
     while running.has_woken.get() {
@@ -216,7 +216,7 @@ fn take_woken(executor: &RefCell<Executor>, running: &Running) {
                 Owner::Key(key) => executor.borrow_mut().wake(key),
                 Owner::Waker(waker) => {
                     waker.wake();
-                    // It may be that of a future which is polled between turns.
+                    // The waker may be that of a future which is polled between turns.
                     running.is_root_woken.set(true);
                 }
             }
@@ -245,7 +245,7 @@ impl Known {
 
 impl Drop for Known {
     fn drop(&mut self) {
-        // A thread that ends has forgotten all of them.
+        // A thread that ends has dropped the list already.
         let forget = |loops: &RefCell<Loops>| {
             loops.borrow_mut().retain(|(mailbox, _)| *mailbox != self.0);
         };
@@ -253,7 +253,7 @@ impl Drop for Known {
     }
 }
 
-/// The loop with `mailbox`, if this thread is in it.
+/// Returns the loop with `mailbox`, if this thread is in it.
 fn entered(mailbox: &Arc<Mailbox>) -> Option<Rc<Running>> {
     let own = Arc::as_ptr(mailbox);
     let find = |loops: &RefCell<Loops>| {
@@ -269,12 +269,12 @@ fn entered(mailbox: &Arc<Mailbox>) -> Option<Rc<Running>> {
 pub(crate) fn as_other<T>(act: impl FnOnce() -> T) -> T {
     let loops = LOOPS.take();
     let result = act();
-    // Loops may have come and gone meanwhile.
+    // `act` may have added loops.
     LOOPS.with_borrow_mut(|new| new.extend(loops));
     result
 }
 
-/// What wakes `key` from wherever it is called. [`NO_TASK`] ends a sleep.
+/// Makes a waker that wakes `key` from any thread. [`NO_TASK`] ends a sleep.
 pub(crate) fn waker(mailbox: &Arc<Mailbox>, key: TaskKey) -> Waker {
     Waker::from(Arc::new(TaskWaker { mailbox: Arc::clone(mailbox), key }))
 }
@@ -297,7 +297,7 @@ impl Wake for TaskWaker {
     }
 }
 
-/// Wakes those whose keys were in the mailbox.
+/// Wakes the futures whose keys were in the mailbox.
 pub(crate) fn wake_all(executor: &RefCell<Executor>, woken: &[TaskKey]) {
     let mut executor = executor.borrow_mut();
     woken.iter().for_each(|&key| executor.wake(key));
@@ -354,7 +354,7 @@ impl Executor {
         }
     }
 
-    /// Wakes `waker` when `key` is woken, or soon if that has happened since it began to run.
+    /// Wakes `waker` when `key` is woken, or soon if `key` was woken since it began to run.
     #[cold]
     pub(crate) fn suspend(&mut self, key: TaskKey, waker: Waker) {
         let is_woken = match key {
@@ -388,7 +388,7 @@ impl Executor {
     /// Adds a set of futures. Returns its number.
     pub(crate) fn add_set(&mut self) -> u32 {
         if let Some(set) = self.free_sets.pop() {
-            // A child of the set that was there may have been woken since that was removed.
+            // A child of the previous set may have been woken since that was removed.
             self.sets[set as usize] = Set::default();
             return set;
         }
@@ -397,12 +397,12 @@ impl Executor {
     }
 
     pub(crate) fn remove_set(&mut self, set: u32) {
-        // What it holds of its owner goes.
+        // Drops the owner.
         self.sets[set as usize] = Set::default();
         self.free_sets.push(set);
     }
 
-    /// From now on `owner` polls the set, and is woken if a child was.
+    /// Makes `owner` the poller of the set, and wakes it if a child was woken.
     #[cold]
     pub(crate) fn set_owner_of(&mut self, set: u32, owner: Owner) {
         let set = &mut self.sets[set as usize];
@@ -420,8 +420,8 @@ impl Executor {
         }
     }
 
-    /// Begins a round with the tasks that are ready. Returns how many; those that become ready
-    /// meanwhile are for the next round.
+    /// Begins a round with the tasks that are ready, and returns their number. Tasks that become
+    /// ready during the round belong to the next one.
     #[inline]
     pub(crate) fn begin_round(&self) -> usize {
         self.ready.len()
@@ -437,7 +437,7 @@ impl Executor {
         }
     }
 
-    /// Takes a task of the round out to be polled, by its place.
+    /// Takes a task of the round out for its poll, by its place.
     #[inline]
     pub(crate) fn begin_poll(&mut self, place: usize) -> Option<(u32, TaskBody)> {
         let task = *self.ready.get(place)?;
@@ -446,7 +446,7 @@ impl Executor {
         Some((task, entry.body.take()?))
     }
 
-    /// Puts a task back that is not finished, or frees its place.
+    /// Puts an unfinished task back, or frees its place.
     pub(crate) fn end_poll(&mut self, task: u32, unfinished: Option<TaskBody>) {
         if unfinished.is_none() {
             self.free.push(task);
@@ -460,7 +460,7 @@ impl Executor {
         self.tasks.iter_mut().filter_map(|task| task.body.take()).collect()
     }
 
-    /// Tasks that have not ended.
+    /// The number of tasks that have not ended.
     pub(crate) fn tasks(&self) -> usize {
         self.tasks.len() - self.free.len()
     }

@@ -1,6 +1,6 @@
 //! The names of tasks.
 
-/// Names a task, or a future in a set.
+/// The name of a task, or of a future in a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TaskKey {
     /// The number of the task, or of the set.
@@ -12,7 +12,7 @@ pub(crate) struct TaskKey {
 /// A child number that stands for a task.
 pub(crate) const NO_CHILD: u32 = u32::MAX;
 
-/// The key while no task runs: that of the future in `block_on`, if there is one.
+/// The key while no task runs: it names the future in `block_on`, if there is one.
 pub(crate) const NO_TASK: TaskKey = TaskKey::task(u32::MAX);
 
 impl TaskKey {

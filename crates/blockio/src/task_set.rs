@@ -1,4 +1,4 @@
-//! Sets of futures that one task runs: the requests of a queue, say.
+//! Sets of futures that one task runs: the requests of a queue, for example.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -11,28 +11,28 @@ use crate::task_key::TaskKey;
 
 /// A set of futures of one type that one task runs.
 ///
-/// Storage is allocated when the set grows and used again afterwards: starting a future on a set
-/// that has been as full before allocates nothing.
+/// Storage is allocated when the set grows and used again afterwards: starting a future allocates
+/// nothing if the set was as full before.
 pub struct TaskSet<F> {
     io: Rc<Io>,
-    /// The number under which the executor knows the set.
+    /// The number of the set in the executor.
     set: u32,
-    /// The task or future that has polled the set last, unless it was something in between.
+    /// The last poller of the set: a task or future, or `None` for a combinator.
     owner: Option<TaskKey>,
     places: Vec<Place<F>>,
     free: Vec<u32>,
     woken: Vec<u32>,
 }
 
-/// Where a future lives, one after the other.
+/// A place for one future at a time.
 struct Place<F> {
     future: Pin<Box<Option<F>>>,
-    /// Names the place, whoever has the set.
+    /// Wakes the future in this place, regardless of the set's owner.
     waker: Waker,
 }
 
 impl<F: Future<Output = ()>> TaskSet<F> {
-    /// An empty set for a task on `io`.
+    /// Makes an empty set for a task on `io`.
     #[must_use]
     pub fn new(io: Rc<Io>) -> Self {
         let set = io.executor.borrow_mut().add_set();
@@ -40,13 +40,13 @@ impl<F: Future<Output = ()>> TaskSet<F> {
         Self { io, set, owner: None, places, free, woken }
     }
 
-    /// Futures that have not ended.
+    /// The number of futures that have not ended.
     #[must_use]
     pub fn len(&self) -> usize {
         self.places.len() - self.free.len()
     }
 
-    /// Whether no future is left.
+    /// Returns true if no future is left.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -60,7 +60,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
         self.poll_child(child);
     }
 
-    /// As [`spawn`](Self::spawn), in an `async fn`.
+    /// Like [`spawn`](Self::spawn), in an `async fn`.
     pub async fn start(&mut self, future: F) {
         let mut future = Some(future);
         poll_fn(|cx| {
@@ -100,7 +100,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
         child
     }
 
-    /// From now on children wake whoever polls the set with `cx`.
+    /// Makes the poller with `cx` the owner that children wake from now on.
     #[inline]
     fn adopt(&mut self, cx: &Context<'_>) {
         let running = &self.io.running;

@@ -1,31 +1,31 @@
-//! Which of two ways of doing the same is faster: both are tried in turn, and the faster one is
-//! kept for a while.
+//! A comparison of two ways to do the same work. Both are tried in turn, and the faster one is kept
+//! for a while.
 
 use std::time::{Duration, Instant};
 
 /// Spans of a trial: the first and the second way in turn.
 const SPANS: u32 = 6;
-/// When nothing is asked for, nobody is slow: a longer time between completions counts as so much.
+/// The most time between two completions that counts: an idle client makes neither way slow.
 const PAUSE_MAX: Duration = Duration::from_millis(5);
-/// The second way must be faster by this much in percent.
+/// The percentage by which the second way must be faster.
 const ADVANTAGE_PERCENT: u32 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Span number `span` of a trial; the odd ones have the second way.
+    /// Span number `span` of a trial; odd spans have the second way.
     Trying { span: u32 },
     /// The outcome of a trial, for a while.
     Decided { second: bool },
 }
 
-/// What comes next in a trial.
+/// The next step of a trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The other way's span.
+    /// The next span begins, with the alternate way.
     Span,
-    /// The way that was faster: an op took the second way so many percent of the time.
+    /// The faster way is chosen. The second way took `percent` of the first way's time for an op.
     Decided { percent: u128 },
-    /// The outcome has held for long enough. It goes on holding until the trial begins anew.
+    /// The outcome has held for its period. It still holds until the trial begins again.
     Over,
 }
 
@@ -35,36 +35,36 @@ pub(crate) struct Trial {
     span_ops: usize,
     period_ops: usize,
     phase: Phase,
-    /// Ops completed in this span or period, and the time they took.
+    /// Ops completed in this span or period, and the time that they took.
     ops: usize,
     time: Duration,
     last: Option<Instant>,
-    /// The times of the spans, for each op in units of 2^-16 ns: first, second way.
+    /// The sums of the spans' times for each op, in units of 2^-16 ns: first, second way.
     sums: [u128; 2],
 }
 
 impl Trial {
-    /// One that begins, with spans of so many ops, whose outcome holds for `period_ops`.
+    /// Makes a trial that begins with spans of `span_ops`. Its outcome holds for `period_ops`.
     pub(crate) fn new(span_ops: usize, period_ops: usize) -> Self {
         let phase = Phase::Trying { span: 0 };
         let (time, last) = (Duration::ZERO, None);
         Self { span_ops, period_ops, phase, ops: 0, time, last, sums: [0; 2] }
     }
 
-    /// Begins anew. The time since the last op is no part of it: there may have been a pause.
+    /// Begins again. The time since the last op does not count: there may have been a pause.
     pub(crate) fn begin(&mut self) {
         self.last = None;
         self.sums = [0; 2];
         self.enter(Phase::Trying { span: 0 });
     }
 
-    /// One that has decided for the second way.
+    /// Makes a trial that has decided for the second way.
     #[cfg(test)]
     pub(crate) fn decided(self) -> Self {
         Self { phase: Phase::Decided { second: true }, ..self }
     }
 
-    /// Whether it is the second way's turn, or that way was faster.
+    /// Returns true if the second way has its turn or has been chosen.
     #[inline]
     pub(crate) fn is_second(&self) -> bool {
         match self.phase {
@@ -73,7 +73,7 @@ impl Trial {
         }
     }
 
-    /// Whether a trial has ended for the second way.
+    /// Returns true if a trial has chosen the second way.
     pub(crate) fn has_chosen_second(&self) -> bool {
         self.phase == Phase::Decided { second: true }
     }
@@ -84,7 +84,7 @@ impl Trial {
         self.time = Duration::ZERO;
     }
 
-    /// So many ops have completed.
+    /// Counts completed ops.
     pub(crate) fn advance(&mut self, completed: usize, now: Instant) -> Option<Step> {
         let since = self.last.replace(now).map_or(Duration::ZERO, |last| now - last);
         self.time += since.min(PAUSE_MAX);
@@ -112,7 +112,7 @@ impl Trial {
 mod tests {
     use super::*;
 
-    /// The first op after a pause begins it, and is one of the first way.
+    /// The first op after a pause begins the trial, and is an op of the first way.
     #[test]
     fn a_pause_before_a_trial_is_held_against_neither_way() {
         let mut trial = Trial::new(512, 1 << 20);

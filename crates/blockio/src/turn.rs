@@ -1,27 +1,26 @@
-//! One turn of the loop: every phase of it, in order. **Read this first.**
+//! One turn of the loop, with all phases in order. **Read this first.**
 //!
-//! The order is the performance feature: the requests of a run share one submit, are complete at
-//! the harvest right behind it where the device is fast, and cost one call to the other side. A
-//! source may show results, and tell the other side, before the notify; it must not forget to.
+//! The order is the performance feature. The requests of a run share one submit, are complete at
+//! the harvest right behind it on a fast device, and cost one call to the source's peer. A source
+//! may show results and call its peer before the notify phase, but in it at the latest.
 //!
 //! ```text
 //! repeat   run ready tasks · submit and harvest
-//! until    nothing is ready and no op was kept for a next round, or the eventfds have to be
-//!          looked at
+//! until    nothing is ready and no op was kept for a next round, or a check of the eventfds is due
 //! notify   each source that has asked for it, once (and in each round of several tasks)
-//! wait     busy-poll · arm the sources and look once more · sleep · submit and harvest · calls
+//! wait     busy-poll · arm the sources and check once more · sleep · submit and harvest · calls
 //! ```
 //!
-//! Ops are submitted and completions harvested in five places, each marked "submits and harvests":
+//! Ops are submitted and completions harvested in five cases, marked "submits and harvests":
 //!
-//! 1. in each round of a turn, for what its tasks have queued;
-//! 2. at the end of a wait, for what the kernel has done meanwhile;
-//! 3. when an op is queued outside of a turn;
+//! 1. in each round of a turn, for the ops that its tasks have queued;
+//! 2. at the end of a wait, for the completions of the kernel;
+//! 3. when an op is queued outside of a turn, or by memory that is dropped after a harvest;
 //! 4. after each poll of the future of `block_on`;
 //! 5. when an IoThread ends, until the kernel has answered everything.
 //!
-//! A sleep may submit too, in the same system call (see [`Io::may_submit_in_wait`]); it harvests
-//! nothing. No task runs inside of a submit or a harvest: those only make tasks ready.
+//! A sleep may submit too, in the same system call (see [`Io::may_submit_in_wait`]), but harvests
+//! nothing. No task runs inside of a submit or a harvest: they only make tasks ready.
 
 use std::future::Future;
 use std::pin::pin;
@@ -40,16 +39,16 @@ use crate::reactor::Reactor;
 use crate::task::{self, Owner};
 use crate::task_key::{NO_TASK, TaskKey};
 
-/// How a turn ends.
+/// The end of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// Sleep until something happens.
     ForEvent,
-    /// Look for events and return.
+    /// Check for events and return.
     Never,
 }
 
-/// Whether another turn has anything to do.
+/// The need for another turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
     /// Call [`IoThread::turn`](crate::IoThread::turn) again: tasks are ready.
@@ -59,14 +58,14 @@ pub enum Activity {
     Idle,
 }
 
-/// How often completions let ops out of their lanes before the round ends.
+/// The most times that completions let ops out of their lanes before the round ends.
 const MOVES_MAX: u32 = 4;
 
-/// How long to put off a wait that failed because the kernel had no memory.
+/// The delay before a wait that failed for a passing reason is repeated.
 const RETRY_WAIT: Duration = Duration::from_millis(1);
 
 impl Io {
-    /// One turn.
+    /// Runs one turn.
     pub(crate) fn turn(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
         self.running.enter(|| self.turn_inside(wait))
     }
@@ -80,11 +79,11 @@ impl Io {
                 self.look_at_sources();
             }
             if self.run_ready_tasks() > 1 {
-                // What one task has put off would wait for the submits of others.
+                // Otherwise deferred notifies of one task would wait for the submits of all.
                 self.notify();
             }
-            // Submits and harvests: one system call for all that the tasks of this round have
-            // queued. It is left out where the sleep will do it.
+            // Submits and harvests: one system call for all ops that the tasks of this round have
+            // queued. Left out if the sleep will submit.
             if !self.may_submit_in_wait(wait) {
                 self.submit_and_harvest();
             }
@@ -102,13 +101,13 @@ impl Io {
         task::has_ready(&self.executor, &self.running)
     }
 
-    /// True while a round has something to do: tasks, or ops that had no room in the last one.
+    /// True while a round has tasks to run, or ops that had no room in the last round.
     #[inline(always)]
     fn has_work(&self) -> bool {
         self.has_ready() || self.has_kept_ops.get()
     }
 
-    /// Returns how many tasks there were.
+    /// Returns the number of tasks that were ready.
     fn run_ready_tasks(&self) -> usize {
         let count = self.executor.borrow().begin_round();
         debug_assert!(
@@ -136,8 +135,8 @@ impl Io {
         self.reactor.borrow_mut().notify(polls);
     }
 
-    /// Polls `future` in a loop of turns. It runs outside of any task: it is asked before each
-    /// turn, and a turn does not sleep when one of its ops has completed, or once it was woken.
+    /// Polls `future` in a loop of turns, outside of any task: once before each turn. A turn does
+    /// not sleep if an op of the future has completed or the future was woken.
     pub(crate) fn block_on<T>(
         self: &Rc<Self>,
         future: impl Future<Output = T>,
@@ -151,7 +150,7 @@ impl Io {
             let poll = || self.running.run(NO_TASK, &waker, || future.as_mut().poll(&mut cx));
             let poll = self.running.enter(poll);
             self.in_turn.set(false);
-            // Submits and harvests: as in a turn, all ops of one poll share a submit.
+            // Submits and harvests: all ops of one poll share a submit, like those of a turn.
             self.submit_and_harvest();
             if let Poll::Ready(value) = poll {
                 self.leave_announced();
@@ -163,26 +162,26 @@ impl Io {
 
     // Phases: submit, harvest.
 
-    /// An op was queued. In a turn the end of the round submits it, with all others.
+    /// Notes that an op was queued. In a turn, the end of the round submits all queued ops.
     #[inline]
     pub(crate) fn op_was_queued(&self) {
         if !self.in_turn.get() {
-            // Submits and harvests: nobody else would. The op may be complete then, and its future
+            // Submits and harvests: no turn would. The op may complete here, so that its future is
             // ready at the first poll.
             self.submit_and_harvest();
             self.leave_announced();
         }
     }
 
-    /// A harvest outside of a turn may have taken the event that makes the descriptor readable, for
-    /// something that only a turn does. So there is another one.
+    /// Announces a turn if one is needed. A harvest outside of a turn may have taken the event that
+    /// made the descriptor readable.
     fn leave_announced(&self) {
         if self.running.is_due() || self.mailbox.has_anything() || self.has_kept_ops.get() {
             self.mailbox.wake();
         }
     }
 
-    /// One system call for all queued ops, then completions that are visible without one.
+    /// Submits all queued ops with one system call, then harvests visible completions without one.
     fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
         let Ops { slots, engine, woken, happened, .. } = &mut *ops;
@@ -201,12 +200,12 @@ impl Io {
             if found > 0 || submitted {
                 done.slots.lanes.harvested(submitted, done.now);
             }
-            // Completions have made room for what waits in lanes.
+            // Completions have made room for ops that wait in lanes.
             let moved = done.slots.lanes.has_backlog()
                 && moves < MOVES_MAX
                 && queue_from_lanes(engine, done.slots);
             moves += u32::from(moved);
-            // They may have made room for what is queued, too.
+            // Completions may have made room for queued ops, too.
             if !more && !moved && (found == 0 || engine.queued() == 0) {
                 break;
             }
@@ -215,7 +214,7 @@ impl Io {
         self.poll_window.others_completed(foreign - done.slots.foreign(), done.now);
         let was_full = done.slots.lanes.keeps_for_next_round() || moves == MOVES_MAX;
         self.round_ends(done.now, done.slots.lanes.begin_round());
-        // The next round has room for ops that have waited. These come before its tasks.
+        // The next round has room for ops that have waited. They come before its tasks.
         let keeps = was_full && queue_from_lanes(engine, done.slots);
         self.has_kept_ops.set(keeps);
         self.take_in(&mut ops);
@@ -224,13 +223,13 @@ impl Io {
             drop(ops);
             drop(unwanted);
             if self.ops.borrow().engine.queued() > 0 {
-                // An owner has begun an op, which nobody else would submit.
+                // Submits and harvests: dropping the memory has queued an op.
                 self.submit_and_harvest();
             }
         }
     }
 
-    /// Wakes the tasks of completed ops, and those of sources whose eventfds were written.
+    /// Wakes the tasks of completed ops, and the tasks of sources whose eventfds were written.
     fn take_in(&self, ops: &mut Ops) {
         if !ops.happened.is_empty() {
             if ops.happened.contains(&TOKEN_ENGINE) {
@@ -250,8 +249,8 @@ impl Io {
 
     // Phase: wait.
 
-    /// Whether the wait that ends this turn is to submit, so that both cost one system call.
-    /// While the loop busy-polls, ops go to the kernel before it does.
+    /// True if the wait that ends this turn is to submit, so that both cost one system call. A loop
+    /// that busy-polls submits before it polls.
     #[inline]
     fn may_submit_in_wait(&self, wait: Wait) -> bool {
         wait == Wait::ForEvent
@@ -263,8 +262,8 @@ impl Io {
             && !self.stopped.get()
     }
 
-    /// Busy-polls for as long as that pays, arms the sources, looks once more, and sleeps if there
-    /// is still nothing to do.
+    /// Busy-polls while that pays, arms the sources, checks once more, and sleeps if there is still
+    /// nothing to do.
     fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
         let mut found = self.found.borrow_mut();
         let woken = &mut *found;
@@ -285,7 +284,7 @@ impl Io {
         }
         let look_is_due = self.look_is_due();
         if look_is_due && !self.harvest_on_submit {
-            // A loop that is never idle arms no mailbox, and results announce themselves once.
+            // A loop that is never idle arms no mailbox, and results are announced only once.
             self.harvest_is_due.set(true);
         }
         let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
@@ -308,44 +307,44 @@ impl Io {
         }
         drop(found);
         // Submits and harvests: completions and events of the sleep, which the kernel has only
-        // announced; and what tasks have queued, if the sleep was to submit that and did not come.
+        // announced; and ops that the sleep was to submit, if there was no sleep.
         self.submit_and_harvest();
         if wait == Wait::Never && self.late.borrow().any() {
-            // They may all be answered, and nobody harvests any more.
+            // If all late ops are answered, no harvest sets the time.
             self.recently.set(clock::now());
         }
         if self.recently.get() >= self.late_due.get() {
             self.look_for_late_ops();
         }
-        // Who wakes something outside of tasks has kept the sources from being armed, too.
+        // A wake outside of tasks has kept the sources from being armed, too.
         let is_ready = self.run_foreign() || self.has_work() || was_root_woken;
         let is_busy =
             is_ready || self.ops.borrow_mut().engine.must_be_asked() || self.arm_mailbox();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
     }
 
-    /// Has the next post wake the loop. True: there was one before, which does not.
+    /// Makes the next post wake the loop. Returns true if there are earlier posts, which do not.
     #[inline]
     fn arm_mailbox(&self) -> bool {
         self.stats.woken.add(u64::from(self.mailbox.arm()));
         let has_anything = self.mailbox.has_anything();
         if has_anything {
-            // It may be results.
+            // Pool threads may have posted results.
             self.harvest_is_due.set(true);
         }
         has_anything
     }
 
-    /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
+    /// Checks the eventfds. If `sleeps`, waits until an event arrives or a timer is due.
     fn sleep(&self, sleeps: bool) -> Result<(), Error> {
         let mut ops = self.ops.borrow_mut();
         ops.assert_may_sleep(!sleeps && self.has_kept_ops.get());
         if !sleeps {
-            // A deadline that has passed: it does not wait, and the clock need not be asked.
+            // A deadline in the past: the call does not wait, and the clock need not be read.
             let now = self.recently.get();
             return self.wait_in_kernel(&mut ops, Some(now), now);
         }
-        // Whoever watches the thread wakes it now and then to look for late ops.
+        // A watcher outside of the thread ends this sleep now and then, to check for late ops.
         let deadline = earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at());
         let is_idle =
             ops.engine.in_kernel() + ops.engine.queued() == 0 && !self.late.borrow().any();
@@ -374,14 +373,14 @@ impl Io {
         Ok(())
     }
 
-    /// What the loop waits for when no task is ready.
+    /// The kind of event that the loop awaits when no task is ready.
     fn awaited(&self) -> Awaited {
         let Ops { engine, slots, .. } = &*self.ops.borrow();
         let ops = engine.in_kernel() + engine.queued() + slots.foreign();
         Awaited::with(ops, slots.lanes.have_many_bytes())
     }
 
-    /// Spins on the rings. True when there is something to do.
+    /// Spins on the rings. Returns true if there is something to do.
     fn busy_poll(
         &self,
         since: Instant,
@@ -409,14 +408,14 @@ impl Io {
         }
     }
 
-    /// When a turn has something to do, whatever the kernel answers until then.
+    /// The time at which a turn has something to do, regardless of the kernel's answers.
     pub(crate) fn deadline_of_work(&self) -> Option<Instant> {
         earlier(self.reactor.borrow().next_timer(), self.ops.borrow().engine.retry_at())
     }
 
     // Phase: calls of other threads.
 
-    /// Takes in what other threads have posted. Returns whether there was anything.
+    /// Takes in the wakes and calls that other threads have posted. Returns true if there were any.
     fn run_foreign(self: &Rc<Self>) -> bool {
         if !self.mailbox.is_posted() {
             return false;
@@ -431,17 +430,17 @@ impl Io {
 
     // The end.
 
-    /// Waits until the kernel has answered every op. Calls stay where they are: who waits for one
-    /// takes its end to mean that nothing of this IoThread is left in the kernel.
+    /// Waits until the kernel has answered every op. Posted calls stay queued: to a waiting caller,
+    /// a dropped call means that this IoThread has nothing left in the kernel.
     pub(crate) fn drain(&self) {
         self.drain_until(false);
     }
 
-    /// As [`drain`](Self::drain), and waits for what something else completes. Calls that nobody
-    /// will run are dropped: they may hold what such an op waits for.
+    /// Like [`drain`](Self::drain), but also waits for foreign ops. Drops posted calls, which will
+    /// never run: they may hold resources that such an op waits for.
     pub(crate) fn drain_all(&self) {
         self.drain_until(true);
-        // Nothing else calls the wakers of those who poll ops from outside.
+        // No turn will call the wakers of ops that were polled outside of tasks.
         self.has_ready();
     }
 
@@ -451,7 +450,7 @@ impl Io {
                 drop(self.mailbox.take());
             }
             self.harvest_is_due.set(true);
-            // Submits and harvests: no turn does it any more.
+            // Submits and harvests: no turn will.
             self.submit_and_harvest();
             if self.has_kept_ops.get() {
                 continue;
@@ -476,13 +475,13 @@ impl Io {
     }
 }
 
-/// Whether a wait that failed may succeed when it is tried again.
+/// Returns true if a failed wait may succeed when it is repeated.
 fn is_transient(error: &Error) -> bool {
     let errno = error.system_error().and_then(std::io::Error::raw_os_error);
     matches!(errno, Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
 }
 
-/// Gives the engine what has room now. True if there was something.
+/// Gives the engine the ops that have room now. Returns true if there were any.
 #[cold]
 fn queue_from_lanes(engine: &mut Engine, slots: &mut Slots) -> bool {
     let mut moved = false;
@@ -493,7 +492,7 @@ fn queue_from_lanes(engine: &mut Engine, slots: &mut Slots) -> bool {
     moved
 }
 
-/// The earlier of two times that may be.
+/// The earlier of two optional times.
 pub(crate) fn earlier(a: Option<Instant>, b: Option<Instant>) -> Option<Instant> {
     [a, b].into_iter().flatten().min()
 }

@@ -1,40 +1,40 @@
-//! When the log hears that somebody does not answer: a file, a server, a cluster.
+//! The times at which the log reports that a file, a server or a cluster does not answer.
 
 use std::time::{Duration, Instant};
 
-/// What was not answered for so long is late.
+/// The age from which an unanswered operation is late.
 pub(crate) const LATE: Duration = Duration::from_secs(5);
-/// How often it is told that there is still no answer.
+/// The time between two reports that there is still no answer.
 const TELL_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Whether what has begun at `since` is late, if it has not ended.
+/// Returns true if an operation that began at `since` and has not ended is late.
 pub(crate) fn is_late(since: Instant, now: Instant) -> bool {
     now.saturating_duration_since(since) >= LATE
 }
 
-/// What the log knows of one who is asked.
+/// The reports about one file, server or cluster.
 #[derive(Debug, Default)]
 pub(crate) struct Unanswered(Option<Told>);
 
 #[derive(Debug)]
 struct Told {
-    /// Since when there was no answer, at first.
+    /// The start of the oldest late operation at the first report.
     since: Instant,
     last: Instant,
 }
 
-/// What the log is to say.
+/// A line for the log.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Line {
-    /// The oldest operation has not been answered for so long.
+    /// The oldest operation has not been answered for this time.
     Waits(Duration),
-    /// Nothing is late any more, after so long.
+    /// No late operation is left. The time counts from the start of the oldest at the first report.
     Answers(Duration),
 }
 
 impl Unanswered {
-    /// What the log is to say now, if anything: at first, then once a minute, and at the end.
-    /// `late`: since when the oldest operation waits that [is late](is_late).
+    /// Returns the line that is due now: one at first, then one a minute, and one at the end.
+    /// `late`: the start of the oldest operation that [is late](is_late).
     pub(crate) fn look(&mut self, now: Instant, late: Option<Instant>) -> Option<Line> {
         let age = |since| now.saturating_duration_since(since);
         let Some(oldest) = late else {
