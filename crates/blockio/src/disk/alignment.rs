@@ -1,27 +1,27 @@
-//! What direct I/O asks of memory, offsets and lengths.
+//! Alignment of memory, offsets and lengths for direct I/O.
 
 use std::fs::File;
 
 use rustix::fs::{AtFlags, StatxFlags};
 
-/// What the kernel asks of an op, in bytes; each a power of two.
+/// The alignment that the kernel requires of an op, in bytes; each a power of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Alignment {
-    /// Addresses of memory are multiples of it; 1 with the page cache.
+    /// Alignment of memory addresses; 1 with the page cache.
     pub(super) memory: u32,
-    /// Offsets, lengths, and the length of each range of memory are multiples of it; 1 with the
-    /// page cache.
+    /// Alignment of offsets, lengths, and the length of each range of memory; 1 with the page
+    /// cache.
     pub(super) request: u32,
-    /// Discards and zeroings are multiples of it: the logical block of a block device, whatever
-    /// its page cache takes; 1 for a regular file.
+    /// Alignment of discards and zeroings: the logical block of a block device, even with the page
+    /// cache; 1 for a regular file.
     pub(super) range: u32,
 }
 
 impl Alignment {
-    /// Everything goes.
+    /// No alignment is required.
     pub(super) const ANY: Self = Self { memory: 1, request: 1, range: 1 };
 
-    /// `None`: the file cannot be used with direct I/O.
+    /// Finds the alignment for a file. `None` if the file cannot be used with direct I/O.
     pub(super) fn of(file: &File, direct: bool, is_block_device: bool) -> Option<Self> {
         let block = is_block_device.then(|| rustix::fs::ioctl_blksszget(file).ok()).flatten();
         let range = if is_block_device { block.unwrap_or(512) } else { 1 };
@@ -32,8 +32,9 @@ impl Alignment {
         if let Ok(stat) = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, flags)
             && stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0
         {
-            // Where the two differ, as on XFS once a file shares extents with a clone, smaller
-            // writes work too: the file system takes the page cache for them and for nothing else.
+            // On XFS, reads need less alignment than writes once a file shares extents with a
+            // clone. Writes with the alignment of reads work too: for these alone the file system
+            // uses the page cache.
             let has_read_align = stat.stx_mask & STATX_DIO_READ_ALIGN.bits() != 0
                 && stat.stx_dio_read_offset_align > 0;
             let write = stat.stx_dio_offset_align;
@@ -50,7 +51,8 @@ impl Alignment {
         Some(Self { memory: request, request, range })
     }
 
-    /// The part of `len` bytes from `offset` on that is whole units of discards and zeroings.
+    /// The whole units of discards and zeroings within `len` bytes from `offset`, as offset and
+    /// length. `None` if there are none.
     pub(super) fn whole_ranges(self, offset: u64, len: u64) -> Option<(u64, u64)> {
         let unit = u64::from(self.range);
         let start = offset.checked_next_multiple_of(unit)?;
@@ -58,8 +60,8 @@ impl Alignment {
         (start < end).then(|| (start, end - start))
     }
 
-    /// How much of `len` bytes from `offset` on may go in one piece of at most `most` bytes, so
-    /// that a piece is either whole units of requests or lies within one.
+    /// The bytes of the first piece of a transfer of `len` bytes at `offset`. A piece has at most
+    /// `most` bytes, and is whole units of requests or lies within one.
     pub(super) fn piece(self, offset: u64, len: u64, most: usize) -> usize {
         let unit = u64::from(self.request);
         let lead = offset & (unit - 1);
@@ -67,12 +69,12 @@ impl Alignment {
             0 if len >= unit => len.min(most as u64) & !(unit - 1),
             _ => len.min(unit - lead),
         };
-        // It is at most `most`, or less than a unit.
+        // At most `most`, or less than a unit.
         usize::try_from(piece).unwrap_or_else(|_| unreachable!("a piece of {piece} bytes"))
     }
 }
 
-/// A piece of a request, and the whole units of requests that it lies in.
+/// A piece of a request, and the whole units of requests around it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Window {
     /// The byte of the disk at which the first unit starts.
@@ -86,8 +88,8 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Of a piece of `left` bytes from `offset` on, as much as fits `most` bytes of units of `unit`
-    /// bytes (a power of two; `most` is a multiple of it).
+    /// Cuts a piece from `left` bytes at `offset`, as long as its units fit `most` bytes. `unit` is
+    /// their size in bytes: a power of two that divides `most`.
     pub(super) fn of(offset: u64, left: usize, most: usize, unit: usize) -> Self {
         let start = offset & !(unit as u64 - 1);
         let lead = usize::try_from(offset - start)
@@ -96,15 +98,15 @@ impl Window {
         Self { start, lead, piece, bytes: (lead + piece).next_multiple_of(unit) }
     }
 
-    /// Whether the piece is less than its units.
+    /// Returns true if the piece does not fill its units.
     pub(super) fn is_part(self) -> bool {
         self.piece != self.bytes
     }
 }
 
-/// The alignment of memory for a device, of which the kernel says `memory`. A driver whose blocks
-/// are pages may take it for granted that each is in one page of memory, and say otherwise: zram
-/// reads over the whole page when only a part of it is asked for.
+/// The alignment of memory for a device, for which the kernel reports `memory`. A driver whose
+/// blocks are pages may expect each block within one page of memory, and report less: zram reads
+/// over the whole page when only a part of it is requested.
 fn memory_for(memory: u32, block: Option<u32>) -> u32 {
     block.filter(|block| *block >= PAGE).map_or(memory, |block| memory.max(block))
 }
@@ -112,10 +114,11 @@ fn memory_for(memory: u32, block: Option<u32>) -> u32 {
 /// The smallest page.
 const PAGE: u32 = 4096;
 
-/// What direct reads need, where that is less than writes; since Linux 6.14.
+/// The alignment of direct reads, if it is less than that of writes; since Linux 6.14.
 const STATX_DIO_READ_ALIGN: StatxFlags = StatxFlags::from_bits_retain(0x2_0000);
 
-/// Tries reads of growing size at the start of the file. Kernels before 6.1 do not tell.
+/// Tries reads of growing size at the start of the file. Kernels before 6.1 do not report the
+/// alignment.
 fn probe_request_align(file: &File) -> Option<u32> {
     let mut memory = vec![0u8; 3 * 4096];
     let skip = memory.as_ptr().align_offset(4096);

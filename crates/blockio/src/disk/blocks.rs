@@ -1,15 +1,15 @@
-//! Writes to parts of blocks, on files whose direct I/O takes only whole ones.
+//! Writes to parts of blocks, on files with direct I/O for whole blocks only.
 //!
-//! The rest of the block is read first and written back with the new part. What somebody else
-//! writes to that rest in between would be lost, so on such a file everything that changes data
-//! first gets the blocks that it touches for itself, on whatever IoThread it is.
+//! The rest of the block is read first and written back with the new part. A write to that rest in
+//! between would be lost. So on such a file every change of data first claims the blocks that it
+//! touches, across all IoThreads.
 
 use std::future::poll_fn;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-/// The blocks of a file that are being written, or are waited for.
+/// The blocks of a file that are being written or waited for.
 #[derive(Debug)]
 pub(super) struct Blocks {
     /// Bytes of a block: a power of two.
@@ -19,7 +19,7 @@ pub(super) struct Blocks {
 
 #[derive(Debug, Default)]
 struct Claims {
-    /// In the order in which they came: each waits for those before it that it overlaps.
+    /// In order of arrival: a claim waits for earlier claims that it overlaps.
     list: Vec<Claim>,
     next_id: u64,
 }
@@ -28,11 +28,11 @@ struct Claims {
 struct Claim {
     id: u64,
     range: Range<u64>,
-    /// Of whoever waits for it.
+    /// Wakes the task that waits for the claim.
     waker: Option<Waker>,
 }
 
-/// Blocks that nobody else writes to until this is dropped.
+/// Blocks to which no other task writes until this is dropped.
 #[derive(Debug)]
 pub(super) struct Claimed {
     blocks: Arc<Blocks>,
@@ -44,10 +44,11 @@ impl Blocks {
         Self { bytes: u64::from(bytes), claims: Mutex::default() }
     }
 
-    /// Waits for the blocks that `len` bytes from `offset` on touch, behind all who came before.
+    /// Claims the blocks that `len` bytes from `offset` touch. Waits for earlier claims that
+    /// overlap.
     pub(super) async fn claim(self: &Arc<Self>, offset: u64, len: u64) -> Claimed {
         let start = offset & !(self.bytes - 1);
-        // The end is on the disk, whose size is a number of whole blocks.
+        // The end is on the disk, which is made of whole blocks.
         let end = (offset + len).next_multiple_of(self.bytes);
         let claimed = Claimed { blocks: Arc::clone(self), id: self.claims().add(start..end) };
         poll_fn(|cx| {
@@ -86,7 +87,7 @@ impl Claims {
         }
     }
 
-    /// Takes a claim out. Returns those to wake who may have waited for it.
+    /// Removes a claim. Returns the wakers of later claims that overlap it.
     fn remove(&mut self, id: u64) -> Vec<Waker> {
         let Some(index) = self.list.iter().position(|claim| claim.id == id) else {
             return Vec::new();

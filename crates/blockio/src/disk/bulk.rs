@@ -1,8 +1,8 @@
-//! Commands that move much data by themselves: a short request has the disk verify, fill or zero a
-//! long range.
+//! Commands that move much data by themselves: a short request makes the disk verify, fill or zero
+//! a long range.
 //!
-//! All commands of this kind that one disk has on an IoThread take turns, a piece at a time. So a
-//! round of the loop does the work of one piece, however many commands there are.
+//! All such commands of one disk on an IoThread take turns, a piece at a time. So a round of the
+//! loop moves 1 MiB, or one larger piece, regardless of the number of commands.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -14,8 +14,8 @@ use super::shared::Shared;
 use super::waiting::{Turn, Turns};
 use crate::io::Io;
 
-/// Bytes that such commands of a disk move in one round of the loop, even where the disk waits for
-/// nothing.
+/// The most bytes that such commands of a disk move in one round of the loop, unless one piece is
+/// larger. Applies even if the disk never waits.
 const ROUND_BYTES: u64 = 1 << 20;
 
 /// The line in which the pieces of a disk wait for their turn.
@@ -30,7 +30,7 @@ pub(super) struct Bulk {
 pub(super) type BulkTurn = Turn<Rc<Turns>>;
 
 impl Bulk {
-    /// The line of a disk on this IoThread, the same for all of its queues.
+    /// The line of a disk on this IoThread, which all of its queues share.
     pub(super) fn of(io: &Io, disk: &Arc<Shared>) -> Rc<Self> {
         let key = Arc::as_ptr(disk).addr();
         io.kept(key).unwrap_or_else(|| {
@@ -40,7 +40,7 @@ impl Bulk {
         })
     }
 
-    /// Waits for the turn of a piece of so many bytes.
+    /// Waits for the turn of a piece of this many bytes.
     pub(super) async fn turn(&self, bytes: u64) -> BulkTurn {
         let turn = Turn::of(Rc::clone(&self.turns));
         poll_fn(|cx| turn.poll(cx)).await;
@@ -55,7 +55,7 @@ impl Bulk {
     }
 }
 
-/// Goes on in the next round.
+/// Continues in the next round.
 async fn next_round() {
     let mut has_waited = false;
     poll_fn(|cx| {
@@ -132,7 +132,7 @@ mod tests {
         assert!(moved.get() > 8 * most, "it shows nothing: {most} of {}", moved.get());
     }
 
-    /// A command that ends after so many pieces.
+    /// A command that ends after this many pieces.
     struct Ends(Cell<u32>);
 
     impl Requester for Ends {
@@ -157,7 +157,7 @@ mod tests {
         }
     }
 
-    /// Even where failed requests are held.
+    /// Failed requests are retried, but not this command.
     #[test]
     fn a_command_ends_at_its_next_piece() {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -176,7 +176,7 @@ mod tests {
             let write = disk.asking(&ends).write_piece(0, Buffers::aligned(4096, 4096));
             let (error, rest) = thread.block_on(write).unwrap().unwrap_err().into_parts();
             assert!(is_busy(error) && rest.bytes() == 4096);
-            // The next one has its turn.
+            // The next command gets its turn.
             let part = disk.read_part(0, MIB);
             assert!(thread.block_on(part).unwrap().is_ok_and(|part| !part.is_empty()));
         }

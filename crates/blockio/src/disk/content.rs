@@ -1,4 +1,4 @@
-//! Content of a disk, as far as it is looked at, and warnings about it.
+//! Probes the content of a disk for image formats, and warns about it.
 
 use super::foreign::{BYTES, format_of, format_of_file, warning};
 use super::{DiskSource, SourceKind};
@@ -6,8 +6,8 @@ use crate::config::IoThreadConfig;
 use crate::io_thread::IoThread;
 
 impl DiskSource {
-    /// Format of an image whose header the disk has at its front. `None`: there is no such header,
-    /// it cannot be read, or the disk is not in a local file or device.
+    /// The format of the image header that the disk has. `None` if there is none, it cannot be
+    /// read, or the disk is not in a local file or device.
     #[must_use]
     pub fn foreign_format(&self) -> Option<&'static str> {
         match &self.kind {
@@ -32,16 +32,16 @@ impl DiskSource {
         format_of(&read(0)?, &read(size - block).unwrap_or_default())
     }
 
-    /// Notes that the disk is used without a format, and that its [header](Self::foreign_format)
-    /// is that of an image, if it is. The warning is given from then on.
+    /// Marks the disk as used without a format. If it has the [header](Self::foreign_format) of an
+    /// image, [`warning`](Self::warning) reports that from then on.
     pub fn look_for_format(&self) {
         if let Some(format) = self.foreign_format() {
             self.shared.set_foreign_format(format);
         }
     }
 
-    /// Something about the content of the disk that its owner should know, and which does not keep
-    /// it from being served.
+    /// A warning about the content of the disk, for its owner. The disk can be served in spite of
+    /// it.
     #[must_use]
     pub fn warning(&self) -> Option<String> {
         let of_kind = match &self.kind {

@@ -1,4 +1,4 @@
-//! A kind of disk for tests: its content is another thread's, which may be out of reach.
+//! A kind of disk for tests: its content belongs to another thread, which may be out of reach.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,16 +19,16 @@ use crate::error::Error;
 use crate::foreign_op::ForeignCompleter;
 use crate::io::Io;
 
-/// The other end, and how it is reached.
+/// A handle on the thread with the content: the remote end.
 #[derive(Clone)]
 pub(crate) struct Elsewhere(Arc<Handle>);
 
-/// Ends the thread when nobody has the disk any more.
+/// Ends the thread when the disk has no users left.
 struct Handle(Arc<End>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // A test that has failed may have left the lock poisoned: the thread ends in any case.
+        // A failed test may have poisoned the lock: the thread ends in any case.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner).is_over = true;
         self.0.changed.notify_all();
     }
@@ -37,11 +37,11 @@ impl Drop for Handle {
 struct End {
     state: Mutex<State>,
     changed: Condvar,
-    /// The size that the other end has told.
+    /// The size that the remote end has announced.
     size_bytes: AtomicU64,
-    /// Its size is its own affair.
+    /// True if users of the disk cannot change its size.
     has_own_size: bool,
-    /// Nobody else writes to it, as if it were a file that is locked.
+    /// True if no other program writes to it, as if it were a locked file.
     #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "images ask"))]
     is_held_alone: bool,
 }
@@ -59,21 +59,21 @@ struct State {
     content: Vec<u8>,
     jobs: VecDeque<(Job, ForeignCompleter)>,
     away_since: Option<Instant>,
-    /// It does not answer, which nobody has noticed.
+    /// True if it does not answer and does not count as away.
     is_silent: bool,
     was_given_up: bool,
     is_over: bool,
     journal: Vec<Event>,
-    /// Zero: no change fails.
+    /// Makes one in this many changes fail; 0 for none.
     one_fails_in: u64,
     random: u64,
-    /// How often it was asked for its size, and which of these answers is kept back.
+    /// The number of queries for the size, and the number of the query with a delayed answer.
     asked: usize,
     kept_back: usize,
 }
 
 impl State {
-    /// Does something, unless it is made to fail.
+    /// Makes a change, unless it is chosen to fail.
     fn try_to(&mut self, change: impl FnOnce(&mut Self)) -> io::Result<()> {
         self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         if self.one_fails_in > 0 && (self.random >> 33).is_multiple_of(self.one_fails_in) {
@@ -86,14 +86,14 @@ impl State {
 
 type Job = Box<dyn FnOnce(&mut State) -> io::Result<()> + Send>;
 
-/// What has reached the other end, in this order.
+/// A change that has reached the remote end.
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
-    /// Bytes, zeroes and what was discarded among them.
+    /// Bytes, also for zeroes and discards.
     Write(u64, Vec<u8>),
-    /// All that came before is stable.
+    /// Everything before is stable.
     Flush,
-    /// The write before this is.
+    /// The write before is stable.
     Stable,
 }
 
@@ -102,12 +102,12 @@ impl Elsewhere {
         Self::start(content, false, false)
     }
 
-    /// One whose size its users cannot change.
+    /// A disk with a size that its users cannot change.
     pub(crate) fn of_fixed_size(content: &[u8]) -> Self {
         Self::start(content, true, false)
     }
 
-    /// One that nobody else writes to.
+    /// A disk to which no other program writes.
     #[cfg(feature = "qcow2")]
     pub(crate) fn held_alone(content: &[u8]) -> Self {
         Self::start(content, false, true)
@@ -148,7 +148,7 @@ impl Elsewhere {
         self.0.0.changed.notify_all();
     }
 
-    /// What has happened to the content since it was made.
+    /// All changes of the content since it was made.
     pub(crate) fn journal(&self) -> Vec<Event> {
         self.state().journal.clone()
     }
@@ -162,7 +162,7 @@ impl Elsewhere {
         self.state().journal.len()
     }
 
-    /// Has one in so many writes and flushes fail. Zero: none.
+    /// Makes one in this many writes and flushes fail; 0 for none.
     pub(crate) fn have_some_fail(&self, one_fails_in: u64) {
         self.change(|state| state.one_fails_in = one_fails_in);
     }
@@ -176,13 +176,13 @@ impl Elsewhere {
         self.change(|state| state.is_silent = is_silent);
     }
 
-    /// Whether something is asked for that has no answer.
+    /// Returns true if a request is unanswered.
     #[cfg(feature = "qcow2")]
     pub(crate) fn is_asked(&self) -> bool {
         !self.state().jobs.is_empty()
     }
 
-    /// Has the answer wait with which somebody is told the size for the time of this number.
+    /// Delays the answer to the `number`-th query for the size.
     pub(crate) fn keep_back(&self, number: usize) {
         self.change(|state| state.kept_back = number);
     }
@@ -195,13 +195,13 @@ impl Elsewhere {
         self.state().asked
     }
 
-    /// The other end has another size, and says so.
+    /// Changes the size of the content, and announces it.
     pub(crate) fn tell_size(&self, size_bytes: u64) {
         self.have_size(size_bytes);
         self.0.0.tell_size(&self.state());
     }
 
-    /// The other end has another size, which it tells when it is asked.
+    /// Changes the size of the content, which is announced only in answer to a query.
     pub(crate) fn have_size(&self, size_bytes: u64) {
         self.change(|state| state.content.resize(usize::try_from(size_bytes).unwrap(), 0));
     }
@@ -322,7 +322,7 @@ struct ElsewhereDisk {
 }
 
 impl ElsewhereDisk {
-    /// Has the other thread change the content.
+    /// Writes to the content, on its thread.
     async fn put(&self, offset: u64, data: Vec<u8>, fua: bool) -> io::Result<()> {
         let range = range(offset, data.len() as u64);
         self.have(move |state| {
@@ -338,7 +338,7 @@ impl ElsewhereDisk {
         .await
     }
 
-    /// Has the other thread do something.
+    /// Runs `job` on the thread of the content.
     async fn have(
         &self,
         job: impl FnOnce(&mut State) -> io::Result<()> + Send + 'static,

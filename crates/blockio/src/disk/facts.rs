@@ -1,4 +1,4 @@
-//! What is known about a disk that is open, whatever its kind.
+//! Properties of an open disk, of any kind.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use crate::io::Io;
 use crate::op::OpenFile;
 
 impl DiskSource {
-    /// What the disk is like now.
+    /// The properties of the disk, with its present size.
     #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.shared.info(&self.info)
     }
 
-    /// What the disk can do, unless it is read-only.
+    /// The abilities of the disk, unless it is read-only.
     #[must_use]
     pub fn abilities(&self) -> Abilities {
         match &self.kind {
@@ -35,7 +35,7 @@ impl DiskSource {
         }
     }
 
-    /// What the disk is made of: itself first, then what it lies on.
+    /// The layers of the disk: the disk itself first, then the disks below.
     #[must_use]
     pub fn chain(&self) -> Vec<Link> {
         match &self.kind {
@@ -45,33 +45,34 @@ impl DiskSource {
         }
     }
 
-    /// The same in words.
+    /// The [`chain`](Self::chain) as text.
     #[must_use]
     pub fn chain_text(&self) -> String {
         let links: Vec<String> = self.chain().iter().map(ToString::to_string).collect();
         links.join(", ")
     }
 
-    /// Why the disk cannot be used, or what lies on it: `what`, as in "a part of ".
+    /// The error for a disk that cannot be used, or for a layer on it, which `what` names, as in "a
+    /// part of ".
     pub(super) fn refused(&self, what: &str, reason: &str) -> Error {
-        // It may have texts of a header in it, which is anybody's.
+        // The reason may contain text of a header, which is untrusted.
         let is_shown = |character: &char| !character.is_control();
         let reason = reason.chars().filter(is_shown).collect();
         Error::Disk { disk: format!("{what}{}", self.chain_text()), reason }
     }
 
-    /// The format of the disk's content on what it lies on.
+    /// The format in which the disk's content is stored below: `luks`, `qcow2` or `raw`.
     #[must_use]
     pub fn format(&self) -> &'static str {
-        // A part of something has its format.
+        // A part of a disk has the format of that disk.
         match self.chain().iter().map(|link| link.kind).find(|kind| *kind != "raw") {
             Some(kind @ ("luks" | "qcow2")) => kind,
             _ => "raw",
         }
     }
 
-    /// What sees from outside how large the disk could be. `None`: that never changes without a
-    /// call of [`set_size`](Self::set_size).
+    /// A probe from outside of the possible size of the disk. `None` if that never changes without
+    /// a call of [`set_size`](Self::set_size).
     #[must_use]
     pub fn outside(&self) -> Option<Arc<Outside>> {
         match &self.kind {
@@ -81,7 +82,7 @@ impl DiskSource {
         }
     }
 
-    /// How the disk is doing, as its IoThreads have found it lately.
+    /// The state of the disk, as its IoThreads have found it lately.
     #[must_use]
     pub fn state(&self) -> DiskState {
         let state = match &self.kind {
@@ -95,7 +96,7 @@ impl DiskSource {
         }
     }
 
-    /// How many requests have waited so far because the disk had failed them, and the errno of the
+    /// The number of requests so far that waited because the disk failed them, and the errno of the
     /// last.
     #[must_use]
     pub fn troubles(&self) -> (u64, Option<i32>) {
@@ -103,7 +104,7 @@ impl DiskSource {
     }
 
     /// [Held](DiskState::Held) or [retried](DiskState::Retried) if requests wait now because the
-    /// disk has failed them, whatever its [state](Self::state) is besides.
+    /// disk failed them, regardless of its [state](Self::state).
     #[must_use]
     pub fn failed_waiting(&self) -> Option<DiskState> {
         Some(match self.shared.troubles.now()? {
@@ -112,70 +113,70 @@ impl DiskSource {
         })
     }
 
-    /// What requests may do at most.
+    /// The limits of requests.
     #[must_use]
     pub fn limits(&self) -> Limits {
         self.shared.limits()
     }
 
-    /// Has requests wait so that they keep to these limits, on all IoThreads, those included that
-    /// wait already. Flushes are not limited; zeroes are writes of all their bytes, and discards of
-    /// none.
+    /// Makes requests wait for these limits on all IoThreads, including requests that wait already.
+    /// Flushes are not limited; zeroes are writes of all their bytes, and discards of none.
     ///
     /// # Errors
     ///
-    /// When they [mean nothing](Limits::check).
+    /// If they are [invalid](Limits::check).
     pub fn set_limits(&self, limits: &Limits) -> Result<(), Error> {
         limits.check()?;
         self.shared.set_limits(*limits);
         Ok(())
     }
 
-    /// As [`LimitGroup::debts`], for the limits of the disk itself.
+    /// Like [`LimitGroup::debts`], for the limits of the disk itself.
     #[must_use]
     pub fn debts(&self) -> Vec<u64> {
         self.shared.debts()
     }
 
-    /// As [`LimitGroup::owe`], for the limits of the disk itself.
+    /// Like [`LimitGroup::owe`], for the limits of the disk itself.
     pub fn owe(&self, debts: &[u64]) {
         self.shared.owe(debts);
     }
 
-    /// Has the disk keep to the limits of a group, too.
+    /// Makes the disk a member of this group alone: its limits then apply, too.
     pub fn join(&self, group: Option<&LimitGroup>) {
         join(&self.shared, group);
     }
 
-    /// The group that it [is in](Self::join).
+    /// The group that the disk [joined](Self::join).
     #[must_use]
     pub fn group(&self) -> Option<LimitGroup> {
         self.shared.group()
     }
 
-    /// What becomes of requests that fail, from now on.
+    /// Sets the treatment of failed requests, from now on.
     pub fn set_error_policy(&self, policy: ErrorPolicy) {
         self.shared.set_errors(policy);
     }
 
-    /// Tries those requests again at once that wait because the disk has failed them.
+    /// Retries the requests at once that wait because the disk failed them.
     pub fn resume(&self) {
         self.shared.resume();
     }
 
-    /// Since when the disk has not answered: an operation of the kernel for 5 seconds or more, or
-    /// the other end of a disk that is not local, as its IoThreads have found it lately.
+    /// The time at which the disk ceased to answer, as its IoThreads have found it lately: an
+    /// operation of the kernel for 5 seconds or more, or the remote end of a disk that is not
+    /// local.
     #[must_use]
     pub fn late_since(&self) -> Option<Instant> {
         match self.state() {
             DiskState::Late(since) | DiskState::Away(since) => Some(since),
-            // It may be late besides.
+            // A lost disk may be late, too.
             DiskState::Lost => self.local()?.file.late_since(),
             DiskState::Ready | DiskState::Held(_) | DiskState::Retried(_) => None,
         }
     }
 
-    /// Since when it is in this state, where that is known.
+    /// The time at which the present state began, if known.
     #[must_use]
     pub fn state_since(&self) -> Option<Instant> {
         match self.state() {
@@ -184,8 +185,7 @@ impl DiskSource {
         }
     }
 
-    /// One line on what only this kind of disk can say about its state, such as how many
-    /// connections it has.
+    /// A line about the state that only this kind of disk has, such as its number of connections.
     #[must_use]
     pub fn remark(&self) -> Option<String> {
         match &self.kind {
@@ -194,10 +194,12 @@ impl DiskSource {
         }
     }
 
-    /// Has all requests fail that wait for the other end of a disk that is not local, and all that
-    /// come, if it is away, or as soon as it is. What one has begun that answers goes on.
-    /// Operations of the kernel cannot be taken back: those of a file go on. This is the end of the
-    /// disk, for all clones of it; others that have opened it are not affected.
+    /// Ends the use of the disk, for all clones of it. Disks that were opened separately are not
+    /// affected.
+    ///
+    /// Requests that wait for the remote end of a disk that is not local fail, and so do later
+    /// ones, as soon as that end is away. While it answers, requests continue. Operations of the
+    /// kernel cannot be cancelled: those of a file continue.
     pub fn give_up(&self) {
         self.shared.give_up();
         if let SourceKind::Other(source) = &self.kind {
@@ -205,14 +207,14 @@ impl DiskSource {
         }
     }
 
-    /// Whether it was [given up](Self::give_up).
+    /// Returns true if the disk was [given up](Self::give_up).
     #[cfg(feature = "qcow2")]
     pub(super) fn is_given_up(&self) -> bool {
         self.shared.is_given_up()
     }
 
-    /// Whether [`write_back`](Self::write_back) has anything to do. An open file goes over to
-    /// another process as it is.
+    /// Returns true if [`write_back`](Self::write_back) has anything to do. An open file is passed
+    /// to another process as it is.
     #[must_use]
     pub fn is_written_back(&self) -> bool {
         match &self.kind {
@@ -221,14 +223,13 @@ impl DiskSource {
         }
     }
 
-    /// Another process is to go on with the disk, which it has opened: what answered requests have
-    /// left in a cache of this process is written to where that one sees it, and images are left as
-    /// if they were closed. No request is in progress. It may wait for the other end of a disk that
-    /// is not local.
+    /// Writes data of answered requests from caches of this process, and leaves images as if
+    /// closed, for another process that has opened the disk and takes over. No request may be in
+    /// progress. May wait for the remote end of a disk that is not local.
     ///
     /// # Errors
     ///
-    /// When it cannot be written.
+    /// If the data cannot be written.
     pub fn write_back(&self) -> Result<(), Error> {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => Ok(()),
@@ -236,9 +237,9 @@ impl DiskSource {
         }
     }
 
-    /// Another process goes on with the disk, which it has opened. What keeps it away from the
-    /// other end of a disk that is not local is released; no request is in progress here. It may
-    /// wait for that end. Requests that come after all acquire it again.
+    /// Releases the lock on a disk that is not local, for another process that has opened it and
+    /// takes over. No request may be in progress. May wait for the remote end. Later requests
+    /// acquire the lock again.
     pub fn leave(&self) {
         if let SourceKind::Other(source) = &self.kind {
             source.leave();
@@ -250,13 +251,13 @@ impl DiskSource {
     pub fn loss(&self) -> Option<i32> {
         match self.open_file() {
             Some(file) => file.loss().check().err()?.raw_os_error(),
-            // Whatever the other end has lost, it did not say so.
+            // A remote end reports no errno.
             None => (self.state() == DiskState::Lost).then_some(libc::EIO),
         }
     }
 
-    /// Whether all changes that were answered are known to be on stable storage, while no request
-    /// runs. A file does not need to know: what the kernel has yet to report comes with it.
+    /// Returns true if all answered changes are known to be on stable storage, while no request
+    /// runs. False for a file, which need not know: pending reports of the kernel come with it.
     #[must_use]
     pub fn is_flushed(&self) -> bool {
         match &self.kind {
@@ -265,8 +266,8 @@ impl DiskSource {
         }
     }
 
-    /// Whether changes that nobody waits for any more may still be made, by a server that was given
-    /// up on. Another process would not know that its own have to wait for these.
+    /// Returns true if abandoned changes may still be made, by a server that was given up on.
+    /// Another process would not know that its own changes have to wait for them.
     #[must_use]
     pub fn may_still_change(&self) -> bool {
         match &self.kind {
@@ -275,29 +276,29 @@ impl DiskSource {
         }
     }
 
-    /// Another process has handed the disk over. What it has written may not be flushed, unless it
-    /// [knew](Self::is_flushed) that it is, and data may be lost if it has learnt of such a `loss`,
+    /// Takes the disk over from another process. Its writes may not be flushed, unless it
+    /// [knew](Self::is_flushed) that they are. Data may be lost if that process knew of a `loss`,
     /// an errno.
     pub fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
         match (self.open_file(), &self.kind) {
-            // What the kernel has yet to report comes with the file.
+            // Pending reports of the kernel come with the file.
             (Some(file), _) => loss.into_iter().for_each(|errno| file.loss().inherit(errno)),
             (None, SourceKind::Other(source)) => source.inherit(loss, is_flushed),
             (None, SourceKind::File(_) | SourceKind::Null) => {}
         }
     }
 
-    /// The open file that is written to, to be [handed over](Self::handed_over) to another process.
-    /// `None`: it has none, and the other process opens the disk by itself.
+    /// The open file under the disk, to be [handed over](Self::handed_over) to another process.
+    /// `None` if it has none: that process opens the disk by itself.
     #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.open_file().map(AsFd::as_fd)
     }
 
-    /// A text that is the same whenever this disk is opened, and another one for another disk: the
-    /// id of the file system and the number of the file in it, or what a block device says of
-    /// itself. It may name files. Empty for a null disk. Where the file system has no id of its
-    /// own (XFS before Linux 6.9, NFS, FAT), it has the number of its device, which may change.
+    /// A text that is the same whenever this disk is opened, and differs for another disk: the id
+    /// of the file system and the inode, or the id that a block device reports. May contain names
+    /// of files. Empty for a null disk. Where the file system has no id of its own (XFS before
+    /// Linux 6.9, NFS, FAT), it contains the number of its device, which may change.
     #[must_use]
     pub fn identity(&self) -> &str {
         match &self.kind {
@@ -307,7 +308,7 @@ impl DiskSource {
         }
     }
 
-    /// Which bytes of which disk it is made of.
+    /// The bytes of the bottom disk that make up this disk.
     #[must_use]
     pub fn place(&self) -> Place {
         let part = match &self.kind {
@@ -319,16 +320,16 @@ impl DiskSource {
         part.unwrap_or_else(whole)
     }
 
-    /// Whether the kernel says that its medium rotates, so that requests cost the less the nearer
-    /// they are.
+    /// Returns true if the kernel reports a rotating medium, on which requests cost the less the
+    /// nearer they are.
     #[must_use]
     pub fn is_rotational(&self) -> bool {
         self.local().is_some_and(|source| source.is_rotational)
     }
 
-    /// The unit in which space is given back by a discard, in bytes: what is smaller, or is not
-    /// aligned to it, stays. A multiple of the logical block. `None` if the kernel says that the
-    /// device never gives any back.
+    /// The unit in which discards give space back, in bytes. Smaller or misaligned parts keep their
+    /// space. A multiple of the logical block. `None` if the kernel reports that the device never
+    /// gives space back.
     #[must_use]
     pub fn discard_bytes(&self) -> Option<u32> {
         match &self.kind {
@@ -338,9 +339,8 @@ impl DiskSource {
         }
     }
 
-    /// How many bytes are best read and written at once, beginning at a multiple of it: those that
-    /// lie together where the disk has them. A multiple of the physical block. `None`: nothing is
-    /// known.
+    /// The best length and alignment of reads and writes, in bytes: the disk stores this many
+    /// together. A multiple of the physical block. `None` if unknown.
     #[must_use]
     pub fn optimal_bytes(&self) -> Option<u32> {
         match &self.kind {
@@ -349,8 +349,8 @@ impl DiskSource {
         }
     }
 
-    /// Whether nobody else writes to it, as locks of its file say, which are really had, or the
-    /// claim of its block device. Another end may have other users.
+    /// Returns true if no other program writes to the disk: its file is in fact locked, or its
+    /// block device claimed. A remote end may have other users.
     #[cfg(feature = "qcow2")]
     pub(super) fn is_held_alone(&self) -> bool {
         match &self.kind {
@@ -360,13 +360,13 @@ impl DiskSource {
         }
     }
 
-    /// Whether operations on a file or a block device are made for it, by an engine.
+    /// Returns true if an engine makes operations on a file or a block device for the disk.
     #[must_use]
     pub fn has_engine(&self) -> bool {
         self.local().is_some()
     }
 
-    /// Whether it can be [given a size](Self::set_size) by a thread that must not wait.
+    /// Returns true if a thread that must not wait can [set the size](Self::set_size).
     pub(super) fn sets_size_at_once(&self) -> bool {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => true,
@@ -374,19 +374,19 @@ impl DiskSource {
         }
     }
 
-    /// The engine that it prefers, and why.
+    /// The preferred engine, and the reason.
     #[must_use]
     pub fn preference(&self) -> Option<(EngineKind, &str)> {
         self.engine.as_ref().map(|(engine, reason)| (*engine, &**reason))
     }
 
-    /// The engine that it [is to use](Self::prefer_engine).
+    /// The engine that is [preferred](Self::prefer_engine).
     #[must_use]
     pub fn preferred_engine(&self) -> Option<EngineKind> {
         self.preference().map(|(engine, _)| engine)
     }
 
-    /// The engine that the disk has on `io`. One without a file [has none](Self::has_engine).
+    /// The engine of the disk on `io`. `None` for a disk [without a file](Self::has_engine).
     #[must_use]
     pub fn engine_on(&self, io: &Io) -> Option<EngineKind> {
         self.has_engine().then(|| io.engine_for(self.preferred_engine()))
@@ -396,7 +396,7 @@ impl DiskSource {
         self.local().map(|source| &*source.file)
     }
 
-    /// Whether it is on a device, and not on a file of a file system.
+    /// Returns true if the disk is on a block device, not in a file of a file system.
     pub(crate) fn is_block_device(&self) -> bool {
         self.local().is_some_and(|source| source.is_block_device)
     }

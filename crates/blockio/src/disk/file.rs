@@ -45,17 +45,17 @@ impl FileSource {
     }
 }
 
-/// A file on one IoThread. What the file system turns out not to support is remembered.
+/// A file on one IoThread. Remembers operations that the file system turns out not to support.
 pub(super) struct FileDisk {
     share: Rc<BounceShare>,
-    /// Before `io`, which looks at its drop whether this was the last that used the file.
+    /// Dropped before `io`, whose drop checks if this was the last user of the file.
     file: FileRef,
     io: Attached,
     is_block_device: bool,
     align: Alignment,
-    /// The end of the file as it was seen last.
+    /// The end of the file as last seen.
     end: Arc<FileEnd>,
-    /// Where requests may be smaller than what direct I/O takes.
+    /// Present if requests may be smaller than the unit of direct I/O.
     blocks: Option<Arc<Blocks>>,
     memory_align: usize,
     request_align: usize,
@@ -91,7 +91,7 @@ impl FileDisk {
         self.file.blocks()
     }
 
-    /// Whether data that was written may be lost, so that flushes fail.
+    /// Returns true if written data may be lost, so that flushes fail.
     pub(super) fn may_have_lost(&self) -> bool {
         self.file.loss().check().is_err()
     }
@@ -109,20 +109,20 @@ impl FileDisk {
         Box::pin(self.finish(OpKind::Read, offset, wanted, completion)).await
     }
 
-    /// True for a size that one op moves.
+    /// Returns true if one op moves this many bytes; false for 0.
     #[inline]
     fn is_one_op(&self, bytes: usize) -> bool {
         bytes.wrapping_sub(1) < self.op_bytes_max
     }
 
-    /// True where the kernel takes the memory and the place of a request as they are.
+    /// Returns true if the kernel takes the memory and the place of a request as they are.
     #[inline]
     fn is_aligned(&self, offset: u64, buffers: &Buffers) -> bool {
         offset & (self.request_align as u64 - 1) == 0
             && buffers.is_aligned(self.memory_align, self.request_align)
     }
 
-    /// Has the blocks of a range for itself, where they may be written in part.
+    /// Claims the blocks of a range, if blocks may be written in part.
     async fn claim(&self, offset: u64, len: u64) -> Option<Rc<Claimed>> {
         match &self.blocks {
             Some(blocks) => Some(Rc::new(blocks.claim(offset, len).await)),
@@ -160,7 +160,7 @@ impl FileDisk {
         settled.map_err(|error| Unfinished::new(error, Buffers::empty()))
     }
 
-    /// Writes a misaligned request, one that needs its blocks to itself, and one of several ops.
+    /// Writes a request that is misaligned, claims its blocks, or takes several ops.
     async fn write_by_way(
         &self,
         kind: OpKind,
@@ -190,7 +190,7 @@ impl FileDisk {
         let loss = self.file.loss();
         loss.check()?;
         self.simple(OpKind::Flush, 0).await?;
-        // Another one that was out at the same time may have heard of a loss.
+        // A flush at the same time may have received the report of a loss.
         if let Some(others) = loss.others() {
             Box::pin(loss.wait_for(others)).await;
         }
@@ -201,7 +201,7 @@ impl FileDisk {
         memory.inspect_err(|_| self.io.stats().bounce.failed.add(1))
     }
 
-    /// Holes of a file. A file system without a notion of them has data only.
+    /// Finds holes of a file. A file system without holes has data only.
     pub(super) async fn block_status(&self, offset: u64, len: u64) -> io::Result<Extent> {
         if !self.knows_holes.get() {
             return Ok(Extent::data(len));
@@ -231,9 +231,8 @@ impl FileDisk {
         }
     }
 
-    /// Moves all bytes of `buffers`, whose memory is aligned: the one home of requests that are
-    /// larger than an op. One op is over before the next begins, so tasks that are ready on the
-    /// loop come between them.
+    /// Moves all bytes of `buffers`, whose memory is aligned: the one home of requests larger than
+    /// an op. One op ends before the next begins, so ready tasks of the loop run between them.
     async fn transfer(
         &self,
         kind: OpKind,
@@ -256,7 +255,7 @@ impl FileDisk {
         self.transfer_piece(kind, offset, buffers).await
     }
 
-    /// Moves all bytes of `buffers`, which are no more than an op may have.
+    /// Moves all bytes of `buffers`, at most as many as an op may have.
     async fn transfer_piece(
         &self,
         mut kind: OpKind,
@@ -264,7 +263,7 @@ impl FileDisk {
         buffers: Buffers,
     ) -> Result<(), Unfinished> {
         if kind == (OpKind::Write { fua: true }) && !self.has_dsync.get() {
-            // An earlier piece has found that out; the caller flushes after the write.
+            // An earlier piece found that out; the caller flushes after the write.
             kind = OpKind::Write { fua: false };
         }
         let wanted = buffers.bytes();
@@ -275,7 +274,7 @@ impl FileDisk {
         self.finish(kind, offset, wanted, completion).await
     }
 
-    /// Continues where an op that should move `wanted` bytes has ended: the one home of short
+    /// Continues after an op that should have moved `wanted` bytes: the one home of short
     /// transfers.
     async fn finish(
         &self,
@@ -294,7 +293,7 @@ impl FileDisk {
                     if kind == OpKind::Read {
                         buffers.wrote(moved);
                     }
-                    // Direct I/O can go on at a multiple of its alignment only.
+                    // Direct I/O can continue only at a multiple of its alignment.
                     let part = moved & !(self.request_align - 1);
                     let usable = if moved == wanted { moved } else { part };
                     if usable == 0 {
@@ -307,7 +306,7 @@ impl FileDisk {
                 Err(error) => {
                     let waits = Retries::are_for(&error);
                     if waits && Box::pin(retries.wait(&self.io)).await {
-                        // Once more.
+                        // Try again.
                     } else if kind == (OpKind::Write { fua: true }) && is_unsupported(&error) {
                         // The caller sees `has_dsync` and flushes after the write.
                         self.has_dsync.set(false);
@@ -325,8 +324,8 @@ impl FileDisk {
         }
     }
 
-    /// The meaning of an op at `offset` that has moved nothing more than `moved` bytes, from which
-    /// direct I/O cannot go on.
+    /// The result of an op at `offset` that moved only `moved` bytes, after which direct I/O cannot
+    /// continue.
     fn nothing_moved(
         &self,
         kind: OpKind,
@@ -337,8 +336,8 @@ impl FileDisk {
         match kind {
             _ if self.is_block_device => Err(behind_the_end()),
             OpKind::Read => {
-                // The file ends here. Zeroes complete a block that it has a part of, and would
-                // be a lie beyond that: the file was cut while in use.
+                // The file ends here. Zeroes complete its last block. Beyond that they would be
+                // wrong: the file was cut while in use.
                 let last_block_end = self.end.of_block(offset + moved as u64);
                 if offset + buffers.bytes() as u64 > last_block_end {
                     return Err(behind_the_end());
@@ -350,14 +349,14 @@ impl FileDisk {
         }
     }
 
-    /// Memory as the kernel takes it, within the budget. `claimed` is given up with it.
+    /// Allocates memory that the kernel takes, within the budget. Dropping it releases `claimed`.
     async fn own_memory(&self, bytes: usize, claimed: Option<Rc<Claimed>>) -> io::Result<Buffers> {
         let permit = self.share.take(bytes).await;
         let align = self.memory_align.max(512);
         self.count_failure(Buffers::uninitialized(bytes, align, (permit, claimed)))
     }
 
-    /// As [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
+    /// Like [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
     pub(super) async fn read_part(&self, offset: u64, len: u64, block: u32) -> io::Result<Buffers> {
         let unit = self.request_align.max(block as usize);
         let most = self.share.piece_bytes(unit);
@@ -371,9 +370,9 @@ impl FileDisk {
         Ok(part)
     }
 
-    /// Moves `buffers` by way of aligned memory, piece by piece, and in whole blocks: what a write
-    /// leaves of them is read first. `claimed` is given up when no piece of a write is in the
-    /// kernel, whoever still waits for it.
+    /// Moves `buffers` through aligned memory, piece by piece and in whole blocks. A write reads
+    /// the rest of its blocks first. `claimed` is released when no piece of a write is in the
+    /// kernel, even if the task is dropped earlier.
     async fn bounce(
         &self,
         kind: OpKind,
@@ -391,7 +390,7 @@ impl FileDisk {
                 Ok(bounce) => bounce,
                 Err(error) => return Err(Unfinished::new(error, buffers)),
             };
-            // The list is used up by the transfer, the memory is not: keep a second list of it.
+            // The transfer uses up its list, but not the memory: keep a second list of it.
             let mut view = bounce.again();
             view.advance(window.lead);
             let mut result = Ok(());
@@ -424,8 +423,8 @@ impl FileDisk {
     }
 }
 
-/// The error of devices for bytes behind their end. A device that has shrunk, or is dead, moves
-/// nothing, and zeroes would be a lie.
+/// The error of devices for bytes behind their end. A device that has shrunk or died moves nothing,
+/// and zeroes would be wrong.
 fn behind_the_end() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }

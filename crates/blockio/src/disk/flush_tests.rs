@@ -6,7 +6,7 @@ use crate::io_thread::IoThread;
 use crate::op::OpKind;
 use std::sync::Arc;
 
-/// A flush of another IoThread has received the report of a loss, which that thread has not seen.
+/// A flush waits for an earlier flush of another IoThread, which may receive the report of a loss.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_flush_waits_for_what_another_one_was_told() {

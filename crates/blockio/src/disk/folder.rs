@@ -1,4 +1,4 @@
-//! Folders beneath which files are opened, whatever changes there in the same moment.
+//! Folders beneath which files are opened, safely even while names change there.
 
 use std::fs::File;
 use std::io;
@@ -9,11 +9,11 @@ use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags, ResolveFlags, open, openat2};
 use rustix::io::Errno;
 
-/// Most looks for a file while names change in the folder.
+/// The most attempts to open a file while names change in the folder.
 const TRIES: usize = 64;
 
-/// A folder that is open. A file [within](super::DiskOptions::within) it is a regular file in it or
-/// in a folder inside, and no link leads out of it.
+/// An open folder. A file [within](super::DiskOptions::within) it is a regular file in it or in a
+/// subfolder, and no link leads out of it.
 #[derive(Debug, Clone)]
 pub struct Folder {
     folder: Arc<OwnedFd>,
@@ -25,7 +25,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// When there is none at `path`, or it cannot be opened.
+    /// If there is none at `path`, or it cannot be opened.
     pub fn open(path: &Path) -> io::Result<Self> {
         let named = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -33,17 +33,17 @@ impl Folder {
         Ok(Self { folder, path: path.to_owned() })
     }
 
-    /// The path of a file in it.
+    /// The path of a file in the folder.
     #[must_use]
     pub fn join(&self, name: &Path) -> PathBuf {
         self.path.join(name)
     }
 
-    /// A file in it that is open as a place only, for a look at it.
+    /// Opens a file in the folder with `O_PATH`, for its metadata only.
     ///
     /// # Errors
     ///
-    /// When there is no such file, or a link leads out of the folder (`EXDEV`).
+    /// If there is no such file, or a link leads out of the folder (`EXDEV`).
     pub fn find(&self, name: &Path) -> io::Result<File> {
         self.open_beneath(name, OFlags::PATH)
     }
@@ -52,7 +52,7 @@ impl Folder {
         let (flags, resolve) = (flags | OFlags::CLOEXEC, ResolveFlags::BENEATH);
         for _ in 1..TRIES {
             match openat2(&*self.folder, name, flags, Mode::empty(), resolve) {
-                // Something was renamed, and the kernel cannot tell whether the name led out.
+                // Something was renamed, and the kernel cannot tell if the name led out.
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 other => return Ok(File::from(other?)),
             }

@@ -1,8 +1,8 @@
-//! Headers of image formats at the front of a disk that is used as it is.
+//! Headers of image formats at the front of a disk that is used without a format.
 //!
-//! Such a disk is probably an image whose format was not named, and a write destroys it. But a user
-//! of the disk can write such a header, too, so no format is taken from the content, and nothing is
-//! refused because of it.
+//! Such a disk is probably an image of a format that was not named, and a write destroys it. But a
+//! user of the disk can write such a header, too. So no format is taken from the content, and no
+//! disk is refused because of it.
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -11,7 +11,7 @@ use std::path::Path;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
-/// Headers, with the byte at which each begins.
+/// Headers, each with its offset in bytes and its format.
 const HEADERS: &[(usize, &[u8], &str)] = &[
     (0, b"QFI\xfb\0\0\0\x01", "qcow"),
     (0, b"QFI\xfb", QCOW2),
@@ -28,11 +28,11 @@ const HEADERS: &[(usize, &[u8], &str)] = &[
 
 const QCOW2: &str = "qcow2";
 
-/// Front of the header of a VHD image. An image of fixed size has it in its last sector alone,
+/// The front of the header of a VHD image. An image of fixed size has it only in its last sector,
 /// which has 511 bytes in some old images.
 const VHD: &[u8] = b"conectix";
 
-/// Bytes that are read at the front and at the end.
+/// The bytes to read at the front and at the end.
 pub(super) const BYTES: usize = 4096;
 
 /// The format of the image that begins with `front` and ends with `end`.
@@ -47,7 +47,7 @@ pub(super) fn format_of(front: &[u8], end: &[u8]) -> Option<&'static str> {
     (footer(512) || footer(511)).then_some("VHD")
 }
 
-/// Advice on an image of a format that is used as a disk without one.
+/// Advice on an image of this format that is used as a disk without a format.
 fn advice(format: &str) -> &'static str {
     match format {
         QCOW2 => "if it is one, name it as qcow2:PATH",
@@ -64,7 +64,7 @@ pub(super) fn warning(format: &str) -> String {
     )
 }
 
-/// The reason why a file of such a size is no disk, if it is an image. `None`: it is none.
+/// The reason why a file of this size is no disk, if it has an image. `None` if it has none.
 pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<String> {
     let format = format_of_file(file)?;
     Some(format!(
@@ -74,7 +74,8 @@ pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<Stri
     ))
 }
 
-/// The reason why a disk is refused that has no qcow2 image, but perhaps one of another `format`.
+/// The reason why a disk without a qcow2 image is refused. It may have an image of another
+/// `format`.
 #[cfg(feature = "qcow2")]
 pub(super) fn not_qcow2(format: Option<&str>) -> String {
     match format {
@@ -88,8 +89,8 @@ pub(super) fn not_qcow2(format: Option<&str>) -> String {
     }
 }
 
-/// The warning about the file or device at `path`, without opening it as a disk. `None`: it has no
-/// such header, or cannot be read.
+/// The warning about the file or device at `path`, which is not opened as a disk. `None` if it has
+/// no such header, or cannot be read.
 #[must_use]
 pub fn format_warning(path: &Path) -> Option<String> {
     let mut options = File::options();
@@ -97,11 +98,11 @@ pub fn format_warning(path: &Path) -> Option<String> {
     format_of_file(&file).map(warning)
 }
 
-/// The format of the image in an open file. `None`: it has none, or cannot be read.
+/// The format of the image in an open file. `None` if it has none, or cannot be read.
 pub(super) fn format_of_file(file: impl AsFd + Copy) -> Option<&'static str> {
     let size = rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).ok()?;
     let mut memory = vec![0; 2 * BYTES];
-    // Direct I/O wants memory that begins at a block.
+    // Direct I/O needs memory that begins at a block.
     let skipped = memory.as_ptr().align_offset(BYTES).min(BYTES);
     let block = &mut memory[skipped..skipped + BYTES];
     let front = read(file, block, 0)?.to_vec();

@@ -1,8 +1,8 @@
-//! Where requests wait before they begin, because of limits, and after they have failed.
+//! The wait of requests for limits before they begin, and for a retry after they have failed.
 //!
-//! A queue has a disk of its own, and this with it. Of its reads one waits for the limits at a
-//! time, and of its writes; others wait behind it. So queues have their turns one after the other,
-//! however many requests each has. The same is so for the disks of a group.
+//! Each queue has a disk of its own, and that disk a gate. At most one read and one write of a
+//! queue wait for the limits at a time; further ones wait behind them. So queues take turns,
+//! regardless of their numbers of requests. The same holds for the disks of a group.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -20,48 +20,49 @@ use super::waiting::{Turn, Turns};
 use crate::clock;
 use crate::io::Io;
 
-/// The most of a transfer that a queue finishes when it stops and may leave the rest.
+/// The most bytes of a transfer that a stopping queue finishes if it may leave the rest.
 pub(super) const STEP_BYTES: usize = 4 << 20;
 
-/// The most of a transfer that a stopping queue finishes without a region to leave the rest in.
+/// The most bytes of a transfer that a stopping queue finishes without a region to leave the rest
+/// in.
 pub(super) const REST_BYTES: usize = 64 << 20;
 
-/// Whoever makes a request, and is asked about it while it waits here. Nothing of it is in progress
-/// then.
+/// The maker of a request, which is consulted while the request waits. Nothing of the request is in
+/// progress then.
 pub trait Requester {
-    /// It waits from now on.
+    /// Called when the request begins to wait.
     fn waits(&self);
 
-    /// Whether it is to be done at all. Asked before it waits, and whenever it is
-    /// [looked at](super::Disk::look_at_waiting).
+    /// Checks that the request is still to be done. Called before it waits, and for each
+    /// [`look_at_waiting`](super::Disk::look_at_waiting).
     ///
     /// # Errors
     ///
-    /// What it ends with.
+    /// The error that the request ends with.
     fn check(&self) -> io::Result<()>;
 
-    /// It waits here no more, and does what a request does that begins. What has changed since it
-    /// began is looked at again.
+    /// Called when the wait ends: repeats the checks made at the start of a request, since things
+    /// may have changed.
     ///
     /// # Errors
     ///
-    /// What it ends with.
+    /// The error that the request ends with.
     fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
 
-    /// It waits here no more, and ends.
+    /// Called when the request ends while it waits.
     fn ends(&self);
 
-    /// Whether another piece of a command that moves much data is to be moved: asked when the turn
-    /// of that piece has come.
+    /// Checks that a command that moves much data is to move another piece. Called at the turn of
+    /// that piece.
     ///
     /// # Errors
     ///
-    /// The error that the command ends with. No other try follows.
+    /// The error that the command ends with. It is not retried.
     fn check_piece(&self) -> io::Result<()> {
         self.check()
     }
 
-    /// Refuses the rest of a long transfer when its queue stops. Asked between two steps.
+    /// Refuses the rest of a long transfer when its queue stops. Called between two steps.
     ///
     /// # Errors
     ///
@@ -70,13 +71,14 @@ pub trait Requester {
         Ok(())
     }
 
-    /// Its requests wait for no limits, since it has [passed](super::Requests::pass_limits) them.
+    /// Returns true if requests do not wait for limits, since they
+    /// [passed](super::Requests::pass_limits) them.
     fn is_past_limits(&self) -> bool {
         false
     }
 }
 
-/// One that has nothing to say.
+/// A requester that refuses nothing.
 pub(super) struct Anybody;
 
 impl Requester for Anybody {
@@ -93,7 +95,7 @@ impl Requester for Anybody {
     fn ends(&self) {}
 }
 
-/// A request at the gate, which waits or does not yet.
+/// A request at the gate, which may be waiting.
 struct Place<'a> {
     requester: &'a dyn Requester,
     waits: Cell<bool>,
@@ -123,18 +125,18 @@ impl Drop for Place<'_> {
     }
 }
 
-/// How requests of a queue wait at their disk, for limits and for another try.
+/// The treatment of requests of a queue that would wait, for limits or for a retry.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Waits {
-    /// As its limits and its error policy say.
+    /// By the limits and the error policy.
     #[default]
     Usual,
-    /// Not for limits. For a queue that stops and will go on.
+    /// No wait for limits. For a queue that stops and will continue.
     ForTries,
-    /// Not at all: errors are reported, whatever the policy. For a queue that stops for good.
+    /// No wait: errors are reported, regardless of the policy. For a queue that stops for good.
     Never,
-    /// Those that wait, or come to that, go on when this has changed. For a queue that stops and
-    /// leaves them to whoever serves it next.
+    /// Requests that wait or would wait are kept until this changes. For a queue that stops and
+    /// leaves them to its next server.
     UntilLater,
 }
 
@@ -142,13 +144,14 @@ pub enum Waits {
 pub(super) struct Gate {
     io: Rc<Io>,
     shared: Arc<Shared>,
-    /// The rules as they were lately.
+    /// A recent copy of the rules, with its generation.
     rules: RefCell<(u64, Arc<Rules>)>,
     turns: [Turns; 2],
     waits: Cell<Waits>,
 }
 
-/// What a request has taken of limits, and gives back unless it begins.
+/// The share of limits that a request has taken. Dropping it gives the share back, unless the
+/// request has begun.
 struct Taken {
     buckets: Arc<Buckets>,
     direction: Direction,
@@ -197,7 +200,7 @@ impl Gate {
         self.waits.get()
     }
 
-    /// Whether the queue stops, and leaves no request to the next process.
+    /// Returns true if the queue stops, and leaves no request to the next process.
     pub(super) fn finishes(&self) -> bool {
         matches!(self.waits.get(), Waits::ForTries | Waits::Never)
     }
@@ -213,7 +216,7 @@ impl Gate {
         self.rules.borrow().clone()
     }
 
-    /// Whether a request that fails could be tried again.
+    /// Returns true if a failed request could be retried.
     pub(super) fn may_try_again(&self, direction: Direction) -> bool {
         self.action(&self.rules().1, direction) != ErrorAction::Report
     }
@@ -226,8 +229,8 @@ impl Gate {
         }
     }
 
-    /// Waits until limits let a request begin, or charges them for one that does not wait. An
-    /// error: it is not to be done any more.
+    /// Waits until limits let a request begin, or charges them for one that does not wait. Fails if
+    /// the request is not to be done any longer.
     pub(super) async fn pass(
         &self,
         requester: &dyn Requester,
@@ -245,8 +248,8 @@ impl Gate {
         place.go_on(direction).await
     }
 
-    /// Waits for its turn and its part of the limits. False: the gate was shut before, and it holds
-    /// up nobody.
+    /// Waits for the turn of a request and its share of the limits. Returns false if the gate was
+    /// shut first: then it holds up no other request.
     async fn take_turn(
         &self,
         place: &Place<'_>,
@@ -269,8 +272,8 @@ impl Gate {
         Ok(true)
     }
 
-    /// Takes its part of these limits, and waits for it. One that does not wait takes it, too: what
-    /// comes after it waits the longer, so that nobody has more for stopping queues.
+    /// Takes the share of these limits, and waits for it. A request that does not wait takes it,
+    /// too, so later ones wait longer: stopping queues gain nothing.
     async fn take(
         &self,
         place: &Place<'_>,
@@ -282,11 +285,11 @@ impl Gate {
         loop {
             let (generation, rules) = self.rules();
             let meant = which(&rules);
-            // The other disks of a group do not wait for one that has left it.
+            // The disks that stay in a group do not wait for one that has left it.
             taken
                 .take_if(|taken| !meant.as_ref().is_some_and(|it| Arc::ptr_eq(it, &taken.buckets)));
             let Some(buckets) = meant else { break };
-            // Or something else has changed.
+            // The share is kept if something else has changed.
             let begins = taken.get_or_insert_with(|| Taken::of(buckets, direction, bytes)).begins;
             let is_waited_for = || self.waits.get() == Waits::Usual;
             let changed = || self.shared.generation() != generation || !is_waited_for();
@@ -297,8 +300,8 @@ impl Gate {
         Ok(taken)
     }
 
-    /// A request has failed. Waits until it is to be tried again; false: it is to be reported. An
-    /// error is reported instead.
+    /// Waits until a failed request is to be retried. Returns false if `error` is to be reported.
+    /// Fails with an error to report instead.
     pub(super) async fn tries_again(
         &self,
         requester: &dyn Requester,
@@ -325,7 +328,7 @@ impl Gate {
         Ok(true)
     }
 
-    /// Waits until `when`, or until something has changed. Returns whether it is that late.
+    /// Waits until `when`, or until something has `changed`. Returns true if `when` has come.
     async fn wait_until(
         &self,
         place: &Place<'_>,
@@ -349,7 +352,7 @@ impl Gate {
     ///
     /// # Errors
     ///
-    /// What the requester says meanwhile.
+    /// The error with which the requester ends the request.
     pub(super) async fn rest(
         &self,
         requester: &dyn Requester,
@@ -365,12 +368,12 @@ impl Gate {
         self.wait(place, |_| !self.is_shut()).await
     }
 
-    /// Waits for a turn, unless nobody waits for limits.
+    /// Waits for a turn, unless requests do not wait for limits.
     async fn wait_for(&self, place: &Place<'_>, turn: &Turn<&Turns>) -> io::Result<()> {
         self.wait(place, |cx| self.waits.get() != Waits::Usual || turn.poll(cx).is_ready()).await
     }
 
-    /// Waits until `is_over`, which is looked at after each ring of the bell.
+    /// Waits until `is_over`, which is checked after each ring of the bell.
     async fn wait(
         &self,
         place: &Place<'_>,

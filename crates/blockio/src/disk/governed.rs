@@ -1,5 +1,5 @@
-//! Requests that do not go straight to a file: that have to wait for limits, that have failed, that
-//! are refused, or whose disk is of another kind.
+//! Requests that do not go straight to a file: they wait for limits, have failed, are refused, or
+//! are for a disk of another kind.
 
 use std::future::{Future, ready};
 use std::io;
@@ -18,41 +18,42 @@ use super::{Disk, Kind, Requests};
 const STEP_UNIT: usize = 64 << 10;
 
 impl Disk {
-    /// How requests wait from now on. It may be taken back.
+    /// Sets the treatment of requests that would wait, from now on. May be reverted.
     pub fn set_waits(&self, waits: Waits) {
         self.gate.set_waits(waits);
     }
 
-    /// Whether their queue stops, however they wait then.
+    /// Returns true if the queue of the disk stops, whether its requests wait or not.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
         self.gate.waits() != Waits::Usual
     }
 
-    /// Whether they do not, since their queue stops.
+    /// Returns true if the queue of the disk stops, and its requests do not wait.
     #[must_use]
     pub fn is_ending(&self) -> bool {
         self.gate.waits() == Waits::Never
     }
 
-    /// Has all those [asked](super::Requester::check) who wait for limits or another try.
+    /// Makes all requests that wait for limits or a retry [check](super::Requester::check) if they
+    /// are still to be done.
     pub fn look_at_waiting(&self) {
         self.shared.bell.ring();
     }
 }
 
 impl<'a> Requests<'a> {
-    /// Waits until limits let a request of so many bytes begin. Its requester is
+    /// Waits until limits let a request of this many bytes begin. Its requester is
     /// [past](super::Requester::is_past_limits) them then.
     ///
     /// # Errors
     ///
-    /// What the requester says while this waits.
+    /// The error with which the requester ends the request.
     pub async fn pass_limits(self, direction: Direction, bytes: u64) -> io::Result<()> {
         self.disk.gate.pass(self.requester, direction, bytes).await
     }
 
-    /// A read that does not go straight to a file: out of the way of all others.
+    /// Reads on the slow path. Not inlined, so that the straight path stays short.
     #[cold]
     #[inline(never)]
     pub(super) fn read_otherwise(
@@ -93,7 +94,7 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// As [`read_otherwise`](Self::read_otherwise).
+    /// Writes on the slow path, like [`read_otherwise`](Self::read_otherwise).
     #[cold]
     #[inline(never)]
     pub(super) fn write_otherwise(
@@ -133,9 +134,9 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Transfers all of `buffers` from byte `offset` on, a long list step by step. Between two
-    /// steps nothing is in progress: a queue that stops leaves the request there, where it may, or
-    /// gives it up.
+    /// Transfers all of `buffers` from byte `offset`, a long list step by step. Nothing is in
+    /// progress between two steps: there a stopping queue leaves the request, if it may, or fails
+    /// it.
     async fn in_steps<F: Future<Output = Result<(), Unfinished>>>(
         self,
         direction: Direction,
@@ -158,7 +159,7 @@ impl<'a> Requests<'a> {
             step.truncate(step.bytes() & !block);
             let bytes = step.bytes();
             if bytes == 0 {
-                // Its ranges are tiny: no more than a list has of them make a block.
+                // The ranges are tiny: as many as fit one list make less than a block.
                 break;
             }
             if let Err(unfinished) = transfer(offset, step).await {
@@ -172,7 +173,7 @@ impl<'a> Requests<'a> {
         transfer(offset, buffers).await
     }
 
-    /// Reads what a read that was to end at byte `end` has left, if it is tried again.
+    /// Retries a read that was to end at byte `end`, for the bytes that it left.
     #[cold]
     #[inline(never)]
     pub(super) fn read_again(
@@ -198,7 +199,8 @@ impl<'a> Requests<'a> {
         })
     }
 
-    /// The same for a write. Once data may be lost, no other try could make it good.
+    /// Retries a write that was to end at byte `end`, for the bytes that it left. Once data may be
+    /// lost, no retry could repair that.
     #[cold]
     #[inline(never)]
     pub(super) fn write_again(
@@ -228,7 +230,7 @@ impl<'a> Requests<'a> {
         })
     }
 
-    /// Waits until what a transfer that was to end at byte `end` has left is tried again. An error:
+    /// Waits until the rest of a transfer that was to end at byte `end` is to be retried. Fails if
     /// it is not.
     async fn what_is_tried(
         self,
@@ -246,8 +248,7 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Has a disk of another kind transfer all of `buffers`, as often as it takes, unless to try
-    /// again is in vain.
+    /// Transfers all of `buffers` on a disk of another kind, with retries unless they are in vain.
     async fn until_done<'b>(
         self,
         direction: Direction,
@@ -271,12 +272,12 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Writes all of `buffers` from byte `offset` on, as a piece of a command that writes a longer
-    /// range: it waits for its turn among the commands of this kind.
+    /// Writes all of `buffers` from byte `offset`, as a piece of a command that writes a longer
+    /// range. Waits for its turn among such commands.
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write), and the error with which the requester
+    /// As for [`write`](Self::write), and the error with which the requester
     /// [ends](super::Requester::check_piece) the command.
     pub async fn write_piece(self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
         let bytes = buffers.bytes() as u64;
@@ -304,14 +305,14 @@ impl<'a> Requests<'a> {
         self.until_done(Direction::Write, offset, buffers, is_vain, write).await
     }
 
-    /// Waits for the turn of a piece, which its requester may not want any more.
+    /// Waits for the turn of a piece. Fails if the requester ends the command.
     async fn take_turn(self, bytes: u64) -> io::Result<BulkTurn> {
         let turn = self.disk.bulk.turn(bytes).await;
         self.requester.check_piece().map(|()| turn)
     }
 
-    /// Makes a request for a piece of a command that moves much data, in its turn, as often as it
-    /// takes. Limits were passed.
+    /// Makes a request for a piece of a command that moves much data, in its turn and with retries.
+    /// Limits must have been passed.
     pub(super) async fn in_turn<T, F: Future<Output = io::Result<T>>>(
         self,
         direction: Direction,
@@ -329,7 +330,7 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// A request that is no plain transfer: it waits for limits, and is made as often as it takes.
+    /// Makes a request that is no plain transfer: waits for limits, and retries.
     pub(super) async fn govern<T, F: Future<Output = io::Result<T>>>(
         self,
         direction: Direction,
@@ -347,8 +348,8 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Waits until limits let a request of so many bytes begin, in a range which the disk may not
-    /// have any more then.
+    /// Waits until limits let a request of this many bytes begin, and checks `range` again, since
+    /// the disk may have shrunk.
     pub(super) async fn pass(
         self,
         direction: Direction,
@@ -361,7 +362,7 @@ impl<'a> Requests<'a> {
         self.disk.check(range.0, range.1)
     }
 
-    /// Waits until a request is tried again that has failed. False: it is to be reported.
+    /// Waits until a failed request is to be retried. Returns false if it is to be reported.
     async fn tries_again(
         self,
         tries: &mut Tries<'_>,
@@ -372,7 +373,7 @@ impl<'a> Requests<'a> {
         let gate = &self.disk.gate;
         let again = Box::pin(gate.tries_again(self.requester, tries, direction, error)).await?;
         if again && !self.disk.has(range) {
-            // It has become smaller meanwhile.
+            // The disk has shrunk while the request waited.
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         Ok(again)

@@ -1,28 +1,28 @@
-//! Which programs have a file in use. The kernel does not tell whose a lock of an open file
-//! description is, but each process shows what its descriptors are.
+//! Finds the programs that use a file. The kernel does not report the owner of a lock of an open
+//! file description, but each process shows its descriptors.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Which programs are in the way.
+/// The programs that use a file.
 pub(super) enum Holders {
     ThisProcess,
-    /// Programs and their processes, or what the kernel does with a device, in words.
+    /// Programs with their process ids, or the use of a device by the kernel, as text.
     Others(String),
     Unknown,
 }
 
-/// The most that are named.
+/// The most programs that are named.
 const NAMED_MAX: usize = 3;
 
-/// Whether this process has `path` open, and locked if that is wanted.
+/// Returns true if this process has `path` open, and locked if `is_locked`.
 pub(super) fn is_this_process(path: &Path, is_locked: bool) -> bool {
     fs::canonicalize(path).is_ok_and(|path| has_open("self", &path, is_locked))
 }
 
-/// Which programs have `path` open, and locked if that is wanted, as far as this process may see
-/// it.
+/// Finds the programs that have `path` open, and locked if `is_locked`, as far as this process may
+/// see them.
 pub(super) fn holders(path: &Path, is_locked: bool) -> Holders {
     let Ok(path) = fs::canonicalize(path) else { return Holders::Unknown };
     if has_open("self", &path, is_locked) {
@@ -44,7 +44,7 @@ pub(super) fn holders(path: &Path, is_locked: bool) -> Holders {
     if names.is_empty() { Holders::Unknown } else { Holders::Others(names.join(", ")) }
 }
 
-/// What the kernel uses a block device for, if it is mounted here or a part of other devices.
+/// The kernel's use of a block device: a mount visible here, or a device that it is a part of.
 fn use_by_kernel(path: &Path) -> Option<String> {
     let data = fs::metadata(path).ok().filter(|data| data.file_type().is_block_device())?;
     let (major, minor) = (libc::major(data.rdev()), libc::minor(data.rdev()));
@@ -58,13 +58,14 @@ fn use_by_kernel(path: &Path) -> Option<String> {
     Some(format!("a part of {}", holder.file_name().to_string_lossy()))
 }
 
-/// Where the device of this number is mounted; see proc_pid_mountinfo(5).
+/// The mount point of the device with this number; see proc_pid_mountinfo(5).
 fn mounted_on<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
     let mut mounts = mounts.lines().map(|line| line.split(' '));
     mounts.find_map(|mut fields| (fields.nth(2)? == number).then(|| fields.nth(1))?)
 }
 
-/// The links are read, not followed: a file system that hangs cannot hold this up.
+/// Returns true if a process has `path` open, and locked if `is_locked`. The links are read, not
+/// followed: a file system that hangs cannot hold this up.
 fn has_open(process: &str, path: &Path, is_locked: bool) -> bool {
     let folder = fs::read_dir(format!("/proc/{process}/fd"));
     folder.into_iter().flatten().flatten().any(|entry| {
@@ -73,7 +74,8 @@ fn has_open(process: &str, path: &Path, is_locked: bool) -> bool {
     })
 }
 
-/// Whether a descriptor has a lock, as its program shows: some only read what others have locked.
+/// Returns true if `/proc` shows a lock of this descriptor. Some programs only read a file that
+/// another has locked.
 fn has_lock(process: &str, descriptor: &str) -> bool {
     let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{descriptor}"));
     info.is_ok_and(|info| info.lines().any(|line| line.starts_with("lock:")))

@@ -1,4 +1,4 @@
-//! What tells a disk from every other, and stays the same however often it is opened.
+//! The identity of a disk: unique to it, and the same each time it is opened.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::sysfs::device_attribute;
 
-/// `FS_IOC_GETFSUUID` of linux/fs.h: `_IOR(0x15, 0, struct fsuuid2)`. Linux 6.9 has it.
+/// `FS_IOC_GETFSUUID` of linux/fs.h: `_IOR(0x15, 0, struct fsuuid2)`. Since Linux 6.9.
 const FS_IOC_GETFSUUID: libc::c_ulong = 0x8011_1500;
 
 /// `struct fsuuid2` of linux/fs.h.
@@ -18,13 +18,13 @@ struct FsUuid {
     uuid: [u8; 16],
 }
 
-/// The file system and the file's number in it.
+/// The id of the file system and the inode.
 pub(super) fn of_file(file: &File) -> String {
     let (device, inode) = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
     let id = rustix::fs::fstatvfs(file).map_or(0, |stat| stat.f_fsid);
-    // Most file systems make their id of their UUID, and some of more, as btrfs has subvolumes.
-    // Others, XFS among them, make it of the number of their device, which follows from the order
-    // in which devices were found.
+    // Most file systems derive their id from their UUID, and some from more, since btrfs has
+    // subvolumes. XFS and some more derive it from the number of their device, which depends on the
+    // order in which devices were found.
     if id != 0 && id != device {
         return format!("file system {id:x}, inode {inode}");
     }
@@ -37,14 +37,14 @@ pub(super) fn of_file(file: &File) -> String {
 
 fn file_system_uuid(file: &File) -> Option<String> {
     let mut said = FsUuid::default();
-    // SAFETY: the kernel writes one `struct fsuuid2`, which is what it is given, before it returns.
+    // SAFETY: `said` is the `struct fsuuid2` that the kernel expects and writes before it returns.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_GETFSUUID, &raw mut said) };
     let uuid = said.uuid.get(..usize::from(said.len))?;
     let says_something = result == 0 && uuid.iter().any(|&byte| byte != 0);
     says_something.then(|| uuid.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// What the device says of itself, and which partition of it this is. Devices that say nothing are
+/// The id that the device reports, and the number of the partition. Devices that report no id are
 /// known by their path.
 pub(super) fn of_device(file: &File, path: &Path) -> String {
     let names = ["dm/uuid", "wwid", "device/wwid", "device/serial", "serial", "loop/backing_file"];
@@ -95,8 +95,8 @@ mod tests {
         }
     }
 
-    /// The same file system on one loop device and then on another, as after a start at which
-    /// devices were found in another order.
+    /// A file system is on one loop device and then on another, as after a start at which devices
+    /// were found in another order.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_file_is_the_same_whatever_the_number_of_its_device() {

@@ -1,4 +1,4 @@
-//! What a disk is asked to be, what it is, and how its transfers fail.
+//! Options and properties of a disk, its state, and failed transfers.
 
 use std::time::Instant;
 use std::{fmt, io};
@@ -7,89 +7,89 @@ use super::folder::Folder;
 use crate::error::Error;
 use iomem::Buffers;
 
-/// How a disk is opened.
+/// Options for opening a disk.
 #[derive(Debug, Clone, Default)]
 pub struct DiskOptions {
     /// Bypass the page cache (`O_DIRECT`).
     pub direct: bool,
-    /// Refuse everything that changes data.
+    /// Refuse all changes of data.
     pub read_only: bool,
-    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what a block
-    /// device asks for, and 512 for a regular file.
+    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: the block
+    /// that a block device requires, and 512 for a regular file.
     pub logical_block_bytes: Option<u32>,
-    /// Neither lock the file nor claim the block device, nor heed the locks of others: whoever says
-    /// so keeps other writers away by himself.
+    /// Neither lock the file, nor claim the block device, nor heed the locks of other programs. The
+    /// caller must keep other writers away.
     pub no_lock: bool,
-    /// There is an image in the file, whose format says how large the disk is: the file may have
-    /// any length, and is taken for as long as whole blocks of it are.
+    /// The file holds an image with a format that defines the size of the disk. The file may have
+    /// any length, and counts as rounded up to whole blocks.
     pub holds_image: bool,
-    /// Who uses the disk: a number of 62 bits that nobody else on this machine has who may use it
-    /// at the same time. Whoever opens it as the same user next waits until the operations of a
-    /// process that was killed have ended, which the lock does not tell where the disk is only
-    /// read, or with [`no_lock`](Self::no_lock).
+    /// The user of the disk: a number of 62 bits, unique on this machine among users that may use
+    /// it at the same time. Opening waits until the operations of a killed process of the same user
+    /// have ended. The lock does not show these if the disk is only read, or with
+    /// [`no_lock`](Self::no_lock).
     pub user: Option<u64>,
-    /// Fail at once where somebody else has the disk in use, rather than try for two seconds.
+    /// Fail at once if the disk is in use, instead of retrying for two seconds.
     pub at_once: bool,
-    /// The path is that of a regular file within this folder, and relative to it: no link may lead
-    /// out of it, also while names change there.
+    /// The path names a regular file within this folder, relative to it. No link may lead out of
+    /// the folder, even while names change there.
     pub within: Option<Folder>,
 }
 
-/// What a disk is like.
+/// The properties of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskInfo {
-    /// Bytes; a multiple of `logical_block_bytes`.
+    /// Size in bytes; a multiple of `logical_block_bytes`.
     pub size_bytes: u64,
-    /// Offsets and lengths of requests are multiples of it.
+    /// The unit of offsets and lengths of requests, in bytes.
     pub logical_block_bytes: u32,
-    /// Writes of less than this may cost the disk a read. A multiple of `logical_block_bytes`.
+    /// Smaller writes may cost the disk a read. A multiple of `logical_block_bytes`.
     pub physical_block_bytes: u32,
-    /// Whether writes are refused.
+    /// True if writes are refused.
     pub read_only: bool,
-    /// Whether the page cache is bypassed.
+    /// True if the page cache is bypassed.
     pub direct: bool,
 }
 
-/// How a disk is doing.
+/// The state of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskState {
-    /// It answers.
+    /// The disk answers.
     Ready,
-    /// Requests that it has failed since then are tried again, and wait.
+    /// Requests that the disk failed since then wait, and are retried.
     Retried(Instant),
-    /// It has no space left since then, and writes wait for some.
+    /// The disk has no space left since then, and writes wait for some.
     Held(Instant),
-    /// It has not answered an operation since then, for 5 seconds or more.
+    /// The disk has not answered an operation since then, for 5 seconds or more.
     Late(Instant),
-    /// Its other end has not been reached since then: it is tried again, and requests wait.
+    /// The remote end is unreachable since then. It is tried again, and requests wait.
     Away(Instant),
-    /// Data that was written may be lost: flushes fail until it is opened anew.
+    /// Written data may be lost: flushes fail until the disk is opened again.
     Lost,
 }
 
-/// What a disk can do, beside reading and writing.
+/// The abilities of a disk, besides reading and writing.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Abilities {
-    /// What was flushed survives a loss of power.
+    /// Flushed data survives a loss of power.
     pub flush: bool,
-    /// Space that is not needed any more is given back.
+    /// Discards give space back.
     pub discard: bool,
-    /// Ranges are zeroed without zeroes being moved.
+    /// Ranges are zeroed without moving zeroes.
     pub zeroes: bool,
     /// [`set_size`](super::DiskSource::set_size) works.
     pub resize: bool,
-    /// Others are kept away while it is in use.
+    /// Locks keep other users away while the disk is in use.
     pub lock: bool,
-    /// Earlier states of it can be opened.
+    /// Snapshots of it can be opened.
     pub snapshots: bool,
 }
 
-/// One of the things that a disk is made of: a layer, or what is at the bottom.
+/// A layer of a disk, or the disk at the bottom.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// Its kind, such as `file`.
+    /// The kind, such as `file`.
     pub kind: &'static str,
-    /// Where or which it is, in words. Empty: there is nothing to say.
+    /// The location or the name, as text. May be empty.
     pub place: String,
 }
 
@@ -105,19 +105,18 @@ impl fmt::Display for Link {
 /// Bytes of a disk that may be a disk of their own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// The [identity](super::DiskSource::identity) of the whole disk; empty if it keeps nothing.
+    /// The [identity](super::DiskSource::identity) of the whole disk; empty if it stores nothing.
     pub disk: String,
     /// The first byte.
     pub start: u64,
-    /// The byte behind the last. `None`: it ends with the disk, which may grow.
+    /// The byte after the last. `None` if this ends with the disk, which may grow.
     pub end: Option<u64>,
-    /// Something else than its place in a disk decides where each of its bytes is, as in an image:
-    /// any part of it may be anywhere there.
+    /// True if the bytes are not stored in order, as in an image: any part may be anywhere there.
     pub is_spread: bool,
 }
 
 impl Place {
-    /// That of a part of it, which begins at this offset; `size_bytes` as in
+    /// The place of a part that begins at this offset; `size_bytes` as in
     /// [`DiskSource::raw`](super::DiskSource::raw).
     pub(super) fn part(self, offset_bytes: u64, size_bytes: Option<u64>) -> Self {
         if self.is_spread {
@@ -127,7 +126,7 @@ impl Place {
         Self { start, end: size_bytes.map(|size| start + size).or(self.end), ..self }
     }
 
-    /// Whether what is written to one is read from the other.
+    /// Returns true if the places share bytes, so that writes to one are read from both.
     #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {
         let ends_after = |end: Option<u64>, start| end.is_none_or(|end| end > start);
@@ -136,33 +135,33 @@ impl Place {
     }
 }
 
-/// Neighbouring bytes of a disk that are alike.
+/// Neighbouring bytes of a disk, of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// How many.
+    /// The number of bytes.
     pub bytes: u64,
-    /// What is known of them.
+    /// The kind of the bytes.
     pub kind: ExtentKind,
 }
 
-/// What is known of bytes that were not read.
+/// Knowledge about bytes that were not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtentKind {
-    /// They may be anything.
+    /// Any content.
     Data,
-    /// They are zeroes, and have their space.
+    /// Zeroes that have their space.
     Zero,
-    /// They are zeroes, and nothing is stored for them, although space may be set aside.
+    /// Zeroes that are not stored, although space may be reserved.
     Hole,
 }
 
 impl Extent {
-    /// Bytes of which nothing is known.
+    /// Bytes of unknown content.
     pub(super) fn data(bytes: u64) -> Self {
         Self { bytes, kind: ExtentKind::Data }
     }
 
-    /// As whole blocks, of at most `len` bytes: what is only in part a hole is none.
+    /// Rounds to whole blocks, of at most `len` bytes. A block that is only partly a hole is data.
     pub(super) fn in_blocks(self, len: u64, block: u32) -> Self {
         let block = u64::from(block);
         match self.kind {
@@ -173,16 +172,16 @@ impl Extent {
     }
 }
 
-/// A transfer that has failed. It is as small as a pointer, so that the result of a transfer is
-/// returned in registers.
+/// A failed transfer. As small as a pointer, so that the result of a transfer is returned in
+/// registers.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.error())]
 pub struct Unfinished(Box<(io::Error, Buffers)>);
 
 impl Unfinished {
-    /// A transfer has ended with `error` before `rest` was transferred. An empty `rest`: all of a
-    /// write was, and may be lost. Whatever was [kept](Buffers::keep) for the transfer goes, since
-    /// whoever has the rest may wait for long before another one.
+    /// A transfer that ended with `error` before `rest` was transferred. An empty `rest`: all of a
+    /// write was transferred, and may be lost. Releases everything [kept](Buffers::keep) for the
+    /// transfer, since a retry of the rest may be far off.
     #[cold]
     #[must_use]
     pub fn new(error: io::Error, mut rest: Buffers) -> Self {
@@ -190,19 +189,19 @@ impl Unfinished {
         Self(Box::new((error, rest)))
     }
 
-    /// Why.
+    /// The reason of the failure.
     #[must_use]
     pub fn error(&self) -> &io::Error {
         &self.0.0
     }
 
-    /// What was not transferred. Empty: all of a write was, and may be lost.
+    /// The part that was not transferred. Empty: all of a write was transferred, and may be lost.
     #[must_use]
     pub fn rest(&self) -> &Buffers {
         &self.0.1
     }
 
-    /// Why, and what was not transferred.
+    /// The reason of the failure, and the part that was not transferred.
     #[must_use]
     pub fn into_parts(self) -> (io::Error, Buffers) {
         *self.0
@@ -215,11 +214,11 @@ impl From<Unfinished> for io::Error {
     }
 }
 
-/// Checks the bytes of a logical block, which it returns.
+/// Checks the size of a logical block in bytes, and returns it.
 ///
 /// # Errors
 ///
-/// When disks here have no such blocks: they are powers of two from 512 to 65,536.
+/// If it is no power of two from 512 to 65,536.
 pub fn check_logical_block(bytes: u32) -> Result<u32, Error> {
     if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
         return Ok(bytes);

@@ -1,4 +1,4 @@
-//! What every kind of disk promises.
+//! Promises of every kind of disk.
 
 use std::os::unix::fs::FileExt;
 use std::task::{Context, Poll, Waker};
@@ -61,7 +61,7 @@ fn test_encrypted(test: &impl Fn(&IoThread, DiskSource), direct: bool) {
     test(&new_thread(), DiskSource::luks(open(&file, direct), &options(true)).unwrap());
 }
 
-/// Buffers of these bytes, of which `skew` are left out at the start.
+/// Buffers with these bytes, which begin `skew` bytes behind an aligned address.
 fn filled(data: &[u8], skew: usize) -> Buffers {
     let mut buffers = Buffers::aligned(data.len() + skew, 4096);
     buffers.advance(skew);
@@ -155,7 +155,7 @@ fn all_of_a_disk_has_a_status_whatever_the_kind() {
     });
 }
 
-/// Whatever the engine, and although blocks are larger than the pages of the file.
+/// Each engine finds holes, also with blocks larger than the pages of the file.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn holes_of_a_file_are_known() {
@@ -209,7 +209,7 @@ fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     assert!(settled && source.covered_bytes().unwrap() == 2 * MIB);
     assert!(source.set_size(0, || ()).is_err() && source.set_size(100, || ()).is_err());
     assert_eq!(source.info().size_bytes, 2 * MIB);
-    // In another process it keeps the size that it had, although the file was cut meanwhile.
+    // In another process the disk keeps its size, although the file was cut.
     let taken = DiskSource::raw(open_again(&file), MIB, None).unwrap().with_size(4 * MIB);
     let thread = new_thread();
     let taken = taken.attach(thread.io());
@@ -259,7 +259,7 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
             "{error}"
         );
     }
-    // A part has the engine of its file, and what it says about blocks holds for the part.
+    // A part has the engine of its file, and blocks that fit its offset.
     let odd = of(512, None).prefer_engine(EngineKind::Aio, "a test");
     let thread = new_thread();
     thread.io().add_engine(EngineKind::Aio.into()).unwrap();
@@ -268,7 +268,7 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
     assert!(odd.descriptor().is_some() && elsewhere(512).source().descriptor().is_none());
 }
 
-/// Whoever stops queues has those requests fail.
+/// The caller that stops queues makes these requests fail.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
@@ -284,7 +284,8 @@ fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
     assert_eq!(source.failed_waiting(), None);
 }
 
-/// Requests wait for an end that is away; they are neither lost nor failed, until that is wanted.
+/// Requests wait for an end that is away: they are neither lost nor failed, until the disk is given
+/// up.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {

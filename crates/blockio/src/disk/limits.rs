@@ -1,9 +1,9 @@
-//! How much disks may do: limits, and the token buckets that keep them.
+//! Limits on the requests of disks, and the token buckets that enforce them.
 //!
-//! A bucket is one number: the time at which it will be full again. A request moves that time on by
-//! what it costs, and may begin when the bucket is not emptier than it can be. So a request takes
-//! its place by one atomic operation, on whichever thread, and whoever comes later gets a later
-//! time. Requests that are larger than a bucket begin in their turn, and empty it for longer.
+//! A bucket is one number: the time at which it will be full again. A request moves that time
+//! forward by its cost, and may begin when the bucket is not emptier than it can be. So a request
+//! takes its place by one atomic operation, on any thread, and later requests get later times.
+//! Requests larger than a bucket begin in their turn, and empty it for longer.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,27 +11,27 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 
-/// What a request does with a disk, as far as limits and errors are concerned.
+/// The direction of a request, for limits and the treatment of errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// It reads.
+    /// Reads.
     Read,
-    /// Zeroes are writes of all their bytes, and discards of none.
+    /// Everything else. Zeroes are writes of all their bytes, and discards of none.
     Write,
 }
 
-/// What a disk, or several together, may do at most.
+/// The limits of one disk, or of several together.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Requests in a second.
+    /// Requests per second.
     pub requests: Rates,
-    /// Bytes in a second.
+    /// Bytes per second.
     pub bytes: Rates,
-    /// A request that has more bytes counts as so many requests of this size. `None`: as one.
+    /// A request with more bytes counts as several: its bytes divided by this size. `None`: as one.
     pub request_bytes: Option<NonZeroU64>,
 }
 
-/// Rates for reads, for writes, and for both together. `None`: any.
+/// Rates for reads, for writes, and for both together. `None`: unlimited.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Rates {
     /// For all requests.
@@ -42,37 +42,39 @@ pub struct Rates {
     pub write: Option<Rate>,
 }
 
-/// A rate, and how far it may be exceeded after a pause.
+/// A rate, and the burst by which it may be exceeded after a pause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rate {
-    /// How many in a second in the long run.
+    /// Units per second in the long run.
     pub per_second: u64,
-    /// How many in a second in a burst. `None`: there are bursts of a tenth of a second.
+    /// The rate in a burst. `None`: bursts of a tenth of a second.
     pub burst: Option<Burst>,
 }
 
-/// See [`Rate::burst`].
+/// A burst: a higher rate, and its length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Burst {
-    /// How many in a second.
+    /// Units per second.
     pub per_second: u64,
-    /// For how many seconds.
+    /// Length in seconds.
     pub seconds: u64,
 }
 
-/// The greatest rate, and the greatest number of a whole burst.
+/// The highest rate, and the most units of a whole burst.
 const RATE_MAX: u64 = 1_000_000_000_000_000;
 
 impl Limits {
-    /// Whether nothing is limited.
+    /// Returns true if nothing is limited.
     #[must_use]
     pub fn are_none(&self) -> bool {
         [self.requests, self.bytes].iter().all(|rates| *rates == Rates::default())
     }
 
+    /// Checks the numbers.
+    ///
     /// # Errors
     ///
-    /// When a number is out of its range, or means nothing without another.
+    /// If a number is out of its range, or meaningless without another.
     pub fn check(&self) -> Result<(), Error> {
         for (what, rates) in [("requests", self.requests), ("bytes", self.bytes)] {
             for rate in [rates.total, rates.read, rates.write].into_iter().flatten() {
@@ -110,11 +112,11 @@ impl Rate {
     }
 }
 
-/// Time is counted in parts of a second, fine enough for a small request of a fast disk.
+/// The unit of time of buckets: fine enough for a small request of a fast disk.
 const TICKS_PER_NANOSECOND: u64 = 16;
 const TICKS_PER_SECOND: u64 = 1_000_000_000 * TICKS_PER_NANOSECOND;
 
-/// What keeps limits.
+/// The buckets that enforce limits.
 #[derive(Debug)]
 pub(super) struct Buckets {
     since: Instant,
@@ -125,17 +127,17 @@ pub(super) struct Buckets {
 #[derive(Debug)]
 struct Bucket {
     counts_bytes: bool,
-    /// `None`: both.
+    /// `None` for both.
     direction: Option<Direction>,
     per_second: u64,
-    /// How long it takes to fill it.
+    /// The ticks to fill it from empty.
     depth: u64,
-    /// When it is full, if nobody takes anything.
+    /// The tick at which it is full, if no request takes anything.
     full_at: AtomicU64,
 }
 
 impl Buckets {
-    /// Full ones.
+    /// Makes full buckets.
     pub(super) fn new(limits: &Limits, now: Instant) -> Self {
         let mut all = Vec::new();
         for (counts_bytes, rates) in [(false, limits.requests), (true, limits.bytes)] {
@@ -157,7 +159,7 @@ impl Buckets {
         Self { since: now, request_bytes: limits.request_bytes, all }
     }
 
-    /// Takes what a request of so many bytes needs. Returns when it may begin.
+    /// Takes the share of a request of this many bytes. Returns the time at which it may begin.
     pub(super) fn take(&self, direction: Direction, bytes: u64, now: Instant) -> Instant {
         let now = self.ticks_at(now);
         let meant =
@@ -166,7 +168,7 @@ impl Buckets {
         self.since + Duration::from_nanos(begins.unwrap_or(0).div_ceil(TICKS_PER_NANOSECOND))
     }
 
-    /// Gives back what a request has taken that does not begin.
+    /// Gives back the share of a request that does not begin.
     pub(super) fn give_back(&self, direction: Direction, bytes: u64) {
         for bucket in &*self.all {
             if bucket.direction.is_none_or(|d| d == direction) {
@@ -183,8 +185,8 @@ impl Buckets {
         self.all.iter().map(|bucket| until_full(bucket).div_ceil(TICKS_PER_NANOSECOND)).collect()
     }
 
-    /// Takes over the debts of buckets with the same limits in another process. A debt of different
-    /// limits means nothing here.
+    /// Takes over the debts of buckets in another process, which had the same limits. A different
+    /// number of debts belongs to different limits, and is ignored.
     pub(super) fn owe(&self, debts: &[u64], now: Instant) {
         if debts.len() != self.all.len() {
             return;
@@ -226,8 +228,8 @@ impl Bucket {
     }
 }
 
-/// The buckets of a rate: how fast each fills, and how long that takes. A burst that lasts has one
-/// for its whole, and one for how fast it may be.
+/// The buckets of a rate: the rate and the ticks to fill each. A burst of more than a second has
+/// one bucket for its whole, and one for its rate.
 fn depths(rate: Rate) -> [Option<(u64, u64)>; 2] {
     let tenth = TICKS_PER_SECOND / 10;
     let Some(Burst { per_second, seconds }) = rate.burst else {
@@ -238,7 +240,7 @@ fn depths(rate: Rate) -> [Option<(u64, u64)>; 2] {
     [Some((rate.per_second, depth)), (seconds > 1).then_some((per_second, tenth))]
 }
 
-/// Far more than a process lives for is as good as for ever.
+/// Saturates, far beyond the life of a process.
 fn ticks(number: u128) -> u64 {
     u64::try_from(number).unwrap_or(u64::MAX)
 }
@@ -303,8 +305,8 @@ mod tests {
         Limits { requests, ..Limits::default() }
     }
 
-    /// How many requests begin until `end` if each comes when the one before it has begun, but is
-    /// noticed only at full milliseconds.
+    /// The number of requests that begin until `end`, if each comes when the one before has begun,
+    /// but is noticed only at full milliseconds.
     fn begun(buckets: &Buckets, start: Instant, end: Instant, bytes: u64) -> u64 {
         let (mut now, mut begun) = (start, 0);
         while now < end {
@@ -344,7 +346,7 @@ mod tests {
         assert!(seen[0].abs_diff(1100) < 20 && seen[1].abs_diff(1000) < 20, "{seen:?}");
         assert!(seen[..4].iter().sum::<u64>().abs_diff(3400) < 40, "{seen:?}");
         assert!(seen[4..].iter().all(|number| number.abs_diff(100) < 3), "{seen:?}");
-        // It may come again after a pause.
+        // The burst may come again after a pause.
         let again = begun(&buckets, second(100), second(101), 512);
         assert!(again.abs_diff(1100) < 20, "{again}");
     }
@@ -367,7 +369,7 @@ mod tests {
         assert_eq!(next, Duration::from_millis(1900), "20 requests, of which one is a burst");
     }
 
-    /// However little it moves; one that moves more costs more.
+    /// Small requests cost as much as one; larger ones cost more.
     #[test]
     fn a_request_costs_at_least_one() {
         let start = Instant::now();
@@ -386,7 +388,7 @@ mod tests {
         }
     }
 
-    /// Whoever has a place gets it at its time, whatever comes later.
+    /// A place is reached at its time, even if more requests come later.
     #[test]
     fn places_are_in_the_order_in_which_they_were_taken() {
         let start = Instant::now();

@@ -1,14 +1,14 @@
-//! Locks: nobody else writes to what we write to.
+//! Locks that keep other writers away from a disk.
 //!
-//! They are those of QEMU's programs, so that each side sees the other: byte locks of the open file
-//! description (`F_OFD_SETLK`) on the image itself. Byte 100 + n says "I use permission n", byte
-//! 200 + n "I share permission n with nobody"; n is 0 for reading, 1 for writing, 3 for resizing.
-//! A program takes read locks on the bytes of what it uses and does not share, and only then asks
-//! whether others have locks on the opposite bytes: so of two that come at once, at least one sees
-//! the other.
+//! They are compatible with QEMU's programs: byte locks of the open file description
+//! (`F_OFD_SETLK`) on the image itself. Byte 100 + n says "I use permission n", byte 200 + n "I do
+//! not share permission n"; n is 0 for reading, 1 for writing, 3 for resizing. A program takes read
+//! locks on the bytes of its uses and its refusals to share. Only then does it check for locks of
+//! other programs on the opposite bytes. So of two programs that come at once, at least one sees
+//! the conflict.
 //!
 //! Far behind these, and behind all data, there is a byte for each user of the disk (see
-//! [`DiskOptions::user`](super::DiskOptions::user)). It keeps nobody away but the same user.
+//! [`DiskOptions::user`](super::DiskOptions::user)). It excludes only the same user.
 
 use std::fs::File;
 use std::io;
@@ -23,31 +23,31 @@ use iomem::fits;
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
-/// What byte stands for the use of permission 0, and what for not sharing it.
+/// The byte for the use of permission 0, and the byte for not sharing it.
 const USED: i64 = 100;
 const UNSHARED: i64 = 200;
 
 /// The byte of user 0.
 const USERS: i64 = 1 << 62;
 
-/// The kernel may keep the file of a program that was killed open for a while (io_uring does, for
-/// some 100 ms), and a device claimed.
+/// The time for retries. The kernel may keep the file of a killed program open for a while
+/// (io_uring does, for some 100 ms), and a device claimed.
 const PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Why somebody else is in the way.
+/// A conflict with another user of a file.
 #[derive(Debug)]
 pub(super) enum Conflict {
     /// A lock on the file.
     Locked,
-    /// A block device that is mounted or was opened for one program alone.
+    /// A block device that is mounted, or was opened for one program alone.
     Claimed,
-    /// The same user has the file.
+    /// An open file of the same user.
     SameUser,
 }
 
-/// Runs `open` until it meets no conflict, for two seconds at most; not again if it is to fail
-/// `at_once`, or it is this very process that is in the way, which the same user cannot be.
+/// Runs `open` until it meets no conflict, for two seconds at most. Does not retry `at_once`, or if
+/// this very process is in the way. The same user is always another process.
 pub(super) fn patiently<T>(
     path: &Path,
     at_once: bool,
@@ -72,7 +72,7 @@ pub(super) fn patiently<T>(
     }
 }
 
-/// How one try to open a file can fail.
+/// The failure of one attempt to open a file.
 pub(super) enum Attempt {
     Conflict(Conflict),
     Failed(Error),
@@ -81,7 +81,7 @@ pub(super) enum Attempt {
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
     let (by, is_seen) =
         match (conflict, holder::holders(path, matches!(conflict, Conflict::Locked))) {
-            // Others may have the file open beside it.
+            // Further users may have the file open, too.
             (Conflict::SameUser, _) => (String::new(), false),
             (_, Holders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
             (_, Holders::Others(names)) => (names, true),
@@ -106,24 +106,24 @@ fn in_use(path: &Path, conflict: &Conflict) -> Error {
     Error::InUse { path: path.to_owned(), reason, is_seen }
 }
 
-/// Locks `file`, which must be open for reading, for its user.
+/// Locks the byte of a user in `file`, which must be open for reading.
 pub(super) fn lock_for(file: &File, user: u64) -> Result<(), Conflict> {
     let byte = i64::try_from(user).ok().and_then(|user| USERS.checked_add(user));
     let byte = byte.expect("a user is a number of 62 bits");
     match set_read_lock(file, byte) {
         Ok(()) if is_locked(file, byte) => Err(Conflict::SameUser),
         Err(error) if is_conflict(&error) => Err(Conflict::SameUser),
-        // Without locks nobody can be told apart, as the documentation says.
+        // Without locks, users cannot be told apart, as the documentation says.
         Ok(()) | Err(_) => Ok(()),
     }
 }
 
-/// Whether somebody has a lock on the byte that excludes all others.
+/// Returns true for the error of a byte that another program has locked exclusively.
 fn is_conflict(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
-/// The bytes that a program locks, and those of others that are in its way.
+/// The bytes that a program locks, and the bytes on which locks of other programs are in its way.
 fn bytes(read_only: bool) -> [Vec<i64>; 2] {
     let (used, unshared): (&[i64], &[i64]) =
         if read_only { (&[READ], &[WRITE]) } else { (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]) };
@@ -133,7 +133,7 @@ fn bytes(read_only: bool) -> [Vec<i64>; 2] {
     })
 }
 
-/// Locks `file`, which must be open for reading. False: its file system has no locks.
+/// Locks `file`, which must be open for reading. Returns false if its file system has no locks.
 pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
     let [own, opposite] = bytes(read_only);
     for byte in own {
@@ -141,7 +141,8 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
             Ok(()) => {}
             Err(error) if is_conflict(&error) => return Err(Conflict::Locked),
             Err(error) => {
-                // Some network file systems have none; that alone does not make it unusable.
+                // Some network file systems have no locks; that alone does not make the file
+                // unusable.
                 tracing::warn!(
                     "{}: it cannot be locked: {error}; other programs are not kept from writing \
                      to it",
@@ -157,9 +158,9 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
     Ok(true)
 }
 
-/// Whether `file`, which was to be locked for writing when another process opened it, is: the locks
-/// that it has then are had again, unless its file system has none. Somebody who tries to lock it
-/// has locks for a moment, too.
+/// Returns true if `file` is locked for writing, as another process was to lock it when it opened
+/// it. Sets its locks again, which fails if the file system has none. Waits for programs that hold
+/// locks for a moment while they try to lock the file.
 pub(super) fn is_still_locked(file: &File) -> bool {
     let [own, opposite] = bytes(false);
     if own.into_iter().any(|byte| set_read_lock(file, byte).is_err()) {
@@ -189,17 +190,17 @@ fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
 
 fn set_read_lock(file: &File, byte: i64) -> io::Result<()> {
     let lock = byte_lock(libc::F_RDLCK, byte);
-    // SAFETY: the descriptor is open, and the kernel reads the structure during the call alone.
+    // SAFETY: the descriptor is open, and the kernel reads the structure only during the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
 }
 
-/// Whether another open file has a lock on the byte.
+/// Returns true if another open file has a lock on the byte.
 fn is_locked(file: &File, byte: i64) -> bool {
     let mut lock = byte_lock(libc::F_WRLCK, byte);
-    // SAFETY: the descriptor is open, and the kernel uses the structure during the call alone.
+    // SAFETY: the descriptor is open, and the kernel uses the structure only during the call.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
     result != -1 && libc::c_int::from(lock.l_type) != libc::F_UNLCK
 }

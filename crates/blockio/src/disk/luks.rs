@@ -1,12 +1,12 @@
-//! Layer `luks`: a disk whose data lies on the disk below encrypted, as `cryptsetup` and QEMU have
-//! it: LUKS of version 1 or 2 with AES in XTS mode.
+//! Layer `luks`: a disk that is stored encrypted on the disk below, in the format of `cryptsetup`
+//! and QEMU: LUKS of version 1 or 2 with AES in XTS mode.
 //!
 //! Nothing is encrypted or decrypted in the memory of requests, and no ciphertext gets there: its
-//! owner may change it at any time, and would choose what the key is applied to. Data goes by way
-//! of memory of ours, within the budget for that.
+//! owner may change it at any time, and would choose the input of the cipher. Data passes through
+//! our own memory, within the budget for that.
 //!
-//! The header is only read. The key of the volume stays in memory while the disk is open, where no
-//! core dump has it, and is wiped afterwards.
+//! The header is only read. The key of the volume stays in memory while the disk is open, excluded
+//! from core dumps, and is wiped afterwards.
 
 mod hash;
 mod header;
@@ -41,33 +41,34 @@ use crate::io_thread::IoThread;
 pub use self::header::KeyWork;
 pub use self::secret::Passphrase;
 
-/// How a LUKS disk is opened.
+/// Options for opening a LUKS disk.
 #[derive(Debug)]
 pub struct LuksOptions {
-    /// Opens a key slot.
+    /// The passphrase of a key slot.
     pub passphrase: Passphrase,
-    /// Pass discards on: whoever sees the disk below then sees which parts of it are in use.
+    /// Pass discards on. Then readers of the disk below see which parts of it are in use.
     pub discard: bool,
-    /// Has the header, if it is detached. It is read and not kept.
+    /// The disk with the header, if it is detached. It is read and not kept.
     pub header: Option<DiskSource>,
-    /// What the header may ask for.
+    /// The most work of key derivation that the header may demand.
     pub most_work: KeyWork,
 }
 
-/// The unit in which positions of sectors count.
+/// The unit in which positions of sectors count, in bytes.
 const POSITION_BYTES: u64 = 512;
-/// Memory that begins at a page suits every disk.
+/// Memory aligned to a page suits every disk.
 const PAGE: usize = 4096;
 
 impl DiskSource {
-    /// The disk that lies encrypted on `below`, which it grows and shrinks with, unless its header
-    /// says how large it is. This takes as long as the header wants whoever tries a passphrase to
-    /// take, usually some seconds.
+    /// Opens the disk that is stored encrypted on `below`. It grows and shrinks with `below`,
+    /// unless its header fixes the size. Takes as long as the header demands for each try of a
+    /// passphrase, usually some seconds.
     ///
     /// # Errors
     ///
-    /// When the header cannot be read, is none, is damaged or asks for what is not supported; when
-    /// the passphrase opens no key slot; when the data is not made of whole sectors.
+    /// If the header cannot be read, is missing, is damaged or needs unsupported features. If the
+    /// passphrase opens no key slot. If `below` lacks a part of the data, or the data is not made
+    /// of whole sectors.
     pub fn luks(below: DiskSource, options: &LuksOptions) -> Result<Self, Error> {
         let on = options.header.as_ref().unwrap_or(&below);
         let reader = Reader::new(on)?;
@@ -100,7 +101,7 @@ fn refused(on: &DiskSource, reason: &str) -> Error {
     on.refused("LUKS on ", reason)
 }
 
-/// Whether a disk of so many bytes has all of the data.
+/// Checks that a disk of this many bytes has all of the data.
 fn check_there(payload: Payload, disk_bytes: u64) -> Result<(), String> {
     let Payload { offset_bytes, size_bytes, .. } = payload;
     let end = offset_bytes.checked_add(size_bytes.unwrap_or(1));
@@ -129,11 +130,11 @@ fn read_header(read: &header::ReadAt<'_>, is_detached: bool) -> Result<Header, S
     }
 }
 
-/// Reads what a disk has while it is being opened.
+/// Reads a disk while it is being opened.
 struct Reader {
     thread: IoThread,
     disk: Disk,
-    /// It goes last: whoever drops it waits until nothing of the disk is in use.
+    /// Dropped last: its drop waits until nothing of the disk is in use.
     _source: DiskSource,
 }
 
@@ -172,7 +173,7 @@ impl Reader {
     }
 }
 
-/// What a header has said, and the key that was found.
+/// The header, and the cipher with the key that was found.
 #[derive(Debug)]
 struct Volume {
     cipher: Cipher,
@@ -183,7 +184,7 @@ struct Volume {
 
 #[derive(Debug)]
 struct LuksSource {
-    /// As it was opened.
+    /// The properties at open.
     info: DiskInfo,
     /// The part with the data.
     below: DiskSource,
@@ -192,7 +193,7 @@ struct LuksSource {
 }
 
 impl LuksSource {
-    /// Whether the disk can have this size.
+    /// Checks that the disk can have this size.
     fn check(&self, size_bytes: u64) -> Result<(), Error> {
         let block = self.volume.block;
         if size_bytes.is_multiple_of(block.into()) {
@@ -232,7 +233,7 @@ impl OtherSource for LuksSource {
             "version {}, {cipher:?} in XTS mode, sectors of {} bytes, {}",
             header.version,
             header.payload.sector_bytes,
-            // It may be any text.
+            // The UUID may be any text.
             header.uuid.escape_debug()
         );
         let mut chain = vec![Link { kind: "luks", place }];
@@ -346,7 +347,7 @@ struct LuksDisk {
 }
 
 impl LuksDisk {
-    /// Memory for as much of `left` bytes as goes at once.
+    /// Allocates memory for as much of `left` bytes as goes at once.
     async fn own_memory(&self, left: u64) -> io::Result<Buffers> {
         let most = self.share.piece_bytes(self.volume.block as usize);
         let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(most);
@@ -355,8 +356,8 @@ impl LuksDisk {
             .inspect_err(|_| self.io.stats().bounce.failed.add(1))
     }
 
-    /// Encrypts or decrypts what lies at `offset`, from one memory into another: as much as fits
-    /// `ours`.
+    /// Encrypts or decrypts the data at `offset`, from one memory into another: as much as fits
+    /// both.
     fn convert(&self, direction: Direction, offset: u64, from: &Buffers, to: &Buffers) {
         let Payload { sector_bytes, first_position, .. } = self.volume.header.payload;
         let mut chunk = [0; CHUNK_BYTES];
@@ -415,7 +416,7 @@ impl LuksDisk {
         Ok(())
     }
 
-    /// Zeroes are data like any other.
+    /// Writes encrypted zeroes, which are data to the disk below.
     async fn write_zero_pieces(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
         while len > 0 {
             let memory = self.own_memory(len).await?;
@@ -437,7 +438,7 @@ impl LuksDisk {
     }
 }
 
-/// Requests are of whole sectors: the logical block is at least one.
+/// All requests are of whole sectors: the logical block is at least one.
 impl OtherDisk for LuksDisk {
     fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
         Box::pin(self.read_pieces(offset, buffers))
@@ -464,7 +465,7 @@ impl OtherDisk for LuksDisk {
         Box::pin(self.write_zero_pieces(offset, len))
     }
 
-    /// Without a look: nobody can tell that data is encrypted zeroes.
+    /// Reports data without a check: encrypted zeroes cannot be recognised.
     fn block_status(&self, _offset: u64, len: u64) -> Request<'_, io::Result<Extent>> {
         Box::pin(std::future::ready(Ok(Extent::data(len))))
     }

@@ -1,19 +1,19 @@
 //! NBD: an export of a server, over sockets that the loop watches.
 //!
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
-//! - `connect.rs` makes a connection, with TLS by `tls.rs`, which takes a thread for that long;
-//!   `names.rs` finds the addresses of servers;
-//! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
-//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` sees one
-//!   off that was given up, and `remains.rs` has the requests that it leaves behind; `late.rs` says
-//!   that the server does not answer;
-//! - `pipe.rs` has the requests of an IoThread, `requests.rs` what has become of each, and
-//!   `shared.rs` what all IoThreads know;
-//! - `reach.rs` finds the connections of an IoThread, and `disk.rs` makes requests of what a disk
-//!   is asked for.
+//! - `connect.rs` makes a connection on a thread that may wait, with TLS by `tls.rs`; `names.rs`
+//!   finds the addresses of servers;
+//! - `flow.rs` moves bytes over a connection, `transport.rs` has the system calls;
+//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` drains a
+//!   connection that was given up, and `remains.rs` keeps its requests; `late.rs` reports a server
+//!   that does not answer;
+//! - `pipe.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
+//!   the state common to all IoThreads;
+//! - `reach.rs` finds the connections of an IoThread, and `disk.rs` turns requests to a disk into
+//!   requests to the server.
 //!
-//! Where the server says that its connections agree with each other, each IoThread has its own.
-//! Where it does not, one connection carries all requests, on the IoThread that came first.
+//! If the server reports that its connections agree with each other, each IoThread has its own
+//! connection. Otherwise one connection carries all requests, on the IoThread that came first.
 
 mod answer;
 mod connect;
@@ -73,16 +73,16 @@ use shared::Shared;
 pub use target::{NbdAddress, NbdOptions, NbdTls};
 use wire::Request;
 
-/// A server whose machine is silent for this long counts as gone.
+/// A server with a machine that is silent for this long counts as gone.
 const SILENCE: Duration = Duration::from_secs(20);
 
 impl DiskSource {
-    /// The export of an NBD server. This waits for the server, for ten seconds at most.
+    /// Opens the export of an NBD server. Waits for the server, for ten seconds at most.
     ///
     /// # Errors
     ///
-    /// When the server cannot be reached or does not have it, when it is read-only and the options
-    /// are not, or has a size or blocks that do not fit them.
+    /// If the server cannot be reached or has no such export; if the export is read-only and the
+    /// options are not; if its size or its blocks do not fit the options.
     pub fn nbd(nbd: NbdOptions, options: &DiskOptions) -> Result<Self, Error> {
         Self::nbd_with(nbd, options, SILENCE)
     }
@@ -155,7 +155,7 @@ struct NbdSource {
     handle: Arc<Handle>,
     name: String,
     info: DiskInfo,
-    /// The size that the disk has taken over.
+    /// The size that the disk has taken over last.
     taken: AtomicU64,
 }
 
@@ -174,7 +174,8 @@ impl NbdSource {
         Error::Disk { disk: self.name.clone(), reason }
     }
 
-    /// Has the IoThread flush that has the only connection. `None`: it has ended.
+    /// Flushes on the IoThread that has the only connection. `None` if that thread no longer has
+    /// it.
     fn flush_at(&self, home: &Remote) -> Option<Result<(), i32>> {
         let (answer, pending) = Pending::new();
         let key = key_of(self.shared());
@@ -188,7 +189,7 @@ impl NbdSource {
         Some(pending.wait()?.map(|_| ()).map_err(|failure| failure.errno))
     }
 
-    /// Flushes on the connection that nobody serves, by a loop of this thread.
+    /// Flushes on the connection that no IoThread serves, by a loop of this thread.
     fn flush_spare(&self) -> Result<Result<(), i32>, Error> {
         let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config)?;
@@ -197,7 +198,8 @@ impl NbdSource {
         Ok(flushed.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)))
     }
 
-    /// The size that a connection was told, if nobody has taken it over and a disk can have it.
+    /// The size that a connection received last, unless it was taken over already or no disk can
+    /// have it.
     fn told_size(&self) -> Option<u64> {
         let told = self.shared().size_bytes();
         check_size(told, self.info.logical_block_bytes).ok()?;
@@ -235,7 +237,7 @@ impl OtherSource for NbdSource {
     }
 
     fn optimal_bytes(&self) -> Option<u32> {
-        // Smaller ones are the physical block.
+        // A smaller one is the physical block.
         let preferred = self.shared().facts.block_bytes_preferred;
         (preferred > self.info.physical_block_bytes).then_some(preferred)
     }
@@ -270,7 +272,8 @@ impl OtherSource for NbdSource {
         self.handle.wake();
     }
 
-    /// Without multi-conn no flush of whoever goes on covers what was written here.
+    /// Flushes for the next process: without multi-conn, none of its flushes covers writes made
+    /// here.
     fn write_back(&self) -> Result<(), Error> {
         let shared = self.shared();
         while !self.info.read_only && shared.needs_flush_of_its_own() {
@@ -278,7 +281,7 @@ impl OtherSource for NbdSource {
                 Some((number, home)) => match self.flush_at(&home) {
                     Some(flushed) => flushed,
                     None => {
-                        // It has left its connection, if that was idle.
+                        // The IoThread has ended, or has left its connection because that was idle.
                         shared.remove_pipe(number);
                         continue;
                     }
@@ -297,8 +300,8 @@ impl OtherSource for NbdSource {
 
     fn outside(&self) -> Option<Arc<Outside>> {
         let shared = Arc::clone(self.shared());
-        // What each new connection is told. A server that is asked every second would have to have
-        // room for one more connection.
+        // The size that each new connection receives. A server asked every second would need room
+        // for one more connection.
         let look = move || Ok(Some(shared.size_bytes()));
         Some(Arc::new(Outside::other(look)))
     }
@@ -307,7 +310,7 @@ impl OtherSource for NbdSource {
         let shared = self.shared();
         let (facts, asked) = match connect::ask(&shared.options) {
             Ok(answer) => answer,
-            // A server that lets no other client in has told the one that there is.
+            // A server that lets no further client in has sent the size to the present connection.
             Err(reason) => return self.told_size().ok_or_else(|| self.refused(reason)),
         };
         let check = |size_bytes| check_size(size_bytes, self.info.logical_block_bytes);

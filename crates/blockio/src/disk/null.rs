@@ -7,10 +7,10 @@ use iomem::{Buffers, Repeated};
 use super::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
 
-/// Bytes that a null disk gives at once, where it chooses: whole logical blocks.
+/// The most bytes of one [`read_part`] of a null disk, unless a logical block is larger.
 const PART_BYTES: usize = 64 << 10;
 
-/// What a null disk of this size is like.
+/// The properties of a null disk of this size.
 pub(super) fn info(size_bytes: u64, options: &DiskOptions) -> Result<DiskInfo, Error> {
     let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
     check_size(size_bytes, logical_block_bytes)?;
@@ -34,7 +34,7 @@ pub(super) fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<()
     Ok(())
 }
 
-/// As [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
+/// Like [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
 pub(super) fn read_part(len: u64, block: u32) -> io::Result<Buffers> {
     let block = block as usize;
     let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(PART_BYTES);

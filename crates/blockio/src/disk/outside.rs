@@ -1,4 +1,4 @@
-//! How large a disk could be, asked without its help: a file or device by its name.
+//! Probes the possible size of a disk without using it: a file by its name, a device by its number.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -9,18 +9,18 @@ use std::{fmt, io};
 
 use super::sysfs;
 
-/// The end of a regular file as the last look has seen it. A write beyond it would make a file
-/// longer that was cut while in use, and zeroes would stand in place of the data that is gone.
+/// The end of a regular file as the last probe saw it. A write beyond it would lengthen a file that
+/// was cut while in use, and zeroes would replace the data that is gone.
 #[derive(Debug)]
 pub(super) struct FileEnd {
-    /// The block that a file which ends within it has as a whole, with zeroes at its end.
+    /// The block that counts as whole if a file ends within it, with zeroes at its end.
     block_bytes: u64,
     bytes: AtomicU64,
     /// The number of times that the size of the disk has changed.
     changes: Mutex<u64>,
 }
 
-/// Stands for an end that no look has seen since the disk got its size.
+/// Stands for an end that no probe has seen since the disk got its size.
 const UNSEEN: u64 = u64::MAX;
 
 impl FileEnd {
@@ -29,7 +29,7 @@ impl FileEnd {
         Self { block_bytes, bytes: AtomicU64::new(UNSEEN), changes: Mutex::default() }
     }
 
-    /// Returns whether a range goes beyond the end.
+    /// Returns true if a range goes beyond the end.
     #[inline]
     pub(super) fn is_before(&self, offset: u64, len: u64) -> bool {
         offset.saturating_add(len) > self.bytes.load(Ordering::Relaxed)
@@ -40,14 +40,14 @@ impl FileEnd {
         file_bytes.next_multiple_of(self.block_bytes)
     }
 
-    /// Takes the end for unknown until the next look: the disk gets, or has got, another size.
+    /// Makes the end unknown until the next probe: the disk gets, or has got, another size.
     pub(super) fn forget(&self) {
         let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         *changes += 1;
         self.bytes.store(UNSEEN, Ordering::Relaxed);
     }
 
-    /// Keeps the result of a look, unless the disk has got another size since it began.
+    /// Stores the result of a probe, unless the disk has got another size since the probe began.
     fn see<E>(&self, look: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
         let changes = || self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let before = *changes();
@@ -60,8 +60,8 @@ impl FileEnd {
     }
 }
 
-/// What sees from outside how large a disk could be, while it is in use: this neither keeps its
-/// file open nor depends on the disk.
+/// A probe from outside of the possible size of a disk in use. It neither keeps the file open nor
+/// depends on the disk.
 pub struct Outside(Look);
 
 enum Look {
@@ -71,7 +71,7 @@ enum Look {
 }
 
 impl Outside {
-    /// A look at a block device, or at a file, where each look updates `end`.
+    /// A probe of a block device, or of a file, where each probe updates `end`.
     pub(super) fn new(
         path: &Path,
         metadata: &Metadata,
@@ -87,20 +87,20 @@ impl Outside {
         })
     }
 
-    /// That of a disk of another kind. A kind that learns of a new size from its other
-    /// end keeps that where this look finds it.
+    /// A probe of a disk of another kind. A kind that learns of a new size from its remote end
+    /// stores it where this probe finds it.
     pub(super) fn other(
         look: impl Fn() -> io::Result<Option<u64>> + Send + Sync + 'static,
     ) -> Self {
         Self(Look::Other(Box::new(look)))
     }
 
-    /// Its size in bytes. `None`: it is not known, for example because nobody finds the file under
-    /// its name any more. This may wait for as long as a file system does.
+    /// The size in bytes. `None` if it is unknown, for example because the file has lost its name.
+    /// May wait for as long as a file system does.
     ///
     /// # Errors
     ///
-    /// When the kernel does not say.
+    /// If the kernel does not report the size.
     pub fn size_bytes(&self) -> io::Result<Option<u64>> {
         match &self.0 {
             Look::Device(number) => Ok(sysfs::size_bytes(*number)),

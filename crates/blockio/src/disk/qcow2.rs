@@ -1,10 +1,10 @@
-//! Layer `qcow2`: images of QEMU's format, and what they lie over.
+//! Layer `qcow2`: images of QEMU's format, with their backing files.
 //!
-//! The format is imago's affair. Its images are bound to one thread, so each image has an owner, a
-//! thread with a loop (`owner.rs`). Most requests never get there: a table that all threads read
-//! says where plain data lies, and requests for it go straight to the file, by the engine of their
-//! IoThread (`attached.rs`). The owner is asked where something is, and does what changes that:
-//! it finds space for what is written first, and gives space back.
+//! The library imago handles the format. Its images are bound to one thread, so each image has an
+//! owner, a thread with a loop (`owner.rs`). Most requests never get there: a table that all
+//! threads read maps plain data, and requests for it go straight to the file, by the engine of
+//! their IoThread (`attached.rs`). The owner looks positions up, and makes all changes to them: it
+//! allocates space before data is written, and gives space back.
 
 mod ahead;
 mod attached;
@@ -70,13 +70,13 @@ use crate::error::Error;
 use crate::io::Io;
 
 impl DiskSource {
-    /// The disk in a qcow2 image. The first layer is the image, the next one what that has as its
-    /// backing file, and so on. With `is_deferred` nothing of it is read until the first request:
-    /// another process may still write to it.
+    /// Opens the disk in a qcow2 image. The first layer is the image, the next one its backing
+    /// file, and so on. With `is_deferred` the image is not read until the first request: another
+    /// process may still write to it.
     ///
     /// # Errors
     ///
-    /// When the image is damaged, or has more than 32 layers.
+    /// If the image is damaged, or has more than 32 layers.
     pub fn qcow2(layers: Vec<Layer>, is_deferred: bool) -> Result<Self, Error> {
         let (info, source) = open_image(layers, is_deferred)?;
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
@@ -102,7 +102,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     header.check_size(block).map_err(|reason| refused(&source, reason))?;
     let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
     let unit = headers.map(|header| header.cluster_bytes).min();
-    // What is known to lie in a layer is made of its blocks.
+    // The table maps whole blocks of a layer.
     let table = Table::new(unit.unwrap_or(header.cluster_bytes).max(block));
     if header.size_bytes > table.bytes_max() {
         let reason = format!("a disk of {} bytes is too large", header.size_bytes);
@@ -136,7 +136,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         may_be_marked,
         leaked,
         size_bytes: AtomicU64::new(header.size_bytes),
-        // Whoever had it before may have left changes without a flush.
+        // The previous process may have left changes without a flush.
         committed: AtomicU64::new(1),
         stable: AtomicU64::new(0),
         users: Mutex::default(),
@@ -144,7 +144,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     let (owner, ended) = owner::start(&core)?;
     let mut image = Image { owner, ended: Mutex::new(Some(ended)), core };
     if !is_deferred && let Err(error) = owner::ask_and_wait(&image.owner, Job::Open) {
-        // Whoever tries it again finds its file closed.
+        // The next try must find the file closed.
         image.end();
         let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
         return Err(refused(&source, reason));
@@ -162,8 +162,8 @@ fn new_order(layers: &[Layer], header: &ImageHeader) -> Arc<Order> {
     Arc::new(order)
 }
 
-/// How many clusters are leaked of an image that was left marked. One that another process still
-/// writes to is not looked at.
+/// The number of leaked clusters of an image that was left marked. An image that another process
+/// still writes to is not checked.
 fn look_if_marked(
     source: &DiskSource,
     header: &ImageHeader,
@@ -172,14 +172,14 @@ fn look_if_marked(
     if !header.is_dirty() {
         return Ok(None);
     }
-    // A process that hands it over has marked it, unless its counts are in memory alone.
+    // A process that hands the image over has marked it, unless its counts are only in memory.
     if !header.may_be_marked() || !(source.is_held_alone() || is_deferred) {
         return Err(refused(source, header.why_not_written().to_owned()));
     }
     if is_deferred { Ok(None) } else { leaks::find(source, header) }
 }
 
-/// A warning about tables that are missing, of the first layer that has one.
+/// Checks for missing tables. Returns a warning about the first layer that lacks one.
 fn look_at_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
     let mut cut = None;
     for (index, Layer { source, header }) in layers.iter().enumerate() {
@@ -194,7 +194,7 @@ fn look_at_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
     Ok(cut)
 }
 
-/// The names of the bitmaps in a list, or words that stand for them.
+/// The names of the bitmaps in a list, or a text in their place.
 fn bitmap_names(source: &DiskSource, list: &Range<u64>, is_deferred: bool) -> String {
     let bytes = list.end.saturating_sub(list.start).min(bitmaps::LIST_BYTES_MAX);
     let content = if is_deferred { None } else { source.read_front(list.start, bytes).ok() };
@@ -217,9 +217,9 @@ struct Qcow2Source {
     image: Arc<Image>,
     identity: String,
     is_deferred: bool,
-    /// Names of the bitmaps that were valid when it was opened for writing.
+    /// Names of the bitmaps that were valid when the image was opened for writing.
     bitmaps: Option<String>,
-    /// A layer of it is marked as corrupt.
+    /// True if a layer is marked as corrupt.
     is_corrupt: bool,
     /// A warning about a file that was cut off.
     cut: Option<String>,
@@ -232,8 +232,8 @@ impl std::fmt::Debug for Qcow2Source {
 }
 
 impl Drop for Qcow2Source {
-    /// Whoever closes the disk last may open its file again at once, so the owner has closed it
-    /// by then, unless a disk on an IoThread is left, which must not wait.
+    /// Waits until the owner has closed the image, since the file may be opened again at once. If a
+    /// disk on an IoThread is left, its drop closes the image, and does not wait.
     fn drop(&mut self) {
         if let Some(image) = Arc::get_mut(&mut self.image) {
             image.end();
@@ -260,8 +260,8 @@ impl Qcow2Source {
         self.image.core.source()
     }
 
-    /// Whether the owner of the image cannot take more space itself when it needs some: a server or
-    /// a cluster gives it, and others have to ask these how much.
+    /// Returns true if the owner of the image cannot extend the file itself. A server or a cluster
+    /// provides the space, and must be asked how much there is.
     fn has_given_space(&self) -> bool {
         !self.below().sets_size_at_once()
     }
@@ -314,7 +314,7 @@ impl OtherSource for Qcow2Source {
     }
 
     fn discard_bytes(&self) -> Option<u32> {
-        // Clusters may be smaller than the blocks of what is below.
+        // Clusters may be smaller than the blocks below.
         let core = &self.image.core;
         u32::try_from(core.cluster_bytes).ok().map(|bytes| bytes.max(core.block_bytes))
     }
@@ -354,7 +354,7 @@ impl OtherSource for Qcow2Source {
     }
 
     fn is_flushed(&self) -> bool {
-        // Tables may be written back after this was asked.
+        // Tables of a writable image may be written back after this call.
         self.below().info().read_only
     }
 
@@ -373,7 +373,7 @@ impl OtherSource for Qcow2Source {
 
     fn write_back(&self) -> Result<(), Error> {
         if self.image.core.may_be_marked {
-            // Where it has failed, the other process finds the mark.
+            // If this fails, the next process finds the mark.
             let _ = owner::ask_and_wait(&self.image.owner, Job::Rest);
         }
         self.image.core.layers.iter().try_for_each(|layer| layer.source.write_back())
@@ -383,7 +383,7 @@ impl OtherSource for Qcow2Source {
         self.image.core.layers.iter().for_each(|layer| layer.source.leave());
     }
 
-    /// The disk in it never changes its size by itself; what gives it space does.
+    /// Probes the space for the image. The disk in it never changes its size by itself.
     fn outside(&self) -> Option<Arc<Outside>> {
         let below = self.below().outside().filter(|_| self.has_given_space())?;
         Some(Arc::new(Outside::other(move || below.size_bytes().map(|_| None))))
@@ -396,7 +396,8 @@ impl OtherSource for Qcow2Source {
     fn find_space(&self) -> Result<(), Error> {
         self.below().find_space()?;
         if self.has_given_space() {
-            // Its owner takes over what is more. Behind what is less, tables would read as zeroes.
+            // The owner takes over more space. Less space is not taken over: tables behind its end
+            // would read as zeroes.
             self.below().find_size()?;
         }
         Ok(())
@@ -455,8 +456,8 @@ mod tests {
     use crate::disk::{DiskOptions, DiskSource};
     use crate::io_thread::IoThread;
 
-    /// How often this process has a file open. Locks do not tell: a child that another test starts
-    /// has them too until it runs its program.
+    /// The number of times that this process has a file open. Locks do not show that: a child that
+    /// another test starts has them too, until it runs its program.
     fn opened(path: &Path) -> usize {
         let all = std::fs::read_dir("/proc/self/fd").unwrap();
         let is_it =
@@ -464,7 +465,7 @@ mod tests {
         all.filter(|fd| fd.as_ref().is_ok_and(is_it)).count()
     }
 
-    /// A new image. `None`: there is no qemu-img.
+    /// Makes an image. `None` without qemu-img.
     fn image() -> Option<tempfile::NamedTempFile> {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut make = Command::new("qemu-img");
@@ -475,7 +476,7 @@ mod tests {
         made.is_ok().then_some(file)
     }
 
-    /// Its owner has a thread, which has the file open too.
+    /// The owner has a thread, which has the file open, too.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn whoever_has_closed_an_image_has_closed_its_file() {

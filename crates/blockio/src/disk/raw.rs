@@ -17,12 +17,13 @@ use crate::io::Io;
 use crate::op::OpKind;
 
 impl DiskSource {
-    /// The part of a disk that begins at a byte and has so many, or all that follow: then it grows
-    /// and shrinks with the disk. Nobody but the caller keeps others away from what lies beside it.
+    /// Opens the part of a disk that begins at `offset_bytes` and has `size_bytes`, or all bytes
+    /// that follow: then it grows and shrinks with the disk. Only the caller keeps other users away
+    /// from the bytes beside it.
     ///
     /// # Errors
     ///
-    /// When there is no such part, or it is not made of whole logical blocks.
+    /// If there is no such part, or it is not made of whole logical blocks.
     pub fn raw(
         below: DiskSource,
         offset_bytes: u64,
@@ -54,7 +55,7 @@ fn refused(below: &DiskSource, reason: String) -> Error {
     below.refused("a part of ", &reason)
 }
 
-/// Where the part is.
+/// The position of the part.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     offset_bytes: u64,
@@ -64,7 +65,7 @@ struct Part {
 }
 
 impl Part {
-    /// Its size on a disk of this many bytes.
+    /// The size of the part on a disk of this many bytes.
     fn size_within(self, disk_bytes: u64) -> Result<u64, String> {
         let Self { offset_bytes, size_bytes, block } = self;
         for (what, bytes) in [("offset", Some(offset_bytes)), ("size", size_bytes)] {
@@ -91,7 +92,7 @@ impl Part {
         self.offset_bytes == 0 && self.size_bytes.is_none()
     }
 
-    /// That of the part of a disk. It must not change when the disk grows.
+    /// The identity of the part. It must not change when the disk grows.
     fn identity(self, of_disk: &str) -> String {
         if of_disk.is_empty() || self.is_all() {
             return of_disk.to_owned();
@@ -135,7 +136,7 @@ impl OtherSource for RawSource {
 
     fn place(&self) -> Option<Place> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
-        // It was checked to lie there.
+        // The part was checked to lie there.
         Some(self.below.place().part(offset_bytes, size_bytes))
     }
 
@@ -204,7 +205,7 @@ impl OtherSource for RawSource {
             return None;
         }
         let (part, below) = (self.part, self.below.outside()?);
-        // A disk that ends before the part begins is none to be told about.
+        // A disk that ends before the part begins has no size to report.
         let look = move || Ok(below.size_bytes()?.and_then(|size| part.size_within(size).ok()));
         Some(Arc::new(Outside::other(look)))
     }
@@ -246,7 +247,7 @@ impl OtherSource for RawSource {
 }
 
 impl RawSource {
-    /// Where the disk below ends if the part has this size.
+    /// The end of the disk below if the part has this size.
     fn end_of(&self, size_bytes: u64) -> Result<u64, Error> {
         let end = self.part.offset_bytes.checked_add(size_bytes);
         end.ok_or_else(|| refused(&self.below, format!("{size_bytes} bytes are too many")))
@@ -258,7 +259,8 @@ struct RawDisk {
     offset_bytes: u64,
 }
 
-/// Offsets do not overflow: [`Disk`] has checked that they lie on this disk, which lies on another.
+/// Offsets do not overflow: [`Disk`] has checked that they lie on this disk, which lies on the disk
+/// below.
 impl OtherDisk for RawDisk {
     fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
         self.below.straight(kind, self.offset_bytes + offset, buffers)

@@ -1,8 +1,8 @@
 //! Images in Ceph clusters, through librbd.
 //!
-//! librbd works on threads of its own. An operation is given to it by the IoThread, which does not
-//! wait; the thread that ends it posts the result to the mailbox of the IoThread. Operations have
-//! no time limit: while a cluster is away they wait, and go on by themselves when it is back.
+//! librbd works on threads of its own. The IoThread passes an operation to it and does not wait.
+//! The thread that ends the operation posts the result to the mailbox of the IoThread. Operations
+//! have no time limit: while a cluster is away they wait, and continue when it is back.
 
 mod api;
 mod image;
@@ -36,18 +36,18 @@ use crate::error::Error;
 use crate::io::Io;
 use crate::unanswered::{Line, Unanswered};
 
-/// How often it is looked whether the cluster answers.
+/// The interval of checks that the cluster answers.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl DiskSource {
-    /// An image of a Ceph cluster. With [`DiskOptions::direct`] librbd caches nothing, and
-    /// otherwise what the configuration of the cluster says. Waits for the cluster for 30 seconds,
-    /// and for the exclusive lock for 60 more.
+    /// Opens an image of a Ceph cluster. With [`DiskOptions::direct`] the cache of librbd is off,
+    /// unless the image itself is configured otherwise; without it the configuration of the cluster
+    /// decides. Waits for the cluster for 30 seconds, and for the exclusive lock for 60 more.
     ///
     /// # Errors
     ///
-    /// When the libraries of Ceph are not installed, the cluster cannot be reached, or the image
-    /// cannot be opened or used as the options say.
+    /// If the libraries of Ceph are not installed, the cluster cannot be reached, or the image
+    /// cannot be opened or used with the options.
     pub fn rbd(name: &RbdImage, options: &DiskOptions) -> Result<Self, Error> {
         let (image, info, facts) = open::open(name, options)?;
         let (size_bytes, object_bytes) = (info.size_bytes, facts.object_bytes);
@@ -70,9 +70,9 @@ struct RbdSource {
     facts: Facts,
     image: RbdImage,
     options: DiskOptions,
-    /// As it was opened.
+    /// The properties at open.
     info: DiskInfo,
-    /// Ends the thread that watches, by going.
+    /// Ends the watching thread when dropped.
     _end: mpsc::Sender<()>,
 }
 
@@ -139,16 +139,16 @@ impl OtherSource for RbdSource {
         self.shared.image.waiting().give_up();
     }
 
-    /// librbd's cache is this process's. Whoever goes on reads without a lock, and would find what
-    /// was there before.
+    /// Flushes librbd's cache, which is local to this process. The next process reads without a
+    /// lock, and would find older data.
     fn write_back(&self) -> Result<(), Error> {
-        // Whatever was asked for, the configuration of the image may have switched a cache on.
+        // Even with `direct`, the configuration of the image may have switched a cache on.
         if self.info.read_only {
             return Ok(());
         }
         let was_lost = self.shared.loss().is_err();
         match self.shared.image.write_back() {
-            // Whoever goes on inherits a loss that is known already.
+            // The next process inherits a loss that is known already.
             Err(error) if !was_lost => {
                 self.shared.lose(&error);
                 Err(self.shared.refused(&format!(
@@ -159,13 +159,13 @@ impl OtherSource for RbdSource {
         }
     }
 
-    /// Whoever goes on would otherwise wait for half a minute, until the cluster takes this client
-    /// for dead.
+    /// Releases the lock. The next process would otherwise wait for half a minute, until the
+    /// cluster takes this client for dead.
     fn leave(&self) {
         if !self.info.read_only
             && let Err(error) = self.shared.image.unlock()
         {
-            // It is not ours, or there is none.
+            // The lock is not ours, or there is none.
             tracing::debug!("rbd {}: its lock is not released: {error}", self.shared.name);
         }
     }
@@ -177,7 +177,7 @@ impl OtherSource for RbdSource {
         let shared = Arc::downgrade(&self.shared);
         Some(Arc::new(Outside::other(move || {
             let Some(shared) = shared.upgrade() else { return Ok(None) };
-            // What cannot be asked now is asked again.
+            // After an error, the next probe asks again.
             shared.known_size().map_or_else(|| shared.find_size(), Ok).map(Some)
         })))
     }
@@ -232,8 +232,8 @@ impl RbdSource {
         self.image.snapshot.is_some()
     }
 
-    /// The size, of which librbd learns nothing while the image is open for reading only, and
-    /// beyond which it then reads nothing.
+    /// Opens the image once more to find its size. While an image is open for reading only, librbd
+    /// learns of no new size, and reads nothing beyond the old one.
     fn look_at_size(&self) -> Result<u64, Error> {
         let (_, now, _) = open::open(&self.image, &self.options)?;
         if now.size_bytes == self.info.size_bytes {
@@ -247,9 +247,8 @@ impl RbdSource {
     }
 }
 
-/// Starts a thread that tells the log when the cluster does not answer, and gives it up where that
-/// is wanted. It ends when nobody has the image any more, it was given up, or what this returns is
-/// dropped.
+/// Starts a thread that logs when the cluster does not answer, and gives the image up if that is
+/// wanted. It ends when the image is closed or given up, or the returned sender is dropped.
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.waiting()), shared.name.clone());
@@ -259,7 +258,7 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };
             waiting.look();
             let away = waiting.away();
-            // Nobody waits for one that was given up.
+            // No request waits for an image that was given up.
             if waiting.was_given_up() {
                 return;
             }

@@ -13,21 +13,21 @@ use super::seam::Way;
 use super::{Disk, Kind, Requests, null};
 use crate::op::OpKind;
 
-/// The most of a part that counts for limits: what a part has at most, unless it is configured.
+/// The most bytes of a part that count for limits: the most that a part has by default.
 const PART_BYTES: u64 = 256 << 10;
 
-/// The most that is zeroed in one turn.
+/// The most bytes that are zeroed in one turn.
 const ZEROES_BYTES: u64 = 4 << 20;
 
 impl Disk {
-    /// The disk for requests about which this one is asked.
+    /// The disk for requests about which `requester` is consulted.
     #[inline]
     #[must_use]
     pub fn asking<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
         Requests { disk: self, requester }
     }
 
-    /// The disk for requests about which nobody is asked.
+    /// The disk for requests without a requester.
     #[inline]
     #[must_use]
     pub fn asking_nobody(&self) -> Requests<'_> {
@@ -38,7 +38,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As for [`Requests::read`].
     #[inline]
     pub fn read(
         &self,
@@ -52,7 +52,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As for [`Requests::write`].
     #[inline]
     pub fn write(
         &self,
@@ -67,7 +67,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As for [`Requests::read_part`].
     pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.asking_nobody().read_part(offset, len).await
     }
@@ -76,7 +76,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As for [`Requests::discard`].
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.asking_nobody().discard(offset, len).await
     }
@@ -85,7 +85,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As for [`Requests::write_zeroes`].
     pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.asking_nobody().write_zeroes(offset, len, may_unmap).await
     }
@@ -98,12 +98,12 @@ impl<'a> Requests<'a> {
         self.disk
     }
 
-    /// Fills all of `buffers` from byte `offset` on.
+    /// Fills all of `buffers` from byte `offset`.
     ///
     /// # Errors
     ///
-    /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
-    /// the part of `buffers` that was not filled. Its content is undefined then.
+    /// The error of the kernel, or `EINVAL` for a range that is misaligned or beyond the disk, with
+    /// the part of `buffers` that was not filled. The content of that part is undefined.
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     pub fn read(
         self,
@@ -132,15 +132,16 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Reads from byte `offset` on into memory of the disk's own: whole logical blocks, at least
-    /// one of them, at most `len` bytes. The memory is of the
-    /// [budget for misaligned requests](crate::config::BounceConfig) until the list is dropped, and
-    /// this waits for its turn there, and among the commands of the disk that move much data: so do
-    /// not wait for the disk while you have such a list.
+    /// Reads from byte `offset` into memory of the disk's own: whole logical blocks, at least one
+    /// of them, at most `len` bytes.
+    ///
+    /// The memory is of the [budget for misaligned requests](crate::config::BounceConfig) until the
+    /// list is dropped. This waits for its turn in that budget, and among the commands of the disk
+    /// that move much data. So do not wait for the disk while you have such a list.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read), `ENOMEM`, and the error with which the requester
+    /// As for [`read`](Self::read), `ENOMEM`, and the error with which the requester
     /// [ends](super::Requester::check_piece) the command.
     pub async fn read_part(self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.disk.check(offset, len)?;
@@ -162,15 +163,16 @@ impl<'a> Requests<'a> {
         .await
     }
 
-    /// Writes all of `buffers` from byte `offset` on. With `fua`, the data is on stable storage
-    /// when this returns.
+    /// Writes all of `buffers` from byte `offset`. With `fua`, the data is on stable storage when
+    /// this returns.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on,
-    /// with the part of `buffers` that was not written, or not wholly. With `fua` also the error of
-    /// an earlier [`flush`](Disk::flush), and of one after the write: then nothing is left of
-    /// `buffers`, and any of it may be lost.
+    /// As for [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot
+    /// continue, with the part of `buffers` that was not written, or not wholly.
+    ///
+    /// With `fua` also the error of an earlier [`flush`](Disk::flush), and of a flush after the
+    /// write: then nothing is left of `buffers`, and any of it may be lost.
     pub async fn write(
         self,
         offset: u64,
@@ -193,15 +195,15 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Says that `len` bytes are not needed any more. A hint: a disk that cannot use it does
-    /// nothing. What the range reads as afterwards is undefined.
+    /// Discards `len` bytes that are no longer needed. A hint: a disk that cannot use it does
+    /// nothing. The content of the range is undefined afterwards.
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write).
+    /// As for [`write`](Self::write).
     pub async fn discard(self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.check_write(offset, len)?;
-        // It moves no bytes, and has so many that others would wait for it for ever.
+        // A discard moves no bytes, but its range could make later requests wait forever.
         self.govern(Direction::Write, (offset, len), 0, || async move {
             match &self.disk.kind {
                 Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
@@ -213,12 +215,12 @@ impl<'a> Requests<'a> {
     }
 
     /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back. A long range
-    /// goes piece by piece, among the commands of the disk that move much data: where the disk has
-    /// no operation for it, zeroes are written.
+    /// goes piece by piece, among the commands of the disk that move much data: if the disk has no
+    /// operation for it, zeroes are written.
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write), and the error with which the requester
+    /// As for [`write`](Self::write), and the error with which the requester
     /// [ends](super::Requester::check_piece) the command.
     pub async fn write_zeroes(self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.disk.check_write(offset, len)?;

@@ -1,4 +1,4 @@
-//! Ops that the kernel puts off, and how long it is asked again.
+//! Retries of ops that the kernel puts off.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::io::Io;
 
-/// A disk that answers with EAGAIN for this long will not do better: the request fails then.
+/// A disk that answers with EAGAIN for this long will not recover: the request fails then.
 const PATIENCE: Duration =
     if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(5) };
-/// The first pause; each that follows is twice as long.
+/// The first pause; each further one is twice as long.
 const PAUSE_MIN: Duration = Duration::from_micros(100);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// The tries of one op. Progress starts a new one. Hardly any op has some, so they are kept out of
+/// The retries of one op. Progress starts a new count. Few ops have any, so they are kept out of
 /// its future.
 #[derive(Debug, Default)]
 pub(super) struct Retries(Option<Box<Tries>>);
@@ -25,13 +25,13 @@ struct Tries {
 }
 
 impl Retries {
-    /// Whether an op that has ended with `error` may be tried again at all.
+    /// Returns true if an op that ended with `error` may be retried at all.
     #[inline]
     pub(super) fn are_for(error: &io::Error) -> bool {
         matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
     }
 
-    /// Waits for the next try of an op. False: it was tried for long enough, and there is no other.
+    /// Waits for the next try of an op. Returns false if it was tried for long enough.
     pub(super) async fn wait(&mut self, io: &Io) -> bool {
         let now = clock::now();
         let first = || Box::new(Tries { since: now, pause: Duration::ZERO });

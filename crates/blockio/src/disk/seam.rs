@@ -1,28 +1,28 @@
-//! Where disks of other kinds come in: those that are no local file, such as one that a server has,
-//! and formats and layers, which are disks over other disks.
+//! The interface of disks of other kinds: disks that are no local file, such as the export of a
+//! server, and formats and layers, which are disks over other disks.
 //!
 //! Such a kind is one file of this folder. It has
 //!
-//! - a way to open it, as `DiskSource::raw` is one: it may take long, for disks are opened by
-//!   threads of their own; it ends with `DiskSource::new`, a [`DiskInfo`] and
-//!   `SourceKind::Other`;
-//! - an [`OtherSource`], for all threads: what is known about the disk, its size, its state;
+//! - a function that opens it, like `DiskSource::raw`. It may take long, since disks are opened by
+//!   threads of their own. It ends with `DiskSource::new`, a [`DiskInfo`] and `SourceKind::Other`;
+//! - an [`OtherSource`], for all threads: the properties of the disk, its size, its state;
 //! - an [`OtherDisk`] for each IoThread: the requests.
 //!
-//! A layer opens what it lies on first, keeps that [`DiskSource`](super::DiskSource), and attaches
-//! it with the engine that it is given. It answers what it does not change (the state, the file at
-//! the bottom, the loss of data) with what that disk says. Crates that only one kind needs are
-//! optional, behind a feature of this crate with the name of the kind, and so is its module.
+//! A layer opens the disk below first, keeps that [`DiskSource`](super::DiskSource), and attaches
+//! it with the engine that it is given. It passes on the answers of that disk that it does not
+//! change (the state, the file at the bottom, the loss of data). Crates that only one kind needs
+//! are optional, behind a feature of this crate with the name of the kind, and so is its module.
 //!
 //! Files and null disks do not come this way: [`Disk`](super::Disk) knows them by name, and nothing
 //! is virtual there. A request to a disk of another kind costs two allocations, for futures, and
-//! virtual calls; one that the kind knows to be [straight](OtherDisk::straight) goes to the file
-//! below as if it were the file's, after one virtual call.
+//! virtual calls. A [straight](OtherDisk::straight) request goes to the file below as if it were a
+//! request to the file, after one virtual call.
 //!
 //! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
-//! that is read-only. Memory is aligned as its owner likes. What another library or thread does
-//! goes through [`foreign_op`](crate::Io::foreign_op), which owns the memory until it has ended.
-//! The future of a request may be dropped at any time; what it has begun then ends by itself.
+//! that is read-only. Memory may have any alignment. Operations of another library or thread go
+//! through [`foreign_op`](crate::Io::foreign_op), which owns the memory until they have ended. The
+//! future of a request may be dropped at any time; an operation that it has begun then ends by
+//! itself.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -45,18 +45,18 @@ use crate::op::OpKind;
 /// A request to a disk of another kind.
 pub(super) type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// What a disk of another kind is made of: what it is like as it is opened, and the rest.
+/// The properties of a disk of another kind at open, and its source.
 pub(super) type Opened = (DiskInfo, Arc<dyn OtherSource>);
 
-/// A disk of another kind that is open, for all threads. Its methods are called by threads that may
-/// wait, but for those that only say what is known.
+/// An open disk of another kind, for all threads. Its methods are called by threads that may wait,
+/// except for methods that only report known facts.
 pub(super) trait OtherSource: fmt::Debug + Send + Sync {
-    /// The disk for tasks on `io`. It does not wait: connections are made by a task, and requests
-    /// wait for that. A layer passes `engine` on to what it lies on.
+    /// Attaches the disk for tasks on `io`. Does not wait: a task makes connections, and requests
+    /// wait for that. A layer passes `engine` on to the disk below.
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk>;
 
-    /// The same disk once more, for a look, if the first request to this one is what has it read
-    /// the disk below: what that has then may have changed since the look.
+    /// Opens the disk again for a probe, if this one reads the disk below only at its first
+    /// request: the content below may change between the probe and that request.
     fn apart(&self) -> Result<Option<Opened>, Error> {
         Ok(None)
     }
@@ -64,12 +64,12 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::chain`](super::DiskSource::chain).
     fn chain(&self) -> Vec<Link>;
 
-    /// See [`DiskSource::identity`](super::DiskSource::identity): it decides which exports share
-    /// reservations, so a disk that is reached in two ways has the same.
+    /// See [`DiskSource::identity`](super::DiskSource::identity). It decides which exports share
+    /// reservations, so a disk that is reached in two ways has one identity.
     fn identity(&self) -> &str;
 
-    /// See [`DiskSource::place`](super::DiskSource::place); that of the disk below, for a layer.
-    /// `None`: it is all of a disk.
+    /// See [`DiskSource::place`](super::DiskSource::place); for a layer that of the disk below.
+    /// `None`: all of a disk.
     fn place(&self) -> Option<Place> {
         None
     }
@@ -94,7 +94,7 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
         self.local().is_some_and(|file| file.is_held_alone)
     }
 
-    /// How it is doing.
+    /// The state of the disk.
     fn state(&self) -> DiskState;
 
     /// See [`DiskSource::remark`](super::DiskSource::remark).
@@ -135,10 +135,10 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::leave`](super::DiskSource::leave).
     fn leave(&self) {}
 
-    /// What notices that it has another size.
+    /// A probe that notices another size.
     fn outside(&self) -> Option<Arc<Outside>>;
 
-    /// The size that it has now: one that a disk can have. It is known from then on.
+    /// Finds the present size: one that a disk can have. It is the known size from then on.
     fn find_size(&self) -> Result<u64, Error>;
 
     /// See [`DiskSource::find_space`](super::DiskSource::find_space). A layer passes it on.
@@ -146,44 +146,44 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// How large it is as far as that is known, without waiting for another end: IoThreads ask.
+    /// The last known size, without waiting for a remote end: IoThreads call this.
     fn known_size(&self) -> Result<u64, Error>;
 
-    /// Whether it can be given this size.
+    /// Checks that the disk can be given this size.
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error>;
 
-    /// Gives it this size, which was checked. No request is beyond.
+    /// Gives the disk this size, which was checked. No request lies beyond it.
     fn set_size(&self, size_bytes: u64) -> Result<(), Error>;
 
-    /// Whether [`set_size`](Self::set_size) is done at once, so that an IoThread may call it: it
-    /// waits for no server and for no cluster.
+    /// Returns true if [`set_size`](Self::set_size) ends at once, so that an IoThread may call it:
+    /// it waits for no server and for no cluster.
     fn sets_size_at_once(&self) -> bool {
         self.local().is_some()
     }
 
-    /// Its user knows it by this size, as it was in another process.
+    /// Sets the size by which users know the disk from another process.
     fn adopt_size(&self, size_bytes: u64);
 }
 
-/// A file, and where in it a transfer begins.
+/// A file, and the byte of it at which a transfer begins.
 pub(super) type InFile<'a> = (&'a FileDisk, u64);
 
-/// Where a transfer goes that needs no look at limits.
+/// The route of a transfer that needs no check of limits.
 pub(super) enum Way<'a> {
     /// To this file, from this byte on.
     File(&'a FileDisk, u64),
-    /// It is done.
+    /// To no file: the transfer is done.
     Nowhere,
     /// Through the methods of [`OtherDisk`].
     Otherwise,
 }
 
-/// A disk of another kind on one IoThread. See [`Disk`](super::Disk) for what its methods promise.
+/// A disk of another kind on one IoThread. See [`Disk`](super::Disk) for the promises of its
+/// methods.
 pub(super) trait OtherDisk {
-    /// Where the transfer of `buffers` goes, if all of it goes to one file and nothing is left to
-    /// do here. What must last until the memory is not used any more is
-    /// [kept](Buffers::keep) with it. The caller begins the transfer at once: another request may
-    /// move what is there.
+    /// The target of the transfer of `buffers`, if all of it goes to one file and nothing is left
+    /// to do here. State that must last as long as the memory is in use is [kept](Buffers::keep)
+    /// with it. The caller begins the transfer at once: another request may move the data.
     fn straight(&self, _: OpKind, _offset: u64, _: &mut Buffers) -> Option<InFile<'_>> {
         None
     }
@@ -199,13 +199,13 @@ pub(super) trait OtherDisk {
 
     fn flush(&self) -> Request<'_, io::Result<()>>;
 
-    /// Of at least one block.
+    /// Discards a range of at least one block.
     fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>>;
 
-    /// Of at least one block.
+    /// Zeroes a range of at least one block.
     fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>>;
 
-    /// Of at least one block.
+    /// The kind of the first bytes in a range of at least one block.
     fn block_status(&self, offset: u64, len: u64) -> Request<'_, io::Result<Extent>>;
 }
 
@@ -228,8 +228,8 @@ impl AttachedOther {
         Self { disk: source.attach(io, engine), source, share, io: Rc::clone(io) }
     }
 
-    /// Reads, and tells the log of the memory about it: whatever writes there, a library, a server
-    /// or a thread, does not. Of a read that has failed, a part may have been made.
+    /// Reads, and marks the memory in its log, since a library, a server or a thread that writes
+    /// there does not. A failed read may have been made in part.
     pub(super) fn read(
         &self,
         offset: u64,
@@ -245,7 +245,7 @@ impl AttachedOther {
         })
     }
 
-    /// As [`Disk::way`](super::Disk::way).
+    /// Like [`Disk::way`](super::Disk::way).
     pub(super) fn way(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Way<'_> {
         match self.disk.straight(kind, offset, buffers) {
             Some((file, offset)) => Way::File(file, offset),
@@ -253,12 +253,12 @@ impl AttachedOther {
         }
     }
 
-    /// Whether data may be lost, so that no flush succeeds any more.
+    /// Returns true if data may be lost, so that later flushes fail.
     pub(super) fn may_have_lost(&self) -> bool {
         self.source.state() == DiskState::Lost
     }
 
-    /// As [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
+    /// Like [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
     pub(super) async fn read_part(&self, offset: u64, len: u64, block: u32) -> io::Result<Buffers> {
         let most = self.share.piece_bytes(block as usize);
         let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(most);
@@ -271,5 +271,5 @@ impl AttachedOther {
     }
 }
 
-/// Memory that begins at a page suits every disk.
+/// Memory aligned to a page suits every disk.
 const PAGE: usize = 4096;

@@ -1,4 +1,4 @@
-//! What may change of a disk while it is in use, for all who have it.
+//! State of a disk that may change while it is in use, for all its users.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -10,37 +10,37 @@ use super::waiting::{Bell, Turns};
 use crate::clock;
 use crate::error::Error;
 
-/// Written by whoever controls the disk, read by its IoThreads with each request. Nothing else
-/// depends on a size, so no order is needed: a request is checked by the old size or the new one.
+/// The changing state of a disk, written by its controller and read by its IoThreads with each
+/// request. Nothing else depends on a size, so no order is needed: a request is checked by the old
+/// size or the new one.
 #[derive(Debug)]
 pub(super) struct Shared {
     size_bytes: AtomicU64,
-    /// How many of its bytes requests reach without being looked at: all, or none where there are
-    /// limits. So limits cost a disk nothing that has none: each request is compared with this
-    /// number, and with no other.
+    /// The bytes that requests reach without further checks: all, or none if there are limits. So
+    /// limits cost nothing on a disk that has none: each request is compared with this number only.
     direct_bytes: AtomicU64,
-    /// How many looks at the size have begun, and which of them has found it. The latter changes
-    /// with the size, under the lock of the rules.
+    /// The number of probes for the size that have begun, and the number of the probe that found
+    /// it. The latter changes with the size, under the lock of the rules.
     looks: AtomicU64,
     found_by: AtomicU64,
-    /// Queues have it as well, with nothing of their own.
+    /// The rules. Queues keep references to them.
     rules: Mutex<Arc<Rules>>,
-    /// How often the rules have changed.
+    /// The number of changes of the rules.
     generation: AtomicU64,
-    /// How often waiting requests were told to try again.
+    /// The number of orders to retry waiting requests.
     resumed: AtomicU64,
-    /// Rings when that changes, and when queues are to end.
+    /// Rings when waiting requests must check again: after a change of these, or when queues stop.
     pub(super) bell: Bell,
-    /// Reads and writes that go to the limits of a group, one of the disk at a time.
+    /// Reads and writes that wait for the limits of a group, one of each on this disk at a time.
     pub(super) turns: [Turns; 2],
     pub(super) troubles: Troubles,
-    /// Format of the image that a disk served without one seems to be.
+    /// The format of the image that a disk without a format seems to be.
     foreign_format: OnceLock<&'static str>,
-    /// Nobody needs the disk any more.
+    /// True if the disk is no longer needed.
     is_given_up: AtomicBool,
 }
 
-/// What holds for the requests of a disk.
+/// The rules for the requests of a disk.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Rules {
     limits: Limits,
@@ -51,7 +51,7 @@ pub(super) struct Rules {
 }
 
 impl Shared {
-    /// For a disk of this size.
+    /// The state of a disk of this size.
     pub(super) fn new(size_bytes: u64) -> Self {
         Self {
             size_bytes: AtomicU64::new(size_bytes),
@@ -92,13 +92,12 @@ impl Shared {
         self.has_found(self.begin_look(), size_bytes);
     }
 
-    /// Somebody looks how large the disk is now, which may take long. Returns the number of that.
+    /// Begins a probe for the present size, which may take long. Returns its number.
     pub(super) fn begin_look(&self) -> u64 {
         self.looks.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// A look has found this size. It is that of the disk unless one that began later has found
-    /// one.
+    /// Takes over the size that a probe has found, unless a later probe has found one.
     pub(super) fn has_found(&self, look: u64, size_bytes: u64) {
         let rules = self.lock();
         if look >= self.found_by.load(Ordering::Relaxed) {
@@ -108,7 +107,7 @@ impl Shared {
         }
     }
 
-    /// What a disk is like now that was like this when it was opened.
+    /// The present properties of a disk that was `opened` with these.
     pub(super) fn info(&self, opened: &DiskInfo) -> DiskInfo {
         DiskInfo { size_bytes: self.size_bytes(), ..*opened }
     }
@@ -140,7 +139,7 @@ impl Shared {
         });
     }
 
-    /// As [`LimitGroup::debts`], for the limits of the disk itself.
+    /// Like [`LimitGroup::debts`], for the limits of the disk itself.
     pub(super) fn debts(&self) -> Vec<u64> {
         debts(self.lock().own.as_ref())
     }
@@ -166,7 +165,7 @@ impl Shared {
         self.resumed.load(Ordering::Acquire)
     }
 
-    /// Requests that wait because the disk has failed them are tried again at once.
+    /// Retries the requests at once that wait because the disk failed them.
     pub(super) fn resume(&self) {
         self.resumed.fetch_add(1, Ordering::Release);
         self.bell.ring();
@@ -206,8 +205,8 @@ fn buckets(limits: &Limits) -> Option<Arc<Buckets>> {
     (!limits.are_none()).then(|| Arc::new(Buckets::new(limits, clock::now())))
 }
 
-/// Limits that several disks share. Each disk that waits has its turn, whatever the others want,
-/// and so has each queue of a disk. Clones are the same group.
+/// Limits that several disks share. Each waiting disk has its turn, regardless of the load on the
+/// rest, and so has each queue of a disk. Clones are the same group.
 #[derive(Debug, Clone, Default)]
 pub struct LimitGroup(Arc<Mutex<Group>>);
 
@@ -225,11 +224,11 @@ impl LimitGroup {
         self.lock().limits
     }
 
-    /// Changes them, also for requests that wait.
+    /// Changes the limits, also for requests that wait.
     ///
     /// # Errors
     ///
-    /// When they [mean nothing](Limits::check).
+    /// If they are [invalid](Limits::check).
     pub fn set_limits(&self, limits: Limits) -> Result<(), Error> {
         limits.check()?;
         let mut group = self.lock();
@@ -245,20 +244,20 @@ impl LimitGroup {
         Ok(())
     }
 
-    /// The nanoseconds until each bucket of the limits is full, for a process that goes on with the
-    /// group. Nothing, where there are no limits.
+    /// Nanoseconds until each bucket of the limits is full, for a process that takes over the
+    /// group. Empty without limits.
     #[must_use]
     pub fn debts(&self) -> Vec<u64> {
         debts(self.lock().buckets.as_ref())
     }
 
-    /// Has requests wait as long as in a process that had these [debts](Self::debts) with the same
-    /// limits.
+    /// Makes requests wait as long as in a process that had these [debts](Self::debts) with the
+    /// same limits.
     pub fn owe(&self, debts: &[u64]) {
         owe(self.lock().buckets.as_ref(), debts);
     }
 
-    /// Whether a disk that is in use is in the group.
+    /// Returns true if a disk that is in use is in the group.
     #[must_use]
     pub fn has_members(&self) -> bool {
         self.lock().members.iter().any(|member| member.strong_count() > 0)
@@ -269,13 +268,13 @@ impl LimitGroup {
     }
 }
 
-/// Has a disk be a member of a group from now on, and of no other.
+/// Makes a disk a member of this group, and of no other.
 pub(super) fn join(shared: &Arc<Shared>, group: Option<&LimitGroup>) {
     let before = shared.lock().group.clone();
     if let Some(before) = before {
         before.lock().members.retain(|member| !std::ptr::eq(member.as_ptr(), Arc::as_ptr(shared)));
     }
-    // The group stays locked: its limits may change meanwhile.
+    // The group stays locked, so that its limits do not change in between.
     let mut locked = group.map(LimitGroup::lock);
     if let Some(group) = &mut locked {
         group.members.retain(|member| member.strong_count() > 0);

@@ -10,8 +10,8 @@ use super::source::FileSource;
 use super::{DiskInfo, DiskSource, SourceKind};
 
 impl DiskSource {
-    /// A disk that is told what it is like: for a simulated kernel, which knows it by the
-    /// descriptor of `file`. Memory and requests of direct I/O are aligned to these bytes.
+    /// A disk with the given properties, for a simulated kernel that knows it by the descriptor of
+    /// `file`. Memory and requests of direct I/O are aligned to these bytes.
     #[must_use]
     pub fn simulated(
         file: OwnedFd,
@@ -39,14 +39,14 @@ impl DiskSource {
         Self::new(info, SourceKind::File(file))
     }
 
-    /// As if it were opened anew: a loss of data is forgotten. No op may be in the kernel.
+    /// Forgets a loss of data, like opening the disk again. No op may be in the kernel.
     pub fn open_anew(&self) {
         if let SourceKind::File(file) = &self.kind {
             file.file.loss().forget();
         }
     }
 
-    /// As if its file had this size, which a refresh has found.
+    /// Sets the size, as if a refresh had found it.
     pub fn resize_simulated(&self, size_bytes: u64) {
         self.shared.set_size_bytes(size_bytes);
     }

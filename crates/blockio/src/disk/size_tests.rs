@@ -1,4 +1,4 @@
-//! Disks whose size changes while they are in use, and those that give space back.
+//! Disks that change their size while they are in use, and disks that give space back.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -11,7 +11,7 @@ use crate::io_thread::IoThread;
 
 const MIB: u64 = 1 << 20;
 
-/// Disks that are attached already see it, and a size that no disk can have changes nothing.
+/// Disks that are attached already see it, and an impossible size changes nothing.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_size_of_a_disk_may_change() {
@@ -42,7 +42,7 @@ fn the_size_of_a_disk_may_change() {
     assert_eq!(null.state(), DiskState::Ready);
 }
 
-/// Zeroes would pass for the data that was there, and a write beyond the end would keep them.
+/// Zeroes would pass for the lost data, and a write beyond the end would keep them.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_that_was_cut_fails_beyond_its_end() {
@@ -93,7 +93,7 @@ fn a_file_that_was_cut_fails_beyond_its_end() {
         assert_eq!((write(cut), zero(MIB - 4096), read(cut, 4096).0), (None, None, None));
         file.as_file().set_len(cut).unwrap();
         assert_eq!((look(), write(cut)), (Some(cut), eio));
-        // Another size, by command, is where the file ends from then on.
+        // A size that was set is the end of the file from then on.
         source.set_size(2 * MIB, || ()).unwrap();
         assert_eq!((write(2 * MIB - 4096), zero(cut)), (None, None));
         file.as_file().set_len(3 * MIB).unwrap();
@@ -102,7 +102,7 @@ fn a_file_that_was_cut_fails_beyond_its_end() {
     }
 }
 
-/// The answer to one who asked before may come later.
+/// The answer to an earlier query may come later.
 #[test]
 fn the_size_is_that_of_the_look_that_began_last() {
     let other_end = Elsewhere::new(&[0; 4096]);
@@ -120,7 +120,7 @@ fn the_size_is_that_of_the_look_that_began_last() {
     assert_eq!(source.info().size_bytes, 8192);
 }
 
-/// A file follows its disk. It is cut only when no request begins beyond the new end any more.
+/// The file follows its disk. It is cut only when no request can begin beyond the new end.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_is_given_the_size_that_its_disk_is_to_have() {
@@ -136,7 +136,7 @@ fn a_file_is_given_the_size_that_its_disk_is_to_have() {
     assert_eq!((source.info().size_bytes, length()), (2 * MIB, 2 * MIB));
     for bad in [0, 2 * MIB + 100, u64::MAX - 511, u64::MAX] {
         let error = source.set_size(bad, || ()).unwrap_err().to_string();
-        // Nobody is told to cut the file off.
+        // The error does not advise to cut the file off.
         assert!(!error.contains("truncate"), "{bad}: {error}");
         assert_eq!((source.info().size_bytes, length()), (2 * MIB, 2 * MIB), "{bad}");
     }
@@ -170,7 +170,7 @@ fn space_is_given_back_in_the_units_that_a_disk_says() {
     assert_eq!(sectors(), full - unit / 512);
 }
 
-/// The descriptor has the lock: nobody else comes in between.
+/// The descriptor has the lock: no other program comes in between.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_open_disk_can_be_handed_over() {
@@ -186,7 +186,7 @@ fn an_open_disk_can_be_handed_over() {
     ] {
         assert!(DiskSource::handed_over(handed(), file.path(), &wrong).is_err());
     }
-    // Somebody has cut it, and nobody is told by this.
+    // The file was cut, and the hand-over does not show it.
     file.as_file().set_len(MIB / 2).unwrap();
     let other = DiskSource::handed_over(handed(), file.path(), &options).unwrap().with_size(MIB);
     file.as_file().set_len(MIB).unwrap();

@@ -1,4 +1,4 @@
-//! A regular file or a block device is opened, and asked what it is like.
+//! Opens a regular file or a block device, and finds its properties.
 
 use std::fs::{File, FileType};
 use std::io;
@@ -34,7 +34,7 @@ pub(super) struct FileSource {
     /// See [`DiskSource::outside`](super::DiskSource::outside).
     pub(super) outside: Option<Arc<Outside>>,
     pub(super) end: Arc<FileEnd>,
-    /// Where requests may be smaller than what direct I/O takes.
+    /// Present if requests may be smaller than the unit of direct I/O.
     pub(super) blocks: Option<Arc<Blocks>>,
     /// See [`DiskSource::is_held_alone`](super::DiskSource::is_held_alone).
     #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "images ask"))]
@@ -46,7 +46,7 @@ impl FileSource {
         let shown = options.within.as_ref().map(|folder| folder.join(name));
         let path = shown.as_deref().unwrap_or(name);
         let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
-        // A look before it is opened: that has effects on some devices.
+        // Checked before it is opened, since opening has effects on some devices.
         let found = match &options.within {
             None => std::fs::metadata(name),
             Some(folder) => folder.find(name).and_then(|place| place.metadata()),
@@ -63,7 +63,7 @@ impl FileSource {
         Self::of_open((file, is_locked), path, options, is_block_device)
     }
 
-    /// A file that another process has opened and locked in this way.
+    /// A file that another process has opened and locked with these options.
     pub(super) fn handed_over(
         file: File,
         path: &Path,
@@ -98,8 +98,8 @@ impl FileSource {
         let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
             unusable("its file system does not support direct I/O; use the page cache".into())
         })?;
-        // A device has the blocks that it has. Those of a file must not change with the file system
-        // that it lies on today, or its partitions are not found.
+        // The blocks of a device are fixed. The blocks of a file must not change with the file
+        // system on which it lies today, or its partitions are not found.
         let default = if is_block_device { align.request.max(512) } else { 512 };
         let wanted = options.logical_block_bytes.unwrap_or(default);
         let logical_block_bytes = check_logical_block(wanted)?;
@@ -149,7 +149,7 @@ impl FileSource {
         Ok((source, info))
     }
 
-    /// The size that it has now, if the disk can have it that was opened as `info` says.
+    /// The present size, if the disk that was opened with `info` can have it.
     pub(super) fn size_bytes(&self, info: &DiskInfo) -> Result<u64, Error> {
         let size_bytes = size_of(self.file.as_ref()).map_err(|reason| self.unusable(reason))?;
         self.check_size(size_bytes, info)?;
@@ -157,13 +157,13 @@ impl FileSource {
         Ok(size_bytes)
     }
 
-    /// The size of its file or device as it is now, whether or not a disk can have it.
+    /// The present size of the file or device, even if a disk cannot have it.
     pub(super) fn any_size_bytes(&self) -> Result<u64, Error> {
         let end = rustix::fs::seek(self.file.as_ref(), SeekFrom::End(0));
         end.map_err(|errno| self.unusable(format!("its size cannot be determined: {errno}")))
     }
 
-    /// Checks that the disk that was opened as `info` says can be given this size.
+    /// Checks that the disk that was opened with `info` can be given this size.
     pub(super) fn check_new_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
         let reason = if self.is_block_device {
             "a block device is resized by what made it (lvextend, losetup --set-capacity); do \
@@ -173,7 +173,7 @@ impl FileSource {
         } else if size_bytes == 0 {
             "a disk of no bytes is not possible; choose another size"
         } else {
-            // Where only whole blocks of the file can be written, they are the larger ones.
+            // If only whole blocks of the file can be written, they are larger than logical blocks.
             let block =
                 self.blocks.as_ref().map_or(info.logical_block_bytes, |_| self.align.request);
             if size_bytes.is_multiple_of(block.into()) {
@@ -250,7 +250,7 @@ impl FileSource {
         }
     }
 
-    /// As if nothing were known of it but what the kernel says to each op.
+    /// Forgets if ops can be polled for, so that only the kernel's answer to each op shows it.
     #[cfg(test)]
     pub(super) fn forget_polling(&mut self) {
         Arc::get_mut(&mut self.file).unwrap().forget_polling();
@@ -262,7 +262,7 @@ impl FileSource {
     }
 }
 
-/// How long a file is, or how large a device. Its position is nobody's.
+/// The length of a file, or the size of a device, in bytes. Moves the position, which is not used.
 fn size_of(file: impl AsFd) -> Result<u64, String> {
     let size_bytes = rustix::fs::seek(file, SeekFrom::End(0))
         .map_err(|errno| format!("its size cannot be determined: {errno}"))?;
@@ -273,7 +273,7 @@ fn size_of(file: impl AsFd) -> Result<u64, String> {
 }
 
 /// The unit in which a disk gives back space, if it does: that of the device, or the block of the
-/// file system; the logical block where these say nothing that requests could keep to.
+/// file system. The logical block if these report no unit that requests could keep to.
 fn discard_bytes(file: &File, is_block_device: bool, logical_block_bytes: u32) -> Option<u32> {
     let said = if is_block_device {
         sysfs::discard_bytes(file)?
@@ -284,7 +284,7 @@ fn discard_bytes(file: &File, is_block_device: bool, logical_block_bytes: u32) -
     Some(if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes })
 }
 
-/// Checks the size of a disk, which may have parts of blocks of `request_bytes` written.
+/// Checks the size of a disk. With `request_bytes`, parts of such blocks may be written.
 fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Result<(), String> {
     if let Some(request_bytes) = request_bytes
         && !size_bytes.is_multiple_of(request_bytes.into())
@@ -296,7 +296,7 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
         ));
     }
     if !size_bytes.is_multiple_of(logical.into()) {
-        // It fits: no file is longer than 2^63 bytes.
+        // No overflow: no file is longer than 2^63 bytes.
         let rounded = size_bytes.next_multiple_of(logical.into());
         return Err(format!(
             "its size of {size_bytes} bytes is not a multiple of the logical block of {logical}; \
@@ -306,8 +306,8 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
     Ok(())
 }
 
-/// Opens the file and locks it, if it has locks; a block device that is written to is claimed by
-/// the open itself.
+/// Opens the file and locks it, if it has locks. For a block device that is written to, the open
+/// itself is the claim.
 fn open_alone(
     (name, path): (&Path, &Path),
     options: &DiskOptions,
@@ -316,18 +316,18 @@ fn open_alone(
     let failed = |error| Attempt::Failed(open_error(path, options)(error));
     let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
         Some(libc::EBUSY) => Attempt::Conflict(Conflict::Claimed),
-        // A lease of another program, which the kernel has asked to end it.
+        // Another program has a lease, and the kernel has asked it to end that.
         Some(libc::EWOULDBLOCK) => Attempt::Conflict(Conflict::Locked),
         _ => failed(error),
     })?;
     let opened = file.metadata().map_err(failed)?.file_type();
-    // What was looked at may have given its name to something else.
+    // The name may have been given to another file after the check.
     let checked = match opened.is_block_device() == is_block {
         true => check_type(opened, options),
         false => Err("it has become something else while it was opened; try again".into()),
     };
     checked.map_err(|reason| Attempt::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
-    // A file that is read without waiting is read otherwise by io_uring.
+    // io_uring reads a file with `O_NONBLOCK` in another way.
     let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
     fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
     let is_locked = match options.no_lock {
@@ -340,7 +340,7 @@ fn open_alone(
     Ok((file, is_locked))
 }
 
-/// Fails for a type of file that no disk has.
+/// Fails for a type of file that cannot be a disk.
 fn check_type(found: FileType, options: &DiskOptions) -> Result<(), String> {
     if found.is_dir() {
         return Err("it is a directory; name a file or a block device".into());
@@ -360,10 +360,10 @@ fn open(name: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result
         flags |= OFlags::DIRECT;
     }
     if !is_block_device {
-        // A named pipe in its place must not have this wait for its other end.
+        // A named pipe in its place must not make this wait for a writer or reader.
         flags |= OFlags::NONBLOCK;
     } else if !options.read_only && !options.no_lock {
-        // Fails when the device is mounted or claimed by someone else.
+        // Fails if the device is mounted or claimed by another program.
         flags |= OFlags::EXCL;
     }
     match &options.within {
@@ -396,7 +396,7 @@ fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error
     }
 }
 
-/// Refuses devices that would be opened and then fail requests.
+/// Refuses devices that could be opened, but would fail requests.
 fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
     let said = |name: &str| sysfs::device_attribute(file, name).unwrap_or_default();
     // Linux lets a read-only device be opened for writing, and fails each write.
@@ -406,7 +406,8 @@ fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
     check_zones(&said("queue/zoned"))
 }
 
-/// Refuses a device whose zones take sequential writes only; `zoned` is its attribute of this name.
+/// Refuses a device with zones that take sequential writes only; `zoned` is its attribute of this
+/// name.
 fn check_zones(zoned: &str) -> Result<(), String> {
     match zoned {
         "host-managed" => Err("it is a zoned device, which takes sequential writes only; put a \
@@ -422,7 +423,7 @@ mod tests {
     use super::*;
     use crate::disk::folder::Folder;
 
-    /// As if a name had been exchanged between the look at it and its opening.
+    /// A name may be exchanged between its check and its opening.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn the_opening_of_a_file_checks_what_it_has_opened() {

@@ -1,15 +1,15 @@
-//! What the kernel says of a block device in its file system of attributes.
+//! Attributes of block devices in sysfs.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 
-/// What the kernel says of the block device that `file` is. A partition has what it lacks from its
-/// disk, in whose folder its own lies.
+/// Reads an attribute of the block device `file`. For a partition, a missing attribute is read from
+/// its disk, one folder up.
 pub(super) fn device_attribute(file: &File, name: &str) -> Option<String> {
     attribute(file.metadata().ok()?.rdev(), name)
 }
 
-/// The same of the device with this number.
+/// Reads an attribute of the device with this number.
 fn attribute(device: u64, name: &str) -> Option<String> {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     let folder = format!("/sys/dev/block/{major}:{minor}");
@@ -18,27 +18,27 @@ fn attribute(device: u64, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// How large the block device with this number is. The kernel counts in units of 512 bytes,
-/// whatever the logical block.
+/// The size in bytes of the block device with this number. The kernel counts in units of 512 bytes,
+/// regardless of the logical block.
 pub(super) fn size_bytes(device: u64) -> Option<u64> {
     attribute(device, "size")?.parse::<u64>().ok()?.checked_mul(512)
 }
 
-/// The unit in which the block device that `file` is takes discards, in bytes; 0 if nobody says,
-/// `None` if it takes none.
+/// The unit in which the block device `file` takes discards, in bytes; 0 if unknown, `None` if it
+/// takes none.
 pub(super) fn discard_bytes(file: &File) -> Option<u32> {
     unit_of_discards(|name| device_attribute(file, name))
 }
 
-/// The same, where `attribute` says what the kernel does.
+/// Like [`discard_bytes`], with the attributes that `attribute` reads.
 fn unit_of_discards(attribute: impl Fn(&str) -> Option<String>) -> Option<u32> {
     let takes_any = attribute("queue/discard_max_bytes")? != "0";
     let granularity = attribute("queue/discard_granularity").and_then(|text| text.parse().ok());
     takes_any.then(|| granularity.unwrap_or(0))
 }
 
-/// Whether the kernel says that the medium rotates that `file` is, or is on. Without a block device
-/// of its own, as with tmpfs or NFS, nobody says so.
+/// Returns true if the kernel reports a rotating medium for `file`, or for the file system that it
+/// is on. False without a block device, as with tmpfs or NFS.
 pub(super) fn is_rotational(file: &File) -> bool {
     let Ok(metadata) = file.metadata() else { return false };
     let device = if metadata.rdev() != 0 { metadata.rdev() } else { metadata.dev() };
@@ -58,7 +58,7 @@ mod tests {
             })
         };
         assert_eq!(unit(Some("2147450880"), Some("4096")), Some(4096));
-        // More than 32 bits have room for.
+        // More than 32 bits can hold.
         assert_eq!(unit(Some("4398046511104"), Some("512")), Some(512));
         assert_eq!(unit(Some("4096"), None), Some(0));
         assert_eq!(unit(Some("0"), Some("4096")), None);

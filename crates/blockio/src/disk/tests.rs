@@ -32,8 +32,8 @@ fn thread_with((engine, iopoll): (EngineKind, bool)) -> IoThread {
     IoThread::new(&config).unwrap()
 }
 
-/// A disk of which nothing is known but what the kernel says to each op: whatever it is, its ops
-/// go to a polled ring first.
+/// A disk without knowledge beyond the kernel's answer to each op: its ops go to a polled ring
+/// first, even if it cannot be polled.
 fn open_unknown(path: &Path, direct: bool) -> DiskSource {
     let mut source = DiskSource::file(path, &options(direct)).unwrap();
     if let SourceKind::File(file) = &mut source.kind {
@@ -109,7 +109,7 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
     });
 }
 
-/// As many as fit the budget are out at once, and all end. Some are dropped on the way.
+/// Requests use the whole budget at once, and all end. Some are dropped on the way.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
@@ -188,13 +188,13 @@ fn many_requests_of_one_task_are_in_the_kernel_together() {
         let stats = thread.io().stats();
         assert_eq!(stats.read.ops.get(), 200);
         assert_eq!(stats.read.bytes.get(), 200 * 4096);
-        // All of them come in one round. Of the device the tests beside this one have their shares,
-        // and what follows comes as the disk has room.
+        // All of them come in one round. Parallel tests use the device, too, and later requests
+        // come as the disk has room.
         assert!(stats.submitted_at_once.percentile(100.0) >= 8, "submits are not batched");
     }
 }
 
-/// Nothing that is refused to be polled for is lost, and what was learnt holds.
+/// No request is lost, and files that cannot be polled for are remembered.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_cannot_be_polled_for_goes_the_other_way() {
@@ -266,7 +266,7 @@ fn a_file_cut_while_in_use_fails_behind_its_last_sector() {
         assert!(read(5120).unwrap() == expected, "invariant 10: direct {direct}");
         let error = io::Error::from(read(16384).unwrap_err());
         assert_eq!(error.raw_os_error(), Some(libc::EIO), "invariant 10: direct {direct}");
-        // Until the first look, a write makes it longer again.
+        // Until the first probe, a write makes the file longer again.
         let far = Buffers::aligned(4096, 4096);
         far.copy_from(0, &[7; 4096]);
         thread.block_on(disk.write(512 << 10, far, false)).unwrap().unwrap();
@@ -327,8 +327,8 @@ fn a_full_file_system_is_reported_as_such() {
     assert_eq!(result.unwrap_err().error().raw_os_error(), Some(libc::ENOSPC));
 }
 
-/// A character device has no pages to write back: `fdatasync` says that it cannot (EINVAL), and
-/// calls that only start writing back, which are no flush, say that this is no file (ESPIPE).
+/// A character device has no pages to write back: `fdatasync` fails with EINVAL, and calls that
+/// only start writing back, which are no flush, fail with ESPIPE.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_flush_is_an_fdatasync_with_every_engine() {
@@ -343,7 +343,7 @@ fn a_flush_is_an_fdatasync_with_every_engine() {
     }
 }
 
-/// The kernel's log has nothing more to read, and says EAGAIN.
+/// The kernel's log has nothing more to read, and returns EAGAIN.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_is_put_off_is_tried_again_and_fails_in_the_end() {

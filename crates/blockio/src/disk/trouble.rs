@@ -1,42 +1,42 @@
-//! What becomes of requests that a disk fails: reported, tried again, or held.
+//! The treatment of requests that a disk fails: reported, retried, or held.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What becomes of requests that fail. Requests that could not succeed, such as one beyond the end
-/// of the disk, flushes that fail, and writes whose data may be lost are always reported.
+/// The treatment of failed requests. Always reported are requests that could not succeed, such as
+/// one beyond the end of the disk, failed flushes, and writes with data that may be lost.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct ErrorPolicy {
-    /// Of reads.
+    /// For reads.
     pub read: ErrorAction,
-    /// Of everything else.
+    /// For everything else.
     pub write: ErrorAction,
 }
 
-/// What becomes of a request that fails.
+/// The treatment of one failed request.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorAction {
-    /// Whoever has made it is told.
+    /// Report the error to the maker of the request.
     #[default]
     Report,
-    /// It is tried again, less and less often, until it succeeds.
+    /// Retry the request, less and less often, until it succeeds. Report errors that cannot pass.
     Retry,
-    /// If there is no space left, it is held until there is some or it is
-    /// [resumed](super::DiskSource::resume). Other errors are reported.
+    /// If there is no space left, hold the request until there is some or it is
+    /// [resumed](super::DiskSource::resume). Report other errors.
     Hold,
-    /// The same, but for 20 seconds at most; then it is reported.
+    /// Like `Hold`, but for 20 seconds at most; then report the error.
     HoldBriefly,
 }
 
-/// Shorter than the 30 seconds after which initiators give up a request.
+/// Shorter than the 30 seconds after which initiators abandon a request.
 const BRIEFLY: Duration = Duration::from_secs(20);
-/// The first pause; each that follows is twice as long, up to the last.
+/// The first pause; each further one is twice as long, up to the last.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 impl ErrorAction {
-    /// Why a request that has failed with `error` waits; `None`: it is reported.
+    /// The reason for which a request that failed with `error` waits. `None` if it is reported.
     fn on(self, error: &io::Error) -> Option<Why> {
         let errno = error.raw_os_error()?;
         match self {
@@ -53,7 +53,8 @@ impl ErrorAction {
     }
 }
 
-/// Whether an error may be gone the next time. Others are about the request, or about this process.
+/// Returns true if an error may be gone at the next try. The listed errors will not be: they
+/// concern the request, or this process.
 fn may_pass(errno: i32) -> bool {
     use libc::{
         EBADE, EBADF, ECANCELED, EFAULT, EFBIG, EINVAL, ENOSYS, ENOTTY, EOPNOTSUPP, EOVERFLOW,
@@ -78,14 +79,14 @@ fn may_pass(errno: i32) -> bool {
     )
 }
 
-/// Why requests wait.
+/// The reason for which requests wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Why {
     Retried,
     Held,
 }
 
-/// The requests of a disk that wait because it has failed them.
+/// The requests of a disk that wait because it failed them.
 #[derive(Debug, Default)]
 pub(super) struct Troubles(Mutex<State>);
 
@@ -93,9 +94,9 @@ pub(super) struct Troubles(Mutex<State>);
 struct State {
     retried: Waiting,
     held: Waiting,
-    /// How many have waited.
+    /// The number of requests that have waited.
     count: u64,
-    /// The error of the last one that began to.
+    /// The errno of the last request that began to wait.
     errno: Option<i32>,
 }
 
@@ -115,14 +116,14 @@ impl State {
 }
 
 impl Troubles {
-    /// Why requests wait now, and since when. What was held counts more.
+    /// The reason for which requests wait now, and since when. Held requests take precedence.
     pub(super) fn now(&self) -> Option<(Why, Instant)> {
         let state = self.state();
         let waiting = [(Why::Held, state.held), (Why::Retried, state.retried)];
         waiting.into_iter().find_map(|(why, waiting)| Some((why, waiting.since?)))
     }
 
-    /// How many requests have waited so far, and the error of the last.
+    /// The number of requests that have waited so far, and the errno of the last.
     pub(super) fn so_far(&self) -> (u64, Option<i32>) {
         let state = self.state();
         (state.count, state.errno)
@@ -151,7 +152,7 @@ impl Troubles {
     }
 }
 
-/// The tries of one request that a disk has failed.
+/// The tries of one request that a disk failed.
 pub(super) struct Tries<'a> {
     troubles: &'a Troubles,
     since: Option<Instant>,
@@ -164,8 +165,8 @@ impl<'a> Tries<'a> {
         Self { troubles, since: None, pause: Duration::ZERO, counted: None }
     }
 
-    /// It has failed with `error`. Returns how long it waits until it is tried again; `None`: it is
-    /// to be reported.
+    /// Counts a failure with `error`. Returns the pause before the next try, or `None` if the error
+    /// is to be reported.
     pub(super) fn failed(
         &mut self,
         action: ErrorAction,
@@ -209,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_client_that_was_locked_out_does_not_try_again() {
-        // A cluster says so for good; space comes back.
+        // A cluster locks a client out for good; space comes back.
         assert!(!may_pass(libc::ESHUTDOWN));
         assert!(may_pass(libc::ENOSPC) && may_pass(libc::EIO));
     }
@@ -252,7 +253,7 @@ mod tests {
         assert_eq!(pauses[..3], [10, 20, 40].map(Duration::from_millis));
         assert_eq!(now - start, BRIEFLY);
         assert_eq!(troubles.now(), Some((Why::Held, start)));
-        // It is another matter now.
+        // The reason has changed.
         let pause = tries.failed(ErrorAction::Retry, &errno(libc::EIO), now).unwrap();
         assert_eq!(pause, PAUSE_MAX);
         assert_eq!(troubles.now(), Some((Why::Retried, now)));

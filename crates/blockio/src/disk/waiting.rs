@@ -1,11 +1,11 @@
-//! How requests of one disk wait, on whichever thread: for their turn, and for a change.
+//! The wait of requests of one disk, on any thread: for their turn, and for a change.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// A line of those who go one after the other, or a few at once.
+/// A line from which members go one by one, or a few at once.
 #[derive(Debug)]
 pub(super) struct Turns {
     line: Mutex<Line>,
@@ -20,13 +20,13 @@ impl Default for Turns {
 
 #[derive(Debug, Default)]
 struct Line {
-    /// The number of whoever comes next.
+    /// The number of the next member.
     next: u64,
     waiting: VecDeque<(u64, Option<Waker>)>,
 }
 
 impl Line {
-    /// Numbers ascend.
+    /// The place of a member; numbers ascend.
     fn place_of(&self, number: u64) -> Option<usize> {
         self.waiting.binary_search_by_key(&number, |(number, _)| *number).ok()
     }
@@ -39,12 +39,12 @@ pub(super) struct Turn<T: Deref<Target = Turns>> {
 }
 
 impl Turns {
-    /// A line of which so many go at once.
+    /// A line of which this many members go at once.
     pub(super) fn of(at_once: usize) -> Self {
         Self { line: Mutex::default(), at_once }
     }
 
-    /// A place at the end.
+    /// Takes a place at the end.
     pub(super) fn enter(&self) -> Turn<&Self> {
         Turn::of(self)
     }
@@ -55,7 +55,7 @@ impl Turns {
 }
 
 impl<T: Deref<Target = Turns>> Turn<T> {
-    /// A place at the end, for an owner of the line.
+    /// Takes a place at the end, for an owner of the line.
     pub(super) fn of(turns: T) -> Self {
         let mut line = turns.line();
         let number = line.next;
@@ -65,7 +65,7 @@ impl<T: Deref<Target = Turns>> Turn<T> {
         Self { turns, number }
     }
 
-    /// Ready when it is at the front.
+    /// Ready when the place is at the front.
     pub(super) fn poll(&self, cx: &Context<'_>) -> Poll<()> {
         let mut line = self.turns.line();
         let place = line.place_of(self.number);
@@ -85,12 +85,12 @@ impl<T: Deref<Target = Turns>> Drop for Turn<T> {
         let mut line = self.turns.line();
         let place = line.place_of(self.number);
         let left = place.and_then(|place| line.waiting.remove(place));
-        // Whoever has moved up to the front.
+        // The member that has moved up to the front.
         let last = self.turns.at_once - 1;
         let has_gone = place.is_some_and(|place| place <= last);
         let next = line.waiting.get_mut(last).filter(|_| has_gone);
         let next = next.and_then(|(_, waker)| waker.take());
-        // Wakers run what they like.
+        // Wakers may run any code, so the lock is released first.
         drop(line);
         drop(left);
         if let Some(next) = next {
@@ -99,7 +99,7 @@ impl<T: Deref<Target = Turns>> Drop for Turn<T> {
     }
 }
 
-/// Wakes all who listen.
+/// Wakes all listeners.
 #[derive(Debug, Default)]
 pub(super) struct Bell(Mutex<Listeners>);
 
@@ -109,7 +109,7 @@ struct Listeners {
     wakers: BTreeMap<u64, Waker>,
 }
 
-/// Somebody who may listen, until it is dropped.
+/// A place for a task that may listen, until it is dropped.
 pub(super) struct Listener<'a> {
     bell: &'a Bell,
     number: u64,
@@ -123,7 +123,7 @@ impl Bell {
         Listener { bell: self, number }
     }
 
-    /// What changes is to be changed before.
+    /// Wakes all listeners. The change that they wait for must be made before.
     pub(super) fn ring(&self) {
         let wakers = std::mem::take(&mut self.listeners().wakers);
         wakers.into_iter().for_each(|(_, waker)| waker.wake());
@@ -135,8 +135,8 @@ impl Bell {
 }
 
 impl Listener<'_> {
-    /// The future that is polled with `cx` is woken by the next ring. What it waits for is to be
-    /// looked at afterwards.
+    /// Makes the next ring wake the future that is polled with `cx`. The future must check its
+    /// condition after this call.
     pub(super) fn listen(&self, cx: &Context<'_>) {
         let waker = cx.waker().clone();
         let mut listeners = self.bell.listeners();
@@ -184,7 +184,7 @@ mod tests {
             };
             assert_eq!(ready(&line), at_once);
             assert!(line[at_once].poll(&cx).is_pending());
-            // One that waits goes away, and nobody moves to the front for that.
+            // A waiting member goes away, so none moves to the front.
             line.remove(at_once);
             assert!(line[at_once].poll(&cx).is_pending());
             assert_eq!(woken.0.load(Ordering::Relaxed), 0);
