@@ -1,4 +1,4 @@
-//! Clusters, pools and images that are open, without the pointers.
+//! Open clusters, pools and images, without raw pointers.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::io;
@@ -17,7 +17,7 @@ use super::waiting::Waiting;
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
-/// Longer than ids and values of options are.
+/// More bytes than ids and values of options have.
 const TEXT_MAX: usize = 256;
 
 /// A handle of a cluster.
@@ -32,8 +32,8 @@ unsafe impl Send for Cluster {}
 unsafe impl Sync for Cluster {}
 
 impl Cluster {
-    /// A handle for a user, such as `client.admin`, which is not connected. The outer error says
-    /// why there are no libraries.
+    /// Makes an unconnected handle for a user, such as `client.admin`. The outer error is the
+    /// reason why there are no libraries.
     pub(super) fn new(user: &CStr) -> Result<io::Result<Self>, String> {
         let api = api()?;
         let mut handle = null_mut();
@@ -43,7 +43,7 @@ impl Cluster {
         Ok(checked(made).map(|_| Self { api, handle }))
     }
 
-    /// Reads a configuration, or looks for one.
+    /// Reads a configuration, without a path from the usual places.
     pub(super) fn read_configuration(&self, path: Option<&CStr>) -> io::Result<()> {
         let path = path.map_or(null(), CStr::as_ptr);
         // SAFETY: the handle is ours, the path ends with a zero or is null.
@@ -65,7 +65,7 @@ impl Cluster {
         })
     }
 
-    /// Waits for the monitors.
+    /// Connects, and waits for the monitors.
     pub(super) fn connect(&self) -> io::Result<()> {
         // SAFETY: the handle is ours.
         checked(unsafe { (self.api.rados_connect)(self.handle) }).map(|_| ())
@@ -80,12 +80,12 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // SAFETY: its pool has it, and goes first.
+        // SAFETY: the handle is ours. A pool owns its cluster and is closed first.
         unsafe { (self.api.rados_shutdown)(self.handle) };
     }
 }
 
-/// A pool that is open, in one of its namespaces.
+/// An open pool, in one of its namespaces.
 pub(super) struct Pool {
     cluster: Cluster,
     handle: Handle,
@@ -116,27 +116,27 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // SAFETY: an image keeps its pool, so none is left.
+        // SAFETY: the handle is ours. An image owns its pool, so none is left.
         unsafe { (self.cluster.api.rados_ioctx_destroy)(self.handle) };
     }
 }
 
-/// An image that is open. Dropping it waits for its operations, unless they were given up.
+/// An open image. Dropping it waits for its operations, unless they were given up.
 pub(super) struct Image {
     open: ManuallyDrop<Open>,
     waiting: Arc<Waiting>,
-    /// How many changes of the image librbd has told.
+    /// The number of changes of the image that librbd has reported.
     changes: Arc<AtomicU64>,
-    /// The threads of its handle that operations pass through, if they are known.
+    /// The threads of its handle that operations pass through, if known.
     threads: Vec<Pid>,
 }
 
-/// What is to be closed.
+/// The parts of an image that its drop closes.
 struct Open {
     api: &'static Api,
     handle: Handle,
     watch: Option<u64>,
-    /// What librbd writes to while it watches.
+    /// The number to which librbd's watch adds.
     _changes: Arc<AtomicU64>,
     _pool: Pool,
 }
@@ -148,8 +148,8 @@ unsafe impl Sync for Open {}
 
 impl Drop for Open {
     fn drop(&mut self) {
-        // SAFETY: the handle is ours, and nobody else has it any more. What is to be said about
-        // errors was said to those whose operations failed.
+        // SAFETY: the handle is ours, and has no other users left. Errors were reported to the
+        // requests whose operations failed.
         unsafe {
             if let Some(watch) = self.watch {
                 (self.api.rbd_update_unwatch)(self.handle, watch);
@@ -159,18 +159,18 @@ impl Drop for Open {
     }
 }
 
-/// What is kept for an operation until it has ended.
+/// State that is kept for an operation until it has ended.
 struct Begun {
     api: &'static Api,
     waiting: Arc<Waiting>,
     number: usize,
-    /// What librbd reads or writes meanwhile. It is ours: an operation that was given up may end
-    /// after whoever asked was told that it has failed.
+    /// The memory that librbd reads or writes. It is ours: an operation that was given up may end
+    /// after its request was answered with a failure.
     _memory: Option<LentBlock>,
 }
 
 impl Image {
-    /// Waits for the cluster.
+    /// Opens an image, and waits for the cluster.
     pub(super) fn open(
         pool: Pool,
         name: &CStr,
@@ -189,7 +189,7 @@ impl Image {
         let of_watch = Arc::clone(&changes);
         let mut open = Open { api, handle, watch: None, _changes: of_watch, _pool: pool };
         let (mut watch, argument) = (0, Arc::as_ptr(&changes).cast_mut().cast());
-        // SAFETY: the number stays until the watch has ended, in `drop`.
+        // SAFETY: the counter lives until the watch has ended, in `drop`.
         let watched =
             unsafe { (api.rbd_update_watch)(handle, &raw mut watch, on_change, argument) };
         checked(watched)?;
@@ -201,13 +201,12 @@ impl Image {
         &self.waiting
     }
 
-    /// How many changes librbd has told, of which each may have given the image another size.
+    /// The number of changes that librbd has reported. Each may have given the image another size.
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    /// The threads that its operations pass through, if it is known which these are. They are there
-    /// for as long as the image.
+    /// The threads that its operations pass through, if known. They exist as long as the image.
     pub(super) fn threads(&self) -> &[Pid] {
         &self.threads
     }
@@ -217,7 +216,7 @@ impl Image {
         text(|memory, len| unsafe { (self.open.api.rbd_get_id)(self.open.handle, memory, len) })
     }
 
-    /// Fails with `EFBIG` where no offset would reach the end.
+    /// The size in bytes. Fails with `EFBIG` if no offset would reach the end.
     pub(super) fn size_bytes(&self) -> io::Result<u64> {
         let size = self.number(self.open.api.rbd_get_size)?;
         let is_reached = i64::try_from(size).is_ok();
@@ -239,27 +238,27 @@ impl Image {
         Ok(number)
     }
 
-    /// Waits for the cluster.
+    /// Changes the size, and waits for the cluster.
     pub(super) fn resize(&self, size_bytes: u64) -> io::Result<()> {
         // SAFETY: the handle is ours.
         checked(unsafe { (self.open.api.rbd_resize)(self.open.handle, size_bytes) }).map(|_| ())
     }
 
     /// Acquires the exclusive lock for as long as the image is open. Waits for the cluster, and for
-    /// whoever had it and has vanished.
+    /// the lock of a client that has vanished.
     pub(super) fn lock(&self) -> io::Result<()> {
         // SAFETY: the handle is ours.
         checked(unsafe { (self.open.api.rbd_lock_acquire)(self.open.handle, EXCLUSIVE) })
             .map(|_| ())
     }
 
-    /// Releases the exclusive lock. Fails if somebody else has it.
+    /// Releases the exclusive lock. Fails if another client has it.
     pub(super) fn unlock(&self) -> io::Result<()> {
         // SAFETY: the handle is ours.
         checked(unsafe { (self.open.api.rbd_lock_release)(self.open.handle) }).map(|_| ())
     }
 
-    /// Writes what the cache has. Waits for the cluster.
+    /// Flushes the cache, and waits for the cluster.
     pub(super) fn write_back(&self) -> io::Result<()> {
         // SAFETY: the handle is ours.
         checked(unsafe { (self.open.api.rbd_flush)(self.open.handle) }).map(|_| ())
@@ -275,7 +274,7 @@ impl Image {
     ) -> ForeignOp {
         let (start, bytes) = (memory.start(), buffers.bytes());
         // SAFETY: the memory has that many bytes. It stays until the operation has ended, because
-        // what is kept for that has it, also if nobody waits any more.
+        // its `Begun` owns it, even if no task waits.
         self.begin(io, Some(memory), buffers, |api, image, completion| unsafe {
             (api.rbd_aio_read)(image, offset, bytes, start.cast(), completion)
         })
@@ -297,7 +296,7 @@ impl Image {
     }
 
     pub(super) fn flush(&self, io: &Rc<Io>) -> ForeignOp {
-        // SAFETY: nothing but handles that are open.
+        // SAFETY: only open handles are passed.
         self.begin(io, None, Buffers::empty(), |api, image, completion| unsafe {
             (api.rbd_aio_flush)(image, completion)
         })
@@ -324,7 +323,7 @@ impl Image {
         })
     }
 
-    /// Begins an operation. `submit` gives it to librbd together with its completion. It does not
+    /// Begins an operation. `submit` passes it to librbd together with its completion. Does not
     /// wait: librbd hands the operation to a thread of its own at once (`rbd_non_blocking_aio`).
     fn begin(
         &self,
@@ -343,7 +342,7 @@ impl Image {
         };
         let argument = Box::into_raw(Box::new(begun));
         let mut completion = null_mut();
-        // SAFETY: the argument stays until `on_answer` has taken it back, or this has.
+        // SAFETY: the argument stays until `on_answer`, or the code below, has taken it back.
         let result = unsafe {
             let made = (self.open.api.rbd_aio_create_completion)(
                 argument.cast(),
@@ -353,7 +352,8 @@ impl Image {
             if made < 0 { made } else { submit(self.open.api, self.open.handle, completion) }
         };
         if let Err(error) = checked(result) {
-            // SAFETY: nobody calls `on_answer` for what was not begun, so both are still ours.
+            // SAFETY: `on_answer` is not called for an operation that was not begun, so both are
+            // still ours.
             let begun = unsafe {
                 if !completion.is_null() {
                     (self.open.api.rbd_aio_release)(completion);
@@ -368,16 +368,16 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it after this.
+        // SAFETY: it is taken once, and not used after this.
         let open = unsafe { ManuallyDrop::take(&mut self.open) };
         if self.waiting.was_given_up() {
-            // It is closed when the cluster answers. Without a thread, it is closed here.
+            // A thread closes it when the cluster answers. If that cannot start, it is closed here.
             let _ = thread::Builder::new().name("ringhaul-rbd".into()).spawn(move || drop(open));
         }
     }
 }
 
-/// A thread of librbd has ended an operation.
+/// Called by a thread of librbd that has ended an operation.
 unsafe extern "C" fn on_answer(completion: Handle, argument: Handle) {
     // SAFETY: the argument is that of `begin`, and librbd calls this once for each.
     let begun = unsafe { Box::from_raw(argument.cast::<Begun>()) };
@@ -394,14 +394,14 @@ unsafe extern "C" fn on_answer(completion: Handle, argument: Handle) {
     begun.waiting.end(begun.number, result);
 }
 
-/// A thread of librbd has noticed a change.
+/// Called by a thread of librbd that has noticed a change.
 unsafe extern "C" fn on_change(argument: Handle) {
-    // SAFETY: the argument is the number of an image, which keeps it for as long as it watches.
+    // SAFETY: the argument is the counter of an image, which keeps it as long as it watches.
     let changes = unsafe { &*argument.cast::<AtomicU64>() };
     changes.fetch_add(1, Ordering::Release);
 }
 
-/// What a function has written to memory of this length, with a zero at its end.
+/// The text that a function writes to memory of a given length, with a zero at its end.
 fn text(write: impl FnOnce(*mut c_char, usize) -> c_int) -> io::Result<String> {
     let mut memory = [0; TEXT_MAX];
     checked(write(memory.as_mut_ptr().cast(), TEXT_MAX - 1))?;
@@ -416,7 +416,7 @@ fn checked(result: c_int) -> io::Result<c_int> {
     }
 }
 
-/// A text for the libraries.
+/// Converts a text for the libraries.
 pub(super) fn c_text(text: &str) -> io::Result<CString> {
     CString::new(text).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
 }

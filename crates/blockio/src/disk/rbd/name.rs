@@ -1,41 +1,41 @@
-//! How an image is named.
+//! The name of an image, and the access to its cluster.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use super::api::api;
 
-/// Which image, and how its cluster is reached.
+/// An image, and the access to its cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RbdImage {
     /// The pool.
     pub pool: String,
-    /// A namespace of the pool. Empty: the default one.
+    /// A namespace of the pool. Empty for the default one.
     pub namespace: String,
     /// The name of the image.
     pub image: String,
-    /// One of its snapshots, to be read.
+    /// The snapshot to read.
     pub snapshot: Option<String>,
-    /// The configuration of the cluster. `None`: what `CEPH_CONF` names, or the usual one.
+    /// The configuration of the cluster. `None`: the file in `CEPH_CONF`, or the usual one.
     pub conf: Option<PathBuf>,
-    /// The user, such as `admin`. `None`: that one.
+    /// The user. `None` for `admin`.
     pub id: Option<String>,
-    /// The file with the user's key. `None`: what the configuration names.
+    /// The file with the user's key. `None`: as configured.
     pub keyring: Option<PathBuf>,
-    /// The exclusive lock is acquired when the image is opened and kept. Otherwise librbd acquires
-    /// it with the first write and passes it on to others who want to write.
+    /// True if the exclusive lock is acquired when the image is opened, and kept. Otherwise librbd
+    /// acquires it with the first write, and passes it on to other clients that want to write.
     pub exclusive: bool,
-    /// The threads of librbd stay where the scheduler puts them. Otherwise, while that is faster,
-    /// they and the thread that uses the image, if there is one only, keep to one CPU.
+    /// True if the threads of librbd stay where the scheduler puts them. Otherwise, while that is
+    /// faster, they and the thread that uses the image, if there is only one, keep to one CPU.
     pub free_threads: bool,
 }
 
 impl RbdImage {
-    /// Whether the library of Ceph can be used here.
+    /// Checks that the library of Ceph can be used here.
     ///
     /// # Errors
     ///
-    /// Why it cannot.
+    /// The reason why it cannot.
     pub fn library() -> Result<(), String> {
         api().map(drop)
     }

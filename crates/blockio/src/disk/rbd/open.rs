@@ -1,4 +1,4 @@
-//! Opens images, and says why one cannot be.
+//! Opens images, and explains failures.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::io;
@@ -14,32 +14,34 @@ use crate::disk::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
 use crate::regular_file::open_regular;
 
-/// How long a cluster may take. Monitors are tried for less, since what that fails with says more.
+/// The time limit for a cluster. That of monitors is shorter, since their error tells more.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How much longer it may take where the exclusive lock is asked for: whoever had it may have been
-/// killed, and counts as alive for 30 seconds (`osd_client_watch_timeout`).
+/// The additional time for the exclusive lock: its owner may have been killed, and counts as alive
+/// for 30 seconds (`osd_client_watch_timeout`).
 const LOCK_PATIENCE: Duration = Duration::from_secs(60);
 const MONITORS_PATIENCE: &str = "20";
 
-/// The unit in which OSDs keep data, on all but old ones with rotating disks.
+/// The unit in which OSDs keep data, except for old ones with rotating disks.
 const PHYSICAL_BLOCK_BYTES: u32 = 4096;
 
-/// The option that says how many threads of a handle begin and end operations, and its default.
+/// The option with the number of threads of a handle that begin and end operations, and its
+/// default.
 const WORKERS: &CStr = c"librados_thread_count";
 const LIBRARY_WORKERS: &str = "2";
 
-/// What is found out about an image when it is opened.
+/// The properties of an image, found when it is opened.
 pub(super) struct Facts {
     pub(super) identity: String,
     pub(super) discard_bytes: u32,
     pub(super) optimal_bytes: Option<u32>,
-    /// How many bytes lie together in one object, or in neighbours over which they are spread.
+    /// The number of bytes that lie together in one object, or in neighbours over which they are
+    /// spread.
     pub(super) object_bytes: u64,
 }
 
-/// Opens an image on a thread of its own: where a cluster does not answer, no call of its library
-/// returns. What is opened too late is closed by that thread.
+/// Opens an image on a thread of its own: if a cluster does not answer, no call of its library
+/// returns. An image that is opened too late is closed by that thread.
 pub(super) fn open(
     name: &RbdImage,
     options: &DiskOptions,
@@ -60,7 +62,7 @@ pub(super) fn open(
     let of_thread = name.clone();
     let work = move || {
         let result = open_patiently(&of_thread, info);
-        // Nobody waits any more if it took too long. Dropping it closes it, here.
+        // The caller has left if it took too long. Dropping it closes it, here.
         drop(opened.send(result));
     };
     let started = thread::Builder::new().name("ringhaul-rbd".into()).spawn(work);
@@ -112,7 +114,7 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     let facts = Facts {
         identity: format!("Ceph {cluster_id}, image {id}{snapshot}"),
         discard_bytes,
-        // What has no room there is more than anybody writes at once.
+        // A size beyond `u32` is more than any write has.
         optimal_bytes: u32::try_from(object_bytes)
             .ok()
             .filter(|bytes| bytes.is_multiple_of(info.physical_block_bytes)),
@@ -141,8 +143,8 @@ fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
     if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes }
 }
 
-/// A handle of the image's cluster that is connected. It is not shared: the cluster locks out
-/// handles, whole ones, when somebody else takes the lock of an image over.
+/// A connected handle of the image's cluster. It is not shared: when another client takes over the
+/// lock of an image, the cluster locks out the whole handle.
 fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     let id = access.id.as_deref().unwrap_or("admin");
     let user =
@@ -153,11 +155,11 @@ fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     cluster.read_configuration(conf.as_deref()).map_err(|error| no_conf(access, &error))?;
     let mut options = vec![
         // Operations wait for the cluster. One that was given up could still be carried out, after
-        // others that came later. The monitors are asked by those that take over a lock.
+        // later ones. Operations that take over a lock ask the monitors.
         (c"rados_osd_op_timeout", c"0".to_owned()),
         (c"rados_mon_op_timeout", c"0".to_owned()),
-        // The thread that begins operations also ends them: it must not wait for room. What a disk
-        // may have at once is bounded by its requests (`requests.rs`).
+        // The thread that begins operations also ends them: it must not wait for room. The number
+        // of operations of a disk is bounded by its requests (`requests.rs`).
         (c"objecter_inflight_ops", c"0".to_owned()),
         (c"objecter_inflight_op_bytes", c"0".to_owned()),
         // IoThreads do not wait.
@@ -168,12 +170,12 @@ fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
         options.push((c"rbd_cache", c"false".to_owned()));
     }
     if cluster.get(WORKERS).is_ok_and(|count| count == LIBRARY_WORKERS) {
-        // Two of them wake each other for every answer, and wait for each other's locks, which
-        // takes more than one does alone.
+        // Two threads wake each other for every answer, and wait for each other's locks, which
+        // takes more than one thread alone.
         options.push((WORKERS, c"1".to_owned()));
     }
     if let Some(keyring) = &access.keyring {
-        // librados says no more than that it was refused.
+        // librados reports only that access was refused.
         open_regular(keyring).map_err(|error| {
             format!("its keyring {} cannot be read: {error}; check keyring", keyring.display())
         })?;

@@ -1,8 +1,8 @@
 //! Requests to an image.
 //!
-//! The memory of whoever asks is never given to librbd: it cannot take an operation back, and may
+//! The memory of a request is never given to librbd, which cannot cancel an operation, and may
 //! still fill memory after the request was answered, because the image was given up. So data goes
-//! through memory of ours, which librbd keeps for as long as it needs it.
+//! through our own memory, which librbd keeps for as long as it needs it.
 
 use std::future::poll_fn;
 use std::io;
@@ -19,8 +19,8 @@ use crate::disk::seam::{OtherDisk, Request};
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
-/// How many objects of an image a piece of a discard has: librbd makes an operation for each at
-/// once, and others would have to wait for all of them.
+/// The most objects of an image in a piece of a discard. librbd makes an operation for each at
+/// once, and other requests would have to wait for all of them.
 const DISCARD_OBJECTS: u64 = 16;
 
 /// The most bytes of such a piece.
@@ -37,10 +37,10 @@ pub(super) struct RbdDisk {
     nearby: Rc<Nearby>,
 }
 
-/// A part of a transfer, in memory of ours.
+/// A part of a transfer, in our own memory.
 struct Piece {
     memory: LentBlock,
-    /// A list of it.
+    /// A list of the memory.
     buffers: Buffers,
 }
 
@@ -52,7 +52,7 @@ impl RbdDisk {
         Self { shared: Arc::clone(shared), share, io: Rc::clone(io), nearby }
     }
 
-    /// Memory for as much of `left` bytes as goes at once.
+    /// Allocates memory for as much of `left` bytes as goes at once.
     async fn piece(&self, left: usize) -> io::Result<Piece> {
         let bytes = left.min(self.share.part_bytes(TRANSFER_MAX));
         let permit = self.share.take(bytes).await;
@@ -63,7 +63,7 @@ impl RbdDisk {
         piece.inspect_err(|_| self.io.stats().bounce.failed.add(1))
     }
 
-    /// Reads the first part of `buffers`, and returns how long that is.
+    /// Reads the first part of `buffers`, and returns its length.
     async fn read_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
         let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
         let bytes = ours.bytes();
@@ -71,7 +71,7 @@ impl RbdDisk {
         self.nearby.advance(&self.io, &self.shared);
         let moved = match done.result {
             Ok(moved) => moved,
-            // An image that somebody has made smaller ends before it.
+            // An image that was made smaller ends before this range.
             Err(error) if is_invalid(&error) => {
                 if offset < self.size().await? {
                     return Err(error);
@@ -80,7 +80,8 @@ impl RbdDisk {
             }
             Err(error) => return Err(self.seen(error)),
         };
-        // It may end within it, too. Zeroes complete the last sector, and would be a lie beyond.
+        // The image may end within the range, too. Zeroes complete the last sector, and would be
+        // wrong beyond.
         let end = offset + moved as u64;
         if offset + bytes as u64 > end.next_multiple_of(512) {
             return Err(io::Error::from_raw_os_error(libc::EIO));
@@ -90,7 +91,7 @@ impl RbdDisk {
         Ok(bytes)
     }
 
-    /// Writes the first part of `buffers`, and returns how long that is.
+    /// Writes the first part of `buffers`, and returns its length.
     async fn write_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
         let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
         let bytes = ours.bytes();
@@ -99,8 +100,8 @@ impl RbdDisk {
         self.nearby.advance(&self.io, &self.shared);
         let is_beyond = done.result.as_ref().is_err_and(is_invalid);
         let result = done.result.map_err(|error| self.seen(error));
-        // An image that somebody has made smaller ends before it, or within it: librbd leaves out
-        // what is beyond then, and does not say so.
+        // An image that was made smaller ends before the range, or within it: then librbd leaves
+        // out the bytes beyond, and does not report it.
         let end = offset + bytes as u64;
         if (result.is_ok() || is_beyond) && self.size().await? < end {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
@@ -108,12 +109,12 @@ impl RbdDisk {
         result.map(|_| bytes)
     }
 
-    /// The size as it is now.
+    /// The present size in bytes.
     async fn size(&self) -> io::Result<u64> {
         if let Some(size) = self.shared.known_size() {
             return Ok(size);
         }
-        // To ask may take as long as the cluster does, or be given up.
+        // The query may take as long as the cluster does, or be given up.
         let (op, completer) = self.io.foreign_op(Buffers::empty());
         if let Some(number) = self.shared.image.waiting().begin(completer)
             && self.shared.await_size(number)
@@ -128,7 +129,7 @@ impl RbdDisk {
         op.await.result.map(|size| size as u64)
     }
 
-    /// An error of an operation. Whoever was locked out by the cluster stays so.
+    /// Records a loss if the cluster has locked out this client, which is final. Returns the error.
     fn seen(&self, error: io::Error) -> io::Error {
         if error.raw_os_error() == Some(libc::ESHUTDOWN) {
             self.shared.lose(&error);
@@ -141,7 +142,7 @@ impl RbdDisk {
     }
 
     /// Discards a range, or makes it read as zeroes, in pieces, of which the disk has few at once.
-    /// `begin` begins with one.
+    /// `begin` begins a piece.
     async fn clear(
         &self,
         mut offset: u64,
@@ -153,13 +154,13 @@ impl RbdDisk {
         while offset < end {
             let turn = self.shared.discards.enter();
             poll_fn(|cx| turn.poll(cx)).await;
-            // Objects that it has as a whole are removed.
+            // A piece removes the objects that it covers as a whole.
             let bytes = (most - offset % most).min(end - offset);
             match self.all(begin(offset, bytes)).await {
                 Ok(()) => offset += bytes,
                 Err(error) if is_invalid(&error) => {
-                    // An image that somebody has made smaller ends before it, or within it, and has
-                    // nothing behind that.
+                    // An image that was made smaller ends before the piece, or within it, and has
+                    // nothing behind its end.
                     let size = self.size().await?;
                     if size >= offset + bytes {
                         return Err(error);
@@ -184,7 +185,8 @@ impl RbdDisk {
     }
 }
 
-/// What librbd says of a range that begins beyond the end, among others.
+/// Returns true for the error of a range that begins beyond the end. librbd uses it in further
+/// cases.
 fn is_invalid(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EINVAL)
 }

@@ -1,4 +1,4 @@
-//! An image for all threads that use it.
+//! The state of an image, for all threads that use it.
 
 use std::io;
 use std::rc::Rc;
@@ -12,38 +12,39 @@ use crate::disk::waiting::Turns;
 use crate::error::Error;
 use crate::io::Io;
 
-/// How many pieces of discards the cluster has at once for one image.
+/// The most pieces of discards that the cluster has at once for one image.
 const DISCARDS_AT_ONCE: usize = 4;
 
-/// An image, and what is known of it.
+/// An image, and its known properties.
 pub(super) struct Shared {
     pub(super) image: Image,
-    /// What texts call it.
+    /// The name in messages.
     pub(super) name: String,
-    /// How many bytes lie together in one object, or in neighbours over which they are spread.
+    /// The number of bytes that lie together in one object, or in neighbours over which they are
+    /// spread.
     pub(super) object_bytes: u64,
-    /// Pieces of discards, which take turns.
+    /// The line in which pieces of discards wait for their turn.
     pub(super) discards: Turns,
     /// The IoThreads that use it, each as often as it has a disk of it.
     users: Mutex<Vec<usize>>,
-    /// They are several.
+    /// True if several IoThreads use it.
     is_divided: AtomicBool,
-    /// An errno after which nobody knows what of the data is in the cluster; 0 for none.
+    /// An errno after which the data in the cluster is unknown; 0 for none.
     lost: AtomicI32,
-    /// As it was found last, when librbd had told this many changes.
+    /// The size as last found, and the number of changes that librbd had reported before.
     size_bytes: AtomicU64,
     changes: AtomicU64,
-    /// Whoever changes these two.
+    /// Locked while these two change.
     finding: Mutex<()>,
     asking: Mutex<Asking>,
 }
 
-/// Who waits for the size.
+/// Operations that wait for the size.
 #[derive(Default)]
 struct Asking {
-    /// Whether somebody asks, and goes on until nobody waits.
+    /// True while a thread asks for the size, and continues until no operation waits.
     is_asked: bool,
-    /// Operations that wait for an answer to a question that is not asked yet.
+    /// Operations that wait for a query not yet made.
     ops: Vec<usize>,
 }
 
@@ -64,12 +65,12 @@ impl Shared {
         }
     }
 
-    /// An IoThread begins to use it, once more.
+    /// Adds an IoThread that uses it, once for each of its disks.
     pub(super) fn add_user(&self, io: &Rc<Io>) {
         self.change_users(|users| users.push(Rc::as_ptr(io).addr()));
     }
 
-    /// Takes an [`add_user`](Self::add_user) back.
+    /// Reverts an [`add_user`](Self::add_user).
     pub(super) fn remove_user(&self, io: &Rc<Io>) {
         self.change_users(|users| {
             let place = users.iter().position(|user| *user == Rc::as_ptr(io).addr());
@@ -84,7 +85,7 @@ impl Shared {
         self.is_divided.store(is_divided, Ordering::Relaxed);
     }
 
-    /// Whether several IoThreads use it.
+    /// Returns true if several IoThreads use it.
     pub(super) fn is_divided(&self) -> bool {
         self.is_divided.load(Ordering::Relaxed)
     }
@@ -100,12 +101,12 @@ impl Shared {
         }
     }
 
-    /// Another process has had the image, and may have learnt that data is lost.
+    /// Takes over a loss of data from the previous process.
     pub(super) fn inherit(&self, loss: Option<i32>) {
         loss.into_iter().for_each(|errno| self.lost.store(errno, Ordering::Relaxed));
     }
 
-    /// What has been written may be lost, from now on for ever.
+    /// Marks written data as possibly lost, for ever, and logs the first loss.
     pub(super) fn lose(&self, error: &io::Error) {
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
         if self.lost.swap(errno, Ordering::Relaxed) == 0 {
@@ -124,21 +125,21 @@ impl Shared {
         }
     }
 
-    /// The size, if librbd has told no change since it was found.
+    /// The size, if librbd has reported no change since it was found.
     pub(super) fn known_size(&self) -> Option<u64> {
-        // What was found when there were as many is stored before this is.
+        // The size is stored before the number of changes at which it was found.
         let changes = self.changes.load(Ordering::Acquire);
         let size = self.size_bytes.load(Ordering::Relaxed);
         (changes == self.image.changes()).then_some(size)
     }
 
-    /// The size as it was last found.
+    /// The size as last found.
     pub(super) fn last_size(&self) -> u64 {
         self.size_bytes.load(Ordering::Relaxed)
     }
 
-    /// Has this operation end with the size. Whether the caller is to have a thread
-    /// [answer](Self::answer_all): nobody does yet.
+    /// Makes an operation end with the size. Returns true if the caller must start a thread that
+    /// [answers](Self::answer_all), since there is none.
     #[must_use]
     pub(super) fn await_size(&self, op: usize) -> bool {
         let mut asking = self.asking();
@@ -146,8 +147,8 @@ impl Shared {
         !std::mem::replace(&mut asking.is_asked, true)
     }
 
-    /// Answers all who wait for the size, until nobody does. `find` asks the cluster. Whoever comes
-    /// while it is asked may know of a later change, so for him it is asked again.
+    /// Answers all operations that wait for the size, until none is left. `find` asks the cluster.
+    /// An operation that comes during a query may know of a later change, so it gets another query.
     pub(super) fn answer_all(&self, find: impl Fn() -> io::Result<u64>) {
         loop {
             let ops = {
@@ -170,12 +171,12 @@ impl Shared {
         self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for the size. Waits for the cluster.
+    /// Asks for the size, and waits for the cluster.
     pub(super) fn find_size(&self) -> io::Result<u64> {
         let changes = self.image.changes();
         let size = self.image.size_bytes()?;
         let _turn = self.finding.lock().unwrap_or_else(PoisonError::into_inner);
-        // Somebody who has asked later may have been quicker.
+        // A later query may have been answered earlier.
         if changes >= self.changes.load(Ordering::Relaxed) {
             self.size_bytes.store(size, Ordering::Relaxed);
             self.changes.store(changes, Ordering::Release);

@@ -1,4 +1,4 @@
-//! The operations of an image that librbd has, and since when.
+//! The operations of an image in librbd, with the times of their start.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ pub(super) struct Waiting(Mutex<State>);
 struct State {
     ops: Vec<Option<Op>>,
     free: Vec<usize>,
-    /// Whether the image is to be given up when the cluster is away.
+    /// True if the image is to be given up when the cluster is away.
     is_unwanted: bool,
     was_given_up: bool,
 }
@@ -26,11 +26,11 @@ struct Op {
     since: Instant,
 }
 
-/// What there is to say of those that wait.
+/// A summary of the operations that wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Oldest {
     pub(super) since: Instant,
-    /// How many there are.
+    /// The number of operations.
     pub(super) ops: usize,
 }
 
@@ -39,8 +39,8 @@ impl Waiting {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the completer of an operation that begins, and returns its number. `None`: the image
-    /// was given up, and the operation has failed.
+    /// Keeps the completer of an operation that begins, and returns its number. `None` if the image
+    /// was given up: then the operation has failed.
     pub(super) fn begin(&self, completer: ForeignCompleter) -> Option<usize> {
         let mut state = self.state();
         if state.was_given_up {
@@ -61,7 +61,7 @@ impl Waiting {
         })
     }
 
-    /// The operation of this number has ended.
+    /// Ends the operation of this number.
     pub(super) fn end(&self, number: usize, result: io::Result<usize>) {
         let op = {
             let mut state = self.state();
@@ -78,15 +78,15 @@ impl Waiting {
         }
     }
 
-    /// Fails all operations, and all that come, if the cluster is away, or as soon as
-    /// [`look`](Self::look) finds that it is. One that answers carries them out, and they get its
-    /// answers. librbd does not take them back, and keeps the memory that it was lent for them.
+    /// Fails all operations, present and later, if the cluster is away, or as soon as
+    /// [`look`](Self::look) finds that it is. A cluster that answers carries them out, and they get
+    /// its answers. librbd does not cancel them, and keeps the memory that it was lent for them.
     pub(super) fn give_up(&self) {
         self.state().is_unwanted = true;
         self.look();
     }
 
-    /// Looks whether it is time to give up.
+    /// Gives the image up if that is wanted and the cluster is away.
     pub(super) fn look(&self) {
         let ops: Vec<Op> = {
             let mut state = self.state();
@@ -105,7 +105,8 @@ impl Waiting {
         self.state().was_given_up
     }
 
-    /// The oldest of the operations, if the cluster counts as away for it.
+    /// The oldest operation and the number of all, if the cluster counts as away because of its
+    /// age.
     pub(super) fn away(&self) -> Option<Oldest> {
         self.state().away()
     }
@@ -119,7 +120,7 @@ impl State {
     }
 }
 
-/// How operations fail that were given up.
+/// The error of operations that were given up.
 fn failed() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }
@@ -149,7 +150,7 @@ mod tests {
         let (fourth, number) = begin();
         assert_eq!(number, Some(1), "a number is used again");
         assert_eq!(waiting.away(), None, "they have just begun");
-        // A cluster that answers is waited for.
+        // While the cluster answers, operations are waited for.
         waiting.give_up();
         assert!(!waiting.was_given_up());
         waiting.end(0, Ok(512));
@@ -163,7 +164,7 @@ mod tests {
             let done = thread.block_on(op).unwrap();
             assert_eq!(done.result.unwrap_err().raw_os_error(), Some(libc::EIO));
         }
-        // librbd ends them later, and nobody minds. Nothing begins any more.
+        // librbd ends them later, without effect. No operation begins from now on.
         (0..3).for_each(|number| waiting.end(number, Ok(512)));
         let (fifth, number) = begin();
         assert!(number.is_none() && waiting.was_given_up() && waiting.away().is_none());
