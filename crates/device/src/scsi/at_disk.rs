@@ -191,7 +191,8 @@ impl Requester for AtDisk<'_> {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// A task with the medium to itself would make all other tasks wait for its limits.
+    /// A task with the medium to itself has passed its limits before: otherwise all other tasks
+    /// would wait for them.
     fn is_past_limits(&self) -> bool {
         self.exclusive.is_some()
     }

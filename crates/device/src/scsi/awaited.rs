@@ -11,7 +11,7 @@ struct Wait {
     /// Queues that have not scanned, and tasks that have not ended.
     left: AtomicUsize,
     found: AtomicUsize,
-    /// A queue has stopped, or its ring is bad, with chains that were not popped.
+    /// True if a queue with chains that were not popped has stopped, or its ring is bad.
     has_lost: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }

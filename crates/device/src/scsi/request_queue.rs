@@ -170,8 +170,8 @@ impl RequestQueue {
         ring.is_some_and(|ring| ring.is_done_again(head))
     }
 
-    /// Covers tasks, and chains that are not popped: the chains before avail entry `until`, or all
-    /// available ones.
+    /// Covers tasks as `how` says, and chains that are not popped: the chains before avail entry
+    /// `until`, or all available ones.
     fn cover(&self, which: Which, how: How, until: Option<u16>, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
             self.tasks.cover(which, how, 0, left);
@@ -262,8 +262,9 @@ impl RequestQueues {
         waiting
     }
 
-    /// Covers tasks on all queues. Chains that the driver makes available later are no tasks. The
-    /// result is ready, with the number of tasks found, when the awaited ones have ended.
+    /// Covers tasks on all queues as `how` says. Chains that the driver makes available later are
+    /// no tasks. The result is ready, with the number of tasks found, when the awaited ones have
+    /// ended.
     pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
         let (waiting, left) = Waiting::new();
         let avail_idx = self.avail_idx();

@@ -39,7 +39,7 @@ const BLOCK: usize = 512;
 const UNIT: UnitAddress = UnitAddress { target: 0, lun: 1 };
 const REQUEST_BYTES: usize = 51;
 const RESPONSE_BYTES: u32 = 108;
-/// Where the driver puts the response, and data behind it.
+/// The address of the response, followed by data.
 const RESPONSE: u64 = DATA + 0x2_0000;
 
 struct Initiator {
@@ -47,11 +47,11 @@ struct Initiator {
     device: Device,
     disk: Arc<NamedTempFile>,
     queue: Option<QueueHandle>,
-    /// A command was answered, and nobody has looked how.
+    /// A command was answered, and its answer was not read.
     used: Option<Used>,
 }
 
-/// What has come of a command.
+/// The outcome of a command.
 #[derive(Debug, PartialEq, Eq)]
 struct Answer {
     response: u8,
@@ -91,7 +91,7 @@ impl Initiator {
         Self::on(Arc::new(disk), disk_options, options())
     }
 
-    /// Another initiator of the same disk.
+    /// Creates another initiator of the same disk.
     fn beside(&self, options: &UnitOptions) -> Self {
         let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
         let mut port = options.port;
@@ -156,7 +156,7 @@ impl Initiator {
         chain
     }
 
-    /// Whether the command is answered, as far as was found without a turn.
+    /// True if the command is answered, as far as found without a turn.
     fn has_answer(&mut self) -> bool {
         self.used = self.used.take().or_else(|| self.scene.driver.take_used());
         self.used.is_some()
@@ -178,7 +178,7 @@ impl Initiator {
         }
     }
 
-    /// As [`run`](Self::run), for what goes well.
+    /// Like [`run`](Self::run), for a command that must succeed.
     fn good(&mut self, cdb: &[u8], out: &[u8], room: u32) -> Vec<u8> {
         let answer = self.run(cdb, out, room);
         assert_eq!((answer.response, answer.status), (0, 0), "{cdb:x?}: {answer:x?}");
@@ -243,7 +243,7 @@ fn blocks_are_written_and_read_by_commands_of_each_length() {
         assert_eq!(initiator.good(&read, &[], 512), [value; BLOCK]);
     }
     assert_eq!(initiator.on_disk(7), [1; BLOCK]);
-    // None at all.
+    // No blocks at all.
     initiator.good(&cdb10(0x28, 0, last + 1, 0), &[], 0);
 }
 
@@ -379,7 +379,7 @@ fn a_stop_that_is_not_obeyed_and_an_eject_take_no_disk_away() {
         initiator.good(&stop, &[], 0);
         assert_ne!(format!("{:?}", flushes(&initiator)), before, "it is counted");
         if obeys_stop {
-            // A load starts no unit that was stopped.
+            // A load does not start a unit that was stopped.
             initiator.good(&eject_and_load[1], &[], 0);
             assert_eq!(initiator.sense(&cdb10(0x28, 0, 0, 1), &[], 512), [2, 4, 2]);
         } else {
@@ -389,7 +389,7 @@ fn a_stop_that_is_not_obeyed_and_an_eject_take_no_disk_away() {
     }
 }
 
-/// Guests name disks after them. Each list ends with the relative target port.
+/// Guests name disks by identifiers. Each list ends with the relative target port.
 #[test]
 fn identifiers_are_the_chosen_ones() {
     let naa = [&[1, 3, 0, 8][..], &options().naa].concat();
@@ -430,7 +430,7 @@ fn units_that_come_and_go_are_told_by_the_others() {
     assert!(scsi.remove_unit(added).is_some() && scsi.remove_unit(added).is_none());
     assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
-    // What REPORT LUNS says of one target is nothing to the units of another.
+    // A report of the LUNs of one target does not inform about other targets.
     let elsewhere = UnitAddress { target: 3, lun: 9 };
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
     let other = UnitOptions { naa: [0x30, 0, 0, 0, 0, 0, 0, 9], ..options() };
@@ -455,7 +455,7 @@ fn reserve_out(action: u8, kind: u8, keys: [u64; 2]) -> (Vec<u8>, Vec<u8>) {
     (cdb, list)
 }
 
-/// Two exports of one disk, as a cluster that fails over has them.
+/// Two exports of one disk, as in a cluster with failover.
 #[test]
 fn a_reservation_keeps_the_others_out_until_it_is_released() {
     const REGISTER: u8 = 0;

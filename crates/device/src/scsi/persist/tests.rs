@@ -1,4 +1,4 @@
-//! Tests of reservations as exports use them.
+//! Tests of reservations through exports.
 
 use std::fs;
 
@@ -49,7 +49,7 @@ fn generation(reservations: &Reservations) -> u32 {
     u32::from_be_bytes(*read(reservations, 0).first_chunk().unwrap())
 }
 
-/// Three nexuses, of which the first two are registered with the keys 1 and 2.
+/// Three nexuses; the first two are registered with the keys 1 and 2.
 fn three(reservations: &Arc<Reservations>, bits: u8) -> [Attached; 3] {
     let nexuses = PORTS.map(|port| reservations.attach(port).unwrap());
     for (nexus, key) in nexuses.iter().zip([1, 2]) {
@@ -233,7 +233,7 @@ fn where_reservations_are_kept_is_open_again_when_nobody_needs_them() {
     }
 }
 
-/// Those that initiators have left behind, for an export that is no initiator.
+/// Reservations that initiators have left behind, for an export that is no initiator.
 #[test]
 fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     let directory = tempfile::tempdir().unwrap();
@@ -276,7 +276,7 @@ fn two_programs_do_not_keep_theirs_in_one_file() {
     assert_eq!(keys(&load(path).unwrap()), [1, 2]);
 }
 
-/// Somebody who is attached before anybody has said where they are kept.
+/// The export was attached before the place of the reservations was chosen.
 #[test]
 fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
     let directory = tempfile::tempdir().unwrap();
@@ -319,7 +319,7 @@ fn commands_of_several_threads_are_carried_out_one_after_the_other() {
             scope.spawn(move || {
                 for _ in 0..TIMES {
                     send(nexus, REGISTER, 0, [0, key], 0).unwrap();
-                    // Whoever comes second has a conflict.
+                    // The nexus that reserves second has a conflict.
                     match send(nexus, RESERVE, WRITE_EXCLUSIVE, [key, 0], 0) {
                         Ok(_) => assert!(!nexus.conflicts(CommandClass::Writes)),
                         Err(refusal) => assert_eq!(refusal, Refusal::Conflict),
@@ -334,7 +334,7 @@ fn commands_of_several_threads_are_carried_out_one_after_the_other() {
     assert_eq!(conflicts(&nexuses), [[false; 3]; 3]);
 }
 
-/// They are the same to everybody, and the file is never free for a third.
+/// The reservations do not change for any user, and no third process can take the file.
 #[test]
 fn reservations_are_handed_over_with_their_file() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Commands that an earlier process had taken, and may have carried out before it was killed.
+//! Commands that an earlier process took, and may have carried out before it was killed.
 
 use virtqueue::{LocalMemory, SplitQueue};
 
@@ -12,13 +12,13 @@ use crate::testing::RING;
 const PERHAPS_DONE: [u8; 3] = [0xb, 0x00, 0x06];
 
 impl Initiator {
-    /// Runs a command that an earlier process has taken, whatever it has done.
+    /// Runs a command that an earlier process took and may have carried out.
     fn run_again(&mut self, cdb: &[u8], out: &[u8]) -> Answer {
         self.begin_again(cdb, out, 0);
         self.end()
     }
 
-    /// Starts a queue with a command that an earlier process has taken.
+    /// Starts a queue with a command that an earlier process took.
     pub(super) fn begin_again(&mut self, cdb: &[u8], out: &[u8], room: u32) {
         let stopped = self.take_queue().begin_stop();
         let next_avail = self.scene.wait(&stopped);
@@ -27,7 +27,7 @@ impl Initiator {
         self.start_queue();
     }
 
-    /// Makes a chain available that an earlier process has taken.
+    /// Makes a chain available that an earlier process took.
     fn leave(&mut self, chain: &[Desc], next_avail: u16) {
         let account = self.scene.mark_requests();
         self.scene.offer_silently(chain);
@@ -37,7 +37,7 @@ impl Initiator {
         assert!(dying.pop().unwrap().is_some());
     }
 
-    /// Has commands marked from now on.
+    /// Marks commands from now on.
     pub(super) fn mark_commands(&mut self) {
         let stopped = self.take_queue().begin_stop();
         self.scene.wait(&stopped);
@@ -80,13 +80,13 @@ fn what_fails_because_it_has_succeeded_before_is_said_to_be_in_doubt() {
     // Carried out before.
     let answer = initiator.run_again(&compare_and_write, &pair);
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
-    // Nor has a unit attention told the truth: that says that it was not carried out.
+    // A unit attention would be wrong too: it implies that the command was not carried out.
     let Device::Scsi(scsi) = &initiator.device else { panic!("it is a virtio-scsi device") };
     scsi.access(UNIT).unwrap().refresh();
     let answer = initiator.run_again(&compare_and_write, &pair);
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
     assert_eq!(initiator.sense(&[0; 6], &[], 0)[..2], [6, 0x2a], "nobody has heard of it");
-    // A new command is in no doubt, also with a head that was in it.
+    // A new command is not in doubt, even with a head that was.
     assert_eq!(initiator.sense(&compare_and_write, &pair, 0), [0xe, 0x1d, 0]);
 
     let (register, list) = reserve_out(0, 0, [0, 1]);
@@ -94,14 +94,14 @@ fn what_fails_because_it_has_succeeded_before_is_said_to_be_in_doubt() {
     let answer = initiator.run_again(&register, &list);
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
     assert_eq!(initiator.run(&register, &list, 0).status, 0x18);
-    // What succeeds twice is only done.
+    // A command that succeeds twice is only done.
     let (reserve, list) = reserve_out(1, 1, [1, 0]);
     for _ in 0..2 {
         assert_eq!(initiator.run_again(&reserve, &list).status, 0);
     }
 }
 
-/// A command that was left while it waited has perhaps written, as far as the next process knows.
+/// For the next process, a command that was left during its wait may have written.
 #[test]
 fn a_compare_and_write_that_was_left_is_in_doubt_when_it_does_not_compare() {
     let mut initiator = Initiator::new();

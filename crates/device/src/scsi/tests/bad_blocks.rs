@@ -1,4 +1,4 @@
-//! A disk of which a block cannot be read.
+//! A disk with an unreadable block.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -11,8 +11,8 @@ use crate::testing::HOPELESS;
 
 const BAD: u32 = 133;
 
-/// An NBD server, whose disk has a block that cannot be read. `None`: it, or its filter for that,
-/// is not installed.
+/// An NBD server with a disk that has an unreadable block. `None` if the server, or its filter for
+/// such blocks, is not installed.
 struct Server(Child);
 
 impl Server {
@@ -70,7 +70,7 @@ fn initiator(folder: &Path) -> Option<(Initiator, Server)> {
     Some((initiator, server))
 }
 
-/// The content of a block, by the server: its address in bytes, eight bytes at a time.
+/// The content of a block on the server: its address in bytes, in each eight bytes.
 fn content(block: u32) -> Vec<u8> {
     let bytes = (0..64).map(|at| u64::from(block) * 512 + at * 8);
     bytes.flat_map(u64::to_be_bytes).collect()

@@ -1,4 +1,4 @@
-//! Commands that compare blocks, fill them or give them back.
+//! Commands that compare, fill or deallocate blocks.
 
 use super::*;
 
@@ -68,7 +68,7 @@ fn compare_and_write_writes_only_what_was_expected() {
     wrong[5] = 1;
     assert_eq!(initiator.sense(&cdb(1), &wrong, 0), [0xe, 0x1d, 0]);
     assert_eq!(initiator.on_disk(3), [7; BLOCK]);
-    // Others may go on after either.
+    // After each of them, other commands may continue.
     initiator.good(&cdb10(0x28, 0, 3, 1), &[], 512);
     assert_eq!(initiator.sense(&cdb(129), &[0; 512], 0), [5, 0x24, 0]);
     assert_eq!(initiator.run(&cdb(1), &[0; 1023], 0).response, 1);
@@ -154,7 +154,7 @@ fn blocks_of_each_size_are_written_over_and_over() {
         let expected = [&zeroes, &pattern, &pattern, &pattern, &zeroes].map(|part| &part[..]);
         let seen = std::fs::read(initiator.disk.path()).unwrap();
         assert!(seen[..5 * block] == expected.concat(), "{block}");
-        // What differs in its last byte alone is not zero.
+        // A difference in the last byte alone is not zero.
         let mut last = zeroes.clone();
         last[block - 1] = 1;
         initiator.good(&cdb10(0x41, 0, 2, 1), &last, 0);

@@ -1,4 +1,4 @@
-//! Features, and the configuration space, two of whose fields drivers write.
+//! Features, and the configuration space with its two writable fields.
 
 use std::sync::atomic::Ordering;
 
@@ -42,7 +42,7 @@ impl Initiator {
         self.device.write_config(CDB_SIZE, &cdb_size.to_le_bytes()).unwrap();
     }
 
-    /// Sends a command in so many bytes of request. Returns all that is written.
+    /// Sends a request, with bytes of room for a response and for data. Returns all written bytes.
     fn send_sized(&mut self, request: &[u8], response_bytes: u32, room: u32) -> Vec<u8> {
         let memory = &self.scene.memory;
         memory.write(DATA, request).unwrap();
@@ -80,7 +80,7 @@ fn requests_have_the_sizes_that_the_driver_writes() {
             };
             let short = &request(&[])[1..];
             assert_eq!(initiator.send_sized(short, whole, 0)[11], FAILURE, "{sizes:?}");
-            // No command fits in no bytes.
+            // No command fits into zero bytes.
             let refused = initiator.send_sized(&request(&[0xff]), whole, 0);
             let kept = sense_size.min(18);
             assert_eq!(refused[..4], kept.to_le_bytes(), "{sizes:?}");
@@ -122,7 +122,7 @@ fn sizes_are_the_drivers_choice_for_as_long_as_it_is_there() {
     assert_eq!(sizes_of(&other), [252, 16]);
 }
 
-/// There may be many queues, and units.
+/// There may be many queues and units.
 #[test]
 fn a_queue_has_the_units_alone_that_it_had_commands_for() {
     let mut initiator = Initiator::new();
@@ -142,7 +142,7 @@ fn a_queue_has_the_units_alone_that_it_had_commands_for() {
     };
     initiator.good(&[0; 6], &[], 0);
     assert_eq!(attached(&initiator), 1);
-    // It was added before the other, which has told it of that.
+    // The second unit was added later, which this one reports.
     for sense in [[6, 0x29, 0], [6, 0x3f, 0x0e], [0; 3]] {
         assert_eq!(initiator.run_at(first.bytes(), &[0; 6], &[], 0).sense, sense);
     }

@@ -3,7 +3,7 @@
 use super::*;
 
 const EVENT_BYTES: u32 = 16;
-/// Events that wait for a buffer at most.
+/// The most events that wait for a buffer.
 const KEPT: usize = 64;
 
 /// The event queue of the initiator's device.
@@ -19,7 +19,7 @@ impl EventQueue {
         Self { scene, handle }
     }
 
-    /// What comes into a buffer.
+    /// Offers a buffer, and returns the event in it.
     fn take(&mut self) -> [u8; EVENT_BYTES as usize] {
         self.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
         assert_eq!(self.scene.answer().bytes, EVENT_BYTES);
@@ -45,7 +45,7 @@ fn the_first_event_after_some_that_were_missed_says_so() {
     for _ in 1..KEPT {
         assert_eq!(queue.take(), capacity_changed(0));
     }
-    // Nothing is left: the next buffer waits for what happens next.
+    // Nothing is left: the next buffer waits for the next event.
     queue.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
     queue.scene.turn(20);
     assert_eq!(queue.scene.driver.take_used(), None);
@@ -71,7 +71,7 @@ fn no_event_is_lost_in_a_buffer_that_does_not_take_it() {
         assert_eq!(queue.scene.answer().bytes, 0, "{chain:?}");
     }
     assert_eq!(queue.take(), capacity_changed(0));
-    // One that is held goes back at a stop.
+    // A held buffer is returned at a stop.
     queue.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
     queue.scene.turn(5);
     queue.scene.wait(&queue.handle.begin_stop());

@@ -5,10 +5,10 @@ use virtqueue::driver::WRITE;
 use super::sharing::{Control, FAILURE};
 use super::*;
 
-/// Where no memory is.
+/// An address without memory.
 const NOWHERE: u64 = 1 << 40;
 
-/// The chain of a read, in which `change` breaks something.
+/// Offers the chain of a read, after `change` has broken a part of it.
 fn offer_read(initiator: &mut Initiator, change: impl FnOnce(&mut Vec<Desc>)) {
     let mut chain = initiator.put(UNIT.bytes(), &cdb10(0x28, 0, 0, 1), &[], 0);
     chain.push(Desc::writable(RESPONSE + 0x1000, 512));
@@ -40,7 +40,7 @@ fn a_command_whose_buffers_are_not_in_memory_fails_alone() {
         initiator.scene.memory.read(RESPONSE, &mut response).unwrap();
         let mut expected = [0; RESPONSE_BYTES as usize];
         expected[11] = FAILURE;
-        // Nobody tells how much data there was to be.
+        // The amount of data is unknown.
         response[4..8].fill(0);
         assert_eq!(response, expected, "{why}");
         let [told] = &initiator.scene.events.take()[..] else { panic!("{why}: not told once") };
@@ -73,7 +73,7 @@ fn a_function_whose_buffers_are_not_in_memory_fails_alone() {
     assert_eq!(control.answer_to(&[unmapped, Desc::writable(RESPONSE, 1)]), [FAILURE, 0xee]);
     let order = [Desc::readable(DATA, 24), Desc::writable(RESPONSE, 1), Desc::readable(DATA, 1)];
     assert_eq!(control.answer_to(&order), [FAILURE, 0xee]);
-    // Of a request about notifications, whose answer is behind the events.
+    // A request about notifications: the result follows the events.
     let answer = control.answer_to(&[unmapped, Desc::writable(RESPONSE, 5)]);
     assert_eq!(answer, [FAILURE, 0, 0, 0, FAILURE]);
     assert_eq!(control.send(&[&initiator.scene], 7), 0);

@@ -1,4 +1,4 @@
-//! Fields that have values which are not supported, and lengths that are short.
+//! Fields with unsupported values, and lengths that are too short.
 
 use super::*;
 use crate::scsi::sense::Sense;
@@ -43,7 +43,7 @@ fn a_mode_page_that_changes_too_much_is_pointed_to_its_field() {
         (&exceptions, 3, 0x01, [0x88 | 3, 0, 3]),
         (&exceptions, 7, 0x01, [0x80, 0, 4]),
         (&exceptions, 11, 0x01, [0x80, 0, 8]),
-        // A page that is not there, and the format of subpages.
+        // An unknown page, and the format of subpages.
         (&control, 0, 0x01, [0x88 | 5, 0, 0]),
         (&control, 0, 0x40, [0x88 | 6, 0, 0]),
         (&control, 1, 0x01, [0x80, 0, 1]),
@@ -127,7 +127,7 @@ fn whoever_reads_the_list_of_luns_has_heard_that_it_changed() {
         let expected = if is_heard { [0; 3] } else { [6, 0x3f, 0x0e] };
         assert_eq!(initiator.run(&[0; 6], &[], 0).sense, expected, "{lun:x?} {report}");
     }
-    // That of another target says nothing of its units.
+    // A report about another target does not inform about these units.
     let elsewhere = UnitAddress { target: 1, ..UNIT };
     let (source, naa) = (DiskSource::null(1 << 20, &DiskOptions::default()).unwrap(), [0x31; 8]);
     let other = UnitOptions { naa, ..options() };
@@ -182,7 +182,7 @@ fn the_well_known_unit_has_a_few_commands_and_its_port_as_a_name() {
 #[test]
 fn commands_that_are_longer_than_what_arrives_are_refused() {
     let mut initiator = Initiator::new();
-    // `cdb_size`, which is behind `sense_size`.
+    // `cdb_size`, which follows `sense_size`.
     initiator.device.write_config(24, &6_u32.to_le_bytes()).unwrap();
     let mut run = |cdb: [u8; 6], room: u32| {
         let mut request = vec![0; 19 + 6];

@@ -1,4 +1,4 @@
-//! Task management functions that a driver sends without waiting for the answers.
+//! Task management functions that a driver sends without waiting for answers.
 
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::task::{Context, Wake, Waker};
@@ -19,10 +19,10 @@ const QUERY_TASK: u32 = 6;
 const QUERY_TASK_SET: u32 = 7;
 
 const INCORRECT_LUN: u8 = 12;
-/// As many as the control queue has room for.
+/// The number of functions for which the control queue has room.
 const MANY: usize = 30;
 
-/// Three initiators of a disk that is held, of which the first has begun a read.
+/// Three initiators of a disk that is held; the first has begun a read.
 fn held_up() -> ([Initiator; 3], Exclusive) {
     let mut all = three();
     let held = hold(&mut all);
@@ -36,14 +36,14 @@ fn scenes(all: &[Initiator]) -> Vec<&Scene> {
 }
 
 impl Initiator {
-    /// Makes a read available whose response is `apart` bytes behind that of others.
+    /// Makes a read available, with its response `apart` bytes after the usual place.
     fn offer_read(&mut self, apart: u64) {
         let mut chain = self.put(UNIT.bytes(), &read(), &[], 512);
         chain[1..].iter_mut().for_each(|part| part.addr += apart);
         self.scene.offer(&chain);
     }
 
-    /// That of a read that was answered, unless another was written since.
+    /// The response of an answered read, until a later one is written there.
     fn response(&self, apart: u64) -> u8 {
         let mut response = [0];
         self.scene.memory.read(RESPONSE + 11 + apart, &mut response).unwrap();
@@ -51,7 +51,7 @@ impl Initiator {
     }
 }
 
-/// However many functions there are, and whatever holds them up.
+/// For any number of functions, and any cause of delay.
 #[test]
 fn a_function_is_about_what_came_before_it() {
     for function in [ABORT_TASK_SET, CLEAR_TASK_SET, NEXUS_RESET, UNIT_RESET] {
@@ -67,7 +67,7 @@ fn a_function_is_about_what_came_before_it() {
         turn_until(&mut all, |all| all[0].has_answer());
         let before = all[0].end().response;
         let answered = (0..2 * MANY).filter_map(|_| control.turn(&[])).count();
-        // Functions that would still have to look for tasks find this one.
+        // Functions that still had to scan for tasks would find this one.
         all[0].offer_read(0x1000);
         for _ in answered..MANY {
             assert_eq!(control.end(&scenes(&all)), OK);
@@ -99,13 +99,13 @@ fn a_function_is_not_about_what_comes_before_its_queue_hears_of_it() {
     assert_eq!([0, 0x1000].map(|apart| all[0].response(apart)), [ABORTED, OK]);
 }
 
-/// The driver knows of one unit there, and takes what came before the function to have ended.
+/// The driver knows of one unit at the address, and expects tasks from before the function to end.
 #[test]
 fn a_function_is_about_what_came_before_it_though_another_unit_is_there_when_that_is_popped() {
     for (function, ended) in [(CLEAR_TASK_SET, ABORTED), (UNIT_RESET, RESET)] {
         let mut initiator = Initiator::new();
         let mut control = Control::start(&initiator.device);
-        // The queue sleeps, and looks for tasks before it pops one.
+        // The queue sleeps, and scans for tasks before it pops one.
         initiator.scene.turn(10);
         let chain = initiator.put(UNIT.bytes(), &read(), &[], 512);
         initiator.scene.offer_silently(&chain);
@@ -178,7 +178,7 @@ fn functions_about_a_unit_that_hangs_hold_up_none_about_others() {
     assert_eq!(all[0].end().response, RESET);
 }
 
-/// Whoever waits for tasks, and sees how many answers the driver finds then.
+/// Counts the answers that the driver can see when a wait for tasks ends.
 struct Witness {
     memory: Arc<GuestMemory>,
     used: AtomicU16,
@@ -192,13 +192,13 @@ impl Wake for Witness {
     }
 }
 
-/// Drivers look for the tasks that they have aborted when they hear of that, and use their memory
-/// for others if they find none.
+/// When drivers learn that tasks are aborted, they search for these tasks, and reuse the memory if
+/// they find none.
 #[test]
 fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
     let mut all = three();
     let held = hold(&mut all);
-    // It waits for the disk, and needs nothing of it.
+    // This read waits for the disk, although its block is beyond the end.
     let beyond = cdb10(0x28, 0, u32::MAX, 1);
     all[0].begin(UNIT.bytes(), &beyond, &[], 512);
     all[0].scene.turn(10);
@@ -213,13 +213,13 @@ fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
     let witness = Arc::new(Witness { memory, used: AtomicU16::new(0) });
     let waker = Waker::from(Arc::clone(&witness));
     assert!(waiting.poll(&Context::from_waker(&waker)).is_pending());
-    // The queue learns all this at once.
+    // The queue learns all these changes at once.
     drop(held);
     turn_until(&mut all, |_| waiting.poll(&Context::from_waker(&waker)).is_ready());
     assert!(witness.used.load(Ordering::Relaxed) > used, "its answer is not in the ring");
 }
 
-/// What it has left in its ring may be carried out when it starts again.
+/// The chains left in the ring may be carried out when it starts again.
 #[test]
 fn a_function_does_not_say_complete_while_a_ring_is_bad() {
     let functions = [
@@ -245,7 +245,7 @@ fn a_function_does_not_say_complete_while_a_ring_is_bad() {
     assert!(!initiator.has_answer());
 }
 
-/// The way to a unit says nothing of what has become of the unit.
+/// The loss of a nexus does not replace news about its units.
 #[test]
 fn a_nexus_that_begins_anew_leaves_what_there_is_to_say_of_its_units() {
     const UNIT_WAS_RESET: [u8; 3] = [6, 0x29, 3];
@@ -266,7 +266,7 @@ fn a_nexus_that_begins_anew_leaves_what_there_is_to_say_of_its_units() {
     refresh(&all);
     assert_eq!(own.send(&scenes(&all), NEXUS_RESET), OK);
     assert_eq!(said(&mut all), [NEXUS_LOST, CAPACITY_CHANGED]);
-    // A reset covers all that was before.
+    // A reset covers all earlier attentions.
     refresh(&all);
     assert_eq!(own.send(&scenes(&all), NEXUS_RESET), OK);
     assert_eq!(of_other.send(&scenes(&all), UNIT_RESET), OK);

@@ -1,9 +1,9 @@
-//! Devices that go on in another process.
+//! Devices that continue in another process.
 
 use super::*;
 use crate::blk::config::BlkOptions;
 
-/// Nothing happens to its initiators but what would have happened anyway.
+/// Initiators see no event that would not have happened anyway.
 #[test]
 fn a_device_goes_on_with_what_its_initiators_have() {
     let before = Initiator::new();

@@ -1,9 +1,9 @@
-//! Everything that a device hands over to another process, seen by its initiators.
+//! All state that a device hands over to another process, as its initiators see it.
 
 use super::*;
 use crate::scsi::sense::Sense;
 
-/// A device in another process that goes on with `before`, through a text.
+/// A device in another process that continues `before`, through a text.
 fn after(before: &Initiator) -> Initiator {
     let awaited = UnitOptions { access: Arc::new(DiskAccess::awaited()), ..options() };
     let after = before.beside(&awaited);
@@ -84,7 +84,7 @@ fn a_reservation_and_its_keys_hold_on() {
     let mut after = after(&before);
     let now = [0, 1, 3].map(|action| after.good(&read_in(action), &[], 255));
     assert_eq!(now[0][8..], 7_u64.to_be_bytes());
-    // Generation, key, scope and kind; in the full status the port is that of the new device.
+    // Generation, key, scope and type; in the full status the port is that of the new device.
     assert_eq!(now[..2], seen[..2]);
     assert_eq!(now[2][..20], seen[2][..20]);
 }

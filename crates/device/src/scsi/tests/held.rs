@@ -1,4 +1,4 @@
-//! Commands that an earlier process had taken for a unit that is not there yet.
+//! Commands that an earlier process took for a unit that is not there yet.
 
 use super::sharing::{
     ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
@@ -27,7 +27,7 @@ impl Initiator {
         Self::scsi(&self.device).held_requests()
     }
 
-    /// Starts the queue of a driver whose command for the unit an earlier process has taken.
+    /// Starts the queue of a driver with a command that an earlier process took for the unit.
     fn begin_held(&mut self, cdb: &[u8], out: &[u8], room: u32) {
         self.remove_unit();
         self.begin_again(cdb, out, room);
@@ -45,7 +45,7 @@ fn a_command_of_an_earlier_process_waits_for_its_unit() {
         let heard = initiator.scene.events.take();
         assert!(heard.contains(&"held: 0:1".to_owned()), "{heard:?}");
         initiator.add_unit();
-        // As each unit says first, and drivers repeat the command.
+        // Every unit begins with this attention, and drivers repeat the command.
         let answer = initiator.end();
         assert_eq!((answer.status, answer.sense), (2, POWER_ON), "{cdb:x?}");
         assert!(initiator.held().is_empty());
@@ -54,7 +54,7 @@ fn a_command_of_an_earlier_process_waits_for_its_unit() {
     assert_eq!(initiator.on_disk(0), [7; BLOCK]);
 }
 
-/// A scan that was cut short asks for units that were never there.
+/// An interrupted scan asks for units that never existed.
 #[test]
 fn a_question_whether_there_is_a_unit_is_answered() {
     let mut initiator = Initiator::new();
@@ -66,7 +66,7 @@ fn a_question_whether_there_is_a_unit_is_answered() {
     Initiator::scsi(&initiator.device).add_unit(other, source, there).unwrap();
     initiator.begin_again(&INQUIRY, &[], 36);
     assert_eq!(initiator.end().data[0], 0x7f, "no unit can be there");
-    // Nor is a command held that no earlier process has taken.
+    // A command that no earlier process took is not held either.
     assert_eq!(initiator.sense(&read(), &[], 512), [5, 0x25, 0]);
 }
 

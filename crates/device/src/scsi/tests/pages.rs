@@ -5,7 +5,7 @@ use super::*;
 const UNMAP_BLOCKS_MAX: u32 = 1 << 20;
 const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
 
-/// Fields that go after one another.
+/// Joins successive fields.
 fn fields(parts: &[&[u8]]) -> Vec<u8> {
     parts.concat()
 }
@@ -19,7 +19,7 @@ fn blocks_of_physical(unit: &Initiator, logical: u32) -> u32 {
     unit.unit().source.info().physical_block_bytes / logical
 }
 
-/// A disk of so many blocks of 512 bytes, all of them holes.
+/// A disk of this many blocks of 512 bytes, all of them holes.
 fn unit_of(blocks: u64) -> Initiator {
     let disk = NamedTempFile::new().unwrap();
     disk.as_file().set_len(blocks * BLOCK as u64).unwrap();
@@ -103,7 +103,7 @@ fn the_limits_have_each_field_for_blocks_of_each_size() {
     }
 }
 
-/// A long block descriptor is announced only where there is one.
+/// A long block descriptor is announced only if there is one.
 #[test]
 fn a_mode_header_tells_of_the_block_descriptor_behind_it() {
     let mut unit = Initiator::new();
@@ -195,8 +195,8 @@ fn mode_pages_have_each_field_for_blocks_of_each_size() {
     }
 }
 
-/// The cache of a unit that stops is written back, unless the initiator asks for the opposite
-/// (SBC-4, section 5.31).
+/// A stop writes the cache of the unit back, unless the initiator asks for the opposite (SBC-4,
+/// section 5.31).
 #[test]
 fn a_unit_that_stops_is_flushed_unless_that_is_not_wanted() {
     const NO_FLUSH: u8 = 4;
@@ -211,7 +211,7 @@ fn a_unit_that_stops_is_flushed_unless_that_is_not_wanted() {
     }
 }
 
-/// INFORMATION is the offset of the first byte that differs, wherever that is.
+/// INFORMATION is the offset of the first byte that differs, at any place.
 #[test]
 fn a_miscompare_names_the_first_byte_that_differs() {
     const LARGE: usize = 700 * BLOCK;
@@ -229,7 +229,7 @@ fn a_miscompare_names_the_first_byte_that_differs() {
         assert_eq!(unit.sense(&cdb10(0x2f, 2, 0, 2), &pair[..2 * BLOCK], 0), [0xe, 0x1d, 0]);
         assert_eq!(unit.raw_sense()[..7], information, "VERIFY, {at}");
     }
-    // More than is compared at once.
+    // More data than is compared at once.
     let mut compare = |at: Option<usize>| {
         let mut other = vec![0; LARGE];
         if let Some(at) = at {

@@ -1,4 +1,4 @@
-//! What a unit says of itself and of failures, and what is counted.
+//! Reports of a unit on itself and on failures, and the counters.
 
 use super::sharing::{START, STOP};
 use super::*;
@@ -44,7 +44,7 @@ fn sense_data_have_the_format_that_mode_select_chooses() {
     let sense = initiator.raw_sense();
     assert_eq!(sense[..8], [0x72, 5, 0x24, 0, 0, 0, 0, 8]);
     assert_eq!(sense[8..16], [2, 6, 0, 0, 0xc8 | 7, 0, 1, 0]);
-    // One that asks for sense data chooses itself.
+    // A command for sense data chooses the format itself.
     assert_eq!(initiator.good(&[3, 0, 0, 0, 18, 0], &[], 18)[0], 0x70);
     select(&mut initiator, 0);
     initiator.run(&read, &[], 512);
@@ -118,7 +118,7 @@ fn a_thick_unit_neither_has_nor_names_what_unmaps() {
         }
         assert_eq!(unit.good(&capacity, &[], 32)[14] & 0x80 != 0, discard);
         assert_eq!(unit.good(&limits, &[], 64)[20..24] != [0; 4], discard);
-        // UNMAP and both lengths of WRITE SAME, thin; what is unmapped reads as anything.
+        // UNMAP and both lengths of WRITE SAME, thin; unmapped blocks have any content.
         let [e0, e1] = if discard { [0xe0, 2] } else { [0; 2] };
         assert_eq!(unit.good(&provisioning, &[], 8), [0, 0xb2, 0, 4, 0, e0, e1, 0]);
         let status = unit.good(&cdb16(0x9e, 0x12, 7, 64), &[], 64);
@@ -143,7 +143,7 @@ fn a_thick_unit_neither_has_nor_names_what_unmaps() {
     }
 }
 
-/// The kernel cannot write to memory whose file was cut, so it stops there.
+/// The kernel cannot write to memory that lost its file, so it stops there.
 #[test]
 fn a_read_that_fails_halfway_says_so_by_residual_and_address() {
     const ROOM: u32 = 64 * 512;
@@ -169,7 +169,7 @@ fn a_read_that_fails_halfway_says_so_by_residual_and_address() {
     assert_eq!(seen[RESPONSE_BYTES as usize..], vec![7; blocks as usize * 512]);
 }
 
-/// The same of what the kernel cannot read.
+/// The kernel cannot read such memory either.
 #[test]
 fn a_write_that_fails_halfway_names_the_block_where_it_did() {
     const BYTES: u32 = 64 * 512;

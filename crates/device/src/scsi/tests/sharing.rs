@@ -41,7 +41,7 @@ impl Initiator {
         Self::scsi(&self.device).units().borrow(UNIT).unwrap()
     }
 
-    /// On the IoThread of the initiator.
+    /// A local unit on the IoThread of the initiator.
     pub(super) fn local_unit(&self) -> LocalUnit {
         let units = Self::scsi(&self.device).units();
         let unit = units.look(|mut all| all.next().map(Arc::clone)).unwrap();
@@ -88,7 +88,7 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
     }
 }
 
-/// Takes the disk from all, so that commands that begin wait.
+/// Takes the disk from all initiators, so that commands that begin wait.
 pub(super) fn hold(all: &mut [Initiator]) -> Exclusive {
     let access = all[0].access();
     let mut exclude = Box::pin(access.exclude_anyway(TaskId::NONE));
@@ -103,7 +103,7 @@ pub(super) fn hold(all: &mut [Initiator]) -> Exclusive {
     exclusive.unwrap()
 }
 
-/// Has each initiator begin a read, which waits.
+/// Begins a read at each initiator, which waits.
 fn begin_reads(all: &mut [Initiator]) {
     for initiator in all {
         initiator.begin(UNIT.bytes(), &read(), &[], 512);
@@ -137,7 +137,7 @@ impl Control {
         self.scene.offer(&[Desc::readable(DATA, 24), Desc::writable(RESPONSE, 1)]);
     }
 
-    /// The response, if there is one after a turn of all.
+    /// The response, if there is one after a turn of all scenes.
     pub(super) fn turn(&mut self, others: &[&Scene]) -> Option<u8> {
         self.scene.turn(1);
         others.iter().for_each(|other| other.turn(1));
@@ -147,7 +147,7 @@ impl Control {
         Some(response[0])
     }
 
-    /// What this request is answered with, in so many bytes.
+    /// Sends a request, and returns the `N` bytes of its response.
     pub(super) fn answer<const N: usize>(&mut self, request: &[u8]) -> [u8; N] {
         self.scene.memory.write(DATA, request).unwrap();
         let request = Desc::readable(DATA, iomem::fits(request.len(), "bytes of a request"));
@@ -155,7 +155,7 @@ impl Control {
         self.answer_to(&[request, room])
     }
 
-    /// What is there in so many bytes of the response when this chain is answered.
+    /// Sends a chain, and returns `N` bytes of its response.
     pub(super) fn answer_to<const N: usize>(&mut self, chain: &[Desc]) -> [u8; N] {
         let mut response = [0xee; N];
         self.scene.memory.write(RESPONSE, &response).unwrap();
@@ -183,7 +183,7 @@ impl Control {
     }
 }
 
-/// Has the first initiator send a task management function while reads wait for the disk. Returns
+/// Sends a task management function of the first initiator while reads wait for the disk. Returns
 /// its response.
 fn manage(all: &mut [Initiator], function: u32, held: Exclusive) -> u8 {
     let mut control = Control::start(&all[0].device);
@@ -243,7 +243,7 @@ fn clearing_the_task_set_ends_the_tasks_of_all_and_those_of_others_hear_why() {
     assert_eq!(manage(&mut all, CLEAR_TASK_SET, held), OK);
     assert_eq!(responses(&mut all[..2]), [ABORTED, RESET]);
     assert_eq!(heard(&mut all[1..2]), [COMMANDS_CLEARED]);
-    // The last one had none.
+    // The last initiator had none.
     hear_nothing(&mut all);
 }
 
@@ -300,7 +300,7 @@ fn has_cache(initiator: &mut Initiator) -> bool {
     initiator.good(&CACHING_PAGE, &[], 255)[6] & 4 != 0
 }
 
-/// Has the initiator at this place switch the cache, for which all others finish what they write.
+/// Switches the cache at the initiator at `place`, after all writes at further initiators.
 pub(super) fn switch_cache(all: &mut [Initiator], place: usize, on: bool) {
     let initiator = &mut all[place];
     let mut list = initiator.good(&CACHING_PAGE, &[], 255);
@@ -343,7 +343,7 @@ fn the_write_cache_is_switched_for_all_who_have_one() {
     switch_cache(&mut all, 0, false);
     assert_eq!(heard(&mut all[1..]), [MODE_CHANGED; 2]);
     assert_eq!(caches(&mut all), [false; 3]);
-    // What is there already is no change.
+    // Setting the current value is no change.
     switch_cache(&mut all, 1, false);
     hear_nothing(&mut all);
     switch_cache(&mut all, 1, true);
@@ -371,7 +371,7 @@ fn a_unit_that_one_initiator_stops_is_stopped_for_all_while_there_are_others() {
     left.good(&read(), &[], 512);
 }
 
-/// What is done with it is nothing to the unit that has its address now, on another disk.
+/// Functions for it do not affect the unit that now has its address, on another disk.
 #[test]
 fn a_unit_that_was_removed_has_no_part_in_its_successor() {
     let mut all = three();
@@ -417,7 +417,8 @@ fn nobody_writes_between_the_two_halves_of_compare_and_write() {
     all[0].scene.turn(50);
     all[1].begin(UNIT.bytes(), &write(), &[1; BLOCK], 0);
     all[1].scene.turn(50);
-    // It waits for the third to say that nothing of it is in progress, and the write for it.
+    // The command waits until the third queue has reported no task in progress, and the write waits
+    // for the command.
     assert!(!all[0].has_answer() && !all[1].has_answer());
     turn_until(&mut all, |all| all[0].has_answer());
     assert_eq!(responses(&mut all[..2]), [OK; 2]);
@@ -429,7 +430,7 @@ fn the_disk_of_a_unit_that_is_removed_is_closed_by_whoever_removed_it() {
     let disk = NamedTempFile::new().unwrap();
     disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
     let folder = std::fs::canonicalize(disk.path()).unwrap();
-    // The test has it open, too.
+    // The test has the file open, too.
     let count = || {
         let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
         let open = open.filter_map(|entry| std::fs::read_link(entry.path()).ok());
@@ -455,7 +456,7 @@ fn the_disk_of_a_unit_that_is_removed_is_closed_by_whoever_removed_it() {
     assert_eq!((answer.response, answer.sense), (BAD_TARGET, [0; 3]));
 }
 
-/// What such a queue has left in its ring may be carried out when it starts again.
+/// The chains left in the ring of such a queue may be carried out when it starts again.
 #[test]
 fn a_function_does_not_say_complete_while_a_queue_is_stopped() {
     let mut initiator = Initiator::new();
@@ -470,13 +471,13 @@ fn a_function_does_not_say_complete_while_a_queue_is_stopped() {
     assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
     let stopped = initiator.take_queue().begin_stop();
     initiator.scene.wait(&stopped);
-    // Another driver, which does not use that queue.
+    // Another driver, without that queue.
     let mut control = Control::start(&initiator.device);
     initiator.scene.turn(5);
     assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
 }
 
-/// A thread that is slow to look finds its turn kept.
+/// A thread that is slow to check keeps its turn.
 #[test]
 fn a_command_that_has_waited_for_the_disk_goes_before_another_that_wants_it() {
     let mut all = three();

@@ -6,7 +6,7 @@ use super::sharing::{
 };
 use super::*;
 
-/// Others do not wait for them, nor does their own driver.
+/// Other initiators do not wait for them, nor does their own driver.
 #[test]
 fn chains_without_a_kick_hold_up_no_task_management() {
     for function in [UNIT_RESET, CLEAR_TASK_SET, ABORT_TASK_SET, NEXUS_RESET] {

@@ -105,7 +105,7 @@ fn guests_of_virtio_blk_heed_reservations() {
     {
         change(&mut all, &guest, RESERVE, kind, [1, 0]);
         assert_eq!(seen(&mut guest), expected, "type {kind}");
-        // One that comes later.
+        // A device that comes later.
         assert_eq!(seen(&mut BlkGuest::beside(&all[0])), expected, "type {kind}");
         change(&mut all, &guest, RELEASE, kind, [1, 0]);
         assert_eq!(seen(&mut guest), [BLK_OK; 3], "type {kind}");
@@ -118,7 +118,7 @@ fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
     let mut guest = BlkGuest::beside(&all[0]);
     let access = all[0].access();
     for value in 1..20 {
-        // It may have begun when the disk is taken: then it ends before.
+        // The request may have begun when the disk is taken: then it ends before.
         guest.begin(BLK_OUT, value);
         let mut exclude = Box::pin(access.exclude_anyway(TaskId::NONE));
         let mut cx = Context::from_waker(Waker::noop());
@@ -140,7 +140,7 @@ fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
     }
 }
 
-/// Each has opened the disk by itself.
+/// Each device has opened the disk by itself.
 #[test]
 fn what_is_cut_off_a_disk_is_used_by_no_device_on_it() {
     let mut all = three();
@@ -171,7 +171,7 @@ fn what_is_cut_off_a_disk_is_used_by_no_device_on_it() {
         assert_eq!(initiator.sense(&last, &[], 512), [5, 0x21, 0]);
     }
     assert_eq!(guest.run_at(BLK_IN, BLOCKS - 1), BLK_ERROR);
-    // The file has not become shorter after all.
+    // The file was not shortened after all.
     all[0].access().refresh();
     for initiator in &mut all {
         assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x2a, 9]);

@@ -1,4 +1,4 @@
-//! Tasks that wait for the limits of their disk: nobody has to wait for them.
+//! Tasks that wait for the limits of their disk, and for which no other task waits.
 
 use blockio::disk::{Limits, Rate, Rates};
 
@@ -11,13 +11,13 @@ use super::*;
 
 const RESERVATION_CONFLICT: u8 = 0x18;
 
-/// One byte in a second, or as many as it likes.
+/// A limit of one byte per second, or none.
 pub(super) fn limit(is_slow: bool) -> Limits {
     let slow = Rates { total: Some(Rate { per_second: 1, burst: None }), ..Rates::default() };
     if is_slow { Limits { bytes: slow, ..Limits::default() } } else { Limits::default() }
 }
 
-/// Has the initiator begin a write that waits for limits, behind one that does not.
+/// Begins a write that waits for limits, after a write that does not.
 pub(super) fn begin_write(initiator: &mut Initiator) {
     initiator.unit().source.set_limits(&limit(true)).unwrap();
     initiator.good(&write(), &[1; BLOCK], 0);
@@ -26,28 +26,28 @@ pub(super) fn begin_write(initiator: &mut Initiator) {
     assert!(!initiator.has_answer(), "it waits");
 }
 
-/// Of the first block.
+/// COMPARE AND WRITE of the first block.
 pub(super) fn compare_and_write() -> Vec<u8> {
     let mut cdb = cdb16(0x89, 0, 0, 0);
     cdb[13] = 1;
     cdb
 }
 
-/// Three initiators, of which the second has begun a write that waits.
+/// Three initiators; the second has begun a write that waits.
 fn throttled() -> [Initiator; 3] {
     let mut all = three();
     begin_write(&mut all[1]);
     all
 }
 
-/// Has an initiator do something, while all others take turns.
+/// Runs a command at one initiator, while all of them take turns.
 fn run(all: &mut [Initiator], place: usize, cdb: &[u8], out: &[u8]) -> Answer {
     all[place].begin(UNIT.bytes(), cdb, out, 0);
     turn_until(all, |all| all[place].has_answer());
     all[place].end()
 }
 
-/// The first initiator reserves the disk, so that others may not write.
+/// Reserves the disk for the first initiator, so that no other may write.
 fn reserve(all: &mut [Initiator]) {
     for (action, kind, keys) in [(0, 0, [0, 1]), (1, 1, [1, 0])] {
         let (cdb, list) = reserve_out(action, kind, keys);
@@ -65,7 +65,7 @@ fn functions_end_tasks_that_wait_for_limits() {
         (UNIT_RESET, 0, RESET),
     ] {
         let mut all = throttled();
-        // One more waits for its turn.
+        // A second one waits for its turn.
         let chain = all[1].put(UNIT.bytes(), &write(), &[3; BLOCK], 0);
         all[1].scene.offer(&chain);
         all[1].scene.turn(10);
@@ -139,14 +139,14 @@ fn nobody_waits_for_one_that_wants_the_medium_and_waits_for_limits() {
     assert_eq!(all[1].on_disk(0), [7; BLOCK]);
 }
 
-/// With the medium to itself it would have others wait with it.
+/// A command with the medium to itself would make all other commands wait for its limits.
 #[test]
 fn one_that_has_the_medium_has_waited_for_limits_before() {
     let mut all = three();
     let slow = Rates { read: Some(Rate { per_second: 1, burst: None }), ..Rates::default() };
     let limits = Limits { bytes: slow, ..Limits::default() };
     all[1].unit().source.set_limits(&limits).unwrap();
-    // The first read may begin at once, and no other for long.
+    // The first read may begin at once; later ones wait for long.
     let data = [[0; BLOCK], [7; BLOCK]].concat();
     assert_eq!(run(&mut all, 1, &compare_and_write(), &data).status, 0);
     assert_eq!(all[1].on_disk(0), [7; BLOCK]);
@@ -175,7 +175,7 @@ fn a_disk_becomes_smaller_while_tasks_wait_for_limits() {
     assert_eq!(all[1].on_disk(0), [1; BLOCK]);
 }
 
-/// The blocks are gone, and the medium has no error.
+/// The blocks are gone, but the medium has no error.
 #[test]
 fn commands_that_have_waited_find_that_their_blocks_are_gone() {
     const OUT_OF_RANGE: [u8; 3] = [5, 0x21, 0];

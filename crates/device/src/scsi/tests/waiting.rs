@@ -1,4 +1,4 @@
-//! Commands that wait while another one has the medium to itself.
+//! Commands that wait while another command has the medium to itself.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -20,23 +20,23 @@ use crate::scsi::task_set::Tasks;
 const BUSY: u8 = 0x08;
 const RESERVATION_CONFLICT: u8 = 0x18;
 
-/// How a command comes to wait for the medium.
+/// The time at which a command begins to wait for the medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Waits {
     Begins,
     WantsItAlone,
-    /// It has waited for limits before.
+    /// After a wait for limits.
     GoesOn,
 }
 
 const EACH: [Waits; 3] = [Waits::Begins, Waits::WantsItAlone, Waits::GoesOn];
 
-/// Three initiators of a disk that is held, of which the second has begun a command that waits.
+/// Three initiators of a disk that is held; the second has begun a command that waits.
 fn held_up(waits: Waits) -> ([Initiator; 3], Exclusive) {
     held_up_of(three(), waits)
 }
 
-/// The same, with commands that are marked. The one that has the medium waits itself.
+/// Like [`held_up`], with commands that are marked. The command with the medium waits itself.
 fn held_up_and_marked(waits: Waits) -> ([Initiator; 3], Exclusive) {
     let mut all = three();
     all[1].mark_commands();
@@ -62,7 +62,7 @@ fn held_up_of(mut all: [Initiator; 3], waits: Waits) -> ([Initiator; 3], Exclusi
     (all, held)
 }
 
-/// Has the command that has the medium wait too, as it does when its disk has failed it.
+/// The command with the medium waits too, as after a failure of its disk.
 #[test]
 fn who_waits_for_one_that_waits_itself_is_ended_by_functions() {
     for (function, by, response) in [
@@ -158,7 +158,7 @@ fn commands_that_wait_are_left_in_the_inflight_region() {
     }
 }
 
-/// It is answered as one that was aborted, and not done again.
+/// The command is answered as aborted, and not carried out again.
 #[test]
 fn a_command_that_is_aborted_while_it_waits_is_not_left() {
     for waits in EACH {
@@ -225,7 +225,7 @@ fn a_shrink_does_not_wait_for_those_who_wait_for_one_that_waits_itself() {
     }
 }
 
-/// That which its disk has failed and which has the medium says when it waits.
+/// A command with the medium that its disk has failed reports its wait.
 #[test]
 fn one_that_has_the_medium_says_that_it_waits() {
     let (mut all, held) = held_up(Waits::Begins);
@@ -249,10 +249,10 @@ fn one_that_has_the_medium_says_that_it_waits() {
     assert!(tasks.outside() == 0);
 }
 
-/// What was allowed when a command came may not be any more when it is carried out.
+/// A reservation may have changed between the arrival of a command and its execution.
 #[test]
 fn a_reservation_holds_for_commands_that_wait_for_the_medium() {
-    // The write cache is switched off, so others must not write meanwhile.
+    // The write cache is switched off, so no other command must write in the meantime.
     let mode_select = [0x15, 0x10, 0, 0, 24, 0].to_vec();
     let mut caching = vec![0; 24];
     caching[4..6].copy_from_slice(&[0x08, 18]);
@@ -278,7 +278,7 @@ fn a_reservation_holds_for_commands_that_wait_for_the_medium() {
     }
 }
 
-/// One that has begun when another takes the medium is what the other waits for.
+/// A command that takes the medium waits for commands that have begun.
 #[test]
 fn commands_on_two_threads_do_not_wait_for_each_other() {
     const COMMANDS: u32 = 10_000;
@@ -348,7 +348,7 @@ fn a_long_verify_holds_up_neither_others_nor_its_queue() {
     assert_eq!(all[1].end().status, RESERVATION_CONFLICT);
 }
 
-/// Commands that fill the disk and compare all of it, far more than its queue could wait for.
+/// Commands that fill and compare the whole disk, far more than the queue could wait for.
 #[test]
 fn a_queue_that_stops_waits_for_one_piece_of_commands_that_move_much_data() {
     const BYTES: u64 = 1 << 30;
@@ -389,7 +389,7 @@ fn a_queue_that_stops_waits_for_one_piece_of_commands_that_move_much_data() {
     }
 }
 
-/// Its driver sends it again.
+/// The driver sends the command again.
 #[test]
 fn a_queue_that_stops_and_leaves_nothing_answers_a_giant_command_with_busy() {
     const BUFFERS: u64 = 50;
