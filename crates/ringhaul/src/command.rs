@@ -40,8 +40,8 @@ pub enum Command {
     Resize(String, Option<UnitPlace>, NewSize),
     /// Change the limits and the error policy of a disk of an export.
     SetDisk(String, Option<UnitPlace>, Box<RulesChange>),
-    /// Retry at once the failed requests that a disk holds. The place names a logical unit; `None`
-    /// means all disks of the export.
+    /// Retry at once the failed requests that wait for a disk. The place names a logical unit;
+    /// `None` means all disks of the export.
     Resume(String, Option<UnitPlace>),
     /// End all exports alike, then the daemon. On the second such command the daemon stops waiting
     /// for requests.
@@ -138,7 +138,7 @@ pub enum Reply {
     Resized(u64),
     /// The rules of the disk that apply now.
     Rules(Box<ShownRules>),
-    /// The held requests are being retried.
+    /// The failed requests that waited are being retried.
     Resumed,
     /// The daemon is ending.
     Ending,

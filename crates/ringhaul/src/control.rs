@@ -92,8 +92,8 @@ impl Control {
         Ok(Reservation { control: self, names })
     }
 
-    /// Returns true if no exports exist beside these, and closes the daemon to new ones. The
-    /// exports that the daemon was started for cannot be served then, and it is to end.
+    /// Returns true if no export was ever served, and none is being opened beside these. New
+    /// exports are refused in that case, because the daemon is to end.
     pub(crate) fn give_up_start(&self, names: &[String]) -> bool {
         self.ask(|answer| Order::GiveUpStart(names.to_vec(), answer)).unwrap_or(false)
     }
@@ -213,7 +213,7 @@ impl Control {
         self.ask(|answer| Order::SetDisk(name, place, change, answer))?
     }
 
-    /// Retries the held requests of one disk or of all disks of an export.
+    /// Retries at once the failed requests that wait for one disk or for all disks of an export.
     ///
     /// # Errors
     ///

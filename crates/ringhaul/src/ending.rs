@@ -59,7 +59,7 @@ pub enum Outcome {
 /// The reason that the daemon could not start, unless it was asked to end.
 pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) -> Result<Outcome> {
     let mut is_stopping = false;
-    // Asked by a cause that a second may follow; asked by any cause.
+    // Asked by a cause that counts towards the second time; asked by any cause.
     let (mut is_asked, mut is_asked_once) = (false, false);
     let mut leaves_at: Option<Instant> = None;
     let end_of = |outcome, is_asked| {

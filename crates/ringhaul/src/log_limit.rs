@@ -36,8 +36,8 @@ impl State {
 }
 
 impl LogLimit {
-    /// Returns the number of lines that were left out before, or `None` if no line may be written
-    /// now.
+    /// Counts an event. Returns the number of lines left out before it, or `None` if its line is
+    /// left out, too.
     pub(crate) fn permit(&self) -> Option<u64> {
         self.permit_at(Instant::now())
     }
