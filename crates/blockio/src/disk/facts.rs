@@ -71,8 +71,8 @@ impl DiskSource {
         }
     }
 
-    /// A probe from outside of the possible size of the disk. `None` if that never changes without
-    /// a call of [`set_size`](Self::set_size).
+    /// A probe for the possible size of the disk, which does not use the disk. `None` if the size
+    /// never changes without a call of [`set_size`](Self::set_size).
     #[must_use]
     pub fn outside(&self) -> Option<Arc<Outside>> {
         match &self.kind {
@@ -158,12 +158,12 @@ impl DiskSource {
         self.shared.set_errors(policy);
     }
 
-    /// Retries the requests at once that wait because the disk failed them.
+    /// Retries at once all requests that wait because the disk failed them.
     pub fn resume(&self) {
         self.shared.resume();
     }
 
-    /// The time at which the disk ceased to answer, as its IoThreads have found it lately: an
+    /// The time at which the disk stopped answering, as its IoThreads have found it lately: an
     /// operation of the kernel for 5 seconds or more, or the remote end of a disk that is not
     /// local.
     #[must_use]

@@ -1,4 +1,4 @@
-//! The wait of requests for limits before they begin, and for a retry after they have failed.
+//! Makes requests wait: for limits before they begin, and for a retry after they have failed.
 //!
 //! Each queue has a disk of its own, and that disk a gate. At most one read and one write of a
 //! queue wait for the limits at a time; further ones wait behind them. So queues take turns,

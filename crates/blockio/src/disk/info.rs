@@ -55,13 +55,13 @@ pub struct DiskInfo {
 pub enum DiskState {
     /// The disk answers.
     Ready,
-    /// Requests that the disk failed since then wait, and are retried.
+    /// Requests that the disk failed have waited for a retry since this time.
     Retried(Instant),
-    /// The disk has no space left since then, and writes wait for some.
+    /// The disk has had no space left since this time, and writes wait for some.
     Held(Instant),
-    /// The disk has not answered an operation since then, for 5 seconds or more.
+    /// The disk has not answered an operation since this time, for 5 seconds or more.
     Late(Instant),
-    /// The remote end is unreachable since then. It is tried again, and requests wait.
+    /// The remote end has been unreachable since this time. It is tried again, and requests wait.
     Away(Instant),
     /// Written data may be lost: flushes fail until the disk is opened again.
     Lost,

@@ -369,7 +369,7 @@ mod tests {
         assert_eq!(next, Duration::from_millis(1900), "20 requests, of which one is a burst");
     }
 
-    /// Small requests cost as much as one; larger ones cost more.
+    /// A small request costs as much as one; a larger one costs more.
     #[test]
     fn a_request_costs_at_least_one() {
         let start = Instant::now();

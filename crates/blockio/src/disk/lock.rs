@@ -46,8 +46,8 @@ pub(super) enum Conflict {
     SameUser,
 }
 
-/// Runs `open` until it meets no conflict, for two seconds at most. Does not retry `at_once`, or if
-/// this very process is in the way. The same user is always another process.
+/// Runs `open` until it meets no conflict, for two seconds at most. Does not retry if `at_once`, or
+/// if this very process is in the way. The same user is always another process.
 pub(super) fn patiently<T>(
     path: &Path,
     at_once: bool,

@@ -60,8 +60,8 @@ impl FileEnd {
     }
 }
 
-/// A probe from outside of the possible size of a disk in use. It neither keeps the file open nor
-/// depends on the disk.
+/// A probe for the possible size of a disk in use. It neither keeps the file open nor depends on
+/// the disk.
 pub struct Outside(Look);
 
 enum Look {

@@ -165,7 +165,7 @@ impl Shared {
         self.resumed.load(Ordering::Acquire)
     }
 
-    /// Retries the requests at once that wait because the disk failed them.
+    /// Retries at once all requests that wait because the disk failed them.
     pub(super) fn resume(&self) {
         self.resumed.fetch_add(1, Ordering::Release);
         self.bell.ring();

@@ -11,7 +11,7 @@ use crate::io_thread::IoThread;
 
 const MIB: u64 = 1 << 20;
 
-/// Disks that are attached already see it, and an impossible size changes nothing.
+/// Attached disks see the new size at once, and an impossible size changes nothing.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_size_of_a_disk_may_change() {

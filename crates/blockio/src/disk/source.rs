@@ -250,7 +250,7 @@ impl FileSource {
         }
     }
 
-    /// Forgets if ops can be polled for, so that only the kernel's answer to each op shows it.
+    /// Forgets all knowledge about polling: only the kernel's answers to ops count.
     #[cfg(test)]
     pub(super) fn forget_polling(&mut self) {
         Arc::get_mut(&mut self.file).unwrap().forget_polling();
@@ -316,7 +316,7 @@ fn open_alone(
     let failed = |error| Attempt::Failed(open_error(path, options)(error));
     let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
         Some(libc::EBUSY) => Attempt::Conflict(Conflict::Claimed),
-        // Another program has a lease, and the kernel has asked it to end that.
+        // Another program has a lease, which the kernel has asked it to give up.
         Some(libc::EWOULDBLOCK) => Attempt::Conflict(Conflict::Locked),
         _ => failed(error),
     })?;

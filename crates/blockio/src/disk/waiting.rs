@@ -1,11 +1,11 @@
-//! The wait of requests of one disk, on any thread: for their turn, and for a change.
+//! Lets requests of one disk wait, on any thread: for their turn, and for a change.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// A line from which members go one by one, or a few at once.
+/// A fair semaphore: members of a line go one by one, or a few at once.
 #[derive(Debug)]
 pub(super) struct Turns {
     line: Mutex<Line>,

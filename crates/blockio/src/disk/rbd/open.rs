@@ -14,7 +14,7 @@ use crate::disk::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
 use crate::regular_file::open_regular;
 
-/// The time limit for a cluster. That of monitors is shorter, since their error tells more.
+/// The time limit for a cluster. Monitors get less, since their error tells more.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The additional time for the exclusive lock: its owner may have been killed, and counts as alive

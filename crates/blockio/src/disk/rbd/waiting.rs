@@ -1,4 +1,4 @@
-//! The operations of an image in librbd, with the times of their start.
+//! The operations of an image in librbd, with their start times.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
