@@ -1,4 +1,4 @@
-//! What a chain of a guest asks, by the kind of its device and queue.
+//! The request in a chain of a guest, by the kind of its device and queue.
 
 use std::fmt;
 

@@ -1,19 +1,19 @@
-//! Errors: each that a request is answered with has a cause, and none that was put in is lost.
+//! Errors: each error of an answer has a cause, and no injected error is lost.
 
 use crate::content::SECTOR;
 use crate::failure::Failure;
 use crate::faults::{Class, Injected};
 
-/// A request that failed with an error which only a fault explains, or was not answered at all.
+/// A request that failed with an error that only a fault explains, or that was not answered.
 pub(crate) struct Failed {
-    /// The classes of ops whose errors are its own.
+    /// Classes of ops with errors that this request may report.
     pub(crate) classes: &'static [Class],
     pub(crate) begin: u64,
     pub(crate) end: u64,
     /// First sectors and counts.
     pub(crate) ranges: Vec<(u64, u64)>,
     pub(crate) answered: bool,
-    /// It was told that its blocks are gone, which hides nothing but a disk that says the same.
+    /// The request failed because its blocks are gone. That accounts only for refusals of the disk.
     pub(crate) is_gone: bool,
 }
 
@@ -34,7 +34,7 @@ pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Fail
     Ok(())
 }
 
-/// Once data may be lost, nothing is answered any more that promises stable storage.
+/// True for promises of stable storage after a possible loss of data: they must fail from then on.
 fn has_lost_before(error: &Injected, request: &Failed) -> bool {
     error.loses && request.classes.contains(&Class::Flush) && error.when < request.end
 }

@@ -1,17 +1,17 @@
-//! What sectors hold: each write has a number, and fills its sectors with a pattern of it.
+//! Content of sectors: each write has a number, and fills its sectors with a pattern of it.
 
 use crate::rng::mix;
 
 pub(crate) const SECTOR: usize = 512;
 
-/// Which write a sector is from.
+/// The write that a sector's content comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Value {
     Zero,
     Id(u64),
 }
 
-/// The content of a disk that nobody has written to: of each disk another.
+/// The initial content of a disk, different for each disk.
 pub(crate) fn initial(disk: usize) -> Value {
     Value::Id(1 + disk as u64)
 }
@@ -32,7 +32,7 @@ pub(crate) fn bytes_of(value: Value, sector: u64) -> [u8; SECTOR] {
     bytes
 }
 
-/// Which write left these bytes in `sector`; `None`: no write did.
+/// The write that left these bytes in `sector`, or `None` if no write did.
 pub(crate) fn value_of(bytes: &[u8], sector: u64) -> Option<Value> {
     if bytes.iter().all(|byte| *byte == 0) {
         return Some(Value::Zero);
@@ -41,7 +41,7 @@ pub(crate) fn value_of(bytes: &[u8], sector: u64) -> Option<Value> {
     (bytes == bytes_of(Value::Id(id), sector)).then_some(Value::Id(id))
 }
 
-/// What the bytes look like, for a failure.
+/// Describes bytes for a failure.
 pub(crate) fn describe(bytes: &[u8]) -> String {
     let word = |index: usize| {
         let word = bytes.get(8 * index..8 * index + 8).and_then(|word| word.first_chunk());

@@ -1,4 +1,5 @@
-//! Who controls the exports: starts their queues on IoThreads, and changes things while they run.
+//! The controller of the exports: starts their queues on IoThreads, and makes changes while they
+//! run.
 
 use std::rc::Rc;
 
@@ -11,14 +12,14 @@ use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
 
-/// What is done to a device that runs, or to all of them.
+/// A change to one running device, or to all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// One queue is stopped, to be started again.
+    /// A queue stops, and starts again later.
     Stop,
-    /// All queues are stopped and go on in another map of the memory.
+    /// All queues stop and continue in another map of the memory.
     Remap,
-    /// The front-end goes: all queues are stopped and the device is reset.
+    /// The front-end goes: all queues stop and the device is reset.
     Reset,
     /// A call eventfd is replaced.
     SetCall,
@@ -26,18 +27,18 @@ pub(crate) enum Change {
     Writeback,
     /// A unit is removed, or added again.
     Hotplug,
-    /// A disk has another size.
+    /// A disk gets another size.
     Resize,
-    /// The power goes.
+    /// The machine loses power.
     Crash,
-    /// The IoThreads end, and others come.
+    /// The IoThreads end, and new ones start.
     Kill,
-    /// The daemon dies in the middle of anything.
+    /// The daemon dies at an arbitrary point.
     Die,
 }
 
 impl Change {
-    /// Whether it is done to everything, and not to one device.
+    /// True if the change concerns all devices.
     pub(crate) fn is_of_all(self) -> bool {
         matches!(self, Self::Crash | Self::Kill | Self::Die)
     }
@@ -47,9 +48,9 @@ pub(crate) struct Control {
     rng: Rng,
     pub(crate) exports: Vec<Export>,
     pub(crate) disks: Vec<Rc<Disk>>,
-    /// Where queues can be started. None while the IoThreads are exchanged.
+    /// IoThreads for queues to start on. Empty while the IoThreads are replaced.
     pub(crate) threads: Vec<Remote>,
-    /// How often each change may still be made.
+    /// The number of times that each change may still be made.
     changes: Vec<(Change, u64)>,
     has_sessions: bool,
 }
@@ -77,7 +78,7 @@ impl Control {
         self.exports.iter().map(|export| &export.guest)
     }
 
-    /// Whether everything was asked and answered.
+    /// True if all requests are made and answered.
     pub(crate) fn is_done(&self) -> bool {
         self.guests().all(|guest| guest.is_done())
     }
@@ -99,14 +100,14 @@ impl Control {
         export.start(queue, &self.threads[thread], thread);
     }
 
-    /// What can be changed now.
+    /// The changes that are possible now.
     pub(crate) fn possible(&self) -> impl Iterator<Item = Change> {
         let open = self.changes.iter().filter(|(_, left)| *left > 0 && !self.is_done());
         let changes = open.map(|(change, _)| *change);
         changes.filter(|change| self.exports.iter().any(|export| export.can_change(*change)))
     }
 
-    /// Makes a change. One of all devices is left to the caller.
+    /// Makes a change. A change of all devices is left to the caller.
     pub(crate) fn change(&mut self, change: Change) -> Result<(), Failure> {
         if let Some((_, left)) = self.changes.iter_mut().find(|(other, _)| *other == change) {
             *left -= 1;
@@ -125,25 +126,25 @@ impl Control {
         self.exports[device].change(change, &mut self.rng)
     }
 
-    /// One of the disks has another size, of which all devices tell.
+    /// Resizes one of the disks, which all devices report.
     fn resize(&mut self) {
         let disk = Rc::clone(&self.disks[self.rng.index(self.disks.len())]);
         let blocks = self.rng.between(1, disk.plan.blocks);
         disk.resize(blocks * disk.plan.block_sectors());
         self.guests().for_each(|guest| guest.capacity_changed(disk.index));
-        // One of them tells all.
+        // The first device with a unit there notifies all.
         let _ = self.exports.iter().any(|export| export.resized(disk.index));
     }
 
-    /// The guest whose first queue is always busy goes on with that.
+    /// Continues the guest that always keeps its first queue busy.
     pub(crate) fn rush(&self) {
         if let Some(export) = self.exports.first() {
             export.guest.rush();
         }
     }
 
-    /// Something happens elsewhere, at a point within a turn of an IoThread: mostly the CPU of a
-    /// guest takes a step, sometimes a queue is started or something is changed.
+    /// Acts at a point within a turn of an IoThread. Mostly the CPU of a guest takes a step;
+    /// sometimes a queue starts or a change is made.
     pub(crate) fn act(&mut self) -> Result<(), Failure> {
         if self.has_sessions && self.rng.chance(150) {
             return self.act_over_session();
@@ -166,7 +167,7 @@ impl Control {
         self.change(change)
     }
 
-    /// A front-end says something, or a session listens.
+    /// Lets a front-end or a session take a step.
     fn act_over_session(&mut self) -> Result<(), Failure> {
         let device = self.rng.index(self.exports.len());
         let Some(front_end) = &mut self.exports[device].front_end else { return Ok(()) };

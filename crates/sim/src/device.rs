@@ -1,43 +1,44 @@
-//! The simulated disk: what reads see, and what a loss of power would leave.
+//! The simulated disk: the content that reads see, and the content that a loss of power leaves.
 
 use iomem::fits;
 
 use crate::content::{SECTOR, Value, bytes_of};
 use crate::rng::Rng;
 
-/// Sequence number of something that has not happened.
+/// Sequence number of an event that has not happened.
 const NEVER: u64 = u64::MAX;
 
 struct Version {
     bytes: Box<[u8; SECTOR]>,
-    /// The op that wrote it.
+    /// The op that wrote the version.
     op: u64,
-    /// When that op was answered.
+    /// The time of that op's answer.
     answered: u64,
-    /// It was answered with success.
+    /// The op was answered with success.
     acknowledged: bool,
-    /// A flush has failed to bring it to stable storage. The kernel takes it for clean since.
+    /// A flush has failed to bring the version to stable storage. The kernel has considered it
+    /// clean since.
     lost: bool,
 }
 
-/// How an op that changes data is answered.
+/// The answer of an op that changes data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
     Error,
     Done,
-    /// What it wrote is on stable storage.
+    /// The data of the op is on stable storage.
     Durable,
 }
 
-/// The first version is on stable storage, the last is what reads see. Any of them may be what is
-/// left after a loss of power.
+/// Versions of a sector. The first is on stable storage, the last is visible to reads. A loss of
+/// power may leave any of them.
 struct Sector {
     versions: Vec<Version>,
 }
 
 pub(crate) struct Device {
     sectors: Vec<Sector>,
-    /// Where the file ends.
+    /// The end of the file.
     pub(crate) end_sector: u64,
 }
 
@@ -89,7 +90,7 @@ impl Device {
         });
     }
 
-    /// `op` is answered now.
+    /// Marks the versions of `op` as answered now.
     pub(crate) fn answered(&mut self, offset: u64, len: usize, op: u64, now: u64, how: Answer) {
         each_sector(offset, len, |sector, _, _, _| {
             let versions = &mut self.sectors[index(sector)].versions;
@@ -105,7 +106,7 @@ impl Device {
         });
     }
 
-    /// Brings to stable storage what was answered before `submitted`, and maybe more.
+    /// Brings to stable storage every version answered before `submitted`, and maybe later ones.
     pub(crate) fn flush(&mut self, submitted: u64, rng: &mut Rng) {
         for sector in &mut self.sectors {
             let versions = &mut sector.versions;
@@ -117,9 +118,9 @@ impl Device {
         }
     }
 
-    /// A flush fails, or a write that was to be on stable storage: of most sectors, what was
-    /// answered will never come there, and later flushes have nothing to do with it. Returns
-    /// whether there was anything that was answered with success.
+    /// Fails a flush or a durable write. In most sectors, answered versions then never reach stable
+    /// storage, and later flushes skip them. Returns true if any version had been answered with
+    /// success.
     pub(crate) fn fail_flush(&mut self, rng: &mut Rng) -> bool {
         let mut any = false;
         for sector in &mut self.sectors {
@@ -133,7 +134,7 @@ impl Device {
         any
     }
 
-    /// Whatever is there is on stable storage.
+    /// Brings the present content to stable storage.
     pub(crate) fn settle(&mut self) {
         for sector in &mut self.sectors {
             let last = sector.versions.len() - 1;
@@ -142,11 +143,11 @@ impl Device {
         }
     }
 
-    /// The power goes: of each sector some version is left.
+    /// Loses power: each sector keeps one of its versions.
     pub(crate) fn lose_power(&mut self, rng: &mut Rng) {
         for sector in &mut self.sectors {
             let chosen = rng.index(sector.versions.len());
-            // Of what was lost, nothing is left; the first version never was.
+            // Lost versions do not remain. The first version is never lost.
             let left = sector.versions[..=chosen].iter().rposition(|v| !v.lost).unwrap_or(0);
             sector.versions.drain(..left);
             sector.versions.truncate(1);

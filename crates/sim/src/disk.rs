@@ -1,4 +1,4 @@
-//! A disk as its guests know it: what they have asked of it, and what was answered.
+//! A disk as its guests know it: their requests and the answers.
 
 use std::cell::{Ref, RefCell, RefMut};
 use std::collections::BTreeMap;
@@ -19,34 +19,34 @@ use crate::plan::Plan;
 use crate::scsi::shared::Shared;
 use crate::world::World;
 
-/// What a request does with a disk.
+/// The effect of a request on a disk.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Touch {
-    /// The classes of ops whose errors are the request's.
+    /// Classes of ops with errors that the request may report.
     pub(crate) classes: &'static [Class],
     /// First sectors and counts.
     pub(crate) ranges: Vec<(u64, u64)>,
-    /// What is in the sectors then.
+    /// The content of the sectors afterwards.
     pub(crate) leaves: Option<Value>,
-    /// It may leave sectors as they are.
+    /// The request may leave sectors as they are.
     pub(crate) is_optional: bool,
-    /// It is answered when all that was answered before is on stable storage.
+    /// All data answered before the request is on stable storage at its answer.
     pub(crate) flushes: bool,
-    /// Its own data is on stable storage when it is answered, whatever the cache.
+    /// The request's own data is on stable storage at its answer, with or without a cache.
     pub(crate) fua: bool,
 }
 
-/// How a request comes to its end.
+/// The end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ending {
     Done,
-    /// With an error that has a cause.
+    /// Failed with an error that has a cause.
     Failed,
-    /// It was carried out to any part.
+    /// Any part of it was carried out.
     Aborted,
-    /// It was not carried out.
+    /// Not carried out.
     Refused,
-    /// It was not carried out, as its blocks went away while it was out.
+    /// Not carried out, because its blocks went away while it was out.
     Gone,
 }
 
@@ -58,12 +58,12 @@ struct Open {
 
 struct State {
     history: History,
-    /// By when they began.
+    /// Requests that are out, by the time of their begin.
     open: BTreeMap<u64, Open>,
     failed: Vec<Failed>,
-    /// Since when each write is on stable storage when it is answered.
+    /// The time since which each write is on stable storage at its answer.
     write_through_since: u64,
-    /// When the last request was answered that began before data was lost.
+    /// The time of the last answer to a request that began before data was lost.
     loss_told: u64,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Disk {
     world: Rc<World>,
     pub(crate) source: DiskSource,
     state: RefCell<State>,
-    /// What the nexuses of virtio-scsi share.
+    /// State that the nexuses of virtio-scsi share.
     shared: RefCell<Shared>,
     guests: RefCell<Vec<Weak<Guest>>>,
 }
@@ -88,7 +88,7 @@ fn engine(number: u64) -> EngineKind {
 }
 
 impl Disk {
-    /// Disk number `index`, whose plan this is, and what stands for it.
+    /// Disk number `index` with its plan. `file` stands for it.
     pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, file: OwnedFd) -> Self {
         let block = fits(plan.block_bytes(), "the size of a block");
         let info = DiskInfo {
@@ -134,7 +134,7 @@ impl Disk {
         }
     }
 
-    /// A guest has it.
+    /// Adds a guest that uses the disk.
     pub(crate) fn add_guest(&self, guest: &Rc<Guest>) {
         self.guests.borrow_mut().push(Rc::downgrade(guest));
     }
@@ -151,7 +151,7 @@ impl Disk {
         self.shared.borrow_mut()
     }
 
-    /// It has so many sectors from now on.
+    /// Changes the number of sectors.
     pub(crate) fn resize(&self, sectors: u64) {
         let now = self.world.tick();
         self.world.trace(|| format!("control: disk {} has {sectors} sectors", self.index));
@@ -160,7 +160,7 @@ impl Disk {
         self.world.tick();
     }
 
-    /// Says whether a write is now on stable storage when it is answered.
+    /// Sets if a write is on stable storage at its answer from now on.
     pub(crate) fn set_write_through(&self, write_through: bool) {
         let since = &mut self.state.borrow_mut().write_through_since;
         match (write_through, *since) {
@@ -170,14 +170,14 @@ impl Disk {
         }
     }
 
-    /// Whether nobody has a request out that is about these sectors.
+    /// True if no request to these sectors is out.
     pub(crate) fn is_free(&self, first: u64, count: u64) -> bool {
         let state = self.state.borrow();
         let mut taken = state.open.values().flat_map(|open| &open.touch.ranges);
         !taken.any(|&(f, c)| first < f + c && f < first + count)
     }
 
-    /// A request goes out.
+    /// Records a request that goes out.
     pub(crate) fn begin(&self, touch: &Touch, begin: u64) {
         let State { history, open, .. } = &mut *self.state.borrow_mut();
         let sectors = touch.ranges.iter().flat_map(|&(first, count)| first..first + count);
@@ -187,7 +187,8 @@ impl Disk {
         open.insert(begin, Open { touch: touch.clone(), writes });
     }
 
-    /// The request is answered that began then. `through`: it was sent without a write cache.
+    /// Records the answer to the request that began at `begin`. `through`: it was sent without a
+    /// write cache.
     pub(crate) fn end(
         &self,
         begin: u64,
@@ -203,12 +204,12 @@ impl Disk {
         let Open { touch, writes } = open;
         let is_stable = touch.fua || state.write_through_since < begin;
         for write in writes {
-            // One that is refused may have been carried out by a daemon that has died since.
+            // A daemon that has died since may have carried out a refused request.
             if matches!(how, Ending::Refused | Ending::Gone) && !state.history.has_died(write) {
                 state.history.take_back(write);
                 continue;
             }
-            // What was discarded may be there or not.
+            // A discard may leave the old content.
             state.history.end_write(write, end, done && !touch.is_optional, done && is_stable);
         }
         if done && touch.flushes {
@@ -222,8 +223,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Once a request was told that data was lost, none that begins later may be told that data is
-    /// on stable storage: whether it is so, nobody knows.
+    /// Checks promises of stable storage. Once a request has reported that data was lost, a request
+    /// that begins later may not succeed with such a promise, because it cannot be known to hold.
     fn check_promise(
         &self,
         state: &mut State,
@@ -247,7 +248,7 @@ impl Disk {
         Ok(())
     }
 
-    /// A request has found this in a sector.
+    /// Records the bytes that a request has read from a sector.
     pub(crate) fn read(
         &self,
         sector: u64,
@@ -261,22 +262,22 @@ impl Disk {
         Ok(())
     }
 
-    /// What was written to a sector last, as far as it is known.
+    /// The last value written to a sector, as far as it is known.
     pub(crate) fn last_value(&self, sector: u64) -> Value {
         self.state.borrow().history.last_value(sector)
     }
 
-    /// COMPARE AND WRITE has found this in a sector, and written what has its number.
+    /// Records that COMPARE AND WRITE has found `was` in a sector and written value `id`.
     pub(crate) fn swapped(&self, sector: u64, was: Value, id: u64, begin: u64, end: u64) {
         self.state.borrow_mut().history.swapped(sector, was, Value::Id(id), begin, end);
     }
 
-    /// Whether a request that was out from `begin` to `end` must have found this in a sector.
+    /// True if a request that was out from `begin` to `end` must have found this value in a sector.
     pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
         self.state.borrow().history.surely_has(sector, value, begin, end)
     }
 
-    /// Whether the answers so far can be explained, errors included.
+    /// Checks that the answers so far, including errors, can be explained.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
         history.check()?;
@@ -288,9 +289,9 @@ impl Disk {
         blame::check(&self.world.injected(self.index), failed)
     }
 
-    /// The command that began then was left while it waited, and is carried out later: all of it,
-    /// whatever was done before. A read may have failed so that its blocks were to be read one by
-    /// one, and blocks may have been given back.
+    /// Notes that the waiting command that began at `begin` was left in the region. All of it is
+    /// carried out later, even if parts were done before. A read may have failed so that its blocks
+    /// were to be read one by one, and blocks may have been given back.
     pub(crate) fn left(&self, begin: u64, now: u64) {
         self.shared.borrow_mut().leave(begin);
         let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
@@ -303,8 +304,8 @@ impl Disk {
         failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
     }
 
-    /// The daemon died then, and has not answered the requests that began at `unanswered`:
-    /// another one carries them out, again if they were, whatever has become of their ops.
+    /// Notes that the daemon died at `now`. Another daemon carries out the requests that began at
+    /// `unanswered`, again if they were, independent of the fate of their ops.
     pub(crate) fn died(&self, unanswered: &[u64], now: u64) -> Result<(), Failure> {
         let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
         for (begin, Open { touch, writes }) in open {
@@ -319,20 +320,20 @@ impl Disk {
         told.map_err(|text| Failure::new("bad answer", format!("disk {}: {text}", self.index)))
     }
 
-    /// Another daemon has it.
+    /// Opens the disk again, for another daemon.
     pub(crate) fn reopen(&self) {
         self.source.open_anew();
         self.world.reopen(self.index);
     }
 
-    /// Everything is answered: whether guests have heard all that they must.
+    /// Checks at the end that guests have received every attention that they must.
     pub(crate) fn check_end(&self) -> Result<(), Failure> {
         let heard = self.shared.borrow().check_end();
         heard.map_err(|text| Failure::new("lost attention", format!("disk {}: {text}", self.index)))
     }
 
-    /// Checks what is there after the IoThreads have gone, and goes on from there, as if it were
-    /// opened anew. With `power_lost`, only what was on stable storage must be there.
+    /// Checks the content after the IoThreads have gone, and continues from it, as after a
+    /// new open. With `power_lost`, only data on stable storage must be there.
     pub(crate) fn restart(&self, power_lost: bool) -> Result<(), Failure> {
         let mut state = self.state.borrow_mut();
         let mut left = Vec::new();

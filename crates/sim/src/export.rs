@@ -1,4 +1,4 @@
-//! A device, its queues and its guest, and what is done to them while they run: what a VMM does.
+//! A device, its queues and its guest, and the changes that a VMM makes to them while they run.
 
 mod lives;
 mod units;
@@ -22,28 +22,28 @@ use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::world::World;
 
-/// A chain that is available, and was not popped yet.
+/// An available chain that was not yet popped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Waiting {
     next_avail: u16,
-    /// Rounds of the IoThread, the time that it has had, and for how long ops have held it up, when
-    /// it was seen first.
+    /// When the chain was first seen: rounds of the IoThread, its time, and the time for which ops
+    /// have held it up.
     since: (u64, u64, u64),
 }
 
-/// How far an IoThread has come after a turn.
+/// The progress of an IoThread after a turn.
 pub(crate) struct Had {
     pub(crate) rounds: u64,
-    /// Without what others have taken while it would have gone on.
+    /// Excludes time that other threads took while this one was ready to run.
     pub(crate) time_ns: u64,
-    /// For so many nanoseconds ops have held it up.
+    /// Nanoseconds for which ops have held up the thread.
     pub(crate) held_ns: u64,
     /// The kernel has refused a submit in this turn.
     pub(crate) was_refused: bool,
 }
 
-/// What a queue is at. A front-end has its queues started and stopped by a session, which keeps
-/// what is behind them.
+/// The state of a queue. With a front-end, a session starts and stops the queues and keeps the
+/// inner values.
 enum Service {
     Stopped(u16),
     Starting(Option<Pending<Result<QueueHandle, StartError>>>),
@@ -53,30 +53,30 @@ enum Service {
 
 pub(crate) struct Export {
     plan: Plan,
-    /// Its number.
+    /// Number of the export.
     index: usize,
     world: Rc<World>,
     pub(crate) guest: Rc<Guest>,
     disks: Vec<Rc<Disk>>,
     device: Device,
     memory: Arc<GuestMemory>,
-    /// The inflight region, as the daemon has it. A session has its own.
+    /// The daemon's map of the inflight region. A session has its own.
     region: Option<InflightRegion>,
     services: Vec<Service>,
-    /// Who controls the device, if that is not done directly.
+    /// The front-end that controls the device, if it is not controlled directly.
     pub(crate) front_end: Option<FrontEnd>,
-    /// For each queue, the IoThread that it is on, and what waits there.
+    /// The IoThread of each queue, and the chain that waits there.
     places: Vec<(usize, Option<Waiting>)>,
-    /// Units that were removed, until nobody uses their disks.
+    /// Removed units, until their disks are unused.
     removed: Vec<RemovedUnit>,
-    /// What is done once all queues have stopped.
+    /// A change to make once all queues have stopped.
     waiting: Option<Change>,
-    /// All queues are to stay stopped.
+    /// All queues must stay stopped.
     ending: bool,
 }
 
 impl Export {
-    /// Export number `index`, whose plan this is.
+    /// Export number `index` with its plan.
     pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, disks: &[Rc<Disk>]) -> Self {
         let guest = Rc::new(Guest::new(plan, world, index, disks));
         disks.iter().for_each(|disk| disk.add_guest(&guest));
@@ -114,7 +114,7 @@ impl Export {
         self.world.trace(|| format!("control: device {}: {}", self.index, what()));
     }
 
-    /// What the driver negotiates.
+    /// The features that the driver negotiates.
     fn features(&self) -> u64 {
         let (is_blk, no_events) = (self.plan.scsi == 0, self.plan.no_events > 0);
         let left_out = [
@@ -129,18 +129,18 @@ impl Export {
         left_out.fold(self.device.features(), |all, (feature, _)| all & !(1 << feature))
     }
 
-    /// What a driver says before its queues start.
+    /// Negotiates like a driver before its queues start.
     fn negotiate(&self) {
         let features = self.features();
         self.device.set_features(features).expect("only what is offered is negotiated");
         self.note_write_through();
     }
 
-    /// Tells the guest whether writes are on stable storage when they are answered.
+    /// Sets if the guest may expect its writes on stable storage at their answer.
     fn note_write_through(&self) {
         let plan = &self.plan;
         if plan.scsi > 0 {
-            // What units do is theirs.
+            // Units have their own caches.
             return;
         }
         let cached = if plan.no_wce == 0 {
@@ -151,7 +151,7 @@ impl Export {
         self.disks[0].set_write_through(!cached);
     }
 
-    /// Goes on with what IoThreads have answered meanwhile.
+    /// Takes the answers that IoThreads have given since the last call.
     pub(crate) fn advance(&mut self) -> Result<(), Failure> {
         for index in 0..self.services.len() {
             let next = match &self.services[index] {
@@ -192,7 +192,7 @@ impl Export {
         }
     }
 
-    /// Goes on with what the front-end has brought about.
+    /// Takes the results of the front-end's messages.
     fn take_events(&mut self) {
         let Some(front_end) = &mut self.front_end else { return };
         for event in front_end.take_events() {
@@ -216,7 +216,7 @@ impl Export {
         !is_connected && self.services.iter().all(|s| matches!(s, Service::Stopped(_)))
     }
 
-    /// No queue is on its way from one state to another, and nothing waits for that.
+    /// True if no queue is between two states, and no change waits for that.
     pub(crate) fn is_settled(&self) -> bool {
         let on_the_way = |s: &Service| matches!(s, Service::Starting(_) | Service::Stopping(_));
         let is_idle = self.front_end.as_ref().is_none_or(FrontEnd::is_idle);
@@ -233,7 +233,7 @@ impl Export {
         queues.map(|(index, _)| index)
     }
 
-    /// Starts a queue on the IoThread behind `thread`, whose number is `place`.
+    /// Starts a queue on IoThread number `place`, behind `thread`.
     pub(crate) fn start(&mut self, queue: usize, thread: &Remote, place: usize) {
         let Service::Stopped(next_avail) = self.services[queue] else { return };
         if let Some(front_end) = &mut self.front_end {
@@ -258,7 +258,7 @@ impl Export {
         self.services[queue] = Service::Starting(Some(started));
     }
 
-    /// How a queue stops that is to start again.
+    /// The kind of stop for a queue that will start again.
     fn stop_kind(&self, rng: &mut Rng) -> StopKind {
         match self.region {
             None => rng.pick(&[StopKind::Final, StopKind::Pause]),
@@ -308,7 +308,7 @@ impl Export {
         }
     }
 
-    /// Does what is done to one device.
+    /// Makes a change to this device.
     pub(crate) fn change(&mut self, change: Change, rng: &mut Rng) -> Result<(), Failure> {
         self.trace(|| format!("{change:?}"));
         if self.front_end.is_some() {
@@ -329,7 +329,7 @@ impl Export {
             }
             Change::Writeback => {
                 let value = rng.next().to_le_bytes()[0] & 1;
-                // Before the device takes it, the guest may not count on it.
+                // The guest may not rely on the new value before the device has taken it.
                 self.disks[0].set_write_through(false);
                 let written = self.device.write_config(WRITEBACK_OFFSET, &[value]);
                 written.map_err(|error| Failure::new("config", error.to_string()))?;
@@ -349,7 +349,7 @@ impl Export {
         Ok(())
     }
 
-    /// The same, for the front-end to do it.
+    /// Makes a change through the front-end.
     fn change_over_session(&mut self, change: Change, rng: &mut Rng) {
         let running = self.running();
         let Some(front_end) = &mut self.front_end else { return };
@@ -361,7 +361,7 @@ impl Export {
             }
             Change::SetCall => front_end.replace_eventfd(rng.pick(&running)),
             Change::Writeback => {
-                // Before the device takes it, the guest may not count on it.
+                // The guest may not rely on the new value before the device has taken it.
                 self.disks[0].set_write_through(false);
                 front_end.write_cache(rng.next().to_le_bytes()[0] & 1);
             }
@@ -375,7 +375,7 @@ impl Export {
         }
     }
 
-    /// What is done when all queues are stopped.
+    /// Makes a change for which all queues have stopped.
     fn change_stopped(&mut self, change: Change) -> Result<(), Failure> {
         self.check_memory()?;
         if change == Change::Reset {
@@ -395,9 +395,9 @@ impl Export {
         (0..self.places.len()).map(|queue| u64::from(self.guest.indexes(queue).0)).sum()
     }
 
-    /// IoThread `thread` has taken a turn: fails when it has left a chain of a running queue
-    /// waiting for too long. Where io_uring watches the kicks, none shows while the kernel refuses
-    /// its entries, so a wait begins anew with each refusal.
+    /// Checks after a turn of IoThread `thread` that no chain of a running queue has waited too
+    /// long. Where io_uring watches the kicks, none shows while the kernel refuses its entries, so
+    /// each refusal restarts the wait.
     pub(crate) fn check_waits(&mut self, thread: usize, had: &Had) -> Result<(), Failure> {
         let Had { rounds, time_ns: now, held_ns, was_refused } = *had;
         let held_ns_max = self.plan.held_ns_max(ROUND_BYTES_UNTIL_SERVED);
@@ -411,7 +411,7 @@ impl Export {
                 self.guest.set_popped(queue, handle.next_avail());
             }
             let next_avail = match (&self.services[queue], &self.front_end) {
-                // It may have no room for chains.
+                // The queue may have no room for chains.
                 (Service::Running(Some(handle)), _) if handle.is_full() => None,
                 (Service::Running(Some(handle)), _) => Some(handle.next_avail()),
                 (Service::Running(None), Some(front_end)) => front_end.next_avail(queue),
@@ -422,7 +422,7 @@ impl Export {
                 continue;
             };
             let announced = self.guest.announced(queue);
-            // It may have been faster than the driver with its kick.
+            // The queue may have been faster than the driver with its kick.
             if announced.wrapping_sub(next_avail).cast_signed() <= 0 {
                 *waiting = None;
                 continue;
@@ -445,7 +445,7 @@ impl Export {
         Ok(())
     }
 
-    /// Fails when somebody holds the memory map though no queue runs.
+    /// Checks that the memory map is unused while no queue runs.
     pub(crate) fn check_memory(&self) -> Result<(), Failure> {
         if let Some(front_end) = &self.front_end {
             front_end.check_memory()?;
@@ -474,7 +474,7 @@ impl Export {
     }
 }
 
-/// The number of a queue, as its device has it.
+/// The number of a queue as its device counts.
 fn number(queue: usize) -> u16 {
     u16::try_from(queue).expect("plans have a few queues")
 }

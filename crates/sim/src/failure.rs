@@ -1,11 +1,11 @@
-//! How a run fails.
+//! The failure of a run.
 
 use std::fmt;
 
 /// A failure of a run.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
-    /// A few words; runs that fail in the same way have the same.
+    /// A few words that are the same for runs that fail in the same way.
     pub(crate) kind: &'static str,
     pub(crate) text: String,
 }

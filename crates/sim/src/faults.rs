@@ -1,4 +1,4 @@
-//! What can go wrong with one op, and what must not be wrong with it.
+//! Faults of single ops, and checks that ops are valid.
 
 use blockio::engine::kernel::sim::KernelOp;
 use blockio::op::OpKind;
@@ -9,34 +9,34 @@ use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::rng::Rng;
 
-/// What kind of op failed.
+/// The class of a failed op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
     Read,
     Write,
     Flush,
     Deallocate,
-    /// Some op, of which only the engine knows.
+    /// An op that only the engine can identify.
     Any,
 }
 
-/// An error that was put in.
+/// An injected error.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Injected {
-    /// Whether some request must answer for it. If not, one may.
+    /// True if some request must report the error. Otherwise a request may.
     pub(crate) must_fail: bool,
     pub(crate) class: Class,
     pub(crate) when: u64,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    /// It is what a disk says that has no such blocks.
+    /// The disk says that it has no such blocks.
     pub(crate) refuses: bool,
-    /// From then on flushes may fail, and what is to be stable when it is answered.
+    /// From then on flushes may fail, and so may writes that must be stable at their answer.
     pub(crate) loses: bool,
 }
 
-/// The result of an op, the bytes that it moves, and its class if a request must report an error,
-/// or may where the op itself succeeds.
+/// Returns the result of an op and the bytes that it moves. Also returns the op's class if a
+/// request must report an error, or may report one although the op succeeds.
 pub(crate) fn outcome(
     plan: &Plan,
     rng: &mut Rng,
@@ -73,8 +73,8 @@ pub(crate) fn outcome(
     if matches!(class, Class::Write | Class::Deallocate) && rng.chance(plan.enospc) {
         return (errno(libc::ENOSPC), rng.index(len / SECTOR + 1) * SECTOR, Some(class));
     }
-    // Beyond the end of a file that was cut there is nothing to read, which a request may report,
-    // and a write of a part of a block reads the rest of it.
+    // There is nothing to read beyond the end of a cut file. Any request may report that: a write
+    // of a part of a block reads the rest of it.
     let (moved, short, cause) = match class {
         Class::Read => {
             let end = end_sector * SECTOR as u64;
@@ -87,7 +87,7 @@ pub(crate) fn outcome(
     if !rng.chance(short) {
         return (i64::try_from(moved).unwrap_or(0), moved, cause);
     }
-    // At least one unit: a transfer of none is the end of the file, or of the space.
+    // At least one unit: a transfer of none means the end of the file, or of the space.
     let unit = match (plan.odd_shorts, plan.direct) {
         (0, 0) => SECTOR,
         (_, 0) => 1,
@@ -98,14 +98,14 @@ pub(crate) fn outcome(
     (i64::try_from(moved).unwrap_or(0), moved, cause)
 }
 
-/// How io_uring rejects an entry that it has taken, if it does: with which result, and whether that
-/// is an error that a request must answer for.
+/// Returns io_uring's rejection of an entry that it has taken, if it rejects it: the result, and a
+/// class if a request must report the error.
 pub(crate) fn rejection(plan: &Plan, rng: &mut Rng, op: &KernelOp) -> Option<(i64, Option<Class>)> {
     if !op.is_ring_entry() || !rng.chance(plan.entry_reject) {
         return None;
     }
     let errno = rng.pick(&[libc::EINVAL, libc::EOPNOTSUPP, libc::EAGAIN, libc::EINTR]);
-    // What may be tried again is, and for what may be unsupported there is another way.
+    // Transient errors are tried again, and an unsupported op may have a fallback.
     let has_way = match op.kind() {
         OpKind::Read | OpKind::Write { fua: false } | OpKind::Flush => false,
         _ => errno == libc::EOPNOTSUPP,
@@ -115,7 +115,7 @@ pub(crate) fn rejection(plan: &Plan, rng: &mut Rng, op: &KernelOp) -> Option<(i6
     Some((-i64::from(errno), class))
 }
 
-/// Whether an op may reach the kernel: it is for a disk, inside, aligned, and not too large.
+/// Checks an op before it reaches the kernel: it is for a disk, inside, aligned, and not too large.
 /// `found`: there is a disk with its descriptor.
 pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Failure> {
     let (len, block) = (op_len(op), plan.block_bytes());
@@ -146,7 +146,7 @@ pub(crate) fn class_of(kind: OpKind) -> Class {
     }
 }
 
-/// Bytes that an op is about.
+/// Length of the op's range in bytes.
 pub(crate) fn op_len(op: &KernelOp) -> usize {
     let len = match op.kind() {
         OpKind::Fallocate { len, .. }

@@ -1,6 +1,6 @@
-//! A front-end that controls its device as a VMM does: by messages over a socket, to the session
-//! that the daemon has. It never waits: each message, or a part of one, is a step, each answer that
-//! it reads another, and what the session does with them a third.
+//! A front-end that controls its device like a VMM: by messages over a socket, to the daemon's
+//! session. It never waits. A step is a message or a part of one, an answer to read, or the
+//! session's work.
 
 mod inflight;
 mod link;
@@ -24,10 +24,10 @@ use crate::rng::Rng;
 use crate::world::World;
 use link::{Answer, Link, bytes_of};
 
-/// Messages that a front-end has sent at most without an answer that it waits for.
+/// The most messages that a front-end sends before it waits for an answer.
 const AHEAD_MAX: usize = 4;
 
-/// What the front-end has brought about.
+/// A change that the front-end has completed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
     Started(usize),
@@ -35,26 +35,26 @@ pub(crate) enum Event {
     Stopped(usize, u16),
     /// All queues have stopped: the device was reset, or the session is over.
     AllStopped,
-    /// Whether the driver's writes are cached from now on.
+    /// True if the driver's writes are cached from now on.
     Cached(bool),
 }
 
-/// What the front-end knows once it has the answer to a message.
+/// The meaning of the answer to a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Then {
     Nothing,
     /// The answer is this number.
     Number(u64),
     Started(usize),
-    /// The answer says where a queue has stopped.
+    /// The answer is the avail entry at which a queue has stopped.
     Base(usize),
     Disabled(usize),
-    /// No map of the memory is left but the last.
+    /// Only the last map of the memory is left.
     Mapped,
     Negotiated,
     /// The answer is an inflight region.
     Region,
-    /// The session has the inflight region.
+    /// The session has received the inflight region.
     HasRegion,
     /// The answer is this `writeback` byte.
     Writeback(u8),
@@ -70,23 +70,23 @@ struct Item {
     then: Then,
 }
 
-/// What the front-end keeps of a queue.
+/// State of a queue in the front-end.
 #[derive(Default)]
 struct Vring {
-    /// It was asked to run.
+    /// The front-end has asked the queue to run.
     runs: bool,
-    /// Where a bad ring would show.
+    /// Eventfds that would show a bad ring.
     errs: Vec<OwnedFd>,
-    /// It is disabled, and has all that it needs to go on.
+    /// The queue is disabled, and has everything that it needs to continue.
     is_paused: bool,
 }
 
-/// How a connection ends.
+/// The end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Goodbye {
-    /// The front-end stops all queues, and then closes it.
+    /// The front-end stops all queues, and then closes the connection.
     Politely,
-    /// It closes it in the middle of anything.
+    /// The front-end closes the connection at an arbitrary point.
     AtOnce,
     /// The daemon ends the session.
     ByDaemon,
@@ -101,35 +101,35 @@ pub(crate) struct FrontEnd {
     guest: Rc<Guest>,
     rng: Rng,
     device: Device,
-    /// What its driver negotiates.
+    /// The features that the driver negotiates.
     features: u64,
-    /// Counts what the session has mapped.
+    /// Counts the bytes that the session has mapped.
     budget: MappingBudget,
     link: Option<Link>,
     vrings: Vec<Vring>,
     to_send: VecDeque<Item>,
-    /// Messages that were sent and are answered, and what comes of it.
+    /// Messages that were sent and will be answered, and the meanings of the answers.
     expected: VecDeque<(u32, Then)>,
     /// The session has the inflight region.
     has_region: bool,
-    /// The memory was not shared yet.
+    /// The memory is not yet shared.
     is_memory_due: bool,
-    /// Where the guest's memory is in the front-end's address space.
+    /// Address of the guest's memory in the front-end's address space.
     user_base: u64,
-    /// The number of the first queue's IoThread, and how many there are.
+    /// The number of the first queue's IoThread, and the number of IoThreads.
     threads: (usize, usize),
-    /// What the driver has chosen as its write cache.
+    /// The write cache that the driver has chosen.
     is_cached: bool,
-    /// It may ask for answers: the protocol features were sent.
+    /// The protocol features were sent, so messages may ask for answers.
     may_ask: bool,
     goodbye: Option<Goodbye>,
-    /// No other connection will follow.
+    /// The connection is the last one.
     is_closing: bool,
     events: Vec<Event>,
 }
 
 impl FrontEnd {
-    /// The front-end of device number `index`, whose plan this is.
+    /// The front-end of device number `index` with its plan.
     pub(crate) fn new(
         plan: &Plan,
         world: &Rc<World>,
@@ -165,14 +165,14 @@ impl FrontEnd {
         front_end
     }
 
-    /// Goes on with another device, for the machine has started anew.
+    /// Continues with another device after the machine has restarted.
     pub(crate) fn restart(&mut self, device: &Device) {
         self.device = device.clone();
         self.disconnect();
         self.events.clear();
     }
 
-    /// Forgets the connection and what was said over it.
+    /// Forgets the connection and its messages.
     pub(crate) fn disconnect(&mut self) {
         self.link = None;
         self.to_send.clear();
@@ -187,7 +187,7 @@ impl FrontEnd {
         self.world.trace(|| format!("front-end {}: {}", self.index, what()));
     }
 
-    /// Whether its driver can have a write cache.
+    /// True if the driver can have a write cache.
     fn can_cache(&self) -> bool {
         self.plan.no_flush == 0 && self.plan.no_write_cache == 0
     }
@@ -205,13 +205,13 @@ impl FrontEnd {
         self.link.is_none()
     }
 
-    /// Whether it accepts a command for its queues.
+    /// True if the front-end accepts a command for its queues.
     pub(crate) fn is_open(&self) -> bool {
         let has_all = self.has_region || self.plan.inflight == 0;
         self.link.is_some() && has_all && self.goodbye.is_none() && self.events.is_empty()
     }
 
-    /// Whether it has carried out all commands.
+    /// True if the front-end has carried out all commands.
     pub(crate) fn is_idle(&self) -> bool {
         let Some(link) = &self.link else { return self.events.is_empty() };
         let is_going = self.goodbye.is_some() || self.is_closing;
@@ -219,7 +219,7 @@ impl FrontEnd {
         is_silent && !is_going && self.events.is_empty()
     }
 
-    /// No queue is to run any more.
+    /// Ends the connection, since no queue must run again.
     pub(crate) fn close(&mut self) {
         if self.is_closing {
             return;
@@ -232,17 +232,17 @@ impl FrontEnd {
         }
     }
 
-    /// The avail entry that a running queue pops next.
+    /// The next avail entry that a running queue pops.
     pub(crate) fn next_avail(&self, queue: usize) -> Option<u16> {
         self.link.as_ref().filter(|_| self.is_idle())?.session.next_avail(queue)
     }
 
-    /// Whether the session would go on.
+    /// True if the session has something to do.
     pub(crate) fn session_can_step(&self) -> bool {
         self.link.as_ref().is_some_and(|link| link.is_ready(self.world.now()))
     }
 
-    /// The session does what it has to, at most a message of it.
+    /// Lets the session work, for one message at most.
     pub(crate) fn step_session(&mut self) -> Result<(), Failure> {
         let now = self.world.now();
         let Some(link) = &mut self.link else { return Ok(()) };
@@ -264,7 +264,7 @@ impl FrontEnd {
         let is_right = match end {
             End::Asked => self.goodbye == Some(Goodbye::ByDaemon),
             End::Gone(_) => link.is_closed(),
-            // It is not patient for ever.
+            // The patience of a session ends.
             End::Dropped(_) => link.has_rest(),
         };
         if !is_right {
@@ -295,7 +295,7 @@ impl FrontEnd {
         }
     }
 
-    /// How many maps of the memory there must be while no queue is started or stopped.
+    /// Checks the mapped bytes while no queue is starting or stopping.
     pub(crate) fn check_memory(&self) -> Result<(), Failure> {
         let is_shared = self.link.is_some() && !self.is_memory_due;
         let expected = if is_shared { self.guest.layout().bytes() } else { 0 };
@@ -308,7 +308,7 @@ impl FrontEnd {
         Ok(())
     }
 
-    /// Whether the front-end has something to do, or an answer to read.
+    /// True if the front-end has a message to send or an answer to read.
     pub(crate) fn can_step(&self) -> bool {
         let Some(link) = &self.link else { return !self.is_closing };
         if link.is_closed() || link.is_ending() {
@@ -332,7 +332,7 @@ impl FrontEnd {
         }
     }
 
-    /// One of the things that it can do.
+    /// Takes one of the possible steps.
     pub(crate) fn step(&mut self, threads: &[Remote]) -> Result<(), Failure> {
         let Some(link) = &self.link else {
             self.connect(threads);
@@ -430,7 +430,7 @@ impl FrontEnd {
                 let Some(next_avail) = next_avail.map(u32::from_ne_bytes) else {
                     return wrong(self);
                 };
-                // What waits may be left in the region.
+                // Waiting requests may be left in the region.
                 let left = if self.has_region { self.guest.left(queue) } else { 0 };
                 self.stopped(queue, u16::try_from(next_avail).ok(), left)?;
             }
@@ -441,7 +441,7 @@ impl FrontEnd {
                 self.stopped(queue, next_avail, left)?;
             }
             Then::Mapped if self.is_idle() => self.check_memory()?,
-            // The next map may be in place already, or be made.
+            // The next map may already be in place, or be in progress.
             Then::Mapped => {}
             Then::Negotiated => self.tell_cache(),
             Then::Region if self.take_region(body) => {}
@@ -465,8 +465,8 @@ impl FrontEnd {
         Ok(())
     }
 
-    /// Says whether writes are cached, unless a message that waits may change that: the guest may
-    /// not count on an answer that the device has overtaken.
+    /// Reports the state of the cache, unless a waiting message may change it: the guest may not
+    /// rely on an answer that the device has overtaken.
     fn tell_cache(&mut self) {
         let changes = |then: &Then| {
             matches!(then, Then::Writeback(_) | Then::Negotiated | Then::Reset { .. })
@@ -478,7 +478,7 @@ impl FrontEnd {
         }
     }
 
-    /// A queue has stopped at this avail entry, and has left so many requests.
+    /// Checks that a queue has stopped at this avail entry and has left this many requests.
     fn stopped(&mut self, queue: usize, next_avail: Option<u16>, left: u16) -> Result<(), Failure> {
         let (used, _) = self.guest.indexes(queue);
         let Some(next_avail) = next_avail.filter(|next| *next == used.wrapping_add(left)) else {
@@ -492,7 +492,7 @@ impl FrontEnd {
     }
 }
 
-/// Whether a message has an answer that nobody has to ask for.
+/// True if a message has an answer without asking for one.
 fn has_answer(request: &Request) -> bool {
     Header::new(request.encode().0, 0).has_answer()
 }

@@ -1,4 +1,4 @@
-//! The model guest: it makes requests on all its queues, sleeps on the calls, and checks answers.
+//! The model guest: it makes requests on all its queues, sleeps until a call, and checks answers.
 
 mod answers;
 mod kept;
@@ -28,12 +28,12 @@ use crate::world::World;
 use kept::Kept;
 use scsi::Scsi;
 
-/// What the guest's side of a queue is doing about used elements.
+/// The guest's attention to used elements of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Attention {
-    /// Looks at the used ring.
+    /// Checks the used ring.
     Awake,
-    /// Has asked for a call, and has yet to look once more.
+    /// Asked for a call, and must check once more.
     Armed,
     /// Waits for the call.
     Asleep,
@@ -44,12 +44,12 @@ struct Outstanding {
     asked: Asked,
     pieces: Vec<Desc>,
     area: u64,
-    /// The area as the guest left it.
+    /// The area after the guest has written it.
     image: Vec<u8>,
     begin: u64,
     /// Its avail entry.
     entry: u16,
-    /// When it was noticed that the device has taken it.
+    /// The time at which the device was seen to have taken the request.
     popped: Option<u64>,
 }
 
@@ -59,10 +59,10 @@ pub(crate) struct GuestQueue {
     pub(crate) kick: Option<OwnedFd>,
     pub(crate) call: Option<OwnedFd>,
     attention: Attention,
-    /// The avail idx before chains that were published, for which the kick is not yet decided.
+    /// The avail idx before the published chains for which the kick is not yet decided.
     published_from: Option<u16>,
     outstanding: Vec<Option<Outstanding>>,
-    /// By head: the area as it was when its last request was answered. Nobody writes there since.
+    /// By head: the area at the answer to its last request. It must not change until the next one.
     left: Vec<Option<Vec<u8>>>,
 }
 
@@ -73,18 +73,18 @@ struct State {
     /// Task management functions to come.
     functions_left: u64,
     scsi: Scsi,
-    /// Requests that the first queue makes besides, one after the other without a pause.
+    /// Extra requests of the first queue, made one by one without a pause.
     rush_left: u64,
     kept: Kept,
     failure: Option<Failure>,
 }
 
 pub(crate) struct Guest {
-    /// Of the guest's device.
+    /// The plan of the guest's device.
     plan: Plan,
-    /// The number of the device.
+    /// Number of the device.
     device: usize,
-    /// One of its own, or with virtio-scsi all that there are.
+    /// The guest's own disk, or all disks with virtio-scsi.
     disks: Vec<Rc<Disk>>,
     world: Rc<World>,
     layout: Layout,
@@ -103,7 +103,7 @@ pub(crate) fn duplicate(fd: Option<&OwnedFd>) -> Option<OwnedFd> {
 }
 
 impl Guest {
-    /// The guest of device number `device`, whose plan this is.
+    /// The guest of device number `device` with its plan.
     pub(crate) fn new(plan: &Plan, world: &Rc<World>, device: usize, disks: &[Rc<Disk>]) -> Self {
         let layout = Layout::new(plan);
         let memory = Rc::new(layout.map());
@@ -124,7 +124,7 @@ impl Guest {
             world: Rc::clone(world),
             layout,
             memory,
-            // No two writes have the same number, whatever disks they are for.
+            // Numbers of writes are unique across all disks.
             next_id: Cell::new(100 + device as u64 * 1_000_000),
             state: RefCell::new(state),
         };
@@ -132,7 +132,7 @@ impl Guest {
         guest
     }
 
-    /// The guest starts anew: nothing is out, and the rings are empty.
+    /// Restarts the guest: no request is out, and the rings are empty.
     pub(crate) fn reboot(&self) {
         let queues = fits(self.plan.queue_count(), "a number of queues");
         let queue = |index| {
@@ -155,7 +155,7 @@ impl Guest {
         state.kept = Kept::default();
     }
 
-    /// What the driver knows of a ring.
+    /// The driver's configuration of a ring.
     fn driver_config(&self, ring: Ring) -> QueueConfig {
         ring.config(self.plan.event_idx > 0, self.plan.indirect > 0)
     }
@@ -177,21 +177,21 @@ impl Guest {
         (duplicate(kick.as_ref()), duplicate(call.as_ref()))
     }
 
-    /// Another eventfd for calls from now on; the other one may still be written meanwhile.
+    /// Replaces the eventfd for calls. The old one may still be written for a while.
     pub(crate) fn replace_call(&self, queue: usize) -> Option<OwnedFd> {
         let queue = &mut self.state.borrow_mut().queues[queue];
         queue.call = queue.call.take().map(|_| new_eventfd());
         duplicate(queue.call.as_ref())
     }
 
-    /// Another eventfd for kicks from now on.
+    /// Replaces the eventfd for kicks.
     pub(crate) fn replace_kick(&self, queue: usize) -> Option<OwnedFd> {
         let queue = &mut self.state.borrow_mut().queues[queue];
         queue.kick = queue.kick.take().map(|_| new_eventfd());
         duplicate(queue.kick.as_ref())
     }
 
-    /// Where a queue's ring is, for a device that begins with this avail entry.
+    /// The place of a queue's ring, for a device that begins with this avail entry.
     pub(crate) fn ring(&self, queue: usize, next_avail: u16) -> Ring {
         Ring { next_avail, ..self.state.borrow().queues[queue].ring }
     }
@@ -203,7 +203,7 @@ impl Guest {
         queue.driver.move_to(self.driver_config(queue.ring));
     }
 
-    /// The avail idx up to which the device is to look for itself: it was kicked for these chains,
+    /// The avail idx up to which the device must check by itself: it was kicked for these chains,
     /// or has asked for no kick.
     pub(crate) fn announced(&self, queue: usize) -> u16 {
         let queue = &self.state.borrow().queues[queue];
@@ -220,11 +220,11 @@ impl Guest {
         self.state.borrow().failure.clone()
     }
 
-    /// Whether everything was asked and answered, and told.
+    /// True if all requests were made and answered, and all events reported.
     pub(crate) fn is_done(&self) -> bool {
         let state = self.state.borrow();
         let queues = state.queues.iter().enumerate();
-        // Buffers for events are out for ever.
+        // Buffers for events stay out for ever.
         let mut queues = queues.filter(|(index, _)| !self.is_for_events(*index));
         state.left == 0
             && state.functions_left == 0
@@ -255,7 +255,7 @@ impl Guest {
         text
     }
 
-    /// Whether the guest's CPU has something to do for a queue.
+    /// True if the guest's CPU has something to do for a queue.
     pub(crate) fn can_step(&self, queue: usize) -> bool {
         let state = self.state.borrow();
         let wants = self.wants(&state, queue);
@@ -263,7 +263,7 @@ impl Guest {
         queue.published_from.is_some() || queue.attends() || (wants && queue.can_submit())
     }
 
-    /// Whether there is something to ask on a queue.
+    /// True if there is something to request on a queue.
     fn wants(&self, state: &State, index: usize) -> bool {
         match index {
             _ if self.plan.scsi == 0 => state.left > 0,
@@ -276,7 +276,7 @@ impl Guest {
         }
     }
 
-    /// One step of the guest's CPU on some queue, at a point within a turn of an IoThread.
+    /// Takes a step of the guest's CPU on some queue, at a point within a turn of an IoThread.
     pub(crate) fn act(&self) {
         let queue = {
             let Ok(mut state) = self.state.try_borrow_mut() else { return };
@@ -288,7 +288,7 @@ impl Guest {
         }
     }
 
-    /// A CPU of the guest that has nothing to do but keep the first queue full.
+    /// Runs a CPU of the guest that only keeps the first queue full.
     pub(crate) fn rush(&self) {
         let Ok(mut state) = self.state.try_borrow_mut() else { return };
         let state = &mut *state;
@@ -307,7 +307,7 @@ impl Guest {
         state.queues[0].attention = Attention::Awake;
     }
 
-    /// Makes no more requests than those that were to be made.
+    /// Ends the extra requests of the first queue.
     pub(crate) fn end_rush(&self) {
         self.state.borrow_mut().rush_left = 0;
     }
@@ -350,7 +350,7 @@ impl Guest {
         }
     }
 
-    /// Makes one request a chain. False when it does not fit now.
+    /// Makes one request into a chain. Returns false if it does not fit now.
     fn add(&self, state: &mut State, index: usize) -> bool {
         let Some(head) = state.queues[index].driver.next_head() else { return false };
         let asked = self.draw(state, index);
@@ -371,7 +371,7 @@ impl Guest {
         let begin = self.world.tick();
         let entry = queue.driver.ring().next_avail;
         queue.driver.add(&pieces, indirect.then_some(area + TABLE_OFFSET));
-        // The table is part of what the device must leave alone.
+        // The device may not change the table either.
         self.memory.read(area, &mut image).expect("areas are mapped");
         match &asked {
             Asked::Blk(request) => self.disks[0].begin(&request.touch(), begin),
@@ -405,19 +405,19 @@ impl Guest {
         }
     }
 
-    /// Looks after used elements.
+    /// Checks for used elements.
     fn attend(&self, state: &mut State, index: usize) {
         let queue = &mut state.queues[index];
         if queue.attention == Attention::Asleep {
             if let Some(call) = &queue.call {
-                // Calls that came together are one; there may be none if the guest only polls.
+                // Calls that came together count as one. There may be none if the guest only polls.
                 let _ = rustix::io::read(call, &mut [0; 8]);
             }
             self.trace(|| format!("queue {index}: wakes up"));
             queue.attention = Attention::Awake;
         }
         let ring = queue.driver.ring();
-        // With event idx the event falls behind by itself.
+        // With event idx, the used event falls behind by itself.
         if queue.attention == Attention::Awake && !ring.config.event_idx {
             ring.want_no_calls();
         }
@@ -460,8 +460,8 @@ impl GuestQueue {
     fn attends(&self) -> bool {
         match self.attention {
             Attention::Awake | Attention::Armed => true,
-            // A guest without a call looks at the ring again and again; only looks that find
-            // something count as steps, or nothing would ever be stuck.
+            // A guest without a call checks the ring again and again. Only checks that find
+            // something count as steps, or a hang would never show.
             Attention::Asleep => match &self.call {
                 Some(call) => is_readable(call.as_fd()),
                 None => self.driver.ring().has_used(),
@@ -473,7 +473,7 @@ impl GuestQueue {
         self.published_from.is_none() && self.driver.room() >= 2
     }
 
-    /// Whether the device has answered the chain with this head, which the guest has not seen.
+    /// True if the device has answered the chain with this head, and the guest has not seen it.
     fn is_answered(&self, head: usize) -> bool {
         let ring = self.driver.ring();
         let unseen = ring.used_idx().wrapping_sub(ring.next_used);

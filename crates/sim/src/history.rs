@@ -1,17 +1,18 @@
-//! Whether some order of the requests explains what reads returned and what a crash left.
+//! Checks that some order of the requests explains the results of reads and the content after a
+//! crash.
 //!
 //! Each sector is a register of its own. Requests that overlap in time may take effect in any
-//! order; a request that is answered before another begins comes first. With a number of its own in
-//! each write, this can be decided (Gibbons and Korach, "Testing shared memories", 1997): a value
-//! lives from the first answer to the last begin of the requests that have to do with it, and
-//! values that live for a while must not do so at the same time.
+//! order; a request that is answered before another begins comes first. Because each write has its
+//! own number, this can be decided (Gibbons and Korach, "Testing shared memories", 1997). A value
+//! lives from the first answer to the last begin of all requests that write or read it. Values with
+//! such a lifetime must not live at the same time.
 
 use iomem::fits;
 
 use crate::content::Value;
 use crate::failure::Failure;
 
-/// Not answered.
+/// The time of an answer that is missing.
 pub(crate) const NEVER: u64 = u64::MAX;
 
 #[derive(Debug, Clone)]
@@ -19,11 +20,11 @@ struct Write {
     value: Value,
     begin: u64,
     end: u64,
-    /// It was answered as done, so it has taken effect.
+    /// Answered as done, so it has taken effect.
     certain: bool,
     /// Its answer promised that it is on stable storage.
     durable: bool,
-    /// When daemons have died that had it.
+    /// Times of death of the daemons that had the write.
     deaths: Vec<u64>,
 }
 
@@ -34,7 +35,7 @@ struct Read {
     end: u64,
 }
 
-/// What COMPARE AND WRITE has found, and what it has written.
+/// The values that COMPARE AND WRITE has found and written.
 type Swap = (Value, Value);
 
 #[derive(Debug, Default, Clone)]
@@ -44,14 +45,14 @@ struct Sector {
     swaps: Vec<Swap>,
 }
 
-/// All that was asked of the disk since it was last known what is on it.
+/// All requests to the disk since its content was last known.
 pub(crate) struct History {
     sectors: Vec<Sector>,
-    /// Begins of flushes that were answered as done.
+    /// The latest begin of a flush that was answered as done.
     last_flush: u64,
 }
 
-/// A write of the history: a sector, and which of its writes.
+/// A write of the history: a sector, and the index of the write there.
 pub(crate) type WriteRef = (u64, usize);
 
 impl History {
@@ -87,7 +88,7 @@ impl History {
         (write.end, write.certain, write.durable) = (end, certain, durable);
     }
 
-    /// The request was refused: it must have had no effect.
+    /// Removes a refused write, which must have had no effect.
     pub(crate) fn take_back(&mut self, write: WriteRef) {
         let write = &mut self.sector(write.0).writes[write.1];
         (write.begin, write.end) = (NEVER, NEVER);
@@ -97,21 +98,21 @@ impl History {
         self.sector(sector).reads.push(Read { value, begin, end });
     }
 
-    /// COMPARE AND WRITE has found `was` and written `value`, with nothing between.
+    /// Records that COMPARE AND WRITE has found `was` and written `value`, with nothing between.
     pub(crate) fn swapped(&mut self, sector: u64, was: Value, value: Value, begin: u64, end: u64) {
         self.read(sector, was, begin, end);
         self.sector(sector).swaps.push((was, value));
     }
 
-    /// What was written last and has been answered, or is there from the start.
+    /// The value of the last write that was answered as done, or the initial value.
     pub(crate) fn last_value(&self, sector: u64) -> Value {
         let writes = &self.sectors[fits::<_, usize>(sector, "the number of a sector")].writes;
         writes.iter().rev().find(|write| write.certain).map_or(Value::Zero, |write| write.value)
     }
 
-    /// Whether a request that was out from `begin` to `end` must have found this content in a
-    /// sector, whatever the order of requests. What it writes itself comes after its look, unless a
-    /// daemon died while it was out.
+    /// True if a request that was out from `begin` to `end` must have found this value in a sector,
+    /// in every order of requests. Its own write comes after its read, unless a daemon died while
+    /// it was out.
     pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
         let writes = &self.sectors[fits::<_, usize>(sector, "the number of a sector")].writes;
         let is_it = |write: &&Write| write.certain && write.value == value && write.end < begin;
@@ -129,7 +130,8 @@ impl History {
         self.last_flush = self.last_flush.max(begin);
     }
 
-    /// The daemon has died before it answered: another one carries it out, maybe again.
+    /// Notes that the daemon died before it answered: another daemon carries out the write, maybe
+    /// again.
     pub(crate) fn died(&mut self, write: WriteRef, now: u64) {
         self.sector(write.0).writes[write.1].deaths.push(now);
     }
@@ -139,7 +141,7 @@ impl History {
         !sector.writes[write].deaths.is_empty()
     }
 
-    /// Whether every read can be explained.
+    /// Checks that every read can be explained.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         for (index, sector) in self.sectors.iter().enumerate() {
             for read in &sector.reads {
@@ -151,8 +153,8 @@ impl History {
         Ok(())
     }
 
-    /// Whether `value` may be what is left in `sector`: if the power was lost, of what was on
-    /// stable storage, else of all.
+    /// Checks that `value` may be left in `sector`. After a loss of power only writes on stable
+    /// storage must remain, otherwise all.
     pub(crate) fn check_left(
         &self,
         sector: usize,
@@ -195,13 +197,13 @@ impl Sector {
         Err(format!("{read:?}, which was not there at that time; writes: {:?}", self.writes))
     }
 
-    /// Whether a write that was done was certainly overwritten before `time`.
+    /// True if a completed write was certainly overwritten before `time`.
     fn is_overwritten(&self, write: &Write, time: u64) -> bool {
         self.writes.iter().any(|later| later.certain && write.end < later.begin && later.end < time)
     }
 
-    /// Whether a write certainly took effect: it was done, or it is a discard and the only one
-    /// that a read can have its zeroes from.
+    /// True if a write certainly took effect: it was done, or it is a discard and the only possible
+    /// origin of the zeroes of a read.
     fn has_happened(&self, write: &Write) -> bool {
         let explains = |write: &Write, read: &Read| {
             write.value == read.value
@@ -224,8 +226,9 @@ impl Sector {
                 continue;
             }
             for (other, &(start, end, other_value)) in zones.iter().enumerate() {
-                // Of two that live for a while: whether they meet. Of one that only happens at
-                // some time between `end` and `start`: whether that is while the other lives.
+                // Two lifetimes clash if they overlap. A write without a lifetime takes effect
+                // between `end` and `start`, and clashes if all of that time is within the
+                // lifetime.
                 let clash = start < last && first < end;
                 if other != index && clash {
                     return Err(format!(
@@ -238,19 +241,19 @@ impl Sector {
         Ok(())
     }
 
-    /// Whether nothing came between what COMPARE AND WRITE found and what it wrote. Zeroes have
-    /// many writers, so nothing is known of them.
+    /// Checks that no write came between the read and the write of COMPARE AND WRITE. Zeroes have
+    /// many writers, so they are not checked.
     fn check_swaps(&self) -> Result<(), String> {
         let swaps = self.swaps.iter().filter(|(was, _)| *was != Value::Zero);
         let zone = |value: Value| {
             let write = self.writes.iter().find(|write| write.value == value);
             write.and_then(|write| match self.zones(write)[..] {
                 [zone] => Some(zone),
-                // It was there several times.
+                // The value was there several times.
                 _ => None,
             })
         };
-        // Whether one value certainly came before the other.
+        // True if one value certainly came before the second.
         let precedes = |one: Value, other: Value| match (zone(one), zone(other)) {
             (Some((first, _, _)), Some((_, last, _))) => first < last,
             _ => false,
@@ -275,8 +278,8 @@ impl Sector {
         Ok(())
     }
 
-    /// When a write was certainly there. One that was out when a daemon died may have come in the
-    /// life of each, and came in the last.
+    /// The times at which a write was certainly there. A write that was out when a daemon died may
+    /// have come in the life of each daemon, and came in the last.
     fn zones(&self, write: &Write) -> Vec<(u64, u64, Value)> {
         let lives = [&[write.begin][..], &write.deaths].concat();
         if write.deaths.is_empty() || write.value == Value::Zero {
@@ -298,8 +301,8 @@ impl Sector {
         zones.into_iter().map(|(first, last)| (first, last, write.value)).collect()
     }
 
-    /// The first answer and the last begin of what has to do with a write. Zeroes have many
-    /// writers, so of them it is known only when they certainly came.
+    /// The first answer and the last begin of all requests on a write's value. Zeroes have many
+    /// writers, so only the time of their certain arrival is known.
     fn zone(&self, write: &Write) -> Option<(u64, u64, Value)> {
         let value = write.value;
         if value == Value::Zero {
@@ -369,7 +372,7 @@ mod tests {
             history.check()
         };
         assert!(swapped(&[], &[]).is_ok());
-        // The other came before, and was seen before, what was written last.
+        // The second write came, and was seen, before the last one.
         assert!(swapped(&[(A, 12, 20)], &[(A, 35, 40)]).is_ok());
         assert!(swapped(&[(A, 12, 20)], &[(A, 22, 25), (B, 35, 40)]).is_err());
     }
@@ -407,7 +410,7 @@ mod tests {
         assert!(history.surely_has(0, A, 25, 35));
         assert!(!history.surely_has(0, A, 15, 35) && !history.surely_has(0, A, 25, 45));
         assert!(!history.surely_has(0, B, 25, 60));
-        // It writes itself, when it has looked.
+        // A request's own write follows its read.
         assert!(history.surely_has(0, A, 40, 60) && history.surely_has(0, A, 40, 45));
     }
 

@@ -1,4 +1,4 @@
-//! What a VMM keeps while no daemon serves its guest: the inflight region.
+//! The inflight region, which a VMM keeps while no daemon serves its guest.
 
 use std::fs::File;
 use std::ops::Range;
@@ -13,7 +13,8 @@ use virtqueue::{GuestMemory, InflightRegion, MappingRules, RegionConfig, RingLay
 
 use crate::plan::Plan;
 
-/// Bytes of an entry of an account, which begins with the mark, and of what is before the first.
+/// Bytes of an entry of an account, which begins with the mark. The header before the first entry
+/// has the same length.
 const ENTRY_BYTES: usize = 16;
 
 #[derive(Debug, Clone)]
@@ -23,13 +24,13 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// What it is to be for the queues of a device.
+    /// The area that the queues of a device need.
     pub(crate) fn wanted(plan: &Plan) -> InflightArea {
         let queues = fits(plan.queue_count(), "a number of queues");
         InflightArea { size: 0, file_offset: 0, queues, queue_size: plan.queue_size() }
     }
 
-    /// A new one.
+    /// Creates a region.
     pub(crate) fn new(plan: &Plan) -> Self {
         let area = Self::wanted(plan);
         let size = InflightRegion::bytes(RingLayout::Split, area.queues, area.queue_size);
@@ -39,7 +40,7 @@ impl Region {
         Self::from_parts(InflightArea { size, ..area }, file.into())
     }
 
-    /// One that a daemon has made.
+    /// A region that a daemon has made.
     pub(crate) fn from_parts(area: InflightArea, file: OwnedFd) -> Self {
         Self { area, file: Arc::new(File::from(file)) }
     }
@@ -48,7 +49,7 @@ impl Region {
         self.file.as_fd().try_clone_to_owned().expect("the simulation has too many files open")
     }
 
-    /// As a daemon has it.
+    /// The map of a daemon.
     pub(crate) fn map(&self) -> InflightRegion {
         let InflightArea { size, file_offset, queues, queue_size } = self.area;
         let file = Arc::clone(&self.file);
@@ -58,7 +59,7 @@ impl Region {
         InflightRegion::new(memory, queues, queue_size).expect("it was made for these queues")
     }
 
-    /// The heads of the requests of a queue that have a mark.
+    /// The heads of marked requests of a queue.
     pub(crate) fn marked(&self, queue: usize) -> Vec<usize> {
         let InflightArea { queue_size, .. } = self.area;
         let of_one = InflightRegion::bytes(RingLayout::Split, 1, queue_size);
@@ -78,7 +79,7 @@ impl Region {
     }
 }
 
-/// What is in a file of memory.
+/// The content of a memory file.
 pub(crate) fn content(file: &File) -> Vec<u8> {
     let len = file.metadata().expect("a memory file has a size").len();
     let mut bytes = vec![0; fits(len, "the size of a memory file")];
@@ -89,7 +90,7 @@ pub(crate) fn content(file: &File) -> Vec<u8> {
     bytes
 }
 
-/// Makes it what it was.
+/// Restores the content of a memory file.
 pub(crate) fn set_content(file: &File, bytes: &[u8]) {
     let now = content(file);
     let pages = written(file).into_iter().flat_map(|range| range.step_by(PAGE));
@@ -103,7 +104,7 @@ pub(crate) fn set_content(file: &File, bytes: &[u8]) {
 
 const PAGE: usize = 4096;
 
-/// The parts of a file of memory in which something was written: whole pages.
+/// The written parts of a memory file, in whole pages.
 fn written(file: &File) -> Vec<Range<usize>> {
     let mut ranges = Vec::new();
     let mut at = 0;

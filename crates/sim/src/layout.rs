@@ -1,4 +1,4 @@
-//! Guest memory: where things are, and maps of it.
+//! Guest memory: its layout, and maps of it.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,14 +11,14 @@ use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 use crate::inflight;
 use crate::plan::Plan;
 
-/// Each queue's rings are in so many bytes.
+/// Bytes for the rings of one queue.
 const RINGS_BYTES: u64 = 0x4000;
-/// The rings of all queues have another place, so far from the first.
+/// Distance to the second place of all rings.
 const RINGS_MOVE: u64 = 0x2_0000;
 const RINGS_END: u64 = 2 * RINGS_MOVE;
 /// Guest address of the first area.
 const AREAS: u64 = 0x10_0000;
-/// Bytes that the chain of one head has for its buffers and its indirect table.
+/// Bytes for the buffers and the indirect table of one head's chain.
 pub(crate) const AREA_BYTES: u64 = 0x8000;
 /// The table is at the end of the area.
 pub(crate) const TABLE_OFFSET: u64 = AREA_BYTES - 0x400;
@@ -43,8 +43,8 @@ impl Layout {
         Self { file: Arc::new(file), areas_bytes, region_bytes, queue_size }
     }
 
-    /// Guest addresses, sizes and places in the file of all regions. Those that touch are apart in
-    /// the file, in reverse order. The first has the rings.
+    /// Guest addresses, sizes and file offsets of all regions. Adjacent regions are apart in the
+    /// file, in reverse order. The first region has the rings.
     pub(crate) fn regions(&self) -> Vec<(u64, u64, u64)> {
         let mut regions = vec![(0, RINGS_END, 0)];
         let mut at = 0;
@@ -62,12 +62,12 @@ impl Layout {
         RINGS_END + self.areas_bytes
     }
 
-    /// The file that the memory is in.
+    /// The file of the memory.
     pub(crate) fn descriptor(&self) -> OwnedFd {
         self.file.as_fd().try_clone_to_owned().expect("the simulation has too many files open")
     }
 
-    /// All of the memory.
+    /// The content of the whole memory.
     pub(crate) fn content(&self) -> Vec<u8> {
         inflight::content(&self.file)
     }
@@ -100,7 +100,7 @@ impl Layout {
         }
     }
 
-    /// The other place of a ring.
+    /// The second place of a ring.
     pub(crate) fn moved(ring: Ring) -> Ring {
         let moved = |addr| addr ^ RINGS_MOVE;
         Ring {
@@ -111,7 +111,7 @@ impl Layout {
         }
     }
 
-    /// Where the buffers of the chain with this head are.
+    /// Address of the buffers of the chain with this head.
     pub(crate) fn area(&self, queue: usize, head: u16) -> u64 {
         let index = queue as u64 * u64::from(self.queue_size) + u64::from(head);
         AREAS + index * AREA_BYTES

@@ -1,10 +1,10 @@
 //! Runs the whole data path against a simulated kernel and a model guest, many times.
 //!
-//! Each run follows from its seed, and so does what goes wrong in it. `run.rs` says how a run goes,
-//! `plan.rs` what it is made of, `world.rs` what the kernel does, `guest.rs` what a guest does
-//! and checks. See docs/testing.md for how to use it.
+//! Each run follows from its seed, and so do its faults. `run.rs` describes the course of a run,
+//! `plan.rs` its parameters, `world.rs` the kernel, and `guest.rs` the guest with its checks. See
+//! docs/testing.md for how to use it.
 //!
-//! All of it is for builds with `--cfg ringhaul_sim`, in which the product has a simulated kernel.
+//! The crate is for builds with `--cfg ringhaul_sim`, in which the product has a simulated kernel.
 
 #![cfg(ringhaul_sim)]
 
@@ -53,7 +53,7 @@ struct Args {
     #[arg(long, default_value_t = 2000)]
     seeds: u64,
 
-    /// The first of them
+    /// First seed
     #[arg(long, default_value_t = 0)]
     first_seed: u64,
 
@@ -69,15 +69,15 @@ struct Args {
     #[arg(long, requires = "seed")]
     trace: bool,
 
-    /// Name a seed that fails, and look for no shorter run
+    /// Report a failing seed without looking for a shorter run
     #[arg(long)]
     no_shrink: bool,
 
-    /// Processes that share the seeds; as many as there are processors if not given
+    /// Processes that share the seeds [default: one for each processor]
     #[arg(long)]
     jobs: Option<u64>,
 
-    /// Only run every so many seeds, and say how: for the processes that share them
+    /// Run every STRIDE-th seed only, and report progress: for the processes that share the seeds
     #[arg(long, hide = true)]
     stride: Option<u64>,
 }
@@ -89,7 +89,7 @@ thread_local! {
 /// The program.
 #[must_use]
 pub fn main() -> ExitCode {
-    // A panic is a failure of the run, to be shown when all is known about it.
+    // A panic is a failure of the run. It is shown later, together with the rest of the failure.
     std::panic::set_hook(Box::new(|info| PANIC.set(info.to_string())));
     match execute(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -152,7 +152,7 @@ fn run_one(seed: u64, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Shows the shortest run found that fails as the one of `seed` does.
+/// Shows the shortest run found that fails like the run of `seed`.
 fn show_failure(seed: u64) -> Result<()> {
     let plan = Plan::new(seed);
     let Err(failure) = run::run(&plan, false)? else {
@@ -163,7 +163,7 @@ fn show_failure(seed: u64) -> Result<()> {
     let settings: Vec<String> =
         plan.settings().iter().map(|setting| format!(" --set {setting}")).collect();
     println!("the shortest run that fails in the same way: {plan}");
-    // The run fails; that is what is shown.
+    // The failure was shown already; this run prints the trace.
     let _ = run::run(&plan, true)?;
     println!("repeat it with: cargo xtask sim --seed {seed} --trace{}", settings.concat());
     println!("the whole run:  cargo xtask sim --seed {seed} --trace");

@@ -1,4 +1,4 @@
-//! What a chain carries, whatever the device, and how it lies in guest memory.
+//! The content of a chain for any device, and its layout in guest memory.
 
 use iomem::fits;
 use virtqueue::driver::Desc;
@@ -8,35 +8,35 @@ use crate::layout::{TABLE_OFFSET, UNMAPPED};
 use crate::plan::Plan;
 use crate::rng::Rng;
 
-/// What a chain carries.
+/// The content of a chain.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Message {
-    /// What the device reads.
+    /// Bytes that the device reads.
     pub(crate) readable: Vec<u8>,
-    /// Bytes of it before the data.
+    /// Length of the part before the data.
     pub(crate) header: usize,
-    /// Bytes that the device may write.
+    /// Bytes of the room that the device may write.
     pub(crate) writable: usize,
-    /// The data in these: where it begins, and its bytes.
+    /// Offset and length of the data in that room.
     pub(crate) data_in: (usize, usize),
-    /// What is wrong with its chain, if anything.
+    /// The fault of the chain, if it has one.
     pub(crate) flaw: Option<Flaw>,
 }
 
-/// What may be wrong with a chain that ends.
+/// A fault of a chain that ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flaw {
     /// A buffer for the device to read is not in guest memory.
     NoOut,
-    /// The buffer is not in guest memory into which the data go.
+    /// The buffer for the data to the guest is not in guest memory.
     NoIn,
-    /// The device is to read a buffer after one that it may write.
+    /// A readable buffer follows a writable one.
     Order,
 }
 
 impl Message {
     /// Lays the message out in the guest's memory from `area` on, in at most `room` buffers.
-    /// `image` is the memory there. Returns `None` if there are too few.
+    /// `image` is the memory there. Returns `None` if `room` is too small.
     pub(crate) fn lay_out(
         &self,
         plan: &Plan,
@@ -45,7 +45,7 @@ impl Message {
         image: &mut [u8],
         room: usize,
     ) -> Option<Vec<Desc>> {
-        // A flaw takes a buffer of its own.
+        // A flaw needs one more buffer.
         let room = room.checked_sub(usize::from(self.flaw.is_some()))?;
         let most = fits::<_, usize>(plan.pieces, "a number that was drawn").min(room / 2);
         if most == 0 {
@@ -116,8 +116,9 @@ fn cut(rng: &mut Rng, total: usize, most: usize, keep: bool, border: usize) -> V
     cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
 }
 
-/// Cuts data into at least three ranges and at most `most`, with whether each is to be aligned: all
-/// are, and are whole blocks long, but for one place, which may be any. `None`: it is too small.
+/// Cuts data into at least three ranges and at most `most`. The flag of each range is true if it
+/// must be aligned. All ranges are aligned and whole blocks long except at one place. Returns
+/// `None` if the data is too small.
 fn odd_cut(plan: &Plan, rng: &mut Rng, data: usize, most: usize) -> Option<Vec<(usize, bool)>> {
     let block = fits(plan.block_bytes(), "the size of a block");
     let blocks = data / block;
@@ -125,12 +126,12 @@ fn odd_cut(plan: &Plan, rng: &mut Rng, data: usize, most: usize) -> Option<Vec<(
         return None;
     }
     let count = fits(rng.between(3, blocks.min(most) as u64), "a number that was drawn");
-    // Each has a block; what is left goes to the last.
+    // Each range gets one block; the last range gets the rest.
     let mut parts = vec![(block, true); count];
     parts[count - 1].0 += (blocks - count) * block;
     let odd = rng.index(count);
     if odd + 1 < count && rng.chance(500) {
-        // The address may be aligned; the length, and that of the next, is not.
+        // The address may be aligned. The lengths of this range and the next are not.
         let moved = fits::<_, usize>(rng.between(1, block as u64 - 1), "a number that was drawn");
         parts[odd].0 -= moved;
         parts[odd + 1].0 += moved;
@@ -140,11 +141,11 @@ fn odd_cut(plan: &Plan, rng: &mut Rng, data: usize, most: usize) -> Option<Vec<(
     Some(parts)
 }
 
-/// Buffers being placed one after the other, with gaps.
+/// Buffers placed in a row, with gaps.
 struct Lay<'a> {
     area: u64,
     image: &'a mut [u8],
-    /// What aligned ranges start at multiples of.
+    /// Alignment of aligned ranges.
     align: u64,
     at: u64,
     pieces: Vec<Desc>,

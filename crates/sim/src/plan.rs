@@ -1,4 +1,4 @@
-//! What a run is made of: numbers drawn from its seed, each of which can be set by hand.
+//! Parameters of a run: numbers drawn from its seed, each of which can be set by hand.
 
 mod draw;
 mod text;
@@ -11,14 +11,14 @@ use crate::scsi::FIRST_REQUEST_QUEUE;
 
 macro_rules! knobs {
     ($($(#[doc = $doc:literal])+ $name:ident: $least:literal,)+) => {
-        /// The numbers of a run. Zero is off; the name says what is per mille.
+        /// The numbers of a run. Zero is off; the description names the numbers that are per mille.
         #[derive(Debug, Clone, PartialEq, Eq, Default)]
         pub(crate) struct Plan {
             pub(crate) seed: u64,
             $($(#[doc = $doc])+ pub(crate) $name: u64,)+
         }
 
-        /// Names, and the least that a run makes sense with: where shrinking goes.
+        /// Names, each with its least sensible value, which is the aim of shrinking.
         pub(crate) const KNOBS: &[(&str, u64)] = &[$((stringify!($name), $least),)+];
 
         impl Plan {
@@ -35,22 +35,22 @@ macro_rules! knobs {
 knobs! {
     /// Chooses another order of events for the same plan.
     schedule: 0,
-    /// Requests of the guest in all.
+    /// Requests of all guests together.
     requests: 1,
-    /// Devices, at most 5, each with a guest, a disk and IoThreads that others may use too.
+    /// Devices, at most 5, each with a guest, a disk, and IoThreads that all devices may share.
     devices: 1,
     /// Devices are virtio-scsi, and have a unit on each of the disks.
     scsi: 0,
     /// Disks of virtio-scsi devices, at most 3.
     disks: 0,
-    /// Devices differ in their disks, their queues, and what their guests do.
+    /// Devices differ in their disks, their queues, and the requests of their guests.
     mixed: 0,
-    /// On the disks of so many devices, the last ones, nothing goes wrong.
+    /// The number of devices, counted from the last, with disks without faults.
     sound_disks: 0,
     /// The first device's disk hangs until the healthy ones are done, the second's is slow, the
-    /// third's is full, and those after them are healthy.
+    /// third's is full, and all later ones are healthy.
     troubled: 0,
-    /// Nothing that the disk is asked for is answered, until the healthy ones are done.
+    /// The disk answers nothing until the healthy ones are done.
     hangs: 0,
     /// The factor by which ops of the disk take longer.
     slow: 0,
@@ -62,55 +62,55 @@ knobs! {
     queue_log2: 1,
     /// IoThreads, at most 3.
     io_threads: 1,
-    /// Ops in the kernel at most, for each IoThread.
+    /// The most ops in the kernel, for each IoThread.
     depth: 1,
     /// The engine of the first device: 0 is `aio`, 1 `threads`, 2 `io_uring`.
     engine: 0,
-    /// Each device has the next engine; else all have the same.
+    /// Each device has the next engine; otherwise all have the same.
     mix_engines: 0,
     /// io_uring shows completions only when the kernel is entered.
     defers: 0,
     /// io_uring has a submission thread.
     sqpoll: 0,
-    /// Submission entries of a ring with such a thread; zero is what the engine asks for.
+    /// Submission entries of a ring with a submission thread; zero is the engine's choice.
     sq_entries: 0,
     /// io_uring cannot discard.
     no_uring_cmd: 0,
-    /// How often io_uring ends a multishot poll, per mille.
+    /// Rate at which io_uring ends a multishot poll, per mille.
     poll_ends: 0,
     /// Guest memory is registered with io_uring.
     fixed_buffers: 0,
-    /// IoThreads run their own loop; if not, that of a program that embeds them does.
+    /// IoThreads run their own loop; otherwise the loop of an embedding program runs them.
     own_loop: 0,
-    /// IoThreads busy-poll for so many microseconds at most, in their own loop.
+    /// The most microseconds of busy-polling of an IoThread in its own loop.
     poll_us: 0,
     /// The share of the time in percent that may go into busy-polling; zero is all of it.
     poll_percent: 0,
-    /// Completions are not looked for right after a submit.
+    /// No harvest right after a submit.
     no_harvest_on_submit: 0,
     /// KiB of memory for misaligned requests, for each IoThread, at least 8.
     bounce_kib: 0,
-    /// KiB of an op at most; zero is the product's number.
+    /// The most KiB of an op; zero is the product's number.
     op_kib: 0,
-    /// KiB of ops in a round at most; zero is the product's number.
+    /// The most KiB of ops in a round; zero is the product's number.
     round_kib: 0,
-    /// KiB of the ops of a disk in the kernel at most; zero is the product's number.
+    /// The most KiB of a disk's ops in the kernel; zero is the product's number.
     disk_kib: 0,
     /// Nanoseconds for which each byte of an op holds up the IoThread that submits it.
     byte_ns: 0,
-    /// Pacing has the numbers of the product; else smaller ones, which short runs go through.
+    /// Pacing has the numbers of the product; otherwise smaller ones, which short runs reach.
     real_pacing: 0,
-    /// Ops of one submit at most; zero is no limit.
+    /// The most ops of one submit; zero is no limit.
     submit_max: 0,
     /// Completions are taken by `io_getevents`.
     getevents: 0,
-    /// Each answer has a notify of its own.
+    /// Each answer has its own notify.
     no_notify_batch: 0,
-    /// Chains of each run; zero: they adapt.
+    /// Chains of each run; zero lets them adapt.
     run_max: 0,
     /// Linux AIO's ring has an unknown header.
     ring_unknown: 0,
-    /// Places of the ring beyond what the depth asks for.
+    /// Places of the ring beyond the depth.
     ring_slack: 0,
     /// Linux AIO has no fdsync.
     no_fdsync: 0,
@@ -126,7 +126,7 @@ knobs! {
     block_device: 0,
     /// The disk refuses writes.
     read_only: 0,
-    /// The file ends so many sectors before the disk does.
+    /// Sectors between the end of the file and the end of the disk.
     cut_sectors: 0,
     /// No hole can be punched, no block discarded.
     no_punch: 0,
@@ -148,11 +148,11 @@ knobs! {
     no_kick: 0,
     /// Queues have no call.
     no_call: 0,
-    /// How often the guest looks at the used ring uncalled, per mille.
+    /// Rate at which the guest checks the used ring without a call, per mille.
     polls: 0,
-    /// The first device's guest keeps its first queue busy with so many more requests.
+    /// Extra requests with which the first device's guest keeps its first queue busy.
     rush: 0,
-    /// Chains made available at once, at most.
+    /// The most chains made available at once.
     batch: 1,
     /// Weight of reads.
     reads: 0,
@@ -164,7 +164,7 @@ knobs! {
     discards: 0,
     /// Weight of write-zeroes requests.
     zeroes: 0,
-    /// Weight of requests for the id, or whether a unit is ready.
+    /// Weight of requests for the id, or of TEST UNIT READY.
     ids: 0,
     /// Weight of COMPARE AND WRITE.
     swaps: 0,
@@ -180,15 +180,15 @@ knobs! {
     no_events: 0,
     /// Weight of bad requests.
     bads: 0,
-    /// Logical blocks of a request at most.
+    /// The most logical blocks of a request.
     request_blocks: 1,
-    /// Descriptors of a chain at most, in each direction.
+    /// The most descriptors of a chain, in each direction.
     pieces: 1,
-    /// How often a request's data is aligned, per mille.
+    /// Rate of requests with aligned data, per mille.
     aligned: 0,
-    /// How often a request's data is in many aligned ranges but for one or two, per mille.
+    /// Rate of requests with data in many ranges, all aligned except one or two, per mille.
     odd_ranges: 0,
-    /// Guest memory consists of regions of so many KiB; zero is one region.
+    /// KiB of each region of guest memory; zero is one region.
     region_kib: 0,
     /// Requests that overlap are never out at the same time.
     no_overlap: 0,
@@ -200,7 +200,7 @@ knobs! {
     odd_shorts: 0,
     /// Ops that fail with EIO, per mille.
     eio: 0,
-    /// Flushes that fail with EIO, per mille; what they were to bring to stable storage is lost.
+    /// Flushes that fail with EIO, per mille; the data that they were to make stable is lost.
     flush_eio: 0,
     /// Writes that fail with ENOSPC, per mille.
     enospc: 0,
@@ -212,7 +212,7 @@ knobs! {
     stuck: 0,
     /// Entries that io_uring takes, and rejects with a completion, per mille.
     entry_reject: 0,
-    /// io_uring takes no more in one go after an entry that it rejects.
+    /// io_uring ends a submit at an entry that it rejects.
     no_submit_all: 0,
     /// Submits that fail with EAGAIN, per mille.
     submit_eagain: 0,
@@ -232,42 +232,42 @@ knobs! {
     late_signal: 0,
     /// Ops that are carried out in several pieces, per mille.
     tear: 0,
-    /// An op takes up to so many microseconds.
+    /// The most microseconds of an op.
     latency_us: 1,
-    /// How often others act within a turn, per mille.
+    /// Rate at which guests, events and control act within a turn, per mille.
     preempt: 0,
     /// vhost-user controls the device: 1 with answers to all messages, 2 without, 3 the plainest.
     session: 0,
-    /// How often a queue is stopped and started.
+    /// Number of times that a queue is stopped and started.
     stops: 0,
-    /// How often the memory map is replaced.
+    /// Number of times that the memory map is replaced.
     remaps: 0,
-    /// How often the front-end goes and comes back.
+    /// Number of times that the front-end goes and comes back.
     resets: 0,
-    /// How often a call eventfd is replaced.
+    /// Number of times that a call eventfd is replaced.
     set_calls: 0,
-    /// How often the write cache is switched.
+    /// Number of times that the write cache is switched.
     writebacks: 0,
-    /// How often a unit is removed or added.
+    /// Number of times that a unit is removed or added.
     hotplugs: 0,
-    /// How often a disk of virtio-scsi devices gets another size.
+    /// Number of times that a disk of virtio-scsi devices gets another size.
     resizes: 0,
-    /// How often the machine loses power.
+    /// Number of times that the machine loses power.
     crashes: 0,
-    /// How often the IoThreads end with requests out.
+    /// Number of times that the IoThreads end with requests out.
     kills: 0,
     /// Queues have an inflight region.
     inflight: 0,
-    /// Requests in a second that a disk may do; 0 is any number.
+    /// Requests in a second that a disk may serve; 0 is any number.
     limits: 0,
     /// Requests of virtio-blk are answered in order, where there is no region.
     in_order: 0,
-    /// How often the daemon is killed, and another one goes on with its guests.
+    /// Number of times that the daemon is killed, and a new daemon continues with its guests.
     deaths: 0,
 }
 
 impl Plan {
-    /// The plan of a seed. Each kind of trouble is off in many of them, so that others show.
+    /// The plan of a seed. Each kind of trouble is off in many plans, so that other kinds show.
     pub(crate) fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed, 1);
         let mut plan = Self { seed, ..Self::default() };
@@ -288,7 +288,7 @@ impl Plan {
         plan.tidied()
     }
 
-    /// The plan of one device. Its requests are a share of all.
+    /// The plan of one device, with its share of all requests.
     pub(crate) fn of_device(&self, device: usize) -> Self {
         let device = device as u64;
         let mut plan = self.clone();
@@ -305,7 +305,7 @@ impl Plan {
         if self.troubled > 0 {
             match device {
                 0 => plan.hangs = 1,
-                // Beyond that, EAGAIN twice would be EAGAIN for seconds.
+                // If it were slower, two EAGAINs would be an EAGAIN for seconds.
                 1 => (plan.slow, plan.hang) = (50, 0),
                 2 => plan.enospc = 1000,
                 _ => is_sound = true,
@@ -319,11 +319,11 @@ impl Plan {
         plan
     }
 
-    /// Takes out what does not go together.
+    /// Removes combinations that do not work.
     fn tidied(mut self) -> Self {
         if self.odd_shorts > 0 {
-            // A sector that is moved in two halves is not one thing any more, so nobody may look
-            // at it meanwhile, and nothing may stay halfway.
+            // A sector that moves in two halves is not atomic. No overlapping request may see it
+            // halfway, and no fault may leave it so.
             if self.direct > 0 {
                 self.odd_shorts = 0;
             } else {
@@ -334,11 +334,11 @@ impl Plan {
             }
         }
         if self.engine == 2 && self.mix_engines == 0 {
-            // A bad entry is answered with a completion.
+            // A completion reports a bad entry.
             self.submit_reject = 0;
         }
         if self.scsi > 0 && self.region_kib > 0 {
-            // There are two queues more, and a map has 509 regions at most.
+            // There are two more queues, and a map has 509 regions at most.
             self.region_kib = self.region_kib.max(20);
         }
         if self.session == 3 {
@@ -348,11 +348,11 @@ impl Plan {
             self.in_order = 0;
         }
         if self.rush > 0 || self.troubled > 0 || self.requests > 1000 {
-            // These are about disks that are fast enough.
+            // These runs need disks that are fast enough.
             self.limits = 0;
         }
         if self.inflight == 0 && self.in_order == 0 {
-            // What was in the device would be lost.
+            // Requests in the device would be lost.
             self.deaths = 0;
         }
         if self.block_device > 0 {
@@ -361,9 +361,9 @@ impl Plan {
         self
     }
 
-    /// How long a chain may be out of the loop's sight, whatever its rounds.
+    /// The time for which the loop may not see a chain, independent of its rounds.
     pub(crate) fn look_delay_ns(&self) -> u64 {
-        // A look at a queue without a kick comes by time. To hear of a kick, io_uring needs an
+        // A queue without a kick is checked after a time. A kick that io_uring watches needs an
         // entry in the kernel, which may take none for a while.
         let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr > 0;
         let puts_off = self.sqpoll > 0 || self.poll_ends > 0 || refuses;
@@ -371,12 +371,12 @@ impl Plan {
         if is_late { 20_000_000 } else { 0 }
     }
 
-    /// How many disks there are.
+    /// The number of disks.
     pub(crate) fn disks(&self) -> u64 {
         if self.scsi > 0 { self.disks.max(1) } else { self.devices }
     }
 
-    /// Queues of a device, those that are not for requests included.
+    /// Queues of a device, including the ones that are not for requests.
     pub(crate) fn queue_count(&self) -> u64 {
         if self.scsi > 0 { self.queues + FIRST_REQUEST_QUEUE as u64 } else { self.queues }
     }
@@ -387,7 +387,7 @@ impl Plan {
         (self.engine + later) % 3
     }
 
-    /// Whether a disk has this engine, and so each IoThread.
+    /// True if a disk has this engine, and therefore each IoThread has it.
     pub(crate) fn has_engine(&self, engine: u64) -> bool {
         (0..self.disks()).any(|disk| self.engine_of(fits(disk, "a disk's number")) == engine)
     }
@@ -415,19 +415,20 @@ impl Plan {
     }
 
     /// The nanoseconds for which ops may hold up an IoThread that gives the kernel the bytes of
-    /// `rounds` rounds. Refused ops stay with their engine and come in one submit with later ones.
-    /// Entries that a submission thread has not taken yet do the same.
+    /// `rounds` rounds. There is no bound with refused ops, which stay with their engine and come
+    /// in one submit with later ones. The same holds for entries that a submission thread has not
+    /// yet taken.
     pub(crate) fn held_ns_max(&self, rounds: u64) -> u64 {
         let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr;
         if refuses + self.submit_partial + self.submit_reject + self.sqpoll > 0 {
             return u64::MAX;
         }
-        // An op alone is never too large for a round; devices of a mix differ in their blocks.
+        // A single op is never too large for a round. Devices of a mix differ in their blocks.
         let of_round = self.byte_limits().round.max(self.op_bytes_max()).max(4096) as u64;
         rounds * of_round * self.byte_ns
     }
 
-    /// What addresses of memory are multiples of, for direct I/O.
+    /// Alignment of memory addresses for direct I/O.
     pub(crate) fn memory_align(&self) -> u32 {
         if self.small_align > 0 { 4 } else { 512 }
     }

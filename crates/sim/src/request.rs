@@ -1,4 +1,4 @@
-//! Requests to a virtio-blk device: what they ask, and what must come back.
+//! Requests to a virtio-blk device, and the answers that they must get.
 
 use device::blk::config::{SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX};
 use iomem::fits;
@@ -18,7 +18,7 @@ use crate::rng::Rng;
 /// Bytes before the data.
 const HEADER: usize = 16;
 
-/// What a device answers with `GET_ID`.
+/// The answer of a device to `GET_ID`.
 pub(crate) fn serial(device: usize) -> String {
     format!("sim-0123456789-{device}")
 }
@@ -35,11 +35,11 @@ pub(crate) enum Kind {
     Bad(u32),
 }
 
-/// A request before it is a chain.
+/// A request before it becomes a chain.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) kind: Kind,
-    /// Its number: the value that a write leaves.
+    /// Number of the request: the value that a write leaves.
     pub(crate) id: u64,
     /// Ranges of sectors: first, count.
     pub(crate) ranges: Vec<(u64, u64)>,
@@ -65,7 +65,7 @@ impl Request {
         Self { kind, id, ranges: Vec::new(), message }
     }
 
-    /// Draws a request. `is_free` says whether a range of sectors may be used now.
+    /// Draws a request. `is_free` returns true if a range of sectors may be used now.
     pub(crate) fn draw(
         plan: &Plan,
         rng: &mut Rng,
@@ -137,7 +137,7 @@ impl Request {
         }
         let mut request = Self::new(kind, id, readable, 0);
         if plan.read_only > 0 {
-            // Not offered then; the device must still refuse it.
+            // The feature is not offered then; the device must still refuse the request.
             request.kind = Kind::Bad(VIRTIO_BLK_S_IOERR);
         } else {
             request.ranges = vec![range];
@@ -181,19 +181,19 @@ impl Request {
         }
     }
 
-    /// The status that must come if no fault was put in.
+    /// The status that must come without an injected fault.
     pub(crate) fn status(&self) -> u32 {
         if let Kind::Bad(status) = self.kind { status } else { VIRTIO_BLK_S_OK }
     }
 
-    /// What it does with the disk.
+    /// The effect on the disk.
     pub(crate) fn touch(&self) -> Touch {
         let classes: &[Class] = match self.kind {
             Kind::Read => &[Class::Read],
             Kind::Write => &[Class::Write, Class::Flush],
             Kind::WriteZeroes => &[Class::Write, Class::Deallocate, Class::Flush],
             Kind::Discard => &[Class::Deallocate, Class::Flush],
-            // Whatever it is, it may hear of a loss.
+            // All of these may report a loss.
             Kind::Flush | Kind::GetId | Kind::Bad(_) => &[Class::Flush],
         };
         let leaves = match self.kind {
@@ -211,7 +211,7 @@ impl Request {
         }
     }
 
-    /// Bytes of the answer that are data, where the answer is a success.
+    /// The data of a successful answer.
     pub(crate) fn id_answer(&self, serial: &str) -> Vec<u8> {
         let mut answer = serial.as_bytes()[..serial.len().min(SERIAL_BYTES)].to_vec();
         answer.resize(self.message.data_in.1, 0);
@@ -228,7 +228,7 @@ fn segment(sector: u64, sectors: u64, flags: u32) -> Vec<u8> {
 
 /// A range of whole blocks on the disk: first sector, sectors.
 pub(crate) fn range(plan: &Plan, rng: &mut Rng) -> (u64, u64) {
-    // More would not fit the area.
+    // A longer range would not fit the area.
     let most = plan.request_blocks.min(plan.blocks).min(16 * 512 / plan.block_bytes());
     let blocks = rng.between(1, most);
     let first = rng.below(plan.blocks - blocks + 1);

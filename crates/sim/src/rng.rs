@@ -7,7 +7,7 @@ use iomem::fits;
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    /// One stream of several from the same seed.
+    /// A stream, independent of all other streams of the same seed.
     pub(crate) fn new(seed: u64, stream: u64) -> Self {
         Self(mix(seed ^ mix(stream)))
     }
@@ -17,7 +17,7 @@ impl Rng {
         mix(self.0)
     }
 
-    /// A number below `end`; 0 if that is 0.
+    /// A number below `end`; 0 if `end` is 0.
     pub(crate) fn below(&mut self, end: u64) -> u64 {
         fits((u128::from(self.next()) * u128::from(end)) >> 64, "a number below its end")
     }
@@ -27,7 +27,7 @@ impl Rng {
         first + self.below(last.saturating_sub(first) + 1)
     }
 
-    /// An index into a list of `len` things.
+    /// An index into a list of length `len`.
     pub(crate) fn index(&mut self, len: usize) -> usize {
         fits(self.below(len as u64), "an index")
     }
@@ -54,7 +54,7 @@ pub(crate) fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
     some(rng, per_mille, &[1])
 }
 
-/// One of `values`, `per_mille` times of a thousand, else off.
+/// An element of `values`, `per_mille` times of a thousand; otherwise 0.
 pub(crate) fn some(rng: &mut Rng, per_mille: u64, values: &[u64]) -> u64 {
     if rng.chance(per_mille) { rng.pick(values) } else { 0 }
 }

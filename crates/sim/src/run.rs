@@ -1,9 +1,9 @@
-//! One run: IoThreads, guests and whoever controls them take steps in an order that the seed
-//! chooses, all on this thread.
+//! A run: IoThreads, guests and the controller take steps on this thread, in an order that the seed
+//! chooses.
 //!
-//! An IoThread takes a turn only when it would have woken: when its last turn said that there is
-//! more to do, when its descriptor is readable, or when its deadline has come. So a wake that gets
-//! lost shows as a run in which nobody can take a step, and requests are out.
+//! An IoThread takes a turn only when it would have woken: its last turn reported more to do, its
+//! descriptor is readable, or its deadline has come. So a lost wake-up shows as a run without a
+//! possible step while requests are out.
 
 use std::fmt;
 use std::fs::File;
@@ -27,26 +27,26 @@ use crate::rng::Rng;
 use crate::stack::Stack;
 use crate::world::{Other, Polls, World};
 
-/// A run that takes more steps than this for each request does not come to an end.
+/// A run that takes more steps than this for each request does not end.
 const STEPS_FOR_REQUEST: u64 = 4000;
 
-/// What can happen next.
+/// A possible next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     /// An IoThread takes a turn.
     Turn(usize),
-    /// The CPU of a device's guest does something for a queue.
+    /// The CPU of a device's guest acts for a queue.
     Guest(usize, usize),
-    /// A device's front-end sends, or reads an answer.
+    /// A device's front-end sends a message or reads an answer.
     FrontEnd(usize),
-    /// A device's session does what it has to.
+    /// A device's session works.
     Session(usize),
     /// Time passes.
     Time,
-    /// A queue of a device that was stopped is started.
+    /// A stopped queue of a device starts.
     Start(usize, usize),
     Change(Change),
-    /// Another daemon begins where one was killed.
+    /// A new daemon starts after one was killed.
     Revive,
 }
 
@@ -58,7 +58,7 @@ struct Run {
     stack: Stack,
 }
 
-/// What a run that did not fail has done.
+/// Totals of a run that did not fail.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Report {
     pub(crate) ops: u64,
@@ -82,7 +82,8 @@ impl fmt::Display for Report {
     }
 }
 
-/// Runs a plan. The inner result is that of the run, the outer one whether there could be one.
+/// Runs a plan. The inner result is the outcome of the run; the outer one fails if it could not
+/// start.
 pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> {
     let count = fits(plan.disks(), "a number of disks");
     let plans: Vec<Plan> = (0..count).map(|disk| plan.of_device(disk)).collect();
@@ -110,7 +111,7 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
     let result = catch_unwind(AssertUnwindSafe(|| run.go()))
         .unwrap_or_else(|_| Err(Failure::new("panic", crate::panic_message())));
     if result.is_err() {
-        // Whatever is wrong may keep the IoThreads from ending.
+        // The fault may keep the IoThreads from ending.
         run.stack.forget();
     }
     drop(run);
@@ -121,7 +122,7 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
 }
 
 impl Run {
-    /// Has others act within the turns of IoThreads, and the daemon die there.
+    /// Lets guests, events and control act within the turns of IoThreads, and the daemon die there.
     fn let_others_act(&self) {
         let control = Rc::clone(&self.stack.control);
         let guests = self.guests.clone();
@@ -130,7 +131,7 @@ impl Run {
             if who == Other::Death {
                 return guests.iter().for_each(|guest| guest.remember());
             }
-            // Who controls may be in the middle of something.
+            // The control may already be in use.
             let Ok(mut control) = control.try_borrow_mut() else { return };
             match who {
                 Other::Rush => control.rush(),
@@ -175,8 +176,8 @@ impl Run {
         self.world.holds_ops()
     }
 
-    /// A disk that hangs answers once the guests of all others have had their answers. So these
-    /// may not need anything of it, however many ops it has.
+    /// Releases a hung disk once the guests of all healthy disks have their answers. So healthy
+    /// disks may not need anything of it, however many ops it has.
     fn release_hung(&self) {
         if !self.holds_ops() {
             return;
@@ -194,7 +195,7 @@ impl Run {
         failures.next().or_else(|| self.world.failure()).map_or(Ok(()), Err)
     }
 
-    /// Everything that can happen now.
+    /// All steps that are possible now.
     fn steps(&self) -> Vec<(Step, u64)> {
         let mut steps = Vec::new();
         for (index, thread) in self.stack.threads.iter().enumerate() {
@@ -213,7 +214,7 @@ impl Run {
             steps.push((Step::Time, 20));
         }
         if self.stack.is_dead() {
-            // Until then its ops keep the disks locked.
+            // Ops of the dead daemon keep the disks locked.
             if !self.world.has_orphans() {
                 steps.push((Step::Revive, 20));
             }
@@ -244,7 +245,7 @@ impl Run {
         thread.deadline_of_work().is_some_and(|when| self.world.nanoseconds(when) <= now)
     }
 
-    /// When something happens that nobody has to do: an event of the kernel, or a deadline.
+    /// The time of the next event that needs no step: an event of the kernel, or a deadline.
     fn next_time(&self) -> Option<u64> {
         let now = self.world.now_nanoseconds();
         let deadlines = self.stack.threads.iter().filter_map(|t| t.io_thread.deadline_of_work());
@@ -317,7 +318,7 @@ impl Run {
         Ok(())
     }
 
-    /// Everything is answered and stopped: whether all is in order.
+    /// Checks the state at the end, when all requests are answered and all queues stopped.
     fn finish(&mut self, turns: u64) -> Result<Report, Failure> {
         self.stack.check_end()?;
         Ok(Report { ops: self.world.counts().started, turns, polls: self.world.polls() })

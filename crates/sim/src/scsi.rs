@@ -1,5 +1,6 @@
-//! virtio-scsi devices: what their guests ask and must be answered (virtio 1.3, section 5.6; SAM-5,
-//! SPC-4, SBC-3). None of this is shared with the product, or its mistakes would be, too.
+//! virtio-scsi devices: commands of their guests, and the answers that they must get (virtio 1.3,
+//! section 5.6; SAM-5, SPC-4, SBC-3). The product shares none of this code, or it would share its
+//! mistakes.
 
 pub(crate) mod attentions;
 pub(crate) mod command;
@@ -11,12 +12,12 @@ pub(crate) mod unit;
 
 use device::scsi::address::UnitAddress;
 
-/// The first request queue; before it are the control queue and the event queue.
+/// The first request queue, behind the control queue and the event queue.
 pub(crate) const FIRST_REQUEST_QUEUE: usize = 2;
 pub(crate) const CONTROL_QUEUE: usize = 0;
 pub(crate) const EVENT_QUEUE: usize = 1;
 
-/// Bytes of a response before the sense data, and of these.
+/// Bytes of a response before the sense data, and of the sense data.
 pub(crate) const RESPONSE: usize = 12;
 pub(crate) const SENSE: usize = 96;
 
@@ -34,7 +35,7 @@ pub(crate) const CAPACITY_CHANGED: Code = [0x2a, 0x09];
 /// Sense keys.
 pub(crate) const UNIT_ATTENTION: u8 = 6;
 
-/// What a command is answered with.
+/// The answer to a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Good,
@@ -54,7 +55,7 @@ pub(crate) const RESET: u8 = 4;
 pub(crate) const FAILURE: u8 = 9;
 
 impl Outcome {
-    /// What a response says.
+    /// Decodes a response.
     pub(crate) fn of(response: &[u8]) -> Result<Self, String> {
         let [s0, s1, s2, s3, _, _, _, _, _, _, status, code, sense @ ..] = response else {
             return Err("the response is incomplete".into());
@@ -82,7 +83,7 @@ impl Outcome {
     }
 }
 
-/// Which bytes name a unit in requests: always those of flat space addressing.
+/// The bytes that name a unit in requests, always by flat space addressing.
 pub(crate) fn lun_bytes(unit: UnitAddress) -> [u8; 8] {
     let [l0, l1] = unit.lun.to_be_bytes();
     [1, unit.target, 0x40 | l0, l1, 0, 0, 0, 0]

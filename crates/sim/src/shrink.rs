@@ -11,10 +11,10 @@ use crate::run;
 /// Shrinking ends after this time.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Orders of events that are tried for each smaller plan.
+/// Orders of events to try for each smaller plan.
 const SCHEDULES: u64 = 12;
 
-/// Finds a smaller plan that fails as `plan` does with `failure`.
+/// Finds a smaller plan that fails like `plan` with `failure`.
 pub(crate) fn shrink(mut plan: Plan, mut failure: Failure) -> Result<(Plan, Failure)> {
     let start = Instant::now();
     let mut shrunk = true;
@@ -35,7 +35,7 @@ pub(crate) fn shrink(mut plan: Plan, mut failure: Failure) -> Result<(Plan, Fail
     Ok((plan, failure))
 }
 
-/// A plan with a smaller `name` that fails, if one is found.
+/// A plan with a smaller `name` that fails, if there is one.
 fn smaller(plan: &Plan, name: &str, least: u64, kind: &str) -> Result<Option<(Plan, Failure)>> {
     let value = plan.clone().knob(name).map_or(0, |value| *value);
     let mut candidates = vec![least, u64::midpoint(least, value), value.saturating_sub(1)];

@@ -1,4 +1,4 @@
-//! The IoThreads and what runs on them.
+//! The IoThreads and their work.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -19,41 +19,40 @@ use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::world::{Counts, TurnEnd, World};
 
-/// In a run of a few hundred ops a disk is paced, and the outcome of a trial is forgotten again.
+/// Pacing for a run of a few hundred ops: a disk gets paced, and forgets the outcome of a trial.
 const SHORT_PACING: PacingConfig =
     PacingConfig { convoy_min: 2, convoys: 2, span_ops: 8, period_ops: 32, limit_min: 1 };
 
-/// The requests of a run are small, and are to be bounced in pieces.
+/// Bounce memory for small requests, so that they are bounced in pieces.
 const SMALL_BOUNCE: BounceConfig =
     BounceConfig { budget_bytes: 0, share_bytes_min: 4 << 10, piece_bytes_max: 4 << 10 };
 
 pub(crate) struct Thread {
     pub(crate) io_thread: IoThread,
-    /// Its last turn said that there is more to do.
+    /// Its last turn reported more to do.
     pub(crate) ready: bool,
-    /// What it had done by then, and how many turns ago.
+    /// The work done up to the last turn, and the number of turns without any since.
     done: u64,
     empty_turns: u32,
-    /// When its last turn ended, and the time that it has had by then.
+    /// The end of its last turn, and the time that it had used up to then.
     ended_ns: u64,
     had_ns: u64,
-    /// For how long ops have held it up.
+    /// Nanoseconds for which ops have held it up.
     held_ns: u64,
     /// The kernel has refused a submit in its last turn.
     was_refused: bool,
 }
 
-/// More time than this between two turns of an IoThread is not its own: others have used it up in
-/// turns of theirs, which on a machine would not have kept it waiting.
+/// The most time between two turns of an IoThread that counts as its own. Turns of other threads
+/// used up the rest, which on a real machine would not have kept it waiting.
 const BETWEEN_TURNS_NS: u64 = 1_000_000;
 
-/// A loop spins when it takes more turns than this in a row in which no time passes and nothing
-/// happens except that it asks for another turn.
-/// A submit that the kernel refuses is tried again a few times at most.
+/// A loop spins if it takes more turns than this in a row that only ask for another turn, while no
+/// time passes. A submit that the kernel refuses is tried again a few times at most.
 const EMPTY_TURNS_MAX: u32 = 40;
 
 impl Thread {
-    /// Takes a turn. Fails when the loop spins.
+    /// Takes a turn. Fails if the loop spins.
     fn turn(
         &mut self,
         wait: Wait,
@@ -79,7 +78,7 @@ impl Thread {
         self.had_ns += (begin - self.ended_ns).min(BETWEEN_TURNS_NS) + (now - begin);
         self.ended_ns = now;
         let activity = activity.map_err(|error| Failure::new("turn", error.to_string()))?;
-        // A loop of its own goes on, unless the world has let it sleep.
+        // A loop of its own continues, unless the world has let it sleep.
         let goes_on = wait == Wait::ForEvent && end != TurnEnd::Asleep;
         self.ready = goes_on || activity == Activity::Ready;
         let (io, stats) = (self.io_thread.io(), self.io_thread.io().stats());
@@ -105,11 +104,11 @@ pub(crate) struct Stack {
     plan: Plan,
     world: Rc<World>,
     pub(crate) threads: Vec<Thread>,
-    /// Others act on it too, within turns.
+    /// Guests and the world act on it too, within turns.
     pub(crate) control: Rc<RefCell<Control>>,
-    /// There were IoThreads before, and what they counted is gone.
+    /// The counters of earlier IoThreads are gone.
     restarted: bool,
-    /// The daemon was killed, and there is no other yet.
+    /// The daemon was killed, and the next has not started.
     is_dead: bool,
 }
 
@@ -133,8 +132,7 @@ impl Stack {
             _ => CompletionRing::Getevents,
         };
         let aio = EngineConfig::Aio { completion_ring };
-        // The descriptor that says that a turn has something to do must be that of a ring from the
-        // start, if there is one.
+        // With a ring, the thread's descriptor must be the descriptor of the ring from the start.
         let engine = if self.plan.has_engine(2) {
             EngineConfig::IoUring { sqpoll: self.plan.sqpoll > 0, iopoll: false }
         } else {
@@ -172,7 +170,7 @@ impl Stack {
             if self.plan.has_engine(0) {
                 io_thread.io().add_engine(aio)?;
             }
-            // Engine io_uring hands its watches to the kernel in the first turn.
+            // Engine io_uring gives its watches to the kernel in the first turn.
             self.threads.push(Thread {
                 io_thread,
                 ready: true,
@@ -189,7 +187,7 @@ impl Stack {
         Ok(())
     }
 
-    /// IoThread `index` takes a turn.
+    /// Takes a turn of IoThread `index`.
     pub(crate) fn turn(&mut self, index: usize) -> Result<(), Failure> {
         let wait = if self.plan.own_loop > 0 { Wait::ForEvent } else { Wait::Never };
         let taken = self.threads[index].turn(wait, &self.world, &self.control);
@@ -205,12 +203,12 @@ impl Stack {
         exports.iter_mut().try_for_each(|export| export.check_waits(index, &had))
     }
 
-    /// Goes on with what IoThreads have answered meanwhile.
+    /// Takes the answers that IoThreads have given since the last call.
     pub(crate) fn advance(&mut self) -> Result<(), Failure> {
         self.control.borrow_mut().exports.iter_mut().try_for_each(|export| export.advance())
     }
 
-    /// Everything is asked and answered, and no queue is on its way to another state.
+    /// True if all requests are made and answered, and no queue is between two states.
     pub(crate) fn is_done(&self) -> bool {
         let control = self.control.borrow();
         control.is_done() && control.exports.iter().all(|export| export.is_settled())
@@ -225,8 +223,8 @@ impl Stack {
         self.control.borrow_mut().exports.iter_mut().for_each(|export| export.stop_all());
     }
 
-    /// The IoThreads end with whatever is out, and start again with what is on the disks: all of
-    /// it, or, if the power is lost, what was on stable storage.
+    /// Ends the IoThreads with any requests out, and starts new ones with the content of the disks:
+    /// all of it or, if the power is lost, the content of stable storage.
     pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
         self.world.release();
         if power_lost {
@@ -242,7 +240,7 @@ impl Stack {
         if power_lost {
             self.world.power_on();
         } else {
-            // So that what is found there now is also what a later loss of power must leave.
+            // A later loss of power must then leave the content that is found now.
             self.world.settle();
         }
         {
@@ -255,7 +253,7 @@ impl Stack {
         self.start_threads().map_err(|e| Failure::new("no start", e.to_string()))
     }
 
-    /// The daemon was killed: everything that it has is gone.
+    /// Kills the daemon with everything that it has.
     pub(crate) fn die(&mut self) -> Result<(), Failure> {
         {
             let mut control = self.control.borrow_mut();
@@ -284,7 +282,7 @@ impl Stack {
         self.is_dead
     }
 
-    /// Another daemon goes on with the same guests.
+    /// Starts another daemon with the same guests.
     pub(crate) fn revive(&mut self) -> Result<(), Failure> {
         self.world.revive();
         {
@@ -296,14 +294,15 @@ impl Stack {
         self.start_threads().map_err(|e| Failure::new("no start", e.to_string()))
     }
 
-    /// Whether what was answered can be explained, and nobody holds the memory of guests.
+    /// Checks that the answers can be explained, and that the memory of guests is unused.
     fn check_answers(&self) -> Result<(), Failure> {
         let control = self.control.borrow();
         control.disks.iter().try_for_each(|disk| disk.check())?;
         control.exports.iter().try_for_each(Export::check_memory)
     }
 
-    /// All queues are stopped: nothing is left of them, and all answers can be explained.
+    /// Checks after all queues have stopped that nothing is left of them and all answers can be
+    /// explained.
     pub(crate) fn check_end(&self) -> Result<(), Failure> {
         self.check_answers()?;
         let control = self.control.borrow();
@@ -337,13 +336,13 @@ impl Stack {
         exports.exports.iter().fold(text, |text, export| text + &export.describe())
     }
 
-    /// Leaves the IoThreads as they are, for they might not end.
+    /// Abandons the IoThreads, because they might not end.
     pub(crate) fn forget(&mut self) {
         std::mem::take(&mut self.threads).into_iter().for_each(std::mem::forget);
     }
 }
 
-/// Whether the IoThreads have counted what the kernel has.
+/// Checks that the counters of the IoThreads agree with the kernel's.
 fn check_counts(all: &[Arc<Stats>], counts: Counts) -> Result<(), Failure> {
     let sum = |of: &dyn Fn(&Stats) -> u64| all.iter().map(|stats| of(stats)).sum::<u64>();
     let kinds: [fn(&Stats) -> &OpStats; 4] =

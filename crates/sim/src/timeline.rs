@@ -1,11 +1,11 @@
-//! What something was, and when it changed.
+//! A value and the times of its changes.
 
-/// Values, each with the time from which on it holds.
+/// Values, each with the time from which it holds.
 #[derive(Debug, Clone)]
 pub(crate) struct Timeline<T>(Vec<(u64, T)>);
 
 impl<T> Timeline<T> {
-    /// It has always been this.
+    /// Starts with a value that has always held.
     pub(crate) fn new(first: T) -> Self {
         Self(vec![(0, first)])
     }
@@ -18,12 +18,12 @@ impl<T> Timeline<T> {
         &self.0[self.0.len() - 1].1
     }
 
-    /// Since when it is what it is now.
+    /// The time since which the present value holds.
     pub(crate) fn since(&self) -> u64 {
         self.0[self.0.len() - 1].0
     }
 
-    /// All that it was at some time from `begin` to `end`.
+    /// All values that held at some time from `begin` to `end`.
     pub(crate) fn during(&self, begin: u64, end: u64) -> impl Iterator<Item = &T> {
         let first = self.0.partition_point(|(since, _)| *since <= begin).max(1) - 1;
         self.0[first..].iter().take_while(move |(since, _)| *since <= end).map(|(_, value)| value)

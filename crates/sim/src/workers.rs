@@ -1,4 +1,5 @@
-//! Many seeds at once, in processes of their own: one that a run ends is noticed and named.
+//! Many seeds at once, in separate processes, so that a run that ends its process is noticed and
+//! named.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -11,22 +12,22 @@ use crate::plan::Plan;
 use crate::run::{self, Report};
 use crate::world::Polls;
 
-/// A run takes milliseconds, and a long one ten seconds of a processor, of which others may leave
-/// it a tenth. One that is not over in any of as many waits has no end. All processes may have been
-/// stopped during one of them.
+/// A run takes milliseconds, and a long one ten seconds of a processor, of which it may get a
+/// tenth. A run that outlasts this many waits never ends. There are several waits, because all
+/// processes may have been stopped during one of them.
 const WAIT: Duration = Duration::from_secs(15);
 const WAITS: u32 = 12;
 
-/// How the seeds did.
+/// The outcome of the seeds.
 pub(crate) enum Ending {
     Passed(Report),
     /// A run failed.
     Failed(u64),
-    /// A run ended its process, or never ended itself.
+    /// A run ended its process, or did not end.
     Died(u64, String),
 }
 
-/// Runs every `stride`th of the seeds and says on stdout what happens.
+/// Runs every `stride`th of the seeds and reports progress on stdout.
 pub(crate) fn work(first: u64, seeds: u64, stride: u64) -> Result<()> {
     let mut total = Report::default();
     let mut out = std::io::stdout();
@@ -45,17 +46,17 @@ pub(crate) fn work(first: u64, seeds: u64, stride: u64) -> Result<()> {
     Ok(())
 }
 
-/// A process that works; it ends with this.
+/// A process that runs seeds, killed when this is dropped.
 struct Worker {
     child: Child,
     seed: u64,
-    /// It has run all its seeds.
+    /// The process has run all its seeds.
     done: bool,
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // It may have ended on its own.
+        // The process may have ended on its own.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -120,7 +121,7 @@ fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Re
                 total.add(&Report { ops: ops.parse()?, turns: turns.parse()?, polls });
                 worker.done = true;
             }
-            // Done is not enough: LeakSanitizer speaks at the very end.
+            // The line is not enough: LeakSanitizer reports at the very end.
             ["ended"] => {
                 let status = worker.child.wait().context("waiting for a child")?;
                 if !status.success() || !worker.done {

@@ -1,4 +1,4 @@
-//! The simulated kernel: a clock, events to come, disks, and everything that can go wrong.
+//! The simulated kernel: a clock, future events, disks, and all faults.
 
 mod death;
 mod hung;
@@ -28,14 +28,14 @@ use death::{Death, Orphan};
 use turn::Turn;
 pub(crate) use turn::{Other, Polls, TurnEnd};
 
-/// What the engines should have counted.
+/// The counts that the engines should have.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Counts {
     pub(crate) started: u64,
     pub(crate) rejected: u64,
-    /// What threads were to do, each of which completes an op of its own.
+    /// Tasks of threads, each of which completes its own op.
     pub(crate) threads: u64,
-    /// Discards that io_uring could not do, and that were to come again.
+    /// Discards that io_uring could not do, and that had to come again.
     pub(crate) discards_twice: u64,
     pub(crate) read_bytes: u64,
     pub(crate) written_bytes: u64,
@@ -47,27 +47,27 @@ enum Event {
     Effect(u64, usize, usize),
     Answer(u64),
     Signal(u64),
-    /// A submission thread of io_uring looks for entries.
+    /// A submission thread of io_uring checks for entries.
     SqThread(u64),
-    /// A thread does its work.
+    /// A thread works.
     Thread(u64),
 }
 
 /// A disk of the simulated kernel.
 struct Disk {
-    /// Of its device.
+    /// The plan of the disk's device.
     plan: Plan,
-    /// The descriptor that stands for it.
+    /// The descriptor that stands for the disk.
     fd: RawFd,
     device: Device,
     hangs_until: u64,
-    /// It answers EAGAIN for ever.
+    /// The disk answers EAGAIN for ever.
     is_stuck: bool,
     injected: Vec<Injected>,
-    /// When a flush was first answered with an error that means a loss, or a write that was to be
-    /// on stable storage while others were not yet.
+    /// The time of the first error that means a loss: of a flush, or of a write that had to be
+    /// stable while earlier writes were not.
     lost_at: Option<u64>,
-    /// Ops that it has and does not answer, as long as it hangs.
+    /// Ops that the disk does not answer while it hangs.
     held: Option<Vec<u64>>,
 }
 
@@ -76,13 +76,13 @@ struct Running {
     op: KernelOp,
     disk: usize,
     begin: u64,
-    /// Bytes that it moves.
+    /// Bytes that the op moves.
     moved: usize,
     result: i64,
     error: Option<Class>,
 }
 
-/// Lines of a trace.
+/// The most lines of a trace.
 const TRACE_LINES_MAX: u32 = 5000;
 
 struct Inner {
@@ -92,11 +92,11 @@ struct Inner {
     signals: BTreeMap<u64, Signal>,
     sq_threads: BTreeMap<u64, SqThread>,
     threads: BTreeMap<u64, Box<dyn FnOnce()>>,
-    /// Time, a number that mixes events of the same time, and the event.
+    /// Time, a random number that orders events of the same time, and the event.
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     next_id: u64,
     refusals_to_come: u64,
-    /// What is asked of the kernel has no effect: the power is off, or who asks is dead.
+    /// Requests to the kernel have no effect: the power is off, or their daemon is dead.
     is_void: bool,
     orphans: BTreeMap<u64, Orphan>,
     failure: Option<Failure>,
@@ -108,7 +108,7 @@ type Others = Rc<dyn Fn(Other)>;
 pub(crate) struct World {
     plan: Plan,
     start: Instant,
-    /// Nanoseconds since then.
+    /// Nanoseconds since `start`.
     now: Cell<u64>,
     sequence: Cell<u64>,
     others: RefCell<Option<Others>>,
@@ -121,7 +121,8 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// A world with these disks: the plans of their devices, and what stands for them.
+    /// A world with these disks: the plans of their devices, and the descriptors that stand for
+    /// them.
     pub(crate) fn new(plan: &Plan, disks: &[(Plan, RawFd)], traced: bool) -> Self {
         let disk = |(index, (plan, fd)): (usize, &(Plan, RawFd))| {
             let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
@@ -172,7 +173,7 @@ impl World {
         &self.plan
     }
 
-    /// The next number of the order in which things happen.
+    /// The next number in the order of all actions.
     pub(crate) fn tick(&self) -> u64 {
         self.sequence.set(self.sequence.get() + 1);
         self.sequence.get()
@@ -191,7 +192,7 @@ impl World {
         *self.others.borrow_mut() = others;
     }
 
-    /// Ends the run with a failure, if it is the first.
+    /// Ends the run with a failure, unless it has one.
     pub(crate) fn fail(&self, failure: Failure) {
         self.inner.borrow_mut().failure.get_or_insert(failure);
     }
@@ -200,17 +201,17 @@ impl World {
         self.inner.borrow().failure.clone()
     }
 
-    /// When data of this disk was first lost, as the kernel has said.
+    /// The time of the first loss of data on this disk, as reported by the kernel.
     pub(crate) fn lost_at(&self, disk: usize) -> Option<u64> {
         self.inner.borrow().disks[disk].lost_at
     }
 
-    /// The file of this disk is opened anew.
+    /// Forgets the loss, when the file of this disk is opened again.
     pub(crate) fn forget_loss(&self, disk: usize) {
         self.inner.borrow_mut().disks[disk].lost_at = None;
     }
 
-    /// Errors that were put in by this disk.
+    /// Errors that this disk has injected.
     pub(crate) fn injected(&self, disk: usize) -> Vec<Injected> {
         self.inner.borrow().disks[disk].injected.clone()
     }
@@ -219,12 +220,12 @@ impl World {
         self.inner.borrow().counts
     }
 
-    /// What is in a sector of a disk now.
+    /// The present content of a sector of a disk.
     pub(crate) fn content(&self, disk: usize, sector: u64) -> [u8; SECTOR] {
         *self.inner.borrow().disks[disk].device.content(sector)
     }
 
-    /// When the next event is due.
+    /// The time of the next event.
     pub(crate) fn next_event(&self) -> Option<u64> {
         self.inner.borrow().events.peek().map(|Reverse((time, ..))| *time)
     }
@@ -242,7 +243,7 @@ impl World {
         self.now.get()
     }
 
-    /// Moves time to the next event and lets it happen. False when there is none.
+    /// Advances time to the next event and performs it. Returns false if there is none.
     pub(crate) fn run_event(&self) -> bool {
         let Some(Reverse((time, _, event))) = self.inner.borrow_mut().events.pop() else {
             return false;
@@ -349,7 +350,7 @@ impl World {
             _ => {}
         }
         if let Some(class) = error.filter(|_| !*is_void) {
-            // What may be tried again is, so often that others may come between.
+            // Transient errors are tried again, so often that requests may come between.
             let must_fail = result < 0 && result != -i64::from(libc::EAGAIN);
             let refuses = result == -i64::from(libc::EINVAL);
             let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
@@ -371,7 +372,7 @@ impl World {
         }
     }
 
-    /// A submission thread takes some entries, or sleeps when there are none.
+    /// Lets a submission thread take some entries, or sleep if there are none.
     fn sq_thread(&self, id: u64) {
         let (thread, most, tires) = {
             let Inner { rng, sq_threads, .. } = &mut *self.inner.borrow_mut();
@@ -398,7 +399,7 @@ impl World {
         inner.events.push(Reverse((self.now.get() + delay, tie, event)));
     }
 
-    /// Cuts the bytes that an op moves into parts, each with a time of its own.
+    /// Cuts the bytes that an op moves into parts with separate times.
     fn schedule_effects(&self, inner: &mut Inner, id: u64, len: usize, delay: u64) {
         let parts = if inner.rng.chance(self.plan.tear) { inner.rng.between(1, 4) } else { 1 };
         let mut from = 0;

@@ -1,9 +1,9 @@
-//! Daemons come and go, killed or not, and a device's guest stays or starts anew.
+//! Ends and starts of daemons, killed or not, while a device's guest stays or restarts.
 
 use super::{Export, Service, places, stopped, units};
 
 impl Export {
-    /// The IoThreads go: nobody knows of the queues any more.
+    /// Drops the state of the queues, when the IoThreads go.
     pub(crate) fn leave(&mut self) {
         self.services.clear();
         self.region = None;
@@ -14,7 +14,7 @@ impl Export {
         }
     }
 
-    /// Goes on with what is on the disk, once the IoThreads are gone.
+    /// Continues with the content of the disk, after the IoThreads are gone.
     pub(crate) fn restart(&mut self) {
         self.guest.reboot();
         self.device = units::device(&self.plan, self.index, &self.disks);
@@ -26,7 +26,7 @@ impl Export {
         self.begin();
     }
 
-    /// The device is one that nobody has said anything to.
+    /// Starts with a new device that has received nothing.
     fn begin(&mut self) {
         match &mut self.front_end {
             Some(front_end) => front_end.restart(&self.device),
@@ -34,20 +34,20 @@ impl Export {
         }
     }
 
-    /// The daemon is dead, and the guest knows nothing of it.
+    /// Notes that the daemon is dead. The guest does not know.
     pub(crate) fn died(&mut self) {
         self.leave();
         if self.plan.scsi > 0 {
             self.guest.device_died();
         }
-        // What front-ends say that have heard nothing of the daemon.
+        // The entries that front-ends name when they have no answer of the daemon.
         let used = |queue| self.guest.indexes(queue).0;
         self.services = (0..self.places.len()).map(|queue| Service::Stopped(used(queue))).collect();
         self.places = places(&self.plan);
         self.disks.iter().for_each(|disk| disk.set_write_through(false));
     }
 
-    /// Another daemon goes on.
+    /// Continues with another daemon.
     pub(crate) fn revived(&mut self) {
         self.device = units::device(&self.plan, self.index, &self.disks);
         if self.plan.scsi > 0 {
@@ -56,7 +56,7 @@ impl Export {
         self.begin();
     }
 
-    /// Without a session: what the daemon is told before queues start.
+    /// Without a session: sets the device up before its queues start.
     pub(super) fn begin_directly(&mut self) {
         self.negotiate();
         let has_region = self.plan.inflight > 0;

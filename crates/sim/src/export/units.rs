@@ -1,4 +1,4 @@
-//! What is behind an export: its disk, or the logical units on all disks.
+//! The disk behind an export, or the logical units on all disks.
 
 use std::num::NonZeroU16;
 use std::rc::Rc;
@@ -19,7 +19,7 @@ use crate::request::serial;
 use crate::rng::Rng;
 use crate::scsi::unit::address;
 
-/// A few long chains reach it.
+/// A limit that a few long chains reach.
 const LONG_LISTS_BYTES: u64 = 1024;
 
 /// The device of an export.
@@ -54,7 +54,7 @@ pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
         run_max,
         fixed_buffers,
         long_lists_bytes,
-        // Its guests abort nothing, and some of their commands name units that never come.
+        // The guests abort nothing, and some of their commands name units that never come.
         holds_commands: false,
     };
     let device = Device::scsi(options, events);
@@ -106,12 +106,12 @@ impl Export {
         self.trace(|| format!("disk {disk} has a unit: {}", self.guest.unit_is_there(disk)));
     }
 
-    /// Closes disks of units that were removed, as soon as nobody uses them.
+    /// Closes disks of removed units as soon as they are unused.
     pub(super) fn close_unused(&mut self) {
         self.removed.retain(|unit| !unit.is_unused());
     }
 
-    /// Fails when somebody uses the disk of a unit that was removed though no queue runs.
+    /// Checks that the disks of removed units are unused when no queue runs.
     pub(crate) fn check_removed(&self) -> Result<(), Failure> {
         match self.removed.iter().all(RemovedUnit::is_unused) {
             true => Ok(()),
@@ -119,8 +119,8 @@ impl Export {
         }
     }
 
-    /// A disk has another size, of which all devices are to tell that have a unit there. False:
-    /// this one has none.
+    /// Notes that a disk has another size, which all devices with a unit there report. Returns
+    /// false if this device has none.
     pub(crate) fn resized(&self, disk: usize) -> bool {
         let Device::Scsi(scsi) = &self.device else { return false };
         let is_there = self.guest.unit_is_there(disk);

@@ -1,4 +1,4 @@
-//! The inflight region, which the front-end keeps and brings with each connection.
+//! The inflight region, which the front-end keeps and sends over each connection.
 
 use ringhaul::vhost_user::message::{InflightArea, Request};
 
@@ -6,7 +6,7 @@ use super::{FrontEnd, Then};
 use crate::inflight::Region;
 
 impl FrontEnd {
-    /// Brings the region, or asks for one if there is none.
+    /// Sends the region, or asks for one if there is none.
     pub(super) fn say_region(&mut self) {
         if self.plan.inflight == 0 {
             return;
@@ -22,7 +22,7 @@ impl FrontEnd {
         }
     }
 
-    /// The answer to that question. False: it is none.
+    /// Takes the answer to `GetInflightFd`. Returns false if it is not valid.
     pub(super) fn take_region(&mut self, body: &[u8]) -> bool {
         let file = self.link.as_mut().and_then(|link| link.fds.pop());
         let (Some(area), Some(file)) = (InflightArea::decode(body), file) else { return false };
@@ -35,7 +35,8 @@ impl FrontEnd {
         true
     }
 
-    /// A front-end whose queues have all stopped may ask for another region next time.
+    /// Sometimes drops the region after all queues have stopped, so that the next connection asks
+    /// for a new one.
     pub(super) fn may_drop_region(&mut self) {
         let has_left = (0..self.vrings.len()).any(|queue| self.guest.left(queue) > 0);
         if self.plan.inflight > 0 && self.rng.chance(300) && !has_left {

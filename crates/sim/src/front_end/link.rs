@@ -22,7 +22,7 @@ use rustix::net::{
 };
 use virtqueue::{MappingBudget, MappingRules};
 
-/// The session has something to do that its socket does not show.
+/// Set if the session has work that its socket does not show.
 #[derive(Default)]
 struct Woken(AtomicBool);
 
@@ -41,14 +41,14 @@ pub(super) struct Answer {
 pub(super) struct Link {
     pub(super) session: Session,
     woken: Arc<Woken>,
-    /// None: the front-end has closed it.
+    /// `None` if the front-end has closed it.
     socket: Option<UnixStream>,
-    /// What is left to send of a message that has begun.
+    /// The unsent part of a message that has begun.
     rest: Vec<u8>,
     received: Vec<u8>,
     /// Descriptors that came with answers.
     pub(super) fds: Vec<OwnedFd>,
-    /// The daemon has been asked to end the session.
+    /// The daemon was asked to end the session.
     is_ending: bool,
 }
 
@@ -74,8 +74,8 @@ impl Link {
         Self { session, woken, socket: Some(theirs), rest, received, fds, is_ending: false }
     }
 
-    /// Whether the session would go on now, in a daemon that waits for its socket, its waker and
-    /// its deadline.
+    /// True if the session would run now, in a daemon that waits for its socket, its waker and its
+    /// deadline.
     pub(super) fn is_ready(&self, now: Instant) -> bool {
         let is_due = || self.session.deadline().is_some_and(|deadline| deadline <= now);
         let has_come = || {
@@ -96,7 +96,7 @@ impl Link {
         progress
     }
 
-    /// The daemon ends the session.
+    /// Ends the session on behalf of the daemon.
     pub(super) fn begin_end(&mut self) {
         self.session.begin_end();
         self.is_ending = true;
@@ -109,8 +109,8 @@ impl Link {
 
     pub(super) fn close(&mut self) {
         if let Some(socket) = self.socket.take() {
-            // Where another thread starts a process, that has the socket too for a moment. It fails
-            // when the session has ended.
+            // While another thread starts a process, that process has the socket for a moment, too.
+            // The shutdown fails after the session has ended.
             let _ = socket.shutdown(Shutdown::Both);
         }
         self.rest.clear();
@@ -120,25 +120,25 @@ impl Link {
         self.socket.is_none()
     }
 
-    /// Whether the socket takes another message. While the daemon waits for queues it reads none.
+    /// True if the socket takes another message. While the daemon waits for queues it reads none.
     pub(super) fn has_room(&self) -> bool {
         let Some(socket) = &self.socket else { return false };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut [PollFd::new(socket, PollFlags::OUT)], Some(&now)) == Ok(1)
     }
 
-    /// A message has begun, and its end is not sent.
+    /// True if a message has begun, and its end is not sent.
     pub(super) fn has_rest(&self) -> bool {
         !self.rest.is_empty()
     }
 
-    /// Sends so many bytes of a message, with which its descriptors come.
+    /// Sends the first `count` bytes of a message, together with its descriptors.
     pub(super) fn begin(&mut self, bytes: Vec<u8>, count: usize, fds: &[OwnedFd]) {
         self.rest = bytes;
         self.send(count, fds);
     }
 
-    /// Sends so many bytes more, if there are so many.
+    /// Sends up to `count` more bytes.
     pub(super) fn send(&mut self, count: usize, fds: &[OwnedFd]) {
         let Some(socket) = &self.socket else { return };
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -165,7 +165,7 @@ impl Link {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let (socket, mut bytes) = (self.socket.as_ref()?, [IoSliceMut::new(&mut more)]);
         let come = recvmsg(socket, &mut bytes, &mut control, RecvFlags::CMSG_CLOEXEC);
-        // The hang-up of a session that has ended is nothing to read.
+        // The hang-up of an ended session brings no bytes.
         let count = come.map_or(0, |come| come.bytes);
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
@@ -180,14 +180,14 @@ impl Link {
         Some(Answer { header, body })
     }
 
-    /// Whether the front-end sees that the connection is closed.
+    /// True if the front-end sees that the connection is closed.
     pub(super) fn is_hung_up(&mut self) -> bool {
         let Some(socket) = &mut self.socket else { return true };
         let mut bytes = [0; 4096];
         loop {
             match socket.read(&mut bytes) {
                 Ok(0) => return true,
-                // An answer that nobody reads.
+                // Answers at this point are ignored.
                 Ok(_) => {}
                 Err(error) => return error.kind() == ErrorKind::ConnectionReset,
             }

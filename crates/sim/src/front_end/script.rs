@@ -1,4 +1,4 @@
-//! What messages do what a VMM wants done.
+//! The messages that carry out a VMM's commands.
 
 use std::os::fd::OwnedFd;
 
@@ -12,20 +12,20 @@ use ringhaul::vhost_user::message::{
 use super::{FrontEnd, Goodbye, Item, Then};
 use crate::guest::new_eventfd;
 
-/// Where the memory may be in the front-end's address space.
+/// Possible addresses of the memory in the front-end's address space.
 const USER_BASES: [u64; 2] = [0x5555_0000_0000, 0x7f00_0000_0000];
-/// A table of more regions is no message.
+/// The most regions that a table message can carry.
 const TABLE_MAX: usize = 120;
-/// Where some front-ends have the device's registers begin in the configuration space.
+/// Offset of the device's registers in the configuration space of some front-ends.
 const REGISTERS_OFFSET: usize = 0x100;
 
 impl FrontEnd {
-    /// Rings have to be enabled, and there are messages that need protocol features.
+    /// True if rings have to be enabled, and messages may need protocol features.
     pub(crate) fn has_protocol(&self) -> bool {
         self.plan.session < 3 || self.guest.layout().regions().len() > TABLE_MAX
     }
 
-    /// Messages may ask for an answer.
+    /// True if messages may ask for an answer.
     fn has_reply_ack(&self) -> bool {
         self.plan.session == 1
     }
@@ -41,14 +41,14 @@ impl FrontEnd {
         if is_heard {
             self.to_send.push_back(Item { request, fds, then });
         } else {
-            // Messages are carried out one after the other.
+            // Messages are carried out in order, so a later answer confirms this message.
             self.to_send.push_back(Item { request, fds, then: Then::Nothing });
             let request = Request::GetFeatures;
             self.to_send.push_back(Item { request, fds: Vec::new(), then });
         }
     }
 
-    /// What a front-end says first.
+    /// Sends the first messages of a connection.
     pub(super) fn set_up(&mut self) {
         self.user_base = self.rng.pick(&USER_BASES);
         let offered = Then::Number(self.device.features() | F_PROTOCOL_FEATURES);
@@ -105,7 +105,7 @@ impl FrontEnd {
         self.is_memory_due = false;
         let regions = self.regions();
         if self.has_protocol() && (regions.len() > TABLE_MAX || self.rng.chance(400)) {
-            // With the first, which has the rings, queues may run.
+            // The first region has the rings, so queues may run once it is there.
             regions.into_iter().rev().for_each(|region| self.add(region));
         } else {
             self.push_table(regions);
@@ -117,7 +117,7 @@ impl FrontEnd {
         self.push_with(Request::SetMemTable(regions), fds, Then::Nothing);
     }
 
-    /// Another map of the memory, while queues run.
+    /// Replaces the map of the memory while queues run.
     pub(crate) fn remap(&mut self) {
         if self.is_memory_due {
             self.share_memory();
@@ -125,7 +125,7 @@ impl FrontEnd {
         let regions = self.regions();
         let has_table = regions.len() <= TABLE_MAX;
         if !has_table || self.has_protocol() && self.rng.chance(400) {
-            // Without the first region, which has the rings, no queue runs.
+            // The first region has the rings, so no queue runs without it.
             let others = self.rng.index(regions.len());
             regions.iter().take(1 + others).for_each(|region| self.remove(*region));
             regions.iter().take(1 + others).rev().for_each(|region| self.add(*region));
@@ -133,7 +133,7 @@ impl FrontEnd {
             self.user_base = self.rng.pick(&USER_BASES);
             let regions = self.regions();
             self.push_table(regions);
-            // Nothing of it changes if the place is the same.
+            // The ring addresses stay the same if the base does.
             (0..self.vrings.len()).for_each(|queue| self.say_addresses(queue));
         }
         self.push(Request::GetFeatures, Then::Mapped);
@@ -154,7 +154,7 @@ impl FrontEnd {
         Request::SetVringAddr { index: number(queue), addresses }
     }
 
-    /// Has a queue go on that has stopped at this avail entry.
+    /// Starts a queue that has stopped at this avail entry.
     pub(crate) fn start(&mut self, queue: usize, next_avail: u16) {
         self.say_anything();
         self.vrings[queue].runs = true;
@@ -181,13 +181,13 @@ impl FrontEnd {
         if self.rng.chance(500) {
             messages.push(self.new_err(queue));
         }
-        // Where the ring is and where to go on must be known before the queue may run. The session
-        // has the old place until then.
+        // The place of the ring and the next avail entry must be known before the queue may run.
+        // Until then the session has the old place.
         let mut first = vec![(Request::SetVringBase { index, base: next_avail.into() }, None)];
         let places = if is_moved { &mut first } else { &mut messages };
         places.push((self.addresses(queue), None));
         self.shuffle(&mut messages);
-        // From its kick on a queue may run. What comes after that has it stop and start once more.
+        // From its kick on a queue may run. A later message makes it stop and start once more.
         let kick = (Request::SetVringKick { index: ring_fds, has_fd: kick.is_some() }, kick);
         let at = self.rng.index(messages.len() + 1);
         messages.insert(at, kick);
@@ -220,7 +220,7 @@ impl FrontEnd {
         message
     }
 
-    /// Stops a queue that runs, so that it can go on.
+    /// Stops a running queue, so that it can continue.
     pub(crate) fn stop(&mut self, queue: usize) {
         self.say_anything();
         self.vrings[queue].runs = false;
@@ -231,13 +231,13 @@ impl FrontEnd {
                 self.push(disable, Then::Disabled(queue));
                 return;
             }
-            // As QEMU does it, which asks then where the queue has stopped.
+            // Like QEMU, which then asks for the entry at which the queue has stopped.
             self.push(disable, Then::Nothing);
         }
         self.push(Request::GetVringBase { index }, Then::Base(queue));
     }
 
-    /// Exchanges an eventfd of a queue that runs.
+    /// Replaces an eventfd of a running queue.
     pub(crate) fn replace_eventfd(&mut self, queue: usize) {
         let index = fits(queue, "the number of a queue");
         let (request, fd) = match self.rng.below(3) {
@@ -263,8 +263,8 @@ impl FrontEnd {
         self.push(Request::GetConfig(config(vec![0])), Then::Writeback(is_on.into()));
     }
 
-    /// Has the device forget its driver; another one comes, or the same. True when the front-end
-    /// goes too.
+    /// Makes the device forget its driver. A new driver follows, or the same. The front-end may go,
+    /// too.
     pub(crate) fn reset(&mut self) {
         let how = self.rng.below(if self.has_protocol() { 6 } else { 3 });
         let request = match how {
@@ -290,14 +290,14 @@ impl FrontEnd {
         self.goodbye = Some(how);
     }
 
-    /// Messages that change nothing.
+    /// Sends messages that change nothing.
     fn say_anything(&mut self) {
         if !self.rng.chance(300) {
             return;
         }
         match self.rng.below(if self.has_protocol() { 5 } else { 2 }) {
             0 => self.push(Request::SetOwner, Then::Nothing),
-            // Queues stop for it, and go on.
+            // Queues stop for this message, and continue.
             1 => self.push(Request::SetFeatures(self.all_features()), Then::Nothing),
             2 => {
                 let status = 1 + self.rng.below(15);

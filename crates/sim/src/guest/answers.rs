@@ -1,4 +1,4 @@
-//! What comes back: whether each answer is right.
+//! Checks of the answers to a guest.
 
 use iomem::fits;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
@@ -12,7 +12,7 @@ use crate::layout::AREA_BYTES;
 use crate::request::{Kind, Request, serial};
 
 impl Guest {
-    /// Checks an answer. Returns the area as it was found.
+    /// Checks an answer. Returns the area as it is after the answer.
     pub(super) fn check_answer(
         &self,
         state: &mut State,
@@ -43,8 +43,8 @@ impl Guest {
         Ok(found)
     }
 
-    /// The area as it is found, and what is in the buffers that the device may write. All else must
-    /// be as the guest left it.
+    /// Returns the area, and the content of the buffers that the device may write. All remaining
+    /// bytes must be as the guest left them.
     pub(super) fn collect(&self, outstanding: &Outstanding) -> Result<(Vec<u8>, Vec<u8>), String> {
         let Outstanding { pieces, area, image, .. } = outstanding;
         let found = self.area(*area);
@@ -101,7 +101,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Whether an area is as it was when its last request was answered.
+    /// Checks that an area has not changed since the answer to its last request.
     pub(super) fn check_left(&self, left: &mut Option<Vec<u8>>, area: u64) -> Result<(), String> {
         let Some(left) = left.take() else { return Ok(()) };
         let now = self.area(area);
@@ -114,7 +114,7 @@ impl Guest {
         }
     }
 
-    /// What is in an area now.
+    /// The present content of an area.
     fn area(&self, area: u64) -> Vec<u8> {
         let mut bytes = vec![0; fits(AREA_BYTES, "the size of an area")];
         self.memory.read(area, &mut bytes).expect("areas are mapped");

@@ -1,5 +1,5 @@
-//! What is left of a guest's device when the daemon is killed: memory as it was at that moment, and
-//! what the VMM keeps.
+//! State of a guest's device that survives the kill of a daemon: memory at that moment, and the
+//! VMM's own state.
 
 use std::os::fd::AsFd;
 
@@ -16,11 +16,11 @@ pub(super) struct Kept {
     moment: Option<Moment>,
 }
 
-/// What the daemon has done by then.
+/// Effects of the daemon up to its death.
 struct Moment {
     memory: Vec<u8>,
     region: Vec<u8>,
-    /// Queues whose guest was called.
+    /// True for queues with a call to the guest.
     called: Vec<bool>,
 }
 
@@ -30,13 +30,14 @@ impl Guest {
         self.state.borrow().kept.region.clone()
     }
 
-    /// Requests of a queue that has stopped which it has left for whoever serves it next.
+    /// The number of requests that a stopped queue has left in the region, for its next start.
     pub(crate) fn left(&self, queue: usize) -> u16 {
         let marked = self.region().map_or(0, |region| region.marked(queue).len());
         fits(marked, "a number of marks")
     }
 
-    /// A queue has stopped. The commands that it has left are carried out when it starts again.
+    /// Notes that a queue has stopped. The commands that it has left are carried out when it starts
+    /// again.
     pub(crate) fn leave(&self, queue: usize) {
         let Some(region) = self.region() else { return };
         let now = self.world.tick();
@@ -54,13 +55,13 @@ impl Guest {
         self.state.borrow_mut().kept.region = region;
     }
 
-    /// The inflight region, which is made if there is none.
+    /// The inflight region, created on first use.
     pub(crate) fn keep_region(&self) -> Region {
         let kept = &mut self.state.borrow_mut().kept;
         kept.region.get_or_insert_with(|| Region::new(&self.plan)).clone()
     }
 
-    /// The daemon dies now: whatever it does from now on has not happened.
+    /// Saves the present state, because the daemon dies now: its later actions must have no effect.
     pub(crate) fn remember(&self) {
         let state = &mut *self.state.borrow_mut();
         let is_called = |call: &_| is_readable(AsFd::as_fd(call));
@@ -70,7 +71,7 @@ impl Guest {
         state.kept.moment = Some(Moment { memory, region, called: called.collect() });
     }
 
-    /// When the requests began that the device has not answered.
+    /// The times at which the unanswered requests began.
     pub(crate) fn unanswered(&self) -> Vec<u64> {
         let state = self.state.borrow();
         let mut begins = Vec::new();
@@ -83,7 +84,7 @@ impl Guest {
         begins
     }
 
-    /// Takes back what the dead daemon has done since.
+    /// Undoes the actions of the daemon since its death.
     pub(crate) fn recall(&self) {
         let state = &mut *self.state.borrow_mut();
         let Some(Moment { memory, region, called }) = state.kept.moment.take() else { return };
@@ -93,7 +94,7 @@ impl Guest {
         }
         let queues = state.queues.iter().zip(called).filter(|(_, was_called)| !was_called);
         for call in queues.filter_map(|(queue, _)| queue.call.as_ref()) {
-            // Nothing is there to be read where it has called nobody.
+            // The read finds nothing if the daemon has not called since.
             let _ = rustix::io::read(call, &mut [0; 8]);
         }
     }

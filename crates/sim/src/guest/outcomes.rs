@@ -1,4 +1,4 @@
-//! Whether a virtio-scsi device has answered as it must.
+//! Checks of a virtio-scsi device's answers.
 
 use std::cell::Ref;
 
@@ -26,14 +26,14 @@ const INCORRECT_LUN: u8 = 12;
 
 const NO_UNIT: Outcome = Outcome::Check(5, [0x25, 0]);
 const NO_TARGET: Outcome = Outcome::Response(BAD_TARGET);
-/// It was taken before, by a queue that has left it or a daemon that has died.
+/// The command was taken before, by a queue that has left it or a daemon that has died.
 const PERHAPS_DONE: Outcome = Outcome::Check(11, [0, 6]);
 
-/// When something was: its begin and its end.
+/// Begin and end of an action.
 type Span = (u64, u64);
 
 impl Guest {
-    /// Checks the answer of a command, of which the device has written `len` bytes.
+    /// Checks the answer to a command, of which the device has written `len` bytes.
     pub(super) fn check_command(
         &self,
         state: &mut State,
@@ -53,7 +53,7 @@ impl Guest {
         let moved = if outcome == Outcome::Good { command.moved } else { 0 };
         let residual = u32::from_le_bytes([response[4], response[5], response[6], response[7]]);
         let out = command.message.readable.len() - command.message.header;
-        // Of a chain with a flaw the device knows no data.
+        // The device knows no data of a chain with a flaw.
         let has_flaw = command.message.flaw.is_some();
         let expected = if has_flaw { 0 } else { out + data.len() - moved };
         if ending != Ending::Failed && usize::try_from(residual) != Ok(expected) {
@@ -82,7 +82,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Whether a command may come to this, and what that means for the disk.
+    /// Checks that a command may have this outcome, and returns the effect on the disk.
     fn judge(
         &self,
         state: &State,
@@ -107,7 +107,7 @@ impl Guest {
             return if is_right { Ok(Ending::Aborted) } else { wrong() };
         }
         if matches!(outcome, Outcome::Response(_)) && command.kind == Kind::Bad(outcome) {
-            // It is wrong whether or not there is a unit.
+            // The command is wrong with or without a unit.
             return Ok(Ending::Refused);
         }
         let during = || unit.present.during(begin, end);
@@ -150,7 +150,8 @@ impl Guest {
         self.judge_medium(command, outcome, &sizes, (begin, end))
     }
 
-    /// The same of a command that was carried out, while the disk had these sizes.
+    /// Like [`judge`](Self::judge), for a command that was carried out while the disk had these
+    /// sizes.
     fn judge_medium(
         &self,
         command: &Command,
@@ -177,7 +178,7 @@ impl Guest {
                 let mut pairs = command.sectors().zip(&command.expects);
                 pairs.any(|(sector, value)| !disk.surely_has(sector, *value, begin, end))
             }
-            // Its queue stops, and any part of it was done.
+            // The queue stopped, and any part of the command was done.
             (Kind::WriteSame, Outcome::Busy) => return Ok(Ending::Aborted),
             (_, Outcome::Check(3, [0x11, 0])) => return failed(reads, outcome),
             (_, Outcome::Check(3, [0x0c, 0])) => return failed(writes || flushes, outcome),
@@ -185,7 +186,7 @@ impl Guest {
             (_, Outcome::Check(0xb, [0, 0])) => return failed(has_medium, outcome),
             _ => false,
         };
-        // It gives blocks back in several steps.
+        // UNMAP gives blocks back in several steps.
         let is_partial = command.kind == Kind::Unmap && sizes.len() > 1;
         match is_right {
             true if is_partial && outcome != Outcome::Good => Ok(Ending::Aborted),
@@ -198,12 +199,12 @@ impl Guest {
         }
     }
 
-    /// Whether a unit was set up with a write cache.
+    /// True if a unit was set up with a write cache.
     fn has_cache(&self, disk: usize) -> bool {
         self.disks[disk].plan.no_write_cache == 0
     }
 
-    /// Whether somebody may have aborted a command so that it has this response.
+    /// True if a function or another initiator may have aborted a command with this response.
     fn is_aborted(
         &self,
         state: &State,
@@ -263,7 +264,7 @@ impl Guest {
         self.end_function(state, response, (begin, end))
     }
 
-    /// Initiators hear of a function that has ended.
+    /// Settles the unit attentions of a function that has ended.
     fn end_function(
         &self,
         state: &mut State,
@@ -278,7 +279,7 @@ impl Guest {
         for (disk, told) in std::mem::take(&mut managed.told) {
             let hears = match told.0 == self.device {
                 true => state.scsi.units[disk].is_there((begin, end)),
-                // What they hear of CLEAR TASK SET depends on whether they had tasks.
+                // CLEAR TASK SET raises attentions only for initiators that had tasks.
                 false => {
                     resets
                         && self.disks[disk].guests().iter().any(|guest| {
@@ -303,7 +304,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Whether the tasks of other initiators are answered, too.
+    /// Checks that the tasks of other initiators are answered, too.
     fn check_others(&self, state: &State, function: &Function, span: Span) -> Result<(), String> {
         let units = state.scsi.units.iter();
         let Some(disk) = units.into_iter().position(|unit| unit.address == function.address) else {
@@ -315,7 +316,7 @@ impl Guest {
                 continue;
             }
             let address = state.scsi.units[disk].address;
-            // What others have not yet given to the device is no task.
+            // A chain that the device has not yet popped is no task.
             let is_meant = |outstanding: &Outstanding, unit, _| {
                 let popped = outstanding.popped.is_some_and(|popped| popped < span.0);
                 popped && unit == address
@@ -327,7 +328,7 @@ impl Guest {
         Ok(())
     }
 
-    /// A task that a function covers and that is not answered, though the function is.
+    /// A task that a function covers and that is unanswered after the function's answer.
     fn left_behind(
         &self,
         state: &State,
@@ -342,7 +343,7 @@ impl Guest {
                 let Outstanding { asked, begin: since, .. } = outstanding;
                 let Asked::Command(command) = asked else { continue };
                 let address = scsi.units[command.unit].address;
-                // Those that name no unit are no tasks of one.
+                // A command that names no unit is no task of one.
                 let is_task = !matches!(command.kind, Kind::Bad(NO_UNIT | NO_TARGET));
                 if is_task
                     && *since < begin
@@ -356,7 +357,7 @@ impl Guest {
         None
     }
 
-    /// Checks an event, or a buffer that was given back.
+    /// Checks an event, or a buffer that was returned empty.
     pub(super) fn check_event(
         &self,
         state: &mut State,
@@ -369,8 +370,9 @@ impl Guest {
     }
 }
 
-/// Whether a request queue may have stopped by some time, with chains that nobody knows, and
-/// whether one surely had all the time. One that has never run has none.
+/// Returns two flags. The first is true if a request queue may have been stopped at some time with
+/// chains that the device does not know; a queue that has never run has none. The second is true if
+/// a queue certainly was so all the time.
 fn is_left(scsi: &Scsi, (begin, end): Span) -> [bool; 2] {
     let may_be_left = |line: &Timeline<bool>| {
         line.during(begin, end).any(|runs| !runs) && line.during(scsi.died, end).any(|runs| *runs)
@@ -381,12 +383,12 @@ fn is_left(scsi: &Scsi, (begin, end): Span) -> [bool; 2] {
     [runs.iter().any(may_be_left), is_left]
 }
 
-/// An error that the disk must explain, of a command that may have it.
+/// Accepts an error that the disk must explain, if the command may have it.
 fn failed(is_right: bool, outcome: Outcome) -> Result<Ending, String> {
     if is_right { Ok(Ending::Failed) } else { Err(format!("it ends with {outcome:?}")) }
 }
 
-/// Whether a task that a function is about was out at some time.
+/// True if a task that a function covers was out at some time.
 fn is_found(state: &State, function: &Function, (begin, end): Span) -> bool {
     let scsi = &state.scsi;
     let outstanding = state.queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());

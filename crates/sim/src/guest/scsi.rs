@@ -1,4 +1,4 @@
-//! What a guest of virtio-scsi knows of its device, and asks it.
+//! The knowledge of a virtio-scsi guest about its device, and its requests.
 
 use device::scsi::address::UnitAddress;
 
@@ -14,18 +14,18 @@ use crate::scsi::unit::{Unit, address};
 use crate::scsi::{CAPACITY_CHANGED, CONTROL_QUEUE, EVENT_QUEUE, POWER_ON, UNITS_CHANGED};
 use crate::timeline::Timeline;
 
-/// Tags are few, so that different units have tasks with the same one.
+/// A small number of tags, so that different units have tasks with the same one.
 const TAGS: u64 = 12;
 
-/// A task management function that was asked for.
+/// A task management function that was requested.
 pub(super) struct Managed {
     pub(super) function: Function,
     pub(super) begin: u64,
-    /// When the device had taken it: it is not about what comes later.
+    /// The time at which the device had taken the function: later commands are not affected.
     pub(super) taken: u64,
-    /// When it was answered.
+    /// The time of the answer.
     pub(super) end: u64,
-    /// Who is to hear of it: the disk, and what.
+    /// Unit attentions that the function may raise, with their disks.
     pub(super) told: Vec<(usize, Told)>,
 }
 
@@ -37,31 +37,31 @@ pub(super) struct Done {
     pub(super) end: u64,
 }
 
-/// What the guest knows of its device; nothing if that is another.
+/// The guest's knowledge of its device; empty for virtio-blk.
 #[derive(Default)]
 pub(super) struct Scsi {
-    /// By the number of their disks.
+    /// Units by the number of their disks.
     pub(super) units: Vec<Unit>,
     pub(super) managed: Vec<Managed>,
     pub(super) done: Vec<Done>,
     pub(super) events: Events,
-    /// Whether each queue runs.
+    /// True while a queue runs.
     pub(super) runs: Vec<Timeline<bool>>,
-    /// Whether each queue has stopped, and the control queue knows.
+    /// True while a queue is stopped and the control queue knows it.
     pub(super) left: Vec<Timeline<bool>>,
-    /// When the last daemon has died.
+    /// The time of the last daemon's death.
     pub(super) died: u64,
 }
 
 impl Guest {
-    /// What the guest knows of a device that has just been made.
+    /// The knowledge about a new device.
     pub(super) fn new_scsi(&self) -> Scsi {
         let units = (0..self.disks.len()).map(|disk| Unit::new(address(self.device, disk)));
         let lines = || (0..self.plan.queue_count()).map(|_| Timeline::new(false)).collect();
         Scsi { units: units.collect(), runs: lines(), left: lines(), ..Scsi::default() }
     }
 
-    /// A queue of the device runs from now on, or not.
+    /// Notes that a queue of the device runs from now on, or does not.
     pub(crate) fn set_running(&self, queue: usize, runs: bool) {
         let now = self.world.tick();
         let scsi = &mut self.state.borrow_mut().scsi;
@@ -73,7 +73,7 @@ impl Guest {
         }
     }
 
-    /// A queue begins to run.
+    /// Notes that a queue begins to run.
     pub(crate) fn set_starting(&self, queue: usize) {
         let now = self.world.tick();
         if let Some(line) = self.state.borrow_mut().scsi.left.get_mut(queue) {
@@ -81,7 +81,7 @@ impl Guest {
         }
     }
 
-    /// A queue has stopped. A control queue forgets those that have when it begins.
+    /// Notes that a queue has stopped. A control queue that starts forgets stopped queues.
     pub(crate) fn set_stopped(&self, queue: usize) {
         let now = self.world.tick();
         let scsi = &mut self.state.borrow_mut().scsi;
@@ -90,7 +90,7 @@ impl Guest {
         scsi.left[queue].set(now, knows);
     }
 
-    /// The device has taken all chains of a queue before this avail entry.
+    /// Notes that the device has taken all chains of a queue before this avail entry.
     pub(crate) fn set_popped(&self, queue: usize, next_avail: u16) {
         let now = self.world.tick();
         let State { queues, scsi, .. } = &mut *self.state.borrow_mut();
@@ -105,7 +105,7 @@ impl Guest {
         }
     }
 
-    /// The device has a unit on this disk now, or has it no more.
+    /// Notes that the device has gained or lost its unit on this disk.
     pub(crate) fn unit_changed(&self, disk: usize, is_there: bool) {
         let now = self.world.tick();
         let scsi = &mut self.state.borrow_mut().scsi;
@@ -128,14 +128,15 @@ impl Guest {
         }
         if self.plan.no_events == 0 {
             let what = if is_there { Happening::Added } else { Happening::Removed };
-            // The first unit of a target is looked for by way of the target.
+            // The first unit of a target is announced by LUN 0, so that the driver scans the
+            // target.
             let lun = if is_there && !has_others { 0 } else { address.lun };
             scsi.events.tell(what, UnitAddress { lun, ..address });
         }
         self.world.tick();
     }
 
-    /// Units are there from the beginning.
+    /// Notes that all units are there from the beginning.
     pub(crate) fn units_begin(&self) {
         let now = self.world.tick();
         let target = |place| address(self.device, place).target;
@@ -144,14 +145,14 @@ impl Guest {
             let attentions = shared.nexus(self.device);
             attentions.raise(POWER_ON, now);
             if (place + 1..self.disks.len()).any(|later| target(later) == target(place)) {
-                // Units are added one after the other.
+                // Units are added one by one.
                 attentions.raise(UNITS_CHANGED, now);
             }
         }
         self.world.tick();
     }
 
-    /// A disk has another size.
+    /// Notes that a disk has another size.
     pub(crate) fn capacity_changed(&self, disk: usize) {
         let now = self.world.tick();
         let scsi = &mut self.state.borrow_mut().scsi;
@@ -165,7 +166,7 @@ impl Guest {
         self.world.tick();
     }
 
-    /// The device has forgotten its driver. No queue runs.
+    /// Notes that the device has forgotten its driver. No queue runs.
     pub(crate) fn was_reset(&self) {
         let now = self.world.tick();
         let State { scsi, queues, .. } = &mut *self.state.borrow_mut();
@@ -186,12 +187,12 @@ impl Guest {
         self.world.tick();
     }
 
-    /// Whether the device has a unit on this disk.
+    /// True if the device has a unit on this disk.
     pub(crate) fn unit_is_there(&self, disk: usize) -> bool {
         *self.state.borrow().scsi.units[disk].present.now()
     }
 
-    /// Whether a task management function is due: they are spread over the commands.
+    /// True if a task management function is due: they are spread over the commands.
     pub(super) fn is_function_due(&self, state: &State) -> bool {
         let (all, total) = (self.plan.functions, self.plan.requests);
         let done = all - state.functions_left;
@@ -199,7 +200,7 @@ impl Guest {
         state.functions_left > 0 && (state.left == 0 || made * all >= done * total)
     }
 
-    /// Draws what goes into a queue.
+    /// Draws a request for a queue.
     pub(super) fn draw_scsi(&self, state: &mut State, index: usize) -> Asked {
         let State { rng, queues, scsi, .. } = state;
         let outstanding = queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
@@ -229,7 +230,7 @@ impl Guest {
         }
     }
 
-    /// What was drawn goes out.
+    /// Records a request that goes out.
     pub(super) fn begin_scsi(&self, scsi: &mut Scsi, asked: &Asked, begin: u64) {
         match asked {
             Asked::Command(command) => {
@@ -259,7 +260,7 @@ impl Guest {
         meant.map(|(disk, _)| disk).collect()
     }
 
-    /// Who may hear of a function that begins: the disk, and what.
+    /// Expects the unit attentions that a function may raise. Returns them with their disks.
     fn expect_of_function(
         &self,
         units: &[Unit],
@@ -286,8 +287,8 @@ impl Guest {
         told
     }
 
-    /// The daemon is dead. The guest takes the answers that are there, and what is out begins once
-    /// more.
+    /// Notes that the daemon is dead. The guest takes the answers that are there, and requests that
+    /// are out begin once more.
     pub(crate) fn device_died(&self) {
         let state = &mut *self.state.borrow_mut();
         for index in 0..state.queues.len() {
@@ -317,7 +318,7 @@ impl Guest {
         self.world.tick();
     }
 
-    /// Another daemon has all units, and nothing that the last one knew.
+    /// Notes that another daemon has all units, without the state of the last one.
     pub(crate) fn units_return(&self) {
         let now = self.world.tick();
         let units = &mut self.state.borrow_mut().scsi.units;

@@ -1,4 +1,4 @@
-//! How the numbers of a plan are drawn.
+//! The drawing of a plan's numbers.
 
 use super::Plan;
 use crate::rng::{Rng, flag, some};
@@ -98,7 +98,7 @@ impl Plan {
         self.preempt = some(rng, 600, &[20, 100, 300]);
     }
 
-    /// Bounds on the bytes of ops, and the time that these take.
+    /// Bounds on the bytes of ops, and their times.
     pub(super) fn draw_bytes(&mut self, rng: &mut Rng) {
         self.op_kib = some(rng, 500, &[1, 2, 4, 16]);
         self.round_kib = some(rng, 500, &[1, 8, 32]);
@@ -123,12 +123,12 @@ impl Plan {
         self.in_order = flag(rng, 200);
     }
 
-    /// One queue that is always busy, beside others.
+    /// A queue that is always busy, beside ordinary ones.
     pub(super) fn draw_rush(&mut self, rng: &mut Rng) {
         self.rush = some(rng, 100, &[200, 600]);
         if self.rush > 0 {
             self.sync = rng.pick(&[950, 1000, 1000]);
-            // Each of so many requests would be tried again for seconds.
+            // Each of the many requests would be tried again for seconds.
             self.stuck = 0;
             self.io_threads = rng.pick(&[1, 1, 2]);
             if self.devices == 1 {
@@ -159,7 +159,7 @@ impl Plan {
         if self.troubled > 0 {
             self.devices = rng.pick(&[4, 5]);
             self.requests = self.requests.max(50);
-            // A disk can keep a share of its own only where there is more than one for each.
+            // A disk can keep its own share only if there is more than one op for each.
             self.depth = rng.pick(&[16, 64]);
             (self.rush, self.odd_shorts, self.stuck) = (0, 0, 0);
             self.io_threads = rng.pick(&[1, 1, 2]);
@@ -170,22 +170,23 @@ impl Plan {
     pub(super) fn draw_limits(&mut self, rng: &mut Rng) {
         self.limits = some(rng, 200, &[50, 200, 1000]);
         if self.limits > 0 && self.scsi > 0 {
-            // So that some command waits at most stops, which are to leave it where they can.
+            // With these limits some command waits at most stops, which should leave it where they
+            // can.
             self.limits = rng.pick(&[10, 20, 50]);
             self.stops = rng.pick(&[10, 40]);
             self.inflight = flag(rng, 700);
-            // Time leaps while they wait, so that EAGAIN twice would be EAGAIN for seconds.
+            // Time leaps while requests wait, so that two EAGAINs would be an EAGAIN for seconds.
             (self.eagain, self.eintr, self.stuck) = (0, 0, 0);
         }
     }
 
-    /// virtio-scsi devices in place of virtio-blk ones.
+    /// virtio-scsi devices instead of virtio-blk ones.
     pub(super) fn draw_scsi(&mut self, rng: &mut Rng) {
         self.scsi = flag(rng, 300);
         if self.scsi == 0 {
             return;
         }
-        // Queues and disks of these have a place of their own in what is written for virtio-blk.
+        // These options assume the queues and disks of virtio-blk.
         (self.rush, self.troubled, self.session, self.odd_shorts) = (0, 0, 0, 0);
         self.devices = self.devices.min(3);
         self.requests = self.requests.min(300);
@@ -200,11 +201,11 @@ impl Plan {
         self.resizes = some(rng, 300, &[1, 4]);
         self.writebacks = 0;
         if rng.chance(150) {
-            // All want the same few blocks, some of them for themselves.
+            // All commands want the same few blocks, some of them exclusively.
             (self.swaps, self.reads, self.writes) = (20, 20, 20);
             (self.blocks, self.request_blocks, self.disks, self.mixed) = (4, 2, 1, 0);
             (self.sync, self.latency_us) = (0, 100);
-            // Nothing else keeps them from it.
+            // Nothing else keeps the commands from the blocks.
             (self.functions, self.hotplugs, self.resizes, self.reserves) = (0, 0, 0, 0);
             (self.no_overlap, self.read_only, self.block_4k, self.requests) = (0, 0, 0, 300);
             (self.eio, self.enospc, self.stuck, self.bads) = (0, 0, 0, 0);

@@ -1,4 +1,4 @@
-//! Plans in words: `name=value` for each of their numbers.
+//! Plans as text: `name=value` for each of their numbers.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Settings that make this plan out of its seed's.
+    /// The settings that turn the plan of the seed into this plan.
     pub(crate) fn settings(&self) -> Vec<String> {
         let (mut drawn, mut this) = (Self::new(self.seed), self.clone());
         let changed = KNOBS.iter().filter_map(|(name, _)| {

@@ -1,9 +1,9 @@
-//! Unit attentions of an I_T nexus: each is heard once, and before anything else.
+//! Unit attentions of an I_T nexus: each is reported once, and before any other answer.
 //!
-//! Commands that overlap may be carried out in any order, and whatever brings an attention about
-//! takes a while. So an attention is expected from some time on, is there for sure from a later
-//! one, and one that a command was answered without must have been heard by another command
-//! that began before that answer.
+//! Commands that overlap may be carried out in any order, and the cause of an attention takes a
+//! while. So an attention is expected from some time on, and is certain from a later time on. If a
+//! command was answered without a certain attention, another command that began before that answer
+//! must have reported it.
 
 use super::{Code, NEXUS_LOST, POWER_ON};
 
@@ -13,23 +13,23 @@ const NEVER: u64 = u64::MAX;
 struct Attention {
     id: u64,
     code: Code,
-    /// It may be there from then on.
+    /// The attention may be there from this time on.
     begin: u64,
-    /// It is there from then on, if it was not heard.
+    /// The attention is there from this time on, unless it was reported.
     sure_since: u64,
-    /// Commands that begin later do not hear it.
+    /// Commands that begin after this time do not report it.
     gone_by: u64,
-    /// When a command was answered first that would have heard it.
+    /// The time of the first answer that should have reported it.
     missed: u64,
-    /// When whatever brings it about has come to its end.
+    /// The end of its cause.
     settled_at: u64,
-    /// When the command began and was answered that has heard it.
+    /// Begin and end of the command that has reported it.
     heard: Option<(u64, u64)>,
-    /// Another one of the same code was heard, which may have been this one.
+    /// An attention of the same code was reported, which may have been this one.
     is_doubtful: bool,
 }
 
-/// What has become of something that brings attentions about.
+/// The outcome of a cause of attentions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Came {
     Surely,
@@ -41,16 +41,16 @@ pub(crate) enum Came {
 pub(crate) struct Attentions {
     all: Vec<Attention>,
     next_id: u64,
-    /// When the last reset ended.
+    /// The end of the last reset.
     last_reset: u64,
 }
 
-/// Resets clear all others (SAM-5, section 5.14.1). What only the nexus suffers clears none.
+/// Resets clear all earlier attentions (SAM-5, section 5.14.1). The loss of a nexus clears none.
 fn is_reset(code: Code) -> bool {
     code[0] == POWER_ON[0] && code != NEXUS_LOST
 }
 
-/// Those of a lower rank come first.
+/// Order of reports: lower ranks come first.
 fn rank(code: Code) -> u8 {
     match code {
         _ if is_reset(code) => 0,
@@ -60,7 +60,7 @@ fn rank(code: Code) -> u8 {
 }
 
 impl Attentions {
-    /// Something has begun that may bring this about.
+    /// Notes that a cause has begun that may raise this attention. Returns the attention's number.
     pub(crate) fn expect(&mut self, code: Code, begin: u64) -> u64 {
         self.next_id += 1;
         self.all.push(Attention {
@@ -77,16 +77,16 @@ impl Attentions {
         self.next_id
     }
 
-    /// It has ended.
+    /// Notes that the cause of an attention has ended.
     pub(crate) fn settle(&mut self, id: u64, end: u64, came: Came) -> Result<(), String> {
         let Some(at) = self.all.iter().position(|one| one.id == id) else { return Ok(()) };
         let Attention { code, begin, heard, is_doubtful, .. } = self.all[at];
         if came == Came::Not {
             self.all.remove(at);
-            // If there are others of that code, it was one of these.
+            // The report must then have been for another attention of that code.
             return heard.map_or(Ok(()), |(begin, end)| self.heard(code, begin, end));
         }
-        // Two of the same are one, and a reset clears what was there before.
+        // Attentions of the same code merge, and a reset clears earlier ones.
         let has_other = self.all.iter().any(|one| one.id != id && one.code == code);
         let is_sure = came == Came::Surely && !has_other && !is_doubtful && self.last_reset < begin;
         if is_reset(code) {
@@ -100,14 +100,14 @@ impl Attentions {
         Ok(())
     }
 
-    /// At once.
+    /// Raises an attention at once.
     pub(crate) fn raise(&mut self, code: Code, now: u64) {
         let id = self.expect(code, now);
         self.settle(id, now + 1, Came::Surely).expect("it has happened");
     }
 
-    /// What is there may be gone, and what was there at the `begin` surely is at the `end` if
-    /// `is_sure`.
+    /// Notes that all attentions may be gone. If `is_sure`, attentions from before `begin`
+    /// certainly are gone at `end`.
     fn clear(&mut self, except: Option<u64>, (begin, end): (u64, u64), is_sure: bool) {
         for one in self.all.iter_mut().filter(|one| Some(one.id) != except) {
             (one.sure_since, one.missed) = (NEVER, NEVER);
@@ -117,12 +117,12 @@ impl Attentions {
         }
     }
 
-    /// Whoever was to hear of them is gone.
+    /// Forgets all attentions, because their nexus is gone.
     pub(crate) fn forget(&mut self, now: u64) {
         self.clear(None, (now, now), true);
     }
 
-    /// A command has heard it.
+    /// Notes that a command has reported an attention.
     pub(crate) fn heard(&mut self, code: Code, begin: u64, end: u64) -> Result<(), String> {
         let fits = |one: &Attention| {
             one.code == code
@@ -133,14 +133,14 @@ impl Attentions {
         };
         let find =
             |is_it: fn(&Attention) -> bool| self.all.iter().position(|one| fits(one) && is_it(one));
-        // What has not ended yet may still bring another about.
+        // A cause that has not ended may still raise a further attention.
         let found = find(|one| one.sure_since != NEVER)
             .or_else(|| find(|one| one.settled_at != NEVER))
             .or_else(|| find(|_| true));
         let Some(found) = found else {
             return Err(format!("attention {code:02x?} was not to be heard: {:?}", self.all));
         };
-        // Two of the same are one, so that whatever else was there has been heard with it.
+        // Attentions of the same code merge, so this report may have covered all of them.
         for other in self.all.iter_mut().filter(|one| fits(one)) {
             (other.sure_since, other.missed, other.is_doubtful) = (NEVER, NEVER, true);
         }
@@ -150,7 +150,7 @@ impl Attentions {
         Ok(())
     }
 
-    /// A command that hears attentions was carried out without one.
+    /// Notes that a command that reports attentions was carried out without one.
     pub(crate) fn passed(&mut self, begin: u64, end: u64) {
         self.pass(begin, end, |_| true);
     }
@@ -163,7 +163,7 @@ impl Attentions {
         }
     }
 
-    /// Everything is answered: none may be lost.
+    /// Checks at the end that no attention was lost.
     pub(crate) fn check_end(&self) -> Result<(), String> {
         match self.all.iter().find(|one| one.missed != NEVER && one.heard.is_none()) {
             Some(one) => Err(format!("{one:?} was passed over, and nobody has heard it")),

@@ -1,4 +1,4 @@
-//! Commands: what they ask, and what they do with the disk.
+//! Commands, and their effects on the disk.
 
 use device::scsi::address::UnitAddress;
 use iomem::fits;
@@ -28,41 +28,41 @@ pub(crate) enum Kind {
     /// MODE SELECT that switches the write cache.
     Select(bool),
     Reserve(Order),
-    /// It has this outcome, if it is carried out at all.
+    /// A command with this outcome, if it is carried out at all.
     Bad(Outcome),
 }
 
-/// A command before it is a chain.
+/// A command before it becomes a chain.
 #[derive(Debug, Clone)]
 pub(crate) struct Command {
     pub(crate) kind: Kind,
-    /// Its number: the value that a write leaves.
+    /// Number of the command: the value that a write leaves.
     pub(crate) id: u64,
     pub(crate) tag: u64,
-    /// The number of its unit, which is that of the disk.
+    /// The number of the unit, which is the number of its disk.
     pub(crate) unit: usize,
     /// Sectors: the first, and how many.
     pub(crate) range: (u64, u64),
-    /// What COMPARE AND WRITE expects.
+    /// The values that COMPARE AND WRITE expects.
     pub(crate) expects: Vec<Value>,
     fua: bool,
-    /// Bytes of data that are moved when it is done.
+    /// Bytes of data moved by a successful command.
     pub(crate) moved: usize,
     pub(crate) message: Message,
 }
 
-/// A unit as a command is drawn for it.
+/// The unit that a command is drawn for.
 pub(crate) struct Target<'a> {
     pub(crate) unit: usize,
     pub(crate) address: UnitAddress,
     pub(crate) disk: &'a Disk,
     pub(crate) tag: u64,
-    /// The number of the device.
+    /// Number of the device.
     pub(crate) device: usize,
 }
 
 impl Command {
-    /// Draws a command for a unit. `plan` is that of the guest.
+    /// Draws a command for a unit. `plan` is the plan of the guest.
     pub(crate) fn draw(plan: &Plan, rng: &mut Rng, id: u64, target: &Target<'_>) -> Self {
         let disk = target.disk;
         let read_only = disk.plan.read_only > 0;
@@ -81,7 +81,7 @@ impl Command {
         }
     }
 
-    /// What it does with the disk.
+    /// The effect on the disk.
     pub(crate) fn touch(&self) -> Touch {
         let classes: &[Class] = match self.kind {
             Kind::Read => &[Class::Read],
@@ -107,11 +107,11 @@ impl Command {
         }
     }
 
-    /// What it needs of the medium, for reservations.
+    /// The need for the medium, which decides about conflicts with reservations.
     pub(crate) fn needs(&self) -> Needs {
         match self.kind {
             Kind::Read => Needs::Reading,
-            // It is of no known kind; all others that are bad are reads.
+            // The opcode is unknown; all other bad commands are reads.
             Kind::Bad(Outcome::Check(5, [0x20, 0])) => Needs::Nothing,
             Kind::Bad(_) => Needs::Reading,
             Kind::TestUnitReady | Kind::Reserve(_) => Needs::Nothing,
@@ -119,7 +119,7 @@ impl Command {
         }
     }
 
-    /// Whether it is refused where nothing can be written.
+    /// True if the command is refused on a read-only medium.
     pub(crate) fn writes(&self) -> bool {
         matches!(self.kind, Kind::Write | Kind::Unmap | Kind::WriteSame | Kind::CompareAndWrite)
     }
@@ -171,7 +171,8 @@ impl Draft<'_> {
         chosen.map_or(Kind::Read, |(kind, _)| *kind)
     }
 
-    /// A PERSISTENT RESERVE OUT, if none is in progress on the disk: two at a time are BUSY.
+    /// A PERSISTENT RESERVE OUT, or `None` if one is in progress on the disk: two at a time are
+    /// BUSY.
     fn order(&mut self) -> Option<Order> {
         let shared = self.target.disk.shared();
         if !shared.reservations.is_idle() {
@@ -194,7 +195,7 @@ impl Draft<'_> {
         fits(self.target.disk.plan.block_bytes(), "the size of a block")
     }
 
-    /// First block and blocks.
+    /// First block and number of blocks.
     fn blocks(&self) -> (u64, u32) {
         let sectors = self.target.disk.plan.block_sectors();
         (self.range.0 / sectors, fits(self.range.1 / sectors, "a number that was drawn"))
@@ -204,7 +205,7 @@ impl Draft<'_> {
         fits::<_, usize>(self.range.1, "a number that was drawn") * SECTOR
     }
 
-    /// The CDB of a command on blocks, in any of the lengths that it has.
+    /// Makes the CDB of a command on blocks, in any of the lengths that it has.
     fn on_blocks(&mut self, opcodes: &[u8], flags: u8) {
         let (lba, count) = self.blocks();
         let opcode = self.rng.pick(opcodes);
@@ -271,7 +272,7 @@ impl Draft<'_> {
                 self.out.resize(moved + excess, 0x5a);
             }
             Kind::Synchronize => {
-                // All is flushed, whatever the range.
+                // SYNCHRONIZE CACHE flushes all blocks, for any range.
                 self.range = (0, 0);
                 moved = 0;
                 self.on_blocks(&[0x35, 0x91], 0);
@@ -378,7 +379,7 @@ impl Draft<'_> {
         self.out.len()
     }
 
-    /// A command that must be refused, and how.
+    /// Makes a command that must be refused. Returns the outcome.
     fn bad(&mut self) -> Outcome {
         let refused = |code| Outcome::Check(5, code);
         match self.rng.below(8) {
@@ -413,7 +414,7 @@ impl Draft<'_> {
                 refused([0x25, 0])
             }
             6 => {
-                // Nobody can read what it asks for.
+                // The buffers of this command are not valid memory.
                 self.cdb = vec![0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
                 self.into = self.block_bytes();
                 self.flaw = Some(self.rng.pick(&[Flaw::NoOut, Flaw::NoIn, Flaw::Order]));

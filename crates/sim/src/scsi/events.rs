@@ -1,13 +1,13 @@
-//! Events of a device: each is told once, in the order in which things have happened.
+//! Events of a device: each is reported once, in the order of the changes.
 
 use std::collections::VecDeque;
 
 use device::scsi::address::UnitAddress;
 
-/// Events that a device keeps at least while it has no buffer for them.
+/// The least number of events that a device keeps while it has no buffer for them.
 const KEPT: usize = 64;
 
-/// What has happened to a unit.
+/// A change of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Happening {
     Added,
@@ -22,14 +22,14 @@ const MISSED: u32 = 0x8000_0000;
 #[derive(Debug)]
 struct Expected {
     bytes: [u8; EVENT_BYTES],
-    /// It may have been forgotten.
+    /// The device may have dropped the event.
     is_optional: bool,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct Events {
     expected: VecDeque<Expected>,
-    /// More have waited than a device has to keep.
+    /// More events have waited than a device has to keep.
     may_miss: bool,
 }
 
@@ -49,25 +49,25 @@ fn bytes_of(what: Happening, unit: UnitAddress) -> [u8; EVENT_BYTES] {
 }
 
 impl Events {
-    /// It has happened.
+    /// Notes that a change has happened.
     pub(crate) fn tell(&mut self, what: Happening, unit: UnitAddress) {
         self.may_miss |= self.expected.len() >= KEPT;
         let is_optional = self.expected.len() >= KEPT;
         self.expected.push_back(Expected { bytes: bytes_of(what, unit), is_optional });
     }
 
-    /// Another driver comes, and learns nothing of what has happened, but for so many events: these
-    /// were told already.
+    /// Notes that another driver comes. It receives no earlier events except for `told` events,
+    /// which were reported already.
     pub(crate) fn forget(&mut self, told: usize) {
         self.expected.truncate(told);
     }
 
-    /// Whether something is still to be told.
+    /// True if an event must still be reported.
     pub(crate) fn is_due(&self) -> bool {
         self.expected.iter().any(|expected| !expected.is_optional)
     }
 
-    /// An event has come. `may_be_empty`: the buffer may have been given back.
+    /// Checks an event. `may_be_empty`: the buffer may have been returned without one.
     pub(crate) fn take(&mut self, event: &[u8], may_be_empty: bool) -> Result<(), String> {
         let mut event: [u8; EVENT_BYTES] =
             event.try_into().map_err(|_| format!("an event of {} bytes", event.len()))?;

@@ -1,4 +1,4 @@
-//! Task management: which tasks a function is about, and how they end then.
+//! Task management: the tasks that a function covers, and their responses.
 
 use device::scsi::address::UnitAddress;
 
@@ -29,7 +29,7 @@ const KINDS: [Kind; 9] = [
     Kind::QueryTaskSet,
 ];
 
-/// A function before it is a chain.
+/// A function before it becomes a chain.
 #[derive(Debug, Clone)]
 pub(crate) struct Function {
     pub(crate) kind: Kind,
@@ -39,7 +39,7 @@ pub(crate) struct Function {
 }
 
 impl Function {
-    /// Draws one; `tasks` are those that are out.
+    /// Draws a function; `tasks` are the tasks that are out.
     pub(crate) fn draw(rng: &mut Rng, units: &[UnitAddress], tasks: &[(UnitAddress, u64)]) -> Self {
         let kind = rng.pick(&KINDS);
         let mut address = rng.pick(units);
@@ -56,7 +56,7 @@ impl Function {
         Self { kind, address, tag, message }
     }
 
-    /// Whether a task is meant.
+    /// True if the function covers a task.
     pub(crate) fn covers(&self, unit: UnitAddress, tag: u64) -> bool {
         match self.kind {
             Kind::AbortTask | Kind::QueryTask => unit == self.address && tag == self.tag,
@@ -65,7 +65,7 @@ impl Function {
         }
     }
 
-    /// The response of tasks that it ends; `None`: it ends none.
+    /// The response of tasks that the function ends; `None` if it ends none.
     pub(crate) fn response(&self) -> Option<u8> {
         match self.kind {
             Kind::AbortTask | Kind::AbortTaskSet | Kind::ClearTaskSet => Some(ABORTED),
@@ -74,12 +74,12 @@ impl Function {
         }
     }
 
-    /// Whether it is about the tasks of other initiators, too. A reset ends these.
+    /// True if the function covers the tasks of all initiators. A reset ends these, too.
     pub(crate) fn is_of_all(&self) -> bool {
         matches!(self.kind, Kind::ClearTaskSet | Kind::UnitReset)
     }
 
-    /// What initiators hear of it: its own, and others.
+    /// The unit attentions for the function's initiator, and for other initiators.
     pub(crate) fn attentions(&self) -> [Option<Code>; 2] {
         match self.kind {
             Kind::NexusReset => [Some(NEXUS_LOST), None],

@@ -1,4 +1,4 @@
-//! Persistent reservations of a disk (SPC-4, section 5.13), as a set of what they may be: a
+//! Persistent reservations of a disk (SPC-4, section 5.13), as a set of possible states: a
 //! PERSISTENT RESERVE OUT that is in progress, or was aborted, may have taken effect or not.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ const INVALID_RELEASE: Outcome = Outcome::Check(5, [0x26, 4]);
 /// A PERSISTENT RESERVE OUT.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Order {
-    /// The device that it is sent to.
+    /// The device that receives the order.
     pub(crate) from: usize,
     /// The service action.
     pub(crate) action: u8,
@@ -29,13 +29,13 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Whether it may end commands.
+    /// True if the order may end commands.
     pub(crate) fn aborts(&self) -> bool {
         self.action == 5
     }
 }
 
-/// What a command needs of the medium.
+/// The need of a command for the medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Needs {
     Nothing,
@@ -43,24 +43,24 @@ pub(crate) enum Needs {
     Writing,
 }
 
-/// Who is registered, and who has reserved.
+/// Registered keys, and the reservation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
     keys: BTreeMap<usize, u64>,
-    /// The type of the reservation; 0: there is none.
+    /// The type of the reservation; 0 if there is none.
     code: u8,
-    /// Who holds it, unless all registrants do.
+    /// The device that holds it, unless all registrants do.
     holder: usize,
 }
 
-/// What comes of an order.
+/// A possible effect of an order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Effect {
     pub(crate) outcome: Outcome,
     pub(crate) state: State,
-    /// Devices that hear of it, and what.
+    /// Devices that receive unit attentions, with their codes.
     pub(crate) told: Vec<(usize, Code)>,
-    /// Devices whose commands are aborted.
+    /// Devices with commands that are aborted.
     pub(crate) aborted: Vec<usize>,
 }
 
@@ -78,7 +78,7 @@ impl State {
             }
     }
 
-    /// Whether a command of a device conflicts.
+    /// True if a command of a device conflicts.
     fn conflicts(&self, device: usize, needs: Needs) -> bool {
         let is_exempt = self.holds(device)
             || matches!(self.code, 5 | 6) && self.keys.contains_key(&device)
@@ -91,7 +91,7 @@ impl State {
         self.keys.keys().copied().filter(move |other| *other != device)
     }
 
-    /// What comes of an order.
+    /// The effect of an order on this state.
     fn perform(&self, order: &Order) -> Effect {
         let mut effect = Effect {
             outcome: Outcome::Good,
@@ -138,7 +138,7 @@ impl Effect {
         self.told.extend(told);
     }
 
-    /// Returns whether the reservation is gone with it.
+    /// Removes a registration. Returns true if that ends the reservation.
     fn unregister(&mut self, device: usize) -> bool {
         let was_held = self.state.code != 0;
         self.state.keys.remove(&device);
@@ -207,13 +207,13 @@ impl Effect {
     }
 }
 
-/// What the reservations of a disk may be.
+/// The possible reservations of a disk.
 #[derive(Debug)]
 pub(crate) struct Reservations {
-    /// What they may be now, if no order was in progress.
+    /// The possible states, without the order in progress.
     now: Vec<State>,
     all: Timeline<Vec<State>>,
-    /// The order in progress, and what may come of it.
+    /// The order in progress, and its possible effects.
     order: Option<(Order, Vec<Effect>)>,
 }
 
@@ -225,7 +225,7 @@ impl Default for Reservations {
 }
 
 impl Reservations {
-    /// Whether an order can begin now.
+    /// True if an order can begin now.
     pub(crate) fn is_idle(&self) -> bool {
         self.order.is_none()
     }
@@ -240,7 +240,7 @@ impl Reservations {
         self.now.first().map_or(0, |state| state.code)
     }
 
-    /// An order begins. Returns what may come of it.
+    /// Begins an order. Returns its possible effects.
     pub(crate) fn begin(&mut self, order: Order, begin: u64) -> &[Effect] {
         let effects: Vec<Effect> = self.now.iter().map(|state| state.perform(&order)).collect();
         let after = effects.iter().map(|effect| effect.state.clone());
@@ -248,15 +248,15 @@ impl Reservations {
         &self.order.insert((order, effects)).1
     }
 
-    /// There are none any more. Returns the order that was in progress, which begins once more.
+    /// Forgets all reservations. Returns the order that was in progress, which begins once more.
     pub(crate) fn died(&mut self, now: u64) -> Option<Order> {
         self.now = vec![State::default()];
         self.all.set(now, self.now.clone());
         self.order.take().map(|(order, _)| order)
     }
 
-    /// The order has ended like this; `None`: it may have taken effect or not. Returns what may
-    /// have come of it.
+    /// Ends the order with this outcome; `None` if it may have taken effect or not. Returns the
+    /// effects that remain possible.
     pub(crate) fn end(
         &mut self,
         outcome: Option<Outcome>,
@@ -281,13 +281,13 @@ impl Reservations {
         Ok(effects)
     }
 
-    /// It was not carried out.
+    /// Ends an order that was not carried out.
     pub(crate) fn refuse(&mut self, end: u64) {
         self.order = None;
         self.all.set(end, self.now.clone());
     }
 
-    /// Whether a command may have been carried out, and may have conflicted.
+    /// Returns two flags: a command may have been carried out, and it may have conflicted.
     pub(crate) fn allows(&self, device: usize, needs: Needs, begin: u64, end: u64) -> [bool; 2] {
         let mut states = self.all.during(begin, end).flatten();
         let mut again = self.all.during(begin, end).flatten();

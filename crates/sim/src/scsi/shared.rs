@@ -1,4 +1,4 @@
-//! What all nexuses of a disk share.
+//! State that all nexuses of a disk share.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::reservations::{Effect, Order, Reservations};
 use super::{COMMANDS_CLEARED, Code, MODE_CHANGED, Outcome};
 use crate::timeline::Timeline;
 
-/// A device, and what it may hear: the code, and the number of the attention.
+/// A device, and an attention for it: the code and the number.
 pub(crate) type Told = (usize, Code, u64);
 
 #[derive(Debug, Clone, Copy)]
@@ -24,23 +24,24 @@ struct Sweep {
 pub(crate) struct Shared {
     pub(crate) access: Arc<DiskAccess>,
     pub(crate) reservations: Reservations,
-    /// When daemons have died.
+    /// Times at which daemons have died.
     deaths: Vec<u64>,
-    /// When the commands began that queues have left which stopped.
+    /// Begins of the commands that stopped queues have left.
     left: BTreeSet<u64>,
-    /// By the number of the device.
+    /// Attentions by the number of the device.
     nexuses: BTreeMap<usize, Attentions>,
-    /// Sectors.
+    /// The size in sectors.
     pub(crate) size: Timeline<u64>,
-    /// Who has ended commands of all initiators, and when that began and ended.
+    /// Devices that have ended commands of all initiators, with the times of begin and end.
     sweeps: Vec<Sweep>,
-    /// Of the order in progress: when it began, and who may hear of it.
+    /// The begin of the order in progress, and the attentions that it may raise.
     order: Option<(u64, Vec<Told>)>,
-    /// By when the command began that changes modes: whose it is, and who may hear of it.
+    /// Commands that change modes, by their begin: the device, and the attentions that they may
+    /// raise.
     selects: BTreeMap<u64, (usize, Vec<Told>)>,
-    /// Since when there is no write cache for sure.
+    /// The time since which there certainly is no write cache.
     through_since: u64,
-    /// When something began or ended last that may switch a cache on.
+    /// The last begin or end of a command that may switch a cache on.
     last_on: u64,
 }
 
@@ -66,17 +67,17 @@ impl Shared {
         self.nexuses.entry(device).or_default()
     }
 
-    /// Since when writes are surely on stable storage when they are answered.
+    /// The time since which writes certainly are on stable storage at their answer.
     pub(crate) fn through_since(&self) -> u64 {
         self.through_since
     }
 
-    /// Something begins or ends that may switch the write cache on.
+    /// Notes the begin or end of an action that may switch the write cache on.
     pub(crate) fn may_cache(&mut self, now: u64) {
         (self.through_since, self.last_on) = (u64::MAX, now);
     }
 
-    /// A device begins to switch the write cache.
+    /// Notes that a device begins to switch the write cache.
     fn begin_select(&mut self, device: usize, is_on: bool, begin: u64) {
         if is_on {
             self.may_cache(begin);
@@ -85,7 +86,7 @@ impl Shared {
         self.selects.insert(begin, (device, told));
     }
 
-    /// It has ended; `None`: it may have done so or not.
+    /// Notes that the switch has ended. `is_done` is `None` if it may have happened or not.
     fn end_select(
         &mut self,
         is_on: bool,
@@ -97,35 +98,35 @@ impl Shared {
         } else if is_done == Some(true) && self.last_on < begin {
             self.through_since = self.through_since.min(end);
         }
-        // If it was so before, nobody is told.
+        // A switch to the present state raises no attention.
         let came = if is_done == Some(false) { Came::Not } else { Came::Maybe };
         let (_, told) = self.selects.remove(&begin).unwrap_or_default();
         self.settle(&told, end, came)
     }
 
-    /// Others may hear of something that a device begins.
+    /// Expects attentions of all other devices for an action of this device.
     pub(crate) fn expect_of_others(&mut self, device: usize, code: Code, begin: u64) -> Vec<Told> {
         let others = self.nexuses.iter_mut().filter(|(other, _)| **other != device);
         others.map(|(other, nexus)| (*other, code, nexus.expect(code, begin))).collect()
     }
 
-    /// It has ended.
+    /// Settles attentions when their cause has ended.
     pub(crate) fn settle(&mut self, told: &[Told], end: u64, came: Came) -> Result<(), String> {
         told.iter().try_for_each(|&(device, _, id)| self.nexus(device).settle(id, end, came))
     }
 
-    /// A device begins to end commands of all initiators.
+    /// Notes that a device begins to end commands of all initiators.
     pub(crate) fn begin_sweep(&mut self, by: usize, begin: u64) {
         self.sweeps.push(Sweep { by, begin, end: u64::MAX });
     }
 
-    /// It has ended.
+    /// Notes that the device has ended them.
     pub(crate) fn end_sweep(&mut self, begin: u64, end: u64) {
         let found = self.sweeps.iter_mut().find(|sweep| sweep.begin == begin);
         found.into_iter().for_each(|sweep| sweep.end = end);
     }
 
-    /// Whether commands of a device that were out then may have been ended by another one, or by
+    /// True if commands of a device that were out then may have been ended by another device, or by
     /// its own order.
     pub(crate) fn may_be_swept(
         &self,
@@ -139,23 +140,23 @@ impl Shared {
         sweeps.any(|sweep| sweep.begin < end && begin < sweep.end)
     }
 
-    /// Whether a daemon has died meanwhile.
+    /// True if a daemon has died in this time.
     pub(crate) fn has_died(&self, (begin, end): (u64, u64)) -> bool {
         self.deaths.iter().any(|death| (begin..=end).contains(death))
     }
 
-    /// The queue of the command that began then has stopped, and has left it.
+    /// Notes that a stopped queue has left the command that began at `begin`.
     pub(crate) fn leave(&mut self, begin: u64) {
         self.left.insert(begin);
     }
 
-    /// Whether that has happened to the command that began then.
+    /// True if a stopped queue has left the command that began at `begin`.
     pub(crate) fn was_left(&self, begin: u64) -> bool {
         self.left.contains(&begin)
     }
 
-    /// The daemon is dead, and with it all that it has kept in memory. What was in progress begins
-    /// once more.
+    /// Notes that the daemon is dead, with all its state in memory. Commands in progress begin once
+    /// more.
     pub(crate) fn died(&mut self, now: u64) -> Result<(), String> {
         self.deaths.push(now);
         self.nexuses.values_mut().for_each(|nexus| nexus.forget(now));
@@ -175,7 +176,7 @@ impl Shared {
         Ok(())
     }
 
-    /// A PERSISTENT RESERVE OUT begins.
+    /// Begins a PERSISTENT RESERVE OUT.
     fn begin_order(&mut self, order: Order, begin: u64) {
         if order.aborts() {
             self.begin_sweep(order.from, begin);
@@ -201,14 +202,14 @@ impl Shared {
         told
     }
 
-    /// It has ended like this; `None`: it may have taken effect or not.
+    /// Ends the order with this outcome; `None` if it may have taken effect or not.
     fn end_order(&mut self, outcome: Option<Outcome>, end: u64) -> Result<(), String> {
         let effects = self.reservations.end(outcome, end)?;
         let Some((begin, told)) = self.order.take() else { return Ok(()) };
         self.end_sweep(begin, end);
         for (device, code, id) in told {
             let tells = |effect: &Effect| match code {
-                // If it had commands.
+                // Depends on the commands of the device.
                 COMMANDS_CLEARED => effect.aborted.contains(&device),
                 _ => effect.told.contains(&(device, code)),
             };
@@ -226,7 +227,7 @@ impl Shared {
         Ok(())
     }
 
-    /// It was not carried out.
+    /// Ends an order that was not carried out.
     fn refuse_order(&mut self, end: u64) -> Result<(), String> {
         self.reservations.refuse(end);
         let Some((begin, told)) = self.order.take() else { return Ok(()) };
@@ -234,7 +235,7 @@ impl Shared {
         self.settle(&told, end, Came::Not)
     }
 
-    /// A command begins.
+    /// Notes that a command begins.
     pub(crate) fn begin(&mut self, device: usize, command: &Command, begin: u64) {
         match command.kind {
             Kind::Reserve(order) => self.begin_order(order, begin),
@@ -243,7 +244,7 @@ impl Shared {
         }
     }
 
-    /// A command has come to this; `None`: it was aborted, in the middle or not.
+    /// Notes the outcome of a command; `None` if it was aborted, in the middle or not.
     pub(crate) fn end(
         &mut self,
         command: &Command,
@@ -259,7 +260,7 @@ impl Shared {
         }
     }
 
-    /// A command was not carried out.
+    /// Notes that a command was not carried out.
     pub(crate) fn refuse(&mut self, command: &Command, span: (u64, u64)) -> Result<(), String> {
         match command.kind {
             Kind::Reserve(_) => self.refuse_order(span.1),
@@ -268,7 +269,7 @@ impl Shared {
         }
     }
 
-    /// Everything is answered.
+    /// Checks at the end that no attention was lost.
     pub(crate) fn check_end(&self) -> Result<(), String> {
         self.nexuses.values().try_for_each(Attentions::check_end)
     }

@@ -6,7 +6,7 @@ use crate::timeline::Timeline;
 
 pub(crate) struct Unit {
     pub(crate) address: UnitAddress,
-    /// Whether the device has it.
+    /// True while the device has the unit.
     pub(crate) present: Timeline<bool>,
 }
 
@@ -15,7 +15,7 @@ impl Unit {
         Self { address, present: Timeline::new(true) }
     }
 
-    /// Whether the device had it all the time.
+    /// True if the device had the unit all the time.
     pub(crate) fn is_there(&self, (begin, end): (u64, u64)) -> bool {
         self.present.during(begin, end).all(|is_there| *is_there)
     }

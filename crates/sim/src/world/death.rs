@@ -1,9 +1,9 @@
-//! The daemon is killed. What it has done by then stays, and so does the page cache; of its ops in
-//! the kernel each may still be carried out, in whole or in part, before another daemon can lock
-//! the disk.
+//! The kill of the daemon. Its effects up to that moment stay, and so does the page cache. Each of
+//! its ops in the kernel may still be carried out, in whole or in part, before another daemon can
+//! lock the disk.
 //!
-//! What it does after that moment, to the end of the turn and while it is dropped, is done for
-//! nobody: its ops have no effect, and guests take back what it has written to their memory.
+//! Its actions after that moment, to the end of the turn and while it is dropped, are void: its ops
+//! have no effect, and guests undo its writes to their memory.
 
 use blockio::op::OpKind;
 
@@ -15,12 +15,12 @@ use crate::faults::op_len;
 pub(super) enum Death {
     #[default]
     Alive,
-    /// It dies when it has passed so many more moments.
+    /// The daemon dies after this many further moments.
     After(u64),
     Dead,
 }
 
-/// An op that nobody waits for any more.
+/// An op of a dead daemon.
 pub(super) struct Orphan {
     pub(super) disk: usize,
     kind: OpKind,
@@ -50,8 +50,7 @@ impl Orphan {
 }
 
 impl World {
-    /// The daemon dies when it has passed so many more moments within turns; at once if that is
-    /// none.
+    /// Kills the daemon after this many moments within turns; at once if there are none.
     pub(crate) fn begin_death(&self, moments: u64) {
         self.death.set(Death::After(moments));
         if moments == 0 {
@@ -63,7 +62,7 @@ impl World {
         self.death.get() == Death::Dead
     }
 
-    /// A moment at which the daemon may die.
+    /// Passes a moment at which the daemon may die.
     pub(crate) fn pass(&self) {
         match self.death.get() {
             Death::After(left) if self.turn.runs.get() => match left {
@@ -89,7 +88,7 @@ impl World {
         ids.into_iter().for_each(|id| self.answer(id));
     }
 
-    /// Nothing is left of the daemon but what it has in the kernel.
+    /// Removes the daemon, except for its ops in the kernel.
     pub(crate) fn bury(&self) {
         let inner = &mut *self.inner.borrow_mut();
         inner.is_void = false;
@@ -98,12 +97,12 @@ impl World {
         drop(left);
     }
 
-    /// Whether ops of a dead daemon may still take effect.
+    /// True if ops of a dead daemon may still take effect.
     pub(crate) fn has_orphans(&self) -> bool {
         !self.inner.borrow().orphans.is_empty()
     }
 
-    /// Another daemon begins.
+    /// Starts another daemon.
     pub(crate) fn revive(&self) {
         self.death.set(Death::Alive);
     }
@@ -122,9 +121,9 @@ impl World {
         }
     }
 
-    /// A disk is opened anew, by another daemon: what was lost before is as it is. That daemon does
-    /// not know of writes that are not on stable storage yet, so a FUA write that fails must not be
-    /// about them.
+    /// Opens a disk again, for another daemon. Earlier losses no longer count: the content is
+    /// final. The new daemon does not know of earlier writes that are not on stable storage, so a
+    /// failed FUA write must not affect them.
     pub(crate) fn reopen(&self, disk: usize) {
         let Disk { plan, device, lost_at, .. } = &mut self.inner.borrow_mut().disks[disk];
         if lost_at.take().is_some() || plan.eio > 0 {

@@ -3,18 +3,18 @@
 use super::{Event, World};
 
 impl World {
-    /// Whether a disk has ops that it does not answer.
+    /// True if a disk has ops that it does not answer.
     pub(crate) fn holds_ops(&self) -> bool {
         let disks = &self.inner.borrow().disks;
         disks.iter().filter_map(|disk| disk.held.as_ref()).any(|ops| !ops.is_empty())
     }
 
-    /// Whether this disk hangs, or would if it had ops.
+    /// True if this disk hangs, or would if it had ops.
     pub(crate) fn hangs(&self, disk: usize) -> bool {
         self.inner.borrow().disks[disk].held.is_some()
     }
 
-    /// Disks that hang answer what they have, and hang no more.
+    /// Makes hung disks answer their ops, and no longer hang.
     pub(crate) fn release(&self) {
         let inner = &mut *self.inner.borrow_mut();
         let held: Vec<u64> =

@@ -1,4 +1,4 @@
-//! What the world does as the kernel of the IoThreads.
+//! The world as the kernel of the IoThreads.
 
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
@@ -84,7 +84,7 @@ impl sim::World for World {
         {
             inner.counts.rejected += 1;
             let when = self.tick();
-            // Which op it is, the engine alone knows; it may be that of a bad request.
+            // Only the engine knows which op it is; it may belong to a bad request.
             let (must_fail, class) = (false, Class::Any);
             let (offset, len, loses, refuses) = (0, u64::MAX, false, true);
             disk.injected.push(Injected { must_fail, class, when, offset, len, refuses, loses });

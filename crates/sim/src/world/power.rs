@@ -1,9 +1,9 @@
-//! The power goes, and comes back.
+//! Loss and return of power.
 
 use super::{Inner, World};
 
 impl World {
-    /// The power goes. Ops get answers that nobody will see.
+    /// Switches the power off. Ops get answers that are never seen.
     pub(crate) fn power_off(&self) {
         {
             let inner = &mut *self.inner.borrow_mut();
@@ -17,14 +17,14 @@ impl World {
         while self.run_event() {}
     }
 
-    /// The power is back; what is on the disk has been decided.
+    /// Switches the power on and decides the content of the disks.
     pub(crate) fn power_on(&self) {
         let Inner { rng, disks, is_void, .. } = &mut *self.inner.borrow_mut();
         disks.iter_mut().for_each(|disk| disk.device.lose_power(rng));
         *is_void = false;
     }
 
-    /// Everything that was written is on stable storage. No op may be in the kernel.
+    /// Brings all writes to stable storage. No op may be in the kernel.
     pub(crate) fn settle(&self) {
         let disks = &mut self.inner.borrow_mut().disks;
         disks.iter_mut().for_each(|disk| disk.device.settle());

@@ -1,54 +1,54 @@
-//! The turns of IoThreads, and who acts within them.
+//! The turns of IoThreads, and actions within them.
 
 use std::cell::Cell;
 use std::time::Instant;
 
 use super::World;
 
-/// How a turn of an IoThread came to its end.
+/// The end of a turn of an IoThread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum TurnEnd {
-    /// Without sleep, or something has ended that.
+    /// Without a sleep, or with a sleep that was ended.
     #[default]
     Awake,
-    /// It would still sleep.
+    /// The IoThread would still sleep.
     Asleep,
 }
 
 /// The turn that an IoThread takes.
 #[derive(Debug, Default)]
 pub(super) struct Turn {
-    /// One is being taken.
+    /// True during a turn.
     pub(super) runs: Cell<bool>,
     pub(super) spins: Cell<u64>,
     pub(super) end: Cell<TurnEnd>,
-    /// For how long ops have held up the IoThread, which submits them.
+    /// Nanoseconds for which ops have held up the IoThread that submits them.
     pub(super) held_ns: Cell<u64>,
     /// A submission thread of io_uring submits.
     pub(super) is_sq_thread: Cell<bool>,
     pub(super) sleeps: Cell<bool>,
 }
 
-/// How often busy-polling has found something, and how often it has not.
+/// The number of times that busy-polling has found work, and has not.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Polls {
     pub(crate) found: u64,
     pub(crate) missed: u64,
 }
 
-/// Who acts besides the kernel, at the points where others may.
+/// An action besides the kernel's, at the points where a turn allows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Other {
-    /// Anybody.
+    /// Any action.
     Any,
     /// The guest that keeps a queue busy.
     Rush,
-    /// Nobody: the daemon dies at this point, and they remember what it has done.
+    /// No action: the daemon dies at this point, and guests save its effects.
     Death,
 }
 
 impl World {
-    /// An IoThread takes a turn: if it sleeps, the turn ends.
+    /// Begins a turn of an IoThread. If the thread sleeps, the turn ends.
     pub(crate) fn begin_turn(&self) {
         self.turn.runs.set(true);
         self.turn.spins.set(0);
@@ -67,12 +67,12 @@ impl World {
         self.turn.end.get()
     }
 
-    /// For how many nanoseconds ops have held up the IoThread in its last turn.
+    /// Nanoseconds for which ops have held up the IoThread in its last turn.
     pub(crate) fn held_in_turn(&self) -> u64 {
         self.turn.held_ns.get()
     }
 
-    /// The kernel does its part of a submit: time goes on by so many nanoseconds.
+    /// Performs the kernel's part of a submit: time advances by `time_ns`.
     pub(super) fn hold(&self, time_ns: u64) {
         if self.turn.runs.get() && !self.is_dead() && !self.turn.is_sq_thread.get() {
             self.turn.held_ns.set(self.turn.held_ns.get() + time_ns);
@@ -86,7 +86,7 @@ impl World {
 
     pub(super) fn act_others(&self, who: Other) {
         let others = self.others.borrow().clone();
-        // What a dead daemon does happens at no time, so nobody acts meanwhile.
+        // The actions of a dead daemon take no time, so nothing else acts between them.
         if let Some(others) = others.filter(|_| who == Other::Death || !self.is_dead()) {
             others(who);
         }
@@ -98,8 +98,8 @@ impl World {
         }
     }
 
-    /// A turn comes to its sleep. Some things may end that; else the turn goes on as if a signal
-    /// had come, and the next one is taken when this sleep would have ended.
+    /// Performs the sleep of a turn. Some events may end it. Otherwise the turn continues as if a
+    /// signal had come, and the next turn is taken when this sleep would have ended.
     pub(super) fn sleep_in_turn(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
         self.turn.sleeps.set(true);
         if self.is_dead() {
