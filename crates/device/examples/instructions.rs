@@ -114,7 +114,7 @@ fn main() -> Result<()> {
     guest.check(depth)
 }
 
-/// One turn of the loop: the only code that is counted.
+/// A turn of the loop: the only code that is counted.
 #[inline(never)]
 fn device_turn(thread: &IoThread) -> Result<Activity, blockio::Error> {
     thread.turn(Wait::Never)

@@ -672,8 +672,7 @@ mod tests {
             (now, count) = (due, count + 1);
         }
         assert!(count < 2600, "{count} looks in 10 s at a queue without work");
-        // Work brings the next check forward. Further work at the same moment sets no further
-        // timer.
+        // Work brings the next check forward. More work at the same moment sets no timer.
         assert_eq!(looks.next(now, false), Some(now + longest));
         let worked = now + longest / 2;
         assert_eq!(looks.next(worked, true), Some(worked + shortest));
