@@ -1,44 +1,43 @@
-//! What becomes of a request as parts of its reply come in: what a server may say to it, and where
-//! its data belongs. Nothing here reads or writes a socket.
+//! The progress of a request while parts of its reply come in: replies that it may have, and the
+//! places of their data. Nothing here reads or writes a socket.
 
 use super::wire::{Command, Framing, Reply, Request, Says, Violation, errno};
 use crate::disk::info::{Extent, ExtentKind};
 
-/// The most pieces that the data of a read may be in while it is not complete: a bound for what a
-/// server can make us keep.
+/// The most pieces of a read that is not complete: a bound for the memory that a server can claim.
 const PIECES_MAX: usize = 4096;
 
 const STATE_HOLE: u64 = 1 << 0;
 const STATE_ZERO: u64 = 1 << 1;
 
-/// What has come in of the reply to a request.
+/// The received part of the reply to a request.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
-    /// The parts of a read that are there, as offsets within it, in order and apart.
+    /// The received parts of a read, as offsets within it, in order and apart.
     pieces: Vec<(u64, u64)>,
     errno: Option<i32>,
     extent: Option<Extent>,
 }
 
-/// Why a request has failed.
+/// The failure of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Failure {
     pub(super) errno: i32,
-    /// The server has failed the flush after a write. The next may succeed, and nobody would hear
-    /// of what was lost: this is not to be tried again.
+    /// True if the server has failed the flush after a write. The next flush may succeed and hide
+    /// the loss, so this must not be tried again.
     pub(super) is_of_flush: bool,
 }
 
-/// What is to be done about a part of a reply.
+/// The action that a part of a reply needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Nothing,
-    /// So many bytes follow, which belong at this byte of the request.
+    /// `len` bytes follow, which belong at byte `at` of the request.
     Receive {
         at: u64,
         len: u64,
     },
-    /// The request has zeroes there.
+    /// `len` zeroes belong at byte `at` of the request.
     Zero {
         at: u64,
         len: u64,
@@ -46,11 +45,11 @@ pub(super) enum Action {
 }
 
 impl Progress {
-    /// Takes in a part of the reply to `request`. `context` is that of the states of blocks.
+    /// Takes in a part of the reply to `request`. `context` is the one of the states of blocks.
     ///
     /// # Errors
     ///
-    /// When it is none that this request can have.
+    /// If this request cannot have that reply.
     pub(super) fn take_in(
         &mut self,
         request: &Request,
@@ -90,7 +89,7 @@ impl Progress {
         }
     }
 
-    /// Where a part of the disk is in the request.
+    /// Records a received part of the disk. Returns its place in the request.
     fn place(&mut self, request: &Request, offset: u64, len: u64) -> Result<u64, Violation> {
         let at = offset.checked_sub(request.offset);
         let fits = |at: &u64| at.checked_add(len).is_some_and(|end| end <= request.len);
@@ -120,11 +119,11 @@ impl Progress {
         Ok(())
     }
 
-    /// The result once the last part is there.
+    /// Returns the result after the last part.
     ///
     /// # Errors
     ///
-    /// When a part is missing.
+    /// If a part is missing.
     pub(super) fn finish(&self, request: &Request) -> Result<Result<Extent, i32>, Violation> {
         if let Some(errno) = self.errno {
             return Ok(Err(errno));
@@ -133,7 +132,7 @@ impl Progress {
             Command::Read if self.pieces != [(0, request.len)] => {
                 Err(Violation("it did not send all that was asked for"))
             }
-            // A server may know nothing about the context.
+            // A server may report nothing for the context.
             Command::BlockStatus => Ok(Ok(self.extent.unwrap_or(Extent::data(request.len)))),
             _ => Ok(Ok(Extent::data(request.len))),
         }
@@ -233,8 +232,8 @@ mod tests {
     }
 
     proptest! {
-        /// In any order, of any sizes: complete when each byte has come once, and a byte that
-        /// comes twice is noticed.
+        /// In any order, of any sizes: a read is complete when each byte has come once, and a byte
+        /// that comes twice is noticed.
         #[test]
         fn pieces_in_any_order(parts in prop::collection::vec((0u64..64, 1u64..16), 1..40)) {
             let request = Request { offset: 0, len: 80, ..READ };

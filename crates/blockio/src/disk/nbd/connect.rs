@@ -1,5 +1,5 @@
-//! A connection is made, from the address to the end of the handshake. This waits, and is done by
-//! threads that may.
+//! The set-up of a connection, from the address to the end of the handshake. It waits, so it runs
+//! on threads that may.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
@@ -19,18 +19,19 @@ use super::target::{NbdAddress, NbdOptions};
 use super::tls::{Unproven, advised, client};
 use super::transport::Transport;
 
-/// How long a server may take until it serves.
+/// The time that a server may take until it serves.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A machine that says nothing for this long is asked whether it is there.
+/// The kernel probes a machine that has been silent for this long.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// So often, until the link takes it for gone.
+/// The number of probes until the machine counts as gone.
 const QUESTIONS: u32 = 3;
 
-/// How long the kernel keeps a connection to a machine that is silent, in milliseconds: far longer
-/// than anybody waits. One that it ended would say nothing of what the server still does, while the
-/// machine that is back says that it knows nothing of the connection. So the link judges.
+/// The time for which the kernel keeps a connection to a silent machine, in milliseconds: far
+/// longer than any wait. If the kernel ended it, nothing would be known about the server's further
+/// changes. A machine that is back reports that it does not know the connection. So the link
+/// judges.
 const KEPT_MS: u32 = i32::MAX as u32;
 
 /// A connection that serves requests.
@@ -39,19 +40,19 @@ pub(super) struct Connected {
     pub(super) facts: Facts,
 }
 
-/// How many times servers were asked what they have.
+/// The number of questions to servers about their exports.
 static ASKED: AtomicU64 = AtomicU64::new(0);
 
-/// Numbers what servers have said in the order in which they were asked: an answer may be on its
-/// way for long, and the size in it is then older than that in others.
+/// Numbers the answers of servers in the order of the questions. An answer may be on its way for
+/// long, and its size is then older than the size in other answers.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Asked(u64);
 
-/// Connects, and has the server begin to serve.
+/// Connects, and makes the server begin to serve.
 ///
 /// # Errors
 ///
-/// Why there is no connection, and what to do about it.
+/// The reason why there is no connection, and advice.
 pub(super) fn connect(options: &NbdOptions) -> Result<(Connected, Asked), String> {
     let (socket, tls, facts, asked) = shake_hands(options, Purpose::Serve)?;
     let transport = Transport::new(socket, tls);
@@ -59,11 +60,11 @@ pub(super) fn connect(options: &NbdOptions) -> Result<(Connected, Asked), String
     Ok((Connected { transport, facts }, asked))
 }
 
-/// What the server says of the export now, asked on a connection of its own.
+/// Asks the server about the export, on a connection of its own.
 ///
 /// # Errors
 ///
-/// As [`connect`].
+/// As for [`connect`].
 pub(super) fn ask(options: &NbdOptions) -> Result<(Facts, Asked), String> {
     shake_hands(options, Purpose::Ask).map(|(_, _, facts, asked)| (facts, asked))
 }
@@ -107,7 +108,7 @@ fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
     }
 }
 
-/// Says why there is no connection to an address, and what to do about it.
+/// Explains why there is no connection to an address, with advice.
 fn not_reached(address: &dyn Display, error: &io::Error) -> String {
     let advice = match error.kind() {
         ErrorKind::WouldBlock => {
@@ -130,8 +131,8 @@ fn not_reached(address: &dyn Display, error: &io::Error) -> String {
     format!("cannot connect to {address}: {error}; {advice}")
 }
 
-/// The first address that takes a connection. Each has its share of the time that is left, since
-/// the first of them may be one that nobody answers at.
+/// Connects to the first address that accepts. Each has its share of the time that is left, because
+/// the first addresses may never answer.
 fn reach_one(addresses: &[SocketAddr], until: Instant) -> Option<Result<OwnedFd, String>> {
     let mut problem = None;
     for (index, address) in addresses.iter().enumerate() {
@@ -145,7 +146,8 @@ fn reach_one(addresses: &[SocketAddr], until: Instant) -> Option<Result<OwnedFd,
     problem.map(Err)
 }
 
-/// A server that takes no connections is waited for as long as for anything else.
+/// Connects to a socket. A server that accepts no connections has the same time as for everything
+/// else.
 fn reach_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
@@ -156,7 +158,7 @@ fn reach_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
     Ok(patient.socket)
 }
 
-/// Small requests leave at once, and a machine that has gone can be noticed.
+/// Sets a socket up: small requests leave at once, and a machine that has gone can be noticed.
 fn watched(socket: TcpStream) -> Result<OwnedFd, String> {
     let set_up = || {
         sockopt::set_tcp_nodelay(&socket, true)?;
@@ -170,7 +172,7 @@ fn watched(socket: TcpStream) -> Result<OwnedFd, String> {
     Ok(socket.into())
 }
 
-/// A socket whose other side has to be done at some time, however it spreads its bytes.
+/// A socket with a deadline for its peer, however that spreads its bytes.
 struct Patient {
     socket: OwnedFd,
     until: Instant,
@@ -218,8 +220,8 @@ mod tests {
 
     use super::*;
 
-    /// Without an end of its own this would wait for ever: the kernel has no room for more that
-    /// wait, and nobody takes one.
+    /// Without a deadline this would wait forever: the kernel has no room for further clients, and
+    /// the server accepts none.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_server_that_takes_no_connections_is_given_up() {
@@ -254,7 +256,7 @@ mod tests {
             let error = reach(&NbdAddress::Unix(path), until).unwrap_err();
             assert!(error.contains(expected), "{error}");
         }
-        // Root may do all, and no test waits for a machine that is away.
+        // Root may do everything, and no test waits for a machine that is away.
         for (errno, expected) in [
             (libc::EACCES, "check the rights of the socket"),
             (libc::EPERM, "check the rights of the socket"),
@@ -267,7 +269,7 @@ mod tests {
         }
     }
 
-    /// A listener whose queue is full says nothing at all.
+    /// A listener with a full queue does not answer at all.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn an_address_that_is_silent_leaves_time_for_the_next() {

@@ -1,4 +1,4 @@
-//! An export as one IoThread uses it: its requests, as the server takes them.
+//! An export on one IoThread: requests of the disk become requests to the server.
 
 use std::cell::RefCell;
 use std::io;
@@ -21,13 +21,13 @@ use crate::disk::seam::{OtherDisk, Request as Answer};
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
-/// The longest range of one request that moves no data, where lengths have 32 bits.
+/// The longest range of a request that moves no data, if lengths have 32 bits.
 const RANGE_BYTES_MAX: u64 = 1 << 31;
 
-/// Zeroes that are written at once where the server knows no other way.
+/// Zeroes that are written at once to a server without a command for them.
 const ZEROES_BYTES: u64 = 1 << 20;
 
-/// How data moves.
+/// The kind of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Way {
     command: Command,
@@ -40,7 +40,7 @@ impl Way {
     const READ: Self = Self { command: Command::Read, flags: 0, is_flushed: false };
     const WRITE: Self = Self { command: Command::Write, flags: 0, is_flushed: false };
     const DURABLE: Self = Self { flags: FLAG_FUA, ..Self::WRITE };
-    /// For a server without FUA.
+    /// A durable write, for a server without FUA.
     const FLUSHED: Self = Self { is_flushed: true, ..Self::WRITE };
 
     fn part(self, io: &Io, offset: u64, bytes: usize) -> Made {
@@ -61,7 +61,7 @@ pub(super) struct NbdDisk {
 /// A request that was started.
 enum Started {
     Here(Ticket, Made),
-    /// By the IoThread whose pipe has this number.
+    /// Carried out by the IoThread that has the pipe with this number.
     There(ForeignOp, u64, Made),
 }
 
@@ -114,7 +114,7 @@ impl NbdDisk {
         let (lent, key) = (Lent::new(&buffers), key_of(shared));
         let (op, completer) = self.io.foreign_op(buffers);
         let who = Borrower::new(completer);
-        // If that IoThread has ended, the call is dropped, and what it has with it.
+        // If that IoThread has ended, the call is dropped with its arguments.
         remote.post(move |io| {
             if let Some(pipe) = io.kept::<Pipe>(key) {
                 pipe.start_for(made, lent, who);
@@ -123,7 +123,7 @@ impl NbdDisk {
         Started::There(op, number, made)
     }
 
-    /// The IoThread whose pipe has this number has ended.
+    /// Finds another way, because the IoThread of the pipe with this number has ended.
     fn look_elsewhere(&self, number: u64) {
         let shared = &self.handle.shared;
         let mut reach = self.reach.borrow_mut();
@@ -156,7 +156,7 @@ impl NbdDisk {
             started.push(self.start_made(way.part(&self.io, at, bytes), part));
             at += bytes as u64;
         }
-        // All of them have to end: the memory of those behind one that fails is in use, too.
+        // All parts have to end: the memory of parts behind a failed one is in use, too.
         let mut failed = Ok(());
         for part in started {
             let (result, memory) = part.wait(self).await;
@@ -172,7 +172,7 @@ impl NbdDisk {
         unfinished(failed, buffers)
     }
 
-    /// A durable write to a server that cannot flush, or of nothing.
+    /// Makes a durable write to a server that cannot flush, or one without data.
     async fn write_and_flush(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
         if !buffers.is_empty() {
             self.transfer(Way::WRITE, offset, buffers).await?;
@@ -180,7 +180,7 @@ impl NbdDisk {
         self.flush().await.map_err(|error| Unfinished::new(error, Buffers::empty()))
     }
 
-    /// Has ranges of the disk treated, in as many requests as it takes.
+    /// Applies a command to a range of the disk, in as many requests as it takes.
     async fn treat(
         &self,
         command: Command,
@@ -274,7 +274,7 @@ impl OtherDisk for NbdDisk {
         if !self.facts.can(can::FAST_ZERO) {
             return Box::pin(std::future::ready(Ok(())));
         }
-        // A server that says that zeroes would take as long as writing them does nothing.
+        // A server that is not faster with zeroes than with data refuses, and nothing is done.
         Box::pin(async move {
             match self.treat(Command::WriteZeroes, FLAG_FAST_ZERO, offset, len).await {
                 Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),

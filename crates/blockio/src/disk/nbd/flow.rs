@@ -1,5 +1,5 @@
-//! What goes over one connection: requests are gathered and sent, replies are received and taken
-//! apart. It has no task and waits for nothing.
+//! The bytes of one connection: requests are gathered and sent, replies are received and parsed.
+//! Nothing here has a task or waits.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -16,33 +16,33 @@ use super::wire::{
     Command, Header, Parsed, REPLY_BYTES_MAX, Reply, Request, Says, Violation, parse,
 };
 
-/// What is received that belongs nowhere yet: many replies with little data.
+/// Memory for received bytes without a place yet: many replies with little data.
 const STAGING_BYTES: usize = 256 << 10;
 
-/// The most requests that one send takes.
+/// The most requests in one send.
 const SENT_AT_ONCE: usize = 128;
 
-/// How often one call receives before others have their turn.
+/// The most receives in one call, before other tasks have their turn.
 const RECEIVES_MAX: usize = 16;
 
-/// Why a connection cannot be used any more.
+/// The reason why a connection can no longer be used.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Broken {
     /// The server has closed it, or is gone: it has ended its requests.
     Gone(String),
-    /// The kernel here has given it up. The server may not know, and has perhaps not ended its
+    /// The kernel here has ended it. The server may not know that, and may not have ended its
     /// requests.
     Cut(String),
-    /// The machine of the server says nothing any more. It may do so later.
+    /// The machine of the server is silent. It may answer later.
     Silent(String),
-    /// It works, and what comes cannot be understood.
+    /// The connection works, but its bytes are not understood.
     Unusable(String),
     /// The server does not answer in time, though its machine does. It may do so later.
     Late(String),
 }
 
 impl Broken {
-    /// What an error of the socket means.
+    /// Classifies an error of the socket.
     fn by(verb: &str, error: &io::Error) -> Self {
         let why = format!("cannot {verb} the server: {error}");
         match error.raw_os_error() {
@@ -61,7 +61,7 @@ impl Broken {
     }
 }
 
-/// One connection, and how far each direction is.
+/// A connection, and the progress of each direction.
 pub(super) struct Flow {
     index: usize,
     transport: Transport,
@@ -71,13 +71,13 @@ pub(super) struct Flow {
     is_writable: bool,
     is_readable: bool,
     staging: Box<[u8]>,
-    /// What has come and is not taken apart lies between these.
+    /// The bounds of the received bytes that are not parsed.
     start: usize,
     end: usize,
-    /// Where the bytes belong that come next.
+    /// The place of the next bytes.
     data: Option<Data>,
     has_answered: bool,
-    /// Something was answered since somebody took note of that.
+    /// True if an answer came since the last `take_heard`.
     is_heard: bool,
     headers: Vec<Header>,
     storage: Vec<iovec>,
@@ -89,7 +89,7 @@ struct Data {
     slot: u32,
     at: usize,
     left: usize,
-    /// The request has ended after it.
+    /// True if the request ends after it.
     is_last: bool,
 }
 
@@ -113,7 +113,7 @@ impl Flow {
         }
     }
 
-    /// Whether nothing is on its way in either direction.
+    /// Returns true if nothing is on its way in either direction.
     pub(super) fn is_idle(&self, requests: &Requests) -> bool {
         !self.is_busy(requests)
             && !self.transport.has_unsent()
@@ -121,7 +121,7 @@ impl Flow {
             && self.data.is_none()
     }
 
-    /// The connection, without what is on its way.
+    /// Returns the connection, without bytes that are on their way.
     pub(super) fn into_connected(self) -> Connected {
         Connected { transport: self.transport, facts: self.facts }
     }
@@ -130,7 +130,7 @@ impl Flow {
         self.transport.socket()
     }
 
-    /// What the server has said about the export on this connection.
+    /// The server's facts about the export on this connection.
     pub(super) fn facts(&self) -> &Facts {
         &self.facts
     }
@@ -143,42 +143,42 @@ impl Flow {
         self.is_writable = true;
     }
 
-    /// Whether requests wait for room in the socket.
+    /// Returns true if requests wait for room in the socket.
     pub(super) fn is_full(&self) -> bool {
         !self.is_writable
     }
 
-    /// Whether any request was answered.
+    /// Returns true if any request was answered.
     pub(super) fn has_answered(&self) -> bool {
         self.has_answered
     }
 
-    /// Whether something was answered since this was called last.
+    /// Returns true if an answer came since the last call.
     pub(super) fn take_heard(&mut self) -> bool {
         std::mem::take(&mut self.is_heard)
     }
 
-    /// Whether there are requests that have no answer.
+    /// Returns true if there are requests without an answer.
     pub(super) fn is_busy(&self, requests: &Requests) -> bool {
         let link = &requests.links[self.index];
         link.sent + link.sending.len() > 0
     }
 
-    /// Says that no more requests come.
+    /// Announces the end of the requests.
     pub(super) fn say_goodbye(&mut self) {
         let request = Request { command: Command::Disconnect, flags: 0, offset: 0, len: 0 };
         let header = request.encode(0, self.facts.framing);
         let mut gathered = Gathered(Ranges::new(Vec::new()));
         gathered.push_bytes(header.as_bytes());
-        // It closes the connection if it does not get that.
+        // Without it, the server sees the socket close.
         let _ = self.transport.send(&gathered);
     }
 
-    /// Sends what there is, as far as the socket has room.
+    /// Sends requests, as far as the socket has room.
     ///
     /// # Errors
     ///
-    /// Why the connection cannot be used any more.
+    /// The reason why the connection can no longer be used.
     pub(super) fn send(&mut self, requests: &mut Requests) -> Result<(), Broken> {
         while self.is_writable
             && (self.transport.has_unsent() || !requests.links[self.index].sending.is_empty())
@@ -198,7 +198,7 @@ impl Flow {
         Ok(())
     }
 
-    /// One system call.
+    /// Sends by one system call.
     fn send_some(&mut self, requests: &Requests) -> io::Result<Moved> {
         let sending = &requests.links[self.index].sending;
         let framing = self.facts.framing;
@@ -227,7 +227,7 @@ impl Flow {
         sent
     }
 
-    /// Notes what has left.
+    /// Records the bytes that were sent.
     fn were_sent(&mut self, requests: &mut Requests, sent: usize) {
         let mut left = self.begun + sent;
         let Requests { slots, links, .. } = requests;
@@ -251,11 +251,11 @@ impl Flow {
         self.begun = left;
     }
 
-    /// Receives what has come, and does what it says. True: there may be more.
+    /// Receives replies, and handles them. Returns true if there may be more.
     ///
     /// # Errors
     ///
-    /// Why the connection cannot be used any more.
+    /// The reason why the connection can no longer be used.
     pub(super) fn receive(
         &mut self,
         requests: &mut Requests,
@@ -285,18 +285,18 @@ impl Flow {
         Ok(true)
     }
 
-    /// Has the server know that nothing more comes: it ends what it has, and then the connection.
+    /// Closes the sending direction: the server ends its requests, and then the connection.
     pub(super) fn half_close(&mut self) {
-        // It fails only if the connection has gone, which the next call that receives says.
+        // A failure means that the connection has gone, which the next receive reports.
         let _ = rustix::net::shutdown(self.transport.socket(), rustix::net::Shutdown::Write);
     }
 
-    /// Receives what cannot be understood, so that the server is not held up. True: there may be
-    /// more.
+    /// Receives bytes that are not understood, so that the server is not held up. Returns true if
+    /// there may be more.
     ///
     /// # Errors
     ///
-    /// When the connection has gone.
+    /// If the connection has gone.
     pub(super) fn discard(&mut self) -> Result<bool, Broken> {
         for _ in 0..RECEIVES_MAX {
             let flags = rustix::net::RecvFlags::DONTWAIT;
@@ -310,8 +310,8 @@ impl Flow {
         Ok(true)
     }
 
-    /// One system call: data goes to where it belongs, the rest into the staging memory. Returns
-    /// how many bytes came, and how many of the first of them have room where they belong.
+    /// Receives by one system call: data to its place, the rest into the staging memory. Returns
+    /// the number of bytes that came, and the room in the place of the data, which is filled first.
     fn receive_some(&mut self, requests: &Requests) -> io::Result<(usize, usize)> {
         self.staging.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
@@ -326,10 +326,10 @@ impl Flow {
             Some(data) => (data.left == direct, direct == 0),
             None => (true, false),
         };
-        // The header of the next reply comes alone where its data is worth a call of its own.
+        // The header of the next reply comes alone if its data is worth a call of its own.
         let much = requests.links[self.index].large_reads > 0;
         let room = match (is_unwanted, is_whole, much) {
-            // Nobody has the memory any more, and the data ends in the staging memory.
+            // The request's memory is gone, and its data ends in the staging memory.
             (true, ..) | (_, true, false) => STAGING_BYTES,
             (_, true, true) => self.end + HEADER_BYTES,
             (_, false, _) => self.end,
@@ -342,7 +342,7 @@ impl Flow {
         Ok((received, direct))
     }
 
-    /// So many bytes have come, first those of the data.
+    /// Accounts for received bytes, which fill the place of the data first.
     fn sort(&mut self, bytes: usize, direct: usize) {
         let direct = direct.min(bytes);
         if let Some(data) = &mut self.data {
@@ -385,7 +385,7 @@ impl Flow {
         }
     }
 
-    /// Does what a part of a reply says.
+    /// Handles a part of a reply.
     fn obey(
         &mut self,
         requests: &mut Requests,
@@ -439,7 +439,7 @@ const CLOSED: &str = "the server has closed the connection";
 /// The head of any reply, with the offset of its data.
 const HEADER_BYTES: usize = 40;
 
-/// Requests are to be made again, on another connection.
+/// The requests are to be made again, on another connection.
 const SHUTS_DOWN: Violation = Violation("it is shutting down");
 
 /// The protocol's ESHUTDOWN.

@@ -1,6 +1,5 @@
-//! The handshake of NBD, fixed newstyle, over any stream: what a server has under a name, and how
-//! client and server speak from then on. The numbers are those of the protocol document of the NBD
-//! project (doc/proto.md).
+//! The handshake of NBD, fixed newstyle, over any stream: the properties of an export, and the form
+//! of later messages. The numbers are from the protocol document of the NBD project (doc/proto.md).
 
 use std::io::{self, Read, Write};
 
@@ -39,16 +38,16 @@ const INFO_BLOCK_SIZE: u16 = 3;
 
 const CONTEXT: &str = "base:allocation";
 
-/// The longest reply to an option that is read, and how many of them.
+/// The longest reply to an option, and the most replies.
 const REPLY_BYTES_MAX: u32 = 64 << 10;
 const REPLIES_MAX: usize = 1000;
 
-/// What a client may send at once to a server that says nothing about it.
+/// The most data at once for a server that names no limit.
 const PAYLOAD_MAX: u32 = 32 << 20;
-/// A server that takes less at a time would have requests cut into thousands of parts.
+/// A server with a lower limit would have requests cut into thousands of parts.
 const MAX_MIN: u32 = 4096;
 
-/// What an export can do, as its flags say.
+/// The abilities of an export, as flags.
 pub(super) mod can {
     pub(in super::super) const HAS_FLAGS: u16 = 1 << 0;
     pub(in super::super) const READ_ONLY: u16 = 1 << 1;
@@ -58,25 +57,26 @@ pub(super) mod can {
     pub(in super::super) const WRITE_ZEROES: u16 = 1 << 6;
     pub(in super::super) const MULTI_CONN: u16 = 1 << 8;
     pub(in super::super) const FAST_ZERO: u16 = 1 << 11;
-    /// What requests depend on. Other flags say how the server is, or what nobody asks it for.
+    /// The flags on which requests depend. Further flags describe the server, or abilities that are
+    /// not used.
     pub(in super::super) const NEEDED: u16 =
         FLUSH | FUA | TRIM | WRITE_ZEROES | MULTI_CONN | FAST_ZERO;
 }
 
-/// What a handshake has found out.
+/// The result of a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) size_bytes: u64,
     /// See [`can`].
     pub(super) flags: u16,
     pub(super) framing: Framing,
-    /// Offsets and lengths are multiples of it: a power of two up to 65,536.
+    /// The unit of offsets and lengths: a power of two up to 65,536.
     pub(super) block_bytes_min: u32,
     /// A power of two that is at least the smallest.
     pub(super) block_bytes_preferred: u32,
     /// The most data of a request: a multiple of the smallest block.
     pub(super) payload_bytes_max: u32,
-    /// The number of the context in which the server says where holes are.
+    /// The number of the context in which the server reports holes.
     pub(super) context: Option<u32>,
 }
 
@@ -86,12 +86,12 @@ impl Facts {
     }
 }
 
-/// What a connection is made for.
+/// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// Requests.
     Serve,
-    /// To ask what there is, and to end then.
+    /// Questions about the export, after which the connection ends.
     Ask,
 }
 
@@ -105,7 +105,7 @@ pub(super) struct Greeted {
 ///
 /// # Errors
 ///
-/// Why the server cannot be used.
+/// The reason why the server cannot be used.
 pub(super) fn greet(stream: &mut (impl Read + Write)) -> Result<Greeted, String> {
     if read_u64(stream)? != MAGIC {
         return Err("what answers there is no NBD server".to_owned());
@@ -130,11 +130,11 @@ pub(super) fn greet(stream: &mut (impl Read + Write)) -> Result<Greeted, String>
     Ok(Greeted { no_zeroes: shared & NO_ZEROES != 0 })
 }
 
-/// Asks for TLS: the stream is to be wrapped in it now.
+/// Asks for TLS, in which the stream must be wrapped next.
 ///
 /// # Errors
 ///
-/// When the server offers none.
+/// If the server offers none.
 pub(super) fn start_tls(stream: &mut (impl Read + Write)) -> Result<(), String> {
     send_option(stream, OPTION_START_TLS, &[])?;
     let mut replies = Replies::new(OPTION_START_TLS);
@@ -148,11 +148,11 @@ pub(super) fn start_tls(stream: &mut (impl Read + Write)) -> Result<(), String> 
     }
 }
 
-/// Settles the rest, and has the server begin to serve `export`, or say what it is.
+/// Settles the rest. The server begins to serve `export`, or describes it.
 ///
 /// # Errors
 ///
-/// Why the server or the export cannot be used.
+/// The reason why the server or the export cannot be used.
 pub(super) fn negotiate(
     stream: &mut (impl Read + Write),
     greeted: Greeted,
@@ -173,7 +173,7 @@ pub(super) fn negotiate(
     };
     found.framing = framing;
     if purpose == Purpose::Ask {
-        // Whatever it says to that, the connection ends.
+        // Whatever the reply, the connection ends.
         let _ = send_option(stream, OPTION_ABORT, &[]);
     }
     found.facts(context)
@@ -207,7 +207,7 @@ fn settle_context(stream: &mut (impl Read + Write), export: &str) -> Result<Opti
     loop {
         match replies.next(stream)? {
             Told::Ack => return Ok(context),
-            // The export may be unknown: to ask for it says so in better words.
+            // The export may be unknown: the next option for it has a better error.
             Told::Refused(..) => return Ok(None),
             Told::Context(data) => {
                 if let Some((number, name)) = data.split_first_chunk()
@@ -221,7 +221,7 @@ fn settle_context(stream: &mut (impl Read + Write), export: &str) -> Result<Opti
     }
 }
 
-/// What the server says about an export, as it says it.
+/// A server's description of an export, not yet checked.
 #[derive(Debug)]
 struct Found {
     export: Option<(u64, u16)>,
@@ -229,7 +229,7 @@ struct Found {
     framing: Framing,
 }
 
-/// `None`: the server does not know the option.
+/// Asks for an export; `None` if the server does not know the option.
 fn ask_for_export(
     stream: &mut (impl Read + Write),
     option: u32,
@@ -255,7 +255,7 @@ fn ask_for_export(
     }
 }
 
-/// As servers of before 2016 do it: it either works or ends the connection.
+/// Opens an export in the way of servers before 2016, which works or ends the connection.
 fn old_export(
     stream: &mut (impl Read + Write),
     greeted: Greeted,
@@ -288,7 +288,7 @@ impl Found {
                 let sizes: Vec<u32> = sizes.iter().map(|size| u32::from_be_bytes(*size)).collect();
                 self.blocks = sizes.first_chunk().copied();
             }
-            // Names and descriptions, which nobody asked for.
+            // Names and descriptions, which were not asked for.
             _ => {}
         }
     }
@@ -323,7 +323,7 @@ impl Found {
     }
 }
 
-/// What a server says to an option.
+/// A server's reply to an option.
 enum Told {
     Ack,
     Info(Vec<u8>),
@@ -364,7 +364,7 @@ impl Replies {
     }
 }
 
-/// What a server says, for the log: one line of bounded length.
+/// Prepares a server's text for the log: one line of bounded length.
 fn printable(data: &[u8]) -> String {
     let text = String::from_utf8_lossy(data);
     text.chars().filter(|character| !character.is_control()).take(200).collect()
@@ -439,7 +439,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that says what it says, and keeps what it is told.
+    /// A server that sends given bytes, and keeps the bytes that it gets.
     struct Script {
         says: Cursor<Vec<u8>>,
         hears: Vec<u8>,

@@ -1,14 +1,14 @@
-//! What a server may still change by requests that nobody waits for any more: no other change of
-//! the same place is sent before that has ended, so that no old write lands after a newer one.
+//! Changes that a server may still make for abandoned requests. No other change of the same place
+//! is sent before they have ended, so that no old write lands after a newer one.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Ranges of an export that are held, by which connection.
+/// Ranges of an export that are held, with their holders.
 #[derive(Debug, Default)]
 pub(super) struct Held {
-    /// How many there are: requests look at the others only if there are any.
+    /// The number of ranges: requests check the list only if there are any.
     count: AtomicUsize,
     ranges: Mutex<Ranges>,
 }
@@ -24,7 +24,7 @@ impl Held {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds these, and returns who does.
+    /// Holds these ranges. Returns the number of their holder.
     pub(super) fn add(&self, ranges: Vec<Range<u64>>) -> u64 {
         let holder = {
             let mut known = self.ranges();
@@ -35,7 +35,7 @@ impl Held {
         holder
     }
 
-    /// From now on the holder holds these, and nothing else.
+    /// Replaces the ranges of a holder.
     pub(super) fn replace(&self, holder: u64, ranges: Vec<Range<u64>>) {
         let mut known = self.ranges();
         known.all.retain(|(other, _)| *other != holder);
@@ -43,12 +43,12 @@ impl Held {
         self.count.store(known.all.len(), Ordering::Release);
     }
 
-    /// Whether anything is held.
+    /// Returns true if anything is held.
     pub(super) fn has_any(&self) -> bool {
         self.count.load(Ordering::Acquire) > 0
     }
 
-    /// Whether any byte of `range` is held.
+    /// Returns true if any byte of `range` is held.
     pub(super) fn has(&self, range: &Range<u64>) -> bool {
         if !self.has_any() {
             return false;

@@ -1,4 +1,4 @@
-//! A server that does not answer: what the connections of an IoThread find, and what is said of it.
+//! Servers that do not answer: checks by the connections of an IoThread, and reports.
 
 use std::time::Instant;
 
@@ -7,7 +7,7 @@ use super::shared::Condition;
 use crate::unanswered::{Line, is_late};
 
 impl Pipe {
-    /// Has everybody know how the connections are.
+    /// Publishes the condition of the connections.
     pub(super) fn tell_condition(&self, why: Option<(Instant, &str)>) {
         let now = self.io.recently.get();
         let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
@@ -28,13 +28,13 @@ impl Pipe {
         }
     }
 
-    /// Looks whether the server is late with what a link has, whose connection is there since
-    /// `begun` and has received what had come. Everybody is to know, and the log has a line for all
-    /// connections together. `has_answered`: something was received for the link since the last
-    /// look.
+    /// Checks if the server is late with requests of a link. Its connection exists since `begun`,
+    /// and has received all bytes that had come. Publishes the condition; the log has a line for
+    /// all connections together. `has_answered`: the link received something since the last check.
     pub(super) fn look_for_late(&self, index: usize, begun: Instant, has_answered: bool) {
         let now = self.io.recently.get();
-        // What is sent again has waited for a server that was away, and not for an answer.
+        // A request that is sent again has waited for a server that was away, and not for an
+        // answer.
         let oldest = self.oldest_of(index).map(|since| since.max(begun));
         let late_since = oldest.filter(|since| is_late(*since, now));
         self.requests.borrow_mut().links[index].late_since = late_since;

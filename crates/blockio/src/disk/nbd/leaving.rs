@@ -1,4 +1,4 @@
-//! Connections that were given up, until the server has ended what it was told to change.
+//! Abandoned connections, until the server has ended the changes that it was sent.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,29 +11,29 @@ use super::shared::{Orphan, Shared};
 use super::watched::Watched;
 use crate::interest::Interest;
 
-/// How often requests are looked at that have no answer.
+/// The interval at which requests without an answer are checked.
 pub(super) const TICK: Duration = Duration::from_secs(1);
 
-/// What can still be heard on a connection that was given up.
+/// The information that an abandoned connection can still give.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Hears {
-    /// Answers, and the end.
+    /// Answers, and the end of the connection.
     Answers,
-    /// Only that the server has ended it.
+    /// Only the end of the connection by the server.
     End,
-    /// Nothing: nobody will ever know what the server has done.
+    /// Nothing: the server's changes will never be known.
     Nothing,
 }
 
-/// Has a task wait until the server has answered the changes that a connection has, which was given
-/// up, or has closed it. If its answers cannot be read, only that says that it has ended them.
+/// Starts a task that waits until the server has answered the changes of an abandoned connection,
+/// or has closed it. If answers cannot be read, only the close shows that the changes have ended.
 pub(super) fn see_off(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, hears: Hears) {
     let left = Some(Left { flow, remains, hears });
     pipe.io.spawn(wait(Leaving { pipe: Rc::clone(pipe), left }));
 }
 
-/// Has another IoThread do that: the loop of this one ends. If there is none, the server ends the
-/// connection even so.
+/// Passes that wait on to another IoThread, because this loop ends. Even if there is none, the
+/// server ends the connection, which is half closed.
 pub(super) fn pass_on(pipe: &Pipe, mut flow: Flow, remains: Remains, hears: Hears) {
     let is_heard = hears != Hears::Nothing;
     if is_heard {
@@ -52,7 +52,7 @@ fn offer(shared: &Arc<Shared>, orphan: Orphan) {
     });
 }
 
-/// Lets go what connections have held that nobody sees off, if the server has ended them.
+/// Releases the changes of connections without a task, if the server has ended them.
 pub(super) fn look_at_orphans(shared: &Arc<Shared>) {
     for Orphan { connected, is_heard, holder } in shared.take_orphans() {
         let mut flow = Flow::new(0, connected);
@@ -68,7 +68,7 @@ pub(super) fn look_at_orphans(shared: &Arc<Shared>) {
     }
 }
 
-/// Sees off what others were to see off whose loops have ended.
+/// Takes over the waits of IoThreads that have ended.
 pub(super) fn adopt(pipe: &Rc<Pipe>) {
     for orphan in pipe.shared.take_orphans() {
         let hears = if orphan.is_heard { Hears::End } else { Hears::Nothing };
@@ -85,7 +85,7 @@ struct Left {
 
 struct Leaving {
     pipe: Rc<Pipe>,
-    /// `None` when it has ended.
+    /// `None` once the wait has ended.
     left: Option<Left>,
 }
 
@@ -111,10 +111,10 @@ async fn wait(mut leaving: Leaving) {
 }
 
 impl Left {
-    /// Waits for its end, or that of the disk.
+    /// Waits for the answers or the end of the connection, or for the end of the disk.
     async fn wait(&mut self, pipe: &Pipe) {
         let Self { flow, remains, hears } = self;
-        // Without that it is looked at now and then.
+        // A socket that cannot be watched is checked at each tick.
         let incoming = Watched::new(&pipe.io, flow, Interest::Readable).ok();
         if *hears == Hears::End {
             flow.half_close();

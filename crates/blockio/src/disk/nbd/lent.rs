@@ -9,7 +9,7 @@ use super::answer::Failure;
 use crate::disk::info::{Extent, ExtentKind};
 use crate::foreign_op::ForeignCompleter;
 
-/// The memory of a foreign op, for another thread. It is good until the op is completed.
+/// The memory of a foreign op, for another thread. It is valid until the op is completed.
 pub(super) struct Lent {
     ranges: Vec<iovec>,
 }
@@ -23,12 +23,12 @@ impl Lent {
         Self { ranges: buffers.iovecs().to_vec() }
     }
 
-    /// The memory as a list of this thread.
+    /// Returns the memory as a list of this thread.
     ///
     /// # Safety
     ///
-    /// The list and all lists that are made of it must have gone when the op is completed that
-    /// owns the memory.
+    /// The list, and all lists that are made of it, must be gone when the op that owns the memory
+    /// is completed.
     pub(super) unsafe fn into_buffers(self) -> Buffers {
         // SAFETY: the slot of the foreign op keeps the ranges mapped until its completion, which
         // the caller makes last.
@@ -36,11 +36,11 @@ impl Lent {
     }
 }
 
-/// Whoever waits on another IoThread for a request. One that is dropped is told to make the request
-/// elsewhere: nobody here carries it out any more.
+/// The waiter for a request on another IoThread. If this is dropped, that IoThread makes the
+/// request elsewhere.
 pub(super) struct Borrower(Option<ForeignCompleter>);
 
-/// The lowest bits of what is no extent: the errno of a flush that has failed follows, or none.
+/// The lowest bits of a result that is no extent. The errno of a failed flush follows, or none.
 const NO_EXTENT: usize = 3;
 
 impl Borrower {
@@ -48,7 +48,7 @@ impl Borrower {
         Self(Some(completer))
     }
 
-    /// From now on the memory of the request may go.
+    /// Completes the request. From now on its memory may go.
     pub(super) fn complete(mut self, result: Result<Extent, Failure>) {
         if let Some(completer) = self.0.take() {
             completer.complete(encode(result));
@@ -64,7 +64,7 @@ impl Drop for Borrower {
     }
 }
 
-/// A result as an op of something else has it.
+/// Encodes a result as that of a foreign op.
 fn encode(result: Result<Extent, Failure>) -> io::Result<usize> {
     let extent = match result {
         Ok(extent) => extent,
@@ -82,7 +82,7 @@ fn encode(result: Result<Extent, Failure>) -> io::Result<usize> {
     Ok(bytes << 2 | kind)
 }
 
-/// What a [`Borrower`] was told. `None`: the request is to be made elsewhere.
+/// Decodes the result that a [`Borrower`] got. `None`: the request is to be made elsewhere.
 pub(super) fn decode(result: io::Result<usize>) -> Option<Result<Extent, Failure>> {
     let code = match result {
         Ok(NO_EXTENT) => return None,

@@ -1,5 +1,5 @@
-//! One connection to an NBD server: it is made, carries requests until it breaks, and is made
-//! again. All requests that are there share a send, and all answers that are there a receive.
+//! A connection to an NBD server, which is made, carries requests until it breaks, and is made
+//! again. All requests at hand share a send, and all answers at hand a receive.
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +20,7 @@ use crate::interest::Interest;
 use crate::io::Io;
 use crate::unanswered::LATE;
 
-/// How long requests wait at most for a connection that replaces one which was new.
+/// The longest wait of requests for a connection that replaces a new one.
 const REPLACE_MAX: Duration = Duration::from_millis(250);
 
 /// Makes the connections of an IoThread, in tasks.
@@ -44,7 +44,7 @@ impl Drop for Service {
     }
 }
 
-/// Serves requests over one connection after the other, until nobody has the disk any more.
+/// Serves requests over one connection after another, until the last user of the disk is gone.
 async fn serve_link(service: Service, index: usize) {
     let pipe = Rc::clone(&service.pipe);
     pipe.set_task(index);
@@ -71,11 +71,11 @@ async fn serve_link(service: Service, index: usize) {
         };
         let Some(flow) = lease.flow.take() else { break };
         if carried.is_ok() && !pipe.shared.is_over() {
-            // Another one knows the size that the export has now.
+            // The next connection knows the present size of the export.
             pipe.link_is_down(index);
             // Otherwise other IoThreads would send their requests here, and get them back.
             pipe.tell_condition(None);
-            // While an export grows, each new connection knows more than those before it.
+            // While an export grows, each new connection knows a larger size.
             if clock::now().saturating_duration_since(begun) < RETRY_MAX {
                 retry.wait = retry.wait.min(REPLACE_MAX);
                 pipe.pause(&mut retry).await;
@@ -98,8 +98,8 @@ async fn serve_link(service: Service, index: usize) {
     pipe.fail(libc::EIO, None);
 }
 
-/// A connection in use. If its loop ends before the disk has gone, whoever comes next has it: the
-/// server may allow no other. One that has requests is given up.
+/// A connection in use. If its loop ends before the disk is gone, the next IoThread has it: the
+/// server may allow no second one. A connection with requests is abandoned.
 struct Lease<'a> {
     pipe: &'a Pipe,
     index: usize,
@@ -124,8 +124,8 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// Takes the requests from a connection that cannot be used any more. What the server may still do
-/// with them is waited for by a task of its own.
+/// Takes the requests from a connection that can no longer be used. A task of its own waits for the
+/// changes that the server may still make.
 fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Broken>) -> Ended {
     let was_useful = flow.has_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
@@ -147,7 +147,7 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
 }
 
 impl Pipe {
-    /// How long a request may take.
+    /// The longest time of a request.
     pub(super) fn deadline(&self) -> Option<Duration> {
         let late = self.is_unneeded().then_some(LATE);
         self.shared.options.deadline.into_iter().chain(late).min()
@@ -164,7 +164,7 @@ impl Pipe {
         self.use_others();
     }
 
-    /// A connection, made by a thread. `None`: it is not needed any more.
+    /// Takes the spare connection, or makes one by a thread. `None`: none is needed.
     async fn next_connection(&self) -> Option<Result<Connected, String>> {
         if let Some(spare) = self.shared.take_spare() {
             return Some(Ok(spare));
@@ -208,7 +208,7 @@ impl Pipe {
     }
 }
 
-/// Refuses a connection that offers less than the disk was opened with, and takes its size over.
+/// Refuses a connection that offers less than when the disk was opened. Takes its size over.
 fn check(shared: &Arc<Shared>, made: Connected, asked: Asked) -> Result<Connected, String> {
     let (then, now) = (&shared.facts, &made.facts);
     refuse_less(shared, now)?;
@@ -223,8 +223,8 @@ fn check(shared: &Arc<Shared>, made: Connected, asked: Asked) -> Result<Connecte
     Ok(made)
 }
 
-/// Refuses what is less than the disk was opened with. It may be another export altogether, so
-/// nothing that it says counts.
+/// Refuses facts that offer less than when the disk was opened. The export may be a different one,
+/// so none of its facts count.
 pub(super) fn refuse_less(shared: &Shared, now: &Facts) -> Result<(), String> {
     let then = &shared.facts;
     // Without MULTI_CONN a flush covers its own connection alone.
@@ -246,11 +246,11 @@ pub(super) fn refuse_less(shared: &Shared, now: &Facts) -> Result<(), String> {
     Ok(())
 }
 
-/// Carries requests until the connection breaks, or nobody needs it any more.
+/// Carries requests until the connection breaks, or is not needed.
 async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Broken> {
     let io = &*pipe.io;
     let incoming = Watched::new(io, flow, Interest::Readable)?;
-    // Only while the socket has no room: else each byte that leaves it would be announced.
+    // Only while the socket has no room: otherwise each byte that leaves it would be announced.
     let mut room: Option<Watched<'_>> = None;
     let (begun, mut tick) = (io.recently.get(), None);
     loop {
@@ -275,7 +275,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
         let (went_on, is_busy) = {
             let requests = &mut *pipe.requests.borrow_mut();
             let went_on = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
-            // What was answered may have let a flush follow.
+            // An answer may have queued a flush.
             let went_on = went_on.and_then(|has_more| flow.send(requests).map(|()| has_more));
             (went_on, flow.is_busy(requests))
         };
@@ -284,7 +284,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             io.wake_me();
         }
         if is_look_due {
-            // What has come while this thread did not run is neither late nor overdue.
+            // An answer that came while this thread did not run is neither late nor overdue.
             look_at_deadline(pipe, index)?;
             pipe.look_for_late(index, begun, flow.take_heard());
         }
@@ -310,8 +310,8 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
     }
 }
 
-/// Ends a connection that does not know how large the export is by now, as if it had never been.
-/// False: it has to flush before.
+/// Ends a connection that knows only a smaller size of the export, as if it had never been. Returns
+/// false if it has to flush first.
 fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
     if pipe.shared.needs_flush_of_its_own() {
         pipe.flush_link(index);
@@ -321,7 +321,7 @@ fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
     true
 }
 
-/// Breaks a connection whose oldest request is overdue.
+/// Breaks a connection if its oldest request is overdue.
 fn look_at_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
     let Some((since, deadline)) = pipe.oldest_of(index).zip(pipe.deadline()) else { return Ok(()) };
     let age = pipe.io.recently.get().saturating_duration_since(since);
@@ -331,7 +331,7 @@ fn look_at_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
     Err(Broken::Late(format!("the server has not answered for {} s", age.as_secs())))
 }
 
-/// Breaks a connection whose machine says nothing any more.
+/// Breaks a connection if the server's machine is silent.
 fn look_for_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
     match Pulse::of(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
         Some(pulse) => {

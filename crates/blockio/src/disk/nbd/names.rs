@@ -7,20 +7,20 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-/// What the resolver says of a name.
+/// The resolver's answer for a name.
 type Answer = Result<Vec<SocketAddr>, String>;
 
 /// Asks the resolver, for as long as that takes.
 type Ask = fn(&str, u16) -> io::Result<Vec<SocketAddr>>;
 
-/// Names that are being looked for. Nothing ends a thread in the resolver, so each name has one at
-/// most: all who look for it meanwhile wait for its answer.
+/// Look-ups of names. Nothing ends a thread in the resolver, so each name has at most one: further
+/// callers wait for its answer.
 pub(super) struct Names {
     ask: Ask,
     sought: Mutex<BTreeMap<(String, u16), Arc<Sought>>>,
 }
 
-/// Those of all disks.
+/// The look-ups of all disks.
 pub(super) static NAMES: Names =
     Names::new(|host, port| Ok((host, port).to_socket_addrs()?.collect()));
 
@@ -35,11 +35,11 @@ impl Names {
         Self { ask, sought: Mutex::new(BTreeMap::new()) }
     }
 
-    /// The addresses of a machine.
+    /// Finds the addresses of a machine.
     ///
     /// # Errors
     ///
-    /// Why it is not found, and what to do about it.
+    /// The reason why it is not found, and advice.
     pub(super) fn find(&'static self, host: &str, port: u16, until: Instant) -> Answer {
         if let Ok(address) = host.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(address, port)]);
@@ -56,7 +56,7 @@ impl Names {
         self.sought.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a thread look for a name, unless one does.
+    /// Starts a thread that looks a name up, unless there is one.
     fn seek(&'static self, host: &str, port: u16) -> Result<Arc<Sought>, String> {
         let mut all = self.sought();
         let key = (host.to_owned(), port);
@@ -70,7 +70,7 @@ impl Names {
             let answer = (self.ask)(host, *port).map_err(|error| {
                 format!("cannot find {host}: {error}; check the name of the server")
             });
-            // Whoever comes from now on asks anew.
+            // Later callers start a new look-up.
             self.sought().remove(&name);
             found.is_found(answer);
         };
@@ -91,7 +91,7 @@ impl Sought {
         self.is_there.notify_all();
     }
 
-    /// `None`: there is no answer by then.
+    /// Waits for the answer; `None` if there is none at `until`.
     fn wait(&self, until: Instant) -> Option<Answer> {
         let left = until.saturating_duration_since(Instant::now());
         let is_missing = |answer: &mut Option<Answer>| answer.is_none();
@@ -121,7 +121,7 @@ mod tests {
     static ASKED: AtomicUsize = AtomicUsize::new(0);
     static ANSWERS: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
-    /// A resolver that hangs until it is told not to.
+    /// A resolver that hangs until the test releases it.
     fn hang(_: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         ASKED.fetch_add(1, Ordering::Relaxed);
         let answers = ANSWERS.0.lock().unwrap();
@@ -138,7 +138,7 @@ mod tests {
         }
         let waiting = thread::spawn(|| HANGING.find("host", 7, Instant::now() + PATIENCE));
         let other = thread::spawn(|| HANGING.find("host", 8, Instant::now() + PATIENCE));
-        // One that waits has a handle, and so do the list and the thread.
+        // A waiting caller has a handle, and so do the list and the thread.
         let handles = || {
             let sought = HANGING.sought();
             sought.get(&("host".to_owned(), 7)).map_or(0, Arc::strong_count)
@@ -152,7 +152,7 @@ mod tests {
             assert_eq!(found.join().unwrap().unwrap()[0].port(), port);
         }
         assert_eq!(ASKED.load(Ordering::Relaxed), 2, "each has asked");
-        // The next one asks anew.
+        // The next caller starts a new look-up.
         HANGING.find("host", 7, Instant::now() + PATIENCE).unwrap();
         assert_eq!(ASKED.load(Ordering::Relaxed), 3);
     }

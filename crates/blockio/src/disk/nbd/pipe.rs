@@ -1,12 +1,12 @@
 //! The requests of one IoThread to an NBD export, and the connections that carry them.
 //!
-//! A request has a slot, which owns its memory until the answer, whoever waits for it. It belongs
-//! to one connection at a time; when that breaks, the request goes to another one, or waits for the
-//! next. All requests may be sent again, for each does the same when it is done twice: a read or a
-//! change that has no answer may be done now, later, or twice, and one that was issued after its
-//! answer is never before it. Servers end the requests of a connection before they close it. Where
-//! it is the client that gives a connection up, what the server may still change is held until it
-//! has answered or closed the connection; see `remains.rs`.
+//! A request has a slot, which owns its memory until the answer, with or without a waiter. It
+//! belongs to one connection at a time. When that breaks, the request goes to another connection,
+//! or waits for the next. All requests may be sent again, for each has the same effect when it is
+//! done twice. A read or a change without an answer may be done now, later, or twice, but never
+//! after a request that was issued after its answer. Servers end the requests of a connection
+//! before they close it. If the client abandons a connection, the changes that the server may still
+//! make are held until it has answered or closed the connection; see `remains.rs`.
 //!
 //! A flush that is sent again, or comes after a connection broke, is a promise about changes that
 //! were answered on that connection. See [`NbdOptions::distrust`](super::NbdOptions).
@@ -38,14 +38,14 @@ pub(super) struct Pipe {
     pub(super) shared: Arc<Shared>,
     pub(super) number: u64,
     pub(super) requests: RefCell<Requests>,
-    /// The tasks of its connections that have not ended.
+    /// The number of tasks of its connections that have not ended.
     serving: Cell<usize>,
-    /// The tasks of connections that were given up and have not ended.
+    /// The tasks of abandoned connections that have not ended.
     pub(super) leaving: RefCell<Vec<TaskRef>>,
 }
 
 impl Pipe {
-    /// A pipe without connections yet, which is found by [`key_of`].
+    /// Makes a pipe without connections yet, which is found by [`key_of`].
     pub(super) fn new(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Self> {
         let pipe = Rc::new(Self {
             io: Rc::clone(io),
@@ -62,9 +62,9 @@ impl Pipe {
 
     /// Starts a request of another IoThread, which waits for it.
     pub(super) fn start_for(&self, made: Made, lent: Lent, who: Borrower) {
-        // SAFETY: the list is dropped by `finish`, before the borrower is told, or with its slot,
-        // of which it is dropped before the borrower; lists made of it last no longer than a call
-        // of this module.
+        // SAFETY: `finish` drops the list before it notifies the borrower. A slot that is dropped
+        // drops its list before its borrower. Lists made of it last no longer than a call of this
+        // module.
         let buffers = unsafe { lent.into_buffers() };
         let slot = self.begin(made, buffers, Who::There(who));
         self.assign_or_refuse(slot);
@@ -92,13 +92,13 @@ impl Pipe {
         refuses.then_some(libc::EIO)
     }
 
-    /// Whether nobody waits for a request any more: it may have begun elsewhere long ago.
+    /// Returns true if a request is past its deadline: it may have begun elsewhere long ago.
     fn is_overdue(&self, made: &Made) -> bool {
         let age = self.io.recently.get().saturating_duration_since(made.since);
         self.deadline().is_some_and(|deadline| age >= deadline)
     }
 
-    /// Whether no connection can take a request now.
+    /// Returns true if no connection can take a request now.
     fn would_wait(&self, request: &Request) -> bool {
         let held = &self.shared.held;
         request.changed_range().is_some_and(|range| held.has(&range)) || !self.is_up()
@@ -124,8 +124,8 @@ impl Pipe {
         fits(requests.slots.len() - 1, "the requests of a disk")
     }
 
-    /// Has a request sent that waits, unless it is overdue, or what it promises cannot be kept any
-    /// more. False: it has failed.
+    /// Assigns a waiting request, unless it is overdue, or cannot keep its promise. Returns false
+    /// if it has failed.
     fn assign_or_refuse(&self, slot: u32) -> bool {
         let made = self.requests.borrow().slots[slot as usize].made;
         let refused = self.refuses(&made);
@@ -136,7 +136,7 @@ impl Pipe {
         refused.is_none()
     }
 
-    /// Has the connection with the least to do send a request.
+    /// Assigns a request to the connection with the least to do.
     fn assign(&self, slot: u32) {
         let mut borrowed = self.requests.borrow_mut();
         let requests = &mut *borrowed;
@@ -149,7 +149,7 @@ impl Pipe {
             requests.slots[slot as usize].state = State::Waiting;
             requests.waiting.push_back(slot);
             if is_held {
-                // They look at what has waited for too long.
+                // The tasks check for requests that have waited for too long.
                 let tasks = requests.links.iter().filter_map(|link| link.task);
                 tasks.for_each(|task| self.io.wake(task));
             }
@@ -168,8 +168,8 @@ impl Pipe {
         }
     }
 
-    /// The task of a connection has ended, perhaps because its loop has. After the last one other
-    /// IoThreads make their requests elsewhere.
+    /// Called when the task of a connection has ended, perhaps because its loop has. After the last
+    /// one, other IoThreads make their requests elsewhere.
     pub(super) fn has_left(&self) {
         self.serving.set(self.serving.get() - 1);
         if self.serving.get() > 0 {
@@ -182,12 +182,12 @@ impl Pipe {
         drop(borrowed);
     }
 
-    /// Whether any connection is there.
+    /// Returns true if there is a connection.
     pub(super) fn is_up(&self) -> bool {
         self.requests.borrow().links.iter().any(|link| link.is_up)
     }
 
-    /// Has requests that wait for a connection made by an IoThread that has one.
+    /// Turns waiting requests away, if another IoThread has a connection.
     pub(super) fn use_others(&self) {
         if !self.is_up() && self.shared.other(self.number).is_some() {
             self.requests.borrow_mut().turn_away();
@@ -199,12 +199,12 @@ impl Pipe {
         self.requests.borrow().links.len()
     }
 
-    /// A link's task says which it is.
+    /// Records the calling task as that of a link.
     pub(super) fn set_task(&self, index: usize) {
         self.requests.borrow_mut().links[index].task = Some(self.io.this_task());
     }
 
-    /// Has all tasks look at what has become of the disk.
+    /// Wakes all tasks, which then check the state of the disk.
     pub(super) fn wake_links(&self) {
         let tasks: Vec<TaskRef> = {
             let requests = self.requests.borrow();
@@ -214,7 +214,7 @@ impl Pipe {
         tasks.into_iter().for_each(|task| self.io.wake(task));
     }
 
-    /// The link has a connection: it takes what waits.
+    /// Called when a link has a connection, which takes waiting requests.
     pub(super) fn link_is_up(&self, index: usize, facts: &Facts) {
         {
             let link = &mut self.requests.borrow_mut().links[index];
@@ -225,15 +225,15 @@ impl Pipe {
         self.tell_condition(None);
     }
 
-    /// Whether a link takes no more requests, because its connection does not know how large the
-    /// export is by now.
+    /// Returns true if a link takes no further requests, because its connection knows only a
+    /// smaller size of the export.
     pub(super) fn is_retiring(&self, index: usize) -> bool {
         let link = &mut self.requests.borrow_mut().links[index];
         link.is_retiring |= link.size_bytes < self.shared.size_bytes();
         link.is_retiring
     }
 
-    /// Has a link flush what it was told to write.
+    /// Makes a link flush its writes.
     pub(super) fn flush_link(&self, index: usize) {
         let slot = self.begin(Made::now(&self.io, Request::FLUSH), Buffers::empty(), Who::Nobody);
         let requests = &mut *self.requests.borrow_mut();
@@ -241,7 +241,7 @@ impl Pipe {
         requests.links[index].sending.push_back(slot);
     }
 
-    /// Has those requests sent that wait, as far as they can be.
+    /// Sends waiting requests, as far as possible.
     pub(super) fn try_waiting(&self) {
         let waiting = std::mem::take(&mut self.requests.borrow_mut().waiting);
         for slot in waiting {
@@ -250,7 +250,8 @@ impl Pipe {
         self.settle();
     }
 
-    /// The connection of a link has broken. Returns how many of its requests are to be sent again.
+    /// Called when the connection of a link has broken. Returns the number of its requests to send
+    /// again.
     pub(super) fn link_is_down(&self, index: usize) -> usize {
         let mut again: Vec<(u32, u32)> = Vec::new();
         {
@@ -280,12 +281,12 @@ impl Pipe {
         count
     }
 
-    /// Whether no more connections are to be made.
+    /// Returns true if no further connections are to be made.
     pub(super) fn is_unneeded(&self) -> bool {
         self.shared.is_unwanted() || self.shared.is_over()
     }
 
-    /// Fails what has waited for too long without a connection.
+    /// Fails requests that have waited for too long without a connection.
     pub(super) fn expire(&self) {
         if let Some(deadline) = self.shared.options.deadline
             && let Some(before) = clock::now().checked_sub(deadline)
@@ -294,7 +295,7 @@ impl Pipe {
         }
     }
 
-    /// Fails all requests, or those that began before a moment and are with no connection.
+    /// Fails requests without a connection: all, or the ones that began up to `before`.
     pub(super) fn fail(&self, errno: i32, before: Option<Instant>) {
         {
             let requests = &mut *self.requests.borrow_mut();
@@ -311,14 +312,14 @@ impl Pipe {
         self.settle();
     }
 
-    /// Since when the oldest request waits for a link, sent or not.
+    /// The start of the oldest request of a link, sent or not.
     pub(super) fn oldest_of(&self, index: usize) -> Option<Instant> {
         let is_of_link =
             |state| matches!(state, State::Queued(of) | State::Sent(of) if of == index);
         self.requests.borrow().oldest(is_of_link)
     }
 
-    /// Since when the oldest request waits that no link has.
+    /// The start of the oldest request that no link has.
     pub(super) fn oldest_waiting(&self) -> Option<Instant> {
         let requests = self.requests.borrow();
         if requests.waiting.is_empty() {
@@ -327,7 +328,7 @@ impl Pipe {
         requests.oldest(|state| state == State::Waiting)
     }
 
-    /// Wakes and drops what a look at requests has left, when nothing is borrowed.
+    /// Does the wakes and drops that are due, when nothing is borrowed.
     pub(super) fn settle(&self) {
         let mut done = std::mem::take(&mut self.requests.borrow_mut().done);
         for done in done.drain(..) {
@@ -346,9 +347,9 @@ impl Pipe {
     }
 }
 
-/// The server has told the size of the export. Connections that know a smaller one are replaced:
-/// the size is that of each connection. Returns what it was before, or `None` if it has told
-/// another size since, which counts.
+/// Takes over the size of the export that the server has reported. Connections with a smaller one
+/// are replaced: each has its own size. Returns the size before, or `None` if a newer answer
+/// counts.
 pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64, asked: Asked) -> Option<u64> {
     let before = shared.swap_size(size_bytes, asked)?;
     if before < size_bytes {
@@ -363,25 +364,25 @@ pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64, asked: Asked) ->
 }
 
 impl Drop for Pipe {
-    /// Its loop may have ended before the disk has gone: then others have their connections.
+    /// Removes the pipe: its loop may end before the disk is gone.
     fn drop(&mut self) {
         self.shared.remove_pipe(self.number);
     }
 }
 
-/// What the pipe of an IoThread is kept under.
+/// The key under which an IoThread keeps its pipe.
 pub(super) fn key_of(shared: &Arc<Shared>) -> usize {
     Arc::as_ptr(shared).addr()
 }
 
-/// Waits for a request to end. Dropping it takes nothing back.
+/// Waits for a request to end. Dropping it cancels nothing.
 pub(super) struct Ticket {
     pipe: Rc<Pipe>,
     slot: Option<u32>,
 }
 
 impl Ticket {
-    /// The result, with the memory of the request. `None`: it is to be made elsewhere.
+    /// Returns the result, with the memory of the request. `None`: it is to be made elsewhere.
     pub(super) async fn wait(mut self) -> (Option<Result<Extent, Failure>>, Buffers) {
         poll_fn(|cx| {
             let Some(number) = self.slot else { return Poll::Pending };

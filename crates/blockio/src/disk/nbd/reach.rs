@@ -1,4 +1,4 @@
-//! Where the connections are that an IoThread uses for an export.
+//! The place of the connections that an IoThread uses for an export.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use super::shared::{Home, Shared};
 use crate::io::Io;
 use crate::remote::Remote;
 
-/// Ends the connections when nobody has the disk any more.
+/// Ends the connections when the last user of the disk is gone.
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
 }
 
 impl Handle {
-    /// Has all connections look at what has become of the disk.
+    /// Wakes all connections, which then check the state of the disk.
     pub(super) fn wake(&self) {
         let key = key_of(&self.shared);
         self.shared.on_pipes(move |io| {
@@ -37,15 +37,15 @@ impl Drop for Handle {
     }
 }
 
-/// Where the connections are that an IoThread uses.
+/// The place of the connections that an IoThread uses.
 pub(super) enum Reach {
     Here(Rc<Pipe>),
-    /// With an IoThread whose pipe has this number.
+    /// On the IoThread that has the pipe with this number.
     There(u64, Remote),
 }
 
 impl Reach {
-    /// Those that are there, or new ones, as far as the server allows that.
+    /// Finds existing connections, or makes new ones, as far as the server allows that.
     pub(super) fn find(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
         if let Some(pipe) = io.kept::<Pipe>(key_of(shared)) {
             return Self::Here(pipe);

@@ -1,5 +1,5 @@
-//! What a connection leaves behind that the client has given up: requests whose answers nobody
-//! waits for, and which say what the server does not change any more.
+//! Requests of a connection that the client has abandoned. No task waits for their answers, which
+//! only show the changes that the server has ended.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,42 +9,42 @@ use super::pipe::{Pipe, key_of};
 use super::requests::Requests;
 use super::shared::{Orphan, Shared};
 
-/// The requests of a connection that was given up.
+/// The requests of an abandoned connection.
 pub(super) struct Remains {
     pub(super) requests: Requests,
-    /// How many changes were held last, and by whom.
+    /// The number of changes that were held last, and their holder.
     changes: usize,
     holder: u64,
-    /// So many connections were given up that all changes have to wait.
+    /// True if all changes have to wait, because too many connections were abandoned.
     holds_all: bool,
 }
 
-/// How many connections may be waited for that were given up, for each that is in use, until no
-/// change is sent any more: then there will be no more of them.
+/// The number of abandoned connections, for each one in use, at which no change is sent. So there
+/// will be no further ones.
 const LEAVING_MAX: usize = 2;
 
-/// All that any change may touch.
+/// A range that overlaps any change.
 const ALL: Range<u64> = 0..u64::MAX;
 
 impl Remains {
-    /// How many changes the server may still make.
+    /// The number of changes that the server may still make.
     pub(super) fn changes(&self) -> usize {
         self.changes
     }
 
-    /// What is left of them for another IoThread, which understands no answers.
+    /// Prepares the rest for another IoThread, which does not read answers.
     pub(super) fn orphan(self, connected: Connected, is_heard: bool) -> Orphan {
         Orphan { connected, is_heard, holder: self.holder }
     }
 
-    /// All of them are held until the connection has ended.
+    /// Holds all changes until the connection has ended.
     pub(super) fn adopt(orphan: Orphan) -> (Self, Connected) {
         let Orphan { connected, holder, .. } = orphan;
         (Self { requests: Requests::default(), changes: 1, holder, holds_all: false }, connected)
     }
 }
 
-/// The holder holds only these from now on: others may be changed.
+/// Reduces the ranges of a holder to `left`, and tries waiting requests again.
 pub(super) fn let_go(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
     shared.held.replace(holder, left);
     let key = key_of(shared);
@@ -56,8 +56,8 @@ pub(super) fn let_go(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
 }
 
 impl Pipe {
-    /// Holds what the server may still change because of a link that was given up. To be called
-    /// before the link is down. `None`: nothing.
+    /// Holds the changes that the server may still make for an abandoned link; `None` if there are
+    /// none. To be called before the link is down.
     pub(super) fn leave_behind(&self, index: usize) -> Option<Remains> {
         let requests = self.requests.borrow_mut().left_by(index);
         let mut ranges = requests.changed_ranges();
@@ -73,7 +73,8 @@ impl Pipe {
         Some(Remains { requests, changes, holder, holds_all })
     }
 
-    /// Holds no longer what the server has answered since. True: nothing is left.
+    /// Releases the changes that the server has answered since the last call. Returns true if none
+    /// is left.
     pub(super) fn release_answered(&self, remains: &mut Remains) -> bool {
         remains.requests.forget_done();
         let mut ranges = remains.requests.changed_ranges();
@@ -88,7 +89,7 @@ impl Pipe {
         remains.changes == 0
     }
 
-    /// Holds nothing any more: the connection has ended.
+    /// Releases all changes: the connection has ended.
     pub(super) fn release_all(&self, remains: &mut Remains) {
         remains.requests = Requests::default();
         self.release_answered(remains);

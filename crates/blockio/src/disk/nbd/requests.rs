@@ -1,4 +1,4 @@
-//! The requests of an IoThread and what has become of them, and its connections as they see them.
+//! The requests of an IoThread with their states, and its connections as requests see them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use crate::task::Owner;
 pub(super) struct Made {
     pub(super) request: Request,
     pub(super) since: Instant,
-    /// A write that has ended only when a flush has, too.
+    /// True for a write that has ended only when a flush has, too.
     pub(super) is_flushed: bool,
 }
 
@@ -28,7 +28,7 @@ impl Made {
         Self { request, since: io.recently.get(), is_flushed: false }
     }
 
-    /// Whether it promises that something is on stable storage.
+    /// Returns true if the request promises that data is on stable storage.
     pub(super) fn promises(&self) -> bool {
         let Request { command, flags, .. } = self.request;
         self.is_flushed || command == Command::Flush || flags & FLAG_FUA != 0
@@ -39,10 +39,10 @@ impl Made {
 pub(super) struct Requests {
     pub(super) slots: Vec<Slot>,
     pub(super) free: Vec<u32>,
-    /// They have no connection.
+    /// Requests without a connection.
     pub(super) waiting: VecDeque<u32>,
     pub(super) links: Vec<Link>,
-    /// Who is to be woken, and what is to be dropped, when nothing is borrowed.
+    /// Wakes and drops that are due when nothing is borrowed.
     pub(super) done: Vec<Done>,
     serial: u32,
 }
@@ -52,41 +52,42 @@ pub(super) struct Requests {
 pub(super) struct Link {
     pub(super) task: Option<TaskRef>,
     pub(super) is_up: bool,
-    /// Since when the server is late with its oldest request, as it was found last.
+    /// The time since which the server is late with its oldest request, at the last check.
     pub(super) late_since: Option<Instant>,
-    /// It takes no more requests: its connection ends when it has no answer to wait for.
+    /// True if the link takes no further requests: its connection ends when no answer is due.
     pub(super) is_retiring: bool,
-    /// The size of the export, as its connection knows it.
+    /// The size of the export, as the connection knows it.
     pub(super) size_bytes: u64,
-    /// Whether its connection says where holes are.
+    /// True if the connection reports holes.
     pub(super) knows_holes: bool,
-    /// Not sent, or not all of them.
+    /// Requests that were not sent, or not completely.
     pub(super) sending: VecDeque<u32>,
-    /// Sent, and not answered.
+    /// Requests that were sent, and not answered.
     pub(super) sent: usize,
-    /// Those of them that wait for much data.
+    /// The number of sent requests that wait for much data.
     pub(super) large_reads: usize,
 }
 
-/// A request, and what has become of it.
+/// A request, and its state.
 pub(super) struct Slot {
-    /// Tells the answers to it from those to others before it.
+    /// Distinguishes answers to it from answers to earlier requests.
     pub(super) serial: u32,
     pub(super) state: State,
     pub(super) made: Made,
-    /// The write was answered, and its flush is on the way. It goes by the connection of the write,
-    /// for another may be to a server that has come back without it: if that one breaks before the
-    /// answer, both are made again. Until then the write counts as not answered.
+    /// True if the write was answered, and its flush is on the way. The flush goes by the
+    /// connection of the write, for another may lead to a server that has come back without the
+    /// write. If the connection breaks before the answer, both are made again. Until then the write
+    /// counts as not answered.
     pub(super) is_flushing: bool,
     pub(super) buffers: Buffers,
     pub(super) progress: Progress,
-    /// Changes that a flush covers.
+    /// The number of changes that a flush covers.
     pub(super) covers: u64,
     pub(super) who: Who,
 }
 
 impl Slot {
-    /// What is sent of it now, or was.
+    /// Returns the request to the server: as it was made, or the flush after it.
     pub(super) fn request(&self) -> Request {
         if self.is_flushing { Request::FLUSH } else { self.made.request }
     }
@@ -101,11 +102,11 @@ pub(super) enum State {
     /// Sent by this link.
     Sent(usize),
     Done(Result<Extent, Failure>),
-    /// Whoever waits for it is to make it elsewhere.
+    /// The waiter is to make it elsewhere.
     TurnedAway,
 }
 
-/// Who waits for a request.
+/// The waiter for a request.
 pub(super) enum Who {
     Nobody,
     Here(Owner),
@@ -120,11 +121,11 @@ pub(super) enum Done {
     Drop(Buffers),
 }
 
-/// A read of so many bytes is received straight to where it belongs.
+/// A read of at least this size is received directly into its memory.
 pub(super) const LARGE_BYTES: u64 = 16 << 10;
 
 impl Requests {
-    /// Those that a link has sent, without their memory: what comes for that goes nowhere.
+    /// Returns the requests that a link has sent, without their memory: data for them goes nowhere.
     pub(super) fn left_by(&mut self, index: usize) -> Self {
         let mut left = Self::default();
         left.links.resize_with(self.links.len(), Link::default);
@@ -150,18 +151,18 @@ impl Requests {
         left
     }
 
-    /// What those that were sent change.
+    /// Returns the ranges that sent requests change.
     pub(super) fn changed_ranges(&self) -> Vec<Range<u64>> {
         let sent = self.slots.iter().filter(|slot| matches!(slot.state, State::Sent(_)));
         sent.filter_map(|slot| slot.request().changed_range()).collect()
     }
 
-    /// Nobody is to be woken, and nothing to be dropped.
+    /// Discards the wakes and drops that are due.
     pub(super) fn forget_done(&mut self) {
         self.done.clear();
     }
 
-    /// Whether all of them have ended.
+    /// Returns true if all requests have ended.
     pub(super) fn are_idle(&self) -> bool {
         let has_ended = |state| matches!(state, State::Free | State::Done(_) | State::TurnedAway);
         self.slots.iter().all(|slot| has_ended(slot.state))
@@ -177,8 +178,7 @@ impl Requests {
         self.serial
     }
 
-    /// A link has the answer to a request, which has ended unless somebody waits for a flush after
-    /// it.
+    /// Handles the answer to a request. The request ends, unless a task waits for a flush after it.
     pub(super) fn was_answered(
         &mut self,
         number: u32,
@@ -198,7 +198,7 @@ impl Requests {
         }
     }
 
-    /// Has a link flush what it has written for a request.
+    /// Makes a link flush its write for a request.
     fn flush_by(&mut self, index: usize, number: u32, shared: &Shared) {
         let serial = self.next_serial();
         let (slot, link) = (&mut self.slots[number as usize], &mut self.links[index]);
@@ -210,7 +210,7 @@ impl Requests {
         link.sending.push_back(number);
     }
 
-    /// A request has ended.
+    /// Ends a request.
     pub(super) fn finish(&mut self, number: u32, result: Result<Extent, i32>, shared: &Shared) {
         let slot = &mut self.slots[number as usize];
         let request = slot.request();
@@ -219,7 +219,8 @@ impl Requests {
             link.sent -= 1;
             link.large_reads -= usize::from(is_large_read(&request));
         }
-        // Another connection has broken meanwhile, and what this one promises is perhaps lost.
+        // Another connection has broken in the meantime, and data that this request promises may be
+        // lost.
         let is_broken = slot.made.promises() && shared.is_lost();
         let result = if is_broken { result.and(Err(libc::EIO)) } else { result };
         if result.is_ok() {
@@ -237,7 +238,7 @@ impl Requests {
                 self.done.push(Done::Wake(owner));
             }
             who => {
-                // The list is dropped before whoever owns its memory is told.
+                // The list is dropped before the owner of its memory is notified.
                 let buffers = self.release(number);
                 self.done.push(Done::Drop(buffers));
                 if let Who::There(borrower) = who {
@@ -247,7 +248,7 @@ impl Requests {
         }
     }
 
-    /// Has those that wait made elsewhere.
+    /// Turns waiting requests away: they are to be made elsewhere.
     pub(super) fn turn_away(&mut self) {
         for number in std::mem::take(&mut self.waiting) {
             let slot = &mut self.slots[number as usize];
@@ -265,8 +266,7 @@ impl Requests {
         }
     }
 
-    /// Whoever has requests carried out from another IoThread, with their memory, which is to go
-    /// first.
+    /// Takes the requests of other IoThreads, with their memory, which must be dropped first.
     pub(super) fn take_borrowed(&mut self) -> Vec<(Buffers, Who)> {
         let mut taken = Vec::new();
         for number in 0..self.slots.len() {
@@ -289,9 +289,9 @@ impl Requests {
 }
 
 impl Link {
-    /// Whether it can take a request that ends here, where the export has this size.
+    /// Returns true if the link can take a request up to `end`, if the export has this size.
     pub(super) fn takes(&self, end: u64, size_bytes: u64) -> bool {
-        // The server says what it thinks of one beyond the end.
+        // The server decides about requests beyond the end.
         self.is_up && !self.is_retiring && (self.size_bytes >= end || end > size_bytes)
     }
 }

@@ -1,4 +1,4 @@
-//! How a server that is away is tried again, and what the log says about that.
+//! Retries of a server that is away, and the log lines about it.
 
 use std::time::{Duration, Instant};
 
@@ -7,29 +7,29 @@ use super::shared::Unflushed;
 use super::target::NbdOptions;
 use crate::clock;
 
-/// How long to wait before the server is tried again; it doubles from the first to the second.
+/// The wait before the server is tried again. It doubles from the first to the second.
 pub(super) const RETRY_MIN: Duration = Duration::from_millis(50);
 pub(super) const RETRY_MAX: Duration = Duration::from_secs(1);
 
-/// How a connection has ended.
+/// The end of a connection.
 pub(super) struct Ended {
     pub(super) why: String,
-    /// It has answered something.
+    /// True if it has answered a request.
     pub(super) was_useful: bool,
     pub(super) unflushed: Unflushed,
-    /// How many requests are to be sent again.
+    /// The number of requests to send again.
     pub(super) again: usize,
-    /// How many changes the server may still make because of it.
+    /// The number of changes that the server may still make because of it.
     pub(super) held: usize,
 }
 
-/// How a server is tried again.
+/// The retries of a server.
 pub(super) struct Retry {
-    /// Since when it is away.
+    /// The time since which it is away.
     since: Option<Instant>,
-    /// The reason that the log has.
+    /// The reason in the log.
     told: String,
-    /// The log says that it is away.
+    /// True if the log reports it as away.
     is_told: bool,
     pub(super) wait: Duration,
 }
@@ -69,8 +69,8 @@ impl Retry {
         }
     }
 
-    /// One that breaks again and again is told now and then, but not that data is lost: that
-    /// happens once.
+    /// Logs a broken connection. Repeated breaks get a line now and then, but a loss of data always
+    /// does: it happens once.
     pub(super) fn broke(&mut self, pipe: &Pipe, ended: &Ended) {
         let name = &pipe.shared.options;
         let Ended { why, again, held, .. } = ended;
@@ -103,7 +103,7 @@ impl Retry {
     }
 }
 
-/// Says what becomes of what was not flushed; a loss in any case.
+/// Logs the state of changes that were not flushed; a loss in any case.
 pub(super) fn tell_unflushed(name: &NbdOptions, unflushed: Unflushed, is_told: bool) {
     match unflushed {
         Unflushed::Lost => tracing::error!(

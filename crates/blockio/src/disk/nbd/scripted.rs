@@ -1,5 +1,5 @@
-//! A server for tests: it keeps its disk in memory, answers when it is told to, and changes its
-//! mind about what it offers.
+//! A server for tests: it keeps its disk in memory, answers when a test lets it, and changes its
+//! offers.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use super::target::{NbdAddress, NbdOptions};
 
-/// Commands, as the protocol numbers them.
+/// Numbers of commands in the protocol.
 pub(super) const READ: u16 = 0;
 pub(super) const WRITE: u16 = 1;
 pub(super) const FLUSH: u16 = 3;
@@ -20,54 +20,54 @@ pub(super) const TRIM: u16 = 4;
 pub(super) const ZEROES: u16 = 6;
 pub(super) const STATUS: u16 = 7;
 
-/// What the server has seen, in order, of which connection.
+/// An event at the server, with the number of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
     Request(usize, u16),
-    /// The client sends no more.
+    /// The client has closed its sending direction.
     HalfClosed(usize),
     /// All requests of the connection have ended, and so has it.
     Ended(usize),
-    /// What it is to hear about the export is settled, and kept back.
+    /// The reply about the export is settled, and kept back.
     KeptBack(usize),
 }
 
-/// What the server has, and how it behaves.
+/// The content and the behaviour of the server.
 pub(super) struct State {
     pub(super) content: Vec<u8>,
     pub(super) flags: u16,
-    /// Extended headers are offered; otherwise replies are simple.
+    /// True to offer extended headers; otherwise replies are simple.
     pub(super) is_extended: bool,
-    /// With these it says where holes are.
+    /// True to report holes with them.
     pub(super) has_context: bool,
-    /// So many requests of a command are put aside.
+    /// A command, and the number of its requests to put aside.
     pub(super) holds: (u16, usize),
-    /// Flushes that come next after a write are put aside.
+    /// True to put flushes aside that come right after a write.
     pub(super) holds_first_flushes: bool,
-    /// Nothing more is read.
+    /// True to read nothing more.
     pub(super) stalls: bool,
-    /// This connection does not hear yet what the export is.
+    /// The connection that does not get the reply about the export yet.
     pub(super) keeps_back: Option<usize>,
-    /// Connections that the client has half closed stay, with what was put aside.
+    /// True to keep connections that the client has half closed, with the requests put aside.
     pub(super) lingers: bool,
-    /// So many flushes fail.
+    /// The number of flushes to fail.
     pub(super) failing_flushes: usize,
-    /// A command fails with this error.
+    /// A command to fail, and the error.
     pub(super) fails: Option<(u16, u32)>,
-    /// The export grows by so many bytes with each connection.
+    /// The bytes by which the export grows with each connection.
     pub(super) growth: usize,
-    /// No more clients are let in.
+    /// True to accept no further clients.
     pub(super) is_full: bool,
-    /// Zeroes take as long as data, which is said to who wants them fast.
+    /// True if zeroes take as long as data, so that fast ones are refused.
     pub(super) is_slow_with_zeroes: bool,
     pub(super) events: Vec<Event>,
-    /// The commands with their flags.
+    /// The commands of requests, with their flags.
     pub(super) seen: Vec<(u16, u16)>,
-    /// Where each of them begins, and its length.
+    /// The offset and the length of each request.
     pub(super) ranges: Vec<(u64, u64)>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
-    /// The size that each connection has heard: it has that for good.
+    /// The size that each connection was told, which it keeps.
     sizes: BTreeMap<usize, u64>,
     pub(super) connections: usize,
     /// The last answer, with its connection.
@@ -92,12 +92,12 @@ struct Shared {
 }
 
 impl Shared {
-    /// The state, also after a test has failed with it borrowed: the server ends in any case.
+    /// Locks the state, even after a test has failed with it locked: the server ends in any case.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state once `condition` does not hold any more.
+    /// Waits while `condition` holds. Returns the state.
     fn wait_while<'lock>(
         &self,
         state: MutexGuard<'lock, State>,
@@ -122,7 +122,7 @@ impl Server {
         Self::listen(bytes, flags, listener, NbdAddress::Unix(path), Some(folder))
     }
 
-    /// The same by TCP.
+    /// Starts a server on TCP.
     pub(super) fn start_tcp(bytes: usize, flags: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -188,7 +188,7 @@ impl Server {
         self.shared.changed.notify_all();
     }
 
-    /// Carries out what was put aside, and answers it.
+    /// Carries out the requests that were put aside, and answers them.
     pub(super) fn answer_held(&self) {
         self.change(|state| {
             state.holds.1 = 0;
@@ -198,7 +198,7 @@ impl Server {
         });
     }
 
-    /// Does that for one connection.
+    /// Like `answer_held`, for one connection.
     pub(super) fn answer_held_of(&self, connection: usize) {
         self.change(|state| state.answer_held_of(connection));
     }
@@ -211,7 +211,7 @@ impl Server {
         });
     }
 
-    /// Ends all connections; what was put aside is never done.
+    /// Ends all connections. Requests that were put aside are never done.
     pub(super) fn hang_up(&self) {
         self.change(|state| {
             state.held.clear();
@@ -228,7 +228,7 @@ impl Server {
         socket.unwrap().1.try_clone().unwrap().into()
     }
 
-    /// Sends something that is no reply, on all connections.
+    /// Sends bytes that are no reply, on all connections.
     pub(super) fn talk_nonsense(&self) {
         for (_, socket) in &mut self.state().sockets {
             socket.write_all(&[0x55; 64]).unwrap();
@@ -243,7 +243,7 @@ impl Drop for Server {
             state.keeps_back = None;
         });
         self.hang_up();
-        // The thread that accepts looks up.
+        // The thread that accepts checks the state.
         match &self.address {
             NbdAddress::Unix(path) => drop(UnixStream::connect(path)),
             NbdAddress::Tcp { host, port } => drop(TcpStream::connect((host.as_str(), *port))),
@@ -306,7 +306,7 @@ impl State {
     }
 }
 
-/// The state of so many bytes, with the flags of the context.
+/// The state of `bytes` bytes, with the flags of the context.
 fn status(bytes: u64, flags: u64) -> Vec<u8> {
     [&[0, 0, 0, 9, 0, 0, 0, 1][..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat()
 }
@@ -325,7 +325,7 @@ fn extended_reply(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
 
 fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
     loop {
-        // A stream by TCP is read and written in the same way.
+        // A TCP stream is read and written in the same way.
         let stream = UnixStream::from(rustix::net::accept(listener).unwrap());
         let mut state = shared.state();
         if state.is_over {
@@ -377,7 +377,7 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
     stream.shutdown(Shutdown::Both)
 }
 
-/// Says what the export is. Returns whether headers are extended.
+/// Shakes hands. Returns true if headers are extended.
 fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::io::Result<bool> {
     stream.write_all(b"NBDMAGICIHAVEOPT\x00\x03")?;
     take::<4>(stream)?;
@@ -427,7 +427,7 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
     }
 }
 
-/// `None`: the client sends no more.
+/// Reads a request; `None` at the end.
 fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<Option<Request>> {
     let mut magic = [0; 4];
     if stream.read(&mut magic)? != 4 {

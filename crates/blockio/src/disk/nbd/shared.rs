@@ -1,4 +1,4 @@
-//! What all IoThreads know about an NBD export.
+//! The state of an NBD export that all IoThreads share.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -16,53 +16,55 @@ use crate::rare::Rare;
 use crate::remote::Remote;
 use crate::unanswered::{Line, Unanswered};
 
-/// What all IoThreads know.
+/// The state that all IoThreads share.
 pub(super) struct Shared {
     pub(super) options: NbdOptions,
-    /// Nobody writes.
+    /// True if the disk was opened read-only.
     pub(super) read_only: bool,
-    /// The server's machine counts as gone when it has been silent for this long.
+    /// The server's machine counts as gone after this long a silence.
     pub(super) silence: Duration,
-    /// As it was when the disk was opened. Later connections must not offer less.
+    /// The facts when the disk was opened. Later connections must not offer less.
     pub(super) facts: Facts,
-    /// The size that the server has told last.
+    /// The size that the server has reported last.
     size_bytes: AtomicU64,
-    /// Nobody wants to wait for it any more: only what a server that answers has begun goes on.
+    /// True if requests must not wait for the server: only the ones that an answering server has
+    /// begun continue.
     is_unwanted: AtomicBool,
-    /// Nobody has the disk any more.
+    /// True if the last user of the disk is gone.
     is_over: AtomicBool,
-    /// What was written may be lost, and flushes fail.
+    /// True if written data may be lost, and flushes fail.
     is_lost: AtomicBool,
-    /// What requests that were given up may still change.
+    /// Changes that abandoned requests may still make.
     pub(super) held: Held,
-    /// Changes that were answered; and how many of these an answered flush has covered.
+    /// The number of answered changes; and the number of these that an answered flush has covered.
     changes: AtomicU64,
     flushed: AtomicU64,
     state: Mutex<State>,
 }
 
 struct State {
-    /// When the server was asked that has told the size.
+    /// The question to which the size was the answer.
     asked: Asked,
-    /// It serves nobody: one was made when the disk was opened, for the first who needs one.
+    /// A connection without an IoThread, for the next one that needs it. The first was made when
+    /// the disk was opened.
     spare: Option<Connected>,
-    /// Connections that nobody sees off since their IoThread has ended.
+    /// Connections that no task drains since their IoThread has ended.
     orphans: Vec<Orphan>,
-    /// What the connections of each IoThread are like.
+    /// The connections of each IoThread, and their condition.
     pipes: BTreeMap<u64, (Remote, Condition)>,
-    /// Whose pipe is that of all IoThreads, where there may be one connection only.
+    /// The pipe for all IoThreads, if there may be one connection only.
     home: Option<u64>,
     next_pipe: u64,
-    /// Lines about a server that cannot be used, and about connections that broke.
+    /// Limits for log lines about an unusable server, and about broken connections.
     log: Rare,
     breaks: Rare,
-    /// And about one that does not answer.
+    /// The log lines about a server that does not answer.
     unanswered: Unanswered,
-    /// The pipes that were late since such a line, and were answered nothing since then.
+    /// Pipes that were late since the last of these lines, and have received no answer since.
     unheard: BTreeSet<u64>,
 }
 
-/// Connections that break are worth a line each, unless they do it again and again.
+/// Broken connections get a line each, unless they break again and again.
 const BREAKS_TOLD: u32 = 20;
 
 impl State {
@@ -74,47 +76,46 @@ impl State {
     }
 }
 
-/// What becomes of changes that were answered and not flushed when a connection breaks.
+/// The state of changes that were answered and not flushed when a connection broke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unflushed {
     /// There are none, or they are known to be lost already.
     Nothing,
-    /// The server counts as having kept them.
+    /// The server is trusted to have kept them.
     Trusted,
-    /// They count as lost from now on.
+    /// The changes count as lost from now on.
     Lost,
 }
 
-/// A connection that was given up, for an IoThread that sees it off.
+/// An abandoned connection, for an IoThread that drains it.
 pub(super) struct Orphan {
     pub(super) connected: Connected,
-    /// Whether the server can still say that it has ended it.
+    /// True if the server can still report the end of the connection.
     pub(super) is_heard: bool,
-    /// Who holds what the server may still change.
+    /// The holder of the changes that the server may still make.
     pub(super) holder: u64,
 }
 
-/// Where the pipe of all IoThreads is.
+/// The place of the pipe for all IoThreads.
 pub(super) enum Home {
-    /// It is to be made here, with this number.
+    /// To be made here, with this number.
     Here(u64),
     There(u64, Remote),
 }
 
-/// What the connections of an IoThread are like.
+/// The condition of the connections of an IoThread.
 #[derive(Debug, Clone)]
 pub(super) enum Condition {
-    /// So many connections are there.
+    /// The number of connections.
     Up(usize),
-    /// The server has not answered since then; so many connections are there, and so many of them
-    /// are late.
+    /// The server has not answered since `since`: `late` of `up` connections are late.
     Late { since: Instant, up: usize, late: usize },
-    /// There is no connection since then, and why.
+    /// The time since which there is no connection, and the reason.
     Away(Instant, String),
 }
 
 impl Condition {
-    /// Whether there is a connection whose requests are answered.
+    /// Returns true if there is a connection with requests that are answered.
     fn serves(&self) -> bool {
         match self {
             Self::Up(up) => *up > 0,
@@ -133,7 +134,7 @@ impl Shared {
     ) -> Self {
         let facts = connected.facts;
         let state = State {
-            // Whoever asks does that later.
+            // Any answer is newer.
             asked: Asked::default(),
             spare: Some(connected),
             orphans: Vec::new(),
@@ -165,7 +166,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a connection for the next who needs one.
+    /// Keeps a connection for the next IoThread that needs one.
     pub(super) fn put_spare(&self, connected: Connected) {
         self.state().spare = Some(connected);
     }
@@ -186,12 +187,12 @@ impl Shared {
         std::mem::take(&mut self.state().orphans)
     }
 
-    /// Adds the connections of an IoThread. Returns their number.
+    /// Adds the pipe of an IoThread. Returns its number.
     pub(super) fn add_pipe(&self, remote: &Remote) -> u64 {
         self.state().add_pipe(remote)
     }
 
-    /// Where the pipe is that is for all IoThreads; if there is none, this one is to make it.
+    /// Returns the place of the pipe for all IoThreads. If there is none, the caller is to make it.
     pub(super) fn home(&self, here: &Remote) -> Home {
         let mut state = self.state();
         if let Some(number) = state.home
@@ -204,17 +205,17 @@ impl Shared {
         Home::Here(number)
     }
 
-    /// Whether a flush on one connection covers what was written on others. Only then are there
-    /// several. A server that is distrusted may have died after its last answers and be back
-    /// before the end of each connection is known here, and would flush by a new connection what
-    /// it does not have.
+    /// Returns true if a flush on one connection covers writes on all. Only then are there several.
+    /// A distrusted server may die after its last answers, and be back before the end of each
+    /// connection is known here. By a new connection it would then flush without the data that it
+    /// has lost.
     pub(super) fn flushes_are_common(&self) -> bool {
         let is_trusted = self.read_only || !self.options.distrust;
         self.facts.can(can::MULTI_CONN) && is_trusted
     }
 
-    /// An IoThread that has connections, and the number of its pipe, for the requests of the one
-    /// with this pipe, which has none.
+    /// Returns an IoThread that has connections, and the number of its pipe, for requests of
+    /// `pipe`, which has none.
     pub(super) fn other(&self, pipe: u64) -> Option<(u64, Remote)> {
         if !self.flushes_are_common() {
             return None;
@@ -225,20 +226,19 @@ impl Shared {
         Some((*number, remote.clone()))
     }
 
-    /// The pipe that is for all, and its IoThread.
+    /// Returns the pipe for all IoThreads, and its IoThread.
     pub(super) fn home_remote(&self) -> Option<(u64, Remote)> {
         let state = self.state();
         let home = state.home?;
         state.pipes.get(&home).map(|(remote, _)| (home, remote.clone()))
     }
 
-    /// The size that the server has told last.
+    /// The size that the server has reported last.
     pub(super) fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Relaxed)
     }
 
-    /// The server has told a size. Returns the one that it had told before. `None`: it has told
-    /// another one since.
+    /// Records a reported size. Returns the size before; `None` if a newer answer counts.
     pub(super) fn swap_size(&self, size_bytes: u64, asked: Asked) -> Option<u64> {
         let mut state = self.state();
         if asked < state.asked {
@@ -248,8 +248,8 @@ impl Shared {
         Some(self.size_bytes.swap(size_bytes, Ordering::Relaxed))
     }
 
-    /// Whether a flush on one connection is needed before it ends: no other would cover what was
-    /// written on it. Where something is lost, none succeeds.
+    /// Returns true if a connection must be flushed before it ends, because no other connection
+    /// would cover its writes. After a loss no flush succeeds.
     pub(super) fn needs_flush_of_its_own(&self) -> bool {
         let can_flush = self.facts.can(can::FLUSH) && !self.is_lost();
         !self.flushes_are_common() && can_flush && !self.is_flushed()
@@ -295,22 +295,22 @@ impl Shared {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// A change was answered whose data may still be in a cache of the server.
+    /// Counts an answered change with data that may still be in a cache of the server.
     pub(super) fn has_changed(&self) {
         self.changes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many changes a flush that begins now covers.
+    /// The number of changes that a flush which begins now covers.
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// A flush that has covered so many changes was answered.
+    /// Records the answer to a flush that has covered this many changes.
     pub(super) fn has_flushed(&self, changes: u64) {
         self.flushed.fetch_max(changes, Ordering::Relaxed);
     }
 
-    /// A connection broke: what becomes of the changes that were answered before.
+    /// Called when a connection broke. Returns the state of the changes that were answered before.
     pub(super) fn has_broken(&self) -> Unflushed {
         match (self.is_flushed() || self.is_lost(), self.options.distrust) {
             (true, _) => Unflushed::Nothing,
@@ -320,8 +320,9 @@ impl Shared {
         }
     }
 
-    /// The server has failed a flush, and the next one may succeed without what this one was to
-    /// keep. Any error counts: servers send `EINVAL` for those that the protocol does not have.
+    /// Records that the server has failed a flush: the next one may succeed without the data of
+    /// this one. Any error counts: servers send `EINVAL` for errors that the protocol does not
+    /// have.
     pub(super) fn lose(&self, errno: i32) {
         if !self.is_lost.swap(true, Ordering::Relaxed) {
             tracing::error!(
@@ -334,12 +335,13 @@ impl Shared {
         }
     }
 
-    /// Whether an answered flush has covered all changes that were answered.
+    /// Returns true if an answered flush has covered all answered changes.
     pub(super) fn is_flushed(&self) -> bool {
         self.changes() <= self.flushed.load(Ordering::Relaxed)
     }
 
-    /// Another process has had the disk, and has changed it since the last flush, or has not.
+    /// Takes over from another process, which may have lost data, or have left changes without a
+    /// flush.
     pub(super) fn inherit(&self, is_lost: bool, is_flushed: bool) {
         self.changes.fetch_add(u64::from(!is_flushed), Ordering::Relaxed);
         self.is_lost.fetch_or(is_lost, Ordering::Relaxed);
@@ -349,12 +351,13 @@ impl Shared {
         self.is_lost.load(Ordering::Relaxed)
     }
 
-    /// How many lines were left out since the last one, if one may be written now.
+    /// Returns the number of lines left out since the last one, if a line may be written now.
     pub(super) fn permit_line(&self, now: Instant) -> Option<u64> {
         self.state().log.permit(now)
     }
 
-    /// The same for a connection that broke. One that has served nothing is told now and then.
+    /// Like `permit_line`, for a broken connection. If it has served nothing, it gets a line now
+    /// and then.
     pub(super) fn permit_break(&self, was_useful: bool, now: Instant) -> Option<u64> {
         let mut state = self.state();
         if was_useful { state.breaks.permit(now) } else { state.log.permit(now) }
@@ -374,7 +377,7 @@ impl Shared {
             };
             *known = Some(known.map_or(since, |other: Instant| other.min(since)));
         }
-        // An IoThread without a connection uses those of others.
+        // An IoThread without a connection uses the ones of other IoThreads.
         match (late, away.filter(|_| !is_up)) {
             (_, Some(since)) => DiskState::Away(since),
             (Some(since), None) => DiskState::Late(since),
@@ -404,15 +407,15 @@ impl Shared {
         }
     }
 
-    /// A pipe has a connection, and no request that an answer could come to.
+    /// Called when a pipe has a connection, and no request that could be answered.
     pub(super) fn expects_nothing(&self, pipe: u64) {
         self.state().unheard.remove(&pipe);
     }
 
-    /// What the log is to say about a server that does not answer, for all connections of all
-    /// IoThreads together. It answers again when it has answered something to each pipe that was
-    /// late: a connection that breaks leaves nothing that is late, and shows nothing. This pipe
-    /// `has_answered` something since it looked last.
+    /// Returns the log line on a server that does not answer, for all connections of all IoThreads
+    /// together. It answers again when each late pipe has received an answer: a connection that
+    /// breaks leaves nothing late, and proves nothing. `has_answered`: this pipe received an answer
+    /// since its last check.
     pub(super) fn look_for_late(
         &self,
         pipe: u64,

@@ -1,4 +1,4 @@
-//! Servers that answer late, break off, and come back as others than they were.
+//! Servers that answer late, break off, and come back changed.
 
 mod durable;
 mod flags;
@@ -44,10 +44,10 @@ fn filled(byte: u8, bytes: usize) -> Buffers {
     Buffers::from_vec(vec![byte; bytes])
 }
 
-/// A request that goes on by itself.
+/// A request that runs by itself.
 struct Running(Rc<Cell<Option<Outcome>>>);
 
-/// That of a request, with its errno.
+/// The outcome of a request, with its errno.
 type Outcome = Result<(), Option<i32>>;
 
 impl Running {
@@ -92,7 +92,7 @@ impl Running {
         Self::start(thread.io(), flush)
     }
 
-    /// The error with which it ends.
+    /// Waits for the end. Returns the errno.
     fn end(self, thread: &IoThread) -> Option<i32> {
         loop {
             match self.0.get() {
@@ -110,12 +110,12 @@ fn read(thread: &IoThread, disk: &Disk, offset: u64) -> u8 {
     view.to_vec()[4095]
 }
 
-/// The size that the server has told last.
+/// The size that the server has reported last.
 fn told_size(source: &DiskSource) -> u64 {
     source.outside().unwrap().size_bytes().unwrap().unwrap()
 }
 
-/// Has the IoThread work until the server has seen an event.
+/// Runs the IoThread until the server has seen an event.
 fn wait_for(thread: &IoThread, server: &Server, event: Event) {
     while !server.state().events.contains(&event) {
         wait_a_turn(thread);
@@ -131,8 +131,8 @@ fn wait_a_turn(thread: &IoThread) {
     thread.block_on(turn).unwrap();
 }
 
-/// A write that has failed at its deadline may still be carried out: what is written to the same
-/// place afterwards is not sent before that.
+/// A write that has failed at its deadline may still be carried out: later writes to the same place
+/// are not sent before that.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
@@ -157,7 +157,7 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
     drop((disk, source));
 }
 
-/// The server goes on, but nobody understands it: it has ended its requests when it has closed the
+/// The server continues, but is not understood: it has ended its requests when it has closed the
 /// connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
@@ -206,7 +206,7 @@ fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
     }
 }
 
-/// The server may forget what it could not write, and flush the rest.
+/// The server may forget data that it could not write, and flush the rest.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_flush_that_the_server_fails_is_a_loss_and_one_that_is_late_is_none() {
@@ -228,7 +228,7 @@ fn a_flush_that_the_server_fails_is_a_loss_and_one_that_is_late_is_none() {
     }
 }
 
-/// Nobody relies on the write yet: it is made again, with its flush.
+/// Nothing relies on the write yet: it is made again, with its flush.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_durable_write_that_a_break_interrupts_is_made_again() {
@@ -239,7 +239,7 @@ fn a_durable_write_that_a_break_interrupts_is_made_again() {
         server.change(|state| state.holds = (FLUSH, 1));
         let write = Running::write_durably(&thread, &disk, 0, 1);
         wait_for(&thread, &server, Event::Request(0, FLUSH));
-        // As if its machine had restarted.
+        // Like after a restart of its machine.
         server.change(|state| state.content[0] = 0);
         server.hang_up();
         assert_eq!(write.end(&thread), None);
@@ -255,7 +255,7 @@ fn a_durable_write_that_a_break_interrupts_is_made_again() {
     }
 }
 
-/// What another process has left unflushed may be lost, and nothing else.
+/// Data that the previous process left unflushed may be lost, and nothing else.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_break_after_a_takeover_loses_what_was_not_flushed_before() {
@@ -285,7 +285,7 @@ fn a_break_after_a_takeover_loses_what_was_not_flushed_before() {
     }
 }
 
-/// What is written meanwhile waits until the server is as it was.
+/// Writes in the meantime wait until the server is as it was.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_comes_back_with_less_is_not_used() {
@@ -323,7 +323,7 @@ fn a_server_that_comes_back_with_less_is_not_used() {
     }
 }
 
-/// What nobody depends on may change.
+/// Flags that no request depends on may change.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_comes_back_with_flags_that_nobody_needs_is_used() {
@@ -364,7 +364,7 @@ fn what_was_written_is_flushed_before_another_process_goes_on() {
     }
 }
 
-/// Until somebody asks, the disk is as large as it was.
+/// Until a refresh, the disk keeps its size.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_comes_back_with_another_size_is_used() {
@@ -381,7 +381,7 @@ fn a_server_that_comes_back_with_another_size_is_used() {
     assert_eq!(beyond.end(&thread), Some(libc::EINVAL), "the server has less than that");
 }
 
-/// The way that a question about a range takes to whoever asks for holes.
+/// The whole way of a question about holes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn holes_that_a_server_knows_are_known() {
@@ -400,7 +400,7 @@ fn holes_that_a_server_knows_are_known() {
         let expected = expected.map(|(bytes, kind)| Extent { bytes: bytes as u64, kind });
         assert_eq!(extents, expected);
         if is_extended {
-            // It may not be asked what it does not say that it knows.
+            // The server must not be asked for a context that it does not offer.
             server.change(|state| state.has_context = false);
             server.hang_up();
             let asked = disk.block_status(MIB as u64 / 2, 4096);
@@ -411,7 +411,7 @@ fn holes_that_a_server_knows_are_known() {
     }
 }
 
-/// Remembers how many bytes were written.
+/// Counts the bytes that were written.
 #[derive(Default)]
 struct Log(RefCell<usize>);
 
@@ -421,7 +421,7 @@ impl WriteLog for Log {
     }
 }
 
-/// As while memory is moved to another machine, and another IoThread has the only connection.
+/// Like the move of memory to another machine, while another IoThread has the only connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_log_of_writes_hears_of_what_another_iothread_has_received() {

@@ -1,4 +1,4 @@
-//! TLS: what a client shows and demands, and the stream that goes through it.
+//! TLS: the credentials and demands of a client, and the stream that goes through it.
 
 use std::fs::File;
 use std::io::{self, BufRead, ErrorKind, IoSlice, Read, Write};
@@ -14,22 +14,22 @@ use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 use super::target::{NbdAddress, NbdOptions, NbdTls};
 use crate::regular_file::open_regular;
 
-/// Where distributions keep the certificates of authorities that everybody trusts.
+/// The places where distributions keep the certificates of trusted authorities.
 const SYSTEM_AUTHORITIES: [&str; 2] =
     ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt"];
 
 /// The most ranges of one system call.
 const RANGES_MAX: usize = 1024;
 
-/// Ciphertext that one system call takes in.
+/// The most ciphertext that one system call receives.
 const INCOMING_BYTES: usize = 128 << 10;
 
-/// A client that demands what the options say. Its files are read each time, so that they can be
-/// renewed.
+/// Makes a client with the demands of the options. Its files are read each time, so that they can
+/// be renewed.
 ///
 /// # Errors
 ///
-/// Which file cannot be used, and why.
+/// The file that cannot be used, and the reason.
 pub(super) fn client(options: &NbdOptions, tls: &NbdTls) -> Result<ClientConnection, String> {
     let name = match (&tls.hostname, &options.address) {
         (Some(name), _) | (None, NbdAddress::Tcp { host: name, .. }) => name,
@@ -96,7 +96,7 @@ fn open(path: &Path) -> Result<File, String> {
     })
 }
 
-/// Says of a failure while TLS is set up what its user can do about it.
+/// Adds advice for the user to a failure of the TLS set-up.
 pub(super) fn advised(error: io::Error) -> io::Error {
     let advice = match error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>()) {
         Some(rustls::Error::InvalidCertificate(problem)) => match problem {
@@ -131,7 +131,7 @@ const SERVER_REFUSED: &str = "the server has refused this client, and its log sa
     demand a certificate (client-cert.pem and client-key.pem in the folder that tls-certificates \
     names), or shared keys, which are not supported";
 
-/// The stream inside TLS while the server may yet refuse this client: with TLS 1.3, it looks at a
+/// The stream inside TLS while the server may yet refuse this client: with TLS 1.3, it checks a
 /// client's certificate when the client has finished its part.
 pub(super) struct Unproven<'a, S: Read + Write>(pub(super) rustls::Stream<'a, ClientConnection, S>);
 
@@ -151,7 +151,7 @@ impl<S: Read + Write> Write for Unproven<'_, S> {
     }
 }
 
-/// A parser's own words may have a line of the file in them, which may be a key.
+/// Leaves out the parser's own words: they may contain a line of the file, which may be a key.
 fn no_pem(path: &Path, what: &str) -> String {
     unusable(path, &format_args!("it has no {what} in the form PEM, or is damaged"))
 }
@@ -168,21 +168,21 @@ pub(super) struct Tls {
 
 impl Tls {
     pub(super) fn new(mut connection: ClientConnection) -> Self {
-        // What is given to it is bounded by who gives it.
+        // The caller bounds its data.
         connection.set_buffer_limit(None);
         Self { connection, incoming: Incoming::default() }
     }
 
-    /// Whether ciphertext waits for room in the socket.
+    /// Returns true if ciphertext waits for room in the socket.
     pub(super) fn has_unsent(&self) -> bool {
         self.connection.wants_write()
     }
 
-    /// Sends what was encrypted.
+    /// Sends the ciphertext.
     ///
     /// # Errors
     ///
-    /// What the kernel says; `WouldBlock` when it has no room.
+    /// Errors of the socket; `WouldBlock` if it has no room.
     pub(super) fn push(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
         while self.connection.wants_write() {
             self.connection.write_tls(&mut Outgoing(socket))?;
@@ -194,18 +194,18 @@ impl Tls {
     ///
     /// # Errors
     ///
-    /// When TLS cannot be used any more.
+    /// If TLS can no longer be used.
     pub(super) fn encrypt(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.connection.writer().write_all(bytes)
     }
 
-    /// Takes in what has come, and gives what it says to `take`, which says how much it took.
-    /// Returns that; none at the end.
+    /// Receives and decrypts bytes for `take`, which returns the number that it took. Returns their
+    /// sum; 0 at the end.
     ///
     /// # Errors
     ///
-    /// As [`push`](Self::push), and what is wrong with the ciphertext. `Interrupted`: much has come
-    /// that says nothing, and others have their turn before more of that.
+    /// As for [`push`](Self::push), and for invalid ciphertext. `Interrupted`: much has come
+    /// without content, and other tasks have their turn first.
     pub(super) fn pull(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -244,7 +244,7 @@ impl Tls {
     }
 }
 
-/// Ciphertext that was received and not taken in.
+/// Ciphertext that was received and not decrypted.
 #[derive(Default)]
 struct Incoming {
     bytes: Vec<u8>,

@@ -1,4 +1,4 @@
-//! The socket of a connection: bytes that go to a server and come from it, without waiting.
+//! The socket of a connection: sends and receives bytes without waiting.
 
 use std::io;
 use std::marker::PhantomData;
@@ -14,10 +14,10 @@ use super::tls::Tls;
 /// The most ranges of one system call.
 pub(super) const RANGES_MAX: usize = 1024;
 
-/// What is encrypted at once.
+/// The most bytes that are encrypted at once.
 const CLEAR_BYTES: usize = 256 << 10;
 
-/// Ranges of memory that are good for as long as what they were made of is borrowed.
+/// Ranges of memory that are valid as long as their memory is borrowed.
 pub(super) struct Ranges<'a> {
     iovecs: Vec<iovec>,
     bytes: usize,
@@ -25,7 +25,7 @@ pub(super) struct Ranges<'a> {
 }
 
 impl<'a> Ranges<'a> {
-    /// None, in storage that may have been used before.
+    /// Makes an empty list, in storage that may have been used before.
     pub(super) fn new(mut storage: Vec<iovec>) -> Self {
         storage.clear();
         Self { iovecs: storage, bytes: 0, of: PhantomData }
@@ -51,7 +51,7 @@ impl<'a> Ranges<'a> {
     }
 }
 
-/// What is sent.
+/// The ranges of a send.
 pub(super) struct Gathered<'a>(pub(super) Ranges<'a>);
 
 impl<'a> Gathered<'a> {
@@ -59,13 +59,13 @@ impl<'a> Gathered<'a> {
         self.0.push(bytes.as_ptr().cast_mut().cast(), bytes.len());
     }
 
-    /// All of a list from byte `from` on, as far as one system call has room for its ranges.
+    /// Adds a list from byte `from` on, as far as one system call has room for its ranges.
     pub(super) fn push_memory(&mut self, memory: &'a Buffers, from: usize) {
         push_parts(&mut self.0, memory, from, memory.bytes().saturating_sub(from));
     }
 }
 
-/// Where what comes is put.
+/// The ranges of a receive.
 pub(super) struct Scattered<'a>(pub(super) Ranges<'a>);
 
 impl<'a> Scattered<'a> {
@@ -73,7 +73,7 @@ impl<'a> Scattered<'a> {
         self.0.push(bytes.as_mut_ptr().cast(), bytes.len());
     }
 
-    /// The part of a list.
+    /// Adds a part of a list.
     pub(super) fn push_memory(&mut self, memory: &'a Buffers, from: usize, bytes: usize) {
         push_parts(&mut self.0, memory, from, bytes);
     }
@@ -98,22 +98,22 @@ fn push_parts(ranges: &mut Ranges<'_>, memory: &Buffers, mut from: usize, mut by
 pub(super) struct Transport {
     socket: OwnedFd,
     tls: Option<Box<Tls>>,
-    /// What is on its way between memory and TLS.
+    /// Bytes on their way from memory to TLS.
     clear: Vec<u8>,
 }
 
-/// How many bytes were moved, and whether more could be at once.
+/// The number of bytes that were moved, and true if more could be at once.
 pub(super) type Moved = (usize, bool);
 
 impl Transport {
-    /// One with TLS, or without.
+    /// Makes a transport with TLS, or without.
     pub(super) fn new(socket: OwnedFd, tls: Option<ClientConnection>) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, true)?;
         let tls = tls.map(|connection| Box::new(Tls::new(connection)));
         Ok(Self { socket, tls, clear: Vec::new() })
     }
 
-    /// Whether something waits for room that [`send`](Self::send) has taken: then it is called
+    /// Returns true if bytes that [`send`](Self::send) has taken wait for room: then it is called
     /// again, with more or with nothing.
     pub(super) fn has_unsent(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.has_unsent())
@@ -123,23 +123,23 @@ impl Transport {
         self.socket.as_fd()
     }
 
-    /// Sends what was gathered; returns how many bytes were taken.
+    /// Sends the gathered bytes. Returns the number of bytes taken.
     ///
     /// # Errors
     ///
-    /// What the kernel says; `WouldBlock` when it has no room.
+    /// Errors of the socket; `WouldBlock` if it has no room.
     pub(super) fn send(&mut self, gathered: &Gathered<'_>) -> io::Result<Moved> {
         if self.tls.is_some() {
             return self.send_encrypted(gathered);
         }
         let iovecs = &gathered.0.iovecs;
-        // SAFETY: all zeroes is a message header without anything.
+        // SAFETY: a message header of zeroes is valid, and empty.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = iovecs.as_ptr().cast_mut();
         message.msg_iovlen = iovecs.len() as _;
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: the ranges are of slices or lists that are borrowed for as long as `gathered`
-        // is, so they are mapped; the kernel only reads them, and keeps no pointer to them.
+        // SAFETY: the ranges are of slices or lists that are borrowed as long as `gathered` is, so
+        // they are mapped; the kernel only reads them, and keeps no pointer to them.
         let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, flags) };
         bytes_of(sent).map(|sent| (sent, sent == gathered.0.bytes))
     }
@@ -153,8 +153,8 @@ impl Transport {
             let part = range.iov_len.min(room);
             clear.resize(start + part, 0);
             let (from, to) = (range.iov_base.cast::<u8>(), &mut clear[start..]);
-            // SAFETY: the range is good for as long as `gathered` is, as in `send`, and `to` has
-            // as many bytes, which are ours.
+            // SAFETY: the range is valid as long as `gathered` is, as in `send`, and `to` has as
+            // many bytes, which are ours.
             unsafe { copy_out(from, to.as_mut_ptr(), part) };
         }
         tls.encrypt(clear)?;
@@ -164,11 +164,11 @@ impl Transport {
         }
     }
 
-    /// Receives into what was scattered; returns how many bytes came, none at the end.
+    /// Receives into the scattered ranges. Returns the number of bytes that came, 0 at the end.
     ///
     /// # Errors
     ///
-    /// As [`send`](Self::send).
+    /// As for [`send`](Self::send).
     pub(super) fn receive(&mut self, scattered: &mut Scattered<'_>) -> io::Result<Moved> {
         if let Some(tls) = &mut self.tls {
             let mut filled = Filled { iovecs: &scattered.0.iovecs, at: 0 };
@@ -181,31 +181,31 @@ impl Transport {
         message.msg_iov = iovecs.as_mut_ptr();
         message.msg_iovlen = iovecs.len() as _;
         let socket = self.socket.as_raw_fd();
-        // SAFETY: the ranges are of slices that are borrowed mutably, or of lists whose memory
-        // anybody may write to, for as long as `scattered` is, and the kernel keeps no pointer.
+        // SAFETY: the ranges are of slices that are borrowed mutably, or of lists with memory that
+        // anyone may write to, as long as `scattered` is, and the kernel keeps no pointer.
         let received = unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_DONTWAIT) };
         bytes_of(received).map(|received| (received, received == scattered.0.bytes))
     }
 }
 
-/// How the machine at the other end of a connection by TCP is doing, as far as the kernel knows.
+/// The state of the machine behind a TCP connection, as far as the kernel knows it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pulse {
-    /// How long ago it said anything.
+    /// The time since its last acknowledgement.
     pub(super) quiet_for: Duration,
-    /// How long the kernel waits now until it sends again what was not acknowledged.
+    /// The kernel's present wait until it sends unacknowledged bytes again.
     patience: Duration,
-    /// How often it has done so, or has asked whether anybody is there, in vain.
+    /// The number of resends or probes without an answer.
     tries: u8,
 }
 
-/// So many tries without a word are no accident.
+/// Unanswered tries from this number on are no accident.
 const TRIES: u8 = 3;
 
 impl Pulse {
-    /// `None`: it is no connection by TCP.
+    /// Reads the kernel's state; `None` if this is no TCP connection.
     pub(super) fn of(socket: BorrowedFd<'_>) -> Option<Self> {
-        // SAFETY: numbers, all of which may be zero.
+        // SAFETY: the structure has numbers only, all of which may be zero.
         let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
         let mut len = fits(size_of::<libc::tcp_info>(), "the size of a structure");
         let (level, name) = (libc::IPPROTO_TCP, libc::TCP_INFO);
@@ -221,8 +221,8 @@ impl Pulse {
         })
     }
 
-    /// Whether it has been silent for so long, and was asked often enough. A machine that has no
-    /// room for what it is sent says so, each time.
+    /// Returns true if the machine was silent for longer than `limit`, and through enough tries. A
+    /// machine without room for more bytes answers each try.
     pub(super) fn is_silent(&self, limit: Duration) -> bool {
         self.tries >= TRIES && self.quiet_for > limit.max(self.patience)
     }
@@ -231,7 +231,7 @@ impl Pulse {
 /// Ranges that are filled from the front.
 struct Filled<'a> {
     iovecs: &'a [iovec],
-    /// Bytes of the first range that are filled.
+    /// The number of bytes of the first range that are filled.
     at: usize,
 }
 
@@ -244,8 +244,8 @@ impl Filled<'_> {
         {
             let part = (range.iov_len - self.at).min(bytes.len() - taken);
             let to = range.iov_base.cast::<u8>().wrapping_add(self.at);
-            // SAFETY: the range is good for as long as what was scattered is borrowed, and has
-            // room for `part` more bytes behind `at`; `bytes` is a slice of its own.
+            // SAFETY: the range is valid as long as the scattered memory is borrowed, and has room
+            // for `part` more bytes behind `at`; `bytes` is a slice of its own.
             unsafe { copy_in(bytes[taken..].as_ptr(), to, part) };
             (taken, self.at) = (taken + part, self.at + part);
             if self.at == range.iov_len {

@@ -10,7 +10,7 @@ use crate::interest::Interest;
 use crate::io::Io;
 use crate::reactor::{Armed, Source, SourceId};
 
-/// What the loop says about a socket.
+/// The loop's report on a socket.
 #[derive(Default)]
 struct Readiness(Cell<bool>);
 

@@ -1,5 +1,5 @@
-//! The messages of NBD's transmission phase as bytes, as the protocol document of the NBD project
-//! has them (doc/proto.md). Nothing here reads or writes a socket.
+//! The messages of NBD's transmission phase as bytes, as in the protocol document of the NBD
+//! project (doc/proto.md). Nothing here reads or writes a socket.
 
 use iomem::fits;
 
@@ -31,11 +31,11 @@ const CHUNK_STATUS: u16 = 5;
 const CHUNK_STATUS_EXTENDED: u16 = 6;
 const CHUNK_IS_ERROR: u16 = 1 << 15;
 
-/// What a server has done that the protocol forbids. Its connection cannot be used any more.
+/// A breach of the protocol by a server. Its connection can no longer be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Violation(pub(super) &'static str);
 
-/// How requests and replies are framed, as the handshake has settled it.
+/// The framing of requests and replies, which the handshake has settled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Framing {
     Simple,
@@ -67,7 +67,7 @@ impl Command {
         }
     }
 
-    /// Whether it changes what is on the disk.
+    /// Returns true if the command changes the content of the disk.
     pub(super) fn changes(self) -> bool {
         matches!(self, Self::Write | Self::Trim | Self::WriteZeroes)
     }
@@ -79,24 +79,24 @@ pub(super) struct Request {
     pub(super) command: Command,
     pub(super) flags: u16,
     pub(super) offset: u64,
-    /// Bytes: of data, or that are zeroed, trimmed or asked about.
+    /// The number of bytes to move, to zero, to trim or to ask about.
     pub(super) len: u64,
 }
 
 impl Request {
     pub(super) const FLUSH: Self = Self { command: Command::Flush, flags: 0, offset: 0, len: 0 };
 
-    /// What it changes on the disk.
+    /// Returns the range of the disk that the request changes.
     pub(super) fn changed_range(&self) -> Option<std::ops::Range<u64>> {
         self.command.changes().then(|| self.offset..self.offset.saturating_add(self.len))
     }
 
-    /// The byte of the disk behind the last one that it is about.
+    /// The first byte of the disk behind the request.
     pub(super) fn end(&self) -> u64 {
         self.offset.saturating_add(self.len)
     }
 
-    /// The bytes of the request, without its data. `cookie` comes back with the reply.
+    /// Returns the bytes of the request, without its data. `cookie` comes back with the reply.
     pub(super) fn encode(self, cookie: u64, framing: Framing) -> Header {
         let mut header = Header { bytes: [0; REQUEST_BYTES_MAX], used: 0 };
         let mut flags = self.flags;
@@ -120,7 +120,7 @@ impl Request {
     }
 }
 
-/// A request as the server gets it.
+/// The bytes of a request, without its data.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Header {
     bytes: [u8; REQUEST_BYTES_MAX],
@@ -143,7 +143,7 @@ impl Header {
 pub(super) struct Reply {
     pub(super) cookie: u64,
     pub(super) says: Says,
-    /// Nothing more comes for this cookie.
+    /// True if nothing more comes for this cookie.
     pub(super) is_last: bool,
 }
 
@@ -151,32 +151,32 @@ pub(super) struct Reply {
 pub(super) enum Says {
     /// The request is done; after a read, all its data follows.
     Simple,
-    /// Nothing but that it is the last part.
+    /// Nothing: the part only marks the end.
     Nothing,
-    /// So many bytes follow, which belong at this offset of the disk.
+    /// `len` bytes follow, which belong at this offset of the disk.
     Data { offset: u64, len: u64 },
     /// Zeroes belong at this offset of the disk.
     Hole { offset: u64, len: u64 },
-    /// The first bytes that were asked about are alike, and how they are.
+    /// The first `len` bytes of the range have the state `flags`.
     Status { context: u32, len: u64, flags: u64 },
     /// The request has failed, with this error number of the protocol.
     Error(u32),
 }
 
-/// What the bytes that have come begin with.
+/// The result of parsing received bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Parsed {
-    /// Not all of a reply: at least so many bytes are needed.
+    /// The reply is not complete: at least this many bytes are needed.
     Needs(usize),
-    /// A reply, and how many bytes it took.
+    /// A reply, and the number of its bytes.
     Reply(Reply, usize),
 }
 
-/// Takes a look at the bytes that have come.
+/// Parses the start of the received bytes.
 ///
 /// # Errors
 ///
-/// When no server that keeps to the protocol sends them.
+/// If they break the protocol.
 pub(super) fn parse(bytes: &[u8], framing: Framing) -> Result<Parsed, Violation> {
     let Some(magic) = u32_at(bytes, 0) else { return Ok(Parsed::Needs(16)) };
     match (magic, framing) {
@@ -205,7 +205,7 @@ fn parse_simple(bytes: &[u8]) -> Parsed {
     Parsed::Reply(Reply { cookie, says, is_last: true }, 16)
 }
 
-/// A part of a structured or extended reply, whose payload has `len` bytes.
+/// Parses a part of a structured or extended reply, with a payload of `len` bytes.
 fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parsed, Violation> {
     let (Some(flags), Some(kind)) = (u16_at(bytes, 4), u16_at(bytes, 6)) else {
         return Ok(Parsed::Needs(head));
@@ -233,7 +233,7 @@ fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parse
     }
 }
 
-/// What a part says that has no data.
+/// Parses the payload of a part without data.
 fn says(kind: u16, payload: &[u8]) -> Option<Says> {
     match kind {
         CHUNK_NONE => payload.is_empty().then_some(Says::Nothing),
@@ -274,7 +274,7 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// The errno for an error number of the protocol, which are those of Linux as far as there are any.
+/// Converts an error number of the protocol to an errno; `EIO` if it is unknown.
 pub(super) fn errno(error: u32) -> i32 {
     match error {
         1 => libc::EPERM,
@@ -317,7 +317,7 @@ mod tests {
         assert_eq!(extended.as_bytes(), expected);
     }
 
-    /// Each reply is parsed from its bytes, and from all beginnings of them, which need more.
+    /// Each reply is parsed from its bytes. Each beginning of them needs more.
     #[test]
     fn replies_are_parsed_from_their_bytes_and_from_no_fewer() {
         let cookie = 7u64.to_be_bytes();

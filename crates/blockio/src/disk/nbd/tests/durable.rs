@@ -9,7 +9,7 @@ use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn
 use crate::disk::{Disk, DiskSource, DiskState, ErrorAction, ErrorPolicy};
 use crate::io_thread::IoThread;
 
-/// What is left of a durable write that fails, in bytes, and its errno.
+/// Makes a durable write that fails. Returns the bytes that are left of it, and its errno.
 fn failed(threads: [&IoThread; 2], disk: &Rc<Disk>) -> (usize, Option<i32>) {
     let (writer, rest) = (Rc::clone(disk), Rc::<std::cell::Cell<_>>::default());
     let seen = Rc::clone(&rest);
@@ -30,7 +30,7 @@ fn try_again(source: &DiskSource) {
     source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
 }
 
-/// Another connection may be to a server that has come back, before this one is known to break.
+/// A second connection may lead to a server that has come back, before this one is known to break.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_connection_that_has_written_flushes() {
@@ -40,7 +40,7 @@ fn the_connection_that_has_written_flushes() {
     while source.remark().is_none_or(|remark| !remark.ends_with(" 2")) {
         wait_a_turn(&thread);
     }
-    // The first connection has one write, and so the second gets the other.
+    // The first connection has a write, so the second gets the next one.
     server.change(|state| state.holds = (WRITE, 2));
     let write = Running::write(&thread, &disk, 4096, 1);
     wait_for(&thread, &server, Event::Request(0, WRITE));
@@ -70,7 +70,7 @@ fn a_durable_write_whose_flush_is_late_is_tried_again() {
     assert_eq!(seen[2..], [WRITE, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
 }
 
-/// The next flush may succeed, and whoever has written something else would not know of the loss.
+/// The next flush may succeed, and other writers would not know of the loss.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_durable_write_whose_flush_the_server_fails_is_reported_and_a_loss() {
@@ -92,7 +92,7 @@ fn a_durable_write_whose_flush_the_server_fails_is_reported_and_a_loss() {
     }
 }
 
-/// However often it is made again.
+/// The deadline is the same, however often the write is made again.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_durable_write_that_breaks_again_and_again_has_one_deadline() {

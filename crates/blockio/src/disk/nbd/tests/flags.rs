@@ -1,4 +1,4 @@
-//! What a server is asked for, by what it says that it can.
+//! The requests to a server, depending on its abilities.
 
 use std::rc::Rc;
 
@@ -7,7 +7,7 @@ use super::super::scripted::{FLUSH, Server, TRIM, WRITE, ZEROES};
 use super::super::wire::{FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE};
 use super::{MIB, filled, new_thread, open};
 
-/// What is asked of the disk.
+/// A request to the disk.
 #[derive(Debug, Clone, Copy)]
 enum Asked {
     Durable,
@@ -41,7 +41,7 @@ fn a_server_is_asked_for_what_it_can() {
         let bytes = 2 * MIB as u64;
         match asked {
             Durable => thread.block_on(disk.write(0, filled(1, 4096), true)).unwrap().unwrap(),
-            // A server that is no faster with zeroes does nothing, which is what a discard may do.
+            // A server that is no faster with zeroes does nothing, as a discard may.
             Discard => thread.block_on(disk.discard(0, bytes)).unwrap().unwrap(),
             Zeroes { may_unmap } => {
                 thread.block_on(disk.write_zeroes(0, bytes, may_unmap)).unwrap().unwrap();
@@ -60,7 +60,7 @@ fn a_server_is_asked_for_what_it_can() {
     }
 }
 
-/// Only the answer that zeroes would take as long as data is none of an error.
+/// A discard fails with any error, except that zeroes would take as long as data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_discard_that_the_server_fails_has_failed() {
@@ -84,7 +84,7 @@ fn a_discard_that_the_server_fails_has_failed() {
     }
 }
 
-/// Lengths of simple requests have 32 bits. The server keeps no bytes of such a disk.
+/// Lengths of simple requests have 32 bits. The disk is never touched, so it takes no memory.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_range_that_is_too_long_for_one_request_is_cut_and_has_no_gap() {

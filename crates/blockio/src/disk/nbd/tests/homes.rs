@@ -14,7 +14,7 @@ use crate::io_thread::IoThread;
 
 const ONE: u16 = can::HAS_FLAGS | can::FLUSH;
 
-/// As an image is opened: its header is read on a thread that ends.
+/// Like the opening of an image: its header is read on a thread that ends.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_connection_outlives_the_iothread_that_has_opened_the_disk() {
@@ -53,7 +53,7 @@ fn iothreads_find_a_new_home_when_theirs_has_ended() {
     drop((home, gone));
     assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
     go.0.send(0).unwrap();
-    // The new home has to work for that.
+    // The new home has to run for that.
     let byte = loop {
         match done.1.try_recv() {
             Ok(byte) => break byte,
@@ -65,15 +65,15 @@ fn iothreads_find_a_new_home_when_theirs_has_ended() {
     other.join().unwrap();
 }
 
-/// Has two IoThreads work until the server has seen an event.
+/// Runs two IoThreads until the server has seen an event.
 fn wait_for(threads: [&IoThread; 2], server: &Server, event: Event) {
     while !server.state().events.contains(&event) {
         threads.into_iter().for_each(wait_a_turn);
     }
 }
 
-/// That the home of a request ends is no error of the disk. What the server has of it is waited
-/// for, so that it does not land after something newer.
+/// The end of a request's home is no error of the disk. The server has to end the request first, so
+/// that it does not land after a newer one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_request_whose_home_ends_goes_to_another() {
@@ -111,7 +111,7 @@ fn a_request_whose_home_ends_goes_to_another() {
     }
 }
 
-/// Nobody waits for it any more.
+/// The request is past its deadline.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_request_that_is_overdue_when_its_home_ends_is_not_sent() {
@@ -131,7 +131,7 @@ fn a_request_that_is_overdue_when_its_home_ends_is_not_sent() {
     assert!(server.state().seen.is_empty(), "it was sent");
 }
 
-/// The last one to see a connection off may end before the server has.
+/// The last IoThread that drains a connection may end before the server has.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_a_server_may_still_change_is_waited_for_by_whoever_is_left() {
@@ -187,7 +187,7 @@ fn what_nobody_sees_off_is_let_go_when_the_server_has_ended_it() {
     assert_eq!(server.state().content[0], 2, "the old write came last");
 }
 
-/// The connection waits for whoever needs it, and nobody else can flush what was written on it.
+/// The connection waits for the next IoThread. No other one can flush the writes on it.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_was_written_is_flushed_when_its_home_has_ended() {
@@ -205,7 +205,7 @@ fn what_was_written_is_flushed_when_its_home_has_ended() {
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(read(&thread, &disk, 0), 1);
         if fails_flushes {
-            // Whoever tries again takes the loss over.
+            // A second try succeeds, but the loss stays.
             assert!(source.write_back().is_ok());
             assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO));
         }
@@ -215,7 +215,7 @@ fn what_was_written_is_flushed_when_its_home_has_ended() {
     }
 }
 
-/// Without multi-conn nobody else can flush what was written on a connection that has ended.
+/// Without multi-conn no other connection can flush the writes on one that has ended.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_home_that_ends_with_requests_loses_what_was_not_flushed() {
@@ -232,8 +232,8 @@ fn a_home_that_ends_with_requests_loses_what_was_not_flushed() {
     assert_eq!(source.state(), DiskState::Lost);
 }
 
-/// The server has answered and died, and is back before this IoThread looks. Another one, with a
-/// connection of its own to the new server, could have a flush answered that covers nothing.
+/// The server has answered and died, and is back before this IoThread notices. An IoThread with a
+/// connection of its own to the new server could have a flush answered that covers nothing.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_is_not_trusted_has_one_connection() {

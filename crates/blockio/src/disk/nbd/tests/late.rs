@@ -1,4 +1,4 @@
-//! Servers that do not answer, as the log and whoever asks hear of them.
+//! Servers that do not answer, in the log and in the state of the disk.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
     pipe
 }
 
-/// A disk is used as the server has offered it when it was opened.
+/// A disk is used with the offer of the server from when it was opened.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn each_offer_that_is_less_than_before_is_refused() {
@@ -115,7 +115,7 @@ fn one_connection_that_answers_does_not_hide_that_another_is_late() {
     pipe.look_for_late(0, begun, true);
     assert_eq!(shared.remark(), "connections: 2, late: 1");
     assert_eq!(shared.disk_state(), DiskState::Late(begun));
-    // Nor does one that breaks, whose requests go to the other.
+    // Neither does a connection that breaks.
     assert_eq!(pipe.link_is_down(0), 0);
     pipe.tell_condition(Some((begun, "it broke")));
     assert_eq!(shared.remark(), "connections: 1, late: 1");
@@ -125,7 +125,7 @@ fn one_connection_that_answers_does_not_hide_that_another_is_late() {
     assert_eq!(shared.disk_state(), DiskState::Ready);
 }
 
-/// It was away while the request waited, which the log has said.
+/// The server was away while the request waited, as the log has reported.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_is_back_is_not_late_with_what_is_sent_again() {
@@ -163,7 +163,7 @@ fn the_log_has_one_line_for_all_iothreads() {
     late(two, 0, 1);
     assert_eq!((look(two, 7, false), look(one, 65, true)), (None, None), "it was told");
     assert_eq!(look(two, 66, false), Some(Line::Waits(66 * SECOND)), "a minute later");
-    // Its connection breaks, and is made again.
+    // The first connection breaks, and is made again.
     shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
     assert_eq!(look(one, 71, false), None, "the other one is late");
     assert_eq!(shared.remark(), "connections: 1, late: 1; not all IoThreads have one: it broke");
@@ -177,7 +177,7 @@ fn the_log_has_one_line_for_all_iothreads() {
     assert_eq!(look(two, 74, true), None, "nothing was answered to the other one");
     assert_eq!(look(one, 75, true), Some(Line::Answers(74 * SECOND)));
     assert_eq!((look(one, 76, true), look(two, 77, false)), (None, None));
-    // One whose requests have failed waits for nothing, and neither does one that has gone.
+    // A pipe whose requests have failed waits for nothing, and neither does a removed one.
     let forgets: [fn(&Shared, u64); 2] = [Shared::expects_nothing, Shared::remove_pipe];
     for forget in forgets {
         late(two, 80, 2);

@@ -1,4 +1,4 @@
-//! IoThreads without a connection, which use those of others.
+//! IoThreads without a connection, which use the connections of other IoThreads.
 
 use std::rc::Rc;
 
@@ -7,7 +7,7 @@ use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn, wait_for};
 use crate::disk::DiskState;
 use crate::io_thread::IoThread;
 
-/// The error with which a request ends, while two IoThreads work.
+/// Runs two IoThreads until a request ends. Returns its errno.
 pub(super) fn end(request: &Running, threads: [&IoThread; 2]) -> Option<i32> {
     loop {
         match request.0.get() {
@@ -17,7 +17,7 @@ pub(super) fn end(request: &Running, threads: [&IoThread; 2]) -> Option<i32> {
     }
 }
 
-/// The server lets the second one wait, as one does that allows a few.
+/// The server lets the second connection wait, like one that allows a few.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_iothread_whose_connection_never_came_up_uses_another() {
@@ -40,7 +40,7 @@ fn an_iothread_whose_connection_never_came_up_uses_another() {
     server.change(|state| state.keeps_back = None);
 }
 
-/// They waited for a connection of their own while nobody had one.
+/// The requests waited for a connection of their own while there was none.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn requests_that_wait_go_to_whoever_has_a_connection() {

@@ -1,4 +1,4 @@
-//! Exports that change their size. Each connection keeps the size that it was told.
+//! Exports that change their size. Each connection keeps its size.
 
 use std::rc::Rc;
 
@@ -20,7 +20,7 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
         [(FLAGS, false, false), (FLAGS, true, true), (one, true, true)]
     {
         let server = Server::start(MIB, flags);
-        // A connection that is replaced does not lose what was written on it.
+        // A connection that is replaced does not lose its writes.
         let options = NbdOptions { distrust, ..server.options() };
         let (thread, source) = (new_thread(), open(options));
         let disk = Rc::new(source.attach(thread.io()));
@@ -36,7 +36,7 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
         assert_eq!((held.end(&thread), beyond.end(&thread)), (None, None));
         assert_eq!(read(&thread, &disk, MIB as u64), 2);
         let events = server.state().events.clone();
-        // One was made to ask.
+        // Connection 1 was made to ask.
         let at = |event| events.iter().position(|seen| *seen == event);
         assert!(at(Event::HalfClosed(0)) < at(Event::Request(2, WRITE)), "{events:?}");
         let is_flushed = events.contains(&Event::Request(0, FLUSH));
@@ -93,7 +93,7 @@ fn what_a_replaced_connection_could_not_flush_is_lost() {
     assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO));
 }
 
-/// Otherwise two connections would replace each other for as long as it grows.
+/// Otherwise two connections would replace each other as long as the export grows.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn connections_to_an_export_that_grows_are_replaced_ever_more_slowly() {
@@ -129,7 +129,7 @@ fn what_a_server_has_told_its_only_client_is_taken_over() {
     assert_eq!(Running::write(&thread, &disk, MIB as u64, 3).end(&thread), None);
 }
 
-/// A flush on the next one would not cover it.
+/// A flush on the next connection would not cover the write.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_connection_is_replaced_after_the_flush_of_a_durable_write() {
@@ -163,7 +163,7 @@ fn an_older_answer_does_not_replace_a_newer_one() {
     server.change(|state| state.keeps_back = None);
     assert_eq!(older.join().unwrap(), 2 * MIB as u64);
     assert_eq!((told_size(&source), source.refresh().unwrap()), (2 * MIB as u64, 2 * MIB as u64));
-    // A later one may be smaller.
+    // A later answer may be smaller.
     server.change(|state| state.content.truncate(MIB));
     assert_eq!((source.refresh().unwrap(), told_size(&source)), (MIB as u64, MIB as u64));
 }

@@ -1,4 +1,4 @@
-//! Servers that are slow, and machines that say nothing for a while.
+//! Servers that are slow, and machines that are silent for a while.
 
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -23,7 +23,7 @@ fn open_impatiently(server: &Server) -> DiskSource {
     DiskSource::nbd_with(server.options(), &DiskOptions::default(), SILENCE).unwrap()
 }
 
-/// Its machine says that there is no room, for as long as that is so.
+/// The server's machine reports that there is no room, as long as there is none.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_does_not_read_is_waited_for() {
@@ -53,7 +53,7 @@ fn a_server_that_does_not_read_is_waited_for() {
     assert_eq!(server.state().connections, 1, "another connection was made");
 }
 
-/// Waits until all has arrived that the server has sent: it would send it again and again.
+/// Waits until all bytes that the server has sent have arrived: it would send them again and again.
 fn wait_until_heard(thread: &IoThread, socket: &impl AsRawFd) {
     loop {
         let mut left: libc::c_int = -1;
@@ -67,7 +67,7 @@ fn wait_until_heard(thread: &IoThread, socket: &impl AsRawFd) {
     }
 }
 
-/// A socket drops all that comes, or takes it again: its machine seems to have gone.
+/// Makes a socket drop all packets, or take them again: its machine seems to have gone.
 fn ignore_all(socket: &impl AsRawFd, is_on: bool) {
     let code = libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 };
     let filter = libc::sock_fprog { len: 1, filter: (&raw const code).cast_mut() };
@@ -79,7 +79,7 @@ fn ignore_all(socket: &impl AsRawFd, is_on: bool) {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// What the kernel has of it is sent when the machine is back, or in vain: nobody knows before.
+/// The kernel's bytes are sent when the machine is back, or in vain, which is not known before.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
@@ -92,7 +92,7 @@ fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
         wait_until_heard(&thread, &socket);
         ignore_all(&socket, true);
         let older = Running::write(&thread, &disk, 0, 1);
-        // On a connection of its own, when the first has been silent for too long.
+        // The read has a connection of its own, when the first has been silent for too long.
         assert_eq!(read(&thread, &disk, 8192), 0);
         let newer = Running::write(&thread, &disk, 0, 2);
         let beside = Running::write(&thread, &disk, 4096, 3);
@@ -106,7 +106,7 @@ fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
     }
 }
 
-/// The machine is back without the server: it knows nothing of the connection.
+/// The machine is back without the server: it does not know the connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_write_goes_on_when_the_server_has_closed_its_connection() {
@@ -127,7 +127,7 @@ fn a_write_goes_on_when_the_server_has_closed_its_connection() {
     assert_eq!(server.state().content[0], 1);
 }
 
-/// However often others wake the task that waits.
+/// The waiting task has one timer, however often it is woken.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_connection_that_is_waited_for_has_one_timer() {
@@ -148,7 +148,7 @@ fn a_connection_that_is_waited_for_has_one_timer() {
     server.change(|state| state.keeps_back = None);
 }
 
-/// As programs do that have the loop in their own.
+/// Like programs that have the loop in their own.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_deadline_comes_to_a_loop_that_never_sleeps() {

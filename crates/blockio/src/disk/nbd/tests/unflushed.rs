@@ -1,5 +1,5 @@
-//! Changes that a server has answered and that no flush has covered, each kind of them: lost when a
-//! connection breaks, here or in the process that goes on with the disk.
+//! Changes of each kind that a server has answered, and no flush has covered. They are lost when a
+//! connection breaks, here or in the process that continues with the disk.
 
 use std::rc::Rc;
 
@@ -21,7 +21,7 @@ enum Change {
     DurableWrite,
 }
 
-/// A flush, as the change sees it.
+/// A flush, relative to the change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flush {
     Never,
@@ -32,7 +32,7 @@ enum Flush {
     Later,
 }
 
-/// The moment in which the connection breaks.
+/// The moment at which the connection breaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Break {
     /// In the only process.
@@ -94,7 +94,7 @@ fn flush_after(change: Change, flush: Flush, at: Break, flags: u16) -> Option<i3
     drop((disk, source));
     let disk = Rc::new(next.attach(thread.io()));
     if at == Break::AfterHandOver {
-        // The old process leaves no connection; this one has come up.
+        // The old process leaves no connection; the read waits for a new one.
         let _ = read(&thread, &disk, 0);
         break_it(&disk);
     }
@@ -122,7 +122,7 @@ fn each_change_that_no_flush_has_covered_is_lost_with_its_connection() {
     }
 }
 
-/// A server without FUA flushes within a durable write, and that flush covers all before it.
+/// A server without FUA flushes within a durable write, and that flush covers all earlier changes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_flush_of_a_durable_write_covers_what_came_before() {
@@ -140,7 +140,7 @@ fn the_flush_of_a_durable_write_covers_what_came_before() {
     }
 }
 
-/// A durable write is as good as a flush: it promises nothing on a disk that has lost data.
+/// A durable write fails like a flush on a disk that has lost data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn nothing_is_durable_on_a_disk_that_has_lost_data() {
@@ -162,7 +162,7 @@ fn nothing_is_durable_on_a_disk_that_has_lost_data() {
     }
 }
 
-/// The place of an answered request in the list of requests is the next one's.
+/// The next request gets the slot of an answered one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_second_answer_to_a_request_is_not_the_answer_to_the_next_one() {

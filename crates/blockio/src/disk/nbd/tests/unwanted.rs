@@ -1,11 +1,11 @@
-//! Disks that nobody wants to wait for any more.
+//! Disks that were given up: their requests must not wait.
 
 use std::rc::Rc;
 
 use super::super::scripted::{Event, Server, WRITE};
 use super::{FLAGS, MIB, Running, new_thread, open, read, wait_for};
 
-/// What a server has begun that answers is not failed: it is done.
+/// Requests that an answering server has begun do not fail: they are done.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn requests_of_a_server_that_answers_go_on() {
@@ -19,7 +19,7 @@ fn requests_of_a_server_that_answers_go_on() {
     assert_eq!(read(&thread, &disk, 4096), 0, "it answers");
     server.answer_held();
     assert_eq!(write.end(&thread), None);
-    // One that breaks the connection, or does not answer, has had its time.
+    // A server that breaks the connection, or does not answer, has had its time.
     server.change(|state| state.holds = (WRITE, 1));
     let write = Running::write(&thread, &disk, 0, 2);
     while server.state().events.iter().filter(|seen| **seen == Event::Request(0, WRITE)).count() < 2
