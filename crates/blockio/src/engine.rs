@@ -93,12 +93,6 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Returns true if the loop is embedded in a program's own.
-    #[cfg(feature = "rbd")]
-    pub(crate) fn is_embedded(&self) -> bool {
-        self.config.embedded
-    }
-
     /// Sets up one more engine; an existing one stays as it is. If the waiter is replaced,
     /// `watch_others` adds all watches from outside to the new one.
     pub(crate) fn add(

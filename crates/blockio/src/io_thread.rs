@@ -10,8 +10,8 @@ use crate::clock;
 use crate::config::IoThreadConfig;
 use crate::error::Error;
 use crate::io::Io;
-use crate::policy;
 use crate::remote::Remote;
+use crate::time_slice;
 use crate::turn::{Activity, Wait, earlier};
 
 /// A loop, owned by the thread that made it. For programs that embed it in a loop of their own, its
@@ -42,7 +42,7 @@ impl IoThread {
             return Err(Error::Options("a disk's share of bounced memory is at least 1".into()));
         }
         if !config.slice.is_zero()
-            && let Err(errno) = policy::set_slice(config.slice)
+            && let Err(errno) = time_slice::set(config.slice)
         {
             // A filter of system calls may refuse it. Then the loop is slower beside other
             // programs.

@@ -314,10 +314,9 @@ fn open_image(
 }
 
 fn rbd_image(spec: &RbdSpec) -> RbdImage {
-    let RbdSpec { exclusive, free_threads, .. } = *spec;
-    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, .. } = spec.clone();
+    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, exclusive } = spec.clone();
     let namespace = namespace.unwrap_or_default();
-    RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive, free_threads }
+    RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive }
 }
 
 /// Takes a file that another process has opened.

@@ -68,25 +68,6 @@ pub(super) fn threads(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-/// Whether its threads are with the IoThread is tried under load, where it may be.
-pub(super) fn threads_are_placed(scene: &mut Scene) -> Result<()> {
-    let disk = scene.image("placed")?;
-    let cpus = std::thread::available_parallelism().context("counting CPUs")?.get();
-    for (option, is_tried) in [("", cpus > 1), (",free-threads=on", false)] {
-        let disk = format!("{disk}{option}");
-        let mut served = scene.serve("placed", &disk, &["--log", "info,blockio=debug"])?;
-        // More operations than a trial has, several times: a pause begins it anew.
-        for _ in 0..3 {
-            served.load("--size 8M --number_ios 8192")?.finish()?.expect_code(0)?;
-        }
-        served.daemon.signal(Signal::TERM)?;
-        let messages = served.daemon.finish()?.expect_code(0)?.stderr;
-        let was_tried = messages.contains("on one CPU an operation of librbd takes");
-        ensure!(was_tried == is_tried, "{disk} on {cpus} CPUs:\n{messages}");
-    }
-    Ok(())
-}
-
 /// librbd acquires the lock with the first write, and gives it to whoever asks for it.
 pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("shared")?;

@@ -122,7 +122,6 @@ fn images_in_a_cluster() -> Result<()> {
         ("images of the page about disks", named::as_documented),
         ("namespaces, users and keyrings", clients::users),
         ("threads of the library", clients::threads),
-        ("threads of the library and CPUs", clients::threads_are_placed),
         ("two clients pass the lock on", clients::lock_is_passed_on),
         ("the process that takes over has the lock", clients::lock_is_left),
         ("the process that takes over reads what a cache had", clients::cache_is_left),

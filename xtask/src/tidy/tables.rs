@@ -52,7 +52,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/disk/rbd/api.rs", "looks up the functions of Ceph's libraries"),
     ("crates/blockio/src/disk/rbd/image.rs", "calls the functions of Ceph's libraries"),
     ("crates/blockio/src/disk/qcow2/storage.rs", "functions that imago calls unsafe"),
-    ("crates/blockio/src/policy.rs", "policies of threads, which rustix does not have"),
+    ("crates/blockio/src/time_slice.rs", "slices of threads, which rustix does not have"),
     ("crates/virtqueue/src/inflight.rs", "an account in memory that the front-end shares"),
     ("crates/virtqueue/src/mapping.rs", "maps and unmaps one region"),
     ("crates/virtqueue/tests/it/sigbus.rs", "sends itself the signals of the kernel"),
@@ -113,8 +113,8 @@ pub(super) const FLOORS: &[Floors] = &[
         modules: &[
             // What everybody may use.
             (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
-            (0, &["policy", "regular_file", "task_key", "trial", "unanswered"]),
-            (1, &["clock", "pending", "stay"]),
+            (0, &["regular_file", "task_key", "time_slice", "trial", "unanswered"]),
+            (1, &["clock", "pending"]),
             (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
             // Files, tasks.
             (2, &["open_file", "task"]),
@@ -176,7 +176,6 @@ pub(super) const FLOORS: &[Floors] = &[
             (22, &["disk::rbd::waiting"]),
             (23, &["disk::rbd::image"]),
             (24, &["disk::rbd::shared"]),
-            (25, &["disk::rbd::nearby"]),
             (26, &["disk::rbd::open", "disk::rbd::requests"]),
             (27, &["disk::nbd::leaving", "disk::rbd"]),
             (0, &["disk::luks::hash", "disk::luks::undumped", "disk::luks::xts"]),

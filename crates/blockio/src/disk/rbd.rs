@@ -7,7 +7,6 @@
 mod api;
 mod image;
 pub(super) mod name;
-mod nearby;
 mod open;
 mod requests;
 mod shared;

@@ -16,7 +16,6 @@ use crate::lane::pool_threads;
 use crate::mailbox::{Mailbox, OpResult};
 use crate::op::Completer;
 use crate::rare::Rare;
-use crate::stay;
 
 /// Small, because a thread only makes system calls.
 const STACK_BYTES: usize = 128 << 10;
@@ -96,15 +95,11 @@ impl Threads {
         self.handles.retain(|handle| !handle.is_finished());
         for _ in 0..wanted {
             let pool = Arc::clone(&self.pool);
-            let be_anywhere = stay::for_new_thread();
             self.pool.count_thread();
             let thread = std::thread::Builder::new()
                 .name("ringhaul-pool".into())
                 .stack_size(self.stack_bytes)
-                .spawn(move || {
-                    be_anywhere();
-                    pool_thread(&pool)
-                });
+                .spawn(move || pool_thread(&pool));
             match thread {
                 Ok(handle) => self.handles.push(handle),
                 Err(error) => {

@@ -38,9 +38,6 @@ pub struct RbdSpec {
     /// Whether the exclusive lock is acquired when the image is opened, and kept.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub exclusive: bool,
-    /// Whether the threads of librbd stay where the scheduler puts them, for measurement.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub free_threads: bool,
 }
 
 fn pool() -> String {

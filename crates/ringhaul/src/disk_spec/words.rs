@@ -98,17 +98,7 @@ const KINDS: &[Kind] = &[
     },
     Kind {
         name: "rbd",
-        keys: &[
-            "pool",
-            "namespace",
-            "image",
-            "snapshot",
-            "conf",
-            "id",
-            "keyring",
-            "exclusive",
-            "free-threads",
-        ],
+        keys: &["pool", "namespace", "image", "snapshot", "conf", "id", "keyring", "exclusive"],
         schemes: &[],
         read_short: |text, words| {
             let spec = RbdSpec::of_image(after_scheme(text))?;
@@ -131,7 +121,6 @@ const KINDS: &[Kind] = &[
                 id: words.take("id"),
                 keyring: words.take("keyring").map(PathBuf::from),
                 exclusive: words.take_switch("exclusive")?,
-                free_threads: words.take_switch("free-threads")?,
             }))
         },
     },

@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use iomem::{Buffers, LentBlock};
-use rustix::process::Pid;
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
 use super::waiting::Waiting;
@@ -127,8 +126,6 @@ pub(super) struct Image {
     waiting: Arc<Waiting>,
     /// The number of changes of the image that librbd has reported.
     changes: Arc<AtomicU64>,
-    /// The threads of its handle that operations pass through, if known.
-    threads: Vec<Pid>,
 }
 
 /// The parts of an image that its drop closes.
@@ -176,7 +173,6 @@ impl Image {
         name: &CStr,
         snapshot: Option<&CStr>,
         read_only: bool,
-        threads: Vec<Pid>,
     ) -> io::Result<Self> {
         let (api, mut handle) = (pool.cluster.api, null_mut());
         let function = if read_only { api.rbd_open_read_only } else { api.rbd_open };
@@ -194,7 +190,7 @@ impl Image {
             unsafe { (api.rbd_update_watch)(handle, &raw mut watch, on_change, argument) };
         checked(watched)?;
         open.watch = Some(watch);
-        Ok(Self { open: ManuallyDrop::new(open), waiting, changes, threads })
+        Ok(Self { open: ManuallyDrop::new(open), waiting, changes })
     }
 
     pub(super) fn waiting(&self) -> &Arc<Waiting> {
@@ -204,11 +200,6 @@ impl Image {
     /// The number of changes that librbd has reported. Each may have given the image another size.
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
-    }
-
-    /// The threads that its operations pass through, if known. They exist as long as the image.
-    pub(super) fn threads(&self) -> &[Pid] {
-        &self.threads
     }
 
     pub(super) fn id(&self) -> io::Result<String> {

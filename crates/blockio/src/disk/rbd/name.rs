@@ -25,9 +25,6 @@ pub struct RbdImage {
     /// True if the exclusive lock is acquired when the image is opened, and kept. Otherwise librbd
     /// acquires it with the first write, and passes it on to other clients that want to write.
     pub exclusive: bool,
-    /// True if the threads of librbd stay where the scheduler puts them. Otherwise, while that is
-    /// faster, they and the thread that uses the image, if there is only one, keep to one CPU.
-    pub free_threads: bool,
 }
 
 impl RbdImage {

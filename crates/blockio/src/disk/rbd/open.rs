@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use super::image::{Cluster, Image, Pool, c_text};
 use super::name::RbdImage;
-use super::nearby::Census;
 use crate::disk::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
 use crate::regular_file::open_regular;
@@ -83,12 +82,7 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     let text = |text: &str| {
         c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
     };
-    let census = Census::begin();
     let cluster = connect(name, info.direct)?;
-    let mut threads = census.end();
-    if name.free_threads {
-        threads.clear();
-    }
     let [pool_name, namespace, image_name] =
         [&name.pool, &name.namespace, &name.image].map(|part| text(part));
     let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");
@@ -98,7 +92,7 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
         Pool::open(cluster, &pool_name?, &namespace?).map_err(|error| no_pool(name, &error))?;
     let pool_number = pool.number();
     let snapshot = name.snapshot.as_deref().map(text).transpose()?;
-    let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only, threads)
+    let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only)
         .map_err(|error| no_image(name, &error))?;
     if name.exclusive && !info.read_only {
         image.lock().map_err(|error| no_lock(&error))?;

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use iomem::{Buffers, LentBlock, fits};
 
-use super::nearby::Nearby;
 use super::shared::Shared;
 use crate::bounce::BounceShare;
 use crate::disk::info::{Extent, Unfinished};
@@ -34,7 +33,6 @@ pub(super) struct RbdDisk {
     shared: Arc<Shared>,
     share: Rc<BounceShare>,
     io: Rc<Io>,
-    nearby: Rc<Nearby>,
 }
 
 /// A part of a transfer, in our own memory.
@@ -47,9 +45,7 @@ struct Piece {
 impl RbdDisk {
     pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
         let share = io.bounce_budget.share(shared);
-        let nearby = Nearby::of(io);
-        nearby.join(io, shared);
-        Self { shared: Arc::clone(shared), share, io: Rc::clone(io), nearby }
+        Self { shared: Arc::clone(shared), share, io: Rc::clone(io) }
     }
 
     /// Allocates memory for as much of `left` bytes as goes at once.
@@ -68,7 +64,6 @@ impl RbdDisk {
         let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
         let bytes = ours.bytes();
         let done = self.shared.image.read(&self.io, offset, memory, ours).await;
-        self.nearby.advance(&self.io, &self.shared);
         let moved = match done.result {
             Ok(moved) => moved,
             // An image that was made smaller ends before this range.
@@ -97,7 +92,6 @@ impl RbdDisk {
         let bytes = ours.bytes();
         ours.copy_from_buffers(buffers, bytes);
         let done = self.shared.image.write(&self.io, offset, memory, ours).await;
-        self.nearby.advance(&self.io, &self.shared);
         let is_beyond = done.result.as_ref().is_err_and(is_invalid);
         let result = done.result.map_err(|error| self.seen(error));
         // An image that was made smaller ends before the range, or within it: then librbd leaves
@@ -189,12 +183,6 @@ impl RbdDisk {
 /// cases.
 fn is_invalid(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EINVAL)
-}
-
-impl Drop for RbdDisk {
-    fn drop(&mut self) {
-        self.nearby.leave(&self.io, &self.shared);
-    }
 }
 
 impl OtherDisk for RbdDisk {

@@ -1,8 +1,7 @@
 //! The state of an image, for all threads that use it.
 
 use std::io;
-use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use iomem::fits;
@@ -10,7 +9,6 @@ use iomem::fits;
 use super::image::Image;
 use crate::disk::waiting::Turns;
 use crate::error::Error;
-use crate::io::Io;
 
 /// The most pieces of discards that the cluster has at once for one image.
 const DISCARDS_AT_ONCE: usize = 4;
@@ -25,10 +23,6 @@ pub(super) struct Shared {
     pub(super) object_bytes: u64,
     /// The line in which pieces of discards wait for their turn.
     pub(super) discards: Turns,
-    /// The IoThreads that use it, each as often as it has a disk of it.
-    users: Mutex<Vec<usize>>,
-    /// True if several IoThreads use it.
-    is_divided: AtomicBool,
     /// An errno after which the data in the cluster is unknown; 0 for none.
     lost: AtomicI32,
     /// The size as last found, and the number of changes that librbd had reported before.
@@ -55,39 +49,12 @@ impl Shared {
             name,
             object_bytes,
             discards: Turns::of(DISCARDS_AT_ONCE),
-            users: Mutex::default(),
-            is_divided: AtomicBool::new(false),
             lost: AtomicI32::new(0),
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
             finding: Mutex::new(()),
             asking: Mutex::default(),
         }
-    }
-
-    /// Adds an IoThread that uses it, once for each of its disks.
-    pub(super) fn add_user(&self, io: &Rc<Io>) {
-        self.change_users(|users| users.push(Rc::as_ptr(io).addr()));
-    }
-
-    /// Reverts an [`add_user`](Self::add_user).
-    pub(super) fn remove_user(&self, io: &Rc<Io>) {
-        self.change_users(|users| {
-            let place = users.iter().position(|user| *user == Rc::as_ptr(io).addr());
-            users.swap_remove(place.expect("a disk was added when it was made"));
-        });
-    }
-
-    fn change_users(&self, change: impl FnOnce(&mut Vec<usize>)) {
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut users);
-        let is_divided = users.iter().any(|user| *user != users[0]);
-        self.is_divided.store(is_divided, Ordering::Relaxed);
-    }
-
-    /// Returns true if several IoThreads use it.
-    pub(super) fn is_divided(&self) -> bool {
-        self.is_divided.load(Ordering::Relaxed)
     }
 
     pub(super) fn refused(&self, reason: &str) -> Error {

@@ -15,7 +15,6 @@ pub(in crate::engine) use aio::AioContext;
 pub(in crate::engine) use ring::Ring;
 
 use crate::engine::pool::Pool;
-use crate::stay;
 
 /// Returns true if the kernel has taken the jobs of the pool, which then needs no threads: never.
 #[inline]
@@ -35,10 +34,5 @@ pub(in crate::engine) fn sleep(
 
 /// Starts a thread for work that may block.
 pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
-    let be_anywhere = stay::for_new_thread();
-    let work = move || {
-        be_anywhere();
-        work();
-    };
     thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }
