@@ -43,7 +43,7 @@ const EVENTS: usize = 64;
 
 /// Adds to eventfds without ever waiting. Belongs to one thread.
 pub(crate) struct EventfdAdder {
-    /// An `aio_context_t` of this value alone.
+    /// The `aio_context_t`, owned by this value.
     context: libc::c_ulong,
     null: OwnedFd,
 }

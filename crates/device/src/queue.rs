@@ -253,7 +253,7 @@ impl Queue {
     }
 
     /// Ends the service after all requests are done. Chains that were seen and not popped are left
-    /// for the next process.
+    /// for the next start of the queue.
     pub(crate) fn end(&self) {
         self.in_order.end(&mut self.ring.borrow_mut());
         self.notify();

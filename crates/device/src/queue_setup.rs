@@ -110,8 +110,8 @@ pub enum StopKind {
     /// The queue stops for a moment. Waiting requests begin in spite of limits, and none fails
     /// because of the stop: it ends only after their disk has carried them out.
     Pause,
-    /// Waiting requests stay in the inflight region, for the next process. Without a region, or if
-    /// the ring is bad, this is [`Final`](Self::Final).
+    /// Waiting requests stay in the inflight region for the next start of the queue, here or in
+    /// another process. Without a region, or if the ring is bad, this is [`Final`](Self::Final).
     Leave,
     /// The device ends, or its driver has gone. Like [`Leave`](Self::Leave), where that is
     /// possible. Otherwise like [`Final`](Self::Final), and a transfer with more than 64 MiB left

@@ -497,7 +497,7 @@ mod tests {
         assert_eq!(scene.wait(&stopped), 3);
     }
 
-    /// The next process finds none of these chains in the avail ring.
+    /// The next start finds none of these chains in the avail ring.
     #[test]
     fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
         let mut scene = Scene::new();

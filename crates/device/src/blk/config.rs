@@ -37,7 +37,7 @@ pub const QUEUES_MAX: u16 = 256;
 /// The most bytes of a serial number.
 pub const SERIAL_BYTES: usize = 20;
 
-/// Settings of a device by the operator.
+/// The operator's settings of a device.
 #[derive(Debug, Clone)]
 pub struct BlkOptions {
     /// The answer to the driver's request for an id; at most [`SERIAL_BYTES`] bytes.

@@ -714,7 +714,7 @@ mod tests {
         status[0]
     }
 
-    /// A write and a read of 28 MiB succeed in the end, in this process or the next.
+    /// A write and a read of 28 MiB succeed in the end, at this start of the queue or the next.
     #[test]
     fn a_queue_that_may_leave_requests_waits_for_one_step_of_a_long_one() {
         const BUFFERS: u64 = 14;

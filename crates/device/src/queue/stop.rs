@@ -60,7 +60,7 @@ impl Queue {
     }
 
     /// True if the queue must stop now. It first takes the chains that an earlier process had
-    /// taken: the next process would not find them in the avail ring.
+    /// taken: the next start would not find them in the avail ring.
     #[inline]
     pub(crate) fn is_to_stop(&self) -> bool {
         self.stop.borrow().is_some() && (self.broken.get() || !self.ring.borrow().has_again())
