@@ -23,6 +23,6 @@ pub(crate) fn spin() {
 }
 
 /// A point at which other threads, the kernel and the peer of a ring may act. Only a simulation
-/// does something here: in reality they act at any time.
+/// uses it: in reality they act at any time.
 #[inline]
 pub(crate) fn preempt() {}

@@ -90,7 +90,7 @@ fn sources_are_armed_when_there_is_nothing_to_do() {
         io.add_source(adds, Some(kicked)).unwrap();
         loop {
             io.suspend().await;
-            // Like a program that polls the awaited event with a waker of its own.
+            // A program may poll the awaited event with a waker of its own.
             io.running.wake(Owner::Waker(Waker::noop().clone()));
         }
     });

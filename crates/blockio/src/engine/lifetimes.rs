@@ -145,7 +145,7 @@ fn a_file_is_given_back_with_its_last_op() {
             while thread.io().ops() > 0 {
                 thread.turn(crate::turn::Wait::ForEvent).unwrap();
             }
-            // It was opened for writing, which its lock allows once at a time.
+            // The file was opened for writing, which its lock allows once at a time.
             drop(open(&file));
         }
     }

@@ -84,7 +84,7 @@ impl RoundBytes {
         self.is_full.get()
     }
 
-    /// Begins a round. Returns the counted bytes of the last one.
+    /// Begins a round. Returns the counted bytes of the previous one.
     #[inline]
     pub(super) fn begin(&mut self) -> usize {
         self.is_full.set(false);

@@ -291,7 +291,7 @@ fn what_begins_because_its_queue_stops_is_waited_for_by_what_comes_later() {
     }
 }
 
-/// Like the requests of a queue that leaves them to another process.
+/// The case of a queue that leaves its requests to another process.
 #[test]
 fn what_stays_at_a_gate_that_is_shut_holds_up_nobody_and_has_taken_nothing() {
     let scene = scene(EngineKind::Threads, 5);

@@ -148,7 +148,7 @@ pub(super) fn check_key_bytes(bytes: u64) -> Result<usize, String> {
 pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const CIPHER: &str = "aes-xts-plain64";
 
-/// A text that ends with a zero, or with its field.
+/// The text of a field, up to a zero or to the end.
 pub(super) fn text(field: &[u8]) -> Result<&str, String> {
     let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());
     std::str::from_utf8(&field[..end]).map_err(|_| "its header has a text that is none".to_owned())

@@ -224,7 +224,7 @@ fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
     }
 }
 
-/// A header that wastes time with each of its slots is not worse than one that does with one.
+/// A header that wastes time with each slot costs no more than one that does with a single slot.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn work_is_bounded_for_all_slots_together() {

@@ -339,7 +339,7 @@ impl Pipe {
                 Done::Drop(buffers) => drop(buffers),
             }
         }
-        // Its storage is used again.
+        // The next call uses its storage again.
         let mut requests = self.requests.borrow_mut();
         if requests.done.is_empty() {
             requests.done = done;

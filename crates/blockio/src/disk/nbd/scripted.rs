@@ -26,7 +26,7 @@ pub(super) enum Event {
     Request(usize, u16),
     /// The client has closed its sending direction.
     HalfClosed(usize),
-    /// All requests of the connection have ended, and so has it.
+    /// The connection and all its requests have ended.
     Ended(usize),
     /// The reply about the export is settled, and kept back.
     KeptBack(usize),
@@ -67,7 +67,7 @@ pub(super) struct State {
     pub(super) ranges: Vec<(u64, u64)>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
-    /// The size that each connection was told, which it keeps.
+    /// The size that each connection got, which stays.
     sizes: BTreeMap<usize, u64>,
     pub(super) connections: usize,
     /// The last answer, with its connection.

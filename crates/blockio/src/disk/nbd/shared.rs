@@ -23,7 +23,7 @@ pub(super) struct Shared {
     pub(super) read_only: bool,
     /// The server's machine counts as gone after this long a silence.
     pub(super) silence: Duration,
-    /// The facts when the disk was opened. Later connections must not offer less.
+    /// The facts at the opening of the disk. Later connections must not offer less.
     pub(super) facts: Facts,
     /// The size that the server has reported last.
     size_bytes: AtomicU64,

@@ -239,7 +239,7 @@ fn a_durable_write_that_a_break_interrupts_is_made_again() {
         server.change(|state| state.holds = (FLUSH, 1));
         let write = Running::write_durably(&thread, &disk, 0, 1);
         wait_for(&thread, &server, Event::Request(0, FLUSH));
-        // Like after a restart of its machine.
+        // The state after a restart of its machine.
         server.change(|state| state.content[0] = 0);
         server.hang_up();
         assert_eq!(write.end(&thread), None);
@@ -421,7 +421,7 @@ impl WriteLog for Log {
     }
 }
 
-/// Like the move of memory to another machine, while another IoThread has the only connection.
+/// The case of a migration, which logs writes, while another IoThread has the only connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_log_of_writes_hears_of_what_another_iothread_has_received() {

@@ -1,4 +1,4 @@
-//! Reads into memory of the disk's own.
+//! Reads into memory that the disk provides.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;

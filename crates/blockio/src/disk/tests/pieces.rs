@@ -87,7 +87,7 @@ fn what_is_ready_comes_between_the_pieces() {
             }
         });
         thread.run().unwrap();
-        // Pool threads end in any order, so there it may be fewer.
+        // With pool threads, which end in any order, there may be fewer.
         assert!(served.get() >= PIECES / 4, "{engine}: {} requests came between", served.get());
     }
 }

@@ -14,7 +14,7 @@ use crate::io_thread::IoThread;
 
 const ONE: u16 = can::HAS_FLAGS | can::FLUSH;
 
-/// Like the opening of an image: its header is read on a thread that ends.
+/// The case of an image that is opened: its header is read on a thread that ends.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_connection_outlives_the_iothread_that_has_opened_the_disk() {

@@ -148,7 +148,7 @@ fn a_connection_that_is_waited_for_has_one_timer() {
     server.change(|state| state.keeps_back = None);
 }
 
-/// Like programs that have the loop in their own.
+/// A program may turn the loop within a loop of its own.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_deadline_comes_to_a_loop_that_never_sleeps() {

@@ -68,7 +68,7 @@ impl AioContext {
     /// The number of events that the consumer has not freed.
     fn unread(&self) -> u32 {
         let (nr, head) = (self.0.setup.events, self.word(WORD_HEAD).load(Ordering::Acquire));
-        // Like in the kernel, any value of the head stays within the ring.
+        // As in the kernel, any value of the head stays within the ring.
         (self.word(WORD_TAIL).load(Ordering::Relaxed) + nr - head % nr) % nr
     }
 

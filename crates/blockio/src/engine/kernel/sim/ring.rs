@@ -387,7 +387,7 @@ impl RingState {
         // SAFETY: the descriptor is only duplicated, and the next line finds out if it is open.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let Ok(fd) = rustix::io::dup(fd) else {
-            // It was closed while its entry was on the way.
+            // The file was closed while its entry was on the way.
             return self.post(user_data, -libc::EBADF, 0);
         };
         let flags = EventFlags::IN | EventFlags::ET;

@@ -51,7 +51,7 @@ pub trait World {
     /// Runs `work` at some time as a thread of its own.
     fn run_thread(&self, work: Box<dyn FnOnce()>);
 
-    /// Advances time until `is_over` returns true, or `deadline` has come. May return earlier, like
+    /// Advances time until `is_over` returns true, or `deadline` has come. May return earlier, as
     /// after a signal.
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool);
 }
