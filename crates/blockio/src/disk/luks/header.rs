@@ -131,7 +131,7 @@ pub(super) const SLOTS_MAX: usize = 32;
 /// The most stripes of a key. The usual number is 4000.
 pub(super) const STRIPES_MAX: u32 = 16_384;
 
-/// The sector size of areas with keys, whatever that of the data.
+/// The sector size of areas with keys, independent of that of the data.
 const AREA_SECTOR_BYTES: usize = 512;
 
 /// Checks the length of an XTS key.

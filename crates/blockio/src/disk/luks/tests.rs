@@ -180,7 +180,7 @@ fn what_a_header_may_not_say_is_refused() {
     }
 }
 
-/// Whatever the second slot is used for, the first opens the disk.
+/// The first slot opens the disk, with any use of the second one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
@@ -224,7 +224,7 @@ fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
     }
 }
 
-/// A header that wastes time with each slot costs no more than one that does with a single slot.
+/// A header that wastes time with each slot is as bad as one that does with a single slot.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn work_is_bounded_for_all_slots_together() {

@@ -17,7 +17,7 @@ use super::undumped::Undumped;
 /// multiple of every sector.
 pub(super) const CHUNK_BYTES: usize = 4096;
 
-/// The unit of the positions of sectors, whatever the size of a sector.
+/// The unit of the positions of sectors, for sectors of any size.
 const POSITION_BYTES: usize = 512;
 const BLOCK_BYTES: usize = 16;
 /// The part of the stack to wipe after a run. The processor has too few registers for all keys, so
