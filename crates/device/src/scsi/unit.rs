@@ -215,10 +215,11 @@ impl Attentions {
     }
 
     /// Puts back an attention that was not delivered after all, as the first one. All other
-    /// attentions stay.
+    /// attentions stay. A reset that arrived in the meantime covers it.
     pub(crate) fn put_back(&self, sense: Sense) {
         let mut waiting = self.waiting();
-        if !waiting.contains(&sense) {
+        let is_covered = waiting.contains(&sense) || waiting.iter().any(|other| other.is_reset());
+        if !is_covered && waiting.len() < ATTENTIONS_MAX {
             waiting.push_front(sense);
         }
         self.count.store(waiting.len(), Ordering::Relaxed);
@@ -245,5 +246,37 @@ impl Attentions {
 
     fn waiting(&self) -> MutexGuard<'_, VecDeque<Sense>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reset_covers_an_attention_that_comes_back() {
+        let (earlier, later) = (Sense::attention([0x2a, 0x01]), Sense::attention([0x2a, 0x09]));
+        let attentions = Attentions::default();
+        attentions.add(earlier);
+        attentions.add(later);
+        let taken = attentions.take().unwrap();
+        attentions.put_back(taken);
+        assert_eq!(attentions.codes(), [earlier.code, later.code]);
+        let taken = attentions.take().unwrap();
+        attentions.add(Sense::POWER_ON);
+        attentions.put_back(taken);
+        assert_eq!(attentions.codes(), [Sense::POWER_ON.code]);
+    }
+
+    #[test]
+    fn an_attention_that_comes_back_to_a_full_list_is_the_oldest() {
+        let attentions = Attentions::default();
+        let of = |number: usize| Sense::attention([0x3f, u8::try_from(number).unwrap()]);
+        attentions.add(of(0));
+        let taken = attentions.take().unwrap();
+        (1..=ATTENTIONS_MAX).for_each(|number| attentions.add(of(number)));
+        attentions.put_back(taken);
+        assert_eq!(attentions.codes().len(), ATTENTIONS_MAX);
+        assert_eq!(attentions.take(), Some(of(1)));
     }
 }

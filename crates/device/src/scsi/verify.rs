@@ -74,9 +74,10 @@ pub(super) async fn compare_and_write(
     out.truncate(bytes);
     let at_disk = AtDisk::new(local, task);
     // Before the medium is taken: otherwise all other tasks would wait for these limits.
-    for direction in [Direction::Read, Direction::Write] {
+    let uses = [DiskUse::reads("read", range.lba), DiskUse::writes("write", range.lba)];
+    for (direction, action) in [Direction::Read, Direction::Write].into_iter().zip(uses) {
         let passed = local.disk.asking(&at_disk).pass_limits(direction, range.bytes).await;
-        passed.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
+        passed.map_err(|error| disk_error(action, error))?;
     }
     let exclusive = at_disk.take_medium().await?;
     // Checked after the wait, like the cache.
