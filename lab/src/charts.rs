@@ -1,17 +1,17 @@
-//! `cargo lab charts`: draws the pictures of docs/performance.md from the table that stands there.
+//! `cargo lab charts`: draws the pictures of docs/performance.md from the table on that page.
 //!
-//! The table is what is kept of a run of `cargo lab compare`, so pictures and figures cannot
-//! disagree; a test makes sure that the pictures are as the table is.
+//! The table is the record of a run of `cargo lab compare`, so pictures and figures cannot
+//! disagree. A test checks that the pictures match the table.
 
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tools::workspace;
 
-/// The page that has the table.
+/// The page with the table.
 const PAGE: &str = "docs/performance.md";
 
-/// How the row above the table begins.
+/// The start of the table's heading.
 pub(crate) const HEAD: &str = "| disk | load | IOPS, thousands |";
 
 /// Options of `cargo lab charts`.
@@ -36,12 +36,12 @@ fn pictures() -> Result<[(&'static str, String); 2]> {
     Ok([("performance-iops.svg", iops(&rows)), ("performance-cost.svg", cost(&rows))])
 }
 
-/// A row of the table, as far as it is drawn. All figures are relative to those of the rival.
+/// The drawn part of a row of the table. Figures are multiples of the rival's.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Row {
     name: String,
     iops: f64,
-    /// The least and the greatest of the rounds.
+    /// The least and the greatest figure of the rounds.
     range: (f64, f64),
     cpu: f64,
     system_calls: f64,
@@ -73,11 +73,11 @@ fn row(line: &str) -> Result<Row> {
     })
 }
 
-/// Columns of the picture, in pixels: where the scale begins and ends.
+/// The start and end of the scale and the width of the picture, in pixels.
 const LEFT: f64 = 236.0;
 const RIGHT: f64 = 740.0;
 const WIDTH: f64 = 760.0;
-/// The first row, and how far it is to the next.
+/// The place of the first row and the distance between rows, in pixels.
 const TOP: f64 = 62.0;
 const STEP: f64 = 20.0;
 
@@ -91,7 +91,8 @@ const STYLE: &str = "\
 .grid{stroke:#2a343e}.one{stroke:#a8b4c0}\
 .good{fill:#6ea3dc;stroke:#6ea3dc}.bad{fill:#e5884a;stroke:#e5884a}.other{fill:#12181f}}";
 
-/// How a picture begins: its size, colours, ground and heading. `style` is added to the colours.
+/// Returns the start of a picture: size, colours, ground and heading. `style` is added to the
+/// colours.
 pub(crate) fn head(title: &str, note: &str, (width, height): (f64, f64), style: &str) -> String {
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
@@ -134,7 +135,7 @@ impl Picture {
         picture
     }
 
-    /// The column of a value; what is beyond the scale is at its end.
+    /// Returns the column of a value. Values beyond the scale are drawn at its end.
     fn x(&self, value: f64) -> f64 {
         let (low, high) = self.scale;
         let part = (value.clamp(low, high) / low).ln() / (high / low).ln();
@@ -160,7 +161,7 @@ impl Picture {
     }
 }
 
-/// Where rows are.
+/// The vertical places of rows.
 fn lines() -> impl Iterator<Item = f64> {
     (0_u32..).map(|index| TOP + STEP * f64::from(index) + STEP / 2.0)
 }

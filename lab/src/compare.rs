@@ -1,8 +1,8 @@
-//! `cargo lab compare`: Ringhaul and qemu-storage-daemon in turn, on the same disks, driven
-//! by the same load generator, and fio on the disks themselves as the limit.
+//! `cargo lab compare`: compares Ringhaul with qemu-storage-daemon on the same disks, driven by the
+//! same load generator, and with fio on the disks themselves as the limit.
 //!
-//! Machines drift while they are measured. So the servers take turns within each round of a
-//! workload, another one is first in each round, and ratios are taken within a round.
+//! Machines drift during measurements. So the servers alternate within each round of a workload,
+//! each round starts with another server, and ratios are taken within a round.
 
 mod base;
 mod measure;
@@ -27,22 +27,22 @@ use plan::Workload;
 use report::{Cell, Comparison, Series};
 use servers::Server;
 
-/// Rounds, seconds and MiB that --quick uses in place of the defaults.
+/// The rounds, seconds and MiB of --quick.
 const QUICK: (usize, f64, u64) = (1, 0.2, 64);
 
 /// Options of `cargo lab compare`.
 #[derive(Clone, clap::Args)]
 pub(crate) struct Args {
-    /// Rounds; in each, every server is measured once on every workload
+    /// Rounds; each measures every server once on every workload
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Seconds of one measurement; of an image in a cluster, four times as long
+    /// Seconds of one measurement; four times as long for an image in a cluster
     #[arg(long, default_value_t = 1.0)]
     runtime: f64,
     /// Size of the disks, in MiB
     #[arg(long, default_value_t = 1024)]
     size: u64,
-    /// Only names with each of these words, and without the words after a `!`, as in `zram`,
+    /// Only names with each of these words and without the words after a `!`, such as `zram`,
     /// `loop/randread`, `file !beside`
     #[arg(long, value_name = "PATTERN", default_value = "")]
     only: String,
@@ -62,7 +62,7 @@ pub(crate) struct Args {
     /// CPU that the load generator is pinned to
     #[arg(long, default_value_t = 1)]
     client_cpu: usize,
-    /// List what would be measured and end
+    /// List the measurements and end
     #[arg(long)]
     list: bool,
 }
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let mut comparison = Comparison::new(describe(&args, &bench)?);
     let result = measure_all(&args, &bench, &interrupt, &mut progress, &mut comparison);
     progress.finish();
-    // What has been measured is not lost when something goes wrong near the end.
+    // A failure near the end does not lose the earlier measurements.
     comparison.ended = result.as_ref().err().map(|error| format!("{error:#}"));
     let folder = match args.output {
         Some(folder) => folder,
@@ -105,7 +105,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     result
 }
 
-/// How many programs are measured on each disk, added up over workloads.
+/// Returns the number of programs on each disk, summed over workloads.
 fn series(only: &str) -> Vec<(Target, usize)> {
     let count = |target| {
         let workloads = plan::wanted(target, only);
@@ -114,8 +114,8 @@ fn series(only: &str) -> Vec<(Target, usize)> {
     Target::COMPARED.into_iter().map(|target| (target, count(target))).collect()
 }
 
-/// Seconds that a measurement takes on average: that of system calls, which each series ends with,
-/// as long as `runtime`.
+/// Returns the average seconds of a measurement. Each series ends with a count of system calls,
+/// which takes about `runtime`.
 fn seconds_each(series: &[(Target, usize)], rounds: usize, runtime: f64) -> f64 {
     let number = |count: usize| f64::from(u32::try_from(count).expect("it is a small count"));
     let seconds_of = |(target, count): &(Target, usize)| {
@@ -126,7 +126,7 @@ fn seconds_each(series: &[(Target, usize)], rounds: usize, runtime: f64) -> f64 
     series.iter().map(seconds_of).sum::<f64>() / number(count * (rounds + 1))
 }
 
-/// How often and for how long each program is measured under each workload.
+/// Describes the rounds and their length.
 fn rounds(args: &Args) -> String {
     let cluster = times_on(Target::Rbd, args.runtime).runtime;
     let usual = format!("{} of {} s for each program and workload", args.rounds, args.runtime);
@@ -136,7 +136,7 @@ fn rounds(args: &Args) -> String {
     }
 }
 
-/// What is measured, with what.
+/// Describes the machine, the programs and the rounds.
 fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
     let mut machine = machine::describe(&bench.lab)?;
     let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
@@ -185,7 +185,7 @@ fn measure_all(
     Ok(())
 }
 
-/// All rounds of one workload on one disk, then the runs in which system calls are counted.
+/// Measures all rounds of one workload on one disk, then counts system calls in separate runs.
 fn measure_cell(
     rounds: usize,
     bench: &Bench,

@@ -1,8 +1,8 @@
-//! `cargo lab experiments`: each step of the loop switched off and on, in turn, and a report of
-//! what that is worth on this machine.
+//! `cargo lab experiments`: switches each step of the loop off and on, in turn, and reports the
+//! worth of the step on this machine.
 //!
-//! `plan` says what is measured, `run` measures it, `verdict` decides what the figures show, and
-//! `report` puts that into words, which `document` writes as one HTML page, with the pictures from
+//! `plan` lists the measurements, `run` measures, `verdict` interprets the figures, and `report`
+//! puts the result into words. `document` writes it as one HTML page, with the pictures from
 //! `plot`, and as Markdown.
 
 mod document;
@@ -28,16 +28,16 @@ use plan::Cell;
 use report::{Experiments, TargetNote};
 use run::Runner;
 
-/// Rounds, seconds and MiB that --quick uses in place of the defaults.
+/// The rounds, seconds and MiB of --quick.
 const QUICK: (usize, f64, u64) = (1, 0.1, 64);
 
-/// Seconds before measuring.
+/// Seconds of load before measuring.
 const RAMP_S: f64 = 0.1;
 
 /// Options of `cargo lab experiments`.
 #[derive(Clone, clap::Args)]
 pub(crate) struct Args {
-    /// Rounds; in each, everything is measured once with the step off and once with it on
+    /// Rounds; each measures every cell once with the step off and once with it on
     #[arg(long, default_value_t = 7)]
     rounds: usize,
     /// Seconds of one measurement
@@ -46,7 +46,7 @@ pub(crate) struct Args {
     /// Size of the disks, in MiB
     #[arg(long, default_value_t = 512)]
     size: u64,
-    /// Only what has this in its name, as in `2/`, `zram`, `5/null/`
+    /// Only measurements with this in their name, such as `2/`, `zram`, `5/null/`
     #[arg(long, value_name = "PATTERN", default_value = "")]
     only: String,
     /// Try everything out: one short round on small disks, no figures to rely on
@@ -62,7 +62,7 @@ pub(crate) struct Args {
     /// CPU that the load generator is pinned to
     #[arg(long, default_value_t = 1)]
     client_cpu: usize,
-    /// List what would be measured and end
+    /// List the measurements and end
     #[arg(long)]
     list: bool,
 }
@@ -85,7 +85,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let lab = Lab::new((args.server_cpu, args.client_cpu), &interrupt)?;
     let mut experiments = Experiments::new(describe(&args, &lab)?);
     let result = measure_all(&args, cells, &lab, &interrupt, &mut experiments);
-    // What has been measured is not lost when something goes wrong near the end.
+    // A failure near the end does not lose the earlier measurements.
     experiments.ended = result.as_ref().err().map(|error| format!("{error:#}"));
     let folder = match args.output {
         Some(folder) => folder,

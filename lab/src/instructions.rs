@@ -1,10 +1,10 @@
-//! `cargo lab instructions`: how many instructions the daemon's side of a request takes, counted
-//! by valgrind, of this tree and of an earlier revision.
+//! `cargo lab instructions`: the instructions that the daemon's side of a request takes, counted by
+//! valgrind, in this tree and in an earlier revision.
 //!
-//! Time differs from run to run, and a change of a hundredth is lost in it. Instructions do not:
-//! the example `instructions` of the crate `device` runs driver and device on one thread, and
-//! only the turns of the loop are counted. Set-up cancels out, because each case is run with two
-//! numbers of requests, and the difference counts.
+//! Time varies between runs, which hides a change of a hundredth. Instruction counts do not vary:
+//! the example `instructions` of the crate `device` runs driver and device on one thread, and only
+//! the turns of the loop are counted. Each case runs with two numbers of requests. Set-up cancels
+//! out in the difference.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -24,20 +24,20 @@ pub(crate) struct Args {
     #[arg(long, default_value = "")]
     only: String,
 
-    /// Fail if any case that is counted exactly takes more than so many times the base's
+    /// Fail if an exactly counted case takes more than this many times the instructions of the base
     #[arg(long, value_name = "RATIO", requires = "base")]
     limit: Option<f64>,
 }
 
-/// The example and its package: as it is now, and as it was first written, for revisions from
-/// before that.
+/// The paths of the example, with its package: the present one, and the first one, for earlier
+/// revisions.
 const EXAMPLES: [(&str, &str); 2] = [
     ("crates/device/examples/instructions.rs", "ringhaul-device"),
     ("crates/ringhaul/examples/instructions.rs", "ringhaul"),
 ];
 
-/// A disk, an engine and a kind of request; whether its count is the same each time. Kernel threads
-/// and the pool take part in the others, whose count is the least of a few.
+/// The cases: disk, engine and kind of request. True if the count is the same each time. Kernel
+/// threads and the pool add to the other counts, which are the least of [`TRIES`] runs.
 const CASES: &[(&str, bool)] = &[
     ("null-threads-read", true),
     ("null-threads-read-inflight", true),
@@ -56,10 +56,10 @@ const CASES: &[(&str, bool)] = &[
 
 const DEPTHS: [u64; 2] = [1, 64];
 
-/// Requests of the two runs whose difference counts.
+/// The numbers of requests of the two runs whose difference counts.
 const REQUESTS: (u64, u64) = (1280, 3840);
 
-/// Runs of a case whose count varies.
+/// The runs of a case with a varying count.
 const TRIES: usize = 3;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -103,7 +103,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Builds the example of a tree, and returns where it is.
+/// Builds the example of a tree and returns the path of the program.
 fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
     let is_there = |(path, _): &&(&str, &str)| tree.join(path).exists();
     let (example, package) = EXAMPLES.iter().find(is_there).context("the tree has no example")?;
@@ -117,8 +117,8 @@ fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
     Ok(target.join("release/examples/instructions"))
 }
 
-/// Makes `tree` a copy of a revision. One from before the example gets it as it was first written,
-/// because later ones may need what the revision lacks.
+/// Makes `tree` a copy of a revision. A revision from before the example gets its first version,
+/// because later ones may need parts that the revision lacks.
 fn extract(revision: &str, tree: &Path) -> Result<()> {
     if tree.exists() {
         std::fs::remove_dir_all(tree).context("removing the last copy of a revision")?;
@@ -126,7 +126,7 @@ fn extract(revision: &str, tree: &Path) -> Result<()> {
     std::fs::create_dir_all(tree).with_context(|| format!("making {}", tree.display()))?;
     let mut archive = git(&["archive", revision]).stdout(Stdio::piped()).spawn()?;
     let content = archive.stdout.take().context("git archive has no output")?;
-    // New times: cargo builds nothing whose sources are older than what it has built.
+    // New modification times: cargo rebuilds nothing whose sources are older than its output.
     let status =
         Command::new("tar").args(["-x", "-m"]).current_dir(tree).stdin(content).status()?;
     let archived = archive.wait().context("waiting for git archive")?.success();
@@ -147,7 +147,7 @@ fn git(words: &[&str]) -> Command {
     command
 }
 
-/// Instructions for each request.
+/// Returns the instructions for each request.
 fn count(valgrind: &Path, binary: &Path, case: &str, depth: u64, exact: bool) -> Result<f64> {
     let tries = if exact { 1 } else { TRIES };
     let least = |requests: u64| -> Result<u64> {
@@ -163,7 +163,7 @@ fn count(valgrind: &Path, binary: &Path, case: &str, depth: u64, exact: bool) ->
     Ok(difference as f64 / (REQUESTS.1 - REQUESTS.0) as f64)
 }
 
-/// What one run has counted.
+/// Returns the count of one run.
 fn collect(valgrind: &Path, binary: &Path, case: &str, depth: u64, requests: u64) -> Result<u64> {
     let output = Command::new(valgrind)
         .args(["--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"])
@@ -177,7 +177,8 @@ fn collect(valgrind: &Path, binary: &Path, case: &str, depth: u64, requests: u64
     collected(&text).with_context(|| format!("valgrind has not counted {case}:\n{text}"))
 }
 
-/// The number in callgrind's line `==PID== Collected : NUMBER`; none if nothing was counted.
+/// Returns the number in callgrind's line `==PID== Collected : NUMBER`. `None` if nothing was
+/// counted.
 fn collected(text: &str) -> Option<u64> {
     let number = text.lines().find_map(|line| line.split_once("Collected :"))?.1;
     number.trim().parse().ok().filter(|count| *count > 0)
@@ -200,7 +201,7 @@ mod tests {
     #[test]
     fn every_case_is_a_disk_an_engine_and_a_kind() {
         for (case, _) in CASES {
-            // An inflight region may be added.
+            // The case may end with an inflight region.
             let case = case.strip_suffix("-inflight").unwrap_or(case);
             assert_eq!(case.split('-').count(), 3, "{case}");
         }

@@ -1,7 +1,7 @@
-//! The lab: what is measured of Ringhaul, and the pages that come of it.
+//! The lab: measurements of Ringhaul, and the pages that they produce.
 //!
-//! A workspace of its own, called by `cargo lab` in the root of the tree; `cargo lab --help` lists
-//! what it measures. `rig` is what every measurement needs.
+//! A workspace of its own, called by `cargo lab` in the root of the tree. `cargo lab --help` lists
+//! the measurements. `rig` holds the parts that all of them need.
 
 mod charts;
 mod compare;
@@ -28,16 +28,16 @@ enum Command {
     Compare(compare::Args),
     /// Draw the pictures of docs/performance.md from its table
     Charts(charts::Args),
-    /// Measure what each step of the loop is worth
+    /// Measure the worth of each step of the loop
     Experiments(experiments::Args),
     /// Count the instructions that a request takes, here and in an earlier revision
     Instructions(instructions::Args),
-    /// Play a part of the other work beside which servers are compared
+    /// Play a part of the background load beside which servers are compared
     #[command(hide = true)]
     Load(rig::load::Args),
-    /// Measure how fast an export is while another one misbehaves
+    /// Measure the speed of an export while another one misbehaves
     Neighbours(neighbours::Args),
-    /// Measure the setting that adapts itself to the load against fixed ones
+    /// Measure the setting that adapts to the load against fixed ones
     Runs(runs::Args),
 }
 

@@ -1,4 +1,4 @@
-//! `cargo lab neighbours`: how fast an export is while another one of its IoThread misbehaves.
+//! `cargo lab neighbours`: the speed of an export while another one of its IoThread misbehaves.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -12,13 +12,13 @@ use crate::rig::machine;
 /// Options of `cargo lab neighbours`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Rounds; in each, the neighbour is measured once in quiet and once disturbed
+    /// Rounds; each measures the neighbour once in quiet and once disturbed
     #[arg(long, default_value_t = 7)]
     rounds: usize,
     /// Seconds of one measurement
     #[arg(long, default_value_t = 1.0)]
     runtime: f64,
-    /// Only what has this in its name, as in `full pipe`, `aio/`
+    /// Only measurements with this in their name, such as `full pipe` or `aio/`
     #[arg(long, value_name = "PATTERN", default_value = "")]
     only: String,
     /// Folder for neighbours.md [default: neighbours/ in the target directory]
@@ -27,7 +27,7 @@ pub(crate) struct Args {
 }
 
 /// Runs the measurement that stands beside the tests of neighbours, and writes its table. The
-/// machine should do nothing else: quiet and disturbed spans take turns.
+/// machine should do nothing else. Quiet and disturbed spans alternate.
 pub(crate) fn run(args: &Args) -> Result<()> {
     ensure!(args.rounds > 0 && args.runtime > 0.0, "a zero leaves nothing to do");
     let runtime = Duration::try_from_secs_f64(args.runtime).context("--runtime")?;

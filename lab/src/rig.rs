@@ -1,5 +1,5 @@
-//! What every measurement needs: disks, pinned servers, the load generator, counts of system
-//! calls, the machine, progress, medians.
+//! The parts that every measurement needs: disks, pinned servers, the load generator, counts of
+//! system calls, the machine, progress, medians.
 
 pub(crate) mod elsewhere;
 pub(crate) mod load;

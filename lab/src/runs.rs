@@ -1,8 +1,8 @@
-//! `cargo lab runs`: how the setting of `ringhaul serve` that adapts itself compares with fixed
-//! ones, at each depth, with each kind of driver, on each disk.
+//! `cargo lab runs`: compares the adaptive setting of `ringhaul serve` with fixed ones, at each
+//! depth, with each kind of driver, on each disk.
 //!
-//! `plan` says what is measured, `measure` measures it, `verdict` compares, and `report` writes the
-//! tables and `heatmap` the picture.
+//! `plan` lists the measurements, `measure` runs them, `verdict` compares, `report` writes the
+//! tables and `heatmap` draws the picture.
 
 mod heatmap;
 mod measure;
@@ -24,20 +24,20 @@ use measure::{OPEN_LOOP_TIMES, Runner};
 use plan::Plan;
 use report::Runs;
 
-/// Rounds, seconds and MiB that --quick uses in place of the defaults.
+/// The rounds, seconds and MiB of --quick.
 const QUICK: (usize, f64, u64) = (1, 0.02, 64);
 
-/// Seconds before measuring, in which caches and the adaptive setting begin to settle. It begins
-/// anew with each measurement, so what it takes to settle for longer counts against it.
+/// The seconds before measuring, in which caches and the adaptive setting begin to settle. The
+/// setting starts over in each measurement, so a longer settling time counts against it.
 const RAMP_S: f64 = 0.03;
 
-/// Seconds that a measurement takes on top of its time; the servers run already.
+/// The seconds that a measurement takes beyond its time. The servers run already.
 const OVERHEAD_S: f64 = 0.03;
 
 /// Options of `cargo lab runs`.
 #[derive(Clone, clap::Args)]
 pub(crate) struct Args {
-    /// Rounds; in each, every setting is measured once in every cell
+    /// Rounds; each measures every setting once in every cell
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Seconds of one measurement; five times as long in the open loop
@@ -46,7 +46,8 @@ pub(crate) struct Args {
     /// Size of the disks, in MiB
     #[arg(long, default_value_t = 512)]
     size: u64,
-    /// Only what has this in its name, as in `zram/`, `randread-depth-8-`, `polling`, `open-loop`
+    /// Only measurements with this in their name, such as `zram/`, `randread-depth-8-`, `polling`,
+    /// `open-loop`
     #[arg(long, value_name = "PATTERN", default_value = "")]
     only: String,
     /// Engine of the servers
@@ -64,7 +65,7 @@ pub(crate) struct Args {
     /// CPU that the load generator is pinned to
     #[arg(long, default_value_t = 1)]
     client_cpu: usize,
-    /// List what would be measured and end
+    /// List the measurements and end
     #[arg(long)]
     list: bool,
 }
@@ -90,7 +91,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let runner = Runner { lab: &lab, times, rounds: args.rounds, engine: &args.engine };
     let mut runs = Runs::new(describe(&args, &lab)?, runner.command_lines());
     let result = measure_all(args.size, &plans, &runner, &interrupt, &mut runs);
-    // What has been measured is not lost when something goes wrong near the end.
+    // A failure near the end does not lose the earlier measurements.
     runs.ended = result.as_ref().err().map(|error| format!("{error:#}"));
     let folder = match args.output {
         Some(folder) => folder,
@@ -149,8 +150,8 @@ fn measure_all(
     result
 }
 
-/// Seconds that a measurement takes on average. `counts` are those with requests in flight and
-/// those in the open loop, of each disk.
+/// Returns the average seconds of a measurement. `counts` holds, for each disk, the measurements
+/// with requests in flight and in the open loop.
 fn seconds_each(counts: &[(usize, usize)], times: Times) -> f64 {
     let sum = |pick: fn(&(usize, usize)) -> usize| counts.iter().map(pick).sum::<usize>();
     let (closed, open) = (sum(|count| count.0), sum(|count| count.1));

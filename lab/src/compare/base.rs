@@ -1,7 +1,7 @@
-//! `cargo lab compare --base BINARY`: Ringhaul before a change and after it.
+//! `cargo lab compare --base BINARY`: compares Ringhaul before and after a change.
 //!
-//! Both serve the same disk in turn, each freshly started, and the other one is first in each
-//! round. The load generator is the one that is built here, for both.
+//! The two builds alternate on the same disk, each freshly started, and the first one changes with
+//! each round. Both are driven by the load generator that is built here.
 
 use std::fmt::{self, Write as _};
 use std::path::Path;
@@ -46,7 +46,7 @@ impl Row {
         Spread::of(samples.iter().map(|sample| sample.iops))
     }
 
-    /// What a figure is after the change, divided by what it was before in the same round.
+    /// Divides a figure after the change by that before the change in the same round.
     fn ratio(&self, value: fn(&Sample) -> Option<f64>) -> Option<Spread> {
         let rounds = self.after.iter().zip(&self.before);
         Spread::of(rounds.filter_map(|(after, before)| {
@@ -59,7 +59,7 @@ impl Row {
         self.ratio(|sample| Some(sample.iops))
     }
 
-    /// A row of the table.
+    /// Formats a row of the table.
     fn markdown(&self) -> String {
         let Cell { target, workload, engine } = self.cell;
         let columns = [
@@ -75,7 +75,7 @@ impl Row {
     }
 }
 
-/// The cells on `target` that have `pattern` in their name.
+/// The cells on `target` with `pattern` in their name.
 fn cells(target: Target, pattern: &str) -> Vec<Cell> {
     let engines: &[Engine] = match target {
         // A null disk has no operations, so no engine matters.
@@ -204,7 +204,7 @@ impl Pair<'_> {
         Ok(row)
     }
 
-    /// Measures one of both. The same `round` gives the same sequence of I/O.
+    /// Measures one build. The same `round` gives the same sequence of I/O.
     fn sample(&self, cell: Cell, disk: &Disk, round: usize, is_base: bool) -> Result<Sample> {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
         let socket = self.lab.socket();

@@ -17,36 +17,36 @@ use crate::rig::targets::{Disk, Target};
 use crate::rig::thin;
 use crate::rig::{Lab, Program, Times, pinning};
 
-/// Seconds before measuring.
+/// Seconds of load before measuring.
 pub(super) const RAMP_S: f64 = 0.1;
 
-/// How much longer than other disks an image in a cluster is measured: its operations are slow.
+/// The factor by which an image in a cluster is measured longer: its operations are slow.
 const CLUSTER_TIMES: f64 = 4.0;
 
-/// Seconds before measuring it: a cluster needs a while to get up to speed.
+/// Seconds of load before measuring a cluster, which needs a while to get up to speed.
 const CLUSTER_RAMP_S: f64 = 0.5;
 
-/// What the load generator says of one run.
+/// The figures of one run of the load generator.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Sample {
-    /// I/O operations for each second.
+    /// I/O operations per second.
     pub(super) iops: f64,
-    /// Latencies in microseconds; None when nothing was completed.
+    /// Latencies in microseconds. `None` if nothing was completed.
     pub(super) p50_us: Option<f64>,
     pub(super) p99_us: Option<f64>,
     /// CPU time of the server for each I/O, in microseconds.
     pub(super) server_cpu_us_per_io: Option<f64>,
-    /// How many I/Os one call announced, on average.
+    /// The average number of I/Os that one call announced.
     pub(super) completions_per_call: Option<f64>,
-    /// How many completions of a library Ringhaul got for each time that it was woken by another
-    /// thread. None where no library does the work.
+    /// Completions of a library for each wake-up of Ringhaul by another thread. `None` if no
+    /// library does the work.
     pub(super) completions_per_wake: Option<f64>,
     /// Bytes that the server has written to its disk for each I/O, tables of an image included.
-    /// Flushes and the end of the server come later. None where another program has the disk.
+    /// Flushes and the end of the server come later. `None` if another program owns the disk.
     pub(super) written_bytes_per_io: Option<f64>,
 }
 
-/// How long a disk of `target` is driven, where most are measured for `runtime` seconds.
+/// The times for a disk of `target`, if most disks are measured for `runtime` seconds.
 pub(super) fn times_on(target: Target, runtime: f64) -> Times {
     match target {
         Target::Rbd => Times { runtime: runtime * CLUSTER_TIMES, ramp: CLUSTER_RAMP_S },
@@ -54,19 +54,19 @@ pub(super) fn times_on(target: Target, runtime: f64) -> Times {
     }
 }
 
-/// Everything that stays the same over all measurements.
+/// The parts that all measurements share.
 pub(super) struct Bench {
     pub(super) lab: Lab,
     pub(super) qsd: PathBuf,
     pub(super) fio: PathBuf,
-    /// Seconds that most disks are measured.
+    /// Seconds of a measurement on most disks.
     runtime: f64,
-    /// Who cannot be measured here, and why.
+    /// Servers that cannot be measured here, with the reason.
     lacks: Vec<(Server, String)>,
 }
 
 impl Bench {
-    /// Builds Ringhaul and looks for everything else that is needed.
+    /// Builds Ringhaul and finds all other programs that are needed.
     pub(super) fn new(args: &Args, interrupt: &Interrupt) -> Result<Self> {
         let qsd = workspace::find_program("qemu-storage-daemon")
             .context("qemu-storage-daemon is missing; `make setup` installs it")?;
@@ -101,7 +101,8 @@ impl Bench {
         }
         let drive = |server: u32| {
             let sample = parse(&self.lab.bench(&options, times.limit())?)?;
-            // The load generator counts the I/O of the measured time.
+            // The bytes include the ramp, and the load generator's rate covers only the measured
+            // time.
             let ios = sample.iops * (times.runtime + times.ramp);
             let bytes = written_bytes(server).filter(|_| !disk.target.is_elsewhere() && ios > 0.0);
             Ok(Sample { written_bytes_per_io: bytes.map(|bytes| bytes / ios), ..sample })
@@ -111,21 +112,21 @@ impl Bench {
         Ok(Sample { completions_per_wake, ..served.value })
     }
 
-    /// Who of those on `target` can be measured under `workload` here.
+    /// The servers on `target` that can be measured under `workload` here.
     pub(super) fn servers(&self, target: Target, workload: Workload) -> Vec<Server> {
         let is_there = |server: &Server| !self.lacks.iter().any(|(lacking, _)| lacking == server);
         Server::under(target, workload).into_iter().filter(is_there).collect()
     }
 
-    /// Who of those on `target` is left out, each with the reason.
+    /// The servers on `target` that are left out, each with the reason.
     pub(super) fn left_out(&self, target: Target) -> impl Iterator<Item = String> {
         let lacks =
             self.lacks.iter().filter(move |(server, _)| Server::on(target).contains(server));
         lacks.map(|(server, why)| format!("{server}: skipped, {why}"))
     }
 
-    /// Counts the system calls of `server` for each I/O; None if nothing here can count them.
-    /// `iops` is what it does without a tracer.
+    /// Counts the system calls of `server` for each I/O. `None` if no tracer works here. `iops` is
+    /// the rate without a tracer.
     pub(super) fn count_system_calls(
         &self,
         server: Server,
@@ -144,7 +145,7 @@ impl Bench {
         self.lab.count_system_calls(&server, &options, (workload.depth, 1), iops)
     }
 
-    /// Measures fio on the disk itself, on the CPU that servers have otherwise.
+    /// Measures fio on the disk itself, on the CPU of servers.
     fn fio(&self, ioengine: &str, disk: &Disk, workload: Workload, round: usize) -> Result<Sample> {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
         let mut command = Command::new(&self.fio);
@@ -161,7 +162,7 @@ impl Bench {
         let report =
             self.lab.report_of(name, command.arg("--output-format=json"), times.limit())?;
         let sample = parse_fio(&report, workload)?;
-        // The library's threads are not in fio's figure.
+        // fio's figure lacks the CPU time of the library's threads.
         let is_all = disk.target != Target::Rbd;
         let server_cpu_us_per_io = sample.server_cpu_us_per_io.filter(|_| is_all);
         Ok(Sample { server_cpu_us_per_io, ..sample })
@@ -177,13 +178,14 @@ impl Bench {
         Program { name: server.to_string(), is_free: disk.target.is_elsewhere(), ..program }
     }
 
-    /// The options of the load generator that do not depend on the kind of run.
+    /// Returns the options of the load generator that do not depend on the kind of run.
     fn bench_options(&self, server: Server, target: Target, workload: Workload) -> Vec<String> {
         let cpu = (!target.is_elsewhere()).then_some(self.lab.client_cpu);
         bench_options(server.device(), workload, &self.lab.socket(), cpu)
     }
 
-    /// How the servers on `target` and the load generator are started, without paths.
+    /// Returns the command lines of the servers on `target` and of the load generator, without
+    /// paths.
     pub(super) fn command_lines(&self, target: Target) -> Vec<String> {
         let pinned = match target.is_elsewhere() {
             true => String::new(),
@@ -211,11 +213,11 @@ impl Bench {
     }
 }
 
-/// The workload that is shown in the report's commands.
+/// The workload in the commands of the report.
 const EXAMPLE: Workload =
     Workload { rw: "randread", bs: "4k", depth: 64, driver_polls: false, beside: Load::Nothing };
 
-/// The load generator's options that do not depend on the kind of run.
+/// Returns the options of the load generator that do not depend on the kind of run.
 pub(super) fn bench_options(
     device: Device,
     workload: Workload,
@@ -233,14 +235,15 @@ pub(super) fn bench_options(
     words.map(str::to_owned).collect()
 }
 
-/// Bytes that a process has sent to disks so far, without zeroes that a device makes by itself.
+/// Returns the bytes that a process has sent to disks so far, without zeroes that a device writes
+/// by itself.
 fn written_bytes(process: u32) -> Option<f64> {
     let text = std::fs::read_to_string(format!("/proc/{process}/io")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("write_bytes: "))?;
     line.parse().ok()
 }
 
-/// Finds our figures in the load generator's report.
+/// Finds the figures in the load generator's report.
 pub(super) fn parse(report: &Value) -> Result<Sample> {
     let number = |key: &str| report.get(key).and_then(Value::as_f64);
     Ok(Sample {
@@ -254,8 +257,8 @@ pub(super) fn parse(report: &Value) -> Result<Sample> {
     })
 }
 
-/// What the daemon says at its end of completions that something else than the kernel has made, and
-/// how often others had to wake the loop. None if there were none of either.
+/// Parses completions from outside the kernel, and wake-ups by other threads, from the daemon's
+/// last messages. `None` if either count is 0.
 fn completions_per_wake(messages: &str) -> Option<f64> {
     let (before, after) = messages.rsplit_once(" completed by others, who woke it ")?;
     let completions: f64 = before.rsplit(' ').next()?.parse().ok()?;
@@ -263,10 +266,10 @@ fn completions_per_wake(messages: &str) -> Option<f64> {
     (completions > 0.0 && wakes > 0.0).then(|| completions / wakes)
 }
 
-/// Which programs lack a part that is installed separately.
+/// Finds programs that lack a part from a separate package.
 fn lacks(qsd: &Path, fio: &Path) -> Result<Vec<(Server, String)>> {
     let mut lacks = Vec::new();
-    // With the module it is the configuration that it misses.
+    // With the module, the error is about the missing configuration.
     let blockdev = "driver=rbd,pool=rbd,image=none,conf=/nonexistent,node-name=disk";
     let said = Command::new(qsd).args(["--blockdev", blockdev]).stdin(Stdio::null()).output();
     let said = said.context("asking qemu-storage-daemon for its driver rbd")?;
@@ -281,7 +284,7 @@ fn lacks(qsd: &Path, fio: &Path) -> Result<Vec<(Server, String)>> {
     Ok(lacks)
 }
 
-/// Finds our figures in fio's report.
+/// Finds the figures in fio's report.
 fn parse_fio(report: &Value, workload: Workload) -> Result<Sample> {
     let job = &report["jobs"][0];
     let io = &job[if workload.rw.contains("write") { "write" } else { "read" }];
@@ -339,7 +342,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let script = |name: &str, text: &str| {
             let path = folder.path().join(name);
-            // By a shell: children of other tests must not inherit a file that is being written.
+            // Written by a shell: children of other tests must not inherit a writable descriptor of
+            // a program.
             let write = "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\"";
             let path = path.to_str().unwrap().to_owned();
             process::output(Command::new("sh").args(["-c", write, &path, text])).unwrap();

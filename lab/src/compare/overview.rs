@@ -1,4 +1,4 @@
-//! The table of docs/performance.md: Ringhaul as it is started without options, against the rival.
+//! The table of docs/performance.md: Ringhaul without options, against the rival.
 
 use super::plan::Workload;
 use super::report::{Cell, Series};
@@ -8,7 +8,7 @@ use crate::rig::load::Load;
 use crate::rig::spread::show;
 use crate::rig::targets::Target;
 
-/// The table, with what Ringhaul loses in bold.
+/// Formats the table. Figures that Ringhaul loses are bold.
 pub(super) fn table(cells: &[Cell]) -> String {
     let head = format!(
         "{} QSD | times QSD | by rounds | of fio | CPU time | system calls |\n\
@@ -20,8 +20,8 @@ pub(super) fn table(cells: &[Cell]) -> String {
     [head].into_iter().chain(rows).map(|line| line + "\n").collect()
 }
 
-/// IOPS and 99th percentile beside each load, as times those of the best setting of the rival.
-/// Empty where nothing was measured beside a load.
+/// Formats IOPS and 99th percentile beside each load, as multiples of the best setting of the
+/// rival. Empty if nothing was measured beside a load.
 pub(super) fn busy_table(cells: &[Cell]) -> String {
     let mut rows: Vec<(Target, Workload)> = Vec::new();
     for cell in cells.iter().filter(|cell| cell.workload.beside != Load::Nothing) {

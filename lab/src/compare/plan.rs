@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 use crate::rig::load::Load;
 use crate::rig::targets::Target;
 
-/// A pattern, a block size, a depth, and how the driver waits.
+/// A pattern, a block size, a depth, and the driver's way to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Workload {
     /// The load generator's `--rw`.
@@ -16,10 +16,10 @@ pub(super) struct Workload {
     pub(super) bs: &'static str,
     /// The load generator's `--iodepth`.
     pub(super) depth: u32,
-    /// Whether the driver busy-polls instead of sleeping until it is called. Then a server's own
-    /// share shows at depth 1, which a sleeping driver's wake-up hides.
+    /// True if the driver busy-polls instead of sleeping until a call. At depth 1 this shows the
+    /// server's own share, which the wake-up of a sleeping driver hides.
     pub(super) driver_polls: bool,
-    /// The other work on the machine.
+    /// The background load of the machine.
     pub(super) beside: Load,
 }
 
@@ -27,7 +27,7 @@ const fn workload(rw: &'static str, bs: &'static str, depth: u32) -> Workload {
     Workload { rw, bs, depth, driver_polls: false, beside: Load::Nothing }
 }
 
-/// Reads come first: writes change what a compressing disk has to do for a read.
+/// Reads come first: writes change the cost of reads on a compressing disk.
 const WORKLOADS: &[Workload] = &[
     workload("randread", "4k", 1),
     Workload { driver_polls: true, ..workload("randread", "4k", 1) },
@@ -65,7 +65,8 @@ const FIRST_WRITES: &[Workload] = &[
 /// The workloads whose name on `target` contains each word of `pattern`, and none of the words
 /// that follow a `!`.
 pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
-    // What is beyond a local disk is driven at the depths alone: each has a server of its own.
+    // Disks beyond the plain local ones are driven only at the depths: each needs servers of its
+    // own.
     let is_local = Target::ALL.contains(&target);
     let mut all = if is_local { WORKLOADS.to_vec() } else { depths() };
     if target.is_thin() {
@@ -74,7 +75,7 @@ pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
     if target == Target::Rbd {
         all.push(workload("randwrite", "4k", 64));
     }
-    // A server beyond the machine is not slowed by the load of this one alone.
+    // The load of this machine alone does not slow a server beyond it.
     if is_local {
         all.extend(Load::BUSY.into_iter().flat_map(beside));
     }
@@ -95,7 +96,7 @@ fn beside(load: Load) -> impl Iterator<Item = Workload> {
     WORKLOADS.iter().filter(are_repeated).map(add)
 }
 
-/// Random reads at each depth, by a driver that sleeps.
+/// Random reads at each depth, by a sleeping driver.
 pub(super) fn depths() -> Vec<Workload> {
     let are_wanted = |workload: &&Workload| workload.rw == "randread" && !workload.driver_polls;
     WORKLOADS.iter().filter(are_wanted).copied().collect()

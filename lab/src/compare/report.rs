@@ -44,7 +44,7 @@ pub(super) struct Cell {
     pub(super) series: Vec<Series>,
 }
 
-/// What Ringhaul's figures are, divided by those of a rival.
+/// Ringhaul's figures, divided by a rival's.
 #[derive(Serialize)]
 struct Ratios {
     ours: Server,
@@ -58,7 +58,7 @@ struct Ratios {
 }
 
 impl Ratios {
-    /// A row of a table, after its first column.
+    /// Formats a row of a table, without its first column.
     fn markdown(&self) -> String {
         let columns = [
             self.ours.to_string(),
@@ -111,8 +111,8 @@ impl Cell {
         ratios(ours, rival).p99
     }
 
-    /// Each engine of Ringhaul to the best of the rival's settings, and to the limits; and of its
-    /// own figures those that have a rival among themselves.
+    /// The ratios of each virtio-blk engine of Ringhaul to the rival's best setting and to the
+    /// limits, then the ratios of Ringhaul to itself.
     fn ratios(&self) -> Vec<Ratios> {
         let limits = self.series.iter().filter(|one| !one.server.is_server());
         let others: Vec<_> = self.best_rival().into_iter().chain(limits).collect();
@@ -121,8 +121,8 @@ impl Cell {
         to_others.chain(self.to_own()).collect()
     }
 
-    /// Our virtio-scsi, and virtio-blk with an inflight region, to our virtio-blk with the same
-    /// engine; an image to its bytes.
+    /// The ratios of virtio-scsi, and of virtio-blk with an inflight region, to plain virtio-blk
+    /// with the same engine, and of an image to its raw bytes.
     fn to_own(&self) -> impl Iterator<Item = Ratios> {
         let pair = |other: &Series| {
             let blk = other.server.own_rival()?;
@@ -133,7 +133,7 @@ impl Cell {
     }
 }
 
-/// Ratios within each round, then their median.
+/// The median of the ratios within each round.
 fn ratios(ours: &Series, rival: &Series) -> Ratios {
     let by_round = |value: fn(&Sample) -> Option<f64>| {
         let pairs = ours.samples.iter().zip(&rival.samples);
@@ -158,12 +158,12 @@ fn divide(ours: f64, theirs: f64) -> Option<f64> {
     (theirs > 0.0).then(|| ours / theirs)
 }
 
-/// The whole result.
+/// The complete result.
 pub(super) struct Comparison {
     machine: Machine,
     targets: Vec<TargetNote>,
     pub(super) cells: Vec<Cell>,
-    /// Why it is not complete, if it is not.
+    /// The reason why the result is not complete.
     pub(super) ended: Option<String>,
 }
 
@@ -179,7 +179,7 @@ impl Comparison {
         Self { machine, targets: Vec::new(), cells: Vec::new(), ended: None }
     }
 
-    /// Says what a disk is and which commands served it.
+    /// Adds the description of a disk and the commands that served it.
     pub(super) fn add_target(&mut self, target: Target, description: &str, commands: Vec<String>) {
         self.targets.push(TargetNote { target, description: description.to_owned(), commands });
     }

@@ -1,4 +1,4 @@
-//! Which servers are compared, and how each is started.
+//! The compared servers and their command lines.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::rig::elsewhere::IMAGE;
 use crate::rig::load::Load;
 use crate::rig::targets::Target;
 
-/// Bytes of the null disk, for both: 64 GiB, more than any real disk here.
+/// The size of the null disk of both programs: 64 GiB, more than any real disk here.
 const NULL_SIZE: u64 = 64 << 30;
 
 /// A program with options: a server of one disk, or fio on the disk itself.
@@ -26,18 +26,18 @@ pub(super) enum Server {
     Fio(&'static str),
 }
 
-/// What a guest sees of the disk.
+/// The kind of the guest's device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Device {
     Blk,
-    /// The same, of a driver that keeps an inflight region.
+    /// A virtio-blk device with a driver that keeps an inflight region.
     Inflight,
     /// LUN 0 of a virtio-scsi device.
     Scsi,
 }
 
 impl Device {
-    /// What tells the load generator so.
+    /// Returns the options with which the load generator drives this device.
     pub(super) fn bench_options(self) -> &'static [&'static str] {
         match self {
             Self::Blk => &[],
@@ -67,8 +67,8 @@ impl Engine {
     }
 }
 
-/// Everybody who can drive a real disk. As virtio-scsi, and with an inflight region, Ringhaul has
-/// engines that are named only: with what `auto` chooses in two starts, more might differ.
+/// Programs on a real disk. As virtio-scsi and with an inflight region, Ringhaul has only named
+/// engines: `auto` may choose differently in two starts, and then ratios would compare engines.
 const ON_DISKS: &[Server] = &[
     Server::Ringhaul(Device::Blk, Engine::Auto),
     Server::Ringhaul(Device::Blk, Engine::Aio),
@@ -83,7 +83,7 @@ const ON_DISKS: &[Server] = &[
     Server::Fio("io_uring"),
 ];
 
-/// Everybody who can drive an image.
+/// Servers of an image.
 const ON_IMAGES: &[Server] = &[
     Server::Ringhaul(Device::Blk, Engine::Auto),
     Server::Ringhaul(Device::Blk, Engine::Aio),
@@ -94,7 +94,7 @@ const ON_IMAGES: &[Server] = &[
     Server::Qsd("io_uring"),
 ];
 
-/// Servers of new images. Their raw bytes mean nothing.
+/// Servers of new images. Raw bytes of a new image mean nothing.
 const ON_THIN_IMAGES: &[Server] = &[
     Server::Ringhaul(Device::Blk, Engine::Auto),
     Server::Ringhaul(Device::Blk, Engine::Aio),
@@ -104,7 +104,7 @@ const ON_THIN_IMAGES: &[Server] = &[
 ];
 
 impl Server {
-    /// Who is compared on `target`; the first is Ringhaul as it is started without options.
+    /// The programs on `target`. The first is Ringhaul without options.
     pub(super) fn on(target: Target) -> &'static [Self] {
         match target {
             // A null disk has no operations, so no engine matters.
@@ -126,8 +126,8 @@ impl Server {
         }
     }
 
-    /// The servers that `workload` drives on `target`: fio has no virtqueue to poll, and beside
-    /// other work Ringhaul is compared as it is started without options.
+    /// The servers that `workload` drives on `target`. fio has no virtqueue to poll. Beside a load,
+    /// Ringhaul is compared only without options, and fio not at all.
     pub(super) fn under(target: Target, workload: Workload) -> Vec<Self> {
         let servers = Self::on(target).iter().copied();
         let is_default = |server: &Self| *server == Self::Ringhaul(Device::Blk, Engine::Auto);
@@ -147,12 +147,12 @@ impl Server {
         }
     }
 
-    /// Whether it is Ringhaul, with whatever device and engine.
+    /// True for Ringhaul, with any device and engine.
     pub(super) fn is_ours(self) -> bool {
         matches!(self, Self::Ringhaul(..) | Self::Raw(_))
     }
 
-    /// What the load generator drives.
+    /// The device that the load generator drives.
     pub(super) fn device(self) -> Device {
         match self {
             Self::Ringhaul(device, _) => device,
@@ -160,8 +160,8 @@ impl Server {
         }
     }
 
-    /// What of our own it is measured against: for virtio-scsi and the inflight region, which no
-    /// rival has, virtio-blk, and for an image its bytes.
+    /// The server of our own to compare with: for virtio-scsi and the inflight region, which no
+    /// rival has, virtio-blk, and for an image its raw bytes.
     pub(super) fn own_rival(self) -> Option<Self> {
         match self {
             Self::Ringhaul(Device::Scsi | Device::Inflight, engine) => {
@@ -172,15 +172,15 @@ impl Server {
         }
     }
 
-    /// Whether it serves a socket.
+    /// True if the program serves a socket.
     pub(super) fn is_server(self) -> bool {
         !matches!(self, Self::Fio(_))
     }
 
     /// Options to serve `disk` (of a type that `target` has) on `socket`.
     ///
-    /// All bypass the page cache, and servers offer a write cache that is never flushed, so a
-    /// write is done when the kernel says so, for all alike.
+    /// All programs bypass the page cache, and servers offer a write cache that is never flushed.
+    /// So a write is done when the kernel reports it, for all alike.
     pub(super) fn options(self, target: Target, disk: &str, socket: &str) -> Vec<String> {
         let driver = if target == Target::File { "file" } else { "host_device" };
         let blockdev = match self {
@@ -253,14 +253,14 @@ pub(super) fn ringhaul_options(
         }
     };
     let fixed = ["--num-queues", "1", "--cache", "none", "--engine", engine.name()];
-    // The figures of IoThreads come from there.
+    // The log provides the figures of IoThreads.
     let counters = ["--log", "info,ringhaul::engines=debug"];
     let fixed = fixed.into_iter().chain(counters);
     let start = ["serve", "--socket-path", socket].map(str::to_owned);
     start.into_iter().chain(disk).chain(fixed.map(str::to_owned)).collect()
 }
 
-/// fio's options for a workload; where its report goes and what time it takes is left out.
+/// fio's options for a workload, without its time and output file.
 pub(super) fn fio_options(
     ioengine: &str,
     disk: &str,
@@ -268,7 +268,7 @@ pub(super) fn fio_options(
     cpu: usize,
 ) -> Vec<String> {
     let Workload { rw, bs, depth, .. } = workload;
-    // The cluster of an image is named by the environment.
+    // The environment names the cluster of an image.
     let on = match ioengine {
         "rbd" => vec![
             "--clientname=admin".to_owned(),
@@ -277,7 +277,7 @@ pub(super) fn fio_options(
         ],
         _ => vec![format!("--filename={disk}"), format!("--cpus_allowed={cpu}")],
     };
-    // As the load generator: each random offset is drawn independently of the others.
+    // Like the load generator, draws each random offset independently.
     let options = [
         "--name=limit".to_owned(),
         format!("--ioengine={ioengine}"),

@@ -1,25 +1,25 @@
-//! A document that is written as HTML and as Markdown.
+//! A document that can be written as HTML and as Markdown.
 
 use std::fmt::Write as _;
 
-/// A piece of a document. Texts are plain: what would be markup is escaped.
+/// A piece of a document. Texts are plain: writers escape markup.
 pub(super) enum Block {
     /// Level 2 or 3.
     Heading(u8, String),
     Paragraph(String),
     List(Vec<String>),
-    /// Lists with something to say about each.
+    /// Named lists.
     Groups(Vec<(String, Vec<String>)>),
-    /// The first `words` columns are words, the others figures.
+    /// A table. The first `words` columns are words, the rest are figures.
     Table {
         caption: String,
         head: Vec<String>,
         rows: Vec<Vec<String>>,
         words: usize,
     },
-    /// Pictures side by side, as SVG; in HTML only.
+    /// Pictures side by side, as SVG. Only in HTML.
     Plots(Vec<Plot>),
-    /// Lines to type; folded in HTML.
+    /// Lines to type, folded in HTML.
     Commands {
         title: String,
         lines: Vec<String>,
@@ -145,17 +145,17 @@ fn markdown_block(out: &mut String, block: &Block) -> std::fmt::Result {
     }
 }
 
-/// What Markdown would take for emphasis is made plain.
+/// Escapes Markdown's marks of emphasis.
 fn plain(text: &str) -> String {
     text.replace('_', "\\_").replace('*', "\\*").replace('<', "\\<")
 }
 
-/// What HTML would take for markup is made plain.
+/// Escapes HTML's markup.
 pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// An id made of a heading.
+/// Makes an id from a heading.
 pub(super) fn anchor(text: &str) -> String {
     let letters = text.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' });
     letters.collect::<String>().to_ascii_lowercase()

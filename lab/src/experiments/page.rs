@@ -1,8 +1,8 @@
-//! The HTML page around a document. It needs nothing from outside.
+//! The HTML page around a document. The page loads nothing from outside.
 
 use super::document::{Block, anchor, escape, html};
 
-/// Colours are set once for light and once for dark; the pictures use the same.
+/// The colours, once for light and once for dark pages. The pictures use the same.
 const STYLE: &str = "
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2024; --soft: #5b6470;
   --line: #d9dde2; --panel: #f5f6f8; --off: #b35900; --on: #0b62c4; }
@@ -41,7 +41,7 @@ pre { overflow-x: auto; padding: .75rem; background: var(--panel); border-radius
 @media print { body { max-width: none; } figure { break-inside: avoid; } }
 ";
 
-/// A whole page.
+/// Makes a complete page.
 pub(super) fn page(title: &str, blocks: &[Block]) -> String {
     let title = escape(title);
     let contents: String = blocks.iter().filter_map(entry).collect();

@@ -1,4 +1,5 @@
-//! What is measured: which step is off and on, on which disk, through what, under which load.
+//! The plan: for each measurement the step that is off and on, the disk, the path to it and the
+//! load.
 
 use std::fmt;
 
@@ -7,12 +8,12 @@ use serde::{Serialize, Serializer};
 use super::sample::Clock;
 use crate::rig::targets::Target;
 
-/// What is between the load and the disk.
+/// The path between the load and the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Through {
     /// `ringhaul bench --filename`: an engine alone, one IoThread for each job.
     Engine,
-    /// `ringhaul serve`: virtqueues, all on one IoThread.
+    /// `ringhaul serve`: virtqueues on one IoThread.
     Daemon,
     /// `ringhaul serve` on a machine with eight busy loops.
     BusyDaemon,
@@ -20,11 +21,11 @@ pub(super) enum Through {
     IdleDaemon,
 }
 
-/// What the load generator is asked for.
+/// The options of the load generator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) name: &'static str,
-    /// Options of the load generator, without depth and jobs.
+    /// Options without depth and jobs.
     pub(super) options: &'static [&'static str],
     pub(super) depth: u32,
     pub(super) jobs: u32,
@@ -33,7 +34,7 @@ pub(super) struct Load {
 /// Options that set the steps.
 type Switches = &'static [&'static str];
 
-/// One thing that is measured both ways.
+/// A measurement with a step off and on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cell {
     pub(super) experiment: usize,
@@ -46,7 +47,7 @@ pub(super) struct Cell {
 }
 
 impl Cell {
-    /// As `2/zram/engine-alone/aio/128-in-flight`.
+    /// The name, such as `2/zram/daemon/aio/randread-4k-128-in-flight`.
     pub(super) fn name(&self) -> String {
         let load = self.load.name.replace(", ", "-").replace(' ', "-");
         let Self { experiment, target, through, engine, .. } = self;
@@ -60,17 +61,17 @@ impl Cell {
 }
 
 impl Cell {
-    /// What is taken for latency.
+    /// The definition of latency in this cell.
     pub(super) fn clock(&self) -> Clock {
         match (self.through, self.off) {
-            // An op that waits for others to be submitted with it would seem to wait for nothing.
+            // From the submit on, the wait of an op for its batch would not count.
             (Through::Engine, SUBMIT_OFF) => Clock::QueuedToFound,
             (Through::Engine, _) => Clock::SubmitToHarvest,
             _ => Clock::QueuedToFound,
         }
     }
 
-    /// Whether it is about threads that need a CPU each.
+    /// True if each thread needs a CPU of its own.
     pub(super) fn needs_all_cpus(&self) -> bool {
         self.on == SQPOLL
     }
@@ -91,7 +92,7 @@ impl Cell {
         format!("{}, {through}, {load}{}", self.target, self.option())
     }
 
-    /// The load, and the option where an experiment is about several.
+    /// The load, with the option if an experiment covers several.
     pub(super) fn load_and_option(&self) -> String {
         format!("{}{}", self.load.name, self.option())
     }
@@ -128,11 +129,11 @@ impl Serialize for Through {
 pub(super) struct Experiment {
     pub(super) number: usize,
     pub(super) title: &'static str,
-    /// What it tests.
+    /// The tested question.
     pub(super) tests: &'static str,
-    /// Who described the idea first.
+    /// The first description of the idea.
     pub(super) credit: &'static str,
-    /// What "off" and "on" are.
+    /// The meaning of "off" and "on".
     pub(super) sides: &'static str,
 }
 
@@ -217,9 +218,9 @@ const fn randread(name: &'static str, depth: u32, jobs: u32) -> Load {
 pub(super) const DEPTH_1: Load = randread("randread 4k, depth 1", 1, 1);
 pub(super) const DEPTH_64: Load = randread("randread 4k, depth 64", 64, 1);
 pub(super) const DEPTH_64_JOBS_8: Load = randread("randread 4k, 8 jobs, depth 64", 64, 8);
-/// Through the daemon, which takes up to 16 requests from a virtqueue before it submits.
+/// For the daemon, which decides by itself how many requests it submits at once.
 pub(super) const FLIGHT_128: Load = randread("randread 4k, 128 in flight", 128, 1);
-/// The same through an engine alone.
+/// For an engine alone.
 pub(super) const FLIGHT_128_BY_16: Load = Load {
     name: "randread 4k, 128 in flight, submits of 16",
     options: &["--rw", "randread", "--bs", "4k", "--iodepth-batch", "16"],
@@ -238,8 +239,8 @@ pub(super) const IDLE: Load = Load { name: "no load", options: &[], depth: 1, jo
 const REAL: [Target; 3] = [Target::Zram, Target::Loop, Target::File];
 const ENGINES: [&str; 3] = ["aio", "io_uring", "threads"];
 
-// Busy-polling looks at the ring in userspace, and so is off on both sides where one of them does
-// not look there: else its effect would be counted as that of the step.
+// Busy-polling reads the ring in userspace. If one side must not read it there, busy-polling is off
+// on both sides, or its effect would count as that of the step.
 const GETEVENTS: Switches = &["--completion-ring", "getevents", "--poll-max-us", "0"];
 const USERSPACE: Switches = &["--completion-ring", "userspace", "--poll-max-us", "0"];
 const HARVEST_OFF: Switches = &["--harvest-on-submit", "off", "--poll-max-us", "0"];
@@ -271,14 +272,14 @@ const PLAIN: Switches = &[];
 const SQPOLL: Switches = &["--sqpoll"];
 const FIXED_BUFFERS: Switches = &["--fixed-buffers"];
 
-/// The engine where the experiment is about something else. Not `auto`, which may choose one for
-/// a round and another for the next.
+/// The engine of experiments about other steps. Not `auto`, which may choose differently in each
+/// round.
 pub(super) fn plain_engine(target: Target) -> &'static str {
     // A null disk has no operations, so no engine matters.
     if target == Target::Null { "auto" } else { "aio" }
 }
 
-/// The cells whose name has `pattern` in it, in the order in which they are reported.
+/// The cells with `pattern` in their name, in the order of the report.
 pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
     let mut cells = Vec::new();
     let mut add = |experiment, target, through, engine, load, (off, on)| {

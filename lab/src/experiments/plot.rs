@@ -1,4 +1,4 @@
-//! The pictures, as SVG whose colours follow the page.
+//! The pictures, as SVG in the colours of the page.
 
 use anyhow::{Result, anyhow};
 use plotters::chart::MeshStyle;
@@ -10,7 +10,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::sample::{LATENCY_PERCENTILES, SIZE_PERCENTILES};
 use crate::rig::spread::{Spread, number};
 
-/// Colours that stand for those of the page, which has one set for light and one for dark.
+/// Placeholders for the colours of the page, which has one set for light and one for dark.
 const INK: RGBColor = RGBColor(1, 2, 3);
 const SOFT: RGBColor = RGBColor(1, 2, 4);
 const LINE: RGBColor = RGBColor(1, 2, 5);
@@ -21,9 +21,9 @@ const NAMES: [(RGBColor, &str); 5] =
 
 const WIDTH: u32 = 540;
 const FONT_SIZE: u32 = 13;
-/// Height of a row in a picture that has rows.
+/// The height of a row in a picture with rows.
 const ROW: u32 = 34;
-/// Width of the names of rows.
+/// The width of the names of rows.
 const NAME_WIDTH: u32 = 215;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -35,7 +35,7 @@ pub(super) struct Row<T> {
     pub(super) on: T,
 }
 
-/// How many completions were harvested at once, at the usual percentiles.
+/// Draws the number of completions harvested at once, at the usual percentiles.
 pub(super) fn batches(off: &[f64], on: &[f64], most: f64) -> Result<String> {
     picture(300, |root| {
         let last = (SIZE_PERCENTILES.len() - 1) as f64;
@@ -65,7 +65,8 @@ pub(super) fn batches(off: &[f64], on: &[f64], most: f64) -> Result<String> {
     })
 }
 
-/// Which share of requests is done within a time; percentiles of both sides in microseconds.
+/// Draws the share of requests that are done within a time. `off` and `on` are percentiles in
+/// microseconds.
 pub(super) fn latencies(off: &[f64], on: &[f64]) -> Result<String> {
     let all = || off.iter().chain(on).copied().filter(|us| *us > 0.0);
     let least = all().fold(f64::INFINITY, f64::min).min(1e9);
@@ -92,7 +93,7 @@ pub(super) fn latencies(off: &[f64], on: &[f64]) -> Result<String> {
     })
 }
 
-/// Medians with their spread, a row each, on a logarithmic axis.
+/// Draws medians with their spread, a row each, on a logarithmic axis.
 pub(super) fn spreads(rows: &[Row<Spread>], axis: &str) -> Result<String> {
     let all = || rows.iter().flat_map(|row| [row.off, row.on]);
     let least = all().map(|spread| spread.min).filter(|min| *min > 0.0).fold(1e12, f64::min);
@@ -127,7 +128,7 @@ pub(super) fn spreads(rows: &[Row<Spread>], axis: &str) -> Result<String> {
     })
 }
 
-/// Figures as bars, a row each, from zero.
+/// Draws figures as bars, a row each, from zero.
 pub(super) fn bars(rows: &[Row<f64>], axis: &str) -> Result<String> {
     let most = rows.iter().flat_map(|row| [row.off, row.on]).fold(f64::MIN_POSITIVE, f64::max);
     let end = rows.len() as f64;
@@ -158,7 +159,7 @@ pub(super) fn bars(rows: &[Row<f64>], axis: &str) -> Result<String> {
     })
 }
 
-/// A chart with room for what is around it: `names` for the labels on its left.
+/// Makes a chart with room around it. `names` is the room for labels on its left.
 fn frame<'a, 'b>(
     root: &'a Area<'b>,
     right: u32,
@@ -170,7 +171,7 @@ fn frame<'a, 'b>(
     frame
 }
 
-/// A mesh in the colours of the page.
+/// Gives a mesh the colours of the page.
 fn coloured<'m, 'a, 'b, X: Ranged, Y: Ranged, D: DrawingBackend>(
     mesh: &'m mut MeshStyle<'a, 'b, X, Y, D>,
 ) -> &'m mut MeshStyle<'a, 'b, X, Y, D> {
@@ -202,14 +203,14 @@ fn font(colour: RGBColor) -> TextStyle<'static> {
     ("sans-serif", FONT_SIZE).into_font().color(&colour)
 }
 
-/// The name of a row, left of it.
+/// Draws the name of a row, left of it.
 fn name(root: &Area<'_>, text: &str, y: i32) -> Result<()> {
     let style = font(INK).pos(Pos::new(HPos::Right, VPos::Center));
     let x = i32::try_from(NAME_WIDTH).expect("a constant fits") + 2;
     root.draw(&Text::new(text.to_owned(), (x, y), style)).map_err(failed)
 }
 
-/// What the two colours are, above the picture.
+/// Draws the meaning of the two colours, above the picture.
 fn legend(root: &Area<'_>, names: [&str; 2]) -> Result<()> {
     for (text, colour, x) in [(names[0], OFF, 54), (names[1], ON, 110)] {
         let square = Rectangle::new([(x, 8), (x + 10, 18)], colour.filled());
@@ -220,7 +221,7 @@ fn legend(root: &Area<'_>, names: [&str; 2]) -> Result<()> {
     Ok(())
 }
 
-/// A number on an axis, without superfluous digits.
+/// Formats a number on an axis, without superfluous digits.
 fn plain(value: f64) -> String {
     match value {
         value if value >= 1e6 => format!("{}M", value / 1e6),

@@ -30,16 +30,16 @@ const COLUMNS: &str = "Latencies of an engine alone are from the submit of an op
     time is that of the process that does the I/O. Completions at once are those that one harvest \
     has found. System calls of a daemon are counted in runs of their own.";
 
-/// The whole result.
+/// The complete result.
 pub(super) struct Experiments {
     machine: Machine,
     pub(super) targets: Vec<TargetNote>,
     pub(super) outcomes: Vec<Outcome>,
-    /// Why it is not complete, if it is not.
+    /// The reason why the result is not complete.
     pub(super) ended: Option<String>,
 }
 
-/// What a disk was.
+/// The description of a disk.
 #[derive(Serialize)]
 pub(super) struct TargetNote {
     pub(super) target: Target,
@@ -51,7 +51,7 @@ impl Experiments {
         Self { machine, targets: Vec::new(), outcomes: Vec::new(), ended: None }
     }
 
-    /// Names and contents of the files.
+    /// Returns names and contents of the files.
     pub(super) fn files(&self) -> Result<[(&'static str, String); 3]> {
         let blocks = self.blocks()?;
         let json = serde_json::to_string_pretty(&self.json()).context("encoding the result")?;
@@ -129,7 +129,7 @@ fn section(experiment: &Experiment, outcomes: &[&Outcome]) -> Result<Vec<Block>>
     Ok(blocks)
 }
 
-/// Cells that show the same are reported together.
+/// Groups cells by the kind of their finding.
 fn findings(outcomes: &[&Outcome]) -> Block {
     let mut kinds: Vec<(String, Vec<String>)> = Vec::new();
     for outcome in outcomes {
@@ -139,12 +139,12 @@ fn findings(outcomes: &[&Outcome]) -> Block {
             None => kinds.push((found.kind, vec![found.figures])),
         }
     }
-    // What has changed comes before what has not.
+    // Changes come first.
     kinds.sort_by_key(|(kind, _)| !kind.contains(verdict::CHANGED));
     Block::Groups(kinds)
 }
 
-/// Disk, what is between, and the load.
+/// The disk, the path to it, and the load.
 fn place(cell: &Cell) -> [String; 3] {
     let through = match (cell.through, cell.target) {
         (Through::Daemon, Target::Null) => "daemon".to_owned(),
@@ -153,7 +153,7 @@ fn place(cell: &Cell) -> [String; 3] {
     [cell.target.to_string(), through, cell.load_and_option()]
 }
 
-/// `before → after`.
+/// Formats `before → after`.
 fn both(outcome: &Outcome, value: impl Fn(&Side) -> Option<f64>) -> String {
     both_by(outcome, value, number)
 }
@@ -205,7 +205,7 @@ fn figures(outcomes: &[&Outcome]) -> Block {
     }
 }
 
-/// Completions at once before and after, as the message of the patch prints it.
+/// Completions at once before and after, in the format of the QEMU patch's message.
 fn batch_table(outcomes: &[&Outcome]) -> Block {
     let percentiles = SIZE_PERCENTILES.map(|at| format!("{}th", at.replace('_', ".")));
     let head = ["disk", "through", "load", "switch"].map(str::to_owned).into_iter();

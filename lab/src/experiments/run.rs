@@ -1,4 +1,4 @@
-//! Measuring one cell: off and on in turn, then the runs in which system calls are counted.
+//! Measures one cell: off and on in turn, then system calls in separate runs.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::rig::spread::{Spread, number};
 use crate::rig::targets::{Disk, Target};
 use crate::rig::{Lab, Program, Times};
 
-/// Bytes of the null disk.
+/// The null disk with its size.
 const NULL_DISK: &str = "null,size=64G";
 
 /// All rounds of a cell.
@@ -28,7 +28,7 @@ pub(super) struct Outcome {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Side {
     pub(super) samples: Vec<Sample>,
-    /// Of the server, counted in a run of its own.
+    /// System calls of the server, counted in a run of its own.
     pub(super) traced_system_calls_per_io: Option<f64>,
 }
 
@@ -38,7 +38,7 @@ impl Side {
         Spread::of(self.samples.iter().filter_map(value))
     }
 
-    /// IOPS.
+    /// The median IOPS. 0 without samples.
     pub(super) fn iops(&self) -> f64 {
         self.spread(|sample| Some(sample.iops)).map_or(0.0, |spread| spread.median)
     }
@@ -48,20 +48,20 @@ impl Side {
         self.spread(|sample| Some(sample.latency.get("all")?.mean_us))
     }
 
-    /// A percentile of latency, by its place in the list of them.
+    /// The median of a latency percentile. `index` is that of `LATENCY_PERCENTILES`.
     pub(super) fn latency_us(&self, direction: &str, index: usize) -> Option<f64> {
         let at =
             |sample: &Sample| sample.latency.get(direction)?.percentiles_us.get(index).copied();
         self.spread(at).map(|spread| spread.median)
     }
 
-    /// Completions harvested at once, by the place in the list of percentiles.
+    /// The median of completions harvested at once. `index` is that of `SIZE_PERCENTILES`.
     pub(super) fn harvested(&self, index: usize) -> Option<f64> {
         let at = |sample: &Sample| sample.harvested_at_once.as_ref()?.get(index).copied();
         self.spread(at).map(|spread| spread.median)
     }
 
-    /// By a tracer where there is a server, else as the engine counts them.
+    /// System calls by the tracer if there is a server, otherwise by the engine's count.
     pub(super) fn system_calls_per_io(&self) -> Option<f64> {
         let counted = self.spread(|sample| sample.system_calls_per_io);
         self.traced_system_calls_per_io.or(counted.map(|spread| spread.median))
@@ -84,7 +84,7 @@ impl Outcome {
     }
 }
 
-/// What measures.
+/// The parameters of all measurements.
 pub(super) struct Runner<'a> {
     pub(super) lab: &'a Lab,
     pub(super) times: Times,
@@ -107,7 +107,7 @@ impl Runner<'_> {
         };
         for round in 0..rounds {
             for turn in 0..2 {
-                // Another one is first in each round.
+                // The first side changes with each round.
                 let index = (turn + round) % 2;
                 let what = format!("{} round {} {}", cell.name(), round + 1, names[index]);
                 progress.step(&what);
@@ -149,7 +149,7 @@ impl Runner<'_> {
         Sample::parse(&served.value, cell.clock(), &served.messages)
     }
 
-    /// The share of a CPU that a daemon uses after it has been used.
+    /// Measures the share of a CPU that a daemon uses after a load has ended.
     fn idle(&self, pid: u32) -> Result<Sample> {
         let load = ["--socket-path", &self.lab.socket(), "--number_ios", "1000"];
         self.lab.bench(&load.map(str::to_owned), self.times.limit())?;
@@ -185,7 +185,7 @@ impl Runner<'_> {
     }
 }
 
-/// How a cell is measured, with the switches of one side, as one would type it.
+/// Returns the command lines of a cell with the switches of one side, as one would type them.
 pub(super) fn commands(cell: &Cell, switches: &[&str]) -> Vec<String> {
     let load = load_options(cell).join(" ");
     if cell.through == Through::Engine {
@@ -210,7 +210,7 @@ fn server_options<'a>(
 ) -> Vec<&'a str> {
     let disk = disk.map_or(["--disk", NULL_DISK], |path| ["--blk-file", path]);
     let start = ["serve", "--socket-path", socket, "--cache", "none", "--engine", cell.engine];
-    // The sizes of batches come from there.
+    // The log provides the sizes of batches.
     let counters = ["--log", "info,ringhaul::engines=debug"];
     start.into_iter().chain(counters).chain(disk).chain(switches.iter().copied()).collect()
 }
@@ -225,7 +225,7 @@ fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// CPU time of all threads of a process.
+/// Returns the CPU time of all threads of a process.
 fn cpu_time(pid: u32) -> Result<Duration> {
     let folder = format!("/proc/{pid}/task");
     let mut total = Duration::ZERO;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::Value;
 
-/// The percentiles of latency, as the load generator names them and as numbers.
+/// The percentiles of latency, as names in the load generator's report and as numbers.
 pub(super) const LATENCY_PERCENTILES: [(&str, f64); 17] = [
     ("1", 1.0),
     ("5", 5.0),
@@ -27,48 +27,48 @@ pub(super) const LATENCY_PERCENTILES: [(&str, f64); 17] = [
     ("99_99", 99.99),
 ];
 
-/// The percentiles at which numbers of completions are shown.
+/// The percentiles for numbers of completions.
 pub(super) const SIZE_PERCENTILES: [&str; 11] =
     ["1", "10", "20", "30", "40", "50", "60", "70", "80", "90", "99_99"];
 
-/// Microseconds.
+/// Latencies in microseconds.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Latency {
     pub(super) mean_us: f64,
-    /// In the order of [`LATENCY_PERCENTILES`].
+    /// Latencies at each of [`LATENCY_PERCENTILES`].
     pub(super) percentiles_us: Vec<f64>,
 }
 
-/// What is taken for the latency of an I/O.
+/// The definition of an I/O's latency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Clock {
-    /// From the submit of an op to the harvest that found it; where an engine was driven alone.
+    /// From the submit of an op to the harvest that found it. Only for an engine alone.
     SubmitToHarvest,
-    /// From queueing a request to finding it done, by whoever made it.
+    /// From queueing a request until its maker finds it done.
     QueuedToFound,
 }
 
-/// What one run showed. What does not apply, or was not counted, is missing.
+/// The figures of one run. Figures that do not apply, or were not counted, are missing.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Sample {
     pub(super) iops: f64,
-    /// By `all`, `read` and `write`; [`Clock`] says from when to when.
+    /// Latencies of `all`, `read` and `write`, as [`Clock`] defines them.
     pub(super) latency: BTreeMap<&'static str, Latency>,
     /// CPU time of the process that does the I/O.
     pub(super) cpu_us_per_io: Option<f64>,
     /// Calls to the driver.
     pub(super) calls_per_io: Option<f64>,
     pub(super) ops_per_submit: Option<f64>,
-    /// Of the process that does the I/O, as the engine counts them.
+    /// System calls of the process that does the I/O, by the engine's count.
     pub(super) system_calls_per_io: Option<f64>,
     /// Completions that one harvest found, in the order of [`SIZE_PERCENTILES`].
     pub(super) harvested_at_once: Option<Vec<f64>>,
-    /// Share of a CPU that a daemon without load has used.
+    /// The share of a CPU that a daemon without load has used.
     pub(super) idle_cpu_percent: Option<f64>,
 }
 
 impl Sample {
-    /// Finds the figures in a report of the load generator. `messages` are those of the daemon.
+    /// Finds the figures in a report of the load generator. `messages` come from the daemon.
     pub(super) fn parse(report: &Value, clock: Clock, messages: &str) -> Result<Self> {
         let number = |key: &str| report.get(key).and_then(Value::as_f64);
         let alone = report.get("engine").is_some();
@@ -100,8 +100,8 @@ impl Sample {
     }
 }
 
-/// Completions harvested at once, from what the daemon says at its end. None when it has harvested
-/// nothing, as from a null disk.
+/// Parses the completions harvested at once from the daemon's last messages. `None` if it harvested
+/// nothing, as with a null disk.
 fn daemon_sizes(messages: &str) -> Option<Vec<f64>> {
     let (_, rest) = messages.rsplit_once("harvested at once ")?;
     let (sizes, _) = rest.split_once(';')?;

@@ -1,4 +1,4 @@
-//! What the rounds of a cell show: a change, or none that stands out of the spread, and why.
+//! The verdict on a cell's rounds: a change or none, and the cause.
 
 use super::plan::{Cell, Through};
 use super::run::{Outcome, Side};
@@ -13,24 +13,24 @@ pub(super) const P99: usize = 12;
 /// The place of the median in the list of numbers harvested at once.
 pub(super) const HARVESTED_P50: usize = 5;
 
-/// With fewer rounds nothing is said about an effect.
+/// With fewer rounds an effect is unknown.
 const ROUNDS_MIN: usize = 5;
-/// One round in so many may disagree about the direction of a change.
+/// One round in this many may disagree about the direction of a change.
 const DISSENT: usize = 7;
-/// Changes below this are not worth the name.
+/// Smaller changes do not count.
 const SMALLEST: f64 = 0.02;
 
-/// A figure with the step on, divided by the same with it off, round by round.
+/// A figure with the step on, divided by that with the step off, round by round.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Change {
     pub(super) ratio: Spread,
     rounds: usize,
-    /// Rounds in which the figure has grown, and in which it has shrunk.
+    /// Rounds in which the figure has grown, and rounds in which it has shrunk.
     grown: usize,
     shrunk: usize,
 }
 
-/// What a change amounts to.
+/// The effect of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     More,
@@ -42,7 +42,7 @@ pub(super) enum Effect {
 }
 
 impl Change {
-    /// None if a figure is missing in all rounds.
+    /// Returns `None` if the figure is missing in all rounds.
     pub(super) fn of(outcome: &Outcome, value: impl Fn(&Sample) -> Option<f64>) -> Option<Self> {
         let pairs = outcome.off.samples.iter().zip(&outcome.on.samples);
         let ratios: Vec<f64> = pairs
@@ -80,14 +80,14 @@ pub(super) fn latency(outcome: &Outcome) -> Option<Change> {
     Change::of(outcome, |sample| Some(sample.latency.get("all")?.mean_us))
 }
 
-/// What a cell shows: of what kind that is, so that cells can be told together, and its figures.
+/// The kind of a finding, by which cells are grouped, and the figures of the cell.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Finding {
     pub(super) kind: String,
     pub(super) figures: String,
 }
 
-/// In the kind of findings that are an effect.
+/// The text in the kind of each finding that is an effect.
 pub(super) const CHANGED: &str = "IOPS, in all rounds but one in seven";
 
 pub(super) fn finding(outcome: &Outcome) -> Finding {
@@ -127,7 +127,7 @@ pub(super) fn finding(outcome: &Outcome) -> Finding {
     Finding { kind, figures }
 }
 
-/// How many cells show what, in a sentence.
+/// Summarizes the findings of all cells in a sentence.
 pub(super) fn summary(outcomes: &[&Outcome]) -> String {
     let of = |name: &str, change: fn(&Outcome) -> Option<Change>| {
         let changes: Vec<_> = outcomes.iter().filter_map(|outcome| change(outcome)).collect();
@@ -151,7 +151,7 @@ pub(super) fn summary(outcomes: &[&Outcome]) -> String {
     format!("{} {}", of("IOPS", iops), of("Mean latency", latency))
 }
 
-/// Why an effect is missing, or takes another form, where the figures say so.
+/// The reason why an effect is missing or takes another form, if the figures show one.
 fn cause(outcome: &Outcome) -> Option<&'static str> {
     let Outcome { cell, off, on } = outcome;
     match cell.experiment {
@@ -185,7 +185,7 @@ fn early_harvest(cell: &Cell, off: &Side, on: &Side) -> Option<&'static str> {
     })
 }
 
-/// The figures that tell why.
+/// The figures that show the reason.
 fn figures_of_cause(outcome: &Outcome) -> Option<String> {
     let Outcome { cell, off, on } = outcome;
     let median = |spread: Option<Spread>| spread.map(|spread| spread.median);
@@ -210,7 +210,7 @@ fn calls(side: &Side) -> Option<f64> {
     side.spread(|sample| sample.calls_per_io).map(|spread| spread.median)
 }
 
-/// As [`number`], but a whole number has no decimals.
+/// Like [`number`], but a whole number has no decimals.
 pub(super) fn short_number(value: f64) -> String {
     if value.fract() == 0.0 && value < 10_000.0 { format!("{value:.0}") } else { number(value) }
 }

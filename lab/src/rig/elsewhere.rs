@@ -1,5 +1,5 @@
 //! Disks that are more than one local file: an image in a Ceph cluster, an export of an NBD server,
-//! an image of QEMU's format.
+//! a qcow2 image.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -18,10 +18,10 @@ use super::targets::{
 /// The image that [`prepare_rbd`] makes, in the pool `rbd`.
 pub(crate) const IMAGE: &str = "bench";
 
-/// How long an NBD server has to listen.
+/// The most time that an NBD server may take until it listens.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// A cluster with an image; the path of the disk is that of the cluster's configuration.
+/// Starts a cluster with an image. The disk's path is that of the cluster's configuration.
 pub(super) fn prepare_rbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
     let Some(cluster) = Cluster::start_as_service()? else {
         return Ok(Prepared::Skipped("Ceph is not installed (`make setup`)".to_owned()));
@@ -31,8 +31,8 @@ pub(super) fn prepare_rbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
     let data = data.to_string_lossy().into_owned();
     cluster.tool("rbd", &["import", "--no-progress", &data, IMAGE])?;
     std::fs::remove_file(&data).with_context(|| format!("removing {data}"))?;
-    // All programs of a round read the same blocks. Whoever came first would wait for the disk of
-    // the OSD, and the others would find them in its cache.
+    // All programs of a round read the same blocks. Without this read, only the first program would
+    // wait for the disk of the OSD, and the rest would read its cache.
     let all = format!("{size}B");
     let read = ["bench", "--io-type", "read", "--io-size", "4M", "--io-total", &all, IMAGE];
     cluster.tool("rbd", &read)?;
@@ -49,7 +49,7 @@ pub(super) fn prepare_rbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
     }))
 }
 
-/// A server of a null disk; the path of the disk is that of its socket.
+/// Starts a server with a null disk. The disk's path is that of its socket.
 pub(super) fn prepare_nbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
     let Some(program) = workspace::find_program("qemu-nbd") else {
         return Ok(Prepared::Skipped("qemu-nbd is missing (`make setup`)".to_owned()));
@@ -62,7 +62,7 @@ pub(super) fn prepare_nbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
     command.arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
     let mut server = Running::start("qemu-nbd", &mut command, interrupt)?;
     server.wait_for_socket(&socket, START_LIMIT)?;
-    // It greets from its loop, and would forget a SIGTERM that comes before.
+    // qemu-nbd greets from its loop, and loses a SIGTERM that comes before.
     let mut greeting = [0; 8];
     let mut client = UnixStream::connect(&socket).context("connecting to qemu-nbd")?;
     client.set_read_timeout(Some(START_LIMIT)).context("connecting to qemu-nbd")?;
@@ -76,8 +76,9 @@ pub(super) fn prepare_nbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
     }))
 }
 
-/// An image that fills a zram device, or a loop device over a tmpfs, or a file in the target
-/// directory where there is neither. The load is of whole pages, so nothing is copied for zram.
+/// Makes an image that fills a zram device or, without zram, a loop device over a tmpfs. Without
+/// either, the image is a file in the target directory. The load consists of whole pages, so
+/// nothing is copied for zram.
 pub(super) fn prepare_qcow2(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
     let Some(qemu_img) = workspace::find_program("qemu-img") else {
         return Ok(Prepared::Skipped("qemu-img is missing (`make setup`)".to_owned()));
@@ -86,7 +87,7 @@ pub(super) fn prepare_qcow2(size: u64, interrupt: &Interrupt) -> Result<Prepared
     std::fs::create_dir_all(&parent).with_context(|| format!("making {}", parent.display()))?;
     let folder = temporary_folder(&parent)?;
     let data = folder.path().join("data");
-    // The tables of an image take less than a part in a thousand of it.
+    // The tables of an image take less than a thousandth of it.
     let bytes = (size - size / 32) & !0xf_ffff;
     make_file(&data, bytes, interrupt)?;
     let device = match prepare_zram(size, interrupt)? {

@@ -1,7 +1,7 @@
-//! Other work on the machine while a server is measured: most hosts are full.
+//! The background load of the machine while a server is measured: most hosts are full.
 //!
-//! Linux divides a CPU between sessions first (autogroups), as it does between services and
-//! virtual machines. So each busy loop has a session of its own, and the mixed load has one.
+//! Linux divides a CPU between sessions first (autogroups), as it does between services and virtual
+//! machines. So each busy loop runs in its own session, and the mixed load in one.
 
 use std::fmt;
 use std::hint;
@@ -18,20 +18,20 @@ use serde::{Serialize, Serializer};
 /// Time for the load to reach its steady state before the first measurement.
 const SETTLING: Duration = Duration::from_millis(500);
 
-/// Bytes that the writer of the mixed load writes between two flushes.
+/// The size of one write of the mixed load's writer, which flushes after each.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// Sleepers of the mixed load, their pause and their work after each pause.
+/// The number of sleepers of the mixed load, and the pause and work of each.
 const SLEEPERS: usize = 8;
 const PAUSE: Duration = Duration::from_millis(2);
 const WORK: Duration = Duration::from_micros(200);
 
-/// The other work of a host.
+/// The background load of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Load {
     /// An idle host.
     Nothing,
-    /// Threads that never sleep, of this number.
+    /// This number of threads that never sleep.
     Loops(u32),
     /// Compilers, a writer that flushes, and threads that sleep and wake.
     Mixed,
@@ -41,7 +41,7 @@ impl Load {
     /// The loads beside which servers are compared.
     pub(crate) const BUSY: [Self; 3] = [Self::Loops(2), Self::Loops(8), Self::Mixed];
 
-    /// Starts the load; `folder` holds its files.
+    /// Starts the load. Its files go to `folder`.
     pub(crate) fn start(self, folder: &Path) -> Result<Running> {
         let mut running = Running { children: Vec::new() };
         match self {
@@ -74,7 +74,7 @@ impl Serialize for Load {
     }
 }
 
-/// The command that plays one part of a load in a session of its own.
+/// Returns the command that plays one part of a load in its own session.
 fn part(name: &str, folder: &Path) -> Result<Command> {
     let program = std::env::current_exe().context("looking for the lab's own program")?;
     let mut command = Command::new("setsid");
@@ -82,7 +82,7 @@ fn part(name: &str, folder: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// A load that runs; dropping it ends all its processes.
+/// A running load. Dropping it ends all its processes.
 pub(crate) struct Running {
     children: Vec<Child>,
 }
@@ -98,7 +98,8 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         for child in &mut self.children {
-            // `setsid` runs the program in its own process, which leads a group of its children.
+            // `setsid` runs the program in its own process, so the child leads the group of its
+            // children.
             let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
             let _ = child.kill();
             if let Err(error) = child.wait() {
@@ -133,7 +134,7 @@ pub(crate) fn play(args: &Args) -> Result<()> {
     }
 }
 
-/// Runs a compiler for each CPU, a writer, and [`SLEEPERS`].
+/// Runs a compiler for each CPU, a writer, and the [`SLEEPERS`].
 fn play_mixed(folder: &Path) -> Result<()> {
     let compilers = thread::available_parallelism().map_or(1, usize::from);
     let source = folder.join("load.rs");
@@ -149,7 +150,7 @@ fn play_mixed(folder: &Path) -> Result<()> {
             threads.push(scope.spawn(move || compile(source, &output)));
         }
         threads.push(scope.spawn(|| write_and_flush(&folder.join("load.data"))));
-        // The first part that fails ends the load: its process group goes with it.
+        // The first part that fails ends the load: `Drop` kills the rest of the process group.
         loop {
             if let Some(place) = threads.iter().position(|thread| thread.is_finished()) {
                 let ended = threads.swap_remove(place).join();
@@ -218,7 +219,8 @@ mod tests {
     #[test]
     fn dropping_a_load_ends_its_children() {
         let mut running = Running { children: Vec::new() };
-        // The shell leads a group, as a part of a load does; its child belongs to the group.
+        // The shell leads a process group, as a part of a load does. Its child belongs to the
+        // group.
         let mut shell = Command::new("sh");
         shell.args(["-c", "sleep 1000 & echo $! > \"$0\"; wait"]);
         let folder = tempfile::tempdir().unwrap();

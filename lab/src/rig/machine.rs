@@ -1,4 +1,4 @@
-//! What was measured, on what, as the report describes it.
+//! The machine and the programs of a measurement, as the report describes them.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use ringhaul_tools::workspace;
 
 use super::{Lab, wakeup};
 
-/// Load of the last minute above which something else must be running.
+/// A load of the last minute above this means that other programs are running.
 const QUIET_LOAD: f64 = 0.5;
 
 /// The machine and the programs; each line is a name and a value.
@@ -17,7 +17,7 @@ pub(crate) struct Machine {
     pub(crate) facts: Vec<(&'static str, String)>,
 }
 
-/// Describes this machine and what measures on it.
+/// Describes this machine and the programs that measure on it.
 pub(crate) fn describe(lab: &Lab) -> Result<Machine> {
     let mut facts = facts(&lab.binary)?;
     facts.extend([
@@ -33,13 +33,13 @@ pub(crate) fn describe(lab: &Lab) -> Result<Machine> {
     Ok(Machine { facts })
 }
 
-/// Who runs on which CPU.
+/// The CPUs to which server and load generator are pinned.
 pub(crate) fn pinned(lab: &Lab) -> (&'static str, String) {
     let Lab { server_cpu, client_cpu, .. } = lab;
     ("pinned", format!("server to CPU {server_cpu}, load generator to CPU {client_cpu}"))
 }
 
-/// This machine, and the Ringhaul that is measured; each is a name and a value.
+/// Describes this machine and the measured Ringhaul, as names and values.
 pub(crate) fn facts(binary: &Path) -> Result<Vec<(&'static str, String)>> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = format!("Linux {} {}", release.trim(), std::env::consts::ARCH);
@@ -83,7 +83,7 @@ fn virtualization() -> String {
     }
 }
 
-/// The averages of 1, 5 and 15 minutes; says so if something else is running.
+/// The load averages of 1, 5 and 15 minutes. Prints a warning if other programs are running.
 fn load_average() -> String {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let averages: Vec<_> = text.split(' ').take(3).collect();

@@ -1,16 +1,16 @@
-//! Which measurement is running and how long the rest will take.
+//! Shows the running measurement and the time left.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// Seconds that starting and stopping takes for each measurement, before there is experience.
+/// The guess of the seconds that starting and stopping adds to each measurement, until one is done.
 const OVERHEAD_S: f64 = 0.5;
 
-/// Progress on stderr: one line that changes on a terminal, else results only.
+/// Progress on stderr: on a terminal one line that changes, otherwise results only.
 pub(crate) struct Progress {
     total: usize,
     done: usize,
-    /// Measurements that were left out cost no time.
+    /// Measurements that were left out. They took no time.
     skipped: usize,
     start: Instant,
     guess: Duration,
@@ -18,12 +18,12 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// `runtime` is in seconds for each of the `total` measurements.
+    /// Expects `total` measurements of `runtime` seconds each, plus [`OVERHEAD_S`].
     pub(crate) fn new(total: usize, runtime: f64) -> Self {
         Self::expecting(total, runtime + OVERHEAD_S)
     }
 
-    /// `each` is how many seconds one of the `total` measurements should take with everything.
+    /// Expects `total` measurements of `each` seconds, overhead included.
     pub(crate) fn expecting(total: usize, each: f64) -> Self {
         let guess = Duration::try_from_secs_f64(each).unwrap_or(Duration::MAX);
         let live = std::io::stderr().is_terminal();
@@ -32,18 +32,18 @@ impl Progress {
         progress
     }
 
-    /// The next measurement begins.
+    /// Announces the next measurement.
     pub(crate) fn step(&mut self, what: &str) {
         if self.live {
             let left = self.left();
             eprint!("\r\x1b[K[{}/{}, {left} left] {what}", self.done + 1, self.total);
-            // A failure to show progress is not a reason to stop.
+            // A failure to show progress is no reason to stop.
             let _ = std::io::stderr().flush();
         }
         self.done += 1;
     }
 
-    /// Some measurements are left out.
+    /// Counts measurements that are left out.
     pub(crate) fn skip(&mut self, count: usize) {
         self.skipped += count;
         self.done += count;

@@ -1,4 +1,4 @@
-//! One measurement: a fresh server, the load generator, and what they say.
+//! One measurement: a fresh server, the load generator, and their reports.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,58 +14,58 @@ use tempfile::TempDir;
 use super::load::{self, Load};
 use super::trace::Tracer;
 
-/// How long a server has to listen.
+/// The most time that a server may take until it listens.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long the load generator may take on top of its run time.
+/// The most time that the load generator may take beyond its run time.
 const BENCH_MARGIN: Duration = Duration::from_secs(60);
 
-/// Seconds that a run with system calls counted should take without the tracer.
+/// The seconds that a run with counted system calls should take without the tracer.
 const TRACED_S: f64 = 0.5;
 
 /// The place of a server that runs alone.
 const ALONE: usize = 0;
 
-/// Everything that stays the same over all measurements.
+/// The parts that all measurements share.
 pub(crate) struct Lab {
     pub(crate) binary: PathBuf,
     pub(crate) tracer: Option<Tracer>,
     pub(crate) server_cpu: usize,
     pub(crate) client_cpu: usize,
     interrupt: Interrupt,
-    /// For sockets, the servers' messages and counts.
+    /// Holds sockets, the messages of servers and counts of system calls.
     folder: TempDir,
 }
 
-/// A program with its options; what errors call it.
+/// A program with its options, and its name in errors.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) name: String,
-    /// The first is the program.
+    /// The program and its arguments.
     pub(crate) words: Vec<String>,
-    /// Whether it may run on any CPU, as a server otherwise may not.
+    /// True if the program may run on any CPU. Other servers are pinned.
     pub(crate) is_free: bool,
 }
 
-/// What came of a server and what was done with it.
+/// The results of a server's life.
 pub(crate) struct Served<T> {
     pub(crate) value: T,
-    /// What the server wrote to stderr.
+    /// The stderr of the server.
     pub(crate) messages: String,
-    /// System calls from its start to its end, where they were counted.
+    /// System calls from start to end. `None` if they were not counted.
     system_calls: Option<f64>,
 }
 
-/// How long a measurement is, in seconds.
+/// The lengths of a measurement's phases, in seconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
     pub(crate) runtime: f64,
-    /// Before measuring, in which caches and clocks of the CPU settle.
+    /// The phase before measuring, in which caches and CPU clocks settle.
     pub(crate) ramp: f64,
 }
 
 impl Times {
-    /// The load generator's options.
+    /// Returns the times as options of the load generator.
     pub(crate) fn options(&self) -> Vec<String> {
         let milliseconds = |seconds| {
             let time = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
@@ -75,14 +75,14 @@ impl Times {
         times.iter().flat_map(|(name, time)| [(*name).to_owned(), milliseconds(*time)]).collect()
     }
 
-    /// How long a run may take.
+    /// The most time that a run may take.
     pub(crate) fn limit(&self) -> Duration {
         Duration::from_secs_f64(self.runtime + self.ramp) + BENCH_MARGIN
     }
 }
 
 impl Lab {
-    /// Builds Ringhaul and looks for everything else that is needed.
+    /// Builds Ringhaul and finds all other programs that are needed.
     pub(crate) fn new(
         (server_cpu, client_cpu): (usize, usize),
         interrupt: &Interrupt,
@@ -109,7 +109,7 @@ impl Lab {
         })
     }
 
-    /// Ringhaul with `options`.
+    /// Returns Ringhaul with `options`.
     pub(crate) fn ringhaul(&self, options: impl IntoIterator<Item = String>) -> Program {
         let program = self.binary.to_string_lossy().into_owned();
         Program {
@@ -119,22 +119,22 @@ impl Lab {
         }
     }
 
-    /// Starts other work, which ends when the result is dropped.
+    /// Starts a background load, which ends when the result is dropped.
     pub(crate) fn load(&self, load: Load) -> Result<load::Running> {
         load.start(self.folder.path())
     }
 
-    /// Where a server that runs alone is to listen.
+    /// The path of the socket of a server that runs alone.
     pub(crate) fn socket(&self) -> String {
         self.socket_of(ALONE)
     }
 
-    /// Where the server is to listen that has this place among those that run at the same time.
+    /// The path of the socket of the server at `place` among servers that run at the same time.
     pub(crate) fn socket_of(&self, place: usize) -> String {
         self.folder.path().join(format!("socket-{place}")).to_string_lossy().into_owned()
     }
 
-    /// Starts `server` on its CPU, does `action` with its process id, and stops it.
+    /// Starts `server` on its CPU, calls `action` with its process id, and stops it.
     pub(crate) fn serve<T>(
         &self,
         server: &Program,
@@ -162,7 +162,8 @@ impl Lab {
         Ok(Served { value, messages, system_calls })
     }
 
-    /// Starts `server`, behind the words of a tracer if there are any, and waits until it listens.
+    /// Starts `server` behind the words of a tracer in `prefix`, which may be empty, and waits
+    /// until it listens.
     pub(super) fn start(
         &self,
         server: &Program,
@@ -185,7 +186,7 @@ impl Lab {
         Ok(running)
     }
 
-    /// Ends a server, which must say that it was successful, and removes its socket.
+    /// Ends a server, which must exit successfully, and removes its socket.
     pub(super) fn stop(&self, running: &mut Running, name: &str, place: usize) -> Result<()> {
         let status = running.stop()?;
         ensure!(status.success(), "{name} ended with {}", describe(status));
@@ -197,7 +198,7 @@ impl Lab {
         }
     }
 
-    /// Runs the load generator and returns its report. `options` do not say where that goes.
+    /// Runs the load generator and returns its report. `options` must not name an output file.
     pub(crate) fn bench(&self, options: &[String], limit: Duration) -> Result<Value> {
         let mut command = Command::new(&self.binary);
         command.arg("bench").args(options);
@@ -205,7 +206,7 @@ impl Lab {
         self.report_of("ringhaul bench", &mut command, limit)
     }
 
-    /// Runs a program that writes JSON to the file named with `--output`, to its end.
+    /// Runs a program that writes JSON to the file named with `--output`, and returns this report.
     pub(crate) fn report_of(
         &self,
         name: &str,
@@ -224,11 +225,11 @@ impl Lab {
         serde_json::from_str(&text).with_context(|| format!("reading the report of {name}"))
     }
 
-    /// Counts the system calls of `server` for each I/O; None if nothing here can count them.
+    /// Counts the system calls of `server` for each I/O. `None` if no tracer works here.
     ///
     /// `bench` are the load generator's options without a bound, `depth` its I/Os in flight and
-    /// `jobs` its jobs; `iops` is what the server does without a tracer. Runs of different length
-    /// have the same start and end, so what these cost is in the difference no more.
+    /// `jobs` its jobs. `iops` is the rate of the server without a tracer. Runs of different length
+    /// have the same start and end, so the difference is free of their cost.
     pub(crate) fn count_system_calls(
         &self,
         server: &Program,
@@ -249,14 +250,15 @@ impl Lab {
             counted.context("the tracer has counted nothing")
         };
         let base = count(few)?;
-        // A server that makes none for an I/O may need one more or less to start or end.
+        // Start and end vary by a call or so, which could make the result of a server without calls
+        // for I/O negative.
         Ok(Some(((count(many)? - base) / (jobs * (many - few))).max(0.0)))
     }
 
-    /// Adds what the server said on stderr to an error.
+    /// Adds the stderr of the server to an error.
     pub(super) fn explain<T>(&self, result: Result<T>, name: &str, place: usize) -> Result<T> {
         if result.is_err() {
-            // After Ctrl-C nobody is interested in what the server said.
+            // After Ctrl-C the messages of the server are of no interest.
             self.interrupt.check()?;
         }
         result.with_context(|| {
@@ -272,7 +274,7 @@ impl Lab {
         self.folder.path().join(format!("messages-{place}"))
     }
 
-    /// For tests: `binary` is what is called as Ringhaul.
+    /// Makes a lab for tests that calls `binary` in place of Ringhaul.
     #[cfg(test)]
     pub(super) fn for_tests(binary: &str) -> Self {
         let allowed = rustix::thread::sched_getaffinity(None).unwrap();
@@ -288,8 +290,8 @@ impl Lab {
     }
 }
 
-/// The words that pin the program after them to a CPU, in a session of its own: a service has
-/// one, and Linux divides CPUs between sessions first.
+/// Returns the words that run the program after them on one CPU, in its own session. A service has
+/// its own session too, and Linux divides CPUs between sessions first.
 pub(crate) fn pinning(cpu: usize) -> [String; 4] {
     ["setsid", "taskset", "-c", &cpu.to_string()].map(str::to_owned)
 }

@@ -1,7 +1,7 @@
 //! Servers that run at the same time, each with a socket of its own.
 //!
-//! Starting a server takes longer than a short measurement. Servers that sleep while another one is
-//! measured need to be started once only.
+//! Starting a server takes longer than a short measurement. Servers that sleep while their rivals
+//! are measured are started only once.
 
 use std::time::Duration;
 
@@ -11,16 +11,16 @@ use serde_json::Value;
 
 use super::{Lab, Program};
 
-/// Servers that run; dropping them ends them.
+/// Running servers. Dropping them ends them.
 pub(crate) struct Servers<'a> {
     lab: &'a Lab,
-    /// In the order of their places, with their names.
+    /// Names and processes, in the order of places.
     running: Vec<(String, Running)>,
 }
 
 impl Lab {
-    /// Starts `servers` on the server CPU. The place of each is its index, and it must listen on
-    /// [`Lab::socket_of`] that place.
+    /// Starts `servers` on the server CPU. The place of each is its index. Each must listen on the
+    /// socket of its place ([`Lab::socket_of`]).
     pub(crate) fn serve_all(&self, servers: &[Program]) -> Result<Servers<'_>> {
         let start = |(place, server): (usize, &Program)| {
             let running = self.explain(self.start(server, &[], place), &server.name, place)?;
@@ -32,18 +32,18 @@ impl Lab {
 }
 
 impl Servers<'_> {
-    /// Drives the server at `place` with the load generator and returns what that reports.
-    /// `options` name neither the socket nor where the report goes.
+    /// Drives the server at `place` with the load generator and returns the report. `options` must
+    /// name neither the socket nor an output file.
     pub(crate) fn bench(&self, place: usize, options: &[String], limit: Duration) -> Result<Value> {
         let socket = ["--socket-path".to_owned(), self.lab.socket_of(place)];
         let options: Vec<_> = socket.iter().chain(options).cloned().collect();
         self.lab.explain(self.lab.bench(&options, limit), &self.running[place].0, place)
     }
 
-    /// Ends all of them.
+    /// Ends all servers.
     ///
     /// # Errors
-    /// When one of them does not end, or says that it was not successful.
+    /// If a server does not end, or does not exit successfully.
     pub(crate) fn stop(self) -> Result<()> {
         for (place, (name, mut running)) in self.running.into_iter().enumerate() {
             self.lab.explain(self.lab.stop(&mut running, &name, place), &name, place)?;
@@ -70,14 +70,14 @@ mod tests {
     fn plays_a_server() {
         let Some(socket) = std::env::var_os(SOCKET) else { return };
         let interrupt = Interrupt::install().unwrap();
-        // Not by a macro, whose text the test harness would keep.
+        // Not a macro, whose output the test harness would capture.
         write!(std::io::stderr(), "I am {}", Path::new(&socket).display()).unwrap();
         assert_ne!(socket, "nowhere");
         let _listener = UnixListener::bind(socket).unwrap();
         interrupt.wait_until(LIMIT, "the end of the test", || Ok(false)).unwrap_err();
     }
 
-    /// This test program, as the server above.
+    /// This test program in the role of the server above.
     fn server(name: &str, socket: &str) -> Program {
         let program = std::env::current_exe().unwrap().to_string_lossy().into_owned();
         let test = "rig::side_by_side::tests::plays_a_server";
@@ -103,13 +103,14 @@ mod tests {
 
     #[test]
     fn the_load_goes_to_one_server_and_errors_name_it() {
-        // A load generator that says what it was asked for, or fails if that is what it is to do.
+        // A load generator that reports its arguments, or fails on request.
         let folder = tempfile::tempdir().unwrap();
         let script = folder.path().join("bench");
         let text = "#!/bin/sh\n[ $4 = --fail ] && exit 9\n\
                     for last; do :; done; echo \"{\\\"options\\\": \\\"$*\\\"}\" > \"$last\"\n";
         let script = script.to_str().unwrap();
-        // By a shell: children of other tests must not inherit a program that is being written.
+        // Written by a shell: children of other tests must not inherit a writable descriptor of a
+        // program.
         let write = "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\"";
         process::output(Command::new("sh").args(["-c", write, script, text])).unwrap();
         let lab = Lab::for_tests(script);

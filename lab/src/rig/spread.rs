@@ -1,8 +1,8 @@
-//! Medians with their spread, and how they are written.
+//! Medians with their spread, and their text form.
 
 use serde::Serialize;
 
-/// The median of some measurements, the least and the greatest of them.
+/// The median, the least and the greatest of some measurements.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
@@ -11,7 +11,7 @@ pub(crate) struct Spread {
 }
 
 impl Spread {
-    /// None if there are no values.
+    /// Returns `None` if there are no values.
     pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
@@ -34,7 +34,7 @@ impl Spread {
     }
 }
 
-/// A table's cell for a value that may be missing.
+/// A cell of a table, for a value that may be missing.
 pub(crate) fn show(value: Option<Spread>) -> String {
     value.map_or_else(|| "–".to_owned(), |spread| spread.show())
 }

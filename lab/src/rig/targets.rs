@@ -1,4 +1,4 @@
-//! The disks: made for a measurement, and taken away after it on every way out.
+//! The disks, made for a measurement and removed after it on every way out.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -17,10 +17,10 @@ use tempfile::TempDir;
 
 use super::{elsewhere, thin};
 
-/// The zram device that may be used, if nobody uses it.
+/// The zram device to use if it is unused.
 const ZRAM: &str = "zram0";
 
-/// Where the file behind the loop device goes, if that is a tmpfs.
+/// The folder of the file behind the loop device, if it is a tmpfs.
 const TMPFS: &str = "/dev/shm";
 
 /// `f_type` of a tmpfs, from linux/magic.h.
@@ -29,13 +29,13 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// `f_type` of ext2, ext3 and ext4, from linux/magic.h.
 const EXT4_MAGIC: u64 = 0xef53;
 
-/// How long the kernel may take to release a device.
+/// The most time that the kernel may take to release a device.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
 
-/// What a disk is on.
+/// The kind of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
-    /// Nothing: what is above the disk is measured.
+    /// No disk: the layers above are measured.
     Null,
     /// Compressed memory: a device that completes at once.
     Zram,
@@ -47,19 +47,19 @@ pub(crate) enum Target {
     Rbd,
     /// An export of an NBD server.
     Nbd,
-    /// An image of QEMU's format.
+    /// A qcow2 image.
     Qcow2,
-    /// A new image for each measurement, in a file: writes find no space in it yet.
+    /// A new qcow2 image in a file for each measurement. Writes find no space allocated.
     Thin,
-    /// The same on compressed memory.
+    /// Like `Thin`, but on compressed memory.
     ThinZram,
 }
 
 impl Target {
-    /// Disks that are nothing but local.
+    /// Local disks without an image format.
     pub(crate) const ALL: [Self; 4] = [Self::Null, Self::Zram, Self::Loop, Self::File];
 
-    /// Those, and what Ringhaul is compared on beside them.
+    /// All disks with which Ringhaul is compared.
     pub(crate) const COMPARED: [Self; 9] = [
         Self::Null,
         Self::Zram,
@@ -72,18 +72,18 @@ impl Target {
         Self::ThinZram,
     ];
 
-    /// Whether programs beside the server do its work. They need a CPU too, so nobody has one for
-    /// himself.
+    /// True if programs beside the server do its work. They need a CPU too, so no program is
+    /// pinned.
     pub(crate) fn is_elsewhere(self) -> bool {
         matches!(self, Self::Rbd | Self::Nbd)
     }
 
-    /// Whether it is an image of QEMU's format.
+    /// True for a qcow2 image.
     pub(crate) fn is_image(self) -> bool {
         matches!(self, Self::Qcow2) || self.is_thin()
     }
 
-    /// Whether it is a new image for each measurement.
+    /// True for a new image in each measurement.
     pub(crate) fn is_thin(self) -> bool {
         matches!(self, Self::Thin | Self::ThinZram)
     }
@@ -111,17 +111,17 @@ impl Serialize for Target {
     }
 }
 
-/// A disk to measure; dropping it removes it.
+/// A disk to measure. Dropping it removes it.
 pub(crate) struct Disk {
     pub(crate) target: Target,
-    /// What it is found by: a device, a file, a socket, a configuration. None for null.
+    /// The path of a device, a file, a socket or a configuration. `None` for null.
     pub(crate) path: Option<PathBuf>,
-    /// What it is, for the report; without paths.
+    /// The description in the report, without paths.
     pub(crate) description: String,
     pub(super) undo: Undo,
 }
 
-/// What has to be taken back.
+/// The cleanup of a disk.
 pub(super) enum Undo {
     Nothing,
     Folder(TempDir),
@@ -131,7 +131,7 @@ pub(super) enum Undo {
     Server(Running, TempDir),
 }
 
-/// A disk, or why there is none on this machine.
+/// A disk, or the reason why this machine has none.
 pub(crate) enum Prepared {
     Ready(Disk),
     Skipped(String),
@@ -202,7 +202,7 @@ pub(super) fn prepare_zram(size: u64, interrupt: &Interrupt) -> Result<Prepared>
     Ok(prepared)
 }
 
-/// The same without data; at most `memory` bytes of it will be used.
+/// Prepares zram without data. The disk will use at most `memory` bytes.
 pub(super) fn prepare_empty_zram(size: u64, memory: u64) -> Result<Prepared> {
     let device = Path::new("/dev").join(ZRAM);
     let used = match zram_attribute("disksize") {
@@ -239,7 +239,7 @@ fn zram_attribute(name: &str) -> Result<String> {
     Ok(text.with_context(|| format!("reading {}", path.display()))?.trim().to_owned())
 }
 
-/// Gives the device's memory back; udev may have it open for a moment.
+/// Gives the device's memory back. Retries, since udev may have the device open for a moment.
 fn reset_zram() -> Result<()> {
     let path = Path::new("/sys/block").join(ZRAM).join("reset");
     process::retry(RELEASE_LIMIT, || {
@@ -261,8 +261,8 @@ pub(super) fn prepare_loop(size: u64, interrupt: &Interrupt) -> Result<Prepared>
         let mut command = losetup();
         process::output(command.args(["--find", "--show", direct]).arg(&backing))
     };
-    // Old kernels have no direct I/O on tmpfs; then the loop device goes through the page
-    // cache, which on a tmpfs is where the data is anyway.
+    // Old kernels have no direct I/O on tmpfs. The loop device then uses the page cache, which
+    // holds the data of a tmpfs anyway.
     let (device, mode) = match attach("--direct-io=on") {
         Ok(device) => (device, "direct I/O"),
         Err(_) => (attach("--direct-io=off").context("attaching a loop device")?, "buffered I/O"),
@@ -276,7 +276,7 @@ pub(super) fn prepare_loop(size: u64, interrupt: &Interrupt) -> Result<Prepared>
     Ok(Prepared::Ready(Disk { target: Target::Loop, path: Some(device), description, undo }))
 }
 
-/// Root may have a PATH without the sbin folders.
+/// Finds losetup even if the PATH of root lacks the sbin folders.
 fn losetup() -> Command {
     Command::new(workspace::find_program("losetup").unwrap_or_else(|| "losetup".into()))
 }
@@ -323,7 +323,7 @@ fn fill(mut file: File, size: u64, interrupt: &Interrupt) -> Result<()> {
         file.write_all(&piece).context("filling the disk")?;
     }
     file.sync_all().context("filling the disk")?;
-    // Else the first direct writes would pay for throwing cached pages away.
+    // Otherwise the first direct writes would pay for the eviction of cached pages.
     fadvise(&file, 0, None, Advice::DontNeed).context("dropping the disk from the page cache")
 }
 
@@ -336,10 +336,10 @@ fn lacks_root() -> Option<String> {
     (!rustix::process::geteuid().is_root()).then(|| "it needs root".to_owned())
 }
 
-/// Why a disk of `size` bytes in memory will not do, if it will not.
+/// Returns the reason if memory is too short for a disk of `size` bytes.
 fn lacks_memory(size: u64) -> Option<String> {
     let available = available_memory().unwrap_or(u64::MAX);
-    // Half as much again for the servers, the load generator and everything else.
+    // Half as much again is for the servers, the load generator and everything else.
     (available < size + size / 2)
         .then(|| format!("{} MiB of memory are too little for {} MiB", available >> 20, size >> 20))
 }

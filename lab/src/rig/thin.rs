@@ -1,4 +1,4 @@
-//! New images of QEMU's format, in which first writes find space.
+//! New qcow2 images, in which first writes allocate space.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,11 +9,11 @@ use ringhaul_tools::workspace;
 
 use super::targets::{Disk, Prepared, Target, Undo, prepare_empty_zram, temporary_folder};
 
-/// Bytes of the disk in the image: more than a measurement writes.
+/// The virtual size of the image: more than a measurement writes.
 const DISK_BYTES: u64 = 20 << 30;
-/// Bytes of the device below, with room for tables.
+/// The size of the device below, with room for tables.
 const DEVICE_BYTES: u64 = DISK_BYTES + (1 << 30);
-/// Memory that a measurement may take there.
+/// The memory that a measurement on zram may use.
 const MEMORY_BYTES: u64 = 4 << 30;
 
 pub(super) fn prepare_file() -> Result<Prepared> {
@@ -51,7 +51,7 @@ fn describe(place: &str) -> String {
     format!("a new image of {} MiB for each measurement, {place}", DISK_BYTES >> 20)
 }
 
-/// Makes the image anew, without the data of the last measurement.
+/// Creates the image again, without the data of the last measurement.
 pub(crate) fn renew(path: &Path) -> Result<()> {
     let program = |name: &str| workspace::find_program(name).unwrap_or_else(|| name.into());
     if path.starts_with("/dev") {

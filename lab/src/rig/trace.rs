@@ -1,4 +1,4 @@
-//! Counts the system calls of a server, by whatever tracer this machine has.
+//! Counts the system calls of a server with a tracer that works on this machine.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use ringhaul_tools::process;
 use ringhaul_tools::workspace;
 
-/// What counts; both see every thread of a program from its start to its end.
+/// A program that counts system calls of all threads of a program from start to end.
 #[derive(Clone, Debug)]
 pub(crate) enum Tracer {
     /// Counts in the kernel and hardly slows the program.
@@ -17,7 +17,7 @@ pub(crate) enum Tracer {
 }
 
 impl Tracer {
-    /// The best tracer that works here; `folder` is for its trial.
+    /// Returns the best tracer that works here. The trial writes to `folder`.
     pub(crate) fn find(folder: &Path) -> Option<Self> {
         let perf = workspace::find_program("perf").map(Self::Perf);
         let strace = workspace::find_program("strace").map(Self::Strace);
@@ -25,7 +25,7 @@ impl Tracer {
         [perf, strace].into_iter().flatten().find(works)
     }
 
-    /// The words before the command line of the program; counts go to `output`.
+    /// Returns the words before the command line of the program. Counts go to `output`.
     pub(crate) fn prefix(&self, output: &Path) -> Vec<String> {
         let (program, options): (_, &[&str]) = match self {
             Self::Perf(program) => (program, &["stat", "-x,", "-e", "raw_syscalls:sys_enter"]),
@@ -37,7 +37,7 @@ impl Tracer {
         words.into_iter().chain(options).chain(output).collect()
     }
 
-    /// How much slower a server is that makes many system calls; a guess, to bound the time.
+    /// The factor by which a server with many system calls slows down: a guess, to bound the time.
     pub(crate) fn slowdown(&self) -> f64 {
         match self {
             Self::Perf(_) => 1.0,
@@ -45,7 +45,7 @@ impl Tracer {
         }
     }
 
-    /// The number of system calls in what the tracer wrote.
+    /// Reads the number of system calls from the output of the tracer.
     pub(crate) fn read(&self, output: &Path) -> Result<f64> {
         let text = std::fs::read_to_string(output)
             .with_context(|| format!("reading {}", output.display()))?;

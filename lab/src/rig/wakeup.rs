@@ -1,5 +1,5 @@
-//! What it costs to wake a thread that sleeps. Every figure depends on it, and machines differ by
-//! a factor of ten.
+//! Measures the cost of waking a sleeping thread. Every figure depends on it, and machines differ
+//! by a factor of ten.
 
 use std::sync::mpsc;
 use std::thread;
@@ -11,10 +11,10 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 const ROUNDS: usize = 1000;
 
-/// Between two wake-ups: the sleeper's CPU has nothing to do by then.
+/// The time between two wake-ups, after which the sleeper's CPU is idle.
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// One wake-up, as the reports say it.
+/// Describes the cost of one wake-up for the reports.
 pub(crate) fn describe() -> Result<String> {
     let mut times = measure().context("measuring what a wake-up costs")?;
     times.sort_unstable();
@@ -40,7 +40,7 @@ fn measure() -> Result<Vec<Duration>> {
         pin(second)?;
         for _ in 0..ROUNDS {
             rustix::io::read(event, &mut [0; 8])?;
-            // The receiver goes only when it has failed.
+            // The receiver is dropped only if the waker has failed.
             let _ = sender.send(Instant::now());
         }
         Ok(())

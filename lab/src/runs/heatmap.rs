@@ -1,5 +1,5 @@
-//! The picture: a panel for each disk and load, in which a cell's colour is how the adaptive
-//! setting compares with the best fixed one.
+//! The picture: a panel for each disk and load. A cell's colour compares the adaptive setting with
+//! the best fixed one.
 
 use std::fmt::Write as _;
 
@@ -12,19 +12,20 @@ const TITLE: &str = "IOPS of the adaptive setting, times those of the best fixed
 const NOTE: &str = "Medians of ratios within a round. Down: what the driver does; across: requests \
                     in flight. Over 1 the adaptive setting has more.";
 
-/// In pixels: a cell of a panel, names left of panels, what is above a panel's cells.
+/// Sizes in pixels: a cell, the names left of panels, the room above a panel's cells and between
+/// panels, and the picture's width.
 const CELL: (f64, f64) = (40.0, 22.0);
 const NAMES: f64 = 76.0;
 const ABOVE: f64 = 40.0;
 const BETWEEN: f64 = 20.0;
 const WIDTH: f64 = 760.0;
-/// Where panels begin.
+/// The top of the first panel.
 const TOP: f64 = 48.0;
-/// A square of the legend.
+/// The side of a square in the legend.
 const SQUARE: f64 = 12.0;
 
-/// Classes of ratios, each up to its limit, from the worst to the best; the first two end at what
-/// is required.
+/// Classes of ratios, each up to its limit, from the worst to the best. The first two end at the
+/// required ratios.
 const CLASSES: [(&str, f64, &str); 7] = [
     ("w3", NEVER_UNDER, "under 0.85"),
     ("w2", USUALLY, "0.85–0.95"),
@@ -35,8 +36,8 @@ const CLASSES: [(&str, f64, &str); 7] = [
     ("b3", f64::INFINITY, "from 1.15"),
 ];
 
-/// Orange is worse and blue is better, as in the other pictures; `t` and `l` are the numbers on
-/// strong and on faint colours.
+/// Orange is worse and blue is better, as in all pictures. `strong` and `faint` are the classes of
+/// numbers on strong and on faint colours.
 const STYLE: &str = "\n\
 .w3{fill:#a8430c}.w2{fill:#e09a62}.w1{fill:#f6dcc6}.n0{fill:#eef0f2}\
 .b1{fill:#cfe0f1}.b2{fill:#8db6de}.b3{fill:#2c649e}\
@@ -46,17 +47,17 @@ const STYLE: &str = "\n\
 .b1{fill:#21405e}.b2{fill:#2f679f}.b3{fill:#86b8ec}\
 .strong{fill:#12181f}.faint{fill:#f0f4f8}}";
 
-/// The class of a ratio.
+/// Returns the class of a ratio.
 fn class(ratio: f64) -> &'static str {
     CLASSES.iter().find(|(_, limit, _)| ratio < *limit).map_or("b3", |(name, ..)| name)
 }
 
-/// The class of the number on a colour: the ends of the scale are strong.
+/// Returns the class of the number on a colour. The ends of the scale are strong.
 fn text_class(class: &str) -> &'static str {
     if ["w3", "b3"].contains(&class) { "strong" } else { "faint" }
 }
 
-/// The picture as SVG.
+/// Draws the picture as SVG.
 pub(super) fn draw(outcomes: &[Outcome]) -> String {
     let targets: Vec<_> = Target::ALL
         .into_iter()
@@ -88,7 +89,7 @@ fn draw_panel(svg: &mut String, (left, top): (f64, f64), title: &str, cells: &[&
     }
     for (driver, place) in Driver::ALL.iter().zip(places()) {
         let y = first + CELL.1 * place;
-        // The panel on the right has the same rows.
+        // The panel on the right has the same rows, so only the left one names them.
         if left < NAMES * 2.0 {
             line(svg, "note", "end", (left - 6.0, y + 15.0), &driver.to_string());
         }
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
     use crate::runs::verdict::tests::outcome;
 
-    /// The names of the elements, if they are nested as they should be and nothing else in the text
+    /// Returns the names of the elements if they are nested correctly and no text between them
     /// could be taken for markup.
     fn elements(svg: &str) -> Result<Vec<String>, String> {
         let (mut open, mut all, mut rest) = (Vec::new(), Vec::new(), svg);

@@ -1,4 +1,4 @@
-//! Measuring a disk: a server for each setting, all cells, then the open loop.
+//! Measures a disk: a server for each setting, all cells, then the open loop.
 
 use std::path::Path;
 
@@ -13,22 +13,22 @@ use crate::rig::spread::Spread;
 use crate::rig::targets::{Disk, Target};
 use crate::rig::{Lab, Program, Servers, Times, pinning};
 
-/// Bytes of the null disk.
+/// The null disk with its size.
 const NULL_DISK: &str = "null,size=64G";
 
-/// Measurements in the open loop are this many times as long: they are few, and have few requests
-/// of which to take the 99th percentile.
+/// The factor by which measurements in the open loop are longer. They are few, and complete few
+/// requests from which to take the 99th percentile.
 pub(super) const OPEN_LOOP_TIMES: f64 = 5.0;
 
-/// What the load generator says of one run.
+/// The figures of one run of the load generator.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Sample {
     pub(super) iops: f64,
-    /// CPU time of the server for each I/O, in microseconds; None when nothing was completed.
+    /// CPU time of the server for each I/O, in microseconds. `None` if nothing was completed.
     pub(super) server_cpu_us_per_io: Option<f64>,
-    /// None when the driver was never called.
+    /// `None` if the driver was never called.
     pub(super) completions_per_call: Option<f64>,
-    /// Latencies in microseconds; None when nothing was completed.
+    /// Latencies in microseconds. `None` if nothing was completed.
     pub(super) latency_mean_us: Option<f64>,
     pub(super) latency_p99_us: Option<f64>,
 }
@@ -47,7 +47,7 @@ impl Sample {
     }
 }
 
-/// What measures.
+/// The parameters of all measurements.
 pub(super) struct Runner<'a> {
     pub(super) lab: &'a Lab,
     pub(super) times: Times,
@@ -56,7 +56,7 @@ pub(super) struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Measures everything on one disk; what is measured goes to `outcomes` and `open` at once.
+    /// Measures all cells on one disk. Each result goes to `outcomes` or `open` at once.
     pub(super) fn measure(
         &self,
         plan: &Plan,
@@ -87,7 +87,7 @@ impl Runner<'_> {
         servers.stop()
     }
 
-    /// All rounds of all settings, in the order of the settings.
+    /// Measures all rounds of all settings. The result is in the order of the settings.
     fn cell(
         &self,
         cell: &Cell,
@@ -106,7 +106,7 @@ impl Runner<'_> {
         Ok(series)
     }
 
-    /// All rounds of the adaptive setting alone.
+    /// Measures all rounds of the adaptive setting alone.
     fn alone(
         &self,
         cell: &Cell,
@@ -142,7 +142,7 @@ impl Runner<'_> {
         Ok(OpenOutcome { cell, rate, adaptive, alone })
     }
 
-    /// One measurement. The same `round` gives the same sequence of I/O.
+    /// Runs one measurement. The same `round` gives the same sequence of I/O.
     fn sample(
         &self,
         load: Vec<String>,
@@ -166,7 +166,7 @@ impl Runner<'_> {
         Program { name: format!("ringhaul, {setting}"), ..self.lab.ringhaul(options) }
     }
 
-    /// How servers and load generator are started, as one would type it.
+    /// Returns the command lines of servers and load generator, as one would type them.
     pub(super) fn command_lines(&self) -> Vec<String> {
         let pinned = pinning(self.lab.server_cpu).join(" ");
         let server = |disk, setting| {
@@ -189,7 +189,7 @@ impl Runner<'_> {
     }
 }
 
-/// The median IOPS.
+/// Returns the median IOPS. `None` if it is 0.
 fn rate(samples: &[Sample]) -> Option<f64> {
     let spread = Spread::of(samples.iter().map(|sample| sample.iops))?;
     Some(spread.median).filter(|rate| *rate > 0.0)
@@ -199,7 +199,7 @@ fn client_options(cpu: usize) -> [String; 2] {
     ["--cpus_allowed".to_owned(), cpu.to_string()]
 }
 
-/// Without a lock, as all servers have the disk at the same time.
+/// Options of `ringhaul serve`, without a lock, as all servers have the disk at the same time.
 fn server_options(engine: &str, disk: Option<&str>, socket: &str, setting: Setting) -> Vec<String> {
     let disk = disk.map_or(["--disk", NULL_DISK], |path| ["--blk-file", path]);
     let start = ["serve", "--socket-path", socket, "--cache", "none", "--lock", "off"];

@@ -1,19 +1,20 @@
-//! What is measured: the settings, the cells, and the order of a round.
+//! The plan: the settings, the cells, and the order of a round.
 
 use std::fmt;
 
 use crate::rig::targets::Target;
 
-/// How a server decides how many requests it takes from a queue at once and when it calls.
+/// The rule by which a server decides how many requests it takes from a queue at once and when it
+/// calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Setting {
-    /// By what it measures while the queue runs: the default.
+    /// Decides by its measurements while the queue runs: the default.
     Adaptive,
-    /// Always in the same way.
+    /// Always decides in the same way.
     Fixed { run_max: u16, notify_batch: bool },
 }
 
-/// All settings; a setting is known by its place here. The adaptive one is the first.
+/// All settings, the adaptive one first. Everywhere else a setting is an index into this list.
 pub(super) const SETTINGS: [Setting; 9] = [
     Setting::Adaptive,
     fixed(1, true),
@@ -26,10 +27,10 @@ pub(super) const SETTINGS: [Setting; 9] = [
     fixed(64, false),
 ];
 
-/// The place of the adaptive setting.
+/// The index of the adaptive setting.
 pub(super) const ADAPTIVE: usize = 0;
 
-/// The place of the setting under which each request is served on its own at once.
+/// The index of the setting that serves each request on its own at once.
 pub(super) const ALONE: usize = 2;
 
 const fn fixed(run_max: u16, notify_batch: bool) -> Setting {
@@ -37,7 +38,7 @@ const fn fixed(run_max: u16, notify_batch: bool) -> Setting {
 }
 
 impl Setting {
-    /// The options of `ringhaul serve`.
+    /// Returns the options of `ringhaul serve`.
     pub(super) fn options(self) -> Vec<String> {
         let Self::Fixed { run_max, notify_batch } = self else { return Vec::new() };
         let switch = if notify_batch { "on" } else { "off" };
@@ -55,11 +56,11 @@ impl fmt::Display for Setting {
     }
 }
 
-/// What the driver does between two looks at the used ring.
+/// The behaviour of the driver between two checks of the used ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Driver {
     Sleeping,
-    /// Sleeps, and begins its look this many microseconds after it was called.
+    /// Sleeps, and checks the ring this many microseconds after a call.
     Delayed(u32),
     Polling,
 }
@@ -87,7 +88,7 @@ impl fmt::Display for Driver {
     }
 }
 
-/// Which requests the driver makes.
+/// The requests that the driver makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Load {
     Reads,
@@ -97,7 +98,7 @@ pub(super) enum Load {
 impl Load {
     pub(super) const ALL: [Self; 2] = [Self::Reads, Self::Mixed];
 
-    /// The load generator's options.
+    /// Returns the options of the load generator.
     pub(super) fn options(self) -> &'static [&'static str] {
         match self {
             Self::Reads => &["--rw", "randread", "--bs", "4k"],
@@ -118,7 +119,7 @@ impl fmt::Display for Load {
 /// Requests in flight.
 pub(super) const DEPTHS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 
-/// What all settings are measured on, with as many requests in flight as the driver keeps.
+/// A measurement of all settings, with a constant number of requests in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cell {
     pub(super) target: Target,
@@ -128,12 +129,12 @@ pub(super) struct Cell {
 }
 
 impl Cell {
-    /// The cell whose rate is the measure for the open loop on `target`.
+    /// The cell whose rate is the reference for the open loop on `target`.
     pub(super) fn reference(target: Target) -> Self {
         Self { target, load: Load::Reads, driver: Driver::Sleeping, depth: 32 }
     }
 
-    /// The load generator's options.
+    /// Returns the options of the load generator.
     pub(super) fn options(&self) -> Vec<String> {
         let depth = ["--iodepth".to_owned(), self.depth.to_string()];
         let load = self.load.options().iter().map(|word| (*word).to_owned());
@@ -151,21 +152,21 @@ impl fmt::Display for Cell {
 /// Shares of the highest rate, in percent.
 const SHARES: [u32; 3] = [10, 30, 60];
 
-/// What two settings are measured on, with requests that come when they come.
+/// A measurement of two settings, with requests at random times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct OpenCell {
     pub(super) target: Target,
-    /// Of the highest rate, in percent.
+    /// The share of the highest rate, in percent.
     pub(super) share: u32,
 }
 
 impl OpenCell {
-    /// The requests in a second, where the most are `highest`.
+    /// The requests per second, if the most are `highest`.
     pub(super) fn rate(&self, highest: f64) -> f64 {
         (highest * f64::from(self.share) / 100.0).round().max(1.0)
     }
 
-    /// The load generator's options for this many requests in a second.
+    /// Returns the options of the load generator for `rate` requests per second.
     pub(super) fn options(rate: f64) -> Vec<String> {
         let load = Load::Reads.options().iter().copied();
         let rate = format!("{rate:.0}");
@@ -180,7 +181,7 @@ impl fmt::Display for OpenCell {
     }
 }
 
-/// What is measured on one disk.
+/// The measurements on one disk.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) target: Target,
@@ -189,7 +190,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// What has `pattern` in its name on `target`.
+    /// Selects the cells on `target` with `pattern` in their name.
     pub(super) fn of(target: Target, pattern: &str) -> Self {
         let wanted = |name: String| name.contains(pattern);
         let mut cells = Vec::new();
@@ -208,18 +209,18 @@ impl Plan {
         self.cells.is_empty() && self.open.is_empty()
     }
 
-    /// The names of everything.
+    /// The names of all cells.
     pub(super) fn names(&self) -> Vec<String> {
         let cells = self.cells.iter().map(Cell::to_string);
         cells.chain(self.open.iter().map(OpenCell::to_string)).collect()
     }
 
-    /// Whether the rate for the open loop has to be measured for itself.
+    /// True if the open loop needs a rate that no planned cell measures.
     pub(super) fn lacks_reference(&self) -> bool {
         !self.open.is_empty() && !self.cells.contains(&Cell::reference(self.target))
     }
 
-    /// Measurements with requests in flight, and in the open loop.
+    /// The numbers of measurements with requests in flight and in the open loop.
     pub(super) fn measurements(&self, rounds: usize) -> (usize, usize) {
         let reference = usize::from(self.lacks_reference());
         let closed = (self.cells.len() * SETTINGS.len() + reference) * rounds;
@@ -227,10 +228,10 @@ impl Plan {
     }
 }
 
-/// The order in which `count` settings take their turns in a round.
+/// The order of `count` settings in a round.
 ///
-/// Rounds come in pairs of which one is the other reversed, so that a machine that gets faster or
-/// slower does the same to each setting. Each pair begins elsewhere.
+/// Rounds come in pairs, the second in reverse order, so that a machine that gets faster or slower
+/// affects each setting alike. Each pair starts with a different setting.
 pub(super) fn order(round: usize, count: usize) -> Vec<usize> {
     let start = round / 2 * (count / 3).max(1);
     let forward = (0..count).map(|turn| (start + turn) % count);

@@ -25,17 +25,17 @@ other rounds, as the best of a round is in part the luckiest; medians are follow
 the greatest. What misses a limit is in bold.
 ";
 
-/// The cells that are listed as the worst.
+/// The number of cells in the list of the worst.
 const WORST: usize = 10;
 
-/// The whole result.
+/// The complete result.
 pub(super) struct Runs {
     machine: Machine,
     commands: Vec<String>,
     notes: Vec<(Target, String)>,
     pub(super) outcomes: Vec<Outcome>,
     pub(super) open: Vec<OpenOutcome>,
-    /// Why it is not complete, if it is not.
+    /// The reason why the result is not complete.
     pub(super) ended: Option<String>,
 }
 
@@ -45,12 +45,12 @@ impl Runs {
         Self { machine, commands, notes, outcomes, open, ended: None }
     }
 
-    /// What a disk is, or why it was skipped.
+    /// Adds a disk's description, or the reason why it was skipped.
     pub(super) fn note(&mut self, target: Target, note: String) {
         self.notes.push((target, note));
     }
 
-    /// Names and contents of the files.
+    /// Returns names and contents of the files.
     pub(super) fn files(&self) -> Result<[(&'static str, String); 3]> {
         let json = serde_json::to_string_pretty(&self.json()).context("encoding the result")?;
         let mut markdown = String::new();
@@ -109,7 +109,7 @@ impl Runs {
         writeln!(out, "```")
     }
 
-    /// A line for all cells, and one for each disk.
+    /// Writes a line for all cells, and a line for each disk.
     fn write_medians(&self, out: &mut String) -> fmt::Result {
         write_median(out, "all disks", &self.outcomes.iter().collect::<Vec<_>>())?;
         Target::ALL.iter().try_for_each(|target| {
@@ -135,7 +135,7 @@ impl Runs {
     }
 }
 
-/// A figure that misses its limit is bold.
+/// Makes a figure bold if it misses its limit.
 fn bold(text: String, good: bool) -> String {
     if good { text } else { format!("**{text}**") }
 }
@@ -170,7 +170,7 @@ fn write_worst(out: &mut String, outcomes: &[Outcome]) -> fmt::Result {
     Ok(())
 }
 
-/// What every setting would reach if it were used for all cells.
+/// Writes the ratios that each setting would reach in all cells.
 fn write_settings(out: &mut String, outcomes: &[Outcome]) -> fmt::Result {
     writeln!(
         out,

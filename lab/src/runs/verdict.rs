@@ -1,5 +1,5 @@
-//! What the samples show: the best fixed setting of a cell, ratios to it, and whether what is
-//! required is reached.
+//! The verdict on the samples: the best fixed setting of a cell, ratios to it, and the
+//! requirements.
 
 use serde::Serialize;
 
@@ -7,29 +7,30 @@ use super::measure::Sample;
 use super::plan::{ADAPTIVE, Cell, OpenCell, SETTINGS};
 use crate::rig::spread::{Spread, number, show};
 
-/// Settings whose IOPS are this close to the highest are as fast as that one.
+/// Settings with at least this share of the highest IOPS count as equally fast.
 const AS_FAST: f64 = 0.97;
 
-/// Required of the adaptive setting: IOPS, times the best fixed setting's, in nine of ten cells.
+/// The IOPS required of the adaptive setting in nine of ten cells, times the best fixed setting's.
 pub(super) const USUALLY: f64 = 0.95;
-/// In every cell.
+/// The IOPS required in every cell.
 pub(super) const NEVER_UNDER: f64 = 0.85;
-/// CPU time for each I/O, times the best fixed setting's.
+/// The most CPU time for each I/O, times the best fixed setting's.
 pub(super) const CPU_MOST: f64 = 1.1;
-/// Latency in the open loop, times that of requests that are served on their own.
+/// The highest latency in the open loop, times that of the setting that serves each request on its
+/// own.
 pub(super) const LATENCY_MOST: f64 = 1.03;
 
 /// All rounds of a cell.
 pub(super) struct Outcome {
     pub(super) cell: Cell,
-    /// In the order of the settings.
+    /// Samples of each setting, in the order of the settings.
     pub(super) series: Vec<Vec<Sample>>,
 }
 
 /// All rounds of two settings in the open loop.
 pub(super) struct OpenOutcome {
     pub(super) cell: OpenCell,
-    /// The requests in a second that were asked for.
+    /// The requested rate, in requests per second.
     pub(super) rate: f64,
     pub(super) adaptive: Vec<Sample>,
     pub(super) alone: Vec<Sample>,
@@ -49,7 +50,7 @@ pub(super) fn median(samples: &[Sample], figure: Figure) -> Option<f64> {
     Spread::of(samples.iter().filter_map(figure)).map(|spread| spread.median)
 }
 
-/// A figure as times the other side's in the same round.
+/// Divides the figure of `samples` by that of `others` within each round.
 pub(super) fn ratio(samples: &[Sample], others: &[Sample], figure: Figure) -> Option<Spread> {
     let rounds = samples.iter().zip(others);
     Spread::of(rounds.filter_map(|(sample, other)| {
@@ -59,13 +60,13 @@ pub(super) fn ratio(samples: &[Sample], others: &[Sample], figure: Figure) -> Op
 }
 
 impl Outcome {
-    /// The place of the best fixed setting: of those that are about as fast as the fastest, the
-    /// one that takes the least CPU time. None if nothing was completed.
+    /// The index of the best fixed setting: among the settings that are about as fast as the
+    /// fastest, the one with the least CPU time. `None` if nothing was completed.
     pub(super) fn best(&self) -> Option<usize> {
         self.best_without(None)
     }
 
-    /// The best, by all rounds but one.
+    /// The best fixed setting by all rounds except `round`.
     fn best_without(&self, round: Option<usize>) -> Option<usize> {
         let median = |place: usize, figure: Figure| {
             let samples = self.series[place].iter().enumerate();
@@ -80,8 +81,8 @@ impl Outcome {
         as_fast.min_by(|one, other| cpu(one).total_cmp(&cpu(other)))
     }
 
-    /// A figure of a setting as times the best fixed one's. In each round the best is the one of
-    /// the other rounds: the one that was best in the round itself was in part the luckiest.
+    /// Divides a setting's figure by that of the best fixed setting. In each round the best is that
+    /// of the remaining rounds, because the best of a round is in part the luckiest.
     pub(super) fn to_best(&self, place: usize, figure: Figure) -> Option<Spread> {
         let rounds = self.series[place].len();
         Spread::of((0..rounds).filter_map(|round| {
@@ -91,12 +92,13 @@ impl Outcome {
         }))
     }
 
-    /// The median of the adaptive setting's IOPS as times the best fixed one's.
+    /// The median ratio of the adaptive setting's IOPS to the best fixed setting's.
     pub(super) fn iops_ratio(&self) -> Option<f64> {
         self.to_best(ADAPTIVE, IOPS).map(|spread| spread.median)
     }
 
-    /// The same of CPU time for each I/O.
+    /// The median ratio of the adaptive setting's CPU time for each I/O to the best fixed
+    /// setting's.
     pub(super) fn cpu_ratio(&self) -> Option<f64> {
         self.to_best(ADAPTIVE, CPU).map(|spread| spread.median)
     }
@@ -116,7 +118,7 @@ impl Outcome {
 }
 
 impl OpenOutcome {
-    /// A latency of the adaptive setting as times the other's.
+    /// Divides a latency of the adaptive setting by that of `alone`.
     pub(super) fn ratio(&self, figure: Figure) -> Option<Spread> {
         ratio(&self.adaptive, &self.alone, figure)
     }
@@ -128,19 +130,19 @@ impl OpenOutcome {
     }
 }
 
-/// Something that is required.
+/// A requirement and its result.
 #[derive(Debug, PartialEq, Serialize)]
 pub(super) struct Requirement {
     pub(super) text: String,
-    /// None if nothing was measured that it is about.
+    /// `None` if no measurement concerns it.
     pub(super) reached: Option<bool>,
     pub(super) found: String,
 }
 
-/// A ratio and where it was found; where there is none nothing was completed.
+/// A ratio and its cell. `None` if nothing was completed.
 type Named = (String, Option<f64>);
 
-/// What is required of the adaptive setting, and whether it is reached.
+/// Checks all requirements of the adaptive setting.
 pub(super) fn requirements(outcomes: &[Outcome], open: &[OpenOutcome]) -> Vec<Requirement> {
     let named = |ratio: fn(&Outcome) -> Option<f64>| -> Vec<Named> {
         outcomes.iter().map(|one| (one.cell.to_string(), ratio(one))).collect()
@@ -174,8 +176,8 @@ pub(super) fn requirements(outcomes: &[Outcome], open: &[OpenOutcome]) -> Vec<Re
     ]
 }
 
-/// With what chance does to it: with one request at a time no setting decides anything, so what is
-/// missed there is missed by chance; and what is missed in every round is hardly.
+/// Checks the requirement for nine of ten cells, and counts the misses by chance. At depth 1 no
+/// setting decides anything, so its misses are chance. A miss in every round hardly is.
 fn usually(outcomes: &[Outcome]) -> Requirement {
     let is_good = |one: &&Outcome| one.iops_ratio().is_some_and(|ratio| ratio >= USUALLY);
     let good = outcomes.iter().filter(is_good).count();
@@ -198,8 +200,8 @@ fn usually(outcomes: &[Outcome]) -> Requirement {
     }
 }
 
-/// What holds everywhere; the worst is where `badness` is highest. What was not completed anywhere
-/// does not hold there.
+/// Checks a requirement for every cell, and names the cell with the highest `badness`. A cell where
+/// nothing was completed misses the requirement.
 fn always(
     text: String,
     all: &[Named],
@@ -219,7 +221,7 @@ fn always(
 
 /// The cells with the lowest ratios, the lowest first.
 pub(super) fn worst(outcomes: &[Outcome], count: usize) -> Vec<&Outcome> {
-    // Where nothing was completed is worse than everything else.
+    // A cell where nothing was completed is the worst.
     let ratio = |one: &Outcome| one.iops_ratio().unwrap_or(0.0);
     let mut sorted: Vec<_> = outcomes.iter().collect();
     sorted.sort_by(|one, other| ratio(one).total_cmp(&ratio(other)));
@@ -243,8 +245,8 @@ pub(super) mod tests {
         }
     }
 
-    /// A cell in which every fixed setting has 100 IOPS at 2 µs, but those of `others`, and the
-    /// adaptive one what is given, in three rounds.
+    /// Makes a cell of three rounds. Fixed settings have 100 IOPS at 2 µs each, except `others`.
+    /// `adaptive` and `others` give IOPS and CPU time.
     pub(in crate::runs) fn outcome(
         depth: u32,
         adaptive: (f64, f64),
@@ -268,7 +270,7 @@ pub(super) mod tests {
 
     #[test]
     fn the_best_takes_the_least_cpu_of_those_that_are_as_fast() {
-        // 5 is the fastest, 3 nearly so and cheaper, 7 is cheaper still and slower.
+        // Setting 5 is the fastest, 3 nearly so and cheaper, 7 is cheaper still and slower.
         let others = [(5, 200.0, 1.5), (3, 195.0, 1.0), (7, 193.0, 0.5)];
         let outcome = outcome(8, (190.0, 1.2), &others);
         assert_eq!(outcome.best(), Some(3));
@@ -295,7 +297,7 @@ pub(super) mod tests {
 
     #[test]
     fn luck_makes_no_setting_the_best_of_its_own_round() {
-        // Each of three settings is fast in one round, and no better than others in the two others.
+        // Each of three settings is fast in one round, and average in two.
         let mut outcome = outcome(8, (100.0, 1.0), &[]);
         for (round, place) in [1, 3, 5].into_iter().enumerate() {
             outcome.series[place][round].iops = 300.0;
@@ -357,7 +359,7 @@ pub(super) mod tests {
         let slow = [open(&[104.0, 104.0, 1.0], &[100.0; 3])];
         assert_eq!(reached(&good, &quick)[2..], [Some(true), Some(true)]);
         assert_eq!(reached(&bad, &slow)[2..], [Some(false), Some(false)]);
-        // The mean alone is within the limit.
+        // Only the mean is within the limit.
         let mut tail = open(&[100.0; 3], &[100.0; 3]);
         tail.adaptive.iter_mut().for_each(|sample| sample.latency_p99_us = Some(300.0));
         let requirement = &requirements(&good, &[tail])[3];
