@@ -1,7 +1,6 @@
 //! Bodies of messages, as plain data with their encoding.
 
-/// The longest body that any message has: what a front-end announces beyond it is no message of
-/// this protocol.
+/// The longest body that any message has. A header that announces more is invalid.
 pub(crate) const MAX_BODY_BYTES: usize = 4096;
 
 /// In the index of a ring: no descriptor comes with the message.
@@ -20,7 +19,7 @@ pub struct Region {
     pub file_offset: u64,
 }
 
-/// Where a ring is, in the front-end's address space ("Vring address description").
+/// The addresses of a ring in the front-end's address space ("Vring address description").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingAddresses {
     /// The descriptor table.
@@ -36,22 +35,22 @@ pub struct RingAddresses {
 pub struct Config {
     /// The first byte.
     pub offset: u32,
-    /// Who writes: 0 the driver, 1 a migration.
+    /// The writer: 0 for the driver, 1 for a migration.
     pub flags: u32,
-    /// The bytes. In a read only their number matters: so many are wanted.
+    /// The bytes. A read uses only their number.
     pub data: Vec<u8>,
 }
 
-/// Where the inflight region is in its file, and what it is for ("Inflight description").
+/// The position of the inflight region in its file, and its dimensions ("Inflight description").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InflightArea {
     /// Bytes.
     pub size: u64,
     /// Start in the file that comes with it, in bytes.
     pub file_offset: u64,
-    /// Queues that it is for.
+    /// The number of its queues.
     pub queues: u16,
-    /// Entries of the longest of them.
+    /// Entries of the longest queue.
     pub queue_size: u16,
 }
 
@@ -60,7 +59,7 @@ pub(super) fn size_of_body(bytes: usize) -> u32 {
 }
 
 impl InflightArea {
-    /// Bytes of its fields. Most front-ends send four more, for the alignment.
+    /// Bytes of its fields. Most front-ends append four bytes of padding.
     const BYTES: usize = 20;
     const PADDED_BYTES: usize = 24;
 
@@ -75,7 +74,7 @@ impl InflightArea {
         body
     }
 
-    /// The area of a body, with or without the bytes for the alignment.
+    /// Decodes a body, with or without padding. `None` if it has another length.
     #[must_use]
     pub fn decode(body: &[u8]) -> Option<Self> {
         if ![Self::BYTES, Self::PADDED_BYTES].contains(&body.len()) {
@@ -106,7 +105,7 @@ impl Region {
         [guest_addr, size, user_addr, file_offset].map(u64::to_ne_bytes).concat()
     }
 
-    /// As the body of a message about one region.
+    /// The body of a message about one region.
     pub(super) fn encode_single(&self) -> Vec<u8> {
         [vec![0; 8], self.encode()].concat()
     }
@@ -148,7 +147,7 @@ pub(super) fn single_region(body: &[u8]) -> Option<Region> {
 
 pub(super) fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses)> {
     let (head, rest) = body.split_first_chunk::<8>()?;
-    // Its flags ask for a log of writes, which belongs to a feature that is not offered.
+    // The flags ask for a log of writes, which belongs to a feature that is not offered.
     let [index, _flags] = words(head);
     let [desc_table, used_ring, avail_ring, _log] = numbers(rest)?;
     Some((index, RingAddresses { desc_table, avail_ring, used_ring }))

@@ -1,10 +1,10 @@
 //! The call descriptor of a ring, and the thread that passes calls on to sockets and pipes.
 //!
 //! virtio_uml, the front-end of User Mode Linux, needs a signal for each call. An eventfd sends
-//! none, so it brings one end of a socket pair. A queue must not write there itself: another
-//! process can hold the lock of a pipe for ever, and a socket may close descriptors that hang.
-//! So the queue writes to an eventfd of ours, and a thread of the connection writes on. A write
-//! that hangs holds up the calls of that front-end and nothing else.
+//! none, so virtio_uml brings one end of a socket pair. A queue must not write there itself:
+//! another process can hold the lock of a pipe for ever, and a socket may close descriptors that
+//! hang. So the queue writes to an eventfd of the daemon, and a thread of the connection writes to
+//! the socket or pipe. A write that hangs delays only the calls of that front-end.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,7 +20,7 @@ use rustix::net::{SendFlags, send};
 use super::examiner::{Examiner, RelayPlace};
 use super::foreign::{ForeignFd, Kind};
 
-/// The pause of the thread when the kernel has no memory for its wait.
+/// The thread's pause after its wait failed for lack of memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 fn invalid(text: String) -> io::Error {
@@ -31,7 +31,7 @@ fn invalid(text: String) -> io::Error {
 pub(super) enum Call {
     /// The front-end's eventfd, which the queue adds to.
     Eventfd(OwnedFd),
-    /// A socket or pipe of the front-end's, behind an eventfd of ours.
+    /// A socket or pipe of the front-end's, behind an eventfd of the daemon.
     Relayed(Relayed),
 }
 
@@ -123,7 +123,7 @@ impl Drop for Relayed {
 }
 
 impl CallRelay {
-    /// The part that the thread looks at; starts the thread if there is none.
+    /// Returns the part that is shared with the thread. Starts the thread on the first call.
     fn started(&mut self, examiner: &Arc<Examiner>) -> io::Result<Arc<Shared>> {
         if let Some(shared) = &self.shared {
             return Ok(Arc::clone(shared));
@@ -163,7 +163,7 @@ impl Shared {
     }
 
     fn wake(&self) {
-        // Fails when the counter is full: then the thread has yet to look.
+        // Fails if the counter is full: then the thread has not read it yet.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
@@ -177,14 +177,16 @@ impl Shared {
                 eventfds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
             match poll(&mut polled, None) {
                 Ok(_) | Err(Errno::INTR) => {}
-                // The kernel has no memory for it. Nothing is lost: the eventfds keep their calls.
+                // The kernel has no memory for the wait. No call is lost: the eventfds keep their
+                // counts.
                 Err(_) => std::thread::sleep(RETRY_INTERVAL),
             }
             let ready: Vec<bool> = polled.iter().map(|fd| !fd.revents().is_empty()).collect();
             for ((fd, target), ready) in
                 eventfds.iter().zip(targets.iter().map(Some).chain([None])).zip(ready)
             {
-                // The counter is cleared first, so that a call that comes now is passed on later.
+                // The counter is cleared first, so that a call in the meantime is passed on in the
+                // next round.
                 if ready
                     && rustix::io::read(fd, &mut [0; 8]).is_ok()
                     && let Some(target) = target
@@ -197,8 +199,8 @@ impl Shared {
 }
 
 impl Target {
-    /// Writes as many bytes as to an eventfd. A socket or pipe that is full has yet to be read,
-    /// which is as good as a call. Every other failure is the front-end's own doing and loss.
+    /// Writes 8 bytes, as to an eventfd. If the socket or pipe is full, unread data already signals
+    /// a call. The front-end causes every other failure, and suffers from it alone.
     fn call(&self) {
         let bytes = 1_u64.to_ne_bytes();
         let _ = match self.is_pipe {
@@ -255,7 +257,7 @@ mod tests {
         u64::from_ne_bytes(bytes)
     }
 
-    /// True when the thread has heard of the call: it is in its write, or past it.
+    /// Returns true if the thread has received the call: it is in its write, or past it.
     fn is_taken(call: &Call) -> bool {
         !is_readable(call.eventfd().as_fd())
     }
@@ -278,19 +280,19 @@ mod tests {
             assert_eq!(next(&mut reader), 1);
         }
         drop(calls);
-        // The other side sees that nothing more comes.
+        // The reader sees that nothing more comes.
         assert_eq!((socket.read(&mut [0]).unwrap(), reader.read(&mut [0]).unwrap()), (0, 0));
         scene.end();
     }
 
-    /// Full: the other side has yet to look. Closed: it is its own loss.
+    /// A full descriptor still signals a call; a closed one harms only its own front-end.
     #[test]
     fn a_call_that_cannot_be_written_stops_no_other() {
         let mut scene = Scene::new();
         let (full, theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
         while rustix::io::write(&theirs, &[0; 4096]).is_ok() {}
-        // Only the front-end's file had the flag; the daemon does not rely on it.
+        // Clears the flag, which belongs to the front-end's file: the daemon does not rely on it.
         theirs.set_nonblocking(false).unwrap();
         let (full_pipe, writer) = pipe().unwrap();
         rustix::io::ioctl_fionbio(&writer, true).unwrap();
@@ -328,7 +330,7 @@ mod tests {
         scene.end();
     }
 
-    /// A front-end takes the flag back that keeps a write to its pipe from waiting.
+    /// A front-end may clear the flag that makes its pipe non-blocking.
     #[test]
     fn writes_that_hang_are_so_many_and_no_more() {
         let examiner: Arc<Examiner> = Arc::default();

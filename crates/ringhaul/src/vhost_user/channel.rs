@@ -1,4 +1,4 @@
-//! The connection to a front-end: messages in, answers out, and never a wait.
+//! The connection to a front-end: receives messages and sends answers without waiting.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -22,7 +22,7 @@ use super::message::{HEADER_BYTES, Header};
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
 const MAX_FDS: usize = 253;
 
-/// How long a message that has begun may take to arrive, and an answer to be taken.
+/// The time within which a started message must arrive, and an answer must be taken.
 pub(super) const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A whole message.
@@ -30,40 +30,40 @@ pub(super) struct Message {
     pub(super) header: Header,
     pub(super) body: Vec<u8>,
     pub(super) fds: Vec<ForeignFd>,
-    /// Why some of its descriptors are missing.
+    /// The reason that some of its descriptors are missing.
     pub(super) lost_fds: Option<String>,
 }
 
-/// What has come.
+/// The result of a read from the connection.
 pub(super) enum Received {
     /// No whole message yet.
     Nothing,
     Message(Message),
     /// The front-end has closed the connection, or it broke.
     Closed(Option<io::Error>),
-    /// This is no vhost-user. Nothing after it can be understood.
+    /// The bytes are not vhost-user, and nothing after them can be understood.
     Nonsense(String),
 }
 
-/// A connected Unix socket. Whether it is non-blocking, which who shares it may change at any time,
-/// does not matter.
+/// A connected Unix socket. It may be non-blocking or not, and other processes that share it may
+/// change that at any time.
 pub(super) struct Channel {
     socket: PeerSocket,
     examiner: Arc<Examiner>,
-    /// The message that comes: its bytes so far.
+    /// The bytes of the incoming message so far.
     pub(super) input: Vec<u8>,
-    /// As soon as it is there.
+    /// The header of the incoming message, once it is complete.
     header: Option<Header>,
     pub(super) fds: Vec<ForeignFd>,
     pub(super) lost_fds: Option<String>,
-    /// When the first byte came.
+    /// The time of the first byte of the incoming message.
     input_since: Option<Instant>,
-    /// What is left of the answer. The next message is not read before it is taken.
+    /// The unsent rest of the answer. The next message is not read before the answer is sent.
     pub(super) output: Vec<u8>,
-    /// Goes with the first byte of it.
+    /// The descriptor that goes with the first byte of `output`.
     pub(super) output_fd: Option<OwnedFd>,
     output_since: Option<Instant>,
-    /// The front-end was seen to have closed the connection.
+    /// True if the front-end was seen to have closed the connection.
     was_hung_up: bool,
 }
 
@@ -84,7 +84,7 @@ impl Channel {
         }
     }
 
-    /// While it is lent, the connection is another process's to end.
+    /// While the socket is lent, this process must not end the connection.
     pub(super) fn lend(&mut self, is_lent: bool) {
         self.socket.is_lent = is_lent;
     }
@@ -93,19 +93,20 @@ impl Channel {
         OwnSocket::of(&self.socket)
     }
 
-    /// Goes on where another process has left off: with what it had read, and not written.
+    /// Continues where another process has stopped: with its partly read message and its unsent
+    /// answer.
     pub(super) fn go_on(&mut self, input: Vec<u8>, output: Vec<u8>, now: Instant) {
         self.input_since = (!input.is_empty()).then_some(now);
         (self.input, self.output) = (input, output);
     }
 
-    /// Reads what has come, up to the end of one message. The front-end has `rings` descriptors
-    /// open here that are not in messages.
+    /// Reads from the socket, up to the end of one message. `rings` is the number of the
+    /// front-end's open descriptors that are not in messages.
     pub(super) fn receive(&mut self, now: Instant, rings: usize) -> Received {
         loop {
             let whole = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
             if self.input.len() < whole {
-                // They belong to the header; what comes with the body belongs to nothing.
+                // Descriptors belong to the header; the body must bring none.
                 if self.examiner.is_full() && self.socket.has_unread() {
                     let text = "descriptors of earlier messages cannot be closed, because what \
                                 they lead to hangs";
@@ -151,8 +152,8 @@ impl Channel {
         Message { header, body, fds, lost_fds: self.lost_fds.take() }
     }
 
-    /// Reads into `input` until it has `whole` bytes, as much as one call gives. Descriptors come
-    /// with the bytes that they were sent with, so none of the next message's can come.
+    /// Reads into `input`, up to `whole` bytes and as many as one call gives. Descriptors come with
+    /// the bytes that they were sent with, so none of the next message's can come.
     fn read_up_to(&mut self, whole: usize) -> Result<usize, Errno> {
         let start = self.input.len();
         self.input.resize(whole, 0);
@@ -176,7 +177,7 @@ impl Channel {
         Ok(received?.bytes)
     }
 
-    /// Sends an answer, as far as the socket has room. One at a time.
+    /// Sends an answer, as far as the socket has room. The previous answer must be sent completely.
     pub(super) fn send(
         &mut self,
         header: Header,
@@ -190,7 +191,7 @@ impl Channel {
         self.flush(now).map(|_| ())
     }
 
-    /// Continues to write the answer. True when nothing is left of it.
+    /// Continues to send the answer. Returns true if nothing of it is left.
     pub(super) fn flush(&mut self, now: Instant) -> io::Result<bool> {
         while !self.output.is_empty() {
             match self.send_some() {
@@ -221,19 +222,19 @@ impl Channel {
         sendmsg(&self.socket, &[IoSlice::new(&self.output)], &mut control, flags)
     }
 
-    /// Whether there is an answer that the front-end has not taken.
+    /// Returns true if the front-end has not taken all of the answer.
     pub(super) fn has_output(&self) -> bool {
         !self.output.is_empty()
     }
 
-    /// When the time limit of a message or an answer ends, and the error then.
+    /// The end of the time limit of a message or an answer, and the error at that time.
     pub(super) fn deadline(&self) -> Option<(Instant, &'static str)> {
         let of = |since: Option<Instant>, what| since.map(|since| (since + MESSAGE_LIMIT, what));
         of(self.output_since, "it does not read an answer")
             .or_else(|| of(self.input_since, "it has not sent the rest of a message"))
     }
 
-    /// Whether the front-end has closed the connection, whatever is left to read of it.
+    /// Returns true if the front-end has closed the connection, even with unread messages left.
     pub(super) fn is_hung_up(&mut self) -> bool {
         if !self.was_hung_up {
             let mut fds = [PollFd::new(&self.socket, PollFlags::empty())];
@@ -245,17 +246,17 @@ impl Channel {
         self.was_hung_up
     }
 
-    /// Whether that was seen, so that nobody need poll for it any more.
+    /// Returns true if the hang-up was seen, and need not be polled for again.
     pub(super) fn was_hung_up(&self) -> bool {
         self.was_hung_up
     }
 
-    /// Ends the connection for all users of the socket, unless another process goes on with it.
+    /// Ends the connection for all users of the socket, unless it is lent to another process.
     pub(super) fn shut_down(&self) {
         if self.socket.is_lent {
             return;
         }
-        // It fails when the front-end has left on its own.
+        // Fails if the front-end has already closed the connection.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
 }

@@ -10,7 +10,7 @@ use super::message::{Config, Header, code, protocol_feature};
 use super::outcome::Refusal;
 use super::ring::invalid;
 
-/// The protocol features that we offer.
+/// The protocol features that the daemon offers.
 pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
     | protocol_feature::REPLY_ACK
     | protocol_feature::BACKEND_REQ
@@ -21,7 +21,8 @@ pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
     | protocol_feature::STATUS
     | protocol_feature::GET_VRING_BASE_INFLIGHT;
 
-/// Those for this device: front-ends of virtio-scsi keep its configuration space themselves.
+/// The protocol features of this device. Front-ends of virtio-scsi keep its configuration space
+/// themselves.
 pub(super) fn protocol_features(device: &Device) -> u64 {
     match device {
         Device::Blk(_) => PROTOCOL_FEATURES,
@@ -31,14 +32,14 @@ pub(super) fn protocol_features(device: &Device) -> u64 {
 
 /// Bytes of a configuration space that front-ends may name.
 const SPACE_BYTES: u32 = 0x1000;
-/// Where some front-ends have the device's registers begin in the configuration space.
+/// The offset at which some front-ends place the device's registers in the configuration space.
 const REGISTERS_OFFSET: u32 = 0x100;
 
 /// The writer is the driver.
 const FROM_DRIVER: u32 = 0;
 /// The writer is a migration, which may write all fields.
 const FROM_MIGRATION: u32 = 1;
-/// The flags that front-ends send with a read, where they mean nothing.
+/// The flags that front-ends send with a read, where they have no meaning.
 const READ_FLAGS: u32 = 3;
 
 /// The answer to a read.
@@ -52,7 +53,7 @@ pub(super) fn read(device: &Device, config: &Config) -> Result<Vec<u8>, Refusal>
     Ok(Config { data, ..*config }.encode())
 }
 
-/// Carries out a write. A guest can cause any, so a refused one does not end the connection.
+/// Carries out a write. A guest can cause any write, so a refused one does not end the connection.
 pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
     check_range(config)?;
     let offset = offset_of(config);
@@ -64,7 +65,8 @@ pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
     written.map_err(Refusal::harmless)
 }
 
-/// Tells a front-end that has negotiated it to read the configuration again.
+/// Notifies a front-end that has negotiated it that the configuration has changed. Returns false if
+/// it has not, or if the message cannot be sent.
 pub(super) fn send_change(channel: &OwnedFd, protocol_features: u64) -> bool {
     let wanted = protocol_feature::BACKEND_REQ | protocol_feature::CONFIG;
     let message = Header::new(code::BACKEND_CONFIG_CHANGE, 0).encode();
@@ -82,7 +84,7 @@ fn check_range(config: &Config) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The place in the configuration space: most front-ends count from its start, some from the start
+/// The offset in the configuration space: most front-ends count from its start, some from the start
 /// of the device's registers, 256 bytes earlier.
 fn offset_of(config: &Config) -> usize {
     config.offset.checked_sub(REGISTERS_OFFSET).unwrap_or(config.offset) as usize

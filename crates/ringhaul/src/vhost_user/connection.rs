@@ -1,4 +1,4 @@
-//! The device as one front-end has set it up, and what its messages do to it.
+//! The device as one front-end has set it up, and the effect of its messages.
 
 mod pause;
 mod stop;
@@ -34,27 +34,28 @@ use crate::status::SessionDetails;
 pub(super) struct Connection {
     pub(super) setup: SessionSetup,
     pub(super) memory: SharedMemory,
-    /// Where requests are marked while they are in the device, if the front-end keeps that.
+    /// The region that marks requests while they are in the device, if the front-end keeps one.
     pub(super) inflight: Option<Inflight>,
     pub(super) rings: Vec<RingState>,
     pub(super) protocol_features: u64,
-    /// Whether rings start disabled, as the protocol features make them.
+    /// True if protocol features were negotiated, so that rings start disabled.
     pub(super) rings_need_enable: bool,
-    /// Device status (virtio 1.3, section 2.1), as the front-end keeps it.
+    /// The device status (virtio 1.3, section 2.1) that the front-end has set.
     pub(super) status: u8,
-    /// For messages that begin here.
+    /// The socket for messages from the back-end.
     pub(super) backend_channel: Option<OwnedFd>,
     /// The socket that messages come from.
     pub(super) own: OwnSocket,
-    /// For call descriptors that are no eventfds.
+    /// The relay for call descriptors that are not eventfds.
     pub(super) relay: CallRelay,
-    /// The ring for requests that concern those in others.
+    /// The ring of requests that concern the requests in all rings.
     control_ring: Option<usize>,
-    /// It may have to start when others have.
+    /// True if the control ring may have to start once the request rings have.
     control_is_due: bool,
-    /// Rings that stop when the control ring has, and how.
+    /// Rings that stop after the control ring, and the kind of their stop.
     to_stop: (Range<usize>, StopKind),
-    /// The first ring that did not start or stop. What is not the ring's own fault comes first.
+    /// The first failure of a ring to start or stop. A failure that is not the ring's fault has
+    /// precedence.
     failure: Option<io::Error>,
 }
 
@@ -81,7 +82,7 @@ impl Connection {
         }
     }
 
-    /// Whether the front-end hears what became of messages that ask for it.
+    /// Returns true if the front-end receives the acknowledgements that it requests.
     pub(super) fn has_reply_ack(&self) -> bool {
         self.protocol_features & protocol_feature::REPLY_ACK != 0
     }
@@ -97,12 +98,12 @@ impl Connection {
         self.rings.iter().position(RingState::is_up).filter(|_| has_none)
     }
 
-    /// What the front-end has set up.
+    /// Describes the front-end's set-up.
     pub(super) fn describe(&self) -> SessionDetails {
         describe(&self.setup.device, self.protocol_features, &self.rings, &self.memory.map)
     }
 
-    /// How many descriptors that the front-end has brought are open for its rings and its memory.
+    /// The number of open descriptors of the front-end's rings, memory and inflight region.
     pub(super) fn descriptors(&self) -> usize {
         let of_rings: usize = self.rings.iter().map(RingState::descriptors).sum();
         let of_inflight = self.inflight.as_ref().map_or(0, |inflight| inflight.files.len());
@@ -113,14 +114,14 @@ impl Connection {
         self.rings.get(queue)?.next_avail_now()
     }
 
-    /// Tells the front-end to read the configuration again. False when it has no ear for that, or
-    /// does not listen.
+    /// Notifies the front-end that the configuration has changed. Returns false if it has not
+    /// negotiated that, or does not read such messages.
     pub(super) fn send_config_change(&self) -> bool {
         let channel = self.backend_channel.as_ref();
         channel.is_some_and(|channel| config::send_change(channel, self.protocol_features))
     }
 
-    /// Takes a message.
+    /// Carries out a message.
     pub(super) fn handle(&mut self, message: Message) -> Outcome {
         let Message { header, body, fds, lost_fds } = message;
         if let Some(why) = lost_fds {
@@ -253,7 +254,7 @@ impl Connection {
         Ok(self.begin(change))
     }
 
-    /// The place of a ring that there is.
+    /// The index of a ring, if the ring exists.
     fn ring(&self, index: u32) -> io::Result<usize> {
         let count = self.rings.len();
         let ring = index as usize;
@@ -292,14 +293,15 @@ impl Connection {
         let status = u8::try_from(status)
             .map_err(|_| Refusal::to_be_heard(format!("device status {status:#x}")))?;
         if status == 0 {
-            // Front-ends send it too when they pause their guest, whose driver knows nothing of it.
+            // Front-ends also send status 0 to pause their guest. Its driver does not notice, and
+            // keeps its `writeback`.
             return Ok(self.begin(Change::Reset { keep_writeback: true }));
         }
         self.status = status;
         Ok(Outcome::Done)
     }
 
-    /// Maps regions: alone, or beside those that there are.
+    /// Maps regions: alone, or beside the present ones.
     fn map(
         &mut self,
         beside: bool,
@@ -307,7 +309,7 @@ impl Connection {
         fds: Vec<ForeignFd>,
         purpose: Purpose,
     ) -> Outcome {
-        // By these rules nothing is asked of a file before it is known to be memory.
+        // With all other rules no file system is asked before the file is known to be memory.
         let waits =
             self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(ForeignFd::is_sealable);
         let rules = self.setup.rules.clone();
@@ -340,8 +342,8 @@ impl Connection {
         Outcome::Later(Work::Stop(change))
     }
 
-    /// Makes a change, now that the rings that it concerns have stopped, and begins to start those
-    /// that should run.
+    /// Makes a change, now that its rings have stopped, and begins to start the rings that should
+    /// run.
     pub(super) fn apply(&mut self, change: Change) -> Outcome {
         let rings = change.rings(self.rings.len());
         let mut undo = Some(self.undo(rings.clone()));
@@ -424,8 +426,8 @@ impl Connection {
         }
     }
 
-    /// Begins to start the control ring, if there is one, where all others are served that the
-    /// front-end has set up: task management is about the tasks in them.
+    /// Begins to start the control ring, if there is one, once all other started rings run: task
+    /// management concerns the tasks in them.
     fn start_control(&mut self) {
         let Some(control) = self.control_ring else { return };
         let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
@@ -434,7 +436,7 @@ impl Connection {
         }
     }
 
-    /// Whether all rings have started or stopped, as requested. An error: one has not.
+    /// Ready once all rings have started or stopped, as requested. An error: one has not.
     pub(super) fn settle(&mut self) -> Poll<io::Result<()>> {
         if self.progress() {
             return Poll::Pending;
@@ -448,14 +450,14 @@ impl Connection {
         Poll::Ready(self.failure.take().map_or(Ok(()), Err))
     }
 
-    /// The front-end's answer when rings have started.
+    /// The outcome for the front-end when rings have started.
     pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
         match (result, start) {
             (Err(error), Start { undo: Some(undo), .. }) => {
                 self.begin(Change::Restore(undo, error.into()))
             }
-            // To go on without the queue would hang the guest. Where it is the ring that does not
-            // fit, the memory may still change.
+            // Without the queue the guest would hang. If the ring itself does not fit, the memory
+            // may still change.
             (Err(error), Start { undo: None, .. }) if !is_of_ring(&error) => {
                 Outcome::End(error.to_string())
             }
@@ -466,8 +468,8 @@ impl Connection {
         }
     }
 
-    /// Drops all that the front-end has brought, and what its driver has negotiated. An
-    /// answer comes when its memory is unmapped; none: it is.
+    /// Drops everything that the front-end has brought and its driver has negotiated. The result
+    /// comes when its memory is unmapped; `None`: it is.
     pub(super) fn let_go(&mut self) -> Option<Pending<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();

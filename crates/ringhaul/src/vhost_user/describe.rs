@@ -1,4 +1,4 @@
-//! What a front-end has set up, for those who ask about it.
+//! A description of a front-end's set-up, for `status`.
 
 use device::Device;
 use iomem::fits;
@@ -10,7 +10,7 @@ use crate::status::{MemoryDetails, QueueDetails, SessionDetails};
 /// Names of feature bits, from the specification.
 type Names = &'static [(u32, &'static str)];
 
-/// Of all devices, and of vhost-user.
+/// Features of all devices and of vhost-user.
 const COMMON: Names = &[
     (24, "notify-on-empty"),
     (26, "log-all"),
@@ -27,7 +27,7 @@ const COMMON: Names = &[
     (40, "ring-reset"),
 ];
 
-/// Of virtio-blk.
+/// Features of virtio-blk.
 const BLK: Names = &[
     (1, "size-max"),
     (2, "seg-max"),
@@ -45,10 +45,10 @@ const BLK: Names = &[
     (17, "zoned"),
 ];
 
-/// Of virtio-scsi.
+/// Features of virtio-scsi.
 const SCSI: Names = &[(0, "inout"), (1, "hotplug"), (2, "change"), (3, "t10-pi")];
 
-/// Of the vhost-user protocol.
+/// Features of the vhost-user protocol.
 const PROTOCOL: Names = &[
     (0, "mq"),
     (1, "log-shmfd"),
@@ -68,7 +68,7 @@ const PROTOCOL: Names = &[
     (20, "get-vring-base-inflight"),
 ];
 
-/// What a front-end has set up.
+/// Describes the front-end's set-up.
 pub(super) fn describe(
     device: &Device,
     protocol_features: u64,

@@ -1,4 +1,4 @@
-//! Threads for what may wait for ever, or takes long, on behalf of one export's front-ends.
+//! Threads for work that may take long or hang, on behalf of the front-ends of one export.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,32 +7,32 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use device::Pending;
 use virtqueue::GuestMemory;
 
-/// The most descriptors that are still open here after their messages, because a thread
-/// hangs. No more are accepted then.
+/// The maximum of descriptors that are still open after their messages because a thread hangs. At
+/// the maximum no message is read.
 const LEFT_MAX: usize = 512;
 
-/// Threads that examine and map memory. One that hangs leaves the others to the next front-end.
+/// Threads that examine and map memory. If one hangs, the rest serve the next front-end.
 const MAP_THREADS: usize = 4;
 
-/// Threads that pass calls on. Each belongs to one front-end; all but the last can only be left of
-/// earlier ones, because a write hangs.
+/// Threads that pass calls on, one per front-end. All but the last are left from earlier
+/// front-ends, with a write that hangs.
 const RELAYS_MAX: usize = 4;
 
-/// To unmap memory that is in use takes some 0.2 ms for each MiB. Up to this size, the last user
-/// unmaps it itself: a thread costs as much.
+/// Unmapping memory in use takes some 0.2 ms for each MiB. Up to this size the last user unmaps it
+/// itself, because a thread costs as much.
 const UNMAP_AT_ONCE_BYTES: u64 = 16 << 20;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// What may wait for ever is run here. Every export has its own, so that none fills that of
-/// another. A thread exists only while there is something to do.
+/// Runs work that may hang. Each export has an examiner, so that none exhausts the threads of
+/// another. A thread exists only while it has work.
 pub struct Examiner {
     closes: Arc<Lane>,
     maps: Arc<Lane>,
     unmaps: Arc<Lane>,
-    /// Descriptors that front-ends have brought and that are not closed, but for those of rings.
+    /// Open descriptors that front-ends have brought, except those of rings.
     open: AtomicUsize,
-    /// The most that a front-end may have open, with those of its rings.
+    /// The maximum of open descriptors of a front-end, including those of its rings.
     open_max: AtomicUsize,
     /// Threads that pass calls on.
     relays: AtomicUsize,
@@ -53,13 +53,13 @@ impl Default for Examiner {
 }
 
 impl Examiner {
-    /// Lets a front-end have this many descriptors open here. The eventfds of a ring count twice,
+    /// Sets the maximum of open descriptors of a front-end. The eventfds of a ring count twice,
     /// because its queue has them too.
     pub(crate) fn set_open_max(&self, open_max: usize) {
         self.open_max.store(open_max, Ordering::Relaxed);
     }
 
-    /// How many of them are open, but for those of rings.
+    /// The number of open descriptors, except those of rings.
     pub(crate) fn open(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
@@ -68,12 +68,14 @@ impl Examiner {
         self.open_max.load(Ordering::Relaxed)
     }
 
-    /// Whether as many descriptors are left of earlier messages as may be. Asked between messages.
+    /// Returns true if earlier messages have left the maximum of open descriptors. Called between
+    /// messages.
     pub(super) fn is_full(&self) -> bool {
         self.open() >= LEFT_MAX.min(self.open_max())
     }
 
-    /// Why descriptors that have come cannot be kept beside `rings` others, if so.
+    /// Returns the reason that descriptors that have come cannot be kept beside `rings` others, if
+    /// so.
     pub(super) fn lacks_room(&self, rings: usize) -> Option<String> {
         (self.open() + rings > self.open_max()).then(|| {
             format!(
@@ -84,12 +86,12 @@ impl Examiner {
         })
     }
 
-    /// Closes what `value` holds, eventually.
+    /// Closes the descriptors in `value` on a thread.
     pub(super) fn close<T: Send + 'static>(&self, value: T) {
         self.closes.run(Box::new(move || drop(value)));
     }
 
-    /// What `map` returns, eventually. It is not called if nobody waits for that any more.
+    /// Calls `map` on a thread. It is not called if the caller has dropped the result by then.
     pub(super) fn map<T: Send + 'static>(
         &self,
         map: impl FnOnce() -> T + Send + 'static,
@@ -103,7 +105,8 @@ impl Examiner {
         pending
     }
 
-    /// Unmaps memory that nobody else has. An answer comes when it is unmapped; none: it is.
+    /// Unmaps memory of which the caller has the last reference, on a thread if it is large. The
+    /// result comes when it is unmapped; `None`: it is unmapped on return.
     pub(super) fn unmap(&self, memory: Arc<GuestMemory>) -> Option<Pending<()>> {
         if memory.bytes() <= UNMAP_AT_ONCE_BYTES {
             return None;
@@ -141,7 +144,7 @@ impl Drop for Counted {
 pub(super) struct RelayPlace(Arc<Examiner>);
 
 impl RelayPlace {
-    /// None when too many such threads hang.
+    /// Returns `None` if too many such threads hang.
     pub(super) fn take(examiner: &Arc<Examiner>) -> Option<Self> {
         let place = Self(Arc::clone(examiner));
         (examiner.relays.fetch_add(1, Ordering::Relaxed) < RELAYS_MAX).then_some(place)
@@ -154,7 +157,7 @@ impl Drop for RelayPlace {
     }
 }
 
-/// Jobs of one kind, and the threads that do them.
+/// Jobs of one kind, and the threads that run them.
 struct Lane {
     name: &'static str,
     threads_max: usize,
@@ -164,7 +167,7 @@ struct Lane {
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
-    /// All of them have something to do.
+    /// Threads, each of which has a job or is about to take one.
     threads: usize,
 }
 
@@ -177,13 +180,13 @@ impl Lane {
         }
         let this = Arc::clone(self);
         let thread = std::thread::Builder::new().name(self.name.into());
-        // Without a thread the jobs wait for the next one that tries.
+        // If no thread can be started, the jobs wait for the next call.
         if thread.spawn(move || while this.run_next() {}).is_ok() {
             jobs.threads += 1;
         }
     }
 
-    /// False when there is nothing more to do.
+    /// Returns false if no job is left.
     fn run_next(&self) -> bool {
         let mut jobs = self.jobs();
         let Some(job) = jobs.waiting.pop_front() else {
@@ -237,7 +240,7 @@ pub(super) mod tests {
         answer.unwrap()
     }
 
-    /// An examiner whose thread that closes hangs until the sender is dropped.
+    /// Returns an examiner whose closing thread hangs until the sender is dropped.
     pub(in super::super) fn hung() -> (Arc<Examiner>, mpsc::Sender<()>) {
         let examiner = Arc::new(Examiner::default());
         let sender = hang_in(&examiner.closes);
@@ -245,12 +248,12 @@ pub(super) mod tests {
     }
 
     impl Examiner {
-        /// One open descriptor more.
+        /// Counts one more open descriptor.
         pub(crate) fn hold(self: &Arc<Self>) -> impl Sized + use<> {
             Counted::new(Arc::clone(self))
         }
 
-        /// How much waits to be closed.
+        /// The number of jobs that wait for the closing thread.
         pub(in super::super) fn closes(&self) -> usize {
             self.closes.jobs().waiting.len()
         }
@@ -269,7 +272,7 @@ pub(super) mod tests {
         assert_eq!(answer_of(&examiner.map(|| 7)), 7);
         let mut hung: Vec<_> = (1..MAP_THREADS).map(|_| hang_in(&examiner.maps)).collect();
         assert_eq!(answer_of(&examiner.map(|| 8)), 8);
-        // All of them hang: what nobody waits for any more is not begun later.
+        // All threads hang. A job whose result was dropped is not begun later.
         hung.push(hang_in(&examiner.maps));
         let (sender, begun) = mpsc::channel();
         let (given_up, last) = (sender.clone(), sender);

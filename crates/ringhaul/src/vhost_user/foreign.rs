@@ -1,9 +1,9 @@
-//! Descriptors that come from a front-end, which may lead anywhere.
+//! Descriptors that come from a front-end, which may refer to any kind of file.
 //!
-//! Asking what such a descriptor is, mapping or closing it may wait for ever: a file of a FUSE file
-//! system answers when its server likes. A few questions never ask a file system: its link below
-//! `/proc/self/fd`, `F_GET_SEALS`, and options of sockets. What they do not show to be harmless is
-//! examined and closed on threads of the export's own, which nobody waits for.
+//! Examining, mapping or closing such a descriptor may wait for ever: a file of a FUSE file system
+//! answers when its server likes. A few questions never reach a file system: the link below
+//! `/proc/self/fd`, `F_GET_SEALS`, and options of sockets. A descriptor that these do not show to
+//! be harmless is examined and closed on threads of its export, for which no queue waits.
 
 use std::fs::File;
 use std::io;
@@ -23,8 +23,8 @@ use super::examiner::{Counted, Examiner};
 pub(super) enum Kind {
     Eventfd,
     Pipe,
-    /// A Unix stream socket whose other end has no name. The front-end's end of its own connection
-    /// is none: the connection would never hang up while the daemon has it.
+    /// A Unix stream socket whose peer has no name. This excludes the front-end's end of its own
+    /// connection: the connection would never hang up while the daemon has that open.
     SocketPair,
     /// Anything else, and the kernel's name for it.
     Other(PathBuf),
@@ -33,7 +33,7 @@ pub(super) enum Kind {
 /// A descriptor of the front-end's. Dropping it does not wait.
 pub(super) struct ForeignFd {
     fd: Option<OwnedFd>,
-    /// None: it was taken out.
+    /// `None` after the file was taken out.
     counted: Option<Counted>,
 }
 
@@ -42,8 +42,8 @@ impl ForeignFd {
         Self { fd: Some(fd), counted: Some(Counted::new(examiner)) }
     }
 
-    /// The eventfd that it must be, made non-blocking; `what` names it. Nothing else can be watched
-    /// or written to without waiting for it.
+    /// Returns the eventfd, made non-blocking; any other file is an error. `what` names the
+    /// descriptor in errors. Only an eventfd can be watched and written to without a wait.
     pub(super) fn into_eventfd(mut self, what: &str) -> io::Result<OwnedFd> {
         let kind = kind_of(self.as_fd())?;
         if kind.as_os_str() != EVENTFD {
@@ -55,7 +55,8 @@ impl ForeignFd {
         self.fd.take().ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
 
-    /// The Unix stream socket that it must be, and no end of the front-end's own connection.
+    /// Returns the Unix stream socket. Any other file, and an end of the front-end's own
+    /// connection, is an error.
     pub(super) fn into_unix_socket(mut self, own: &OwnSocket) -> io::Result<OwnedFd> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if !is_unix_stream(self.as_fd()) {
@@ -67,24 +68,24 @@ impl ForeignFd {
         self.fd.take().ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
 
-    /// Whether it is memory in every respect: no operation on it asks anybody.
+    /// Returns true if the file is plain memory: no operation on it waits for another process.
     pub(super) fn is_sealable(&self) -> bool {
         fcntl_get_seals(self.as_fd()).is_ok()
     }
 
-    /// The file, to be kept open. It does not count as one that is to be closed meanwhile.
+    /// Returns the file, to be kept open. It no longer counts as a descriptor that is to be closed.
     pub(super) fn into_held(mut self) -> Option<HeldFile> {
         let examiner = Arc::clone(self.counted.take()?.examiner());
         Some(HeldFile { file: Some(Arc::new(self.fd.take()?.into())), examiner })
     }
 
-    /// The kind of a descriptor for calls, without a question to a file system.
+    /// Classifies a descriptor for calls, without a question to a file system.
     pub(super) fn kind(&self) -> io::Result<Kind> {
         let kind = kind_of(self.as_fd())?;
         let name = kind.as_os_str().as_encoded_bytes();
         Ok(match name {
             _ if name == EVENTFD.as_bytes() => Kind::Eventfd,
-            // A pipe with a name, which a file system keeps, has a path here.
+            // A named pipe is kept by a file system and has a path here.
             _ if name.starts_with(b"pipe:[") => Kind::Pipe,
             _ if is_unix_stream(self.as_fd()) && is_peer_unnamed(self.as_fd()) => Kind::SocketPair,
             _ => Kind::Other(kind),
@@ -111,13 +112,14 @@ impl Drop for ForeignFd {
     }
 }
 
-/// The identity of the socket of a connection. While the daemon has the front-end's end of
-/// it open, the connection does not hang up.
+/// The identity of the socket of a connection. While the daemon has the front-end's end of it open,
+/// the connection does not hang up.
 #[derive(Default)]
 pub(super) struct OwnSocket {
     /// Device and inode.
     file: Option<(u64, u64)>,
-    /// The name that a front-end has connected to. None: it came as an open descriptor.
+    /// The path that a front-end has connected to. `None` for a socket that came as an open
+    /// descriptor.
     name: Option<PathBuf>,
 }
 
@@ -128,7 +130,7 @@ impl OwnSocket {
         Self { file: file_of(socket.as_fd()), name }
     }
 
-    /// Whether a socket is either end of the connection.
+    /// Returns true if the socket is either end of the connection.
     fn has_end(&self, fd: BorrowedFd<'_>) -> bool {
         let peer = || fd.try_clone_to_owned().map(UnixStream::from)?.peer_addr();
         let is_peer = self.name.is_some()
@@ -142,12 +144,12 @@ fn file_of(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
     rustix::fs::fstat(fd).ok().map(|file| (file.st_dev, file.st_ino))
 }
 
-/// The socket of a connection. Closing it closes descriptors in messages that nobody has read,
-/// which may wait for ever; dropping it does not wait.
+/// The socket of a connection. Dropping it does not wait: closing a socket also closes the
+/// descriptors in unread messages, which may wait for ever.
 pub(super) struct PeerSocket {
     socket: Option<UnixStream>,
     examiner: Arc<Examiner>,
-    /// Another process has it too, and goes on with it.
+    /// True if another process has the connection too and continues it.
     pub(super) is_lent: bool,
 }
 
@@ -156,9 +158,9 @@ impl PeerSocket {
         Self { socket: Some(socket), examiner, is_lent: false }
     }
 
-    /// Whether there are bytes to be read, with which descriptors may come.
+    /// Returns true if the socket has unread bytes, with which descriptors may come.
     pub(super) fn has_unread(&self) -> bool {
-        // It fails for no socket.
+        // Fails for no socket.
         rustix::io::ioctl_fionread(self).map_or(true, |bytes| bytes > 0)
     }
 }
@@ -185,7 +187,7 @@ impl Drop for PeerSocket {
         if self.is_lent {
             return;
         }
-        // Nothing more comes from now on. It fails when the front-end has left on its own.
+        // Stops further messages. Fails if the front-end has already closed the connection.
         let _ = self.shutdown(Shutdown::Both);
         let has_unread = self.has_unread();
         if let Some(socket) = self.socket.take()
@@ -203,7 +205,7 @@ pub(super) struct HeldFile {
 }
 
 impl HeldFile {
-    /// The file, for no longer than this is kept.
+    /// The file. The caller must not keep it longer than this.
     pub(super) fn file(&self) -> Arc<File> {
         match &self.file {
             Some(file) => Arc::clone(file),
@@ -222,7 +224,8 @@ impl Drop for HeldFile {
 
 const EVENTFD: &str = "anon_inode:[eventfd]";
 
-/// Names of what the kernel makes itself, which a path never looks like: it begins with a slash.
+/// The target of the link below `/proc/self/fd`. For files of the kernel's own it is a name that
+/// does not begin with a slash, unlike every path.
 fn kind_of(fd: BorrowedFd<'_>) -> io::Result<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(|error| {
         let text = format!("cannot identify descriptors: {error}; /proc must be mounted");
@@ -230,9 +233,9 @@ fn kind_of(fd: BorrowedFd<'_>) -> io::Result<PathBuf> {
     })
 }
 
-/// Whether closing is known to ask nobody.
+/// Returns true if closing is known to wait for no other process.
 fn closes_at_once(fd: BorrowedFd<'_>) -> bool {
-    // A socket is not: messages that nobody has read may bring descriptors that wait.
+    // Sockets are not harmless: unread messages may hold descriptors whose closing waits.
     fcntl_get_seals(fd).is_ok() || kind_of(fd).is_ok_and(|kind| kind.as_os_str() == EVENTFD)
 }
 
@@ -256,7 +259,7 @@ mod tests {
     use super::super::examiner::tests::{hung, wait_until};
     use super::*;
 
-    /// How many descriptors of this process lead to a file.
+    /// The number of descriptors of this process that refer to a file.
     fn descriptors_of(file: &Path) -> usize {
         let all = std::fs::read_dir("/proc/self/fd").unwrap();
         let links = all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
@@ -266,7 +269,7 @@ mod tests {
     #[test]
     fn what_may_wait_is_closed_elsewhere_and_later() {
         let (examiner, hang) = hung();
-        // No test opens this but here, and it is on no file system of memory.
+        // No other test opens this file, and it is not on a memory file system.
         let path = std::env::current_exe().unwrap();
         let file = File::open(&path).unwrap();
         let foreign = || {
@@ -277,7 +280,7 @@ mod tests {
         assert!(foreign().into_eventfd("a kick").is_err());
         assert!(foreign().into_unix_socket(&OwnSocket::default()).is_err());
         drop([foreign(), foreign()].map(ForeignFd::into_held));
-        // Nobody waited for it, and it is open still.
+        // Dropping did not wait, and the file is still open.
         assert_eq!(descriptors_of(&path), 6);
         drop(hang);
         wait_until(|| descriptors_of(&path) == 1 && examiner.is_idle());
@@ -306,7 +309,7 @@ mod tests {
             }
             drop(ours);
             assert_eq!(examiner.closes(), jobs, "read: {is_read}");
-            // The other side sees the end anyway.
+            // The peer sees the end regardless.
             assert!(matches!(theirs.read(&mut [0]), Ok(0) | Err(_)));
         }
         let (examiner, _hang) = hung();

@@ -1,5 +1,4 @@
-//! What a session hands over to another process, which goes on with it: the front-end notices
-//! nothing.
+//! The state of a session that is handed over to another process. The front-end does not notice.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -26,7 +25,7 @@ use crate::handed_fds::{HandedFds, Place};
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct SessionState {
     channel: ChannelState,
-    /// Whether the front-end may be silent.
+    /// True if the front-end may be silent.
     pub(super) is_patient: bool,
     protocol_features: u64,
     rings_need_enable: bool,
@@ -38,7 +37,7 @@ pub(crate) struct SessionState {
     rings: Vec<RingFields>,
 }
 
-/// The connection, with what was read of the next message and not written of the last answer.
+/// The connection, with the read part of the next message and the unsent part of the last answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct ChannelState {
@@ -72,7 +71,7 @@ struct InflightState {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct RingFields {
     size: u16,
-    /// Of the descriptor table, the avail ring and the used ring.
+    /// Addresses of the descriptor table, the avail ring and the used ring.
     addresses: Option<[u64; 3]>,
     started: bool,
     enabled: bool,
@@ -82,16 +81,16 @@ struct RingFields {
     err: Option<Place>,
 }
 
-/// What a session goes on with.
+/// The parts of a session that was taken over.
 pub(super) struct TakenOver {
     pub(super) channel: Channel,
     pub(super) connection: Connection,
-    /// The front-end should read the configuration again.
+    /// True if the front-end should read the configuration again.
     pub(super) has_changed: bool,
 }
 
 impl SessionState {
-    /// That of a session whose queues do not run.
+    /// Describes a session whose queues do not run.
     pub(super) fn of(
         channel: &Channel,
         connection: &Connection,
@@ -123,7 +122,7 @@ impl SessionState {
     ///
     /// # Errors
     ///
-    /// When this device, or this process, cannot go on with it.
+    /// If this device or process cannot continue the session.
     pub(super) fn take_over(
         self,
         setup: SessionSetup,
@@ -151,7 +150,7 @@ impl SessionState {
         }
         let Connection { rings, relay, setup, .. } = &mut connection;
         for (ring, fields) in rings.iter_mut().zip(self.rings) {
-            // One that does not fit into the memory did not run in the old process either.
+            // A ring that does not fit into the memory did not run in the old process either.
             fields.take_over(ring, relay, setup, fds)?;
             ring.set_paused();
         }

@@ -1,4 +1,4 @@
-//! The inflight region: made for a front-end, which keeps it and brings it with every start.
+//! The inflight region: made for a front-end, which keeps it and sends it with every start.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,12 +12,12 @@ use super::message::InflightArea;
 use super::ring::invalid;
 use super::shared_memory::{MemoryFile, SharedMemory};
 
-/// The region that a front-end has brought.
+/// The region that a front-end has sent.
 #[derive(Clone)]
 pub(super) struct Inflight {
     pub(super) region: InflightRegion,
     pub(super) area: InflightArea,
-    /// What is mapped there.
+    /// The files that are mapped there.
     pub(super) files: Vec<MemoryFile>,
 }
 
@@ -29,17 +29,17 @@ impl Inflight {
         Ok(Self { region, area, files })
     }
 
-    /// The same, with the device as the process before has noted it: front-ends do not repeat what
-    /// a driver has once written to the configuration space.
+    /// Restores to the device the `writeback` that the previous process noted in the region:
+    /// front-ends do not repeat a driver's earlier write to the configuration space.
     pub(super) fn recalled(self, device: &Device) -> Self {
         if let (Device::Blk(_), Some(writeback)) = (device, self.region.note()) {
-            // The field is there, and takes any value.
+            // The field exists and takes any value.
             let _ = device.write_config(WRITEBACK_OFFSET, &[writeback]);
         }
         self
     }
 
-    /// Notes what a driver has chosen, before it hears that this was done.
+    /// Notes the `writeback` that the driver chose, before its write is acknowledged.
     pub(super) fn note(&self, device: &Device) {
         if let Device::Blk(_) = device
             && let [writeback] = device.read_config(WRITEBACK_OFFSET, 1)[..]
@@ -49,7 +49,7 @@ impl Inflight {
     }
 }
 
-/// Makes a region for as many queues as `area` says, and a file that holds it alone.
+/// Makes a region for the queues of `area`, and a file that holds only this region.
 pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightArea, OwnedFd)> {
     let InflightArea { queues, queue_size, .. } = area;
     let count = device.num_queues();
@@ -66,7 +66,8 @@ pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightA
     Ok((InflightArea { size, file_offset: 0, ..area }, file))
 }
 
-/// Memory that keeps its size, so that nobody takes it away from those who have it mapped.
+/// A memory file sealed against changes of its size, so that no process can take memory away from
+/// another that maps it.
 fn file_of(bytes: u64) -> rustix::io::Result<OwnedFd> {
     let file = memfd_create("ringhaul-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&file, bytes)?;

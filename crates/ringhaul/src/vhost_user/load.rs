@@ -1,4 +1,4 @@
-//! The requests of a front-end that are not answered, and how they are told.
+//! The unanswered requests of a front-end, and their description as text.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -12,7 +12,7 @@ const NAMED_MAX: usize = 4;
 pub struct Load {
     /// Queues with such requests, in order.
     pub(crate) queues: Vec<QueueLoad>,
-    /// Whether IoThreads have seen all their commands.
+    /// True if IoThreads have seen all their commands.
     pub has_heard: bool,
 }
 
@@ -21,7 +21,7 @@ pub struct Load {
 pub(crate) struct QueueLoad {
     pub(crate) index: u16,
     pub(crate) requests: u32,
-    /// Bytes of the large ones.
+    /// Bytes of the large requests.
     large_bytes: u64,
 }
 
@@ -32,7 +32,8 @@ impl QueueLoad {
 }
 
 impl Load {
-    /// Collects the rings of a device, with whether the IoThread of each has seen its commands.
+    /// Collects the loads of a device's rings. The flag is true if the IoThread of the ring has
+    /// seen all its commands.
     pub(super) fn of(rings: impl Iterator<Item = (QueueLoad, bool)>) -> Self {
         let (mut queues, mut has_heard) = (Vec::new(), true);
         for (index, (queue, heard)) in (0..).zip(rings) {

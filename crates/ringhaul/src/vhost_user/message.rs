@@ -41,11 +41,11 @@ pub mod code {
     pub const REM_MEM_REG: u32 = 38;
     pub(crate) const SET_STATUS: u32 = 39;
     pub(crate) const GET_STATUS: u32 = 40;
-    /// Of the other direction ("Back-end message types"): the configuration has changed.
+    /// A message of the back-end ("Back-end message types"): the configuration has changed.
     pub(crate) const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
-/// The feature bit that says that there are protocol features.
+/// The feature bit that announces protocol features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
 /// Protocol features ("Protocol features").
@@ -65,17 +65,17 @@ pub mod protocol_feature {
 /// In flags of a header: the version, which is 1.
 const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
-/// In flags of a header: the message answers another.
+/// In flags of a header: the message is an answer.
 const REPLY: u32 = 1 << 2;
-/// In flags of a header: the sender wants to know whether the message was carried out.
+/// In flags of a header: the sender wants an acknowledgement of the message.
 const NEED_REPLY: u32 = 1 << 3;
 
-/// What all messages start with.
+/// The start of every message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// The number of the message.
     pub code: u32,
-    /// The version, and whether the message is an answer or asks for one.
+    /// The version, and flags for an answer and for a requested acknowledgement.
     pub flags: u32,
     /// Bytes of the body.
     pub size: u32,
@@ -95,19 +95,19 @@ impl Header {
         Self { code: self.code, flags, size: size_of_body(body_bytes) }
     }
 
-    /// The same header, with the flag that asks whether the message was carried out.
+    /// The same header, with the flag that requests an acknowledgement.
     #[must_use]
     pub fn with_need_reply(self) -> Self {
         Self { flags: self.flags | NEED_REPLY, ..self }
     }
 
-    /// Whether the sender wants to know whether the message was carried out.
+    /// Returns true if the sender requests an acknowledgement.
     #[must_use]
     pub fn needs_reply(self) -> bool {
         self.flags & NEED_REPLY != 0
     }
 
-    /// Whether the front-end waits for an answer in any case.
+    /// Returns true if the front-end waits for an answer in any case.
     #[must_use]
     pub fn has_answer(self) -> bool {
         matches!(
@@ -140,8 +140,8 @@ impl Header {
         bytes
     }
 
-    /// Why these bytes are not the header of a request; what follows them cannot be understood
-    /// either.
+    /// Returns the reason that these bytes are not the header of a request. The bytes after them
+    /// cannot be understood either.
     pub(super) fn fault(self) -> Option<String> {
         let Self { code, flags, size } = self;
         if flags & VERSION_MASK != VERSION {
@@ -157,7 +157,7 @@ impl Header {
     }
 }
 
-/// What a front-end asks for. Descriptors come beside it.
+/// A request of a front-end. Descriptors come beside it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names are the specification's")]
 pub enum Request {
@@ -222,21 +222,21 @@ pub enum Request {
     GetStatus,
 }
 
-/// Why a body is not understood.
+/// A message that cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecodeError {
-    /// There is no such message, or it belongs to a feature that is not offered.
+    /// No message has this number, or it belongs to a feature that is not offered.
     UnknownCode,
     /// The body does not have the form that the specification gives it.
     BadBody,
 }
 
 impl Request {
-    /// Understands a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// When there is no such message, or the body is not of its form.
+    /// If the code is unknown, or the body does not have its form.
     pub fn decode(code: u32, body: &[u8]) -> Result<Self, DecodeError> {
         let known = Self::decode_empty(code).or_else(|| Self::decode_body(code, body));
         match known {
@@ -362,7 +362,8 @@ impl Request {
         }
     }
 
-    /// How many descriptors come with a message. Some front-ends send one to remove a region.
+    /// The number of descriptors that come with a message. Some front-ends send one to remove a
+    /// region.
     pub(super) fn expected_fds(&self) -> std::ops::RangeInclusive<usize> {
         let exactly = |count: usize| count..=count;
         match self {

@@ -1,5 +1,5 @@
-//! The result of a message: an answer, a refusal, or work that must be waited for. A refusal ends
-//! the connection if nothing else shows it to the front-end; the session decides that.
+//! The result of a message: an answer, a refusal, or work that must be waited for. The session ends
+//! the connection on a refusal that nothing else shows to the front-end.
 
 use std::io;
 use std::ops::Range;
@@ -15,17 +15,18 @@ use super::undo::Undo;
 
 /// The result of a message.
 pub(super) enum Outcome {
-    /// It has an answer of its own.
+    /// An answer with this body.
     Answer(Vec<u8>),
-    /// It has one that brings a descriptor.
+    /// An answer with this body and a descriptor.
     AnswerWith(Vec<u8>, OwnedFd),
-    /// It was carried out.
+    /// The message was carried out.
     Done,
-    /// It was not, and the connection continues.
+    /// The message was refused, and the connection continues.
     Refuse(Refusal),
-    /// It will be.
+    /// The message waits for this work.
     Later(Work),
-    /// It was, and for this reason a queue that should run cannot: the connection ends.
+    /// The message was carried out, but a queue that should run cannot, for this reason: the
+    /// connection ends.
     End(String),
 }
 
@@ -35,10 +36,10 @@ impl Outcome {
     }
 }
 
-/// Why a message is not carried out.
+/// The reason that a message is not carried out.
 pub(super) struct Refusal {
     pub(super) text: String,
-    /// Front-end and device would disagree if the front-end did not learn of it.
+    /// True if front-end and device would disagree unless the front-end learns of the refusal.
     pub(super) must_be_heard: bool,
 }
 
@@ -47,7 +48,8 @@ impl Refusal {
         Self { text: error.to_string(), must_be_heard: true }
     }
 
-    /// What a guest can cause, or what was never offered: nothing depends on it.
+    /// A refusal that a guest can cause, or of a message that was never offered: nothing depends on
+    /// it.
     pub(super) fn harmless(text: impl std::fmt::Display) -> Self {
         Self { text: text.to_string(), must_be_heard: false }
     }
@@ -59,26 +61,27 @@ impl From<io::Error> for Refusal {
     }
 }
 
-/// What a message waits for.
+/// The work that a message waits for.
 pub(super) enum Work {
-    /// Its memory is examined and mapped.
+    /// A thread examines and maps memory.
     Map(Pending<io::Result<SharedMemory>>, Purpose),
-    /// Rings stop; then this is done.
+    /// Rings stop; then the change is made.
     Stop(Change),
-    /// Rings start, as far as they can; then it is answered.
+    /// Rings start, as far as they can; then the message is answered.
     Start(Start),
-    /// The memory before it is unmapped; then it is answered. What is mapped counts until then.
+    /// The previous memory is unmapped, and counts as mapped until then. Then the message is
+    /// answered.
     Unmap(Pending<()>),
 }
 
-/// What memory is mapped for.
+/// The use of mapped memory.
 #[derive(Clone, Copy)]
 pub(super) enum Purpose {
     Guest,
     Inflight(InflightArea),
 }
 
-/// What can be done only while rings do not run.
+/// A change that can be made only while its rings do not run.
 pub(super) enum Change {
     Features(u64),
     Memory(SharedMemory),
@@ -90,16 +93,16 @@ pub(super) enum Change {
     GetBase(usize),
     Disable(usize),
     ResetOwner,
-    /// With the `writeback` that the driver chose, or without.
+    /// Keeps or resets the `writeback` that the driver chose.
     Reset {
         keep_writeback: bool,
     },
-    /// A ring did not start after a change, which is refused for this reason.
+    /// Undoes a change after which a ring did not start, and refuses its message.
     Restore(Undo, Refusal),
 }
 
 impl Change {
-    /// The rings that it concerns, of so many.
+    /// The rings of the change; the device has `count` rings.
     pub(super) fn rings(&self, count: usize) -> Range<usize> {
         match *self {
             Self::Restore(ref undo, _) => undo.rings.clone(),
@@ -121,10 +124,10 @@ impl Change {
 /// The answer when rings have started.
 pub(super) struct Start {
     pub(super) answer: Result<Option<Vec<u8>>, Refusal>,
-    /// What was before the message, which is refused if a ring does not start. None: that is no
-    /// fault of this message.
+    /// The settings before the message, which is refused if a ring does not start. `None` if a
+    /// failed start is not the fault of this message.
     pub(super) undo: Option<Undo>,
-    /// Memory that goes meanwhile.
+    /// Pending until the previous memory is unmapped.
     pub(super) unmapped: Option<Pending<()>>,
 }
 

@@ -1,4 +1,4 @@
-//! What a front-end has said about one ring, and the queue that serves it.
+//! The front-end's settings of one ring, and the queue that serves it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,8 +15,8 @@ use super::message::RingAddresses;
 use crate::status::QueueState;
 
 /// A ring is *started* by its kick descriptor and *enabled* by a message of its own; it is served
-/// while it is both. A kick that came before stays in the eventfd, and a queue is processed once
-/// unasked when it starts, so none is lost.
+/// while it is both. No kick is lost: an earlier one stays in the eventfd, and a queue is processed
+/// once unasked when it starts.
 #[derive(Default)]
 pub(super) struct RingState {
     pub(super) settings: RingSettings,
@@ -24,13 +24,13 @@ pub(super) struct RingState {
     pub(super) call: Option<Call>,
     pub(super) err: Option<OwnedFd>,
     service: Service,
-    /// It was stopped only to be started again.
+    /// True if the ring stops only to be started again.
     is_paused: bool,
-    /// When it was to start last, that failed.
+    /// True if the last start failed.
     is_lost: bool,
 }
 
-/// What the front-end has set.
+/// The settings that the front-end has made.
 #[derive(Clone, Default)]
 pub(super) struct RingSettings {
     pub(super) size: u16,
@@ -48,22 +48,22 @@ enum Service {
     Starting(Pending<Result<QueueHandle, StartError>>),
     Running(QueueHandle),
     Stopping(Pending<u16>, QueueHandle, StopKind),
-    /// It was told to stop, and is told to go on, unless it has stopped.
+    /// A queue that was told to stop and then to resume. It resumes unless it has stopped already.
     GoingOn(Pending<()>, Pending<u16>, QueueHandle),
 }
 
-/// What became of a start or a stop.
+/// The progress of a start or a stop.
 pub(super) enum Progress {
     /// The queue runs or has stopped.
     Settled,
-    /// Its IoThread has yet to answer.
+    /// The IoThread of the queue has not answered yet.
     Busy,
     /// The queue has stopped, or was not started.
     Failed(io::Error),
 }
 
 impl RingState {
-    /// Begins to stop the queue if it runs. All its requests are answered when it has stopped, or
+    /// Begins to stop the queue if it runs. When it has stopped, all its requests are answered or
     /// left in the inflight region.
     pub(super) fn begin_stop(&mut self, kind: StopKind, waker: &Waker) {
         match std::mem::take(&mut self.service) {
@@ -76,8 +76,8 @@ impl RingState {
         }
     }
 
-    /// As [`begin_stop`](Self::begin_stop), for good. A queue that stops in another way may wait
-    /// longer for requests, and one that pauses for ever, so it goes on first.
+    /// Like [`begin_stop`](Self::begin_stop), for good. A queue that already stops in a way that
+    /// may wait longer, or for ever (a pause), resumes first.
     pub(super) fn begin_end(&mut self, waker: &Waker) {
         if matches!(self.service, Service::Stopping(_, _, StopKind::Pause | StopKind::Final)) {
             self.begin_go_on(waker);
@@ -85,7 +85,7 @@ impl RingState {
         self.begin_stop(StopKind::End, waker);
     }
 
-    /// Has a queue go on that has not stopped yet.
+    /// Lets a queue resume that has not stopped yet.
     pub(super) fn begin_go_on(&mut self, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Stopping(next_avail, handle, _) => {
@@ -97,18 +97,17 @@ impl RingState {
         }
     }
 
-    /// It stops, or has, only to be [started again](Self::take_due).
+    /// Marks the ring as stopping, or stopped, only to be [started again](Self::take_due).
     pub(super) fn set_paused(&mut self) {
         self.is_paused = true;
     }
 
-    /// True once, when it has paused.
+    /// Returns true once, when the ring has paused.
     pub(super) fn take_due(&mut self) -> bool {
         self.is_stopped() && std::mem::take(&mut self.is_paused)
     }
 
-    /// Begins to start the queue, number `index` of the device, if what was said so far asks for
-    /// that.
+    /// Begins to start queue `index` of the device, if the ring's settings demand and allow it.
     pub(super) fn begin_start(
         &mut self,
         index: u16,
@@ -127,7 +126,7 @@ impl RingState {
         Ok(())
     }
 
-    /// What the queue starts with, if it should.
+    /// The set-up for a start of the queue. `None` if the queue should not or cannot start yet.
     fn queue_setup(
         &self,
         memory: &Arc<GuestMemory>,
@@ -138,7 +137,7 @@ impl RingState {
         if !(*started && *enabled && matches!(self.service, Service::Stopped)) {
             return Ok(None);
         }
-        // Memory and addresses may still be on their way.
+        // The messages for memory and addresses may still follow.
         let Some(addresses) = *addresses else { return Ok(None) };
         if *size == 0 || memory.num_regions() == 0 {
             return Ok(None);
@@ -161,7 +160,7 @@ impl RingState {
         self.settings.started && self.settings.enabled && self.settings.size != 0
     }
 
-    /// Takes the answer of the IoThread if it is there.
+    /// Takes the answer of the IoThread if it has come.
     pub(super) fn progress(&mut self) -> Progress {
         self.hear_whether_it_goes_on();
         let ended = || Progress::Failed(io::Error::other("the IoThread of the queue has ended"));
@@ -177,7 +176,8 @@ impl RingState {
                 Poll::Ready(Some(Err(error))) => {
                     (self.service, self.is_lost) = (Service::Stopped, true);
                     Progress::Failed(match error {
-                        // To go on without the queue would hang the guest, which has done nothing.
+                        // The inflight region makes the queue unusable. Continuing without it would
+                        // hang the guest, which has done nothing wrong.
                         StartError::Ring(QueueError::Inflight(_)) => io::Error::other(error),
                         StartError::Ring(_) => invalid(error.to_string()),
                         StartError::NoSuchQueue { .. } | StartError::ThreadEnded => {
@@ -210,7 +210,7 @@ impl RingState {
             Service::GoingOn(goes_on, next_avail, handle) => match goes_on.check() {
                 Poll::Pending => Service::GoingOn(goes_on, next_avail, handle),
                 Poll::Ready(Some(())) => Service::Running(handle),
-                // It has stopped.
+                // The queue had already stopped.
                 Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::End),
             },
             other => other,
@@ -221,7 +221,7 @@ impl RingState {
         matches!(self.service, Service::Running(_))
     }
 
-    /// Whether it should serve requests when those rings do again that were stopped for a while.
+    /// Returns true if the ring should serve requests when paused rings have resumed, and does not.
     pub(super) fn is_missing(&self) -> bool {
         self.settings.started && !self.is_lost && !self.is_running()
     }
@@ -239,8 +239,8 @@ impl RingState {
         }
     }
 
-    /// Requests that the queue has taken and not answered, and whether its IoThread has heard what
-    /// it was told.
+    /// Returns the requests that the queue has taken and not answered, and true if its IoThread has
+    /// seen all its commands.
     pub(super) fn load(&self) -> (QueueLoad, bool) {
         match &self.service {
             Service::Stopped => (QueueLoad::default(), true),
@@ -253,7 +253,8 @@ impl RingState {
         }
     }
 
-    /// How many descriptors are open for it: its eventfds, and again in its queue.
+    /// The number of descriptors that are open for the ring: each eventfd counts again in its
+    /// queue.
     pub(super) fn descriptors(&self) -> usize {
         let of_queue = [self.settings.kick.is_some(), self.call.is_some(), self.err.is_some()];
         2 * of_queue.into_iter().filter(|is_there| *is_there).count()
@@ -286,13 +287,13 @@ impl RingState {
         Ok(())
     }
 
-    /// As after GET_VRING_BASE: a kick starts it again.
+    /// The state after GET_VRING_BASE: a kick starts the ring again.
     pub(super) fn set_stopped(&mut self) {
         self.settings.started = false;
         self.settings.kick = None;
     }
 
-    /// As before anything was said of it, but for the eventfds that tell the driver something.
+    /// The initial state, except that the call and error eventfds stay.
     pub(super) fn reset(&mut self) {
         *self = Self { call: self.call.take(), err: self.err.take(), ..Self::default() };
     }
@@ -313,7 +314,7 @@ impl RingState {
     }
 }
 
-/// The size of a ring, if a ring can have it.
+/// The size of a ring, if it is valid.
 pub(super) fn ring_size(size: u32) -> io::Result<u16> {
     let possible = |size: &u16| size.is_power_of_two() && *size <= MAX_QUEUE_SIZE;
     u16::try_from(size).ok().filter(possible).ok_or_else(|| {
@@ -327,12 +328,12 @@ fn clone(fd: Option<&OwnedFd>) -> io::Result<Option<OwnedFd>> {
     fd.map(OwnedFd::try_clone).transpose()
 }
 
-/// What is wrong with what a front-end or its guest has said, and concerns nothing else.
+/// An error that is the fault of the front-end or its guest, and concerns nothing else.
 pub(super) fn invalid(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
-/// Keeps the first failure, or the first that is not the fault of a ring.
+/// Keeps the first failure. A failure that is not the fault of a ring replaces one that is.
 pub(super) fn note(failure: &mut Option<io::Error>, error: io::Error) {
     let is_graver = |before: &io::Error| is_of_ring(before) && !is_of_ring(&error);
     if failure.as_ref().is_none_or(is_graver) {
@@ -340,7 +341,8 @@ pub(super) fn note(failure: &mut Option<io::Error>, error: io::Error) {
     }
 }
 
-/// Whether this is about what the front-end has said of a ring, or what the guest has in it.
+/// Returns true if the error is about the front-end's settings of a ring, or the guest's data in
+/// it.
 pub(super) fn is_of_ring(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::InvalidInput
 }

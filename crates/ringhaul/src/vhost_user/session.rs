@@ -1,4 +1,4 @@
-//! One front-end's connection, from its first byte to its end, as a machine that never waits.
+//! One front-end's connection, from its first byte to its end, as a state machine that never waits.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,53 +21,54 @@ use super::setup::SessionSetup;
 use crate::handed_fds::HandedFds;
 use crate::status::SessionDetails;
 
-/// How long a front-end may be connected without a message, while others wait for its place.
+/// The time that a front-end may be connected without a message, because another may wait for its
+/// place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
-/// The message was carried out.
+/// The acknowledgement of a message that was carried out.
 const ACK: [u8; 8] = 0_u64.to_ne_bytes();
-/// It was not.
+/// The answer to a message that was not carried out.
 const NACK: [u8; 8] = 1_u64.to_ne_bytes();
 
-/// What a call of [`Session::progress`] has found to do.
+/// The result of a call of [`Session::progress`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Progress {
-    /// Nothing, until the socket is ready as [`Session::interest`] says, the waker is woken or
+    /// Nothing to do until the socket is ready as [`Session::interest`] says, the waker is woken or
     /// [`Session::deadline`] has come.
     Waiting,
-    /// A message was answered. There may be more.
+    /// A message was answered. More may have come.
     Handled,
-    /// A message was refused, for this reason, and the connection continues. There may be more.
+    /// A message was refused, for this reason, and the connection continues. More may have come.
     Refused(String),
-    /// After a pause a ring does not start again, for this reason, and the connection continues.
+    /// After a pause a ring cannot start again, for this reason, and the connection continues.
     RingLost(String),
-    /// The session is over: all requests are answered, the front-end sees the connection closed.
+    /// The session is over: all requests are answered, and the connection is closed.
     Ended(End),
 }
 
-/// Why a session has ended.
+/// The reason that a session has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
-    /// The export asked it to.
+    /// The export ended it.
     Asked,
-    /// The front-end has disconnected, maybe by an error.
+    /// The front-end has disconnected, perhaps by an error.
     Gone(Option<String>),
-    /// The front-end does not speak the protocol, or not any more.
+    /// The front-end violated the protocol, was too slow, or cannot be served any longer.
     Dropped(String),
 }
 
-/// One front-end that has connected. It has no thread and no clock: its driver calls
-/// [`progress`](Self::progress) whenever there may be something to do.
+/// One connected front-end. A session has no thread and no clock: its driver calls
+/// [`progress`](Self::progress) whenever work may be due.
 pub struct Session {
     channel: Channel,
     connection: Connection,
     stage: Stage,
-    /// Until when its first message must have come. None: it has.
+    /// The deadline of the first message. `None` once it has come.
     silence: Option<Instant>,
-    /// It is to pause before the next message.
+    /// True if the session is to pause before the next message.
     is_to_pause: bool,
-    /// The front-end is to read the configuration space again when the pause is over.
+    /// True if the front-end is to read the configuration space again after the pause.
     has_changed: bool,
 }
 
@@ -80,7 +81,7 @@ enum Stage {
         work: Work,
         since: Instant,
     },
-    /// Between two messages, queues stop.
+    /// Queues stop, between two messages.
     Pausing,
     /// No queue runs, and no message is read.
     Paused,
@@ -88,7 +89,8 @@ enum Stage {
     Resuming,
     /// Queues stop for good.
     Ending(End),
-    /// The front-end has seen the end, and its memory is unmapped before another is accepted.
+    /// The connection is closed. The front-end's memory is unmapped before the next one is
+    /// accepted.
     Leaving {
         end: End,
         unmapped: Pending<()>,
@@ -98,7 +100,7 @@ enum Stage {
 }
 
 impl Session {
-    /// A session on a connected socket, which need not be non-blocking.
+    /// Starts a session on a connected socket, which may be blocking.
     #[must_use]
     pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
@@ -114,12 +116,12 @@ impl Session {
         }
     }
 
-    /// A session that another process has [paused](Self::begin_pause) and
-    /// [handed over](Self::hand_over). It is paused here too.
+    /// Takes over a session that another process has [paused](Self::begin_pause) and [handed
+    /// over](Self::hand_over). The new session is paused too.
     ///
     /// # Errors
     ///
-    /// When this device, or this process, cannot go on with it.
+    /// If this device or process cannot continue the session.
     pub(crate) fn take_over(
         state: SessionState,
         setup: SessionSetup,
@@ -132,44 +134,44 @@ impl Session {
         Ok(Self { channel, connection, stage, silence, is_to_pause: true, has_changed })
     }
 
-    /// Has the session stop its queues when it has finished the message that it is at, and read no
-    /// more. The front-end notices nothing but the pause.
+    /// Begins to pause: the session finishes its current message, reads no more, and stops its
+    /// queues. The front-end notices only the pause.
     pub(crate) fn begin_pause(&mut self) {
         self.is_to_pause = true;
     }
 
-    /// Whether a pause does not have to wait for requests that wait.
+    /// Returns true if waiting requests do not delay a pause.
     pub(crate) fn leaves_waiting(&self) -> bool {
         self.connection.leaves_waiting()
     }
 
-    /// Whether it has paused.
+    /// Returns true if the session has paused.
     pub(crate) fn is_paused(&self) -> bool {
         matches!(self.stage, Stage::Paused)
     }
 
-    /// Has a session go on that was to pause.
+    /// Ends a pause, or cancels one that was to come.
     pub(crate) fn begin_resume(&mut self) {
         self.channel.lend(false);
         self.is_to_pause = false;
     }
 
-    /// Whether all that was to start again has.
+    /// Returns true if all rings that were to start again have.
     pub(crate) fn has_resumed(&self) -> bool {
         !matches!(self.stage, Stage::Pausing | Stage::Paused | Stage::Resuming)
     }
 
-    /// What another process needs to go on with this session, which is paused.
+    /// Describes the session, which is paused, for another process.
     ///
     /// # Errors
     ///
-    /// When no descriptor is left.
+    /// If no descriptor is left.
     pub(crate) fn hand_over(&self, fds: &mut HandedFds) -> io::Result<SessionState> {
         assert!(self.is_paused(), "a queue may run");
         SessionState::of(&self.channel, &self.connection, self.silence.is_none(), fds)
     }
 
-    /// Lets the front-end be silent for as long as it likes: nobody waits for its place.
+    /// Lets the front-end be silent for ever, because no other waits for its place.
     #[must_use]
     pub fn with_patience(self) -> Self {
         Self { silence: None, ..self }
@@ -257,25 +259,26 @@ impl Session {
         Progress::Handled
     }
 
-    /// Begins to disconnect the front-end. It sees the hang-up only when all its requests are
-    /// answered, because then it reads from the rings where to continue.
+    /// Begins to disconnect the front-end. The hang-up comes only when all its requests are
+    /// answered, because the front-end then reads from the rings where to continue.
     pub fn begin_end(&mut self) {
         self.end(End::Asked);
     }
 
-    /// Closes the connection of a session that ends, before its requests are answered. They are
-    /// finished anyway; a front-end that reads from the rings where to continue may repeat them.
+    /// Closes the connection of an ending session before its requests are answered. They are
+    /// finished regardless; a front-end that reads from the rings where to continue may repeat
+    /// them.
     pub(crate) fn cut_off(&self) {
         self.channel.shut_down();
     }
 
-    /// What to poll the socket for: nothing, where a hang-up still shows; `None`: not even that.
+    /// The events to poll the socket for. If empty, only a hang-up shows; `None`: do not poll.
     #[must_use]
     pub fn interest(&self) -> Option<PollFlags> {
         match self.stage {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
             Stage::Ready => Some(PollFlags::IN),
-            // Rings may run, which a front-end that has gone must not leave behind.
+            // Rings may run. If the front-end goes away, they must stop.
             Stage::Working { .. } | Stage::Pausing | Stage::Resuming | Stage::Ending(_) => {
                 (!self.channel.was_hung_up()).then_some(PollFlags::empty())
             }
@@ -283,7 +286,7 @@ impl Session {
         }
     }
 
-    /// When [`progress`](Self::progress) must be called though nothing has happened.
+    /// The time at which [`progress`](Self::progress) must be called even without an event.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         match &self.stage {
@@ -295,17 +298,17 @@ impl Session {
         }
     }
 
-    /// Whether it has begun to end.
+    /// Returns true if the session has begun to end.
     pub(crate) fn is_ending(&self) -> bool {
         matches!(self.stage, Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended)
     }
 
-    /// How many descriptors that the front-end has brought are open for its rings.
+    /// The number of open descriptors of the front-end's rings, memory and inflight region.
     pub(crate) fn descriptors(&self) -> usize {
         self.connection.descriptors()
     }
 
-    /// What the front-end has set up.
+    /// Describes the front-end's set-up.
     pub(crate) fn describe(&self) -> SessionDetails {
         self.connection.describe()
     }
@@ -315,20 +318,20 @@ impl Session {
         self.connection.ring_without_memory()
     }
 
-    /// What the session has to finish.
+    /// The requests that the session has to finish.
     #[must_use]
     pub fn load(&self) -> Load {
         self.connection.load()
     }
 
-    /// Tells the front-end that the configuration space has changed. False when it has not
+    /// Notifies the front-end that the configuration space has changed. Returns false if it has not
     /// negotiated that (`BACKEND_REQ`, `CONFIG`), or does not read such messages.
     pub fn send_config_change(&self) -> bool {
         self.connection.send_config_change()
     }
 
-    /// The avail entry that a queue pops next; none while it is started or stopped, or has no
-    /// room for chains.
+    /// The avail entry that a queue pops next. `None` while the queue is started or stopped, or has
+    /// no room for chains.
     #[must_use]
     pub fn next_avail(&self, queue: usize) -> Option<u16> {
         self.connection.next_avail(queue)
@@ -369,7 +372,7 @@ impl Session {
         self.progress(now)
     }
 
-    /// Continues with a message for as long as nothing has to be waited for.
+    /// Continues with a message until it is answered or has to wait.
     fn conclude(
         &mut self,
         header: Header,
@@ -411,7 +414,7 @@ impl Session {
         };
         let Refusal { text, must_be_heard } = refusal;
         if header.code == code::GET_CONFIG {
-            // An answer without data is how a read is refused.
+            // An answer without data refuses a read.
             return self.answer(header, &[], Some(text), now);
         }
         if self.wants_ack(header) && !header.has_answer() {
@@ -425,7 +428,7 @@ impl Session {
         Progress::Refused(text)
     }
 
-    /// Takes the next step of what waits; on an error it still waits.
+    /// Takes the next step of the work. Returns it as an error while it still has to wait.
     fn step(&mut self, work: Work, since: Instant, now: Instant) -> Result<Outcome, Work> {
         match work {
             Work::Map(map, purpose) => match map.check() {

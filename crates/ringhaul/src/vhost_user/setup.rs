@@ -1,4 +1,4 @@
-//! What a session works with.
+//! The set-up of a session.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -9,18 +9,18 @@ use virtqueue::MappingRules;
 
 use super::examiner::Examiner;
 
-/// What a session works with.
+/// The device, threads and rules of a session.
 #[derive(Clone)]
 pub struct SessionSetup {
     /// The device that is served.
     pub device: Device,
     /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
     pub threads: Vec<Remote>,
-    /// What the front-end may have mapped.
+    /// The rules for memory that the front-end shares.
     pub rules: MappingRules,
-    /// Where descriptors are examined that may make one wait. One for each export.
+    /// The threads that examine descriptors which may block. Each export has its own.
     pub examiner: Arc<Examiner>,
-    /// Woken when [`Session::progress`](super::Session::progress) has something to do that its
-    /// socket does not show.
+    /// The waker for work of [`Session::progress`](super::Session::progress) that the socket does
+    /// not announce.
     pub waker: Waker,
 }

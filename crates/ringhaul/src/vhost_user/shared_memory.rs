@@ -1,6 +1,6 @@
 //! The memory that a front-end shares: the map, and the files behind it.
 //!
-//! The files stay open so that a process that takes over from this one can map them too.
+//! The files stay open so that a process that takes over can map them too.
 
 use std::io;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use crate::memory_limits;
 /// The memory of one front-end.
 pub(super) struct SharedMemory {
     pub(super) map: Arc<GuestMemory>,
-    /// One for each region, in the order in which they came.
+    /// One for each region, in the order in which the regions came.
     pub(super) files: Vec<MemoryFile>,
 }
 
-/// A region of the map, and what is mapped there.
+/// A region of the map, and the file that is mapped there.
 #[derive(Clone)]
 pub(super) struct MemoryFile {
     pub(super) region: Region,
@@ -26,17 +26,17 @@ pub(super) struct MemoryFile {
 }
 
 impl SharedMemory {
-    /// Without regions.
+    /// Returns memory without regions.
     pub(super) fn empty() -> Self {
         Self { map: Arc::new(GuestMemory::empty()), files: Vec::new() }
     }
 
-    /// Maps regions, each with the descriptor that came for it: alone, or beside those of `before`.
-    /// What is not mapped is closed; neither waits longer than the mapping itself.
+    /// Maps regions, each with its descriptor: alone, or in addition to `before`. Closes the files
+    /// that cannot be mapped. Only the mapping itself may wait; closing files does not.
     ///
     /// # Errors
     ///
-    /// When they are no memory, or against the rules.
+    /// If the files are not memory, or violate the rules.
     pub(super) fn map(
         before: Option<(Arc<GuestMemory>, Vec<MemoryFile>)>,
         regions: &[Region],
@@ -58,11 +58,11 @@ impl SharedMemory {
         Ok(Self { map, files })
     }
 
-    /// This memory without a region.
+    /// Returns this memory without the region `gone`.
     ///
     /// # Errors
     ///
-    /// When there is none with these addresses and this size.
+    /// If no region has these addresses and this size.
     pub(super) fn without(&self, gone: &Region) -> Result<Self, MemoryError> {
         let Region { guest_addr, user_addr, size, .. } = *gone;
         let map = Arc::new(self.map.without_region(guest_addr, user_addr, size)?);

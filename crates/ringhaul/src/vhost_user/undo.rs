@@ -1,4 +1,4 @@
-//! What was so before a message, for when the message is refused.
+//! The settings before a message, to be restored if the message is refused.
 
 use std::ops::Range;
 
@@ -7,20 +7,21 @@ use device::{Device, Negotiated};
 use super::inflight::Inflight;
 use super::ring::{RingSettings, RingState};
 
-/// What rings and device were set to before a change. A refusal means that nothing has changed.
+/// The settings of rings and device before a change. A refused message changes nothing.
 pub(super) struct Undo {
     pub(super) rings: Range<usize>,
-    /// Where the requests of all rings were marked.
+    /// The inflight region of all rings.
     pub(super) inflight: Box<Option<Inflight>>,
     settings: Vec<RingSettings>,
-    /// Where the one ring would have gone on. Where others go on follows from what they did.
+    /// The next avail entry of the one ring. That of other rings follows from the chains that they
+    /// popped.
     base: Option<u16>,
     negotiated: Box<Negotiated>,
     rings_need_enable: bool,
 }
 
 impl Undo {
-    /// As these rings are now, which do not run.
+    /// Records the settings of these rings, which do not run.
     pub(super) fn of(
         all: &[RingState],
         rings: Range<usize>,
@@ -34,12 +35,13 @@ impl Undo {
         Self { rings, inflight, settings, base: None, negotiated, rings_need_enable }
     }
 
-    /// The same for a change of where the one ring continues.
+    /// Records also the next avail entry of the one ring, which the change replaces.
     pub(super) fn with_base(self, base: u16) -> Self {
         Self { base: Some(base), ..self }
     }
 
-    /// Makes it so again, while none of the rings runs. Returns whether rings need to be enabled.
+    /// Restores the settings, while none of the rings runs. Returns true if rings need to be
+    /// enabled.
     pub(super) fn restore(self, all: &mut [RingState], device: &Device) -> bool {
         for (ring, settings) in all[self.rings].iter_mut().zip(self.settings) {
             ring.settings = settings;

@@ -9,32 +9,32 @@ use super::Connection;
 use crate::vhost_user::ring::RingState;
 
 impl Connection {
-    /// Begins to stop all rings, to be started again. Requests that wait are left in the inflight
-    /// region; without one, rings do not stop before these are done.
+    /// Begins to stop all rings, to be started again. Waiting requests are left in the inflight
+    /// region. Without a region, rings stop only after these requests are done.
     pub(in crate::vhost_user) fn begin_pause(&mut self) {
         let kind = if self.leaves_waiting() { StopKind::Leave } else { StopKind::Pause };
         self.rings.iter_mut().for_each(RingState::set_paused);
         self.begin_stop(0..self.rings.len(), kind);
     }
 
-    /// Whether a pause does not have to wait for requests that wait.
+    /// Returns true if waiting requests do not delay a pause.
     pub(in crate::vhost_user) fn leaves_waiting(&self) -> bool {
         self.inflight.is_some()
     }
 
-    /// Has all rings go on that have not stopped: a request that hangs keeps none from that.
+    /// Lets all rings resume that have not stopped, so that a request that hangs does not block the
+    /// resume.
     pub(in crate::vhost_user) fn begin_resume(&mut self) {
         self.to_stop.0 = 0..0;
         self.rings.iter_mut().for_each(|ring| ring.begin_go_on(&self.setup.waker));
     }
 
-    /// Continues to start those rings again that should run and have stopped. As
-    /// [`settle`](Self::settle).
+    /// Continues to start the paused rings that should run. Returns like [`settle`](Self::settle).
     pub(in crate::vhost_user) fn resume(&mut self) -> Poll<io::Result<()>> {
         loop {
             let is_busy = self.progress();
-            // What has settled by now may be all that the control ring waits for, so it is looked
-            // at again until nothing is due.
+            // A ring that has just settled may be the last that the control ring waits for. So the
+            // check is repeated until no ring is due.
             let has_started = self.start_paused();
             if is_busy {
                 return Poll::Pending;
@@ -45,7 +45,7 @@ impl Connection {
         }
     }
 
-    /// Begins to start what is due. Returns whether anything was.
+    /// Begins to start the rings that are due. Returns true if any was.
     fn start_paused(&mut self) -> bool {
         let mut has_started = false;
         let control = self.control_ring;

@@ -1,7 +1,7 @@
-//! How rings stop: the one for control before the others.
+//! The order in which rings stop: the control ring before the request rings.
 //!
-//! Task management waits for what is in the others, also for chains that nobody has popped yet. If
-//! these rings stopped first, it would fail, and the driver would take harsher means.
+//! Task management waits for the requests in the request rings, also for chains that are not popped
+//! yet. If these rings stopped first, it would fail, and the driver would escalate.
 
 use std::ops::Range;
 
@@ -13,21 +13,22 @@ use crate::vhost_user::outcome::Change;
 use crate::vhost_user::ring::{Progress, note};
 
 impl Connection {
-    /// What becomes of requests that wait when rings stop for a change.
+    /// The handling of waiting requests when rings stop for a change.
     pub(super) fn stop_kind(&self, change: &Change) -> StopKind {
         let negotiated = self.protocol_features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0;
         match change {
-            // QEMU disables a ring before it asks where that is.
+            // QEMU disables a ring before it asks for its base.
             Change::GetBase(_) | Change::Disable(_) if negotiated && self.inflight.is_some() => {
                 StopKind::Leave
             }
-            // They have their buffers in the memory before, and begin anew in the other.
+            // Waiting requests have their buffers in the previous memory. They begin again in the
+            // new one.
             Change::Memory(_) if self.inflight.is_some() => StopKind::Leave,
             _ => StopKind::Final,
         }
     }
 
-    /// Begins to stop these rings, the control ring first if it is among them.
+    /// Begins to stop these rings, the control ring first if it is one of them.
     pub(super) fn begin_stop(&mut self, rings: Range<usize>, kind: StopKind) {
         self.to_stop = (rings, kind);
         self.continue_stop();
@@ -45,8 +46,8 @@ impl Connection {
         self.stop_at_once();
     }
 
-    /// Has no ring wait for the control ring that is to stop: the front-end is gone, and its guest
-    /// may be served by another process.
+    /// Stops the remaining rings without waiting for the control ring: the front-end is gone, and
+    /// another process may serve its guest.
     pub(in crate::vhost_user) fn stop_at_once(&mut self) {
         let waker = &self.setup.waker;
         for ring in std::mem::take(&mut self.to_stop.0) {
@@ -54,7 +55,7 @@ impl Connection {
         }
     }
 
-    /// Takes what IoThreads have answered. Whether one has yet to.
+    /// Takes the answers of IoThreads. Returns true while one is missing.
     pub(super) fn progress(&mut self) -> bool {
         loop {
             let is_busy = self.hear();
@@ -77,8 +78,8 @@ impl Connection {
         is_busy
     }
 
-    /// Stops all rings for good, whatever they are at; all at once if the front-end is gone, since
-    /// its guest may be served by another process then. True when that is done.
+    /// Stops all rings for good, in whatever state they are. If the front-end is gone, all stop at
+    /// once, because another process may serve its guest. Returns true when all have stopped.
     pub(in crate::vhost_user) fn end(&mut self, is_gone: bool) -> bool {
         self.to_stop.0 = 0..0;
         if let Some(control) = self.control_ring
@@ -93,7 +94,7 @@ impl Connection {
 
     fn end_ring(&mut self, ring: usize) -> bool {
         let ring = &mut self.rings[ring];
-        // One that was starting is stopped when it has.
+        // A ring that was starting is stopped when it has started.
         while {
             ring.begin_end(&self.setup.waker);
             !matches!(ring.progress(), Progress::Busy) && ring.is_running()

@@ -1,4 +1,4 @@
-//! What messages do to a connection, without a socket: tables, and messages in any order.
+//! The effect of messages on a connection without a socket: tables, and messages in any order.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ struct Scene {
     brought: Option<OwnedFd>,
 }
 
-/// How a message has ended.
+/// The outcome of a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Ended {
     Answer(Vec<u8>),
@@ -46,12 +46,12 @@ enum Ended {
         text: String,
         must_be_heard: bool,
     },
-    /// With it the connection ends.
+    /// The connection ends.
     Over(String),
 }
 
 impl Scene {
-    /// A front-end that has negotiated these protocol features.
+    /// Makes a front-end that has negotiated these protocol features.
     fn new(protocol_features: u64) -> Self {
         let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
@@ -79,7 +79,7 @@ impl Scene {
         scene
     }
 
-    /// Carries a message out, to its end.
+    /// Carries a message out completely.
     fn tell(&mut self, request: &Request, fds: Vec<OwnedFd>) -> Ended {
         let (code, body) = request.encode();
         let header = Header::new(code, body.len());
@@ -132,7 +132,7 @@ impl Scene {
     /// Starts all queues, with rings of this size.
     fn start_with(&mut self, size: u32) {
         use Request::*;
-        // A driver that cannot flush has no choice about its cache.
+        // A driver that cannot flush must not choose its cache mode.
         let cache = match self.device {
             Device::Blk(_) => 1 << F_FLUSH | 1 << F_CONFIG_WCE,
             Device::Scsi(_) => 0,
@@ -158,12 +158,12 @@ impl Scene {
         vec![self.memory.try_clone().unwrap()]
     }
 
-    /// All that messages can change, but for what runs.
+    /// The state that messages can change, except for running queues.
     fn state(&self) -> String {
         let rings = self.connection.rings.iter().map(|ring| {
             let RingSettings { size, addresses, started, enabled, kick } = &ring.settings;
             let kick = kick.as_ref().map(Arc::as_ptr);
-            // A queue that runs goes on while it is looked at.
+            // A running queue moves on while its state is read.
             let next_avail = ring.is_stopped().then_some(ring.next_avail);
             format!("{size} {addresses:?} {started} {enabled} {kick:?} {next_avail:?}")
         });
@@ -245,7 +245,7 @@ fn messages_that_stand_alone() {
     }
 }
 
-/// virtio_uml sends room for two regions and says that there is one.
+/// virtio_uml sends room for two regions and announces one.
 #[test]
 fn a_table_may_be_longer_than_its_regions() {
     let expected = Request::SetMemTable(vec![region()]);
@@ -259,7 +259,8 @@ fn a_table_may_be_longer_than_its_regions() {
     }
 }
 
-/// The log says that such a ring waits for memory. One that would not run anyway waits for none.
+/// The log reports such a ring as waiting for memory. A ring that would not run anyway waits for
+/// none.
 #[test]
 fn only_a_ring_that_could_run_lacks_memory() {
     use Request::*;
@@ -282,7 +283,7 @@ fn only_a_ring_that_could_run_lacks_memory() {
     scene.end();
 }
 
-/// Nothing has changed then, and what the front-end must hear is marked so.
+/// A refused message changes nothing, and a refusal that the front-end must receive is marked so.
 #[test]
 fn messages_that_are_refused() {
     use Request::*;
@@ -386,7 +387,7 @@ fn a_queue_runs_when_all_has_been_said_in_whatever_order() {
     }
 }
 
-/// A message with which kind of descriptor.
+/// The descriptor that comes with a message.
 #[derive(Debug, Clone)]
 enum Fd {
     None,
@@ -439,8 +440,8 @@ fn messages() -> impl Strategy<Value = (Request, Fd)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Whatever a front-end says, and in whatever order: each message ends, a refused one has
-    /// changed nothing, and nothing is left at the end.
+    /// For any messages in any order: each message ends, a refused one has changed nothing, and
+    /// nothing is left at the end.
     #[test]
     fn messages_in_any_order(
         messages in prop::collection::vec(messages(), 1..40),

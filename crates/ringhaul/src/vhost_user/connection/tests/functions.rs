@@ -12,11 +12,11 @@ use super::*;
 use crate::export_log::ExportLog;
 use crate::subscribers::{ExportEvent, Subscribers, What};
 
-/// Of rings.
+/// Entries of each ring.
 const SIZE: u16 = 128;
 const UNIT: UnitAddress = UnitAddress { target: 0, lun: 1 };
 const LUN: [u8; 8] = [1, 0, 0x40, 1, 0, 0, 0, 0];
-/// Where commands and functions have their buffers.
+/// Addresses of the buffers of commands and functions.
 const COMMAND: u64 = GUEST_ADDR + 0x4_0000;
 const FUNCTION: u64 = GUEST_ADDR + 0x5_0000;
 /// More than a queue pops in a run.
@@ -44,7 +44,7 @@ fn scsi() -> Device {
     device
 }
 
-/// The driver of a ring of `scene`.
+/// Makes the driver of a ring of `scene`.
 fn driver(scene: &Scene, ring: u64) -> Driver<Arc<GuestMemory>> {
     let at = GUEST_ADDR + 0x4000 * ring;
     let config = QueueConfig {
@@ -59,7 +59,7 @@ fn driver(scene: &Scene, ring: u64) -> Driver<Arc<GuestMemory>> {
     Driver::new(Arc::clone(&scene.connection.memory.map), config)
 }
 
-/// IoThreads report what goes wrong, and wait for nobody who wants to know.
+/// IoThreads report errors, and never wait for a subscriber.
 #[test]
 fn a_subscriber_that_reads_nothing_holds_up_no_request() {
     let subscribers = Subscribers::default();
@@ -76,7 +76,7 @@ fn a_subscriber_that_reads_nothing_holds_up_no_request() {
     let (_subscription, events) = subscribers.subscribe();
     (0..queued).for_each(|_| subscribers.report(event()));
     assert!(!subscribers.is_empty(), "its queue has room for all of them");
-    // Reads beyond the end, each of which is an event as long as the log has room.
+    // Reads beyond the end. Each is an event as long as the log has room.
     let memory = Arc::clone(&scene.connection.memory.map);
     let mut driver = driver(&scene, 0);
     memory.write(COMMAND, &[0; 8]).unwrap();
@@ -97,8 +97,8 @@ fn a_subscriber_that_reads_nothing_holds_up_no_request() {
     scene.end();
 }
 
-/// The driver would take harsher means otherwise. All that it has made available is meant, also
-/// what nobody has popped when the rings are to stop.
+/// Otherwise the driver would escalate. The function covers all commands that the driver has made
+/// available, also unpopped ones at the time of the stop.
 #[test]
 fn a_function_succeeds_whose_ring_stops_with_the_others() {
     for how in ["pause", "message", "end"] {

@@ -1,4 +1,4 @@
-//! Sessions that go from one process to another.
+//! Sessions that are handed over from one process to another.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
@@ -14,20 +14,20 @@ use super::super::super::session::{End, Progress, Session};
 use super::*;
 use crate::handed_fds::HandedFds;
 
-/// The session of `scene` in another process, whose disk has so many bytes.
+/// Takes the session of `scene` over in another process, whose disk has `disk_bytes`.
 fn take_over(scene: &mut Scene, disk_bytes: u64) -> (Scene, Session, UnixStream) {
     let source = DiskSource::null(disk_bytes, &DiskOptions::default()).unwrap();
     let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
     take_over_with(scene, Device::blk(source, options, Arc::new(LogEvents::new("test"))))
 }
 
-/// The session of `scene` in another process, which has this device.
+/// Takes the session of `scene` over in another process, which has this device.
 fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStream) {
     scene.connection.begin_pause();
     scene.settle().unwrap();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut channel = Channel::new(ours, Arc::clone(&scene.examiner));
-    // As the old process leaves it.
+    // The old process leaves it lent.
     channel.lend(true);
     let mut fds = HandedFds::default();
     let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
@@ -37,7 +37,7 @@ fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStr
     (other, session, theirs)
 }
 
-/// Lets the session go on, and returns what it has come to first.
+/// Resumes the session, and returns its first progress.
 fn go_on(scene: &mut Scene, session: &mut Session) -> Progress {
     session.begin_resume();
     loop {
@@ -55,7 +55,7 @@ fn end(scene: Scene, mut session: Session) {
     }
 }
 
-/// Until the process that takes over serves, the front-end would ask one that does not.
+/// An earlier notification would make the front-end query a process that does not serve yet.
 #[test]
 fn another_size_is_told_when_the_queues_go_on() {
     for (bytes, is_told) in [(1 << 20, false), (2 << 20, true)] {
@@ -74,14 +74,14 @@ fn another_size_is_told_when_the_queues_go_on() {
     }
 }
 
-/// virtio_uml brings a socket in place of an eventfd.
+/// virtio_uml sends a socket in place of an eventfd.
 #[test]
 fn calls_reach_a_socket_before_and_after() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let (mut calls, theirs) = UnixStream::pair().unwrap();
     let set_call = Request::SetVringCall { index: 1, has_fd: true };
     assert_eq!(scene.tell(&set_call, vec![theirs.into()]), Ended::Done);
-    // A queue that starts makes a call.
+    // A queue makes a call when it starts.
     scene.start();
     scene.io.turn(Wait::Never).unwrap();
     read_call(&mut calls);
@@ -91,11 +91,11 @@ fn calls_reach_a_socket_before_and_after() {
     other.io.turn(Wait::Never).unwrap();
     read_call(&mut calls);
     end(other, session);
-    // Both have closed the socket.
+    // Both processes have closed the socket.
     while calls.read(&mut [0; 8]).unwrap() > 0 {}
 }
 
-/// Reads a call, for which a thread needs a moment.
+/// Reads a call, which a thread may deliver late.
 fn read_call(calls: &mut UnixStream) {
     calls.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     calls.read_exact(&mut [0; 8]).unwrap();
@@ -119,7 +119,7 @@ fn a_ring_outside_the_memory_stops_alone() {
     scene.end();
 }
 
-/// Its guest would hang for ever, and a front-end that connects again hears why.
+/// Otherwise the guest would hang for ever; a front-end that connects again receives the reason.
 #[test]
 fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
@@ -141,7 +141,7 @@ fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     scene.end();
 }
 
-/// A device without units.
+/// Makes a device without units.
 fn scsi() -> Device {
     let options = ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
     Device::scsi(options, Arc::new(LogEvents::new("test")))
@@ -152,7 +152,7 @@ fn states(session: &Session) -> Vec<String> {
     queues.map(|queue| format!("{:?}", queue.state)).collect()
 }
 
-/// An IoThread may be at something else for long.
+/// An IoThread may be busy for a long time.
 #[test]
 fn a_hang_up_is_seen_before_all_rings_go_on() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
@@ -168,7 +168,7 @@ fn a_hang_up_is_seen_before_all_rings_go_on() {
     scene.end();
 }
 
-/// Another process may serve its guest already.
+/// Another process may already serve its guest.
 #[test]
 fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
     for is_end in [false, true] {
@@ -190,7 +190,7 @@ fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
             assert_eq!(session.progress(Instant::now()), Progress::Waiting);
         }
         if !is_end {
-            // No ring starts again for it, not even for a moment.
+            // No ring may start again, not even for a moment.
             session.begin_resume();
             assert!(matches!(session.progress(Instant::now()), Progress::Ended(_)));
         }
@@ -199,7 +199,7 @@ fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
     }
 }
 
-/// The driver can still end what it has in the others.
+/// The driver can still end its tasks in the remaining rings.
 #[test]
 fn task_management_goes_on_without_a_ring_that_is_lost() {
     let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
@@ -214,7 +214,7 @@ fn task_management_goes_on_without_a_ring_that_is_lost() {
     scene.end();
 }
 
-/// Others are silent for days, and would lose their connection a minute after an upgrade.
+/// Front-ends may be silent for days, and must not lose their connection a minute after an upgrade.
 #[test]
 fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
     for has_spoken in [false, true] {
@@ -236,7 +236,7 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
         }
         let mut fds = HandedFds::default();
         let state = session.hand_over(&mut fds).unwrap();
-        // As it goes from one process to the other.
+        // The state is serialised, as between processes.
         let state = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
         let other = Scene::new(PROTOCOL_FEATURES);
         let setup = other.connection.setup.clone();
@@ -256,7 +256,7 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
     }
 }
 
-/// A front-end would go on to use what nobody carries out.
+/// The front-end would use features that the new device does not carry out.
 #[test]
 fn a_session_with_features_that_are_not_offered_is_refused() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
@@ -266,7 +266,7 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     channel.lend(true);
     let mut fds = HandedFds::default();
     let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
-    // It has no configuration space that a driver changes.
+    // This device has no configuration space that a driver changes.
     let other = Scene::of(scsi(), 0);
     let setup = other.connection.setup.clone();
     let refused = Session::take_over(state, setup, &mut fds, Instant::now());
@@ -276,7 +276,7 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     scene.end();
 }
 
-/// A session in use, which has no field with the value that it has in a new one.
+/// A session in use. None of its fields has the value that it has in a new session.
 fn in_use() -> (Scene, Channel) {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
@@ -302,7 +302,7 @@ fn in_use() -> (Scene, Channel) {
     }
     scene.connection.begin_pause();
     scene.settle().unwrap();
-    // In the middle of a message, and of an answer.
+    // The channel is in the middle of a message, and of an answer.
     let mut channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&scene.examiner));
     channel.lend(true);
     channel.input = vec![1, 2, 3];
@@ -313,7 +313,7 @@ fn in_use() -> (Scene, Channel) {
     (scene, channel)
 }
 
-/// Each field of a session, by its path. Elements of a list share one.
+/// Collects each field of a session, by its path. Elements of a list share a path.
 fn fields(value: &serde_json::Value, path: &str, all: &mut BTreeMap<String, Vec<String>>) {
     match value {
         serde_json::Value::Object(object) => {
@@ -328,7 +328,7 @@ fn fields(value: &serde_json::Value, path: &str, all: &mut BTreeMap<String, Vec<
     }
 }
 
-/// A process drops what it does not hand over to the next one.
+/// State that is not handed over is lost.
 #[test]
 fn no_field_of_a_session_is_lost_on_its_way() {
     let (scene, channel) = in_use();
@@ -336,7 +336,7 @@ fn no_field_of_a_session_is_lost_on_its_way() {
     let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
     let (first, names) = (serde_json::to_value(&state).unwrap(), fds.names());
 
-    // An expectation that is that of a new session would show nothing.
+    // A field with the value of a new session would prove nothing.
     let new = Scene::new(0);
     let channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&new.examiner));
     let of_new = SessionState::of(&channel, &new.connection, false, &mut HandedFds::default());

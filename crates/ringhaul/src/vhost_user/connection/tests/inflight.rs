@@ -1,4 +1,4 @@
-//! Regions that front-ends keep, and what begins when queues are served.
+//! Inflight regions, which front-ends keep, and the order in which queues start.
 
 use device::scsi::config::ScsiOptions;
 
@@ -15,7 +15,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     let file = scene.brought.take().unwrap();
     assert_eq!(rustix::fs::fstat(&file).unwrap().st_size, i64::try_from(area.size).unwrap());
     assert!(rustix::fs::ftruncate(&file, 0).is_err(), "nobody can take it away");
-    // Whoever sends no bytes for the alignment is understood as well.
+    // An area without padding is accepted too.
     assert_eq!(InflightArea::decode(&body[..20]), Some(area));
 
     let bring = |scene: &mut Scene, area: InflightArea| {
@@ -31,7 +31,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     }
     assert_eq!(bring(&mut scene, area), Ended::Done);
     scene.start();
-    // What the driver chooses is kept there for the next process.
+    // The driver's choice is kept in the region for the next process.
     for kept in [0, 1, 0] {
         scene.device.write_config(WRITEBACK_OFFSET, &[kept]).unwrap();
         scene.connection.inflight.as_ref().unwrap().note(&scene.device);
@@ -47,7 +47,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     };
     assert_eq!(version_of_second(), 1, "its queue does not use it");
 
-    // One that is of no use to queues that run is refused, and they run as before.
+    // A region that running queues cannot use is refused, and they run as before.
     let small = InflightArea { queue_size: 8, ..area };
     let before = scene.state();
     let Ended::Refused { text, must_be_heard: true } = bring(&mut scene, small) else {
@@ -59,7 +59,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     scene.end();
 }
 
-/// Its queue would not run, and its guest would wait for ever.
+/// Otherwise the queue would not run, and the guest would wait for ever.
 #[test]
 fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
@@ -71,7 +71,7 @@ fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
     let brought = file.try_clone().unwrap();
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
-    // A map without the rings is one of several in a row.
+    // A map without the rings is a step of a longer change.
     assert_eq!(scene.tell(&Request::RemMemReg(region()), vec![]), Ended::Done);
     // The version of the second queue's account.
     rustix::io::pwrite(&file, &[77, 0], (area.size - 64) / 2 + 8).unwrap();
@@ -106,7 +106,8 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     scene.end();
 }
 
-/// What a driver has left in the other rings is to be known by then.
+/// Requests that a driver has left in the request rings must be known before task management
+/// begins.
 #[test]
 fn task_management_begins_when_all_other_rings_are_served() {
     use Request::*;
