@@ -1,41 +1,42 @@
-//! What somebody is changing of an export. The export has not ended before that has: the disk is
-//! open until then, and its file may still change.
+//! Changes in progress of an export's disks. The export ends only after they do: until then a disk
+//! is open, and its file may still change.
 
 use crate::spec::UnitPlace;
 use crate::wanted::Wanted;
 
-/// A disk of an export, or the place for one, that somebody is changing.
+/// A disk of an export, or the place for one, that is being changed.
 pub(super) struct Changing {
-    /// That of virtio-blk has no address.
+    /// `None`: the disk of virtio-blk.
     pub(super) place: Option<UnitPlace>,
     pub(super) kind: Kind,
-    /// No other process takes over before it ends: it has begun, and what is left does not hang. To
-    /// open or close a disk may take long, and another process needs nothing of it.
+    /// True while the change blocks hand-overs: it has begun, and the rest of it does not hang.
+    /// Opening or closing a disk may take long, and does not block them, because another process
+    /// needs nothing of it.
     pub(super) keeps_here: bool,
 }
 
-/// How it changes.
+/// The kind of a change.
 pub(super) enum Kind {
-    /// A unit is being opened, as long as it is wanted.
+    /// A unit is being opened, unless that is cancelled.
     Adding(Wanted),
     /// A unit is being closed.
     Removing,
-    /// A disk of this identity gets another size.
+    /// A disk of this identity changes its size.
     Resizing { identity: String, is_local: bool },
 }
 
 impl Changing {
-    /// Whether somebody gives the disk of this identity another size.
+    /// Returns true if the disk of this identity changes its size.
     pub(super) fn resizes(&self, identity: &str) -> bool {
         matches!(&self.kind, Kind::Resizing { identity: other, .. } if other == identity)
     }
 
-    /// Whether a disk is being opened for a new unit.
+    /// Returns true if a disk is being opened for a new unit.
     pub(super) fn adds(&self) -> bool {
         matches!(self.kind, Kind::Adding(_))
     }
 
-    /// False: it is a unit that was given up before it was added.
+    /// Returns false for the addition of a unit that was cancelled.
     pub(super) fn is_wanted(&self) -> bool {
         match &self.kind {
             Kind::Adding(wanted) => wanted.is_wanted(),
@@ -43,14 +44,15 @@ impl Changing {
         }
     }
 
-    /// Nobody wants the unit any more that is being added, if one is.
+    /// Cancels the addition of a unit.
     pub(super) fn give_up_adding(&self) {
         if let Kind::Adding(wanted) = &self.kind {
             wanted.give_up();
         }
     }
 
-    /// Whether the file may change before this ends. A cluster that is away may never answer.
+    /// Returns true if the change may still alter a local file. Remote disks do not count, because
+    /// a cluster that is away may never answer.
     pub(super) fn changes_file(&self) -> bool {
         matches!(self.kind, Kind::Resizing { is_local: true, .. })
     }

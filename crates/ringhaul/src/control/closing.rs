@@ -13,29 +13,29 @@ use crate::command::ExportStatus;
 use crate::export_log::ExportLog;
 use crate::spec::ExportSpec;
 
-/// What an export waits for that has ended.
+/// The wait of an export that has ended.
 pub(super) const NOT_CLOSED: &str = "its disk is not closed";
 
-/// How long a disk takes to close before it is given up by force: one that is local, or whose other
-/// end answers, takes less.
+/// The time that a forced removal waits for a disk to close. A local disk, or one with a responsive
+/// server, takes less.
 const FORCED_CLOSE_MAX: Duration = Duration::from_secs(1);
 
-/// An export that has ended. `close` waits for as long as a file system does (FUSE, NFS) or a
-/// block device, so it has a thread.
+/// An export that has ended. Its disks are closed on a thread, because `close` may wait for a file
+/// system (FUSE, NFS) or a block device.
 pub(super) struct Closing {
-    /// That of the export.
+    /// The number of the export.
     pub(super) id: u64,
-    /// As the export was at its end.
+    /// The export's last status.
     status: ExportStatus,
     pub(super) log: Arc<ExportLog>,
-    /// Who has a disk of it open, and is not done.
+    /// Changes that have a disk of the export open.
     pub(super) changing: Vec<Changing>,
-    /// Who waits for its end.
+    /// Requests that wait for its end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
-    /// Since when its disk is being closed.
+    /// The time at which closing began.
     pub(super) since: Instant,
     closed: Pending<()>,
-    /// By force: when nobody is to wait any longer.
+    /// The end of the wait in a forced removal.
     give_up_at: Option<Instant>,
     was_given_up: bool,
 }
@@ -57,7 +57,7 @@ impl Closing {
         Self { id, status, log, changing, removed, since, closed, give_up_at, was_given_up }
     }
 
-    /// What it was asked to be.
+    /// The requested export.
     pub(super) fn spec(&self) -> &ExportSpec {
         &self.status.spec
     }
@@ -70,40 +70,41 @@ impl Closing {
         self.spec().is_called(name)
     }
 
-    /// As the export was at its end, and what it waits for.
+    /// The export's last status, with the present reason of the wait.
     pub(super) fn status(&self) -> ExportStatus {
         ExportStatus { waits_for: Some(self.what_is_left()), ..self.status.clone() }
     }
 
-    /// Whether somebody is giving a disk of this identity another size.
+    /// Returns true if a disk of this identity changes its size.
     pub(super) fn resizes(&self, identity: &str) -> bool {
         self.changing.iter().any(|changing| changing.resizes(identity))
     }
 
-    /// Whether nobody waits any more. A disk that is being opened keeps no daemon from ending.
+    /// Returns true if the disks are closed and no change is in progress, or the wait was given up.
+    /// The addition of a unit does not keep a daemon from ending.
     pub(super) fn has_ended(&self, daemon_ends: bool) -> bool {
         let is_over = |changing: &Changing| daemon_ends && changing.adds();
         let is_closed = self.closed.check().is_ready() && self.changing.iter().all(is_over);
         self.was_given_up || is_closed
     }
 
-    /// What is waited for.
+    /// The reason of the wait.
     pub(super) fn what_is_left(&self) -> String {
         self.changing.first().map_or(NOT_CLOSED.to_owned(), Changing::to_string)
     }
 
-    /// Nobody is to wait for a close that hangs. All requests are answered, and the disk is closed
-    /// when it can be. A change of its file is waited for even so.
+    /// Limits the wait for a close that hangs. All requests are answered, and the disk is closed
+    /// when that is possible. A change of a local file is still waited for.
     pub(super) fn force(&mut self) {
         self.give_up_at = Some(self.since + FORCED_CLOSE_MAX);
     }
 
-    /// When it is given up, unless it is closed by then.
+    /// The time at which the wait is given up.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.give_up_at.filter(|_| !self.changing.iter().any(Changing::changes_file))
     }
 
-    /// Gives it up if that is due.
+    /// Gives up the wait if that is due.
     pub(super) fn look(&mut self, now: Instant) {
         let is_due = self.deadline().is_some_and(|when| now >= when);
         if is_due && !self.has_ended(false) {
@@ -118,7 +119,7 @@ impl Closing {
         }
     }
 
-    /// Answers all who wait for the end. False when nobody does.
+    /// Answers the requests that wait for the end. Returns false if there are none.
     pub(super) fn answer(&mut self) -> bool {
         let waits_for = self.was_given_up.then(|| self.what_is_left());
         let status = ExportStatus { waits_for, ..self.status.clone() };
@@ -137,12 +138,12 @@ pub(super) fn refuse(setup: ExportSetup) {
     close((disks, device), answer);
 }
 
-/// Closes the disks of an export on a thread of its own, which no other export can make wait.
+/// Closes the disks of an export on a thread, so that a hang delays no other export.
 fn close(disks: (Vec<DiskSource>, Device), closed: Answer<()>) {
     let close = move || {
         drop(disks);
         closed.send(());
     };
-    // Where there can be no thread, that which could not start closes it: this one.
+    // If no thread can be started, dropping the closure closes the disks here.
     let _ = std::thread::Builder::new().name("ringhaul-close".into()).spawn(close);
 }

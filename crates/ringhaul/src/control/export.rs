@@ -1,5 +1,5 @@
-//! One export, as the control thread sees it: where its front-ends come from, and the session of
-//! the current one.
+//! One export on the control thread: the endpoint of its front-ends, and the session of the current
+//! one.
 
 mod changes;
 mod describe;
@@ -31,13 +31,13 @@ use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
 use memory_watch::MemoryWatch;
 
-/// How long an export waits for free descriptors before it accepts a front-end again.
+/// The pause before an export accepts a front-end again after descriptors ran out.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
-/// The most descriptors that a message brings that are kept: one for each region of memory.
+/// The most descriptors of one message that are kept: one for each region of memory.
 const MESSAGE_FDS_MAX: usize = 8;
 
-/// What a descriptor in a call of `poll` belongs to.
+/// The owner of a descriptor in a call of `poll`.
 #[derive(Clone, Copy)]
 pub(super) enum Polled {
     Alarm,
@@ -45,9 +45,9 @@ pub(super) enum Polled {
     Session(usize),
 }
 
-/// One device and its front-ends, one after the other.
+/// One device and its front-ends, which come one at a time.
 pub(super) struct Export {
-    /// No other export of the daemon has or had it.
+    /// The number of the export, never reused by the daemon.
     pub(super) id: u64,
     pub(super) spec: ExportSpec,
     pub(super) disks: Vec<DiskSource>,
@@ -56,27 +56,28 @@ pub(super) struct Export {
     pub(super) setup: SessionSetup,
     limits: MemoryLimits,
     groups: Arc<LimitGroups>,
-    /// None: no more front-ends are accepted.
+    /// `None` if further front-ends are refused.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
-    /// Since when it has been connected.
+    /// The start of the current session.
     pub(super) connected: Instant,
-    /// How many there were.
+    /// The number of sessions so far.
     pub(super) sessions: u64,
-    /// No queue starts and no front-end is taken: another process may go on with the export.
+    /// True during a hand-over: no queue starts and no front-end is accepted, because another
+    /// process may continue the export.
     pub(super) is_held: bool,
-    /// Nobody is to wait for a disk that does not close.
+    /// True if its removal must not wait for a disk that does not close.
     is_forced: bool,
-    /// Who waits for it to end.
+    /// Requests that wait for its end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
-    /// The log has a line on the connection, so it gets one on the disconnection.
+    /// True if the connection was logged, so that the disconnection is logged too.
     pub(super) is_shown: bool,
-    /// For lines on front-ends that wait for others.
+    /// The rate limit of log lines about waiting front-ends.
     waiting: LogLimit,
-    /// The log says that another front-end waits for the current one to leave.
+    /// True if a waiting front-end was logged during the current session.
     waiting_is_told: bool,
     memory_watch: MemoryWatch,
-    /// Descriptors have run out, and no front-end is accepted before this.
+    /// The end of the pause after descriptors ran out.
     paused_until: Option<Instant>,
     pub(super) listener_is_ready: bool,
     pub(super) session_is_ready: bool,
@@ -97,7 +98,7 @@ impl Export {
             setup,
             limits,
             groups,
-            // A connection that was inherited is there from the start.
+            // An inherited connection is ready from the start.
             listener_is_ready: matches!(endpoint, Some(Endpoint::Connection(_))),
             endpoint,
             session: None,
@@ -115,14 +116,14 @@ impl Export {
         }
     }
 
-    /// What it is to be, with what holds for groups.
+    /// The requested export, with the present limits of groups.
     pub(super) fn spec_now(&self) -> ExportSpec {
         let mut spec = self.spec.clone();
         spec.fill_limits(&self.groups);
         spec
     }
 
-    /// What the log calls it.
+    /// The export's name in the log.
     pub(super) fn name(&self) -> &str {
         self.log.name()
     }
@@ -139,7 +140,7 @@ impl Export {
 
     pub(super) fn status(&self) -> ExportStatus {
         let state = self.state();
-        // Null disks may be as large as they like.
+        // The sum may overflow, because null disks have any size.
         let sizes = self.disks.iter().map(|disk| disk.info().size_bytes);
         ExportStatus {
             spec: self.spec_now().named(),
@@ -155,7 +156,7 @@ impl Export {
         }
     }
 
-    /// That of the disk that is doing worst.
+    /// The worst state of its disks.
     pub(super) fn disk_state(&self) -> DiskState {
         let states = self.disks.iter().map(|disk| DiskState::from(disk.state()));
         states.max().unwrap_or(DiskState::Ready)
@@ -165,29 +166,30 @@ impl Export {
         Served::from(&self.setup.device.totals())
     }
 
-    /// How many descriptors its front-ends have brought that are open.
+    /// The number of open descriptors that its front-ends have brought.
     pub(super) fn descriptors(&self) -> usize {
         let of_rings = self.session.as_ref().map_or(0, Session::descriptors);
         of_rings + self.setup.examiner.open()
     }
 
-    /// Never below what its front-end has and one message may add: it had room for that.
+    /// Sets the limit on open descriptors. The limit always leaves room for the present ones and
+    /// one more message.
     pub(super) fn set_descriptors_max(&self, share: usize) {
         self.setup.examiner.set_open_max(share.max(self.descriptors() + MESSAGE_FDS_MAX));
     }
 
     pub(super) fn begin_stop(&mut self) {
         if self.has_ended() {
-            // Its totals are told.
+            // Its totals are logged already.
             return;
         }
         if let Some(Endpoint::Connection(_)) = self.endpoint {
-            // It sees its end as one that is served does.
+            // The inherited front-end sees the end like one that is served.
             self.take_front_end(Instant::now());
         }
-        // A front-end that waits, or comes now, sees the end at once. This removes the socket.
+        // Removes the socket. A front-end that waits, or connects now, sees the end at once.
         self.endpoint = None;
-        // Units that are not there yet are nobody's.
+        // Units that are still being opened are cancelled.
         self.changing.iter().for_each(Changing::give_up_adding);
         if let Some(session) = &mut self.session {
             session.begin_end();
@@ -197,21 +199,21 @@ impl Export {
         }
     }
 
-    /// Has the front-end of an export that is stopping see the end at once, whatever of its
-    /// requests is not answered. Those that wait for the other end of a disk fail.
+    /// Disconnects the front-end of a stopping export at once, even with unanswered requests.
+    /// Requests that wait for the server of a disk fail.
     pub(super) fn cut_off(&mut self) {
         self.is_forced = true;
         self.disks.iter().for_each(DiskSource::give_up);
         self.session.iter().for_each(Session::cut_off);
     }
 
-    /// Removes the socket and gives up the session.
+    /// Removes the socket and abandons the session.
     pub(super) fn leave(&mut self) {
         self.endpoint = None;
         tracing::info!(export = self.log.name(), "{}", self.served());
-        // Its queues run. The front-end must not see the end before its requests do, because then
-        // it reads from the rings where to continue: the end of the process closes the connection,
-        // when the kernel has finished with them.
+        // The queues still run. The front-end must not see the end before its requests are
+        // finished, because it then reads from the rings where to continue. The end of the process
+        // closes the connection after the kernel has finished them.
         std::mem::forget(self.session.take());
     }
 
@@ -219,7 +221,7 @@ impl Export {
         self.endpoint.is_none() && self.session.is_none()
     }
 
-    /// Begins to close the disk of an export that has ended.
+    /// Begins to close the disks of an export that has ended.
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
         self.changing.iter().for_each(Changing::give_up_adding);
@@ -232,7 +234,7 @@ impl Export {
         closing
     }
 
-    /// The answer that a session waits for may have come.
+    /// Marks a session that waits for an answer: it may have come.
     pub(super) fn woken(&mut self) {
         let waits =
             |session: &Session| session.interest().is_none_or(|interest| interest.is_empty());
@@ -281,7 +283,7 @@ impl Export {
             self.paused_until = None;
         }
         self.session_is_ready = false;
-        // First, because it may end: then nobody waits.
+        // The session comes first: if it ends, a front-end that waits can be taken.
         let is_at_rest = self.progress(now);
         self.look_for_memory(now);
         if let Some(message) = self.limits.look() {
@@ -297,7 +299,7 @@ impl Export {
         }
     }
 
-    /// Drives the session. False when it has more to do at once.
+    /// Drives the session. Returns false if it has more work at once.
     fn progress(&mut self, now: Instant) -> bool {
         let Some(session) = &mut self.session else { return true };
         match session.progress(now) {
@@ -323,7 +325,7 @@ impl Export {
         false
     }
 
-    /// Writes to the log that a queue waits for memory.
+    /// Logs that a queue waits for memory.
     fn look_for_memory(&mut self, now: Instant) {
         let queue = self.session.as_ref().and_then(Session::ring_without_memory);
         let Some(message) = self.memory_watch.look(queue, now) else { return };
@@ -333,7 +335,7 @@ impl Export {
         });
     }
 
-    /// Writes a line that a front-end can cause, if there may be one now.
+    /// Writes a log line that a front-end can cause, as far as the rate limit permits.
     fn limited(&self, write: impl FnOnce(&Self, u64)) {
         if let Some(left_out) = self.log.faults().permit() {
             write(self, left_out);
@@ -375,7 +377,7 @@ impl Export {
         if may_be_silent {
             session = session.with_patience();
         }
-        // A front-end that keeps connecting and leaving is logged as seldom as errors are.
+        // A front-end that connects and leaves repeatedly is logged as rarely as errors are.
         let shown = self.log.sessions().permit();
         if let Some(left_out) = shown {
             tracing::info!(export = self.log.name(), left_out, "a front-end has connected");
@@ -387,7 +389,7 @@ impl Export {
     }
 
     fn accept_failed(&mut self, error: &io::Error, now: Instant) {
-        // It has gone, or another process has taken it.
+        // The front-end has gone, or another process has accepted it.
         let passes = [io::ErrorKind::WouldBlock, io::ErrorKind::ConnectionAborted];
         if passes.contains(&error.kind()) || error.kind() == io::ErrorKind::Interrupted {
             return;
@@ -433,7 +435,7 @@ impl Export {
         let (total, left_out) = self.log.totals();
         if total > 0 {
             let export = self.log.name();
-            // Whoever has caused them, be it a guest, a front-end or a disk.
+            // Errors of any cause: guest, front-end or disk.
             tracing::info!(export, left_out, "requests, queues or front-ends had {total} errors");
         }
     }
@@ -465,7 +467,7 @@ impl Export {
     }
 }
 
-/// Why a front-end has gone, if it did not just leave.
+/// The reason that a front-end has gone, unless it just left.
 fn reason_of(end: &End) -> Option<String> {
     match end {
         End::Asked => Some("the export ends".to_owned()),
@@ -530,7 +532,7 @@ mod tests {
         }
     }
 
-    /// A removal gives up a unit whose disk is being opened, and none that is about to be there.
+    /// A removal cancels a unit whose disk is being opened, but not one that is about to be added.
     #[test]
     fn a_unit_that_is_being_added_is_given_up_until_its_disk_is_open() {
         let folder = tempfile::tempdir().unwrap();
@@ -560,7 +562,7 @@ mod tests {
         assert!(!adding.wanted.is_wanted(), "its export ends");
     }
 
-    /// Runs it for as long as its descriptors are ready.
+    /// Runs the export for as long as its descriptors are ready.
     fn run(export: &mut Export) {
         loop {
             let now = Instant::now();
@@ -635,7 +637,7 @@ mod tests {
         assert_eq!(export.setup.examiner.open_max(), 32);
     }
 
-    /// Without descriptors it would be asked again and again.
+    /// Without a pause, a lack of descriptors would wake the thread again and again.
     #[test]
     fn an_export_pauses_when_no_front_end_can_be_accepted() {
         let folder = tempfile::tempdir().unwrap();
@@ -668,7 +670,7 @@ mod tests {
     fn a_connection_that_was_not_taken_is_shut_down() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
-        // The parent of the daemon has it too.
+        // The daemon's parent has the connection too.
         let _also_ours = ours.try_clone().unwrap();
         let mut export = Scene::new(Endpoint::Connection(ours)).export();
         export.begin_stop();

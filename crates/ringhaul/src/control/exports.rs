@@ -27,43 +27,43 @@ use crate::spec::UnitPlace;
 use crate::status::ExportDetails;
 use crate::subscribers::What;
 
-/// How often the log says what keeps exports from ending.
+/// The interval of log lines about exports that have not ended.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How long a disk takes to close that does not hang.
+/// The time that a disk takes to close unless it hangs.
 const CLOSE_MAX: Duration = Duration::from_millis(100);
 
-/// What the control thread has.
+/// The state of the control thread.
 pub(super) struct Exports {
     /// In the order in which they were added.
     list: Vec<Export>,
     next_id: u64,
-    /// Those that have ended and whose disks are being closed. Their names are taken.
+    /// Ended exports with disks that are being closed. Their names are still taken.
     closing: Vec<Closing>,
     opening: Vec<Opening>,
-    /// The daemon ends because none can be served.
+    /// True if the daemon ends because no export can be served.
     is_given_up: bool,
     orders: mpsc::Receiver<Order>,
-    /// Changes whenever the exports do.
+    /// Incremented by each change of the exports.
     generation: u64,
     hand_over: Option<HandOver>,
-    /// They wait for the end of the hand-over.
+    /// Orders that wait for the end of the hand-over.
     waiting: VecDeque<Order>,
     alarm: Arc<Alarm>,
     /// Rings the alarm.
     waker: Waker,
-    /// Since when all of them have been stopping.
+    /// The time at which all exports were told to stop.
     stopping: Option<Instant>,
     reported: Option<Instant>,
     poll_errors: LogLimit,
 }
 
-/// Whether the control thread has anything left to do.
+/// The next step of the control thread after an order.
 enum Then {
     GoOn,
-    /// To leave what has not ended, and answer whether there was anything.
+    /// Abandons unfinished exports. The answer is true if there were any.
     Leave(Answer<bool>),
-    /// Nothing is left, or another process has all of it.
+    /// Ends the thread: nothing is left, or another process has all exports.
     End,
 }
 
@@ -109,7 +109,7 @@ impl Exports {
         }
     }
 
-    /// The next order that can be carried out now.
+    /// Returns the next order that need not wait for a hand-over.
     fn next_order(&mut self) -> Option<Order> {
         let holds = |order: &Order| self.hand_over.as_ref().is_some_and(|it| it.holds(order));
         if self.waiting.front().is_some_and(|order| !holds(order)) {
@@ -180,8 +180,8 @@ impl Exports {
         Then::GoOn
     }
 
-    /// Begins to give a disk another size, which is nobody else's to change then, whichever export
-    /// they name.
+    /// Begins to change the size of a disk. Until the end no other command may do so, through any
+    /// export.
     fn begin_resize(
         &mut self,
         name: &str,
@@ -199,7 +199,7 @@ impl Exports {
         }
     }
 
-    /// What is being changed of an export, which may have ended otherwise.
+    /// The changes in progress of an export that is served or has ended.
     fn changing(&mut self, id: u64) -> Option<&mut Vec<Changing>> {
         let served = self.list.iter_mut().find(|export| export.id == id);
         let mut closing = self.closing.iter_mut();
@@ -207,8 +207,8 @@ impl Exports {
         served.or_else(|| Some(&mut closing.find(|closing| closing.id == id)?.changing))
     }
 
-    /// Notes what was done at a place of an export. Returns the disk of a unit for which there is
-    /// no export any more.
+    /// Applies the result of a change at a place of an export. Returns the disk of a unit if its
+    /// export has ended.
     fn changed(
         &mut self,
         id: u64,
@@ -225,7 +225,7 @@ impl Exports {
         }
     }
 
-    /// Tells others that have the disk at a place of an export that it has another size.
+    /// Reports the new size of the disk at a place to all other places with the same disk.
     fn report_size_to_others(&mut self, id: u64, place: Option<UnitPlace>) {
         let changing = self.changing(id).into_iter().flatten();
         let identity = changing.filter(|it| it.place == place).find_map(|it| match &it.kind {
@@ -291,7 +291,7 @@ impl Exports {
         }
     }
 
-    /// Gives each export its part of the descriptors that this process may have open.
+    /// Gives each export its share of the descriptors that this process may have open.
     fn share_descriptors(&self) {
         let of_front_ends = self.list.iter().map(Export::descriptors).sum();
         let share = descriptor_limit::share(self.list.len(), of_front_ends);
@@ -315,7 +315,7 @@ impl Exports {
         self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
     }
 
-    /// One that is not served has nothing but its status.
+    /// Describes an export in detail. If it is not served, only its status is known.
     fn details(&mut self, name: &str, now: Instant) -> Answered<ExportDetails> {
         if let Ok(export) = self.find(name) {
             return Ok(export.details(now));
@@ -327,8 +327,8 @@ impl Exports {
         Ok(ExportDetails { status, front_end: None, disks, missing_units })
     }
 
-    /// Has the disks of exports that have ended closed, and forgets those whose disks are. True
-    /// when none is left, and nobody has removed the last, who may add others.
+    /// Begins to close the disks of ended exports, and forgets exports with closed disks. Returns
+    /// true if none is left, unless a removal has ended the last one: more may be added then.
     fn forget_ended(&mut self, now: Instant) -> bool {
         if self.list.iter().any(Export::has_ended) {
             self.generation += 1;
@@ -354,7 +354,7 @@ impl Exports {
         is_empty && (is_stopping || ended > removed)
     }
 
-    /// Sleeps until something happens, and notes for whom.
+    /// Sleeps until an event or a deadline, and marks the exports with events.
     fn wait(&mut self, now: Instant) {
         let closing = self.closing.iter().filter_map(Closing::deadline);
         let deadlines = self.list.iter().filter_map(Export::deadline).chain(closing);
@@ -400,7 +400,7 @@ impl Exports {
         }
     }
 
-    /// Logs every few seconds what keeps exports from ending.
+    /// Logs every few seconds the exports that have not ended, with the reasons.
     fn report(&mut self, now: Instant) {
         let (Some(since), Some(reported)) = (self.stopping, self.reported) else { return };
         if now < reported + REPORT_INTERVAL {
@@ -416,7 +416,7 @@ impl Exports {
         }
     }
 
-    /// The exports that have not ended, as the log calls them, and why.
+    /// The exports that have not ended, by their names in the log, with the reasons.
     fn unfinished(&self, now: Instant) -> impl Iterator<Item = (&str, String)> {
         let serving = self.list.iter().filter(|export| !export.has_ended());
         let is_stopping = self.stopping.is_some();
@@ -429,7 +429,7 @@ impl Exports {
         serving.chain(closing)
     }
 
-    /// The exports that are still being opened, which keeps nobody from ending.
+    /// The exports that are still being opened. They do not keep the daemon from ending.
     fn unopened(&self, now: Instant) -> impl Iterator<Item = (String, String)> {
         self.opening.iter().map(move |opening| {
             let seconds = now.saturating_duration_since(opening.since).as_secs();
@@ -437,15 +437,15 @@ impl Exports {
         })
     }
 
-    /// Logs which exports were never served.
+    /// Logs the exports that were never served.
     fn tell_unopened(&self, now: Instant) {
         for (export, why) in self.unopened(now) {
             tracing::warn!(export, "ended before it was served: {why}");
         }
     }
 
-    /// Whether all exports have ended that nothing keeps from it: both signals may have come at
-    /// once, or the second one between the last request and the close.
+    /// Returns true if all exports end within [`CLOSE_MAX`]: both signals may have come at once, or
+    /// the second one between the last request and the close of a disk.
     fn have_ended(&mut self) -> bool {
         let until = Instant::now() + CLOSE_MAX;
         loop {
@@ -463,7 +463,7 @@ impl Exports {
         }
     }
 
-    /// Gives up what has not ended, and logs what that is. False: all have ended.
+    /// Abandons the exports that have not ended, and logs them. Returns false if all have ended.
     fn leave(&mut self) -> bool {
         if self.have_ended() {
             return false;
@@ -477,7 +477,7 @@ impl Exports {
         });
         tracing::error!("ended without waiting any longer{asked}; unfinished: {}", left.join(", "));
         self.list.iter_mut().for_each(Export::leave);
-        // The end of the process closes their disks, whatever that waits for.
+        // The end of the process closes their disks, however long that takes.
         std::mem::forget(std::mem::take(&mut self.list));
         true
     }

@@ -1,4 +1,4 @@
-//! Exports that another process takes over, or that this one does: how they pause and go on.
+//! The pause and the resumption of exports in a hand-over between processes.
 
 use std::fs::File;
 use std::io;
@@ -17,25 +17,25 @@ use crate::export::Endpoint;
 use crate::handed_fds::HandedFds;
 use crate::vhost_user::Session;
 
-/// How long queues may take to stop. Guests of all exports wait, those whose disks are quick too.
+/// The time that queues may take to stop. Guests of all exports wait, even with fast disks.
 const STOP_MAX: Duration = Duration::from_secs(2);
 
-/// Where a hand-over is at.
+/// The phase of a hand-over.
 pub(super) enum HandOver {
     /// Queues stop.
     Pausing { since: Instant, answer: Answer<Answered<Paused>> },
-    /// They have stopped, and the other process has not said that it takes over.
+    /// Queues have stopped, and the new process has not yet confirmed the takeover.
     Paused,
-    /// Only the other process may serve, unless this one hears otherwise: it has told the other one
-    /// so, or takes over and is yet to be told.
+    /// Only the new process may serve, unless an order resumes the exports here. The old process
+    /// has committed, or the new one waits for that.
     Theirs,
-    /// Queues start, here.
+    /// Queues start in this process.
     Resuming(Answer<()>),
 }
 
 impl HandOver {
-    /// Whether this order has to wait for the end of the hand-over. What ends exports ends the
-    /// hand-over first, for as long as they are this process's to end.
+    /// Returns true if this order has to wait for the end of the hand-over. Orders that end exports
+    /// cancel the hand-over first, as long as the exports are this process's to end.
     pub(super) fn holds(&self, order: &Order) -> bool {
         match (self, order) {
             (_, Order::HandOver(_)) => false,
@@ -46,7 +46,7 @@ impl HandOver {
         }
     }
 
-    /// When it is given up.
+    /// The time at which the hand-over is cancelled.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Pausing { since, .. } => Some(*since + STOP_MAX),
@@ -60,7 +60,7 @@ impl Export {
     ///
     /// # Errors
     ///
-    /// When it is not one that can be handed over now.
+    /// When it cannot be handed over now.
     pub(super) fn describe(&self, fds: &mut HandedFds) -> Answered<HandedExport> {
         let name = self.spec.name();
         let state = self.state();
@@ -93,10 +93,10 @@ impl Export {
         })
     }
 
-    /// Refuses to stop queues that would not.
+    /// Refuses a hand-over if queues would not stop.
     pub(super) fn check_disks(&self) -> Answered<()> {
         let name = self.spec.name();
-        // One that may have lost data may be in any of these states, too.
+        // A disk that may have lost data may also be in one of these states.
         let text = if self.disks.iter().any(|disk| disk.late_since().is_some()) {
             format!(
                 "the disk of {name} does not answer: its queues would not stop; try again when it \
@@ -116,12 +116,13 @@ impl Export {
         Err(CommandError::NotNow(anyhow::anyhow!(text)))
     }
 
-    /// Whether requests that wait hold up no queue that stops.
+    /// Returns true if waiting requests do not delay a queue that stops.
     fn leaves_waiting(&self) -> bool {
         self.session.as_ref().is_none_or(Session::leaves_waiting)
     }
 
-    /// Refuses to hand over disks that may still change by what the next process cannot know.
+    /// Refuses to hand over disks that a server may still change, because the next process cannot
+    /// know of the change.
     pub(super) fn check_changes(&self) -> Answered<()> {
         if !self.disks.iter().any(DiskSource::may_still_change) {
             return Ok(());
@@ -134,19 +135,20 @@ impl Export {
         )))
     }
 
-    /// Has its queues stop between two messages. It takes no front-end meanwhile.
+    /// Begins to stop its queues between two messages. Until the export resumes, no front-end is
+    /// accepted.
     pub(super) fn begin_pause(&mut self) {
         self.is_held = true;
         self.session.iter_mut().for_each(Session::begin_pause);
         self.session_is_ready = self.session.is_some();
     }
 
-    /// Whether nothing happens until it goes on.
+    /// Returns true if the export is at rest until it resumes.
     pub(super) fn has_paused(&self) -> bool {
         self.is_held && self.session.as_ref().is_none_or(Session::is_paused)
     }
 
-    /// Has it go on.
+    /// Begins to resume.
     pub(super) fn begin_resume(&mut self) {
         self.is_held = false;
         self.endpoint.iter_mut().for_each(Endpoint::keep);
@@ -154,12 +156,12 @@ impl Export {
         self.session_is_ready = self.session.is_some();
     }
 
-    /// Whether it has gone on.
+    /// Returns true if the export has resumed.
     pub(super) fn has_resumed(&self) -> bool {
         self.session.as_ref().is_none_or(Session::has_resumed)
     }
 
-    /// How far it has come, while it is paused.
+    /// Describes its progress, while it is paused.
     ///
     /// # Errors
     ///
@@ -188,11 +190,11 @@ impl Export {
         })
     }
 
-    /// An export that is paused in another process, and here.
+    /// Takes over an export that is paused in another process. It stays paused.
     ///
     /// # Errors
     ///
-    /// When this process cannot go on with it.
+    /// When this process cannot continue it.
     pub(super) fn take_over(
         (setup, progress): (ExportSetup, ExportProgress),
         id: u64,

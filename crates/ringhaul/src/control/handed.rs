@@ -1,5 +1,5 @@
-//! What a process needs to go on with the exports of another: first what each is, while it is
-//! served, then how far it has come, when its queues do not run.
+//! The state with which a process takes over exports: first the description of each, while the old
+//! process serves it, then its progress, when its queues do not run.
 
 use std::time::{Duration, Instant};
 
@@ -12,14 +12,14 @@ use crate::handed_fds::{HandedFds, Place};
 use crate::spec::ExportSpec;
 use crate::vhost_user::SessionState;
 
-/// An export, as far as it can be opened while it is still served.
+/// An export, as far as it can be opened while the old process serves it.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct HandedExport {
     pub(crate) spec: ExportSpec,
     /// In the order of [`ExportSpec::disks`].
     pub(crate) disks: Vec<HandedDisk>,
-    /// None: its one connection has come.
+    /// `None`: its one connection has come.
     pub(crate) endpoint: Option<EndpointState>,
 }
 
@@ -27,54 +27,54 @@ pub(crate) struct HandedExport {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct HandedDisk {
-    /// None: a null disk.
+    /// `None`: the disk has no open file to be handed over, such as a null disk.
     pub(crate) file: Option<Place>,
     pub(crate) size_bytes: u64,
     /// The name of its engine.
     pub(crate) engine: Option<String>,
 }
 
-/// An export whose disks are being opened.
+/// An export with disks that are being opened.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct HandedOpening {
     pub(crate) spec: ExportSpec,
-    /// None: a socket is to be made.
+    /// `None`: the socket is to be made.
     pub(crate) endpoint: Option<EndpointState>,
 }
 
-/// How far an export has come.
+/// The progress of an export.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct ExportProgress {
     pub(super) session: Option<SessionState>,
-    /// How long the front-end has been connected.
+    /// The time since the front-end connected.
     pub(super) connected: Duration,
-    /// How many front-ends there were.
+    /// The number of sessions so far.
     pub(super) sessions: u64,
     /// For each disk the errno of the loss of data, if there was one.
     pub(super) losses: Vec<Option<i32>>,
-    /// For each disk whether all that was answered is known to be flushed.
+    /// For each disk, true if all answered writes are known to be flushed.
     pub(super) flushed: Vec<bool>,
     /// The debts of the limits of each disk, in nanoseconds. Empty: no disk has limits.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) debts: Vec<Vec<u64>>,
     pub(super) device: DeviceState,
-    /// The files with reservations that belong to it.
+    /// The device's files with reservations.
     pub(super) reservations: Vec<Option<Place>>,
 }
 
 impl ExportProgress {
-    /// For a process that does not understand them.
+    /// Drops the debts, for a process that does not understand them.
     pub(crate) fn forget_debts(&mut self) {
         self.debts.clear();
     }
 }
 
-/// The exports that there are, as long as `generation` is theirs.
+/// The present exports. They are current as long as the generation is `generation`.
 pub(crate) struct Described {
     pub(crate) exports: Vec<HandedExport>,
-    /// Those that another process opens too, and when they were asked for.
+    /// Exports that another process opens too, with the times of their requests.
     pub(crate) opening: Vec<(ExportSpec, Instant)>,
     pub(crate) fds: HandedFds,
     pub(crate) generation: u64,
@@ -86,6 +86,6 @@ pub(crate) struct Paused {
     pub(crate) fds: HandedFds,
     /// Disks that are to be [written back](DiskSource::write_back).
     pub(crate) disks: Vec<DiskSource>,
-    /// When the first queue was told to stop.
+    /// The time at which the first queue was told to stop.
     pub(crate) since: Instant,
 }

@@ -8,20 +8,19 @@ use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::spec::ExportSpec;
 use crate::wanted::Wanted;
 
-/// What the end of an export waits for that is being opened.
+/// The wait of an export that is removed while its disk is being opened.
 const NOT_OPEN: &str = "its disk is being opened";
 
 /// An export that is being opened. Its name is taken.
 pub(super) struct Opening {
     pub(super) spec: ExportSpec,
     pub(super) since: Instant,
-    /// A process that takes over opens it too. Otherwise whoever has asked for it hears that it was
-    /// not served.
+    /// True if a process that takes over opens the export too. Otherwise the request for it fails.
     pub(super) goes_along: bool,
-    /// It is about to be served.
+    /// True if the export is about to be served.
     pub(super) is_claimed: bool,
     wanted: Wanted,
-    /// Who waits for its end.
+    /// Requests that wait for its end.
     removed: Vec<Answer<Result<ExportStatus, CommandError>>>,
 }
 
@@ -45,19 +44,19 @@ impl Opening {
         self.wanted.is_wanted()
     }
 
-    /// Has whoever opens it give it up.
+    /// Cancels the opening.
     pub(super) fn give_up(&self) {
         self.wanted.give_up();
     }
 
-    /// As [`give_up`](Self::give_up), and answers when that is done, or, where it is too late for
-    /// that, when the export has ended.
+    /// Cancels the opening. Answers when it has ended or, if it is too late for that, when the
+    /// export has ended.
     pub(super) fn remove(&mut self, answer: Answer<Result<ExportStatus, CommandError>>) {
         self.give_up();
         self.removed.push(answer);
     }
 
-    /// It is about to be served, unless it is not wanted any more.
+    /// Marks the export as about to be served, unless the opening was cancelled.
     pub(super) fn claim(&mut self) -> Result<(), CommandError> {
         if !self.is_wanted() {
             return Err(CommandError::Unwanted(self.spec.name()));
@@ -75,13 +74,13 @@ impl Opening {
         ExportStatus { state: ExportState::Stopping, waits_for, ..status }
     }
 
-    /// It is not opened any more: those who wait for its end hear that.
+    /// Answers the requests that wait for the end of the export: it is no longer being opened.
     pub(super) fn released(self) {
         let ended = ExportStatus { waits_for: None, ..self.status() };
         self.removed.into_iter().for_each(|answer| answer.send(Ok(ended.clone())));
     }
 
-    /// Those who wait for the end of an export that is served after all.
+    /// Returns the requests that wait for the end of an export that is served after all.
     pub(super) fn into_removed(self) -> Vec<Answer<Result<ExportStatus, CommandError>>> {
         self.removed
     }

@@ -1,4 +1,4 @@
-//! What the control thread is asked to do.
+//! Orders to the control thread.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -23,9 +23,9 @@ use crate::stats::ExportStats;
 use crate::status::ExportDetails;
 use crate::wanted::Wanted;
 
-/// One device and where its front-ends come from.
+/// One device and the source of its front-ends.
 pub struct ExportSetup {
-    /// What it was asked to be. Its name must be nobody else's.
+    /// The requested export. Its name must be unique.
     pub spec: ExportSpec,
     /// Its place in the log.
     pub log: Arc<ExportLog>,
@@ -33,17 +33,17 @@ pub struct ExportSetup {
     pub disks: Vec<DiskSource>,
     /// The device.
     pub device: Device,
-    /// Where front-ends come from. None: the only one is there.
+    /// The source of front-ends. `None`: the only one has connected.
     pub endpoint: Option<Endpoint>,
     /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
     pub threads: Vec<Remote>,
-    /// What front-ends may have mapped.
+    /// The limits on memory that front-ends share.
     pub limits: MemoryLimits,
     /// The groups that its disks may be in.
     pub groups: Arc<LimitGroups>,
 }
 
-/// How a logical unit is to change.
+/// The change of a logical unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum UnitChange {
     Add,
@@ -52,16 +52,16 @@ pub(crate) enum UnitChange {
 
 /// A logical unit that is changing.
 pub(crate) struct ChangingUnit {
-    /// Of the export: its name may be another's by the end.
+    /// The number of the export, because its name may be reused before the end.
     pub(crate) id: u64,
-    /// However it was called.
+    /// The name of the export, even if the request has called it by its socket.
     pub(crate) name: String,
-    /// What the log calls it.
+    /// The name of the export in the log.
     pub(crate) log_name: String,
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
     pub(crate) endpoint: EndpointSpec,
-    /// Whether a unit that is being added is wanted any more.
+    /// The cancellation token of a unit that is being added.
     pub(crate) wanted: Wanted,
     /// The disk of a unit that is being removed, which is no longer listed.
     pub(crate) removed: Option<DiskSource>,
@@ -69,39 +69,39 @@ pub(crate) struct ChangingUnit {
 
 /// A disk whose size is changing.
 pub(crate) struct ResizingDisk {
-    /// Of the export: its name may be another's by the end.
+    /// The number of the export, because its name may be reused before the end.
     pub(crate) id: u64,
-    /// What the log calls the export.
+    /// The name of the export in the log.
     pub(crate) log_name: String,
     pub(crate) device: Device,
     pub(crate) disk: DiskSource,
 }
 
-/// A disk of an export, whose state may change, and whose size from outside.
+/// A disk of an export that is watched for its state and for a change of its size from outside.
 pub(crate) struct WatchedDisk {
     pub(crate) export: String,
-    /// `None`: that of a virtio-blk device.
+    /// The unit. `None`: the disk of a virtio-blk device.
     pub(crate) place: Option<UnitPlace>,
     /// `None`: its size changes by commands only.
     pub(crate) outside: Option<Arc<Outside>>,
-    /// What its drivers know.
+    /// The size that drivers know.
     pub(crate) size_bytes: u64,
     pub(crate) state: DiskState,
-    /// Why requests wait that it has failed, whatever its state is besides.
+    /// The reason that failed requests wait, in any state.
     pub(crate) waiting: Option<DiskState>,
     /// The errno of the loss of data, if there was one.
     pub(crate) loss: Option<i32>,
-    /// How many requests have waited because it had failed them.
+    /// The number of requests that have waited because the disk had failed them.
     pub(crate) waited: u64,
-    /// The errno of the last of those.
+    /// The errno of the last such request.
     pub(crate) trouble: Option<i32>,
 }
 
-/// What a change has come to.
+/// The result of a change.
 pub(super) enum Changed {
-    /// There is one more unit, which was asked for at this time.
+    /// A unit was added, which was requested at this time.
     Unit(Box<UnitSpec>, DiskSource, Instant),
-    /// There is one unit less.
+    /// A unit was removed.
     Removed,
     /// The disk has another size.
     Size,
@@ -109,53 +109,52 @@ pub(super) enum Changed {
 
 pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 
-/// What the control thread is asked to do.
+/// An order to the control thread.
 pub(super) enum Order {
-    /// To keep the names of exports while these are opened, by a process that takes over too if
-    /// this is so.
+    /// Reserves the names of exports while these are opened. If true, a process that takes over
+    /// opens them too.
     Reserve(Vec<ExportSpec>, bool, Answer<Answered<Vec<Wanted>>>),
-    /// To serve the one of this name soon, if it is still wanted. No other process takes over
-    /// before.
+    /// Announces that the export with this name is about to be served, if it is still wanted. No
+    /// other process takes over before.
     Claim(String, Answer<Answered<()>>),
-    /// To forget them: they will not be served.
+    /// Releases names: the exports will not be served.
     Release(Vec<String>),
-    /// To add no more exports if there are none but these, which are being opened.
+    /// Refuses further exports if there are none but these, which are being opened.
     GiveUpStart(Vec<String>, Answer<bool>),
     Serve(Vec<ExportSetup>, Answer<Answered<()>>),
-    /// To end an export, and answer when it has ended; to disconnect its front-end at once if this
-    /// is so.
+    /// Ends an export, and answers when it has ended. If true, disconnects its front-end at once.
     Remove(String, bool, Answer<Answered<ExportStatus>>),
     Show(Answer<Vec<ExportStatus>>),
     Details(String, Answer<Answered<ExportDetails>>),
     Stats(Answer<Vec<ExportStats>>),
-    /// To begin to change a unit of an export. Nobody else does with its place until that ends.
+    /// Begins to change a unit of an export. No other change of this place begins until the end of
+    /// this one.
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
-    /// Whether other processes take over before what was begun at the place of this export has
-    /// ended: none does if this is so. False: the export has ended, or nobody wants any more what
-    /// was begun.
+    /// Blocks (true) or allows hand-overs during the change at this place of this export. The
+    /// answer is false if the export has ended, or the change was cancelled.
     KeepHere(u64, Option<UnitPlace>, bool, Answer<bool>),
-    /// To begin to give a disk another size: that of a unit or, without a place, of virtio-blk.
+    /// Begins to change the size of a disk: of a unit or, without a place, of virtio-blk.
     BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),
-    /// What was begun at a place of this export is done. The answer is the disk of a unit that was
-    /// to be added, for whoever closes it, if the export has ended meanwhile.
+    /// Reports that the change at this place of this export was made. If the export has ended, the
+    /// answer is the disk of a unit that was to be added, for the caller to close.
     Changed(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
-    /// What was begun at a place of this export has ended, and whoever did it has no disk open.
+    /// Reports the end of the change at this place of this export: its thread has no disk open.
     EndChange(u64, Option<UnitPlace>, Answer<()>),
-    /// To change what a disk may do, and what becomes of requests that it fails.
-    /// The answer has what the log calls the export, too.
+    /// Changes the limits and the error policy of a disk. The answer also has the export's name in
+    /// the log.
     SetDisk(String, Option<UnitPlace>, Box<RulesChange>, Answer<Answered<(ShownRules, String)>>),
-    /// To have requests tried again that a disk, or any of the export, has failed.
+    /// Retries the requests that a disk, or any disk of the export, has failed.
     ResumeDisks(String, Option<UnitPlace>, Answer<Answered<()>>),
-    /// To list the disks of all exports, to be watched.
+    /// Lists the disks of all exports, to be watched.
     Watch(Answer<Vec<WatchedDisk>>),
     Stop,
-    /// To end whatever is left. The answer is whether anything was.
+    /// Abandons all unfinished exports. The answer is true if there were any.
     Abandon(Answer<bool>),
     HandOver(HandOverOrder),
 }
 
 impl Order {
-    /// Whether it only asks.
+    /// Returns true if the order changes no export.
     pub(super) fn changes_nothing(&self) -> bool {
         match self {
             Self::SetDisk(_, _, change, _) => change.is_empty(),
@@ -171,17 +170,17 @@ impl Order {
 
 /// An order of a hand-over between processes.
 pub(super) enum HandOverOrder {
-    /// To describe the exports.
+    /// Describes the exports.
     Describe(Answer<Answered<Described>>),
-    /// To have all queues stop, if the exports are those that were described.
+    /// Stops all queues, if the exports are the described ones.
     Pause(u64, Answer<Answered<Paused>>),
-    /// To leave them to the other process when it hears that. An error: they end.
+    /// Leaves the exports to the new process. An error: they end.
     Commit(Answer<Answered<Vec<DiskSource>>>),
-    /// To have them start again. The answer comes when they have.
+    /// Resumes the exports. The answer comes when they have resumed.
     Resume(Answer<()>),
-    /// To go on with the exports of another process, paused.
+    /// Takes over the exports of another process, paused.
     TakeOver(Vec<(ExportSetup, ExportProgress)>, HandedFds, Answer<anyhow::Result<()>>),
-    /// To leave them to another process.
+    /// Ends the control thread without ending the exports, which another process serves.
     Leave,
 }
 

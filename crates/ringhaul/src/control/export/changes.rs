@@ -1,4 +1,4 @@
-//! The disks of an export come, go and change their size.
+//! Changes of an export's disks: addition, removal, size, limits and error policy.
 
 use anyhow::Context;
 use blockio::DiskSource;
@@ -33,7 +33,7 @@ impl Export {
             return Err(CommandError::Busy(name, state));
         }
         match (busy, change) {
-            // One whose disk is open is about to be there.
+            // A unit whose disk is open is about to be added: too late to cancel it.
             (Some(busy), UnitChange::Remove) if busy.adds() && !busy.keeps_here => {
                 busy.give_up_adding();
                 return Err(CommandError::UnitGivenUp(name, place));
@@ -58,7 +58,7 @@ impl Export {
         };
         self.changing.push(Changing { place: Some(place), kind, keeps_here });
         let mut settings = self.spec.settings.clone();
-        // Its limits are those of the start, and its group may have others by now.
+        // The limits in the settings are from the start, and the group's may have changed since.
         self.groups.fill(&mut settings.rules.limits);
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
         let log_name = self.log.name().to_owned();
@@ -74,8 +74,8 @@ impl Export {
         })
     }
 
-    /// Whether what was begun at this place keeps other processes from taking over. False: nobody
-    /// wants it any more.
+    /// Blocks or allows hand-overs during the change at this place. Returns false if the change was
+    /// cancelled.
     pub(in crate::control) fn keep_here(
         &mut self,
         place: Option<UnitPlace>,
@@ -91,7 +91,7 @@ impl Export {
         self.changing.iter().any(|other| other.place == place)
     }
 
-    /// Begins to give a disk another size.
+    /// Begins to change the size of a disk.
     pub(in crate::control) fn begin_resize(
         &mut self,
         place: Option<UnitPlace>,
@@ -114,7 +114,7 @@ impl Export {
         Ok(ResizingDisk { id: self.id, log_name, device, disk })
     }
 
-    /// Which of its disks is at this place.
+    /// The index of the disk at this place.
     fn index_of(&self, place: Option<UnitPlace>) -> Answered<usize> {
         let name = || self.spec.name();
         match (&self.spec.device, place) {
@@ -139,8 +139,8 @@ impl Export {
         }
     }
 
-    /// Changes what a disk may do, and what becomes of requests that it fails. Returns what holds
-    /// now, and what the log calls the export.
+    /// Changes the limits and the error policy of a disk. Returns the rules that hold now, and the
+    /// export's name in the log.
     pub(in crate::control) fn set_rules(
         &mut self,
         place: Option<UnitPlace>,
@@ -165,7 +165,7 @@ impl Export {
         Ok((self.rules(index).into(), log_name))
     }
 
-    /// What holds for one of its disks.
+    /// The rules that hold for one of its disks.
     pub(super) fn rules(&self, index: usize) -> DiskRules {
         let usual = &self.spec.settings.rules;
         let mut rules = match &self.spec.device {
@@ -176,7 +176,7 @@ impl Export {
         rules
     }
 
-    /// What was begun at a place is done. Returns the disk of a unit that cannot be added.
+    /// Applies the result of a change at a place. Returns the disk of a unit that cannot be added.
     pub(in crate::control) fn changed(
         &mut self,
         place: Option<UnitPlace>,
@@ -209,7 +209,8 @@ impl Export {
         }
     }
 
-    /// The disk at a place has another size. The device tells initiators.
+    /// Reports the new size of the disk at a place. A virtio-scsi device notifies initiators
+    /// itself.
     fn report_size(&self, unit: Option<UnitPlace>) {
         if let Some(disk) = self.disk_at(unit) {
             self.log.report(|| What::Resized { unit, size_bytes: disk.info().size_bytes });
@@ -219,8 +220,8 @@ impl Export {
         }
     }
 
-    /// The disk that the export with number `id` has at a place has another size, and is that of
-    /// this one, too, if it has one of this identity.
+    /// Reports a new size for all disks of this export with this identity, except the resized one:
+    /// the export with number `id` has it at `place`.
     pub(in crate::control) fn report_size_of(
         &self,
         identity: &str,
@@ -234,7 +235,7 @@ impl Export {
         }
     }
 
-    /// Whether somebody is giving a disk of this identity another size.
+    /// Returns true if a disk of this identity changes its size.
     pub(in crate::control) fn resizes(&self, identity: &str) -> bool {
         self.changing.iter().any(|changing| changing.resizes(identity))
     }
@@ -244,7 +245,7 @@ impl Export {
         self.disks.get(index)
     }
 
-    /// Those of its disks, in their order.
+    /// The places of its disks, in order.
     fn places(&self) -> Vec<Option<UnitPlace>> {
         match &self.spec.device {
             DeviceSpec::Blk(_) => vec![None],
@@ -252,7 +253,7 @@ impl Export {
         }
     }
 
-    /// Has the front-end read the configuration space again.
+    /// Notifies the front-end that the configuration space has changed.
     fn tell_front_end(&self) {
         if self.session.as_ref().is_some_and(|session| !session.send_config_change()) {
             tracing::warn!(
@@ -264,7 +265,7 @@ impl Export {
         }
     }
 
-    /// Its disks, to be watched.
+    /// Describes its disks, to be watched.
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);

@@ -1,4 +1,4 @@
-//! All that can be seen of an export.
+//! The details and the counters of an export.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use crate::stats::{ExportStats, QueueServed};
 use crate::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
 
 impl Export {
-    /// Describes it in all detail.
+    /// Describes the export in detail.
     pub(in crate::control) fn details(&self, now: Instant) -> ExportDetails {
         let front_end = self.session.as_ref().map(|session| FrontEndDetails {
             connected_seconds: now.saturating_duration_since(self.connected).as_secs(),
@@ -35,7 +35,7 @@ impl Export {
         ExportDetails { status: self.status(), front_end, disks, missing_units }
     }
 
-    /// What it has served so far.
+    /// The export's counters so far.
     pub(in crate::control) fn stats(&self) -> ExportStats {
         let device = &self.setup.device;
         let queues = (0..device.num_queues()).filter_map(|index| {

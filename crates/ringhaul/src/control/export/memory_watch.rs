@@ -1,9 +1,9 @@
-//! Front-ends that start queues and share no memory. The guest waits for its disk then, and the
-//! front-end says nothing about it either.
+//! Detects front-ends that start queues and share no memory. The guest then waits for its disk, and
+//! the front-end does not report it.
 
 use std::time::{Duration, Instant};
 
-/// The time that memory may be on its way: a front-end may share it after it has started a queue.
+/// The time within which a front-end may still share memory after it has started a queue.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Options that share the memory of a guest.
@@ -20,18 +20,18 @@ pub(super) struct MemoryWatch {
 }
 
 impl MemoryWatch {
-    /// Returns whether a queue waits for memory.
+    /// Returns true if a queue waits for memory.
     pub(super) fn is_lacking(&self) -> bool {
         self.since.is_some()
     }
 
-    /// Returns the time of the next look that is due by itself.
+    /// Returns the time of the next check that is due without an event.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.since.filter(|_| !self.is_told).map(|since| since + PATIENCE)
     }
 
-    /// Takes in that `queue` waits for memory, or that no queue does. Returns a message for the
-    /// log, once for each front-end.
+    /// Records that `queue` waits for memory, or that no queue does. Returns a message for the log,
+    /// once for each front-end.
     pub(super) fn look(&mut self, queue: Option<usize>, now: Instant) -> Option<String> {
         let Some(queue) = queue else {
             self.since = None;

@@ -1,4 +1,4 @@
-//! The hand-over of all exports to another process, or from one.
+//! The hand-over of all exports between processes.
 
 use std::time::Instant;
 
@@ -33,12 +33,13 @@ impl Exports {
                 self.hand_over = Some(HandOver::Pausing { since: now, answer });
             }
             HandOverOrder::Commit(answer) => answer.send(self.commit()),
-            // It was given up.
+            // The hand-over was cancelled.
             HandOverOrder::Resume(answer) if !self.is_paused() => answer.send(()),
             HandOverOrder::Resume(answer) => self.begin_resume(answer),
             HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
             HandOverOrder::Leave => {
-                // The end of the process closes all of it. Dropping it would end what goes on.
+                // Dropping the exports would end what the new process serves. The end of this
+                // process closes everything.
                 std::mem::forget(std::mem::take(&mut self.list));
                 self.opening.iter().for_each(Opening::give_up);
                 return Then::End;
@@ -62,7 +63,8 @@ impl Exports {
         let exports = exports.collect::<Result<_, _>>()?;
         let opening = self.opening.iter().filter(|it| it.goes_along && it.is_wanted());
         let opening = opening.map(|opening| (opening.spec.clone(), opening.since)).collect();
-        // Behind the disks, of which one may be what an earlier hand-over still waits for.
+        // Checked after the disks: one of them may be the reason that an earlier hand-over still
+        // waits.
         match self.hand_over {
             Some(HandOver::Resuming(_)) => Err(self.not_done(Export::has_resumed)),
             Some(_) => Err(CommandError::HandingOver),
@@ -70,14 +72,14 @@ impl Exports {
         }
     }
 
-    /// Says what other exports have not finished.
+    /// Describes the unfinished work of the exports for which `is_done` is false.
     fn not_done(&self, is_done: impl Fn(&Export) -> bool) -> CommandError {
         let others = self.list.iter().filter(|export| !is_done(export));
         let left = others.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
         CommandError::NotPaused(left.collect::<Vec<_>>().join(", "))
     }
 
-    /// Continues with a hand-over for as long as nothing has to be waited for.
+    /// Continues with a hand-over until it has to wait.
     pub(super) fn continue_hand_over(&mut self, now: Instant) {
         let is_over = |hand_over: &HandOver| hand_over.deadline().is_some_and(|end| now >= end);
         let is_late = self.hand_over.as_ref().is_some_and(is_over);
@@ -111,7 +113,7 @@ impl Exports {
     }
 
     fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
-        // A server may have been given up on while queues stopped.
+        // A request to a server may have been abandoned while queues stopped.
         self.list.iter().try_for_each(Export::check_changes)?;
         let mut fds = HandedFds::default();
         let exports = self.list.iter().map(|export| export.progress_so_far(&mut fds));
@@ -123,7 +125,8 @@ impl Exports {
         Ok(Paused { exports, fds, disks, since })
     }
 
-    /// Leaves the exports to the other process, unless that was given up. Returns their disks.
+    /// Leaves the exports to the new process, unless the hand-over was cancelled. Returns their
+    /// disks.
     fn commit(&mut self) -> Result<Vec<DiskSource>, CommandError> {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
@@ -136,7 +139,7 @@ impl Exports {
         matches!(self.hand_over, Some(HandOver::Paused | HandOver::Theirs))
     }
 
-    /// Has the exports go on here, where they are about to stop.
+    /// Cancels a hand-over and resumes the exports, which are about to stop.
     pub(super) fn give_up_hand_over(&mut self) {
         match self.hand_over.take() {
             Some(HandOver::Pausing { answer, .. }) => answer.send(Err(CommandError::Ending)),
@@ -161,7 +164,8 @@ impl Exports {
     ) -> anyhow::Result<()> {
         assert!(self.list.is_empty(), "a process takes over before it has exports");
         let now = Instant::now();
-        // All or none: those that are dropped here are still lent.
+        // All or none: exports that an error drops here are still lent, so that the old process
+        // keeps them.
         let exports = (self.next_id..)
             .zip(taken)
             .map(|(id, export)| Export::take_over(export, id, &self.waker, &mut fds, now));

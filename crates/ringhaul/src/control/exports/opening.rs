@@ -1,4 +1,4 @@
-//! Names that are kept for exports which are being opened.
+//! Names that are reserved for exports which are being opened.
 
 use std::time::Instant;
 
@@ -48,14 +48,14 @@ impl Exports {
         self.opening.extract_if(.., is_of).for_each(Opening::released);
     }
 
-    /// What was known of an export that is served from now on.
+    /// Removes and returns the entry of an export that is served from now on.
     pub(super) fn opened(&mut self, spec: &ExportSpec) -> Option<Opening> {
         let place = self.opening.iter().position(|opening| opening.spec == *spec);
         place.map(|place| self.opening.remove(place))
     }
 
     pub(super) fn give_up_start(&mut self, names: &[String]) -> bool {
-        // A daemon that has served something goes on without exports.
+        // A daemon that has served an export continues without exports.
         let is_alone = self.next_id == 0
             && self.opening.iter().all(|opening| names.contains(&opening.spec.name()));
         self.is_given_up |= is_alone;
