@@ -1,4 +1,4 @@
-//! A client, as methods see it: the daemon that it asks, and the events that it wants to know.
+//! A client, as methods see it: its daemon, and its subscription to events.
 
 use std::io;
 use std::path::Path;
@@ -21,13 +21,13 @@ pub(super) struct Client {
     peer: Peer,
     pub(super) place: Place,
     pub(super) connection: Arc<Connection>,
-    /// Events come for as long as it is there.
+    /// Events come until this is dropped.
     subscription: Option<Subscription>,
-    /// Events that it gets when it has the answer to what it has asked.
+    /// The events of a subscription that begins after its request is answered.
     beginning: Option<Events>,
 }
 
-/// Events as they happen, those of some kinds or all.
+/// A queue of events, and the kinds that are sent. `None`: all.
 struct Events {
     queue: Queued,
     kinds: Option<Vec<Kind>>,
@@ -43,7 +43,7 @@ impl Client {
         Self { daemon, peer, place, connection, subscription: None, beginning: None }
     }
 
-    /// Has `binary` run as the user of the daemon, to take over from it.
+    /// Runs `binary` as the user of the daemon, to take over from it.
     pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, Problem> {
         if !self.place.is_owner {
             let text = "only root and the user of this daemon may say what takes over from it";
@@ -53,12 +53,12 @@ impl Client {
         process.map_err(|error| Problem::from(&error))
     }
 
-    /// Has the daemon do something, and waits for that.
+    /// Lets the daemon carry out a command, and waits for the reply.
     pub(super) fn handle(&self, command: Command) -> Result<Reply, Problem> {
         self.daemon()?.handle(command).map_err(|error| Problem::from(&error))
     }
 
-    /// Sends it events from now on: those of these kinds, or all.
+    /// Subscribes to events of these kinds, or to all.
     pub(super) fn subscribe(&mut self, kinds: Option<Vec<Kind>>) -> Result<(), Problem> {
         let daemon = self.daemon()?;
         self.place.subscribe()?;
@@ -67,8 +67,8 @@ impl Client {
         Ok(())
     }
 
-    /// Begins to send events, if it has subscribed. A thread does it, so that a client which does
-    /// not read them slows nobody.
+    /// Begins to send events, if the client has subscribed. A thread sends them, so that a client
+    /// which does not read them delays no other work.
     pub(super) fn begin_events(&mut self) -> Result<()> {
         let Some(events) = self.beginning.take() else { return Ok(()) };
         let (connection, peer) = (Arc::clone(&self.connection), self.peer.clone());
@@ -81,7 +81,7 @@ impl Client {
                     peer.uid
                 );
             }
-            // It has left, or was too slow.
+            // The client has left, or was too slow.
             connection.close();
         };
         let thread = std::thread::Builder::new().name("ringhaul-events".into()).spawn(send);
@@ -95,8 +95,7 @@ impl Client {
 }
 
 impl Events {
-    /// Sends them until there will be no more. Returns in which way the client was too slow, if it
-    /// was that.
+    /// Sends events until the last one. Returns the reason if the client was too slow.
     fn send_all(&self, connection: &Connection) -> Option<String> {
         let is_wanted = |event: &Arc<ExportEvent>| {
             self.kinds.as_ref().is_none_or(|kinds| kinds.contains(&event.what.kind()))
@@ -108,7 +107,7 @@ impl Events {
                     let seconds = LIMITS.taken_within.as_secs();
                     return Some(format!("it has not taken an event within {seconds} seconds"));
                 }
-                // It has left.
+                // The client has left.
                 Err(_) => return None,
             }
         }

@@ -12,14 +12,14 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
-/// What a client may take.
+/// The limits on a client's lines.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// Bytes of a line, without its end.
     pub(super) line_bytes: usize,
     /// The time from the first byte of a line to its end.
     pub(super) line_time: Duration,
-    /// The time in which a line is taken, however little of it at a time.
+    /// The time within which a client must take a line, even if it takes a little at a time.
     pub(super) taken_within: Duration,
 }
 
@@ -43,18 +43,18 @@ pub(super) struct Connection {
 /// The reading side of a connection.
 #[derive(Default)]
 pub(super) struct Input {
-    /// What was read and is not given away yet.
+    /// Bytes that were read and not returned yet.
     bytes: Vec<u8>,
-    /// So many of them have no end of a line.
+    /// The number of these bytes that were searched for the end of a line.
     searched: usize,
 }
 
-/// What a client has sent.
+/// The next input of a client.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Line {
     Whole(Vec<u8>),
     TooLong,
-    /// The client has left, maybe within a line.
+    /// The client has left, perhaps within a line.
     End,
 }
 
@@ -99,11 +99,12 @@ impl Connection {
         }
     }
 
-    /// Sends a line with its end. A client that does not take it in time has its connection closed.
+    /// Sends a line with its end. Closes the connection if the client does not take the line in
+    /// time.
     ///
     /// # Errors
     ///
-    /// When it does not, or has gone.
+    /// When the client does not take it in time, or has gone.
     pub(super) fn send(&self, line: &str) -> io::Result<()> {
         let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
         let until = Instant::now() + self.limits.taken_within;
@@ -113,7 +114,7 @@ impl Connection {
                 Ok(bytes) => left = &left[bytes..],
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
-                    // Half a line is no line: nothing can follow it.
+                    // Nothing can follow half a line.
                     self.wait(PollFlags::OUT, Some(until)).inspect_err(|_| self.close())?;
                 }
                 Err(error) => return Err(error.into()),
@@ -122,21 +123,21 @@ impl Connection {
         Ok(())
     }
 
-    /// Leaves the lines to somebody who waits for as long as the socket does: what was read and not
-    /// given away, and the socket.
+    /// Leaves the connection to a reader that waits without a limit. Returns the bytes that were
+    /// read and not returned yet, and the socket.
     ///
     /// # Errors
     ///
-    /// When the socket cannot be set up for that.
+    /// When the socket cannot be made blocking.
     pub(super) fn begin_to_wait(&self, input: Input) -> io::Result<(Cursor<Vec<u8>>, &UnixStream)> {
         self.stream.set_nonblocking(false)?;
         self.stream.set_write_timeout(Some(self.limits.taken_within))?;
         Ok((Cursor::new(input.bytes), &self.stream))
     }
 
-    /// Closes it in both directions. Who waits for a line finds the end.
+    /// Closes the connection in both directions. A wait for a line finds the end.
     pub(super) fn close(&self) {
-        // It fails when the client has left.
+        // Fails if the client has left.
         let _ = shutdown(&self.stream, Shutdown::Both);
     }
 
@@ -171,7 +172,8 @@ mod tests {
 
     use super::*;
 
-    /// Limits that end a hopeless wait, but for those that `change` makes short.
+    /// Makes a connection with limits that only end a hopeless wait, except the ones that `change`
+    /// shortens.
     fn pair(change: impl FnOnce(&mut Limits)) -> (Connection, UnixStream) {
         let long = Duration::from_secs(60);
         let mut limits = Limits { line_bytes: 8, line_time: long, taken_within: long };
@@ -226,7 +228,7 @@ mod tests {
         connection.send("short\n").unwrap();
         let error = connection.send(&"x".repeat(16 << 20)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        // The end comes behind what was sent.
+        // The end comes after the bytes that were sent.
         let mut seen = Vec::new();
         client.read_to_end(&mut seen).unwrap();
         assert!(seen.starts_with(b"short\nxx"));

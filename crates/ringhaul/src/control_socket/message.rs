@@ -10,33 +10,33 @@ use crate::command::CommandError;
 use crate::secrets::without_secrets;
 use crate::subscribers::ExportEvent;
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Debug, PartialEq)]
 pub(super) struct Request {
-    /// As it is written; `None`: a notification, which has no answer.
+    /// The id as it is written. `None` for a notification, which has no answer.
     pub(super) id: Option<String>,
     pub(super) method: String,
     pub(super) params: Value,
 }
 
-/// What went wrong, for programs.
+/// The kind of an error, for programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Code {
     /// The line is no JSON.
     NoJson,
-    /// It is no request.
+    /// The line is no request.
     NoRequest,
-    /// There is no such method.
+    /// No method has this name.
     NoMethod,
     /// The parameters are not those of the method.
     Params,
-    /// What was asked for was tried, and failed.
+    /// The request was tried, and failed.
     Failed,
-    /// There is no export, or no unit, of this name.
+    /// No export or unit has this name.
     Unknown,
-    /// There is one already.
+    /// The export or unit exists already.
     Exists,
-    /// It is too early or too late for that.
+    /// The request is too early or too late, or the object is being changed.
     Busy,
     /// The export is of another kind.
     WrongKind,
@@ -44,18 +44,18 @@ pub(super) enum Code {
     Ending,
     /// This client is not served.
     Refused,
-    /// It is being done, and was not finished by the deadline.
+    /// The request was not finished by the deadline, and continues.
     Unfinished,
-    /// It was done, and is not in the state file.
+    /// The request was carried out, but is not in the state file.
     NotKept,
-    /// No program has taken over, and it may be tried again.
+    /// No program has taken over; another try may succeed.
     UpgradeLater,
     /// The program will not take over.
     UpgradeRefused,
 }
 
 impl Code {
-    /// All of them.
+    /// All codes.
     pub(super) const ALL: [Self; 15] = [
         Self::NoJson,
         Self::NoRequest,
@@ -74,7 +74,7 @@ impl Code {
         Self::UpgradeRefused,
     ];
 
-    /// What it means.
+    /// The meaning of the code.
     pub(super) fn meaning(self) -> &'static str {
         match self {
             Self::NoJson => "the line is not JSON",
@@ -95,7 +95,7 @@ impl Code {
         }
     }
 
-    /// The first four are JSON-RPC's.
+    /// The number of the code. The first four are JSON-RPC's.
     pub(super) fn number(self) -> i32 {
         match self {
             Self::NoJson => -32700,
@@ -117,7 +117,7 @@ impl Code {
     }
 }
 
-/// Why a request was not carried out, and what to do about it.
+/// The reason that a request was not carried out, with advice.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Problem {
     code: i32,
@@ -162,11 +162,11 @@ impl From<&CommandError> for Problem {
 }
 
 impl Request {
-    /// What a line asks for.
+    /// Reads the request on a line.
     ///
     /// # Errors
     ///
-    /// When it is no request; with its id, as far as it has one.
+    /// When the line is no request; with its id, as far as it has one.
     pub(super) fn parse(line: &[u8]) -> Result<Self, (Option<String>, Problem)> {
         let value = strict::read(line)
             .map_err(|error| (None, Problem::new(Code::NoJson, format!("no JSON: {error}"))))?;
@@ -194,9 +194,9 @@ impl Request {
     }
 }
 
-/// The id of a request as it is written: a number may be larger than any of this program.
+/// The id of a request as it is written: a number may exceed the number types of this program.
 fn id_of(line: &[u8]) -> Option<String> {
-    // Without it this fails.
+    // Without an id, reading it fails.
     #[derive(Deserialize)]
     struct Id<'a> {
         #[serde(borrow)]

@@ -1,4 +1,4 @@
-//! The methods: which there are, their parameters, and what they answer.
+//! The methods, their parameters, and their answers.
 
 use std::path::PathBuf;
 
@@ -38,25 +38,25 @@ const METHODS: [Entry; 15] = [
     Entry::of::<Shutdown>(),
 ];
 
-/// A method, which is what its parameters are read into.
+/// A method: the type of its parameters.
 trait Method: DeserializeOwned + JsonSchema + 'static {
     const NAME: &'static str;
-    /// Whether it may wait for a disk or a guest.
+    /// True if the method may wait for a disk or a guest.
     const MAY_WAIT: bool;
-    /// The process may end before there is time for an answer, so that comes first: an empty one.
+    /// True if the process may end before it can answer. An empty answer comes first in that case.
     const ENDS: bool = false;
     type Answer: Serialize + JsonSchema;
 
-    /// Does what is asked for, and waits for that.
+    /// Carries out the method, and waits for its result.
     fn carry_out(self, client: &mut Client) -> Result<Self::Answer, Problem>;
 }
 
 /// A method in the list of all.
 pub(super) struct Entry {
     name: &'static str,
-    /// Whether it may wait for a disk or a guest.
+    /// True if the method may wait for a disk or a guest.
     pub(super) may_wait: bool,
-    /// Its answer comes before what it does: an empty one.
+    /// True if an empty answer is sent before the method is carried out.
     pub(super) ends: bool,
     call: fn(Value) -> Result<Call, Problem>,
     schema: fn(&mut Schemas) -> Value,
@@ -71,7 +71,7 @@ impl Entry {
         Self { name, may_wait, ends, call: call::<M>, schema: schema_of::<M> }
     }
 
-    /// The method of this name.
+    /// Finds the method with this name.
     pub(super) fn find(name: &str) -> Result<&'static Self, Problem> {
         METHODS.iter().find(|entry| entry.name == name).ok_or_else(|| {
             let names = METHODS.each_ref().map(|entry| entry.name).join(", ");
@@ -79,7 +79,7 @@ impl Entry {
         })
     }
 
-    /// The method with these parameters.
+    /// Reads the parameters of a call.
     pub(super) fn with(&self, params: Value) -> Result<Call, Problem> {
         (self.call)(params)
     }
@@ -91,7 +91,7 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
     }
     let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
         let (place, error) = (error.path().to_string(), in_words(error.inner().to_string()));
-        // Some errors are about all of it, and some name their place themselves.
+        // Some errors concern all parameters, and some name their place themselves.
         let is_known = place == "." || error.contains(&format!("`{place}`"));
         let text = if is_known { error } else { format!("{place}: {error}") };
         Problem::new(Code::Params, text)
@@ -104,9 +104,9 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
     }))
 }
 
-/// An error about parameters, with advice in place of words of the parser.
+/// Rewords an error about parameters: advice replaces words of the parser.
 fn in_words(error: String) -> String {
-    /// The parser's words for a value that is one of several kinds, and has none.
+    /// The parser's words for a value that must name one of several kinds, and does not.
     const NO_KIND: [&str; 3] = [
         "invalid type: map, expected enum",
         "invalid value: map, expected map with a single key",
@@ -140,7 +140,7 @@ pub(crate) fn schema() -> Value {
     })
 }
 
-/// Has the daemon carry out a command, each of which has its own kind of reply.
+/// Lets the daemon carry out a command, and takes the answer out of its kind of reply.
 macro_rules! ask {
     ($client:ident, $command:expr, $reply:path) => {
         $client.handle($command).map(|reply| match reply {
@@ -150,11 +150,11 @@ macro_rules! ask {
     };
 }
 
-/// An answer that says only that something was done.
+/// An empty answer: the request was carried out.
 #[derive(Serialize, JsonSchema)]
 struct Done {}
 
-/// Asks whether the daemon is there.
+/// Checks that the daemon is there.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Ping {}
@@ -162,7 +162,7 @@ struct Ping {}
 /// The version of the daemon.
 #[derive(Serialize, JsonSchema)]
 struct Version {
-    /// As `ringhaul --version` has it.
+    /// The version that `ringhaul --version` prints.
     version: &'static str,
     /// The features that it was built with.
     features: &'static [&'static str],
@@ -193,7 +193,7 @@ impl Method for List {
     }
 }
 
-/// Describes an export in all detail.
+/// Describes an export in detail.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Show {
@@ -236,7 +236,7 @@ impl Method for Removal {
     }
 }
 
-/// Adds a logical unit to a virtio-scsi device. The guest is told.
+/// Adds a logical unit to a virtio-scsi device. The guest is notified.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct AddUnit {
@@ -257,7 +257,7 @@ impl Method for AddUnit {
     }
 }
 
-/// Takes a logical unit away, and answers when its disk is closed. The guest is told.
+/// Removes a logical unit, and answers when its disk is closed. The guest is notified.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct RemoveUnit {
@@ -281,19 +281,19 @@ impl Method for RemoveUnit {
     }
 }
 
-/// Gives a disk another size, and tells the guest.
+/// Changes the size of a disk, and notifies the guest.
 #[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Resize {
     /// The name or the socket of the export.
     export: String,
-    /// That of the unit; 0 if it is left out.
+    /// The target of the unit; 0 if it is left out.
     target: Option<u8>,
     /// The unit. `None`: the disk of a virtio-blk device.
     lun: Option<u16>,
-    /// How large the disk is to be. `None`: as large as its file or device is now.
+    /// The new size in bytes. `None`: the present size of its file or device.
     size_bytes: Option<u64>,
-    /// It may be smaller than what there is, which is lost beyond it.
+    /// Allow a size below the present one. Data beyond it is lost.
     #[serde(default)]
     shrink: bool,
 }
@@ -302,7 +302,7 @@ struct Resize {
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 struct Resized {
-    /// How large it is now.
+    /// The present size in bytes.
     size_bytes: u64,
 }
 
@@ -319,21 +319,21 @@ impl Method for Resize {
     }
 }
 
-/// Changes what a disk may do at most, and what becomes of requests that it fails.
+/// Changes the limits of a disk, and the handling of requests that it fails.
 #[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct SetDisk {
     /// The name or the socket of the export.
     export: String,
-    /// That of the unit; 0 if it is left out.
+    /// The target of the unit; 0 if it is left out.
     target: Option<u8>,
     /// The unit. `None`: the disk of a virtio-blk device.
     lun: Option<u16>,
     /// Limits to change; 0 is none, and an empty group is none.
     limits: Option<LimitSpec>,
-    /// What becomes of reads that fail.
+    /// The handling of reads that fail.
     rerror: Option<OnError>,
-    /// What becomes of writes, discards and zeroes that fail.
+    /// The handling of writes, discards and zeroes that fail.
     werror: Option<OnError>,
 }
 
@@ -350,13 +350,13 @@ impl Method for SetDisk {
     }
 }
 
-/// Tries those requests again at once that wait because a disk has failed them.
+/// Retries at once the requests that wait because a disk has failed them.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct ResumeDisk {
     /// The name or the socket of the export.
     export: String,
-    /// That of the unit; 0 if it is left out.
+    /// The target of the unit; 0 if it is left out.
     target: Option<u8>,
     /// The unit. `None`: all disks of the export.
     lun: Option<u16>,
@@ -373,7 +373,7 @@ impl Method for ResumeDisk {
     }
 }
 
-/// Where a disk is; `None`: no unit is named.
+/// The place of a disk. `None`: no unit is named.
 fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, Problem> {
     if lun.is_none() && target.is_some() {
         return Err(Problem::new(Code::Params, "a target without a lun names no disk"));
@@ -391,7 +391,7 @@ impl Method for SettingsChange {
     }
 }
 
-/// Says what all counters are at.
+/// Returns all counters.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Counters {}
@@ -410,7 +410,7 @@ impl Method for Counters {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Subscribe {
-    /// Which events; all of them if this is left out.
+    /// The kinds of events; all of them if this is left out.
     events: Option<Vec<Kind>>,
 }
 
@@ -424,7 +424,7 @@ impl Method for Subscribe {
     }
 }
 
-/// Has another program take over from the daemon, and answers when it has.
+/// Lets another program take over from the daemon, and answers when it has.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Upgrade {
@@ -432,10 +432,10 @@ struct Upgrade {
     binary: PathBuf,
 }
 
-/// What has taken over.
+/// The process that has taken over.
 #[derive(Serialize, JsonSchema)]
 struct Upgraded {
-    /// The id of the process that has taken over.
+    /// The id of the process.
     process: u32,
 }
 
@@ -471,7 +471,7 @@ mod tests {
 
     use super::*;
 
-    /// All keys of objects that a schema describes, and all words that it takes.
+    /// Collects all keys of objects that a schema describes, and all words that it takes.
     fn names(schema: &Value, found: &mut BTreeSet<String>) {
         match schema {
             Value::Object(object) => {
@@ -507,8 +507,8 @@ mod tests {
         }
     }
 
-    /// Keys of objects without a description. Those that say which of several kinds an object is
-    /// are described with the kind.
+    /// Collects keys of objects without a description. A key that names one of several kinds is
+    /// described with the kind.
     fn undescribed(place: &str, schema: &Value, found: &mut Vec<String>) {
         match schema {
             Value::Object(object) => {
@@ -608,7 +608,7 @@ mod tests {
         }
     }
 
-    /// What each reference of a schema points to is there.
+    /// The target of each reference in a schema exists.
     #[test]
     fn references_lead_somewhere() {
         let schema = schema();

@@ -1,21 +1,21 @@
-//! How many clients the control socket serves at a time.
+//! Limits on the clients of the control socket.
 //!
 //! Root and the user of the daemon have places of their own, which members of the `--control-group`
-//! cannot take: however many of these are connected, somebody can still say what is to be done.
+//! cannot take. So an owner can give commands, however many members are connected.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::message::{Code, Problem};
 
-/// Clients of a kind at a time.
+/// The most clients of a kind, owners or members, at a time.
 const CLIENTS_MAX: usize = 32;
-/// How many of their requests may wait for a disk or a guest. Requests of clients that have gone
-/// may hang, and others may still ask for what does not wait.
+/// The most requests of a kind that may wait for a disk or a guest. Requests of clients that have
+/// gone may hang; requests that do not wait are still served.
 const WAITING_MAX: usize = 16;
-/// How many of them may have subscribed: a subscriber stays, and asks for nothing.
+/// The most subscribers of a kind: a subscriber stays, and sends no requests.
 const SUBSCRIBERS_MAX: usize = 8;
 
-/// All places, of owners and of others.
+/// The places of members and of owners.
 #[derive(Clone, Default)]
 pub(super) struct Places(Arc<Mutex<[Taken; 2]>>);
 
@@ -26,10 +26,10 @@ struct Taken {
     subscribers: usize,
 }
 
-/// One of them, until it is dropped.
+/// The place of a client, until it is dropped.
 pub(super) struct Place {
     places: Places,
-    /// The client is root, or the user of the daemon.
+    /// True if the client is root, or the user of the daemon.
     pub(super) is_owner: bool,
     has_subscribed: bool,
 }
@@ -41,7 +41,7 @@ pub(super) struct Waiting {
 }
 
 impl Places {
-    /// A place for one more client.
+    /// Takes a place for one more client.
     ///
     /// # Errors
     ///
@@ -70,7 +70,7 @@ impl Place {
     ///
     /// # Errors
     ///
-    /// When too many others wait.
+    /// When too many other requests wait.
     pub(super) fn begin_to_wait(&self) -> Result<Waiting, Problem> {
         let is_free = self.places.change(self.is_owner, |taken| {
             let is_free = taken.waiting < WAITING_MAX;
@@ -86,11 +86,11 @@ impl Place {
         Ok(Waiting { places: self.places.clone(), is_owner: self.is_owner })
     }
 
-    /// The client stays to hear of events.
+    /// Counts the client as a subscriber.
     ///
     /// # Errors
     ///
-    /// When it does so already, or too many others do.
+    /// When it has subscribed already, or too many clients have.
     pub(super) fn subscribe(&mut self) -> Result<(), Problem> {
         if self.has_subscribed {
             let text = "this connection has a subscription; open another connection";
@@ -145,7 +145,7 @@ mod tests {
         assert!(places.take(false).is_err());
     }
 
-    /// However many have come before: what counts is who waits now.
+    /// The limit is on requests that wait now, not on all earlier ones.
     #[test]
     fn requests_that_hang_leave_room_for_others() {
         let places = Places::default();
@@ -168,7 +168,7 @@ mod tests {
             taken.iter_mut().map(|place| place.subscribe().is_ok()).collect();
         assert_eq!(subscribed.iter().filter(|is| **is).count(), SUBSCRIBERS_MAX);
         assert!(taken[0].subscribe().is_err());
-        // One that goes leaves its place to another.
+        // A subscriber that leaves makes room for another.
         drop(taken.remove(0));
         assert!(taken[CLIENTS_MAX - 2].subscribe().is_ok());
         assert!(taken[CLIENTS_MAX - 3].subscribe().is_err());

@@ -1,13 +1,13 @@
-//! JSON Schemas of what is read and of what is written.
+//! JSON Schemas of the types that are read and written.
 
 use schemars::JsonSchema;
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use serde_json::{Map, Value};
 
-/// What the names of definitions end in that are written. What is read may take more.
+/// The suffix of the names of definitions for written types. Types that are read may take more.
 const WRITTEN: &str = "-written";
 
-/// Makes them. Types that contain themselves get a definition, and all others stand where they are.
+/// Generates schemas. Only types that contain themselves get a definition; the rest are inlined.
 pub(super) struct Schemas {
     read: SchemaGenerator,
     written: SchemaGenerator,
@@ -21,17 +21,17 @@ impl Schemas {
         Self { read: read.into_generator(), written: written.into_generator() }
     }
 
-    /// That of a type that is read.
+    /// The schema of a type that is read.
     pub(super) fn read<T: JsonSchema>(&mut self) -> Value {
         plain(self.read.subschema_for::<T>().to_value())
     }
 
-    /// That of a type that is written.
+    /// The schema of a type that is written.
     pub(super) fn written<T: JsonSchema>(&mut self) -> Value {
         point_to_written(self.written.subschema_for::<T>().to_value())
     }
 
-    /// What all of them point to.
+    /// The definitions that the schemas refer to.
     pub(super) fn definitions(mut self) -> Map<String, Value> {
         let read = self.read.take_definitions(true).into_iter();
         let written = self.written.take_definitions(true).into_iter();
@@ -40,8 +40,8 @@ impl Schemas {
     }
 }
 
-/// Descriptions are those of Rust types, in which `None` is what JSON has as null, and links mean
-/// nothing elsewhere.
+/// Translates descriptions, which are those of Rust types: `None` is null in JSON, and links have
+/// no meaning there.
 fn plain(mut schema: Value) -> Value {
     change_texts(&mut schema, &|key, text| {
         if key == "description" {
@@ -51,7 +51,7 @@ fn plain(mut schema: Value) -> Value {
     schema
 }
 
-/// The same, for a schema whose definitions are those of what is written.
+/// Like [`plain`], for a schema that refers to definitions of written types.
 fn point_to_written(mut schema: Value) -> Value {
     change_texts(&mut schema, &|key, text| {
         if key == "$ref" {
@@ -61,7 +61,7 @@ fn point_to_written(mut schema: Value) -> Value {
     plain(schema)
 }
 
-/// Changes all texts with their keys.
+/// Changes all texts, by their keys.
 fn change_texts(schema: &mut Value, change: &impl Fn(&str, &mut String)) {
     match schema {
         Value::Object(object) => {

@@ -1,15 +1,15 @@
-//! JSON that names each key once: whoever reads it otherwise may take the other value.
+//! JSON in which no key is repeated: readers differ in the value that they take of a repeated key.
 
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// A value, read from a text.
+/// Reads a value from a text.
 ///
 /// # Errors
 ///
-/// When the text is no JSON, or an object in it has a key twice.
+/// When the text is no JSON, or an object in it repeats a key.
 pub(super) fn read(text: &[u8]) -> serde_json::Result<Value> {
     let mut deserializer = serde_json::Deserializer::from_slice(text);
     let value = Once.deserialize(&mut deserializer)?;
