@@ -1,4 +1,4 @@
-//! Exports are added: their disks are opened, and those that hang hold up no others.
+//! Adds exports: their disks are opened side by side, and one that hangs delays no other.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -20,10 +20,10 @@ use crate::subscribers::{ExportEvent, What};
 /// Exports that are being opened.
 pub(crate) struct Opening(mpsc::Receiver<()>);
 
-/// How long disks may be in use by nobody visible before the log says that they are waited for.
+/// The time for which disks may be in use by no visible process before the log reports the wait.
 const LEFT_MAX: Duration = Duration::from_secs(2);
 
-/// How long a thread takes, unless its disk hangs, that has opened exports for a daemon which ends.
+/// The time that the opening thread of an ending daemon takes unless its disk hangs.
 const CLEAN_UP_MAX: Duration = Duration::from_secs(1);
 
 impl Opening {
@@ -34,10 +34,10 @@ impl Opening {
 }
 
 impl Daemon {
-    /// As `Command::Add`, on a thread of its own: a disk may take long to open, and the daemon
-    /// can be asked to end meanwhile. If the exports cannot be served, it ends with that error,
-    /// unless it has others by then. Those whose disks hang are served when they do not any more,
-    /// and hold up no others.
+    /// Adds exports like `Command::Add`, on a thread: a disk may take long to open, and the daemon
+    /// may be asked to end in the meantime. If they cannot be served, and no other exports exist,
+    /// the daemon ends with the error. Exports with disks that hang are served once these answer,
+    /// and delay no other.
     ///
     /// # Errors
     ///
@@ -46,7 +46,8 @@ impl Daemon {
         self.begin_start(specs, None)
     }
 
-    /// The same. Of those that are restored, none ends the daemon.
+    /// Like [`begin_add`](Self::begin_add). An export that is restored never ends the daemon by its
+    /// failure.
     ///
     /// # Errors
     ///
@@ -59,7 +60,7 @@ impl Daemon {
         let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
         let open = move || {
             let _done: mpsc::Sender<()> = done;
-            // It is dropped first, with all that it holds.
+            // Dropped before `_done`, with everything that it holds.
             let daemon = daemon;
             let names: Vec<String> = specs.iter().map(ExportSpec::name).collect();
             match daemon.add_as_they_open(specs, restoring.as_ref()) {
@@ -75,7 +76,7 @@ impl Daemon {
         Ok(Opening(opening))
     }
 
-    /// An error concerns all of them.
+    /// Adds exports as their disks are opened. An error concerns all of them.
     pub(super) fn add_as_they_open(
         &self,
         specs: Vec<ExportSpec>,
@@ -89,7 +90,7 @@ impl Daemon {
         let mut opening = OpeningExports::begin(specs, true);
         let Taken { ready, failed } = opening.take_ready(Some(OPEN_MAX));
         self.start_without(&mut names, failed, restoring)?;
-        // What a process that was killed has left is gone soon as a rule.
+        // A disk that a killed process has left in use is free soon, as a rule.
         let mut tells_at = opening.only_left_behind().then(|| Instant::now() + LEFT_MAX);
         if tells_at.is_none() {
             self.tell_of_waiting(&opening);
@@ -125,7 +126,7 @@ impl Daemon {
         self.serve(names, serves)
     }
 
-    /// Says which exports are waited for, and why.
+    /// Logs and reports the exports that are waited for, with the reason.
     fn tell_of_waiting(&self, opening: &OpeningExports) {
         for export in opening.left() {
             let export = export.name();
@@ -139,12 +140,11 @@ impl Daemon {
         }
     }
 
-    /// Reports that exports cannot be served, unless the daemon is to end because it was started
-    /// for nothing else.
+    /// Reports exports that cannot be served.
     ///
     /// # Errors
     ///
-    /// When it is to end.
+    /// When the daemon was started for nothing else, and is to end.
     fn start_without(
         &self,
         names: &mut Reservation<'_>,
@@ -168,11 +168,11 @@ impl Daemon {
         Ok(())
     }
 
-    /// Reports that an export cannot be served, if there are others or it is not wanted any more.
+    /// Reports an export that cannot be served, if other exports exist or it was cancelled.
     ///
     /// # Errors
     ///
-    /// If there are none, or the daemon ends anyway.
+    /// When no other exports exist, or the daemon ends anyway.
     fn go_on_without(
         &self,
         names: &mut Reservation<'_>,
@@ -208,12 +208,13 @@ impl Daemon {
         self.subscribers.report(ExportEvent { export, what: What::Error { message, left_out: 0 } });
     }
 
-    /// Adds an export that the configuration file names: whoever takes over goes on with that.
+    /// Adds an export of the configuration file. A process that takes over opens it too.
     pub(crate) fn add_of_file(&self, spec: ExportSpec) -> Result<(), CommandError> {
         self.add(vec![spec], true).map(drop)
     }
 
-    /// `goes_along` is as in [`Control::reserve`](crate::control::Control).
+    /// Adds exports, all or none. `goes_along` is as in
+    /// [`Control::reserve`](crate::control::Control).
     pub(super) fn add(
         &self,
         specs: Vec<ExportSpec>,
@@ -251,8 +252,8 @@ impl Daemon {
         self.control.reserve(specs, goes_along)
     }
 
-    /// Chooses engines for exports whose disks are open, and makes their sockets. Those that fail
-    /// keep no others from it.
+    /// Chooses engines for exports with open disks, and makes their sockets. A failure affects only
+    /// its own export.
     ///
     /// # Errors
     ///
@@ -267,8 +268,8 @@ impl Daemon {
         let choices = choose(&self.args, &disks, &[]);
         let mut disks = disks.into_iter().zip(choices);
         let (mut bound, mut failed) = (Vec::new(), Vec::new());
-        // Behind what disks may hang in, so that no socket is left behind then, and before the
-        // threads, which say what they chose: what is refused is refused in one line.
+        // Made after all steps in which disks may hang, so that a hang leaves no socket behind.
+        // Made before the threads, which log their choice: a refusal is one line.
         for spec in specs {
             let disks = disks.by_ref().take(spec.disks().len()).collect();
             match names.claim(&spec).and_then(|()| Ok(self.endpoint(&spec)?)) {
@@ -279,7 +280,7 @@ impl Daemon {
         Ok((bound, unless_over(failed)?))
     }
 
-    /// Makes their devices. Those that fail keep no others from it.
+    /// Makes the devices of exports. A failure affects only its own export.
     ///
     /// # Errors
     ///
@@ -304,7 +305,7 @@ impl Daemon {
         let mut lines = Vec::new();
         let set_up = serves.into_iter().map(|(opened, endpoint)| {
             let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
-            // Its name is reserved, so nobody else has taken it.
+            // The name is reserved, so no other export can have taken the descriptor.
             let endpoint = endpoint.context("the inherited descriptor serves another export")?;
             lines.push((opened.log.name().to_owned(), opened.line.clone()));
             Ok(opened.into_setup(Some(endpoint), self))
@@ -317,17 +318,17 @@ impl Daemon {
     }
 }
 
-/// An export with engines for its disks, and its socket; without one it is the inherited one.
+/// An export with engines for its disks, and its socket. `None`: the inherited one.
 struct Bound {
     spec: ExportSpec,
     disks: Vec<(OpenDisk, Chosen)>,
     endpoint: Option<Endpoint>,
 }
 
-/// An export that has all that it needs.
+/// An export that is ready to be served.
 type Serves = (Opened, Option<Endpoint>);
 
-/// Those that have failed, unless that is because the daemon ends.
+/// Returns the failures, or an error if one of them is the end of the daemon.
 fn unless_over(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandError> {
     let is_over =
         |late: &LateError| matches!(late.error, CommandError::Ending | CommandError::HandedOver(_));
@@ -337,7 +338,7 @@ fn unless_over(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandErro
     }
 }
 
-/// Those of the exports whose sockets are free, and why the others are not served.
+/// Separates exports with free sockets from exports that cannot be served.
 fn with_free_sockets(specs: Vec<ExportSpec>) -> (Vec<ExportSpec>, Vec<LateError>) {
     let (mut free, mut taken) = (Vec::new(), Vec::new());
     let patience = Endpoint::patience();
@@ -350,8 +351,8 @@ fn with_free_sockets(specs: Vec<ExportSpec>) -> (Vec<ExportSpec>, Vec<LateError>
     (free, taken)
 }
 
-/// Checks that no other program serves the socket of an export: it may have the disks too, which
-/// would be waited for.
+/// Checks that no other program serves the socket of an export. Such a program may also have the
+/// disks, and the start would wait for them.
 fn check_socket(spec: &ExportSpec, patience: Instant) -> Result<()> {
     match &spec.endpoint {
         EndpointSpec::Path(path) => Endpoint::check_free(path, "--socket-path", patience),
@@ -375,7 +376,7 @@ mod tests {
     use crate::options::ServeArgs;
     use crate::subscribers::Subscription;
 
-    /// However late: somebody may have added others meanwhile.
+    /// Exports may be added while another one is waited for. Its late failure does not end them.
     #[test]
     fn exports_that_cannot_be_served_end_no_others() {
         [false, true].into_iter().for_each(fail_beside_others);
@@ -402,19 +403,19 @@ mod tests {
             Self { folder, daemon: Arc::new(daemon), ending, events, _subscription }
         }
 
-        /// The path of a new disk.
+        /// Makes a disk, and returns its path.
         fn disk(&self, name: &str) -> PathBuf {
             let path = self.folder.path().join(name);
             std::fs::write(&path, [0; 512]).unwrap();
             path
         }
 
-        /// An export with this socket.
+        /// Makes an export with this socket.
         fn export(&self, socket: &str, disk: &Path) -> ExportSpec {
             export(&self.folder.path().join(socket).display().to_string(), disk)
         }
 
-        /// However slow the machine is.
+        /// Waits for an event, long enough for a slow machine.
         fn wait_for(&self, wanted: impl Fn(&ExportEvent) -> bool) {
             while !wanted(&self.events.recv_timeout(Duration::from_secs(60)).unwrap()) {}
         }
@@ -458,7 +459,7 @@ mod tests {
         scene.wait_for_error("it is waited for");
         let removed = scene.daemon.handle(Command::Remove(Removal::of(export.name()))).unwrap();
         assert!(matches!(removed, Reply::Removed(status) if status.name() == export.name()));
-        // Nobody waits for it any more, and the daemon goes on.
+        // The wait has ended, and the daemon continues.
         let Opening(done) = opening;
         assert_eq!(done.recv(), Err(mpsc::RecvError));
         drop(held);
@@ -466,7 +467,7 @@ mod tests {
         scene.end();
     }
 
-    /// It would be written to behind its new end, and grow again.
+    /// Otherwise the guest would write beyond the new end, and the disk would grow again.
     #[test]
     fn a_disk_that_is_cut_while_another_export_of_it_is_opened_is_cut_for_that_too() {
         let scene = Scene::new();

@@ -1,4 +1,4 @@
-//! Exports that go from the daemon of one process to that of another.
+//! The hand-over of exports from the daemon of one process to another.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,11 +26,11 @@ use crate::side_by_side::SideBySide;
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use crate::takeover::format::Life;
 
-/// How long disks may take to be left, all at once. The other process serves them by then; those of
-/// its requests wait that need what is released late.
+/// The time that the release of all disks may take. The new process serves them already. Its
+/// requests wait if they need a lock that is released late.
 const LEAVE_MAX: Duration = Duration::from_secs(20);
 
-/// How long disks may take to write what their caches have, all at once: guests wait.
+/// The time that all disks may take to write their caches back: guests wait.
 const WRITE_BACK_MAX: Duration = Duration::from_secs(2);
 
 /// Exports that another process still serves.
@@ -42,16 +42,16 @@ pub(crate) struct Standing<'a> {
 }
 
 impl Daemon {
-    /// Another process may take over from this one, which was started in this way.
+    /// Allows another process to take over from this one, which was started in this way.
     pub(crate) fn set_life(&self, life: Life, control: Option<Weak<Endpoint>>) {
         assert!(self.life.set((life, control)).is_ok(), "a process is started once");
     }
 
-    /// How this process was started, and its control socket.
+    /// The start of this process, and its control socket.
     ///
     /// # Errors
     ///
-    /// When nobody has said, or no descriptor is left.
+    /// When the start is not complete, or no descriptor is left.
     pub(crate) fn life(&self, fds: &mut HandedFds) -> Result<(Life, Option<EndpointState>)> {
         let (life, control) = self.life.get().context("it is too early for that")?;
         let control = control.as_ref().and_then(Weak::upgrade);
@@ -60,21 +60,21 @@ impl Daemon {
         Ok((life, control.context("cannot hand over the control socket")?))
     }
 
-    /// How much IoThreads busy-poll by the options.
+    /// The limits of busy-polling that the options set.
     pub(crate) fn poll_limits(&self) -> PollLimits {
         self.args.poll_limits()
     }
 
-    /// What was set since the start.
+    /// The settings that have changed since the start.
     pub(crate) fn changes(&self) -> SettingsChange {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// How this process was started, and where its control socket is.
+    /// The start of this process, and the path of its control socket.
     ///
     /// # Errors
     ///
-    /// When it has none.
+    /// When the start is not complete, or there is no control socket.
     pub(crate) fn started(&self) -> Result<(Life, PathBuf)> {
         let (life, control) = self.life.get().context("it is too early for that")?;
         let control = control.as_ref().and_then(Weak::upgrade);
@@ -82,7 +82,7 @@ impl Daemon {
         Ok((life.clone(), path.context("there is no control socket to take over by")?.to_owned()))
     }
 
-    /// Another process asks this for the exports of the configuration file.
+    /// Sets the source of the exports of the configuration file, for another process.
     pub(crate) fn set_exports_of_file(
         &self,
         list: impl Fn() -> Vec<ExportSpec> + Send + Sync + 'static,
@@ -90,7 +90,7 @@ impl Daemon {
         assert!(self.of_file.set(Box::new(list)).is_ok(), "a process has one file");
     }
 
-    /// The exports of the configuration file as they are served by it, if there is one.
+    /// The exports as the configuration file has made them, if there is one.
     pub(crate) fn exports_of_file(&self) -> Option<Vec<ExportSpec>> {
         self.of_file.get().map(|list| list())
     }
@@ -104,8 +104,8 @@ impl Daemon {
         self.control.describe()
     }
 
-    /// Exports whose disks are being opened, for another process that opens them too, and when they
-    /// were asked for. That process does not know what has changed since then.
+    /// Hands over exports whose disks are being opened, with the times of their requests. The other
+    /// process opens them too, and does not know the limits that have changed since then.
     ///
     /// # Errors
     ///
@@ -129,14 +129,15 @@ impl Daemon {
         specs.into_iter().map(hand_over).collect()
     }
 
-    /// Has all queues stop, and all disks written to where the other process sees it.
+    /// Stops all queues, and writes all disks back to where the new process sees the data.
     ///
     /// # Errors
     ///
-    /// When the exports are not those that were described, or do not stop, or a disk is not
-    /// written. They go on then.
+    /// When the exports are not the described ones, or do not stop, or a disk is not written back.
+    /// The exports resume in that case.
     pub(crate) fn pause(&self, generation: u64) -> Result<(Standing<'_>, Paused), CommandError> {
-        // Whoever connects to the control socket now is served by the one that goes on.
+        // Clients that connect to the control socket from now on are served by the process that
+        // continues.
         self.succession.open()?;
         let standing = Standing { daemon: self };
         let mut paused = self.control.pause(generation)?;
@@ -150,16 +151,16 @@ impl Daemon {
         self.groups.debts()
     }
 
-    /// Takes over such debts. Call it before queues run.
+    /// Takes over the debts of groups. Must be called before queues run.
     pub(crate) fn owe_of_groups(&self, debts: &BTreeMap<String, Vec<u64>>) {
         self.groups.owe(debts);
     }
 
-    /// Opens what another process still serves.
+    /// Opens the exports that another process still serves.
     ///
     /// # Errors
     ///
-    /// When it cannot be served here.
+    /// When one cannot be served here.
     pub(crate) fn expect(
         &self,
         exports: Vec<HandedExport>,
@@ -199,12 +200,12 @@ impl Daemon {
         Ok(Expected(setups.collect()))
     }
 
-    /// Takes the sockets of exports whose disks another process has been opening, which this one is
-    /// to [open](Self::begin_add) when it [goes on](Self::go_on).
+    /// Takes the sockets of exports whose disks another process has been opening. This process is
+    /// to [open](Self::begin_add) the disks when it [continues](Self::go_on).
     ///
     /// # Errors
     ///
-    /// When they cannot be served here.
+    /// When one cannot be served here.
     pub(crate) fn expect_opening(
         &self,
         opening: Vec<HandedOpening>,
@@ -223,11 +224,11 @@ impl Daemon {
         Ok(specs)
     }
 
-    /// Goes on with these exports, which are paused until [`go_on`](Self::go_on).
+    /// Takes over these exports, which stay paused until [`go_on`](Self::go_on).
     ///
     /// # Errors
     ///
-    /// When that is not possible. The other process has lost nothing.
+    /// When that is not possible. The old process has lost nothing.
     pub(crate) fn take_over(
         &self,
         Expected(exports): Expected,
@@ -243,7 +244,7 @@ impl Daemon {
         self.control.take_over(taken, fds)
     }
 
-    /// Has the exports go on that were taken over. Returns when all their queues run.
+    /// Resumes the exports that were taken over. Returns when all their queues run.
     pub(crate) fn go_on(&self) {
         self.inherited().iter_mut().for_each(|(_, socket)| socket.keep());
         self.control.resume();
@@ -251,28 +252,29 @@ impl Daemon {
 }
 
 impl Standing<'_> {
-    /// Leaves all of it to the other process when that hears it. Returns the disks, which are to be
-    /// [left](Self::leave) then.
+    /// Commits to the hand-over: the new process owns everything once it receives the answer.
+    /// Returns the disks, which must be [released](Self::leave) then.
     ///
     /// # Errors
     ///
-    /// When this one is to end what it serves.
+    /// When this process is to end the exports itself.
     pub(crate) fn commit(&self) -> Result<Vec<DiskSource>, CommandError> {
         self.daemon.control.commit()
     }
 
-    /// Leaves all of it to `process`, which has heard so over `stream`, and its disks last, which
-    /// may take its time. This one ends.
+    /// Leaves everything to `process`, which has received the answer over `stream`. Releases the
+    /// disks last, which may take long. This process ends.
     pub(crate) fn leave(self, process: u32, stream: UnixStream, disks: Vec<DiskSource>) {
         let Daemon { succession, events, control, .. } = self.daemon;
-        // It is the other process's now to set it back, and whoever ends this one drops it.
+        // The new process has to restore the inherited socket, so this one must not. The end of
+        // this process closes the descriptor.
         std::mem::forget(self.daemon.inherited().take());
         let (leaving, left) = mpsc::channel();
-        // Before the control thread says that it has nothing left, and before the disks: what this
-        // process is asked meanwhile would come too late for the other one.
+        // Comes before the control thread reports that nothing is left, and before the disks:
+        // requests to this process in the meantime must reach the new one in time.
         succession.leave(process, stream, |heir| drop(events.send(Event::HandedOver(heir, left))));
         control.leave(process);
-        // Nobody is served here any more.
+        // Dropping it would resume the exports.
         std::mem::forget(self);
         leave_disks(disks);
         drop(leaving);
@@ -286,7 +288,7 @@ impl Drop for Standing<'_> {
     }
 }
 
-/// Has disks written, each by `write`.
+/// Writes disks back, each by `write`.
 fn write_back<T: Send + 'static>(
     disks: Vec<T>,
     write: impl Fn(&T) -> Result<(), blockio::Error> + Send + Sync + 'static,
@@ -309,9 +311,9 @@ fn write_back<T: Send + 'static>(
     Ok(())
 }
 
-/// Leaves disks to another process that goes on with them.
+/// Releases disks that another process continues to use.
 fn leave_disks(mut disks: Vec<DiskSource>) {
-    // An open file has gone over as it is.
+    // An open file was handed over as it is.
     disks.retain(|disk| disk.descriptor().is_none());
     let until = Instant::now() + LEAVE_MAX;
     let mut leaving = SideBySide::begin(disks, |disk: DiskSource, give_way| {
@@ -321,10 +323,10 @@ fn leave_disks(mut disks: Vec<DiskSource>) {
     while leaving.next(Some(until)).is_some() {}
 }
 
-/// A disk that another process has, its file and its size.
+/// A disk of the old process, its file and its size.
 type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64);
 
-/// Opens disks side by side: a key or a server may take its time.
+/// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
     let mut disks: Vec<Option<OpenDisk>> = wanted.iter().map(|_| None).collect();
     let mut opening = SideBySide::begin(wanted, |(disk, file, size_bytes): WantedDisk, _| {

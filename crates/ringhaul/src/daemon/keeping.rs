@@ -1,4 +1,4 @@
-//! Changes by commands are kept for the next start, and restored at a start.
+//! Keeps changes by commands for the next start, and restores them at a start.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
@@ -19,7 +19,7 @@ use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
 use crate::wanted::Wanted;
 
 impl Daemon {
-    /// Keeps what commands change from now on.
+    /// Begins to keep the changes by commands.
     pub(crate) fn set_kept(&self, kept: Kept) {
         assert!(self.kept.set(kept).is_ok(), "a process has one state");
     }
@@ -29,7 +29,7 @@ impl Daemon {
         self.kept.get()
     }
 
-    /// The settings as they are now.
+    /// The present settings.
     ///
     /// # Errors
     ///
@@ -41,7 +41,7 @@ impl Daemon {
         }
     }
 
-    /// Keeps what a command has done, before it is answered.
+    /// Keeps the change by a command, before the command is answered.
     pub(super) fn keep(
         &self,
         touched: Option<&Touched>,
@@ -62,14 +62,14 @@ impl Daemon {
         done
     }
 
-    /// The exports that are served, or are to be.
+    /// The exports that are served or being opened.
     fn live(&self) -> Vec<ExportSpec> {
         let shown = self.control.show().unwrap_or_default();
         let live = shown.into_iter().filter(|status| status.state != ExportState::Stopping);
         live.map(|status| status.spec).collect()
     }
 
-    /// Keeps all that there is: an earlier process has made it.
+    /// Keeps the whole state, which an earlier process has made.
     pub(crate) fn keep_all(&self, settings: &SettingsChange) -> Result<()> {
         let Some(kept) = self.kept() else { return Ok(()) };
         kept.note_all(&self.live(), settings)
@@ -80,8 +80,8 @@ impl Daemon {
         self.carry_out(command)
     }
 
-    /// The configuration file has changed an export, or these disks of it. `None`: it has removed
-    /// the export.
+    /// Notes that the configuration file has changed an export, or these disks of it. `None`: it
+    /// has removed the export.
     pub(crate) fn note_file(
         &self,
         name: &str,
@@ -94,7 +94,7 @@ impl Daemon {
         }
     }
 
-    /// The configuration file has changed settings.
+    /// Notes that the configuration file has changed settings.
     pub(crate) fn note_file_settings(&self, change: &SettingsChange) {
         let (Some(kept), Ok(now)) = (self.kept(), self.settings()) else { return };
         if let Err(error) = kept.rebase_settings(change, now) {
@@ -102,8 +102,8 @@ impl Daemon {
         }
     }
 
-    /// Begins to serve the exports of the command line and of the configuration file, as commands
-    /// had changed them, and those that commands had added.
+    /// Begins to serve the exports of the command line and of the configuration file, with the
+    /// changes by commands, and the exports that commands had added.
     ///
     /// # Errors
     ///
@@ -138,14 +138,14 @@ impl Daemon {
             }
         };
         let thread = std::thread::Builder::new().name("ringhaul-restore".into());
-        // Without it, exports that fail because of a unit are not served.
+        // Without this thread, exports that fail because of a unit are not served.
         if let Err(error) = thread.spawn(work) {
             tracing::error!("cannot start the thread that restores exports in part: {error}");
         }
         Ok(opening)
     }
 
-    /// Serves an export without those units that a command had added and that cannot be opened.
+    /// Serves an export without the units that a command had added and that cannot be opened.
     fn restore_in_part(
         &self,
         LateError { mut spec, error }: LateError,

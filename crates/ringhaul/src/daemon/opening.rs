@@ -1,4 +1,4 @@
-//! Exports whose disks are being opened.
+//! Exports with disks that are being opened.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc;
@@ -12,30 +12,30 @@ use crate::side_by_side::{GiveWay, SideBySide};
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec, UnitPlace};
 use crate::wanted::Wanted;
 
-/// How long nothing may be opened before what is left is taken to hang.
+/// The time without a newly opened disk after which the remaining disks are taken to hang.
 pub(super) const OPEN_MAX: Duration = Duration::from_secs(5);
 
-/// An export, and those of its disks that are open.
+/// An export, and its disks that are open so far.
 struct Waiting {
     spec: ExportSpec,
     disks: Vec<Option<OpenDisk>>,
 }
 
-/// A disk, how it is opened, its user, and whether it is wanted any more.
+/// A disk, the settings of its export, its user, and its cancellation token.
 type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, Wanted);
 
 /// All disks of some exports, which are opened side by side.
 pub(super) struct OpeningExports {
-    /// `None`: it was taken out.
+    /// `None`: the export was taken out.
     exports: Vec<Option<Waiting>>,
-    /// For each disk the export that it belongs to, and its place there.
+    /// For each disk, its export and its place there.
     places: Vec<(usize, usize)>,
     jobs: SideBySide<WantedDisk, Result<OpenDisk>>,
 }
 
 impl OpeningExports {
-    /// Begins to open them. A disk that a process which was killed seems to have left in use is
-    /// waited for if `waits_for_left`.
+    /// Begins to open the disks of exports. If `waits_for_left`, disks that a killed process seems
+    /// to have left in use are waited for.
     pub(super) fn begin(specs: Vec<(ExportSpec, Wanted)>, waits_for_left: bool) -> Self {
         let (mut exports, mut places, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for (index, (spec, is_wanted)) in specs.into_iter().enumerate() {
@@ -57,8 +57,9 @@ impl OpeningExports {
         Self { exports, places, jobs: SideBySide::begin(wanted, open) }
     }
 
-    /// Takes out those whose disks are all open, and those that have failed, when that holds for
-    /// all but those that a killed process has left in use, or no disk has come for so long.
+    /// Takes out exports with all disks open, and exports that have failed. Waits for all disks
+    /// except the ones that a killed process has left in use, until no disk has come for
+    /// `patience`.
     pub(super) fn take_ready(&mut self, patience: Option<Duration>) -> Taken {
         let mut errors = Vec::new();
         let mut patience = patience;
@@ -73,7 +74,7 @@ impl OpeningExports {
                 }
             }
         }
-        // In their order, whichever came first.
+        // Errors have the order of the disks, not of their arrival.
         errors.sort_by_key(|(number, _)| *number);
         let fail = |(number, error): (usize, anyhow::Error)| {
             let export = self.places[number].0;
@@ -83,18 +84,19 @@ impl OpeningExports {
         Taken { ready: self.exports.iter_mut().filter_map(take_if_ready).collect(), failed }
     }
 
-    /// Whether none of those that are left hangs: a killed process has left their disks in use.
+    /// Returns true if none of the remaining disks hangs: a killed process has left all of them in
+    /// use.
     pub(super) fn only_left_behind(&self) -> bool {
         self.jobs.only_waits()
     }
 
-    /// Those that have not been taken out.
+    /// The exports that have not been taken out.
     pub(super) fn left(&self) -> impl Iterator<Item = &ExportSpec> {
         self.exports.iter().flatten().map(|waiting| &waiting.spec)
     }
 
-    /// Waits until one of those is open, or cannot be. `None`: there is none left, or none was so
-    /// in time.
+    /// Waits until the next export is open, or has failed. `None`: none is left, or none came in
+    /// time.
     pub(super) fn next(
         &mut self,
         until: Option<Instant>,
@@ -110,7 +112,7 @@ impl OpeningExports {
                     }
                 }
                 Err(error) => {
-                    // It may have failed already for another of its disks.
+                    // The export may have failed already because of another disk.
                     if let Some(waiting) = self.exports[export].take() {
                         let error = error.into();
                         return Some(Err(LateError { spec: waiting.spec, error }));
@@ -128,24 +130,24 @@ impl OpeningExports {
     }
 }
 
-/// What has become of exports.
+/// Exports that are ready, and exports that have failed.
 pub(super) struct Taken {
     pub(super) ready: Vec<(ExportSpec, Vec<OpenDisk>)>,
     pub(super) failed: Vec<LateError>,
 }
 
-/// Why an export is not served after all.
+/// The error of an export that is not served.
 pub(super) struct LateError {
     pub(super) spec: ExportSpec,
     pub(super) error: CommandError,
 }
 
-/// Exports and units that a control command had added. The daemon goes on without those that cannot
-/// be restored.
+/// Exports and units that a control command had added. The daemon continues without the ones that
+/// cannot be restored.
 pub(crate) struct Restoring {
     added: BTreeSet<String>,
     units: Vec<(String, UnitPlace)>,
-    /// Takes exports that have failed, to be served without the units at fault.
+    /// Takes exports that have failed, to be served without the faulty units.
     again: mpsc::Sender<LateError>,
 }
 
@@ -158,14 +160,14 @@ impl Restoring {
         Self { added, units, again }
     }
 
-    /// Whether the export may be served in part, or not at all.
+    /// Returns true if the export may be served in part, or not at all.
     pub(super) fn is_about(&self, export: &ExportSpec) -> bool {
         let name = export.name();
         self.added.contains(&name) || self.units.iter().any(|(of, _)| *of == name)
     }
 
     pub(super) fn begin_again(&self, late: LateError) {
-        // The receiver goes with the daemon.
+        // The receiver ends with the daemon.
         let _ = self.again.send(late);
     }
 }
@@ -197,8 +199,8 @@ pub(super) mod tests {
         serde_json::from_str(&text).unwrap()
     }
 
-    /// Has a socket hold the disk open and locked, and no process, as operations of a process that
-    /// was killed do.
+    /// Lets a socket hold the disk open and locked, without a process, like the operations of a
+    /// killed process.
     pub(in super::super) fn leave(disk: DiskSource) -> (UnixStream, UnixStream) {
         let pair = UnixStream::pair().unwrap();
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -209,7 +211,7 @@ pub(super) mod tests {
         pair
     }
 
-    /// Others may have the same image read-only, or without locks.
+    /// Other exports may have the same image read-only, or without locks.
     #[test]
     fn reads_that_a_killed_process_has_left_keep_away_its_own_export_alone() {
         let folder = tempfile::tempdir().unwrap();
@@ -253,21 +255,21 @@ pub(super) mod tests {
         let [left, free] = &["left", "free"].map(|name| folder.path().join(name));
         [left, free].into_iter().for_each(|path| std::fs::write(path, [0; 512]).unwrap());
         let held = leave(DiskSource::file(left, &DiskOptions::default()).unwrap());
-        // Somebody reads it besides, without a lock.
+        // Another reader has the disk open too, without a lock.
         let _reader = std::fs::File::open(left).unwrap();
         let refused = begin(vec![export("/added", left)], false).take_ready(None);
         let text = all(refused).err().unwrap().to_string();
         assert!(text.contains("operations of one that was killed"), "{text}");
         let both = vec![export("/left", left), export("/free", free)];
         let mut opening = begin(both, true);
-        // It is known to be left behind, however long the others might take.
+        // The disk is known to be left in use, so it is not waited for.
         let ready = all(opening.take_ready(None)).unwrap();
         assert_eq!(names(&ready), ["/free"]);
         assert_eq!(opening.left().map(ExportSpec::name).collect::<Vec<_>>(), ["/left"]);
         drop(held);
         let late = opening.next(None).unwrap().map_err(|late| late.error).unwrap();
         assert_eq!(names(&[late]), ["/left"]);
-        // One that can be seen is not waited for.
+        // A disk in use by a visible process is not waited for.
         drop(ready);
         let mut twice = begin(vec![export("/a", free), export("/b", free)], true);
         assert!(all(twice.take_ready(None)).is_err());
