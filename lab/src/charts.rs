@@ -1,4 +1,5 @@
-//! `cargo lab charts`: draws the pictures of docs/performance.md from the table on that page.
+//! `cargo lab charts`: draws the pictures of docs/internals/performance.md from the table on that
+//! page.
 //!
 //! The table is the record of a run of `cargo lab compare`, so pictures and figures cannot
 //! disagree. A test checks that the pictures match the table.
@@ -9,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_tools::workspace;
 
 /// The page with the table.
-const PAGE: &str = "docs/performance.md";
+const PAGE: &str = "docs/internals/performance.md";
 
 /// The start of the table's heading.
 pub(crate) const HEAD: &str = "| disk | load | IOPS, thousands |";
@@ -21,7 +22,7 @@ pub(crate) struct Args {}
 /// Writes the pictures beside the page.
 pub(crate) fn run(_: &Args) -> Result<()> {
     for (name, text) in pictures()? {
-        let path = workspace::root().join("docs").join(name);
+        let path = workspace::root().join("docs/internals").join(name);
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         println!("wrote {}", path.display());
     }
@@ -227,9 +228,9 @@ mod tests {
     #[test]
     fn the_pictures_in_the_tree_are_as_the_table_is() {
         for (name, text) in pictures().unwrap() {
-            let path = workspace::root().join("docs").join(name);
+            let path = workspace::root().join("docs/internals").join(name);
             let kept = std::fs::read_to_string(path).unwrap();
-            assert!(kept == text, "docs/{name} is not as the table: run cargo lab charts");
+            assert!(kept == text, "{name} is not as the table: run cargo lab charts");
         }
     }
 }

@@ -26,7 +26,7 @@ struct Cli {
 enum Command {
     /// Measure Ringhaul against qemu-storage-daemon, and against fio on the bare disk
     Compare(compare::Args),
-    /// Draw the pictures of docs/performance.md from its table
+    /// Draw the pictures of docs/internals/performance.md from its table
     Charts(charts::Args),
     /// Measure the worth of each step of the loop
     Experiments(experiments::Args),

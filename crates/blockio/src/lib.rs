@@ -79,7 +79,7 @@ pub use remote::Remote;
 pub use task_set::TaskSet;
 pub use turn::{Activity, Wait};
 
-/// Compiles the examples of docs/embedding.md.
+/// Compiles the examples of docs/internals/embedding.md.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/embedding.md")]
+#[doc = include_str!("../../../docs/internals/embedding.md")]
 struct Embedding;

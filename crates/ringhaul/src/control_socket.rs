@@ -1,4 +1,4 @@
-//! The control socket: commands to a running daemon (docs/control.md).
+//! The control socket: commands to a running daemon (docs/reference/control.md).
 //!
 //! Each connection has a thread that waits for its own requests only: IoThreads and the control
 //! thread never wait for a client. The length of a request is bounded, and a client that does not

@@ -67,10 +67,10 @@ pub struct ExportArgs {
     /// measurement); `rbd,pool=POOL,image=IMAGE`, an image in a Ceph cluster; `nbd,host=HOST` or
     /// `nbd,socket=PATH`, with `export=NAME`; or a layer over another disk:
     /// `raw,offset=SIZE,size=SIZE,over=DISK`, a part of it; `luks,key-file=PATH,over=DISK`;
-    /// `qcow2,over=DISK`; `image,format=auto,over=DISK`. docs/disks.md has all keys. Short forms: a
-    /// PATH that begins with `/`, `./` or `../`, `file:PATH`, `null:SIZE`, `rbd:POOL/IMAGE`,
-    /// `nbd://HOST/NAME`, `nbd+unix:///NAME?socket=PATH`, `qcow2:PATH`. SIZE takes the suffixes K,
-    /// M, G, T and P (powers of 1024). Write a comma in a value twice.
+    /// `qcow2,over=DISK`; `image,format=auto,over=DISK`. docs/guide/disks.md has all keys. Short
+    /// forms: a PATH that begins with `/`, `./` or `../`, `file:PATH`, `null:SIZE`,
+    /// `rbd:POOL/IMAGE`, `nbd://HOST/NAME`, `nbd+unix:///NAME?socket=PATH`, `qcow2:PATH`. SIZE
+    /// takes the suffixes K, M, G, T and P (powers of 1024). Write a comma in a value twice.
     #[arg(help_heading = "Disk", long,
           value_name = "KIND,KEY=VALUE,...", add = ArgValueCompleter::new(complete_disk))]
     pub disk: Option<String>,

@@ -1,5 +1,5 @@
 //! Takeover: exports, sockets, disks and connected guests move to another process while the guests
-//! run (docs/upgrade.md).
+//! run (docs/guide/upgrade.md).
 //!
 //! The new process sends requests to the old one's control socket, in three steps. First the old
 //! process describes its exports, and continues to serve while the new one opens all of them. Then

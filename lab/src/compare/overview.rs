@@ -1,4 +1,4 @@
-//! The table of docs/performance.md: Ringhaul without options, against the rival.
+//! The table of docs/internals/performance.md: Ringhaul without options, against the rival.
 
 use super::plan::Workload;
 use super::report::{Cell, Series};

@@ -215,7 +215,7 @@ impl Comparison {
             line(&mut text, &format!("\n**Not complete**: {why}"));
         }
         text.push_str(EXPLANATION);
-        line(&mut text, "\n## Overview, for docs/performance.md\n");
+        line(&mut text, "\n## Overview, for docs/internals/performance.md\n");
         text.push_str(&overview::table(&self.cells));
         let busy = overview::busy_table(&self.cells);
         if !busy.is_empty() {

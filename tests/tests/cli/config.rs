@@ -15,7 +15,7 @@ use super::control::Client;
 use super::{DISK_BYTES, scene};
 
 const DOCUMENTATION: &str =
-    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md"));
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/configuration.md"));
 
 fn write(scene: &Scene, text: &str) -> Result<PathBuf> {
     let path = scene.path("ringhaul.toml");

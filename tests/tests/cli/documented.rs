@@ -14,7 +14,7 @@ use rustix::process::Signal;
 
 use super::scene;
 
-const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/disks.md"));
+const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks.md"));
 
 /// How a disk is named in general, which is no name.
 const FORM: &str = "KIND,KEY=VALUE,...";

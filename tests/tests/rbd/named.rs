@@ -48,7 +48,7 @@ pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/disks.md"));
+const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks.md"));
 
 /// The examples of the page about disks, with the cluster of this test for those that it names.
 pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {

@@ -491,7 +491,7 @@ mod tests {
 
     #[test]
     fn everything_is_documented() {
-        let docs = include_str!("../../../../docs/control.md");
+        let docs = include_str!("../../../../docs/reference/control.md");
         let is_there = |name: &str| docs.contains(&format!("`{name}`"));
         let mut names_of_all = BTreeSet::new();
         let schema = schema();
@@ -500,10 +500,10 @@ mod tests {
         assert!(methods.contains_key("export.add") && names_of_all.contains("engine-reason"));
         let missing: Vec<&String> =
             methods.keys().chain(&names_of_all).filter(|name| !is_there(name)).collect();
-        assert!(missing.is_empty(), "docs/control.md lacks {missing:?}");
+        assert!(missing.is_empty(), "docs/reference/control.md lacks {missing:?}");
         for (code, meaning) in schema["errors"].as_object().unwrap() {
             let row = format!("| {code} | {} |", meaning.as_str().unwrap());
-            assert!(docs.contains(&row), "docs/control.md lacks {row}");
+            assert!(docs.contains(&row), "docs/reference/control.md lacks {row}");
         }
     }
 
