@@ -2,21 +2,21 @@
 
 use std::ops::Range;
 
-/// The longest list that is read.
+/// The most bytes of a list that are read.
 pub(super) const LIST_BYTES_MAX: u64 = 1 << 20;
 
 /// Bytes of an entry before its extra data and its name.
 const FIXED_BYTES: usize = 24;
 
-/// A bitmap that was made by a backup program.
+/// A bitmap of a backup program.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Bitmap {
-    /// Printable: anybody may have made the image.
+    /// Without control characters, since the image may come from any source.
     pub(super) name: String,
     pub(super) table: Range<u64>,
 }
 
-/// Bitmaps of a list. `None`: it is damaged.
+/// Parses the bitmaps of a list. `None` if the list is damaged.
 pub(super) fn parse(mut list: &[u8]) -> Option<Vec<Bitmap>> {
     let mut bitmaps = Vec::new();
     while !list.is_empty() {

@@ -25,8 +25,7 @@ fn qemu_img(words: &[&str], path: &Path) -> Option<String> {
     Some(String::from_utf8(output.stdout).unwrap())
 }
 
-/// An image of a disk of 16 MiB with a bitmap, which says that its first MiB has changed, and in
-/// which that MiB has a place.
+/// An image of a disk of 16 MiB with two bitmaps. Its first MiB is written, and marked as changed.
 struct Image {
     _folder: TempDir,
     path: PathBuf,
@@ -80,7 +79,7 @@ impl Image {
 
 type Change = fn(&Image, &Disk);
 
-/// In tables, and in data that has its place already.
+/// Changes of tables, and of data that has its place already.
 const CHANGES: [(&str, Change); 5] = [
     ("write", |image, disk| image.write(disk, 4 * MIB)),
     ("write in place", |image, disk| image.write(disk, 0)),
@@ -137,7 +136,7 @@ fn an_image_that_is_opened_and_closed_keeps_its_bitmaps() {
     assert!(image.content() == before && image.has_bitmaps());
 }
 
-/// Valid bitmaps keep their clusters when leaks are freed; invalid ones lose them.
+/// Valid bitmaps keep their clusters when leaks are freed. Invalid bitmaps lose them.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn leaks_are_freed_beside_bitmaps() {
@@ -148,7 +147,7 @@ fn leaks_are_freed_beside_bitmaps() {
         file.read_exact_at(&mut front, 0).unwrap();
         front[79] |= 1;
         front[95] = u8::from(is_valid);
-        // A cluster at the end that counts as used.
+        // A leaked cluster at the end.
         let table = u64::from_be_bytes(front[48..56].try_into().unwrap());
         let mut block = [0; 8];
         file.read_exact_at(&mut block, table).unwrap();
@@ -166,7 +165,8 @@ fn leaks_are_freed_beside_bitmaps() {
         let mut count = [1; 2];
         file.read_exact_at(&mut count, leaked).unwrap();
         assert_eq!(count, [0, 0], "a cluster stays leaked");
-        // Bitmaps that were valid until then stay in their clusters.
+        // Bitmaps that were valid until the discard keep their clusters, which `qemu-img check`
+        // would report.
         if !is_valid {
             qemu_img(&["check", "-q"], &image.path).unwrap();
         }

@@ -1,4 +1,4 @@
-//! What all threads know about an image, and what it is made of.
+//! The layers of an image, and its state that all threads share.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -15,20 +15,20 @@ use crate::error::Error;
 use crate::io_thread::IoThread;
 use crate::remote::Remote;
 
-/// What an image lies on: itself, or a disk that it has below it.
+/// A layer of an image: the image itself, or a disk below it.
 #[derive(Debug)]
 pub struct Layer {
     pub(super) source: DiskSource,
-    /// `None`: it is no image, and its bytes are those of the disk.
+    /// `None` for a raw disk.
     pub(super) header: Option<ImageHeader>,
 }
 
 impl Layer {
-    /// A qcow2 image.
+    /// Makes a layer of a qcow2 image.
     ///
     /// # Errors
     ///
-    /// When it is none, or one that cannot be used.
+    /// If the source holds no qcow2 image, or one that cannot be used.
     pub fn qcow2(source: DiskSource) -> Result<Self, Error> {
         let Some(header) = source.image_header()? else {
             return Err(refused(&source, foreign::not_qcow2(source.foreign_format())));
@@ -39,19 +39,19 @@ impl Layer {
         Ok(Self { source, header: Some(header) })
     }
 
-    /// A disk without a format, at the bottom.
+    /// Makes the layer of a disk without a format, at the bottom.
     #[must_use]
     pub fn raw(source: DiskSource) -> Self {
         Self { source, header: None }
     }
 
-    /// What the image names as its backing file.
+    /// The backing file that the image names.
     #[must_use]
     pub fn backing(&self) -> Option<&BackingFile> {
         self.header.as_ref()?.backing.as_ref()
     }
 
-    /// It is an image that was marked as corrupt.
+    /// True for an image that was marked as corrupt.
     pub(super) fn is_corrupt(&self) -> bool {
         self.header.as_ref().is_some_and(ImageHeader::is_corrupt)
     }
@@ -60,7 +60,7 @@ impl Layer {
         self.header.as_ref().is_some_and(ImageHeader::has_zstd)
     }
 
-    /// What it is.
+    /// The disk that holds the layer.
     #[must_use]
     pub fn source(&self) -> &DiskSource {
         &self.source
@@ -72,7 +72,7 @@ pub(super) fn refused(source: &DiskSource, reason: String) -> Error {
 }
 
 impl DiskSource {
-    /// Reads some bytes before there are requests, and more where the disk has larger blocks.
+    /// Reads bytes before there are requests. The end is rounded up to a logical block.
     pub(super) fn read_front(&self, start: u64, bytes: u64) -> Result<Vec<u8>, Error> {
         let thread = IoThread::new(&IoThreadConfig::default())?;
         let source = self.for_a_look()?;
@@ -92,11 +92,11 @@ impl DiskSource {
         thread.block_on(read)?.map_err(cannot)
     }
 
-    /// The header of the qcow2 image that begins where this disk does. `None`: there is none.
+    /// Returns the header of the qcow2 image at the start of this disk. `None` if there is none.
     ///
     /// # Errors
     ///
-    /// When it cannot be read, or is damaged.
+    /// If the header cannot be read, or is damaged.
     pub fn image_header(&self) -> Result<Option<ImageHeader>, Error> {
         let block = u64::from(self.info().logical_block_bytes);
         let read = |end: u64| self.read_front(0, end);
@@ -107,11 +107,11 @@ impl DiskSource {
     }
 }
 
-/// Why an image cannot grow over what is longer than it: what is there would be seen.
+/// The error if an image is to grow and its backing file is longer: the data there would show.
 pub(super) const TOO_LONG_BELOW: &str = "its backing file is longer than the disk; resize it with \
                                          `qemu-img resize` when it is not in use";
 
-/// What all threads know about an image.
+/// The state of an image that all threads share.
 pub(super) struct Core {
     pub(super) table: Table,
     pub(super) top: Store,
@@ -122,16 +122,18 @@ pub(super) struct Core {
     pub(super) block_bytes: u32,
     pub(super) cluster_bytes: u64,
     pub(super) has_zero_clusters: bool,
-    /// Whether we hold it alone, and it can be looked at when we have not closed it.
+    /// True if this process holds the image alone, and the image can be checked if it is not
+    /// closed.
     pub(super) may_be_marked: bool,
-    /// How many clusters were leaked when it was opened marked, if it was looked at.
+    /// The number of clusters that were leaked when a marked image was opened. `None` if it was not
+    /// checked.
     pub(super) leaked: Option<u64>,
     pub(super) size_bytes: AtomicU64,
-    /// How often the owner has written to the tables of the image, and how much of that a flush
-    /// has covered.
+    /// The number of the owner's writes to the tables of the image, and the number of these that a
+    /// flush has covered.
     pub(super) committed: AtomicU64,
     pub(super) stable: AtomicU64,
-    /// The IoThreads that use what the table says.
+    /// The IoThreads that use places from the table.
     pub(super) users: Mutex<Vec<(Remote, Weak<Uses>)>>,
 }
 
@@ -144,7 +146,7 @@ impl Core {
         !self.source().info().read_only
     }
 
-    /// How long the disk is that lies below the image.
+    /// The size of the disk below the image. 0 without one.
     pub(super) fn bytes_below(&self) -> u64 {
         let size = |layer: &Layer| match &layer.header {
             Some(header) => header.size_bytes,

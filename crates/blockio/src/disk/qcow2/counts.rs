@@ -1,10 +1,10 @@
-//! Reference counts of clusters, as they are in the blocks of an image, and as they should be.
+//! Reference counts of clusters: the counts in the blocks of an image, and the correct counts.
 
 use std::ops::Range;
 
 use iomem::fits;
 
-/// Why a look at an image ends early.
+/// Reasons for an early end of an image's check.
 pub(super) const ODD_TABLE: &str = "one of its tables is too long, or does not lie in its file";
 pub(super) const TOO_MUCH: &str = "it would take too long to compare them";
 pub(super) const NO_MEMORY: &str = "there is not enough memory to compare them";
@@ -12,26 +12,26 @@ pub(super) const NO_MEMORY: &str = "there is not enough memory to compare them";
 /// The most uses of a cluster that are counted.
 const USES_MAX: u16 = u16::MAX - 1;
 
-/// There is no block.
+/// The number of a missing block.
 const NONE: u32 = u32::MAX;
 
-/// What the blocks of an image count. A block has a number, from zero on, in their order; windows
-/// are ranges of numbers.
+/// The counts in the blocks of an image. Blocks are numbered from zero in the order of the table.
+/// Windows are ranges of numbers.
 pub(super) struct Counts {
     cluster_bits: u32,
     count_bits: u32,
-    /// How many counts there may be.
+    /// The most counts that an image may have.
     most: u64,
     /// The number of each block, by its index in the table.
     numbers: Vec<u32>,
     /// The index and the place of each block, by number.
     blocks: Vec<(u32, u64)>,
     window: Range<u64>,
-    /// How often the clusters of a window are used.
+    /// The uses of the clusters of the window.
     uses: Vec<u16>,
 }
 
-/// What became of a use.
+/// The result of counting a use.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Added {
     Counted,
@@ -43,7 +43,7 @@ pub(super) enum Added {
 /// No block counts a cluster.
 struct NoBlock;
 
-/// A cluster that is used more often than it counts.
+/// A cluster with more uses than its count.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct TooLow {
     pub(super) cluster: u64,
@@ -56,17 +56,17 @@ impl Counts {
         Self { cluster_bits, count_bits, most, numbers, blocks, window: 0..0, uses }
     }
 
-    /// How many clusters one block counts.
+    /// The number of clusters that one block counts.
     fn of_block(&self) -> u64 {
         (8 << self.cluster_bits) / u64::from(self.count_bits)
     }
 
-    /// How many blocks there are.
+    /// The number of blocks.
     pub(super) fn blocks(&self) -> u64 {
         self.blocks.len() as u64
     }
 
-    /// Where a block is.
+    /// The place of a block.
     pub(super) fn place(&self, number: u64) -> u64 {
         self.block(number).1
     }
@@ -75,7 +75,7 @@ impl Counts {
         self.blocks[at(number)]
     }
 
-    /// Learns where a block is. They come in the order of the table.
+    /// Adds a block. Blocks come in the order of the table.
     pub(super) fn add_block(&mut self, index: u64, place: u64) -> Result<(), &'static str> {
         let index = u32::try_from(index).map_err(|_| ODD_TABLE)?;
         if (self.blocks() + 1) * self.of_block() > self.most {
@@ -91,19 +91,19 @@ impl Counts {
         Ok(())
     }
 
-    /// All blocks, in parts for so many clusters at most, and for one block at least. Where there
-    /// is none, there is one part without any.
+    /// Divides all blocks into windows of at most `clusters` clusters, but at least one block.
+    /// Without blocks there is one empty window.
     pub(super) fn windows(&self, clusters: u64) -> Vec<Range<u64>> {
         let (step, end) = ((clusters / self.of_block()).max(1), self.blocks());
         (0..end.max(1)).step_by(at(step)).map(|start| start..(start + step).min(end)).collect()
     }
 
-    /// How many clusters there are in a window.
+    /// The number of clusters in a window.
     fn clusters(&self, window: &Range<u64>) -> u64 {
         (window.end - window.start) * self.of_block()
     }
 
-    /// Begins to count the uses of a window.
+    /// Starts to count the uses of a window.
     pub(super) fn begin(&mut self, window: &Range<u64>) -> Result<(), &'static str> {
         let len = at(self.clusters(window));
         self.uses.clear();
@@ -113,7 +113,7 @@ impl Counts {
         Ok(())
     }
 
-    /// Whether the uses of this window were counted last.
+    /// True if the last counted window was this one.
     pub(super) fn is_of(&self, window: &Range<u64>) -> bool {
         self.window == *window
     }
@@ -134,7 +134,7 @@ impl Counts {
 
     #[inline]
     fn place_in_window(&self, cluster: u64) -> Result<Option<usize>, NoBlock> {
-        // They are powers of two.
+        // A block counts a power of two of clusters.
         let bits = self.of_block().trailing_zeros();
         let (index, within) = (cluster >> bits, cluster & (self.of_block() - 1));
         let number = usize::try_from(index).ok().and_then(|index| self.numbers.get(index));
@@ -143,7 +143,7 @@ impl Counts {
         Ok(is_in.then(|| at(((number - self.window.start) << bits) + within)))
     }
 
-    /// How often a cluster is used. `None`: it is not in the window.
+    /// The uses of a cluster. `None` if it is not in the window.
     pub(super) fn uses(&self, cluster: u64) -> Option<u16> {
         self.place_in_window(cluster).ok().flatten().map(|place| self.uses[place])
     }
@@ -154,12 +154,13 @@ impl Counts {
         first..first + self.of_block()
     }
 
-    /// The count of one of these clusters.
+    /// The count of a cluster of this block.
     pub(super) fn of(&self, number: u64, cluster: u64, block: &[u8]) -> u64 {
         get(block, at(cluster - self.counted(number).start), self.count_bits)
     }
 
-    /// Lowers the counts of a block of the window that are too high, and says how many these are.
+    /// Lowers the counts of a block of the window to their uses, and returns the number of lowered
+    /// counts.
     pub(super) fn lower(&self, number: u64, block: &mut [u8]) -> Result<u64, TooLow> {
         let first = self.counted(number).start;
         let start = at((number - self.window.start) * self.of_block());
@@ -179,12 +180,12 @@ impl Counts {
     }
 }
 
-/// An index into what is in memory.
+/// Converts a number to an index into memory.
 fn at(number: u64) -> usize {
     fits(number, "an index")
 }
 
-/// A count of a block. Those of less than a byte begin with its lowest bits.
+/// Reads a count of a block. Counts of less than a byte start with its lowest bits.
 pub(super) fn get(block: &[u8], index: usize, bits: u32) -> u64 {
     let bits: usize = fits(bits, "bits of a count");
     if bits < 8 {
@@ -214,7 +215,7 @@ pub(super) fn set(block: &mut [u8], index: usize, bits: u32, count: u64) {
 mod tests {
     use super::*;
 
-    /// Blocks of clusters of 512 bytes, with the second one missing.
+    /// Three blocks of clusters of 512 bytes. The second entry of their table is empty.
     fn counts(bits: u32) -> Counts {
         let mut counts = Counts::new(9, bits, 1 << 30);
         for (index, place) in [(0, 512), (2, 1024), (3, 4096)] {

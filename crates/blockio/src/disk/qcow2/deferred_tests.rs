@@ -1,4 +1,4 @@
-//! Images that another process still writes to when what lies over them is opened.
+//! Images that another process still writes to when a layer over them is opened.
 
 use std::process::{Command, Stdio};
 
@@ -12,7 +12,7 @@ use crate::disk::elsewhere::Elsewhere;
 use crate::disk::luks::tests::{header, options};
 use crate::io_thread::IoThread;
 
-/// A cluster has 64 KiB.
+/// The size of a cluster: 64 KiB.
 const CLUSTER: usize = 64 << 10;
 const DISK_BYTES: usize = 4 << 20;
 
@@ -32,7 +32,7 @@ fn image(below: DiskSource, is_deferred: bool) -> DiskSource {
     DiskSource::qcow2(vec![Layer::qcow2(below).unwrap()], is_deferred).unwrap()
 }
 
-/// A way to lie over an image, with what has to be there.
+/// A kind of layer over an image, with the bytes that it needs at its start.
 struct Kind {
     name: &'static str,
     start: Vec<u8>,
@@ -40,7 +40,7 @@ struct Kind {
 }
 
 fn kinds() -> Vec<Kind> {
-    // It says where its data is, though there is none.
+    // An image with pointers to its data, though there is none.
     let inner = new_image("preallocation=metadata", DISK_BYTES / 2);
     let part = |below, _| DiskSource::raw(below, 0, None).unwrap();
     let mut kinds = vec![
@@ -80,8 +80,8 @@ fn content(thread: &IoThread, source: &DiskSource) -> Vec<u8> {
     all.to_vec()
 }
 
-/// What is opened for requests that come later reads all that was written before they do, though it
-/// was looked at earlier.
+/// A layer that is opened for later requests reads all data that was written before them, even if
+/// it was probed earlier.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_lies_over_an_image_sees_what_is_written_to_it_until_requests_come() {

@@ -1,4 +1,4 @@
-//! An image as imago has it.
+//! An image as imago opens it.
 
 use std::io;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use super::storage::Store;
 
 pub(super) type Format = FormatAccess<Store>;
 
-/// Whether the bytes of a range are anywhere as `test` says.
+/// Returns true if `test` accepts any mapping of a range.
 pub(super) async fn has_any(
     image: &Format,
     range: &Range<u64>,

@@ -1,4 +1,4 @@
-//! Images on what has a size of its own, as a server or a cluster gives it.
+//! Images on storage with a size of its own, such as a server or a cluster.
 
 use std::process::{Command, Stdio};
 
@@ -13,7 +13,7 @@ use crate::io_thread::IoThread;
 const MIB: usize = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
 
-/// The file of a new image of a disk of 16 MiB, with so many bytes. `None`: there is no qemu-img.
+/// The file of a new image of a disk of 16 MiB, resized to `bytes`. `None` without qemu-img.
 fn new_file(bytes: usize) -> Option<Vec<u8>> {
     let file = tempfile::NamedTempFile::new().unwrap();
     let mut create = Command::new("qemu-img");
@@ -27,7 +27,7 @@ fn new_file(bytes: usize) -> Option<Vec<u8>> {
     Some(content)
 }
 
-/// Such an image where its size is not ours to change.
+/// A new image on storage of a fixed size.
 fn new_image(bytes: usize) -> Option<Elsewhere> {
     new_file(bytes).map(|content| Elsewhere::of_fixed_size(&content))
 }
@@ -39,7 +39,7 @@ fn disk_of(end: &Elsewhere) -> DiskSource {
     DiskSource::raw(image, 0, None).unwrap()
 }
 
-/// Fills clusters until that fails, from one on, and says which one has no space.
+/// Fills clusters from `from` on until a write fails, and returns the cluster without space.
 fn fill(thread: &IoThread, disk: &Disk, from: u64) -> u64 {
     let write = |cluster: &u64| {
         let data = Buffers::from_vec(vec![7; 512]);
@@ -51,7 +51,7 @@ fn fill(thread: &IoThread, disk: &Disk, from: u64) -> u64 {
     cluster
 }
 
-/// The loop of an image serves all its requests, and another end may take long to answer.
+/// The loop of an image serves all its requests, and a remote end may take long to answer.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
@@ -68,7 +68,7 @@ fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
     assert_eq!(end.asked(), 0);
 }
 
-/// As those that are held do.
+/// Held writes fail again and again until their disk recovers.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn writes_that_fail_over_and_over_make_the_image_no_longer() {
@@ -91,7 +91,8 @@ fn writes_that_fail_over_and_over_make_the_image_no_longer() {
     assert_eq!(end.size_bytes(), before);
 }
 
-/// It is asked, or looked at as the daemon does each second. The disk keeps its size.
+/// The space is found on request, or by the check that the daemon makes each second. The disk keeps
+/// its size.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_has_the_space_that_another_end_has_found_for_it() {
@@ -112,7 +113,7 @@ fn an_image_has_the_space_that_another_end_has_found_for_it() {
     }
 }
 
-/// What is behind the last whole block is no space for a cluster.
+/// Bytes behind the last whole block are no space for a cluster.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_uses_no_more_than_another_end_has() {

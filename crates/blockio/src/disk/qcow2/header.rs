@@ -1,4 +1,4 @@
-//! The header of a qcow2 image, as far as it decides whether and how the image is opened.
+//! The parts of a qcow2 image's header that decide if and how the image is opened.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 /// The first bytes of an image.
 const MAGIC: &[u8] = b"QFI\xfb";
 
-/// Cluster sizes that the format has, as powers of two.
+/// Cluster sizes of the format, as powers of two.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 
 /// The longest name of a backing file.
@@ -18,64 +18,64 @@ const EXTENSION_NAMES: u32 = 0x6803_f857;
 const NAME_ENTRY_BYTES: usize = 48;
 const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
-/// An incompatible feature: whoever wrote to the image last has not closed it, and its reference
-/// counts may be wrong. What points to clusters is right.
+/// An incompatible feature: the last writer has not closed the image, and reference counts may be
+/// wrong. Pointers to clusters are right.
 const DIRTY: u64 = 1;
 /// A compatible feature: the counts of an image that is in use are in the memory of its user.
 const LAZY: u64 = 1;
-/// An incompatible feature: a program has found it damaged. It may be read.
+/// An incompatible feature: a program has found damage. The image may be read.
 const CORRUPT: u64 = 2;
-/// An incompatible feature: its compressed clusters are of the kind that the header names.
+/// An incompatible feature: the header names the kind of compressed clusters.
 const HAS_COMPRESSION: u64 = 8;
 /// Kinds of compressed clusters.
 const ZLIB: u8 = 0;
 const ZSTD: u8 = 1;
-/// The place of that kind in a header that is long enough.
+/// The place of the kind of compression in a header that is long enough.
 const COMPRESSION_AT: usize = 104;
 
-/// An autoclear feature: the bitmaps are valid. A program that changes the disk and not the bitmaps
-/// takes it away.
+/// An autoclear feature: the bitmaps are valid. A program that changes the disk but not the bitmaps
+/// clears it.
 const BITMAPS: u64 = 1;
 
-/// What the header of a qcow2 image says.
+/// The fields of a qcow2 image's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageHeader {
-    /// The size of the disk in it.
+    /// The size of the disk in the image.
     pub size_bytes: u64,
-    /// The unit in which it has space.
+    /// The unit in which the image allocates space.
     pub cluster_bytes: u32,
-    /// The image or disk that has what this one has not.
+    /// The image or disk with the data that this image lacks.
     pub backing: Option<BackingFile>,
     version: u32,
     incompatible: u64,
     compatible: u64,
-    /// The kind of its compressed clusters.
+    /// The kind of compressed clusters.
     compression: u8,
-    /// Extensions that may have clusters of their own.
+    /// True for extensions that may own clusters.
     has_unknown_extensions: bool,
-    /// The list of bitmaps that are valid.
+    /// The list of valid bitmaps.
     bitmaps: Option<Range<u64>>,
     is_encrypted: bool,
     snapshots: u32,
-    /// Of the first table.
+    /// The entries of the first table (L1).
     entries: u32,
 }
 
-/// The backing file of an image, in the words of the image.
+/// The backing file of an image, as the image names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BackingFile {
-    /// Its name: an absolute path, or one that is relative to the folder of the image.
+    /// An absolute path, or a path relative to the folder of the image.
     pub name: String,
-    /// Its format, such as `qcow2` or `raw`.
+    /// The format, such as `qcow2` or `raw`.
     pub format: Option<String>,
 }
 
-/// How many bytes from the front the header lies in. `None`: these are no qcow2 image.
+/// The number of bytes at the front that contain the header. `None` if this is no qcow2 image.
 pub(super) fn header_bytes(front: &[u8]) -> Option<Result<u64, String>> {
     if !front.starts_with(MAGIC) {
         return None;
     }
-    // What follows is of no other version.
+    // Other versions have other fields.
     Some(version(front).and_then(|_| Ok(1 << cluster_bits(front)?)))
 }
 
@@ -97,7 +97,7 @@ fn cluster_bits(front: &[u8]) -> Result<u32, String> {
     }
 }
 
-/// The header at the front of an image; `front` has at least its first cluster.
+/// Parses the header at the front of an image. `front` must hold at least the first cluster.
 pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
     let version = version(front)?;
     let cluster_bytes = 1 << cluster_bits(front)?;
@@ -109,7 +109,7 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         return Err(format!("its header is damaged: it has {header_bytes} bytes"));
     }
     let name = backing_name(front)?;
-    // Images of version 2 need none, and few have room for one.
+    // Without a backing file, images of version 2 need no extensions, and few have room for them.
     let extensions = match (version, &name) {
         (2, None) => Extensions::default(),
         _ => Extensions::read(front, header_bytes)?,
@@ -131,7 +131,7 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
     })
 }
 
-/// The kind of compressed clusters. Shorter headers have none.
+/// The kind of compressed clusters. Shorter headers lack the field, which means zlib.
 fn compression(front: &[u8], header_bytes: u32) -> u8 {
     let is_there = usize::try_from(header_bytes).is_ok_and(|bytes| bytes > COMPRESSION_AT);
     front.get(COMPRESSION_AT).filter(|_| is_there).copied().unwrap_or(ZLIB)
@@ -151,8 +151,8 @@ fn backing_name(front: &[u8]) -> Result<Option<String>, String> {
     plain("name", name).map(Some)
 }
 
-/// A text about the backing file that may go into a line of a log, and onto a terminal: anybody may
-/// have made the image.
+/// Refuses control characters in a text about the backing file: it may go to logs and terminals,
+/// and the image may come from any source.
 fn plain(what: &str, text: &str) -> Result<String, String> {
     match text.contains(char::is_control) {
         false => Ok(text.to_owned()),
@@ -170,7 +170,7 @@ struct Extensions {
     format: Option<String>,
     /// The place of the list of bitmaps.
     bitmaps: Option<Range<u64>>,
-    /// There are others that are not known here.
+    /// True if there are other extensions, which this code does not know.
     has_unknown: bool,
 }
 
@@ -194,7 +194,7 @@ impl Extensions {
                         (u64_at(front, data.start + 8)?, u64_at(front, data.start + 16)?);
                     read.bitmaps = Some(offset..offset.saturating_add(bytes));
                 }
-                // imago fails an assertion at the half of an entry.
+                // imago fails an assertion at a partial entry.
                 EXTENSION_NAMES if !len.is_multiple_of(NAME_ENTRY_BYTES) => {
                     return Err(NAMES.into());
                 }
@@ -206,7 +206,7 @@ impl Extensions {
     }
 }
 
-/// Why an image is not written to whose counts may be wrong.
+/// Reasons to refuse writes to an image with counts that may be wrong.
 const NOT_CLOSED: &str = "it was not closed by its last user, and its reference counts \
                                      may be wrong; open it once where its file can be locked, or \
                                      repair it with `qemu-img check -r all`";
@@ -227,33 +227,33 @@ fn u64_at(front: &[u8], at: usize) -> Result<u64, String> {
 }
 
 impl ImageHeader {
-    /// Whether clusters that read as zeroes need no data.
+    /// True if clusters that read as zeroes need no data.
     pub(super) fn has_zero_clusters(&self) -> bool {
         self.version >= 3
     }
 
-    /// Whether the header has a place for the mark of `mark.rs`.
+    /// True if the header has a place for the mark of `mark.rs`.
     pub(super) fn has_mark(&self) -> bool {
         self.version >= 3
     }
 
-    /// Whether it was marked.
+    /// True if the image was marked as in use.
     pub(super) fn is_dirty(&self) -> bool {
         self.incompatible & DIRTY != 0
     }
 
-    /// Whether it is marked as corrupt.
+    /// True if the image was marked as corrupt.
     pub(super) fn is_corrupt(&self) -> bool {
         self.incompatible & CORRUPT != 0
     }
 
-    /// Whether Zstandard has compressed its clusters.
+    /// True if clusters are compressed with Zstandard.
     pub(super) fn has_zstd(&self) -> bool {
         self.incompatible & HAS_COMPRESSION != 0 && self.compression == ZSTD
     }
 
-    /// Whether we may mark it, and free what is left of a user that has not closed it: none of its
-    /// counts are only in somebody's memory.
+    /// True if we may mark the image, and free leaks of a user that did not close it: no counts are
+    /// only in that user's memory.
     pub(super) fn may_be_marked(&self) -> bool {
         self.has_mark() && self.compatible & LAZY == 0 && self.snapshots == 0
     }
@@ -267,12 +267,12 @@ impl ImageHeader {
         self.bitmaps.as_ref()
     }
 
-    /// Why it is not written to if it was marked and we may not mark it.
+    /// The reason to refuse writes to a marked image that we may not mark.
     pub(super) fn why_not_written(&self) -> &'static str {
         if self.compatible & LAZY == 0 { NOT_CLOSED } else { NOT_CLOSED_LAZY }
     }
 
-    /// Says what is in the way of using the image, and what to do about it.
+    /// Refuses an image that cannot be used. The error names the obstacle and a remedy.
     pub(super) fn check(&self, read_only: bool, logical_block_bytes: u32) -> Result<(), String> {
         if self.is_encrypted {
             return Err("it is encrypted, which is not supported; convert it with `qemu-img \
@@ -304,7 +304,7 @@ impl ImageHeader {
         Ok(())
     }
 
-    /// Whether the disk has whole blocks.
+    /// Refuses a disk that is not a whole number of logical blocks.
     pub(super) fn check_size(&self, logical_block_bytes: u32) -> Result<(), String> {
         if self.size_bytes == 0 || !self.size_bytes.is_multiple_of(logical_block_bytes.into()) {
             return Err(format!(
@@ -325,7 +325,7 @@ impl ImageHeader {
         }
         for bit in (0..64).filter(|bit| self.incompatible & (1 << bit) != 0) {
             match bit {
-                // Only who writes to it needs its counts.
+                // Only writers need the counts.
                 0 => {}
                 1 if read_only => {}
                 1 => {

@@ -1,4 +1,4 @@
-//! Images that were made to do harm: they are refused, or their requests fail, and no more.
+//! Malicious images: opening them fails, or their requests do, and nothing else happens.
 
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
@@ -14,7 +14,8 @@ use crate::io_thread::IoThread;
 
 const CLUSTER: u64 = 512;
 
-/// An image of clusters of 512 bytes with one of data, changed. `None`: there is no qemu-img.
+/// Makes an image with clusters of 512 bytes, one of them with data, and changes it. `None` without
+/// qemu-img.
 fn image(options: &str, change: impl FnOnce(&mut Vec<u8>)) -> Option<NamedTempFile> {
     let file = NamedTempFile::new().unwrap();
     let options = format!("cluster_size=512,{options}");
@@ -52,7 +53,7 @@ fn set(content: &mut [u8], at: u64, number: u64) {
 const L1: u64 = 40;
 const COUNTS: u64 = 48;
 const PLACE: u64 = (1 << 56) - 512;
-/// The flag of a cluster that is to read as zeroes.
+/// The flag of a cluster that reads as zeroes.
 const ZEROES: u64 = 1;
 
 #[test]
@@ -83,7 +84,7 @@ fn an_image_whose_tables_are_not_counted_is_refused() {
     assert!(error.contains("has the reference count 0"), "{error}");
 }
 
-/// A write, and whether it has succeeded.
+/// Writes, and returns true on success.
 fn writes(source: &DiskSource, offset: u64) -> bool {
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let disk = source.attach(thread.io());
@@ -97,12 +98,12 @@ fn writes(source: &DiskSource, offset: u64) -> bool {
 fn no_place_is_given_out_that_has_a_table() {
     let Some(file) = image("refcount_bits=16", |_| ()) else { return };
     let source = open(&file).unwrap();
-    // Before any block of counts is read for a place, and after all were looked at.
+    // No block of counts was read to allocate a cluster yet, and all were checked at the opening.
     let content = std::fs::read(file.path()).unwrap();
     let block = number(&content, number(&content, COUNTS));
     let table = number(&content, number(&content, L1)) & PLACE;
     file.as_file().write_all_at(&[0, 0], block + table / CLUSTER * 2).unwrap();
-    // What is there already needs no place.
+    // Data that exists already needs no place.
     assert!(writes(&source, 0));
     assert!(!writes(&source, 128 << 10));
 }
@@ -125,7 +126,7 @@ fn no_data_is_written_over_a_table() {
     }
 }
 
-/// The rest of a cluster is to be zeroes when a part of it is written.
+/// A partial write zeroes the rest of the cluster.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn no_table_is_zeroed() {
@@ -154,7 +155,7 @@ fn no_space_of_a_table_is_given_back() {
             let second = number(content, number(content, L1)) & PLACE;
             set(content, second, 1 << 63 | place);
             let block = number(content, number(content, COUNTS));
-            // Its count falls to one, as that of a table has to be.
+            // The discard lowers the count to one, the correct count of a table.
             let count: usize = iomem::fits(block + place / CLUSTER * 2, "a place");
             content[count..count + 2].copy_from_slice(&2u16.to_be_bytes());
         };

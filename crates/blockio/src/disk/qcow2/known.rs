@@ -1,12 +1,12 @@
-//! Tables as the file has them, so that only their changed sectors are written.
+//! Tables as the file holds them, so that only changed sectors are written.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The most bytes of tables that are kept.
+/// The most bytes of tables that are kept in memory.
 const BYTES_MAX: usize = 16 << 20;
-/// Tables that are not longer are written as a whole. Tests have shorter ones.
+/// Tables up to this length are written as a whole. Tests have shorter ones.
 const TABLE_BYTES_MIN: usize = if cfg!(test) { 256 } else { 4096 };
 
 #[derive(Debug, Default)]
@@ -32,14 +32,14 @@ impl Known {
         self.tables.get(&place).map(|(table, _)| table.len())
     }
 
-    /// The bytes of a table, which is not known any longer.
+    /// Forgets a table and returns its bytes.
     pub(super) fn take(&mut self, place: u64) -> Option<Arc<[u8]>> {
         let (table, _) = self.tables.remove(&place)?;
         self.bytes -= table.len();
         Some(table)
     }
 
-    /// Keeps the bytes that the file has of a table.
+    /// Keeps a table as the file holds it.
     pub(super) fn put(&mut self, place: u64, table: Arc<[u8]>) {
         self.forget(place);
         if table.len() <= TABLE_BYTES_MIN {
@@ -64,7 +64,8 @@ impl Known {
     }
 }
 
-/// The ranges of `new` that differ from `old`, in whole pieces of `align` bytes.
+/// The ranges of `new` that differ from `old`, in whole pieces of `align` bytes. All of `new` if
+/// the lengths differ.
 pub(super) fn changes(old: &[u8], new: &[u8], align: usize) -> Vec<Range<usize>> {
     let mut changes: Vec<Range<usize>> = Vec::new();
     if old.len() != new.len() {

@@ -1,10 +1,9 @@
-//! The look at an image that was not closed: its reference counts are compared with what its tables
-//! point to, and those that are too high are lowered. See `mark.rs`. The look at the opening
-//! changes nothing; the first write lowers them.
+//! The check of an image that was not closed: compares reference counts with the uses in its
+//! tables, and lowers counts that are too high. See `mark.rs`. The check at the opening changes
+//! nothing. The first write lowers the counts.
 //!
-//! The image may have been made to do harm. What is read of it is bounded, and so is memory,
-//! whatever it says. What is odd about it is left as it is: it was served before, with clusters
-//! that nothing uses.
+//! The image may be malicious. Reads and memory are bounded, no matter which sizes it claims. An
+//! odd image is left as it is and served with its leaked clusters, as its last user served it.
 
 mod bitmaps;
 mod reader;
@@ -28,17 +27,17 @@ use crate::error::Error;
 use crate::io::Io;
 use crate::io_thread::IoThread;
 
-/// What a look may cost at most.
+/// The bounds of a check.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds {
-    /// How many clusters are counted at once, which takes two bytes for each. More need as many
-    /// passes over all tables.
+    /// The clusters that are counted at once, at two bytes each. More clusters need several passes
+    /// over all tables.
     pub(super) clusters_at_once: u64,
-    /// How many bytes are read.
+    /// The most bytes that are read.
     pub(super) read_bytes: u64,
-    /// How long that takes: a disk may be slow, and whoever opens it waits.
+    /// The most time of a check: a disk may be slow, and its opening waits.
     pub(super) time: Duration,
-    /// How many counts are compared.
+    /// The most counts that are compared.
     pub(super) counts: u64,
 }
 
@@ -49,7 +48,7 @@ pub(super) const BOUNDS: Bounds = Bounds {
     counts: 1 << 30,
 };
 
-/// Entries of a table of tables, of which imago takes no more.
+/// The most entries of a table of tables that imago accepts.
 const ENTRIES_MAX: u64 = 4 << 20;
 
 const ODD_EXTENSION: &str = "its header has an extension that is not known";
@@ -59,24 +58,25 @@ const ODD_ENTRY: &str = "a table has an entry that is not of this format";
 const ODD_USES: &str = "one of its clusters is used too often";
 const SHARED: &str = "clusters of it count as shared that are used once";
 
-/// The most clusters with data that do not say that nothing else uses them: all do, unless there
-/// were snapshots.
+/// The most data clusters with an entry that lacks `COPIED`. All entries have it, unless there were
+/// snapshots.
 const SHARED_MAX: usize = 1 << 20;
 
-/// Where an L2 table or a block of reference counts is, in an entry. The other bits are reserved,
-/// but for the one that says that nothing else points there.
+/// The offset in an entry. The other bits are reserved, except the flags below. `COPIED` means that
+/// nothing else points to the cluster.
 const L1_OFFSET: u64 = ((1 << 56) - 1) & !511;
 const COPIED: u64 = 1 << 63;
-/// An entry of an L2 table, which is not compressed, may say that the cluster reads as zeroes.
+/// The flag of a cluster that reads as zeroes, in an uncompressed entry of an L2 table.
 const ZEROES: u64 = 1;
 const COMPRESSED: u64 = 1 << 62;
 
-/// Counts the clusters of a marked image that nothing uses, and changes nothing. `None`: the image
-/// is used as it is, with its mark. The image is not open.
+/// Counts the leaked clusters of a marked image that is not open, and changes nothing. `None` if
+/// the check was not possible: the image is then used as it is, with its mark.
 ///
 /// # Errors
 ///
-/// When it must not be written to, since counts are too low, and when it was given up.
+/// If counts are too low, so that the image must not be written to, and if the opening was given
+/// up.
 pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u64>, Error> {
     let thread = IoThread::new(&IoThreadConfig::default())?;
     let begun = Instant::now();
@@ -93,12 +93,12 @@ pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u
     Ok(found)
 }
 
-/// Frees the clusters of a marked image that nothing uses, and takes the mark away. The caller has
-/// the tables to itself. False: it could not, and the mark stays.
+/// Frees the leaked clusters of a marked image, and removes the mark. The caller has exclusive use
+/// of the tables. Returns false if the check was not possible, and then the mark stays.
 ///
 /// # Errors
 ///
-/// As [`find`].
+/// As for [`find`].
 pub(super) async fn free(
     io: &Rc<Io>,
     source: &DiskSource,
@@ -117,10 +117,10 @@ pub(super) async fn free(
     Ok(true)
 }
 
-/// The work of a look.
+/// The work of a check.
 struct Work<'a> {
     bounds: &'a Bounds,
-    /// Leaked clusters are freed, and the mark goes.
+    /// True to free leaked clusters and remove the mark.
     frees: bool,
 }
 
@@ -157,7 +157,7 @@ async fn look_in(
 }
 
 impl Reader<'_> {
-    /// Fails when a look at all of these tables is too much, which would otherwise show at its end.
+    /// Fails early if a check of all these tables would exceed the bounds at its end.
     fn check_cost(&self, tables: &Tables, passes: u64) -> Result<(), End> {
         let each = (1 << tables.cluster_bits).max(READ_BYTES_MIN);
         let reads = passes * tables.second.len() as u64 + tables.counts.blocks();
@@ -165,7 +165,7 @@ impl Reader<'_> {
     }
 }
 
-/// Says how many counts were too high.
+/// Returns the number of counts that were too high.
 async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> Result<u64, End> {
     let bounds = work.bounds;
     if header.has_unknown_extensions() {
@@ -193,13 +193,13 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> 
         return Ok(all_lowered);
     }
     if !differing.is_empty() {
-        // Who had it may have taken the last pointer to a cluster away without a flush.
+        // The last user may have removed the last pointer to a cluster without a flush.
         reader.flush().await?;
     }
-    // What it has found is not to be in vain.
+    // The work below has bounds of its own, or the work above could be in vain.
     reader.left_bytes = bounds.read_bytes;
     reader.until += bounds.time;
-    // The last one is counted already.
+    // The uses of the last window are counted already.
     for window in differing.into_iter().rev() {
         if !tables.counts.is_of(&window) {
             tables.count(&mut reader, &window).await?;
@@ -217,13 +217,13 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> 
 /// The tables of an image.
 struct Tables {
     cluster_bits: u32,
-    /// Whole clusters with L1, and with the table of blocks of reference counts.
+    /// L1 and the table of blocks of reference counts, in whole clusters.
     roots: [Range<u64>; 2],
     /// Bytes of bitmaps and their tables.
     bitmaps: Vec<Range<u64>>,
-    /// Where L2 tables are.
+    /// The places of L2 tables.
     second: Vec<u64>,
-    /// The clusters of a window with data by an entry that does not say that nothing else uses it.
+    /// Data clusters of the window with an entry that lacks `COPIED`, in order.
     shared: Vec<u64>,
     counts: Counts,
 }
@@ -257,7 +257,7 @@ impl Tables {
                     return Ok(());
                 }
                 reader.check(&(offset..offset + cluster), cluster)?;
-                // Each of them will be read.
+                // Each of the tables will be read.
                 let cost = cluster.max(READ_BYTES_MIN) * second.len() as u64;
                 if cost > bounds.read_bytes {
                     return Err(TOO_MUCH.into());
@@ -291,7 +291,7 @@ impl Tables {
         Ok(Self { cluster_bits, roots, bitmaps: Vec::new(), second, shared, counts })
     }
 
-    /// Counts what uses the clusters of a window.
+    /// Counts the uses of the clusters of a window.
     async fn count(&mut self, reader: &mut Reader<'_>, window: &Range<u64>) -> Result<(), End> {
         let cluster = 1u64 << self.cluster_bits;
         self.counts.begin(window)?;
@@ -324,7 +324,7 @@ impl Tables {
         self.check_places()
     }
 
-    /// Learns of a cluster with data that something else may use, too.
+    /// Records a data cluster that may have other uses.
     fn add_shared(&mut self, cluster: u64) -> Result<(), End> {
         if self.counts.uses(cluster).is_none() {
             return Ok(());
@@ -337,8 +337,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Whether no count falls to one of data that does not say that nothing else uses it: QEMU
-    /// takes that for damage.
+    /// Fails if a count would fall to one for data with an entry that lacks `COPIED`: QEMU treats
+    /// that as damage.
     fn check_shared(&self, number: u64, counts: &[u8]) -> Result<(), End> {
         let counted = self.counts.counted(number);
         let start = self.shared.partition_point(|cluster| *cluster < counted.start);
@@ -349,7 +349,7 @@ impl Tables {
         if shared.copied().any(is_odd) { Err(SHARED.into()) } else { Ok(()) }
     }
 
-    /// Whether no table is where something else is: it could be taken for a block of counts.
+    /// Fails if a table shares a cluster: its content could be mistaken for a block of counts.
     fn check_places(&self) -> Result<(), End> {
         let of_roots = self
             .roots
@@ -364,7 +364,7 @@ impl Tables {
         }
     }
 
-    /// Counts one use of the clusters that have these bytes.
+    /// Counts one use of each cluster in a range of bytes.
     fn add(&mut self, used: &Range<u64>) -> Result<(), End> {
         for cluster in used.start >> self.cluster_bits..=(used.end - 1) >> self.cluster_bits {
             match self.counts.add(cluster) {
@@ -378,8 +378,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Compares the counts of a window with what was counted, and says how many are too high. These
-    /// are lowered if that is wanted.
+    /// Compares the counts of a window with the uses, and returns the number of counts that are too
+    /// high. Lowers them if `lowers` is true.
     async fn compare(
         &mut self,
         reader: &mut Reader<'_>,
@@ -405,7 +405,7 @@ impl Tables {
     }
 }
 
-/// The bytes of the file that an entry of an L2 table stands for.
+/// The bytes of the file that an entry of an L2 table refers to.
 fn used_by(entry: u64, cluster_bits: u32) -> Result<Option<Range<u64>>, End> {
     if entry & COMPRESSED != 0 {
         let offset_bits = 62 - (cluster_bits - 8);
@@ -414,7 +414,7 @@ fn used_by(entry: u64, cluster_bits: u32) -> Result<Option<Range<u64>>, End> {
         if entry & COPIED != 0 || offset >> 56 != 0 {
             return Err(ODD_ENTRY.into());
         }
-        // These come after the sector in which it begins.
+        // The number of sectors after the first one.
         let sectors = descriptor >> offset_bits;
         return Ok(Some(offset..(offset & !511) + (sectors + 1) * 512));
     }

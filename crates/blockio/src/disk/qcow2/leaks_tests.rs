@@ -1,4 +1,4 @@
-//! Images that were not closed are looked at, whatever is in them.
+//! Checks of images that were not closed, with any content.
 
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
@@ -40,7 +40,7 @@ fn set(content: &mut [u8], at: u64, number: u64) {
 }
 
 impl Image {
-    /// One of a disk of 1 MiB, in which QEMU has written at some places. `None`: there is no
+    /// Makes an image of a disk of 1 MiB, in which QEMU has written at some places. `None` without
     /// qemu-img.
     fn new(cluster: u64, bits: u32) -> Option<Self> {
         let file = NamedTempFile::new().unwrap();
@@ -80,12 +80,12 @@ impl Image {
         self.at(self.l1()) & PLACE
     }
 
-    /// How many clusters there are in the file.
+    /// The number of clusters in the file.
     fn clusters(&self) -> u64 {
         (self.content.len() as u64).div_ceil(self.cluster)
     }
 
-    /// The block that counts a cluster, and which of its counts that is.
+    /// The block that counts a cluster, and the index of the count.
     fn count(&mut self, cluster: u64) -> (&mut [u8], usize) {
         let of_block = self.cluster * 8 / u64::from(self.bits);
         let block = self.at(self.at(COUNTS) + cluster / of_block * 8);
@@ -112,7 +112,7 @@ impl Image {
         file
     }
 
-    /// The bytes as they are after a look that has this result.
+    /// Returns the bytes after a check, and the result of the check.
     fn looked_at(&self, bounds: &Bounds) -> (Vec<u8>, Result<(), Error>) {
         let file = self.file();
         let source = source(&file);
@@ -121,9 +121,9 @@ impl Image {
         (std::fs::read(file.path()).unwrap(), result)
     }
 
-    /// That QEMU finds no fault with what a look leaves, and some with what is there before.
+    /// Asserts that QEMU finds leaks before a check, and no fault after it.
     fn is_freed(&self, bounds: &Bounds, what: &str) -> Vec<u8> {
-        // The second is said of data that counts as used in several places, and is marked as ours.
+        // 2 is for data with `COPIED` and a count above one.
         assert!(matches!(check(&self.content), Some(3 | 2)), "{what}: nothing is leaked");
         let (content, result) = self.looked_at(bounds);
         result.unwrap();
@@ -132,7 +132,8 @@ impl Image {
         content
     }
 
-    /// That a look changes nothing, and that the image is opened if it can be, and stays marked.
+    /// Asserts that a check changes nothing. The image then opens if `opens` is true, and stays
+    /// marked.
     fn is_left(&self, opens: bool, what: &str) {
         let (content, result) = self.looked_at(&BOUNDS);
         result.unwrap();
@@ -157,7 +158,7 @@ fn free_within(source: &DiskSource, bounds: &Bounds) -> Result<(), Error> {
     thread.block_on(free(thread.io(), source, &header, bounds))?.map(drop)
 }
 
-/// The exit code of a check by QEMU: 0 where nothing is wrong, 3 where clusters are leaked.
+/// The exit code of a check by QEMU: 0 for a clean image, 3 for leaked clusters.
 pub(super) fn check(content: &[u8]) -> Option<i32> {
     let file = NamedTempFile::new().unwrap();
     file.as_file().write_all_at(content, 0).unwrap();
@@ -166,7 +167,7 @@ pub(super) fn check(content: &[u8]) -> Option<i32> {
     output.status.code()
 }
 
-/// Few clusters at once, so that several passes are needed.
+/// Windows of one block, so that several passes are needed.
 const SMALL: Bounds = Bounds { clusters_at_once: 1, ..BOUNDS };
 
 #[test]
@@ -181,7 +182,7 @@ fn what_nothing_uses_is_freed() {
         let mut unmarked = image.content.clone();
         mark::set(&mut unmarked, false);
         assert!(clean == unmarked, "{what}: something was changed");
-        // Of the file, and behind its end.
+        // Clusters in the file, and behind its end.
         let last = image.clusters() - 1;
         image.content.resize(iomem::fits((last + 3) * cluster, "bytes"), 0);
         for cluster in [last + 1, last + 2, last + 3] {
@@ -191,7 +192,7 @@ fn what_nothing_uses_is_freed() {
             let freed = image.is_freed(&bounds, &what);
             assert!(freed[..unmarked.len()] == unmarked, "{what}: something else was changed");
         }
-        // A table is not used any more, nor is what it names.
+        // A table is no longer used, nor are the clusters that it names.
         let first = image.l1();
         set(&mut image.content, first, 0);
         for bounds in [BOUNDS, SMALL] {
@@ -213,7 +214,7 @@ fn what_is_used_less_often_than_it_counts_is_lowered() {
     assert_eq!(freed.get_count(data / 4096), 1);
 }
 
-/// The entry does not say that nothing else uses its data, as it does where a count is one.
+/// The entry lacks `COPIED`, which it needs if the count is one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_counts_as_shared_is_left_as_it_is() {
@@ -229,7 +230,7 @@ fn what_counts_as_shared_is_left_as_it_is() {
     }
 }
 
-/// Several compressed clusters lie in one of the file, and some in two.
+/// Some clusters of the file hold several compressed clusters, and some of these lie in two.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn compressed_clusters_use_all_that_they_touch() {
@@ -293,7 +294,7 @@ fn an_image_whose_counts_are_too_low_is_refused() {
             let layers = vec![Layer::qcow2(source(&file)).unwrap()];
             assert!(DiskSource::qcow2(layers, false).is_err());
         }
-        // No block counts it, nor anything else.
+        // No block counts the data or any table.
         let mut without = Image { content: image.content.clone(), ..image };
         let table = image.at(COUNTS);
         set(&mut without.content, table, 0);
@@ -327,7 +328,7 @@ fn what_is_odd_is_left_as_it_is_and_opened() {
     odd(false, "two tables in one place", first + 8, COPIED | second);
     odd(false, "a table of counts that is too long", 56, 1 << 40);
     odd(false, "a block behind the end of the file", table + 8, 1 << 40);
-    // It would be, for all that is read of it.
+    // The oddities would be found, but the bounds end the check first.
     for bounds in [Bounds { time: Duration::ZERO, ..BOUNDS }, Bounds { counts: 200, ..BOUNDS }] {
         let (content, result) = image.looked_at(&bounds);
         assert!(result.is_ok() && content == image.content);
@@ -338,7 +339,7 @@ fn what_is_odd_is_left_as_it_is_and_opened() {
     large.is_left(true, "data that is unaligned");
 }
 
-/// What a look has lowered stays, and the next one goes on.
+/// Lowered counts stay, and the next check continues.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_look_may_end_anywhere() {
@@ -365,7 +366,7 @@ fn a_look_may_end_anywhere() {
     }
 }
 
-/// An extension of another kind may have clusters of its own, as bitmaps do.
+/// An unknown extension may own clusters, as bitmaps do.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn clusters_of_what_is_not_known_stay() {
@@ -397,7 +398,7 @@ fn a_look_ends_when_nobody_wants_the_disk() {
     assert!(error.contains("not wanted any more"), "{error}");
 }
 
-/// A sparse file may be as long as its maker likes, and all of its tables may lie in holes.
+/// A sparse file may have any length, and all of its tables may lie in holes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_look_at_an_image_of_any_size_ends() {
@@ -423,7 +424,7 @@ fn a_look_at_an_image_of_any_size_ends() {
     assert!(mark::is_set(&front));
 }
 
-/// Pointers that were taken away may not be stable, nor may the counts that are written.
+/// Pointers that were removed may not be stable, nor may the written counts.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn counts_fall_between_flushes() {
@@ -443,7 +444,7 @@ fn counts_fall_between_flushes() {
     assert_eq!(events, [None, Some(block), None, Some(0)]);
 }
 
-/// A start that fails elsewhere has opened it, too.
+/// A start that fails for another reason has opened the image, too.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn leaks_are_freed_with_the_first_write_and_not_before() {
@@ -469,7 +470,7 @@ fn leaks_are_freed_with_the_first_write_and_not_before() {
         assert!(elsewhere.content() == content, "{leaked}: something was changed");
         let source = open();
         let disk = source.attach(thread.io());
-        // It has its place already.
+        // The data has its place already.
         let write = disk.write(4096, Buffers::from_vec(vec![7; 4096]), false);
         thread.block_on(write).unwrap().unwrap();
         assert!(mark::is_set(&elsewhere.content()));

@@ -1,43 +1,43 @@
-//! The mark of an image that is written to: the bit of its header by which the format says that it
-//! is dirty.
+//! The mark of an image that is written to: the dirty bit of its header.
 //!
-//! Its counts rise before anything points to what they count, so a process that is killed may
-//! leave clusters that nothing uses. The mark is stable before the first count rises, and goes when
-//! the image comes to rest. Whoever opens a marked image to write to it looks at all of it first
-//! (`leaks.rs`), as QEMU does. Leaked clusters are freed before the first write: a start that
-//! fails changes nothing.
+//! Counts rise before anything points to their clusters, so a process that is killed may leave
+//! leaked clusters. The mark is stable before the first count rises, and is removed when the image
+//! comes to rest. A process that opens a marked image for writing checks all of it first
+//! (`leaks.rs`), as QEMU does. Leaked clusters are freed before the first write: a start that fails
+//! changes nothing.
 //!
-//! imago refuses marked images, and rewrites their headers as it has read them. So it does not see
-//! the mark, and what it writes gets it. It also takes the autoclear features away when it opens an
-//! image, though nothing may ever change; so it does not see these either, and they go with the
-//! first change.
+//! imago refuses marked images, and rewrites their headers as it has read them. So the mark is
+//! hidden from imago and added to each header that it writes. imago also clears the autoclear
+//! features when it opens an image, even if nothing ever changes. So these are hidden too, and the
+//! first change clears them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Where the mark is in a header of version 3.
+/// The place of the mark in a header of version 3.
 const BYTE: usize = 79;
 const BIT: u8 = 1;
-/// The bit beside it, by which an image is marked as corrupt.
+/// The bit beside it, which marks an image as corrupt.
 const CORRUPT: u8 = 2;
 
-/// The features of a header that a program which does not know them takes away before its first
-/// change, such as the validity of bitmaps. All of them are unknown here.
+/// The autoclear features of a header, such as the validity of bitmaps. A program clears the ones
+/// that it does not know before its first change. All of them are unknown here.
 const AUTOCLEAR: std::ops::Range<usize> = 88..96;
 
-/// What is known of the mark of an image that is open.
+/// The state of the mark of an open image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MarkState {
-    /// The header is not read yet, or there is nothing to be marked: it is only read.
+    /// The header is not read yet, or the image is only read and needs no mark.
     Unknown,
-    /// It is not ours to mark. Others could write to it, or nobody could look at it.
+    /// The image must not be marked: other processes could write to it, or no later process could
+    /// check it.
     Never,
     Clear,
     Set,
-    /// An earlier process has set it; its leaks are freed before the first write.
+    /// Set by an earlier process. Its leaks are freed before the first write.
     Found,
-    /// It was set by somebody else, and what he has left was not freed. It stays, for whoever opens
-    /// the image next.
+    /// Set by an earlier process that left leaks, which were not freed. The mark stays for the next
+    /// opening.
     Inherited,
 }
 
@@ -64,8 +64,8 @@ impl Mark {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
     }
 
-    /// A table was not read or written, so that imago may have left clusters behind. The mark stays
-    /// from now on.
+    /// Keeps the mark from now on, since imago may have leaked clusters: a table was not read or
+    /// written.
     pub(super) fn doubt(&self) {
         self.is_in_doubt.store(true, Ordering::Relaxed);
     }
@@ -74,12 +74,13 @@ impl Mark {
         self.is_in_doubt.load(Ordering::Relaxed)
     }
 
-    /// The header has features that are to go before the first change.
+    /// True if the header has features that must be cleared before the first change.
     pub(super) fn has_autoclear(&self) -> bool {
         self.has_autoclear.load(Ordering::Relaxed)
     }
 
-    /// Whether something is done before any write, also to data that has its place.
+    /// True if any write must wait for the leaks or features to be cleared, even to data that has
+    /// its place.
     pub(super) fn delays_writes(&self) -> bool {
         self.has_autoclear() || self.state() == MarkState::Found
     }
@@ -88,7 +89,7 @@ impl Mark {
         self.has_autoclear.store(has_autoclear, Ordering::Relaxed);
     }
 
-    /// Gives a header that imago writes the mark that the image has.
+    /// Puts the mark of the image into a header that imago writes.
     pub(super) fn put(&self, header: &mut [u8]) {
         match self.state() {
             MarkState::Unknown | MarkState::Never => {}
@@ -98,12 +99,12 @@ impl Mark {
     }
 }
 
-/// Whether a header of version 3 has the mark.
+/// Returns true if a header of version 3 has the mark.
 pub(super) fn is_set(header: &[u8]) -> bool {
     header.get(BYTE).is_some_and(|byte| byte & BIT != 0)
 }
 
-/// Whether a header of version 3 has features that a change takes away.
+/// Returns true if a header of version 3 has features that a change clears.
 pub(super) fn has_autoclear(header: &[u8]) -> bool {
     header.get(AUTOCLEAR).is_some_and(|bytes| bytes.iter().any(|byte| *byte != 0))
 }
@@ -117,7 +118,7 @@ pub(super) fn hide(header: &mut [u8]) {
     clear_autoclear(header);
 }
 
-/// Takes these features away.
+/// Clears the autoclear features.
 pub(super) fn clear_autoclear(header: &mut [u8]) {
     if let Some(bytes) = header.get_mut(AUTOCLEAR) {
         bytes.fill(0);

@@ -1,4 +1,4 @@
-//! When an image is marked, and when it is not.
+//! The mark of an image: when it is set, and when it is removed.
 
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
@@ -19,7 +19,7 @@ use crate::io_thread::IoThread;
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 4096;
 
-/// The file of a new image of a disk of 16 MiB. `None`: there is no qemu-img.
+/// The file of a new image of a disk of 16 MiB. `None` without qemu-img.
 fn new_image(options: &str) -> Option<Vec<u8>> {
     let file = NamedTempFile::new().unwrap();
     let options = format!("cluster_size=4k,{options}");
@@ -38,7 +38,7 @@ fn open(source: DiskSource, is_deferred: bool) -> Result<DiskSource, Error> {
     DiskSource::qcow2(vec![Layer::qcow2(source)?], is_deferred)
 }
 
-/// A disk in an image, and where that is.
+/// A disk in an image, and the storage of the image.
 struct World {
     thread: IoThread,
     end: Elsewhere,
@@ -72,14 +72,14 @@ impl World {
         mark::is_set(&self.end.content())
     }
 
-    /// Closes the image, and says whether it stays marked.
+    /// Closes the image, and returns true if it stays marked.
     fn is_marked_at_end(&mut self) -> bool {
         self.source = None;
         self.is_marked()
     }
 }
 
-/// Those events that are writes of a header, with whether it has the mark.
+/// The indices of events that write a header, each with true if the header has the mark.
 fn headers(journal: &[Event]) -> Vec<(usize, bool)> {
     let header = |(index, event): (usize, &Event)| match event {
         Event::Write(0, data) => Some((index, mark::is_set(data))),
@@ -90,7 +90,7 @@ fn headers(journal: &[Event]) -> Vec<(usize, bool)> {
 
 type Change = fn(&World) -> bool;
 
-/// What may change tables.
+/// Requests that may change tables.
 const CHANGES: [(&str, Change); 5] = [
     ("write", |world| world.write(0).is_ok()),
     ("discard", |world| {
@@ -130,13 +130,14 @@ fn the_mark_is_stable_before_anything_changes_and_goes_at_the_end() {
         assert!(matches!(journal[before + 1], Event::Flush), "{name}");
         assert!(journal.len() > before + 2, "{name} has changed nothing");
         assert!(headers_then.iter().all(|(_, is_set)| *is_set), "{name}: a header without a mark");
-        // A second one finds it there.
+        // A second change finds the mark set.
         world.write(100).unwrap();
         assert_eq!(headers(&world.end.journal()), headers_then, "{name}");
         let before = world.end.events();
         assert!(!world.is_marked_at_end(), "{name}");
         let journal = world.end.journal();
-        // Clusters that were counted ahead are uncounted, and that is stable before the mark goes.
+        // Clusters that were counted ahead are uncounted, and the counts are stable before the mark
+        // is removed.
         let uncounted = if matches!(name, "write" | "grow") { 2 } else { 0 };
         assert_eq!(headers(&journal[before..]), [(uncounted, false)], "{name}");
         assert_eq!(journal.len(), before + uncounted + 1, "{name}: an end is quick");
@@ -145,7 +146,7 @@ fn the_mark_is_stable_before_anything_changes_and_goes_at_the_end() {
     }
 }
 
-/// imago knows nothing of the mark, and writes headers when tables move.
+/// imago does not know the mark, and writes headers when tables move.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_header_that_is_written_anew_keeps_the_mark() {
@@ -162,7 +163,7 @@ fn a_header_that_is_written_anew_keeps_the_mark() {
     assert!(!world.is_marked_at_end());
 }
 
-/// The image is opened anew meanwhile, as its tables take too much memory.
+/// The image is opened again in between, as its tables take too much memory.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_that_is_opened_anew_stays_marked() {
@@ -205,7 +206,7 @@ fn an_image_stays_marked_when_something_may_be_left_behind() {
     world.end.have_some_fail(0);
     world.write(1).unwrap();
     assert!(world.is_marked_at_end());
-    // One that could not be marked has not changed.
+    // An image that could not be marked has not changed.
     let mut world = World::new(&content);
     world.end.have_some_fail(1);
     world.write(1).unwrap_err();
@@ -231,7 +232,8 @@ fn images_that_others_could_write_to_are_not_marked() {
             assert!(change(&world), "{name}");
             let disk = world.disk();
             world.thread.block_on(disk.flush()).unwrap().unwrap();
-            // Without a mark nobody frees what a killed process had counted ahead.
+            // Without a mark, clusters that a killed process had counted ahead would never be
+            // freed.
             let found = super::leaks_tests::check(&world.end.content());
             assert_eq!(found, Some(0), "{options}: {name}");
         }
@@ -240,7 +242,7 @@ fn images_that_others_could_write_to_are_not_marked() {
     }
 }
 
-/// What another process has left marked.
+/// Images that another process has left marked.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
@@ -253,7 +255,7 @@ fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
         let end = if is_held { Elsewhere::held_alone } else { Elsewhere::new }(&content);
         for is_deferred in [false, true] {
             match open(end.clone().source(), is_deferred) {
-                // Whoever hands it over has marked it.
+                // The process that hands the image over has marked it.
                 Ok(_) => assert!(is_deferred && !is_held),
                 Err(error) => {
                     let error = error.to_string();
@@ -270,7 +272,7 @@ fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
     }
 }
 
-/// Its owner wants to save the data.
+/// Reading lets the owner of the image save its data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_that_is_marked_as_corrupt_is_only_read() {
@@ -288,7 +290,7 @@ fn an_image_that_is_marked_as_corrupt_is_only_read() {
     assert!(end.journal().is_empty());
 }
 
-/// The first of two processes writes to the image until the other one begins.
+/// The first of two processes writes to the image until the second one begins.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_is_handed_over_without_a_mark() {
@@ -300,7 +302,7 @@ fn an_image_is_handed_over_without_a_mark() {
     old.source().write_back().unwrap();
     assert!(!old.is_marked());
     drop(given_up);
-    // The old one goes on, and is marked again.
+    // The old process resumes, and marks the image again.
     old.write(1).unwrap();
     assert!(old.is_marked());
     let source = Some(new());
@@ -333,14 +335,14 @@ fn a_mark_that_is_handed_over_stays() {
     assert_eq!(new.end.events(), events, "the old one has written to it");
     new.source().set_size(1 << 32, || ()).unwrap();
     assert!(new.is_marked_at_end());
-    // The next one looks at it.
+    // The next process checks the image.
     let mut next = World::new(&new.end.content());
     assert!(next.is_marked());
     next.write(3).unwrap();
     assert!(!next.is_marked_at_end());
 }
 
-/// Writes to an image in a file, and closes it. Meanwhile it is marked, or not.
+/// Writes to an image in a file, and closes it. In between the mark is as expected.
 fn check_file(thread: &IoThread, source: DiskSource, file: &NamedTempFile, is_marked: bool) {
     let has_mark = || mark::is_set(&std::fs::read(file.path()).unwrap());
     let disk = source.attach(thread.io());
@@ -366,7 +368,7 @@ fn a_file_is_marked_if_it_is_locked() {
     }
 }
 
-/// The process that takes over has the lock with the file.
+/// The process that takes over gets the lock with the file.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_that_is_handed_over_is_marked_if_it_is_locked() {
@@ -385,7 +387,7 @@ fn a_file_that_is_handed_over_is_marked_if_it_is_locked() {
     }
 }
 
-/// When it was to be closed its disk did not answer.
+/// The disk did not answer when the old process was to close the image.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_process_writes_nothing_to_what_another_one_goes_on_with() {
@@ -405,7 +407,7 @@ fn a_process_writes_nothing_to_what_another_one_goes_on_with() {
     assert!(new.is_marked_at_end(), "nobody has looked at it");
 }
 
-/// It may be asked again before its disk has answered.
+/// A second request may come before the disk has answered the first.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_is_left_when_nothing_is_written_any_more() {
@@ -436,7 +438,7 @@ fn an_image_is_left_when_nothing_is_written_any_more() {
     assert_eq!(left.try_iter().collect::<Vec<_>>(), [written; 2]);
 }
 
-/// A disk below may have anything where an image has its mark.
+/// A disk below may have any bytes at the place of the mark.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_lies_below_an_image_has_no_mark() {

@@ -1,21 +1,21 @@
-//! In which order what changes in an image gets to its file.
+//! The order in which changes of an image reach its file.
 //!
-//! A device may lose any of the writes that no flush has covered when its power goes. What is left
-//! must never have a pointer to something that is not there, or counts as free. So some wait:
+//! A power cut may lose any write that no flush has covered. The remaining writes must never leave
+//! a pointer to something that is missing or counts as free. So some writes wait:
 //!
 //! 1. Data, new tables, and reference counts that rise are written at once.
-//! 2. Entries of the table that says where blocks of reference counts are, are written when a
-//!    flush has made these blocks stable.
-//! 3. Pointers, which are the entries of L1 and L2 tables and what the header says, are written
-//!    when a flush has made all that stable. Most pointers need none: they lead to clusters that
-//!    were counted and zeroed ahead (`ahead.rs`).
-//! 4. Reference counts that fall are written when another flush has made it stable that nothing
-//!    points there any more.
+//! 2. Entries of the table that names blocks of reference counts are written when a flush has made
+//!    these blocks stable.
+//! 3. Pointers, which are the entries of L1 and L2 tables and the fields of the header, are written
+//!    when a flush has made all of this stable. Most pointers need no flush: they lead to clusters
+//!    that were counted and zeroed ahead (`ahead.rs`).
+//! 4. Reference counts that fall are written when another flush has made the removal of the
+//!    pointers stable.
 //!
-//! What waits is kept here, and is read from here meanwhile. A loss of power, or of the process,
-//! can then leave clusters that count as used and are not, and nothing else; `leaks.rs` frees them.
-//! An error of the file can not hit what waits either: imago would go on with what it has in
-//! memory, and never write it again.
+//! Waiting writes are kept here, and reads find them here. The loss of power, or of the process,
+//! can then leave leaked clusters, and nothing else. `leaks.rs` frees them. An error of the file
+//! cannot hit a waiting write either: imago would continue with its memory, and never write it
+//! again.
 
 pub(super) mod counted;
 pub(super) mod entries;
@@ -34,33 +34,33 @@ use super::places::{Places, Table, Wrong};
 /// The largest table that is written as a whole.
 const TABLE_BYTES_MAX: u64 = 2 << 20;
 
-/// An entry of a table of tables: where the table is. The bits below are reserved, as are those
-/// above in L1.
+/// The offset in an entry of a table of tables. The bits below are reserved, as are the bits above
+/// in L1.
 const OFFSET: u64 = !511;
 pub(super) const L1_OFFSET: u64 = OFFSET & ((1 << 56) - 1);
-/// Nothing else points to it.
+/// The flag of an entry: nothing else points to the cluster.
 const COPIED: u64 = 1 << 63;
 
-/// Writes that wait, by where they go.
+/// Waiting writes, by their offset.
 pub(super) type Held = BTreeMap<u64, Arc<[u8]>>;
 
-/// What becomes of a write.
+/// The handling of a write.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// It is made at once.
+    /// Make the write at once.
     Now,
-    /// It was kept, to be made later.
+    /// The write was kept, to be made later.
     Kept,
-    /// It is a block of reference counts: those that rise are written at once.
+    /// The write is a block of reference counts. Counts that rise are written at once.
     Counts,
-    /// It is made when a flush has covered what it points to, and what it has pointed to may be
-    /// used again only after another one.
+    /// Make the write when a flush has covered its new targets. Its old targets may be used again
+    /// only after another flush.
     BetweenFlushes,
-    /// It is not made: see [`Order::refuse`].
+    /// Do not make the write: see [`Order::refuse`].
     Refused,
 }
 
-/// Where the header says that the tables of tables are.
+/// The places of the tables of tables, by the header.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct Tables {
     /// L1.
@@ -69,11 +69,11 @@ pub(super) struct Tables {
     pub(super) counts: Range<u64>,
 }
 
-/// How many bytes of a header [`Tables::of`] reads.
+/// The bytes of a header that [`Tables::of`] reads.
 pub(super) const FRONT_BYTES: usize = 104;
 
 impl Tables {
-    /// What the front of an image says.
+    /// Reads the front of an image.
     pub(super) fn of(front: &[u8; FRONT_BYTES]) -> Self {
         let number = |range: Range<usize>| {
             front[range].iter().fold(0, |sum: u64, byte| (sum << 8) | u64::from(*byte))
@@ -87,12 +87,13 @@ impl Tables {
     }
 }
 
-/// The bits of a reference count.
+/// The width of a reference count, in bits.
 pub(super) fn count_bits(front: &[u8; FRONT_BYTES]) -> u32 {
     if front[7] < 3 { 16 } else { 1 << u32::from(front[99]).min(6) }
 }
 
-/// What the format can have: what the front of an image says may have changed since it was opened.
+/// The cluster size, clamped to the sizes of the format: the front may have changed since the image
+/// was opened.
 fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
     1 << u32::from(front[23]).clamp(9, 21)
 }
@@ -101,44 +102,45 @@ fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
 pub(super) struct Order {
     state: Mutex<State>,
     pub(super) mark: Mark,
-    /// The size of the disk, if imago sees whole clusters of it: see `zstd.rs`. Zero: it does not.
+    /// The size of the disk if imago sees whole clusters of it: see `zstd.rs`. 0 if it does not.
     disk_bytes: AtomicU64,
-    /// Clusters are counted ahead, and ready.
+    /// True if clusters are counted ahead, and ready.
     has_ahead: AtomicBool,
 }
 
-/// A block of reference counts of which the file has some that are higher than imago has them.
+/// A block of reference counts, some of which are higher in the file than in imago's memory.
 #[derive(Debug)]
 struct Higher {
     wanted: Arc<[u8]>,
-    /// `None`: an error has left it unknown.
+    /// `None` if an error has left it unknown.
     file: Option<Arc<[u8]>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// `None`: the image is not open yet, or not written to.
+    /// `None` if the image is not open yet, or not written to.
     tables: Option<Tables>,
     count_bits: u32,
     /// L2 tables, and blocks of reference counts.
     places: Places,
-    /// L1 moves: the header waits too.
+    /// True while L1 moves: the header waits too.
     moves: bool,
     refuses: Option<Wrong>,
-    /// Entries of the table of blocks of reference counts.
+    /// Waiting entries of the table of blocks of reference counts.
     of_blocks: Held,
     pointers: Held,
     /// Blocks with counts that have fallen, or that were counted ahead.
     higher: BTreeMap<u64, Higher>,
-    /// Some of their counts have fallen.
+    /// True if some of these counts have fallen.
     has_fallen: bool,
-    /// The block in which counts have risen since the last commit, as it is in the file.
+    /// The block in which counts have risen since the last commit, as the file holds it.
     risen: Option<(u64, Arc<[u8]>)>,
     /// The block in which counts have risen last.
     risen_in: Option<u64>,
     ahead: Ahead,
     known: Known,
-    /// Writes that a pointer may depend on, and the number of them that a flush has covered.
+    /// The number of writes that a pointer may depend on, and the number of these that a flush has
+    /// covered.
     written: u64,
     stable: u64,
     entry_writes: u64,
@@ -159,8 +161,8 @@ impl State {
         if offset == 0 {
             if let Some(front) = data.first_chunk() {
                 *tables = Tables::of(front);
-                // A table that has moved was written with the entries that waited, and its old
-                // place may soon have data.
+                // A moved table was written with its waiting entries, and data may soon take its
+                // old place.
                 self.of_blocks.retain(|place, _| tables.counts.contains(place));
                 let (cluster, bits) = (cluster_bytes(front), self.count_bits);
                 self.places.set_roots(cluster, bits, &tables.first, &tables.counts)?;
@@ -190,7 +192,7 @@ impl State {
         Ok(Way::Kept)
     }
 
-    /// Learns where the tables are that a part of a table of tables has, from this index on.
+    /// Records the tables that a part of a table of tables names, from this index on.
     fn learn(
         &mut self,
         index: u64,
@@ -212,7 +214,7 @@ impl Order {
         change(&mut self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
     }
 
-    /// Begins to sort what is written to an image. `first` and `counts` are what is in its tables
+    /// Starts to sort the writes to an image. `first` and `counts` are the contents of its tables
     /// of tables.
     pub(super) fn begin(
         &self,
@@ -228,7 +230,7 @@ impl Order {
             state.count_bits = count_bits(front);
             let (cluster, bits) = (cluster_bytes(front), state.count_bits);
             state.places.set_roots(cluster, bits, &tables.first, &tables.counts)?;
-            // While the tables were read, others may have been made.
+            // Tables may have been created while these were read.
             state.learn(0, first, L1_OFFSET, Table::Second)?;
             state.learn(0, counts, OFFSET, Table::Block)?;
             let has_block = |index: u64| {
@@ -242,7 +244,7 @@ impl Order {
         })
     }
 
-    /// The size of the disk, if imago sees whole clusters of it.
+    /// The size of the disk if imago sees whole clusters of it.
     pub(super) fn disk_bytes(&self) -> Option<u64> {
         Some(self.disk_bytes.load(Relaxed)).filter(|bytes| *bytes > 0)
     }
@@ -251,30 +253,30 @@ impl Order {
         self.disk_bytes().is_some()
     }
 
-    /// Has imago see whole clusters of a disk of this size.
+    /// Lets imago see whole clusters of a disk of this size.
     pub(super) fn set_disk_bytes(&self, bytes: u64) {
         self.disk_bytes.store(bytes, Relaxed);
     }
 
-    /// Whether L1 moves.
+    /// Marks the start (true) or the end (false) of a move of L1.
     pub(super) fn set_moves(&self, moves: bool) {
         self.change(|state| state.moves = moves);
     }
 
-    /// Has no write be made from now on. imago does not know what the file says, and would use
-    /// clusters for two things.
+    /// Refuses all writes from now on. imago does not know the content of the file, and would use
+    /// clusters twice.
     pub(super) fn refuse(&self, why: Wrong) {
         self.change(|state| {
             state.refuses.get_or_insert(why);
         });
     }
 
-    /// Why no write is made any more.
+    /// The reason to refuse writes.
     pub(super) fn refuses(&self) -> Option<Wrong> {
         self.change(|state| state.refuses)
     }
 
-    /// Says what is wrong with what was read, if it is a block of reference counts.
+    /// Checks data that was read, if it is a block of reference counts.
     pub(super) fn check_read(&self, offset: u64, data: &[u8]) -> Result<(), Wrong> {
         self.change(|state| match state.places.get(offset) {
             Some(Table::Block(index)) => state.places.check_block(index, data),
@@ -282,12 +284,12 @@ impl Order {
         })
     }
 
-    /// Whether bytes of the file are those of a table or of the header. No data can be there.
+    /// Returns true if bytes of the file belong to a table or to the header. No data can be there.
     pub(super) fn has_table(&self, range: &Range<u64>) -> bool {
         self.change(|state| state.tables.is_some() && state.places.has(range))
     }
 
-    /// Says what becomes of a write, and keeps it if it has to wait.
+    /// Decides the handling of a write, and keeps it if it has to wait.
     pub(super) fn sort(&self, offset: u64, data: &[u8]) -> Way {
         self.change(|state| {
             state.sort(offset, data).unwrap_or_else(|wrong| {
@@ -297,7 +299,7 @@ impl Order {
         })
     }
 
-    /// Puts what waits over what was read from the file.
+    /// Puts waiting writes over data that was read from the file.
     pub(super) fn cover(&self, offset: u64, data: &mut [u8]) {
         let end = offset + data.len() as u64;
         let from = offset.saturating_sub(TABLE_BYTES_MAX);
@@ -322,23 +324,23 @@ impl Order {
         self.change(|state| !state.has_waiting())
     }
 
-    /// The entries that wait of the table of blocks of reference counts. They are read from here
-    /// until [`drop_of_blocks`](Self::drop_of_blocks).
+    /// The waiting entries of the table of blocks of reference counts. Reads find them here until
+    /// [`drop_of_blocks`](Self::drop_of_blocks).
     pub(super) fn of_blocks(&self) -> Held {
         self.change(|state| state.of_blocks.clone())
     }
 
-    /// All that waited are in the file.
+    /// Drops the waiting entries: all of them are in the file.
     pub(super) fn drop_of_blocks(&self) {
         self.change(|state| state.of_blocks.clear());
     }
 
-    /// The same of the pointers.
+    /// The waiting pointers. Reads find them here until [`drop_pointers`](Self::drop_pointers).
     pub(super) fn pointers(&self) -> Held {
         self.change(|state| state.pointers.clone())
     }
 
-    /// As [`drop_of_blocks`](Self::drop_of_blocks).
+    /// Drops the waiting pointers: all of them are in the file.
     pub(super) fn drop_pointers(&self) {
         self.change(|state| state.pointers.clear());
     }

@@ -1,24 +1,24 @@
-//! Where an image has its tables. imago believes what an image says of them: that no two are in one
-//! place, and that no place that one has counts as free. It would search for space without end, or
-//! give a place out twice, or end the daemon with a failed assertion. So an image is refused of
-//! which that is not true, and so is a change that would make it untrue.
+//! The places of an image's tables. imago trusts that no two tables share a place, and that no
+//! place of a table counts as free. With such an image it would search for space forever, allocate
+//! a place twice, or end the daemon with a failed assertion. So images and changes that violate
+//! this are refused.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What is wrong with an image. What to do about it is said with the error.
+/// A fault of an image. The error that reports it adds the remedy.
 pub(super) type Wrong = &'static str;
 
 pub(super) const ONE_PLACE: Wrong = "two of its tables are in one place";
 const UNALIGNED: Wrong = "one of its tables does not begin with a cluster";
 const IS_FREE: Wrong = "a place counts as free that has one of its tables";
 
-/// A table, by where the entry is that names it.
+/// A table, by the index of its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Table {
-    /// One of L2, by its index in L1.
+    /// An L2 table, by its index in L1.
     Second(u64),
-    /// A block of reference counts, by its index in their table.
+    /// A block of reference counts, by its index in the table of blocks.
     Block(u64),
 }
 
@@ -36,7 +36,8 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Begins anew with another place of L1 or of the table of blocks.
+    /// Sets the places of L1 and of the table of blocks. Fails if they are unaligned, or overlap
+    /// each other, the header or a known table.
     pub(super) fn set_roots(
         &mut self,
         cluster_bytes: u64,
@@ -62,7 +63,7 @@ impl Places {
         if one || with_others { Err(ONE_PLACE) } else { Ok(()) }
     }
 
-    /// Learns that a table is there, or that it still is.
+    /// Adds a table, or confirms its place.
     pub(super) fn learn(&mut self, place: u64, table: Table) -> Result<(), Wrong> {
         if !place.is_multiple_of(self.cluster_bytes) {
             return Err(UNALIGNED);
@@ -96,7 +97,7 @@ impl Places {
         self.tables.get(&place).copied()
     }
 
-    /// Whether bytes of the file are those of a table or of the header.
+    /// Returns true if bytes of the file belong to a table or to the header.
     pub(super) fn has(&self, range: &Range<u64>) -> bool {
         let cluster = self.cluster_bytes.max(1);
         let start = range.start - range.start % cluster;
@@ -104,13 +105,14 @@ impl Places {
             || self.tables.range(start..range.end.max(start)).next().is_some()
     }
 
-    /// How many bytes of the file one block counts.
+    /// The number of bytes of the file that one block counts.
     fn covered(&self) -> u64 {
         (self.cluster_bytes * 8 / u64::from(self.count_bits.max(1)))
             .saturating_mul(self.cluster_bytes)
     }
 
-    /// Whether each table has a block that counts it, of which `blocks` says which ones there are.
+    /// Checks that each table has a block that counts it. `has_block` returns true for indices of
+    /// blocks that exist.
     pub(super) fn check_counted(&self, has_block: impl Fn(u64) -> bool) -> Result<(), Wrong> {
         let covered = self.covered().max(1);
         let all = |range: &Range<u64>| {
@@ -124,7 +126,7 @@ impl Places {
         }
     }
 
-    /// Whether no table that a block counts is free by it.
+    /// Checks that a block counts no table as free.
     pub(super) fn check_block(&self, index: u64, counts: &[u8]) -> Result<(), Wrong> {
         let covered = self.covered();
         let start = index.saturating_mul(covered);
@@ -142,8 +144,8 @@ impl Places {
         }
     }
 
-    /// Whether a count is above zero, of the cluster so far behind the first one of a block. Those
-    /// of less than a byte begin with its lowest bits.
+    /// Returns true if a count is above zero. `behind` is the distance in bytes from the first
+    /// cluster of the block. Counts of less than a byte start with its lowest bits.
     fn is_used(&self, behind: u64, counts: &[u8]) -> bool {
         let bits = u64::from(self.count_bits);
         let bit = behind / self.cluster_bytes * bits;

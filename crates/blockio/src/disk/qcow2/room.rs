@@ -1,32 +1,32 @@
-//! How much memory the tables of an image take. imago keeps up to 160 of them for each layer, each
-//! as long as a cluster, and has no option for that: 10 MiB with clusters of 64 KiB, 320 MiB with
-//! those of 2 MiB. Where that can be too much, what it has read or made is counted here, and the
-//! owner opens the image anew when it is used up.
+//! The memory of an image's tables. imago keeps up to 160 tables for each layer, each as long as a
+//! cluster, and has no option for that: 10 MiB with clusters of 64 KiB, 320 MiB with clusters of 2
+//! MiB. If that can be too much, reads and writes of tables are counted here, and the owner opens
+//! the image again when the memory is used up.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The most bytes of tables, but for those that running jobs need: as much again, or what one
-/// job needs. Tests have less, so that images are opened anew in all of them.
+/// The most bytes of tables, without the need of running jobs: as much again, or the need of one
+/// job. Tests have less, so that images are opened again in all of them.
 const BYTES_MAX: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 
-/// The most tables of a layer that imago keeps: of L2, and blocks of reference counts.
+/// The most tables of a layer that imago keeps: L2 tables and blocks of reference counts.
 const TABLES_MAX: u64 = 128 + 32;
 
-/// How many jobs use tables at once, of which imago has 128 in memory: with none that is unused it
-/// fails. A job may need a second one while it has one.
+/// The most jobs that use tables at once. imago keeps 128 L2 tables and fails if none of them is
+/// unused. A job may need a second one while it uses one.
 const JOBS_MAX: u64 = 64;
 
 #[derive(Debug)]
 pub(super) struct Room {
-    /// By layer.
+    /// Cluster sizes by layer.
     cluster_bytes: Vec<u64>,
     loaded: Mutex<Loaded>,
 }
 
 #[derive(Debug, Default)]
 struct Loaded {
-    /// By layer and place. Data of a whole cluster counts as well.
+    /// Layers and places of tables. Data of a whole cluster counts as well.
     places: HashSet<(usize, u64)>,
     bytes: u64,
     #[cfg(test)]
@@ -34,7 +34,7 @@ struct Loaded {
 }
 
 impl Room {
-    /// For layers with such clusters. Zero: a layer without any.
+    /// Takes the cluster size of each layer. 0 for a layer without clusters.
     pub(super) fn new(cluster_bytes: Vec<u64>) -> Self {
         Self { cluster_bytes, loaded: Mutex::default() }
     }
@@ -43,13 +43,13 @@ impl Room {
         self.cluster_bytes.iter().sum::<u64>() * TABLES_MAX <= BYTES_MAX
     }
 
-    /// How many jobs may use tables at once.
+    /// The number of jobs that may use tables at once.
     pub(super) fn jobs(&self) -> usize {
         let of_job = 2 * self.cluster_bytes.iter().sum::<u64>().max(1);
         iomem::fits((BYTES_MAX / of_job).clamp(1, JOBS_MAX), "a number of jobs")
     }
 
-    /// Counts what was read from a layer or written to it, if it can be a table.
+    /// Counts a read from a layer or a write to it, if it can be of a table.
     pub(super) fn note(&self, layer: usize, offset: u64, bytes: usize) {
         let bytes = bytes as u64;
         if self.cluster_bytes.get(layer) != Some(&bytes) || self.is_bounded_by_imago() {
@@ -67,14 +67,14 @@ impl Room {
         self.loaded().bytes >= BYTES_MAX
     }
 
-    /// Begins anew.
+    /// Starts again with no tables.
     pub(super) fn clear(&self) {
         let mut loaded = self.loaded();
         loaded.places.clear();
         loaded.bytes = 0;
     }
 
-    /// As if so much had been read.
+    /// Acts as if tables had used up the memory.
     #[cfg(test)]
     pub(super) fn use_up(&self) {
         self.loaded().bytes = BYTES_MAX;
@@ -99,7 +99,7 @@ mod tests {
     use crate::io_thread::IoThread;
 
     const CLUSTER: u64 = 64 << 10;
-    /// What the entries of one table are of.
+    /// The bytes of the disk that one table covers.
     const PART: u64 = CLUSTER * CLUSTER / 8;
     const PARTS: u64 = 40;
 
@@ -125,7 +125,7 @@ mod tests {
             memory.copy_from(0, &part.to_le_bytes());
             thread.block_on(disk.write(part * PART, memory, false)).unwrap().unwrap();
         }
-        // The one that goes beyond the bound, its block of counts, and data of a cluster.
+        // The table that exceeds the bound, its block of counts, and data of a cluster.
         let most = room.loaded().most_bytes;
         assert!((BYTES_MAX..BYTES_MAX + 4 * CLUSTER).contains(&most), "{most}");
         drop(disk);

@@ -1,27 +1,27 @@
-//! Where the data of an image lies, as far as that is known: what lets requests go straight to the
-//! file, without the owner of the image.
+//! The known places of an image's data. With them, requests go straight to the file, without the
+//! owner of the image.
 //!
-//! One thread, the owner, writes it; IoThreads read it without locks. What it says holds for those
-//! who began to use it before it was forgotten: see `uses.rs`.
+//! One thread, the owner, writes the table. IoThreads read it without locks. A place holds for
+//! requests that began to use it before it was forgotten: see `uses.rs`.
 
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Where neighbouring bytes are.
+/// The place of neighbouring bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
-    /// Nobody has asked yet.
+    /// Not looked up yet, or forgotten.
     Unknown,
     /// In the file of a layer, from this byte on.
     Data { layer: usize, offset: u64, writable: bool },
-    /// Nowhere: they are zeroes.
+    /// Nowhere: the bytes are zeroes.
     Zero,
-    /// Only the owner can read them: they are compressed, or in pieces that are too small.
+    /// Readable only by the owner: compressed, or in pieces that are too small.
     Owner,
 }
 
-/// Bytes that are in the same place.
+/// Bytes in the same place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Run {
     pub(super) place: Place,
@@ -33,17 +33,17 @@ const OWNER: u64 = 2;
 const DATA: u64 = 3;
 const KINDS: u64 = 3;
 const WRITABLE: u64 = 4;
-/// Layers above the bits of an offset, which has no more in this format.
+/// The layer is above the bits of an offset, which has at most 56 in this format.
 const LAYER_SHIFT: u32 = 56;
 const OFFSET: u64 = ((1 << LAYER_SHIFT) - 1) & !511;
 
 /// The most layers of an image.
 pub(super) const LAYERS_MAX: usize = 32;
 
-/// Units in a slice, which has its memory when one of them is known.
+/// The units in a slice. A slice has its memory from the first known unit on.
 const SLICE_UNITS: u64 = 4096;
 
-/// The most slices, which take 512 MiB. The owner finds what has no room here.
+/// The most slices, which take 512 MiB. The owner finds places beyond them.
 const SLICES_MAX: usize = 16_384;
 
 /// Segments of a table. Each has twice as many slices as the one before, so that it can grow.
@@ -56,9 +56,9 @@ pub(super) struct Table {
     /// The unit, a power of two: the smallest cluster of all layers, or their largest block.
     unit_bytes: u64,
     segments: [OnceLock<Box<[OnceLock<Slice>]>>; SEGMENTS],
-    /// How many slices there may still be.
+    /// The number of slices that may still be made.
     left: AtomicUsize,
-    /// What is said of units without a slice: nothing is known, or only the owner knows.
+    /// The entry of units without a slice: unknown, or `OWNER` once no slice is left.
     absent: AtomicU64,
 }
 
@@ -77,12 +77,12 @@ impl Table {
         self.unit_bytes
     }
 
-    /// The largest disk that there is room for.
+    /// The size of the largest disk that has room.
     pub(super) fn bytes_max(&self) -> u64 {
         ((1 << SEGMENTS) - 1) * SLICE_UNITS * self.unit_bytes
     }
 
-    /// Where the bytes from `offset` on are, and how many of `len` are there.
+    /// The place of the bytes from `offset` on, and how many of `len` are there.
     #[inline]
     pub(super) fn run(&self, offset: u64, len: u64) -> Run {
         let mut unit = offset >> self.unit_bytes.trailing_zeros();
@@ -118,7 +118,7 @@ impl Table {
         self.segments.get(segment)?.get()?.get(index)
     }
 
-    /// Says where units are. `place` is that of the first; data goes on behind it.
+    /// Sets the places of units. `place` is that of the first unit, and data continues behind it.
     pub(super) fn set(&self, offset: u64, len: u64, place: Place) {
         assert!(offset.is_multiple_of(self.unit_bytes), "a unit is in one place");
         for done in (0..len).step_by(at(self.unit_bytes)) {
@@ -141,7 +141,7 @@ impl Table {
         let (segment, index) = segment(unit / SLICE_UNITS);
         let slices = self.segments[segment]
             .get_or_init(|| (0..1usize << segment).map(|_| OnceLock::new()).collect());
-        // One thread writes, so nobody else makes this slice meanwhile.
+        // Only one thread writes, so no other thread makes this slice at the same time.
         let left = self.left.load(Ordering::Relaxed);
         if slices[index].get().is_none() {
             if left == 0 {
@@ -155,7 +155,7 @@ impl Table {
         slice[at(unit % SLICE_UNITS)].store(entry, Ordering::Release);
     }
 
-    /// Has nothing known of the units that a range touches.
+    /// Forgets the places of the units that a range touches.
     pub(super) fn forget(&self, range: &Range<u64>) {
         let mut unit = range.start / self.unit_bytes;
         let end = range.end.div_ceil(self.unit_bytes);
@@ -176,7 +176,7 @@ fn segment(slice: u64) -> (usize, usize) {
     (at(segment.into()), at(slice + 1 - (1 << segment)))
 }
 
-/// An index into what is in memory.
+/// Converts a number to an index into memory.
 fn at(number: u64) -> usize {
     iomem::fits(number, "an index")
 }

@@ -11,7 +11,7 @@ use crate::error::Error;
 
 const CLUSTER: u64 = 4096;
 
-/// An image with a table for each 2 MiB of a disk of 16 MiB. `None`: there is no qemu-img.
+/// An image with a table for each 2 MiB of a disk of 16 MiB. `None` without qemu-img.
 fn new_image() -> Option<NamedTempFile> {
     let file = NamedTempFile::new().unwrap();
     let options = "cluster_size=4k,preallocation=metadata";
@@ -36,7 +36,7 @@ fn number(file: &NamedTempFile, offset: u64) -> u64 {
     u64::from_be_bytes(bytes)
 }
 
-/// The place of the L2 table of this index.
+/// The place of the L2 table with this index.
 fn second(file: &NamedTempFile, index: u64) -> u64 {
     number(file, number(file, 40) + index * 8) & ((1 << 56) - 512)
 }

@@ -1,5 +1,5 @@
-//! Who uses what the table has said: requests that go straight to the file of the image. Before
-//! space there is given back, the owner waits for those that may still write to it.
+//! The users of places from the table: requests that go straight to the file of the image. Before
+//! space there is released, the owner waits for requests that may still write to it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,7 +22,7 @@ impl std::fmt::Debug for Waiting {
     }
 }
 
-/// A request, until its memory is not used any more.
+/// A request, until its memory is no longer used.
 pub(super) struct Use {
     uses: Arc<Uses>,
     round: usize,
@@ -35,7 +35,7 @@ impl Use {
         Self { uses: Arc::clone(uses), round }
     }
 
-    /// Whether nobody has [begun to wait](Uses::wait) for it.
+    /// Returns true if no [wait](Uses::wait) for this request has begun.
     pub(super) fn is_of_this_round(&self) -> bool {
         self.round == self.uses.round.load(Ordering::Relaxed)
     }
@@ -64,8 +64,8 @@ impl Uses {
         }
     }
 
-    /// Has `completer` used when all have ended that have begun. On the thread that counts; one
-    /// after the other.
+    /// Completes `completer` when all requests so far have ended. Call it on the thread that
+    /// counts, one wait at a time.
     pub(super) fn wait(&self, completer: ForeignCompleter) {
         let round = self.round.load(Ordering::Relaxed);
         let next = 1 - round;

@@ -1,9 +1,9 @@
-//! Clusters that are compressed by Zstandard. imago knows the format's other compression alone, so
-//! it does not see which one an image has, and reads none of these clusters: neither for a request
-//! nor to copy the rest of one that is written to.
+//! Clusters that are compressed by Zstandard. imago supports only zlib. So the kind of compression
+//! is hidden from imago, and it reads none of these clusters: neither for a request nor to copy the
+//! rest of a partly written one.
 //!
-//! It copies none of a cluster that is overwritten as a whole. The disk may end inside its last
-//! cluster, so imago sees a size that ends with that cluster.
+//! imago copies nothing of a cluster that is overwritten as a whole. The disk may end inside its
+//! last cluster, so imago sees a size that ends with that cluster.
 
 use std::io;
 use std::io::Read as _;
@@ -16,21 +16,21 @@ const WINDOW_BYTES_MAX: u64 = 8 << 20;
 
 const TOO_LONG: &str = "it has more than a cluster";
 
-/// The feature of a header that imago does not see, and its place.
+/// The feature of a header that is hidden from imago, and its place.
 const FEATURE: u8 = 8;
 const FEATURE_AT: usize = 79;
-/// The place of the size of the disk, and of the size of a cluster.
+/// The place of the disk's size, and of the cluster's size.
 const SIZE: std::ops::Range<usize> = 24..32;
 const CLUSTER_AT: usize = 23;
 
-/// The size of the disk that a header says.
+/// The size of the disk in a header.
 pub(super) fn disk_bytes(header: &[u8]) -> u64 {
     let size = header.get(SIZE).and_then(|size| size.first_chunk());
     size.map_or(0, |size| u64::from_be_bytes(*size))
 }
 
-/// Makes a header look as if its clusters were compressed as imago knows it, and as if the disk
-/// ended with a cluster.
+/// Makes a header look as if its clusters were compressed by zlib, and as if the disk ended with a
+/// cluster.
 pub(super) fn hide(header: &mut [u8], has_zstd: bool, is_rounded: bool) {
     if has_zstd && let Some(feature) = header.get_mut(FEATURE_AT) {
         *feature &= !FEATURE;
@@ -41,7 +41,7 @@ pub(super) fn hide(header: &mut [u8], has_zstd: bool, is_rounded: bool) {
     }
 }
 
-/// Puts the fields back that imago does not see.
+/// Restores the fields that are hidden from imago.
 pub(super) fn put(header: &mut [u8], has_zstd: bool, disk_bytes: Option<u64>) {
     if has_zstd && let Some(feature) = header.get_mut(FEATURE_AT) {
         *feature |= FEATURE;
@@ -57,17 +57,17 @@ fn set_disk_bytes(header: &mut [u8], disk_bytes: u64) {
     }
 }
 
-/// Bytes of a cluster, clamped to the sizes of the format: the header may have changed.
+/// The size of a cluster, clamped to the sizes of the format: the header may have changed.
 pub(super) fn cluster_bytes(header: &[u8]) -> u64 {
     1 << u32::from(header.get(CLUSTER_AT).copied().unwrap_or(0)).clamp(9, 21)
 }
 
-/// An entry of an L2 table: its cluster is compressed.
+/// The flag of an L2 entry with a compressed cluster.
 const IS_COMPRESSED: u64 = 1 << 62;
 /// The offset of a table, in an entry of L1.
 pub(super) const TABLE: u64 = ((1 << 56) - 1) & !511;
 
-/// Where compressed data is in a file. It ends before the end of these bytes.
+/// The place of compressed data in a file. The data ends before the end of these bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Packed {
     pub(super) offset: u64,
@@ -75,7 +75,7 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// Place that an entry of an L2 table names. `None`: its cluster is not compressed.
+    /// The place that an entry of an L2 table names. `None` if its cluster is not compressed.
     pub(super) fn of(entry: u64, cluster_bytes: u64) -> Option<Self> {
         if entry & (1 << 63) != 0 || entry & IS_COMPRESSED == 0 {
             return None;
@@ -88,7 +88,7 @@ impl Packed {
     }
 }
 
-/// The content of a cluster that has this many bytes.
+/// Unpacks a cluster of this size.
 pub(super) fn unpack(mut data: &[u8], cluster_bytes: usize) -> io::Result<Vec<u8>> {
     let wrong = |error: FrameDecoderError| io::Error::other(error);
     let mut decoder = FrameDecoder::new();
@@ -147,7 +147,7 @@ mod tests {
             assert!(unpack(&whole[..end]).is_err(), "{end}");
         }
         assert_eq!(unpack(&frame(&[equal(BLOCK, false), equal(1, true)])), Err(TOO_LONG.into()));
-        // It says that it has more.
+        // The frame announces more than a cluster.
         let long = [&MAGIC[..], &[0b1010_0000], &(BLOCK + 1).to_le_bytes()].concat();
         assert_eq!(unpack(&[long, equal(BLOCK, true)].concat()), Err(TOO_LONG.into()));
         let window = [front(14), equal(BLOCK, true)].concat();
@@ -175,7 +175,7 @@ mod tests {
         for round in 0..ROUNDS {
             let mut frame = whole.clone();
             for _ in 0..round % 4 + 1 {
-                // Headers of the frame and of its first block come first.
+                // Every second round damages the headers of the frame and of its first block.
                 let end = if round % 2 == 0 { 40 } else { frame.len() };
                 frame[next() % end] = next().to_le_bytes()[0];
             }

@@ -21,7 +21,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// A disk that ends inside a cluster. `None`: there is no qemu-img.
+    /// Makes a disk that ends inside a cluster. `None` without qemu-img.
     fn new(cluster: &str, sectors: usize) -> Option<Self> {
         let mut content = vec![0; sectors * SECTOR];
         for (index, piece) in content.chunks_mut(24 * SECTOR).enumerate() {
@@ -56,7 +56,7 @@ impl Scene {
         self.folder.path().join(name)
     }
 
-    /// Writes the same to the disk and to the content.
+    /// Writes the same bytes to the disk and to the content.
     fn write(&mut self, thread: &IoThread, disk: &Disk, first: usize, sectors: usize) {
         let range = first * SECTOR..(first + sectors) * SECTOR;
         let byte = first.to_le_bytes()[0] | 128;
@@ -122,7 +122,7 @@ fn images_compressed_by_zstd_are_read_and_written() {
         let (start, len) = (zeroed.start as u64, zeroed.len() as u64);
         thread.block_on(disk.write_zeroes(start, len, true)).unwrap().unwrap();
         assert!(read(&thread, &disk, scene.content.len()) == scene.content, "{cluster}: zeroes");
-        // Inside its last cluster, and beyond.
+        // Growth inside the last cluster, and beyond.
         for more in [1, 9001] {
             scene.content.resize(scene.content.len() + more * SECTOR, 0);
             source.set_size(scene.content.len() as u64, || ()).unwrap();

@@ -1,4 +1,4 @@
-//! First writes that change entries alone: discards beside them, and the end of the image.
+//! First writes that change only entries, beside discards and at the end of the image.
 
 use std::future::poll_fn;
 use std::process::{Command, Stdio};
@@ -27,7 +27,7 @@ fn entry(content: &[u8], cluster: u64) -> u64 {
     number(table + cluster * 8)
 }
 
-/// A write waits for its entry when the discard comes.
+/// The discard comes while a write waits for its entry.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_discard_beside_a_first_write_has_its_place_forgotten() {
@@ -63,7 +63,7 @@ fn a_discard_beside_a_first_write_has_its_place_forgotten() {
             Poll::Ready(())
         });
         world.thread.block_on(begun).unwrap();
-        // The owner has the image for the discard soon.
+        // Time for the owner to take the image for the discard.
         (0..1000).for_each(|_| std::thread::yield_now());
         world.file.set_silent(false);
         let (first, discarded) = world.thread.block_on(join(first, discard)).unwrap();

@@ -1,4 +1,4 @@
-//! Writes with FUA, whose pointers must be stable too.
+//! Writes with FUA, which need stable pointers too.
 
 use std::process::{Command, Stdio};
 
@@ -9,8 +9,8 @@ use crate::config::IoThreadConfig;
 use crate::disk::elsewhere::Event;
 use crate::io_thread::IoThread;
 
-/// Whoever had the image before has not flushed where its data is, and it was not marked, so that
-/// nobody has looked at it since.
+/// The previous process has not flushed the pointers to its data. The image was not marked, so it
+/// was not checked since.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
@@ -23,7 +23,7 @@ fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
         for fua in [false, true] {
             world.image = open(&world.folder, &world.file, world.below);
             let disk = world.image.attach(world.thread.io());
-            // From now on it is known where the data is.
+            // From now on the place of the data is known.
             let read = disk.read(9 * SECTOR as u64, Buffers::aligned(SECTOR, 4096));
             world.thread.block_on(read).unwrap().unwrap();
             world.last += 1;
@@ -39,7 +39,7 @@ fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
     }
 }
 
-/// A commit that ends during a flush may not be covered by it.
+/// A commit that ends during a flush may not be covered by the flush.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_write_with_fua_flushes_what_a_commit_wrote_during_a_flush() {
@@ -67,7 +67,7 @@ fn a_write_with_fua_flushes_what_a_commit_wrote_during_a_flush() {
             world.file.set_silent(false);
             other.join().unwrap();
         });
-        // The answer to the flush is taken after the commit.
+        // The answer to the flush is read after the commit.
         flush.await
     };
     world.thread.block_on(flushed).unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! The images that lose their power.
+//! The kinds of images in tests of power cuts.
 
 use super::MIB;
 
@@ -6,11 +6,11 @@ use super::MIB;
 pub(super) enum Below {
     Nothing,
     Raw,
-    /// In the image itself.
+    /// Compressed data in the image itself.
     Compressed,
 }
 
-/// A form of image, and its first run.
+/// A kind of image, and its first run.
 pub(super) struct Kind {
     pub(super) options: &'static str,
     pub(super) bytes: u64,
@@ -21,8 +21,8 @@ pub(super) struct Kind {
     pub(super) new_blocks: usize,
 }
 
-/// Images that gain blocks of reference counts, a longer table of them and L2 tables, have parts of
-/// clusters written, and use space again.
+/// Images that gain blocks of reference counts, a longer table of blocks and L2 tables, have parts
+/// of clusters written, and reuse space.
 pub(super) const KINDS: [Kind; 8] = [
     Kind {
         options: "cluster_size=512,refcount_bits=64",

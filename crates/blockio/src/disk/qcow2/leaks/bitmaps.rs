@@ -1,18 +1,18 @@
-//! Clusters of bitmaps, which no table of the disk points to.
+//! Clusters of bitmaps, to which no table of the disk points.
 
 use std::ops::Range;
 
 use super::{End, L1_OFFSET, NO_MEMORY, ODD_ENTRY, ODD_TABLE, Reader, TOO_MUCH};
 use crate::disk::qcow2::bitmaps::{self, LIST_BYTES_MAX};
 
-/// The most clusters of bitmaps: a bit stands for 64 KiB of the disk as a rule.
+/// The most clusters of bitmaps: a bit usually stands for 64 KiB of the disk.
 const CLUSTERS_MAX: usize = 1 << 20;
 
-/// With no place, bits of a bitmap that are all set.
+/// The flag of an entry without a place: all bits of that part of the bitmap are set.
 const ALL_SET: u64 = 1;
 
 impl Reader<'_> {
-    /// The list, the tables and the clusters of all bitmaps.
+    /// The ranges of the list, the tables and the clusters of all bitmaps.
     pub(super) async fn of_bitmaps(
         &mut self,
         list: &Range<u64>,

@@ -1,4 +1,4 @@
-//! Reads and writes of a look, and why it ends early.
+//! Reads and writes of a check, and the reasons for its early end.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -8,22 +8,22 @@ use iomem::{Buffers, fits};
 use crate::disk::qcow2::counts::{NO_MEMORY, ODD_TABLE, TOO_MUCH};
 use crate::disk::{Disk, DiskSource};
 
-/// A read counts as one of so many bytes at least, since it takes as long.
+/// A smaller read counts as this many bytes, since it takes as long.
 pub(in crate::disk::qcow2) const READ_BYTES_MIN: u64 = 16 << 10;
 
-/// How much of a table of tables is read at once.
+/// The bytes of a table of tables that are read at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// Memory for transfers begins at a page.
 const PAGE: usize = 4096;
 
-/// Why a look has ended early.
+/// The reason for the early end of a check.
 pub(super) enum End {
-    /// The image is opened as it is.
+    /// The check is not possible, and the image is opened as it is.
     Left(String),
-    /// A count is too low: what is written could go where something is.
+    /// A count is too low: writes could overwrite other data.
     TooLow { offset: u64, count: u64 },
-    /// Nobody wants the disk any more.
+    /// The opening was given up.
     GivenUp,
 }
 
@@ -37,13 +37,13 @@ impl From<&str> for End {
 pub(super) struct Reader<'a> {
     pub(super) source: &'a DiskSource,
     pub(super) disk: Disk,
-    /// How much may still be read, and until when.
+    /// The bytes that may still be read, and the end of the time.
     pub(super) left_bytes: u64,
     pub(super) until: Instant,
 }
 
 impl Reader<'_> {
-    /// Fails when the table does not lie in the file.
+    /// Fails if a table is unaligned or does not lie in the file.
     pub(super) fn check(&self, table: &Range<u64>, cluster_bytes: u64) -> Result<(), End> {
         let is_there = table.start.is_multiple_of(cluster_bytes)
             && table.start > 0
@@ -51,7 +51,7 @@ impl Reader<'_> {
         if is_there { Ok(()) } else { Err(ODD_TABLE.into()) }
     }
 
-    /// Reads what lies in the file.
+    /// Reads bytes of the file, within the bounds.
     pub(super) async fn read(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, End> {
         if self.source.is_given_up() {
             return Err(End::GivenUp);
@@ -80,7 +80,7 @@ impl Reader<'_> {
         written.map_err(|error| failed("written", error.error()))
     }
 
-    /// Makes all that was written stable, by whomever.
+    /// Makes all earlier writes to the image stable, by any process.
     pub(super) async fn flush(&self) -> Result<(), End> {
         self.disk.flush().await.map_err(|error| failed("flushed", &error))
     }

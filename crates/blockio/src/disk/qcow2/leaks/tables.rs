@@ -1,5 +1,5 @@
-//! Tables that are missing, as far as that shows when an image is opened: behind the end of a file
-//! that was cut off, or without a reference count.
+//! Missing tables that show when an image is opened: behind the end of a truncated file, or without
+//! a reference count.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::disk::qcow2::order::{FRONT_BYTES, Tables as Roots, count_bits};
 use crate::error::Error;
 use crate::io_thread::IoThread;
 
-/// Bounds of this look, at each opening. Tables beyond them are not looked at.
+/// The bounds of this check, which runs at each opening. Tables beyond them are not checked.
 const BOUNDS: Bounds = Bounds {
     clusters_at_once: 0,
     read_bytes: 256 << 20,
@@ -22,14 +22,14 @@ const BOUNDS: Bounds = Bounds {
     counts: 1 << 16,
 };
 
-/// Bytes of a block of reference counts that are read for one of them.
+/// The bytes of a block that are read for one reference count.
 const PIECE_BYTES: u64 = 4096;
 
-/// Looks at the tables of an image that is not open, and returns a warning about it.
+/// Checks the tables of an image that is not open, and returns a warning about it.
 ///
 /// # Errors
 ///
-/// When it is to be written to, and a table or the header has no reference count.
+/// If the image is to be written to, and a table or the header has the reference count 0.
 pub(in crate::disk::qcow2) fn look(
     source: &DiskSource,
     header: &ImageHeader,
@@ -41,7 +41,7 @@ pub(in crate::disk::qcow2) fn look(
     let mut reader = Reader { source: &source, disk, left_bytes: BOUNDS.read_bytes, until };
     let mut found = Found { cluster: header.cluster_bytes.into(), ..Found::default() };
     let is_writable = !source.info().read_only;
-    // Whatever else is odd about it shows when it is opened.
+    // Other oddities show when the image is opened.
     let _ = thread.block_on(found.look(&mut reader, is_writable))?;
     if let Some(place) = found.uncounted {
         let reason = format!(
@@ -63,9 +63,9 @@ pub(in crate::disk::qcow2) fn look(
 #[derive(Default)]
 struct Found {
     cluster: u64,
-    /// The first table behind the end of the file, and how many there are.
+    /// The first table behind the end of the file, and the number of such tables.
     behind: Option<(u64, u64)>,
-    /// A cluster of a table, or of the header, whose reference count is zero.
+    /// A cluster of a table or of the header with the reference count 0.
     uncounted: Option<u64>,
     /// Clusters with tables, and the header.
     tables: Vec<u64>,

@@ -1,7 +1,7 @@
 //! Entries of L2 tables that are written without imago, which would write whole tables. Each leads
-//! to a cluster that was counted ahead, so it waits for nothing.
+//! to a cluster that was counted ahead, so its write waits for nothing.
 //!
-//! imago has them in memory too, and writes the same bytes with its next commit.
+//! imago has the entries in memory too, and writes the same bytes with its next commit.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,18 +20,18 @@ pub(in crate::disk::qcow2) struct Entry {
 #[derive(Debug)]
 pub(in crate::disk::qcow2) struct Changing {
     pub(in crate::disk::qcow2) place: u64,
-    /// Its bytes in the file after the write of its changed blocks.
+    /// The bytes in the file after the write of the changed blocks.
     pub(in crate::disk::qcow2) table: Arc<[u8]>,
-    /// These blocks, as ranges of the table.
+    /// The changed blocks, as ranges of the table.
     pub(in crate::disk::qcow2) blocks: Vec<Range<usize>>,
 }
 
 impl Order {
-    /// Puts entries into tables. `None`: nothing has changed, and a commit of all tables has to
-    /// write them, since a table is new or is not known, or older writes wait.
+    /// Puts entries into tables. `None` if a table is new or unknown, or older writes wait. Then
+    /// nothing has changed, and a commit of all tables must write the entries.
     ///
-    /// Until [`end_entries`](Self::end_entries) the bytes that the file has of these tables are not
-    /// known. One caller does this at a time.
+    /// Until [`end_entries`](Self::end_entries) the file's bytes of these tables are unknown. Only
+    /// one caller may do this at a time.
     pub(in crate::disk::qcow2) fn begin_entries(
         &self,
         entries: &[Entry],
@@ -59,8 +59,8 @@ impl Order {
         })
     }
 
-    /// Ends a write of entries. The file has these tables; after an error there are none, and their
-    /// bytes stay unknown.
+    /// Ends a write of entries. The file now holds `tables`. After an error `tables` is empty, and
+    /// the bytes stay unknown.
     pub(in crate::disk::qcow2) fn end_entries(&self, tables: Vec<Changing>) {
         self.change(|state| {
             state.entry_writes += 1;
@@ -77,7 +77,8 @@ impl Order {
 }
 
 impl State {
-    /// Sorts entries by the place of their table, then by their place in it.
+    /// Groups entries by the place of their table, and sorts them by their place in it. `None` as
+    /// for [`Order::begin_entries`].
     fn by_table(&self, entries: &[Entry]) -> Option<BTreeMap<u64, Vec<(usize, u64)>>> {
         if self.has_waiting() {
             return None;

@@ -1,4 +1,4 @@
-//! Jobs that have the image for themselves.
+//! Jobs with exclusive use of the image.
 
 use std::io;
 use std::ops::Range;
@@ -13,15 +13,15 @@ use crate::disk::qcow2::format::{Format, open};
 use crate::disk::qcow2::{storage, zstd};
 
 impl Owner {
-    /// Has the image for one job only.
+    /// Locks the image for one job.
     pub(super) async fn alone(&self) -> io::Result<RwLockWriteGuard<'_, Format>> {
         let mut image = self.image().await?.write().await;
         self.make_room(&mut image).await;
         Ok(image)
     }
 
-    /// Opens the image anew when its tables take too much memory. If that fails it stays open, and
-    /// imago has more of them until the next time.
+    /// Opens the image again if its tables take too much memory. If that fails, the image stays
+    /// open, and imago keeps more tables until the next time.
     pub(super) async fn make_room(&self, image: &mut Format) {
         if !self.core.room.is_used_up() {
             return;
@@ -63,7 +63,7 @@ impl Owner {
         self.commit_to(&image).await?;
         self.core.order.set_moves(true);
         // The first table moves, and the header still names its old place until the commit below.
-        // So no space is looked for before: a table of zeroes could take that place.
+        // So no space is searched for before: a table of zeroes could take that place.
         let grown = self.grow_in(&image, before..size).await;
         self.changes.add();
         let committed = self.commit_to(&image).await;
@@ -81,7 +81,7 @@ impl Owner {
         let grown = async {
             let seen = sizes.end.next_multiple_of(self.core.cluster_bytes);
             image.resize_grow(seen, PreallocateMode::None).await?;
-            // imago writes no header for a size that is the same to it.
+            // imago writes no header if the size that it sees stays the same.
             let has_zstd = self.core.top.has_zstd();
             let put = |front: &mut [u8]| zstd::put(front, has_zstd, Some(sizes.end));
             self.core.top.change_front(put).await

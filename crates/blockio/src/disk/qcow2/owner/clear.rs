@@ -1,4 +1,4 @@
-//! Discards, and zeroes: what takes data out of an image.
+//! Discards and zeroes, which remove data from an image.
 
 use std::io;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use super::Owner;
 use crate::disk::qcow2::format::{Format, has_any};
 use crate::disk::qcow2::storage::Store;
 
-/// The most zeroes that are written at once where there are no zero clusters.
+/// The most zeroes that are written at once without zero clusters.
 const ZEROES_BYTES: u64 = 256 << 10;
 
 /// Data of the disk in the file of the image.
@@ -24,7 +24,7 @@ impl Owner {
     pub(super) async fn discard(&self, range: Range<u64>) -> io::Result<()> {
         let (has_zeroes, is_alone) = (self.core.has_zero_clusters, self.core.layers.len() == 1);
         if !has_zeroes && !is_alone {
-            // What lies below would be seen instead.
+            // The data below would show instead.
             return Ok(());
         }
         let mut image = self.alone().await?;
@@ -63,9 +63,9 @@ impl Owner {
         Ok(!has_any(&image, range, is_data).await?)
     }
 
-    /// The parts of a range of whole clusters for which there is one L2 table each. One that is
-    /// not there yet is made when its part changes, and its place may be one that the part before
-    /// has just left. So what leaves a place has a commit before the next one.
+    /// Splits a range of whole clusters so that one L2 table covers each part. A missing table is
+    /// made when its part changes, and may take a cluster that the part before has just released.
+    /// So a part that releases clusters is committed before the next part.
     fn parts(&self, whole: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
         let table_covers = self.core.cluster_bytes * (self.core.cluster_bytes / 8);
         let Range { start: mut at, end } = *whole;
@@ -76,8 +76,8 @@ impl Owner {
         })
     }
 
-    /// Has the whole clusters of a range be zeroes that keep their space, and says which bytes
-    /// these are. The caller commits what is left of that.
+    /// Turns the whole clusters of a range into zeroes that keep their space, and returns their
+    /// range. The caller commits the rest.
     async fn cover_with_zeroes(
         &self,
         image: &mut Format,
@@ -100,13 +100,13 @@ impl Owner {
         Ok(whole)
     }
 
-    /// Takes the whole clusters of a range out of the tables, and says which bytes these are. The
-    /// caller commits what is left of that.
+    /// Removes the whole clusters of a range from the tables, and returns their range. The caller
+    /// commits the rest.
     async fn empty(&self, image: &mut Format, range: &Range<u64>) -> io::Result<Range<u64>> {
         let whole = self.whole_clusters(range, image.size());
         for part in self.parts(&whole) {
             self.make_room(image).await;
-            // Where nothing is, not even a table is needed.
+            // A range without any clusters does not even need a table.
             let is_there = |mapping: &Mapping<'_, Store>| {
                 !matches!(mapping, Mapping::Zero { explicit: false, .. })
             };
@@ -134,7 +134,8 @@ impl Owner {
         Ok(whole)
     }
 
-    /// The clusters that lie in a range. Behind the end of the disk nothing is in the last one.
+    /// The whole clusters in a range. A last cluster that reaches over the end of the disk counts
+    /// as whole, since no data lies behind the end.
     fn whole_clusters(&self, range: &Range<u64>, size: u64) -> Range<u64> {
         let cluster = self.core.cluster_bytes;
         let start = range.start.next_multiple_of(cluster);
@@ -142,7 +143,7 @@ impl Owner {
             true => range.end.next_multiple_of(cluster).min(size),
             false => range.end - range.end % cluster,
         };
-        // With none, all of it is before them.
+        // Without any, the range counts as before them.
         if start < end { start..end } else { range.end..range.end }
     }
 
@@ -158,7 +159,7 @@ impl Owner {
         Ok(())
     }
 
-    /// The data of whole clusters of a range, as ranges of the disk and of the file.
+    /// Finds the data of whole clusters of a range, as ranges of the disk and of the file.
     async fn clusters(&self, image: &Format, range: &Range<u64>) -> io::Result<Vec<Data>> {
         let cluster = self.core.cluster_bytes;
         let mut at = range.start.next_multiple_of(cluster);
@@ -179,8 +180,8 @@ impl Owner {
         Ok(found)
     }
 
-    /// Gives back the space of data that is to go, before the tables of the image say so: a file
-    /// system with copy on write needs space for them.
+    /// Releases the space of data before the tables record its removal: a file system with copy on
+    /// write needs space for the tables.
     pub(super) async fn make_space(&self, range: &Range<u64>) -> io::Result<()> {
         let is_last = self.core.layers.len() == 1;
         if !self.core.has_zero_clusters && !is_last || self.core.order.mark.delays_writes() {
@@ -200,7 +201,7 @@ impl Owner {
         }
     }
 
-    /// Gives the space of data back to the file that the disk has no more.
+    /// Releases the space of data that the disk no longer has.
     async fn give_back(&self, image: &Format, data: Vec<Data>) -> io::Result<()> {
         for Data { at, len, offset } in data {
             let (mapping, gone) = image.get_mapping(at, len).await?;
@@ -212,7 +213,7 @@ impl Owner {
     }
 }
 
-/// Whether the file has no space.
+/// Returns true if the file has no space.
 pub(super) fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }

@@ -1,4 +1,4 @@
-//! When the image is marked, and when it comes to rest: see `mark.rs`.
+//! Sets the mark of the image, and brings it to rest: see `mark.rs`.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -11,7 +11,7 @@ use crate::disk::qcow2::leaks;
 use crate::disk::qcow2::mark::MarkState;
 
 impl Owner {
-    /// Has the image marked, and that stable, before anything in its tables or in its data changes.
+    /// Marks the image, and makes the mark stable, before any of its tables or data change.
     pub(super) async fn mark(&self) -> io::Result<()> {
         let (core, mark) = (&self.core, &self.core.order.mark);
         let is_known = !matches!(mark.state(), MarkState::Unknown | MarkState::Clear);
@@ -40,12 +40,12 @@ impl Owner {
         Ok(())
     }
 
-    /// Frees leaks of the last user. No table of counts is in memory yet.
+    /// Frees the leaks of the last user, before any table of counts is in memory.
     async fn free_leaks(&self) -> io::Result<()> {
         let (core, mark) = (&self.core, &self.core.order.mark);
         let Some(header) = core.layers[0].header.as_ref() else { return Ok(()) };
         if core.leaked == Some(0) {
-            // It may have been killed before the mark was stable.
+            // The last user may have been killed before its mark was stable.
             core.top.sync().await?;
             mark.set_state(MarkState::Set);
             return Ok(());
@@ -58,25 +58,26 @@ impl Owner {
         Ok(())
     }
 
-    /// As [`rest`](Self::rest), for the last time. What another process goes on with is its own.
+    /// Like [`rest`](Self::rest), for the last time. Does nothing if another process may use the
+    /// image already.
     pub(super) async fn end(&self) {
         if !self.is_left.get() {
             self.rest().await;
         }
     }
 
-    /// As [`rest`](Self::rest). Another process may go on with the image until the next change.
+    /// Like [`rest`](Self::rest). Another process may take over the image until the next change.
     pub(super) async fn leave(&self) {
         self.is_left.set(true);
         self.rest().await;
-        // Whoever was asked to rest before may still be writing the header.
+        // An earlier call may still be writing the header.
         if let Some(image) = self.image.get() {
             drop(image.write().await);
         }
     }
 
-    /// Takes the mark away if nothing can be left behind. No flush makes that stable: the mark
-    /// costs whoever finds it no more than a look, and an end is to be quick.
+    /// Removes the mark if nothing can be leaked. No flush makes that stable: a mark that stays
+    /// costs only a check, and an end is to be quick.
     async fn rest(&self) {
         if let Err(error) = self.try_to_rest().await {
             tracing::debug!("{} stays marked: {error}", self.core.name());
@@ -86,7 +87,7 @@ impl Owner {
     async fn try_to_rest(&self) -> io::Result<()> {
         let core = &self.core;
         let is_marked = || core.order.mark.state() == MarkState::Set;
-        // What does not answer now would keep the end waiting.
+        // A disk that does not answer now would delay the end.
         let may_rest = || self.jobs.get() == 0 && core.source().state() == DiskState::Ready;
         let is_sure = || !self.changes.has_failed() && !core.order.mark.is_in_doubt();
         if !is_marked() || !may_rest() || !is_sure() {
@@ -105,7 +106,7 @@ impl Owner {
         // A job may have begun while counts were written.
         if is_at_rest() {
             assert!(core.order.is_empty(), "what waits is written by a commit");
-            // If it fails, nobody knows whether the mark is there.
+            // If the write fails, the mark may be there or not, so the next change sets it again.
             core.order.mark.set_state(MarkState::Clear);
             core.top.write_mark(false).await?;
         }

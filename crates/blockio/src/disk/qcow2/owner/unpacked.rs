@@ -70,7 +70,7 @@ impl Owner {
     }
 }
 
-/// The file that has a range in clusters of this kind, and the place of the range in its disk.
+/// The file with a range in Zstandard clusters, and the place of the range in its disk.
 fn place<'a>(mapping: &Mapping<'a, Store>) -> Option<(&'a Store, u64)> {
     let Mapping::Special { layer, offset, .. } = mapping else { return None };
     let store = own_file(layer)?;

@@ -9,7 +9,7 @@ use crate::disk::qcow2::order::{FRONT_BYTES, Tables};
 use crate::disk::qcow2::zstd::{Packed, TABLE, cluster_bytes, unpack};
 
 impl Store {
-    /// The content of the compressed cluster that has this byte of the disk.
+    /// Returns the content of the compressed cluster with this byte of the disk.
     pub(in crate::disk::qcow2) async fn read_packed(&self, at: u64) -> io::Result<Vec<u8>> {
         let front = self.peek(0, FRONT_BYTES).await?;
         let front: &[u8; FRONT_BYTES] = front.first_chunk().ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -31,13 +31,13 @@ impl Store {
         })
     }
 
-    /// An entry of a table.
+    /// Reads an entry of a table.
     async fn number(&self, table: u64, index: u64) -> io::Result<u64> {
         let bytes = self.peek(table.saturating_add(index * 8), 8).await?;
         Ok(bytes.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes)))
     }
 
-    /// Bytes of the file, covered by writes that wait.
+    /// Reads bytes of the file, covered by waiting writes.
     async fn peek(&self, offset: u64, bytes: usize) -> io::Result<Vec<u8>> {
         let align = self.req_align() as u64;
         let start = offset - offset % align;

@@ -10,27 +10,27 @@ use crate::disk::qcow2::counts;
 use crate::disk::qcow2::mark::MarkState;
 use crate::disk::qcow2::order::counted::Risen;
 
-/// The fewest and the most bytes that are counted ahead at once, and their share of the image.
-/// Tests have fewer, so that more are counted in all of them.
+/// The fewest and the most bytes that are counted ahead at once, and the part of the image: one in
+/// `SHARE`. Tests have fewer, so that all of them count several times.
 const BYTES_MIN: u64 = if cfg!(test) { 1 << 20 } else { 16 << 20 };
 const BYTES_MAX: u64 = 64 << 20;
 const SHARE: u64 = 8;
 
-/// The most ranges of free clusters that are looked at.
+/// The most ranges of free clusters that are tried.
 const RANGES_MAX: usize = 32;
 
 impl Store {
-    /// Counts clusters ahead where counts have just risen in the file, so that a flush is due
-    /// anyway. Without a mark nobody would free them after a loss of power. An error leaves the
-    /// image as it is, and its writes wait for flushes.
+    /// Counts clusters ahead in the block in which counts have just risen, so that a flush is due
+    /// anyway. Without a mark, no process would free them after a power cut. After an error the
+    /// image stays as it is, and its writes wait for flushes.
     pub(super) async fn count_ahead(&self) {
         if let Some(risen) = self.order.take_risen() {
             self.count_ahead_in(&risen).await;
         }
     }
 
-    /// Counts more of them, where imago has changed no counts that it has not written. The next
-    /// flush makes them ready.
+    /// Counts more clusters ahead, in a block of which imago has written all changes. The next
+    /// flush makes the clusters ready.
     pub(in crate::disk::qcow2) async fn count_more_ahead(&self) {
         if let Some(risen) = self.order.last_risen() {
             self.count_ahead_in(&risen).await;
@@ -74,9 +74,9 @@ impl Store {
         Ok(())
     }
 
-    /// Has free clusters be zeroes, as far as that costs little and harms no image: in one whose
-    /// counts are wrong a free cluster may have data. Only holes, and clusters behind all others,
-    /// are taken. Returns whole clusters.
+    /// Turns free clusters into zeroes, if that is cheap and harms no image: with wrong counts a
+    /// free cluster may hold data. Takes only holes, and clusters behind all used ones. Returns
+    /// whole clusters.
     async fn zero_ahead(&self, risen: &Risen, free: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let cluster = risen.cluster_bytes;
         let (old_end, last) = (self.bytes(), last_used(risen));
@@ -113,7 +113,7 @@ impl Store {
         Ok(zeroes)
     }
 
-    /// Has the file be so long, if that is possible, and says up to where it has whole clusters.
+    /// Extends the file to `end` if possible, and returns the end of its whole clusters.
     fn grow_to(&self, end: u64, cluster: u64) -> u64 {
         if end > self.bytes() && self.source.sets_size_at_once() {
             let larger = end.next_multiple_of(GROWTH_BYTES);
@@ -123,13 +123,13 @@ impl Store {
         end.min(there - there % cluster)
     }
 
-    /// Whether the file has zeroes where it has become longer.
+    /// Returns true if the file grows with zeroes.
     fn grows_with_zeroes(&self) -> bool {
         self.source.chain().first().is_some_and(|link| link.kind == "file")
     }
 }
 
-/// The place of the last cluster of a block that is in use.
+/// The place of the last used cluster of a block.
 fn last_used(risen: &Risen) -> u64 {
     let used = (0..count(risen)).rev().find(|index| !is_free(risen, *index));
     used.map_or(0, |index| risen.first + index as u64 * risen.cluster_bytes)

@@ -12,7 +12,7 @@ use crate::disk::qcow2::order::Held;
 use crate::disk::qcow2::order::entries::{Changing, Entry};
 
 impl Store {
-    /// Writes what has waited until now, in its order.
+    /// Makes all waiting writes, in their order.
     pub(in crate::disk::qcow2) async fn release(&self) -> io::Result<()> {
         self.check()?;
         if self.order.is_empty() {
@@ -40,15 +40,15 @@ impl Store {
         Ok(())
     }
 
-    /// Writes blocks whose counts have fallen.
+    /// Writes blocks with counts that have fallen.
     async fn lower(&self, blocks: Held) -> io::Result<()> {
         self.write_all(blocks.clone()).await?;
         blocks.iter().for_each(|(place, counts)| self.order.note_lowered(*place, counts));
         Ok(())
     }
 
-    /// Uncounts the clusters that were counted ahead, before the image comes to rest. What it says
-    /// then is stable.
+    /// Uncounts the clusters that were counted ahead, before the image comes to rest, and makes
+    /// that stable.
     pub(in crate::disk::qcow2) async fn uncount(&self) -> io::Result<()> {
         let higher = self.order.all_higher();
         self.order.forget_file();
@@ -59,13 +59,13 @@ impl Store {
         Ok(())
     }
 
-    /// Writes all at once: none depends on another.
+    /// Makes all writes at once: none depends on another.
     async fn write_all(&self, held: Held) -> io::Result<()> {
         all(held.into_iter().map(|(offset, data)| self.write_table(offset, data))).await
     }
 
-    /// Writes entries to their tables, each of which leads to a cluster that was counted ahead and
-    /// is ready. False: it is left to a commit of all tables.
+    /// Writes entries to their tables. Each leads to a cluster that was counted ahead and is ready.
+    /// Returns false if a commit of all tables must write them.
     pub(in crate::disk::qcow2) async fn write_entries(
         &self,
         entries: &[Entry],
@@ -95,7 +95,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes those reference counts of a block that rise.
+    /// Writes the reference counts of a block that rise.
     pub(super) async fn write_counts(&self, wanted: &[u8], offset: u64) -> io::Result<()> {
         let counts = match self.order.known(offset).filter(|known| known.len() == wanted.len()) {
             Some(known) => known,
@@ -114,8 +114,8 @@ impl Store {
         Ok(())
     }
 
-    /// Writes the blocks of a table that differ from what the file has. With an error it is not
-    /// known what that is.
+    /// Writes the blocks of a table that differ from the file. After an error the content of the
+    /// file is unknown.
     pub(super) async fn write_changes(
         &self,
         old: &[u8],
@@ -140,11 +140,11 @@ impl Store {
         self.write_at(data, offset).await.inspect_err(|_| self.order.mark.doubt())
     }
 
-    /// Writes what is no table that is known as one.
+    /// Writes data, or a table that is not known as one.
     pub(super) async fn write_other(&self, data: &[u8], offset: u64) -> io::Result<()> {
         let range = offset..offset + data.len() as u64;
         if self.order.has_ahead() && is_zero(data) && self.order.take_ahead(&range) {
-            // The file has these zeroes, and they are stable.
+            // The file has these zeroes already, and they are stable.
             self.order.learn_zeroes(offset, data.len());
             return Ok(());
         }
@@ -156,7 +156,7 @@ impl Store {
     }
 }
 
-/// Waits for all of some writes that run at once, and yields the last of their errors.
+/// Waits for concurrent writes, and returns the last of their errors.
 async fn all(writes: impl Iterator<Item = impl Future<Output = io::Result<()>>>) -> io::Result<()> {
     let mut writes: Vec<_> = writes.map(Box::pin).collect();
     let mut result = Ok(());
