@@ -15,7 +15,7 @@ use crate::pattern::{BlockSplit, Rw};
 use crate::scsi::lun::{LunAddress, LunChoice};
 use crate::units::{CpuList, parse_duration};
 
-/// What `ringhaul bench` is asked to do.
+/// The options of `ringhaul bench`.
 ///
 /// Sizes are in bytes and take the suffixes k, m, g, t, p (powers of 1024). Times are in seconds
 /// and take the suffixes us, ms, s, m, h, d.
@@ -48,9 +48,9 @@ pub struct BenchArgs {
 
     /// A known mix of I/O by name; other options change single parts of it
     ///
-    /// file-server is what fio ships as iometer-file-access-server: random, 80% reads, sizes
-    /// 512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10, 64 requests in flight. Sizes that the
-    /// disk's logical block does not allow are rounded up to it.
+    /// file-server is fio's iometer-file-access-server: random, 80% reads, sizes
+    /// 512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10, 64 requests in flight. Sizes that the disk's
+    /// logical block does not allow are rounded up to it.
     #[arg(long, value_name = "NAME", value_enum)]
     pub profile: Option<Profile>,
 
@@ -73,8 +73,8 @@ pub struct BenchArgs {
 
     /// Mix of block sizes, SIZE/PERCENT:SIZE/PERCENT:…, instead of --bs
     ///
-    /// Sizes without a percentage share what is left evenly. Two mixes with a comma between
-    /// them are for reads and for writes. Offsets are multiples of the smallest size.
+    /// Sizes without a percentage share the rest evenly. Two mixes with a comma between them are
+    /// for reads and for writes. Offsets are multiples of the smallest size.
     #[arg(long, value_name = "MIX", value_parser = BlockSplit::parse_mix)]
     pub bssplit: Option<BlockSplit>,
 
@@ -82,16 +82,16 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N")]
     pub iodepth: Option<NonZeroU32>,
 
-    /// Reads and writes that each job makes in a second, whatever the server does (an open loop)
+    /// Reads and writes that each job makes in a second, regardless of the server (an open loop)
     /// [default: as many as complete]
     ///
-    /// Latency is counted from when a request was to be made, so what waits for room among
-    /// --iodepth requests is not left out.
+    /// Latency is counted from the time at which a request was due, so it includes the wait for
+    /// room among --iodepth requests.
     #[arg(long = "rate_iops", alias = "rate", conflicts_with = "filename", value_name = "N",
           value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     pub rate_iops: Option<u32>,
 
-    /// How the requests of --rate_iops are spread over time
+    /// Distribution of the requests of --rate_iops over time
     #[arg(long = "rate_process", requires = "rate_iops", value_name = "PROCESS", value_enum,
           default_value_t = RateProcess::Linear)]
     pub rate_process: RateProcess,
@@ -126,10 +126,10 @@ pub struct BenchArgs {
     #[arg(long = "number_ios", value_name = "N")]
     pub number_ios: Option<NonZeroU64>,
 
-    /// Descriptors in each virtqueue; a power of two up to 32768 [default: what --iodepth needs]
+    /// Descriptors in each virtqueue; a power of two up to 32768 [default: enough for --iodepth]
     ///
-    /// A request takes one descriptor for each segment of its data and two more. Most servers
-    /// take at most 1024.
+    /// A request takes one descriptor for each segment of its data and two more. Most servers take
+    /// at most 1024.
     #[arg(long, conflicts_with = "filename", value_name = "N")]
     pub queue_size: Option<u16>,
 
@@ -140,10 +140,10 @@ pub struct BenchArgs {
 
     /// Check data: every block carries its sector, a generation and a checksum
     ///
-    /// OVERWRITES THE REGION, with --rw read and randread too: these write all of it first, in a
-    /// pass that is not measured, and then check what they read. The other patterns check the
-    /// blocks that this run has written, while it runs and in a read-back at the end that is not
-    /// measured. No two requests in flight overlap.
+    /// OVERWRITES THE REGION, with --rw read and randread too: these first write all of it, in a
+    /// pass that is not measured, and then check their reads. All other patterns check the blocks
+    /// that this run has written, while it runs and in a read-back at the end that is not measured.
+    /// No two requests in flight overlap.
     #[arg(long)]
     pub verify: bool,
 
@@ -171,8 +171,8 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "filename")]
     pub inflight: bool,
 
-    /// Spin for this many microseconds between being called and looking at the used rings, as long
-    /// as it takes a guest that slept to get the interrupt, to emulate slower machines
+    /// Spin for this many microseconds between a call and the check of the used rings, to emulate
+    /// slower machines: a sleeping guest needs this long to get the interrupt
     #[arg(long, conflicts_with_all = ["filename", "busy_poll"], value_name = "US",
           default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     pub wake_delay: u64,
@@ -198,11 +198,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
-    /// Options with --filename only.
+    /// Options that need --filename.
     #[command(flatten)]
     pub engine: EngineArgs,
 
-    /// Options of fio's.
+    /// Options for compatibility with fio.
     #[command(flatten)]
     pub fio: FioArgs,
 }
@@ -211,7 +211,7 @@ impl BenchArgs {
     /// Measured time when neither `--runtime` nor a number of bytes or I/Os bounds the run.
     const DEFAULT_RUNTIME: Duration = Duration::from_secs(10);
 
-    /// Returns how long to measure; `None` when only the amount of I/O bounds the run.
+    /// Returns the time to measure; `None` if only the amount of I/O bounds the run.
     pub(crate) fn effective_runtime(&self) -> Option<Duration> {
         let bounded = self.io_size.is_some() || self.number_ios.is_some();
         self.runtime.or_else(|| (!bounded).then_some(Self::DEFAULT_RUNTIME))
@@ -227,7 +227,7 @@ impl BenchArgs {
         self.rwmixread.unwrap_or(self.profile.map_or(50, Profile::percent_reads))
     }
 
-    /// Returns what to drive of a SCSI device; `None` for others.
+    /// Returns the choice of units of a SCSI device; `None` for virtio-blk.
     pub(crate) fn unit(&self) -> Option<LunChoice> {
         let unit = self.lun.unwrap_or(LunChoice::One(LunAddress::FIRST));
         (self.device == DeviceKind::Scsi).then_some(unit)
@@ -271,7 +271,7 @@ impl DeviceKind {
 /// Values of `--profile`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Profile {
-    /// The accesses of a file server, as Iometer had them.
+    /// The accesses of a file server, as in Iometer.
     FileServer,
 }
 
@@ -322,12 +322,12 @@ pub enum Eta {
     Never,
 }
 
-/// How to write the result.
+/// The format of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum OutputFormat {
     /// Text for people.
     Normal,
-    /// One flat JSON object.
+    /// A flat JSON object.
     // Its keys are the fields of `Report`.
     #[value(alias = "json+")]
     Json,

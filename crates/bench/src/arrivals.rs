@@ -1,4 +1,4 @@
-//! When the requests of an open loop are to be made, whatever the server does.
+//! The times at which an open loop makes its requests, regardless of the server.
 
 #![forbid(unsafe_code)]
 
@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use iomem::fits;
 
-/// How the starts of requests are spread.
+/// The distribution of the starts of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum RateProcess {
     /// At even distances.
     Linear,
-    /// Independently of each other, as those of many users: distances are distributed
+    /// Independently of each other, as from many users: the intervals are distributed
     /// exponentially.
     Poisson,
 }
@@ -25,7 +25,7 @@ impl RateProcess {
     }
 }
 
-/// The starts of a job's requests, one after the other.
+/// The start times of a job's requests, in order.
 #[derive(Debug, Clone)]
 pub(crate) struct Arrivals {
     interval: Duration,
@@ -42,18 +42,18 @@ impl Arrivals {
         Self { interval, process, rng, next: Duration::ZERO }
     }
 
-    /// Begins at this time: the first request comes an interval later.
+    /// Starts the schedule at `now_ns`: the first request is due one interval later.
     pub(crate) fn begin(&mut self, now_ns: u64) {
         self.next = Duration::from_nanos(now_ns);
         self.advance();
     }
 
-    /// When the next request is to be made.
+    /// The time at which the next request is due, in nanoseconds.
     pub(crate) fn next_ns(&self) -> u64 {
         fits(self.next.as_nanos(), "a time in nanoseconds")
     }
 
-    /// The next request was made.
+    /// Moves on to the request after the next one.
     pub(crate) fn advance(&mut self) {
         self.next += match self.process {
             RateProcess::Linear => self.interval,

@@ -1,5 +1,5 @@
-//! virtio-blk: what the configuration space says, and requests from header to status (virtio 1.3,
-//! section 5.2).
+//! virtio-blk: the configuration space, and requests from header to status (virtio 1.3, section
+//! 5.2).
 
 #![forbid(unsafe_code)]
 
@@ -19,10 +19,10 @@ const FLUSH: u64 = 1 << 9;
 const TOPOLOGY: u64 = 1 << 10;
 const MQ: u64 = 1 << 12;
 
-/// The features of the device that are accepted.
+/// The features of virtio-blk that the driver accepts.
 pub(crate) const FEATURES: u64 = SIZE_MAX | SEG_MAX | RO | BLK_SIZE | FLUSH | TOPOLOGY | MQ;
 
-/// Up to the fields of write zeroes; later versions have more, which some servers do not.
+/// Up to the fields of write zeroes. Later versions have more fields, which some servers lack.
 const CONFIG_BYTES: usize = 60;
 
 const SECTOR_BYTES: u64 = 512;
@@ -32,14 +32,14 @@ const IN: u32 = 0;
 const OUT: u32 = 1;
 const FLUSH_REQUEST: u32 = 4;
 
-/// What the status byte is before the server writes it.
+/// The value of the status byte before the server writes it.
 const PENDING: u8 = 0xff;
 
-/// A header of 16 bytes, and the status byte in the same cache line.
+/// A header of 16 bytes, with the status byte in the same cache line.
 pub(crate) const FORM: Form =
     Form { stride: 64, header_bytes: 16, response_at: 16, response_bytes: 1, data_in_last: false };
 
-/// Reads what the device says about itself.
+/// Reads the properties of the device.
 pub(crate) fn facts(connection: &Connection) -> io::Result<DeviceFacts> {
     let config = connection.config(CONFIG_BYTES)?.ok_or_else(|| {
         io::Error::other(
@@ -76,7 +76,7 @@ fn facts_of(config: &[u8], features: u64, queue_limit: Option<usize>) -> io::Res
     })
 }
 
-/// Writes the request into a slot whose header is at `at`.
+/// Writes the request into the slot with its header at `at`.
 #[inline]
 pub(crate) fn put(memory: &SharedMemory, at: usize, io: &Io) {
     let kind = match io.op {
@@ -95,7 +95,7 @@ pub(crate) fn result(memory: &SharedMemory, at: usize) -> i32 {
     memory.number::<u8>(at + FORM.response_at).into()
 }
 
-/// Puts a result other than 0 into words.
+/// Describes a result other than 0.
 pub(crate) fn describe_error(result: i32) -> String {
     match result {
         1 => "status 1, I/O error".to_owned(),

@@ -1,4 +1,4 @@
-//! The device behind a socket: what it says about itself, and its virtqueues.
+//! The device behind a socket: its properties and its virtqueues.
 
 #![forbid(unsafe_code)]
 
@@ -28,8 +28,7 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Connects and negotiates features. Blocks for as long as the server does not answer, as all
-    /// methods do.
+    /// Connects and negotiates features. Like all methods, blocks while the server does not answer.
     pub(crate) fn connect(path: &Path, kind: DeviceKind, inflight: bool) -> io::Result<Self> {
         let own_features = match kind {
             DeviceKind::Blk => blk::FEATURES,
@@ -52,8 +51,8 @@ impl Device {
         &self.connection
     }
 
-    /// Finds out which units there are, with queues of its own: how large those of the run have to
-    /// be depends on the units.
+    /// Finds the units, on temporary queues: the size of the queues of the run depends on the
+    /// units.
     pub(crate) fn find_units(mut self, choice: LunChoice) -> io::Result<Self> {
         if self.facts.max_queues == 0 {
             return Err(io::Error::other("it has no request queue; is it a SCSI device?"));
@@ -70,7 +69,7 @@ impl Device {
         Ok(self)
     }
 
-    /// Shares memory with the server, starts the queues, and has the units ready.
+    /// Shares memory with the server, starts the queues, and makes the units ready.
     pub(crate) fn start(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
         let mut queues = self.start_queues(shape)?;
         if let (Requests::Scsi(units), Some(queue)) = (&self.requests, queues.first_mut()) {
@@ -79,8 +78,7 @@ impl Device {
         Ok(queues)
     }
 
-    /// Starts the queues that have requests, and those before them, which carry nothing: a server
-    /// may insist on them.
+    /// Starts the request queues and the unused queues before them, which a server may insist on.
     fn start_queues(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
         let first = self.requests.first_queue();
         let rings = first + shape.queues;

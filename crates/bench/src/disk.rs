@@ -1,4 +1,4 @@
-//! `ringhaul disk bench`: the options that a disk needs, and no others.
+//! `ringhaul disk bench`: the options of `ringhaul bench` that apply to a disk.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Rw};
 use crate::units::parse_duration;
 
-/// How a disk is driven.
+/// The workload for a disk.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DiskBenchArgs {
     /// Pattern: read, write, randread, randwrite, rw (mixed), randrw
@@ -38,11 +38,11 @@ pub struct DiskBenchArgs {
     #[arg(long, value_name = "TIME", default_value = "10", value_parser = parse_duration)]
     runtime: Duration,
 
-    /// How operations reach the kernel; auto is what `ringhaul serve` would choose
+    /// Engine for disk I/O; auto is the choice of `ringhaul serve`
     #[arg(long, value_name = "ENGINE", value_enum, default_value_t = EngineChoice::Auto)]
     engine: EngineChoice,
 
-    /// Write, with patterns that do: what is on the disk is lost
+    /// Write, with patterns that do: the contents of the disk are lost
     #[arg(long)]
     destroy_contents: bool,
 
@@ -51,7 +51,7 @@ pub struct DiskBenchArgs {
     json: bool,
 }
 
-/// The options of `ringhaul bench`, to be read from words.
+/// Parses the options of `ringhaul bench` from words.
 #[derive(Parser)]
 struct Words {
     #[command(flatten)]
@@ -59,11 +59,11 @@ struct Words {
 }
 
 impl DiskBenchArgs {
-    /// Whether the disk is written to.
+    /// Returns true if the pattern writes to the disk.
     ///
     /// # Errors
     ///
-    /// When it would be, and nobody has said that its contents may be lost.
+    /// If the pattern writes and `--destroy-contents` is missing.
     pub fn check_writes(&self) -> Result<bool, BenchError> {
         if self.rw.writes() && !self.destroy_contents {
             return Err(BenchError::Usage(
@@ -75,11 +75,11 @@ impl DiskBenchArgs {
         Ok(self.rw.writes())
     }
 
-    /// Drives the disk of this name, and prints the result.
+    /// Drives `disk`, shows it as `name`, and prints the result.
     ///
     /// # Errors
     ///
-    /// As [`run`](crate::run), and as [`check_writes`](Self::check_writes).
+    /// As for [`run`](crate::run) and [`check_writes`](Self::check_writes).
     pub fn run(&self, name: &str, disk: DiskSource) -> anyhow::Result<ExitCode> {
         self.check_writes()?;
         let words = Words::try_parse_from(["bench", "--filename", name])?;

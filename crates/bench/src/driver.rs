@@ -1,4 +1,4 @@
-//! One virtqueue from the driver's side, with memory for each request that it can have in flight.
+//! One virtqueue from the driver's side, with memory for each request in flight.
 
 #![forbid(unsafe_code)]
 
@@ -21,21 +21,21 @@ use crate::plan::QueueShape;
 use crate::requests::{Form, Requests};
 use crate::vhost_user::Connection;
 
-/// What virtqueues are made of, in one region: rings, then requests, then data.
+/// The layout of the shared region: rings, then requests, then data.
 pub(crate) struct Layout {
     size: u16,
     ring_bytes: usize,
     requests_at: usize,
     data_at: usize,
-    /// Of the whole region.
+    /// The size of the whole region.
     pub(crate) bytes: usize,
 }
 
-/// So that what the two sides write to is in different cache lines.
+/// Alignment that keeps memory written by the driver and by the server in different cache lines.
 const LINE_BYTES: usize = 64;
 
 impl Layout {
-    /// For `rings` virtqueues, of which `shape` counts those that have requests.
+    /// Lays out `rings` virtqueues, of which `shape.queues` have requests.
     pub(crate) fn new(rings: usize, shape: &QueueShape, form: &Form) -> io::Result<Self> {
         let size = usize::from(shape.size);
         let ring_bytes = used_at(size) + (6 + 8 * size).next_multiple_of(LINE_BYTES);
@@ -49,7 +49,7 @@ impl Layout {
         Ok(Self { size: shape.size, ring_bytes, requests_at, data_at, bytes })
     }
 
-    /// Where ring `index` is.
+    /// The place of ring `index`.
     pub(crate) fn ring(&self, index: usize, memory: &SharedMemory, event_idx: bool) -> QueueConfig {
         let start = index * self.ring_bytes;
         let size = usize::from(self.size);
@@ -86,7 +86,7 @@ impl Eventfds {
     }
 }
 
-/// One virtqueue. Each slot has descriptors, a request and data memory of its own.
+/// A virtqueue. Each slot has descriptors, a request and data memory of its own.
 pub(crate) struct Virtqueue {
     ring: Ring<Arc<SharedMemory>>,
     requests: Requests,
@@ -97,18 +97,18 @@ pub(crate) struct Virtqueue {
     slot_bytes: usize,
     segment_bytes: usize,
     descriptors_per_slot: u32,
-    /// By slot.
+    /// Indexed by slot.
     in_flight: Box<[bool]>,
-    /// The avail idx at the last look at whether the server wants a kick.
+    /// The avail idx at the last check for a kick.
     looked_at: u16,
     tag: u64,
     eventfds: Eventfds,
-    /// Without it the server would stop the queue.
+    /// Keeps the connection open: without it the server stops the queue.
     connection: Arc<Connection>,
 }
 
 impl Virtqueue {
-    /// Makes virtqueue `index` of those that have requests.
+    /// Makes request queue `index`.
     pub(crate) fn new(
         index: usize,
         ring: Ring<Arc<SharedMemory>>,
@@ -146,7 +146,7 @@ impl Virtqueue {
         self.requests_at + to_usize(slot) * self.form.stride
     }
 
-    /// Describes the slot's request, which has `len` bytes of data, and shows it to the server.
+    /// Describes the slot's request, which has `len` bytes of data, and makes it available.
     #[inline]
     fn offer(&mut self, slot: u32, op: Op, len: usize) {
         let request_at = self.request_at(slot);
@@ -176,7 +176,7 @@ impl Virtqueue {
         self.ring.put_desc(index, if goes_on { desc.then(*next) } else { desc });
     }
 
-    /// Describes data in segments. `goes_on` says whether more descriptors follow them.
+    /// Describes data in segments. `goes_on` is true if more descriptors follow them.
     #[inline]
     fn put_data(&self, next: &mut u16, slot: u32, op: Op, len: usize, goes_on: bool) {
         let start = self.data_at + to_usize(slot) * self.slot_bytes;
@@ -201,9 +201,9 @@ impl Virtqueue {
         Ok(self.memory().at(self.data_at + slot * self.slot_bytes, len))
     }
 
-    /// Carries out one request outside of a run, in the first slot: `put` writes it into the memory
-    /// that it is given with the offset of the slot and a tag, and the device has `room` bytes to
-    /// write to. Returns memory and offset, where the response is in its place.
+    /// Carries out one request outside of a run, in the first slot. `put` writes it to the given
+    /// memory, at the slot's offset, with a tag. The device may write `room` bytes. Returns the
+    /// memory and the offset, at which the response now is.
     pub(crate) fn execute(
         &mut self,
         put: impl FnOnce(&SharedMemory, usize, u64),
@@ -223,14 +223,18 @@ impl Virtqueue {
         Ok((self.memory(), at))
     }
 
-    /// The first `len` bytes that the device wrote in [`execute`](Self::execute).
+    /// Returns the first `len` bytes that the device wrote in [`execute`](Self::execute).
     pub(crate) fn executed_data(&self, len: usize) -> io::Result<Vec<u8>> {
         let mut data = vec![0; len];
         self.load(FIRST_SLOT, &mut data)?;
         Ok(data)
     }
 
-    /// Sleeps until the server calls, or is gone.
+    /// Sleeps until the server calls.
+    ///
+    /// # Errors
+    ///
+    /// If the server has closed the connection.
     fn wait_for_call(&mut self) -> io::Result<()> {
         let mut fds = [
             PollFd::from_borrowed_fd(self.eventfds.call.as_fd(), PollFlags::IN),
@@ -246,21 +250,21 @@ impl Virtqueue {
         self.take_calls().map(drop)
     }
 
-    /// Returns whether completed requests are waiting in the used ring.
+    /// Returns true if the used ring has new elements.
     #[inline]
     pub(crate) fn has_completions(&self) -> bool {
         self.ring.has_used()
     }
 
-    /// Asks for a call at the next completion. Returns whether one has come already, in which
-    /// case it may not be announced and the caller must not sleep.
+    /// Asks for a call at the next completion. Returns true if there is a completion already: it
+    /// may come without a call, so the caller must not sleep.
     pub(crate) fn arm(&mut self) -> bool {
         self.ring.want_calls();
         self.has_completions()
     }
 
     /// Asks for no calls. With event idx this leaves the armed position where it was, so it must
-    /// come before completions are taken, or the server would be asked for one more call.
+    /// come before completions are taken. Otherwise the server would make one more call.
     pub(crate) fn disarm(&mut self) {
         match self.ring.config.event_idx {
             true => self.ring.put_used_event(self.ring.next_used),
@@ -268,14 +272,14 @@ impl Virtqueue {
         }
     }
 
-    /// Returns the call eventfd, to wait for.
+    /// Returns the call eventfd, for polling.
     pub(crate) fn call_fd(&self) -> BorrowedFd<'_> {
         self.eventfds.call.as_fd()
     }
 
-    /// Returns how many calls came since this was last asked.
+    /// Returns the number of calls since the last `take_calls`.
     pub(crate) fn take_calls(&mut self) -> io::Result<u64> {
-        // The eventfd is a blocking one: reading it is safe only when there is something.
+        // The eventfd blocks, so it is read only when it is readable.
         let mut fds = [PollFd::new(&self.eventfds.call, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         if poll(&mut fds, Some(&now))? == 0 {
@@ -344,10 +348,10 @@ impl Queue for Virtqueue {
 
 const FIRST_SLOT: u32 = 0;
 
-/// What a kick adds to its eventfd.
+/// The value that a kick adds to its eventfd.
 const ONE: [u8; 8] = 1_u64.to_ne_bytes();
 
-/// Slots and lengths are made from memory that is in this process, so they fit.
+/// Converts a slot or a length, which fits because the memory for it is in this process.
 #[inline]
 fn to_usize(value: u32) -> usize {
     fits(value, "the number of a slot")

@@ -1,5 +1,5 @@
-//! A file or block device, driven through an engine of `blockio` by one IoThread for each job:
-//! the same loop that serves virtqueues, without them.
+//! Drives a file or block device through an engine of `blockio`, with one IoThread for each job:
+//! the loop that serves virtqueues, without them.
 
 #![forbid(unsafe_code)]
 
@@ -25,16 +25,16 @@ use crate::worker::{Control, Stage, TICK, Window};
 /// Alignment of the memory of each slot.
 const MEMORY_ALIGN: usize = 4096;
 
-/// One job and what its IoThread is made of.
+/// A job and the configuration of its IoThread.
 pub(crate) struct EngineWorker {
-    /// Missing only while it runs, and after a loop that has failed.
+    /// `None` while a phase runs, and after a loop that failed.
     pub(crate) job: Option<Job>,
     source: DiskSource,
     config: IoThreadConfig,
     slots: usize,
     slot_bytes: usize,
     seed: u64,
-    /// Those of the last phase that had a measured window.
+    /// The figures of the last phase with a measured window.
     pub(crate) figures: Figures,
 }
 
@@ -50,8 +50,8 @@ impl EngineWorker {
         Self { job: Some(job), source, config, slots, slot_bytes, seed, figures }
     }
 
-    /// Runs one phase: until the source is exhausted or `control` says stop, and then until
-    /// nothing is in flight. The IoThread lives as long as the phase.
+    /// Runs one phase until the source is exhausted or `control` stops it, and then until nothing
+    /// is in flight. The IoThread lives as long as the phase.
     pub(crate) fn run(
         &mut self,
         control: &Arc<Control>,
@@ -99,7 +99,7 @@ impl EngineWorker {
     }
 }
 
-/// What the task of a job works with.
+/// The state of a job's task.
 struct Driver {
     job: Job,
     queue: EngineQueue,
@@ -109,7 +109,7 @@ struct Driver {
     clock: Instant,
     stage: Stage,
     window: Window,
-    /// What the IoThread had counted when the measured window opened.
+    /// The IoThread's counters when the measured window opened.
     opened: Option<Sample>,
     figures: Figures,
 }
@@ -171,16 +171,16 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns whether there is something to do without waiting for a completion.
+    /// Returns true if the job can do something without waiting for a completion.
     fn has_work(&mut self) -> bool {
         let stopping = self.stage == Stage::Stopping;
         if !stopping && self.job.in_flight() == 0 && !self.job.is_exhausted() {
-            // Another job's requests have all its blocks; nothing would wake this one when they
-            // complete.
+            // Requests of another job hold all of this job's blocks. Their completions would not
+            // wake this task.
             self.job.unblock();
             std::thread::yield_now();
         }
-        // An open loop is for queues alone.
+        // `--rate_iops` excludes `--filename`, so the loop is closed and needs no time.
         let can_refill = self.job.can_refill(|| 0);
         !self.queue.shared.done.borrow().is_empty() || (!stopping && can_refill)
     }
@@ -208,17 +208,17 @@ impl Driver {
     }
 }
 
-/// The queue of a job whose requests are futures.
+/// The queue of a job with futures as requests.
 struct EngineQueue {
     shared: Rc<Shared>,
-    /// Requests that were queued in this pass.
+    /// Requests queued in this pass.
     started: Vec<Request>,
 }
 
-/// What the requests of a job have in common.
+/// State shared by the requests of a job.
 struct Shared {
     disk: Disk,
-    /// The memory of each.
+    /// The memory of the requests, indexed by slot.
     slots: Box<[BufferMemory]>,
     done: RefCell<VecDeque<Completed>>,
 }
@@ -245,7 +245,7 @@ impl Shared {
     }
 }
 
-/// One request, from its queueing to its completion.
+/// A request, from its queueing to its completion.
 async fn request(shared: Rc<Shared>, request: Request) {
     let Request { slot, op, offset, len } = request;
     let Ok(memory) = shared.slot(slot) else { return };

@@ -1,4 +1,4 @@
-//! The options that matter with `--filename` only.
+//! The options that need `--filename`.
 
 #![forbid(unsafe_code)]
 
@@ -8,14 +8,13 @@ use std::time::Duration;
 use blockio::{EngineKind, EngineOptions, IoThreadConfig};
 use ringhaul_options::{CompletionRingChoice, EngineChoice, OnOff};
 
-/// Options of the engine that `--filename` is driven through, named as those of `ringhaul serve`.
+/// Options of the engine for `--filename`, with the names of `ringhaul serve`.
 ///
-/// Every switch is on for the faster way; off is for measuring what that is
-/// worth.
+/// Every switch defaults to the faster way; off measures the value of that way.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Options with --filename")]
 pub struct EngineArgs {
-    /// How operations reach the kernel; auto is what `ringhaul serve` would choose
+    /// Engine for disk I/O; auto is the choice of `ringhaul serve`
     #[arg(long, value_name = "ENGINE", value_enum, default_value_t = EngineChoice::Auto,
           conflicts_with = "socket_path")]
     pub engine: EngineChoice,
@@ -45,8 +44,8 @@ pub struct EngineArgs {
     #[arg(long, conflicts_with = "socket_path")]
     pub iopoll: bool,
 
-    /// Where engine aio finds completions: in the ring that the kernel shares with the process, or
-    /// by a system call
+    /// Source of completions for engine aio: the ring that the kernel shares with the process, or a
+    /// system call
     #[arg(long, value_name = "WHERE", value_enum, conflicts_with = "socket_path",
           default_value_t = CompletionRingChoice::Userspace)]
     pub completion_ring: CompletionRingChoice,
@@ -63,17 +62,17 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// Most operations that a job queues together when that is left open: as many as `ringhaul
-    /// serve` takes from a virtqueue before it submits.
+    /// The default batch of a job: as many ops as `ringhaul serve` takes from a virtqueue before it
+    /// submits.
     pub(crate) const DEFAULT_BATCH: usize = 16;
 
-    /// Returns the options that only io_uring has, and whether they are given.
+    /// Returns the names of the options that only io_uring has, each with true if it is given.
     pub(crate) fn io_uring_options(&self) -> [(&'static str, bool); 2] {
         [("--sqpoll", self.sqpoll), ("--iopoll", self.iopoll)]
     }
 
-    /// Returns how an IoThread with `engine` is set up for `depth` operations of one disk. It has
-    /// room for more: a part of it is kept for other disks.
+    /// Returns the configuration of an IoThread with `engine` for `depth` operations of one disk.
+    /// Its depth is larger, since it keeps a part for other disks.
     pub(crate) fn config(&self, engine: EngineKind, depth: u32) -> IoThreadConfig {
         let options = EngineOptions {
             sqpoll: self.sqpoll,

@@ -1,4 +1,4 @@
-//! What an engine did in the measured window, and how that is reported.
+//! The engine's activity in the measured window, and its report.
 
 #![forbid(unsafe_code)]
 
@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use crate::pattern::Op;
 
-/// A system call's name, and how often it was made.
+/// The name of a system call, and its counter.
 type SystemCall = (&'static str, fn(&Stats) -> u64);
 
 /// The system calls that are counted.
@@ -20,16 +20,16 @@ const SYSTEM_CALLS: [SystemCall; 5] = [
     ("eventfd_write", |stats| stats.syscalls.eventfd_write.get()),
 ];
 
-/// What IoThreads have counted in the measured window.
+/// The counters of IoThreads over the measured window.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Figures {
     /// Nanoseconds from submit to harvest, by [`Op::index`].
     pub(crate) latency_ns: [Distribution; Op::ALL.len()],
     /// Completions found by one harvest.
     harvested_at_once: Distribution,
-    /// Ops given to the kernel by one submit.
+    /// Ops handed to the kernel by one submit.
     submitted_at_once: Distribution,
-    /// Completions that were polled for.
+    /// Completions found by polling.
     polled: u64,
     system_calls: [u64; SYSTEM_CALLS.len()],
 }
@@ -50,7 +50,7 @@ impl Sample {
         })
     }
 
-    /// Returns what was counted since `earlier`.
+    /// Returns the difference since `earlier`.
     pub(crate) fn since(&self, earlier: &Self) -> Figures {
         let (now, then) = (&self.0, &earlier.0);
         let index = |i: usize| now.latency_ns[i].since(&then.latency_ns[i]);
@@ -67,7 +67,7 @@ impl Sample {
 }
 
 impl Figures {
-    /// Adds those of another IoThread.
+    /// Adds the figures of another IoThread.
     pub(crate) fn merge(&mut self, other: &Self) {
         for (mine, theirs) in self.latency_ns.iter_mut().zip(&other.latency_ns) {
             mine.add(theirs);
@@ -81,37 +81,39 @@ impl Figures {
     }
 }
 
-/// What the engine did, with `--filename` only.
+/// The engine's activity, with `--filename` only.
 ///
-/// In JSON its fields are keys beside the others: `engine` (`null`: the disk uses none), `direct`,
-/// `iodepth_batch` (`null`: up to 16), `poll_max_us`, `sqpoll`, `iopoll`, `completion_ring`,
-/// `harvest_on_submit`, `submit_batch`;
-/// `polled` (completions that were polled for); `harvests` that found anything,
-/// `harvested_at_once_mean` and `harvested_at_once_pN` (completions found at once, at N = 1, 10,
-/// 20 … 90, 99_99 percent of those harvests); `submits`, `ops_per_submit`,
-/// `submitted_at_once_pN`; `syscalls`, `syscalls_per_io`, and `syscalls_NAME` for each kind.
+/// In JSON its fields are keys of the report:
+///
+/// - `engine` (`null`: the disk uses none), `direct`, `iodepth_batch` (`null`: up to 16),
+///   `poll_max_us`, `sqpoll`, `iopoll`, `completion_ring`, `harvest_on_submit`, `submit_batch`
+/// - `polled` (completions found by polling)
+/// - `harvests` that found anything, `harvested_at_once_mean` and `harvested_at_once_pN`
+///   (completions found at once, at N = 1, 10, 20 … 90, 99_99 percent of these harvests)
+/// - `submits`, `ops_per_submit`, `submitted_at_once_pN`
+/// - `syscalls`, `syscalls_per_io`, and `syscalls_NAME` for each kind
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineReport {
-    /// How the engine was set up.
+    /// The configuration of the engine.
     pub setup: Setup,
-    /// Completions found at once, by harvests that found any.
+    /// Completions found at once, over harvests that found any.
     pub harvested_at_once: SizeReport,
     /// Ops submitted at once.
     pub submitted_at_once: SizeReport,
-    /// Reads and writes whose completions were polled for.
+    /// Reads and writes with completions that were found by polling.
     pub polled: u64,
-    /// Names of system calls, and how often they were made.
+    /// The counted system calls by name.
     pub system_calls: Vec<(&'static str, u64)>,
-    /// All system calls for each I/O.
+    /// All counted system calls for each I/O; `None` without I/O.
     pub system_calls_per_io: Option<f64>,
 }
 
 /// A distribution of sizes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SizeReport {
-    /// How many there were.
+    /// The number of values.
     pub count: u64,
-    /// Arithmetic mean; `None` when there were none.
+    /// Arithmetic mean; `None` without values.
     pub mean: Option<f64>,
     /// At 1, 10, 20 … 90 and 99.99 percent.
     pub percentiles: [u64; SIZE_PERCENTILES.len()],
@@ -128,26 +130,26 @@ impl SizeReport {
     }
 }
 
-/// How an engine was set up.
+/// The configuration of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setup {
-    /// Its name; `None` if the disk uses no engine.
+    /// Name of the engine; `None` if the disk uses none.
     pub engine: Option<String>,
-    /// Whether the page cache was bypassed.
+    /// True if the page cache was bypassed.
     pub direct: bool,
     /// I/Os queued together by a job; `None` for up to 16.
     pub iodepth_batch: Option<u32>,
-    /// The longest time to busy-poll.
+    /// The longest time to busy-poll, in microseconds.
     pub poll_max_us: u16,
-    /// Whether a kernel thread was to take submissions in.
+    /// True with `--sqpoll`: a kernel thread picks up submissions, if the engine is io_uring.
     pub sqpoll: bool,
-    /// Whether completions were to be polled for.
+    /// True with `--iopoll`: completions are polled for, if the engine is io_uring.
     pub iopoll: bool,
-    /// Where Linux AIO's completions were found.
+    /// The place of Linux AIO's completions, as given to `--completion-ring`.
     pub completion_ring: &'static str,
-    /// Whether completions were looked for right after each submit.
+    /// True if each submit was followed by a harvest.
     pub harvest_on_submit: bool,
-    /// Whether operations were submitted together.
+    /// True if operations were submitted together.
     pub submit_batch: bool,
 }
 
@@ -206,7 +208,7 @@ impl Serialize for EngineReport {
 pub(crate) mod tests {
     use super::*;
 
-    /// Two IoThreads with harvests of 16 and 128 completions, after some that do not count.
+    /// Two IoThreads with harvests of 16 and 128 completions, after some from before the window.
     pub(crate) fn figures() -> Figures {
         let mut sum = Figures::default();
         for size in [16, 128] {

@@ -1,17 +1,17 @@
-//! Why a run ended without a result.
+//! Errors that end a run without a result.
 
 #![forbid(unsafe_code)]
 
-/// A run that could not be started or could not go on.
+/// A run that could not start or finish.
 ///
-/// Failed I/O and blocks that did not verify are not errors in this sense: they are counted in
-/// the [`Report`](crate::Report).
+/// Failed I/O and blocks that did not verify are not errors in this sense: the
+/// [`Report`](crate::Report) counts them.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// The options contradict each other or do not fit the disk.
     #[error("{0}")]
     Usage(String),
-    /// The server could not be reached, or did not come through the vhost-user handshake.
+    /// The server could not be reached, or failed in the vhost-user handshake.
     #[error("{0}")]
     Connect(String),
     /// The run began and could not be finished, for example because the server went away.

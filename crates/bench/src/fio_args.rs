@@ -1,4 +1,4 @@
-//! Options of fio's that need nothing here, or have another name.
+//! Options of fio that have no effect here, or have another name.
 
 #![forbid(unsafe_code)]
 
@@ -33,7 +33,7 @@ pub struct FioArgs {
           default_missing_value = "1")]
     pub norandommap: Option<String>,
 
-    /// The same seed always gives the same offsets
+    /// Equal seeds always give equal offsets
     #[arg(long, hide = true, num_args = 0..=1, require_equals = true,
           default_missing_value = "1")]
     pub randrepeat: Option<String>,
@@ -45,11 +45,11 @@ pub struct FioArgs {
 }
 
 impl BenchArgs {
-    /// Options with `--ioengine` as `--engine`.
+    /// Returns the options with `--ioengine` translated to `--engine`.
     ///
     /// # Errors
     ///
-    /// When there is no such engine here.
+    /// If fio's engine has no counterpart here.
     pub(crate) fn with_fio_names(&self) -> Result<Self, BenchError> {
         let mut args = self.clone();
         let engine = match self.fio.ioengine.as_deref() {
@@ -69,7 +69,7 @@ impl BenchArgs {
         Ok(args)
     }
 
-    /// Names of given options that change nothing.
+    /// Returns the names of given options that change nothing.
     pub(crate) fn options_without_effect(&self) -> Vec<&'static str> {
         let FioArgs {
             ioengine, time_based, group_reporting, norandommap, randrepeat, thread, ..

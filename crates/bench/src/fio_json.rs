@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::report::{DirectionReport, LatencyReport, PERCENTILES, Report};
 
-/// A report as a file of fio with one job.
+/// Renders a report as fio's output for one job.
 pub(crate) fn render(report: &Report, name: Option<&str>) -> serde_json::Result<String> {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let job = json!({

@@ -12,8 +12,8 @@ use crate::pattern::{Io, Op, Source};
 use crate::stats::{Counters, Live, Notices, describe_failure};
 use crate::verify::{BlockMap, UNTOUCHED};
 
-/// Where a job puts its requests: a virtqueue, or an engine. A request is known by its slot. The
-/// caller sees to it that a slot has one request at a time.
+/// The queue of a job's requests: a virtqueue or an engine. A slot identifies a request. The caller
+/// puts at most one request at a time into a slot.
 pub(crate) trait Queue {
     /// Queues a request, which reads into the slot's memory or writes from it.
     fn queue(&mut self, slot: u32, io: &Io) -> io::Result<()>;
@@ -23,53 +23,53 @@ pub(crate) trait Queue {
     fn load(&self, slot: u32, data: &mut [u8]) -> io::Result<()>;
     /// Takes the next completed request.
     fn next_completion(&mut self) -> io::Result<Option<Completed>>;
-    /// Kicks if requests were queued and the other side asks for it; returns whether it did.
+    /// Kicks if requests were queued and the device asks for it. Returns true after a kick.
     fn kick_if_needed(&mut self) -> io::Result<bool>;
-    /// Puts the result of a failed request into words, before its slot has another one.
+    /// Describes the failure of a request, before its slot is used again.
     fn describe_error(&self, done: &Completed) -> String;
-    /// The name of a unit, where there can be several.
+    /// The name of a unit, if there can be several.
     fn unit_name(&self, unit: u16) -> Option<String>;
 }
 
-/// A request that has completed. The result is 0, or says in the queue's own terms what went wrong.
+/// A completed request. The result is 0, or an error in the queue's own terms.
 pub(crate) struct Completed {
     pub(crate) slot: u32,
     pub(crate) result: i32,
 }
 
-/// How many requests a job makes in one pass.
+/// The number of requests that a job makes in one pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Batch {
-    /// Fewer are not made, unless none is in flight.
+    /// The least number, unless none is in flight.
     pub(crate) least: usize,
-    /// No more are made.
+    /// The most.
     pub(crate) most: usize,
 }
 
 impl Batch {
-    /// As many as there is room for.
+    /// No limits: as many requests as there is room for.
     pub(crate) const ALL: Self = Self { least: 1, most: usize::MAX };
 }
 
-/// A job of the run. Made once; each phase gives it a new source.
+/// A job of the run. Made once; each phase sets a new source.
 pub(crate) struct Job {
     source: Option<Source>,
-    /// By slot.
+    /// Indexed by slot.
     requests: Box<[Request]>,
     free: Vec<u32>,
-    /// By unit, when blocks are verified.
+    /// Indexed by unit, if blocks are verified.
     maps: Option<Arc<[BlockMap]>>,
-    /// One block of data on its way to or from the data memory, when blocks are verified.
+    /// A block of data on its way to or from the data memory, if blocks are verified.
     scratch: Box<[u8]>,
     batch: Batch,
     flush_every: u64,
-    /// By unit.
+    /// Indexed by unit.
     writes_since_flush: Box<[u64]>,
-    /// The unit that is to be flushed next.
+    /// The unit to flush next.
     flush_due: Option<u16>,
-    /// When requests are made; as soon as there is room if this is not there.
+    /// The schedule of an open loop; `None` to make requests as soon as there is room.
     arrivals: Option<Arrivals>,
-    /// The blocks that could come next are taken; a completion may free them.
+    /// All blocks that could come next are claimed; a completion may free them.
     blocked: bool,
     done: (u64, u64),
     live: Arc<Live>,
@@ -80,11 +80,11 @@ pub(crate) struct Job {
 #[derive(Clone, Copy)]
 struct Request {
     io: Io,
-    /// When it was queued, or was to be.
+    /// The time at which it was queued or, in an open loop, due.
     start_ns: u64,
 }
 
-/// What a job must know for one pass.
+/// The input to one pass of a job.
 pub(crate) struct Pass<'a> {
     pub(crate) now_ns: u64,
     /// The measured window is open.
@@ -121,8 +121,8 @@ impl Job {
         }
     }
 
-    /// Fills the memory of all slots with random bytes from `seed`, which is what writes write
-    /// when blocks are not verified.
+    /// Fills the memory of all slots with random bytes from `seed`. Without verification these are
+    /// the data of writes.
     pub(crate) fn fill(&mut self, queue: &mut impl Queue, seed: u64) -> io::Result<()> {
         let mut rng = fastrand::Rng::with_seed(seed);
         for slot in (0..self.requests.len()).filter_map(|slot| u32::try_from(slot).ok()) {
@@ -132,7 +132,8 @@ impl Job {
         Ok(())
     }
 
-    /// Starts a phase. `flush_every` is in writes, 0 for never; `arrivals` of an open loop.
+    /// Starts a phase. `flush_every` counts writes, 0 for never. `arrivals` is `None` unless the
+    /// loop is open.
     pub(crate) fn begin(&mut self, source: Source, flush_every: u64, arrivals: Option<Arrivals>) {
         self.source = Some(source);
         self.flush_every = flush_every;
@@ -152,29 +153,29 @@ impl Job {
         self.requests.len() - self.free.len()
     }
 
-    /// Returns whether the source has no more I/O.
+    /// Returns true if the source has no further I/O.
     pub(crate) fn is_exhausted(&self) -> bool {
         self.source.is_none()
     }
 
-    /// The time of an open loop begins now.
+    /// Starts the schedule of an open loop.
     pub(crate) fn begin_arrivals(&mut self, now_ns: u64) {
         if let Some(arrivals) = &mut self.arrivals {
             arrivals.begin(now_ns);
         }
     }
 
-    /// Returns whether there is room for I/O and there may be some to make, now or at a later time.
+    /// Returns true if there is room for I/O, and I/O to make now or later.
     fn may_refill(&self) -> bool {
         self.has_room() && !self.is_exhausted() && !self.blocked
     }
 
-    /// Returns when the next I/O of an open loop is to be made, if there is room for it.
+    /// Returns the time at which the next I/O of an open loop is due, if there is room for it.
     pub(crate) fn refill_at_ns(&self) -> Option<u64> {
         self.arrivals.as_ref().filter(|_| self.may_refill()).map(Arrivals::next_ns)
     }
 
-    /// Returns whether there is I/O to make. Only an open loop needs to know the time.
+    /// Returns true if there is I/O to make. Calls `now_ns` only for an open loop.
     pub(crate) fn can_refill(&self, now_ns: impl Fn() -> u64) -> bool {
         let is_due = |arrivals: &Arrivals| arrivals.next_ns() <= now_ns();
         self.may_refill() && self.arrivals.as_ref().is_none_or(is_due)
@@ -185,13 +186,13 @@ impl Job {
         enough && !self.free.is_empty()
     }
 
-    /// Lets a job try again that found all blocks taken.
+    /// Lets a job try again after it found all blocks claimed.
     pub(crate) fn unblock(&mut self) {
         self.blocked = false;
     }
 
-    /// Takes what has completed, makes as many new requests as there is room for, and kicks if
-    /// the server asks for it. Returns how many requests have completed.
+    /// Takes completed requests, makes as many new requests as there is room for, and kicks if the
+    /// server asks for it. Returns the number of completed requests.
     pub(crate) fn turn(&mut self, queue: &mut impl Queue, pass: &Pass<'_>) -> io::Result<u64> {
         let mut completed = 0;
         while let Some(done) = queue.next_completion()? {
@@ -291,7 +292,7 @@ impl Job {
         Ok(())
     }
 
-    /// Takes the next I/O that is to be made by now, and since when it is.
+    /// Takes the next I/O that is due by now, and the time since which it is due.
     fn next_due(&mut self, now_ns: u64) -> Option<(Io, u64)> {
         let due_ns = self.arrivals.as_ref().map_or(now_ns, Arrivals::next_ns);
         if due_ns > now_ns {
@@ -304,7 +305,7 @@ impl Job {
         Some((io, due_ns))
     }
 
-    /// Takes the next I/O from the source, and its blocks when they are verified.
+    /// Takes the next I/O from the source, and claims its blocks if they are verified.
     fn next_io(&mut self) -> Option<Io> {
         let source = self.source.as_mut()?;
         let maps = self.maps.as_deref();
@@ -357,7 +358,7 @@ fn flush_of(unit: u16) -> Io {
     Io { op: Op::Flush, unit, offset: 0, len: 0 }
 }
 
-/// Slots and lengths are made from memory that is in this process, so they fit.
+/// Converts a slot or a length, which fits because the memory for it is in this process.
 fn index(value: u32) -> usize {
     fits(value, "the number of a slot")
 }

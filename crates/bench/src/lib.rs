@@ -1,35 +1,36 @@
 //! `ringhaul bench`: a virtio-blk or virtio-scsi driver over vhost-user that generates load and
-//! says how fast the server is.
+//! measures the server's speed.
 //!
 //! It is a real driver: it negotiates features, shares its memory with the server, fills
-//! virtqueues, kicks only when the server asks for it and sleeps on the call eventfds. Nothing
-//! is allocated and no system call is made for a single I/O; kicks and sleeps are paid for each
-//! batch. [`run`] is the command, [`measure`] the same without printing.
+//! virtqueues, kicks only when the server asks for it and sleeps on the call eventfds. No single
+//! I/O allocates memory or makes a system call; kicks and sleeps cost one per batch. [`run`] is the
+//! command, [`measure`] the same without printing.
 //!
 //! # Reading guide
 //!
-//! `args` (what can be asked for) → `target` (what is driven) → `plan` (checked against the
-//! device) → `phases` (fill, measured run, read-back) → `worker` (the loop of a driver thread) →
-//! `job` (one queue kept full) → `driver` (a virtqueue). With `--filename`, `engine` is in place of
-//! `worker` and `driver`. `pattern` says which I/O comes next, `arrivals` when if the loop is open,
-//! `verify` what the blocks contain, `server` what the server spent, `report` what is shown.
+//! `args` (the options) → `target` (the driven device or file) → `plan` (options checked against
+//! the device) → `phases` (fill, measured run, read-back). In a phase: `worker` (the loop of a
+//! driver thread) → `job` (one queue kept full) → `driver` (a virtqueue). With `--filename`,
+//! `engine` replaces `worker` and `driver`. `pattern` chooses the next I/O, `arrivals` its time in
+//! an open loop, `verify` the contents of blocks. `server` measures the server's CPU time, and
+//! `report` holds the result.
 //!
-//! `device` is what is behind a socket: `vhost_user` has the messages, `memory` what is shared.
-//! What depends on the kind of the device goes through `requests`: `blk` and `scsi` say how a
-//! request looks and what its answer means, and how large the disk is. `scsi::probe` finds units.
+//! `device` is the device behind a socket: `vhost_user` has the messages, `memory` the shared
+//! memory. `requests` hides the kind of the device: `blk` and `scsi` know the form of requests and
+//! responses, and the size of the disk. `scsi::probe` finds units.
 //!
 //! # How the numbers are taken
 //!
 //! * Latency is per request, from the refill that queued it to the pass that found it completed.
-//!   The clock is read once for each pass over the virtqueues, so all requests of one batch
-//!   share that reading.
-//! * With `--rate_iops` the latency begins when the request was to be made, whether or not there
-//!   was room for it then: what a server that lags behind keeps waiting is not left out.
-//! * The measured window opens after `--ramp_time` and closes when the run time is over; what is
-//!   in flight then is waited for and checked, but not counted. A run bounded by `--io_size` or
+//!   The clock is read once for each pass over the virtqueues, so all requests of one batch share
+//!   that reading.
+//! * With `--rate_iops` the latency begins when the request was due, even without room for it then:
+//!   the wait that a slow server causes is included.
+//! * The measured window opens after `--ramp_time` and closes when the run time is over. Requests
+//!   then in flight are awaited and checked, but not counted. A run bounded by `--io_size` or
 //!   `--number_ios` ends with its last completion and counts everything.
-//! * Calls are the sum of the call eventfds' counters, so calls that the kernel merged before
-//!   the driver looked are all counted.
+//! * Calls are the sum of the call eventfds' counters, which includes calls that the kernel merged
+//!   before the driver read them.
 //! * With `--filename` there is a second latency, that of the ops: from their submit to the harvest
 //!   that found them complete.
 
@@ -93,24 +94,24 @@ pub use report::{DirectionReport, LatencyReport, PERCENTILES, Report};
 pub use scsi::lun::{LunAddress, LunChoice};
 pub use units::CpuList;
 
-/// Runs the command: drives the server as `args` say and prints the result.
+/// Runs the command: drives the server according to `args` and prints the result.
 ///
-/// The result goes to standard output or to `--output`, progress and errors to standard error.
-/// The exit code is 0 when all went well, 1 when blocks did not verify, I/O failed or the server
-/// went away, 2 when the options cannot work or the server cannot be reached.
+/// The result goes to standard output or to `--output`, progress and errors to standard error. The
+/// exit code is 0 after success, 1 if blocks did not verify, I/O failed or the server went away,
+/// and 2 if the options cannot work or the server cannot be reached.
 ///
-/// SIGINT and SIGTERM end the run early; what was measured until then is printed, marked as
-/// interrupted, and decides the exit code. A second signal ends the process at once.
+/// SIGINT and SIGTERM end the run early. The result until then is printed, marked as interrupted,
+/// and decides the exit code. A second signal ends the process at once.
 ///
 /// # Errors
 ///
-/// A [`BenchError`], whose [`exit_code`](BenchError::exit_code) is the status to end with, or what
-/// kept the result from being written.
+/// A [`BenchError`], whose [`exit_code`](BenchError::exit_code) is the exit status, or a failure to
+/// write the result.
 pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
     run_on(args, None)
 }
 
-/// As [`run`], but drives this disk, if there is one.
+/// Like [`run`], but drives `disk`, if there is one.
 fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Result<ExitCode> {
     let args = &args.with_fio_names()?;
     let unneeded = args.options_without_effect();

@@ -1,7 +1,7 @@
 //! Memory that the driver shares with the server: rings, requests, data.
 //!
-//! A server may write to it at any time, so it is reached by bounds-checked volatile copies only,
-//! and it is sealed so that nobody can truncate it: a server can spoil data, but not this process.
+//! A server may write to it at any time, so all accesses are bounds-checked volatile copies. Seals
+//! keep the server from truncating it. A server can thus spoil data, but not this process.
 
 #![forbid(unsafe_code)]
 
@@ -17,21 +17,21 @@ use virtqueue::driver::DriverMemory;
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ByteValued, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
-/// One region, mapped here and by the server. Places in it are given as offsets from its start.
+/// A region, mapped by this process and by the server. Offsets count from its start.
 pub(crate) struct SharedMemory {
     file: Arc<File>,
     map: MmapRegion,
 }
 
-/// What [`SharedMemory::at`] and the like are called for is inside, because it was sized for it.
+/// The reason why accesses are in bounds: the region was sized for the layout.
 const INSIDE: &str = "shared memory has room for all that its layout counts";
 
 impl SharedMemory {
-    /// The guest address of the first byte. Not 0, which some servers take for no address, and not
-    /// where it is mapped here, so that a server that confuses the two is found out.
+    /// The guest address of the first byte. Not 0, which some servers treat as no address.
+    /// Different from the address in this process, so that a server that confuses the two fails.
     const GUEST_START: u64 = 1 << 32;
 
-    /// Memory of `bytes` zeroes.
+    /// Creates a region of `bytes` zeroes.
     pub(crate) fn new(bytes: usize) -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = Arc::new(File::from(memfd_create("ringhaul-bench", flags)?));
@@ -42,7 +42,7 @@ impl SharedMemory {
         Ok(Self { file, map })
     }
 
-    /// The file behind it, for the server to map.
+    /// The file of the region, for the server to map.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -51,13 +51,13 @@ impl SharedMemory {
         to_u64(self.map.size())
     }
 
-    /// The address at `offset` as descriptors give it.
+    /// The guest address of `offset`, for descriptors.
     #[inline]
     pub(crate) fn guest_addr(&self, offset: usize) -> u64 {
         Self::GUEST_START + to_u64(offset)
     }
 
-    /// The address at `offset` in this process, which is what vhost-user gives rings by.
+    /// The address of `offset` in this process, by which vhost-user locates rings.
     pub(crate) fn user_addr(&self, offset: usize) -> u64 {
         to_u64(self.map.as_ptr().addr() + offset)
     }
@@ -86,14 +86,14 @@ impl SharedMemory {
         self.map.get_ref(offset).expect(INSIDE).store(value);
     }
 
-    /// An index or a flag of a ring.
+    /// A ring's index or flags.
     #[inline]
     fn word(&self, offset: usize) -> &AtomicU16 {
         self.map.get_atomic_ref(offset).expect(INSIDE)
     }
 }
 
-/// The lengths that rings are made of have a branch each, which disappears where it is inlined.
+/// Each length of the rings' parts has a branch, which inlining removes.
 impl DriverMemory for SharedMemory {
     #[inline]
     fn load(&self, addr: u64, bytes: &mut [u8]) {

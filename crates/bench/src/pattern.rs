@@ -1,4 +1,4 @@
-//! Which I/O comes next: the patterns, the mixes of block sizes, the sweeps over a region.
+//! The choice of the next I/O: patterns, mixes of block sizes, sweeps over a region.
 
 #![forbid(unsafe_code)]
 
@@ -52,17 +52,17 @@ impl Rw {
         }
     }
 
-    /// Returns whether offsets are random.
+    /// Returns true if offsets are random.
     pub(crate) const fn is_random(self) -> bool {
         matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
     }
 
-    /// Returns whether the pattern reads and writes.
+    /// Returns true if the pattern reads and writes.
     pub(crate) const fn is_mixed(self) -> bool {
         matches!(self, Self::Rw | Self::RandRw)
     }
 
-    /// Returns whether the pattern has writes.
+    /// Returns true if the pattern has writes.
     pub const fn writes(self) -> bool {
         !matches!(self, Self::Read | Self::RandRead)
     }
@@ -74,7 +74,7 @@ impl fmt::Display for Rw {
     }
 }
 
-/// What a request does.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
     Read,
@@ -103,11 +103,11 @@ impl Op {
     }
 }
 
-/// One request to make. `offset` and `len` are in bytes and 0 for a flush.
+/// A request to make. `offset` and `len` are in bytes and 0 for a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Io {
     pub(crate) op: Op,
-    /// Which of the units of the run it is for, by its index.
+    /// The index of its unit in the run.
     pub(crate) unit: u16,
     pub(crate) offset: u64,
     pub(crate) len: u32,
@@ -120,12 +120,12 @@ pub struct BlockSplit {
     write: Mix,
 }
 
-/// Sizes in bytes, each with the sum of its percentage and those before it.
+/// Sizes in bytes, each with the running sum of percentages up to its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Mix(Vec<(u32, u8)>);
 
 impl BlockSplit {
-    /// Parses `--bs`: one size, or one for reads and one for writes with a comma between.
+    /// Parses `--bs`: one size, or one for reads and one for writes, separated by a comma.
     pub(crate) fn parse_sizes(text: &str) -> Result<Self, String> {
         Self::parse_pair(text, |size| Ok(Mix(vec![(parse_block_size(size)?, 100)])))
     }
@@ -135,12 +135,12 @@ impl BlockSplit {
         Self::parse_pair(text, Mix::parse)
     }
 
-    /// One size for reads and writes.
+    /// A single size for reads and writes.
     pub(crate) fn single(bytes: u32) -> Self {
         Self::of(&[(bytes, 100)])
     }
 
-    /// Sizes in bytes with their percentages, which add up to 100, for reads and writes.
+    /// A mix for reads and writes: sizes in bytes, with percentages that add up to 100.
     pub(crate) fn of(entries: &[(u32, u8)]) -> Self {
         let entries: Vec<_> =
             entries.iter().map(|(size, percent)| (*size, Some(*percent))).collect();
@@ -148,7 +148,7 @@ impl BlockSplit {
         Self { read: mix.clone(), write: mix }
     }
 
-    /// The same with each size rounded up to a multiple of `block_bytes`.
+    /// Returns the mix with each size rounded up to a multiple of `block_bytes`.
     pub(crate) fn rounded_up(&self, block_bytes: u32) -> Self {
         let [read, write] = [&self.read, &self.write].map(|mix| mix.rounded_up(block_bytes));
         Self { read, write }
@@ -288,7 +288,7 @@ fn parse_block_size(text: &str) -> Result<u32, String> {
     }
 }
 
-/// Where a job takes its I/O from.
+/// The source of a job's I/O.
 #[derive(Debug)]
 pub(crate) enum Source {
     Workload(Workload),
@@ -296,9 +296,9 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns the next I/O, which is made only if it is then passed to [`accept`](Self::accept);
-    /// `None` when there is no more. A random workload proposes something else each time. `maps`
-    /// has one for each unit.
+    /// Returns the next I/O, or `None` at the end. The I/O counts only once it is
+    /// [accepted](Self::accept). A random workload proposes a different I/O each time. `maps` has
+    /// one map for each unit.
     pub(crate) fn propose(&mut self, maps: Option<&[BlockMap]>) -> Option<Io> {
         match self {
             Self::Workload(workload) => workload.propose(),
@@ -306,7 +306,7 @@ impl Source {
         }
     }
 
-    /// Takes note that a proposed I/O is being made.
+    /// Records that a proposed I/O is being made.
     pub(crate) fn accept(&mut self, io: &Io) {
         match self {
             Self::Workload(workload) => workload.accept(io),
@@ -314,12 +314,12 @@ impl Source {
         }
     }
 
-    /// Returns whether a bound is reached, as far as that is known without a proposal.
+    /// Returns true if a bound is reached, as far as that is known without a proposal.
     pub(crate) fn is_done(&self) -> bool {
         matches!(self, Self::Workload(workload) if workload.is_done())
     }
 
-    /// Returns how many different proposals are worth a try when the blocks are taken.
+    /// Returns the number of proposals worth a try while blocks are claimed.
     pub(crate) fn attempts(&self) -> u32 {
         const RANDOM_ATTEMPTS: u32 = 8;
         match self {
@@ -335,9 +335,9 @@ pub(crate) struct Workload {
     rw: Rw,
     percent_reads: u8,
     sizes: BlockSplit,
-    /// By unit.
+    /// Indexed by unit.
     areas: Box<[Area]>,
-    /// The unit whose turn it is.
+    /// The unit of the next I/O.
     unit: usize,
     rng: fastrand::Rng,
     ios_left: u64,
@@ -348,13 +348,13 @@ pub(crate) struct Workload {
 #[derive(Debug)]
 struct Area {
     bytes: Range<u64>,
-    /// Where sequential reads and writes go on.
+    /// The next offset of sequential reads and of writes.
     next: [u64; 2],
 }
 
 impl Workload {
-    /// Takes turns at the units, of which it uses one area each; `first` is where it begins. Each
-    /// area must hold the largest block. Bounds of `None` mean no limit.
+    /// Rotates over the units, with one area of each, starting at unit `first`. Each area must hold
+    /// the largest block. Bounds of `None` mean no limit.
     pub(crate) fn new(
         (rw, percent_reads): (Rw, u8),
         sizes: &BlockSplit,
@@ -413,11 +413,11 @@ impl Workload {
     }
 }
 
-/// One pass over an area of each unit, front to back, one unit after the other.
+/// A pass over an area of each unit, front to back, unit by unit.
 #[derive(Debug)]
 pub(crate) struct Sweep {
     op: Op,
-    /// By unit; what is left of each.
+    /// The rest of each unit's area, indexed by unit.
     areas: Box<[Range<u64>]>,
     unit: usize,
     len: u32,
@@ -431,7 +431,7 @@ impl Sweep {
         Self { op: Op::Write, areas, unit: 0, len, only_written: false }
     }
 
-    /// Reads what was written in the areas, in blocks of `len` bytes and a shorter last one.
+    /// Reads the written blocks of the areas, in blocks of `len` bytes and a shorter last one.
     pub(crate) fn read_back(areas: impl IntoIterator<Item = Range<u64>>, len: u32) -> Self {
         Self { op: Op::Read, only_written: true, ..Self::fill(areas, len) }
     }

@@ -25,20 +25,20 @@ use crate::target::{Runner, Target, setup_failed};
 use crate::verify::BlockMap;
 use crate::worker::{Control, Stage};
 
-/// Drives the server, or the file, as `args` say and returns what was measured.
+/// Drives the server, or the file, according to `args` and returns the result.
 ///
 /// Messages about failed I/O and wrong data, and progress, go to standard error.
 ///
 /// # Errors
 ///
-/// When the options do not fit the device, the server cannot be reached or goes away, or the file
+/// If the options do not fit the device, the server cannot be reached or goes away, or the file
 /// cannot be used.
 pub fn measure(args: &BenchArgs) -> Result<Report, BenchError> {
     measure_until(args, None, &AtomicBool::new(false))
 }
 
-/// As [`measure`], but drives this disk, if there is one, and ends early, with what was measured so
-/// far, when `interrupted` is set.
+/// Like [`measure`], but drives `disk`, if there is one. Once `interrupted` is set, ends early with
+/// the result so far.
 pub(crate) fn measure_until(
     args: &BenchArgs,
     disk: Option<DiskSource>,
@@ -57,7 +57,7 @@ pub(crate) fn measure_until(
     run.execute(&facts, setup.as_ref())
 }
 
-/// Makes what `--verify` knows of each unit.
+/// Makes the verification map of each unit.
 fn make_maps(plan: &Plan<'_>) -> Arc<[BlockMap]> {
     let run = run_number();
     let make = |(region, run): (&Range<u64>, u64)| {
@@ -66,13 +66,14 @@ fn make_maps(plan: &Plan<'_>) -> Arc<[BlockMap]> {
     plan.regions.iter().zip((0..).map(|unit| run.wrapping_add(unit))).map(make).collect()
 }
 
-/// Tells runs apart, so that a block which an earlier run left behind is not taken for ours.
+/// Distinguishes runs, so that a block left by an earlier run does not pass for a new one.
 fn run_number() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(0) ^ u64::from(std::process::id()).rotate_right(16)
 }
 
-/// Keeps this thread, and those that it starts, on the CPUs asked for; puts it back when dropped.
+/// Binds this thread, and the threads that it starts, to the given CPUs. Restores the affinity when
+/// dropped.
 struct Pinned(Option<CpuSet>);
 
 impl Pinned {
@@ -91,13 +92,13 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if let Some(before) = &self.0 {
-            // Nothing depends on it any more if this fails.
+            // Nothing depends on the affinity now, so a failure is ignored.
             let _ = sched_setaffinity(None, before);
         }
     }
 }
 
-/// A run that is ready to go.
+/// A run that is ready to start.
 struct Run<'a> {
     plan: &'a Plan<'a>,
     runners: Vec<Runner>,
@@ -197,8 +198,8 @@ mod tests {
     use super::*;
     use crate::args::tests::parse_only;
 
-    /// A null disk answers reads without data. The memory of a read may hold what was written last,
-    /// which is the right data, so it is not left as it was.
+    /// A null disk answers reads without data. The memory of a read may still hold the last write,
+    /// which is the expected data, so the driver overwrites it before the read.
     #[test]
     fn a_disk_that_reads_nothing_is_found_out_whatever_the_memory_held() {
         for (pattern, depth, size) in

@@ -12,7 +12,7 @@ use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Source, Sweep, Workload};
 use crate::units::show_bytes;
 
-/// What is driven.
+/// The kind of target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Driven {
     Blk,
@@ -22,7 +22,7 @@ pub(crate) enum Driven {
 }
 
 impl Driven {
-    /// What a job has one of, and who has them.
+    /// The noun for a job's queues in messages, and the words before their limit.
     fn queues(self) -> (&'static str, &'static str) {
         match self {
             Self::Blk => ("virtqueues", "the server has"),
@@ -32,25 +32,25 @@ impl Driven {
     }
 }
 
-/// What the device says about itself.
+/// The properties of the device.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceFacts {
     pub(crate) driven: Driven,
-    /// Those that are driven, in the order of their indices.
+    /// The driven units, in the order of their indices.
     pub(crate) units: Vec<UnitFacts>,
-    /// Most jobs.
+    /// The most jobs.
     pub(crate) max_queues: usize,
     pub(crate) can_flush: bool,
-    /// Largest segment; `None` when the device sets no limit.
+    /// Largest segment; `None` if the device sets no limit.
     pub(crate) size_max: Option<u32>,
-    /// Most segments in a request; `None` when the device sets no limit.
+    /// Most segments in a request; `None` if the device sets no limit.
     pub(crate) seg_max: Option<u32>,
 }
 
-/// A disk: a logical unit of a SCSI device, or all that there is. Sizes are in bytes.
+/// A disk: a logical unit of a SCSI device, or the only disk. Sizes are in bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct UnitFacts {
-    /// For messages.
+    /// Its name in messages.
     pub(crate) name: String,
     pub(crate) disk_bytes: u64,
     pub(crate) logical_block_bytes: u32,
@@ -58,18 +58,18 @@ pub(crate) struct UnitFacts {
 }
 
 impl DeviceFacts {
-    /// The largest logical block, of which the others' sizes are divisors.
+    /// The largest logical block size, a multiple of all units' sizes.
     pub(crate) fn logical_block_bytes(&self) -> u32 {
         self.units.iter().map(|unit| unit.logical_block_bytes).max().unwrap_or(512)
     }
 
-    /// The sum of all disks.
+    /// The total size of all disks.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.units.iter().fold(0, |sum, unit| sum.saturating_add(unit.disk_bytes))
     }
 }
 
-/// How many queues to start and how large they are.
+/// The number of queues to start, and their size.
 #[derive(Debug, Clone)]
 pub(crate) struct QueueShape {
     pub(crate) queues: usize,
@@ -85,7 +85,7 @@ pub(crate) struct QueueShape {
     pub(crate) descriptors: u32,
 }
 
-/// A run that the device can be asked for.
+/// A run that fits the device.
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
     pub(crate) args: &'a BenchArgs,
@@ -104,7 +104,7 @@ fn refuse<T>(message: String) -> Result<T, BenchError> {
 }
 
 impl<'a> Plan<'a> {
-    /// Checks the options against the device and fills in what they leave open.
+    /// Checks the options against the device and fills in the defaults.
     pub(crate) fn new(args: &'a BenchArgs, facts: &DeviceFacts) -> Result<Self, BenchError> {
         check_limits(args)?;
         check_device(args, facts)?;
@@ -129,7 +129,7 @@ impl<'a> Plan<'a> {
         self.regions.iter().map(share).collect()
     }
 
-    /// Returns what a job does in the measured run.
+    /// Returns the I/O of a job in the measured run.
     pub(crate) fn workload(&self, job: usize) -> Source {
         let args = self.args;
         let random = args.pattern().is_random();
@@ -143,10 +143,10 @@ impl<'a> Plan<'a> {
         ))
     }
 
-    /// Returns when a job is to make its requests, if the loop is open.
+    /// Returns the start times of a job's requests, if the loop is open.
     pub(crate) fn arrivals(&self, job: usize) -> Option<Arrivals> {
         let rate = self.args.rate_iops?;
-        // Other numbers than those of the offsets.
+        // The inverted seed gives times that do not repeat the numbers of the offsets.
         Some(Arrivals::new(rate, self.args.rate_process, !self.seed(job)))
     }
 
@@ -155,7 +155,7 @@ impl<'a> Plan<'a> {
         Source::Sweep(Sweep::fill(self.shares(job), self.sizes.largest()))
     }
 
-    /// Returns a pass that reads what was written in a job's shares of the regions.
+    /// Returns a pass that reads the written blocks in a job's shares of the regions.
     pub(crate) fn read_back(&self, job: usize) -> Source {
         Source::Sweep(Sweep::read_back(self.shares(job), self.sizes.largest()))
     }
@@ -184,7 +184,7 @@ fn share(region: &Range<u64>, block_bytes: u32, jobs: usize, job: usize) -> Rang
     border(job)..border(job + 1)
 }
 
-/// Checks what needs no device.
+/// Checks the options that need no device.
 pub(crate) fn check_limits(args: &BenchArgs) -> Result<(), BenchError> {
     for (name, zero) in [
         ("--runtime", args.runtime.is_some_and(|time| time.is_zero())),
@@ -203,7 +203,7 @@ pub(crate) fn check_limits(args: &BenchArgs) -> Result<(), BenchError> {
     if args.filename.is_some() { check_engine(args) } else { Ok(()) }
 }
 
-/// Checks what an engine can be asked for.
+/// Checks the options of an engine.
 fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
     /// Most ops of an IoThread.
     const DEPTH_LIMIT: u32 = 65_535;
@@ -221,7 +221,7 @@ fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
     }
 }
 
-/// Checks what the device must be able to do.
+/// Checks the options against the device's abilities.
 fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
     let jobs = args.numjobs.get();
     if fits::<_, usize>(jobs, "a number of jobs") > facts.max_queues {
@@ -302,9 +302,9 @@ fn find_region(
     Ok(region)
 }
 
-/// Keeps the generations of `--verify` from taking more memory than anyone would expect.
+/// Bounds the memory for the generations of `--verify`.
 fn check_map_size(args: &BenchArgs, region_bytes: u64, block_bytes: u32) -> Result<(), BenchError> {
-    /// One GiB of generations; with blocks of 4 KiB that is a region of 1 TiB.
+    /// The limit, 1 GiB of generations: a region of 1 TiB with blocks of 4 KiB.
     const MAX_BLOCKS: u64 = 1 << 28;
     let blocks = region_bytes / u64::from(block_bytes);
     if args.verify && blocks > MAX_BLOCKS {
@@ -321,9 +321,9 @@ fn find_shape(
     facts: &DeviceFacts,
     sizes: &BlockSplit,
 ) -> Result<QueueShape, BenchError> {
-    /// What Linux and most servers agree on without being told.
+    /// The size that Linux and most servers use by default.
     const DEFAULT_SIZE: u16 = 128;
-    /// More than this is refused, or not expected, by most servers.
+    /// The largest size that most servers expect or accept.
     const USUAL_LIMIT: u16 = 1024;
     const SECTOR_BYTES: u64 = 512;
 

@@ -10,11 +10,11 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::args::Eta;
 use crate::units::{show_amount, show_count};
 
-/// Shows one phase. Messages go past it through [`say`](Self::say).
+/// Shows one phase. Messages bypass the bar through [`say`](Self::say).
 pub(crate) struct Progress {
     display: Display,
     label: &'static str,
-    /// Time, I/Os and bytes after which the phase ends, where there is such a bound.
+    /// Time, I/Os and bytes after which the phase ends, each `None` without such a bound.
     goal: (Option<Duration>, Option<u64>, Option<u64>),
     started: Instant,
     last: (Instant, (u64, u64)),
@@ -30,7 +30,7 @@ enum Display {
 
 /// Steps of the bar.
 const STEPS: u64 = 1000;
-/// Over how long a rate is taken, and how often a line is printed.
+/// The time over which a rate is taken, and between two printed lines.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 impl Progress {
@@ -49,7 +49,7 @@ impl Progress {
         Self { display, label, goal, started: now, last: (now, (0, 0)), rate: (0.0, 0.0) }
     }
 
-    /// Prints messages, a line each, whatever the display.
+    /// Prints messages, a line each, with any display.
     pub(crate) fn say(&self, messages: &[String]) {
         for message in messages {
             match &self.display {
@@ -59,7 +59,7 @@ impl Progress {
         }
     }
 
-    /// Shows that `done` I/Os and bytes are done since the phase began.
+    /// Shows the I/Os and bytes that are `done` since the phase began.
     pub(crate) fn show(&mut self, done: (u64, u64)) {
         if matches!(self.display, Display::None) {
             return;
@@ -95,7 +95,7 @@ impl Progress {
         }
     }
 
-    /// Returns how much of the phase is over, 0 to 1: whichever bound is nearest.
+    /// Returns the finished share of the phase, 0 to 1, by the nearest bound.
     fn share(&self, elapsed: Duration, done: (u64, u64)) -> Option<f64> {
         let (time, ios, bytes) = self.goal;
         let by_time = time.map(|time| elapsed.as_secs_f64() / time.as_secs_f64());

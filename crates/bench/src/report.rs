@@ -16,11 +16,11 @@ use crate::plan::{DeviceFacts, Plan};
 use crate::server::ServerUsage;
 use crate::stats::{Counters, OpStats};
 
-/// Version of the JSON form. Grows when a key changes its meaning or goes away; new keys may
-/// come without that.
+/// Version of the JSON form. Increases when a key changes its meaning or disappears; new keys do
+/// not change it.
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
-/// The percentiles of latency that are reported: fio's.
+/// The reported percentiles of latency: fio's.
 pub const PERCENTILES: [f64; 17] = [
     1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95,
     99.99,
@@ -28,11 +28,11 @@ pub const PERCENTILES: [f64; 17] = [
 
 /// The result of a run.
 ///
-/// As JSON it is one flat object with the fields of this structure as keys, except that each
+/// As JSON it is one flat object with the fields of this structure as keys. Each
 /// [`DirectionReport`] becomes keys with a prefix, as described there: none for `total`, and
-/// `read_`, `write_`, `flush_`. What is not known, or would be a division by zero, is `null`.
-/// "Per I/O" means per completed read, write or flush. Counts are those of the measured window
-/// unless it says otherwise.
+/// `read_`, `write_`, `flush_`. Unknown values and divisions by zero are `null`. "Per I/O" means
+/// per completed read, write or flush. Counts are for the measured window unless their description
+/// differs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     /// [`FORMAT_VERSION`].
@@ -45,9 +45,9 @@ pub struct Report {
     pub filename: Option<String>,
     /// Kind of the device, as given to `--device`; `null` with `--filename`.
     pub device: Option<&'static str>,
-    /// Logical unit that was driven, as TARGET:LUN, or `all`; `null` but for SCSI devices.
+    /// Driven logical unit, as TARGET:LUN, or `all`; `null` but for SCSI devices.
     pub unit: Option<String>,
-    /// Logical units that were driven; `null` but for SCSI devices.
+    /// Number of driven logical units; `null` but for SCSI devices.
     pub units: Option<usize>,
     /// Pattern, as given to `--rw`.
     pub rw: &'static str,
@@ -57,25 +57,25 @@ pub struct Report {
     pub block_size: String,
     /// Requests kept in flight by each job.
     pub iodepth: u32,
-    /// Jobs, which is also the number of virtqueues that had requests.
+    /// Number of jobs, and of virtqueues with requests.
     pub numjobs: u32,
     /// Descriptors in each virtqueue; `null` with `--filename`.
     pub queue_size: Option<u16>,
     /// Largest number of bytes in one descriptor.
     pub segment_size_bytes: u64,
-    /// Whether each job had a thread of its own.
+    /// True if each job had a thread of its own.
     pub threads: bool,
-    /// Reads and writes that each job was to make in a second; `null` for as many as completed.
+    /// Reads and writes due for each job in a second; `null` for a closed loop.
     pub rate_iops: Option<u32>,
-    /// How they were spread, as given to `--rate_process`; `null` without a rate.
+    /// Distribution of their start times, as given to `--rate_process`; `null` without a rate.
     pub rate_process: Option<&'static str>,
-    /// Whether the driver spun instead of sleeping.
+    /// True if the driver spun instead of sleeping.
     pub busy_poll: bool,
-    /// Whether the server marked its requests in an inflight region.
+    /// True if the server marked its requests in an inflight region.
     pub inflight: bool,
-    /// Microseconds between a call and the look at the used rings that were added.
+    /// Microseconds of spinning added between a call and the check of the used rings.
     pub wake_delay_us: u64,
-    /// Writes between two flushes; 0 when there were no flushes.
+    /// Writes between two flushes; 0 without flushes.
     pub fsync_every_writes: u64,
     /// Seed of the random numbers.
     pub randseed: u64,
@@ -83,15 +83,15 @@ pub struct Report {
     pub region_offset_bytes: u64,
     /// Length of the region, in all units together.
     pub region_size_bytes: u64,
-    /// Capacity of the disk, or of all units together.
+    /// Size of the disk, or of all units together.
     pub disk_size_bytes: u64,
     /// Logical block size of the disk; the largest of all units.
     pub logical_block_size_bytes: u32,
-    /// Time that was run before measuring.
+    /// Ramp time before the measured window.
     pub ramp_time_s: f64,
     /// Length of the measured window.
     pub runtime_s: f64,
-    /// Whether the run was ended early by a signal.
+    /// True if a signal ended the run early.
     pub interrupted: bool,
     /// Reads and writes together.
     #[serde(flatten)]
@@ -105,13 +105,13 @@ pub struct Report {
     /// Flushes.
     #[serde(flatten)]
     pub flush: DirectionReport,
-    /// Whether data was verified.
+    /// True if data was verified.
     pub verify: bool,
     /// Size of a verified block; `null` without `--verify`.
     pub verify_block_size_bytes: Option<u32>,
-    /// Blocks compared with what was written, in the whole run.
+    /// Blocks that were compared with the expected data, in the whole run.
     pub verified_blocks: u64,
-    /// Reads that returned a block other than what was written, in the whole run.
+    /// Reads that returned an unexpected block, in the whole run.
     pub verify_mismatches: u64,
     /// Calls from the server: the sum of the counters of the call eventfds.
     pub calls: u64,
@@ -125,53 +125,56 @@ pub struct Report {
     pub kicks_per_s: f64,
     /// Kicks per I/O.
     pub kicks_per_io: Option<f64>,
-    /// The server's process, which with `--filename` is this one; `null` when it is not visible,
-    /// and then so are the next nine.
+    /// Process of the server, or with `--filename` this process. `null` if it is not visible, and
+    /// so are the next nine.
     pub server_pid: Option<u32>,
     /// Threads of the server at the end.
     pub server_threads: Option<usize>,
-    /// CPU time that the server spent, in all its threads.
+    /// CPU time of all threads of the server.
     pub server_cpu_us: Option<f64>,
-    /// Share of one CPU that the server used.
+    /// CPU time of the server as a share of one CPU.
     pub server_cpu_percent: Option<f64>,
     /// CPU time of the server per I/O.
     pub server_cpu_us_per_io: Option<f64>,
-    /// The part of it spent in user mode, by the share that the kernel's ticks show.
+    /// Part of it in user mode, by the share of the kernel's ticks.
     pub server_cpu_user_us_per_io: Option<f64>,
-    /// The part of it spent in the kernel, by the share that the kernel's ticks show.
+    /// Part of it in the kernel, by the share of the kernel's ticks.
     pub server_cpu_system_us_per_io: Option<f64>,
     /// Context switches of the server because it slept, per I/O.
     pub server_voluntary_switches_per_io: Option<f64>,
-    /// Context switches of the server because something else had to run, per I/O.
+    /// Context switches of the server by preemption, per I/O.
     pub server_involuntary_switches_per_io: Option<f64>,
-    /// What the engine did; its keys are there with `--filename` only.
+    /// The engine's activity; its keys exist with `--filename` only.
     #[serde(flatten)]
     pub engine: Option<EngineReport>,
 }
 
 /// I/O of one kind.
 ///
-/// In JSON every key has the direction's prefix: `ios`, `iops`, `bytes`,
-/// `bandwidth_bytes_per_s`, `errors` (requests that the server failed, in the whole run), and
-/// the latency as `latency_min_us`, `latency_max_us`, `latency_mean_us`, `latency_stddev_us` and
-/// `latency_pN_us` for each of [`PERCENTILES`], with an underscore for the decimal point, as in
-/// `read_latency_p99_9_us`. With `--filename` the same keys with `completion_latency` in place of
-/// `latency` say how long the ops took from their submit to the harvest that found them.
+/// In JSON every key has the direction's prefix:
+///
+/// - `ios`, `iops`, `bytes`, `bandwidth_bytes_per_s`
+/// - `errors` (requests that the server failed, in the whole run)
+/// - the latency as `latency_min_us`, `latency_max_us`, `latency_mean_us`, `latency_stddev_us` and
+///   `latency_pN_us` for each of [`PERCENTILES`], with an underscore for the decimal point, as in
+///   `read_latency_p99_9_us`
+/// - with `--filename`, the same keys with `completion_latency` in place of `latency`: the time of
+///   the ops from their submit to the harvest that found them
 #[derive(Debug, Clone, PartialEq)]
 pub struct DirectionReport {
     /// `""`, `"read_"`, `"write_"` or `"flush_"`.
     pub prefix: &'static str,
-    /// Completed without error in the measured window.
+    /// Requests completed without error in the measured window.
     pub ios: u64,
-    /// Those per second.
+    /// These requests per second.
     pub iops: f64,
-    /// Bytes moved by them.
+    /// Bytes that they moved.
     pub bytes: u64,
-    /// Those per second.
+    /// Bytes per second.
     pub bandwidth_bytes_per_s: f64,
     /// Requests that the server failed, in the whole run.
     pub errors: u64,
-    /// Time from being queued to being found completed; `None` when there was no I/O.
+    /// Time from the queueing of a request to the pass that found it completed; `None` without I/O.
     pub latency: Option<LatencyReport>,
     /// Time from submit to harvest; `None` without `--filename`.
     pub completion_latency: Option<LatencyReport>,
@@ -188,11 +191,11 @@ pub struct LatencyReport {
     pub mean_us: f64,
     /// Standard deviation.
     pub stddev_us: f64,
-    /// In the order of [`PERCENTILES`].
+    /// Values in the order of [`PERCENTILES`].
     pub percentiles_us: [f64; PERCENTILES.len()],
 }
 
-/// What a report is made from.
+/// The input of a report.
 pub(crate) struct Measured<'a> {
     pub(crate) plan: &'a Plan<'a>,
     pub(crate) facts: &'a DeviceFacts,
@@ -275,13 +278,13 @@ impl Report {
         }
     }
 
-    /// Returns whether I/O failed or blocks did not verify.
+    /// Returns true if I/O failed or blocks did not verify.
     pub fn failed(&self) -> bool {
         self.total.errors > 0 || self.flush.errors > 0 || self.verify_mismatches > 0
     }
 }
 
-/// `None` for a division by zero.
+/// Divides; `None` for a division by zero.
 fn ratio(numerator: f64, denominator: f64) -> Option<f64> {
     (denominator > 0.0).then(|| numerator / denominator)
 }
@@ -333,7 +336,7 @@ impl LatencyReport {
         }
     }
 
-    /// From values that are known to within a few percent; the mean is exact.
+    /// Makes a report from values that are known to within a few percent; the mean is exact.
     fn of_distribution(latency_ns: &Distribution) -> Option<Self> {
         let (min, max) = latency_ns.bounds()?;
         let count = latency_ns.count() as f64;
@@ -402,12 +405,12 @@ pub(crate) mod tests {
         sample_of("", None)
     }
 
-    /// The same from two units of a SCSI device.
+    /// Like [`sample`], from two units of a SCSI device.
     pub(crate) fn scsi_sample() -> Report {
         sample_of("--device=scsi --lun=all", None)
     }
 
-    /// The same through an engine, with what that did.
+    /// Like [`sample`], through an engine, with the figures of that engine.
     pub(crate) fn engine_sample() -> Report {
         let setup = engine_stats::tests::setup();
         sample_of("", Some((&setup, &engine_stats::tests::figures())))

@@ -1,5 +1,4 @@
-//! How requests look in shared memory, and what is read from their answers: what a driver has
-//! to know of the kind of its device.
+//! The requests of each kind of device in shared memory: their form, and their responses.
 
 #![forbid(unsafe_code)]
 
@@ -11,17 +10,16 @@ use crate::pattern::Io;
 use crate::scsi;
 use crate::scsi::lun::Unit;
 
-/// Where the parts of a request are. The header is for the device to read, the response for it to
-/// write.
+/// The form of a request in memory. The device reads the header and writes the response.
 #[derive(Clone, Copy)]
 pub(crate) struct Form {
-    /// Bytes from the header of a slot to that of the next.
+    /// Bytes between the headers of adjacent slots.
     pub(crate) stride: usize,
     pub(crate) header_bytes: u32,
-    /// From the header's start.
+    /// Offset from the header's start.
     pub(crate) response_at: usize,
     pub(crate) response_bytes: u32,
-    /// Whether data that the device writes comes after the response, not before it.
+    /// True if data written by the device follows the response, false if it precedes it.
     pub(crate) data_in_last: bool,
 }
 
@@ -29,7 +27,7 @@ pub(crate) struct Form {
 #[derive(Clone)]
 pub(crate) enum Requests {
     Blk,
-    /// To these units.
+    /// Requests to these units.
     Scsi(Arc<[Unit]>),
 }
 
@@ -41,7 +39,7 @@ impl Requests {
         }
     }
 
-    /// How many queues come before those for requests.
+    /// The number of queues before the request queues.
     pub(crate) fn first_queue(&self) -> usize {
         match self {
             Self::Blk => 0,
@@ -49,8 +47,8 @@ impl Requests {
         }
     }
 
-    /// Writes a request into a slot whose header is at `at`. No other request of the device that is
-    /// in flight has the same `tag`.
+    /// Writes a request into the slot with its header at `at`. No other request in flight to the
+    /// device has the same `tag`.
     #[inline]
     pub(crate) fn put(&self, memory: &SharedMemory, at: usize, tag: u64, io: &Io) {
         match self {
@@ -62,7 +60,7 @@ impl Requests {
         }
     }
 
-    /// The result of a completed request, 0 if it went well.
+    /// The result of a completed request, 0 for success.
     #[inline]
     pub(crate) fn result(&self, memory: &SharedMemory, at: usize) -> i32 {
         match self {
@@ -71,7 +69,7 @@ impl Requests {
         }
     }
 
-    /// Puts a result other than 0 into words, from a slot that has not been used again.
+    /// Describes a result other than 0, before the slot is used again.
     pub(crate) fn describe_error(&self, memory: &SharedMemory, at: usize, result: i32) -> String {
         match self {
             Self::Blk => blk::describe_error(result),

@@ -1,5 +1,5 @@
-//! virtio-scsi from the driver's side (virtio 1.3, section 5.6): what the configuration space says,
-//! units and how they are found, requests and their answers.
+//! virtio-scsi from the driver's side (virtio 1.3, section 5.6): the configuration space, the
+//! discovery of units, requests and responses.
 
 #![forbid(unsafe_code)]
 
@@ -17,17 +17,17 @@ use crate::plan::{DeviceFacts, Driven};
 use crate::vhost_user::Connection;
 use request::{CDB_BYTES, SENSE_BYTES};
 
-/// Before it come the control queue and the event queue.
+/// The index after the control queue and the event queue.
 pub(crate) const FIRST_REQUEST_QUEUE: usize = 2;
 
-/// `struct virtio_scsi_config`.
+/// The size of `struct virtio_scsi_config`.
 const CONFIG_BYTES: usize = 36;
 
-/// Reads what the device says about itself, as far as it has a configuration space: with QEMU that
-/// is kept by the front-end, so back-ends need none. The units are not known yet.
+/// Reads the properties of the device. The configuration space may be missing: QEMU keeps it in the
+/// front-end, so back-ends need none. The units are still unknown.
 pub(crate) fn facts(connection: &Connection) -> io::Result<DeviceFacts> {
     let config = connection.config(CONFIG_BYTES)?;
-    // A server that cannot tell has the one request queue that every device has.
+    // Every device has at least one request queue, so a server without a count has one.
     let queues = connection.max_queues().unwrap_or(FIRST_REQUEST_QUEUE + 1);
     facts_of(config.as_deref(), queues)
 }

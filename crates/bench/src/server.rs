@@ -1,4 +1,4 @@
-//! What the server spends: CPU time and context switches, from /proc.
+//! The resources that the server uses: CPU time and context switches, from /proc.
 
 #![forbid(unsafe_code)]
 
@@ -16,29 +16,29 @@ use crate::error::BenchError;
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ServerSample {
     threads: HashMap<u32, ThreadSample>,
-    /// Ticks of user and of system time of the process, with threads that have ended.
+    /// User and system time of the process in ticks, which includes ended threads.
     user_ticks: u64,
     system_ticks: u64,
-    /// Nanoseconds of the process, with threads that have ended; known of this process only.
+    /// CPU time of the process in nanoseconds, which includes ended threads; `None` for another
+    /// process.
     process_ns: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct ThreadSample {
-    /// Nanoseconds on a CPU; `None` when the kernel does not count them.
+    /// Nanoseconds on a CPU; `None` if the kernel does not count them.
     on_cpu_ns: Option<u64>,
     voluntary: u64,
     involuntary: u64,
 }
 
-/// What a process spent between two samples.
+/// The usage of a process between two samples.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ServerUsage {
     pub(crate) cpu_us: f64,
-    /// Share of the CPU time that was spent in user mode, from 0 to 1; `None` when it was too
-    /// short to tell.
+    /// Share of the CPU time in user mode, from 0 to 1; `None` without a single tick.
     pub(crate) user_share: Option<f64>,
-    /// Switches of threads that live at the end of the interval.
+    /// Switches of the threads that live at the end of the interval.
     pub(crate) voluntary_switches: u64,
     pub(crate) involuntary_switches: u64,
     pub(crate) threads: usize,
@@ -70,10 +70,11 @@ impl ServerSample {
         Ok(Self { threads, user_ticks, system_ticks, process_ns })
     }
 
-    /// Returns what was spent since `earlier`.
+    /// Returns the usage since `earlier`.
     ///
-    /// The time is the sum over the threads, in nanoseconds, unless threads have ended in
-    /// between: then the process's ticks, which still have them, are nearer to the truth.
+    /// The time is that of the process clock for this process. For another process it is the sum
+    /// over its threads, in nanoseconds. If threads have ended in between, that sum lacks them, and
+    /// the process's ticks count if they are higher.
     pub(crate) fn since(&self, earlier: &Self) -> ServerUsage {
         const NS_PER_S: u64 = 1_000_000_000;
         let tick_ns = NS_PER_S / rustix::param::clock_ticks_per_second().max(1);
@@ -109,7 +110,7 @@ impl ServerSample {
     }
 }
 
-/// The process whose expenses are counted.
+/// The process under measurement.
 pub(crate) struct Server {
     pub(crate) pid: Option<u32>,
 }
@@ -133,7 +134,7 @@ impl Server {
         Ok(Self { pid })
     }
 
-    /// This process itself, where it does the I/O.
+    /// Makes this process the server, for `--filename`.
     pub(crate) fn ourselves() -> Self {
         Self { pid: Some(std::process::id()) }
     }
@@ -151,7 +152,7 @@ fn own_cpu_ns() -> u64 {
 
 /// Returns user and system ticks from `/proc/PID/stat`, see proc_pid_stat(5).
 fn parse_stat(text: &str) -> Option<(u64, u64)> {
-    // The name of the program, in parentheses, may hold anything, parentheses too.
+    // The program's name, in parentheses, may contain parentheses.
     let (_, after_name) = text.rsplit_once(')')?;
     let mut fields = after_name.split_whitespace().skip(11);
     Some((fields.next()?.parse().ok()?, fields.next()?.parse().ok()?))

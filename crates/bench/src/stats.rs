@@ -1,4 +1,4 @@
-//! Counters of a run: one writer each, merged when the run is over.
+//! Counters of a run: one writer each, merged at the end of the run.
 
 #![forbid(unsafe_code)]
 
@@ -16,14 +16,14 @@ use crate::pattern::{Io, Op};
 pub(crate) struct OpStats {
     pub(crate) ios: u64,
     pub(crate) bytes: u64,
-    /// Nanoseconds.
+    /// In nanoseconds.
     pub(crate) latency: Histogram<u64>,
 }
 
 impl OpStats {
-    /// Latencies from here on are counted as this much.
+    /// Longer latencies are counted as this one.
     const LONGEST: Duration = Duration::from_secs(60 * 60);
-    /// Decimal digits to which latencies are kept apart.
+    /// Significant decimal digits of latencies.
     const DIGITS: u8 = 3;
 
     pub(crate) fn new() -> Self {
@@ -42,25 +42,25 @@ impl OpStats {
     pub(crate) fn merge(&mut self, other: &Self) {
         self.ios += other.ios;
         self.bytes += other.bytes;
-        // All histograms have the same bounds, which is all that this could fail for.
+        // Only different bounds would make this fail, and all histograms have the same.
         let _ = self.latency.add(&other.latency);
     }
 }
 
-/// What one job has counted.
+/// The counters of one job.
 #[derive(Debug, Clone)]
 pub(crate) struct Counters {
-    /// By [`Op::index`]; in the measured window.
+    /// Indexed by [`Op::index`], in the measured window.
     pub(crate) ops: [OpStats; Op::ALL.len()],
     /// In the measured window.
     pub(crate) kicks: u64,
     /// In the measured window.
     pub(crate) calls: u64,
-    /// By [`Op::index`]; in the whole run.
+    /// Indexed by [`Op::index`], in the whole run.
     pub(crate) errors: [u64; Op::ALL.len()],
     /// Blocks compared, in the whole run.
     pub(crate) verified: u64,
-    /// Reads with a block that was not as written, in the whole run.
+    /// Reads with an unexpected block, in the whole run.
     pub(crate) mismatches: u64,
 }
 
@@ -90,8 +90,8 @@ impl Counters {
     }
 }
 
-/// What a job has done so far in the current phase, for the progress display. Has cache lines of
-/// its own, so that looking at it does not slow the job down.
+/// The progress of a job in the current phase, for the display. Cache lines of its own keep the
+/// display from slowing the job down.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Live {
@@ -107,12 +107,12 @@ impl Live {
         self.bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// Sets how many requests are left when none is made any more; only the job does this.
+    /// Sets the number of requests in flight after the last one was made; only the job does this.
     pub(crate) fn publish_left(&self, in_flight: u64) {
         self.in_flight.store(in_flight, Ordering::Relaxed);
     }
 
-    /// Returns how many requests are left, as far as it is known.
+    /// Returns the last published number of requests in flight of a stopping job; 0 before.
     pub(crate) fn left(&self) -> u64 {
         self.in_flight.load(Ordering::Relaxed)
     }
@@ -131,25 +131,25 @@ pub(crate) struct Notices {
 }
 
 impl Notices {
-    /// How many messages are shown; the rest is only counted.
+    /// The number of messages to show; the rest are only counted.
     const SHOWN: u64 = 8;
 
     /// Adds a message, made only if it will be shown.
     pub(crate) fn add(&self, message: impl FnOnce() -> String) {
         if self.seen.fetch_add(1, Ordering::Relaxed) < Self::SHOWN {
-            // A panic elsewhere does not make the messages wrong.
+            // A panic elsewhere leaves the messages intact.
             let mut waiting = self.waiting.lock().unwrap_or_else(|poison| poison.into_inner());
             waiting.push(message());
         }
     }
 
-    /// Takes the messages that have come since this was last called.
+    /// Takes the messages that arrived since the last call.
     pub(crate) fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.waiting.lock().unwrap_or_else(|poison| poison.into_inner()))
     }
 }
 
-/// Describes a failed I/O; `error` says in what way.
+/// Describes a failed I/O, with the description of its `error`.
 pub(crate) fn describe_failure(io: &Io, unit: Option<String>, error: &str) -> String {
     let unit = unit.map(|unit| format!(" of unit {unit}")).unwrap_or_default();
     match io.op {

@@ -1,4 +1,4 @@
-//! The thread that supervises a phase while others do the I/O.
+//! The thread that supervises a phase while the driver threads do the I/O.
 
 #![forbid(unsafe_code)]
 
@@ -14,13 +14,13 @@ use crate::server::{Server, ServerSample, ServerUsage};
 use crate::stats::{Live, Notices};
 use crate::worker::{Control, Stage, Window};
 
-/// How often progress and interrupts are looked at.
+/// The interval for progress and interrupts.
 const TICK: Duration = Duration::from_millis(200);
 
-/// How long the last operations of a disk may take before it is said which disk that is.
+/// The time from the start of the last stage to the message about operations that do not end.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a phase is for.
+/// The purpose of a phase.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Fill,
@@ -28,7 +28,7 @@ pub(crate) enum Phase {
     ReadBack,
 }
 
-/// What came out of a phase.
+/// The outcome of a phase.
 pub(crate) struct PhaseOutcome {
     pub(crate) windows: Vec<Window>,
     pub(crate) usage: Option<ServerUsage>,
@@ -84,11 +84,12 @@ impl Supervisor<'_> {
         sums.fold((0, 0), |sum, done| (sum.0 + done.0, sum.1 + done.1))
     }
 
-    /// Says whose operations do not end. A server that does not answer is noticed by its driver.
+    /// Returns the message about operations of a disk that do not end. `None` with a server, since
+    /// the driver detects a hanging server.
     fn waits(&self) -> Option<String> {
         let disk = self.plan.args.filename.as_ref()?.display();
         let count = match self.live.iter().map(|live| live.left()).sum() {
-            // A thread that hangs itself counts nothing.
+            // A thread that hangs does not publish its count.
             0 => String::new(),
             1 => "one of the ".to_owned(),
             count => format!("{count} "),
@@ -109,7 +110,7 @@ impl Supervisor<'_> {
         let jobs = u64::from(args.numjobs.get());
         let (label, time, ios, bytes) = match self.phase {
             Phase::Fill => ("filling", None, None, Some(region_bytes)),
-            // How much has been written is not worth a walk through the map.
+            // The amount written is not worth a walk through the map.
             Phase::ReadBack => ("checking", None, None, None),
             Phase::Measured => (
                 args.pattern().name(),
@@ -122,14 +123,15 @@ impl Supervisor<'_> {
     }
 }
 
-/// Moves a measured phase through its stages; lets the others run to their end.
+/// Moves a measured phase through its stages. Other phases run to their end.
 pub(crate) struct Stages {
     stage: Stage,
-    /// When the next stage begins; `None` when only the amount of I/O ends this one.
+    /// The start of the next stage; `None` if only the amount of I/O ends this one.
     next_at: Option<Instant>,
     opened: Option<ServerSample>,
     closed: Option<ServerSample>,
-    /// When it is said what is waited for, after the last stage began.
+    /// The time of the message about operations that do not end; `None` before the last stage and
+    /// after the message.
     told_at: Option<Instant>,
 }
 
@@ -147,7 +149,7 @@ impl Stages {
         self.next_at.map_or(TICK, |at| at.saturating_duration_since(Instant::now()))
     }
 
-    /// Goes to the next stage if its time has come.
+    /// Enters the next stage if it is due.
     fn advance(&mut self, supervisor: &Supervisor<'_>) {
         if supervisor.interrupted.load(Ordering::Relaxed) {
             self.stop(supervisor);
@@ -176,13 +178,13 @@ impl Stages {
         }
     }
 
-    /// What is waited for, once, if that takes long.
+    /// Returns the message about operations that do not end, once it is due.
     fn overdue(&mut self, supervisor: &Supervisor<'_>) -> Option<String> {
         self.told_at.take_if(|at| *at <= Instant::now())?;
         supervisor.waits()
     }
 
-    /// Returns what the server spent while the measured window was open.
+    /// Returns the server's usage over the measured window.
     fn usage(self, supervisor: &Supervisor<'_>) -> Option<ServerUsage> {
         let closed = self.closed.or_else(|| supervisor.server.sample())?;
         Some(closed.since(&self.opened?))

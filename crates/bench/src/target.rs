@@ -1,4 +1,4 @@
-//! What is driven: a server behind a socket, or a file through an engine.
+//! The target of a run: a server behind a socket, or a file through an engine.
 
 #![forbid(unsafe_code)]
 
@@ -29,20 +29,20 @@ use crate::verify::BlockMap;
 use crate::vhost_user::Connection;
 use crate::worker::{Control, Window, Worker};
 
-/// What is driven, before there are jobs.
+/// A target before its jobs are made.
 pub(crate) enum Target {
     Socket(PathBuf, Device),
     File(DiskSource, EngineKind),
 }
 
-/// A thread's part of the jobs.
+/// The jobs of one thread.
 pub(crate) enum Runner {
     Socket(Worker),
     Engine(Box<EngineWorker>),
 }
 
 impl Target {
-    /// Connects to the server, or finds an engine for the disk that is given, or that of the file.
+    /// Connects to the server, or finds an engine for `disk` or else for the file of `args`.
     pub(crate) fn open(args: &BenchArgs, disk: Option<DiskSource>) -> Result<Self, BenchError> {
         if let Some(source) = disk {
             return with_engine(args, source);
@@ -85,7 +85,7 @@ impl Target {
         }
     }
 
-    /// Returns how the engine is set up, if there is one.
+    /// Returns the configuration of the engine, if there is one.
     pub(crate) fn setup(&self, args: &BenchArgs) -> Option<Setup> {
         let Self::File(source, engine) = self else { return None };
         Some(Setup {
@@ -101,7 +101,7 @@ impl Target {
         })
     }
 
-    /// Makes the jobs and the threads' parts of them.
+    /// Makes the jobs and divides them among threads.
     pub(crate) fn start(
         self,
         plan: &Plan<'_>,
@@ -140,7 +140,7 @@ impl Runner {
         }
     }
 
-    /// What the engine did in the measured window.
+    /// The engine's figures in the measured window.
     pub(crate) fn figures(&self) -> Option<&Figures> {
         match self {
             Self::Socket(_) => None,
@@ -161,7 +161,7 @@ impl Runner {
     }
 }
 
-/// As many as `ringhaul serve` can have.
+/// The limit of `ringhaul serve`.
 const MAX_IOTHREADS: usize = 256;
 
 fn batch_of(args: &BenchArgs) -> Batch {
@@ -177,7 +177,7 @@ fn batch_of(args: &BenchArgs) -> Batch {
 fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
     let options = DiskOptions {
         direct: args.engine.direct.is_none_or(OnOff::is_on),
-        // So that a disk that is in use can be read.
+        // Read-only permits reading a disk that is in use.
         read_only: !args.pattern().writes() && !args.verify,
         logical_block_bytes: None,
         ..DiskOptions::default()
@@ -195,7 +195,7 @@ fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchErro
     };
     let engine = match try_engine(args, engine) {
         Ok(()) => engine,
-        // The trial had room for fewer operations.
+        // The trial that chose the engine had room for fewer operations.
         Err(error) if args.engine.engine == EngineChoice::Auto => {
             tracing::warn!("{error}; falling back to engine threads");
             EngineKind::Threads
@@ -208,12 +208,12 @@ fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchErro
     Ok(Target::File(source, engine))
 }
 
-/// Whether an error advises against direct I/O.
+/// Returns true if an error advises against direct I/O.
 fn mentions_cache(error: &blockio::Error) -> bool {
     error.to_string().contains("page cache")
 }
 
-/// Sets an IoThread up, so that an engine that cannot be had is found out before the run.
+/// Sets up an IoThread, so that an unavailable engine fails before the run.
 fn try_engine(args: &BenchArgs, engine: EngineKind) -> Result<(), blockio::Error> {
     let depth = args.depth().get().min(u32::from(u16::MAX));
     IoThread::new(&args.engine.config(engine, depth)).map(drop)
@@ -259,8 +259,8 @@ fn make_workers(
     groups.into_iter().map(make).collect()
 }
 
-/// Does a part of the handshake on a thread of its own, because it blocks for as long as the
-/// server does not answer, which is what many do while they serve another client.
+/// Does a part of the handshake on a thread of its own. It blocks while the server does not answer,
+/// as many servers do while they serve another client.
 fn answer_within<T: Send + 'static>(
     (path, limit): (&Path, Duration),
     what: &str,

@@ -10,7 +10,7 @@ use crate::engine_stats::EngineReport;
 use crate::report::{DirectionReport, LatencyReport, PERCENTILES, Report};
 use crate::units::{show_amount, show_bytes, show_count};
 
-/// Percentiles in one line.
+/// Percentiles per line.
 const PER_LINE: usize = 6;
 
 /// Writes a report out. Ends with a line feed.
@@ -73,7 +73,7 @@ fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
     )
 }
 
-/// What the disk is, and which.
+/// The kind of the disk, and its unit.
 fn describe_disk(report: &Report) -> String {
     match (report.device, &report.unit, report.units) {
         (_, Some(unit), Some(units)) if unit == "all" => format!("all SCSI units ({units})"),

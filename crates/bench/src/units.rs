@@ -22,7 +22,7 @@ pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
         }
     };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
-    // What is less than a nanosecond of the longest unit is nothing.
+    // Digits below a nanosecond of the longest unit do not matter.
     let fraction = &fraction[..fraction.len().min(FRACTION_DIGITS)];
     let parse = |digits: &str| match digits.parse::<u64>() {
         Ok(number) => Ok(number),
@@ -43,13 +43,13 @@ pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| format!("'{text}' is too long a time"))
 }
 
-/// Digits behind the point that are looked at.
+/// The most digits after the point that count.
 const FRACTION_DIGITS: usize = 15;
 
 /// A hundred years: far below where adding to the clock could overflow.
 const LONGEST_DURATION_S: u64 = 100 * 365 * 24 * 60 * 60;
 
-/// The start of `text` that is a number, and the rest.
+/// Splits `text` after the number at its start.
 fn split_at(text: &str, of_number: impl Fn(char) -> bool) -> Result<(&str, &str), String> {
     let end = text.find(|c: char| !of_number(c)).unwrap_or(text.len());
     if end == 0 {
@@ -86,7 +86,7 @@ impl CpuList {
         Ok(Self { cpus })
     }
 
-    /// Returns the set as the kernel takes it.
+    /// Returns the set in the kernel's form.
     pub(crate) fn to_set(&self) -> CpuSet {
         let mut set = CpuSet::new();
         for cpu in &self.cpus {
@@ -96,7 +96,7 @@ impl CpuList {
     }
 }
 
-/// Shows a size as it would be given on the command line: `4k`, `1m`, `513`.
+/// Shows a size in the form of the command line: `4k`, `1m`, `513`.
 pub(crate) fn show_bytes(bytes: u64) -> String {
     for (shift, suffix) in [(40, "t"), (30, "g"), (20, "m"), (10, "k")] {
         if bytes != 0 && bytes.trailing_zeros() >= shift {

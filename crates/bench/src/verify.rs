@@ -1,21 +1,21 @@
-//! What a verified block contains, and which generation of each block the disk must return.
+//! The contents of verified blocks, and the generation that the disk must return for each.
 //!
 //! The region of a unit is divided into blocks of one size, the largest that divides all sizes of
-//! I/O. Each carries a header, from which all of its content follows:
+//! I/O. Each carries a header, which determines all of its content:
 //!
 //! | bytes | field |
 //! |---|---|
 //! | 0..8 | magic |
 //! | 8..16 | sector (512 bytes) at which the block starts |
-//! | 16..24 | number of this run and unit, so that no other block is taken for ours |
+//! | 16..24 | number of this run and unit, which tells its blocks from all other ones |
 //! | 24..28 | generation: 1 for the first write of the block, one more for each later one |
 //! | 28..32 | size of the block in bytes |
 //! | 32..36 | CRC-32 of all the rest |
 //! | 36.. | filler |
 //!
 //! All integers are little-endian. A block has at most one request in flight: [`BlockMap::claim`]
-//! takes all blocks of a request or none, and until the claim is returned no other request
-//! touches them. So what a read must return is known exactly, at any depth.
+//! claims all blocks of a request or none, and until the claim is released no other request touches
+//! them. So the expected data of a read is known exactly, at any depth.
 
 #![forbid(unsafe_code)]
 
@@ -30,13 +30,13 @@ const MAGIC: &[u8; 8] = b"RHaulBlk";
 const HEADER_BYTES: usize = 36;
 const CRC_FIELD: Range<usize> = 32..36;
 
-/// What the data memory of a read is filled with beforehand, so that a server which says that it
-/// has read without having done so is found out even if the right data was there before.
+/// Fills the data memory before a read. A server that claims a read which it did not do is thus
+/// detected even if the memory held the expected data before.
 pub(crate) const UNTOUCHED: u8 = 0xa5;
 
 /// Set while a request on the block is in flight.
 const BUSY: u32 = 1 << 31;
-/// Set after a failed write: the disk may hold the old content, the new, or parts of both.
+/// Set after a failed write: the disk may hold the old content, the new content, or parts of both.
 const UNKNOWN: u32 = 1 << 30;
 const GENERATION: u32 = UNKNOWN - 1;
 
@@ -50,8 +50,8 @@ pub(crate) struct BlockMap {
 }
 
 impl BlockMap {
-    /// `start` is the first byte of the region, `len` its length, a multiple of `block_bytes`.
-    /// `run` should differ between runs, and between units.
+    /// Makes a map of `len` bytes, a multiple of `block_bytes`, from `start`, the first byte of the
+    /// region. `run` should differ between runs, and between units.
     pub(crate) fn new(start: u64, len: u64, block_bytes: u32, run: u64) -> Self {
         let count = len / u64::from(block_bytes);
         Self { start, block_bytes, run, blocks: (0..count).map(|_| AtomicU32::new(0)).collect() }
@@ -65,7 +65,7 @@ impl BlockMap {
         (offset..).step_by(fits(size, "the size of a block")).zip(blocks)
     }
 
-    /// Takes the blocks of a request, or returns `false` and takes none if one is taken already.
+    /// Claims the blocks of a request. Returns false, and claims none, if any is already claimed.
     pub(crate) fn claim(&self, offset: u64, len: usize) -> bool {
         for (taken, (_, block)) in self.blocks(offset, len).enumerate() {
             if block.fetch_or(BUSY, Ordering::Acquire) & BUSY != 0 {
@@ -78,14 +78,14 @@ impl BlockMap {
         true
     }
 
-    /// Returns the claim of a read.
+    /// Releases the claim of a read.
     pub(crate) fn release_read(&self, offset: u64, len: usize) {
         for (_, block) in self.blocks(offset, len) {
             block.fetch_and(!BUSY, Ordering::Release);
         }
     }
 
-    /// Returns the claim of a write, which put the next generation on the disk if it was `ok`.
+    /// Releases the claim of a write, which put the next generation on the disk if it was `ok`.
     pub(crate) fn release_write(&self, offset: u64, len: usize, ok: bool) {
         let unknown = if ok { 0 } else { UNKNOWN };
         for (_, block) in self.blocks(offset, len) {
@@ -104,8 +104,9 @@ impl BlockMap {
         }
     }
 
-    /// Compares `data`, read from `offset` under a claim, with what was written last. Blocks that
-    /// this run has not written are passed over. Returns how many blocks were compared.
+    /// Compares `data`, read from `offset` under a claim, with the last write. Skips blocks of
+    /// unknown content and blocks that this run has not written. Returns the number of compared
+    /// blocks.
     pub(crate) fn check(&self, offset: u64, data: &[u8]) -> Result<u64, Mismatch> {
         let size = fits(self.block_bytes, "the size of a block");
         let mut checked = 0;
@@ -129,7 +130,7 @@ impl BlockMap {
     }
 }
 
-/// The generation of a block's next write. 0 stands for never written and is left out.
+/// The generation of a block's next write. 0 means never written and is skipped.
 fn next_generation(state: u32) -> u32 {
     ((state & GENERATION) % (GENERATION)) + 1
 }
@@ -137,8 +138,8 @@ fn next_generation(state: u32) -> u32 {
 /// Fills `data` with the block that belongs at `sector`.
 fn make_block(run: u64, sector: u64, generation: u32, data: &mut [u8]) {
     let size = fits::<_, u32>(data.len(), "the size of a block");
-    // Distinct odd steps make every word of every block different, and a sum is all that the
-    // filler costs; it need not look random, only never repeat where data could be misplaced.
+    // Distinct odd steps make every word of every block different, at the cost of one addition. The
+    // filler need not look random. It only must not repeat where data could be misplaced.
     const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut word = run ^ sector.wrapping_mul(STEP) ^ (u64::from(generation) << 32);
     for bytes in data[HEADER_BYTES..].chunks_mut(8) {
@@ -183,7 +184,7 @@ fn check_block(run: u64, offset: u64, generation: u32, data: &[u8]) -> Result<()
     Err(explain(run, offset, generation, data))
 }
 
-/// Says how a block that does not match differs; the cost does not matter any more.
+/// Describes the difference of a block that does not match. The cost no longer matters.
 fn explain(run: u64, offset: u64, generation: u32, data: &[u8]) -> Mismatch {
     let sector = offset / SECTOR_BYTES;
     let expected = format!("generation {generation} of sector {sector}");
@@ -217,7 +218,7 @@ fn explain(run: u64, offset: u64, generation: u32, data: &[u8]) -> Mismatch {
     Mismatch { offset, sector, expected, found }
 }
 
-/// A block that is not what was written last.
+/// A block that differs from its last write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mismatch {
     offset: u64,

@@ -1,7 +1,7 @@
 //! The vhost-user front-end: messages to the server over its Unix socket.
 //!
-//! It asks no more of a back-end than the specification does: one that knows no protocol features,
-//! or has no configuration space, is driven as well as that allows.
+//! It requires of a back-end only the specification's minimum. A back-end without protocol
+//! features, or without a configuration space, is driven as far as possible.
 
 #![forbid(unsafe_code)]
 
@@ -18,7 +18,7 @@ use virtqueue::QueueConfig;
 
 use crate::memory::SharedMemory;
 
-/// Feature bits of virtio and of vhost-user that have to do with queues.
+/// Feature bits of virtio and of vhost-user that concern queues.
 pub(crate) mod feature {
     pub(crate) const EVENT_IDX: u64 = 1 << 29;
     pub(super) const PROTOCOL_FEATURES: u64 = 1 << 30;
@@ -60,10 +60,10 @@ const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// Longer answers are none to any of these messages.
+/// The longest reply to any of these messages.
 const REPLY_BYTES_MAX: usize = 4096;
 
-/// The server's end of a socket, with which features were negotiated.
+/// A connection to a server, with negotiated features.
 pub(crate) struct Connection {
     stream: UnixStream,
     features: u64,
@@ -75,8 +75,8 @@ impl Connection {
     /// The most queues that messages can name.
     const QUEUES_MAX: usize = 256;
 
-    /// Connects and agrees on features, of which `wanted` are accepted if they are offered.
-    /// Blocks for as long as the server does not answer, as all methods do.
+    /// Connects and negotiates features: the offered ones of `wanted` are accepted. Like all
+    /// methods, blocks while the server does not answer.
     pub(crate) fn open(path: &Path, wanted: u64, inflight: bool) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
         let mut this = Self { stream, features: 0, protocol_features: 0, max_queues: None };
@@ -100,22 +100,22 @@ impl Connection {
         Ok(this)
     }
 
-    /// The virtio features that were negotiated.
+    /// The negotiated virtio features.
     pub(crate) fn features(&self) -> u64 {
         self.features
     }
 
-    /// The most queues of the server; `None` if it cannot tell.
+    /// The server's limit on queues; `None` if it reports none.
     pub(crate) fn max_queues(&self) -> Option<usize> {
         self.max_queues
     }
 
-    /// The socket, to see the server go away.
+    /// The socket, by which a disconnect of the server is noticed.
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
 
-    /// Returns whether the server has closed its end.
+    /// Returns true if the server has closed its end.
     pub(crate) fn is_closed(&self) -> io::Result<bool> {
         let mut fds = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -146,7 +146,7 @@ impl Connection {
         Ok(Some(reply.split_off(head)))
     }
 
-    /// Shares `memory`, and nothing that was shared before.
+    /// Shares `memory` in place of all memory shared before.
     pub(crate) fn share(&self, memory: &SharedMemory) -> io::Result<()> {
         let mut body = words(&[1, 0]);
         for field in [memory.guest_addr(0), memory.size_bytes(), memory.user_addr(0), 0] {
@@ -155,13 +155,14 @@ impl Connection {
         self.tell(SET_MEM_TABLE, &body, &[memory.fd()])
     }
 
-    /// Has the server mark requests in a region of its own making, if that was negotiated. The
-    /// region goes with the server: nobody reconnects.
+    /// Makes the server mark requests in a fresh inflight region, if that was negotiated. The
+    /// region is lost with the server, since the load generator never reconnects.
     pub(crate) fn share_inflight(&self, queues: usize, queue_size: u16) -> io::Result<()> {
         if self.protocol_features & protocol::INFLIGHT_SHMFD == 0 {
             return Ok(());
         }
-        // Of a split ring ("Inflight I/O tracking"): a header, and as much for each descriptor.
+        // The size for a split ring ("Inflight I/O tracking"): a header, and the same size for each
+        // descriptor.
         let account = (16 + 16 * usize::from(queue_size)).next_multiple_of(64);
         let region = SharedMemory::new(queues * account)?;
         let mut body = [region.size_bytes(), 0].map(u64::to_ne_bytes).concat();
@@ -196,12 +197,12 @@ impl Connection {
         Ok(())
     }
 
-    /// Stops queue `index`: when this returns the server has finished with it.
+    /// Stops queue `index`. On return the server has finished with it.
     pub(crate) fn stop_queue(&self, index: u32) -> io::Result<()> {
         self.ask(GET_VRING_BASE, &words(&[index, 0])).map(drop)
     }
 
-    /// Sends a message that has a number for an answer, and takes that.
+    /// Sends a message that asks for a number, and receives that number.
     fn number(&self, kind: Kind) -> io::Result<u64> {
         let reply = self.ask(kind, &[])?;
         let bytes = reply.as_slice().try_into().map_err(|_| {
@@ -211,8 +212,8 @@ impl Connection {
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    /// Sends a message that has no answer of its own, and makes sure that it was carried out if
-    /// the server can say so.
+    /// Sends a message without a reply of its own, and checks that it was carried out if the server
+    /// can acknowledge that.
     fn tell(&self, kind: Kind, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         if self.protocol_features & protocol::REPLY_ACK == 0 {
             return self.send(kind, VERSION, body, fds);
@@ -225,7 +226,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends a message that has an answer, and takes that.
+    /// Sends a message with a reply, and receives the reply.
     fn ask(&self, kind: Kind, body: &[u8]) -> io::Result<Vec<u8>> {
         self.send(kind, VERSION, body, &[])?;
         self.receive(kind)
@@ -246,7 +247,7 @@ impl Connection {
         (&self.stream).write_all(&bytes[sent..]).map_err(|error| lost(kind, &error))
     }
 
-    /// Takes the answer to a message of this kind.
+    /// Receives the reply to a message of this kind.
     fn receive(&self, kind: Kind) -> io::Result<Vec<u8>> {
         let Kind(number, name) = kind;
         let mut head = [[0; 4]; 3];
@@ -270,7 +271,7 @@ fn words(values: &[u32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
 
-/// What it means that a message could not be sent, or its answer could not be read.
+/// Describes a failure to send a message or to receive its reply.
 fn lost(Kind(_, name): Kind, error: &io::Error) -> io::Error {
     let closed =
         [io::ErrorKind::UnexpectedEof, io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
@@ -286,7 +287,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread;
 
-    /// A server that answers each message with the next of `replies`, and what came of it.
+    /// Connects to a server that answers each message with the next of `replies`.
     fn open_against(replies: Vec<Vec<u8>>) -> io::Result<Connection> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");

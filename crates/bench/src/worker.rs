@@ -24,22 +24,22 @@ use crate::job::{Job, Pass};
 use crate::stats::Notices;
 use crate::vhost_user::Connection;
 
-/// How often a thread that waits looks at its surroundings: stage, server gone, server stuck.
+/// The interval at which a waiting thread checks the stage and whether the server is gone or stuck.
 pub(crate) const TICK: Duration = Duration::from_millis(100);
 
-/// Where a phase stands, told by the supervising thread to all driver threads.
+/// The stage of a phase, which the supervising thread sets for all driver threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Stage {
-    /// I/O is made and not counted.
+    /// I/O runs and is not counted.
     Warming,
-    /// I/O is made and counted.
+    /// I/O runs and is counted.
     Measuring,
-    /// No I/O is made any more; what is in flight is waited for.
+    /// No new I/O is made; requests in flight are awaited.
     Stopping,
 }
 
-/// The stage of a phase.
+/// Holds the stage of a phase.
 #[derive(Debug)]
 pub(crate) struct Control(AtomicU8);
 
@@ -62,41 +62,41 @@ impl Control {
     }
 }
 
-/// The jobs of one thread and what it waits for.
+/// The jobs of one thread and its event sources.
 pub(crate) struct Worker {
     pub(crate) jobs: Vec<Job>,
-    /// Those of the jobs, in the same order.
+    /// The queues of the jobs, in the same order.
     queues: Vec<Virtqueue>,
     epoll: OwnedFd,
     /// Fires each [`TICK`].
     timer: OwnedFd,
     connection: Arc<Connection>,
     busy_poll: bool,
-    /// Between being called and a look at the rings.
+    /// Delay between a call and the check of the rings.
     wake_delay: Duration,
     timeout: Duration,
     clock: Instant,
-    /// When requests were last seen to complete, or were made with none in flight.
+    /// The last time at which requests completed, or were made with none in flight.
     progress_at_ns: u64,
     looked_at_ns: u64,
     stage: Stage,
     window: Window,
 }
 
-/// The part of a phase that was measured, in the time of one thread.
+/// The measured part of a phase, by the clock of one thread.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window {
     pub(crate) start: Instant,
     pub(crate) end: Instant,
 }
 
-/// What a ready event is for.
+/// The source of a ready event.
 const CALL: u64 = 0;
 const TIMER: u64 = 1;
 const SOCKET: u64 = 2;
 
 impl Worker {
-    /// Takes jobs. Through `connection` it sees the server go away.
+    /// Takes jobs. `connection` shows when the server goes away.
     pub(crate) fn new(
         jobs: Vec<(Job, Virtqueue)>,
         connection: Arc<Connection>,
@@ -108,8 +108,8 @@ impl Worker {
         let tick = Timespec::try_from(TICK).map_err(io::Error::other)?;
         let ticks = Itimerspec { it_interval: tick, it_value: tick };
         timerfd_settime(&timer, TimerfdTimerFlags::empty(), &ticks)?;
-        // Edge-triggered, so that calls need no read each time: they add up in their eventfd
-        // and are read when the measured window closes.
+        // Edge-triggered, so that not every call needs a read. Calls add up in their eventfd, which
+        // is read when the measured window closes.
         let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&epoll, &timer, epoll::EventData::new_u64(TIMER), edge)?;
         let (jobs, queues): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
@@ -137,8 +137,8 @@ impl Worker {
         })
     }
 
-    /// Runs one phase: until all sources are exhausted or `control` says stop, and then until
-    /// nothing is in flight.
+    /// Runs one phase until all sources are exhausted or `control` stops it, and then until nothing
+    /// is in flight.
     pub(crate) fn run(
         &mut self,
         control: &Control,
@@ -154,7 +154,7 @@ impl Worker {
 
     fn drive(&mut self, control: &Control, notices: &Notices) -> io::Result<Window> {
         self.stage = Stage::Warming;
-        // The kernel wakes sleepers up to 50 µs late otherwise, which an open loop would show as
+        // By default the kernel wakes sleepers up to 50 µs late, which an open loop would show as
         // latency.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         let now_ns = self.now_ns();
@@ -187,7 +187,7 @@ impl Worker {
         Ok(self.window)
     }
 
-    /// One pass over the queues, with one reading of the clock.
+    /// Makes one pass over the queues, with one reading of the clock.
     fn turn(&mut self, notices: &Notices) -> io::Result<()> {
         let pass = Pass {
             now_ns: self.now_ns(),
@@ -204,7 +204,7 @@ impl Worker {
             self.progress_at_ns = pass.now_ns;
         }
         if completed > 0 {
-            // What one job has completed may be what another found taken.
+            // The completed blocks of one job may be the claimed ones that block another.
             self.unblock();
         }
         Ok(())
@@ -239,7 +239,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits for a call, unless something completes while that is being asked for.
+    /// Waits for a call, unless a request completes while calls are being enabled.
     fn sleep(&mut self) -> io::Result<()> {
         if self.retry_blocked() {
             return Ok(());
@@ -255,14 +255,14 @@ impl Worker {
         if outcome? { self.look() } else { Ok(()) }
     }
 
-    /// Sleeps until something happens or a request is to be made; returns whether it was anything
-    /// but a call.
+    /// Sleeps until an event or until a request is due. Returns true after any event other than a
+    /// call.
     fn wait(&self) -> io::Result<bool> {
-        /// Events taken at once; what does not fit comes with the next wait.
+        /// The most events taken at once; the rest come with the next wait.
         const EVENTS: usize = 16;
         let mut events = [const { MaybeUninit::uninit() }; EVENTS];
         let timeout = match self.until_refill() {
-            // epoll counts in milliseconds.
+            // epoll has a resolution of milliseconds only.
             Some(left) => {
                 let left = Timespec::try_from(left).map_err(io::Error::other)?;
                 let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
@@ -281,8 +281,8 @@ impl Worker {
                     self.delay();
                 }
                 if ready.iter().any(|event| event.data.u64() == TIMER) {
-                    // The kernel arms a periodic timer again only when it is read. How often
-                    // it has fired does not matter, nor if it has not.
+                    // The kernel rearms a periodic timer only when it is read. The number of
+                    // expirations, even 0, does not matter.
                     let _ = rustix::io::read(&self.timer, &mut [0; 8]);
                 }
                 Ok(ready.iter().any(|event| event.data.u64() != CALL))
@@ -292,8 +292,8 @@ impl Worker {
         }
     }
 
-    /// How long until a job of an open loop makes a request; none if none will before something
-    /// else happens.
+    /// The time until a job of an open loop makes a request; `None` if none will before another
+    /// event.
     fn until_refill(&self) -> Option<Duration> {
         let stopping = self.stage == Stage::Stopping;
         let next_ns = self.jobs.iter().filter_map(Job::refill_at_ns).min();
@@ -301,7 +301,7 @@ impl Worker {
         Some(Duration::from_nanos(next_ns.saturating_sub(self.now_ns())))
     }
 
-    /// Stands in for the time that a slower machine needs to wake a driver.
+    /// Simulates the time that a slower machine needs to wake a driver.
     fn delay(&self) {
         let until = Instant::now() + self.wake_delay;
         while Instant::now() < until {
@@ -309,9 +309,9 @@ impl Worker {
         }
     }
 
-    /// Waits a moment without sleeping, and looks around once in a while.
+    /// Waits a moment without sleeping, and at times runs the check of [`look`](Self::look).
     fn spin(&mut self, idle_spins: u32) -> io::Result<()> {
-        /// Passes that find nothing between two readings of the clock.
+        /// Empty passes between two readings of the clock.
         const SPINS_PER_LOOK: u32 = 1024;
         std::hint::spin_loop();
         if !idle_spins.is_multiple_of(SPINS_PER_LOOK) || self.retry_blocked() {
@@ -325,8 +325,8 @@ impl Worker {
         self.look()
     }
 
-    /// Lets jobs try again that found all blocks taken by other threads' requests. Nothing would
-    /// wake this thread when those complete. Returns whether there was any.
+    /// Unblocks the jobs if all of them wait for blocks that other threads' requests have claimed:
+    /// completions of these would not wake this thread. Returns true if it did.
     fn retry_blocked(&mut self) -> bool {
         let waits = |job: &Job| job.in_flight() > 0 || job.refill_at_ns().is_some();
         if self.jobs.iter().any(waits) || self.stage == Stage::Stopping {
@@ -343,7 +343,11 @@ impl Worker {
         }
     }
 
-    /// Finds out whether the server has gone away or is stuck.
+    /// Checks that the server has neither disconnected nor stalled.
+    ///
+    /// # Errors
+    ///
+    /// If it has.
     fn look(&mut self) -> io::Result<()> {
         if self.connection.is_closed()? {
             return Err(io::Error::other("it has closed the connection or died"));

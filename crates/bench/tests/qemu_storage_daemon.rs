@@ -28,8 +28,8 @@ struct Cli {
 }
 
 impl Server {
-    /// Starts a server with these block nodes, of which `d` is exported. `DISK` in them stands
-    /// for the path of a file. `None` when the server is not installed.
+    /// Starts a server with these block nodes, and exports node `d`. `DISK` in them stands for the
+    /// path of a file. `None` if the server is not installed.
     fn start(nodes: &[&str], export_options: &str) -> Option<Self> {
         let version = Command::new(PROGRAM).arg("--version").stdout(Stdio::null()).status();
         if version.is_err() {
@@ -52,7 +52,7 @@ impl Server {
         );
         command.arg("--export").arg(export).arg("--pidfile").arg(&pid_file);
         let mut server = Self { child: command.spawn().unwrap(), dir };
-        // The file appears when the export is there.
+        // The file appears together with the export.
         while !pid_file.exists() {
             let ended = server.child.try_wait().unwrap();
             assert!(ended.is_none(), "{PROGRAM} did not start: {ended:?}");
@@ -61,7 +61,7 @@ impl Server {
         Some(server)
     }
 
-    /// Starts a server for a file through the page cache, which every file system can do.
+    /// Starts a server for a file through the page cache, which works on every file system.
     fn for_file() -> Option<Self> {
         Self::start(
             &["driver=file,filename=DISK,node-name=f", "driver=raw,file=f,node-name=d"],
@@ -86,7 +86,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended already.
+        // Both fail if the server has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -130,7 +130,7 @@ fn the_numbers_fit_together() {
     let latency = report.read.latency.as_ref().unwrap();
     assert!(latency.min_us > 0.0 && latency.min_us <= latency.mean_us);
     assert!(latency.mean_us <= latency.max_us);
-    // Little's law: on average no more than 16 requests are in flight.
+    // Little's law: on average at most 16 requests are in flight.
     let in_flight = report.read.iops * latency.mean_us / 1e6;
     assert!(in_flight <= 16.1, "{in_flight}: {report:?}");
 
@@ -153,7 +153,7 @@ fn a_server_that_drops_writes_is_found_out() {
 fn a_server_that_reads_nothing_is_found_out() {
     let null = "driver=null-co,size=33554432,node-name=d";
     let Some(server) = Server::start(&[null], "writable=on") else { return };
-    // One block, so that its data is still where the write had it.
+    // One block, so that its data is still in the memory that the write used.
     let report = server.measure("--rw=rw --size=4k --number_ios=50 --verify").unwrap();
     assert!(report.verify_mismatches > 0, "{report:?}");
     assert_eq!(report.verified_blocks, 0, "{report:?}");
@@ -216,7 +216,7 @@ fn a_server_that_hangs_ends_the_run() {
             while !bench.is_finished() && stopped.elapsed() < Duration::from_secs(60) {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // If it still waits, this ends it, with another message.
+            // Ends a wait that still lasts, but with a different message.
             drop(server);
             let error = bench.join().unwrap().unwrap_err();
             assert_eq!(error.exit_code(), 1, "{error}");

@@ -2,9 +2,9 @@
 
 #![forbid(unsafe_code)]
 
-/// The CDB of a request: the command, whose first byte is the number's lowest, and zeroes up to
-/// the length that the device expects. It never is in memory but in its place: words that are read
-/// from bytes just written wait until these are out of the processor's store buffer.
+/// The CDB of a request: the command, with its first byte lowest in the number, and zeroes up to
+/// the length that the device expects. It is built in a number and stored once. A wide read of
+/// bytes just written would stall until they have left the processor's store buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cdb(pub(super) u128);
 
@@ -33,7 +33,7 @@ pub(crate) fn inquiry(room: u16) -> Cdb {
     cdb([0x12, 0, 0, a, b, 0])
 }
 
-/// REPORT LUNS for the units of a target, without its well-known ones.
+/// REPORT LUNS for the units of a target, without its well-known units.
 pub(crate) fn report_luns(room: u32) -> Cdb {
     let [a, b, c, d] = room.to_be_bytes();
     cdb([0xa0, 0, 0, 0, 0, 0, a, b, c, d, 0, 0])
@@ -45,7 +45,7 @@ pub(crate) fn read_capacity_16(room: u32) -> Cdb {
     cdb([0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d, 0, 0])
 }
 
-/// MODE SENSE(10) for all pages, without block descriptors: the header comes first.
+/// MODE SENSE(10) for all pages without block descriptors. The header comes first.
 pub(crate) fn mode_sense_10(room: u16) -> Cdb {
     const DISABLE_BLOCK_DESCRIPTORS: u8 = 0x08;
     const ALL_PAGES: u8 = 0x3f;
@@ -53,8 +53,7 @@ pub(crate) fn mode_sense_10(room: u16) -> Cdb {
     cdb([0x5a, DISABLE_BLOCK_DESCRIPTORS, ALL_PAGES, 0, 0, 0, 0, a, b, 0])
 }
 
-/// READ or WRITE of `count` blocks from block `first`: (10) where that has room for both, (16)
-/// else.
+/// READ or WRITE of `count` blocks from block `first`: (10) if both fit its fields, else (16).
 #[inline]
 pub(crate) fn read_write(write: bool, first: u64, count: u32) -> Cdb {
     let field = |big_endian: u64, at: u32| u128::from(big_endian) << (8 * at);
@@ -67,10 +66,10 @@ pub(crate) fn read_write(write: bool, first: u64, count: u32) -> Cdb {
     Cdb(opcode(0x88) | field(first.swap_bytes(), 2) | field(count, 10))
 }
 
-/// SYNCHRONIZE CACHE of a whole unit, whose blocks (10) can name or only (16) can.
+/// SYNCHRONIZE CACHE of a whole unit: (10) if it can name all `blocks`, else (16).
 pub(crate) fn synchronize_cache(blocks: u64) -> Cdb {
     const NAMED_BY_10: u64 = 1 << 32;
-    // A count of 0 stands for all blocks that there are.
+    // A count of 0 means all blocks of the unit.
     if blocks <= NAMED_BY_10 { cdb([0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0]) } else { cdb([0x91; 1]) }
 }
 

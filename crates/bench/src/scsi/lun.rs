@@ -12,7 +12,7 @@ use crate::pattern::{Io, Op};
 /// The `lun` field of the REPORT LUNS well-known logical unit.
 pub(crate) const WELL_KNOWN: [u8; 8] = [0xc1, 0x01, 0, 0, 0, 0, 0, 0];
 
-/// In the first byte of a single-level LUN: flat space addressing, for numbers up to 16383.
+/// Flat space addressing in the first byte of a single-level LUN, for numbers up to 16383.
 const FLAT_SPACE: u8 = 0x40;
 const ADDRESSING: u8 = 0xc0;
 /// The largest LUN of flat space addressing.
@@ -26,10 +26,10 @@ pub struct LunAddress {
 }
 
 impl LunAddress {
-    /// The only one of many devices.
+    /// The only unit of many devices.
     pub(crate) const FIRST: Self = Self::first_of(0);
 
-    /// The unit that every target answers for, whether it is there or not.
+    /// The unit that every target answers for, even if it does not exist.
     pub(crate) const fn first_of(target: u8) -> Self {
         Self { target, lun: 0 }
     }
@@ -54,8 +54,9 @@ impl LunAddress {
         [1, self.target, FLAT_SPACE | high, low, 0, 0, 0, 0]
     }
 
-    /// Reads an entry of what REPORT LUNS of a target returns: a single-level LUN, or the field of
-    /// a request, which the well-known unit may use. `None` for others, such as well-known units.
+    /// Reads an entry of the list that REPORT LUNS of a target returns: a single-level LUN, or the
+    /// field of a request, which the well-known unit may use. `None` for any other form, such as
+    /// well-known units.
     pub(crate) fn from_entry(of_target: u8, entry: [u8; 8]) -> Option<Self> {
         let (target, high, low, rest) = match entry {
             [1, target, high, low, a, b, c, d] => (target, high, low, [a, b, c, d, 0, 0]),
@@ -79,7 +80,7 @@ impl fmt::Display for LunAddress {
 /// Values of `--lun`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LunChoice {
-    /// This unit.
+    /// A single unit.
     One(LunAddress),
     /// All disks that the device reports.
     All,
@@ -105,7 +106,7 @@ impl fmt::Display for LunChoice {
 pub(crate) struct Unit {
     pub(crate) address: LunAddress,
     pub(crate) blocks: u64,
-    /// Logical blocks have 2 to the power of this many bytes.
+    /// The binary logarithm of the size of a logical block in bytes.
     pub(crate) block_shift: u32,
     pub(crate) read_only: bool,
 }
@@ -115,7 +116,7 @@ impl Unit {
         1 << self.block_shift
     }
 
-    /// The command for a request in bytes, which is made of whole blocks.
+    /// The SCSI command for a request. The offset and the length are whole blocks.
     #[inline]
     pub(crate) fn command(&self, io: &Io) -> Cdb {
         let first = io.offset >> self.block_shift;
@@ -126,7 +127,7 @@ impl Unit {
         }
     }
 
-    /// What READ CAPACITY(16) says about the unit at `address`.
+    /// Parses the READ CAPACITY(16) data of the unit at `address`.
     pub(crate) fn from_capacity(address: LunAddress, data: &[u8]) -> Result<Self, String> {
         let (Some(last), Some(bytes)) = (
             data.first_chunk().map(|bytes| u64::from_be_bytes(*bytes)),

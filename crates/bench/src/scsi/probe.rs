@@ -1,5 +1,5 @@
-//! Finds the units of a SCSI device and what they are, by commands on one queue that carries
-//! nothing else.
+//! Finds the units of a SCSI device and their properties, by commands on a queue without other
+//! requests.
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +14,7 @@ use super::sense::Sense;
 use crate::driver::Virtqueue;
 use crate::plan::QueueShape;
 
-/// A queue for [`find_units`].
+/// The shape of the queue for [`find_units`].
 pub(crate) const SHAPE: QueueShape = QueueShape {
     queues: 1,
     size: 128,
@@ -30,12 +30,13 @@ const INQUIRY_BYTES: u8 = 36;
 const CAPACITY_BYTES: u8 = 32;
 const MODE_HEADER_BYTES: u8 = 8;
 
-/// How often a command is sent again to a unit that reports something first, or that is not ready.
+/// The most times that a command is sent to a unit that first reports a unit attention or is not
+/// ready.
 const ATTEMPTS: usize = 100;
-/// Before a command is sent again that was not taken.
+/// Pause before a command is repeated after the unit was busy.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Finds the units that are to be driven.
+/// Finds the units to drive.
 pub(crate) fn find_units(queue: &mut Virtqueue, choice: LunChoice) -> io::Result<Vec<Unit>> {
     let units = match choice {
         LunChoice::One(address) => vec![find_unit(queue, address)?],
@@ -44,7 +45,7 @@ pub(crate) fn find_units(queue: &mut Virtqueue, choice: LunChoice) -> io::Result
     Ok(units)
 }
 
-/// Waits until the units take commands and have reported what had happened before.
+/// Waits until the units take commands, and consumes their pending unit attentions.
 pub(crate) fn make_ready(queue: &mut Virtqueue, units: &[Unit]) -> io::Result<()> {
     units.iter().try_for_each(|unit| make_unit_ready(queue, unit.address))
 }
@@ -106,7 +107,7 @@ fn report_luns(queue: &mut Virtqueue) -> io::Result<Vec<LunAddress>> {
     }
 }
 
-/// Returns the peripheral qualifier and device type of a unit, 0 for a disk that is there.
+/// Returns the peripheral qualifier and device type of a unit: 0 for a disk that exists.
 fn inquire(queue: &mut Virtqueue, address: LunAddress) -> io::Result<Result<u8, Response>> {
     let cdb = command::inquiry(INQUIRY_BYTES.into());
     let data = execute(queue, address.field(), &cdb, INQUIRY_BYTES.into())?;
@@ -117,7 +118,7 @@ fn inquire(queue: &mut Virtqueue, address: LunAddress) -> io::Result<Result<u8, 
     }
 }
 
-/// Makes a disk ready and reads its capacity, and whether it can be written.
+/// Makes a disk ready and reads its capacity and write protection.
 fn examine(queue: &mut Virtqueue, address: LunAddress) -> io::Result<Unit> {
     const WRITE_PROTECTED: u8 = 0x80;
     make_unit_ready(queue, address)?;
@@ -127,14 +128,14 @@ fn examine(queue: &mut Virtqueue, address: LunAddress) -> io::Result<Unit> {
     let unit = Unit::from_capacity(address, &capacity)
         .map_err(|error| io::Error::other(format!("unit {address}: {error}")))?;
     let cdb = command::mode_sense_10(MODE_HEADER_BYTES.into());
-    // A disk without mode pages can be written for all that is known.
+    // Without mode pages a disk counts as writable.
     let mode = execute(queue, address.field(), &cdb, MODE_HEADER_BYTES.into())?.unwrap_or_default();
     let read_only = mode.get(3).is_some_and(|parameter| parameter & WRITE_PROTECTED != 0);
     Ok(Unit { read_only, ..unit })
 }
 
-/// Carries out a command, again if the unit reports a unit attention instead, or is not ready yet.
-/// Returns what was read.
+/// Carries out a command, and repeats it if the unit reports a unit attention or is not ready.
+/// Returns the data that was read.
 fn execute(
     queue: &mut Virtqueue,
     lun: [u8; 8],
@@ -167,7 +168,7 @@ fn failed(address: LunAddress, what: &str, response: &Response) -> io::Error {
     io::Error::other(format!("unit {address}: {what} failed: {response}"))
 }
 
-/// What a peripheral qualifier and device type other than 0 stand for.
+/// Describes a peripheral qualifier and device type other than 0.
 fn describe_kind(kind: u8) -> &'static str {
     match (kind >> 5, kind & 0x1f) {
         (1 | 3, _) => "there is no unit",
@@ -181,7 +182,7 @@ fn describe_kind(kind: u8) -> &'static str {
 }
 
 fn join(addresses: &[LunAddress]) -> String {
-    /// More are not read by anybody.
+    /// A longer list would not be read.
     const SHOWN: usize = 16;
     let shown: Vec<_> = addresses.iter().take(SHOWN).map(ToString::to_string).collect();
     let more = if addresses.len() > SHOWN { " and others" } else { "" };

@@ -9,12 +9,12 @@ use super::sense::Sense;
 use crate::memory::SharedMemory;
 use crate::requests::Form;
 
-/// The defaults of the fields of the same names of the configuration space.
+/// The defaults of the configuration fields `sense_size` and `cdb_size`.
 pub(crate) const SENSE_BYTES: usize = 96;
 pub(crate) const CDB_BYTES: usize = 32;
 
-/// All that a request without errors needs is in one cache line: the header, and the fields of the
-/// response before its sense data.
+/// The form of a request. One cache line holds everything that a request without errors needs: the
+/// header, and the fields of the response before its sense data.
 pub(crate) const FORM: Form = Form {
     stride: 192,
     header_bytes: 51,
@@ -23,16 +23,16 @@ pub(crate) const FORM: Form = Form {
     data_in_last: true,
 };
 
-/// In the header.
+/// Offset in the header.
 const CDB_AT: usize = 19;
-/// From the header's start: aligned behind it.
+/// Offset from the header's start, aligned after the header.
 const RESPONSE_AT: usize = 52;
-/// Header and the response before its sense data.
+/// The header, and the response before its sense data.
 const LINE_BYTES: usize = RESPONSE_AT + SENSE_AT;
-/// A line is written by words of this size.
+/// The width of the stores that fill a line.
 const WORD_BYTES: usize = size_of::<u128>();
 
-/// In the response, whose last field before the sense data is the response code.
+/// Offsets in the response. The response code is the last field before the sense data.
 const RESIDUAL_AT: usize = 4;
 const STATUS_WORD_AT: usize = 8;
 const SENSE_AT: usize = 12;
@@ -42,7 +42,7 @@ const _: () = assert!(FORM.header_bytes as usize == CDB_AT + CDB_BYTES);
 const _: () = assert!(FORM.response_bytes as usize == RESPONSE_BYTES);
 const _: () = assert!(LINE_BYTES == 4 * WORD_BYTES && RESPONSE_AT + RESPONSE_BYTES <= FORM.stride);
 
-/// What the response byte is before the server writes it.
+/// The value of the response byte before the server writes it.
 const PENDING: u8 = 0xff;
 
 /// Response codes.
@@ -55,7 +55,7 @@ const CHECK_CONDITION: u8 = 0x02;
 const STATUS_BUSY: u8 = 0x08;
 const TASK_SET_FULL: u8 = 0x28;
 
-/// Writes a request to the unit with this `lun` field into a slot whose header is at `at`.
+/// Writes a request to the unit with this `lun` field into the slot with its header at `at`.
 #[inline]
 pub(crate) fn put(memory: &SharedMemory, at: usize, tag: u64, lun: [u8; 8], cdb: Cdb) {
     // The task attribute (0 is SIMPLE), priority and CRN stay 0, as the end of the CDB does.
@@ -76,18 +76,18 @@ pub(crate) fn put(memory: &SharedMemory, at: usize, tag: u64, lun: [u8; 8], cdb:
 pub(crate) fn result(memory: &SharedMemory, at: usize) -> i32 {
     let residual = memory.number::<u32>(at + RESPONSE_AT + RESIDUAL_AT);
     let status_word = u32::from_le(memory.number(at + RESPONSE_AT + STATUS_WORD_AT));
-    // Its lower half is the status qualifier, which says nothing beside status GOOD.
+    // The lower half is the status qualifier, which means nothing with status GOOD.
     i32::from(residual != 0 || status_word >> 16 != 0)
 }
 
-/// Reads the response of the slot whose header is at `at`.
+/// Reads the response of the slot with its header at `at`.
 pub(crate) fn response(memory: &SharedMemory, at: usize) -> Response {
     let mut bytes = [0; RESPONSE_BYTES];
     memory.at(at + RESPONSE_AT, RESPONSE_BYTES).copy_to(&mut bytes);
     Response::parse(&bytes)
 }
 
-/// What the device answered.
+/// The response of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Response {
     pub(crate) residual: u32,
@@ -105,12 +105,12 @@ impl Response {
         Self { residual, status, response, sense: Sense::parse(sense) }
     }
 
-    /// The command was carried out, in full or not.
+    /// Returns true if the command was carried out, in full or not.
     pub(crate) fn is_good(&self) -> bool {
         self.response == OK && self.status == GOOD
     }
 
-    /// The command was not carried out, and may be if it is sent again.
+    /// Returns true if the command was not carried out, but may be if it is sent again.
     pub(crate) fn is_busy(&self) -> bool {
         self.response == BUSY
             || (self.response == OK && [STATUS_BUSY, TASK_SET_FULL].contains(&self.status))

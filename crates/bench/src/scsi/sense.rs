@@ -1,18 +1,18 @@
-//! Sense data in both of its formats (SPC-5, section 4.4), in words.
+//! Sense data in both of its formats (SPC-5, section 4.4), and its description.
 
 #![forbid(unsafe_code)]
 
 use std::fmt;
 
-/// What sense data says.
+/// The decoded content of sense data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sense {
     key: u8,
     asc: u8,
     ascq: u8,
-    /// The INFORMATION field; after a medium error the block that it is about.
+    /// The INFORMATION field: the failed block after a medium error.
     information: Option<u64>,
-    /// The byte in the CDB or in the parameters that was wrong.
+    /// The wrong byte in the CDB or in the parameters.
     field: Option<Field>,
 }
 
@@ -51,7 +51,7 @@ const KEYS: [&str; 16] = [
 ];
 
 impl Sense {
-    /// Reads sense data; `None` when it is too short or in a format that is not known.
+    /// Parses sense data; `None` if it is too short or its format is unknown.
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         match bytes.first()? & 0x7f {
             0x70 | 0x71 => Self::parse_fixed(bytes),
@@ -97,17 +97,18 @@ impl Sense {
         Some(sense)
     }
 
-    /// The state of the unit has changed since its last command. It says so once.
+    /// Returns true if the state of the unit has changed since its last command. A unit reports
+    /// this once.
     pub(crate) fn is_unit_attention(&self) -> bool {
         self.key == UNIT_ATTENTION
     }
 
-    /// The unit will be ready without anybody's help.
+    /// Returns true if the unit will become ready without help.
     pub(crate) fn is_becoming_ready(&self) -> bool {
         self.key == NOT_READY && (self.asc, self.ascq) == (0x04, 0x01)
     }
 
-    /// What was found, by the names of the standard.
+    /// The name of the condition in the standard.
     fn words(&self) -> Option<&'static str> {
         Some(match (self.asc, self.ascq) {
             (0x04, 0x00) => "logical unit not ready, cause not reportable",
@@ -148,7 +149,7 @@ impl Sense {
         })
     }
 
-    /// What to do about it, where that is not plain from the words.
+    /// The remedy, unless the name makes it plain.
     fn advice(&self) -> Option<&'static str> {
         Some(match (self.key, self.asc, self.ascq) {
             (_, 0x27, 0x07) => "the disk behind the unit is full",
@@ -188,7 +189,7 @@ impl fmt::Display for Sense {
 }
 
 impl Field {
-    /// Reads the sense key specific bytes, which are a field pointer with ILLEGAL REQUEST.
+    /// Parses the sense key specific bytes, which are a field pointer with ILLEGAL REQUEST.
     fn parse(key: u8, [flags, high, low]: [u8; 3]) -> Option<Self> {
         const VALID: u8 = 0x80;
         const IN_CDB: u8 = 0x40;

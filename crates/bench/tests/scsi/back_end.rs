@@ -1,6 +1,6 @@
-//! A small vhost-user-scsi back-end: the messages, and queues whose commands a script answers.
+//! A small vhost-user-scsi back-end: the messages, and queues with a script that answers commands.
 //!
-//! It has no configuration space, and as few protocol features as a test wants.
+//! It has no configuration space, and only the protocol features that a test asks for.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};
@@ -25,7 +25,7 @@ pub(crate) const VERSION_1: u64 = 1 << 32;
 pub(crate) const MQ: u64 = 1 << 0;
 pub(crate) const REPLY_ACK: u64 = 1 << 3;
 
-/// Queues that the back-end has, with those for control and events.
+/// The number of queues, including the control queue and the event queue.
 pub(crate) const QUEUES: u64 = 5;
 
 const SENSE_BYTES: usize = 96;
@@ -36,11 +36,11 @@ pub(crate) struct Command {
     pub(crate) lun: [u8; 8],
     pub(crate) cdb: [u8; 32],
     pub(crate) data_out: Vec<u8>,
-    /// Bytes for data that the device writes.
+    /// Room for data from the device, in bytes.
     pub(crate) room: usize,
 }
 
-/// What the device writes.
+/// The response and the data of the device.
 #[derive(Default)]
 pub(crate) struct Answer {
     pub(crate) response: u8,
@@ -48,9 +48,9 @@ pub(crate) struct Answer {
     pub(crate) residual: u32,
     pub(crate) sense: Vec<u8>,
     pub(crate) data: Vec<u8>,
-    /// Nothing at all is written.
+    /// True to write nothing at all.
     pub(crate) silent: bool,
-    /// The used element names a descriptor so far behind the head.
+    /// Distance from the head to the descriptor that the used element names.
     pub(crate) head_offset: u16,
 }
 
@@ -70,7 +70,7 @@ impl BackEnd {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("scsi.sock");
         let listener = UnixListener::bind(&socket).unwrap();
-        // It ends with the process: it waits for a next front-end until then.
+        // The thread waits for further front-ends until the process ends.
         thread::spawn(move || {
             for stream in listener.incoming() {
                 let session = Session {
@@ -90,7 +90,7 @@ impl BackEnd {
     }
 }
 
-/// What the front-end has said of a queue.
+/// The state of a queue, as set by the front-end.
 #[derive(Default)]
 struct Ring {
     size: u16,
@@ -157,7 +157,7 @@ impl Session {
                 }
                 13 => {
                     self.ring(word(0)).call = file;
-                    // Without protocol features there is no message to enable it.
+                    // Without protocol features no message enables the queue.
                     if self.features & PROTOCOL_FEATURES == 0 {
                         self.start(word(0));
                     }
@@ -290,7 +290,7 @@ fn serve_queue(
     queue.next_avail()
 }
 
-/// Carries out one command. Returns its head and how many bytes were written.
+/// Carries out one command. Returns its head and the number of written bytes.
 fn execute(queue: u32, mut chain: Chain, script: &dyn Script) -> (u16, u32) {
     let header: [u8; 51] = chain.readable.take_front().unwrap();
     let command = Command {

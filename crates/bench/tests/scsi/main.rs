@@ -1,5 +1,5 @@
 //! The load generator as the driver of a SCSI device, against a back-end that answers as a test
-//! wants: also what no good device answers.
+//! demands, even as no good device does.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -21,18 +21,18 @@ const UNIT_BYTES: usize = 4 << 20;
 const CHECK_CONDITION: u8 = 2;
 const BAD_TARGET: u8 = 3;
 
-/// What may change an answer before it goes out.
+/// A change to an answer before the device sends it.
 type Change = fn(&Command, Answer) -> Answer;
 
-/// Units of one target that keep what is written to them.
+/// Units of one target that store written data.
 struct Disks {
-    /// By LUN; those without data are CD drives.
+    /// Units by LUN; a unit without data is a CD drive.
     units: Vec<(u8, Mutex<Vec<u8>>)>,
-    /// How many unit attentions each command of a probe gets first.
+    /// Number of unit attentions that precede answers to commands of a probe.
     attentions: AtomicUsize,
     target: u8,
     only_well_known: bool,
-    /// Reads of all units are of the first one.
+    /// Reads of any unit return data of the first unit.
     confused: bool,
     change: Change,
     queues_seen: Mutex<BTreeSet<u32>>,
@@ -114,7 +114,7 @@ impl Disks {
                 Answer::default()
             }
             0x5a => {
-                // A change after the last command of the probe is one to be reported once more.
+                // MODE SENSE ends the probe, so these unit attentions come before the next command.
                 self.attentions.store(2, Ordering::SeqCst);
                 check(5, 0x20, 0)
             }
@@ -276,7 +276,8 @@ fn bad_answers_are_errors() {
     }
 }
 
-/// Descriptors of a request are 3, so these are the middle of one and the head of another.
+/// A request has 3 descriptors, so these offsets name the middle of one request and the head of the
+/// next.
 #[test]
 fn an_answer_to_nothing_ends_the_run() {
     let changes: [Change; 2] = [
