@@ -14,13 +14,13 @@ use tempfile::TempDir;
 
 use crate::system::{is_installed, skipped};
 
-/// How long a cluster may take to be there, and for all that is asked of it.
+/// The time limit for the start of a cluster and for each command to it.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// How large the disk of its OSD can become.
+/// The most that the disk of its OSD can hold.
 const OSD_BYTES: u64 = 4 << 30;
 
-/// Its keys, by user. That of `vm` may do what a host of virtual machines needs.
+/// Its keys, by user. `vm` has the rights that a host of virtual machines needs.
 const USERS: [(&str, [&str; 3]); 5] = [
     ("mon.", ["allow *", "", ""]),
     ("client.admin", ["allow *", "allow *", "allow *"]),
@@ -29,7 +29,7 @@ const USERS: [(&str, [&str; 3]); 5] = [
     ("client.vm", ["profile rbd", "profile rbd", "profile rbd"]),
 ];
 
-/// Options for an OSD that keeps in memory all that it reads.
+/// Options for an OSD that caches everything that it reads.
 const KEEP_ALL_READ: &str = "bluestore cache autotune = false\n\
                              bluestore cache size = 8589934592\n\
                              bluestore cache meta ratio = 0.1\n\
@@ -38,29 +38,31 @@ const KEEP_ALL_READ: &str = "bluestore cache autotune = false\n\
 /// A running cluster with an empty pool `rbd`. Dropping it ends its processes and removes its
 /// folder.
 pub struct Cluster {
-    /// What starts its daemons.
+    /// The command that starts its daemons.
     under: &'static [&'static str],
-    /// Lines of its configuration that not all clusters have.
+    /// Further lines of its configuration.
     options: &'static str,
     daemons: Vec<(&'static str, Child)>,
     folder: TempDir,
 }
 
 impl Cluster {
-    /// Starts a cluster. `None`, after saying so, where Ceph is not installed.
+    /// Starts a cluster. `None`, with a message, if Ceph is not installed.
     ///
     /// # Errors
-    /// When it is installed, and does not start.
+    /// If Ceph is installed and does not start.
     pub fn start() -> Result<Option<Self>> {
         Self::start_under(&["nice", "-n", "10"], "")
     }
 
-    /// As [`start`](Self::start), with daemons that are as much entitled to a CPU as their clients.
-    /// Like services, they have a session apart from those: the scheduler divides CPUs between
-    /// sessions first. What was read once does not come from the disk of the OSD again.
+    /// Like [`start`](Self::start), but with daemons that have the same claim to a CPU as their
+    /// clients.
+    ///
+    /// Like services, they have a session apart from their clients: the scheduler divides CPUs
+    /// between sessions first. Data that was read once does not come from the OSD's disk again.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`start`](Self::start).
     pub fn start_as_service() -> Result<Option<Self>> {
         Self::start_under(&["setsid"], KEEP_ALL_READ)
     }
@@ -72,7 +74,7 @@ impl Cluster {
                 return Ok(None);
             }
         }
-        // Where paths are short: there are sockets in it.
+        // A folder with a short path, for the sockets in it.
         let folder = tempfile::tempdir().context("making a folder for a cluster")?;
         let mut cluster = Self { under, options, daemons: Vec::new(), folder };
         match cluster.bring_up() {
@@ -92,7 +94,7 @@ impl Cluster {
         self.tool("rbd", &["pool", "init", "rbd"]).map(drop)
     }
 
-    /// Its configuration.
+    /// The configuration file.
     #[must_use]
     pub fn conf(&self) -> PathBuf {
         self.path("ceph.conf")
@@ -104,16 +106,16 @@ impl Cluster {
         self.path("client.vm")
     }
 
-    /// Where something of this name is or would be.
+    /// The path of `name` in the cluster's folder.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// Runs one of Ceph's tools, and returns what it prints.
+    /// Runs one of Ceph's tools, and returns its output.
     ///
     /// # Errors
-    /// When it fails.
+    /// If the tool fails.
     pub fn tool<S: AsRef<OsStr>>(&self, program: &str, arguments: &[S]) -> Result<String> {
         let mut command = Command::new("timeout");
         command.arg(LIMIT.as_secs().to_string()).arg(program).args(arguments);
@@ -127,7 +129,7 @@ impl Cluster {
     /// Makes an image.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// If the image cannot be made.
     pub fn create_image(&self, name: &str, bytes: u64) -> Result<()> {
         self.tool("rbd", &["create", name, "--size", &format!("{bytes}B")]).map(drop)
     }
@@ -135,7 +137,7 @@ impl Cluster {
     /// The process of the OSD.
     ///
     /// # Errors
-    /// When there is none.
+    /// If no OSD runs.
     pub fn osd(&self) -> Result<Pid> {
         let osd = self.daemons.iter().find(|(program, _)| *program == "ceph-osd");
         osd.map(|(_, child)| Pid::from_child(child)).context("no OSD runs")
@@ -144,7 +146,7 @@ impl Cluster {
     /// Kills the OSD.
     ///
     /// # Errors
-    /// When there is none.
+    /// If no OSD runs.
     pub fn kill_osd(&mut self) -> Result<()> {
         kill_process(self.osd()?, Signal::KILL).context("killing the OSD")?;
         self.daemons.retain_mut(|(program, child)| *program != "ceph-osd" || child.wait().is_err());
@@ -154,7 +156,7 @@ impl Cluster {
     /// Starts the OSD, at first or again.
     ///
     /// # Errors
-    /// When its program cannot be started.
+    /// If its program cannot be started.
     pub fn start_osd(&mut self) -> Result<()> {
         self.start_daemon("ceph-osd", "0")
     }
@@ -171,7 +173,7 @@ impl Cluster {
             }
             output(&mut command)?;
         }
-        // A daemon looks for its own among all of them; a client has but its own.
+        // A daemon looks up its own key among all of them; a client has only its own.
         let keys = USERS.iter().filter(|(user, _)| *user != "client.vm").chain(&USERS[4..]);
         let all = keys.map(|(user, _)| std::fs::read_to_string(self.path(user)));
         let all = all.collect::<std::io::Result<String>>().context("reading keys")?;
@@ -206,7 +208,7 @@ impl Cluster {
     fn start_daemon(&mut self, program: &'static str, id: &str) -> Result<()> {
         let messages = File::options().create(true).append(true).open(self.path(program));
         let messages = messages.context("making a file for messages")?;
-        // It does not outlive the test, however that ends.
+        // The daemon ends with the test, however the test ends.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).args(self.under).args([program, "-f", "-i", id]);
         let child = command
@@ -253,7 +255,7 @@ impl Cluster {
         )
     }
 
-    /// What its daemons have written.
+    /// The messages of its daemons.
     #[must_use]
     pub fn messages(&self) -> String {
         let read = |name: &&str| std::fs::read_to_string(self.path(name)).unwrap_or_default();
@@ -264,7 +266,7 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for (_, child) in &mut self.daemons {
-            // These fail only if it has ended and been waited for.
+            // Both fail only for a daemon that was already waited for.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -274,10 +276,10 @@ impl Drop for Cluster {
     }
 }
 
-/// The bytes that an image has, as `rbd export` reads it.
+/// The content of an image, as `rbd export` reads it.
 ///
 /// # Errors
-/// When it cannot be read.
+/// If the image cannot be read.
 pub fn export(cluster: &Cluster, image: &str, to: &Path) -> Result<Vec<u8>> {
     let _ = std::fs::remove_file(to);
     let words = [OsStr::new("export"), OsStr::new("--no-progress"), OsStr::new(image)];

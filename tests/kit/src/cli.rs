@@ -1,4 +1,4 @@
-//! `ringhaul` as its users run it: a command line, what it writes, and its exit status.
+//! `ringhaul` as its users run it: command line, output, exit status.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -16,22 +16,22 @@ use tempfile::TempDir;
 
 use crate::server::ringhaul_binary;
 
-/// How long anything may take before a test gives up on it. Only a hang takes this long.
+/// The time limit of a test for any single step. Only a hang takes this long.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// Exit status of a command that cannot start, or was told something that makes no sense.
+/// Exit status of a command that cannot start, or whose options make no sense.
 pub const EXIT_USAGE: i32 = 2;
 
 /// Exit status of a load generator whose run failed after it had begun.
 pub const EXIT_RUN: i32 = 1;
 
-/// What the daemon says when a front-end can connect.
+/// The daemon's message that front-ends can connect.
 pub const READY: &str = "serving on";
 
 /// `ringhaul`, without arguments.
 ///
 /// # Errors
-/// When the program is not there.
+/// If the program is missing.
 pub fn ringhaul() -> Result<Command> {
     ringhaul_under(&[] as &[&str])
 }
@@ -39,10 +39,10 @@ pub fn ringhaul() -> Result<Command> {
 /// `ringhaul` as the last words of another command line, such as `unshare --mount`.
 ///
 /// # Errors
-/// When the program is not there.
+/// If the program is missing.
 pub fn ringhaul_under<S: AsRef<OsStr>>(words: &[S]) -> Result<Command> {
     let words = words.iter().map(AsRef::as_ref);
-    // What is started does not outlive the test, however that ends.
+    // The program ends with the test, however the test ends.
     let mut words = words.chain(["setpriv", "--pdeathsig", "KILL"].map(OsStr::new));
     let mut command = Command::new(words.next().context("a command line has a word")?);
     command.args(words).arg(ringhaul_binary()?).stdin(Stdio::null()).env_remove("RUST_LOG");
@@ -52,7 +52,7 @@ pub fn ringhaul_under<S: AsRef<OsStr>>(words: &[S]) -> Result<Command> {
 /// `ringhaul serve` of `file` on `socket`, to be completed.
 ///
 /// # Errors
-/// When the program is not there.
+/// If the program is missing.
 pub fn serve(socket: &Path, file: &Path) -> Result<Command> {
     let mut command = ringhaul()?;
     command.arg("serve").arg("--socket-path").arg(socket).arg("--blk-file").arg(file);
@@ -62,40 +62,40 @@ pub fn serve(socket: &Path, file: &Path) -> Result<Command> {
 /// `ringhaul bench` of the server on `socket`, to be completed.
 ///
 /// # Errors
-/// When the program is not there.
+/// If the program is missing.
 pub fn bench(socket: &Path, options: &str) -> Result<Command> {
     let mut command = ringhaul()?;
     command.arg("bench").arg("--socket-path").arg(socket).args(options.split_whitespace());
     Ok(command)
 }
 
-/// Folders for one test: disks where direct I/O works, sockets where paths are short.
+/// Folders for one test: disks on a file system with direct I/O, sockets at short paths.
 pub struct Scene {
     disks: TempDir,
     sockets: TempDir,
 }
 
 impl Scene {
-    /// Makes the folders, that for disks in `disks`.
+    /// Makes the folders, with disks in `disks`.
     ///
     /// # Errors
-    /// When they cannot be made.
+    /// If they cannot be made.
     pub fn new(disks: &str) -> Result<Self> {
         let disks = tempfile::tempdir_in(disks).context("making a folder for disks")?;
         let sockets = tempfile::tempdir().context("making a folder for sockets")?;
         Ok(Self { disks, sockets })
     }
 
-    /// Where a disk of this name would be.
+    /// The path of the disk `name`.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.disks.path().join(name)
     }
 
-    /// A new disk that is one hole.
+    /// Makes a disk that is one hole.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// If the file cannot be made.
     pub fn disk(&self, name: &str, bytes: u64) -> Result<PathBuf> {
         let path = self.path(name);
         File::create(&path)
@@ -104,7 +104,7 @@ impl Scene {
         Ok(path)
     }
 
-    /// Where a socket of this name is to be.
+    /// The path for the socket `name`.
     #[must_use]
     pub fn socket(&self, name: &str) -> PathBuf {
         self.sockets.path().join(name)
@@ -114,11 +114,11 @@ impl Scene {
 /// A command that has ended.
 #[derive(Debug)]
 pub struct Finished {
-    /// How.
+    /// Its exit status.
     pub status: ExitStatus,
-    /// All that it wrote to standard output.
+    /// Its whole standard output.
     pub stdout: String,
-    /// All that it wrote to standard error.
+    /// Its whole standard error.
     pub stderr: String,
 }
 
@@ -126,7 +126,7 @@ impl Finished {
     /// Fails unless the exit status is `code`.
     ///
     /// # Errors
-    /// When it is another.
+    /// If the exit status differs.
     pub fn expect_code(self, code: i32) -> Result<Self> {
         ensure!(
             self.status.code() == Some(code),
@@ -138,11 +138,11 @@ impl Finished {
         Ok(self)
     }
 
-    /// Fails unless the command has refused to start: status 2, nothing on standard output, and
-    /// one line on standard error that has all `words` and says nothing twice.
+    /// Fails unless the command has refused to start. A refusal has status 2, nothing on standard
+    /// output, and one line on standard error that has all `words` and names no error twice.
     ///
     /// # Errors
-    /// When it has not.
+    /// If the command has not refused.
     pub fn expect_refusal(&self, words: &[&str]) -> Result<()> {
         let seen = format!("{}; on stderr:\n{}", self.status, self.stderr);
         ensure!(self.status.code() == Some(EXIT_USAGE), "not status {EXIT_USAGE}, but {seen}");
@@ -156,7 +156,7 @@ impl Finished {
     }
 }
 
-/// A command that runs. Dropping it kills it; what it wrote is shown if the test fails.
+/// A running command. Dropping it kills it and, if the test fails, shows its output.
 pub struct Running {
     child: Child,
     lines: Receiver<String>,
@@ -168,7 +168,7 @@ impl Running {
     /// Starts `command`.
     ///
     /// # Errors
-    /// When its program cannot be started.
+    /// If its program cannot be started.
     pub fn start(command: &mut Command) -> Result<Self> {
         let mut child = command
             .stdout(Stdio::piped())
@@ -178,7 +178,7 @@ impl Running {
         let (sender, lines) = channel();
         let stderr = child.stderr.take().context("the command has no stderr")?;
         std::thread::spawn(move || {
-            // The receiver goes only when nobody reads any more.
+            // Sending fails only after the test has dropped the receiver.
             for line in BufReader::new(stderr).lines().map_while(Result::ok) {
                 let _ = sender.send(line);
             }
@@ -195,18 +195,18 @@ impl Running {
     /// Starts a daemon and waits until a front-end can connect.
     ///
     /// # Errors
-    /// When it does not come so far.
+    /// If the daemon does not get that far.
     pub fn serve(command: &mut Command) -> Result<Self> {
         let mut running = Self::start(command)?;
         running.wait_for(READY)?;
         Ok(running)
     }
 
-    /// Waits for a line with `text` on standard error, among those that no earlier wait has seen,
+    /// Waits for a line with `text` on standard error, after the lines that earlier waits consumed,
     /// and returns it.
     ///
     /// # Errors
-    /// When the command ends without one, or writes none in time.
+    /// If the command ends without such a line, or writes none in time.
     pub fn wait_for(&mut self, text: &str) -> Result<String> {
         let deadline = Instant::now() + LIMIT;
         while let Some(line) = self.next_line(deadline)? {
@@ -217,22 +217,22 @@ impl Running {
         bail!("the command has ended without writing {text:?}:\n{}", self.stderr)
     }
 
-    /// What it has written to standard error, as far as it was waited for.
+    /// Its standard error, up to the last line that was waited for.
     #[must_use]
     pub fn stderr(&self) -> &str {
         &self.stderr
     }
 
-    /// Its process.
+    /// The process of the command.
     #[must_use]
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 
-    /// Sends it a signal.
+    /// Sends a signal.
     ///
     /// # Errors
-    /// When it has ended.
+    /// If the command has ended.
     pub fn signal(&mut self, signal: Signal) -> Result<()> {
         if let Some(status) = self.child.try_wait().context("looking at the command")? {
             bail!("the command had ended with {status}:\n{}", self.stderr);
@@ -240,10 +240,10 @@ impl Running {
         kill_process(self.pid(), signal).with_context(|| format!("sending {signal:?}"))
     }
 
-    /// Waits until it has ended.
+    /// Waits for the end of the command.
     ///
     /// # Errors
-    /// When it does not end in time.
+    /// If it does not end in time.
     pub fn finish(mut self) -> Result<Finished> {
         let deadline = Instant::now() + LIMIT;
         while self.next_line(deadline)?.is_some() {}
@@ -254,7 +254,7 @@ impl Running {
         Ok(Finished { status, stdout, stderr: std::mem::take(&mut self.stderr) })
     }
 
-    /// The next line of standard error; none when there will be no more.
+    /// The next line of standard error; `None` at its end.
     fn next_line(&mut self, deadline: Instant) -> Result<Option<String>> {
         match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(line) => {
@@ -272,12 +272,12 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // These fail only if it has ended and been waited for.
+        // Both fail only for a command that was already waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
         self.stderr.extend(self.lines.try_iter().map(|line| line + "\n"));
         if !self.stderr.is_empty() {
-            // A test that passes shows nothing.
+            // The test harness shows this only if the test fails.
             eprintln!("--- standard error of a command that was ended ---\n{}", self.stderr);
         }
     }
@@ -286,13 +286,13 @@ impl Drop for Running {
 /// Runs `command` to its end.
 ///
 /// # Errors
-/// When it cannot be started or does not end in time.
+/// If it cannot be started or does not end in time.
 pub fn run(command: &mut Command) -> Result<Finished> {
     Running::start(command)?.finish()
 }
 
-/// Command lines that must be refused, and what the refusals must say. All are tried, so that one
-/// failure does not hide others.
+/// Command lines that must be refused, with the words of each refusal. All are tried, so that one
+/// failure hides no other.
 #[derive(Default)]
 pub struct Refusals {
     failures: Vec<String>,
@@ -300,7 +300,7 @@ pub struct Refusals {
 }
 
 impl Refusals {
-    /// Runs `command`, which is wrong because of `what`.
+    /// Runs `command`, which is wrong in the way that `what` names.
     pub fn check(&mut self, what: &str, command: Result<Command>, words: &[&str]) {
         self.tried += 1;
         let result = command.and_then(|mut command| run(&mut command)?.expect_refusal(words));
@@ -309,10 +309,10 @@ impl Refusals {
         }
     }
 
-    /// Fails if any of them was not refused as it must be.
+    /// Fails if any command was not refused in the required way.
     ///
     /// # Errors
-    /// When one was not.
+    /// If there was such a command.
     pub fn finish(self) -> Result<()> {
         ensure!(
             self.failures.is_empty(),

@@ -18,7 +18,7 @@ use crate::cli::{READY, ringhaul_under};
 use crate::server::{Cache, Engine};
 use crate::system::thread_id;
 
-/// How long anything may take before a test gives up on it. Only a hang takes this long.
+/// The time limit of a test for any single step. Only a hang takes this long.
 pub const LIMIT: Duration = Duration::from_secs(30);
 
 /// Bytes of a sector.
@@ -27,13 +27,13 @@ pub const SECTOR_BYTES: usize = 512;
 /// Bytes at the start of a disk that [`sector_content`] fills.
 pub const FILLED_BYTES: usize = 2 << 20;
 
-/// The name of the memfds of front-ends, as /proc shows it.
+/// The name of the front-ends' memfds in /proc.
 pub const GUEST_MEMORY: &str = "ringhaul-test-guest";
 
-/// Threads that come and go with load, and those that start when the daemon listens already.
+/// Threads that come and go with load, and threads that start after the daemon listens.
 const PASSING_THREADS: [&str; 3] = ["ringhaul-pool", "ringhaul-signal", "ringhaul-size"];
 
-/// How the names of threads begin that the kernel starts and ends for io_uring.
+/// The prefix of the names of threads that the kernel starts and ends for io_uring.
 const KERNEL_THREADS: &str = "iou-wrk-";
 
 /// Makes a test for each engine out of each function that takes one.
@@ -51,7 +51,7 @@ macro_rules! for_each_engine {
     };
 }
 
-/// As [`for_each_engine`], but only for engines whose operations a trace of system calls shows.
+/// Like [`for_each_engine`], but only for engines whose operations a trace of system calls shows.
 #[macro_export]
 macro_rules! for_each_engine_with_system_calls {
     ($($(#[$attribute:meta])* $name:ident),* $(,)?) => {
@@ -72,24 +72,24 @@ macro_rules! for_each_engine_with_system_calls {
     };
 }
 
-/// What is served and how. The disk is a new file, filled in part.
+/// The options of a daemon. The disk is a new file, filled in part.
 #[derive(Clone, Debug)]
 pub struct DaemonOptions {
-    /// How requests reach the kernel.
+    /// The engine.
     pub engine: Engine,
     /// The cache mode.
     pub cache: Cache,
     /// Size of the disk in bytes.
     pub disk_bytes: u64,
-    /// Queues at most; of virtio-scsi, those for requests.
+    /// The most queues; for virtio-scsi, the most request queues.
     pub num_queues: u16,
-    /// The device is virtio-scsi, not virtio-blk, and the disk its LUN 0.
+    /// True for virtio-scsi with the disk as LUN 0, false for virtio-blk.
     pub is_scsi: bool,
-    /// Options of the command line besides these.
+    /// Further options of the command line.
     pub more: Vec<String>,
-    /// System calls to be traced, as strace wants them. It names threads too.
+    /// System calls to trace, as a list for strace. The trace names threads too.
     pub trace: Option<&'static str>,
-    /// A command that runs it in place of itself, such as one that lowers a limit.
+    /// A command that executes the daemon, such as one that lowers a limit.
     pub under: &'static [&'static str],
 }
 
@@ -114,7 +114,7 @@ impl DaemonOptions {
         }
     }
 
-    /// The same with one more option.
+    /// Adds an option, with `value` unless that is empty.
     #[must_use]
     pub fn with(mut self, option: &str, value: &str) -> Self {
         self.more.push(option.to_owned());
@@ -125,13 +125,13 @@ impl DaemonOptions {
     }
 }
 
-/// The content of a sector that nobody has written since the disk was made.
+/// The initial content of a sector.
 #[must_use]
 pub fn sector_content(sector: u64) -> Vec<u8> {
     pattern(sector.wrapping_add(0x5eed), SECTOR_BYTES)
 }
 
-/// Bytes that depend on `seed` and on their place.
+/// Bytes that depend on `seed` and on their position.
 #[must_use]
 pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -144,7 +144,7 @@ pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     content
 }
 
-/// What the daemon has written, line by line.
+/// The daemon's messages, line by line.
 #[derive(Default)]
 struct Log {
     state: Mutex<LogState>,
@@ -173,8 +173,8 @@ impl Log {
     }
 }
 
-/// A running daemon. Dropping it kills it and removes its socket and its disk; its messages are
-/// shown if the test fails.
+/// A running daemon. Dropping it kills it, removes its socket and its disk and, if the test fails,
+/// shows its messages.
 pub struct Daemon {
     child: Child,
     pid: Pid,
@@ -191,7 +191,7 @@ impl Daemon {
     /// where direct I/O should work.
     ///
     /// # Errors
-    /// When the program is not there, and when it ends or does not listen in time.
+    /// If the program is missing, ends, or does not listen in time.
     pub fn start(disks: &Path, options: &DaemonOptions) -> Result<Self> {
         let disk_folder = tempfile::tempdir_in(disks).context("making a folder for a disk")?;
         let socket_folder = tempfile::tempdir().context("making a folder for a socket")?;
@@ -229,36 +229,36 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Where front-ends connect.
+    /// The socket for front-ends.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// The file that is served.
+    /// The file behind the disk.
     #[must_use]
     pub fn disk(&self) -> &Path {
         &self.disk
     }
 
-    /// Its process.
+    /// The daemon's process.
     #[must_use]
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// The id of its thread of this name.
+    /// The id of the daemon's thread with this name.
     ///
     /// # Errors
-    /// When there is none.
+    /// If there is none.
     pub fn thread_id(&self, name: &str) -> Result<Pid> {
         thread_id(self.pid, name)
     }
 
-    /// What the disk has on the host.
+    /// Reads the disk on the host.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If the file cannot be read.
     pub fn read_disk(&self, sector: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut content = vec![0; bytes];
         File::open(&self.disk)
@@ -267,7 +267,7 @@ impl Daemon {
         Ok(content)
     }
 
-    /// What it has written so far.
+    /// The daemon's messages so far.
     #[must_use]
     pub fn messages(&self) -> String {
         self.log.state().lines.join("\n")
@@ -276,7 +276,7 @@ impl Daemon {
     /// Waits until `count` lines that contain `text` have been written.
     ///
     /// # Errors
-    /// When the daemon ends before, or does not write them in time.
+    /// If the daemon ends before, or does not write them in time.
     pub fn wait_for_message(&self, text: &str, count: usize) -> Result<()> {
         let deadline = Instant::now() + LIMIT;
         let mut state = self.log.state();
@@ -297,7 +297,7 @@ impl Daemon {
     /// Fails if the daemon has ended.
     ///
     /// # Errors
-    /// When it has.
+    /// If the daemon has ended.
     pub fn check_running(&mut self) -> Result<()> {
         match self.child.try_wait().context("looking at the daemon")? {
             None => Ok(()),
@@ -305,14 +305,14 @@ impl Daemon {
         }
     }
 
-    /// What its open descriptors lead to, sorted.
+    /// The targets of its open descriptors, sorted.
     ///
     /// # Errors
-    /// When /proc does not tell.
+    /// If /proc cannot be read.
     pub fn descriptors(&self) -> Result<Vec<String>> {
         let mut targets = Vec::new();
         for entry in self.proc_entries("fd")? {
-            // One that was closed meanwhile is not open.
+            // A descriptor that was closed since the listing does not count.
             if let Ok(target) = fs::read_link(entry) {
                 targets.push(target.to_string_lossy().into_owned());
             }
@@ -321,10 +321,10 @@ impl Daemon {
         Ok(targets)
     }
 
-    /// The names of its threads, sorted, without those that come and go with load.
+    /// The names of its threads, sorted, without threads that come and go with load.
     ///
     /// # Errors
-    /// When /proc does not tell.
+    /// If /proc cannot be read.
     pub fn threads(&self) -> Result<Vec<String>> {
         let mut names = Vec::new();
         for entry in self.proc_entries("task")? {
@@ -339,10 +339,10 @@ impl Daemon {
         Ok(names)
     }
 
-    /// Waits until its threads are those of `names` and no others, by [`threads`](Self::threads).
+    /// Waits until [`threads`](Self::threads) returns exactly `names`.
     ///
     /// # Errors
-    /// When that takes too long.
+    /// If that takes too long.
     pub fn wait_threads(&self, names: &[String]) -> Result<()> {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -355,20 +355,20 @@ impl Daemon {
         }
     }
 
-    /// The lines of its memory map that contain `text`.
+    /// The number of lines of its memory map that contain `text`.
     ///
     /// # Errors
-    /// When /proc does not tell.
+    /// If /proc cannot be read.
     pub fn mappings(&self, text: &str) -> Result<usize> {
         let path = self.proc().join("maps");
         let maps = fs::read_to_string(&path).with_context(|| format!("reading {path:?}"))?;
         Ok(maps.lines().filter(|line| line.contains(text)).count())
     }
 
-    /// Bytes of memory that it has for itself: neither files nor what front-ends share.
+    /// Resident bytes of its own memory, without files and front-ends' memory.
     ///
     /// # Errors
-    /// When /proc does not tell.
+    /// If /proc cannot be read.
     pub fn own_memory(&self) -> Result<usize> {
         let path = self.proc().join("status");
         let status = fs::read_to_string(&path).with_context(|| format!("reading {path:?}"))?;
@@ -377,11 +377,11 @@ impl Daemon {
         Ok(kib.with_context(|| format!("no RssAnon in {path:?}"))? << 10)
     }
 
-    /// Waits until the daemon has released its last front-end: `descriptors` are open and no
-    /// others, and no guest memory is mapped.
+    /// Waits until the daemon has released its last front-end: exactly `descriptors` are open, and
+    /// no guest memory is mapped.
     ///
     /// # Errors
-    /// When that takes too long, as it does when something leaks.
+    /// If that takes too long, as with a leak.
     pub fn wait_let_go(&self, descriptors: &[String]) -> Result<()> {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -398,10 +398,10 @@ impl Daemon {
         }
     }
 
-    /// Sends SIGTERM and waits for the end. Returns what strace has written, if it was asked to.
+    /// Sends SIGTERM and waits for the end. Returns the trace of strace, empty without one.
     ///
     /// # Errors
-    /// When the daemon had ended before, does not end in time, or ends with an error.
+    /// If the daemon had ended before, does not end in time, or ends with an error.
     pub fn terminate(mut self) -> Result<String> {
         self.check_running()?;
         kill_process(self.pid, Signal::TERM).context("sending SIGTERM to the daemon")?;
@@ -411,7 +411,7 @@ impl Daemon {
     /// Waits for the end of a daemon that was asked to stop.
     ///
     /// # Errors
-    /// As [`terminate`](Self::terminate).
+    /// As for [`terminate`](Self::terminate).
     pub fn wait_end(mut self) -> Result<String> {
         let status: ExitStatus = wait_child(&mut self.child, Instant::now() + LIMIT)
             .with_context(|| format!("after SIGTERM; its messages:\n{}", self.messages()))?;
@@ -435,19 +435,19 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // These fail only if it has ended. Under strace the child is strace, whose end ends the
-        // daemon.
+        // Both fail only after the daemon's end. Under strace the child is strace, whose end ends
+        // the daemon.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some(reader) = self.log_reader.take() {
             let _ = reader.join();
         }
-        // A test that passes shows nothing.
+        // The test harness shows this only if the test fails.
         eprintln!("--- messages of the daemon ---\n{}", self.messages());
     }
 }
 
-/// A disk whose start is filled; the rest is a hole.
+/// Makes a disk whose start is filled; the rest is a hole.
 fn make_disk(path: &Path, bytes: u64) -> Result<()> {
     let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
     let sectors = bytes.min(FILLED_BYTES as u64) / SECTOR_BYTES as u64;
@@ -465,7 +465,7 @@ fn command(
 ) -> Result<Command> {
     let trace = trace.map(|path| path.to_string_lossy().into_owned());
     let calls = options.trace.map(|calls| format!("trace={calls}"));
-    // Strace ends with the test; what it starts is set up to end with strace.
+    // Strace ends with the test, and the program under strace ends with strace.
     let words = match (&calls, &trace) {
         (Some(calls), Some(path)) => &[
             &["setpriv", "--pdeathsig", "KILL", "strace"][..],
@@ -490,7 +490,7 @@ fn command(
     Ok(command)
 }
 
-/// The process that `parent` has started.
+/// The only child of `parent`.
 fn only_child(parent: Pid) -> Result<Pid> {
     let pid = parent.as_raw_nonzero();
     let path = format!("/proc/{pid}/task/{pid}/children");

@@ -1,9 +1,9 @@
 //! A small vhost-user front-end with a virtio-blk driver, which can misbehave.
 //!
-//! It shares no code with the daemon, nor with the crates that the daemon uses for messages; the
+//! It shares no code with the daemon, nor with the crates that the daemon uses for messages. Its
 //! ring is the driver's side, which shares none with the device's. The well-formed path is
-//! [`Frontend::attach`] and [`Frontend::request`]; each of their steps can be left out, repeated or
-//! done wrong with what is in the modules.
+//! [`Frontend::attach`] and [`Frontend::request`]. With the modules a test can leave out, repeat or
+//! spoil each of their steps.
 
 pub mod memory;
 pub mod message;
@@ -37,7 +37,7 @@ pub mod feature {
     pub const ANY_LAYOUT: u64 = 1 << 27;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
-    /// Of vhost-user: there are protocol features.
+    /// The vhost-user bit for protocol features.
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub const VERSION_1: u64 = 1 << 32;
 }
@@ -59,9 +59,9 @@ pub mod protocol_feature {
 #[expect(missing_docs, reason = "the names are the specification's")]
 pub mod blk;
 
-/// Start of guest memory: there is none below.
+/// Start of guest memory; nothing is mapped below.
 pub const MEMORY_START: u64 = 0x10_0000;
-/// Where the two regions of guest memory meet.
+/// The border between the two regions of guest memory.
 pub const BORDER: u64 = 0x50_0000;
 /// End of guest memory.
 pub const MEMORY_END: u64 = 0x90_0000;
@@ -74,17 +74,17 @@ pub const DATA: u64 = 0x20_0000;
 const SLOTS: u64 = 0x14_0000;
 const SLOT_BYTES: u64 = 64;
 const SLOTS_OF_QUEUE: u64 = 1024 * SLOT_BYTES;
-/// Bytes of the data of one queue's [`Frontend::request`]; queues follow one another from [`DATA`].
+/// Bytes of data for one queue's [`Frontend::request`]. Queues follow one another from [`DATA`].
 pub const DATA_BYTES: u64 = 0x4_0000;
 
-/// What a front-end asks for.
+/// The features and queues that a front-end asks for.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Features, as far as they are offered.
+    /// Features to accept if offered.
     pub features: u64,
-    /// Protocol features, if it knows of such.
+    /// Protocol features to accept if offered; `None` to ignore protocol features.
     pub protocol_features: Option<u64>,
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
     /// Entries of each queue.
     pub queue_size: u16,
@@ -113,14 +113,14 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// The same with other features.
+    /// Removes features.
     #[must_use]
     pub fn without(mut self, features: u64) -> Self {
         self.features &= !features;
         self
     }
 
-    /// The same with rings of another size.
+    /// Sets the size of the rings.
     #[must_use]
     pub fn queue_size(mut self, entries: u16) -> Self {
         self.queue_size = entries;
@@ -128,18 +128,18 @@ impl Setup {
     }
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Answer {
     /// The status byte.
     pub status: u8,
-    /// Bytes that the used element says were written.
+    /// The length in the used element.
     pub used_bytes: u32,
-    /// What is in the buffer for data.
+    /// The content of the data buffer.
     pub data: Vec<u8>,
 }
 
-/// A front-end, as far as it has attached.
+/// A front-end in any state of attachment.
 pub struct Frontend {
     /// The connection.
     pub channel: Channel,
@@ -147,17 +147,17 @@ pub struct Frontend {
     pub memory: Arc<Memory>,
     /// The queues.
     pub rings: Vec<Ring>,
-    /// What was negotiated.
+    /// The negotiated features.
     pub features: u64,
     acks: bool,
     setup: Setup,
 }
 
 impl Frontend {
-    /// Connects, and says nothing.
+    /// Connects, and sends nothing.
     ///
     /// # Errors
-    /// When nobody listens, or there is no memory.
+    /// If no daemon listens, or the kernel has no memory left.
     pub fn connect(socket: &Path, setup: &Setup) -> Result<Self> {
         let regions = vec![
             Region::new(MEMORY_START, BORDER - MEMORY_START)?,
@@ -178,7 +178,7 @@ impl Frontend {
     /// Connects and starts all queues.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn attach(socket: &Path, setup: &Setup) -> Result<Self> {
         let mut this = Self::connect(socket, setup)?;
         this.negotiate()?;
@@ -190,10 +190,10 @@ impl Frontend {
         Ok(this)
     }
 
-    /// Agrees on features.
+    /// Negotiates features.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn negotiate(&mut self) -> Result<()> {
         let offered = self.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
         self.features = self.setup.features & offered;
@@ -208,10 +208,10 @@ impl Frontend {
         self.tell(Message::number(code::SET_FEATURES, self.features))
     }
 
-    /// Shares all regions, one by one where the daemon can take them so.
+    /// Shares all regions: one by one with CONFIGURE_MEM_SLOTS in the setup, else as a table.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn share_memory(&mut self) -> Result<()> {
         let memory = Arc::clone(&self.memory);
         let wanted = self.setup.protocol_features.unwrap_or(0);
@@ -222,10 +222,10 @@ impl Frontend {
         memory.regions.iter().try_for_each(|region| self.tell(Message::add_region(region)))
     }
 
-    /// Says where a queue is and starts it at avail entry `base`.
+    /// Announces a queue's place and starts it at avail entry `base`.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn start_queue(&mut self, queue: usize, base: u16) -> Result<()> {
         let index = u8::try_from(queue)?;
         let state = |request, value| Message::ring_state(request, u32::from(index), value);
@@ -239,10 +239,10 @@ impl Frontend {
         self.tell(Message::ring_fd(code::SET_VRING_KICK, index, Some(&kick)))
     }
 
-    /// The message on where a queue is.
+    /// The message with a queue's addresses.
     ///
     /// # Errors
-    /// When that is not in guest memory.
+    /// If they are not in guest memory.
     pub fn addresses_of(&self, queue: usize) -> Result<Message> {
         let QueueConfig { desc_table, avail_ring, used_ring, .. } = self.rings[queue].config;
         Ok(Message::ring_addresses(
@@ -253,10 +253,10 @@ impl Frontend {
         ))
     }
 
-    /// Enables or disables a queue. Without protocol features they are enabled from the start.
+    /// Enables or disables a queue. Without protocol features a queue is always enabled.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn enable_queue(&mut self, queue: usize, enable: bool) -> Result<()> {
         if self.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
@@ -265,10 +265,10 @@ impl Frontend {
         self.tell(Message::ring_state(code::SET_VRING_ENABLE, queue, u32::from(enable)))
     }
 
-    /// Stops a queue. Returns the avail entry that it would have taken next.
+    /// Stops a queue. Returns the next avail entry that it would have taken.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn stop_queue(&mut self, queue: usize) -> Result<u16> {
         let message = Message::ring_state(code::GET_VRING_BASE, u32::try_from(queue)?, 0);
         let reply = self.ask(&message)?;
@@ -277,10 +277,10 @@ impl Frontend {
         Ok(u16::try_from(u32::from_ne_bytes(base.try_into()?))?)
     }
 
-    /// Bytes of the configuration space.
+    /// Reads bytes of the configuration space.
     ///
     /// # Errors
-    /// When the answer is not of the size that was asked for.
+    /// If the answer has a different size.
     pub fn config(&mut self, offset: u32, bytes: usize) -> Result<Vec<u8>> {
         let reply = self.ask(&Message::config(code::GET_CONFIG, offset, &vec![0xaa; bytes]))?;
         ensure!(reply.body.len() == 12 + bytes, "asked for {bytes} bytes, got {reply:?}");
@@ -289,10 +289,10 @@ impl Frontend {
         Ok(reply.body[12..].to_vec())
     }
 
-    /// Sends a message, and makes sure that it was carried out if the daemon can report that.
+    /// Sends a message, and checks that it was carried out if the daemon can acknowledge that.
     ///
     /// # Errors
-    /// When it was not.
+    /// If it was not.
     pub fn tell(&mut self, message: Message) -> Result<()> {
         if !self.acks {
             return self.channel.send(&message);
@@ -302,10 +302,10 @@ impl Frontend {
         Ok(())
     }
 
-    /// Sends a message that the daemon must refuse: it answers so, or closes the connection.
+    /// Sends a message that the daemon must refuse, by its answer or by closing the connection.
     ///
     /// # Errors
-    /// When it claims to have done it.
+    /// If the daemon reports success.
     pub fn expect_refused(&mut self, message: Message) -> Result<()> {
         match self.channel.ask(&message.needs_reply())? {
             None => Ok(()),
@@ -316,29 +316,29 @@ impl Frontend {
         }
     }
 
-    /// Sends a message that has an answer, and takes that.
+    /// Sends a message with a reply, and receives the reply.
     ///
     /// # Errors
-    /// When there is none.
+    /// If there is none.
     pub fn ask(&mut self, message: &Message) -> Result<Reply> {
         let request = message.request;
         let reply = self.channel.ask(message)?;
         reply.with_context(|| format!("the daemon closed the connection at request {request}"))
     }
 
-    /// Sends a message that has a number for an answer, and takes that.
+    /// Sends a message that asks for a number, and receives that number.
     ///
     /// # Errors
-    /// When there is none.
+    /// If there is none.
     pub fn number(&mut self, message: &Message) -> Result<u64> {
         self.ask(message)?.number()
     }
 
-    /// Where slot `slot` of a queue has its header and its status byte, the latter set to
-    /// [`blk::PENDING`].
+    /// Writes the header of slot `slot`, and sets its status byte to [`blk::PENDING`]. Returns the
+    /// addresses of both.
     ///
     /// # Errors
-    /// When it is not in guest memory.
+    /// If the slot is not in guest memory.
     pub fn put_header(
         &self,
         queue: usize,
@@ -353,7 +353,7 @@ impl Frontend {
         Ok((addr, status))
     }
 
-    /// The status byte of a slot, where [`put_header`](Self::put_header) has placed it.
+    /// The status byte that [`put_header`](Self::put_header) has placed for a slot.
     #[must_use]
     pub fn status(&self, queue: usize, slot: u16) -> Option<u8> {
         self.memory.read(slot_addr(queue, slot) + 32, 1).ok()?.first().copied()
@@ -362,7 +362,7 @@ impl Frontend {
     /// Carries out one request: a header, data to the device, room for data from it, a status.
     ///
     /// # Errors
-    /// When it is not answered in time, or another one is.
+    /// If it is not answered in time, or a different chain comes back.
     pub fn request(
         &mut self,
         queue: usize,
@@ -392,16 +392,16 @@ impl Frontend {
     /// Carries out one chain, in descriptors 0 and up, and returns its used length.
     ///
     /// # Errors
-    /// When it is not answered in time, or another one is.
+    /// If it is not answered in time, or a different chain comes back.
     pub fn execute(&mut self, queue: usize, chain: &[Desc]) -> Result<u32> {
         self.rings[queue].put_chain(0, chain);
         self.finish(queue)
     }
 
-    /// The same by way of an indirect table.
+    /// Like [`execute`](Self::execute), but through an indirect table.
     ///
     /// # Errors
-    /// As [`execute`](Self::execute).
+    /// As for [`execute`](Self::execute).
     pub fn execute_indirect(&mut self, queue: usize, table: u64, chain: &[Desc]) -> Result<u32> {
         self.rings[queue].put_indirect(0, table, chain);
         self.finish(queue)
@@ -418,7 +418,7 @@ impl Frontend {
     /// Reads sectors.
     ///
     /// # Errors
-    /// When that fails.
+    /// If the read fails.
     pub fn read(&mut self, queue: usize, sector: u64, bytes: usize) -> Result<Vec<u8>> {
         let answer = self.request(queue, blk::IN, sector, &[], bytes)?;
         ensure!(answer.status == blk::OK, "a read of sector {sector} ended with {answer:?}");
@@ -429,7 +429,7 @@ impl Frontend {
     /// Writes sectors.
     ///
     /// # Errors
-    /// When that fails.
+    /// If the write fails.
     pub fn write(&mut self, queue: usize, sector: u64, data: &[u8]) -> Result<()> {
         let answer = self.request(queue, blk::OUT, sector, data, 0)?;
         ensure!(answer.status == blk::OK, "a write of sector {sector} ended with {answer:?}");
@@ -437,12 +437,12 @@ impl Frontend {
         Ok(())
     }
 
-    /// Waits until the IoThread of a queue has done all that it could see to do, notify included:
-    /// no call of another queue of that IoThread is still to come. The queue must be empty and is
-    /// stopped and started for that.
+    /// Waits until the IoThread of a queue has finished its visible work, notify included. Then no
+    /// call of another queue of that IoThread is still due. Stops and starts the queue, which must
+    /// be empty.
     ///
     /// # Errors
-    /// When the daemon does not play its part.
+    /// If the daemon does not cooperate.
     pub fn settle(&mut self, queue: usize) -> Result<()> {
         let base = self.stop_queue(queue)?;
         self.start_queue(queue, base)?;
@@ -469,11 +469,11 @@ pub fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     [sector.to_le_bytes().to_vec(), counts].concat()
 }
 
-/// Makes sure that the daemon is alive and serves a new front-end: both queues write something new
-/// and read it back, by way of each other.
+/// Checks that the daemon is alive and serves a new front-end: each queue writes new data that the
+/// second queue reads back.
 ///
 /// # Errors
-/// When it does not.
+/// If the daemon fails.
 pub fn check_service(daemon: &mut Daemon) -> Result<()> {
     static SEED: AtomicU64 = AtomicU64::new(1);
     daemon.check_running()?;

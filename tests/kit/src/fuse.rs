@@ -1,9 +1,9 @@
-//! A FUSE file system with one file, whose answers can be withheld.
+//! A FUSE file system with one file, which can withhold its answers.
 //!
-//! Whoever touches the file waits in the kernel for this program, for as long as it pleases. Only
-//! the few messages that the tests need are understood (the kernel's `include/uapi/linux/fuse.h`).
-//! The file has zeroes and cannot be written to, or it has the contents of a [`Journal`], which
-//! notes each change.
+//! Any process that touches the file waits in the kernel until this program answers. It understands
+//! only the few messages that the tests need (the kernel's `include/uapi/linux/fuse.h`). The file
+//! holds zeroes and cannot be written to, or it has the contents of a [`Journal`], which notes each
+//! change.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -30,7 +30,7 @@ pub mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
     pub const GETATTR: u32 = 3;
-    /// Refused without a journal, as the file has one size.
+    /// Refused without a journal, since the file then has a fixed size.
     pub const SETATTR: u32 = 4;
     pub const OPEN: u32 = 14;
     pub const READ: u32 = 15;
@@ -46,13 +46,13 @@ pub mod opcode {
     pub const STATX: u32 = 52;
 }
 
-/// Bytes of the file without a journal.
+/// Size of the file without a journal.
 pub const FILE_BYTES: u64 = 1 << 20;
 
 const NAME: &str = "file";
 const ROOT: u64 = 1;
 const FILE: u64 = 2;
-/// How long the kernel may keep attributes: for ever, as far as a test goes.
+/// The time in seconds for which the kernel may cache attributes: longer than any test.
 const VALID_S: u64 = 3600;
 /// The version of the protocol, and the most bytes and pages of a write.
 const VERSION: [u32; 2] = [7, 31];
@@ -61,28 +61,28 @@ const WRITE_PAGES: u16 = 32;
 /// Flags of the protocol: writes of more than a page, and a limit of pages.
 const BIG_WRITES: u32 = 1 << 5;
 const MAX_PAGES: u32 = 1 << 22;
-/// Flags of an open file: the kernel caches nothing, and writes do not wait for each other.
+/// Flags of an open file: the kernel caches nothing, and writes run in parallel.
 const DIRECT_IO: u32 = 1 << 0;
 const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
-/// `SETATTR` has a size.
+/// A flag of `SETATTR`: the request has a size.
 const HAS_SIZE: u32 = 1 << 3;
-/// Larger than any request that comes.
+/// Larger than any request.
 const REQUEST_BYTES: usize = 256 << 10;
 const HEADER_BYTES: usize = 40;
 /// The number of a message to the kernel (`FUSE_NOTIFY_INVAL_INODE`).
 const NOTIFY_INVAL_INODE: i32 = 2;
 
-/// Where the kernel's requests are, of which some wait.
+/// The treatment of the kernel's requests.
 #[derive(Default)]
 struct State {
-    /// Of which process, and which kinds.
+    /// The process and the kinds of requests that get no answer.
     withheld: Option<(Pid, Vec<u32>)>,
     waiting: Vec<Request>,
-    /// They are answered with this error instead.
+    /// The error with which withheld requests fail at once.
     fails: Option<i32>,
-    /// How long reads take, and who answers them.
+    /// The duration of reads, and the thread that answers them.
     slow: Option<(Duration, mpsc::Sender<(Instant, Request)>)>,
-    /// Changes that the journal has noted, which a thread answers out of order.
+    /// The thread that answers changes, which the journal has noted, out of order.
     noted: Option<mpsc::Sender<(usize, Request, Vec<u8>)>>,
 }
 
@@ -102,8 +102,8 @@ struct Shared {
     journal: Option<Arc<Journal>>,
 }
 
-/// The file system, mounted in a folder of its own until it is dropped. Then all requests that
-/// wait are given up by the kernel.
+/// The file system, mounted in a folder of its own. Dropping it answers all waiting requests and
+/// unmounts it.
 pub struct Fuse {
     shared: Arc<Shared>,
     server: Option<JoinHandle<()>>,
@@ -112,24 +112,26 @@ pub struct Fuse {
 }
 
 impl Fuse {
-    /// Mounts one whose requests are all answered. None, with a message, where that is impossible.
+    /// Mounts a file system that answers all requests. `None`, with a message, where that is
+    /// impossible.
     ///
     /// # Errors
-    /// When the kernel refuses although root asks and it has FUSE.
+    /// If the kernel refuses although root asks and it has FUSE.
     pub fn mount() -> Result<Option<Self>> {
         Self::mount_with(None)
     }
 
-    /// The same with a file whose changes a journal notes. Answers to changes come out of order.
+    /// Like [`mount`](Self::mount), with a journal that notes all changes of the file. Answers to
+    /// changes come out of order.
     ///
     /// # Errors
-    /// As [`mount`](Self::mount).
+    /// As for [`mount`](Self::mount).
     pub fn record(journal: &Arc<Journal>) -> Result<Option<Self>> {
         let this = Self::mount_with(Some(Arc::clone(journal)))?;
         if let Some(this) = &this {
             let (sender, noted) = mpsc::channel();
             let shared = Arc::clone(&this.shared);
-            // The thread ends with the file system, which has the sender.
+            // The thread ends with the file system, which owns the sender.
             std::thread::spawn(move || shared.answer_noted(&noted));
             this.shared.state().noted = Some(sender);
         }
@@ -171,7 +173,7 @@ impl Fuse {
         self.folder.path().join(NAME)
     }
 
-    /// Where it is mounted.
+    /// The mount point.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -180,19 +182,19 @@ impl Fuse {
     /// Opens the file.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// If the kernel refuses.
     pub fn open(&self) -> Result<Arc<OwnedFd>> {
         let file = File::options().read(true).write(true).open(self.file());
         Ok(Arc::new(file.context("opening a file of FUSE")?.into()))
     }
 
-    /// Gives process `of` no answer to requests of these kinds from now on. All others have one:
-    /// every program that this one starts closes the file.
+    /// Withholds answers to requests of these kinds by process `of` from now on. Requests of other
+    /// processes are answered: every program that this process starts closes the file.
     pub fn withhold(&self, of: Pid, opcodes: &[u32]) {
         self.shared.state().withheld = Some((of, opcodes.to_vec()));
     }
 
-    /// Fails the requests that wait, and those that would wait, from now on.
+    /// Fails the waiting requests, and from now on every request that would wait.
     pub fn fail(&self) {
         let waiting = {
             let mut state = self.shared.state();
@@ -207,7 +209,7 @@ impl Fuse {
     /// Waits until a request of this kind waits.
     ///
     /// # Errors
-    /// When none comes in time.
+    /// If none arrives in time.
     pub fn wait_for(&self, opcode: u32) -> Result<()> {
         let deadline = Instant::now() + LIMIT;
         let mut state = self.shared.state();
@@ -220,19 +222,19 @@ impl Fuse {
         Ok(())
     }
 
-    /// Whether a request of this kind waits.
+    /// Returns true if a request of this kind waits.
     #[must_use]
     pub fn is_waiting(&self, opcode: u32) -> bool {
         self.shared.state().waiting.iter().any(|request| request.opcode == opcode)
     }
 
-    /// Has the kernel ask for the attributes of the file again.
+    /// Makes the kernel ask for the attributes of the file again.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// If the kernel refuses.
     pub fn forget_attributes(&self) -> Result<()> {
-        // `struct fuse_notify_inval_inode_out` behind a header without a request; a negative offset
-        // is that of no content.
+        // `struct fuse_notify_inval_inode_out` after a header without a request. A negative offset
+        // invalidates no content.
         let mut bytes = 40_u32.to_ne_bytes().to_vec();
         bytes.extend(NOTIFY_INVAL_INODE.to_ne_bytes());
         bytes.extend(0_u64.to_ne_bytes());
@@ -242,11 +244,11 @@ impl Fuse {
         written.map(drop).context("telling the kernel that attributes have changed")
     }
 
-    /// Answers each read that comes from now on after this time, however many others there are.
+    /// Delays the answer to each later read by this time, no matter how many reads wait.
     pub fn slow_down(&self, read_time: Duration) {
         let (sender, reads) = mpsc::channel::<(Instant, Request)>();
         let shared = Arc::clone(&self.shared);
-        // It ends with the file system, which has the sender.
+        // The thread ends with the file system, which owns the sender.
         std::thread::spawn(move || {
             for (due, request) in reads {
                 std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -256,7 +258,7 @@ impl Fuse {
         self.shared.state().slow = Some((read_time, sender));
     }
 
-    /// Answers all that waits, and all that comes.
+    /// Answers all waiting and all later requests.
     pub fn release(&self) {
         let waiting = {
             let mut state = self.shared.state();
@@ -275,8 +277,9 @@ impl Drop for Fuse {
     fn drop(&mut self) {
         self.release();
         self.shared.state().noted = None;
-        // By force: the kernel gives up all requests, and the server's read ends. The mount itself
-        // is there as long as the file is open somewhere; then the keeper takes it away.
+        // The forced unmount makes the kernel abort its requests, which ends the server's read. The
+        // mount itself lasts until the last descriptor of the file is closed, and then the keeper
+        // removes it.
         let _ = unmount(self.folder.path(), UnmountFlags::FORCE);
         if let Some(server) = self.server.take() {
             let _ = server.join();
@@ -294,10 +297,10 @@ impl Shared {
         loop {
             let len = match (&self.device).read(&mut bytes) {
                 Ok(len) => len,
-                // A request was given up before it could be read.
+                // The kernel aborted a request before it could be read.
                 Err(error) if matches!(error.raw_os_error(), Some(libc_errno::ENOENT)) => continue,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                // It is not mounted any more.
+                // The file system is no longer mounted.
                 Err(_) => return,
             };
             let Some(request) = Request::parse(&bytes[..len]) else { continue };
@@ -334,14 +337,14 @@ impl Shared {
         }
     }
 
-    /// Answers changes in any order, as long as some wait.
+    /// Answers changes in random order, as long as some wait.
     fn answer_noted(&self, noted: &mpsc::Receiver<(usize, Request, Vec<u8>)>) {
         let mut random = Random::new(1);
         let mut waiting = Vec::new();
         while let Ok(first) = noted.recv() {
             waiting.push(first);
             while !waiting.is_empty() {
-                // More may have come; a pause lets others come too.
+                // Takes changes that arrived in the meantime; the pause lets some arrive.
                 std::thread::sleep(Duration::from_micros(random.below(200)));
                 waiting.extend(noted.try_iter());
                 let index = random.below(waiting.len() as u64);
@@ -370,7 +373,7 @@ impl Shared {
         bytes.extend(error.to_ne_bytes());
         bytes.extend(request.unique.to_ne_bytes());
         bytes.extend(body);
-        // Whoever asked may have given up.
+        // Fails if the requesting process has given up.
         let _ = (&self.device).write(&bytes);
     }
 }
@@ -381,7 +384,7 @@ enum Reply {
     Error(i32),
 }
 
-/// Numbers of errors, as the kernel has them on the architectures that are tested.
+/// Error numbers of the kernel on the tested architectures.
 mod libc_errno {
     pub(super) const ENOENT: i32 = 2;
     pub(super) const EIO: i32 = 5;
@@ -397,7 +400,7 @@ impl Request {
         Some(Self { opcode, unique: long(8)?, node: long(16)?, thread, body })
     }
 
-    /// Whether a thread of this process asks.
+    /// Returns true if the request is by a thread of `process`.
     fn is_of(&self, process: Pid) -> bool {
         Path::new(&format!("/proc/{}/task/{}", process.as_raw_nonzero(), self.thread)).exists()
     }
@@ -410,7 +413,7 @@ impl Request {
         self.body.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes)
     }
 
-    /// The change that this asks for, of a file with a journal, and its answer.
+    /// The change that this requests, for a file with a journal, and its answer.
     fn change(&self) -> Option<(Change, Vec<u8>)> {
         match self.opcode {
             opcode::WRITE => {
@@ -418,7 +421,7 @@ impl Request {
                 let written = [self.word(16)?, 0].map(u32::to_ne_bytes).concat();
                 Some((Change::Write(self.long(8)?, data), written))
             }
-            // Whatever the mode is, the bytes are zeroes from now on.
+            // In any mode, the bytes are zeroes from now on.
             opcode::FALLOCATE => {
                 let zeroes = vec![0; usize::try_from(self.long(16)?).ok()?];
                 Some((Change::Write(self.long(8)?, zeroes), Vec::new()))
@@ -458,12 +461,12 @@ impl Request {
                 let read = |journal: &Journal| journal.read(offset, bytes);
                 Reply::Body(journal.map_or_else(|| vec![0; bytes], read))
             }
-            // Attributes other than the size are as they are.
+            // Attributes other than the size do not change.
             opcode::SETATTR if journal.is_some() => {
                 let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
                 Reply::Body([head, attributes(self.node, size)].concat())
             }
-            // There is always something to read.
+            // The file is always readable.
             opcode::POLL if journal.is_none() => {
                 Reply::Body([1_u32.to_ne_bytes(), [0; 4]].concat())
             }
@@ -478,15 +481,15 @@ impl Request {
 fn init() -> Vec<u8> {
     let [major, minor] = VERSION;
     let flags = BIG_WRITES | MAX_PAGES;
-    // Version, read-ahead, flags, two limits on requests in the background, bytes of a write, the
-    // grain of times, and pages of a request.
+    // Version, read-ahead, flags, two limits on background requests, the most bytes of a write, the
+    // granularity of times, and pages of a request.
     let mut bytes = [major, minor, 0, flags, 0, WRITE_BYTES, 1].map(u32::to_ne_bytes).concat();
     bytes.extend(WRITE_PAGES.to_ne_bytes());
     bytes.resize(64, 0);
     bytes
 }
 
-/// `struct fuse_attr`, of a file of so many bytes.
+/// `struct fuse_attr`, of a file of `file_bytes` bytes.
 fn attributes(node: u64, file_bytes: u64) -> Vec<u8> {
     let (mode, bytes) = if node == ROOT { (0o40_755, 0) } else { (0o100_666, file_bytes) };
     let blocks = bytes.div_ceil(512);

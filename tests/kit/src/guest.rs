@@ -1,8 +1,8 @@
 //! Real guests for tests: a Debian or Ubuntu kernel in QEMU with disks over vhost-user.
 //!
-//! [`Image`] is what boots, [`Accelerator`] says how fast, [`Vm`] is the running guest. `cargo
-//! guest` offers the same by hand. The guest's side is the script `guest/init`. [`run_uml`] boots
-//! another kernel, which is a process of this machine.
+//! [`Image`] is the kernel with its initramfs, [`Accelerator`] the way in which QEMU executes it,
+//! [`Vm`] the running guest. `cargo guest` starts the same by hand. The guest's side is the script
+//! `guest/init`. [`run_uml`] boots a kernel that is a process of this machine.
 
 mod accelerator;
 mod channel;

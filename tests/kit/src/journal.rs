@@ -1,5 +1,5 @@
-//! Contents of a disk, with every change since its beginning, so that a test can cut the power at
-//! any moment.
+//! The content of a disk with all changes from its start, so that a test can cut the power at any
+//! moment.
 //!
 //! A device keeps each change that a completed flush covers: the change was answered before the
 //! flush began. Every other change may be there, may be missing, or may be torn at a sector.
@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::random::Random;
 
-/// Bytes that a device writes as a unit.
+/// The bytes that a device writes as a unit.
 const SECTOR: usize = 512;
 
 /// A change of a disk.
@@ -27,9 +27,9 @@ pub enum Change {
 struct Entry {
     change: Change,
     begun: usize,
-    /// `None`: there is no answer yet.
+    /// The time of the answer; `None` before it.
     ended: Option<usize>,
-    /// The answer makes it stable.
+    /// True if the answer makes the change stable.
     is_forced: bool,
 }
 
@@ -48,18 +48,18 @@ impl State {
     }
 }
 
-/// Contents and changes of a disk, for the thread that serves it and the thread that tests.
+/// The content and the changes of a disk, for the thread that serves it and the thread that tests.
 #[derive(Debug)]
 pub struct Journal(Mutex<State>);
 
 /// A loss of power.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
-    /// The moment, by the clock.
+    /// Its time, by the journal's clock.
     pub at: usize,
-    /// Percent of the changes that survive without a flush.
+    /// Percentage of the changes that survive without a flush.
     pub kept_percent: u64,
-    /// The device does what flushes ask for.
+    /// True if the device carries flushes out.
     pub heeds_flushes: bool,
 }
 
@@ -75,18 +75,18 @@ impl Journal {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The present moment, which no other caller gets.
+    /// The current time. No two callers get the same.
     pub fn now(&self) -> usize {
         self.state().tick()
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.state().content.len() as u64
     }
 
-    /// Bytes at an offset, as far as there are any.
+    /// Reads bytes at an offset, up to the end of the disk.
     #[must_use]
     pub fn read(&self, offset: u64, bytes: usize) -> Vec<u8> {
         let state = self.state();
@@ -95,7 +95,7 @@ impl Journal {
     }
 
     /// Makes a change, and returns its number for [`end`](Self::end). With `is_forced` its answer
-    /// says that it is stable.
+    /// promises that it is stable.
     pub fn begin(&self, change: Change, is_forced: bool) -> usize {
         let mut state = self.state();
         apply(&mut state.content, &change, |_| true);
@@ -104,14 +104,14 @@ impl Journal {
         state.entries.len() - 1
     }
 
-    /// Notes that a change is about to be answered.
+    /// Records that a change is about to be answered.
     pub fn end(&self, number: usize) {
         let mut state = self.state();
         let ended = state.tick();
         state.entries[number].ended = Some(ended);
     }
 
-    /// Counts of writes and flushes, and the bytes of all writes.
+    /// The number of writes, the number of flushes, and the bytes of all writes.
     #[must_use]
     pub fn totals(&self) -> (usize, usize, usize) {
         let state = self.state();
@@ -126,7 +126,7 @@ impl Journal {
         (writes, flushes, bytes)
     }
 
-    /// Bytes that a device may have when its power goes at a moment.
+    /// A possible content of the device after a loss of power.
     #[must_use]
     pub fn cut(&self, cut: Cut, random: &mut Random) -> Vec<u8> {
         let state = self.state();
@@ -156,7 +156,7 @@ fn place(offset: u64) -> usize {
     usize::try_from(offset).expect("a test has its disk in memory")
 }
 
-/// Makes those parts of a change that are kept, of which each is a sector at most.
+/// Applies the parts of a change for which `is_kept` returns true. Each part is a sector at most.
 fn apply(content: &mut Vec<u8>, change: &Change, mut is_kept: impl FnMut(usize) -> bool) {
     match change {
         Change::Write(offset, data) => {

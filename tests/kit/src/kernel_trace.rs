@@ -1,6 +1,7 @@
-//! What the kernel says that it did: events of tracefs, in the order in which they happened.
+//! Activity inside the kernel: events of tracefs, in their order.
 //!
-//! Strace sees system calls. What io_uring and Linux AIO do after those only the kernel sees.
+//! Strace sees only system calls. The work that io_uring and Linux AIO do after them is visible to
+//! the kernel alone.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,17 +13,17 @@ use rustix::process::{Pid, test_kill_process};
 const INSTANCES: &str = "/sys/kernel/tracing/instances";
 const PREFIX: &str = "ringhaul-test-";
 
-/// A trace buffer of its own. Dropping it takes it away.
+/// A trace buffer of its own. Dropping it removes it.
 pub struct KernelTrace {
     folder: PathBuf,
 }
 
 impl KernelTrace {
     /// Starts to collect `events`, each a path such as `ext4/ext4_sync_file_exit` and a filter in
-    /// the kernel's language. `Err` in the result has the reason why that is not possible here.
+    /// the kernel's language. An inner `Err` has the reason why tracing is impossible here.
     ///
     /// # Errors
-    /// When the kernel has the events and does not take a filter.
+    /// If the kernel has the events and rejects a filter.
     pub fn start(events: &[(&str, String)]) -> Result<std::result::Result<Self, String>> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         remove_left_over();
@@ -33,7 +34,7 @@ impl KernelTrace {
             return Ok(Err(format!("cannot use tracefs at {INSTANCES}: {error}")));
         }
         let trace = Self { folder };
-        // Not a time: a number for each event, the same for all processors.
+        // A number for each event, common to all processors, instead of a time.
         trace.write("trace_clock", "counter")?;
         for (event, filter) in events {
             let folder = format!("events/{event}");
@@ -46,10 +47,10 @@ impl KernelTrace {
         Ok(Ok(trace))
     }
 
-    /// Ends the collection and returns what there is, one event a line.
+    /// Ends the collection and returns the events, one per line.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If they cannot be read.
     pub fn finish(self) -> Result<Vec<String>> {
         self.write("tracing_on", "0")?;
         let path = self.folder.join("trace");
@@ -65,7 +66,7 @@ impl KernelTrace {
 
 impl Drop for KernelTrace {
     fn drop(&mut self) {
-        // The files in it are the kernel's, and go with it.
+        // The kernel removes the folder's files with it.
         if let Err(error) = fs::remove_dir(&self.folder) {
             eprintln!("{} was not removed: {error}", self.folder.display());
         }
@@ -82,7 +83,7 @@ fn remove_left_over() {
         if let Some(owner) = owner.and_then(Pid::from_raw)
             && test_kill_process(owner).is_err()
         {
-            // Another test may have been faster.
+            // A second test may have been faster.
             let _ = fs::remove_dir(entry.path());
         }
     }

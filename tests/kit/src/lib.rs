@@ -1,10 +1,10 @@
-//! What end-to-end tests are made of: servers under test, and what attaches to them.
+//! Building blocks of end-to-end tests: servers under test, and their clients.
 //!
-//! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or another server for a guest,
-//! [`frontend`] is a front-end that can misbehave, [`guest`] boots real guests, [`nbd`] and
-//! [`ceph`] are servers of others that have disks, and [`fuse`], [`system`] and [`kernel_trace`]
-//! change or watch the machine. A [`journal`] has all changes of a disk, as [`fuse`] and
-//! [`nbd_recorder`] note them.
+//! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or qemu-storage-daemon for a guest.
+//! [`frontend`] is a front-end that can misbehave, and [`guest`] boots real guests. [`nbd`] and
+//! [`ceph`] run foreign servers with disks. [`fuse`], [`system`] and [`kernel_trace`] change or
+//! watch the machine. A [`journal`] has all changes of a disk, which [`fuse`] and [`nbd_recorder`]
+//! record.
 
 pub mod ceph;
 pub mod cli;

@@ -1,4 +1,4 @@
-//! `cargo guest`: boots real guests by hand, as the end-to-end tests do.
+//! `cargo guest`: boots the guests of the end-to-end tests by hand.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ struct Args {
 enum Command {
     /// Build the kernel and initramfs of test guests, unless they are there already
     Image {
-        /// Build them anew, with the newest kernel that apt knows
+        /// Build them again, with the newest kernel that apt knows
         #[arg(long)]
         rebuild: bool,
     },
@@ -59,7 +59,7 @@ struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 2)]
     vcpus: u32,
 
-    /// How to run its instructions; without it, KVM where that works
+    /// Way to execute its instructions; without it, KVM where that works
     #[arg(long, value_name = "NAME")]
     accelerator: Option<Accelerator>,
 

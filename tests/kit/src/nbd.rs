@@ -1,4 +1,4 @@
-//! NBD servers that are not ours, for disks that they have.
+//! NBD servers of other projects, with disks for tests.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
@@ -23,7 +23,7 @@ impl Peer {
     /// Starts a server that listens on `socket`.
     ///
     /// # Errors
-    /// When its program cannot be started, or does not listen in time.
+    /// If its program cannot be started, or does not listen in time.
     pub fn start(socket: &Path, command: &mut Command) -> Result<Self> {
         let _ = std::fs::remove_file(socket);
         let peer = Self { child: spawn(command)?, socket: socket.to_owned() };
@@ -37,7 +37,7 @@ impl Peer {
     /// Starts a server that has no socket but listens on a port of this machine.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// As for [`start`](Self::start).
     pub fn tcp(port: u16, command: &mut Command) -> Result<Self> {
         let peer = Self { child: spawn(command)?, socket: PathBuf::new() };
         retry(LIMIT, || {
@@ -47,10 +47,10 @@ impl Peer {
         Ok(peer)
     }
 
-    /// `qemu-nbd` with a file, which is its export `disk`.
+    /// `qemu-nbd` that exports a file as `disk`.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// As for [`start`](Self::start).
     pub fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
         let socket = scene.socket("nbd");
         let mut command = Command::new("qemu-nbd");
@@ -59,10 +59,10 @@ impl Peer {
         Self::start(&socket, &mut command)
     }
 
-    /// `nbdkit` with filters, a plugin and what they are told.
+    /// `nbdkit` with filters, a plugin and their parameters.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// As for [`start`](Self::start).
     pub fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
         let socket = scene.socket("nbd");
         let mut command = Command::new("nbdkit");
@@ -70,44 +70,44 @@ impl Peer {
         Self::start(&socket, &mut command)
     }
 
-    /// Stops it until what this returns is dropped.
+    /// Stops the server until the result is dropped.
     ///
     /// # Errors
-    /// When it has ended.
+    /// If the server has ended.
     pub fn stop(&self) -> Result<Stopped> {
         Stopped::new(Pid::from_child(&self.child))
     }
 
-    /// Kills it.
+    /// Kills the server.
     ///
     /// # Errors
-    /// When it had ended before.
+    /// If it had ended before.
     pub fn kill(mut self) -> Result<()> {
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server")?;
         std::fs::remove_file(&self.socket).context("removing its socket")
     }
 
-    /// Has it end, and clean up after itself.
+    /// Sends SIGTERM, on which the server cleans up after itself, and waits for its end.
     ///
     /// # Errors
-    /// When it does not in time.
+    /// If it does not end in time.
     pub fn end(self) -> Result<()> {
         kill_process(Pid::from_child(&self.child), Signal::TERM).context("ending the server")?;
         self.wait_for_end()
     }
 
-    /// Waits until it has ended by itself.
+    /// Waits until the server has ended by itself.
     ///
     /// # Errors
-    /// When it does not in time.
+    /// If it does not end in time.
     pub fn wait_for_end(mut self) -> Result<()> {
         wait_child(&mut self.child, Instant::now() + LIMIT).context("waiting for the server")?;
         let _ = std::fs::remove_file(&self.socket);
         Ok(())
     }
 
-    /// The name of a disk that one of its exports is.
+    /// The name of the disk behind an export of this server.
     #[must_use]
     pub fn uri(&self, export: &str) -> String {
         format!("nbd+unix:///{export}?socket={}", self.socket.display())
@@ -116,22 +116,22 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // These fail only if it has ended and been waited for.
+        // Both fail only for a server that was already waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// A port that nobody uses at the moment.
+/// An unused port.
 ///
 /// # Errors
-/// When there is none.
+/// If there is none.
 pub fn free_port() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context("looking for a port")?;
     Ok(listener.local_addr().context("looking for a port")?.port())
 }
 
-/// Starts a program that does not outlive the test, however that ends.
+/// Starts a program that ends with the test, however the test ends.
 fn spawn(command: &mut Command) -> Result<Child> {
     let name = command.get_program().to_owned();
     let mut bound = Command::new("setpriv");

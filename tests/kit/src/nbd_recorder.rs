@@ -1,5 +1,5 @@
-//! An NBD server whose disk has a journal, and which answers changes out of order (the NBD
-//! specification, `doc/proto.md`).
+//! An NBD server that records changes of its disk in a journal, and answers them out of order (the
+//! NBD specification, `doc/proto.md`).
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,7 +14,7 @@ use crate::journal::{Change, Journal};
 use crate::random::Random;
 
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
-/// Flags of the greeting: options have answers, and no zeroes follow.
+/// Flags of the greeting: options have replies, and no zeroes follow.
 const FIXED_NEWSTYLE: u16 = 1 << 0;
 const NO_ZEROES: u16 = 1 << 1;
 const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
@@ -34,7 +34,7 @@ const FLUSH: u16 = 3;
 const TRIM: u16 = 4;
 const WRITE_ZEROES: u16 = 6;
 
-/// The server, until it is dropped.
+/// The server, which dropping ends.
 pub struct NbdRecorder {
     socket: PathBuf,
     accepting: Option<JoinHandle<()>>,
@@ -45,7 +45,7 @@ impl NbdRecorder {
     /// Listens on `socket`, with the disk of a journal.
     ///
     /// # Errors
-    /// When there is no such socket.
+    /// If the socket cannot be made.
     pub fn start(socket: &Path, journal: &Arc<Journal>) -> Result<Self> {
         let listener = UnixListener::bind(socket).context("listening as an NBD server")?;
         let is_over = Arc::new(Mutex::new(false));
@@ -119,7 +119,7 @@ fn take<const BYTES: usize>(mut stream: &UnixStream) -> Result<[u8; BYTES]> {
     Ok(bytes)
 }
 
-/// The number of a change, its cookie, and the bytes of a read.
+/// The number of a change, the cookie of its request, and the bytes of a read.
 type Answer = (Option<usize>, [u8; 8], Vec<u8>);
 
 fn receive(
@@ -153,14 +153,14 @@ fn receive(
     }
 }
 
-/// Answers in any order, as long as some wait.
+/// Answers in random order, as long as some wait.
 fn answer(mut stream: &UnixStream, journal: &Journal, answers: &mpsc::Receiver<Answer>) {
     let mut random = Random::new(2);
     let mut waiting = Vec::new();
     while let Ok(first) = answers.recv() {
         waiting.push(first);
         while !waiting.is_empty() {
-            // More may have come; a pause lets others come too.
+            // Takes requests that arrived in the meantime; the pause lets some arrive.
             std::thread::sleep(Duration::from_micros(random.below(200)));
             waiting.extend(answers.try_iter());
             let index = random.below(waiting.len() as u64);

@@ -1,11 +1,11 @@
-//! Numbers that look random, the same ones for the same seed.
+//! Pseudo-random numbers, the same for the same seed.
 
-/// A source of numbers.
+/// A generator of numbers.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// Numbers of a seed.
+    /// Makes a generator from a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed)

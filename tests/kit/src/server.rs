@@ -1,7 +1,7 @@
-//! A vhost-user-blk server under test, for a guest of [`guest`](crate::guest) to attach to.
+//! A vhost-user-blk server under test, for a guest of [`guest`](crate::guest).
 //!
-//! The server is Ringhaul, or qemu-storage-daemon when `RINGHAUL_TEST_SERVER` says so: what then
-//! fails is a fault of the tests or of the guest, not of Ringhaul.
+//! The server is Ringhaul, or qemu-storage-daemon if `RINGHAUL_TEST_SERVER` names it. Failures with
+//! qemu-storage-daemon are faults of the tests or of the guest, not of Ringhaul.
 
 mod heir;
 
@@ -22,13 +22,13 @@ use serde_json::Value;
 
 pub use heir::Heir;
 
-/// Says which server is to be tested: the name of its program.
+/// The variable with the program name of the server to test.
 const SERVER_VARIABLE: &str = "RINGHAUL_TEST_SERVER";
 
-/// How long a server may take until it listens.
+/// The time limit for a server to listen.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How often a wait for the socket looks at it.
+/// The interval at which a wait checks the socket.
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// The program that serves the disk.
@@ -41,10 +41,10 @@ pub enum Program {
 }
 
 impl Program {
-    /// The one that `RINGHAUL_TEST_SERVER` names; Ringhaul without it.
+    /// The program that `RINGHAUL_TEST_SERVER` names; Ringhaul without it.
     ///
     /// # Errors
-    /// When the name is not known.
+    /// If the name is unknown.
     pub fn from_environment() -> Result<Self> {
         match std::env::var(SERVER_VARIABLE).as_deref() {
             Err(_) | Ok("ringhaul") => Ok(Self::Ringhaul),
@@ -56,7 +56,7 @@ impl Program {
     }
 }
 
-/// How requests reach the kernel: the value of `--engine`.
+/// The engine: the value of `--engine`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Engine {
     /// io_uring.
@@ -91,13 +91,13 @@ pub enum Cache {
 }
 
 impl Cache {
-    /// Whether the page cache is bypassed (O_DIRECT).
+    /// Returns true if the page cache is bypassed (O_DIRECT).
     #[must_use]
     pub fn is_direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }
 
-    /// What Linux shows in `queue/write_cache` of such a disk.
+    /// The value of `queue/write_cache` of such a disk in Linux.
     #[must_use]
     pub(crate) fn seen_by_guest(self) -> &'static str {
         match self {
@@ -118,20 +118,21 @@ impl fmt::Display for Cache {
     }
 }
 
-/// What is served, where and how.
+/// The configuration of an export.
 #[derive(Clone, Debug)]
 pub struct Export {
     /// The socket that the server makes.
     pub socket: PathBuf,
     /// The file behind the disk.
     pub file: PathBuf,
-    /// How the disk is named that lies on that file, if it is not the file itself.
+    /// The name of a disk on that file, if the disk is not the file itself.
     pub disk: Option<String>,
-    /// How requests reach the kernel.
+    /// The engine.
     pub engine: Engine,
     /// The cache mode.
     pub cache: Cache,
-    /// Virtqueues that QEMU asks for. Ringhaul offers as many as it can, QSD just these.
+    /// Virtqueues that QEMU asks for. Ringhaul offers as many as it can, qemu-storage-daemon
+    /// exactly this many.
     pub num_queues: u16,
     /// The largest number of entries of a virtqueue.
     pub queue_size: u16,
@@ -139,13 +140,13 @@ pub struct Export {
     pub serial: String,
     /// 512 or 4096.
     pub logical_block_bytes: u32,
-    /// Whether writes are refused.
+    /// True to refuse writes.
     pub read_only: bool,
     /// For virtio-scsi, where the file is LUN 0: further units, as values of `--lun`.
     pub units: Option<Vec<String>>,
-    /// Answers come in the order of the avail ring.
+    /// True to answer in the order of the avail ring.
     pub in_order: bool,
-    /// Threads that share its queues.
+    /// Number of threads that share its queues.
     pub io_threads: u16,
 }
 
@@ -157,8 +158,8 @@ impl Export {
     }
 }
 
-/// A running server. Dropping it kills it and removes its socket; its messages are shown if the
-/// test is failing.
+/// A running server. Dropping it kills it, removes its socket and, if the test is failing, shows
+/// its messages.
 pub struct Server {
     program: Program,
     child: Child,
@@ -167,11 +168,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts the server for `export` and waits until it listens. Its messages go to a file
-    /// beside the socket.
+    /// Starts the server for `export` and waits until it listens. Its messages go to a file beside
+    /// the socket.
     ///
     /// # Errors
-    /// When the program is not there, and when it ends or does not listen in time.
+    /// If the program is missing, ends, or does not listen in time.
     pub fn start(program: Program, export: &Export) -> Result<Self> {
         let log = export.socket.with_extension("log");
         let messages = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
@@ -192,13 +193,13 @@ impl Server {
         Ok(server)
     }
 
-    /// What it has written so far.
+    /// The server's messages so far.
     #[must_use]
     pub fn messages(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// What it serves.
+    /// The export of this server.
     #[must_use]
     pub fn export(&self) -> &Export {
         &self.export
@@ -209,23 +210,23 @@ impl Server {
     pub fn expected_serial(&self) -> &str {
         match self.program {
             Program::Ringhaul => &self.export.serial,
-            // It cannot be told one.
+            // It has no option for the serial number.
             Program::StorageDaemon => "vhost_user_blk",
         }
     }
 
-    /// What Linux must show in `queue/write_cache`.
+    /// The value that Linux must show in `queue/write_cache`.
     #[must_use]
     pub fn expected_write_cache(&self) -> &'static str {
         match self.program {
             Program::Ringhaul => self.export.cache.seen_by_guest(),
-            // It always announces this one.
+            // It always announces this value.
             Program::StorageDaemon => "write through",
         }
     }
 
-    /// Runs `ringhaul ctl` on the server's control socket: a command, the export, and what else it
-    /// takes. Returns what it prints.
+    /// Runs `ringhaul ctl` on the server's control socket: a command, the export, and further
+    /// arguments. Returns its output.
     pub fn ctl(&self, command: &str, arguments: &[&str]) -> Result<String> {
         let mut words = vec![OsStr::new(command), self.export.socket.as_os_str()];
         words.extend(arguments.iter().map(OsStr::new));
@@ -251,7 +252,7 @@ impl Server {
     /// Fails if the server has ended on its own.
     ///
     /// # Errors
-    /// When it has.
+    /// If the server has ended.
     pub fn check_running(&mut self) -> Result<()> {
         match self.child.try_wait().context("looking at the server")? {
             None => Ok(()),
@@ -262,7 +263,7 @@ impl Server {
     /// Sends SIGTERM and waits for the end.
     ///
     /// # Errors
-    /// When the server had ended before, and when it does not end within `limit`.
+    /// If the server had ended before, or does not end within `limit`.
     pub fn terminate(&mut self, limit: Duration) -> Result<ExitStatus> {
         self.check_running()?;
         kill_process(Pid::from_child(&self.child), Signal::TERM)
@@ -271,10 +272,10 @@ impl Server {
             .with_context(|| format!("after SIGTERM; its messages:\n{}", self.messages()))
     }
 
-    /// Kills it: it has no moment to finish anything.
+    /// Kills the server, which gets no chance to finish anything.
     ///
     /// # Errors
-    /// When the server had ended before.
+    /// If it had ended before.
     pub fn kill(&mut self) -> Result<()> {
         self.check_running()?;
         self.child.kill().context("killing the server")?;
@@ -286,7 +287,8 @@ impl Server {
         let deadline = Instant::now() + START_LIMIT;
         let process = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())
             .context("opening the pidfd of the server")?;
-        // A connection would tell, but would also be a front-end that comes and goes.
+        // A connection attempt would answer this too, but would act as a front-end that comes and
+        // goes.
         while !is_listening(&self.export.socket)? {
             self.check_running()?;
             ensure!(
@@ -303,7 +305,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // These fail only if it has ended and been waited for.
+        // Both fail only for a server that was already waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
@@ -318,7 +320,7 @@ impl Drop for Server {
     }
 }
 
-/// A command line to be completed; what it starts does not outlive the test, however that ends.
+/// The start of a command line for a program that ends with the test, however the test ends.
 fn bound_to_test() -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL"]);
@@ -394,10 +396,10 @@ fn storage_daemon_command(export: &Export) -> Command {
     command
 }
 
-/// The daemon under test: `RINGHAUL_BIN`, or the one that cargo built beside the running test.
+/// The daemon under test: `RINGHAUL_BIN`, or the binary that cargo built beside the running test.
 ///
 /// # Errors
-/// When there is none.
+/// If there is none.
 pub fn ringhaul_binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("RINGHAUL_BIN") {
         let path = PathBuf::from(path);
@@ -421,9 +423,9 @@ pub fn ringhaul_binary() -> Result<PathBuf> {
 /// The bytes that `file` occupies on the disk of the host, without its holes.
 ///
 /// # Errors
-/// When the file is not there.
+/// If the file is missing.
 pub fn allocated_bytes(file: &Path) -> Result<u64> {
-    /// The unit of `st_blocks`, whatever the file system uses.
+    /// The unit of `st_blocks` on any file system.
     const ST_BLOCK_BYTES: u64 = 512;
     let metadata = file.metadata().with_context(|| format!("looking at {}", file.display()))?;
     Ok(metadata.blocks() * ST_BLOCK_BYTES)

@@ -1,4 +1,4 @@
-//! What tests change in the system, and change back however they end.
+//! Temporary changes to the system, which are undone however a test ends.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,20 +12,20 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-/// How long a thread is looked for, and how often.
+/// The time for which a thread is sought, and the interval.
 const LIST_LIMIT: Duration = Duration::from_secs(10);
 const LIST_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Prints the reason why a test leaves something out. libtest keeps what a test prints that passes,
-/// so a test that was left out would look like one that has passed.
+/// Prints the reason why a test leaves something out. libtest hides the output of a test that
+/// passes, so a skipped test would look like a passed one.
 pub fn skipped(why: &str) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
-    // Only the macros write to the place that libtest keeps.
+    // libtest captures only the output of the macros.
     let _ = writeln!(std::io::stderr(), "skipped: {test}: {why}");
 }
 
-/// Whether this test may change the system. Prints a message if not.
+/// Returns true if this test may change the system. Otherwise prints a message.
 #[must_use]
 pub fn may_change(what: &str) -> bool {
     let may = rustix::process::geteuid().is_root();
@@ -35,15 +35,16 @@ pub fn may_change(what: &str) -> bool {
     may
 }
 
-/// Undoes something when it is dropped; so does the end of this process, whatever ends it, because
-/// a keeper waits for that.
+/// Runs a script when it is dropped, and after any other end of this process: a keeper waits for
+/// that.
 pub(crate) struct Undo {
     keeper: Child,
     what: String,
 }
 
 impl Undo {
-    /// Starts the keeper, which is to run `script`, a shell's, with `$1` and so on for `words`.
+    /// Starts the keeper, which later runs the shell script `script` with `words` as `$1` and so
+    /// on.
     pub(crate) fn later(script: &str, words: &[&str], output: Stdio) -> Result<Self> {
         let script = format!("trap '' HUP INT TERM; read -r end; {script}");
         let keeper = Command::new("sh")
@@ -67,20 +68,20 @@ impl Drop for Undo {
     }
 }
 
-/// A setting of the kernel under /proc/sys, changed until this is dropped.
+/// A setting of the kernel under /proc/sys, changed until this value is dropped.
 pub struct Setting {
     _undo: Undo,
 }
 
 impl Setting {
-    /// Changes the setting at `path`. Others who want to wait until it is restored.
+    /// Changes the setting at `path`. A second change waits until this one is undone.
     ///
     /// # Errors
-    /// When it is not there, or the kernel refuses.
+    /// If the setting is missing, or the kernel refuses.
     pub fn change(path: &str, value: &str) -> Result<Self> {
         let opened = File::options().write(true).open(path);
         let file = opened.with_context(|| format!("opening {path}"))?;
-        // The keeper inherits the lock, so a second run of a test sees the setting restored.
+        // The keeper inherits the lock, so the next test finds the setting restored.
         flock(&file, FlockOperation::LockExclusive).with_context(|| format!("locking {path}"))?;
         let before = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
         let undo = Undo::later("echo \"$1\"", &[before.trim()], file.into())?;
@@ -96,10 +97,10 @@ pub struct Tmpfs {
 }
 
 impl Tmpfs {
-    /// Mounts one with room for `bytes`.
+    /// Mounts a file system with room for `bytes`.
     ///
     /// # Errors
-    /// When it cannot be mounted.
+    /// If it cannot be mounted.
     pub fn mount(bytes: u64) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder to mount on")?;
         let path = folder.path().to_str().context("a folder with an odd name")?;
@@ -109,7 +110,7 @@ impl Tmpfs {
         Ok(Self { _undo: undo, folder })
     }
 
-    /// Where it is mounted.
+    /// The mount point.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.folder.path()
@@ -120,16 +121,16 @@ impl Tmpfs {
 pub struct FileSystem {
     _undo: Undo,
     folder: TempDir,
-    /// Where its file is.
+    /// The folder of its file.
     _home: TempDir,
 }
 
 impl FileSystem {
-    /// Makes one in a new file of `bytes` in `home`, with `mkfs`, a command and its options, and
-    /// mounts it.
+    /// Makes a file system in a new file of `bytes` in `home`, with `mkfs`, a command and its
+    /// options, and mounts it.
     ///
     /// # Errors
-    /// When it cannot be made or mounted.
+    /// If it cannot be made or mounted.
     pub fn make(home: &Path, bytes: u64, mkfs: &[&str]) -> Result<Self> {
         let home = tempfile::tempdir_in(home).context("making a folder for a file system")?;
         let image = home.path().join("file-system.img");
@@ -139,17 +140,17 @@ impl FileSystem {
         run(program, &[options, &[image]].concat())?;
         let folder = tempfile::tempdir().context("making a folder to mount on")?;
         let path = folder.path().to_str().context("a folder with an odd name")?;
-        // A file system that is frozen stays so without a mount, and whoever waits for it too.
+        // A frozen file system stays frozen without a mount, and blocks its waiting processes.
         let script = "fsfreeze --unfreeze \"$1\" 2>/dev/null; umount --lazy \"$1\"";
         let undo = Undo::later(script, &[path], Stdio::null())?;
         run("mount", &["-o", "loop", image, path])?;
         Ok(Self { _undo: undo, folder, _home: home })
     }
 
-    /// Makes all that would change it wait until the result is dropped.
+    /// Blocks all changes of the file system until the result is dropped.
     ///
     /// # Errors
-    /// When it cannot be frozen.
+    /// If it cannot be frozen.
     pub fn freeze(&self) -> Result<Frozen> {
         let path = self.folder.path().to_str().context("a folder with an odd name")?;
         let undo = Undo::later("fsfreeze --unfreeze \"$1\"", &[path], Stdio::null())?;
@@ -157,19 +158,19 @@ impl FileSystem {
         Ok(Frozen { _undo: undo })
     }
 
-    /// Where it is mounted.
+    /// The mount point.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
 }
 
-/// A file system that does not change until this is dropped.
+/// A file system that does not change until this value is dropped.
 pub struct Frozen {
     _undo: Undo,
 }
 
-/// Whether `program` is installed. Prints a message if not.
+/// Returns true if `program` is installed. Otherwise prints a message.
 #[must_use]
 pub fn is_installed(program: &str) -> bool {
     let found = Command::new("sh").args(["-c", "command -v \"$1\"", "sh", program]).output();
@@ -190,45 +191,45 @@ impl LoopDevice {
     /// Makes a block device of a file.
     ///
     /// # Errors
-    /// When there is none left.
+    /// If no loop device is left.
     pub fn attach(file: &Path) -> Result<Self> {
         Self::attach_with(file, &[])
     }
 
-    /// The same with more options of `losetup`.
+    /// Like [`attach`](Self::attach), with further options of `losetup`.
     ///
     /// # Errors
-    /// As [`attach`](Self::attach).
+    /// As for [`attach`](Self::attach).
     pub fn attach_with(file: &Path, options: &[&str]) -> Result<Self> {
         let file = file.to_str().context("a file with an odd name")?;
         let arguments = [options, &["--find", "--show", file]].concat();
         let path = run("losetup", &arguments)?.trim().to_owned();
-        // It may have been detached by then, and be another's.
+        // The device may have been detached by that time, and belong to a different file.
         let script =
             "if losetup --associated \"$2\" | grep -q \"^$1:\"; then losetup -d \"$1\"; fi";
         let undo = Undo::later(script, &[&path, file], Stdio::null())?;
         Ok(Self { _undo: undo, path: path.into() })
     }
 
-    /// The device.
+    /// The path of the device.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// A process that is stopped, until this is dropped.
+/// A stopped process, which continues when this value is dropped.
 pub struct Stopped(Pid);
 
 impl Stopped {
     /// Stops a process, and waits until all of its threads have stopped.
     ///
     /// # Errors
-    /// When it has gone, or does not stop in time.
+    /// If the process has gone, or does not stop in time.
     pub fn new(process: Pid) -> Result<Self> {
         kill_process(process, Signal::STOP).context("stopping a process")?;
         let stopped = Self(process);
-        // They stop one after the other, and work until then.
+        // Threads stop one by one, and run until then.
         retry(LIST_LIMIT, || {
             for task in fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()))? {
                 let stat = fs::read_to_string(task?.path().join("stat"))?;
@@ -246,10 +247,10 @@ impl Drop for Stopped {
     }
 }
 
-/// Runs a command of the system, and returns what it says.
+/// Runs a command of the system, and returns its output.
 ///
 /// # Errors
-/// When it is not there or fails.
+/// If it is missing or fails.
 pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
     let output = Command::new(program).args(arguments).output();
     let output = output.with_context(|| format!("starting {program}"))?;
@@ -258,11 +259,11 @@ pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The id of the thread of this name in a process. A list of threads can lack some while others
-/// end, so it is read again for a while.
+/// The id of a process's thread by name. A list of threads can lack some while threads end, so it
+/// is read repeatedly for a while.
 ///
 /// # Errors
-/// When it has none.
+/// If there is no such thread.
 pub fn thread_id(process: Pid, name: &str) -> Result<Pid> {
     let deadline = Instant::now() + LIST_LIMIT;
     loop {
@@ -277,7 +278,7 @@ fn listed_thread_id(process: Pid, name: &str) -> Result<Pid> {
     let path = format!("/proc/{}/task", process.as_raw_nonzero());
     for entry in fs::read_dir(&path).with_context(|| format!("reading {path}"))? {
         let entry = entry?;
-        // One that has ended meanwhile has no name.
+        // A thread that has ended since the listing has no name.
         let comm = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
         if comm.trim_end() == name {
             let id = entry.file_name().to_str().and_then(|id| Pid::from_raw(id.parse().ok()?));

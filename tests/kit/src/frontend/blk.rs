@@ -10,5 +10,5 @@ pub const WRITE_ZEROES: u32 = 13;
 pub const OK: u8 = 0;
 pub const IOERR: u8 = 1;
 pub const UNSUPP: u8 = 2;
-/// What the status byte is before the device writes it.
+/// The value of the status byte before the device writes it.
 pub const PENDING: u8 = 0xee;

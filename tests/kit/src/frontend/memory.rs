@@ -11,27 +11,27 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 use crate::daemon::{GUEST_MEMORY, LIMIT};
 
-/// One region, as a front-end describes it.
+/// A region in the front-end's description.
 #[derive(Clone, Debug)]
 pub struct Region {
     /// Start in guest memory.
     pub guest_addr: u64,
     /// Bytes.
     pub bytes: u64,
-    /// Start in the front-end's address space, which only the messages know.
+    /// Start in the front-end's address space, which occurs only in messages.
     pub user_addr: u64,
-    /// Where the region starts in its file.
+    /// Start in its file.
     pub file_offset: u64,
     /// The memory.
     pub file: Arc<OwnedFd>,
 }
 
 impl Region {
-    /// A region in a memfd of its own. Its front-end address has nothing to do with its guest
+    /// Makes a region in a memfd of its own. Its front-end address is unrelated to its guest
     /// address.
     ///
     /// # Errors
-    /// When the kernel has no memory or descriptor left.
+    /// If the kernel has no memory or descriptor left.
     pub fn new(guest_addr: u64, bytes: u64) -> Result<Self> {
         let file_offset = 0x3000;
         let file = Arc::new(memfd(file_offset + bytes)?);
@@ -54,10 +54,10 @@ impl Region {
     }
 }
 
-/// An anonymous file of `bytes` zeroes.
+/// Makes an anonymous file of `bytes` zeroes.
 ///
 /// # Errors
-/// When the kernel has no memory or descriptor left.
+/// If the kernel has no memory or descriptor left.
 pub fn memfd(bytes: u64) -> Result<OwnedFd> {
     let file = memfd_create(GUEST_MEMORY, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
         .context("creating a memfd")?;
@@ -67,7 +67,7 @@ pub fn memfd(bytes: u64) -> Result<OwnedFd> {
 
 /// The regions and the front-end's own mapping of them.
 pub struct Memory {
-    /// In the order in which they are shared.
+    /// The regions, in the order of sharing.
     pub regions: Vec<Region>,
     map: GuestMemoryMmap,
 }
@@ -76,7 +76,7 @@ impl Memory {
     /// Maps regions.
     ///
     /// # Errors
-    /// When the kernel refuses, or they overlap.
+    /// If the kernel refuses, or the regions overlap.
     pub fn new(mut regions: Vec<Region>) -> Result<Self> {
         regions.sort_by_key(|region| region.guest_addr);
         let mut ranges = Vec::new();
@@ -93,7 +93,7 @@ impl Memory {
     /// The front-end address of a guest address.
     ///
     /// # Errors
-    /// When it is in no region.
+    /// If the address is in no region.
     pub fn user_addr(&self, guest_addr: u64) -> Result<u64> {
         let found = self.regions.iter().find_map(|region| region.user_addr_of(guest_addr));
         found.with_context(|| format!("guest address {guest_addr:#x} is in no region"))
@@ -102,7 +102,7 @@ impl Memory {
     /// Writes bytes, across regions if need be.
     ///
     /// # Errors
-    /// When some of them are in no region.
+    /// If any byte is outside of the regions.
     pub fn write(&self, addr: u64, bytes: &[u8]) -> Result<()> {
         self.map
             .write_slice(bytes, GuestAddress(addr))
@@ -112,7 +112,7 @@ impl Memory {
     /// Reads bytes, across regions if need be.
     ///
     /// # Errors
-    /// When some of them are in no region.
+    /// If any byte is outside of the regions.
     pub fn read(&self, addr: u64, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         self.read_into(addr, &mut bytes)?;
@@ -127,10 +127,10 @@ impl Memory {
     }
 }
 
-/// A new eventfd.
+/// Makes an eventfd.
 ///
 /// # Errors
-/// When the kernel has no descriptor left.
+/// If the kernel has no descriptor left.
 pub fn new_eventfd() -> Result<Arc<OwnedFd>> {
     let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     Ok(Arc::new(fd.context("creating an eventfd")?))
@@ -139,26 +139,26 @@ pub fn new_eventfd() -> Result<Arc<OwnedFd>> {
 /// Adds one to an eventfd.
 ///
 /// # Errors
-/// When its counter is full.
+/// If its counter is full.
 pub fn signal(fd: &OwnedFd) -> Result<()> {
     rustix::io::write(fd, &1_u64.to_ne_bytes()).context("writing an eventfd")?;
     Ok(())
 }
 
-/// The counter of an eventfd, which is zero afterwards.
+/// Returns the counter of an eventfd, and sets it to zero.
 pub fn take_count(fd: &OwnedFd) -> u64 {
     let mut count = [0; 8];
     match rustix::io::read(fd, &mut count) {
         Ok(8) => u64::from_ne_bytes(count),
-        // Zero: it would block.
+        // The read would block at zero.
         _ => 0,
     }
 }
 
-/// Waits until an eventfd has been written, or another descriptor has something. That stays.
+/// Waits until an eventfd, or any descriptor, is readable, and reads nothing.
 ///
 /// # Errors
-/// When that does not happen in time; `what` names it.
+/// If it does not become readable in time; the error names it by `what`.
 pub fn wait_readable(fd: &impl AsFd, what: &str) -> Result<()> {
     let limit = Timespec::try_from(LIMIT).context("converting a time limit")?;
     let ready = poll(&mut [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)], Some(&limit));

@@ -1,6 +1,6 @@
-//! vhost-user messages as bytes, good and bad ones, and the socket that they go through.
+//! vhost-user messages as bytes, good and bad ones, and their socket.
 //!
-//! Nothing here checks what is sent: that is the daemon's part.
+//! Nothing here checks a message before it is sent: that is the daemon's part.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -44,47 +44,47 @@ pub mod code {
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
-    /// The largest number that the specification has given out, and some.
+    /// Larger than any number that the specification has assigned.
     pub const MAX: u32 = 64;
 }
 
 /// Flags of a message: version 1.
 pub const VERSION: u32 = 1;
-/// The message answers another.
+/// The message is a reply.
 pub const REPLY: u32 = 1 << 2;
-/// The sender wants to know whether the message was carried out.
+/// The sender requests a reply about the result.
 pub const NEED_REPLY: u32 = 1 << 3;
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 12;
 
-/// In the index of a ring: there is no descriptor with this message.
+/// In the index of a ring: the message has no descriptor.
 pub const NO_FD: u64 = 1 << 8;
 
-/// A message to be sent.
+/// A message to send.
 #[derive(Clone, Debug)]
 pub struct Message {
-    /// What is wanted, see [`code`].
+    /// The request number, see [`code`].
     pub request: u32,
     /// Version, [`REPLY`], [`NEED_REPLY`].
     pub flags: u32,
-    /// What the header says of the body's size, whatever that is.
+    /// The size of the body according to the header, right or wrong.
     pub size: u32,
     /// The body.
     pub body: Vec<u8>,
-    /// Descriptors that go with it.
+    /// The descriptors to send with it.
     pub fds: Vec<Arc<OwnedFd>>,
 }
 
 impl Message {
-    /// A message whose header tells the truth.
+    /// A message with a correct header.
     #[must_use]
     pub fn new(request: u32, body: Vec<u8>) -> Self {
         let size = u32::try_from(body.len()).expect("a length in memory of a test fits");
         Self { request, flags: VERSION, size, body, fds: Vec::new() }
     }
 
-    /// A message with a number.
+    /// A message with a number as its body.
     #[must_use]
     pub fn number(request: u32, value: u64) -> Self {
         Self::new(request, value.to_ne_bytes().to_vec())
@@ -96,7 +96,7 @@ impl Message {
         Self::new(request, [index.to_ne_bytes(), value.to_ne_bytes()].concat())
     }
 
-    /// A message with a descriptor for a ring, or with none.
+    /// A message with a ring's descriptor, or without one.
     #[must_use]
     pub fn ring_fd(request: u32, index: u8, fd: Option<&Arc<OwnedFd>>) -> Self {
         let flag = if fd.is_some() { 0 } else { NO_FD };
@@ -105,7 +105,7 @@ impl Message {
         message
     }
 
-    /// Where a ring is, in addresses of the front-end.
+    /// The message with a ring's place, in addresses of the front-end.
     #[must_use]
     pub fn ring_addresses(index: u32, desc_table: u64, used_ring: u64, avail_ring: u64) -> Self {
         let mut body = [index.to_ne_bytes(), 0_u32.to_ne_bytes()].concat();
@@ -115,7 +115,7 @@ impl Message {
         Self::new(code::SET_VRING_ADDR, body)
     }
 
-    /// All regions at once.
+    /// The message that shares all regions at once.
     #[must_use]
     pub fn memory_table(regions: &[&Region]) -> Self {
         let count = u32::try_from(regions.len()).expect("a length in memory of a test fits");
@@ -126,7 +126,7 @@ impl Message {
         message
     }
 
-    /// One more region.
+    /// The message that adds a region.
     #[must_use]
     pub fn add_region(region: &Region) -> Self {
         let body = [0_u64.to_ne_bytes().to_vec(), region.description()].concat();
@@ -135,14 +135,15 @@ impl Message {
         message
     }
 
-    /// One region less.
+    /// The message that removes a region.
     #[must_use]
     pub fn remove_region(region: &Region) -> Self {
         let body = [0_u64.to_ne_bytes().to_vec(), region.description()].concat();
         Self::new(code::REM_MEM_REG, body)
     }
 
-    /// An inflight region of so many bytes for queues of this size.
+    /// The message with an inflight region of `bytes` bytes, for `queues` queues of `queue_size`
+    /// entries.
     #[must_use]
     pub fn inflight_region(
         region: &Arc<OwnedFd>,
@@ -155,7 +156,7 @@ impl Message {
         Self::new(code::SET_INFLIGHT_FD, area).with_fd(region)
     }
 
-    /// A read of the configuration space, or with `data` a write.
+    /// A read of the configuration space, or a write of `data`.
     #[must_use]
     pub fn config(request: u32, offset: u32, data: &[u8]) -> Self {
         let size = u32::try_from(data.len()).expect("a length in memory of a test fits");
@@ -163,14 +164,14 @@ impl Message {
         Self::new(request, [head, data.to_vec()].concat())
     }
 
-    /// The same with the wish to know whether it was carried out.
+    /// Requests a reply about the result.
     #[must_use]
     pub fn needs_reply(mut self) -> Self {
         self.flags |= NEED_REPLY;
         self
     }
 
-    /// The same with one more descriptor.
+    /// Adds a descriptor.
     #[must_use]
     pub fn with_fd(mut self, fd: &Arc<OwnedFd>) -> Self {
         self.fds.push(Arc::clone(fd));
@@ -188,7 +189,7 @@ impl Message {
 /// An answer of the daemon.
 #[derive(Clone, Debug)]
 pub struct Reply {
-    /// What it answers.
+    /// The number of the request that it answers.
     pub request: u32,
     /// Version and [`REPLY`].
     pub flags: u32,
@@ -197,10 +198,10 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// The number in it.
+    /// The number in the body.
     ///
     /// # Errors
-    /// When its body is not one.
+    /// If the body is no number.
     pub fn number(&self) -> Result<u64> {
         let bytes = self.body.as_slice().try_into();
         Ok(u64::from_ne_bytes(bytes.with_context(|| format!("{self:?} is not a number"))?))
@@ -211,15 +212,15 @@ impl Reply {
 #[derive(Debug)]
 pub struct Channel {
     stream: UnixStream,
-    /// All messages that were sent, in order.
+    /// All messages sent so far, in order.
     pub sent: Vec<Message>,
 }
 
 impl Channel {
-    /// Connects. The daemon need not have accepted when this returns.
+    /// Connects. On return the daemon may not have accepted the connection.
     ///
     /// # Errors
-    /// When nobody listens.
+    /// If no daemon listens.
     pub fn connect(socket: &Path) -> Result<Self> {
         let stream = UnixStream::connect(socket)
             .with_context(|| format!("connecting to {}", socket.display()))?;
@@ -230,7 +231,7 @@ impl Channel {
     /// Sends bytes, with descriptors beside the first of them.
     ///
     /// # Errors
-    /// When the daemon has closed the connection, or does not take them in time.
+    /// If the daemon has closed the connection, or does not receive them in time.
     pub fn send_bytes(&mut self, bytes: &[u8], fds: &[Arc<OwnedFd>]) -> Result<()> {
         let raw: Vec<_> = fds.iter().map(|fd| fd.as_fd().as_raw_fd()).collect();
         let sent = self.stream.send_with_fds(&[bytes], &raw).map_err(std::io::Error::from);
@@ -241,16 +242,16 @@ impl Channel {
     /// Sends a message.
     ///
     /// # Errors
-    /// As [`send_bytes`](Self::send_bytes).
+    /// As for [`send_bytes`](Self::send_bytes).
     pub fn send(&mut self, message: &Message) -> Result<()> {
         self.sent.push(message.clone());
         self.send_bytes(&message.bytes(), &message.fds)
     }
 
-    /// The next answer; none when the daemon has closed the connection.
+    /// Receives the next reply; `None` if the daemon has closed the connection.
     ///
     /// # Errors
-    /// When none comes in time, or it makes no sense.
+    /// If none arrives in time, or it is malformed.
     pub fn receive(&mut self) -> Result<Option<Reply>> {
         let mut head = [0; HEADER_BYTES];
         if !self.fill(&mut head)? {
@@ -269,11 +270,11 @@ impl Channel {
         Ok(Some(Reply { request, flags, body }))
     }
 
-    /// Sends a message and takes the answer; none when the daemon has closed the connection
+    /// Sends a message and receives the reply; `None` if the daemon has closed the connection
     /// instead.
     ///
     /// # Errors
-    /// As [`receive`](Self::receive).
+    /// As for [`receive`](Self::receive).
     pub fn ask(&mut self, message: &Message) -> Result<Option<Reply>> {
         if self.send(message).is_err() {
             return Ok(None);
@@ -287,38 +288,39 @@ impl Channel {
         Ok(reply)
     }
 
-    /// Waits until the daemon closes the connection, whatever it still says before.
+    /// Waits until the daemon closes the connection, and discards replies until then.
     ///
     /// # Errors
-    /// When it does not in time.
+    /// If it does not in time.
     pub fn wait_closed(&mut self) -> Result<()> {
         while self.receive().context("waiting for the daemon to close the connection")?.is_some() {}
         Ok(())
     }
 
-    /// Whether the daemon has closed the connection, whatever is left to read of it.
+    /// Returns true if the daemon has closed the connection, even with replies still to be read.
     ///
     /// # Errors
-    /// When the kernel refuses to tell.
+    /// If the kernel cannot poll the socket.
     pub fn is_closed(&self) -> Result<bool> {
         let mut fds = [PollFd::new(&self.stream, PollFlags::empty())];
         poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).context("looking at a socket")?;
         Ok(fds[0].revents().contains(PollFlags::HUP))
     }
 
-    /// Another descriptor of this end.
+    /// Duplicates the descriptor of this end.
     ///
     /// # Errors
-    /// When the kernel has none left.
+    /// If the kernel has no descriptor left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         Ok(self.stream.try_clone().context("duplicating a socket")?.into())
     }
 
-    /// Fills `bytes`; false when the connection is closed before the first.
+    /// Fills `bytes`; false if the connection is reset, or closed before the first byte.
     fn fill(&mut self, bytes: &mut [u8]) -> Result<bool> {
         let mut filled = 0;
         while filled < bytes.len() {
-            // Not by the socket's own time limit: the daemon may have made it non-blocking.
+            // The socket's own time limit does not help: the daemon may have made the socket
+            // non-blocking.
             wait_readable(&self.stream, "answer of the daemon")?;
             match self.stream.read(&mut bytes[filled..]) {
                 Ok(0) if filled == 0 => return Ok(false),

@@ -1,4 +1,4 @@
-//! A queue as a front-end has it: the driver's side of its ring, and its eventfds.
+//! A queue of a front-end: the driver's side of its ring, and its eventfds.
 
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
@@ -13,10 +13,10 @@ use super::memory::{Memory, new_eventfd, signal, take_count, wait_readable};
 
 pub use driver::{Desc, INDIRECT, NEXT, Used, WRITE};
 
-/// Bytes from one ring to the next: enough for 1024 entries.
+/// Bytes between the starts of two rings: enough for 1024 entries.
 pub(crate) const STRIDE: u64 = 0x8000;
 
-/// A ring of up to 1024 entries whose parts are one after the other.
+/// The layout of a ring of up to 1024 entries, with its parts in order from `addr`.
 #[must_use]
 pub fn place_at(addr: u64, size: u16) -> QueueConfig {
     QueueConfig {
@@ -30,7 +30,7 @@ pub fn place_at(addr: u64, size: u16) -> QueueConfig {
     }
 }
 
-/// A queue, seen from the driver. As a [`driver::Ring`], every field of it can be given any value.
+/// A queue on the driver's side. Like a [`driver::Ring`], it accepts any value in any field.
 pub struct Ring {
     ring: driver::Ring<Arc<Memory>>,
     /// Driver to device.
@@ -56,10 +56,10 @@ impl DerefMut for Ring {
 }
 
 impl Ring {
-    /// An empty ring, which asks for calls. Its memory is as it was.
+    /// Makes an empty ring, which asks for calls. Does not clear its memory.
     ///
     /// # Errors
-    /// When the kernel has no descriptor left.
+    /// If the kernel has no descriptor left.
     pub fn new(memory: &Arc<Memory>, config: QueueConfig) -> Result<Self> {
         let ring = driver::Ring::new(Arc::clone(memory), config);
         ring.want_calls();
@@ -69,7 +69,7 @@ impl Ring {
     /// Kicks.
     ///
     /// # Errors
-    /// When the eventfd is full.
+    /// If the eventfd is full.
     pub fn kick(&self) -> Result<()> {
         fence(Ordering::SeqCst);
         signal(&self.kick)
@@ -78,16 +78,16 @@ impl Ring {
     /// Makes a chain available and kicks.
     ///
     /// # Errors
-    /// As [`kick`](Self::kick).
+    /// As for [`kick`](Self::kick).
     pub fn submit(&mut self, head: u16) -> Result<()> {
         self.offer(head);
         self.kick()
     }
 
-    /// Waits for the next used element as a driver does: a call that is not made is missed.
+    /// Waits for the next used element like a driver, which depends on calls.
     ///
     /// # Errors
-    /// When there is no call in time.
+    /// If no call comes in time.
     pub fn wait_used(&mut self) -> Result<Used> {
         loop {
             if let Some(used) = self.take_used() {
@@ -101,10 +101,11 @@ impl Ring {
         }
     }
 
-    /// Looks at the used ring until it has `count` elements that were not taken, calls or not.
+    /// Polls the used ring until it has `count` elements that were not taken, with or without
+    /// calls.
     ///
     /// # Errors
-    /// When that takes too long.
+    /// If that takes too long.
     pub fn watch_used(&self, count: u16) -> Result<()> {
         let deadline = std::time::Instant::now() + crate::daemon::LIMIT;
         while self.used_idx().wrapping_sub(self.next_used) < count {
@@ -114,16 +115,16 @@ impl Ring {
         Ok(())
     }
 
-    /// Waits until the daemon says that the ring is bad.
+    /// Waits until the daemon reports a bad ring.
     ///
     /// # Errors
-    /// When it does not in time.
+    /// If it does not in time.
     pub fn wait_err(&self) -> Result<()> {
         wait_readable(&self.err, "write to the err eventfd")
     }
 }
 
-/// Panics when the memory is in no region.
+/// Panics if the memory is in no region.
 impl DriverMemory for Memory {
     fn load(&self, addr: u64, bytes: &mut [u8]) {
         self.read_into(addr, bytes).expect("a driver reads memory that is mapped");

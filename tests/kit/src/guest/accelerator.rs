@@ -1,8 +1,8 @@
-//! Chooses how QEMU runs the guest's instructions.
+//! Chooses the way in which QEMU executes the guest's instructions.
 //!
-//! That /dev/kvm can be opened says little: in nested virtual machines it is often there and then
-//! fails or hangs. So a guest is booted once as a probe, with a time limit, and the answer is kept
-//! until this machine boots again.
+//! An accessible /dev/kvm proves little: in nested virtual machines it often exists and then fails
+//! or hangs. So a guest is booted once as a probe, with a time limit, and the result is stored
+//! until this machine reboots.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -14,14 +14,14 @@ use clap::ValueEnum;
 use super::image::{self, Image};
 use super::vm::{Vm, VmOptions};
 
-/// With working KVM a probe guest is up in two or three seconds, with TCG in five. A KVM that
-/// needs longer than this is of no use.
+/// With working KVM a probe guest is up in two or three seconds, with TCG in five. A KVM that needs
+/// longer than this limit is of no use.
 const PROBE_LIMIT: Duration = Duration::from_secs(15);
 
 /// Changes at each boot of this machine.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// How QEMU runs the guest's instructions.
+/// The way in which QEMU executes the guest's instructions.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Accelerator {
     /// By the processor, through /dev/kvm.
@@ -31,10 +31,10 @@ pub enum Accelerator {
 }
 
 impl Accelerator {
-    /// KVM where a guest boots with it, else TCG.
+    /// KVM if a guest boots with it, else TCG.
     ///
     /// # Errors
-    /// When the answer cannot be kept under the target directory.
+    /// If the result cannot be stored under the target directory.
     pub fn choose(image: &Image) -> Result<Self> {
         if let Err(error) = OpenOptions::new().read(true).write(true).open("/dev/kvm") {
             eprintln!("guest: TCG, as /dev/kvm cannot be opened: {error}");

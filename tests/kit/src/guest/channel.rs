@@ -1,7 +1,7 @@
-//! The host's ends of what QEMU talks over: its output, the guest's second serial port and QMP.
+//! The host's ends of QEMU's streams: its output, the guest's second serial port and QMP.
 //!
-//! Each stream has a thread that reads it, so that QEMU never stands still because nobody reads,
-//! and so that every wait can have a limit.
+//! Each stream has a thread that reads it. So QEMU never blocks on a full stream, and every wait
+//! can have a limit.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -14,19 +14,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-/// How often a wait looks whether the user asked to stop.
+/// The interval at which a wait checks for a stop by the user.
 pub(crate) const STOP_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How many of the last lines of the console an error shows.
+/// The number of last console lines in an error.
 const SHOWN_LINES: usize = 200;
 
-/// How long QEMU has to answer a monitor command.
+/// The time limit for QEMU's answer to a monitor command.
 const MONITOR_LIMIT: Duration = Duration::from_secs(30);
 
-/// Whether the user asked to stop; raised by a signal handler or another thread.
+/// True once the user asked to stop; set by a signal handler or a different thread.
 pub type Stop = Arc<AtomicBool>;
 
-/// Everything that the guest's kernel and QEMU itself have written.
+/// The whole output of the guest's kernel and of QEMU itself.
 #[derive(Clone, Default)]
 pub(crate) struct Console {
     lines: Arc<Mutex<Vec<Line>>>,
@@ -39,12 +39,12 @@ struct Line {
 }
 
 impl Console {
-    /// With `echo`, each line is shown on stderr when it comes.
+    /// Makes an empty console. With `echo`, each line goes to stderr at once.
     pub(crate) fn new(echo: bool) -> Self {
         Self { lines: Arc::default(), echo }
     }
 
-    /// Starts a thread that takes in `stream` until its end; `is_error` says that it is QEMU's own
+    /// Starts a thread that stores `stream` until its end. `is_error` is true for QEMU's own
     /// stderr.
     pub(crate) fn follow(
         &self,
@@ -64,7 +64,7 @@ impl Console {
         })
     }
 
-    /// How many lines say something like `wanted`.
+    /// The number of lines that contain `wanted`.
     pub(crate) fn count(&self, wanted: &str) -> usize {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().filter(|line| line.text.contains(wanted)).count()
@@ -78,7 +78,7 @@ impl Console {
         texts.join("\n")
     }
 
-    /// The first line of QEMU's own stderr that is `wanted`.
+    /// The first line of QEMU's own stderr for which `wanted` is true.
     pub(crate) fn find_error(&self, wanted: impl Fn(&str) -> bool) -> Option<String> {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let line = lines.iter().find(|line| line.is_error && wanted(&line.text))?;
@@ -86,11 +86,11 @@ impl Console {
     }
 }
 
-/// Calls `take` for each line of `stream`, until that answers `false` or the stream ends.
+/// Calls `take` for each line of `stream`, until it returns false or the stream ends.
 fn each_line(stream: impl Read, mut take: impl FnMut(String) -> bool) {
     let mut reader = BufReader::new(stream);
     let mut bytes = Vec::new();
-    // An error is the end as well: the other side has gone.
+    // An error counts as the end: the peer has gone.
     while reader.read_until(b'\n', &mut bytes).is_ok_and(|read| read > 0) {
         let line = String::from_utf8_lossy(&bytes).trim_end_matches(['\r', '\n']).to_owned();
         bytes.clear();
@@ -109,7 +109,7 @@ pub(crate) struct LineChannel {
 }
 
 impl LineChannel {
-    /// Takes over `stream`; `name` is what errors call it. The thread ends with the stream.
+    /// Takes over `stream`, which errors call `name`. The reading thread ends with the stream.
     pub(crate) fn new(name: &'static str, stream: UnixStream, stop: Stop) -> Result<Self> {
         let reader =
             stream.try_clone().with_context(|| format!("duplicating the socket of {name}"))?;
@@ -123,10 +123,10 @@ impl LineChannel {
         self.stream.write_all(text.as_bytes()).with_context(|| format!("writing to {}", self.name))
     }
 
-    /// The next line; `None` if there is none until `deadline`.
+    /// The next line; `None` without one by `deadline`.
     ///
     /// # Errors
-    /// When the user asked to stop and when QEMU has closed the socket.
+    /// If the user asked to stop, or QEMU has closed the socket.
     pub(crate) fn poll_line(&self, deadline: Instant) -> Result<Option<String>> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -147,7 +147,7 @@ impl LineChannel {
     /// The next line.
     ///
     /// # Errors
-    /// As [`Self::poll_line`], and at `deadline`.
+    /// As for [`Self::poll_line`], and at `deadline`.
     pub(crate) fn next_line(&self, deadline: Instant) -> Result<String> {
         let line = self.poll_line(deadline)?;
         line.with_context(|| format!("{} said nothing more in time", self.name))
@@ -171,7 +171,7 @@ impl Monitor {
     /// Runs a command without arguments and waits for its answer.
     ///
     /// # Errors
-    /// When QEMU refuses it, or does not answer.
+    /// If QEMU refuses it, or does not answer.
     pub(crate) fn execute(&mut self, command: &str) -> Result<Value> {
         self.execute_with(command, &json!({}))
     }
@@ -179,14 +179,14 @@ impl Monitor {
     /// Runs a command and waits for its answer.
     ///
     /// # Errors
-    /// When QEMU refuses it, or does not answer.
+    /// If QEMU refuses it, or does not answer.
     pub(crate) fn execute_with(&mut self, command: &str, arguments: &Value) -> Result<Value> {
         let deadline = Instant::now() + MONITOR_LIMIT;
         let message = json!({ "execute": command, "arguments": arguments });
         self.channel.send(&format!("{message}\n"))?;
         loop {
             let line = self.channel.next_line(deadline)?;
-            // The greeting and events come in between; only answers have these keys.
+            // The greeting and events may come first; only answers have these keys.
             let mut answer: Value = serde_json::from_str(&line)
                 .with_context(|| format!("reading what QEMU answered: {line}"))?;
             if let Some(value) = answer.get_mut("return") {

@@ -1,7 +1,7 @@
 //! Writes cpio archives in the "newc" format, which the kernel unpacks as its initramfs.
 //!
-//! Written here and not by the `cpio` tool, because device nodes need no root this way and every
-//! archive of the same content is the same, byte for byte. Format: `man 5 cpio` and the kernel's
+//! The `cpio` tool would need root for device nodes, and its archives of the same content differ.
+//! These are the same, byte for byte. Format: `man 5 cpio` and the kernel's
 //! Documentation/driver-api/early-userspace/buffer-format.rst.
 
 use std::collections::BTreeSet;
@@ -13,10 +13,10 @@ const TYPE_REGULAR: u32 = 0o100_000;
 const TYPE_SYMLINK: u32 = 0o120_000;
 const TYPE_CHARACTER_DEVICE: u32 = 0o020_000;
 
-/// Headers, names and contents each start on such a border, in bytes.
+/// Alignment of headers, names and contents, in bytes.
 const ALIGNMENT: u64 = 4;
 
-/// An archive that is being written. Ends with [`Archive::finish`].
+/// An archive under construction. [`Archive::finish`] completes it.
 pub(crate) struct Archive<W: Write> {
     out: W,
     offset: u64,
@@ -24,7 +24,7 @@ pub(crate) struct Archive<W: Write> {
     directories: BTreeSet<String>,
 }
 
-/// What one archive member is, beside its name and content.
+/// The properties of an archive member, except its content.
 struct Member<'a> {
     name: &'a str,
     mode: u32,
@@ -37,7 +37,7 @@ impl<W: Write> Archive<W> {
         Self { out, offset: 0, inode: 0, directories: BTreeSet::new() }
     }
 
-    /// Adds the directory `path` and those above it, unless they are there already.
+    /// Adds the directory `path` and its parents, unless they exist already.
     pub(crate) fn directory(&mut self, path: &str) -> io::Result<()> {
         let path = path.trim_matches('/');
         let ends = path.match_indices('/').map(|(at, _)| at).chain([path.len()]);
@@ -68,7 +68,7 @@ impl<W: Write> Archive<W> {
         self.member(path, TYPE_CHARACTER_DEVICE | 0o600, device, &[])
     }
 
-    /// Writes the trailer and gives the writer back.
+    /// Writes the trailer and returns the writer.
     pub(crate) fn finish(mut self) -> io::Result<W> {
         self.member("TRAILER!!!", 0, (0, 0), &[])?;
         self.out.flush()?;
@@ -145,7 +145,7 @@ impl<W: Write> Archive<W> {
 mod tests {
     use super::*;
 
-    /// That the kernel reads it is what every boot of a guest shows; this shows the bytes.
+    /// Checks the bytes. That the kernel can read them is shown by each boot of a guest.
     #[test]
     fn members_are_laid_out_as_newc_says() {
         let mut archive = Archive::new(Vec::new());

@@ -1,9 +1,9 @@
-//! Builds what a test guest boots: a kernel and an initramfs with the tools of this machine.
+//! Builds the image of test guests: a kernel, and an initramfs with the tools of this machine.
 //!
-//! The result is kept under the target directory. Its key is a hash of all that goes into it
-//! except the kernel: asking apt for the kernel takes a second, and a guest that stays the same
-//! between two runs of the tests is no disadvantage. A new image is made after `cargo clean`, on
-//! request, and whenever a tool, its libraries or the init script change.
+//! The result is kept under the target directory. Its key is a hash of all inputs except the
+//! kernel: asking apt for the kernel takes a second, and a guest that stays the same between two
+//! test runs is no disadvantage. A new image is made after `cargo clean`, on request, and after any
+//! change of a tool, its libraries or the init script.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -21,7 +21,8 @@ use rustix::fs::{FlockOperation, flock};
 use super::cpio::Archive;
 use super::kernel::{self, Kernel};
 
-/// Change it when the layout of the image changes without a change of its inputs.
+/// The version of the image's layout. Increase it after a change of the layout that changes no
+/// input.
 const LAYOUT: u32 = 4;
 
 /// The first process of the guest.
@@ -57,24 +58,24 @@ const TOOLS: [(&str, &str); 26] = [
     ("sg_write_same", "sg3-utils"),
 ];
 
-/// A package of which guests need one program, with which udev names SCSI disks. To install it
-/// would replace what makes the device nodes of this machine.
+/// The package of the program with which udev names SCSI disks. Guests need that program alone.
+/// Installing the package would replace the manager of this machine's device nodes.
 const UDEV: &str = "udev";
 
-/// Where that program may be in the package.
+/// Possible paths of that program in the package.
 const SCSI_ID: [&str; 2] = ["usr/lib/udev/scsi_id", "lib/udev/scsi_id"];
 
-/// What the kernel is told. A guest that panics boots again at once, which is noticed; one that
+/// The kernel's command line. A guest that panics reboots at once, which is noticed; a guest that
 /// hangs is not.
 pub(crate) const KERNEL_OPTIONS: &str = "console=ttyS0 loglevel=5 panic=-1 mitigations=off";
 
-/// What a kernel is told in addition that a boot loader has loaded.
+/// A further kernel option after a boot from a disk.
 pub const BOOTED_FROM_DISK: &str = "booted-from-disk";
 
-/// A disk that a guest can boot from: kernel and initramfs, with room for a file system.
+/// The size of a boot disk: kernel and initramfs, with room for a file system.
 const BOOT_DISK_BYTES: u64 = 256 << 20;
 
-/// Without it mke2fs does not know what ext4 is and makes a file system without extents.
+/// The configuration without which mke2fs makes an ext4 without extents.
 const MKE2FS_CONFIG: &str = "/etc/mke2fs.conf";
 
 /// A kernel and an initramfs that QEMU can boot.
@@ -89,11 +90,10 @@ pub struct Image {
 }
 
 impl Image {
-    /// Gives the image of this machine, after building it if there is none.
+    /// Returns the image of this machine, after building it if there is none.
     ///
     /// # Errors
-    /// When a tool is not installed (the error names its package) and when the kernel cannot be
-    /// fetched.
+    /// If a tool is not installed (the error names its package), or the kernel cannot be fetched.
     pub fn prepare() -> Result<Self> {
         let _lock = lock()?;
         let inputs = Inputs::find()?;
@@ -104,10 +104,10 @@ impl Image {
         }
     }
 
-    /// Builds the image anew, with the newest kernel that apt knows.
+    /// Builds the image again, with the newest kernel that apt knows.
     ///
     /// # Errors
-    /// As [`Image::prepare`].
+    /// As for [`Image::prepare`].
     pub fn rebuild() -> Result<Self> {
         let _lock = lock()?;
         let inputs = Inputs::find()?;
@@ -122,7 +122,7 @@ impl Image {
     /// Makes a disk at `path` with a boot loader, the kernel and the initramfs, for BIOS firmware.
     ///
     /// # Errors
-    /// When a tool is not installed, and when the disk cannot be made.
+    /// If a tool is not installed, or the disk cannot be made.
     pub fn make_boot_disk(&self, path: &Path) -> Result<()> {
         let making = || format!("making the disk {}", path.display());
         File::create_new(path)
@@ -159,10 +159,10 @@ impl Image {
     }
 }
 
-/// Where images and what is known of this machine are kept.
+/// The folder of images and of properties of this machine.
 ///
 /// # Errors
-/// When the folder cannot be made.
+/// If the folder cannot be made.
 pub(crate) fn guest_dir() -> Result<PathBuf> {
     let root = workspace::root();
     let target = match std::env::var_os("CARGO_TARGET_DIR") {
@@ -175,7 +175,7 @@ pub(crate) fn guest_dir() -> Result<PathBuf> {
     folder.canonicalize().with_context(|| format!("finding the folder {}", folder.display()))
 }
 
-/// Keeps other test processes from building at the same time, until it is dropped.
+/// Keeps other test processes from building, until it is dropped.
 pub(crate) fn lock() -> Result<File> {
     let path = guest_dir()?.join("lock");
     let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
@@ -184,7 +184,7 @@ pub(crate) fn lock() -> Result<File> {
     Ok(file)
 }
 
-/// What goes into the initramfs from this machine.
+/// The files of this machine that the initramfs contains.
 struct Inputs {
     busybox: PathBuf,
     tools: Vec<PathBuf>,
@@ -228,7 +228,7 @@ impl Inputs {
 fn build(inputs: Inputs, folder: &Path) -> Result<Image> {
     eprintln!("guest: building an image (a kernel is downloaded once)");
     let parent = guest_dir()?;
-    // Everything happens beside the final place, so that a half-made image is never found.
+    // The image is built beside its final place, so that an incomplete image is never found.
     let staging = tempfile::Builder::new()
         .prefix("building-")
         .tempdir_in(&parent)
@@ -302,16 +302,16 @@ pub(super) fn add_file(
 /// The absolute path of a program.
 ///
 /// # Errors
-/// When there is none; the error says which package to install.
+/// If there is none; the error names the package to install.
 pub(crate) fn find_program(name: &str, package: &str) -> Result<PathBuf> {
     workspace::find_program(name)
         .with_context(|| format!("{name} is not installed; apt-get install {package}"))
 }
 
-/// The shared libraries of `program` and the loader, at the paths where it looks for them.
+/// The shared libraries of `program` and the loader, at the paths where the loader expects them.
 ///
 /// # Errors
-/// When it cannot run here, for lack of one of them.
+/// If a library is missing.
 pub fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let listing =
         Command::new("ldd").arg(program).env("LC_ALL", "C").output().context("running ldd")?;
@@ -323,7 +323,7 @@ pub fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
     Ok(library_paths(&listing))
 }
 
-/// The paths in what ldd prints: `name => path (address)` or `path (address)`.
+/// The paths in the output of ldd: `name => path (address)` or `path (address)`.
 fn library_paths(listing: &str) -> Vec<PathBuf> {
     listing
         .lines()

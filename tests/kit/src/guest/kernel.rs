@@ -1,4 +1,5 @@
-//! Fetches a distribution's kernel for virtual machines and picks the modules a guest needs.
+//! Fetches a distribution's kernel for virtual machines, and selects the modules that a guest
+//! needs.
 //!
 //! Nothing is installed: `apt-get download` and `dpkg-deb --extract` work for any user as soon as
 //! apt has its package lists.
@@ -11,16 +12,17 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use ringhaul_tools::process::{output, output_bytes};
 
-/// Packages whose dependency is the newest small kernel for virtual machines: Debian's, then
-/// Ubuntu's. The first that apt knows is taken.
+/// Packages that depend on the newest small kernel for virtual machines: Debian's, then Ubuntu's.
+/// The first package that apt knows is used.
 const META_PACKAGES: [&str; 3] =
     ["linux-image-cloud-amd64", "linux-image-virtual", "linux-image-kvm"];
 
-/// What a guest needs to see its disks and to mount ext4. What they depend on comes along.
+/// Modules for a guest's disks and for ext4. Their dependencies are added.
 const REQUIRED_MODULES: [&str; 6] =
     ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "sg", "ext4"];
 
-/// ext4 asks for this one by a name that its dependencies do not show. Newer kernels do without.
+/// A module that ext4 requests by a name, which its dependencies do not show. Newer kernels do
+/// without.
 const OPTIONAL_MODULES: [&str; 1] = ["crc32c_generic"];
 
 /// A kernel module, decompressed.
@@ -37,14 +39,14 @@ pub(crate) struct Kernel {
     pub(crate) version: String,
     /// The bzImage that QEMU starts.
     pub(crate) vmlinuz: PathBuf,
-    /// In the order in which they must be inserted.
+    /// The modules in the order of insertion.
     pub(crate) modules: Vec<Module>,
 }
 
 /// Downloads the kernel that the distribution offers now and unpacks it in `folder`.
 ///
 /// # Errors
-/// When apt knows no such kernel or cannot fetch it, and when a module is missing in it.
+/// If apt knows no such kernel or cannot fetch it, or the kernel lacks a module.
 pub(crate) fn fetch(folder: &Path) -> Result<Kernel> {
     ensure!(
         cfg!(target_arch = "x86_64"),
@@ -95,7 +97,7 @@ fn show(package: &str) -> Result<String> {
 /// Downloads packages and unpacks them in `folder`.
 ///
 /// # Errors
-/// When apt cannot fetch one.
+/// If apt cannot fetch one.
 pub(crate) fn download(packages: &[String], folder: &Path) -> Result<()> {
     let downloading = || {
         let packages = packages.join(" ");
@@ -118,7 +120,7 @@ fn field<'a>(control: &'a str, name: &str) -> Option<&'a str> {
     control.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
 }
 
-/// The first package in `Depends` whose name starts with `prefix`, without its version.
+/// The first package in `Depends` with a name that starts with `prefix`, without its version.
 fn dependency(control: &str, prefix: &str) -> Option<String> {
     let depends = field(control, "Depends")?;
     depends
@@ -128,7 +130,7 @@ fn dependency(control: &str, prefix: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// The modules of one kernel: those in files and those that are part of the image.
+/// The modules of one kernel: in files, and built into the image.
 struct ModuleTree {
     files: Vec<PathBuf>,
     builtin: BTreeSet<String>,
@@ -145,7 +147,7 @@ impl ModuleTree {
         })
     }
 
-    /// The wanted modules and all that they depend on, dependencies first.
+    /// The wanted modules and all their dependencies, dependencies first.
     fn select(&self) -> Result<Vec<Module>> {
         let mut selected = Vec::new();
         for name in REQUIRED_MODULES {
@@ -179,15 +181,15 @@ impl ModuleTree {
     }
 }
 
-/// The name of the module in the file `path` (`.ko`, perhaps compressed), if it is one.
+/// The name of the module in the file `path` (`.ko`, possibly compressed), if it is one.
 fn module_name(path: &str) -> Option<String> {
     let file = path.rsplit('/').next()?;
     let (name, suffix) = file.split_once(".ko")?;
     (suffix.is_empty() || suffix.starts_with('.')).then(|| name.replace('-', "_"))
 }
 
-/// What a module says it depends on: `depends=` in its .modinfo section, whose entries each end
-/// with a zero byte. A package has no modules.dep; that is made when it is installed.
+/// The dependencies of a module: `depends=` in its .modinfo section, in which a zero byte ends each
+/// entry. A package has no modules.dep, which its installation makes.
 fn dependencies(module: &[u8]) -> Vec<String> {
     module
         .split(|&byte| byte == 0)

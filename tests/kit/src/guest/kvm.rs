@@ -1,4 +1,4 @@
-//! A guest of some pages that a monitor runs with KVM.
+//! A guest of a few pages that a monitor runs with KVM.
 //!
 //! On some hosts KVM interprets the kernel mode of a guest, instruction by instruction, and a Linux
 //! kernel takes minutes to boot. User mode runs at full speed everywhere. So this guest leaves
@@ -30,7 +30,7 @@ pub const KVM_DISK_BYTES: u64 = 16 << 20;
 /// The version of Alioth that tests install.
 const ALIOTH_VERSION: &str = "0.12.0";
 
-/// The end of a hopeless wait for a line of the guest.
+/// The limit of a wait for a line of the guest.
 const LIMIT: Duration = Duration::from_secs(180);
 
 /// The time until a monitor listens for commands.
@@ -66,7 +66,7 @@ const QEMU: &[&str] = &[
 pub enum Monitor {
     /// QEMU's microvm: virtio-mmio, two queues, connects again.
     Qemu,
-    /// QEMU's pc: virtio-pci, whose disk is plugged in and out.
+    /// QEMU's pc: virtio-pci, with a disk that is plugged in and out.
     QemuPlugged,
     /// Alioth: virtio-pci, never connects again.
     Alioth(PathBuf),
@@ -89,7 +89,7 @@ impl Monitor {
     /// Alioth from `$PATH`, or installed below the target folder.
     ///
     /// # Errors
-    /// When cargo cannot install it.
+    /// If cargo cannot install it.
     pub fn alioth() -> Result<Self> {
         if let Some(program) = workspace::find_program("alioth") {
             return Ok(Self::Alioth(program));
@@ -112,19 +112,20 @@ impl Monitor {
         Ok(Self::Alioth(program))
     }
 
-    /// True if it brings a new daemon the state of the guest's disk by itself.
+    /// Returns true if the monitor connects again by itself, with the state of the guest's disk.
     #[must_use]
     pub fn connects_again(&self) -> bool {
         matches!(self, Self::Qemu | Self::QemuPlugged | Self::CloudHypervisor(_))
     }
 
-    /// True if a guest can reset the disk. Alioth 0.12 panics then, and Firecracker has no reset.
+    /// Returns true if a guest can reset the disk. Alioth 0.12 panics then, and Firecracker has no
+    /// reset.
     #[must_use]
     pub fn resets_devices(&self) -> bool {
         matches!(self, Self::Qemu | Self::CloudHypervisor(_))
     }
 
-    /// Its command line for the guest in `folder`, whose disk is served on `socket`.
+    /// The command line for the guest in `folder` with the disk that is served on `socket`.
     fn command(&self, folder: &Path, socket: &Path) -> Result<Command> {
         let (kernel, socket) = (folder.join("guest").display().to_string(), socket.display());
         let mut command = Command::new("setpriv");
@@ -147,7 +148,7 @@ impl Monitor {
                     .arg(format!("unix:{},server=on,wait=off", monitor.display()));
             }
             Self::Alioth(program) => {
-                // Its serial port is a terminal or nothing.
+                // The serial port needs a terminal.
                 let line = format!(
                     "exec {} boot --pvh {kernel} --memory size=64M,backend=memfd,shared=true \
                      --cpu count=1 --blk vu,socket={socket}",
@@ -194,14 +195,14 @@ fn firecracker_config(kernel: &str, socket: &str) -> String {
     config.to_string()
 }
 
-/// The reason why no guest can be run with KVM here, if there is one.
+/// The obstacle to running a guest with KVM here, if there is one.
 #[must_use]
 pub fn lacks_kvm() -> Option<String> {
     let opened = OpenOptions::new().read(true).write(true).open("/dev/kvm");
     opened.err().map(|error| format!("/dev/kvm cannot be opened: {error}"))
 }
 
-/// A guest that reads and writes until this is dropped.
+/// A guest that reads and writes until this handle is dropped.
 pub struct KvmGuest {
     monitor: Child,
     console: PathBuf,
@@ -209,10 +210,10 @@ pub struct KvmGuest {
 }
 
 impl KvmGuest {
-    /// Builds the guest, and has a monitor run it on the disk that is served on `socket`.
+    /// Builds the guest, and makes a monitor run it on the disk that is served on `socket`.
     ///
     /// # Errors
-    /// When the compiler or the monitor is missing.
+    /// If the compiler or the monitor is missing.
     pub fn start(monitor: &Monitor, socket: &Path) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder for the guest")?;
         build(folder.path(), monitor)?;
@@ -232,7 +233,7 @@ impl KvmGuest {
         String::from_utf8_lossy(&console).replace('\r', "")
     }
 
-    /// The last round whose requests were all answered and right.
+    /// The last round in which all requests were answered correctly.
     #[must_use]
     pub fn round(&self) -> u64 {
         let console = self.console();
@@ -240,10 +241,10 @@ impl KvmGuest {
         numbers.max().unwrap_or(0)
     }
 
-    /// Waits for more rounds, of which all but the first have begun since.
+    /// Waits for more rounds, of which all but the first begin after the call.
     ///
     /// # Errors
-    /// When the guest finds something wrong, stands still, or has ended.
+    /// If the guest finds an error, stands still, or has ended.
     pub fn wait_rounds(&mut self, more: u64) -> Result<()> {
         let wanted = self.round() + more;
         let mut ended = None;
@@ -266,7 +267,7 @@ impl KvmGuest {
 
 impl Drop for KvmGuest {
     fn drop(&mut self) {
-        // `script` ends the monitor behind its terminal.
+        // SIGTERM, on which `script` also ends the monitor in its terminal.
         let _ = kill_process(Pid::from_child(&self.monitor), Signal::TERM);
         if wait_child(&mut self.monitor, Instant::now() + END_LIMIT).is_err() {
             let _ = self.monitor.kill();
@@ -282,7 +283,7 @@ impl Plug {
     /// Connects to the monitor of a guest.
     ///
     /// # Errors
-    /// When QEMU does not listen in time.
+    /// If QEMU does not listen in time.
     pub fn new(guest: &KvmGuest) -> Result<Self> {
         let mut stream = None;
         retry(START_LIMIT, || {
@@ -296,7 +297,7 @@ impl Plug {
     /// Plugs in the disk that is served on `socket`.
     ///
     /// # Errors
-    /// When QEMU refuses it.
+    /// If QEMU refuses it.
     pub fn plug_in(&mut self, socket: &Path) -> Result<()> {
         let addr = json!({"type": "unix", "data": {"path": socket}});
         let data = json!({"addr": addr, "server": false, "reconnect-ms": 100});
@@ -316,7 +317,7 @@ impl Plug {
     /// Asks the guest to eject the disk, and waits until QEMU has released it.
     ///
     /// # Errors
-    /// When that does not happen.
+    /// If QEMU does not release it in time.
     pub fn pull_out(&mut self) -> Result<()> {
         self.0.execute_with("device_del", &json!({"id": "disk"}))?;
         retry(LIMIT, || {

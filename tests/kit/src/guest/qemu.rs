@@ -1,4 +1,4 @@
-//! The process of QEMU: its start, its end, and whether that end was its own fault.
+//! The process of QEMU: its start, its end, and the check for crashes of QEMU itself.
 
 use std::fmt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,15 +15,15 @@ use tempfile::TempDir;
 
 use super::channel::{Console, STOP_INTERVAL, Stop};
 
-/// How long QEMU itself has to start or to end; it needs a fraction of a second.
+/// The time limit for QEMU's own start or end, which take a fraction of a second.
 const QEMU_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long QEMU may take to be gone when its sockets are closed, or when a wait went wrong for
-/// another reason and it is only asked whether it is gone.
+/// The time limit for QEMU's end after its sockets were closed, and for the check after any failed
+/// wait that it has ended.
 const ENDING_LIMIT: Duration = Duration::from_secs(2);
 
-/// QEMU died of a failed assertion in its own emulation of processors (TCG), in which no back-end
-/// has a part. Whoever tests a back-end may start all over.
+/// A failed assertion in QEMU's own emulation of processors (TCG), in which no back-end has a part.
+/// A test of a back-end may start again.
 #[derive(Debug)]
 pub struct QemuCrashed {
     explanation: String,
@@ -37,9 +37,9 @@ impl fmt::Display for QemuCrashed {
 
 impl std::error::Error for QemuCrashed {}
 
-/// Whether a line of QEMU's stderr reports a failed assertion in code that only TCG runs.
+/// Returns true if a line of QEMU's stderr reports a failed assertion in code that only TCG runs.
 ///
-/// The forms are the C library's (`program: file:line: function: Assertion ...`) and that of GLib
+/// The forms are the C library's (`program: file:line: function: Assertion ...`) and GLib's
 /// (`ERROR:file:line:function: assertion failed: ...`).
 fn is_tcg_assertion(line: &str) -> bool {
     let place = if let Some((place, _)) = line.split_once(": Assertion `") {
@@ -57,7 +57,7 @@ fn is_tcg_assertion(line: &str) -> bool {
     iotlb || file.starts_with("accel/tcg/") || file.starts_with("tcg/")
 }
 
-/// The QEMU process, ended and waited for when this is dropped.
+/// The QEMU process. Dropping it kills it and waits for its end.
 pub(super) struct Qemu {
     child: Child,
     console: Console,
@@ -79,7 +79,7 @@ impl Qemu {
         Ok(Self { child, console, readers, _folder: folder })
     }
 
-    /// The connection that QEMU makes to `listener` when it starts.
+    /// Accepts the connection that QEMU makes to `listener` at its start.
     pub(super) fn accept(&mut self, listener: &UnixListener, stop: &Stop) -> Result<UnixStream> {
         let deadline = Instant::now() + QEMU_LIMIT;
         loop {
@@ -102,18 +102,18 @@ impl Qemu {
         wait_child(&mut self.child, deadline).context("waiting for QEMU")
     }
 
-    /// How often the guest's kernel has said that a processor stands still.
+    /// The number of stalled processors that the guest's kernel has reported.
     pub(super) fn stalls(&self) -> usize {
         self.console.count("rcu: INFO")
     }
 
-    /// `error` with the console and, if QEMU has ended, its status; a [`QemuCrashed`] if it died
-    /// of itself.
+    /// Returns `error` with the console and, if QEMU has ended, its status: a [`QemuCrashed`] after
+    /// an assertion of TCG.
     pub(super) fn explain(&mut self, error: &anyhow::Error) -> anyhow::Error {
         let Ok(status) = self.wait(Instant::now() + ENDING_LIMIT) else {
             return anyhow!("{error:#}\n--- console ---\n{}", self.console.tail());
         };
-        // Its last words may still be in the pipe.
+        // The last messages may still be in the pipe.
         self.join_readers();
         let place = self.console.find_error(is_tcg_assertion);
         let console = self.console.tail();
@@ -136,7 +136,7 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // Fails only if QEMU has ended and been waited for.
+        // Fails only if QEMU was already waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
         self.join_readers();

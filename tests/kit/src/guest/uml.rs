@@ -1,5 +1,5 @@
-//! A guest in User Mode Linux: a real kernel that runs as a process, without KVM, with a vhost-user
-//! front-end of its own (virtio_uml).
+//! A guest in User Mode Linux: a real kernel that runs as a process, without KVM, with its own
+//! vhost-user front-end (virtio_uml).
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -23,17 +23,17 @@ const KERNEL: &str = "/usr/bin/linux.uml";
 const MODULES: &str = "/usr/lib/uml/modules";
 const DRIVER: &str = "kernel/drivers/block/virtio_blk.ko";
 
-/// In memory: the kernel keeps the guest's memory in a file, which back-ends map.
+/// A file system in memory: the kernel keeps the guest's memory in a file, which back-ends map.
 const MEMORY_FOLDER: &str = "/dev/shm";
 
 /// The device id of a block device.
 const BLOCK_DEVICE: u32 = 2;
 
-/// Runs a shell script in a guest whose disk is served on `socket`, and returns the console.
+/// Runs a shell script in a guest with a disk that is served on `socket`, and returns the console.
 ///
 /// # Errors
-/// When User Mode Linux or a tool is not installed, when the script fails, and when the guest does
-/// not end in time.
+/// If User Mode Linux or a tool is not installed, the script fails, or the guest does not end in
+/// time.
 pub fn run_uml(socket: &Path, script: &str, limit: Duration) -> Result<String> {
     ensure!(Path::new(KERNEL).exists(), "{KERNEL} is missing; apt-get install user-mode-linux");
     let folder = tempfile::tempdir().context("making a folder for User Mode Linux")?;
@@ -90,7 +90,7 @@ fn write_initramfs(path: &Path, script: &str) -> Result<()> {
     Ok(())
 }
 
-/// The driver of the guest's disk, for the kernel that is installed.
+/// The driver of the guest's disk, for the installed kernel.
 fn driver() -> Result<PathBuf> {
     let trees = std::fs::read_dir(MODULES).with_context(|| format!("reading {MODULES}"))?;
     let drivers = trees.filter_map(|tree| Some(tree.ok()?.path().join(DRIVER)));
@@ -98,12 +98,12 @@ fn driver() -> Result<PathBuf> {
     driver.with_context(|| format!("{MODULES} has no {DRIVER}"))
 }
 
-/// The processes of the guest: each of its own has one on this machine, in the same group.
+/// The processes of the guest: each has a process on this machine, all in the same group.
 struct Uml(Child);
 
 impl Drop for Uml {
     fn drop(&mut self) {
-        // Fails when all have ended.
+        // Fails if all have ended.
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);
         let _ = self.0.wait();
     }

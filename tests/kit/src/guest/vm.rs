@@ -1,4 +1,4 @@
-//! A virtual machine in QEMU whose disks are vhost-user sockets, and which runs scripts.
+//! A virtual machine in QEMU that runs scripts and has disks on vhost-user sockets.
 
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;
@@ -15,19 +15,19 @@ use super::channel::{Console, LineChannel, Monitor, Stop};
 use super::image::{Image, KERNEL_OPTIONS, find_program};
 use super::qemu::{Qemu, QemuCrashed};
 
-/// What the guest's init says when the kernel has started it, before it loads any driver.
+/// The first message of the guest's init, before it loads any driver.
 const STARTED: &str = "ringhaul-guest started";
 
-/// What it says when it waits for scripts.
+/// The message of the init when it waits for scripts.
 const READY: &str = "ringhaul-guest ready";
 
-/// The tty of the guest buffers this much before its init has read it.
+/// The guest's tty buffers up to this many bytes that its init has not read.
 const MAX_SCRIPT_BYTES: usize = 32 * 1024;
 
-/// The first QEMU whose `reconnect` is called `reconnect-ms`: (major, minor).
+/// The first QEMU that calls `reconnect` `reconnect-ms`: (major, minor).
 const RECONNECT_MS_SINCE: (u32, u32) = (9, 2);
 
-/// What a device of the guest is.
+/// The kind of a device of the guest.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Bus {
     /// virtio-blk: one disk.
@@ -37,42 +37,43 @@ pub enum Bus {
     Scsi,
 }
 
-/// A device of the guest, served by whatever listens on a socket.
+/// A device of the guest, served by the back-end on a socket.
 #[derive(Clone, Debug)]
 pub struct Disk {
-    /// What it is.
+    /// The kind of the device.
     pub bus: Bus,
-    /// Where the vhost-user back-end listens.
+    /// The socket of the vhost-user back-end.
     pub socket: PathBuf,
-    /// Virtqueues; the guest uses at most as many as it has processors.
+    /// Number of virtqueues; the guest uses at most as many as it has processors.
     pub num_queues: u16,
     /// Entries of each virtqueue, a power of two.
     pub queue_size: u16,
 }
 
-/// What a virtual machine is like.
+/// The configuration of a virtual machine.
 #[derive(Clone)]
 pub struct VmOptions {
     /// Its disks, /dev/vda first.
     pub disks: Vec<Disk>,
-    /// The firmware boots from LUN 0 of this target of the first of the disks, which is virtio-scsi
-    /// (see [`Image::make_boot_disk`]). `None`: QEMU loads the kernel.
+    /// The target of the boot disk. With `Some`, the firmware boots from its LUN 0 on the first of
+    /// the disks, which is virtio-scsi (see [`Image::make_boot_disk`]). With `None`, QEMU loads the
+    /// kernel.
     pub boot_target: Option<u8>,
     /// Its memory in MiB.
     pub memory_mib: u32,
-    /// Its processors.
+    /// Its number of processors.
     pub vcpus: u32,
-    /// How long it may take to boot.
+    /// The time limit for a boot.
     pub boot_limit: Duration,
-    /// How often a kernel that does not come as far as its init is started, and QEMU when it dies
-    /// of itself before the guest is ready. Under TCG the timer of a guest's first processor stops
-    /// now and then while its kernel boots, with no disk in sight, and an assertion of TCG fails.
-    /// So it is when a kernel that has come to its init reports that a processor stands still. A
-    /// guest that hangs later than that, or waits for a disk, is not helped.
+    /// The most boots of a kernel that hangs before its init is ready, and the most starts of a
+    /// QEMU that crashes before then. Under TCG the timer of a guest's first processor at times
+    /// stops while its kernel boots, before any disk is used, and at times an assertion of TCG
+    /// fails. A kernel that has reached its init is booted again only if it reports a stalled
+    /// processor. A guest that hangs later, or waits for a disk, is not.
     pub boot_attempts: u32,
-    /// Whether the console is shown on stderr and the output of scripts on stdout as they come.
+    /// True to show the console on stderr, and the output of scripts on stdout, as they arrive.
     pub echo: bool,
-    /// Raised when every wait shall end with an error.
+    /// Set to end every wait with an error.
     pub stop: Stop,
 }
 
@@ -92,16 +93,16 @@ impl Default for VmOptions {
     }
 }
 
-/// How a script ended in the guest.
+/// The result of a script in the guest.
 #[derive(Clone, Debug)]
 pub struct ScriptOutput {
     /// Its exit status.
     pub status: i32,
-    /// What it wrote to stdout and stderr.
+    /// Its output on stdout and stderr.
     pub text: String,
 }
 
-/// A running guest. Dropping it ends QEMU, whatever the guest is doing.
+/// A running guest. Dropping it ends QEMU in any state of the guest.
 pub struct Vm {
     qemu: Qemu,
     agent: LineChannel,
@@ -114,14 +115,14 @@ impl Vm {
     /// Starts QEMU and waits until the guest is ready for scripts.
     ///
     /// # Errors
-    /// When QEMU is not installed or does not start (no server on a disk's socket, say), and when
-    /// the guest is not up within the limit. The error shows the console. It is a [`QemuCrashed`]
-    /// when QEMU died of itself as often as it may be started.
+    /// If QEMU is not installed or does not start (for example because no server listens on a
+    /// disk's socket), or the guest is not up within the limit. The error shows the console. It is
+    /// a [`QemuCrashed`] if QEMU crashed by itself in the last allowed attempt.
     pub fn boot(image: &Image, accelerator: Accelerator, options: &VmOptions) -> Result<Self> {
         Self::boot_with(options, |folder| qemu_command(image, accelerator, options, folder))
     }
 
-    /// As [`Vm::boot`], with a `command` that starts QEMU, given the folder of its sockets.
+    /// Like [`Vm::boot`], with `command` to start QEMU, given the folder of its sockets.
     fn boot_with(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
         for _ in 1..options.boot_attempts {
             match Self::start(options, &command) {
@@ -165,9 +166,9 @@ impl Vm {
     /// Runs a shell script (with `set -eu`) in the guest.
     ///
     /// # Errors
-    /// When it has not ended within `limit`, when the guest crashed and when QEMU has ended; not
-    /// when the script fails. The error shows the console and the output so far; it is a
-    /// [`QemuCrashed`], as that of every function here, when QEMU died of itself.
+    /// If the script has not ended within `limit`, the guest crashed, or QEMU has ended; not if the
+    /// script fails. The error shows the console and the output so far. Like that of every function
+    /// here, it is a [`QemuCrashed`] if QEMU crashed by itself.
     pub fn run(&mut self, script: &str, limit: Duration) -> Result<ScriptOutput> {
         let mut text = String::new();
         match self.converse(script, limit, &mut text) {
@@ -180,10 +181,11 @@ impl Vm {
         }
     }
 
-    /// Runs a script that must end with status 0, and gives its output without the last newline.
+    /// Runs a script that must end with status 0, and returns its output without trailing white
+    /// space.
     ///
     /// # Errors
-    /// As [`Vm::run`], and when the script fails.
+    /// As for [`Vm::run`], and if the script fails.
     pub fn check(&mut self, script: &str, limit: Duration) -> Result<String> {
         let output = self.run(script, limit)?;
         if output.status != 0 {
@@ -197,19 +199,19 @@ impl Vm {
         Ok(output.text.trim_end().to_owned())
     }
 
-    /// Lets the guest boot again on its own, as `reboot` does, and waits until it is ready.
+    /// Makes the guest reboot itself, as `reboot` does, and waits until it is ready.
     ///
     /// # Errors
-    /// When it is not up again within the limit.
+    /// If it is not up again within the limit.
     pub fn reboot(&mut self) -> Result<()> {
         self.send("reboot -f\n").map_err(|error| self.qemu.explain(&error))?;
         self.wait_ready()
     }
 
-    /// Presses the reset button, whatever the guest is doing, and waits until it is ready.
+    /// Presses the reset button, in any state of the guest, and waits until it is ready.
     ///
     /// # Errors
-    /// When it is not up again within the limit.
+    /// If it is not up again within the limit.
     pub fn reset(&mut self) -> Result<()> {
         self.monitor.execute("system_reset").map_err(|error| self.qemu.explain(&error))?;
         self.wait_ready()
@@ -218,7 +220,7 @@ impl Vm {
     /// Switches the guest off in an orderly way and waits for QEMU to end.
     ///
     /// # Errors
-    /// When QEMU has not ended within `limit`, or with another status than 0.
+    /// If QEMU has not ended within `limit`, or its status is not 0.
     pub fn power_off(mut self, limit: Duration) -> Result<()> {
         let sent = self.send("sync\npoweroff -f\n");
         let ended = sent.and_then(|()| self.qemu.wait(Instant::now() + limit));
@@ -229,7 +231,7 @@ impl Vm {
         }
     }
 
-    /// Waits until a guest that boots takes scripts.
+    /// Waits until a booting guest takes scripts.
     fn wait_ready(&mut self) -> Result<()> {
         self.boot_again_until_ready()
             .context("waiting for the guest to boot")
@@ -244,7 +246,7 @@ impl Vm {
                 if self.wait_for(READY, deadline)? {
                     return Ok(());
                 }
-                // What waits for a disk stops no processor.
+                // A wait for a disk stalls no processor.
                 ensure!(self.qemu.stalls() > stalls, "its init hangs");
             }
             if attempt < self.options.boot_attempts {
@@ -255,8 +257,8 @@ impl Vm {
         bail!("its kernel did not start the init")
     }
 
-    /// Skips what comes before the line `wanted`, such as the end of an interrupted script;
-    /// `false` at `deadline`.
+    /// Skips all lines before the line `wanted`, such as the end of an interrupted script. Returns
+    /// false at `deadline`.
     fn wait_for(&self, wanted: &str, deadline: Instant) -> Result<bool> {
         loop {
             match self.agent.poll_line(deadline)? {
@@ -267,7 +269,7 @@ impl Vm {
         }
     }
 
-    /// Sends a script without waiting for anything.
+    /// Sends a script without waiting.
     fn send(&mut self, script: &str) -> Result<()> {
         ensure!(
             script.len() <= MAX_SCRIPT_BYTES,
@@ -287,7 +289,8 @@ impl Vm {
         loop {
             let line = self.agent.next_line(deadline)?;
             if let Some(status) = line.strip_prefix(&end) {
-                // The guest starts a new line before the status, which is not the script's.
+                // The guest adds a newline before the status, which is not part of the script's
+                // output.
                 if text.ends_with("\n\n") || text == "\n" {
                     text.pop();
                 }
@@ -311,7 +314,7 @@ fn listen(folder: &TempDir, name: &str) -> Result<UnixListener> {
     let path = folder.path().join(name);
     let listener =
         UnixListener::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
-    // A connection that is gone when it is accepted must not block.
+    // Accepting a connection that has gone must not block.
     listener.set_nonblocking(true).with_context(|| format!("preparing {}", path.display()))?;
     Ok(listener)
 }
@@ -326,7 +329,7 @@ fn qemu_command(
     let reconnect =
         if qemu_version(&qemu)? < RECONNECT_MS_SINCE { "reconnect=1" } else { "reconnect-ms=100" };
     let memory = options.memory_mib;
-    // QEMU shall not outlive us, however we end.
+    // QEMU ends with this process, however that ends.
     let mut command = Command::new(find_program("setpriv", "util-linux")?);
     command.args(["--pdeathsig", "KILL"]).arg(qemu);
     command
@@ -398,8 +401,8 @@ mod tests {
         assert!((8, 2) < RECONNECT_MS_SINCE && (10, 0) >= RECONNECT_MS_SINCE);
     }
 
-    /// Boots with a QEMU that only writes `message` on stderr and dies of `signal`; says how often
-    /// it was started and what the error is.
+    /// Boots with a QEMU that only writes `message` to stderr and dies of `signal`. Returns the
+    /// number of starts and the error.
     fn boot_a_dying_qemu(message: &str, signal: &str) -> (usize, anyhow::Error) {
         let folder = tempfile::tempdir().unwrap();
         let starts = folder.path().join("starts");

@@ -10,34 +10,34 @@ use ringhaul_tools::process::wait_child;
 
 use super::{START_LIMIT, Server, bound_to_test, ringhaul_binary};
 
-/// What a process says that has taken over.
+/// The message of a process that has taken over.
 const STOOD_STILL: &str = "queues stood still for ";
 
-/// A process that is to take over from a [`Server`]. It is to be waited for or killed.
+/// A process that is to take over from a [`Server`]. It must be waited for or killed.
 pub struct Heir {
     child: Child,
     log: PathBuf,
 }
 
 impl Heir {
-    /// What it has written so far.
+    /// The process's messages so far.
     #[must_use]
     pub fn messages(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// True once its process has ended.
+    /// Returns true once the process has ended.
     ///
     /// # Errors
-    /// When the kernel does not know the process.
+    /// If the kernel does not know the process.
     pub fn has_ended(&mut self) -> Result<bool> {
         Ok(self.child.try_wait().context("looking at the new process")?.is_some())
     }
 
-    /// Kills it, whatever it is at.
+    /// Kills the process in any state.
     ///
     /// # Errors
-    /// When it cannot be waited for.
+    /// If it cannot be waited for.
     pub fn kill(mut self) -> Result<()> {
         self.child.kill().context("killing the new process")?;
         self.child.wait().context("waiting for the new process")?;
@@ -46,20 +46,21 @@ impl Heir {
 }
 
 impl Server {
-    /// Has a new process take over from it. Returns how many milliseconds the queues stood still.
+    /// Makes a new process take over from the server. Returns the time in milliseconds for which
+    /// the queues stood still.
     ///
     /// # Errors
-    /// When it does not, or the old process does not end well.
+    /// If it does not take over, or the old process ends with an error.
     pub fn upgrade(&mut self) -> Result<f64> {
         let heir = self.begin_upgrade()?;
         self.finish_upgrade(heir)
     }
 
-    /// Waits until this process has taken over. Returns how many milliseconds the queues stood
-    /// still.
+    /// Waits until `heir` has taken over. Returns the time in milliseconds for which the queues
+    /// stood still.
     ///
     /// # Errors
-    /// As [`upgrade`](Self::upgrade).
+    /// As for [`upgrade`](Self::upgrade).
     pub fn finish_upgrade(&mut self, heir: Heir) -> Result<f64> {
         let old = wait_child(&mut self.child, Instant::now() + START_LIMIT);
         let old = old.with_context(|| format!("nothing takes over:\n{}", heir.messages()))?;
@@ -72,10 +73,10 @@ impl Server {
         still.with_context(|| format!("no time is told:\n{said}"))
     }
 
-    /// Starts a process that takes over from it.
+    /// Starts a process that takes over from the server.
     ///
     /// # Errors
-    /// When it does not start.
+    /// If it does not start.
     pub fn begin_upgrade(&self) -> Result<Heir> {
         let mut log = self.log.clone().into_os_string();
         log.push("+");
@@ -87,19 +88,20 @@ impl Server {
         Ok(Heir { child: child.context("starting a process")?, log })
     }
 
-    /// Kills it while another process takes over. Returns whether that one serves now; if not, it
-    /// has ended.
+    /// Kills the server while `heir` takes over. Returns true if `heir` serves now, false if it has
+    /// ended.
     ///
     /// # Errors
-    /// When it does neither.
+    /// If it does neither.
     pub fn kill_before(&mut self, heir: Heir) -> Result<bool> {
-        // It may have ended, because it has left everything to the other one.
+        // The server may already have ended after leaving everything to `heir`.
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server that was killed")?;
         self.is_left_to(heir)
     }
 
-    /// Waits until a process serves that takes over, or has ended. It is the server from now on.
+    /// Waits until `heir` serves or has ended, and replaces the server with it. Returns true if it
+    /// serves.
     fn is_left_to(&mut self, heir: Heir) -> Result<bool> {
         let Heir { child, log } = heir;
         (self.child, self.log) = (child, log);

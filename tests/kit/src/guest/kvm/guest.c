@@ -1,9 +1,9 @@
-/* A guest that drives one virtio block device from user mode by looking at its rings, and verifies
- * each answer. It tells its progress on the serial port: `round N` after each round of requests,
- * `reset N` after a reset of the device, `failed: ...` for the first thing that is wrong.
+/* A guest that drives one virtio block device from user mode by polling its rings, and verifies
+ * each answer. It reports its progress on the serial port: `round N` after each round of requests,
+ * `reset at round N` after a reset of the device, `failed: ...` for the first fault.
  *
- * Each block of the disk has its number and a generation in all its words, which are 0 on a disk
- * that nobody has written. A round reads and writes at random, flushes, and reads all blocks. */
+ * Each block of the disk has its number and a generation in all its words, which are 0 on a new
+ * disk. A round reads and writes at random, flushes, and reads all blocks. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -71,7 +71,7 @@ static void fail(const char *what, u64 number) {
 
 /* The device, behind one of two transports. */
 
-static u8 *mmio;                           /* virtio-mmio, or none */
+static u8 *mmio;                           /* virtio-mmio, or null */
 static u8 *common, *notify, *configuration; /* virtio-pci */
 static u32 notify_multiplier;
 
@@ -166,7 +166,7 @@ static void set_up_queue(u32 index) {
     struct queue *queue = &queues[index];
     clear(queue, sizeof *queue);
     seen[index] = 0;
-    /* Nobody is to be called. */
+    /* The driver needs no calls. */
     queue->avail.flags = 1;
     u64 desc = (u64)queue->descs, avail = (u64)&queue->avail, used = (u64)&queue->used;
     if (mmio) {
@@ -215,7 +215,7 @@ static void set_up_device(void) {
     set_status(15);
 }
 
-/* Offers what the slot asks for, in the descriptors of the slot. */
+/* Makes the slot's request available, in the slot's descriptors. */
 static void offer(u32 index, u32 place, u32 data_bytes) {
     struct queue *queue = &queues[index];
     struct slot *slot = &slots[index][place];
@@ -248,7 +248,7 @@ static u64 word_of(u32 block) {
     return generations[block] == 0 ? 0 : (u64)block << 32 | generations[block];
 }
 
-/* Takes the answers that are there, and checks them. Returns how many there were. */
+/* Takes and checks all available answers. Returns their number. */
 static u32 take_answers(u32 index) {
     struct queue *queue = &queues[index];
     u32 count = 0;
@@ -347,7 +347,7 @@ static u64 more_directories[4][512] __attribute__((aligned(4096)));
 static u64 more_pages[8][512] __attribute__((aligned(4096)));
 static u32 directories_used, pages_used;
 
-/* Maps the GiB around an address to itself, unless it is. */
+/* Identity-maps the GiB around an address, unless it is mapped. */
 static void map(u64 addr) {
     u64 *top = &page_map[addr >> 39 & 511];
     if (!*top)
@@ -372,7 +372,7 @@ static u8 *bar_of(u32 device, u32 bar) {
     if ((low & 6) == 4)
         addr |= (u64)read_pci(device, 0x14 + 4 * bar) << 32;
     if (addr == 0) {
-        /* It was plugged in, and no firmware has given it a place. */
+        /* After hot-plug no firmware has assigned an address. */
         addr = 0xe0000000 + device * 0x1000000 + bar * 0x100000;
         out32(0xcf8, 0x80000000 | device << 11 | (0x10 + 4 * bar));
         out32(0xcfc, addr);
@@ -381,12 +381,12 @@ static u8 *bar_of(u32 device, u32 bar) {
     return (u8 *)addr;
 }
 
-/* virtio 1.3, 4.1.4: capabilities of the vendor's own. */
+/* virtio 1.3, 4.1.4: vendor-specific capabilities. */
 static int find_on_pci(void) {
     for (u32 device = 0; device < 32; device++) {
         if (read_pci(device, 0) != 0x10421af4)
             continue;
-        /* Memory and being a master. */
+        /* Enable memory accesses and bus mastering. */
         u32 command = read_pci(device, 4);
         out32(0xcf8, 0x80000000 | device << 11 | 4);
         out16(0xcfc, command | 6);
@@ -414,7 +414,7 @@ static int find_on_pci(void) {
     return 0;
 }
 
-/* The number behind "0x". */
+/* The number after "0x". */
 static u64 hexadecimal(const char *text) {
     u64 number = 0;
     for (;; text++) {
@@ -427,7 +427,7 @@ static u64 hexadecimal(const char *text) {
     }
 }
 
-/* The command line names such devices as in virtio_mmio.device=4K@0xd0000000:5. */
+/* The command line names the devices as in virtio_mmio.device=4K@0xd0000000:5. */
 static int find_on_mmio(const char *words) {
     for (; *words; words++) {
         if (words[0] != '@' || words[1] != '0' || words[2] != 'x')
@@ -447,8 +447,8 @@ struct start_info {
     u64 module_list, command_line;
 };
 
-/* Ejects the disk if the host asks for it, at the ports of QEMU's `pc` machine: bits of devices
- * that are to go, and the place to say that they may. */
+/* Ejects the disk if the host asks for it, at the ports of QEMU's `pc` machine: one reads a bit for
+ * each device to eject, the second confirms. */
 static int is_ejected(void) {
     out32(0xae10, 0);
     u32 devices = in32(0xae04);

@@ -1,5 +1,6 @@
-/* The first instructions of the guest, in kernel mode, which some hosts interpret one by one: they
- * are few. The loader enters at start32 (PVH: 32 bits, no paging). User mode follows, for good. */
+/* The first instructions of the guest run in kernel mode, which some hosts interpret one by one, so
+ * they are few. The loader enters at start32 (PVH: 32 bits, no paging). The guest then stays in
+ * user mode. */
 
     .section .note.pvh, "a", @note
     .balign 4
@@ -13,8 +14,8 @@
 start32:
     cli
     cld
-    mov %ebx, %edi /* what the loader says, for the function below */
-    movw $0x68, tss + 102 /* where the bits of ports begin */
+    mov %ebx, %edi /* the loader's data, the argument of run */
+    movw $0x68, tss + 102 /* the offset of the port bitmap */
     mov $tss, %eax
     mov %ax, gdt + 0x2a
     shr $16, %eax
@@ -64,8 +65,8 @@ gdt:
     .quad 0x00affa000000ffff /* 0x20: code of the user */
     .quad 0x0000890000002068, 0 /* 0x28: the task state, with the base above */
 
-/* The first 4 GiB are mapped to themselves in pages of 2 MiB, for the user as well, who maps more
- * by changing the tables. */
+/* Identity-maps the first 4 GiB in pages of 2 MiB, also for user mode, which maps more by changing
+ * the tables. */
     .balign 4096
     .globl page_map
 page_map:
@@ -82,7 +83,7 @@ pages:
     .set at, at + 0x200000
     .endr
 
-/* All ports are open to the user: their bits are 0. */
+/* User mode may use all ports: their bits are 0. */
     .bss
     .balign 4096
 tss:
