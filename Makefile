@@ -1,4 +1,4 @@
-# `make` lists the targets. Each is a line or two; what they do is in xtask/ and lab/.
+# `make` lists the targets. Each is a line or two; the work is done in xtask/ and lab/.
 
 CARGO ?= cargo
 XTASK = $(CARGO) run --quiet --package xtask --
@@ -16,10 +16,10 @@ build: rust ## Build the program, which then names its commit (ringhaul version)
 demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
 	@$(XTASK) demo
 
-test: setup ## Install what is missing (see setup), then run every check
+test: setup ## Install missing packages (see setup), then run every check
 	@$(XTASK) check --all
 
-setup: ## Install what the tests need (Debian packages; with sudo when not root)
+setup: ## Install the requirements of the tests (Debian packages; with sudo when not root)
 	@sh xtask/setup.sh
 
 check: rust ## The quick checks: format, tidy, clippy, tests of units and rings
@@ -28,11 +28,11 @@ check: rust ## The quick checks: format, tidy, clippy, tests of units and rings
 compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices
 	@$(LAB) compare
 
-experiments: rust ## Measure what steps and settings are worth; root for zram and loop devices
+experiments: rust ## Measure the value of steps and settings; root for zram and loop devices
 	@$(LAB) experiments
 	@$(LAB) runs
 
-clean: ## Remove what was built
+clean: ## Remove all build results
 	@$(CARGO) clean
 	@$(CARGO) clean --manifest-path lab/Cargo.toml
 

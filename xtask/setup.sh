@@ -1,30 +1,31 @@
 #!/bin/sh
 # Installs what the tests need: Debian packages and components of the Rust toolchain.
 #
-#   xtask/setup.sh                     say what is missing and install it
-#   xtask/setup.sh --packages          the packages only, without looking for Rust
+#   xtask/setup.sh                     report and install missing parts
+#   xtask/setup.sh --packages          the packages only, without a check for Rust
 #   xtask/setup.sh --rust              check the Rust toolchain and the linker only
 #   xtask/setup.sh --backports ETC_APT CODENAME
 #                                      print the sources file that would be written
 #
-# It changes nothing when nothing is missing.
+# It changes nothing if nothing is missing.
 
 set -eu
 
-# For the guests of the tests (QEMU, their tools), and to count system calls. What is extra is the
-# driver for Ceph, which measurements compare with.
+# QEMU for the guests of the tests. qemu-block-extra has the driver for Ceph, which measurements
+# compare with.
 QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils qemu-block-extra"
 # A Ceph cluster, and the library of its clients.
 CEPH_PACKAGES="ceph-common ceph-mgr ceph-mon ceph-osd librbd1"
+# Tools of the guests and the tests; strace counts system calls.
 PACKAGES="fio busybox-static btrfs-progs cryptsetup-bin dosfstools e2fsprogs fdisk libiscsi-bin"
 PACKAGES="$PACKAGES mtools sg3-utils strace syslinux util-linux xfsprogs xz-utils zstd"
 PACKAGES="$PACKAGES $CEPH_PACKAGES nbdkit nbd-server openssl socat"
-# Shells that complete words; bash is there.
+# Shells for the tests of completion, besides bash.
 PACKAGES="$PACKAGES fish zsh"
-# Debian has it, Ubuntu does not.
+# In Debian, not in Ubuntu.
 UML_PACKAGE="user-mode-linux"
 
-# The guests' kernel, Debian's or Ubuntu's; the tests download it, it is not installed.
+# The guests' kernel, Debian's or Ubuntu's. The tests download it without installing it.
 KERNEL_PACKAGES="linux-image-cloud-amd64 linux-image-virtual"
 
 # The first QEMU with reconnect-ms, which the reconnection tests use.
@@ -46,7 +47,7 @@ as_root() {
 }
 
 # Prints the apt sources in folder $1 as lines "URI SUITE SIGNED_BY", for binary packages.
-# A key that is written into the sources file itself is printed as "inline:FILE".
+# A key inside of the sources file is printed as "inline:FILE".
 list_sources() {
     for file in "$1"/sources.list "$1"/sources.list.d/*.list; do
         [ -f "$file" ] || continue
@@ -143,7 +144,7 @@ wanted_rust() {
     sed -n 's/^rust-version = "\(.*\)"/\1/p' "$(dirname "$0")/../Cargo.toml"
 }
 
-# Whether version $1 is at least version $2, both as 1.2.3.
+# Succeeds if version $1 is at least version $2, both in the form 1.2.3.
 at_least() {
     printf '%s\n%s\n' "$2" "$1" | awk -F. '
         NR == 1 { split($0, wanted, "."); next }
@@ -183,14 +184,14 @@ is_installed() {
     [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null || :)" = installed ]
 }
 
-# Prints those of the packages that are not installed.
+# Prints the arguments that are not installed packages.
 missing_packages() {
     for package in "$@"; do
         is_installed "$package" || printf '%s ' "$package"
     done
 }
 
-# Prints the QEMU packages that are not installed, or older than the release can offer.
+# Prints the QEMU packages that are not installed or, if there are backports ($1), too old.
 missing_qemu() {
     for package in $QEMU_PACKAGES; do
         version=$(dpkg-query -W -f '${Version}' "$package" 2>/dev/null || :)
@@ -210,7 +211,7 @@ install_packages() {
     # shellcheck source=/dev/null
     . /etc/os-release
     backports=
-    # The QEMU of Debian 12 is too old; later releases and Ubuntu have one that will do.
+    # The QEMU of Debian 12 is too old; later releases and Ubuntu have a newer one.
     if [ "$ID" = debian ] && [ "${VERSION_ID:-}" = 12 ]; then
         backports=$VERSION_CODENAME
     fi
@@ -222,7 +223,7 @@ install_packages() {
     qemu=$(missing_qemu "$backports")
     if [ -z "$packages$qemu" ]; then
         echo "setup: all packages are installed"
-        # Images of containers come without lists, and the tests ask apt for a kernel.
+        # Container images lack apt's lists, and the tests ask apt for a kernel.
         knows_kernel || update_lists
         return 0
     fi
@@ -242,7 +243,7 @@ knows_kernel() {
 
 update_lists() {
     echo "setup: updating the package lists"
-    # A third-party mirror that is down must not be in the way; a real lack shows later.
+    # A third-party mirror that is down must not stop this; a missing package fails later.
     as_root apt-get update -qq || echo "setup: apt-get update failed; trying with the old lists"
 }
 

@@ -1,4 +1,4 @@
-//! A command with all processes that it starts: they have a group of their own, and end together.
+//! A command with all processes that it starts: they share a group of their own, and end together.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-/// The time between two looks at the processes of a group that is to end.
+/// The interval between two checks of a group that is to end.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The time that processes have to end after SIGTERM before they are killed.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
-/// A running command and its processes; dropping it ends all of them.
+/// A running command and its processes. Dropping it ends all of them.
 pub struct Group {
     child: Child,
     name: String,
@@ -25,7 +25,7 @@ impl Group {
     /// Starts `command` in a group of its own; `name` is for errors.
     ///
     /// # Errors
-    /// When the program is missing or the kernel has no process left.
+    /// If the program is missing or the kernel has no process left.
     pub fn start(name: &str, command: &mut Command) -> Result<Self> {
         let child = command
             .process_group(0)
@@ -40,11 +40,11 @@ impl Group {
         &mut self.child
     }
 
-    /// True once the command has ended. Its process stays until [`wait`](Self::wait), and so the
-    /// number of the group belongs to this group.
+    /// Returns true once the command has ended. Its process stays until [`wait`](Self::wait), which
+    /// keeps the number of the group from being reused.
     ///
     /// # Errors
-    /// When the kernel does not know the process.
+    /// If the kernel does not know the process.
     pub fn has_ended(&self) -> Result<bool> {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let status = waitid(WaitId::Pid(self.id), options);
@@ -54,22 +54,22 @@ impl Group {
     /// Waits for the end of the command alone: processes that it has left are not ended.
     ///
     /// # Errors
-    /// When the kernel does not know the process.
+    /// If the kernel does not know the process.
     pub fn wait(mut self) -> Result<ExitStatus> {
         let status = self.child.wait();
         self.is_over = true;
         status.with_context(|| format!("waiting for {}", self.name))
     }
 
-    /// The processes of the group that have not ended: their programs and numbers.
+    /// The programs and numbers of the group's processes that have not ended.
     pub fn processes(&self) -> Vec<String> {
         processes_of(self.id)
     }
 
-    /// Ends all processes: those that do not heed SIGTERM within `limit` are killed.
+    /// Ends all processes: SIGTERM first, and SIGKILL after `limit`.
     pub fn stop(&mut self, limit: Duration) {
-        // The command has not been waited for, so the number cannot be that of another group.
-        // Signals fail only if no process is left.
+        // The command was not waited for, so its number cannot name a different group. Signals fail
+        // only if no process is left.
         let _ = kill_process_group(self.id, Signal::TERM);
         self.await_none(limit);
         let _ = kill_process_group(self.id, Signal::KILL);
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// A shell with a child, after both have begun.
+    /// Starts a shell with a child, and returns after both have begun.
     fn start(script: &str) -> Group {
         let mut command = Command::new("sh");
         command.args(["-c", script]).stdout(Stdio::piped());
@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn processes_that_a_command_has_started_end_with_it() {
         let group = start("sleep 1000 & echo begun; wait");
-        // The shell forks its child first; the child runs `sleep` some time later.
+        // The shell forks its child first, and the child runs `sleep` some time later.
         while !group.processes().iter().any(|name| name.starts_with("sleep (")) {
             assert!(!group.has_ended().unwrap(), "the command ended without its child");
             std::thread::yield_now();

@@ -1,4 +1,5 @@
-//! What `xtask`, the lab and the end-to-end tests share, so that none of them depends on another.
+//! Code shared by `xtask`, the lab and the end-to-end tests, so that none of them depends on
+//! another.
 
 pub mod group;
 pub mod process;

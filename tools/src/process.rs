@@ -1,7 +1,7 @@
 //! Child processes that do not outlive the task, and Ctrl-C that cleans up.
 //!
-//! A signal only raises a flag. Whatever waits here looks at it and returns an error, so that
-//! the ordinary way out (`?` and `Drop`) stops children and restores devices.
+//! A signal only raises a flag. Every wait here checks the flag and returns an error, so that the
+//! ordinary way out (`?` and `Drop`) stops children and restores devices.
 
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
@@ -17,13 +17,13 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// How often a wait looks at what it waits for.
+/// The interval at which a wait checks its condition.
 const WAIT_STEP: Duration = Duration::from_millis(5);
 
-/// How long a child has to end after SIGTERM before it is killed.
+/// The time for a child to end after SIGTERM before it is killed.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
-/// Tells whether the user asked this task to end.
+/// A flag that the user sets by asking this task to end.
 #[derive(Clone)]
 pub struct Interrupt {
     signal: Arc<AtomicUsize>,
@@ -41,17 +41,17 @@ impl Interrupt {
         Ok(Self { signal })
     }
 
-    /// For tests, whose process belongs to others too.
+    /// Makes a flag that no signal sets. For tests, which share their process with other tests.
     pub fn never() -> Self {
         Self { signal: Arc::new(AtomicUsize::new(0)) }
     }
 
-    /// For tests: a signal has come.
+    /// Makes a flag that is already set. For tests.
     pub fn raised() -> Self {
         Self { signal: Arc::new(AtomicUsize::new(2)) }
     }
 
-    /// An error once a signal has come.
+    /// Returns an error once a signal has come.
     pub fn check(&self) -> Result<()> {
         match self.signal.load(Ordering::Relaxed) {
             0 => Ok(()),
@@ -62,7 +62,7 @@ impl Interrupt {
     /// Waits until `condition` holds.
     ///
     /// # Errors
-    /// When `limit` is over, when a signal comes and when `condition` fails.
+    /// If `limit` is over, a signal comes, or `condition` fails.
     pub fn wait_until(
         &self,
         limit: Duration,
@@ -83,17 +83,17 @@ impl Interrupt {
     }
 }
 
-/// A child process; dropping it ends it.
+/// A child process. Dropping it ends it.
 pub struct Running {
     child: Child,
     name: String,
     interrupt: Interrupt,
-    /// The child only watches a child of its own, and ends with it.
+    /// True if the child only watches a child of its own, and ends with it.
     watches: bool,
 }
 
 impl Running {
-    /// Starts `command`; `name` is what errors call it.
+    /// Starts `command`, which errors call `name`.
     pub fn start(name: &str, command: &mut Command, interrupt: &Interrupt) -> Result<Self> {
         interrupt.check()?;
         let child = command
@@ -103,21 +103,21 @@ impl Running {
         Ok(Self { child, name: name.to_owned(), interrupt, watches: false })
     }
 
-    /// Starts a tracer whose command line ends with the program to trace.
+    /// Starts a tracer. Its command line ends with the program to trace.
     ///
-    /// Tracers keep signals to themselves, so these go to the traced program.
+    /// Tracers keep signals to themselves, so signals go to the traced program.
     pub fn start_traced(name: &str, command: &mut Command, interrupt: &Interrupt) -> Result<Self> {
         let mut running = Self::start(name, command, interrupt)?;
         running.watches = true;
         Ok(running)
     }
 
-    /// Its process.
+    /// The number of the child process.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Its status if it has ended.
+    /// Returns the child's status if it has ended.
     pub fn status(&mut self) -> Result<Option<ExitStatus>> {
         self.child.try_wait().with_context(|| format!("waiting for {}", self.name))
     }
@@ -131,14 +131,14 @@ impl Running {
             status = self.status()?;
             Ok(status.is_some())
         })?;
-        // Ctrl-C reaches the child as well; what it says of that is not the reason.
+        // Ctrl-C reaches the child as well, but its status is not the reason then.
         interrupt.check()?;
         status.with_context(|| format!("{} has no exit status", self.name))
     }
 
-    /// Waits until something listens on `socket`, without connecting to it.
+    /// Waits until the child listens on `socket`, without connecting to it.
     ///
-    /// A connection would be a front-end that comes and goes, which is not to be measured.
+    /// A connection would be a front-end that comes and goes, which must not be measured.
     pub fn wait_for_socket(&mut self, socket: &Path, limit: Duration) -> Result<()> {
         let interrupt = self.interrupt.clone();
         let what = format!("{} to listen on {}", self.name, socket.display());
@@ -153,7 +153,7 @@ impl Running {
     /// Sends SIGTERM and waits for the end, also while the task itself is being stopped.
     ///
     /// # Errors
-    /// When the child does not end in time (it is killed then).
+    /// If the child does not end in time. It is killed then.
     pub fn stop(&mut self) -> Result<ExitStatus> {
         let start = Instant::now();
         let mut asked = false;
@@ -161,7 +161,7 @@ impl Running {
             if let Some(status) = self.status()? {
                 return Ok(status);
             }
-            // A tracer that has just been started has nothing to send a signal to yet.
+            // A tracer that has just started has no child for the signal yet.
             asked = asked || self.send(Signal::TERM);
             std::thread::sleep(WAIT_STEP);
         }
@@ -171,13 +171,14 @@ impl Running {
         bail!("{} did not end within {} s of SIGTERM", self.name, STOP_LIMIT.as_secs())
     }
 
-    /// Sends `signal` to the child, or to what it watches; tells whether there was anyone.
+    /// Sends `signal` to the child, or to the processes that it watches. Returns true if there was
+    /// any.
     fn send(&self, signal: Signal) -> bool {
-        // The child has not been waited for, so its pid cannot belong to another process.
+        // The child was not waited for, so its pid cannot belong to a different process.
         let child = self.child.id();
         let pids = if self.watches { children(child) } else { vec![child] };
         let pids = pids.into_iter().filter_map(|pid| i32::try_from(pid).ok());
-        // It fails only if the process has just ended, which the caller finds out anyway.
+        // A failure means that the process has just ended, which the caller notices anyway.
         pids.filter_map(Pid::from_raw).filter(|pid| kill_process(*pid, signal).is_ok()).count() > 0
     }
 }
@@ -190,18 +191,18 @@ impl Drop for Running {
     }
 }
 
-/// Runs `command` to its end and returns what it wrote to stdout, without spaces around it.
+/// Runs `command` to its end and returns its standard output, without surrounding white space.
 ///
 /// # Errors
-/// When it is not there or fails.
+/// If it is missing or fails.
 pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output_bytes(command)?).trim().to_owned())
 }
 
-/// Runs `command` to its end and returns what it wrote to stdout.
+/// Runs `command` to its end and returns its standard output.
 ///
 /// # Errors
-/// When it is not there or fails.
+/// If it is missing or fails.
 pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output =
@@ -213,7 +214,7 @@ pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Tries `action` again until it is successful, for at most `limit`.
+/// Repeats `action` until it succeeds, for at most `limit`. Returns its last result.
 pub fn retry(limit: Duration, mut action: impl FnMut() -> Result<()>) -> Result<()> {
     let start = Instant::now();
     loop {
@@ -227,12 +228,12 @@ pub fn retry(limit: Duration, mut action: impl FnMut() -> Result<()>) -> Result<
 /// Waits for `child` to end on its own.
 ///
 /// # Errors
-/// When it still runs at `deadline`.
+/// If it still runs at `deadline`.
 pub fn wait_child(child: &mut Child, deadline: Instant) -> Result<ExitStatus> {
     if let Some(status) = child.try_wait().context("looking for the end of a process")? {
         return Ok(status);
     }
-    // It has not been waited for, so its pid cannot belong to another process.
+    // The child was not waited for, so its pid cannot belong to a different process.
     let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
         .context("opening the pidfd of a process")?;
     loop {
@@ -244,10 +245,10 @@ pub fn wait_child(child: &mut Child, deadline: Instant) -> Result<ExitStatus> {
     }
 }
 
-/// Waits until `file` is readable or `limit` is over; `false` says that it is not readable.
+/// Waits until `file` is readable. Returns false if `limit` was over first, or a signal came.
 ///
 /// # Errors
-/// When the kernel refuses to wait.
+/// If the kernel refuses to wait.
 pub fn wait_readable(file: &impl AsFd, limit: Duration) -> Result<bool> {
     let limit = Timespec::try_from(limit).context("a time limit is out of range")?;
     match poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&limit)) {
@@ -257,14 +258,14 @@ pub fn wait_readable(file: &impl AsFd, limit: Duration) -> Result<bool> {
     }
 }
 
-/// The children of a process; none if it has ended.
+/// Returns the children of a process; none if it has ended.
 fn children(pid: u32) -> Vec<u32> {
     let list = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
     let list = list.unwrap_or_default();
     list.split_ascii_whitespace().filter_map(|child| child.parse().ok()).collect()
 }
 
-/// An exit status in words.
+/// Describes an exit status.
 pub fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit status {code}"),
@@ -273,16 +274,16 @@ pub fn describe(status: ExitStatus) -> String {
     }
 }
 
-/// Whether the kernel lists `socket` as a listening socket.
+/// Returns true if the kernel lists `socket` as a listening socket.
 ///
 /// # Errors
-/// Without /proc.
+/// If /proc cannot be read.
 pub fn is_listening(socket: &Path) -> Result<bool> {
     let table = std::fs::read_to_string("/proc/net/unix").context("reading /proc/net/unix")?;
     Ok(table.lines().any(|line| is_listening_line(line, socket)))
 }
 
-/// Whether a line of /proc/net/unix is about a listener on `socket`.
+/// Returns true if a line of /proc/net/unix describes a listener on `socket`.
 fn is_listening_line(line: &str, socket: &Path) -> bool {
     // Num RefCount Protocol Flags Type St Inode Path; __SO_ACCEPTCON is flag 1 << 16.
     let mut fields = line.split_ascii_whitespace();
@@ -304,7 +305,7 @@ mod tests {
         let listener = UnixListener::bind(&socket).unwrap();
         assert!(is_listening(&socket).unwrap());
         drop(listener);
-        // A child that another test is starting has it open until it becomes its program.
+        // A child that a parallel test starts keeps the listener open until its exec.
         let is_gone = || {
             ensure!(!is_listening(&socket)?, "the listener is still there");
             Ok(())
@@ -333,8 +334,8 @@ mod tests {
 
     #[test]
     fn stopping_a_tracer_stops_what_it_traces() {
-        // The shell stands for a tracer: it ends with its child, or by the signal if that
-        // goes to the wrong one.
+        // The shell plays the tracer. It ends with its child, or by the signal if that goes to the
+        // shell.
         let script = "sleep 1000 & wait; exit 7";
         let mut command = Command::new("sh");
         let command = command.args(["-c", script]);

@@ -1,4 +1,4 @@
-//! Where things are: the tree, the target directory and the `ringhaul` binary.
+//! Paths and programs: the tree, the target directory, the `ringhaul` binary, cargo.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,7 @@ pub fn root() -> &'static Path {
     manifest.parent().unwrap_or(manifest)
 }
 
-/// Cargo's target directory, wherever the environment or the configuration puts it.
+/// Returns cargo's target directory, as the environment or the configuration sets it.
 pub fn target_dir() -> Result<PathBuf> {
     let output = cargo()
         .args(["metadata", "--no-deps", "--format-version", "1"])
@@ -28,7 +28,8 @@ pub fn target_dir() -> Result<PathBuf> {
     }
 }
 
-/// The release build of the daemon: `RINGHAUL_BIN` if that is set, else built here.
+/// Returns the release build of the daemon: `RINGHAUL_BIN` if that is set, else a build of this
+/// tree.
 pub fn ringhaul_binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("RINGHAUL_BIN") {
         let path = PathBuf::from(path);
@@ -53,7 +54,7 @@ pub fn ringhaul_binary() -> Result<PathBuf> {
     Ok(binary)
 }
 
-/// The cargo that runs us, in the root of the tree.
+/// Returns the cargo that runs this program, in the root of the tree.
 pub fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
@@ -61,10 +62,10 @@ pub fn cargo() -> Command {
     command
 }
 
-/// Why what needs a nightly toolchain is skipped.
+/// The reason for skipping tasks that need a nightly toolchain.
 pub const NO_NIGHTLY: &str = "there is no nightly toolchain: rustup toolchain install nightly";
 
-/// The cargo of the nightly toolchain, in the root of the tree, if rustup has one.
+/// Returns the cargo of the nightly toolchain, in the root of the tree, if rustup has one.
 pub fn nightly() -> Option<Command> {
     let rustup = find_program("rustup")?;
     let run = |program: &str| {
@@ -72,12 +73,12 @@ pub fn nightly() -> Option<Command> {
         command.args(["run", "nightly", program]).current_dir(root());
         command
     };
-    // rustup must not fetch one.
+    // rustup must not fetch a toolchain.
     let there = run("rustc").arg("--version").env("RUSTUP_AUTO_INSTALL", "0").output().ok()?;
     there.status.success().then(|| run("cargo"))
 }
 
-/// The absolute path of `name` if it is an executable file in PATH or an sbin folder.
+/// Returns the absolute path of `name` if it is an executable file in PATH or an sbin folder.
 ///
 /// Debian leaves the sbin folders out of the PATH of ordinary users.
 pub fn find_program(name: &str) -> Option<PathBuf> {

@@ -19,26 +19,26 @@ pub(crate) struct Args {
     all: bool,
 }
 
-/// One check: a name and a cargo command line.
+/// A check: a name and a cargo command line.
 struct Step {
     name: &'static str,
     cargo: &'static [&'static str],
-    /// An environment variable for it.
+    /// An environment variable of its command.
     env: Option<(&'static str, &'static str)>,
-    /// The others cannot go on without it.
+    /// True if the later checks need it to pass.
     essential: bool,
-    /// Not in the quick run.
+    /// True if the quick run skips it.
     slow: bool,
-    /// The time after which it has failed. It ends a hopeless wait: on a slow and busy machine a
-    /// step takes a fraction of that.
+    /// The time limit in minutes. It only ends a hopeless wait: on a slow and busy machine a step
+    /// takes a fraction of it.
     minutes: u64,
 }
 
 const STEP: Step =
     Step { name: "", cargo: &[], env: None, essential: false, slow: false, minutes: 60 };
 
-/// The time after which a single test has failed, in minutes: a guest without KVM that waits for
-/// others takes a fraction of that.
+/// The time limit of a single test in minutes. A guest without KVM that waits for other tests takes
+/// a fraction of it.
 const TEST_MINUTES: u64 = 30;
 
 /// A workspace of its own.
@@ -54,7 +54,7 @@ const STEPS: &[Step] = &[
         ..STEP
     },
     Step {
-        // What has a simulated kernel is a build of its own.
+        // Code with a simulated kernel is a separate build.
         name: "clippy, simulation",
         cargo: &[
             "clippy",
@@ -91,7 +91,7 @@ const STEPS: &[Step] = &[
     },
     Step {
         name: "dependencies",
-        // Not the advisories: they change without us, and are fetched from elsewhere.
+        // Not the advisories: they change without the tree, and are fetched from the network.
         cargo: &["deny", "--workspace", "check", "bans", "licenses", "sources"],
         slow: true,
         ..STEP
@@ -105,7 +105,7 @@ const STEPS: &[Step] = &[
         ..STEP
     },
     Step {
-        // A missing fence shows in optimised code only.
+        // A missing fence has an effect in optimised code only.
         name: "fences",
         cargo: &["test", "--release", "--package", "virtqueue", "--test", "it", "litmus"],
         slow: true,
@@ -161,10 +161,10 @@ const STEPS: &[Step] = &[
     },
 ];
 
-/// What the quick run does in place of `tests`.
+/// The tests of the quick run, in place of `tests`.
 const QUICK_TESTS: &[Step] = &[
     Step { name: "unit tests", cargo: &["test", "--workspace", "--lib", "--bins"], ..STEP },
-    // Seconds, and they notice most of what can be broken in a ring.
+    // They take seconds, and detect most faults of a ring.
     Step { name: "rings", cargo: &["test", "--package", "virtqueue", "--test", "it"], ..STEP },
     Step {
         name: "sessions",
@@ -173,14 +173,14 @@ const QUICK_TESTS: &[Step] = &[
     },
 ];
 
-/// How a check ended.
+/// The outcome of a check.
 enum Outcome {
     Passed(Duration),
     Failed(String),
     Skipped(&'static str),
 }
 
-/// Runs the checks, all of them even when one fails, and prints a summary.
+/// Runs all checks, even if one fails, and prints a summary.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     let mut outcomes: Vec<(&str, Outcome)> = Vec::new();
@@ -205,7 +205,7 @@ fn selected(all: bool) -> impl Iterator<Item = &'static Step> {
     STEPS.iter().filter(move |step| all || !step.slow).chain(quick_tests)
 }
 
-/// What a check lacks here, if it is one that not everybody can run.
+/// The missing tool of a check that needs an optional tool.
 fn missing(step: &Step) -> Option<&'static str> {
     match step.name {
         "dependencies" => workspace::find_program("cargo-deny")
@@ -237,7 +237,7 @@ fn minutes(count: u64) -> Duration {
     Duration::from_secs(60 * count)
 }
 
-/// Tells the end-to-end tests which daemon to start, unless the user did.
+/// Sets the daemon of the end-to-end tests, unless the user has set it.
 fn set_binary(command: &mut Command) -> Result<()> {
     if std::env::var_os("RINGHAUL_BIN").is_none() {
         let binary = workspace::target_dir()?.join(Path::new("release/ringhaul"));

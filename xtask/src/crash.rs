@@ -1,5 +1,5 @@
-//! `cargo xtask crash`: the daemon is killed many times, under a driver that keeps its inflight
-//! region, on a file and on a qcow2 image.
+//! `cargo xtask crash`: kills the daemon many times, under a driver that keeps its inflight region,
+//! on a file and on a qcow2 image.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use ringhaul_tools::workspace;
 /// Options of `cargo xtask crash`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// How often the daemon is killed, with each engine and kind of disk
+    /// Number of kills of the daemon, with each engine and kind of disk
     #[arg(long, default_value_t = 1000)]
     rounds: u32,
 }

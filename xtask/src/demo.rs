@@ -10,13 +10,13 @@ use anyhow::{Context, Result, bail};
 use ringhaul_tools::process::{Interrupt, Running, describe};
 use ringhaul_tools::workspace;
 
-/// Every other piece of the image has data, the rest is a hole.
+/// The size of a piece. Every second piece of the image has data, the rest is a hole.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// How long the daemon has to open its disk and listen.
+/// The time limit for the daemon to open its disk and listen.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long the load generator may take longer than it was told to.
+/// The time that the load generator may take beyond its run time.
 const BENCH_MARGIN: Duration = Duration::from_secs(60);
 
 /// Options of `cargo xtask demo`.
@@ -30,14 +30,15 @@ pub(crate) struct Args {
     runtime: u64,
 }
 
-/// Builds, serves a sample disk, drives it, stops; removes everything, whatever happens.
+/// Builds the daemon, serves a sample disk, drives it, and stops. Removes everything after success
+/// and failure.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     println!("Building Ringhaul (release) …");
     let binary = workspace::ringhaul_binary()?;
     interrupt.check()?;
 
-    // Dropped last: the daemon has ended before its files go.
+    // Dropped last: the daemon ends before its files are removed.
     let folder = tempfile::Builder::new()
         .prefix("ringhaul-demo-")
         .tempdir()
@@ -76,7 +77,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Writes an image of `size_mib` MiB with random data in every other piece.
+/// Writes an image of `size_mib` MiB with random data in every second piece.
 fn make_disk(path: &Path, size_mib: usize, interrupt: &Interrupt) -> Result<()> {
     let context = || format!("writing the sample disk {}", path.display());
     let size = u64::try_from(size_mib)?.checked_mul(1 << 20).context("--size is too large")?;
@@ -93,11 +94,11 @@ fn make_disk(path: &Path, size_mib: usize, interrupt: &Interrupt) -> Result<()> 
         image.write_all(&piece).with_context(context)?;
         position += step;
     }
-    // What is not on disk yet would be written while it is being measured.
+    // Otherwise the kernel would write this data back during the measurement.
     image.sync_all().with_context(context)
 }
 
-/// A command line to show; its arguments have no spaces here.
+/// Formats a command line for display; its arguments have no spaces here.
 fn line_of(command: &Command) -> String {
     let program = Path::new(command.get_program()).file_name().unwrap_or(command.get_program());
     let words = [program].into_iter().chain(command.get_args());

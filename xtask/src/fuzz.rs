@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: the fuzz targets, each for a while.
+//! `cargo xtask fuzz`: runs the fuzz targets, each for a limited time.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     target: Option<String>,
 }
 
-/// Why the targets cannot run here.
+/// The missing tool without which the targets cannot run.
 pub(crate) fn missing() -> Option<&'static str> {
     if workspace::find_program("cargo-fuzz").is_none() {
         return Some("cargo-fuzz is missing: cargo install --locked cargo-fuzz");
@@ -29,8 +29,8 @@ pub(crate) fn missing() -> Option<&'static str> {
     workspace::nightly().is_none().then_some(workspace::NO_NIGHTLY)
 }
 
-/// Runs the targets. What they find along the way is kept in `fuzz/corpus`, which is not part of
-/// the tree; what fails is kept in `fuzz/artifacts`.
+/// Runs the targets. New inputs are kept in `fuzz/corpus`, which is not part of the tree, and
+/// failing inputs in `fuzz/artifacts`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     if let Some(missing) = missing() {
         bail!("{missing}");
@@ -46,12 +46,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         command.args(["fuzz", "run", target]).args([&corpus, &seeds]).args([
             "--",
             &format!("-max_total_time={}", args.seconds),
-            // A hang is a failure, and so is memory that grows without bound.
+            // A hang is a failure, and so is unbounded growth of memory.
             "-timeout=30",
             "-rss_limit_mb=2048",
             "-max_len=4096",
             "-print_final_stats=1",
-            // Names of functions that are new to it would each start llvm-symbolizer.
+            // Each new function name would start llvm-symbolizer.
             "-print_funcs=0",
             "-verbosity=0",
         ]);

@@ -1,7 +1,7 @@
-//! `cargo xtask lines`: how much of the tree is product, how much proves it, how much are tools.
+//! `cargo xtask lines`: the size of the tree in lines of product, proof and tools.
 //!
-//! A line counts if there is code on it: blank lines, comments and documentation do not. Tests of
-//! units and what only the simulation or a model checker compiles are proof, wherever they stand.
+//! A line counts if there is code on it: blank lines, comments and documentation do not. Unit
+//! tests, and code that only the simulation or a model checker compiles, are proof in any file.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     revisions: Vec<String>,
 }
 
-/// What a line is there for.
+/// The purpose of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
     Product,
@@ -42,7 +42,7 @@ const PARTS: [(Part, &str); 5] = [
     (Part::Data, "data"),
 ];
 
-/// Folders and what they are; the first that fits decides. `*` is any name.
+/// Folders and their parts; the first match decides. `*` is any name.
 const FOLDERS: &[(&str, Part)] = &[
     ("crates/sim/", Part::Proof),
     ("crates/bench/src/", Part::Tools),
@@ -56,10 +56,10 @@ const FOLDERS: &[(&str, Part)] = &[
     ("xtask/", Part::Tools),
 ];
 
-/// What stands in a `cfg` of code that the daemon does not have.
+/// Names in a `cfg` of code that the daemon does not have.
 const PROOF_CFGS: &[&str] = &["test", "sim", "ringhaul_sim", "loom", "shuttle", "driver"];
 
-/// Lines of each part.
+/// The number of lines of each part.
 type Counts = BTreeMap<Part, usize>;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -127,7 +127,7 @@ fn count(root: &Path) -> Result<Counts> {
         let part = if proof.iter().any(is_proof) { Part::Proof } else { part };
         let (own, tests) = split(text);
         *counts.entry(part).or_default() += own;
-        // Tests of a tool prove the tool.
+        // The tests of a tool count as tools.
         let part = if part == Part::Tools { Part::Tools } else { Part::Proof };
         *counts.entry(part).or_default() += tests;
     }
@@ -138,7 +138,7 @@ fn part_of(name: &str) -> Option<Part> {
     FOLDERS.iter().find(|(folder, _)| is_below(folder, name)).map(|(_, part)| *part)
 }
 
-/// Whether `name` is below `folder`, whose `*` stands for one name.
+/// Returns true if `name` is below `folder`, in which `*` stands for one name.
 fn is_below(folder: &str, name: &str) -> bool {
     let mut parts = name.split('/');
     folder
@@ -147,7 +147,7 @@ fn is_below(folder: &str, name: &str) -> bool {
         .all(|wanted| parts.next().is_some_and(|part| wanted == "*" || wanted == part))
 }
 
-/// How the paths of modules begin that are declared behind a `cfg` of [`PROOF_CFGS`].
+/// Prefixes of the paths of modules that are declared behind a `cfg` of [`PROOF_CFGS`].
 fn modules_of_proof(rust: &BTreeMap<String, String>) -> Vec<String> {
     let mut modules = Vec::new();
     for (name, text) in rust {
@@ -171,13 +171,13 @@ fn modules_of_proof(rust: &BTreeMap<String, String>) -> Vec<String> {
     modules
 }
 
-/// Whether an attribute is a `cfg` that the daemon does not meet.
+/// Returns true if an attribute is a `cfg` that is false in the daemon.
 fn is_proof(attribute: &Attribute) -> bool {
     let Meta::List(list) = &attribute.meta else { return false };
     list.path.is_ident("cfg") && names_proof(list.tokens.clone())
 }
 
-/// Whether there is one of [`PROOF_CFGS`] in a condition, outside of what it denies.
+/// Returns true if a condition names one of [`PROOF_CFGS`] outside of `not(...)`.
 fn names_proof(condition: TokenStream) -> bool {
     let mut denied = false;
     condition.into_iter().any(|token| {
@@ -194,7 +194,7 @@ fn names_proof(condition: TokenStream) -> bool {
     })
 }
 
-/// Lines of code of a file, and of them those behind a `cfg` of [`PROOF_CFGS`].
+/// Counts the lines of code of a file outside and inside of items behind a `cfg` of [`PROOF_CFGS`].
 fn split(text: &str) -> (usize, usize) {
     let mut behind = Vec::new();
     if let Ok(file) = syn::parse_file(text) {

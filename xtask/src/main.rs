@@ -1,4 +1,4 @@
-//! Development tasks of the workspace; `cargo xtask` lists them. What measures is in `lab/`.
+//! Development tasks of the workspace; `cargo xtask` lists them. Measurements are in `lab/`.
 
 mod checks;
 mod crash;
@@ -39,13 +39,13 @@ enum Command {
     Sim(sim::Args),
     /// Break the code on purpose and demand that a test notices
     Mutants(mutants::Args),
-    /// Run the fuzz targets, each for a while
+    /// Run the fuzz targets, each for a limited time
     Fuzz(fuzz::Args),
     /// Run unit tests and the simulation under AddressSanitizer, and unit tests under valgrind
     Sanitize(sanitize::Args),
     /// Kill the daemon many times under a driver that keeps its inflight region
     Crash(crash::Args),
-    /// Run the models of what threads share, in loom and shuttle
+    /// Run the models of shared state, in loom and shuttle
     Loom,
 }
 

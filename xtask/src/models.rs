@@ -1,4 +1,4 @@
-//! `cargo xtask loom`: the models of what threads share, in loom and then in shuttle.
+//! `cargo xtask loom`: runs the models of state that threads share, in loom and then in shuttle.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use ringhaul_tools::process::{Interrupt, Running, describe};
 use ringhaul_tools::workspace;
 
-/// Runs the models. Each checker has a build of its own, beside the others.
+/// Runs the models. Each checker has a separate build.
 pub(crate) fn run() -> Result<()> {
     let interrupt = Interrupt::install()?;
     for checker in ["loom", "shuttle"] {
@@ -16,7 +16,7 @@ pub(crate) fn run() -> Result<()> {
             .args(["test", "--package", "blockio", "--lib", "models"])
             .env("CARGO_TARGET_DIR", workspace::target_dir()?.join(checker))
             .env("RUSTFLAGS", format!("--cfg {checker}"))
-            // Schedules by the thousand: slow code costs more than its optimisation.
+            // There are thousands of schedules: slow code costs more time than its optimisation.
             .env("CARGO_PROFILE_TEST_OPT_LEVEL", "2")
             .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
         let status = Running::start(checker, &mut command, &interrupt)?.wait(Duration::MAX)?;

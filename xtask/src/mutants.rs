@@ -1,7 +1,7 @@
 //! `cargo xtask mutants`: breaks the code on purpose and demands that a suite notices.
 //!
-//! Each file in `crates/sim/mutants` is a patch. Before it stands what it breaks, and the suite
-//! that must fail: `sim`, the arguments of a `cargo test`, or the name of an end-to-end suite with
+//! Each file in `crates/sim/mutants` is a patch. Its head describes the fault, and names the suite
+//! that must fail. A suite is `sim`, the arguments of a `cargo test`, or an end-to-end suite with
 //! the names of its tests, such as `hostile memory`, which runs the broken daemon.
 
 use std::collections::BTreeSet;
@@ -19,11 +19,11 @@ use crate::watched::{self, End, Limits};
 /// Options of `cargo xtask mutants`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Run these alone
+    /// Run only these
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
 
-    /// Run every Nth of them, beginning with the Kth: parts can run at the same time, each with a
+    /// Run every Nth mutant, beginning with the Kth: parts can run at the same time, each with a
     /// CARGO_TARGET_DIR of its own
     #[arg(long, value_name = "K/N", value_parser = Part::parse)]
     part: Option<Part>,
@@ -32,7 +32,7 @@ pub(crate) struct Args {
     #[arg(long)]
     check: bool,
 
-    /// Seeds of the simulation that one of must fail
+    /// Seeds of the simulation, of which one must fail
     #[arg(long, default_value_t = 20_000)]
     seeds: u64,
 }
@@ -53,16 +53,16 @@ impl Part {
     }
 }
 
-/// A suite that takes this long does not end.
+/// The time limit of a suite.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Suites of the package `ringhaul-tests`, which start the daemon.
 const END_TO_END: &[&str] = &["cli", "device", "faults", "hostile"];
 
-/// How often a suite is tried that waits for two threads to meet.
+/// The number of tries of a suite that waits for a race of two threads.
 const RACES: u32 = 8;
 
-/// One way to break the code.
+/// A fault to put into the code.
 struct Mutant {
     name: String,
     path: PathBuf,
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let start = Instant::now();
         copy.restore()?;
         git_apply(&copy.tree, &mutant.path, &[])?;
-        // One that could not be decided says nothing of the others.
+        // An undecided mutant does not stop the rest.
         let verdict = copy.is_caught(mutant, args.seeds, &interrupt);
         interrupt.check()?;
         let Mutant { name, breaks, suite, .. } = mutant;
@@ -138,7 +138,8 @@ fn list() -> Result<Vec<Mutant>> {
 
 fn git_apply(tree: &Path, patch: &Path, options: &[&str]) -> Result<()> {
     let mut command = Command::new("git");
-    // The copy stands in a folder that the repository around it ignores; git must not see that.
+    // The copy is in a folder that the surrounding repository ignores; git must not find that
+    // repository.
     command.env("GIT_CEILING_DIRECTORIES", tree.parent().unwrap_or(tree));
     command.current_dir(tree).arg("apply").args(options).arg(patch);
     let output = command.output().context("running git apply")?;
@@ -148,7 +149,7 @@ fn git_apply(tree: &Path, patch: &Path, options: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// A copy of the tree to break, below the target directory: what it builds is used again.
+/// A copy of the tree to break, below the target directory, where builds are reused.
 struct Copy {
     tree: PathBuf,
     target: PathBuf,
@@ -164,7 +165,7 @@ impl Copy {
         Ok(Self { tree, target })
     }
 
-    /// Makes the copy as the tree is. Files that are so already are left alone, for cargo's sake.
+    /// Makes the copy equal to the tree. Does not touch equal files, which cargo would rebuild.
     fn restore(&self) -> Result<()> {
         for name in ["Cargo.toml", "Cargo.lock", "clippy.toml", "rustfmt.toml"] {
             copy_if_changed(&workspace::root().join(name), &self.tree.join(name))?;
@@ -175,9 +176,8 @@ impl Copy {
         Ok(())
     }
 
-    /// Makes sure that the suites of these mutants pass on code that is not broken: where something
-    /// is missing that they need, they would fail whatever is. The simulation needs nothing, and a
-    /// race may be lost.
+    /// Checks that the suites of these mutants pass on intact code: a suite that lacks something it
+    /// needs would fail with every mutant. The simulation needs nothing, and a race may be missed.
     fn check_suites(&self, mutants: &[Mutant], interrupt: &Interrupt) -> Result<()> {
         let suites = mutants.iter().map(|mutant| mutant.suite.as_str());
         let suites: BTreeSet<&str> = suites.filter(|suite| *suite != "sim").collect();
@@ -201,7 +201,8 @@ impl Copy {
         Ok(())
     }
 
-    /// Whether a suite has a test: a name that has changed would let every mutant survive.
+    /// Returns true if a suite has a test: with a name that has changed, every mutant would
+    /// survive.
     fn has_tests(&self, words: &[&str]) -> Result<bool> {
         let suite = words.join(" ");
         let all = match is_end_to_end(&suite) {
@@ -214,7 +215,10 @@ impl Copy {
         Ok(text.lines().any(|line| line.ends_with(": test")))
     }
 
-    /// Whether the mutant's suite fails. It must compile.
+    /// Returns true if the mutant's suite fails.
+    ///
+    /// # Errors
+    /// If the mutant does not compile.
     fn is_caught(&self, mutant: &Mutant, seeds: u64, interrupt: &Interrupt) -> Result<bool> {
         let seeds = seeds.to_string();
         let words: Vec<&str> = mutant.suite.split_ascii_whitespace().collect();
@@ -229,7 +233,7 @@ impl Copy {
             _ => bail!("mutant {}: unknown suite `{}`", mutant.name, mutant.suite),
         };
         ensure!(self.cargo(&build, interrupt)?, "mutant {} does not compile", mutant.name);
-        // Whether a race shows is the machine's choice, so a suite that races gets a few tries.
+        // A race shows only at times, so such a suite gets a few tries.
         let tries = if is_race(&mutant.suite) { RACES } else { 1 };
         for _ in 0..tries {
             if !self.cargo(&suite, interrupt)? {
@@ -239,7 +243,7 @@ impl Copy {
         Ok(false)
     }
 
-    /// Cargo, in the copy.
+    /// Makes a cargo command in the copy.
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = workspace::cargo();
         command.current_dir(&self.tree).args(arguments);
@@ -248,7 +252,7 @@ impl Copy {
         command
     }
 
-    /// Whether a cargo command in the copy is successful.
+    /// Returns true if a cargo command in the copy succeeds.
     fn cargo(&self, arguments: &[&str], interrupt: &Interrupt) -> Result<bool> {
         let mut command = self.command(arguments);
         command.stderr(Stdio::null());
@@ -260,7 +264,7 @@ impl Copy {
     }
 }
 
-/// What an end-to-end suite starts.
+/// The build of the daemon for an end-to-end suite.
 const BUILD_DAEMON: &[&str] = &["build", "--package", "ringhaul"];
 
 fn is_end_to_end(suite: &str) -> bool {

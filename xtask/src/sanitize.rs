@@ -1,5 +1,5 @@
 //! `cargo xtask sanitize`: unit tests and the simulation under AddressSanitizer with LeakSanitizer,
-//! and unit tests under valgrind as far as that goes.
+//! and unit tests under valgrind where it works.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -11,13 +11,13 @@ use ringhaul_tools::workspace;
 
 use crate::sim;
 
-/// AddressSanitizer exists for few targets; this is the one that we build for.
+/// AddressSanitizer supports few targets; this is the project's.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// What valgrind runs: a package and a filter for its unit tests. The rings of Linux AIO and
-/// io_uring are beyond it: the kernel fills them unseen, so all that is read from there counts as
-/// uninitialised. So are tests that map files: rustix looks at the vDSO for the size of a page, and
-/// valgrind hides that.
+/// Packages for valgrind with filters for their unit tests. Valgrind does not support the rings of
+/// Linux AIO and io_uring: it does not see the kernel fill them, so everything read from them
+/// counts as uninitialised. Nor does it support tests that map files: rustix reads the page size
+/// from the vDSO, which valgrind hides.
 const UNDER_VALGRIND: [(&str, &[&str]); 5] = [
     ("iomem", &[]),
     ("blockio", &["op::", "stats::", "poll_window::", "task::", "engine::threads::"]),
@@ -26,7 +26,7 @@ const UNDER_VALGRIND: [(&str, &[&str]); 5] = [
     ("ringhaul", &["options::", "log_limit::"]),
 ];
 
-/// Too slow under valgrind, or beyond it: these wait for the kernel.
+/// Tests that are too slow under valgrind, or unsupported since they wait for the kernel.
 const SKIPPED: [&str; 4] = [
     "foreign_op::",
     "ops_that_block_have_a_thread_each_up_to_the_limit",
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     seeds: u64,
 }
 
-/// Runs all, or says what is missing for one.
+/// Runs everything, and reports a missing tool.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     match workspace::nightly() {
@@ -77,8 +77,7 @@ fn simulation(mut cargo: Command, seeds: u64, interrupt: &Interrupt) -> Result<(
     address_sanitizer("the simulation", cargo, sim::RUSTFLAGS, &options, interrupt)
 }
 
-/// Has `cargo` build with AddressSanitizer and with these flags of rustc, and run what it built
-/// with `args`.
+/// Makes `cargo` build with AddressSanitizer and `flags` of rustc, and run the result with `args`.
 fn address_sanitizer(
     name: &str,
     mut cargo: Command,
@@ -91,7 +90,7 @@ fn address_sanitizer(
         .args(args)
         .env("CARGO_TARGET_DIR", workspace::target_dir()?.join("sanitize"))
         .env("RUSTFLAGS", format!("-Zsanitizer=address {flags}"))
-        // A test looks at how a process ends by SIGBUS.
+        // A test checks that a process ends by SIGBUS.
         .env("ASAN_OPTIONS", "handle_sigbus=0");
     let status = Running::start(name, &mut cargo, interrupt)?.wait(Duration::MAX)?;
     if !status.success() {

@@ -1,4 +1,4 @@
-//! Tests of `xtask/setup.sh`, as far as it reads the machine's configuration.
+//! Tests of the part of `xtask/setup.sh` that reads the machine's configuration.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,7 +20,7 @@ Components: main
 Signed-By: /usr/share/keyrings/security.gpg
 ";
 
-/// What setup.sh would write, with these files below `sources.list.d` (or `sources.list`).
+/// The output of setup.sh with these files below `sources.list.d` (or `sources.list`).
 fn backports(files: &[(&str, &str)]) -> anyhow::Result<String> {
     let folder = tempfile::tempdir()?;
     std::fs::create_dir(folder.path().join("sources.list.d"))?;

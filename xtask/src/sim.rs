@@ -17,14 +17,14 @@ pub(crate) struct Args {
     options: Vec<OsString>,
 }
 
-/// The flags of rustc that give the product a simulated kernel.
+/// The flags of rustc that build the product with a simulated kernel.
 pub(crate) const RUSTFLAGS: &str = "--cfg ringhaul_sim";
 
-/// The same for `cargo --config`.
+/// [`RUSTFLAGS`] for `cargo --config`.
 pub(crate) const CONFIG: &str = "build.rustflags='--cfg ringhaul_sim'";
 
-/// The cargo arguments that build the simulation: optimised, and with all assertions. The profile
-/// is the simulation's own, so that builds with and without its flags are kept apart.
+/// The cargo arguments that build the simulation: optimised, and with all assertions. The
+/// simulation has its own profile, which separates builds with its flags from builds without.
 pub(crate) const PACKAGE: &[&str] =
     &["--quiet", "--config", CONFIG, "--profile", "sim", "--package", "ringhaul-sim"];
 

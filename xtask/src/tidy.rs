@@ -1,8 +1,8 @@
 //! `cargo xtask tidy`: style as a test.
 //!
-//! What rustfmt and clippy do not know: lengths, where `unsafe` may stand, the borders between
-//! crates, the words of the project, links that lead nowhere, public items that nobody uses, how
-//! commits look. The limits are in `tables.rs`.
+//! Rules beyond rustfmt and clippy: lengths, files with `unsafe`, the borders between crates, the
+//! words of the project, dead links, unused public items, the form of commits. The limits are in
+//! `tables.rs`.
 
 mod architecture;
 mod commits;
@@ -34,9 +34,9 @@ pub(crate) struct Args {
 struct Problem {
     file: String,
     line: usize,
-    /// What was found.
+    /// The offending text or fact.
     what: String,
-    /// Why that is wrong and what to do.
+    /// The reason and the remedy.
     advice: String,
 }
 
@@ -46,9 +46,9 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A file of the tree, read.
+/// A file of the tree and its text.
 struct Source {
-    /// Relative to the root, with `/`.
+    /// Path relative to the root, with `/`.
     path: String,
     text: String,
 }
@@ -62,7 +62,7 @@ impl Source {
         Path::new(&self.path).extension().is_some_and(|found| found == extension)
     }
 
-    /// Whether it is a program of some language, or the Makefile.
+    /// Returns true for a file of any programming language, and for the Makefile.
     fn is_code(&self) -> bool {
         let name = self.path.rsplit('/').next().unwrap_or_default();
         self.has_extension("rs")
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// All problems of one file.
+/// Returns all problems of one file.
 fn check(source: &Source, root: &Path, private_paths: &[String]) -> Vec<Problem> {
     let mut problems = text::check(source, private_paths);
     if source.has_extension("rs") {
@@ -124,7 +124,7 @@ fn check(source: &Source, root: &Path, private_paths: &[String]) -> Vec<Problem>
     problems
 }
 
-/// Reads a file; None if it is not text.
+/// Reads a file; `None` if it is not text.
 fn read(root: &Path, path: &Path) -> Result<Option<Source>> {
     let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
     let Ok(text) = String::from_utf8(bytes) else {
@@ -134,7 +134,7 @@ fn read(root: &Path, path: &Path) -> Result<Option<Source>> {
     Ok(Some(Source { path: relative.to_string_lossy().into_owned(), text }))
 }
 
-/// Collects the files below `folder`, in the order of their names.
+/// Collects the files below `folder`, sorted by name.
 ///
 /// A walk and not `git ls-files`, because a tarball of the tree has no git.
 pub(crate) fn walk(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
@@ -160,7 +160,7 @@ pub(crate) fn walk(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// What `check` finds in `text` if it stood in `path`, as `line what`.
+    /// The problems that `check` finds for `text` at `path`, each as `line what`.
     pub(super) fn found(path: &str, text: &str) -> Vec<String> {
         let source = Source { path: path.to_owned(), text: text.to_owned() };
         let private_paths = ["/srv/project".to_owned()];

@@ -1,5 +1,5 @@
-//! A command with a time limit, and a limit for each test that it runs: at the end of a limit all
-//! its processes end, and the tests that had not ended are named.
+//! A command with a time limit, and a limit for each test that it runs. When a limit is over, all
+//! its processes are ended, and the unfinished tests are named.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -11,22 +11,22 @@ use anyhow::{Context, Result};
 use ringhaul_tools::group::Group;
 use ringhaul_tools::process::Interrupt;
 
-/// The longest wait between two looks at the clock.
+/// The longest wait between two checks of the limits.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The time that output has to arrive after the end of a command.
+/// The time for output to arrive after the end of a command.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// The text of libtest about a test that takes longer than others, and the time it means.
+/// libtest's message about a slow test, and the time after which it comes.
 const SLOW: &str = " has been running for over 60 seconds";
 const SLOW_AFTER: Duration = Duration::from_secs(60);
 
 /// Time limits of a command.
 #[derive(Clone, Copy)]
 pub(crate) struct Limits {
-    /// For all of it.
+    /// Limit of the whole command.
     pub(crate) whole: Duration,
-    /// For each test.
+    /// Limit of each test.
     pub(crate) test: Duration,
 }
 
@@ -34,14 +34,14 @@ pub(crate) struct Limits {
 #[derive(Debug)]
 pub(crate) enum End {
     Ended(ExitStatus),
-    /// A limit was over; the text has the limit, the tests that had not ended, and the processes.
+    /// A limit was over. The text has the limit, the unfinished tests, and the processes.
     Overdue(String),
 }
 
-/// Runs `command` to its end. Its standard output is read, and shown if `is_shown`.
+/// Runs `command` to its end. Reads its standard output, and shows it if `is_shown`.
 ///
 /// # Errors
-/// When the command cannot be started and when a signal comes: its processes have ended then.
+/// If the command cannot be started, or a signal comes. Its processes have ended by the return.
 pub(crate) fn run(
     name: &str,
     command: &mut Command,
@@ -54,7 +54,7 @@ pub(crate) fn run(
     let mut group = Group::start(name, command)?;
     let output = group.child().stdout.take().context("the command has no standard output")?;
     let (sender, pieces) = mpsc::channel();
-    // The thread ends with the last process that has the pipe open; no wait depends on that.
+    // The thread ends with the last process that holds the pipe open; no wait depends on that.
     std::thread::spawn(move || read(output, &sender));
     let mut tests = Tests::default();
     let start = Instant::now();
@@ -74,7 +74,7 @@ pub(crate) fn run(
             group.stop(Duration::from_secs(10));
             return Ok(End::Overdue(text));
         }
-        // The group ends when it is dropped.
+        // Dropping the group ends it.
         interrupt.check()?;
     }
     let end = Instant::now() + LAST_WORDS;
@@ -82,7 +82,7 @@ pub(crate) fn run(
         show(&piece, is_shown, &mut tests);
     }
     let status = group.wait()?;
-    // Ctrl-C reaches the command as well; its status is not the reason then.
+    // Ctrl-C reaches the command as well, but its status is not the reason then.
     interrupt.check()?;
     Ok(End::Ended(status))
 }
@@ -100,12 +100,12 @@ fn show(piece: &[u8], is_shown: bool, tests: &mut Tests) {
     tests.hear(piece);
     if is_shown {
         let mut out = std::io::stdout().lock();
-        // A reader that has gone does not end the checks.
+        // A reader of this output that has gone does not end the checks.
         let _ = out.write_all(piece).and_then(|()| out.flush());
     }
 }
 
-/// The tests that had not ended, as far as they are known, and the processes that run.
+/// Describes the unfinished tests, as far as they are known, and the running processes.
 fn unfinished(tests: &Tests, group: &Group) -> String {
     let names: Vec<&str> = tests.running().collect();
     let processes = group.processes().join(", ");
@@ -115,11 +115,11 @@ fn unfinished(tests: &Tests, group: &Group) -> String {
     }
 }
 
-/// The tests that run, as the output of libtest has them: a test that runs alone is named when it
-/// begins, another after a minute.
+/// The running tests according to libtest's output. A test that runs alone is named at its start, a
+/// test among parallel ones after a minute.
 #[derive(Default)]
 struct Tests {
-    /// Begun, and not ended yet.
+    /// Tests that have begun and not ended.
     begun: BTreeMap<String, Instant>,
     line: Vec<u8>,
 }
@@ -163,7 +163,7 @@ impl Tests {
     }
 }
 
-/// The name of a test, without a remark, and its result so far.
+/// Parses the name of a test, without a remark, and its result so far.
 fn test_line(line: &str) -> Option<(&str, &str)> {
     let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
     Some((name.strip_suffix(" - should panic").unwrap_or(name), result))

@@ -1,4 +1,4 @@
-//! ARCHITECTURE.md beside the tree: its code map names each file, and each of its invariants is
+//! ARCHITECTURE.md against the tree: its code map names each file, and each of its invariants is
 //! asserted by its number.
 
 use std::collections::BTreeSet;
@@ -8,10 +8,10 @@ use proc_macro2::{TokenStream, TokenTree};
 use super::floors::test_modules;
 use super::{Problem, Source};
 
-/// The text that is checked.
+/// The text to check.
 pub(super) const FILE: &str = "ARCHITECTURE.md";
 
-/// What an assertion, or a check of a test or the simulation, begins its text with.
+/// The start of the text of an assertion, or of a check in a test or the simulation.
 const NAME: &str = "invariant ";
 
 /// Checks the text. `sources` is the whole tree.
@@ -31,12 +31,12 @@ pub(super) fn section<'a>(text: &'a Source, heading: &str) -> Vec<(usize, &'a st
     below.skip(1).take_while(|(_, line)| !line.starts_with('#')).collect()
 }
 
-/// What stands between backquotes.
+/// The texts between backquotes.
 pub(super) fn code_spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2)
 }
 
-/// Each crate that has a table in the code map has all of its files there, and no others.
+/// Checks that each crate with a table in the code map has exactly its files there.
 fn code_map(text: &Source, sources: &[Source]) -> Vec<Problem> {
     let mut problems = Vec::new();
     let mut maps: Vec<(usize, String, BTreeSet<&str>)> = Vec::new();
@@ -80,7 +80,7 @@ fn files_of(folder: &str, sources: &[Source]) -> impl Iterator<Item = String> {
         .map(ToOwned::to_owned)
 }
 
-/// Each invariant is asserted somewhere, and nobody names one that does not exist.
+/// Checks that each invariant is asserted somewhere, and that every number in the code exists.
 fn invariants(text: &Source, sources: &[Source]) -> Vec<Problem> {
     let mut problems = Vec::new();
     let mut asserted = BTreeSet::new();
@@ -98,7 +98,7 @@ fn invariants(text: &Source, sources: &[Source]) -> Vec<Problem> {
                 problems.push(source.problem(index + 1, what, format!("{FILE} has none")));
             }
         }
-        // What is no Rust is another rule's concern.
+        // A separate rule reports invalid Rust.
         let tokens = source.text.parse().unwrap_or_default();
         texts(tokens, &mut |text| asserted.extend(named(text)));
     }
@@ -110,7 +110,7 @@ fn invariants(text: &Source, sources: &[Source]) -> Vec<Problem> {
     problems
 }
 
-/// The numbers of the invariants that a text names.
+/// The numbers of the invariants in a text.
 fn named(text: &str) -> Vec<u32> {
     let lower = text.to_lowercase();
     let rests = lower.split(NAME).skip(1);
@@ -119,7 +119,7 @@ fn named(text: &str) -> Vec<u32> {
         .collect()
 }
 
-/// Calls `visit` with each literal that is no documentation.
+/// Calls `visit` with each literal outside of attributes, and thus of documentation.
 fn texts(tokens: TokenStream, visit: &mut impl FnMut(&str)) {
     let mut in_attribute = false;
     for token in tokens {

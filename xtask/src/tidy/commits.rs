@@ -1,12 +1,12 @@
-//! Commits: a subject that fits a line, and a body that says why.
+//! Commits: a subject that fits a line, and a body with the reason.
 
 use std::path::Path;
 use std::process::Command;
 
 use super::{Problem, tables};
 
-/// Problems of the commits since [`tables::COMMITS_SINCE`]. Where there is no git, or not that far
-/// back, there is nothing to look at.
+/// Problems of the commits since [`tables::COMMITS_SINCE`]; none without git, or if the history
+/// does not reach that far back.
 pub(super) fn check(root: &Path) -> Vec<Problem> {
     let range = format!("{}..HEAD", tables::COMMITS_SINCE);
     let mut log = Command::new("git");
@@ -20,7 +20,7 @@ pub(super) fn check(root: &Path) -> Vec<Problem> {
     }
 }
 
-/// Problems of the commits in a log: hash, subject and body, each with a mark behind it.
+/// Problems of the commits in a log: hash, subject and body, each followed by a mark.
 fn problems(log: &str) -> Vec<Problem> {
     log.split('\x1e').filter_map(|commit| problem(commit.trim_start())).collect()
 }

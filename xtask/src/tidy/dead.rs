@@ -1,4 +1,4 @@
-//! Rows of the tables that apply to nothing any more.
+//! Rows of the tables that no longer apply to anything.
 
 use super::links::NAMED_FOLDERS;
 use super::tables::{self, Word};
@@ -61,7 +61,7 @@ mod tests {
         assert!(all.contains(&rings) && all.contains(&border), "{all:?}");
         let some = found(&["crates/virtqueue/src/rings.rs", "crates/blockio/src/lib.rs"]);
         assert!(!some.contains(&rings) && !some.contains(&border), "{some:?}");
-        // A file that says `unsafe` no more needs no row.
+        // A file without `unsafe` needs no row.
         let copy = "the row `crates/iomem/src/copy.rs` is dead".to_owned();
         assert!(found(&["crates/iomem/src/copy.rs"]).contains(&copy));
     }

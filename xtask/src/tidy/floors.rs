@@ -1,4 +1,4 @@
-//! The floors of each crate: no import points upward, and none leads back to where it started.
+//! The floors of each crate: imports never point upward and never form a circle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use super::rust::is_cfg_test;
 use super::tables::{self, Floors};
 use super::{Problem, Source};
 
-/// Where the rows of the table are.
+/// The file with the table.
 const TABLE: &str = "xtask/src/tidy/tables.rs";
 
 /// A module by its path within the crate; empty is the crate's root.
@@ -78,11 +78,11 @@ fn path_of(name: &str) -> Path {
     name.split("::").map(ToOwned::to_owned).collect()
 }
 
-/// A file, and what it imports.
+/// A file and its imports.
 struct Module<'a> {
     source: &'a Source,
-    /// Paths as they are written, `crate` and `super` resolved as far as can be: the module that
-    /// they start from, and the rest.
+    /// Paths in their source form, with `crate` and `super` resolved where possible: the line, the
+    /// module that the path starts from, and the rest.
     paths: Vec<(usize, Path, Path)>,
 }
 
@@ -100,7 +100,7 @@ impl Module<'_> {
                     break;
                 }
             }
-            // What starts here and finds no module of ours is an item of this file, or a crate.
+            // A path that stays at this module leads to an item of this file, or to a crate.
             if target != *own {
                 imports.push((*line, target));
             }
@@ -109,7 +109,7 @@ impl Module<'_> {
     }
 }
 
-/// The modules of a crate that are no tests.
+/// The modules of a crate, except tests.
 fn modules_of<'a>(folder: &str, sources: &'a [Source]) -> BTreeMap<Path, Module<'a>> {
     let mut modules = BTreeMap::new();
     let mut tests = Vec::new();
@@ -123,7 +123,7 @@ fn modules_of<'a>(folder: &str, sources: &'a [Source]) -> BTreeMap<Path, Module<
             "lib" | "main" => Path::new(),
             name => name.trim_end_matches("/mod").split('/').map(ToOwned::to_owned).collect(),
         };
-        // What is no Rust is another rule's concern.
+        // A separate rule reports invalid Rust.
         let Ok(file) = syn::parse_file(&source.text) else { continue };
         tests.extend(test_modules(&file).map(|name| {
             let mut test = path.clone();
@@ -138,7 +138,7 @@ fn modules_of<'a>(folder: &str, sources: &'a [Source]) -> BTreeMap<Path, Module<
     modules
 }
 
-/// Modules that are there for tests only.
+/// Names of the modules for tests only.
 pub(super) fn test_modules(file: &File) -> impl Iterator<Item = String> {
     file.items.iter().filter_map(|item| match item {
         Item::Mod(module) if module.attrs.iter().any(is_cfg_test) => Some(module.ident.to_string()),
@@ -149,7 +149,7 @@ pub(super) fn test_modules(file: &File) -> impl Iterator<Item = String> {
 /// Collects the paths of a file that may lead to other modules of its crate.
 struct Paths {
     own: Path,
-    /// How many modules within the file the walk is in.
+    /// Depth of the walk in modules within the file.
     inner: usize,
     found: Vec<(usize, Path, Path)>,
 }
@@ -157,7 +157,7 @@ struct Paths {
 impl Paths {
     fn add(&mut self, span: Span, parts: &[String], in_use: bool) {
         let mut start = self.own.clone();
-        // What a module within the file calls `super` is the file.
+        // For a module within the file, `super` is the file.
         let mut inner = self.inner;
         let mut rest = parts;
         let first = rest.first().map(String::as_str);
@@ -177,7 +177,7 @@ impl Paths {
                     rest = &rest[1..];
                 }
             }
-            // A child, maybe.
+            // A path that may lead to a child.
             _ if in_use && self.inner == 0 => {}
             _ => return,
         }
@@ -243,7 +243,8 @@ impl<'ast> Visit<'ast> for Paths {
     fn visit_visibility(&mut self, _: &'ast syn::Visibility) {}
 }
 
-/// Modules that lead from the first back to it, if there are any.
+/// Returns modules that import each other in a circle, if there are any, from the first back to
+/// itself.
 fn circle(drawing: &BTreeMap<Path, BTreeSet<Path>>) -> Option<Vec<Path>> {
     let mut done = BTreeSet::new();
     drawing.keys().find_map(|start| walk(start, drawing, &mut Vec::new(), &mut done))
@@ -279,7 +280,7 @@ mod tests {
     const FLOORS: Floors =
         Floors { folder: "a/src", modules: &[(0, &["ground"]), (1, &["op", "op::slot"])] };
 
-    /// What is found in a crate of these files.
+    /// The problems of a crate with these files.
     fn found(files: &[(&str, &str)]) -> Vec<String> {
         let source = |&(path, text): &(&str, &str)| Source {
             path: format!("a/src/{path}"),

@@ -1,10 +1,10 @@
-//! Markdown: every link and every path of the tree that a text names leads somewhere.
+//! Markdown: every link, and every path of the tree in a text, leads to a target.
 
 use std::path::{Path, PathBuf};
 
 use super::{Problem, Source};
 
-/// Folders whose files a text names by their paths from the root.
+/// Folders of files that texts name by their paths from the root.
 pub(super) const NAMED_FOLDERS: &[&str] =
     &["crates/", "xtask/src", "tests/", "docs/", "fuzz/", "lab/", "tools/", ".ci/"];
 
@@ -41,17 +41,17 @@ fn prose(text: &str) -> Vec<(usize, &str)> {
     lines
 }
 
-/// What stands between backquotes.
+/// The texts between backquotes.
 fn code_spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2)
 }
 
-/// The line without what stands between backquotes.
+/// The line with a placeholder for each text between backquotes.
 fn without_code(line: &str) -> String {
     line.split('`').step_by(2).collect::<Vec<_>>().join("code")
 }
 
-/// Whether a code span is a path from the root of the tree and no pattern.
+/// Returns true if a code span is a path from the root of the tree and not a pattern.
 fn is_path(span: &str) -> bool {
     let plain = |next: char| next.is_alphanumeric() || "/._-".contains(next);
     NAMED_FOLDERS.iter().any(|folder| span.starts_with(folder)) && span.chars().all(plain)
@@ -72,7 +72,7 @@ fn link_targets(line: &str) -> Vec<String> {
         .collect()
 }
 
-/// What is wrong with a link target, if something is.
+/// The fault of a link target, if there is one.
 fn broken(source: &Source, root: &Path, target: &str) -> Option<String> {
     if target.contains("://") || target.starts_with("mailto:") {
         return None;
@@ -88,7 +88,7 @@ fn broken(source: &Source, root: &Path, target: &str) -> Option<String> {
     (!found).then(|| format!("the link {target} names no heading"))
 }
 
-/// The text of a Markdown file; None for others, whose anchors are not ours to know.
+/// The text of a Markdown file; `None` for any other file, since its anchors are unknown.
 fn read_markdown(file: &PathBuf) -> Option<String> {
     let is_markdown = file.extension().is_some_and(|extension| extension == "md");
     is_markdown.then(|| std::fs::read_to_string(file).ok()).flatten()

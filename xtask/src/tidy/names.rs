@@ -1,4 +1,4 @@
-//! Names of Rust files in comments and in Markdown: there are such files.
+//! Names of Rust files in comments and in Markdown: such files exist.
 
 use super::{Problem, Source};
 
@@ -17,7 +17,7 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
     problems
 }
 
-/// What people read of a line: a comment, or a line of Markdown.
+/// Returns the prose of a line: a comment, or a line of Markdown.
 fn prose<'a>(source: &Source, line: &'a str) -> Option<&'a str> {
     if source.has_extension("md") {
         return Some(line);
@@ -26,7 +26,7 @@ fn prose<'a>(source: &Source, line: &'a str) -> Option<&'a str> {
     (source.has_extension("rs") && text.starts_with("//")).then_some(text)
 }
 
-/// The words of `text` that end as names of Rust files do. `{}` and `*` stand for parts of names.
+/// The words of `text` with the ending of Rust files. Skips names with `{}` or `*` for a part.
 fn names(text: &str) -> impl Iterator<Item = &str> {
     let joins = |next: char| next.is_alphanumeric() || "_-./*{}".contains(next);
     let words = text.split(move |next| !joins(next));

@@ -1,5 +1,5 @@
-//! The table of ARCHITECTURE.md that counts one read: its functions exist and lead to each other,
-//! its types exist, and its totals are right and within their limits.
+//! The table of ARCHITECTURE.md that counts one read. Its functions exist and call each other, its
+//! types exist, and its totals are right and within their limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use super::{Problem, Source, tables};
 /// The heading above the table.
 const HEADING: &str = "One read, counted";
 
-/// What calls each phase of a turn, and is in no row.
+/// The caller of each phase of a turn, which is in no row.
 const TURN: &str = "Io::turn_inside";
 
 /// Checks the table. `sources` is the whole tree.
@@ -50,7 +50,7 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
     problems
 }
 
-/// The line with the totals says what was counted, and that is within the limits.
+/// Checks that the line with the totals has these counts, and that they are within the limits.
 fn totals(text: &Source, lines: &[(usize, &str)], counts: [usize; 3]) -> Vec<Problem> {
     let [functions, files, types] = counts;
     let total = format!("{functions} functions, {files} files, {types} types");
@@ -69,7 +69,7 @@ fn totals(text: &Source, lines: &[(usize, &str)], counts: [usize; 3]) -> Vec<Pro
     problems
 }
 
-/// The functions of the table, one after the other.
+/// The functions of the table, in order.
 struct Way<'a, 'c> {
     text: &'a Source,
     code: &'c Code<'a>,
@@ -82,7 +82,8 @@ impl<'a> Way<'a, '_> {
         let found = self.code.functions.get(name);
         match found {
             None => self.add(line, format!("the function `{name}` does not exist")),
-            // A future that goes on is where it was.
+            // The first function has no caller here, and a function that comes again is a future
+            // that resumes.
             Some(_) if self.passed.is_empty() => {}
             Some(_) if self.passed.iter().any(|(earlier, _)| *earlier == name) => {}
             Some(function) => {
@@ -102,10 +103,11 @@ impl<'a> Way<'a, '_> {
     }
 }
 
-/// The functions and types of the crates on the way of a request, but for tests and simulations.
+/// The functions and types of the crates on the path of a request, without tests and simulations.
 #[derive(Default)]
 struct Code<'a> {
-    /// By the type or, for functions of no type, by the file's name: `Type::name`, `file::name`.
+    /// Functions by the name of their type or, without a type, of their file: `Type::name`,
+    /// `file::name`.
     functions: BTreeMap<String, Function<'a>>,
     types: BTreeSet<String>,
 }
@@ -121,7 +123,7 @@ impl<'a> Code<'a> {
     fn of(sources: &'a [Source]) -> Self {
         let mut code = Self::default();
         for source in sources.iter().filter(|source| is_on_the_way(&source.path)) {
-            // What is no Rust is another rule's concern.
+            // A separate rule reports invalid Rust.
             let Ok(file) = syn::parse_file(&source.text) else { continue };
             let name = source.path.rsplit('/').next().unwrap_or_default();
             let owner = name.trim_end_matches(".rs").to_owned();
@@ -139,7 +141,7 @@ fn is_on_the_way(path: &str) -> bool {
 struct Walk<'a, 'c> {
     code: &'c mut Code<'a>,
     file: &'a str,
-    /// The type whose functions come, or the file.
+    /// The type of the current functions, or the file.
     owner: String,
 }
 

@@ -29,7 +29,7 @@ pub(super) fn check(source: &Source) -> Vec<Problem> {
     problems
 }
 
-/// Whether a file has `word` outside of texts.
+/// Returns true if a file has `word` outside of texts.
 pub(super) fn has_word(source: &Source, word: &str) -> bool {
     fn is_in(stream: TokenStream, word: &str) -> bool {
         stream.into_iter().any(|token| match token {
@@ -74,7 +74,7 @@ fn file_length(source: &Source, file: &File) -> Option<Problem> {
     })
 }
 
-/// Whether an attribute is `#[cfg(test)]` or `#[cfg(all(test, ...))]`.
+/// Returns true if an attribute is `#[cfg(test)]` or `#[cfg(all(test, ...))]`.
 pub(super) fn is_cfg_test(attribute: &Attribute) -> bool {
     let Meta::List(list) = &attribute.meta else {
         return false;
@@ -131,7 +131,7 @@ impl<'ast> Visit<'ast> for Functions<'_> {
     }
 }
 
-/// Looks at every token, those inside of macros too.
+/// Checks every token, including tokens inside of macros.
 struct Tokens<'a> {
     source: &'a Source,
     problems: &'a mut Vec<Problem>,
@@ -212,12 +212,12 @@ impl Tokens<'_> {
     }
 }
 
-/// Whether a name is written as constants are.
+/// Returns true if a name is in the form of constants.
 fn is_constant(name: &str) -> bool {
     !name.chars().any(char::is_lowercase)
 }
 
-/// `IoThread` and `io_thread` both as `io_thread`.
+/// Converts `IoThread` and `io_thread` to `io_thread`.
 fn snake_case(name: &str) -> String {
     let mut snake = String::with_capacity(name.len() + 4);
     let mut after_lower = false;
@@ -325,7 +325,7 @@ mod tests {
     fn every_word_fires() {
         for word in super::tables::WORDS {
             let path = format!("{}src/a.rs", word.within[0]);
-            // A phrase is in texts alone.
+            // Only texts can contain a phrase.
             let code = match word.wrong.contains(' ') {
                 true => format!("//! Doc, {}.\n", word.wrong),
                 false => format!("//! Doc.\nfn a_{}() {{}}\n", word.wrong),

@@ -1,27 +1,27 @@
 //! The limits, lists and exceptions that `tidy` applies.
 
-/// Lines of a function, from `fn` to its closing brace.
+/// Maximum lines of a function, from `fn` to its closing brace.
 pub(super) const MAX_FUNCTION_LINES: usize = 70;
 
-/// Lines of a file before its `#[cfg(test)]` module.
+/// Maximum lines of a file before its `#[cfg(test)]` module.
 pub(super) const MAX_FILE_LINES: usize = 500;
 
-/// Columns of a line of code.
+/// Maximum columns of a line of code.
 pub(super) const MAX_COLUMNS: usize = 100;
 
-/// Columns of a commit's subject.
+/// Maximum columns of a commit's subject.
 pub(super) const MAX_SUBJECT_COLUMNS: usize = 72;
 
-/// Commits up to this one are left alone.
+/// Commits up to this one are not checked.
 pub(super) const COMMITS_SINCE: &str = "b792aa6";
 
-/// Commits that came before there was a check.
+/// Commits from before this check existed.
 pub(super) const BAD_COMMITS: &[&str] = &["4c36b94", "b8a470b", "002b34a"];
 
 /// Folders that hold no source, by name.
 pub(super) const SKIPPED_FOLDERS: &[&str] = &[".git", "target"];
 
-/// Files that may say `unsafe`, and why.
+/// Files that may use `unsafe`, with the reason.
 pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/iomem/src/copy.rs", "volatile copies of memory that others may write"),
     ("crates/iomem/src/list.rs", "lists of memory that others may write"),
@@ -74,11 +74,11 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ),
 ];
 
-/// The `cfg` that simulated kernels are built with.
+/// The `cfg` of builds with simulated kernels.
 pub(super) const SIMULATION: &str = "ringhaul_sim";
 
-/// Files of the product that may say it, and why. None of them has a constant or a branch within
-/// a function that depends on it.
+/// Files of the product that may use it, with the reason. None of them has a constant or a branch
+/// within a function that depends on it.
 pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/clock.rs", "chooses the clock"),
     ("crates/blockio/src/engine/kernel.rs", "chooses the kernel"),
@@ -90,19 +90,19 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
 ];
 
 /// Public items that no other crate, test, example or fuzz target names: the crate, the item, and
-/// who needs it.
+/// its user.
 pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[];
 
 /// The modules of a crate and their floors.
 pub(super) struct Floors {
     /// The folder of its sources.
     pub(super) folder: &'static str,
-    /// The number of a floor, and who lives there. Imports point downward; on one floor, to one
-    /// side only.
+    /// The number of a floor, and its modules. Imports point downward; within a floor, in one
+    /// direction.
     pub(super) modules: &'static [(u32, &'static [&'static str])],
 }
 
-/// The floors of each crate, from the ground up. Modules of tests have none.
+/// The floors of each crate, from the lowest up. Modules of tests have none.
 pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/iomem/src",
@@ -111,7 +111,7 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/blockio/src",
         modules: &[
-            // What everybody may use.
+            // Basics for all modules.
             (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
             (0, &["regular_file", "task_key", "time_slice", "trial", "unanswered"]),
             (1, &["clock", "pending"]),
@@ -123,7 +123,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (4, &["lane", "lane::backlog", "lane::bytes", "lane::devices", "lane::shares"]),
             (5, &["op"]),
             (6, &["late"]),
-            // The ways to the kernel.
+            // Engines and their interfaces to the kernel.
             (7, &["engine::pool"]),
             (7, &["engine::kernel::aio_abi", "engine::kernel::ring_abi"]),
             (8, &["engine::announce", "engine::retry"]),
@@ -144,7 +144,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (17, &["io_state"]),
             (18, &["io_memory", "looks"]),
             (19, &["turn"]),
-            // What tasks get.
+            // The API for tasks.
             (20, &["io"]),
             (21, &["foreign_op", "remote", "task_set"]),
             (22, &["io_thread"]),
@@ -158,7 +158,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (25, &["disk::file", "disk::seam"]),
             (26, &["disk", "disk::file::zeroes"]),
             (27, &["disk::facts", "disk::governed", "disk::requests", "disk::simulated"]),
-            // Kinds that come in through the seam.
+            // Kinds of disks behind the seam.
             (27, &["disk::content", "disk::raw"]),
             (0, &["disk::nbd::held", "disk::nbd::names", "disk::nbd::target", "disk::nbd::wire"]),
             (1, &["disk::nbd::handshake", "disk::nbd::tls"]),
@@ -226,7 +226,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["queue_setup"]),
             (2, &["queue"]),
             (3, &["common", "queue::room", "queue::stop", "queue_task"]),
-            // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
+            // virtio-scsi: data, then state of an IoThread, then commands, then the device.
             (1, &["scsi::awaited", "scsi::medium", "scsi::uses"]),
             (1, &["scsi::fields", "scsi::persist::own_file", "scsi::sense", "scsi::turns"]),
             (2, &["scsi::cdb", "scsi::config", "scsi::persist::registry", "scsi::task_set"]),
@@ -244,7 +244,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (13, &["scsi::device"]),
             (14, &["scsi::control_queue", "scsi::request"]),
             (15, &["scsi::request::earlier"]),
-            // virtio-blk, which heeds what initiators on its disk do.
+            // virtio-blk, which obeys reservations of its disk by SCSI initiators.
             (7, &["blk::device"]),
             (8, &["blk::request"]),
             (9, &["blk"]),
@@ -256,7 +256,7 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/ringhaul/src",
         modules: &[
-            // What the process has, and data.
+            // Process-wide modules, and data.
             (0, &["descriptor_limit", "file_limit", "group", "handed_fds", "heap", "inherit"]),
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
@@ -296,7 +296,7 @@ pub(super) const FLOORS: &[Floors] = &[
             ),
             (15, &["vhost_user::session"]),
             (16, &["vhost_user"]),
-            // Exports and the thread that controls them.
+            // Exports and their control thread.
             (17, &["control::changing", "control::handed", "control::opening"]),
             (18, &["control::order"]),
             (19, &["control::closing", "control::export::memory_watch"]),
@@ -325,19 +325,19 @@ pub(super) const FLOORS: &[Floors] = &[
     },
 ];
 
-/// The most functions, files and types that one read goes through.
+/// The most functions, files and types on the path of one read.
 pub(super) const ONE_READ_MAX: [usize; 3] = [50, 20, 9];
 
-/// The crates that it goes through.
+/// The crates on that path.
 pub(super) const ONE_READ_CRATES: &[&str] =
     &["crates/iomem/src", "crates/blockio/src", "crates/virtqueue/src", "crates/device/src"];
 
-/// Where a word is looked for.
+/// The places in which a word is sought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// In identifiers, documentation, comments, strings and Markdown.
     Everywhere,
-    /// In identifiers of Rust code, except constants, which carry names of specifications.
+    /// In identifiers of Rust code, except constants, which may have names of specifications.
     Identifiers,
 }
 
@@ -346,14 +346,14 @@ pub(super) struct Word {
     /// Lower case; `_` separates the parts of an identifier.
     pub(super) wrong: &'static str,
     pub(super) place: Place,
-    /// Folders and files in which it is wrong, as starts of paths; "" is all.
+    /// Folders and files in which it is wrong, as prefixes of paths; "" is all.
     pub(super) within: &'static [&'static str],
     /// Folders and files in which it is allowed.
     pub(super) except: &'static [&'static str],
     pub(super) advice: &'static str,
 }
 
-/// Words that would be a second name of something.
+/// Words that would be a second name for the same thing.
 pub(super) const WORDS: &[Word] = &[
     everywhere("doorbell", "the driver's eventfd to the device is a kick"),
     everywhere("doorbells", "the driver's eventfds to the device are kicks"),
@@ -363,7 +363,7 @@ pub(super) const WORDS: &[Word] = &[
     everywhere("reaped", "completions are harvested"),
     everywhere("reaping", "completions are harvested"),
     everywhere("reaper", "completions are harvested"),
-    // Phrases that are word for word from another language.
+    // Phrases translated literally from another language.
     everywhere("no word of", "say what it knows nothing about, or does not do"),
     everywhere("is no kind of", "say that it is unknown, and what is expected"),
     everywhere("is no suffix of", "say that it is unknown, and what is expected"),
@@ -407,7 +407,7 @@ pub(super) const WORDS: &[Word] = &[
         wrong: "worker",
         place: Place::Identifiers,
         within: &["crates/blockio/", "crates/device/", "crates/ringhaul/", "crates/virtqueue/"],
-        // The pool behind the engine `threads` is no IoThread: its threads only block.
+        // The threads of the pool behind the engine `threads` are no IoThreads: they only block.
         except: &["crates/blockio/src/engine/threads"],
         advice: "a thread with a loop and an engine is an IoThread",
     },
@@ -448,13 +448,13 @@ pub(super) const WORDS: &[Word] = &[
     },
 ];
 
-/// Files that name wrong words in order to forbid them.
+/// Files that contain wrong words in order to forbid them.
 pub(super) const WORD_LISTS: &[&str] = &["xtask/src/tidy/", "CONTRIBUTING.md"];
 
-/// What one crate may not know of, and why.
+/// Words that a crate must not use, with the reason.
 pub(super) struct Border {
     pub(super) within: &'static str,
-    /// Lower case; found inside longer words too.
+    /// Lower case; also found inside longer words.
     pub(super) banned: &'static [&'static str],
     pub(super) advice: &'static str,
 }
@@ -493,7 +493,7 @@ const fn everywhere(wrong: &'static str, advice: &'static str) -> Word {
     Word { wrong, place: Place::Everywhere, within: &[""], except: &[], advice }
 }
 
-/// Whether `path` is in the area of one of `starts`.
+/// Returns true if `path` begins with one of `starts`.
 pub(super) fn is_within(path: &str, starts: &[&str]) -> bool {
     starts.iter().any(|start| path.starts_with(start))
 }

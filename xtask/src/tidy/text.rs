@@ -19,11 +19,11 @@ pub(super) fn check(source: &Source, private_paths: &[String]) -> Vec<Problem> {
     problems
 }
 
-/// The absolute paths that mean this machine: the tree itself, what it stands in, the home.
+/// The absolute paths of this machine: the tree, its parent, the home.
 pub(super) fn private_paths(root: &Path) -> Vec<String> {
     let shared = ["/", "/tmp", "/usr", "/var", "/opt", "/mnt", "/srv", "/home", "/src"];
     let home = std::env::var("HOME").unwrap_or_default();
-    // /root is every machine's, and the guest's too.
+    // /root exists on every machine, and in the guest.
     let home = (home != "/root").then_some(home);
     [Some(root.to_string_lossy().into_owned()), root.parent().map(|up| up.display().to_string())]
         .into_iter()
@@ -82,14 +82,15 @@ fn paths(source: &Source, number: usize, line: &str, private: &[String]) -> Opti
     Some(source.problem(number, what, "use a relative path, a variable or a temporary folder"))
 }
 
-/// Whether `path` stands in `line`, at its end or with more after it, and not inside of another.
+/// Returns true if `line` contains the path `path`, alone or with parts after it, but not inside of
+/// a longer path.
 fn has_absolute_path(line: &str, path: &str) -> bool {
     line.match_indices(path).any(|(start, _)| {
         let before = line[..start].chars().next_back();
         let after = line[start + path.len()..].chars().next();
         let continues = |next: char| next.is_alphanumeric() || "-_.".contains(next);
         let opens = before.is_none_or(|last| !(continues(last) || "/}~$".contains(last)));
-        // `/home/` is private only if a name follows, others only if their last name ends.
+        // `/home/` is private only if a name follows, any other path only if its last name ends.
         let closes = match path.ends_with('/') {
             true => after.is_some_and(|next| next.is_alphanumeric()),
             false => after.is_none_or(|next| !continues(next)),
@@ -98,13 +99,13 @@ fn has_absolute_path(line: &str, path: &str) -> bool {
     })
 }
 
-/// Whether `word` stands in `line` between characters that are in no identifier.
+/// Returns true if `line` contains `word` between characters that are in no identifier.
 fn has_word(line: &str, word: &str) -> bool {
     let joins = |next: char| next.is_alphanumeric() || next == '_';
     bounded(line, word, joins)
 }
 
-/// Whether `word` stands in `line` as a word or as a part of an identifier.
+/// Returns true if `line` contains `word` as a word or as a part of an identifier.
 fn has_part(line: &str, word: &str) -> bool {
     bounded(line, word, char::is_alphanumeric)
 }
@@ -138,7 +139,7 @@ mod tests {
                 [format!("2 {mark} in the text")]
             );
         }
-        // It is no mark as a part of a word.
+        // A mark inside of a word does not count.
         let word = format!("mktemp -d /tmp/a.{}", "X".repeat(6));
         assert!(found("a.sh", &word).is_empty());
     }
@@ -169,7 +170,7 @@ mod tests {
 
     #[test]
     fn private_paths() {
-        // In pieces: this file is checked too.
+        // In pieces, since this file is checked too.
         let home = concat!("/ho", "me/");
         let line = format!("cd {home}anna/x");
         assert_eq!(found("a.sh", &line), [format!("1 a path of one machine ({home})")]);

@@ -1,8 +1,8 @@
-//! Public items of a library that nobody outside of it names.
+//! Public items of a library that are not named outside of it.
 //!
-//! The rule is by name, and simple: an item is used if any other crate, test, example or fuzz
-//! target has its name as a word, or if it is a type in the signature of a public item, whose users
-//! need it without naming it. So an item with a common name (`new`) may be missed.
+//! The rule goes by names. An item is used if its name is a word in any other crate, test, example
+//! or fuzz target. A type in the signature of a public item is used too, since callers need it
+//! without naming it. So the rule may miss an unused item with a common name (`new`).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use syn::{ImplItem, Item, ItemImpl, ItemMod, Visibility};
 use super::rust::is_cfg_test;
 use super::{Problem, Source, tables};
 
-/// Where the exceptions are.
+/// The file with the exceptions.
 const TABLE: &str = "xtask/src/tidy/tables.rs";
 
 /// Checks all libraries. `sources` is the whole tree.
@@ -78,7 +78,7 @@ struct Library<'a> {
 
 impl<'a> Library<'a> {
     fn add(&mut self, source: &'a Source) {
-        // What is no Rust is another rule's concern.
+        // A separate rule reports invalid Rust.
         let Ok(file) = syn::parse_file(&source.text) else { return };
         let mut walk = Walk { source, library: self };
         walk.visit_file(&file);
@@ -91,7 +91,7 @@ struct Walk<'a, 'l> {
 }
 
 impl Walk<'_, '_> {
-    /// Takes an item down if it is public, with what `signature` adds.
+    /// Records an item if it is public, with the names that `signature` adds.
     fn item(&mut self, name: &Ident, is: &Visibility, signature: impl FnOnce(&mut Self)) {
         if matches!(is, Visibility::Public(_)) {
             let place = (self.source, name.span().start().line);
@@ -104,7 +104,7 @@ impl Walk<'_, '_> {
         collect(tokens.to_token_stream(), &mut self.library.signatures);
     }
 
-    /// The signature of an item without the name that it has itself.
+    /// Records the signature of an item, without the item's own name.
     fn signature_of(&mut self, name: &Ident, tokens: impl ToTokens) {
         let mut names = BTreeSet::new();
         collect(tokens.to_token_stream(), &mut names);
@@ -147,7 +147,7 @@ impl<'ast> Visit<'ast> for Walk<'_, '_> {
     fn visit_item_impl(&mut self, block: &'ast ItemImpl) {
         for item in &block.items {
             match item {
-                // Whoever uses a trait of the type needs these, named or not.
+                // Users of a trait of the type need these, named or not.
                 ImplItem::Type(one) if block.trait_.is_some() => self.signature(&one.ty),
                 ImplItem::Fn(one) if block.trait_.is_none() => {
                     self.item(&one.sig.ident, &one.vis, |walk| {
@@ -163,7 +163,7 @@ impl<'ast> Visit<'ast> for Walk<'_, '_> {
     }
 }
 
-/// All words of a file, those in macros too.
+/// All words of a file, including words in macros.
 fn words(text: &str) -> BTreeSet<String> {
     let mut words = BTreeSet::new();
     collect(text.parse().unwrap_or_default(), &mut words);
