@@ -41,7 +41,7 @@ const STEP: Step =
 /// a fraction of it.
 const TEST_MINUTES: u64 = 30;
 
-/// A workspace of its own.
+/// The manifest of a separate workspace.
 const LAB: &str = "lab/Cargo.toml";
 
 const STEPS: &[Step] = &[

@@ -42,7 +42,7 @@ pub struct BenchArgs {
     /// With --device scsi, the logical unit to drive, as TARGET:LUN or LUN, or all [default: 0:0]
     ///
     /// With all, the requests of each job go to all disks that the device reports, in turn. Each
-    /// has a region of its own, as --offset and --size say.
+    /// has a region of its own, set by --offset and --size.
     #[arg(long, conflicts_with = "filename", value_name = "UNIT", value_parser = LunChoice::parse)]
     pub lun: Option<LunChoice>,
 
@@ -181,7 +181,7 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "filename", value_name = "PID")]
     pub server_pid: Option<NonZeroU32>,
 
-    /// Give up when the server has not answered for this long
+    /// Fail if the server does not answer for this long
     #[arg(long, conflicts_with = "filename", value_name = "TIME",
           default_value = "30", value_parser = parse_duration)]
     pub timeout: Duration,
@@ -239,7 +239,7 @@ impl BenchArgs {
     }
 
     /// Returns the block sizes for a disk with logical blocks of this many bytes: from `--bssplit`
-    /// when it is given, else from `--bs`, else from the profile.
+    /// if given, else from `--bs`, else from the profile.
     pub(crate) fn block_sizes(&self, logical_block_bytes: u32) -> BlockSplit {
         let given = self.bssplit.as_ref().or(self.bs.as_ref());
         match (given, self.profile) {

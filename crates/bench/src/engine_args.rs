@@ -50,7 +50,7 @@ pub struct EngineArgs {
           default_value_t = CompletionRingChoice::Userspace)]
     pub completion_ring: CompletionRingChoice,
 
-    /// Look for completions right after each submit; off: only when the kernel wakes the loop
+    /// Harvest completions right after each submit; off: only when the kernel wakes the loop
     #[arg(long, value_name = "ON", value_enum, default_value_t = OnOff::On,
           conflicts_with = "socket_path")]
     pub harvest_on_submit: OnOff,

@@ -72,9 +72,9 @@ impl ServerSample {
 
     /// Returns the usage since `earlier`.
     ///
-    /// The time is that of the process clock for this process. For another process it is the sum
-    /// over its threads, in nanoseconds. If threads have ended in between, that sum lacks them, and
-    /// the process's ticks count if they are higher.
+    /// For this process the CPU time comes from the process clock. For another process it is the
+    /// sum over its threads, in nanoseconds. If threads have ended in between, that sum lacks them,
+    /// and the process's ticks count if they are higher.
     pub(crate) fn since(&self, earlier: &Self) -> ServerUsage {
         const NS_PER_S: u64 = 1_000_000_000;
         let tick_ns = NS_PER_S / rustix::param::clock_ticks_per_second().max(1);

@@ -96,7 +96,7 @@ const TIMER: u64 = 1;
 const SOCKET: u64 = 2;
 
 impl Worker {
-    /// Takes jobs. `connection` shows when the server goes away.
+    /// Takes jobs. A server that goes away is noticed through `connection`.
     pub(crate) fn new(
         jobs: Vec<(Job, Virtqueue)>,
         connection: Arc<Connection>,
@@ -204,7 +204,7 @@ impl Worker {
             self.progress_at_ns = pass.now_ns;
         }
         if completed > 0 {
-            // The completed blocks of one job may be the claimed ones that block another.
+            // Blocks that one job has released may be the ones that block another.
             self.unblock();
         }
         Ok(())

@@ -19,7 +19,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Build the kernel and initramfs of test guests, unless they are there already
+    /// Build the kernel and initramfs of test guests, unless they exist
     Image {
         /// Build them again, with the newest kernel that apt knows
         #[arg(long)]

@@ -1,4 +1,4 @@
-//! Pseudo-random numbers, the same for the same seed.
+//! Pseudo-random numbers, equal for equal seeds.
 
 /// A generator of numbers.
 #[derive(Clone, Debug)]

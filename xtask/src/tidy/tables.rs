@@ -459,7 +459,7 @@ pub(super) struct Border {
     pub(super) advice: &'static str,
 }
 
-/// The borders that a compiler does not see.
+/// Borders between crates that the compiler does not enforce.
 pub(super) const BORDERS: &[Border] = &[
     Border {
         within: "crates/blockio/",
