@@ -1,4 +1,5 @@
-//! Changes by control commands, kept in a file for the next start (docs/guide/recovery.md).
+//! Changes by control commands, kept in a file for the next start
+//! (docs/guide/crash-and-upgrade.md).
 //!
 //! The command line and the configuration file are the base. The state file records the differences
 //! that commands made, each with the base's value at the time. If the base has another value at the

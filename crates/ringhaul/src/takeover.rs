@@ -1,5 +1,5 @@
 //! Takeover: exports, sockets, disks and connected guests move to another process while the guests
-//! run (docs/guide/upgrade.md).
+//! run (docs/guide/crash-and-upgrade.md#upgrade-while-guests-run).
 //!
 //! The new process sends requests to the old one's control socket, in three steps. First the old
 //! process describes its exports, and continues to serve while the new one opens all of them. Then

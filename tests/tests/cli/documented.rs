@@ -1,4 +1,4 @@
-//! The page about disks: its examples do what it says, and its keys are those of the program.
+//! The pages about disks: their examples work, and their keys are those of the program.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -14,7 +14,13 @@ use rustix::process::Signal;
 
 use super::scene;
 
-const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks.md"));
+/// The pages about disks, one after the other.
+const PAGE: &str = concat!(
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks.md")),
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-images.md")),
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-network.md")),
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-encrypted.md")),
+);
 
 /// How a disk is named in general, which is no name.
 const FORM: &str = "KIND,KEY=VALUE,...";
@@ -32,7 +38,7 @@ const ELSEWHERE: [&str; 3] = ["rbd,", "rbd:", "nbds://"];
 /// A disk that is there before the examples of a part begin, and how large it is.
 const DISK: (&str, u64) = ("disk.img", 10 << 30);
 
-/// The examples of one part of the page.
+/// The examples of one part of a page, below one heading.
 struct Part {
     title: &'static str,
     /// The lines of each.
@@ -45,7 +51,8 @@ fn parts() -> Vec<Part> {
     let mut is_inside = false;
     for line in PAGE.lines() {
         let code = line.strip_prefix("    ");
-        if let (Some(title), Some(part)) = (line.strip_prefix("## "), parts.last_mut()) {
+        let title = line.strip_prefix("# ").or_else(|| line.strip_prefix("## "));
+        if let (Some(title), Some(part)) = (title, parts.last_mut()) {
             match part.examples.is_empty() {
                 true => part.title = title,
                 false => parts.push(Part { title, examples: Vec::new() }),

@@ -152,7 +152,7 @@ fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()>
 }
 
 /// The front-end keeps its connection and all that it has said there. How long queues stand still
-/// is in the output: what is in the disk has to be finished. `docs/guide/upgrade.md` has figures.
+/// is in the output: what is in the disk has to be finished.
 #[test]
 fn a_disk_that_answers_in_a_millisecond_is_taken_over_at_depth_64() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };

@@ -48,9 +48,10 @@ pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks.md"));
+const PAGE: &str =
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-network.md"));
 
-/// The examples of the page about disks, with the cluster of this test for those that it names.
+/// The examples of the part `rbd` of the page, with the cluster of this test in place of theirs.
 pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {
     let (_, part) = PAGE.split_once("\n## rbd\n").context("the page has no such part")?;
     let part = part.split("\n## ").next().unwrap_or_default();

@@ -32,7 +32,7 @@ pub(super) fn which_daemon(control: Option<PathBuf>) -> Result<PathBuf> {
     }
 }
 
-/// The control sockets at the places that docs/guide/operating.md has for them.
+/// The control sockets at the paths that docs/guide/service.md gives them.
 fn usual_places(run: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(run).into_iter().flatten().flatten();
     let is_ours = |name: &OsString| {
