@@ -21,7 +21,7 @@ pub(crate) struct Changes {
     pub(crate) exports: Vec<ExportChange>,
 }
 
-/// Settings that were set, beside what the base said then.
+/// Settings that were changed, with the base's values at the time.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct ChangedSettings {
@@ -51,7 +51,7 @@ pub(crate) struct Merged {
     pub(crate) settings: SettingsChange,
     /// Lines for the log, each with its export; a line on settings has no name.
     pub(crate) told: Vec<(String, String)>,
-    /// The same about changes that are dropped.
+    /// Lines about changes that are dropped, in the same form.
     pub(crate) lost: Vec<(String, String)>,
 }
 
@@ -70,7 +70,7 @@ impl ChangedSettings {
         }
     }
 
-    /// The base says these now, whatever was set.
+    /// Forgets changes of these settings, because the base sets them now.
     pub(crate) fn forget(&mut self, change: &SettingsChange) {
         for settings in [&mut self.before, &mut self.now] {
             settings.log.take_if(|_| change.log.is_some());
@@ -79,7 +79,8 @@ impl ChangedSettings {
         }
     }
 
-    /// Keeps those that the base says as it did when they were set. Returns the others.
+    /// Keeps the changes of settings that have the same base as before. Returns the dropped
+    /// changes.
     fn merge(&mut self, base: &Settings) -> SettingsChange {
         let base = of_base(base);
         let (before, now) = (&self.before, &self.now);
@@ -104,7 +105,7 @@ fn of_base(base: &Settings) -> SettingsChange {
 }
 
 impl ExportChange {
-    /// True: a command has added an export of this name.
+    /// Returns true if a command has added an export of this name.
     pub(crate) fn adds(&self, name: &str) -> bool {
         self.before.is_none() && self.is_about(name)
     }
@@ -127,13 +128,13 @@ impl ExportChange {
 }
 
 impl Changes {
-    /// True: the next start needs nothing of it.
+    /// Returns true if the next start needs nothing of it.
     pub(crate) fn is_empty(&self) -> bool {
         let Self { started: _, upgraded, settings, exports } = self;
         upgraded.is_empty() && exports.is_empty() && *settings == ChangedSettings::default()
     }
 
-    /// Checks what no type does.
+    /// Checks consistency beyond the types.
     ///
     /// # Errors
     ///
@@ -245,7 +246,7 @@ impl Changes {
         }
     }
 
-    /// The base has another export of this name now, or none, or other disks in it.
+    /// Follows a base that now has another export of this name, or none, or other disks in it.
     pub(super) fn rebase(
         &mut self,
         name: &str,
@@ -274,8 +275,8 @@ impl Changes {
         }
     }
 
-    /// Brings the changes to this base. Where the base
-    /// has changed since the command, the base holds.
+    /// Applies the changes to this base. Where the base has changed since the command, the base
+    /// holds.
     pub(super) fn merge(&mut self, base: &[ExportSpec], settings: &Settings) -> Merged {
         let mut merged = Merged { exports: base.to_vec(), ..Merged::default() };
         let lost = self.settings.merge(settings);
@@ -287,7 +288,7 @@ impl Changes {
         }
         merged.settings = self.settings.now.clone();
         let changes = std::mem::take(&mut self.exports);
-        // First the places that become free.
+        // Removals come first, because they free places.
         let (removed, others): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|change| change.now.is_none());
         let changes = removed.into_iter().chain(others);
@@ -297,7 +298,7 @@ impl Changes {
 }
 
 impl Merged {
-    /// Takes in a change. Returns it as it is from this base, unless nothing is left of it.
+    /// Applies a change. Returns it relative to this base, unless nothing is left of it.
     fn take_in(&mut self, ExportChange { before, now }: ExportChange) -> Option<ExportChange> {
         match (before, now) {
             (None, Some(now)) => {
@@ -380,7 +381,7 @@ fn unnamed(export: &ExportSpec) -> ExportSpec {
     ExportSpec { name, ..export.clone() }
 }
 
-/// True: both are one export. Its disks and their rules may differ.
+/// Returns true if both are one export. Its disks and their rules may differ.
 fn is_same_export(one: &ExportSpec, other: &ExportSpec) -> bool {
     let is_kind = matches!(
         (&one.device, &other.device),
@@ -389,7 +390,7 @@ fn is_same_export(one: &ExportSpec, other: &ExportSpec) -> bool {
     is_kind && one.name() == other.name() && one.endpoint == other.endpoint
 }
 
-/// True: both have the same disks and rules. Their texts may differ.
+/// Returns true if both have the same disks and rules. Their texts may differ.
 fn is_equal(one: &ExportSpec, other: &ExportSpec) -> bool {
     let mut places = places(one);
     places.extend(self::places(other));
@@ -429,7 +430,7 @@ fn is_same_disk(one: &ExportSpec, other: &ExportSpec, place: Option<UnitPlace>) 
     rules_at(one, place) == rules_at(other, place) && units[0] == units[1]
 }
 
-/// Gives `to` the disk that `from` has at a place, with its rules, or takes it away.
+/// Gives `to` the disk of `from` at a place, with its rules, or removes it.
 fn copy_disk(to: &mut ExportSpec, from: &ExportSpec, place: Option<UnitPlace>) {
     let rules = rules_at(from, place);
     match (&mut to.device, rules) {

@@ -1,4 +1,4 @@
-//! The state file: read at a start, written anew with each change, and locked by its daemon.
+//! The state file: read at a start, replaced with each change, and locked by its daemon.
 
 use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Read, Write};
@@ -47,15 +47,15 @@ struct Written<C> {
     changes: C,
 }
 
-/// The field that says how to read the others.
+/// The field that decides the form of the rest.
 #[derive(Deserialize)]
 struct Format {
     format: u32,
 }
 
 impl StateFile {
-    /// The file at `path`, for this daemon alone: another one that has it locked is waited for, in
-    /// case it was killed. The lock holds until the file is [written](Self::write).
+    /// Opens the file at `path`, for this daemon alone. Waits for another daemon that has it
+    /// locked, in case that was killed. The lock holds until the file is [written](Self::write).
     ///
     /// # Errors
     ///
@@ -68,7 +68,7 @@ impl StateFile {
                 return Ok((Self { path: path.to_owned() }, Changes::default(), None));
             };
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // It may have been replaced before it was locked.
+                // The file may have been replaced before it was locked.
                 Ok(()) if is_at(&file, path) => {
                     let changes = read(&file, path)?;
                     return Ok((Self { path: path.to_owned() }, changes, Some(Locked(file))));
@@ -86,7 +86,7 @@ impl StateFile {
         }
     }
 
-    /// The file at `path`, which another process has locked that leaves it to this one.
+    /// Opens the file at `path`, which is still locked by the process that leaves it to this one.
     ///
     /// # Errors
     ///
@@ -101,11 +101,11 @@ impl StateFile {
         &self.path
     }
 
-    /// Replaces the file: the old one is there until the new one is on stable storage.
+    /// Replaces the file. The old one remains until the new one is on stable storage.
     ///
     /// # Errors
     ///
-    /// When that fails. The old one is there then.
+    /// When that fails. The old file remains.
     pub(crate) fn write(&self, changes: &Changes) -> Result<Locked> {
         let written =
             Written { format: FORMAT, version: env!("CARGO_PKG_VERSION").to_owned(), changes };
@@ -121,7 +121,7 @@ impl StateFile {
         let mut new = self.path.as_os_str().to_owned();
         new.push(".new");
         let new = PathBuf::from(new);
-        // A process that was killed may have left one.
+        // A process that was killed may have left a new file.
         match std::fs::remove_file(&new) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
             _ => {}
@@ -136,7 +136,7 @@ impl StateFile {
     fn write_new(&self, new: &Path, text: &[u8]) -> Result<Locked> {
         let mut options = File::options();
         let mut file = options.write(true).create_new(true).mode(0o600).open(new)?;
-        // Whatever the umask says.
+        // The mode must not depend on the umask.
         file.set_permissions(Permissions::from_mode(0o600))?;
         flock(&file, FlockOperation::NonBlockingLockExclusive)?;
         file.write_all(text)?;
@@ -160,7 +160,7 @@ impl StateFile {
     }
 }
 
-/// Opens a file of our own. `None`: there is none.
+/// Opens a file that no user but this one and root can write to. `None`: it does not exist.
 fn open(path: &Path) -> Result<Option<File>> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
     let file = match File::options().read(true).custom_flags(flags).open(path) {
@@ -210,7 +210,7 @@ fn read(file: &File, path: &Path) -> Result<Changes> {
     Ok(changes)
 }
 
-/// True: the path leads to this file.
+/// Returns true if the path leads to this file.
 fn is_at(file: &File, path: &Path) -> bool {
     let place = std::fs::symlink_metadata(path);
     let identity = |metadata: &std::fs::Metadata| (metadata.dev(), metadata.ino());

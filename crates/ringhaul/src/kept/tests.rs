@@ -1,4 +1,4 @@
-//! Changes that go into the file of one process and come out in the next one, without a daemon.
+//! Changes that one process writes to the file and the next one reads, without a daemon.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -16,7 +16,7 @@ fn blk(name: &str, limits: Value) -> ExportSpec {
     serde_json::from_value(spec).unwrap()
 }
 
-/// An export `vm` for virtio-scsi, with a unit of so many bytes at each of these LUNs.
+/// An export `vm` for virtio-scsi, with units of these LUNs and sizes in bytes.
 fn scsi(units: &[(u16, u64)]) -> ExportSpec {
     let unit = |&(lun, size): &(u16, u64)| {
         let disk = json!({ "null": { "size-bytes": size } });
@@ -32,7 +32,7 @@ fn settings(log: Option<&str>, poll_max_us: u16, poll_budget: u8) -> Settings {
     Settings { log: log.map(str::to_owned), poll_max_us, poll_budget }
 }
 
-/// The start of a process with this base.
+/// Starts a process with this base.
 fn start(path: &Path, base: &[ExportSpec], settings: &Settings) -> (Kept, Merged) {
     let (file, changes, locked): (_, _, Option<Locked>) = StateFile::open(path).unwrap();
     let begun = Kept::begin(file, changes, base.to_vec(), settings.clone()).unwrap();
@@ -59,7 +59,7 @@ fn place(lun: u16) -> UnitPlace {
     UnitPlace { target: 0, lun }
 }
 
-/// A base that says something else of one setting takes that one alone away.
+/// A base with another value of one setting drops the change of this setting alone.
 #[test]
 fn each_setting_holds_until_the_base_says_another_one_of_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -125,7 +125,8 @@ fn limits_of_a_group_are_kept_for_all_of_it() {
     assert_eq!(limits, [of_group(200), of_group(200), json!({ "iops-total": 1 })]);
 }
 
-/// A process that takes over writes the file. If it does not, the changes meanwhile are written.
+/// A process that takes over writes the file. If it does not take over, the changes in the meantime
+/// are written.
 #[test]
 fn a_state_that_is_left_to_another_process_is_written_if_that_gives_up() {
     let folder = tempfile::tempdir().unwrap();
@@ -160,7 +161,7 @@ fn a_change_that_cannot_be_written_is_no_success() {
     assert!(format!("{error:#}").contains("choose another --state"), "{error:#}");
 }
 
-/// The file of configuration changes one unit; commands had changed that and others.
+/// The configuration file changes one unit. Commands had changed that unit and two more.
 #[test]
 fn a_unit_that_the_configuration_file_changes_is_its_own_and_others_stay() {
     let folder = tempfile::tempdir().unwrap();
@@ -189,7 +190,7 @@ fn a_unit_that_the_configuration_file_changes_is_its_own_and_others_stay() {
     assert_eq!(units_of(&merged.exports[0]), [(0, 2048), (1, 512)]);
 }
 
-/// The file names disks, so that whoever can write to it could have them served.
+/// The file names disks, so a user who can write to it could have them served.
 #[test]
 fn a_state_file_of_strangers_is_refused() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! What differs between exports as they are and as the configuration file wants them, and what is
-//! to be done about it.
+//! The differences between the served exports and the configuration file, and the commands that end
+//! them.
 
 use std::collections::BTreeMap;
 
@@ -11,22 +11,22 @@ use crate::spec::{
     DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSettings, UnitSpec,
 };
 
-/// Exports by their sockets, by which commands call them too: a name may change.
+/// Exports by their sockets. Commands use the sockets too, because a name may change.
 pub(super) type Exports = BTreeMap<String, ExportSpec>;
 
-/// What is done to one export.
+/// A change of one export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Change {
     Add(ExportSpec),
     Remove,
-    /// Its logical units and sizes, one after the other, after which it is this.
+    /// Commands for its logical units, sizes and rules, in order, and the export after them.
     Alter(Vec<Command>, ExportSpec),
-    /// It cannot be changed in this.
+    /// A part of the export that cannot be changed.
     Keep(String),
 }
 
 impl Change {
-    /// What the export is when it is done; none, when there is none.
+    /// The export after an addition or alteration.
     pub(super) fn aim(&self) -> Option<&ExportSpec> {
         match self {
             Self::Add(spec) | Self::Alter(_, spec) => Some(spec),
@@ -43,7 +43,8 @@ pub(super) fn by_socket(exports: &[ExportSpec]) -> Exports {
     exports.iter().map(|export| (export.endpoint.to_string(), export.clone())).collect()
 }
 
-/// Whether this is an export that the file has made, whose units and size others may have changed.
+/// Returns true if `other` is the file's export `ours`, of which commands may have changed units,
+/// sizes and rules.
 pub(super) fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
     let is_device = match (&ours.device, &other.device) {
         (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => is_the_same_disk(ours, other),
@@ -56,7 +57,7 @@ pub(super) fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
         && without_rules(&ours.settings) == without_rules(&other.settings)
 }
 
-/// What others cannot change.
+/// The settings that commands cannot change.
 fn without_rules(settings: &ExportSettings) -> ExportSettings {
     ExportSettings { rules: DiskRules::default(), ..settings.clone() }
 }
@@ -71,7 +72,8 @@ fn changed_keys(settings: [ExportSettings; 2]) -> Vec<String> {
     wanted.into_iter().filter_map(differs).collect()
 }
 
-/// The same of a logical unit.
+/// Returns true if `other` is the file's unit `ours`, of which commands may have changed size and
+/// rules.
 pub(super) fn is_the_same_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
     ours.place() == other.place()
         && unit_without_rules(&ours.settings) == unit_without_rules(&other.settings)
@@ -82,7 +84,7 @@ fn unit_without_rules(settings: &UnitSettings) -> UnitSettings {
     UnitSettings { limits: None, rerror: None, werror: None, ..settings.clone() }
 }
 
-/// Null disks are one whatever their sizes, which commands change.
+/// Compares disks without the sizes of null disks, which commands can change.
 fn is_the_same_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
     match (ours, other) {
         (DiskSpec::Null { .. }, DiskSpec::Null { .. }) => true,
@@ -94,7 +96,7 @@ fn is_the_same_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
     }
 }
 
-/// Makes a change of units and sizes in what an export is to be.
+/// Applies a command to the specification of its export.
 pub(super) fn apply(spec: &mut ExportSpec, change: Command) {
     match (&mut spec.device, change) {
         (DeviceSpec::Scsi(units), Command::AddUnit(_, unit)) => units.push(*unit),
@@ -119,7 +121,7 @@ pub(super) fn apply(spec: &mut ExportSpec, change: Command) {
     }
 }
 
-/// Gives a null disk another size.
+/// Changes the size of a null disk.
 fn set_size(disk: &mut DiskSpec, size: NewSize) {
     match (disk, size.size_bytes) {
         (DiskSpec::Null { size_bytes }, Some(size)) => *size_bytes = size,
@@ -127,7 +129,7 @@ fn set_size(disk: &mut DiskSpec, size: NewSize) {
     }
 }
 
-/// What is to be done for exports to be as wanted.
+/// The changes that turn the served exports into the wanted ones.
 pub(super) fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Change)> {
     let removed = served.keys().filter(|export| !wanted.contains_key(*export));
     let mut changes: Vec<(String, Change)> =
@@ -142,7 +144,7 @@ pub(super) fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Ch
     changes
 }
 
-/// What is to be done for one to be as wanted, and what cannot be done.
+/// The changes that turn one export into the wanted one, and the parts that cannot be changed.
 fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Change> {
     let mut changes = Vec::new();
     if before.name() != wanted.name() {
@@ -184,10 +186,10 @@ fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Cha
     changes
 }
 
-/// It is what it is for as long as it is served.
+/// The error about a disk that cannot be changed while it is served.
 struct CannotChange;
 
-/// What is to be done with a disk: that of a null disk may have another size.
+/// The command that changes a disk. Only a null disk can be changed, in its size.
 fn disk_change(
     name: &str,
     place: Option<UnitPlace>,
@@ -204,7 +206,7 @@ fn disk_change(
     }
 }
 
-/// What is to be done for a disk to have other rules.
+/// The command that changes the rules of a disk.
 fn rules_change(
     name: &str,
     place: Option<UnitPlace>,
@@ -217,8 +219,8 @@ fn rules_change(
     (before != wanted).then(change)
 }
 
-/// What is to be done with logical units: they come, go, and change their size and rules. What else
-/// differs is `kept`. Returns the device that there is then, too.
+/// The commands that add, remove and change logical units. Adds differences that cannot be changed
+/// to `kept`. Also returns the device after the commands.
 fn unit_changes(
     name: &str,
     before: &ExportSpec,
@@ -239,7 +241,7 @@ fn unit_changes(
         let (place, mut unit) = (unit.place(), unit.clone());
         let Some(other) = at(before_all, place) else {
             units.push(unit.clone());
-            // What is usual in the export may be what the file said earlier.
+            // The usual rules of the served export may be the file's earlier ones.
             unit.settings.set_rules_in_full(&unit.settings.rules(&wanted.settings.rules));
             commands.push(Command::AddUnit(name.to_owned(), Box::new(unit)));
             continue;

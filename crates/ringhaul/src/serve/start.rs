@@ -28,7 +28,7 @@ pub(super) struct Start {
     state: Option<State>,
 }
 
-/// A state file, its contents, and its lock until it is written anew.
+/// A state file, its contents, and its lock until it is written again.
 pub(super) type State = (StateFile, Changes, Option<Locked>);
 
 impl Start {
@@ -37,7 +37,7 @@ impl Start {
     /// # Errors
     ///
     /// When the state file is another daemon's, or cannot be understood, or the options of an
-    /// upgrade are not understood any more.
+    /// upgrade are no longer understood.
     pub(super) fn read(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Self> {
         let mut start = Self {
             args: args.clone(),
@@ -57,7 +57,7 @@ impl Start {
         Ok(start)
     }
 
-    /// Takes the options of upgrades in, if the process was started as the first one was.
+    /// Adopts the options of upgrades, if the process was started like the first one.
     fn go_on_with_upgrades(&mut self, changes: &mut Changes) -> Result<()> {
         let Changes { started, upgraded, .. } = changes;
         let is_same = *started == self.life.arguments;
@@ -82,7 +82,7 @@ impl Start {
         Ok(())
     }
 
-    /// Returns the exports for a daemon, and has it keep later changes.
+    /// Returns the exports for a daemon, which keeps later changes.
     ///
     /// # Errors
     ///
@@ -102,17 +102,17 @@ impl Start {
         Ok(merged)
     }
 
-    /// Its parts.
+    /// Returns the base and the state.
     pub(super) fn into_base(self) -> (Vec<ExportSpec>, Option<State>) {
         (self.base, self.state)
     }
 }
 
-/// The state of a process that another one takes over from.
+/// The state of the process that this one takes over from.
 pub(super) struct Heritage {
     /// `None`: nothing is kept.
     path: Option<PathBuf>,
-    /// The life of the process before this one, and of this one.
+    /// The life of the previous process.
     before: Life,
     pub(super) life: Life,
 }
@@ -135,7 +135,7 @@ impl Heritage {
         Ok(Self { path, before, life })
     }
 
-    /// Goes on with the state, for a daemon that serves what the process before it has served.
+    /// Continues the state, for a daemon that serves the exports of the previous process.
     ///
     /// # Errors
     ///
@@ -172,7 +172,8 @@ impl Heritage {
 /// The start of the option that names the file.
 const STATE: &str = "--state=";
 
-/// The option that names the file, wherever the next process is started.
+/// The option that names the file by its absolute path: the next process may start in another
+/// folder.
 fn state_option(path: &std::path::Path) -> String {
     format!("{STATE}{}", path.display())
 }

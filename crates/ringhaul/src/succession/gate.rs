@@ -27,9 +27,9 @@ struct State<T> {
     commands: usize,
     /// The number of changes that are made.
     changes: usize,
-    /// A hand-over runs.
+    /// True while a hand-over runs.
     is_closed: bool,
-    /// Changes that wait for its end.
+    /// Changes that wait for the end of the hand-over.
     asked: Vec<T>,
     /// Processes that were started to take over, with the refusals of their takeovers.
     started: BTreeMap<u32, Start>,
@@ -38,16 +38,16 @@ struct State<T> {
 /// A process that was started to take over.
 #[derive(Default)]
 struct Start {
-    /// It has asked.
+    /// True if the process has asked to take over.
     has_asked: bool,
     refusal: Option<Refusal>,
 }
 
-/// The reason why a process has not taken over.
+/// The reason that a process has not taken over.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Refusal {
     pub(crate) why: String,
-    /// It may take over in a moment.
+    /// True if the process may take over in a moment.
     pub(crate) is_of_the_moment: bool,
 }
 
@@ -89,7 +89,7 @@ impl<T> Gate<T> {
         self.changed.notify_all();
     }
 
-    /// Whether a change is being made.
+    /// Returns true if a change is being made.
     pub(super) fn has_changes(&self) -> bool {
         self.lock().changes > 0
     }
@@ -146,8 +146,8 @@ impl<T> Gate<T> {
         self.changed.notify_all();
     }
 
-    /// The reason why a process has not taken over that was started for it and has ended. `None`:
-    /// it has not asked.
+    /// The reason that a process has not taken over, if it was started for that and has ended.
+    /// `None`: it has not asked.
     pub(super) fn reason(&self, process: u32) -> Option<Refusal> {
         let is_awaited = |state: &mut State<T>| {
             let start = state.started.get(&process);

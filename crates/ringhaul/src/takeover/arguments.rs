@@ -1,4 +1,4 @@
-//! How a process was started, so that the one that takes over works in the same way.
+//! The options of a process, with which the process that takes over continues.
 
 use std::ffi::OsString;
 
@@ -17,27 +17,27 @@ use crate::settings::SettingsChange;
 struct Whole {
     #[command(flatten)]
     serve: ServeArgs,
-    /// Of the log, which all commands have.
+    /// The filter of the log, an option of all commands.
     #[arg(long)]
     log: Option<String>,
-    /// The same.
+    /// The format of the log.
     #[arg(long)]
     log_format: Option<LogFormat>,
 }
 
-/// What the options say that a process goes on with.
+/// The options with which a process continues.
 pub(crate) struct LifeOptions {
     pub(crate) args: ServeArgs,
-    /// What is logged; none when no option says so.
+    /// The filter of the log. `None`: no option sets it.
     pub(crate) log: Option<String>,
-    /// The same of the format.
+    /// The format of the log. `None`: no option sets it.
     pub(crate) log_format: Option<LogFormat>,
-    /// The configuration file if the options name one. What it says is among them.
+    /// The configuration file, if the options name one. Its settings are among the options.
     pub(crate) config: Option<(ConfigFile, Config)>,
 }
 
 impl Life {
-    /// That of this process, without what it takes over from.
+    /// The life of this process, without the options of the process that it takes over from.
     ///
     /// # Errors
     ///
@@ -48,8 +48,8 @@ impl Life {
         Ok(Self { directory, arguments, changes: SettingsChange::default() })
     }
 
-    /// The life that goes on when this process, with its own options, takes over from that one. Its
-    /// own ones count where both have one.
+    /// The life that continues when the process `own` takes over from this one. An option of `own`
+    /// takes precedence.
     #[must_use]
     pub(crate) fn continued_by(mut self, own: &Self) -> Self {
         if !self.arguments.ends_with(&own.arguments) {
@@ -58,7 +58,7 @@ impl Life {
         self
     }
 
-    /// The options, with those of the configuration file.
+    /// The options, including the settings of the configuration file.
     ///
     /// # Errors
     ///
@@ -78,9 +78,9 @@ impl Life {
         Ok(LifeOptions { args: serve, log, log_format, config: Some((file, config)) })
     }
 
-    /// The options on the log, each once, for a process that needs them before it has asked for any
-    /// others. What a configuration file says of the log stays out of the command line, where it
-    /// would count for ever.
+    /// The options on the log, each once, for a process that needs them before it has asked for the
+    /// rest. Settings of a configuration file stay out: on the command line they would hold for
+    /// ever.
     ///
     /// # Errors
     ///
@@ -145,7 +145,7 @@ mod tests {
             let new = life(new);
             let both = old.clone().continued_by(&new);
             assert_eq!(both.options().unwrap().args.iothreads, iothreads, "{both:?}");
-            // Taken over again and again, it does not grow.
+            // Repeated takeovers do not make it grow.
             for again in [&new, &both] {
                 assert_eq!(both.clone().continued_by(again).arguments, both.arguments);
             }

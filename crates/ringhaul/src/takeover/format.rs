@@ -1,4 +1,4 @@
-//! What the two processes of a takeover say to each other.
+//! The messages between the two processes of a takeover.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,13 +11,13 @@ use crate::export::EndpointState;
 use crate::settings::SettingsChange;
 use crate::spec::ExportSpec;
 
-/// The format in which this version describes itself. Raise it whenever the stored sample is not
-/// understood any more, or written in another way, and store another: versions that do not fit are
-/// then refused before anything stops.
+/// The format in which this version describes itself. Raise it whenever the stored sample is no
+/// longer understood, or written in another way, and store a new sample. Versions that do not fit
+/// are then refused before any queue stops.
 pub(super) const FORMAT: u32 = 5;
-/// The format before, which lacks the debts of limits alone.
+/// The previous format, which lacks only the debts of limits.
 const WITHOUT_DEBTS: u32 = 4;
-/// The formats that it understands, and describes itself in, the best one first.
+/// The formats that this version understands and writes, the best one first.
 pub(super) const FORMATS: [u32; 2] = [FORMAT, WITHOUT_DEBTS];
 
 /// The method that begins a takeover.
@@ -26,20 +26,20 @@ pub(super) const PAUSE: &str = "takeover.pause";
 pub(super) const TAKE: &str = "takeover.take";
 pub(super) const GIVE_UP: &str = "takeover.give-up";
 
-/// What the new process says first.
+/// The first message of the new process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Begin {
-    /// Formats that it understands.
+    /// Formats that the new process understands.
     pub(super) formats: Vec<u32>,
-    /// Versions of inflight regions that it goes on with.
+    /// Versions of inflight regions that the new process can continue.
     #[serde(default)]
     pub(super) inflight_versions: Vec<u16>,
-    /// Of the program, for the log.
+    /// The version of the program, for the log.
     pub(super) version: String,
 }
 
-/// What the old process is, and serves.
+/// The old process and its exports.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct Description {
@@ -51,27 +51,27 @@ pub(super) struct Description {
     pub(super) opening: Vec<HandedOpening>,
 }
 
-/// How a process was started.
+/// The start of a process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Life {
-    /// Relative paths begin here.
+    /// The working directory, at which relative paths begin.
     pub(crate) directory: PathBuf,
-    /// Of `ringhaul serve`.
+    /// Arguments of `ringhaul serve`.
     pub(crate) arguments: Vec<String>,
-    /// What was set since the start.
+    /// The settings that have changed since the start.
     pub(crate) changes: SettingsChange,
 }
 
-/// How far the old process has come.
+/// The state of the old process while its queues do not run.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct Standstill {
-    /// When the first queue was told to stop, in nanoseconds of CLOCK_MONOTONIC.
+    /// The time at which the first queue was told to stop, in nanoseconds of CLOCK_MONOTONIC.
     pub(super) since_ns: u64,
-    /// What was set since the start: more than when the old process described itself, maybe.
+    /// The settings that have changed since the start, perhaps after the description.
     pub(super) changes: SettingsChange,
-    /// The exports of the configuration file as they are served by it, if there is one.
+    /// The exports as the configuration file has made them, if there is one.
     pub(super) of_file: Option<Vec<ExportSpec>>,
     pub(super) exports: Vec<ExportProgress>,
     /// The debts of groups' limits, by their names.
@@ -80,7 +80,7 @@ pub(super) struct Standstill {
 }
 
 impl Standstill {
-    /// Leaves out the parts that a process does not understand that knows this format.
+    /// Leaves out the parts that a process of this format does not understand.
     pub(super) fn for_format(mut self, format: u32) -> Self {
         if format == WITHOUT_DEBTS {
             self.debts.clear();
@@ -90,7 +90,7 @@ impl Standstill {
     }
 }
 
-/// The best format that a process of these formats understands as well.
+/// The best of these formats that this version understands and writes.
 pub(super) fn common_format(formats: &[u32]) -> Option<u32> {
     FORMATS.into_iter().find(|format| formats.contains(format))
 }
@@ -107,7 +107,7 @@ pub(super) struct Request {
     pub(super) params: Value,
 }
 
-/// What comes with an answer: the names of its descriptors, which follow it.
+/// The content of an answer, and the names of the descriptors that follow it.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Answer<T> {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     const SAMPLE: &str = include_str!("format/sample.json");
-    /// Of the format before.
+    /// The sample of the previous format.
     const SAMPLE_4: &str = include_str!("format/sample-4.json");
 
     fn parsed<T: for<'a> Deserialize<'a>>(sample: &str, part: &str) -> (T, Value) {

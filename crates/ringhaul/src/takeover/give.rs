@@ -1,4 +1,4 @@
-//! The old process: it describes what it has, stops its queues, and leaves, or goes on.
+//! The old process: describes its exports, stops its queues, and leaves or resumes.
 
 use std::io::{BufRead, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -23,17 +23,17 @@ use crate::notify;
 use crate::peer::Peer;
 use crate::succession::Refusal;
 
-/// How long the new process may take to open what there is.
+/// The time that the new process may take to open the exports.
 const OPEN_MAX: Duration = Duration::from_secs(300);
-/// How long it may take when queues have stopped: guests wait.
+/// The time that the new process may take while queues are stopped: guests wait.
 const TAKE_MAX: Duration = Duration::from_secs(5);
-/// The codes of a refusal, as the control socket has them: to be tried again, and not.
+/// The codes of a refusal, like on the control socket: try again later, or not.
 const LATER: i32 = 10;
 const FAILED: i32 = 1;
 /// The longest request, in bytes.
 const LINE_MAX: u64 = 64 << 10;
 
-/// What a request of a client begins a takeover with, if it does.
+/// Returns the takeover that a client's request begins, if it is such a request.
 pub(crate) fn asked(line: &[u8]) -> Option<Asked> {
     let Request { id, method, params, .. } = serde_json::from_slice(line).ok()?;
     (method == BEGIN).then_some(Asked { id, params })
@@ -45,12 +45,12 @@ pub(crate) struct Asked {
     params: Value,
 }
 
-/// Hands everything over to the process at the other end, unless something fails before it has
-/// said that it takes over: then this one goes on.
+/// Hands everything over to the process at the other end. If a step fails before that process has
+/// announced the takeover, this one resumes.
 ///
 /// # Errors
 ///
-/// What failed. The other process has heard it, if it can.
+/// The failure. The new process has received it, if possible.
 pub(crate) fn give(
     daemon: &Daemon,
     Asked { id, params }: Asked,
@@ -71,20 +71,21 @@ pub(crate) fn give(
         let why = format!("{error:#}");
         let refusal = error.downcast_ref::<CommandError>();
         let is_of_the_moment = refusal.is_some_and(CommandError::is_of_the_moment);
-        // First for the command that has started it: the process ends when it hears that.
+        // The command that has started the process must know first: the process ends when it
+        // receives the refusal.
         succession.refuse(process, Refusal { why: why.clone(), is_of_the_moment });
         talk.refuse(&why, is_of_the_moment);
     }
     given
 }
 
-/// The exports of a generation, in the words of a format.
+/// The generation of the described exports, and the format of the description.
 struct Said {
     generation: u64,
     format: u32,
 }
 
-/// Says what there is.
+/// Describes this process and its exports.
 fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -> Result<Said> {
     let Begin { formats, inflight_versions, version } = serde_json::from_value(params)?;
     let format = check_fits(&formats, &inflight_versions, &version)?;
@@ -105,7 +106,7 @@ fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -
     Ok(Said { generation: described.generation, format })
 }
 
-/// Checks that a process of another version can go on here. Returns the format that both
+/// Checks that a process of another version can continue here. Returns the format that both
 /// understand.
 fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Result<u32> {
     let own = env!("CARGO_PKG_VERSION");
@@ -126,7 +127,7 @@ fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Resu
     Ok(format)
 }
 
-/// Stops, and leaves when the other process takes over.
+/// Stops the queues, and leaves when the new process takes over.
 fn stop(daemon: &Daemon, said: Said, process: u32, talk: &mut Talk<'_>) -> Result<()> {
     talk.expect(PAUSE, OPEN_MAX)?;
     let (standing, paused) = daemon.pause(said.generation)?;
@@ -139,7 +140,7 @@ fn stop(daemon: &Daemon, said: Said, process: u32, talk: &mut Talk<'_>) -> Resul
     let closed = daemon.kept().map(Kept::close);
     let stream = talk.stream.try_clone()?;
     let disks = standing.commit()?;
-    // From here on only the other process may serve, if it hears this.
+    // From here on only the new process may serve, if it receives this.
     talk.answer(&json!({}), &HandedFds::default())?;
     closed.into_iter().for_each(Closed::leave);
     notify::main_process(process);
@@ -147,7 +148,7 @@ fn stop(daemon: &Daemon, said: Said, process: u32, talk: &mut Talk<'_>) -> Resul
     Ok(())
 }
 
-/// A moment as other processes have it too.
+/// A moment in nanoseconds of CLOCK_MONOTONIC, which processes share.
 fn monotonic_ns(moment: Instant) -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
@@ -159,7 +160,7 @@ fn monotonic_ns(moment: Instant) -> u64 {
 struct Talk<'a> {
     reader: &'a mut dyn BufRead,
     stream: &'a UnixStream,
-    /// Of the request that was not answered yet.
+    /// The id of the request that was not answered yet.
     id: Value,
 }
 
@@ -175,11 +176,11 @@ impl Talk<'_> {
         let code = if is_of_the_moment { LATER } else { FAILED };
         let error = json!({ "code": code, "message": why });
         let line = json!({ "jsonrpc": "2.0", "id": self.id, "error": error });
-        // It may have gone.
+        // The process may have gone.
         let _ = self.stream.write_all(format!("{line}\n").as_bytes());
     }
 
-    /// Waits for a request, which is to be this one.
+    /// Waits for a request, which must be `method`.
     fn expect(&mut self, method: &str, wait: Duration) -> Result<()> {
         self.stream.set_read_timeout(Some(wait))?;
         let mut line = Vec::new();

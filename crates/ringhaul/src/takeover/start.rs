@@ -10,16 +10,16 @@ use crate::command::{CommandError, check_is_path};
 use crate::daemon::Daemon;
 use crate::succession::Refusal;
 
-/// How long the new process may take until it serves.
+/// The time that the new process may take until it serves.
 const START_MAX: Duration = Duration::from_secs(600);
-/// How often it is looked at whether the new process has ended.
+/// The interval of checks for the end of the new process.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Starts `binary`, which takes over from this process. Returns the id of its process when it has.
 ///
 /// # Errors
 ///
-/// When it does not, with the reason. This process goes on then.
+/// When it does not, with the reason. This process resumes in that case.
 pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32, CommandError> {
     let never = |error: anyhow::Error| CommandError::UpgradeRefused(format!("{error:#}"));
     check_is_path(binary).map_err(CommandError::Wrong)?;
@@ -33,7 +33,7 @@ pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32, CommandErro
         let Some((process, status)) = child.try_wait().map_err(|error| never(error.into()))? else {
             continue;
         };
-        // It may have ended because it has nothing left to do.
+        // It may have taken over, and ended because it has nothing left to do.
         if let Some(process) = daemon.succession().wait_left(Duration::ZERO) {
             return Ok(process);
         }
@@ -67,7 +67,7 @@ fn start(daemon: &Daemon, binary: &Path) -> Result<Started> {
     Ok(Started(child))
 }
 
-/// The error about a process that has ended and has not taken over.
+/// The error about a process that has ended without taking over.
 fn not_taken(binary: &Path, status: ExitStatus, reason: Option<Refusal>) -> CommandError {
     let shown = binary.display();
     match reason {
@@ -84,16 +84,16 @@ fn not_taken(binary: &Path, status: ExitStatus, reason: Option<Refusal>) -> Comm
     }
 }
 
-/// A process that is ended if it does not take over.
+/// A process that is killed if it does not take over.
 struct Started(Option<Child>);
 
 impl Started {
-    /// Lets it go on if it is the process that has taken over.
+    /// Lets the process run on if it is the one that has taken over.
     fn leave(&mut self, process: u32) {
         self.0.take_if(|child| child.id() == process);
     }
 
-    /// The id of its process and its status, if it has ended.
+    /// The id and the status of the process, if it has ended.
     fn try_wait(&mut self) -> std::io::Result<Option<(u32, ExitStatus)>> {
         let Some(child) = &mut self.0 else { return Ok(None) };
         let Some(status) = child.try_wait()? else { return Ok(None) };
@@ -106,7 +106,7 @@ impl Started {
 impl Drop for Started {
     fn drop(&mut self) {
         if let Some(child) = &mut self.0 {
-            // They fail only for a process that has ended.
+            // Fails only for a process that has ended.
             let _ = child.kill();
             let _ = child.wait();
         }

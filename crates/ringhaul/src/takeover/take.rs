@@ -1,4 +1,5 @@
-//! The new process: it opens what the old one describes, and goes on with it when that has stopped.
+//! The new process: opens the exports that the old one describes, and continues them when that has
+//! stopped.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -25,16 +26,16 @@ use crate::settings::SettingsChange;
 use crate::spec::ExportSpec;
 use crate::succession::{PASS_ON, PassedOn};
 
-/// How long the old process may take to answer while it serves, and to stop its queues.
+/// The time that the old process may take to answer while it serves, and to stop its queues.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
 
-/// Another process, which this one takes over from. It goes on when this is dropped before
+/// The process that this one takes over from. It resumes if this is dropped before
 /// [`take`](Self::take).
 pub(crate) struct Predecessor {
     receiver: Receiver,
     version: String,
     process: u32,
-    /// How it was started.
+    /// The start of the old process.
     pub(crate) life: Life,
     /// Its control socket.
     pub(crate) control: Option<Endpoint>,
@@ -43,31 +44,31 @@ pub(crate) struct Predecessor {
     fds: HandedFds,
 }
 
-/// How it went.
+/// A takeover that has succeeded.
 pub(crate) struct Taken {
     receiver: Receiver,
     since_ns: u64,
     version: String,
     process: u32,
     exports: usize,
-    /// Those of the configuration file, if the old process had one.
+    /// The exports of the configuration file, if the old process had one.
     pub(crate) of_file: Option<Vec<ExportSpec>>,
-    /// Those whose disks the old process has been opening, for this one to open.
+    /// Exports that the old process has been opening, for this process to open.
     pub(crate) opening: Vec<ExportSpec>,
 }
 
-/// Tells the old process why this one does not take over, wherever it fails.
+/// Reports to the old process the reason that this one does not take over.
 pub(crate) struct Farewell(UnixStream);
 
 impl Farewell {
     pub(crate) fn give_up(&self, error: &anyhow::Error) {
-        // It may have gone.
+        // The old process may have gone.
         let _ = send(&self.0, GIVE_UP, &json!({ "why": format!("{error:#}") }));
     }
 }
 
 impl Predecessor {
-    /// Keeps a way to say why this process does not take over.
+    /// Keeps a way to report the reason that this process does not take over.
     ///
     /// # Errors
     ///
@@ -77,11 +78,11 @@ impl Predecessor {
         Ok(Farewell(stream.context("cannot keep the connection to the old process")?))
     }
 
-    /// Asks the daemon behind this control socket what it has.
+    /// Requests the description of the daemon behind this control socket.
     ///
     /// # Errors
     ///
-    /// When nobody listens, or it refuses, or cannot be understood.
+    /// When no daemon listens, or it refuses, or its answer is not understood.
     pub(crate) fn ask(socket: &Path) -> Result<Self> {
         let asking = || format!("cannot take over from the daemon at {}", socket.display());
         let stream = UnixStream::connect(socket).with_context(|| {
@@ -102,13 +103,13 @@ impl Predecessor {
         Ok(Self { receiver, version, process, life, control, exports, opening, fds })
     }
 
-    /// Takes over, into a daemon that has no exports. Nothing is served when this returns, and
-    /// nobody else will: [`Taken::go_on`] is next. `last` is called before the old process hears
-    /// that.
+    /// Takes over, into a daemon that has no exports. When this returns, neither process serves,
+    /// and [`Taken::go_on`] must be called. `last` is called before the old process is told to
+    /// leave.
     ///
     /// # Errors
     ///
-    /// When that fails. The old process goes on.
+    /// When that fails. The old process resumes.
     pub(crate) fn take<T>(
         mut self,
         daemon: &Daemon,
@@ -126,8 +127,8 @@ impl Predecessor {
         }
     }
 
-    /// Returns how many exports there are, those to be opened, and what the old process has said
-    /// beside them.
+    /// Returns the number of exports, the exports to be opened, the state of the old process, and
+    /// the result of `last`.
     fn try_take<T>(
         &mut self,
         daemon: &Daemon,
@@ -148,7 +149,7 @@ impl Predecessor {
         daemon.take_over(expected, std::mem::take(&mut standstill.exports), fds)?;
         daemon.owe_of_groups(&standstill.debts);
         let result = last()?;
-        // Without a limit: whether it has heard must be known.
+        // No time-out: this process must know if the old one has received the request.
         self.receiver.stream().set_read_timeout(None)?;
         ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
             .context("the old process has not said that it leaves")?;
@@ -157,7 +158,7 @@ impl Predecessor {
 }
 
 impl Taken {
-    /// Serves. What the old process still says is in the result.
+    /// Serves. Returns the source of the requests that the old process still passes on.
     pub(crate) fn go_on(self, daemon: &Daemon) -> LastWords {
         daemon.go_on();
         let now = clock_gettime(ClockId::Monotonic);
@@ -179,11 +180,11 @@ fn counted(exports: usize) -> String {
     if exports == 1 { "1 export".to_owned() } else { format!("{exports} exports") }
 }
 
-/// What the old process passes on until it has ended, because it was asked for it too late.
+/// Requests that the old process passes on until it has ended, because they came too late for it.
 pub(crate) struct LastWords(Receiver);
 
 impl LastWords {
-    /// Calls `heed` for each, on a thread of its own.
+    /// Calls `heed` for each request, on a thread.
     ///
     /// # Errors
     ///
@@ -207,11 +208,11 @@ impl LastWords {
     }
 }
 
-/// Sets what was set in the old process.
+/// Applies the settings that were changed in the old process.
 ///
 /// # Errors
 ///
-/// When it is out of its range here.
+/// When one is out of its range here.
 pub(crate) fn set(daemon: &Daemon, changes: &SettingsChange) -> Result<()> {
     let changed = daemon.handle(Command::Set(changes.clone()));
     changed.map_err(CommandError::into_error).context("cannot set what was set before").map(drop)
@@ -222,13 +223,13 @@ fn send(mut stream: &UnixStream, method: &str, params: &Value) -> Result<()> {
     Ok(stream.write_all(format!("{line}\n").as_bytes())?)
 }
 
-/// Asks for something, and waits for the answer with its descriptors.
+/// Sends a request, and waits for the answer with its descriptors.
 fn ask<T: DeserializeOwned>(
     receiver: &mut Receiver,
     method: &str,
     params: &Value,
 ) -> Result<(T, HandedFds)> {
-    // A process that refuses has hung up, and said why before.
+    // A process that refuses sends its reason and hangs up, so that sending may fail.
     let sent = send(receiver.stream(), method, params);
     let line = match receiver.line() {
         Ok(Some(line)) => line,

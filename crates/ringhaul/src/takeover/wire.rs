@@ -1,5 +1,5 @@
-//! Descriptors beside answers of the control socket. An answer is a line, as any other; its
-//! descriptors come with empty lines after it, because each message takes only so many.
+//! Descriptors beside answers of the control socket. An answer is an ordinary line. Its descriptors
+//! come with empty lines after it, because the kernel limits the descriptors of one message.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -49,7 +49,7 @@ impl Receiver {
         &self.stream
     }
 
-    /// The next line that is not empty. `None`: the other side has hung up.
+    /// The next line that is not empty. `None`: the peer has hung up.
     pub(super) fn line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.bytes.iter().position(|byte| *byte == b'\n') {
@@ -69,7 +69,7 @@ impl Receiver {
         }
     }
 
-    /// This many descriptors.
+    /// Returns this many descriptors.
     pub(super) fn fds(&mut self, count: usize) -> io::Result<Vec<OwnedFd>> {
         while self.fds.len() < count {
             if !self.receive()? {
