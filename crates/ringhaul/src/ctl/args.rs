@@ -27,45 +27,45 @@ const EVENTS: [&str; 8] =
 #[derive(Debug, Clone, Args)]
 #[command(after_help = STATUS)]
 pub struct CtlArgs {
-    /// The control socket of the daemon, as its own option of this name has it. Default: that of
-    /// the environment variable RINGHAUL_CONTROL, or else the only one of /run/ringhaul/control
-    /// and /run/ringhaul-*/control.
+    /// The control socket of the daemon: the value of its own option --control. Default: the
+    /// environment variable RINGHAUL_CONTROL, or else the only one of /run/ringhaul/control and
+    /// /run/ringhaul-*/control.
     #[arg(long, value_name = "PATH", global = true)]
     pub control: Option<PathBuf>,
-    /// Print the daemon's answer as JSON. Otherwise it is tables on a terminal, and lines for
+    /// Print the daemon's answer as JSON. The default is tables on a terminal, and lines for
     /// scripts elsewhere.
     #[arg(long, global = true)]
     pub json: bool,
-    /// What to ask.
+    /// The request.
     #[command(subcommand)]
     pub what: What,
 }
 
-/// What to ask a daemon. EXPORT is the name of an export, or the path of its socket.
+/// A request to a daemon. EXPORT is the name of an export, or the path of its socket.
 #[derive(Debug, Clone, Subcommand)]
 pub enum What {
-    /// Ask whether it is there.
+    /// Check that the daemon is there.
     Ping,
     /// List the exports.
     List,
     /// Describe an export: its front-end, queues, memory, disks and engines.
     Show {
-        /// Its name, or the path of its socket.
+        /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
     },
-    /// Export a disk, or several, with the options of `serve`. Relative paths are those of this
-    /// command, and not of the daemon.
+    /// Export a disk, or several, with the options of `serve`. Relative paths begin in the
+    /// working directory of this command, not of the daemon.
     Add(Box<ExportArgs>),
     /// End an export, and wait until its requests are finished.
     Remove {
-        /// Its name, or the path of its socket.
+        /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
-        /// Disconnect the front-end at once. Requests that were taken are finished even so.
+        /// Disconnect the front-end at once. Requests that were taken are still finished.
         #[arg(long)]
         force: bool,
-        /// Wait for at most so long, and say then what it waits for. It goes on ending.
+        /// Wait for at most this time, then print the reason of the wait. The removal continues.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
         deadline: Option<u64>,
     },
@@ -74,20 +74,20 @@ pub enum What {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
-        /// As the values of `serve --lun`.
+        /// The unit, as in `serve --lun`.
         #[arg(value_name = "[T:]LUN,KEY=VALUE,...")]
         unit: String,
     },
-    /// Take a logical unit away.
+    /// Remove a logical unit.
     RemoveLun {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
-        /// Its address.
+        /// The address of the unit.
         #[arg(value_name = "[T:]LUN")]
         unit: String,
     },
-    /// Give a disk another size, or the one that its file or device has now.
+    /// Change the size of a disk, or adopt the present size of its file or device.
     Resize {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
@@ -96,22 +96,22 @@ pub enum What {
         /// without a unit has a suffix (K, M, G, T, P) or a plus sign.
         #[arg(value_name = "[[T:]LUN] [SIZE|+SIZE]", num_args = 0..=2)]
         words: Vec<String>,
-        /// Let a smaller size cut off what lies beyond it.
+        /// Allow a smaller size. Data beyond it is lost.
         #[arg(long)]
         shrink: bool,
     },
-    /// Change what a disk may do, and what becomes of requests that it fails, or list it:
-    /// iops-total=500, bps-write=10M, group=NAME, rerror=retry, werror=hold and so on, as the
-    /// options --limits, --rerror and --werror of `serve` have them. 0 is no limit.
+    /// Change or list the limits of a disk and the handling of requests that it fails:
+    /// iops-total=500, bps-write=10M, group=NAME, rerror=retry, werror=hold and so on, as in the
+    /// options --limits, --rerror and --werror of `serve`. 0 is no limit.
     SetDisk {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
         export: String,
-        /// The logical unit, of virtio-scsi, and what to change.
+        /// The logical unit, of virtio-scsi, and the changes.
         #[arg(value_name = "[[T:]LUN] KEY=VALUE")]
         words: Vec<String>,
     },
-    /// Try those requests again at once that wait because a disk has failed them.
+    /// Retry at once the requests that wait because a disk has failed them.
     Resume {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(names::of_exports))]
@@ -122,7 +122,7 @@ pub enum What {
     },
     /// Change settings, or list them: log=FILTER, poll-max-us=US, poll-budget=PERCENT.
     Set {
-        /// What to change.
+        /// The changes.
         #[arg(value_name = "KEY=VALUE")]
         changes: Vec<String>,
     },
@@ -130,12 +130,12 @@ pub enum What {
     Stats,
     /// Print events as they happen, until the daemon ends.
     Events {
-        /// Print only these: added, removed, attached, gone, error, resized, lun-added,
+        /// Print only these events: added, removed, attached, gone, error, resized, lun-added,
         /// lun-removed.
         #[arg(value_name = "EVENT", value_parser = EVENTS)]
         kinds: Vec<String>,
     },
-    /// Have another program take over from the daemon, which ends, while its guests go on.
+    /// Let another program take over from the daemon, which ends. Its guests continue.
     Upgrade {
         /// The program: a `ringhaul` of any version that understands this one.
         #[arg(required_unless_present = "option", conflicts_with = "option")]
@@ -143,12 +143,13 @@ pub enum What {
         /// The program, as an option.
         #[arg(id = "option", long = "binary", value_name = "PATH")]
         option: Option<PathBuf>,
-        /// Try again for so many seconds while the daemon says that it may succeed in a moment.
+        /// Retry for this many seconds while the daemon reports that the upgrade may succeed in a
+        /// moment.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
         retry: Option<u64>,
     },
     /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
-    /// It asks no daemon.
+    /// No daemon is needed.
     Schema,
     /// End the daemon, as SIGTERM does.
     Shutdown {
@@ -158,15 +159,15 @@ pub enum What {
     },
     /// Call a method with parameters, a JSON object.
     Call {
-        /// Its name.
+        /// The name of the method.
         method: String,
-        /// Its parameters.
+        /// The parameters.
         #[arg(default_value = "{}")]
         params: String,
     },
 }
 
-/// Seconds, as milliseconds.
+/// Reads seconds, and returns milliseconds.
 fn parse_seconds(text: &str) -> Result<u64, String> {
     let wrong = || "it must be a number of seconds, as in 5 or 0.5".to_owned();
     let (whole, part) = text.split_once('.').unwrap_or((text, "0"));

@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 pub(super) struct Connection {
     path: PathBuf,
     stream: BufReader<UnixStream>,
-    /// Events that have come before an answer.
+    /// Events that came before an answer.
     events: VecDeque<Value>,
 }
 
-/// Why the daemon has not done what it was asked to.
+/// The reason that the daemon has not carried out a request.
 pub(super) struct Refusal {
     pub(super) code: i64,
     pub(super) message: String,
@@ -32,7 +32,7 @@ impl Connection {
         Ok(Self { path, stream, events: VecDeque::new() })
     }
 
-    /// Has every wait for an answer end after this time.
+    /// Limits each wait for the daemon to this time.
     pub(super) fn set_limit(&mut self, limit: Duration) -> std::io::Result<()> {
         let stream = self.stream.get_ref();
         stream.set_read_timeout(Some(limit))?;
@@ -42,7 +42,7 @@ impl Connection {
     /// Calls a method, and waits for the answer.
     pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Result<Value, Refusal>> {
         let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-        // A daemon that refuses a client has hung up, and said why before.
+        // A daemon that refuses a client sends its reason and hangs up, so that sending may fail.
         let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
         loop {
             let Some(mut line) = self.line()? else {
@@ -84,7 +84,7 @@ impl Connection {
         }
     }
 
-    /// The next line. None: the daemon has hung up.
+    /// The next line. `None`: the daemon has hung up.
     fn line(&mut self) -> Result<Option<Value>> {
         let mut line = String::new();
         if self.stream.read_line(&mut line).with_context(|| self.asking())? == 0 {

@@ -1,4 +1,5 @@
-//! Names of exports for a shell that completes a command: the daemon that is meant has them.
+//! Names of exports for a shell that completes a command. The daemon that the command names has
+//! them.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -10,10 +11,10 @@ use serde_json::json;
 use super::connection::Connection;
 use super::sockets::which_daemon;
 
-/// A shell waits for the names, so a daemon that does not answer has none.
+/// The limit on the wait for the names, because the shell waits.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// Names of the daemon's exports. None if it cannot be asked.
+/// Names of the daemon's exports. Empty if the daemon does not answer.
 pub(super) fn of_exports() -> Vec<CompletionCandidate> {
     let words: Vec<OsString> = std::env::args_os().collect();
     let exports = which_daemon(control_of(&words)).ok().and_then(|control| {

@@ -4,14 +4,14 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-/// How something is printed.
+/// The form of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// For people.
     Table,
-    /// For scripts: a line for each thing, and JSON for what has too many parts for that.
+    /// For scripts: a line for each item, and JSON for answers with too many parts.
     Lines,
-    /// What the daemon has answered.
+    /// The daemon's answer.
     Json,
 }
 
@@ -65,7 +65,7 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// What a terminal may be shown of a string; others as JSON has them.
+/// A string with its control characters escaped, for a terminal; other values as in JSON.
 fn text(value: &Value) -> String {
     let escape = |character: char| match character.is_control() {
         true => character.escape_default().to_string(),
@@ -78,7 +78,7 @@ fn text(value: &Value) -> String {
     }
 }
 
-/// A size in the largest unit that tells it exactly, and in MiB if that is bytes.
+/// A size in the largest unit in which it is a whole number.
 fn size_text(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let exact = units.into_iter().find(|(shift, _)| bytes > 0 && bytes.trailing_zeros() >= *shift);
@@ -211,8 +211,8 @@ fn disks(disks: &Value) -> String {
     format!("\n{shown}{warnings}\n{}", rules(disks))
 }
 
-/// Warnings about disks of an export that was shown: about one that was just added to it, if there
-/// is one, or about all.
+/// Warnings about disks of an export that was shown: about the added unit, if there is one, or
+/// about all.
 pub(super) fn warnings(shown: &Value, added: Option<&Value>) -> Vec<String> {
     let is_meant = |disk: &&Value| {
         let is_there = |unit: &Value| {
@@ -224,7 +224,7 @@ pub(super) fn warnings(shown: &Value, added: Option<&Value>) -> Vec<String> {
     list(&shown["disks"]).iter().filter(is_meant).map(|disk| text(&disk["warning"])).collect()
 }
 
-/// Where a disk is in a virtio-scsi device.
+/// The address of a disk in a virtio-scsi device.
 fn place_of(disk: &Value) -> String {
     match disk["lun"].as_u64() {
         Some(lun) => format!("{}:{lun}", disk["target"]),
@@ -232,7 +232,7 @@ fn place_of(disk: &Value) -> String {
     }
 }
 
-/// What disks may do, what becomes of requests that they fail, and how many have waited for that.
+/// The limits and error policies of disks, and the numbers of requests that have waited.
 fn rules(disks: &Value) -> String {
     let row = |disk: &Value| {
         let limits = disk["limits"].as_object().into_iter().flatten();
@@ -246,7 +246,7 @@ fn rules(disks: &Value) -> String {
     table(&head, list(disks).iter().map(row).collect())
 }
 
-/// How a disk is doing, since when, and what else it says about that.
+/// The state of a disk, its duration, and further remarks.
 fn disk_state(disk: &Value) -> String {
     let mut state = text(&disk["state"]);
     // Writing to a string does not fail.
@@ -273,7 +273,7 @@ fn queues(queues: &Value) -> String {
     format!("\n{}", table(&head, rows))
 }
 
-/// What was served, by its kind, without what was not.
+/// The served requests by kind, without kinds that have none.
 fn served(served: &Value) -> impl Iterator<Item = (String, String)> {
     served.as_object().into_iter().flatten().filter_map(|(kind, counts)| {
         let requests = counts["requests"].as_u64().filter(|requests| *requests > 0)?;

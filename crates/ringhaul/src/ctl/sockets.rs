@@ -1,4 +1,4 @@
-//! Which daemon is meant.
+//! The choice of a daemon.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -8,8 +8,8 @@ use anyhow::{Result, bail};
 /// The environment variable with the path of a control socket.
 const VARIABLE: &str = "RINGHAUL_CONTROL";
 
-/// The control socket of the daemon that is meant: by its option, by the environment, or the only
-/// one at the usual places.
+/// The control socket of the chosen daemon: by the option, by the environment, or the only one at
+/// the usual places.
 pub(super) fn which_daemon(control: Option<PathBuf>) -> Result<PathBuf> {
     let named = || std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
     if let Some(path) = control.or_else(named) {

@@ -15,10 +15,10 @@ use crate::options::ExportArgs;
 use crate::options::unit::{parse_lun, parse_place};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
 
-/// A parameter that is not the daemon's: how many bytes a disk is to grow by.
+/// A parameter that the daemon does not have: the bytes by which a disk is to grow.
 pub(super) const MORE_BYTES: &str = "more-bytes";
 
-/// The methods that are called one after the other, and with what.
+/// The calls for a request, in order: methods with their parameters.
 pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
     let call = match what {
         What::Ping => ("ping", json!({})),
@@ -71,14 +71,14 @@ fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
     calls.collect()
 }
 
-/// What the export of an `export.add` is called.
+/// The name of the export in the parameters of a call.
 pub(super) fn export_name(params: &Value) -> String {
     let name = params["name"].as_str().or_else(|| params["endpoint"]["path"].as_str());
     let name = name.or_else(|| params["export"].as_str());
     name.unwrap_or_default().to_owned()
 }
 
-/// Whoever types a path means it from where they are.
+/// Makes relative paths absolute: a user means the working directory of this command.
 fn make_spec_absolute(spec: &mut ExportSpec) -> Result<()> {
     if let EndpointSpec::Path(path) = &mut spec.endpoint {
         *path = absolute(path)?;
@@ -141,8 +141,8 @@ fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
     Ok(params)
 }
 
-/// The size of the disk that `params` name, of an export that was `shown`, and some more.
-/// `None`: it has no such disk, which the daemon says better.
+/// The size of the disk that `params` name, plus `more`. `shown` describes its export. `None`: the
+/// export has no such disk, and the daemon has a better error.
 pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Option<Value>> {
     let disks = shown["disks"].as_array().context("the daemon lists no disks")?;
     let is_meant = |disk: &&Value| {

@@ -11,69 +11,69 @@ use ringhaul_options::parse_size;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Limits of a disk, or of a group of disks. What is left out or 0 is not limited.
+/// Limits of a disk, or of a group of disks. Rates that are left out or 0 are not limited.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct LimitSpec {
-    /// The group of disks that share these limits. They are those of whoever of the group has named
-    /// some last.
+    /// The group of disks that share these limits. The limits that a member has named last hold for
+    /// all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Requests in a second: reads, writes, discards and zeroes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_total: Option<u64>,
-    /// The same in a burst.
+    /// Requests in a second of a burst.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_total_max: Option<u64>,
-    /// For how many seconds a burst may last; 1 if it is left out.
+    /// The longest burst, in seconds; 1 if it is left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_total_max_length: Option<u64>,
     /// Reads in a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_read: Option<u64>,
-    /// The same in a burst.
+    /// Reads in a second of a burst.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_read_max: Option<u64>,
-    /// For how many seconds.
+    /// The longest burst of reads, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_read_max_length: Option<u64>,
     /// Writes, discards and zeroes in a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_write: Option<u64>,
-    /// The same in a burst.
+    /// Writes, discards and zeroes in a second of a burst.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_write_max: Option<u64>,
-    /// For how many seconds.
+    /// The longest burst of writes, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_write_max_length: Option<u64>,
     /// Bytes in a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_total: Option<u64>,
-    /// The same in a burst.
+    /// Bytes in a second of a burst.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_total_max: Option<u64>,
-    /// For how many seconds.
+    /// The longest burst of bytes, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_total_max_length: Option<u64>,
     /// Bytes that are read in a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_read: Option<u64>,
-    /// The same in a burst.
+    /// Bytes that are read in a second of a burst.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_read_max: Option<u64>,
-    /// For how many seconds.
+    /// The longest burst of bytes that are read, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_read_max_length: Option<u64>,
     /// Bytes that are written or zeroed in a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_write: Option<u64>,
-    /// The same in a burst.
+    /// Bytes that are written or zeroed in a second of a burst.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_write_max: Option<u64>,
-    /// For how many seconds.
+    /// The longest burst of bytes that are written, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_write_max_length: Option<u64>,
-    /// A request of more bytes counts as so many requests of this size.
+    /// A request of more bytes counts as several requests of this size.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_size: Option<u64>,
 }
@@ -114,7 +114,7 @@ impl LimitSpec {
         ]
     }
 
-    /// Takes `KEY=VALUE` of a command line. False: it is no key of limits.
+    /// Sets a `KEY=VALUE` of a command line. Returns false if it is no key of limits.
     ///
     /// # Errors
     ///
@@ -139,19 +139,19 @@ impl LimitSpec {
         *self == Self::default()
     }
 
-    /// The group, unless it has no name, which is none.
+    /// The group. An empty name is no group.
     pub(super) fn group(&self) -> Option<&str> {
         self.group.as_deref().filter(|group| !group.is_empty())
     }
 
-    /// Whether it names more than a group.
+    /// Returns true if it names more than a group.
     pub(crate) fn has_numbers(&self) -> bool {
         Self { group: None, ..self.clone() } != Self::default()
     }
 
-    /// What holds after `change`: what it names is so from then on, and 0 or an empty name is none.
-    /// A rate that is none has no burst, and a burst that is none has no length. The last rate of
-    /// requests takes their size with it. Whoever changes the group begins with no limits.
+    /// The limits after `change`, which replaces the values that it names; 0 or an empty name
+    /// removes one. Without its rate a burst is removed, and without its burst a length. The size
+    /// of requests is removed with their last rate. A change of the group begins with no limits.
     pub(crate) fn changed(&self, change: &Self) -> Self {
         let moves = change.group.is_some() && change.group() != self.group();
         let mut changed = if moves { Self::default() } else { self.clone() };
@@ -182,7 +182,7 @@ impl LimitSpec {
         rates.into_iter().flatten().any(|rate| rate > 0)
     }
 
-    /// The change that makes this of others.
+    /// The change that turns `before` into this.
     pub(crate) fn change_from(&self, before: &Self) -> Self {
         let (mut change, mut before) = (self.clone(), before.clone());
         if self.group == before.group {
@@ -195,7 +195,7 @@ impl LimitSpec {
         change
     }
 
-    /// As a change that leaves nothing of what was before: what it does not name is none, but for
+    /// A change that keeps nothing from before: values that it does not name are removed, except
     /// the limits of a group that it names.
     pub(crate) fn in_full(&self) -> Self {
         let mut full = self.clone();
@@ -206,7 +206,7 @@ impl LimitSpec {
         full
     }
 
-    /// The same as data of the disk.
+    /// The limits in the form of the disk.
     ///
     /// # Errors
     ///

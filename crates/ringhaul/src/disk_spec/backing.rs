@@ -7,19 +7,19 @@ use anyhow::{Result, ensure};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Separates the names of a list. The first part of a backing file's name has none: it would be the
-/// scheme of a URI.
+/// Separates the names of a list. The first part of a backing file's name has no colon, because the
+/// part before it would be the scheme of a URI.
 const SEPARATOR: char = ':';
 
 /// Backing files that an image may have. The image itself names them, and may have come from
 /// anywhere.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub enum BackingFiles {
-    /// It may have none.
+    /// No backing files.
     #[default]
     None,
-    /// These files, with the backing files of backing files. Relative paths begin in the folder of
-    /// the image.
+    /// These files, including the backing files of backing files. Relative paths begin in the
+    /// folder of the image.
     Named(Vec<PathBuf>),
     /// All files in the folder of the image, and in folders inside.
     Beside,
@@ -75,7 +75,7 @@ impl Serialize for BackingFiles {
     }
 }
 
-/// Forms in which they are written in a table.
+/// The forms of a value in a table.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "none, beside, anywhere, or a list of files")]
 enum Form {

@@ -1,4 +1,4 @@
-//! What the name of a disk says.
+//! The specification of a disk.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ use super::backing::BackingFiles;
 use super::nbd::NbdSpec;
 use super::rbd::RbdSpec;
 
-/// A disk by its kind. It is read from text, too, as `--disk` has it.
-// `remote` has serde make functions for the variants, which the implementations below call.
+/// A disk by its kind. The text form of `--disk` is accepted too.
+// `remote` lets serde make functions for the variants, which the implementations below call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(remote = "Self", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 #[serde(deny_unknown_fields, expecting = "the keys of this kind of disk and their values")]
@@ -23,7 +23,7 @@ pub enum DiskSpec {
     File(PathBuf),
     /// A disk that answers at once and keeps nothing.
     Null {
-        /// Its size.
+        /// The size in bytes.
         size_bytes: u64,
     },
     /// An export of an NBD server.
@@ -32,26 +32,26 @@ pub enum DiskSpec {
     Rbd(RbdSpec),
     /// A part of another disk.
     Raw {
-        /// Where it begins.
+        /// The start of the part, in bytes.
         #[serde(default)]
         offset_bytes: u64,
-        /// How large it is. `None`: as large as what follows.
+        /// The size of the part, in bytes. `None`: up to the end of the disk.
         #[serde(default)]
         size_bytes: Option<u64>,
-        /// What it is a part of.
+        /// The disk that the part is taken from.
         over: Box<DiskSpec>,
     },
-    /// A disk that lies encrypted on another one, in the format LUKS.
+    /// A disk that is encrypted with LUKS on another disk.
     Luks {
-        /// Where its key (passphrase) is.
+        /// The place of its key (passphrase).
         key: KeySpec,
         /// A file with its header, if that is detached.
         #[serde(default)]
         header: Option<PathBuf>,
-        /// Pass discards on: whoever sees the disk below then sees which parts of it are in use.
+        /// Pass discards on. A reader of the disk below can then see which parts of it are in use.
         #[serde(default)]
         discard: bool,
-        /// What it lies on.
+        /// The disk below, with the encrypted data.
         over: Box<DiskSpec>,
     },
     /// The disk in a qcow2 image.
@@ -59,22 +59,22 @@ pub enum DiskSpec {
         /// Backing files that it may have.
         #[serde(default)]
         backing: BackingFiles,
-        /// What the image is in.
+        /// The disk that contains the image.
         over: Box<DiskSpec>,
     },
-    /// The disk in an image whose format is found out.
+    /// The disk in an image with a format that is detected.
     Image {
         /// The format.
         format: ImageFormat,
         /// Backing files that it may have.
         #[serde(default)]
         backing: BackingFiles,
-        /// What the image is in.
+        /// The disk that contains the image.
         over: Box<DiskSpec>,
     },
 }
 
-/// Where a secret is. All bytes there belong to it.
+/// The place of a secret. All bytes there belong to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KeySpec {
@@ -84,7 +84,7 @@ pub enum KeySpec {
     Fd(i32),
 }
 
-/// Says where a key may be. Whatever stands there instead may be a key itself, and is not repeated.
+/// Reads the place of a key. Errors do not repeat any other value, which may be a key itself.
 struct Place;
 
 impl Place {
@@ -119,16 +119,16 @@ impl<'de> Visitor<'de> for Place {
     }
 }
 
-/// How the format of an image is known.
+/// The source of an image's format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ImageFormat {
-    /// From what is in it. What has no format then can only be read.
+    /// The content. A disk without a known format can only be read.
     Auto,
 }
 
 impl DiskSpec {
-    /// What the log calls it.
+    /// The name of the disk in the log.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::Null { .. } => "null disk".to_owned(),
@@ -136,7 +136,7 @@ impl DiskSpec {
         }
     }
 
-    /// How many disks lie over one another in it.
+    /// The number of layers, this one included.
     pub(crate) fn layers(&self) -> usize {
         match self {
             Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => 1,
@@ -147,8 +147,8 @@ impl DiskSpec {
         }
     }
 
-    /// Whether nothing in its name says what is in it, so that an image is served by mistake as a
-    /// disk without a format. A layer `raw` says so.
+    /// Returns true if the specification leaves the format of the content open, so that an image
+    /// may be served by mistake as a disk without a format. A layer `raw` fixes the format.
     pub(crate) fn has_unnamed_content(&self) -> bool {
         match self {
             Self::File(_) | Self::Luks { .. } => true,
@@ -161,7 +161,7 @@ impl DiskSpec {
         }
     }
 
-    /// The path of the file or device that it is, all of it and nothing else.
+    /// The path of a file or device, if the disk is all of it and nothing else.
     pub(crate) fn whole_file(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
@@ -176,11 +176,11 @@ impl DiskSpec {
         }
     }
 
-    /// Refuses what cannot be written in words either.
+    /// Refuses values that cannot be written in words either.
     ///
     /// # Errors
     ///
-    /// With what is wrong.
+    /// With the reason.
     pub(super) fn check(&self) -> Result<()> {
         match self {
             Self::File(_) | Self::Null { .. } | Self::Rbd(_) => Ok(()),
@@ -192,11 +192,11 @@ impl DiskSpec {
         }
     }
 
-    /// All paths in it, to be changed.
+    /// Calls `change` for all paths in it.
     ///
     /// # Errors
     ///
-    /// The first of `change`.
+    /// The first error of `change`.
     pub(crate) fn change_paths(
         &mut self,
         change: &mut dyn FnMut(&mut PathBuf) -> Result<()>,
@@ -242,7 +242,7 @@ impl fmt::Display for DiskSpec {
     }
 }
 
-/// Adds to a schema that the text of `--disk` is understood, too.
+/// Adds the text form of `--disk` to a schema.
 fn or_text(schema: &mut Schema) {
     if let Some(kinds) = schema.get_mut("oneOf").and_then(|kinds| kinds.as_array_mut()) {
         let text = "The same as a text, as `--disk` has it.";

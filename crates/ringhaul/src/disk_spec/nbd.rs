@@ -1,4 +1,4 @@
-//! What the name of an NBD export says, and its URI.
+//! The specification of an NBD export, and its URI.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub struct NbdSpec {
     /// The machine of the server, by its name or address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
-    /// Its port. `None`: 10809.
+    /// The port of the server. `None`: 10809.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
     /// The name of the export. A server may have one with an empty name.
@@ -32,13 +32,13 @@ pub struct NbdSpec {
     /// Connections of each IoThread, where the server allows more than one. `None`: 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<u32>,
-    /// After how many seconds without an answer a request fails. `None`: never.
+    /// The seconds without an answer after which a request fails. `None`: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline_seconds: Option<u32>,
-    /// What becomes of data that was written, but not flushed, when a connection breaks.
+    /// The treatment of data that was written, but not flushed, when a connection breaks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unflushed: Option<Unflushed>,
-    /// Whether connections are encrypted.
+    /// True if connections are encrypted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tls: bool,
     /// A folder with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` where the
@@ -50,23 +50,23 @@ pub struct NbdSpec {
     pub tls_hostname: Option<String>,
 }
 
-/// What data counts as that a server has taken, but not brought to stable storage, before a
+/// The assumption about data that a server has taken, but not brought to stable storage, before a
 /// connection to it broke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Unflushed {
-    /// The server has it.
+    /// The server still has the data.
     Kept,
-    /// It may be gone: flushes fail from then on.
+    /// The data may be gone: flushes fail from then on.
     Lost,
 }
 
 impl NbdSpec {
-    /// Refuses what names no server, or two.
+    /// Refuses a specification with no server or two, or with values that do not fit.
     ///
     /// # Errors
     ///
-    /// With what is missing or too much.
+    /// With the part that is missing, wrong or too much.
     pub(super) fn check(&self) -> Result<()> {
         match (&self.socket, &self.host) {
             (None, None) => bail!(
@@ -77,11 +77,12 @@ impl NbdSpec {
             (Some(_), None) if self.port.is_some() => bail!("port goes with host, not with socket"),
             _ => {}
         }
-        // A name is repeated in errors and in the log; one with a password must not be.
+        // Errors and the log repeat the name, which must not contain a password.
         if self.host.as_ref().is_some_and(|host| host.contains('@')) {
             bail!("the host of an NBD disk has an @ in it; NBD has no user and no password");
         }
-        // One line of the log is one line, and no name has a zero byte in it.
+        // A control character would break lines of the log, and a zero byte cannot be part of a
+        // name.
         let texts = [Some(&self.export), self.host.as_ref(), self.tls_hostname.as_ref()];
         let mut paths = self.socket.iter().chain(&self.tls_certificates);
         let has_control = texts.into_iter().flatten().any(|text| text.contains(char::is_control))
@@ -101,12 +102,12 @@ impl NbdSpec {
         Ok(())
     }
 
-    /// All paths in it.
+    /// All its paths.
     pub(super) fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
         self.socket.iter_mut().chain(&mut self.tls_certificates)
     }
 
-    /// The same for the client.
+    /// The options of the NBD client.
     #[must_use]
     pub(crate) fn options(&self) -> NbdOptions {
         let address = match &self.socket {
@@ -152,7 +153,7 @@ impl std::str::FromStr for Unflushed {
 ///
 /// # Errors
 ///
-/// When it is none of NBD.
+/// When it is no URI of NBD.
 pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
     let (scheme, rest) = uri.split_once("://").with_context(|| no_uri(uri))?;
     ensure!(!rest.contains('#'), "an NBD URI has no part behind a #; write it as %23 in a name");
@@ -193,7 +194,7 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
     Ok(keys)
 }
 
-/// Says what to write in place of QEMU's own forms, or what else is no URI.
+/// Advice for a text that is no URI, such as QEMU's own forms.
 fn no_uri(text: &str) -> &'static str {
     match text.split_once(':') {
         Some((_, rest)) if rest.starts_with("unix:") => {

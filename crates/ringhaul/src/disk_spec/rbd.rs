@@ -1,4 +1,4 @@
-//! What the name of an image in a Ceph cluster says.
+//! The specification of an image in a Ceph cluster.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -23,19 +23,20 @@ pub struct RbdSpec {
     pub namespace: Option<String>,
     /// The name of the image.
     pub image: String,
-    /// One of its snapshots, to be read.
+    /// A snapshot of the image, to be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
-    /// The configuration of the cluster. `None`: what `CEPH_CONF` names, or /etc/ceph/ceph.conf.
+    /// The configuration of the cluster. `None`: the file that `CEPH_CONF` names, or
+    /// /etc/ceph/ceph.conf.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub conf: Option<PathBuf>,
     /// The user. `None`: admin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// The file with the user's key. `None`: what the configuration names.
+    /// The file with the user's key. `None`: the file that the configuration names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keyring: Option<PathBuf>,
-    /// Whether the exclusive lock is acquired when the image is opened, and kept.
+    /// True if the exclusive lock is acquired when the image is opened, and kept.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub exclusive: bool,
 }
@@ -45,10 +46,10 @@ fn pool() -> String {
 }
 
 impl RbdSpec {
-    /// The image that a text such as `pool/namespace/image@snapshot` names, as Ceph's tools have
-    /// it. The pool and the namespace may be left out, and so may the snapshot.
+    /// Reads an image in the form of Ceph's tools, such as `pool/namespace/image@snapshot`. The
+    /// pool, the namespace and the snapshot may be left out.
     pub(super) fn of_image(text: &str) -> Result<Self> {
-        // As QEMU writes it. What follows would be a part of the name, and be repeated with it.
+        // The form of QEMU. Its options would be part of the name, and messages would repeat them.
         ensure!(
             !text.split_once(':').is_some_and(|(_, rest)| rest.contains('=')),
             "options of an image stand behind commas, as in rbd:vms/vm1,id=vms; a key is in a file \

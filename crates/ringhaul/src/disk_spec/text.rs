@@ -1,6 +1,5 @@
-//! The text that names a disk: its parts, and the form in which messages repeat it. Secrets may
-//! stand in it, wherever a user took them to belong: messages cover secrets and show typing
-//! mistakes.
+//! The text that names a disk: its parts, and the form in which messages repeat it. Users may put
+//! secrets anywhere in it: messages cover secrets and show typing mistakes.
 
 use crate::secrets::{is_secret_key, without_secrets};
 
@@ -56,14 +55,14 @@ pub(super) fn outline_of(parts: &[String]) -> String {
     parts.iter().map(of_part).map(|part| part.replace(',', ",,")).collect::<Vec<_>>().join(",")
 }
 
-/// A part of a text without a user and a password, which end with an `@`. That of an image in a
-/// Ceph cluster is before a snapshot, and one of a path is a part of that.
+/// A part of a text without a user and a password, which end with an `@`. In the name of an image
+/// in a Ceph cluster an `@` precedes a snapshot, and in a path it is an ordinary character.
 pub(super) fn shown(text: &str) -> String {
     let is_path = ["/", "./", "../"].iter().any(|start| text.starts_with(start));
     if is_path || text.starts_with("rbd:") {
         return without_secrets(text).into_owned();
     }
-    // A URI may have it in another form.
+    // A URI may encode the `@`.
     let end = text.rfind('@').max(text.rfind("%40"));
     let Some(end) = end else { return without_secrets(text).into_owned() };
     let scheme = match text.split_once(':') {
@@ -75,7 +74,7 @@ pub(super) fn shown(text: &str) -> String {
     format!("{}{COVER}{}", &text[..scheme], without_secrets(&text[end..]))
 }
 
-/// Whether it could be the name of something.
+/// Returns true if the text could be a name.
 fn is_word(text: &str) -> bool {
     let is_of_word = |at: char| at.is_ascii_alphanumeric() || ['.', '-', '_', '+'].contains(&at);
     text.chars().all(is_of_word)

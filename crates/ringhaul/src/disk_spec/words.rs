@@ -1,8 +1,8 @@
 //! The words in which a disk is named: `KIND,KEY=VALUE,...`, or a short form.
 //!
-//! A layer names the disk that it lies over with its last key, `over`: all that follows belongs to
-//! that disk. So `raw,offset=1M,over=file,path=disk.img` needs no brackets, however many layers
-//! there are. Commas in values are written twice.
+//! A layer names the disk that it lies over with its last key, `over`: everything after it belongs
+//! to that disk. So `raw,offset=1M,over=file,path=disk.img` needs no brackets, with any number of
+//! layers. Commas in values are written twice.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -16,20 +16,20 @@ use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
 use super::text::{OVER, outline_of, shown, split_at_commas};
 
-/// A kind of disk, and what its name is made of.
+/// A kind of disk, and the grammar of its name.
 struct Kind {
     name: &'static str,
-    /// Its keys. One that is called `over` is that of a layer.
+    /// Its keys. A kind with the key `over` is a layer.
     keys: &'static [&'static str],
-    /// Short forms of it begin with its name and a colon, or with one of these and a colon.
+    /// The schemes of its short forms, in addition to its name. A colon follows each.
     schemes: &'static [&'static str],
-    /// What a short form means: the part up to the first comma, and where its keys go.
+    /// Reads a short form, the part up to the first comma, into keys.
     read_short: fn(&str, &mut Words) -> Result<()>,
-    /// The disk that has these keys.
+    /// Makes the disk with these keys.
     make: fn(Words) -> Result<DiskSpec>,
 }
 
-/// Words that may go on from the beginning of the name of a disk, for a shell.
+/// Words that complete the beginning of a disk's name, for a shell.
 pub(crate) fn completions(begun: &str) -> Vec<String> {
     // The keys of the innermost disk come last.
     let inner = begun.rfind("over=").map_or(0, |at| at + "over=".len());
@@ -49,7 +49,7 @@ pub(crate) fn completions(begun: &str) -> Vec<String> {
     }
 }
 
-/// All kinds there are.
+/// All kinds.
 const KINDS: &[Kind] = &[
     Kind {
         name: "file",
@@ -206,33 +206,34 @@ const NBD_KEYS: &[&str] = &[
     "tls-hostname",
 ];
 
-/// The most layers of a disk, far from what a stack or a JSON parser has room for.
+/// The most layers of a disk, far below the limits of a stack or a JSON parser.
 const LAYERS_MAX: usize = 16;
 
 impl DiskSpec {
-    /// The disk that a text names, such as `file,path=disk.img`.
+    /// Reads the disk that a text names, such as `file,path=disk.img`.
     ///
     /// # Errors
     ///
-    /// When it names none.
+    /// When the text names no disk.
     pub fn parse(text: &str) -> Result<Self> {
         disk_of_layers(&split_at_commas(text))
     }
 
-    /// The same, of a text that was taken apart at its commas.
+    /// Like [`parse`](Self::parse), for a text that was split at its commas.
     pub(crate) fn of_parts(parts: &[String]) -> Result<Self> {
         disk_of_layers(parts)
     }
 }
 
-/// The disk that these words name, whoever wrote them: each layer is a call within another.
+/// Reads a disk. Each layer is a nested call, and the words may come from any source, so the number
+/// of layers is checked first.
 fn disk_of_layers(parts: &[String]) -> Result<DiskSpec> {
     let is_over = |part: &&String| part.split_once('=').is_some_and(|(key, _)| key == OVER);
     check_layers(1 + parts.iter().filter(is_over).count())?;
     disk(parts)
 }
 
-/// Whether a disk may have so many layers.
+/// Checks the number of layers of a disk.
 pub(super) fn check_layers(layers: usize) -> Result<()> {
     ensure!(layers <= LAYERS_MAX, "it has {layers} layers of disks; at most {LAYERS_MAX} can be");
     Ok(())
@@ -288,7 +289,7 @@ fn find(name: &str) -> Result<&'static Kind> {
 fn unknown_kind(name: &str) -> String {
     let kinds: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
     let expected = format!("unknown disk kind '{name}' (expected: {}", kinds.join(", "));
-    // A name with a slash or a suffix is that of a file.
+    // A name with a slash or a suffix is a file name.
     match name.contains(['/', '.']) {
         true => format!("{expected}); for the file of this name, write ./{name}"),
         false => format!("{expected}; or the path of a file, beginning with /, ./ or ../)"),
@@ -335,7 +336,7 @@ impl Words {
         self.take(key).map(parse).transpose().with_context(|| key.to_owned())
     }
 
-    /// Off if it is not there.
+    /// Takes `on` or `off`. A missing key is off.
     fn take_switch(&mut self, key: &str) -> Result<bool> {
         match self.take(key).as_deref() {
             None | Some("off") => Ok(false),
@@ -349,7 +350,7 @@ impl Words {
         self.take("backing").map_or(Ok(BackingFiles::None), read)
     }
 
-    /// The disk below, which may be named by the path of a file.
+    /// Takes the disk below, which may be named by the path of a file.
     fn take_file_or_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
         match self.take("path") {
             Some(_) if self.over.is_some() => bail!("path and {OVER} are two disks; leave one out"),
@@ -363,8 +364,8 @@ impl Words {
     }
 }
 
-/// The keys of a list that were seen. One that comes twice has two meanings, of which we would have
-/// to choose one in silence.
+/// The keys of a list that were seen. A repeated key has two meanings, and neither may be chosen in
+/// silence.
 #[derive(Default)]
 pub(crate) struct Keys(Vec<String>);
 

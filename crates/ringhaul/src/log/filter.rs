@@ -1,7 +1,7 @@
 //! Filters of the log, as options, the control socket and `RUST_LOG` give them.
 //!
-//! Directives stand between commas: a level, or `PART=LEVEL`. Each is understood or refused. A
-//! filter that a program takes for something else would leave a log without a line.
+//! Directives stand between commas: a level, or `PART=LEVEL`. Each is understood or refused,
+//! because a filter that is misunderstood would leave the log without a line.
 
 use tracing_subscriber::filter::{LevelFilter, Targets};
 
@@ -48,7 +48,8 @@ fn level_of(word: &str) -> Result<LevelFilter, String> {
     })
 }
 
-/// The part, if one of ours begins with it: `block`, `blockio` and `blockio::engine` are fine.
+/// The part, if a crate of the program begins with it: `block`, `blockio` and `blockio::engine` are
+/// fine.
 fn checked_part(part: &str) -> Result<&str, String> {
     let part = part.trim();
     let is_ours = |name: &str| match part.split_once("::") {
@@ -78,7 +79,7 @@ mod tests {
             ("info, blockio=debug", "ringhaul", Level::DEBUG, false),
             ("blockio::engine=trace", "blockio::engine::aio", Level::TRACE, true),
             ("blockio::engine=trace", "blockio::turn", Level::DEBUG, false),
-            // A filter about one part leaves the rest as it is without a filter.
+            // A filter about one part leaves the rest at the default level.
             ("blockio=debug", "ringhaul", Level::INFO, true),
             ("off,blockio=debug", "ringhaul", Level::ERROR, false),
             ("ringhaul=error,ringhaul=debug", "ringhaul", Level::DEBUG, true),

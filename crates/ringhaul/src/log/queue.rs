@@ -1,8 +1,8 @@
 //! The thread that writes the log, so that no other thread waits for its reader.
 //!
-//! A pipe or a terminal that nobody reads makes a write wait for ever. So lines go into a queue of
-//! bounded size, and one thread writes them. While it cannot, the queue fills up; what comes then
-//! is left out and counted, and the thread reports the count when it has caught up.
+//! A write to a pipe or terminal without a reader waits for ever. So lines go into a queue of
+//! bounded size, and one thread writes them. While it waits, the queue fills up. Further lines are
+//! dropped and counted, and the thread reports the count when it has caught up.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +16,7 @@ use rustix::stdio::stderr;
 /// Bytes of lines that may wait: thousands of lines.
 const QUEUE_BYTES: usize = 256 << 10;
 
-/// How long the end of the process waits for lines to be written.
+/// The time that the end of the process waits for lines to be written.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 static QUEUE: OnceLock<Queue> = OnceLock::new();
@@ -39,15 +39,15 @@ pub(super) fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until all lines are written, but not for long: nobody may read them. To be called before
-/// the process exits, in whatever way.
+/// Waits until all lines are written, but not for long, because they may have no reader. Must be
+/// called before the process exits in any way.
 pub fn flush() {
     if let Some(queue) = QUEUE.get() {
         queue.flush(FLUSH_LIMIT);
     }
 }
 
-/// Where lines go, each by one write. Before the thread has started they are lost.
+/// The writer of log lines, one line for each write. Before the thread has started, lines are lost.
 #[derive(Clone, Copy)]
 pub(super) struct Lines;
 
@@ -64,7 +64,7 @@ impl io::Write for Lines {
     }
 }
 
-/// What waits to be written.
+/// The lines that wait to be written.
 #[derive(Default)]
 struct Queue {
     state: Mutex<State>,
@@ -74,12 +74,12 @@ struct Queue {
 #[derive(Default)]
 struct State {
     lines: VecDeque<Box<[u8]>>,
-    /// Of the lines.
+    /// Bytes of the lines.
     bytes: usize,
-    /// Lines that were dropped and not reported yet. None is taken while there are such,
-    /// so that they are reported in their place.
+    /// Lines that were dropped and not reported yet. While there are any, further lines are dropped
+    /// too, so that the report comes in their place.
     left_out: u64,
-    /// The thread has a line that is not in the queue any more.
+    /// True while the thread writes a line that it has taken out of the queue.
     writing: bool,
 }
 
@@ -95,7 +95,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Passes lines to `write` for ever, and to `say` how many were left out before the next.
+    /// Passes lines to `write` for ever, and the number of dropped lines to `say`, in their place.
     fn write_lines(&self, write: impl Fn(&[u8]), say: impl Fn(u64)) -> ! {
         let mut state = self.state();
         loop {
@@ -118,7 +118,7 @@ impl Queue {
         }
     }
 
-    /// Waits until there is nothing to be written, at most for `limit`.
+    /// Waits until nothing is left to be written, for at most `limit`.
     fn flush(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         let mut state = self.state();
@@ -147,7 +147,7 @@ fn write_to_stderr(mut line: &[u8]) {
         match rustix::io::write(stderr(), line) {
             Ok(count) => line = &line[count..],
             Err(Errno::INTR) => {}
-            // Another process may have made it non-blocking.
+            // Another process may have made the descriptor non-blocking.
             Err(Errno::AGAIN) => {
                 let _ = poll(&mut [PollFd::from_borrowed_fd(stderr(), PollFlags::OUT)], None);
             }
@@ -162,7 +162,7 @@ mod tests {
 
     use super::*;
 
-    /// A queue whose thread writes what it is allowed to: one line for each `()`.
+    /// Makes a queue whose thread writes one line for each `()` that it receives.
     fn queue() -> (Arc<Queue>, mpsc::Sender<()>, mpsc::Receiver<String>) {
         let queue = Arc::new(Queue::default());
         let (allow, allowed) = mpsc::channel();
@@ -170,7 +170,7 @@ mod tests {
         let of_thread = Arc::clone(&queue);
         std::thread::spawn(move || {
             let write = |line: &[u8]| {
-                // The test has ended when there is no other end.
+                // Fails if the test has ended.
                 let _ = allowed.recv();
                 let _ = written.send(String::from_utf8_lossy(line).into_owned());
             };
@@ -185,14 +185,14 @@ mod tests {
         let (queue, allow, lines) = queue();
         let long = vec![b'x'; QUEUE_BYTES / 4];
         queue.push(b"first");
-        // Until the thread has it, it takes room.
+        // The line takes room until the thread has it.
         while !queue.state().writing {
             std::thread::yield_now();
         }
         for _ in 0..7 {
             queue.push(&long);
         }
-        // There would be room for it, but what came before it was left out.
+        // The line would fit, but a line before it was dropped.
         queue.push(b"short");
         queue.flush(Duration::ZERO);
         (0..6).for_each(|_| allow.send(()).unwrap());

@@ -1,4 +1,4 @@
-//! What options say about disks.
+//! The parts of options that describe disks.
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
@@ -8,8 +8,8 @@ use crate::disk_rules::{LIMIT_KEYS, LimitSpec};
 use crate::disk_spec::{DiskSpec, Keys, outline, split_at_commas};
 use crate::spec::CacheMode;
 
-/// Takes the disk of an export or a unit out of its keys: `disk=DISK`, to which all that follows
-/// belongs, or one of the short forms `blk-file=PATH` and `null=SIZE`.
+/// Takes the disk of an export or a unit out of its keys: `disk=DISK`, which includes all keys
+/// after it, or one of the short forms `blk-file=PATH` and `null=SIZE`.
 pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
     let mut disks = Vec::new();
     if let Some(at) = parts.iter().position(|part| part.starts_with("disk=")) {
@@ -40,12 +40,12 @@ pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
     }
 }
 
-/// Whether it has keys of a disk.
+/// Returns true if the parts have keys of a disk.
 pub(super) fn name_disk(parts: &[String]) -> bool {
     ["disk=", "blk-file=", "null="].iter().any(|key| parts.iter().any(|part| part.starts_with(key)))
 }
 
-/// Limits, as `--limits` has them.
+/// Reads limits in the form of `--limits`.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! One export: which disk on which socket, from the options as a whole or from `--export`.
+//! Exports, each a disk on a socket, from the plain options or from `--export`.
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
@@ -13,7 +13,7 @@ use crate::disk_rules::{DiskRules, RulesChange};
 use crate::disk_spec::{Keys, outline, split_at_commas};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
-/// Options that exports have where they do not say otherwise.
+/// Options that hold for exports which do not set them.
 pub(crate) const OF_EXPORTS: [&str; 14] = [
     "cache",
     "fixed-buffers",
@@ -32,7 +32,7 @@ pub(crate) const OF_EXPORTS: [&str; 14] = [
 ];
 
 impl ServeArgs {
-    /// Every export that the options name: at least one, unless a file may name others.
+    /// The exports of the options: at least one, unless a configuration file may name exports.
     ///
     /// # Errors
     ///
@@ -72,18 +72,18 @@ impl ServeArgs {
 }
 
 impl ExportArgs {
-    /// Whether they name an export, or a part of one.
+    /// Returns true if the options name an export, or a part of one.
     fn name_any(&self, fd: Option<i32>) -> bool {
         self.name_main(fd) || !self.export.is_empty()
     }
 
-    /// The same of that which has options of its own.
+    /// Returns true if the plain options name an export, or a part of one.
     fn name_main(&self, fd: Option<i32>) -> bool {
         let has_disk = self.blk_file.is_some() || self.disk.is_some() || !self.lun.is_empty();
         has_disk || self.socket_path.is_some() || fd.is_some()
     }
 
-    /// Every export that the options name, at least one: the first on this inherited descriptor, if
+    /// The exports of the options, at least one. The first is on the inherited descriptor `fd`, if
     /// there is one.
     ///
     /// # Errors
@@ -160,9 +160,8 @@ impl ExportArgs {
         }
     }
 
-    /// The same, for all exports but that of the options themselves. A serial number that holds
-    /// for all would be that of several disks, and one IoThread for all is what `--iothreads 1`
-    /// is.
+    /// The settings for all exports except the one of the plain options. A serial number for all
+    /// would be the number of several disks, and one IoThread for all is `--iothreads 1`.
     fn usual_settings(&self) -> ExportSettings {
         ExportSettings { serial: None, iothread: None, ..self.settings() }
     }
@@ -314,7 +313,7 @@ mod tests {
         assert_eq!(addresses(&all[0]), [(0, 0), (2, 7)]);
         assert_eq!(addresses(&all[1]), [(0, 3)]);
         assert_eq!(all[1].settings.num_queues, Some(2));
-        // It may get its units later.
+        // The device may get its units later.
         assert!(addresses(&exports(&main).unwrap()[0]).is_empty());
         for bad in [
             &["--socket-path", "/a", "--lun", "0,null=1M"][..],

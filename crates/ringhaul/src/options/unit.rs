@@ -1,4 +1,4 @@
-//! Logical units: `--lun`, and the same in `--export`.
+//! Logical units: `--lun`, and `lun=` in `--export`.
 
 use anyhow::{Context, Result, bail};
 use device::scsi::address::LUN_MAX;
@@ -29,11 +29,11 @@ pub(crate) fn parse_lun(text: &str) -> Result<UnitSpec> {
     parse_unit(text).with_context(|| format!("cannot understand the unit {}", outline(text)))
 }
 
-/// The address of a unit, with its target or without.
+/// Reads the address of a unit, with its target or without.
 ///
 /// # Errors
 ///
-/// When it is none.
+/// When it is no address.
 pub(crate) fn parse_place(text: &str) -> Result<UnitPlace> {
     let (target, lun) = text.split_once(':').unwrap_or(("0", text));
     let target = target.parse().context("the target must be a number from 0 to 255")?;
@@ -87,13 +87,13 @@ fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     Ok(UnitSpec { target, lun, disk, settings })
 }
 
-/// Something that the guest is to see.
+/// A text that the guest sees, if it is valid.
 fn text(value: &str, bytes: usize) -> Result<String> {
     check_text(value, bytes)?;
     Ok(value.to_owned())
 }
 
-/// The meaning of one of some words.
+/// The meaning of a word, from the list of all words.
 fn one_of<T: Copy>(word: &str, all: &[(&str, T)]) -> Result<T> {
     if let Some((_, meaning)) = all.iter().find(|(name, _)| *name == word) {
         return Ok(*meaning);
@@ -102,7 +102,7 @@ fn one_of<T: Copy>(word: &str, all: &[(&str, T)]) -> Result<T> {
     bail!("it must be {}", names.join(" or "))
 }
 
-/// The units of one device, of which each has its own address.
+/// Checks that each unit of a device has its own address.
 fn apart(units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>> {
     check_apart(&units)?;
     Ok(units)

@@ -1,5 +1,5 @@
-//! Names that an export cannot have, and sizes that its disks cannot, as far as that is known
-//! before anything is opened.
+//! Invalid names of exports and invalid sizes of disks, as far as they show before a disk is
+//! opened.
 
 use anyhow::{Context, Result, bail};
 use blockio::disk::check_logical_block;
@@ -8,12 +8,12 @@ use blockio::{DiskOptions, DiskSource};
 use super::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, check_name};
 
 impl ExportSpec {
-    /// Checks its name and its socket, the blocks of all disks, and how large those are that are
-    /// nothing but a size.
+    /// Checks the name and the socket of the export, the logical blocks of all disks, and the sizes
+    /// of null disks.
     ///
     /// # Errors
     ///
-    /// When one cannot be.
+    /// When one is invalid.
     pub(super) fn check_names_and_sizes(&self) -> Result<()> {
         if let Some(name) = &self.name {
             check_name(name).context("the name of an export")?;

@@ -1,4 +1,4 @@
-//! What disks may do, and what becomes of requests that they fail, where it stands in an export.
+//! The limits and the error policy in the specification of an export.
 
 use std::time::Instant;
 
@@ -6,8 +6,8 @@ use super::{DeviceSpec, ExportSpec, UnitSettings};
 use crate::disk_rules::{DiskRules, LimitGroups, LimitSpec, RulesChange};
 
 impl ExportSpec {
-    /// Has its limits hold for all of the groups that its disks have joined. Those that units name
-    /// themselves count more than what is usual. The export was asked for at `asked`.
+    /// Applies its limits to the groups that its disks have joined. Limits that units name
+    /// themselves replace the usual ones. The export was requested at `asked`.
     pub(crate) fn name_limits(&self, groups: &LimitGroups, asked: Instant) {
         let usual = &self.settings.rules;
         match &self.device {
@@ -21,12 +21,12 @@ impl ExportSpec {
         }
     }
 
-    /// Puts in the limits that hold for groups.
+    /// Fills in the present limits of groups.
     pub(crate) fn fill_limits(&mut self, groups: &LimitGroups) {
         self.fill_limits_by(|limits| groups.fill(limits));
     }
 
-    /// Puts in the limits of groups that have changed since the export was asked for.
+    /// Fills in the limits of groups that have changed since the export was requested.
     pub(crate) fn fill_newer_limits(&mut self, groups: &LimitGroups, asked: Instant) {
         self.fill_limits_by(|limits| groups.fill_newer(limits, asked));
     }
@@ -46,25 +46,25 @@ impl ExportSpec {
 }
 
 impl UnitSettings {
-    /// What holds for its disk, in an export where this is usual.
+    /// The rules of its disk, in an export with these usual rules.
     pub(crate) fn rules(&self, usual: &DiskRules) -> DiskRules {
         let Self { limits, rerror, werror, .. } = self;
         usual.changed(&RulesChange { limits: limits.clone(), rerror: *rerror, werror: *werror })
     }
 
-    /// Whether it has limits that are not usual.
+    /// Returns true if the unit itself names limits.
     pub(crate) fn names_limits(&self) -> bool {
         self.limits.as_ref().is_some_and(LimitSpec::has_numbers)
     }
 
-    /// The same settings with other rules, in an export where those are usual.
+    /// Sets the rules, in an export with these usual rules.
     pub(crate) fn set_rules(&mut self, rules: &DiskRules, usual: &DiskRules) {
         self.limits = Some(rules.limits.change_from(&usual.limits));
         (self.rerror, self.werror) = (Some(rules.rerror), Some(rules.werror));
     }
 
-    /// The same settings with other rules, whatever is usual in the export. What holds for a group
-    /// is left to it, unless the unit itself names it.
+    /// Sets the rules, for an export with any usual rules. The limits of a group are left to the
+    /// group, unless the unit itself names them.
     pub(crate) fn set_rules_in_full(&mut self, rules: &DiskRules) {
         let limits = match &rules.limits.group {
             Some(group) if !self.names_limits() => {

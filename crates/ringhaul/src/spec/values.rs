@@ -5,7 +5,7 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What stands between the guest and the disk, in QEMU's words.
+/// The caches between the guest and the disk, in QEMU's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
@@ -20,7 +20,7 @@ pub enum CacheMode {
 }
 
 impl CacheMode {
-    /// Its name among the values of `--cache`.
+    /// The name of the mode among the values of `--cache`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::None => "none",
