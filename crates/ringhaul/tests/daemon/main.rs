@@ -1,4 +1,4 @@
-//! The daemon as a whole, in this process: exports come and go by commands while others serve.
+//! The daemon as a whole, in this process: exports come and go by commands while exports serve.
 
 mod scene;
 
@@ -102,7 +102,7 @@ fn a_daemon_goes_on_without_exports() -> Result<()> {
     Ok(())
 }
 
-/// What fails leaves nothing behind: no socket, no name, no lock on a disk.
+/// A failure leaves nothing behind: no socket, no name, no lock on a disk.
 #[test]
 fn exports_are_added_all_or_none() -> Result<()> {
     let mut scene = Scene::new(&[])?;
@@ -159,7 +159,7 @@ fn an_inherited_descriptor_is_there_until_it_is_served() -> Result<()> {
     Ok(())
 }
 
-/// A disk whose file system does not answer holds up nobody but those who asked for it.
+/// A disk on a file system that does not answer delays only the command that needs it.
 #[test]
 fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -195,7 +195,7 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
     Ok(())
 }
 
-/// To close a disk may take as long as its file system likes.
+/// Closing a disk may take as long as its file system likes.
 #[test]
 fn a_disk_that_hangs_while_it_is_closed_holds_up_no_other() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -245,7 +245,7 @@ fn a_second_signal_does_not_wait_for_a_disk_to_close() -> Result<()> {
     Ok(())
 }
 
-/// All of them begin to end, whatever the first waits for.
+/// All exports begin to end, even if the first one hangs.
 #[test]
 fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -337,7 +337,7 @@ fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()>
     cut_off?;
     frontend.rings[0].wait_used().context("the request was not answered")?;
     let removed = scene.daemon.handle(Command::Remove(Removal::of(export.name())));
-    // It may have ended by then.
+    // The export may have ended already.
     ensure!(matches!(removed, Ok(_) | Err(CommandError::Unknown(_))), "{removed:?}");
     ensure!(scene.show()?.is_empty(), "it is still there");
     scene.add(&[&export])?;

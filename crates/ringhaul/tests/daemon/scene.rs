@@ -38,7 +38,7 @@ impl Scene {
         Self::with(options, None)
     }
 
-    /// With an inherited descriptor of this number.
+    /// Starts a daemon with an inherited descriptor of this number.
     pub(crate) fn with(options: &[&str], inherited: Option<(i32, Endpoint)>) -> Result<Self> {
         let args = Program::try_parse_from([&["serve"], options].concat())?.args;
         let (daemon, ending) = Daemon::start(args, inherited)?;
@@ -64,14 +64,14 @@ impl Scene {
         ExportSpec { name: None, endpoint, device, settings }
     }
 
-    /// An export of a new file.
+    /// Makes an export of a new file.
     pub(crate) fn export(&self, name: &str, sectors: u64) -> Result<ExportSpec> {
         let disk = self.path(&format!("{name}.img"));
         std::fs::File::create(&disk)?.set_len(sectors * 512)?;
         Ok(self.spec(name, disk, ExportSettings::default()))
     }
 
-    /// An export of the file of a file system whose answers can be withheld.
+    /// Makes an export of the file of a file system whose answers can be withheld.
     pub(crate) fn on_fuse(&self, name: &str, fuse: &Fuse) -> ExportSpec {
         let settings =
             ExportSettings { read_only: true, no_lock: true, ..ExportSettings::default() };
@@ -107,7 +107,7 @@ impl Scene {
         waiter.join().expect("its end does not panic")
     }
 
-    /// Waits for what other threads do.
+    /// Waits for the work of other threads.
     pub(crate) fn wait_until(&self, mut is_so: impl FnMut() -> bool) -> Result<()> {
         let start = Instant::now();
         while !is_so() {

@@ -7,7 +7,7 @@ use virtqueue::{InflightRegion, RingLayout};
 
 use crate::scene::{QUEUE_SIZE, QUEUES, Scene};
 
-/// A process is killed, and front-ends do not repeat what a driver has once written.
+/// The process is killed, and front-ends do not repeat a driver's earlier write.
 #[test]
 fn the_write_cache_is_as_the_driver_chose_in_the_next_process() {
     let (queues, queue_size) = (QUEUES, QUEUE_SIZE);

@@ -1,5 +1,5 @@
-//! The vhost-user session, driven by hand: with a clock that the test holds, and IoThreads that do
-//! nothing unless the test lets them. And its messages against the `vhost` crate's.
+//! The vhost-user session, driven by hand: with a clock of the test's own, and IoThreads that run
+//! only when the test lets them. Messages are checked against the `vhost` crate's.
 
 #[cfg(test)]
 mod kept;

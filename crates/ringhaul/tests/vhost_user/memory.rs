@@ -8,7 +8,7 @@ use crate::scene::{QUEUE_SIZE, QUEUES, Scene, region, wait_until};
 
 const ACK: [u8; 8] = [0; 8];
 
-/// As after a start that a message asks for, but the memory is another by then.
+/// The queue cannot start again after the memory has changed, and the change cannot be undone.
 #[test]
 fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
     for needs_reply in [true, false] {
@@ -41,7 +41,7 @@ fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
     }
 }
 
-/// Memory is unmapped on another thread, and counts until then; the front-end waits for that, and
+/// Memory is unmapped on another thread, and counts until then. The front-end waits for that, and
 /// so does the next one.
 #[test]
 fn memory_that_goes_makes_room_for_what_comes_next() {

@@ -1,4 +1,4 @@
-//! Messages both ways against the `vhost` crate, which knows nothing of ours.
+//! Messages both ways against the `vhost` crate, which shares no code with ours.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -19,7 +19,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::scene::{Frontend, Scene, new_eventfd, region, wait_until};
 
-/// All that both know. The number of descriptors goes with it.
+/// All messages that both know, with their numbers of descriptors.
 fn requests() -> Vec<(Request, usize)> {
     let addresses =
         RingAddresses { desc_table: 0x7000_1000, avail_ring: 0x7000_2002, used_ring: 0x7000_3004 };
@@ -80,7 +80,7 @@ fn what_we_encode_the_crate_understands() {
     assert_eq!(recorder.lock().unwrap().seen, sent);
 }
 
-/// The crate's front-end and our session: what it asks for is carried out, and it understands the
+/// The crate's front-end and our session: its requests are carried out, and it understands the
 /// answers.
 #[test]
 fn the_crate_s_front_end_is_served() {
@@ -146,7 +146,7 @@ fn play_front_end(socket: UnixStream, channel: &UnixStream) {
         frontend.set_vring_err(queue, &event).unwrap();
         frontend.set_vring_kick(queue, &event).unwrap();
         frontend.set_vring_enable(queue, true).unwrap();
-        // A queue that starts calls once.
+        // A queue calls once when it starts.
         wait_until(|| event.read().is_ok());
     }
     let flags = VhostUserConfigFlags::empty();
@@ -161,7 +161,7 @@ fn play_front_end(socket: UnixStream, channel: &UnixStream) {
     assert!(frontend.set_vring_num(0, 3).is_err(), "a bad size was taken");
 }
 
-/// CONFIG_CHANGE, heard by the crate's front-end side.
+/// CONFIG_CHANGE, received by the crate's front-end side.
 #[test]
 fn a_change_of_the_configuration_is_told() {
     let mut scene = Scene::new();
@@ -179,7 +179,7 @@ fn a_change_of_the_configuration_is_told() {
         listener.handle_request().unwrap();
         assert_eq!(heard.lock().unwrap().changes, count);
     }
-    // What is not a socket is not a channel, and one that is full or closed does not block us.
+    // Only a socket can be a channel, and a full or closed one does not block the session.
     let refused =
         scene.ask(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&new_eventfd()]);
     assert_ne!(refused, [0; 8]);
@@ -241,7 +241,7 @@ impl VhostUserFrontendReqHandlerMut for Ears {
     }
 }
 
-/// A back-end that does nothing but say what it was asked.
+/// A back-end that only records its requests.
 #[derive(Default)]
 struct Recorder {
     seen: Vec<Request>,

@@ -1,4 +1,4 @@
-//! A session on one end of a pair of sockets, and whoever plays the front-end on the other.
+//! A session and a simulated front-end, at the two ends of a pair of sockets.
 
 use std::fs::File;
 use std::io::{ErrorKind, IoSlice, Read};
@@ -34,7 +34,7 @@ pub(crate) struct Scene {
     pub(crate) now: Instant,
     /// Messages that were refused while the connection went on.
     pub(crate) refused: Vec<String>,
-    /// What the next session may have mapped.
+    /// The rules for the memory of the next session.
     pub(crate) rules: MappingRules,
     examiner: Arc<Examiner>,
 }
@@ -51,7 +51,7 @@ impl Scene {
         Self { io, device, now: Instant::now(), refused, rules, examiner }
     }
 
-    /// A session and its front-end.
+    /// Makes a session and its front-end.
     pub(crate) fn attach(&self) -> (Session, Frontend) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
@@ -69,7 +69,8 @@ impl Scene {
         Session::new(socket, setup, self.now)
     }
 
-    /// Has the session do what it can without its IoThread. Returns why it has ended, if it has.
+    /// Drives the session as far as it gets without its IoThread. Returns the reason of its end, if
+    /// it has ended.
     pub(crate) fn drive(&mut self, session: &mut Session) -> Option<End> {
         loop {
             match session.progress(self.now) {
@@ -81,7 +82,7 @@ impl Scene {
         }
     }
 
-    /// The same with its IoThread.
+    /// Drives the session and its IoThread.
     pub(crate) fn drive_all(&mut self, session: &mut Session) -> Option<End> {
         for _ in 0..100 {
             let end = self.drive(session);
@@ -168,14 +169,14 @@ pub(crate) fn new_eventfd() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
 }
 
-/// How many descriptors of this process lead to a file.
+/// The number of descriptors of this process that refer to a file.
 pub(crate) fn descriptors_of(file: &Path) -> usize {
     let all = std::fs::read_dir("/proc/self/fd").unwrap();
     let links = all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
     links.filter(|link| link == file).count()
 }
 
-/// Waits for what another thread does; the limit ends a hopeless wait.
+/// Waits for the work of another thread; the limit ends a hopeless wait.
 pub(crate) fn wait_until(mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -184,7 +185,7 @@ pub(crate) fn wait_until(mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The other side of a session.
+/// The front-end of a session.
 pub(crate) struct Frontend {
     pub(crate) socket: UnixStream,
     received: Vec<u8>,
@@ -211,7 +212,7 @@ impl Frontend {
         assert_eq!(sent, bytes.len());
     }
 
-    /// The next answer, if it is there.
+    /// Returns the next answer, if it has come.
     pub(crate) fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
         let mut more = [0; 8192];
         match self.socket.read(&mut more) {
@@ -224,7 +225,7 @@ impl Frontend {
         Some((header, message[HEADER_BYTES..].to_vec()))
     }
 
-    /// Whether the connection is closed for good.
+    /// Returns true if the connection is closed for good.
     pub(crate) fn is_closed(&mut self) -> bool {
         matches!(self.socket.read(&mut [0; 64]), Ok(0))
     }

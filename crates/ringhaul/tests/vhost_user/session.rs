@@ -1,4 +1,4 @@
-//! What a session does, step by step.
+//! Sessions, step by step.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use rustix::event::PollFlags;
 
 use crate::scene::{Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
 
-/// As the session has it.
+/// The limits of the session.
 const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(1);
@@ -110,13 +110,13 @@ fn answers_that_nobody_takes_have_a_time_limit() {
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
     let question = bytes_of(&Request::GetFeatures, false);
-    // Until the answer has no room, and after that the question.
+    // Until an answer finds no room, and then a question.
     while rustix::io::write(&frontend.socket, &question).is_ok() {
         assert_eq!(scene.drive(&mut session), None);
     }
     assert_eq!(session.interest(), Some(PollFlags::OUT));
     assert_eq!(session.deadline(), Some(scene.now + MESSAGE_LIMIT));
-    // Taking some of it starts it again.
+    // Reading a part of it starts the time again.
     assert!(frontend.receive().is_some());
     assert_eq!(scene.drive(&mut session), None);
     scene.now += MESSAGE_LIMIT;
@@ -141,7 +141,7 @@ fn what_is_unknown_is_answered_or_left_out() {
         scene.drive_all(&mut session);
         assert_eq!(frontend.receive().map(|(_, body)| body), Some(NACK.to_vec()), "{code}");
     }
-    // Without REPLY_ACK the flag means nothing.
+    // Without REPLY_ACK the flag has no meaning.
     scene.tell(&mut session, &mut frontend, &Request::SetProtocolFeatures(1 << 3), &[]);
     frontend.send(&Request::SetProtocolFeatures(0), true, &[]);
     frontend.send_bytes(&Header::new(44, 0).with_need_reply().encode(), &[]);
@@ -157,7 +157,7 @@ fn refusals_do_not_end_the_connection_if_they_are_heard() {
     let bad = Request::SetVringNum { index: 0, size: 3 };
     assert_eq!(scene.ask(&mut session, &mut frontend, &bad, &[]), NACK);
     assert!(scene.refused.pop().is_some_and(|text| text.contains("3 entries")));
-    // A guest can cause these, so they are harmless even if nobody hears.
+    // A guest can cause these, so they are harmless even without an acknowledgement.
     let config = |offset, flags, data: &[u8]| Config { offset, flags, data: data.to_vec() };
     for config in [config(0, 0, &[1; 8]), config(32, 2, &[1]), config(4000, 0, &[0; 200])] {
         frontend.send(&Request::SetConfig(config), false, &[]);
@@ -165,7 +165,7 @@ fn refusals_do_not_end_the_connection_if_they_are_heard() {
         assert!(scene.refused.pop().is_some(), "it was taken");
     }
     scene.tell(&mut session, &mut frontend, &Request::SetVringNum { index: 0, size: 4 }, &[]);
-    // This one is not: the front-end would think that the ring is larger.
+    // This refusal is not harmless: the front-end would think that the ring is larger.
     frontend.send(&bad, false, &[]);
     assert!(is_dropped(scene.drive_all(&mut session).as_ref(), "3 entries"));
 }
@@ -199,7 +199,7 @@ fn as_many_descriptors_as_the_kernel_lets_through() {
             assert_eq!(scene.ask(&mut session, &mut frontend, &request, &many), NACK);
         }
     }
-    // Those that nobody knows are closed elsewhere.
+    // Unknown descriptors are closed on another thread.
     wait_until(|| descriptors_of(&path) == 2);
     // The stream is in step, and each descriptor belongs to its message.
     let call = Request::SetVringCall { index: 0, has_fd: true };
@@ -235,7 +235,7 @@ fn a_kick_must_be_an_eventfd_too() {
     assert_eq!(scene.ask(&mut session, &mut frontend, &call, &[&socket]), ACK);
 }
 
-/// Messages that wait for queues delay nobody else, and a hang-up is seen meanwhile.
+/// Messages that wait for queues delay no other session, and a hang-up is seen in the meantime.
 #[test]
 fn a_message_that_waits_for_a_queue() {
     for request in [
@@ -250,11 +250,11 @@ fn a_message_that_waits_for_a_queue() {
         let (mut session, mut frontend) = scene.attach();
         scene.set_up(&mut session, &mut frontend);
         frontend.send(&request, true, &[]);
-        // Its IoThread is at something else.
+        // The IoThread is busy.
         assert_eq!(session.progress(scene.now), Progress::Waiting);
         assert_eq!((session.interest(), session.deadline()), (Some(PollFlags::empty()), None));
         assert!(!session.load().has_heard);
-        // What comes meanwhile waits its turn.
+        // Further messages wait for their turn.
         frontend.send(&Request::GetFeatures, false, &[]);
         scene.now += SILENCE_LIMIT;
         assert_eq!(scene.drive(&mut session), None);
@@ -279,7 +279,7 @@ fn a_hang_up_is_seen_while_a_queue_stops() {
     assert_eq!(session.progress(scene.now), Progress::Waiting);
     drop(frontend);
     assert_eq!(session.progress(scene.now), Progress::Waiting);
-    // Nothing more is asked of the socket, and all queues stop, not the one alone.
+    // The socket is polled no longer, and all queues stop, not just the one.
     assert_eq!(session.interest(), None);
     assert_eq!(scene.drive_all(&mut session), Some(End::Gone(None)));
     assert_eq!(scene.io.io().tasks(), 0);
@@ -370,7 +370,7 @@ fn the_configuration_is_written_by_drivers_and_migrations() {
     assert_eq!(write(32, 0, vec![7]), (true, 1), "any value but 0 is 1");
     assert_eq!(write(0x120, 0, vec![0]), (true, 0), "some count from elsewhere");
     assert_eq!(write(0x220, 0, vec![1]), (false, 0), "and nobody from there");
-    // Of a migration all fields come, and must be ours.
+    // A migration sends all fields, which must equal the device's.
     assert_eq!(write(0, 1, present.clone()), (true, 1));
     let mut other = present.clone();
     (other[0], other[32]) = (other[0] ^ 1, 0);
@@ -387,7 +387,8 @@ fn addresses(place: u64) -> RingAddresses {
     RingAddresses { desc_table: place, avail_ring, used_ring }
 }
 
-/// A refusal means that nothing has changed: what ran goes on as it was, what did not does not.
+/// A refused message changes nothing: running queues continue as they were, and stopped ones stay
+/// stopped.
 #[test]
 fn what_is_refused_leaves_nothing_behind() {
     let kick = new_eventfd();
@@ -401,7 +402,7 @@ fn what_is_refused_leaves_nothing_behind() {
     let set_kick = Request::SetVringKick { index: 1, has_fd: true };
     let enable = Request::SetVringEnable { index: 1, value: 1 };
     let set_size = |size| Request::SetVringNum { index: 1, size };
-    // What stands before, what is refused, and how many queues run then.
+    // Earlier messages, the refused message, and the number of queues that run after it.
     let table: [(&[Request], Request, usize); 8] = [
         (&[], set_addresses(outside), 2),
         (&[], set_addresses(odd), 2),
@@ -416,7 +417,7 @@ fn what_is_refused_leaves_nothing_behind() {
         let mut scene = Scene::new();
         let (mut session, mut frontend) = scene.attach();
         scene.set_up(&mut session, &mut frontend);
-        // Without events, which one of them wants.
+        // Without event idx, which one of the messages wants.
         let plain = Request::SetFeatures(1 << 32 | 1 << 30);
         scene.tell(&mut session, &mut frontend, &plain, &[]);
         for request in before {
@@ -426,7 +427,7 @@ fn what_is_refused_leaves_nothing_behind() {
         let fds: &[&OwnedFd] = if refused == set_kick { &[&kick] } else { &[] };
         assert_eq!(scene.ask(&mut session, &mut frontend, &refused, fds), NACK, "{refused:?}");
         assert_eq!(scene.io.io().tasks(), running, "queues after {refused:?}");
-        // The ring is where and as long as it was, so it runs as often as it is started.
+        // The addresses and the size of the ring are unchanged, so it runs whenever it is started.
         if running == 1 {
             let good = addresses(region().user_addr + 0x8000);
             scene.tell(&mut session, &mut frontend, &set_addresses(good), &[]);
