@@ -1,4 +1,4 @@
-//! What management programs rely on: the back-end program conventions of vhost-user, and the
+//! Interfaces for management programs: the back-end program conventions of vhost-user, and the
 //! discovery files in `contrib`.
 
 use std::os::unix::fs::symlink;
@@ -21,10 +21,10 @@ const DISCOVERY: [(&str, &[&str]); 2] = [
     (include_str!("../../../contrib/50-ringhaul-scsi.json"), &["read-only", "lun"]),
 ];
 
-/// The folder with what is to be installed beside the program.
+/// The folder of files that are installed beside the program.
 const CONTRIB: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../contrib");
 
-/// A folder with what users have in /usr/bin.
+/// A folder that stands for /usr/bin.
 struct Installed(TempDir);
 
 impl Installed {
@@ -36,13 +36,13 @@ impl Installed {
         Ok(Self(folder))
     }
 
-    /// The program that a discovery file names.
+    /// The installed path of the program that a discovery file names.
     fn path(&self, binary: &Path) -> Result<PathBuf> {
         ensure!(binary.starts_with("/usr/bin"), "{} is not in /usr/bin", binary.display());
         Ok(self.0.path().join(binary.file_name().context("the binary has no name")?))
     }
 
-    /// What starts it; it does not outlive the test.
+    /// A command that starts the program; the program does not outlive the test.
     fn command(&self, name: &str) -> Result<Command> {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(self.path(&Path::new("/usr/bin").join(name))?);
@@ -50,7 +50,7 @@ impl Installed {
     }
 }
 
-/// How management programs start a back-end.
+/// Management programs start a back-end without a subcommand.
 #[test]
 fn options_alone_are_those_of_serve() -> Result<()> {
     let scene = scene()?;
@@ -91,8 +91,7 @@ fn capabilities(command: &mut Command) -> Result<Value> {
     serde_json::from_str(stdout).with_context(|| format!("no JSON:\n{stdout}"))
 }
 
-/// "Other options and arguments should be ignored." What kind of device it is decides what is
-/// printed.
+/// "Other options and arguments should be ignored." Only the kind of device decides the output.
 #[test]
 fn capabilities_are_printed_whatever_else_is_asked() -> Result<()> {
     for (kind, arguments) in [
@@ -113,8 +112,8 @@ fn capabilities_are_printed_whatever_else_is_asked() -> Result<()> {
     Ok(())
 }
 
-/// The schema is docs/interop/vhost-user.json of the QEMU project: `VhostUserBackend` for the
-/// file, `VHostUserBackendCapabilities` for what is printed.
+/// The schema is docs/interop/vhost-user.json of the QEMU project: `VhostUserBackend` for the file,
+/// `VHostUserBackendCapabilities` for the program's output.
 #[test]
 fn the_discovery_files_fit_the_schema_and_the_program() -> Result<()> {
     let installed = Installed::new()?;
@@ -135,7 +134,7 @@ fn the_discovery_files_fit_the_schema_and_the_program() -> Result<()> {
         let binary = installed.path(Path::new(file["binary"].as_str().unwrap_or_default()))?;
         let printed = capabilities(Command::new(&binary).arg("--print-capabilities"))?;
         ensure!(printed["type"] == file["type"], "{} and {}", printed["type"], file["type"]);
-        // Of block devices these are all that the schema has.
+        // The schema has no other features of block devices.
         ensure!(printed["features"] == serde_json::json!(features), "{printed}");
         for feature in features {
             ensure!(help.stdout.contains(&format!("--{feature}")), "there is no --{feature}");

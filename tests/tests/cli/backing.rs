@@ -9,7 +9,7 @@ use crate::scene;
 struct Images(Scene);
 
 impl Images {
-    /// `None`: there is no qemu-img.
+    /// `None` if qemu-img is not installed.
     fn new() -> Result<Option<Self>> {
         is_installed("qemu-img").then(|| scene().map(Self)).transpose()
     }
@@ -19,7 +19,7 @@ impl Images {
         path.ok().context("a path with an odd name")
     }
 
-    /// Makes an image over a backing file that need not be there.
+    /// Makes an image over a backing file that may be missing.
     fn make_over(&self, below: &str, format: &str, name: &str) -> Result<()> {
         let (below, path) = (["-u", "-b", below, "-F", format], self.path(name)?);
         let words = [&["create", "-q", "-f", "qcow2"], &below[..], &[&path, "1M"]].concat();
@@ -84,7 +84,7 @@ fn images_that_are_their_own_backing_files_are_called_a_loop() -> Result<()> {
     Ok(())
 }
 
-/// The image that the user knows is named, and not one of its backing files.
+/// The error names the image that the user passed, not one of its backing files.
 #[test]
 fn a_chain_that_is_too_long_is_named_by_its_image() -> Result<()> {
     let Some(images) = Images::new()? else { return Ok(()) };

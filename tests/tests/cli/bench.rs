@@ -1,4 +1,4 @@
-//! `ringhaul bench`: its patterns, its results, and what it refuses.
+//! `ringhaul bench`: its patterns, its results, and its refusals.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -18,13 +18,13 @@ use crate::{DISK_BYTES, scene};
 
 const PATTERNS: [&str; 6] = ["read", "write", "randread", "randwrite", "rw", "randrw"];
 
-/// The percentiles as they are in the keys of the JSON form.
+/// The percentiles in the keys of the JSON form.
 const PERCENTILES: [&str; 17] = [
     "p1", "p5", "p10", "p20", "p30", "p40", "p50", "p60", "p70", "p80", "p90", "p95", "p99",
     "p99_5", "p99_9", "p99_95", "p99_99",
 ];
 
-/// The documented keys that are not about one direction.
+/// The documented keys that do not belong to one direction.
 const KEYS: [&str; 50] = [
     "format_version",
     "tool_version",
@@ -78,7 +78,7 @@ const KEYS: [&str; 50] = [
     "flush_ios",
 ];
 
-/// A daemon with room for two jobs, and where it listens.
+/// Starts a daemon with room for two jobs.
 fn start(engine: Engine, cache: Cache) -> Result<Daemon> {
     let options = DaemonOptions { cache, ..DaemonOptions::new(engine) };
     Daemon::start(Path::new(env!("CARGO_TARGET_TMPDIR")), &options)
@@ -95,14 +95,14 @@ fn number(report: &Value, key: &str) -> Result<f64> {
     value.as_f64().with_context(|| format!("{key} is not a number but {value}"))
 }
 
-/// Fails unless two figures are the same but for rounding.
+/// Fails unless two figures are equal up to rounding.
 fn expect_same(what: &str, one: f64, other: f64) -> Result<()> {
     let difference = (one - other).abs();
     ensure!(difference <= 1e-6 * one.abs().max(other.abs()), "{what}: {one} is not {other}");
     Ok(())
 }
 
-/// Every pattern, checked, on both engines, with direct I/O and with the page cache.
+/// Every pattern, verified, on both engines, with direct I/O and with the page cache.
 #[test]
 fn every_pattern_verifies() -> Result<()> {
     for (engine, cache) in [
@@ -174,7 +174,7 @@ fn json_has_the_documented_keys_and_figures_that_fit() -> Result<()> {
     Ok(())
 }
 
-/// A null disk, and where it is served.
+/// Serves a null disk and returns its socket.
 fn serve_null(scene: &Scene) -> Result<(Running, PathBuf)> {
     let socket = scene.socket("null.sock");
     let mut command = ringhaul()?;
@@ -194,7 +194,7 @@ fn an_open_loop_makes_requests_at_its_rate_whatever_the_server_does() -> Result<
     ensure!(report["rate_iops"] == 400 && report["rate_process"] == "linear", "{report}");
     let seconds = number(&report, "runtime_s")?;
     ensure!(seconds > 199.0 / 400.0, "200 requests were made in {seconds} s");
-    // Far more than the server can do: what comes last has waited for all others.
+    // The rate is far above the server's capacity, so the last request waits for all earlier ones.
     let options = "--iodepth 1 --number_ios 3000 --rate_iops 100000000 --rate_process poisson";
     let report = measure(options)?;
     let (seconds, longest) =
@@ -207,19 +207,19 @@ fn an_open_loop_makes_requests_at_its_rate_whatever_the_server_does() -> Result<
 fn a_delay_follows_each_call() -> Result<()> {
     let scene = scene()?;
     let (_daemon, socket) = serve_null(&scene)?;
-    // At a rate, so that the driver sleeps between requests whatever else the machine does, and at
-    // one that would be over sooner without delays.
+    // A rate makes the driver sleep between requests even on a busy machine. At this rate the run
+    // would end sooner without delays.
     let options = "--rw randread --number_ios 40 --rate_iops 200 --wake-delay 10000 \
                    --output-format json";
     let report = json(&run(&mut bench(&socket, options)?)?.expect_code(0)?)?;
     ensure!(report["wake_delay_us"] == 10_000, "{report}");
     let (calls, seconds) = (number(&report, "calls")?, number(&report, "runtime_s")?);
-    // One may come at the start, and the last may be for nothing.
+    // One call may come at the start, and the last may announce nothing.
     ensure!(calls > 2.0 && seconds > (calls - 2.0) * 0.01, "{calls} calls in {seconds} s");
     Ok(())
 }
 
-/// On logical blocks of 4096 bytes what is smaller grows; an option beside it takes precedence.
+/// On logical blocks of 4096 bytes smaller sizes grow; an explicit option takes precedence.
 #[test]
 fn a_profile_is_a_pattern_by_name() -> Result<()> {
     let scene = scene()?;
@@ -317,7 +317,7 @@ fn the_text_goes_where_it_is_sent() -> Result<()> {
     Ok(())
 }
 
-/// The null disk keeps nothing, so no block can be what was written.
+/// The null disk keeps no data, so no block verifies.
 #[test]
 fn wrong_data_is_shown_and_fails() -> Result<()> {
     let scene = scene()?;
@@ -429,9 +429,8 @@ fn errors_have_the_form_of_the_log() -> Result<()> {
     Ok(())
 }
 
-/// The daemon's own memory: what is anonymous, and what it has mapped of its program and
-/// libraries. The guest's memory, which counts as shared once it is touched, is left out: it is
-/// the guest's, and the daemon takes it up whatever the daemon does.
+/// The daemon's own memory: anonymous pages and mapped pages of its program and libraries. Guest
+/// memory, which counts as shared once it is touched, is left out: it belongs to the guest.
 fn own_memory_kib(daemon: &Running) -> Result<u64> {
     let path = format!("/proc/{}/status", daemon.pid().as_raw_nonzero());
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;

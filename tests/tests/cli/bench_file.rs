@@ -28,7 +28,7 @@ fn number(report: &Value, key: &str) -> Result<f64> {
     report[key].as_f64().with_context(|| format!("{key} is {}", report[key]))
 }
 
-/// Every engine, with direct I/O and without, writes and finds again what it wrote.
+/// Every engine, with direct I/O and without, reads back its writes.
 #[test]
 fn every_engine_verifies() -> Result<()> {
     let scene = scene()?;
@@ -88,7 +88,7 @@ fn what_the_engine_did_is_reported() -> Result<()> {
     for (key, value) in [("engine", "aio".into()), ("iodepth_batch", Value::from(8))] {
         ensure!(report[key] == value, "{key}: {}", report[key]);
     }
-    // At the end there are fewer than eight left, or a submit was not taken whole.
+    // The last submit has fewer than eight ops, and a submit may be taken in part.
     let submit = number(&report, "ops_per_submit")?;
     ensure!((7.0..=8.0).contains(&submit), "{submit} ops for each submit");
     ensure!(number(&report, "submitted_at_once_p99_99")? == 8.0, "not eight at once");
@@ -111,7 +111,7 @@ fn what_the_engine_did_is_reported() -> Result<()> {
     Ok(())
 }
 
-/// What a switch turns off does not happen, and what it leaves happens still.
+/// A switch turns off one step alone.
 #[test]
 fn steps_can_be_switched_off() -> Result<()> {
     let scene = scene()?;
@@ -163,7 +163,7 @@ fn files_that_cannot_be_used_are_refused() -> Result<()> {
     }
     refusals.check("folder", bench_file(Path::new("/"), ""), &["use / as", "directory"]);
     refusals.check("null", bench_file(Path::new("/dev/null"), ""), &["/dev/null", "regular file"]);
-    // What a daemon serves is not written, and is read only if the daemon only reads.
+    // A file that a daemon serves is not written, and is read only if the daemon only reads.
     let socket = scene.socket("disk.sock");
     let _daemon = Running::serve(&mut serve(&socket, &file)?)?;
     refusals.check("in use", bench_file(&file, "--rw write"), &[&file_name, "locked"]);

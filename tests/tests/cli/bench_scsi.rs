@@ -12,7 +12,7 @@ use crate::{DISK_BYTES, scene};
 
 const PATTERNS: [&str; 6] = ["read", "write", "randread", "randwrite", "rw", "randrw"];
 
-/// `ringhaul serve` of these units on `socket`.
+/// The command line of `ringhaul serve` with these units on `socket`.
 fn serve_units(socket: &Path, units: &[String]) -> Result<Command> {
     let mut command = ringhaul()?;
     command.args(["serve", "--device", "scsi", "--socket-path"]).arg(socket);
@@ -61,7 +61,7 @@ fn every_pattern_verifies() -> Result<()> {
     Ok(())
 }
 
-/// Units on two targets, one with larger blocks, each with as many requests as another.
+/// Units on two targets, one with larger blocks, get equal numbers of requests.
 #[test]
 fn all_units_are_driven_evenly() -> Result<()> {
     const WRITES: usize = 1200;
@@ -92,7 +92,7 @@ fn all_units_are_driven_evenly() -> Result<()> {
     Ok(())
 }
 
-/// READ(10) has no room for the places of most of its blocks.
+/// READ(10) cannot address most blocks of this unit.
 #[test]
 fn a_large_unit_is_driven_to_its_end() -> Result<()> {
     let scene = scene()?;

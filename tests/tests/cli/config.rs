@@ -29,7 +29,7 @@ fn check(file: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// What `serve` would say at once is found beforehand, with the options that it has.
+/// `check` finds the errors that `serve` would report at once, given the options of `serve`.
 #[test]
 fn a_file_is_checked_with_the_options_of_serve() -> Result<()> {
     let scene = scene()?;
@@ -64,7 +64,7 @@ fn serve(file: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// What the daemon serves, by name.
+/// The names of the served exports, sorted.
 fn names(client: &mut Client) -> Result<Vec<String>> {
     let answer = client.call("export.list", &json!({}))?;
     let exports = answer["result"].as_array().context("no list")?;
@@ -85,7 +85,7 @@ fn the_documented_example_is_served() -> Result<()> {
     for name in ["mail.img", "install.iso", "database.img", "log.img"] {
         scene.disk(name, DISK_BYTES)?;
     }
-    // An option that needs another one, in a file that has both.
+    // An option that needs a second option, in a file that has both.
     let group = fs::metadata(&sockets)?.gid();
     let file = write(&scene, &format!("control-group = \"{group}\"\n{example}"))?;
     let checked = run(&mut check(&file)?)?.expect_code(0)?;
@@ -99,7 +99,7 @@ fn the_documented_example_is_served() -> Result<()> {
     ensure!(checked.stdout == expected, "{}", checked.stdout);
 
     let mut command = serve(&file)?;
-    // Both add to the file, and the option holds in place of its own.
+    // `--export` adds to the file, and an option overrides its value in the file.
     command.args(["--num-queues", "3", "--export"]);
     command.arg(format!("socket-path={sockets}/more.sock,null=1M"));
     let mut daemon = Running::serve(&mut command)?;
@@ -175,7 +175,7 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
     refusals.finish()
 }
 
-/// Exports of null disks, as a file has them.
+/// Makes exports of null disks in the form of the configuration file.
 struct Exports<'a>(&'a Scene);
 
 impl Exports<'_> {
@@ -204,7 +204,7 @@ impl Exports<'_> {
         format!("[[export]]\nname = \"scsi\"\nendpoint = {{ path = \"{path}\" }}\n{units}")
     }
 
-    /// Whether the exports are what the second file says, and what the command line does.
+    /// Checks that the exports match the second file and the command line.
     fn check_second(&self, client: &mut Client) -> Result<()> {
         let mut expected =
             ["changes", "new", "own", "stays"].map(|name| self.socket(name)).to_vec();
@@ -240,7 +240,7 @@ fn a_reload_applies_the_difference() -> Result<()> {
         daemon.wait_for(READY)?;
     }
     let mut client = Client::new(&scene.socket("control"))?;
-    // Its guest uses it all the time.
+    // A guest uses this export all the time.
     let options = "--rw randrw --runtime 1h --timeout 1h --eta always --verify";
     let mut load = Running::start(&mut bench(&scene.socket("stays"), options)?)?;
     load.wait_for("IOPS")?;
@@ -270,7 +270,7 @@ fn a_reload_applies_the_difference() -> Result<()> {
         daemon.wait_for("is applied, as far as it can be")?;
         exports.check_second(&mut client)?;
     }
-    // The file may name nothing for a while.
+    // An empty file removes all of its exports.
     fs::write(&file, "")?;
     daemon.signal(Signal::HUP)?;
     load.finish()?;
@@ -289,7 +289,7 @@ fn a_process_that_takes_over_reads_the_file_too() -> Result<()> {
     let first = exports.control() + &exports.blk("first", "");
     let file = write(&scene, &format!("{first}{}", exports.blk("gone", "")))?;
     let mut old = Running::serve(&mut serve(&file)?)?;
-    // Nobody has applied this.
+    // No reload has applied this text.
     fs::write(&file, format!("{first}{}", exports.blk("second", "")))?;
     let mut command = ringhaul()?;
     command.args(["serve", "--takeover"]).arg(scene.socket("control"));
@@ -300,7 +300,7 @@ fn a_process_that_takes_over_reads_the_file_too() -> Result<()> {
     new.signal(Signal::HUP)?;
     new.wait_for("is applied, as far as it can be")?;
     let mut client = Client::new(&scene.socket("control"))?;
-    // One that the file has lost since the old process has read it counts as one of its exports.
+    // An export that the file lost after the old process read it still counts as one of the file.
     let expected = ["first", "second"].map(|name| exports.socket(name));
     ensure!(names(&mut client)? == expected, "{:?}", names(&mut client)?);
     fs::write(&file, exports.control() + &exports.blk("second", ""))?;
@@ -313,7 +313,7 @@ fn a_process_that_takes_over_reads_the_file_too() -> Result<()> {
     Ok(())
 }
 
-/// Neither other exports of a reload nor the next reload wait for it.
+/// Neither other exports of a reload nor the next reload wait for the disk.
 #[test]
 fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -351,7 +351,7 @@ fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     Ok(())
 }
 
-/// A pipe has no end until a writer comes, and the daemon would wait for that.
+/// A read of a pipe without a writer would block the daemon.
 #[test]
 fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
     let scene = scene()?;
@@ -391,7 +391,7 @@ fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A reload that waits for a file system for ever would block all later ones.
+/// A reload that waits for a file system without limit would block all later ones.
 #[test]
 fn a_reload_of_a_file_that_cannot_be_read_is_given_up() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -418,7 +418,7 @@ fn a_reload_of_a_file_that_cannot_be_read_is_given_up() -> Result<()> {
         daemon.signal(Signal::HUP)?;
         daemon.wait_for("is applied, as far as it can be")
     })();
-    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();
     is_left?;
     let mut client = Client::new(&scene.socket("control"))?;

@@ -31,13 +31,13 @@ impl Client {
         Ok(self.0.get_mut().write_all(line)?)
     }
 
-    /// The next answer. `None`: the daemon has hung up.
+    /// The next answer, or `None` if the daemon has closed the connection.
     fn answer(&mut self) -> Result<Option<Value>> {
         let line = self.line()?;
         Ok((!line.is_empty()).then(|| serde_json::from_str(&line)).transpose()?)
     }
 
-    /// The next line, which is empty when the daemon has hung up.
+    /// The next line; empty if the daemon has closed the connection.
     fn line(&mut self) -> Result<String> {
         let mut line = String::new();
         self.0.read_line(&mut line)?;
@@ -110,8 +110,8 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
     Ok(())
 }
 
-/// Asks as user 65534 in these groups, with a program that is not ours. Returns what the daemon
-/// has answered; none: the kernel did not let it connect.
+/// Sends a ping from a separate program as user 65534 in these groups. Returns the daemon's answer,
+/// or `None` if the kernel refused the connection.
 fn ask_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
     const ASK: &str = r#"
         $SIG{PIPE} = 'IGNORE';
@@ -152,7 +152,7 @@ fn the_members_of_a_group_may_ask() -> Result<()> {
         let is_served = answer.is_some_and(|answer| answer["result"]["version"].is_string());
         ensure!(is_served != options.is_empty(), "a member with {options:?}: {is_served}");
         ensure!(ask_as_nobody(&path, stranger)?.is_none(), "a stranger may connect");
-        // Whoever can connect is refused by who it is.
+        // A client that can connect is refused by its credentials.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666))?;
         let refused = ask_as_nobody(&path, stranger)?.context("it cannot connect")?;
         ensure!(refused["error"]["code"] == 7, "{refused}");
@@ -220,20 +220,20 @@ fn subscribers_learn_what_happens() -> Result<()> {
             break;
         }
     }
-    // The load generator looks at a disk before it begins.
+    // The load generator probes a disk before it begins.
     ensure!(seen.first().is_some_and(|first| first == "added"), "{seen:?}");
     let count = |name: &str| seen.iter().filter(|seen| *seen == name).count();
     ensure!(count("attached") > 0 && count("attached") == count("gone"), "{seen:?}");
     ensure!(event(&mut some)? == with("lun-removed", json!({})));
     ensure!(event(&mut some)? == json!({ "export": "vm2", "event": "removed" }));
-    // A subscriber may ask for other things too.
+    // A subscriber may send other requests too.
     ensure!(some.call("ping", &json!({}))?["result"].is_object(), "it is not answered");
     client.call("shutdown", &json!({}))?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
-/// Nobody need ask how the disk is doing.
+/// Subscribers need not poll for the state of the disk.
 #[test]
 fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -248,7 +248,7 @@ fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
     fuse.withhold(daemon.pid(), &[opcode::READ]);
     let load = Running::start(&mut bench(&socket, "--rw randread --number_ios 1")?);
     let told = event(&mut client);
-    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
     let told = told?;
     let message = told["message"].as_str().unwrap_or_default();
@@ -259,7 +259,7 @@ fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
     Ok(())
 }
 
-/// It reads nothing, so events pile up for it, and for nobody else.
+/// Events pile up for a subscriber that does not read, and only for that one.
 #[test]
 fn a_subscriber_that_does_not_read_is_dropped() -> Result<()> {
     let scene = scene()?;
@@ -379,13 +379,13 @@ fn what_is_no_request_is_refused_and_harms_nobody() -> Result<()> {
         let answer = client.answer()?.context("no answer")?;
         ensure!(answer["error"]["code"] == code, "{answer}");
     }
-    // A notification has no answer, whatever is wrong with it, and an empty line is none.
+    // A notification gets no answer, even if it is wrong. An empty line is ignored.
     client.send(b"\n{\"jsonrpc\": \"2.0\", \"method\": \"ping\"}\n")?;
     client.send(b"{\"jsonrpc\": \"2.0\", \"method\": \"ping\", \"params\": [1]}\n")?;
     ensure!(client.call("ping", &json!({}))?["result"]["version"].is_string(), "no version");
 
     let mut long = Client::new(&path)?;
-    // The daemon hangs up in the middle.
+    // The daemon closes the connection in the middle.
     let _ = long.send(&vec![b' '; 2 << 20]);
     if let Ok(Some(answer)) = long.answer() {
         ensure!(answer["error"]["code"] == -32600, "{answer}");
@@ -395,14 +395,14 @@ fn what_is_no_request_is_refused_and_harms_nobody() -> Result<()> {
     let mut others = Vec::new();
     loop {
         let mut other = Client::new(&path)?;
-        // One that is refused may have been hung up on already.
+        // The daemon may already have closed a refused connection.
         let _ = other.send(b"{\"jsonrpc\": \"2.0\", \"id\": 1, \"method\": \"ping\"}\n");
         let answer = other.answer()?.context("no answer")?;
         if answer["error"]["code"] == 7 {
             break;
         }
         let code = &other.call("lun.remove", &of_unit)?["error"]["code"];
-        // However many have come before: none of their requests waits.
+        // No request waits for the clients before it.
         ensure!(*code == 2, "{code}");
         others.push(other);
         ensure!(others.len() < 64, "any number of clients is served");

@@ -21,7 +21,7 @@ fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
     run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))
 }
 
-/// The same on a terminal, as far as the program can tell.
+/// Runs `ringhaul ctl` with a pseudo-terminal as its stdout, and returns its output.
 fn ctl_on_terminal(control: &Path, words: &str) -> Result<String> {
     let program = ringhaul()?;
     let program = program.get_args().last().context("no program")?.to_string_lossy().into_owned();
@@ -42,7 +42,7 @@ fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
     let done =
         |words: &[&str]| Ok::<_, anyhow::Error>(ctl(&control, words)?.expect_code(0)?.stdout);
 
-    // The daemon works elsewhere, so the paths must be those of the command.
+    // The daemon runs in a different folder, so paths must be resolved by `ctl`.
     let disk = scene.disk("disk.img", DISK_BYTES)?;
     let folder = disk.parent().context("a disk has a folder")?;
     let mut add = ringhaul()?;
@@ -76,7 +76,7 @@ fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
     let refused = ctl(&control, &["remove", "vm2"])?.expect_code(1)?;
     ensure!(refused.stderr.contains("there is no export vm2"), "{}", refused.stderr);
     ensure!(refused.stdout.is_empty(), "{}", refused.stdout);
-    // A number that no unit has is a size.
+    // A number that is no unit's number is a size.
     ctl(&control, &["resize", "vm1", "20000"])?.expect_code(1)?;
     ctl(&control, &["resize", "vm1", "-1M"])?.expect_refusal(&["'-1'", "--shrink"])?;
     let refused = ctl(&control, &["resize", "vm1", "+1M"])?.expect_code(1)?;
@@ -106,7 +106,7 @@ fn a_removal_that_takes_too_long_says_so() -> Result<()> {
     let late = late?.expect_code(3)?;
     ensure!(late.stderr.contains("vm has not ended: its disk is not closed"), "{}", late.stderr);
     ensure!(list?.stdout.starts_with("vm  stopping"), "it is not stopping");
-    // It goes on ending, and may have ended by now.
+    // The export keeps stopping, and may already be gone.
     ctl(&control, &["remove", "vm"])?;
     ensure!(ctl(&control, &["list"])?.expect_code(0)?.stdout.is_empty(), "it is still there");
     ctl(&control, &["shutdown"])?.expect_code(0)?;
@@ -114,7 +114,7 @@ fn a_removal_that_takes_too_long_says_so() -> Result<()> {
     Ok(())
 }
 
-/// Once is enough, and the answer says what is left.
+/// A single call with `--force` is enough, and its answer names the unfinished work.
 #[test]
 fn force_waits_for_no_close_that_hangs() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -129,7 +129,7 @@ fn force_waits_for_no_close_that_hangs() -> Result<()> {
     let removed = ctl(&control, &["remove", "vm", "--force", "--deadline", "60"]);
     let list = ctl(&control, &["list"]);
     let told = daemon.wait_for("removed by force, although its disk is not closed");
-    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();
     let removed = removed?.expect_code(0)?.stdout;
     ensure!(removed.contains(r#""waits-for": "its disk is not closed""#), "{removed}");
@@ -167,7 +167,7 @@ fn people_get_tables() -> Result<()> {
         let mut line = String::new();
         let _ = BufReader::new(stdout).read_line(&mut line).map(|_| sender.send(line));
     });
-    // Until it has subscribed, it misses some.
+    // Events before the subscription are lost, so resize until one arrives.
     let mut sizes = (1..1000).map(|size| format!("{size}M"));
     let line = loop {
         let size = sizes.next().context("no event comes")?;
@@ -182,7 +182,7 @@ fn people_get_tables() -> Result<()> {
     let ended = events.wait_with_output()?;
     let said = String::from_utf8_lossy(&ended.stderr);
     ensure!(ended.status.code() == Some(2), "events ended with {}", ended.status);
-    // It cannot know which, and after a takeover somebody is there to be asked again.
+    // `ctl` cannot tell an end from a takeover; after a takeover a second call succeeds.
     ensure!(said.contains("was taken over from") && said.contains("run this again"), "{said}");
     Ok(())
 }
@@ -238,7 +238,7 @@ fn answers_are_as_the_schema_says() -> Result<()> {
     run(ringhaul()?.args(["ctl", "list"]))?.expect_refusal(&["--control PATH"])
 }
 
-/// They are added one after the other.
+/// Exports are added one by one.
 #[test]
 fn it_says_which_of_several_exports_were_added() -> Result<()> {
     let scene = scene()?;
@@ -265,7 +265,7 @@ fn it_says_which_of_several_exports_were_added() -> Result<()> {
     Ok(())
 }
 
-/// `PATH` with the folder of the program in front: completions ask `ringhaul` for words.
+/// `PATH` with the folder of the program in front: completions call `ringhaul`.
 fn path_with_program() -> Result<String> {
     let program = ringhaul()?;
     let program = Path::new(program.get_args().last().context("no program")?);
@@ -286,7 +286,7 @@ _clap_complete_ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
     Ok(())
 }
 
-/// Whether there is this shell; a message says so if not.
+/// Returns true if this shell is installed; reports a skip if not.
 fn has_shell(shell: &str) -> bool {
     let has = Command::new(shell).args(["-c", "true"]).status().is_ok_and(|it| it.success());
     if !has {
@@ -295,7 +295,7 @@ fn has_shell(shell: &str) -> bool {
     has
 }
 
-/// A script that another shell does not understand is worth nothing.
+/// Each shell runs the script that is generated for it.
 #[test]
 fn zsh_and_fish_complete_its_words() -> Result<()> {
     let scene = scene()?;
@@ -315,7 +315,7 @@ fn zsh_and_fish_complete_its_words() -> Result<()> {
     if has_shell("zsh") {
         let script = run(ringhaul()?.args(["completions", "zsh"]))?.expect_code(0)?.stdout;
         fs::write(folder.join("_ringhaul"), script)?;
-        // It completes for people only, so it gets a terminal.
+        // zsh completes only in interactive shells, so it gets a terminal.
         let asked = r#"
 zmodload zsh/zpty
 zpty shell "TERM=dumb zsh --no-rcs -i"

@@ -1,4 +1,4 @@
-//! Disks that cannot be served, and disks that can in another way only.
+//! Disks that cannot be served, and disks that need other options.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions, set_permissions};
@@ -14,7 +14,7 @@ use rustix::process::Signal;
 
 use crate::{DISK_BYTES, is_root, scene};
 
-/// The way around permissions that root has.
+/// The capabilities by which root bypasses permissions.
 const OVERRIDE: &str = "-dac_override,-dac_read_search";
 
 fn serve_with(scene: &Scene, file: &Path, options: &str) -> Result<Command> {
@@ -23,14 +23,14 @@ fn serve_with(scene: &Scene, file: &Path, options: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// A file with room for a disk that is none.
+/// A pipe: neither a regular file nor a block device.
 fn not_a_disk(scene: &Scene) -> Result<PathBuf> {
     let path = scene.path("pipe");
     mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).context("making a pipe")?;
     Ok(path)
 }
 
-/// Reads of holes say nothing about a device.
+/// Reads of holes do not measure a device.
 #[test]
 fn the_fullest_disk_of_a_device_is_tried_for_all() -> Result<()> {
     let scene = scene()?;
@@ -133,7 +133,7 @@ fn a_disk_that_is_in_use_is_refused() -> Result<()> {
     refusals.check("reader", serve_with(&scene, &file, "--read-only"), &words);
     drop(writer);
 
-    // Any number may read, and then nobody writes.
+    // Any number of daemons may read a disk, and then none may write.
     let read_only = |name: &str| -> Result<Running> {
         Running::serve(serve(&scene.socket(name), &file)?.arg("--read-only"))
     };
@@ -142,8 +142,8 @@ fn a_disk_that_is_in_use_is_refused() -> Result<()> {
     refusals.finish()
 }
 
-/// `ringhaul` with mounts of its own, made by `script`, which go away with it. `None`, after
-/// saying so, where that is not possible.
+/// A command for `ringhaul` in its own mount namespace, which `script` sets up. `None`, with a skip
+/// reported, if such namespaces are unavailable.
 fn ringhaul_with_mounts(script: &str, variables: &[(&str, &Path)]) -> Result<Option<Command>> {
     let namespaces: &[&str] =
         if is_root() { &["--mount"] } else { &["--user", "--map-root-user", "--mount"] };
@@ -170,7 +170,7 @@ fn ringhaul_with_mounts(script: &str, variables: &[(&str, &Path)]) -> Result<Opt
 fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
     let scene = scene()?;
     let socket = scene.socket("disk.sock");
-    // A file system whose files cannot be opened with O_DIRECT.
+    // Files of ramfs cannot be opened with O_DIRECT.
     let script = "mount -t ramfs none \"$FOLDER\" && truncate -s 16M \"$FOLDER/disk.img\"";
     let serve = |options: &[&str]| -> Result<Option<Command>> {
         let folder = scene.path("");
@@ -202,7 +202,7 @@ fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
     Ok(())
 }
 
-/// Some kernels offer direct I/O on a tmpfs, some do not: the daemon finds out, and says it.
+/// Some kernels offer direct I/O on tmpfs: the daemon probes for it and logs the result.
 #[test]
 fn a_disk_on_tmpfs_is_served_either_way() -> Result<()> {
     const TMPFS: &str = "/dev/shm";
@@ -240,16 +240,16 @@ fn a_read_only_file_system_is_refused_for_writing() -> Result<()> {
     run(&mut command)?.expect_refusal(&["disk.img", "Read-only file system", "open it read-only"])
 }
 
-/// A loop device, for as long as this value is there.
+/// A loop device with the lifetime of this value.
 struct LoopDevice {
     path: PathBuf,
-    /// It was detached at once, which takes effect when its last user closes it. So
-    /// nothing is left behind, however the test ends.
+    /// The device is detached right after it is opened. The kernel frees it at its last close, so
+    /// no device is left over when a test is killed.
     _open: File,
 }
 
 impl LoopDevice {
-    /// A device for `file`; `None`, after saying so, where there are none.
+    /// Attaches a device to `file`. `None`, with a skip reported, if loop devices are unavailable.
     fn attach(file: &Path, options: &[&str]) -> Result<Option<Self>> {
         let losetup = |arguments: &[&str], file: &Path| {
             Command::new("losetup").args(arguments).arg(file).output().context("starting losetup")
@@ -306,7 +306,7 @@ fn a_read_only_block_device_is_refused_for_writing() -> Result<()> {
     let mut daemon = Running::serve(serve_with(&scene, &device.path, "")?.arg("--read-only"))?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
-    // Linux lets it be opened, and fails each write.
+    // Linux opens the device for writing, and fails each write.
     let mut refusals = Refusals::default();
     refusals.check(
         "for writing",

@@ -1,4 +1,4 @@
-//! The pages about disks: their examples work, and their keys are those of the program.
+//! The pages about disks: their examples work, and their keys match the program.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -14,7 +14,7 @@ use rustix::process::Signal;
 
 use super::scene;
 
-/// The pages about disks, one after the other.
+/// The pages about disks, in order.
 const PAGE: &str = concat!(
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks.md")),
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-images.md")),
@@ -22,30 +22,30 @@ const PAGE: &str = concat!(
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-encrypted.md")),
 );
 
-/// How a disk is named in general, which is no name.
+/// The general form of a name, not a name itself.
 const FORM: &str = "KIND,KEY=VALUE,...";
 
-/// A name that the page warns of.
+/// A name that a page warns against.
 const WITH_SECRET: &str = "nbd://user:password@host/x";
 
-/// Programs of others that examples run, beside those that every machine has.
+/// External programs in examples that a machine may lack.
 const TOOLS: [&str; 4] = ["cryptsetup", "qemu-img", "qemu-nbd", "sfdisk"];
 
-/// What examples with a disk on another machine have in them. They are read and not run here;
-/// those with a cluster are run where there is one, `rbd/named.rs`.
+/// Marks of examples with a disk on another machine. Such examples are parsed here and not run;
+/// `rbd/named.rs` runs the rbd ones if a cluster can be started.
 const ELSEWHERE: [&str; 3] = ["rbd,", "rbd:", "nbds://"];
 
-/// A disk that is there before the examples of a part begin, and how large it is.
+/// Name and size in bytes of a disk that exists before the examples of a part run.
 const DISK: (&str, u64) = ("disk.img", 10 << 30);
 
 /// The examples of one part of a page, below one heading.
 struct Part {
     title: &'static str,
-    /// The lines of each.
+    /// The lines of each example.
     examples: Vec<Vec<&'static str>>,
 }
 
-/// All examples: what is indented, and no part of a list.
+/// All examples of the pages: indented text that is not part of a list.
 fn parts() -> Vec<Part> {
     let mut parts = vec![Part { title: "the beginning", examples: Vec::new() }];
     let mut is_inside = false;
@@ -68,7 +68,7 @@ fn parts() -> Vec<Part> {
     parts
 }
 
-/// What is between backticks in prose and tables.
+/// Text between backticks in prose and tables.
 fn spans(text: &str) -> impl Iterator<Item = &str> {
     text.lines()
         .filter(|line| !line.starts_with("    "))
@@ -82,7 +82,7 @@ fn table(head: &str) -> Result<Vec<Vec<&'static str>>> {
     Ok(rows.map(|row| row.split('|').skip(1).map(str::trim).collect()).collect())
 }
 
-/// What stands outside of parentheses.
+/// Removes text in parentheses.
 fn without_remarks(text: &str) -> String {
     let parts = text.split('(').enumerate();
     let outside = |(index, part): (usize, &str)| match index {
@@ -92,7 +92,7 @@ fn without_remarks(text: &str) -> String {
     parts.map(outside).collect()
 }
 
-/// What the program says that it expected in the name of a disk.
+/// The words that the program expected in the name of a disk, from its error message.
 fn expected(disk: &str) -> Result<Vec<String>> {
     let refused = run(ringhaul()?.args(["disk", "info", disk]))?;
     refused.expect_refusal(&["cannot understand", "(expected: "])?;
@@ -165,7 +165,7 @@ fn documented_examples_of_disks_work() -> Result<()> {
         if !TOOLS.iter().filter(uses).all(|tool| is_installed(tool)) {
             continue;
         }
-        // What one example makes is there for those that follow.
+        // Later examples of a part use the files of earlier ones.
         let mut place = Place::new()?;
         place.scene.disk(DISK.0, DISK.1)?;
         for example in &part.examples {
@@ -179,12 +179,12 @@ fn documented_examples_of_disks_work() -> Result<()> {
     Ok(())
 }
 
-/// Where examples are tried. All of it goes away with this.
+/// A folder in which examples run. Dropping it removes files and ends servers.
 struct Place {
     scene: Scene,
-    /// Folders with programs, as `PATH` has them.
+    /// The value of `PATH`.
     programs: String,
-    /// Servers of others.
+    /// External servers that examples started.
     peers: Vec<Peer>,
 }
 
@@ -203,14 +203,14 @@ impl Place {
         self.scene.path("")
     }
 
-    /// The text with the folders of this place in place of those of a machine.
+    /// Replaces the folders of the pages by folders of this place.
     fn here(&self, text: &str) -> String {
         let disks = self.folder().display().to_string();
         let text = text.replace("/srv/", &disks).replace("/etc/", &format!("{disks}etc/"));
         text.replace("/run/nbd.sock", &self.scene.socket("nbd.sock").display().to_string())
     }
 
-    /// A line as somebody types it.
+    /// A shell command as typed by a user.
     fn shell(&self, line: &str) -> Command {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "sh", "-c", line]).stdin(Stdio::null());
@@ -222,7 +222,7 @@ impl Place {
         run(&mut self.shell(line))?.expect_code(0).with_context(|| line.to_owned())
     }
 
-    /// Has the program read options of `serve`, and open nothing.
+    /// Parses options of `serve` without opening anything.
     fn understand(&self, options: &str) -> Result<Finished> {
         let file = self.scene.path("nothing.toml");
         fs::write(&file, "")?;
@@ -260,13 +260,13 @@ impl Place {
                 fs::write(self.scene.path("ringhaul.toml"), export)?;
                 self.serve("--config ringhaul.toml")
             }
-            // The program of Ceph: it needs a cluster.
+            // A program of Ceph, which needs a cluster.
             None if line.starts_with("rbd create ") => Ok(()),
             None => self.try_command(line),
         }
     }
 
-    /// A line that is no option of `serve`.
+    /// Runs a line that is no option of `serve`.
     fn try_command(&mut self, line: &str) -> Result<()> {
         let first = line.split([' ', ',']).next().unwrap_or_default();
         if let Some(server) = line.strip_suffix(" &") {
@@ -285,7 +285,7 @@ impl Place {
         }
     }
 
-    /// Serves with these options, sees that the daemon serves something, and ends it.
+    /// Serves with these options, checks that one export is served, and ends the daemon.
     fn serve(&self, options: &str) -> Result<()> {
         let control = self.scene.socket("control").display().to_string();
         let line = format!("exec ringhaul serve --control {control} {options}");
@@ -298,7 +298,7 @@ impl Place {
         daemon.finish()?.expect_code(0).with_context(|| options.to_owned()).map(drop)
     }
 
-    /// A command with what it says.
+    /// Runs a command and compares its output with the pages.
     fn try_session(&mut self, command: &str, documented: &[&str]) -> Result<()> {
         let command = self.here(command);
         if documented.is_empty() {
@@ -307,7 +307,7 @@ impl Place {
         let said = self.run(&command)?.stdout;
         let documented: Vec<String> = documented.iter().map(|line| self.here(line)).collect();
         let said: Vec<String> = said.lines().map(str::to_owned).collect();
-        // Not every file system says these.
+        // Only some file systems report these.
         let words = |lines: &[String]| -> Vec<String> {
             let words = lines.iter().filter_map(|line| line.split(' ').next());
             words.filter(|word| !["discards", "holes"].contains(word)).map(str::to_owned).collect()
@@ -316,7 +316,7 @@ impl Place {
             words(&said) == words(&documented),
             "{command} says {said:?}, the page {documented:?}"
         );
-        // The others depend on the machine.
+        // Values in the remaining rows depend on the machine.
         for row in ["size ", "format ", "made of "] {
             let of = |lines: &[String]| lines.iter().find(|line| line.starts_with(row)).cloned();
             let (said, documented) = (of(&said), of(&documented));
@@ -326,7 +326,7 @@ impl Place {
     }
 }
 
-/// The line, so that it takes little time: a short measurement, a key that is not hard to guess.
+/// Makes a line run quickly: a short measurement, and a weak key derivation.
 fn quick(line: &str) -> String {
     const FORMAT: &str = "cryptsetup luksFormat ";
     if line.starts_with("ringhaul disk bench ") {

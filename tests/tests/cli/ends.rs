@@ -1,4 +1,4 @@
-//! How a daemon ends, and what its clients see of it.
+//! The end of a daemon, and the errors that its clients report.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -10,8 +10,8 @@ use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
 
-/// A run that only the end of the server ends: a client that noticed it by a time limit alone
-/// would be taken for hanging. The progress lines say when it is on its way.
+/// A run that only the end of the server ends: a client that relied on a time limit would count as
+/// hung. The progress lines show that it runs.
 const ENDLESS: &str =
     "--rw randrw --iodepth 16 --numjobs 2 --runtime 1h --timeout 1h --eta always --verify";
 
@@ -27,7 +27,7 @@ fn start_load(socket: &Path) -> Result<Running> {
     Ok(client)
 }
 
-/// Fails unless the load generator has ended because the server has gone, and reports that.
+/// Fails unless the load generator reports that the server has gone.
 fn expect_server_gone(client: Running) -> Result<()> {
     let finished = client.finish()?.expect_code(EXIT_RUN)?;
     let errors: Vec<&str> =
@@ -57,7 +57,7 @@ fn signals_end_an_idle_daemon() -> Result<()> {
     Ok(())
 }
 
-/// Its front-end asks for nothing either, and the second signal finds nothing that is left.
+/// The front-end is idle too, and the second signal finds no unfinished request.
 #[test]
 fn two_signals_at_once_end_an_idle_daemon() -> Result<()> {
     let scene = scene()?;
@@ -109,7 +109,7 @@ fn a_silent_front_end_does_not_keep_a_daemon_from_ending() -> Result<()> {
     let socket = scene.socket("disk.sock");
     let mut daemon = start(&scene, &socket, "auto")?;
     let _silent = UnixStream::connect(&socket).context("connecting")?;
-    // This one waits in the backlog.
+    // This connection waits in the backlog.
     let _second = UnixStream::connect(&socket).context("connecting once more")?;
     daemon.wait_for("a front-end has connected")?;
     daemon.signal(Signal::TERM)?;

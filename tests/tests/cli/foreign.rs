@@ -1,4 +1,4 @@
-//! Images that are served as disks without a format, by mistake or because a guest wants it so.
+//! Images that are served without their format, by mistake or because a guest wrote their header.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -10,7 +10,7 @@ use ringhaul_kit::cli::{Running, Scene, ringhaul, run, serve};
 
 use crate::{DISK_BYTES, scene};
 
-/// Front of a header of version 3, which is enough for the warning.
+/// The first 8 bytes of a header of version 3, which are enough for the warning.
 const QCOW2: &[u8] = b"QFI\xfb\0\0\0\x03";
 const WARNING: &str = "it has the header of a qcow2 image, and is used without that format";
 
@@ -72,7 +72,7 @@ fn an_image_without_its_format_is_warned_of_at_all_doors() -> Result<()> {
     Ok(())
 }
 
-/// A guest may keep images in its disk, and even begin with one.
+/// A guest may store an image in its disk, even at the beginning.
 #[test]
 fn a_disk_without_a_format_may_begin_like_an_image_if_its_name_says_so() -> Result<()> {
     let scene = scene()?;
@@ -83,7 +83,7 @@ fn a_disk_without_a_format_may_begin_like_an_image_if_its_name_says_so() -> Resu
     Ok(())
 }
 
-/// Such an advice would destroy the image.
+/// Such advice would destroy the image.
 #[test]
 fn no_advice_leads_to_an_image_served_without_its_format() -> Result<()> {
     let scene = scene()?;

@@ -1,5 +1,4 @@
-//! The control socket, asked by a program that this project has not written: lines of JSON that
-//! `socat` passes on, and that anybody could type.
+//! The control socket, driven by an independent program: lines of JSON that `socat` passes on.
 
 use std::fs;
 
@@ -14,7 +13,7 @@ use serde_json::{Value, json};
 use super::socat::{self, Socat};
 use super::{DISK_BYTES, scene};
 
-/// Codes of errors.
+/// Error codes.
 const NO_JSON: i32 = -32700;
 pub(super) const NO_REQUEST: i32 = -32600;
 const NO_METHOD: i32 = -32601;
@@ -22,17 +21,17 @@ const PARAMS: i32 = -32602;
 const UNKNOWN: i32 = 2;
 const UNFINISHED: i32 = 8;
 
-/// Enough requests that others are made while they are.
+/// A load that is long enough to overlap with other requests.
 const VERIFIED: &str = "--rw randrw --iodepth 8 --number_ios 2000 --size 4m --verify";
 
-/// A daemon that serves these, with a control socket.
+/// Starts a daemon with these options and a control socket.
 fn serve(scene: &Scene, options: &[&str]) -> Result<Running> {
     let mut command = ringhaul()?;
     command.arg("serve").args(options).arg("--socket-path").arg(scene.socket("vm.sock"));
     Running::serve(command.arg("--control").arg(scene.socket("control")))
 }
 
-/// The same, and a client of it. None: there is no socat.
+/// Starts a daemon and connects a client. `None` if socat is not installed.
 pub(super) fn begin(options: &[&str]) -> Result<Option<(Scene, Running, Socat)>> {
     if !socat::is_installed() {
         return Ok(None);
@@ -43,7 +42,7 @@ pub(super) fn begin(options: &[&str]) -> Result<Option<(Scene, Running, Socat)>>
     Ok(Some((scene, daemon, client)))
 }
 
-/// Has the daemon end by request.
+/// Ends the daemon by request, and returns its stderr.
 pub(super) fn shut_down(mut client: Socat, daemon: Running) -> Result<String> {
     ensure!(client.done("shutdown", &json!({}))? == json!({}), "not what the page says");
     ensure!(client.hear()?.is_none(), "the connection stays");
@@ -143,7 +142,7 @@ fn settings_change_and_the_log_tells() -> Result<()> {
     Ok(())
 }
 
-/// What it waits for is said, and force changes nothing about what the kernel has.
+/// The answer names the unfinished request. `force` does not end an operation in the kernel.
 #[test]
 fn a_removal_says_what_it_waits_for() -> Result<()> {
     if !socat::is_installed() {
@@ -164,23 +163,23 @@ fn a_removal_says_what_it_waits_for() -> Result<()> {
         let remove = json!({ "export": "vm", "deadline-ms": 50 });
         let message = client.refused("export.remove", &remove, UNFINISHED)?;
         ensure!(message.contains("vm has not ended: queue 0: 1 request"), "{message}");
-        // The load waits for its answer and is not disconnected before it is forced to be.
+        // Without `force` the load stays connected and waits for its answer.
         ensure!(events.done("ping", &json!({}))?.is_object(), "an event has come");
         let force = json!({ "export": "vm", "deadline-ms": 50, "force": true });
         let message = client.refused("export.remove", &force, UNFINISHED)?;
         ensure!(message.contains("vm has not ended: queue 0: 1 request"), "{message}");
         load.wait_for("it has closed the connection")?;
-        // It has not gone as long as one of its requests has not ended.
+        // The front-end counts as gone only after its last request ends.
         ensure!(events.done("ping", &json!({}))?.is_object(), "an event has come");
         let shown = client.done("export.show", &json!({ "export": "vm" }))?;
         let waits = shown["waits-for"].as_str().unwrap_or_default();
         ensure!(shown["state"] == "stopping" && waits.starts_with("queue 0: 1 request"), "{shown}");
         client.begin("export.remove", &json!({ "export": "vm", "force": true }))
     })();
-    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
     let removed = client.end(hangs?)?;
-    // The read may end before the daemon has read that line, and the export with it.
+    // The read, and the export with it, may end before the daemon reads that request.
     let has_gone = removed["error"]["code"] == UNKNOWN;
     ensure!(has_gone || removed["result"]["name"] == "vm", "{removed}");
     ensure!(events.event("gone")?["export"] == "vm", "another has gone");
@@ -207,13 +206,13 @@ fn events_come_as_things_happen() -> Result<()> {
     client.done("disk.resize", &json!({ "export": "vm", "size-bytes": 3 << 20 }))?;
     let resized = json!({ "export": "vm", "event": "resized", "size-bytes": 3 << 20 });
     ensure!(events.event("resized")? == resized);
-    // A guest that asks for what there is not.
+    // A read beyond the end of the disk.
     ensure!(frontend.request(0, blk::IN, u64::MAX >> 9, &[], 512)?.status != blk::OK);
     let error = events.event("error")?;
     ensure!(error["export"] == "vm" && error["message"].is_string(), "{error}");
     drop(frontend);
     ensure!(events.event("gone")?["export"] == "vm", "another has gone");
-    // A front-end that talks nonsense, which is no program of ours either.
+    // `socat` as a front-end that sends nonsense.
     let mut nonsense = Socat::connect(&scene.socket("vm.sock"))?;
     nonsense.say(&"nonsense".repeat(8))?;
     ensure!(events.event("attached")?["peer"]["pid"] != std::process::id(), "it is the old one");
@@ -227,10 +226,10 @@ fn events_come_as_things_happen() -> Result<()> {
     Ok(())
 }
 
-/// It stands still in the middle, and neither requests nor other subscribers do.
+/// A stopped subscriber slows neither requests nor other subscribers.
 #[test]
 fn a_subscriber_that_stands_still_slows_nobody() -> Result<()> {
-    /// More than its queue and its socket can hold.
+    /// More events than the subscriber's queue and socket can hold.
     const EVENTS: u64 = 2048;
     if !socat::is_installed() {
         return Ok(());
@@ -312,7 +311,7 @@ fn what_is_refused_says_what_to_do() -> Result<()> {
     shut_down(client, daemon).map(drop)
 }
 
-/// As JSON-RPC has it, but for batches, which are refused.
+/// JSON-RPC without batches, which are refused.
 #[test]
 fn lines_are_requests_however_they_are_cut() -> Result<()> {
     let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M"])? else {
@@ -329,7 +328,7 @@ fn lines_are_requests_however_they_are_cut() -> Result<()> {
     let cut = ping("3");
     let (first, second) = cut.split_at(cut.len() / 2);
     client.say_apart(first)?;
-    // Others are answered meanwhile.
+    // Other clients are answered while the request is incomplete.
     Socat::connect(&control)?.done("ping", &json!({}))?;
     client.say_apart(second)?;
     client.say("\n")?;
@@ -347,7 +346,7 @@ fn lines_are_requests_however_they_are_cut() -> Result<()> {
         ensure!(error["code"] == code && error["message"].is_string(), "{line}: {answer}");
         ensure!(answer["jsonrpc"] == "2.0" && answer.get("id").is_some(), "{line}: {answer}");
     }
-    // Nobody waits for answers to notifications, which are carried out.
+    // Notifications are carried out without an answer.
     client.say("{\"jsonrpc\":\"2.0\",\"method\":\"set\",\"params\":{\"poll-max-us\":9}}\n")?;
     client.say("{\"jsonrpc\":\"2.0\",\"method\":\"no such method\"}\n")?;
     ensure!(client.done("set", &json!({}))?["poll-max-us"] == 9, "it was not carried out");
@@ -384,7 +383,7 @@ fn what_a_reload_has_changed_can_be_asked() -> Result<()> {
     };
     let mut frontend = Frontend::attach(&scene.socket("stays"), &Setup::default())?;
     ensure!(names()? == json!(["goes", "stays"]));
-    // One that makes no sense changes nothing.
+    // An invalid file changes nothing.
     fs::write(&file, [&options(6), &*comes, "serial = 3\n"].concat())?;
     daemon.signal(Signal::HUP)?;
     daemon.wait_for("the configuration is not changed")?;
@@ -400,7 +399,7 @@ fn what_a_reload_has_changed_can_be_asked() -> Result<()> {
     told.sort();
     ensure!(told == [r#""added" "comes""#, r#""removed" "goes""#], "{told:?}");
     ensure!(client.done("set", &json!({}))?["poll-max-us"] == 7, "another setting");
-    // Whoever was connected is.
+    // The front-end of an unchanged export stays connected.
     frontend.write(0, 0, &[1; SECTOR_BYTES])?;
     run(&mut bench(&scene.socket("comes"), "--number_ios 4")?)?.expect_code(0)?;
     shut_down(client, daemon).map(drop)

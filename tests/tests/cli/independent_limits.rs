@@ -1,4 +1,4 @@
-//! The end of the daemon and the limits of its control socket, as `socat` sees them.
+//! The end of the daemon and the limits of its control socket, as seen through `socat`.
 
 use std::time::Instant;
 
@@ -12,16 +12,17 @@ use serde_json::{Value, json};
 use super::independent::{NO_REQUEST, begin, shut_down};
 use super::socat::Socat;
 
-/// The daemon ended at once, because it was told twice.
+/// The exit code of a daemon that a second signal ended with requests unfinished.
 const EXIT_ABANDONED: i32 = 3;
-/// Clients that root and the user of the daemon may have.
+/// The number of clients that root and the user of the daemon may connect.
 const CLIENTS_MAX: usize = 32;
-/// Bytes of a line.
+/// The maximum length of a line in bytes.
 const LINE_MAX: usize = 1 << 20;
-/// The code for clients that are not served.
+/// The error code for refused clients.
 const REFUSED: i32 = 7;
 
-/// Clients may still ask after the first signal, and the log has it after the second.
+/// Clients are answered after the first signal. The log names the unfinished requests after the
+/// second.
 #[test]
 fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -35,7 +36,7 @@ fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
         fuse.wait_for(opcode::READ)?;
         daemon.signal(Signal::TERM)?;
         daemon.wait_for("finishing requests, then ending")?;
-        // The thread that serves exports learns of it a moment later.
+        // The thread that serves exports receives the stop a moment later.
         retry(LIMIT, || {
             let shown = client.done("export.show", &json!({ "export": "vm" }))?;
             let waits = shown["waits-for"].as_str().unwrap_or_default();
@@ -48,7 +49,7 @@ fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
         daemon.signal(Signal::TERM)?;
         daemon.wait_for("unfinished: ")
     })();
-    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
     let line = ends?;
     ensure!(line.contains("unfinished: vm: queue 0: 1 request is not answered"), "{line}");
@@ -63,7 +64,7 @@ fn a_line_that_is_too_long_is_refused() -> Result<()> {
     let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M"])? else {
         return Ok(());
     };
-    // Blanks may stand behind a request.
+    // Blanks may follow a request.
     let ping = r#"{"jsonrpc":"2.0","id":1,"method":"ping"}"#;
     let blanks = " ".repeat(LINE_MAX - ping.len());
     client.say(&format!("{ping}{blanks}\n"))?;
@@ -94,13 +95,14 @@ fn clients_that_are_too_many_are_refused() -> Result<()> {
     let refused = one_more.hear()?.unwrap_or_default();
     ensure!(is_refused(&refused, REFUSED, words), "{refused}");
     ensure!(one_more.hear()?.is_none(), "the connection stays");
-    // Those who are connected are answered, and whoever leaves makes room.
+    // Connected clients are answered, and a client that leaves makes room.
     client.done("ping", &json!({}))?;
     drop(others.pop());
     let start = Instant::now();
     loop {
         let mut other = connect()?;
-        // One that is refused has that line for an answer, or is closed before it has asked.
+        // A refused client gets the refusal as its answer, or is closed before it has sent a
+        // request.
         if other.done("ping", &json!({})).is_ok() {
             break;
         }
@@ -109,7 +111,7 @@ fn clients_that_are_too_many_are_refused() -> Result<()> {
     shut_down(client, daemon).map(drop)
 }
 
-/// Whether this is the answer to something that has no id.
+/// Returns true if this is an error without an id.
 fn is_refused(answer: &Value, code: i32, words: &str) -> bool {
     let error = &answer["error"];
     let says = error["message"].as_str().is_some_and(|message| message.contains(words));

@@ -17,7 +17,7 @@ fn text(path: &Path) -> Result<&str> {
     path.to_str().context("a path with an odd name")
 }
 
-/// An encrypted disk whose key is not hard to guess, and how it is named.
+/// Makes an encrypted disk with a weak key derivation, and returns its name.
 fn luks(scene: &Scene) -> Result<String> {
     let (image, key) = (scene.disk("encrypted", DISK_BYTES + (16 << 20))?, scene.path("key"));
     fs::write(&key, "no secret")?;
@@ -35,8 +35,8 @@ fn qcow2(scene: &Scene) -> Result<String> {
     Ok(format!("qcow2:{image}"))
 }
 
-/// Tries a load for longer and longer until it has answers of each kind: on a busy machine a short
-/// one may have none. Returns its result, or the last one.
+/// Runs a load for longer and longer until it has answers of each kind: on a busy machine a short
+/// run may have none. Returns the last result.
 fn until_answered<T>(mut load: impl FnMut(&str) -> Result<(bool, T)>) -> Result<T> {
     for runtime in ["200ms", "2s", "20s"] {
         if let (true, said) = load(runtime)? {
@@ -46,7 +46,7 @@ fn until_answered<T>(mut load: impl FnMut(&str) -> Result<(bool, T)>) -> Result<
     Ok(load("60s")?.1)
 }
 
-/// Drives a disk with reads and writes, and checks that there were both.
+/// Drives a disk with reads and writes, and checks that both were answered.
 fn drive(disk: &str) -> Result<()> {
     let drive = |options: &str| -> Result<_> {
         let mut command = ringhaul()?;
@@ -90,7 +90,7 @@ fn a_disk_of_each_kind_can_be_driven() -> Result<()> {
     Ok(())
 }
 
-/// The figures would be those of errors.
+/// Figures of failed requests would be worthless.
 #[test]
 fn a_disk_that_fails_under_a_load_is_told() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -104,7 +104,7 @@ fn a_disk_that_fails_under_a_load_is_told() -> Result<()> {
     Ok(())
 }
 
-/// It cannot be ended in order before its requests are.
+/// The load cannot end in order before its requests do.
 #[test]
 fn a_disk_that_does_not_answer_at_the_end_of_a_load_is_named() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -117,7 +117,7 @@ fn a_disk_that_does_not_answer_at_the_end_of_a_load_is_named() -> Result<()> {
     let mut driving = Running::start(ringhaul()?.args(["disk", "bench", &disk]).args(load))?;
     let said = driving.wait_for("waiting for")?;
     ensure!(said.contains(&format!("waiting for 4 operations of {disk} to end; two interr")));
-    // Signals that come at once may be one.
+    // Signals that come at once may be merged into one.
     retry(LIMIT, || {
         ensure!(driving.signal(Signal::INT).is_err(), "it goes on after interrupts");
         Ok(())
@@ -127,7 +127,7 @@ fn a_disk_that_does_not_answer_at_the_end_of_a_load_is_named() -> Result<()> {
     Ok(())
 }
 
-/// As a table with all keys, as a text, and as a unit.
+/// Disks as a table with all keys, as text, and as units.
 #[test]
 fn a_configuration_file_has_disks_of_all_kinds() -> Result<()> {
     if !["nbdkit", "cryptsetup", "qemu-img"].iter().all(|program| is_installed(program)) {

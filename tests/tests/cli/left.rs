@@ -1,5 +1,5 @@
-//! Requests that wait while their queues stop: they are left in the inflight region of a front-end
-//! that keeps one, or waited for.
+//! Requests that wait while their queues stop are left in the inflight region. Without a region, a
+//! takeover is refused.
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -27,7 +27,7 @@ const QUEUES: u16 = 2;
 const QUEUE_SIZE: u16 = 64;
 pub(super) const REGION_BYTES: u64 = 1088 * QUEUES as u64;
 
-/// Attaches a front-end that keeps an inflight region.
+/// Attaches a front-end that has an inflight region.
 pub(super) fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
     let mut setup = Setup::default().queue_size(QUEUE_SIZE);
     let more = protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
@@ -47,7 +47,7 @@ fn bring(frontend: &mut Frontend, region: &Arc<OwnedFd>) -> Result<()> {
     frontend.tell(Message::inflight_region(region, REGION_BYTES, QUEUES, QUEUE_SIZE))
 }
 
-/// A disk on a file system that is full, and a front-end whose four writes are held.
+/// A disk on a full file system, and a front-end with four held writes.
 struct Held {
     space: Tmpfs,
     scene: Scene,
@@ -91,7 +91,7 @@ impl Held {
         })
     }
 
-    /// Makes space. All four succeed.
+    /// Frees space and resumes. All four writes succeed.
     fn end(mut self) -> Result<()> {
         let statuses = [0, 1, 2, 3].map(|slot| self.frontend.status(0, slot));
         ensure!(statuses == [Some(blk::PENDING); 4], "{statuses:?}");
@@ -133,7 +133,7 @@ fn writes_that_are_held_are_left_by_a_takeover_that_fails() -> Result<()> {
     held.end()
 }
 
-/// As QEMU stops and continues a guest.
+/// QEMU stops and continues a guest like this.
 #[test]
 fn writes_that_are_held_are_left_when_the_front_end_stops_the_queue() -> Result<()> {
     if !may_change("mounts") {
@@ -148,14 +148,14 @@ fn writes_that_are_held_are_left_when_the_front_end_stops_the_queue() -> Result<
     frontend.start_queue(0, 0)?;
     frontend.enable_queue(0, true)?;
     held.wait_until("held")?;
-    // Memory comes and goes: they begin anew in what there is.
+    // The writes restart in the new map of memory.
     let region = held.frontend.memory.regions[1].clone();
     held.frontend.tell(Message::remove_region(&region))?;
     held.frontend.tell(Message::add_region(&region))?;
     held.end()
 }
 
-/// An error that comes while queues stop is one for the error policy, as at any other time.
+/// The error policy also covers errors that arrive while queues stop.
 #[test]
 fn a_read_that_fails_while_a_takeover_begins_is_tried_again() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -198,7 +198,7 @@ fn a_read_that_fails_while_a_takeover_begins_is_tried_again() -> Result<()> {
             drop(next);
             daemon.wait_for("does not take over")
         })();
-        // Whatever has come of it: the kernel keeps a process whose reads hang.
+        // Released even after a failure: the kernel keeps a process with hung reads.
         fuse.release();
         fails?;
         let used = frontend.rings[0].wait_used()?;

@@ -1,4 +1,4 @@
-//! Who may use a disk at the same time: other daemons, QEMU's programs, and other exports.
+//! Locks of disks against other daemons, QEMU's programs, and other exports.
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
 
-/// `qemu-storage-daemon` with the file open, until this is dropped.
+/// `qemu-storage-daemon` with the file open, until this value is dropped.
 struct StorageDaemon(Child);
 
 impl StorageDaemon {
@@ -71,18 +71,18 @@ fn qemus_programs_and_the_daemon_see_each_other() -> Result<()> {
     let read = ["-f", "raw", "-r", "-c", "read 0 4096", &name];
     let resize = ["resize", "-f", "raw", &name, "+1M"];
 
-    // A disk that is written to is nobody else's, as long as he asks (qemu-io does not, to read).
+    // A writer excludes every program that checks locks; qemu-io checks none for reading.
     let writer = Running::serve(&mut serve(&socket, &file)?)?;
     expect_locked("qemu-io for writing", &run("qemu-io", &write)?)?;
     expect_locked("qemu-img resize", &run("qemu-img", &resize)?)?;
     drop(writer);
-    // One that is read may be read.
+    // A reader admits other readers.
     let reader = Running::serve(serve(&socket, &file)?.arg("--read-only"))?;
     expect_locked("qemu-io for writing", &run("qemu-io", &write)?)?;
     expect_locked("qemu-img resize", &run("qemu-img", &resize)?)?;
     ensure!(run("qemu-io", &read)?.status.success(), "a second reader is kept out");
     drop(reader);
-    // With `--lock off` there are none.
+    // `--lock off` takes no locks.
     let unlocked = Running::serve(serve(&socket, &file)?.args(["--lock", "off"]))?;
     ensure!(run("qemu-io", &write)?.status.success(), "there is a lock in spite of --lock off");
     drop(unlocked);
@@ -100,7 +100,7 @@ fn qemus_programs_and_the_daemon_see_each_other() -> Result<()> {
     Running::serve(&mut refused(&["--lock", "off"])?)?;
     drop(storage_daemon);
     std::fs::remove_file(scene.socket("qsd.sock")).context("removing a socket")?;
-    // Read-only it lets everybody in.
+    // A read-only storage daemon admits other readers.
     let _storage_daemon = StorageDaemon::start(&scene, &file, false)?;
     Running::serve(&mut refused(&["--read-only"])?)?;
     refusals.finish()

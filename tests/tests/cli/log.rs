@@ -1,4 +1,4 @@
-//! The log: its forms, its filter, and what a guest can do to it.
+//! The log: its forms, its filter, and its limits on lines that a guest causes.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -9,16 +9,16 @@ use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// Requests that fail, far more than a minute has lines for.
+/// The number of failing requests, far more than the log's limit in a minute.
 const BAD_REQUESTS: u64 = 50;
-/// Lines that a guest gets in a minute.
+/// The number of lines that a guest may cause in a minute.
 const LINES: u64 = 5;
 
 fn scene() -> Result<Scene> {
     Scene::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
-/// Lets a guest make requests that fail, in two connections.
+/// Makes failing requests over two connections.
 fn misbehave(socket: &Path) -> Result<()> {
     for _ in 0..2 {
         let mut frontend = Frontend::attach(socket, &Setup::default())?;
@@ -40,7 +40,7 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
     let scene = scene()?;
     let (file, socket) = (scene.disk("a \"b\".img", 16 << 20)?, scene.socket("disk.sock"));
     let export = format!("socket-path={},null=1M", scene.socket("other.sock").display());
-    // Options of the log may stand before the command, which may be left out.
+    // Options of the log may precede the command, which may be omitted.
     for before in [&["serve"][..], &[]] {
         let mut command = ringhaul()?;
         command.args(["--log-format", "json"]).args(before);
@@ -75,7 +75,7 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
         }
         let failed = of(&name, "a request failed: read at byte").len() as u64;
         ensure!(failed == LINES, "{failed} lines");
-        // Each one that was left out is counted once, the last of them at the end.
+        // Each omitted line is counted once, the last ones at the end.
         let left_out: u64 = lines.iter().filter_map(|line| line["left_out"].as_u64()).sum();
         ensure!(left_out == BAD_REQUESTS - LINES, "{left_out} left out: {lines:#?}");
         ensure!(
@@ -88,7 +88,7 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
     Ok(())
 }
 
-/// A null disk makes no operations, and its guests' requests are still counted.
+/// A null disk makes no operations, but its requests are counted.
 #[test]
 fn the_last_line_of_an_export_counts_its_requests() -> Result<()> {
     let scene = scene()?;
@@ -122,7 +122,7 @@ fn text_has_the_same_counts() -> Result<()> {
     let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
     let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
     misbehave(&socket)?;
-    // Nor is there more than a few lines of front-ends that come and go.
+    // Lines about front-ends that connect and disconnect are limited too.
     for _ in 0..20 {
         Frontend::connect(&socket, &Setup::default())?.negotiate()?;
     }

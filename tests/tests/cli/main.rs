@@ -1,4 +1,4 @@
-//! The commands of `ringhaul` as their users see them: options, messages and exit statuses.
+//! The commands of `ringhaul`, tested as a user runs them: options, messages and exit statuses.
 
 mod back_end;
 mod backing;
@@ -45,7 +45,7 @@ use anyhow::Result;
 use ringhaul_kit::cli::{Running, Scene};
 use ringhaul_kit::system::thread_id;
 
-/// A size that fits everything that these tests do.
+/// A disk size that suffices for these tests.
 const DISK_BYTES: u64 = 16 << 20;
 
 fn scene() -> Result<Scene> {
@@ -56,7 +56,7 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// The path of a file of the kernel about a thread of the daemon.
+/// The path of a file in /proc about a thread of the daemon.
 fn thread_file(daemon: &Running, thread: &str, file: &str) -> Result<PathBuf> {
     let (process, thread) = (daemon.pid(), thread_id(daemon.pid(), thread)?);
     let (process, thread) = (process.as_raw_nonzero(), thread.as_raw_nonzero());

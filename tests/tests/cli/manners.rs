@@ -1,4 +1,4 @@
-//! Manners of a command line: version, help, exit statuses, completions.
+//! Conventions of a command line: version, help, exit statuses, completions.
 
 use std::fs;
 
@@ -63,7 +63,7 @@ fn exit_statuses_are_those_of_the_help() -> Result<()> {
     let report: serde_json::Value = serde_json::from_str(&report)?;
     let job = &report["jobs"][0];
     ensure!(job["jobname"] == "boot" && job["read"]["total_ios"] == 9, "{report}");
-    // Reads beyond its end fail.
+    // Reads beyond the end of the file fail.
     fs::File::options().write(true).open(&disk)?.set_len(DISK_BYTES / 2)?;
     let half = format!("--rw read --number_ios 9 --offset {}", DISK_BYTES / 2);
     run(&mut bench(&socket, &half)?)?.expect_code(1)?;

@@ -1,4 +1,4 @@
-//! Requests of members of the `--control-group`: each method, and the takeover.
+//! Requests by members of the `--control-group`: each method, and the takeover.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 use super::control::Client;
 use super::{is_root, scene};
 
-/// The code of a refusal.
+/// The error code of a refusal.
 const REFUSED: i32 = 7;
 const GROUP: &str = "4711";
 
-/// Asks as a user who is in this group alone, with a program of another origin. Returns
-/// the first answer.
+/// Sends a request from an independent program, as a user in this group alone. Returns the first
+/// answer.
 fn ask(path: &Path, method: &str, params: &Value) -> Result<Value> {
     const ASK: &str = r#"
         $SIG{PIPE} = 'IGNORE';
@@ -45,8 +45,8 @@ fn methods() -> Result<BTreeSet<String>> {
     Ok(methods.keys().cloned().collect())
 }
 
-/// A program that runs as the user of the daemon, all disks and the memory of all guests are for
-/// root and that user alone. The rest is for members, too.
+/// `upgrade` runs a program as the user of the daemon, and `takeover` passes on all disks and guest
+/// memory. Both are for root and that user alone. All other methods are for members, too.
 #[test]
 fn members_may_ask_for_all_but_an_upgrade_and_a_takeover() -> Result<()> {
     if !is_root() {

@@ -1,4 +1,4 @@
-//! Options that are impossible, and options that take effect.
+//! Impossible options, and options that take effect.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use virtqueue::QueueConfig;
 
 use crate::{DISK_BYTES, scene, thread_file};
 
-/// Options with which the daemon logs the operations of its IoThreads.
+/// Options that make the daemon log the operations of its IoThreads.
 const COUNTERS: [&str; 2] = ["--log", "info,ringhaul::engines=debug"];
 
 #[test]
@@ -151,7 +151,7 @@ fn queues_are_spread_over_iothreads() -> Result<()> {
     Ok(())
 }
 
-/// Eight bits name a queue when it gets its eventfds, so there is no queue 256.
+/// Messages with eventfds carry the queue number in eight bits, so there is no queue 256.
 #[test]
 fn as_many_queues_as_can_be_named() -> Result<()> {
     let scene = scene()?;
@@ -188,8 +188,8 @@ fn as_many_queues_as_can_be_named() -> Result<()> {
     Ok(())
 }
 
-/// Many disks of one daemon, each on its own socket: they are served side by side, and an idle
-/// daemon uses no CPU time for them.
+/// Many disks of one daemon, each on its own socket, are served side by side. An idle daemon uses
+/// no CPU time for them.
 #[test]
 fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
     const DISKS: usize = 64;
@@ -204,7 +204,7 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
         command.args(["--export", &export]);
         sockets.push(socket);
     }
-    // One of another engine shares the threads of the others.
+    // An export with a different engine shares the same threads.
     let null = scene.socket("null.sock");
     command.args(["--export", &format!("socket-path={},null=1M", null.display())]);
     sockets.push(null);
@@ -218,7 +218,7 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
     }
     let options = "--rw randrw --number_ios 200 --iodepth 8";
     run(&mut bench(&sockets[DISKS], options)?)?.expect_code(0)?;
-    // Front-ends are attached and ask for nothing: the queues are armed, and no thread runs.
+    // Front-ends are attached and idle: the queues are armed, and no thread runs.
     let clients = sockets.iter().map(|socket| Frontend::attach(socket, &Setup::default()));
     let clients = clients.collect::<Result<Vec<_>>>()?;
     let mut before = times_run(&daemon)?;
@@ -230,7 +230,7 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
         }
         before = now;
     }
-    // What is looked at is a span of time, so this is no wait for anything.
+    // A fixed span of time is observed, so this sleep waits for no event.
     std::thread::sleep(Duration::from_secs(1));
     ensure!(times_run(&daemon)? == before, "an IoThread runs though nobody asks for anything");
     drop(clients);
@@ -246,7 +246,7 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
     Ok(())
 }
 
-/// How often each IoThread was given a CPU.
+/// The number of times that each IoThread was scheduled.
 fn times_run(daemon: &Running) -> Result<Vec<u64>> {
     let times = ["iothread-0", "iothread-1"].map(|name| {
         let statistics = std::fs::read_to_string(thread_file(daemon, name, "schedstat")?)?;
@@ -256,7 +256,7 @@ fn times_run(daemon: &Running) -> Result<Vec<u64>> {
     times.into_iter().collect()
 }
 
-/// The kernel says which slice the threads of the daemon have.
+/// The kernel reports the time slice of the daemon's threads.
 #[test]
 fn an_iothread_has_the_slice_that_the_option_gives() -> Result<()> {
     let scene = scene()?;
@@ -270,7 +270,7 @@ fn an_iothread_has_the_slice_that_the_option_gives() -> Result<()> {
         let socket = scene.socket("slice.sock");
         let mut daemon = Running::serve(serve(&socket, &file)?.args(options))?;
         let found = slice(thread_file(&daemon, "iothread-0", "sched")?)?;
-        // Kernels before 6.12, and those without debugging of the scheduler, say nothing.
+        // Kernels before 6.12, and kernels without debugging of the scheduler, do not report it.
         let expected = of_kernel.as_ref().and(expected).map(str::to_owned);
         ensure!(found == expected, "{options:?}: {found:?}");
         daemon.signal(Signal::TERM)?;
@@ -279,14 +279,14 @@ fn an_iothread_has_the_slice_that_the_option_gives() -> Result<()> {
     Ok(())
 }
 
-/// The time slice of a thread, as its file `sched` has it.
+/// The time slice of a thread, read from its file `sched`.
 fn slice(sched: impl AsRef<std::path::Path>) -> Result<Option<String>> {
     let text = std::fs::read_to_string(sched).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("se.slice"));
     Ok(line.map(|line| line.trim_start_matches([' ', ':']).to_owned()))
 }
 
-/// What is switched for measurement changes how the work is done, not what comes of it.
+/// Switches for measurements change the way of working, not the results.
 #[test]
 fn switches_change_the_way_and_not_the_result() -> Result<()> {
     const ALL_OFF: &[&str] = &[
@@ -347,14 +347,14 @@ fn sqpoll_without_a_cpu_of_its_own_is_warned_of() -> Result<()> {
     Ok(())
 }
 
-/// A disk whose completions cannot be polled for is still served; the log says why, once.
+/// A disk without polled completions is still served; the log gives the reason, once.
 #[test]
 fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
     let scene = scene()?;
     let file = scene.disk("plain.img", DISK_BYTES)?;
     let socket = scene.socket("plain.sock");
     let mut command = serve(&socket, &file)?;
-    // Not even where the system's disks have queues for it: not the page cache.
+    // The page cache is never polled, even if the disks of the system have queues for polling.
     command.args(["--engine", "io_uring", "--iopoll", "--iothreads", "2", "--cache", "writeback"]);
     command.args(COUNTERS);
     let mut daemon = Running::serve(&mut command)?;
@@ -370,7 +370,7 @@ fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
     Ok(())
 }
 
-/// Left the choice, the daemon may choose an engine that cannot do what was asked for.
+/// With `--engine auto` the daemon may choose an engine without a requested feature.
 #[test]
 fn an_option_without_effect_is_named() -> Result<()> {
     let scene = scene()?;
@@ -385,7 +385,7 @@ fn an_option_without_effect_is_named() -> Result<()> {
     Ok(())
 }
 
-/// The heap reads its options before there is a program, and takes none that the linker left out.
+/// The heap reads its options before `main`, and misses options that the linker dropped.
 #[test]
 fn the_heap_has_two_arenas() -> Result<()> {
     let mut command = ringhaul()?;

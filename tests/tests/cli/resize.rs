@@ -1,4 +1,4 @@
-//! Disks whose size changes while they are served.
+//! Disks that change their size while they are served.
 
 use std::fs::File;
 use std::path::Path;
@@ -15,7 +15,7 @@ use super::scene;
 
 const MIB: u64 = 1 << 20;
 
-/// A daemon with these exports, and a client of it.
+/// Starts a daemon with these exports, and connects a client.
 fn serve(scene: &Scene, exports: &[String]) -> Result<(Running, Client)> {
     let control = scene.socket("control");
     let mut command = ringhaul()?;
@@ -77,7 +77,7 @@ fn a_disk_is_resized_by_request() -> Result<()> {
     Ok(())
 }
 
-/// Whoever hears that it has ended may use the disk, which must not change any more.
+/// A client that is notified of the end may use the disk, so the disk must not change afterwards.
 #[test]
 fn an_export_has_not_ended_while_its_file_is_resized() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -112,7 +112,7 @@ fn an_export_has_not_ended_while_its_file_is_resized() -> Result<()> {
     fuse.release();
     let resized = resize.join().expect("it has not panicked")?;
     ensure!(resized["error"]["code"] == 1, "{resized}");
-    // It may have ended by now.
+    // The export may already be gone.
     client.call("export.remove", &json!({ "export": "vm" }))?;
     ensure!(super::control::event(&mut events)?["event"] == "removed", "it has not ended");
     daemon.signal(Signal::TERM)?;
@@ -120,7 +120,7 @@ fn an_export_has_not_ended_while_its_file_is_resized() -> Result<()> {
     Ok(())
 }
 
-/// Each has opened the file by itself.
+/// Each export has opened the file by itself.
 #[test]
 fn all_exports_of_a_disk_take_its_new_size() -> Result<()> {
     let scene = scene()?;
@@ -147,7 +147,7 @@ fn all_exports_of_a_disk_take_its_new_size() -> Result<()> {
     Ok(())
 }
 
-/// Growth is passed on. Less than what the guest knows is not, unless somebody asks for that.
+/// Growth is passed on. A size below the guest's is passed on only by request.
 #[test]
 fn the_size_of_a_file_that_others_change_is_noticed() -> Result<()> {
     let scene = scene()?;

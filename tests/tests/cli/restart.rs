@@ -29,7 +29,7 @@ fn command(scene: &Scene, more: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-/// Ends the daemon by a signal and starts it with these options.
+/// Ends the daemon by a signal and starts it again with these options.
 fn start_again(
     scene: &Scene,
     mut daemon: Running,
@@ -47,7 +47,7 @@ fn start(scene: &Scene, more: &[&str]) -> Result<(Running, Client)> {
     Ok((daemon, client))
 }
 
-/// Calls methods, none of which is refused.
+/// Calls methods and fails if one is refused.
 fn change(client: &mut Client, calls: &[(&str, Value)]) -> Result<()> {
     for (method, params) in calls {
         let answer = client.call(method, params)?;
@@ -56,7 +56,7 @@ fn change(client: &mut Client, calls: &[(&str, Value)]) -> Result<()> {
     Ok(())
 }
 
-/// The names of the exports that are served, sorted, when there are so many.
+/// Waits for at least `count` exports that are served, and returns their names, sorted.
 fn names(client: &mut Client, count: usize) -> Result<Vec<String>> {
     loop {
         let listed = client.call("export.list", &json!({}))?;
@@ -82,7 +82,7 @@ fn luns(client: &mut Client) -> Result<Vec<u64>> {
     Ok(luns)
 }
 
-/// Has a unit and an export added, another removed, and limits, policies and settings set.
+/// Adds a unit and an export, removes an export, and sets limits, policies and settings.
 fn change_all(scene: &Scene, client: &mut Client) -> Result<()> {
     let [unit, disk] = ["unit.img", "added.img"].map(|name| scene.disk(name, DISK_BYTES));
     let unit = json!({ "lun": 5, "disk": { "file": unit? } });
@@ -106,7 +106,7 @@ fn change_all(scene: &Scene, client: &mut Client) -> Result<()> {
     )
 }
 
-/// Checks that all of it is so.
+/// Checks the changes of [`change_all`].
 fn check_all(client: &mut Client) -> Result<()> {
     ensure!(names(client, 2)? == ["added", "vm"], "{:?}", names(client, 2)?);
     ensure!(luns(client)? == [0, 5], "{:?}", luns(client)?);
@@ -134,12 +134,12 @@ fn what_commands_changed_outlives_a_kill_and_a_clean_end() -> Result<()> {
         (daemon, client) = start_again(&scene, daemon, signal, &[])?;
         check_all(&mut client)?;
     }
-    // The command line alone, as if nothing had been changed; the file waits.
+    // `--state none` serves the command line alone, and leaves the state file as it is.
     (daemon, client) = start_again(&scene, daemon, Signal::KILL, &["--state", "none"])?;
     ensure!(names(&mut client, 2)? == ["null", "vm"] && luns(&mut client)? == [0], "not ignored");
     (daemon, client) = start_again(&scene, daemon, Signal::TERM, &[])?;
     check_all(&mut client)?;
-    // Everything undone, nothing is left to keep.
+    // When everything is undone, no change is left to store.
     let null = json!({
         "name": "null",
         "endpoint": { "path": scene.socket("null.sock") },
@@ -181,7 +181,7 @@ fn a_takeover_goes_on_with_the_state() -> Result<()> {
     change(&mut client, &[("lun.add", json!({ "export": "vm", "unit": unit }))])?;
     next.signal(Signal::KILL)?;
     next.finish()?;
-    // The supervisor has the old command line.
+    // The supervisor restarts the old command line.
     let (mut last, mut client) = start(&scene, &[])?;
     ensure!(last.stderr().contains("goes on with the options of an upgrade: --iothreads 2"));
     ensure!(luns(&mut client)? == [0, 5, 6], "{:?}", luns(&mut client)?);
@@ -213,7 +213,7 @@ fn what_cannot_be_restored_is_reported_and_the_rest_is_served() -> Result<()> {
         said.contains("vm: unit 0:5 cannot be restored") && said.contains("unit.img"),
         "{said}"
     );
-    // Changes meanwhile lose nothing of it.
+    // Changes in between do not drop entries that could not be restored.
     let limits = json!({ "iops-total": 77 });
     change(&mut client, &[("disk.set", json!({ "export": "vm", "lun": 0, "limits": limits }))])?;
     for path in [&unit, &added] {
@@ -276,7 +276,7 @@ fn a_command_line_that_has_changed_wins() -> Result<()> {
     let scene = scene()?;
     let (mut daemon, mut client) = start(&scene, &[])?;
     change_all(&scene, &mut client)?;
-    // The same export as the command added, and another time to poll.
+    // The export that the command added, with another disk, and another polling time.
     let added = format!("name=added,socket-path={},null=2M", scene.socket("added.sock").display());
     let more = ["--export", &added, "--poll-max-us", "9", "--werror", "report"];
     (daemon, client) = start_again(&scene, daemon, Signal::KILL, &more)?;
@@ -298,7 +298,7 @@ fn a_command_line_that_has_changed_wins() -> Result<()> {
     Ok(())
 }
 
-/// `ringhaul ctl` on the daemon of the scene.
+/// A `ringhaul ctl` command for the daemon of the scene.
 fn ctl(scene: &Scene, words: &[&str]) -> Result<Command> {
     let mut command = ringhaul()?;
     command.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
@@ -309,10 +309,10 @@ fn ctl(scene: &Scene, words: &[&str]) -> Result<Command> {
 fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
     let scene = scene()?;
     let (mut daemon, mut client) = start(&scene, &[])?;
-    // It never asks.
+    // `/bin/true` never asks for the exports.
     let done = run(&mut ctl(&scene, &["upgrade", "/bin/true"])?)?.expect_code(5)?;
     ensure!(done.stderr.contains("never asked for it"), "{}", done.stderr);
-    // An option that this version does not have: the new process says so.
+    // The new process refuses a combination of options.
     let script = scene.path("wrong.sh");
     let binary = ringhaul_kit::server::ringhaul_binary()?;
     let text = format!(
@@ -326,7 +326,7 @@ fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
     ensure!(done.stderr.contains("--iopoll"), "{}", done.stderr);
     let answer = client.call("upgrade", &json!({ "binary": script }))?;
     ensure!(answer["error"]["code"] == 11, "{answer}");
-    // Another hand-over runs, and its process says nothing more.
+    // Another hand-over is in progress, and its process sends nothing more.
     let begin = json!({ "formats": [4, 5, 6, 7, 8], "inflight-versions": [1], "version": "x" });
     let mut silent = Client::new(&scene.socket("control"))?;
     let described = silent.call("takeover", &begin)?;
@@ -336,7 +336,8 @@ fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
     ensure!(done.stderr.contains("another process is taking the exports over"), "{}", done.stderr);
     let answer = client.call("upgrade", &json!({ "binary": binary }))?;
     ensure!(answer["error"]["code"] == 10, "{answer}");
-    // It succeeds in the end; a change meanwhile waits and goes to the process that serves then.
+    // The upgrade succeeds in the end. A change in the meantime waits for the process that serves
+    // then.
     let retries = Running::start(&mut ctl(&scene, &["upgrade", &binary, "--retry", "60"])?)?;
     daemon.wait_for("does not take over: another process")?;
     drop(silent);
@@ -346,12 +347,12 @@ fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
     let mut client = Client::new(&scene.socket("control"))?;
     ensure!(luns(&mut client)? == [0, 8], "{:?}", luns(&mut client)?);
     change(&mut client, &[("shutdown", json!({}))])?;
-    // The new process writes there, too.
+    // The new process writes to the same pipe.
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
-/// The configuration file wins over commands where it has changed, and the rest of both is there.
+/// The configuration file overrides commands in entries that changed in it. All other changes stay.
 #[test]
 fn a_file_that_is_read_again_and_commands_outlive_a_kill_together() -> Result<()> {
     let scene = scene()?;
@@ -387,7 +388,7 @@ fn a_file_that_is_read_again_and_commands_outlive_a_kill_together() -> Result<()
     write(&[export("changed", &limited(9)), export("kept", &limited(5)), export("new", "")])?;
     daemon.signal(Signal::HUP)?;
     daemon.wait_for("is applied, as far as it can be")?;
-    // A command after it counts as well.
+    // A command after the reload counts as well.
     change(&mut client, &[set("new", 11)])?;
     daemon.signal(Signal::KILL)?;
     daemon.finish()?;

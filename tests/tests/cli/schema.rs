@@ -1,9 +1,9 @@
-//! A check of values against JSON Schemas, by as much of the draft as the daemon's schemas use.
+//! A check of values against JSON Schemas, limited to the keywords in the daemon's schemas.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-/// What says nothing about whether a value fits.
+/// Keywords that restrict no value.
 const REMARKS: [&str; 4] = ["$schema", "description", "default", "format"];
 
 /// Checks a value against a part of a document.
@@ -42,7 +42,7 @@ fn check_keyword(
         }
         "const" => ensure!(value == said, "it is not {said}"),
         "enum" => ensure!(all()?.contains(value), "it is not in {said}"),
-        // They are about numbers and objects.
+        // These keywords concern only numbers or objects.
         "minimum" | "maximum" if !value.is_number() => {}
         "required" if !value.is_object() => {}
         "minimum" => ensure!(value.as_f64() >= said.as_f64(), "it is below {said}"),

@@ -1,4 +1,4 @@
-//! Secrets in names of disks, where none belong: no output repeats them.
+//! Secrets that users put into names of disks: no output repeats them.
 
 use std::fs;
 

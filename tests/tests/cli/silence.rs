@@ -1,4 +1,4 @@
-//! Mistakes of operators, about which the daemon must not be silent.
+//! Mistakes of operators that the daemon must report.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
     run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))
 }
 
-/// A log that says nothing would hide every later mistake.
+/// An empty log would hide every later mistake.
 #[test]
 fn a_mistyped_log_level_is_refused_at_every_door() -> Result<()> {
     let scene = scene()?;
@@ -55,7 +55,7 @@ fn a_mistyped_log_level_is_refused_at_every_door() -> Result<()> {
     Ok(())
 }
 
-/// The memory of the guest may come later, and its requests are served then.
+/// Guest memory may arrive later, and requests are served then.
 #[test]
 fn a_guest_without_shared_memory_is_named() -> Result<()> {
     let scene = scene()?;
@@ -87,7 +87,7 @@ fn a_guest_without_shared_memory_is_named() -> Result<()> {
     Ok(())
 }
 
-/// Zeroes would pass for the data of the guest.
+/// Zeroes would pass for data of the guest.
 #[test]
 fn a_file_that_was_cut_gives_errors_and_the_log_says_so() -> Result<()> {
     let scene = scene()?;
@@ -118,7 +118,7 @@ fn a_file_that_was_cut_gives_errors_and_the_log_says_so() -> Result<()> {
     Ok(())
 }
 
-/// A terminal would take them for colours and for further lines.
+/// A terminal would show control characters as colours and extra lines.
 #[test]
 fn errors_have_no_control_characters() -> Result<()> {
     let scene = scene()?;
@@ -149,7 +149,7 @@ fn lines_for_the_journal_have_a_priority_and_no_time() -> Result<()> {
     command.arg("serve").arg("--socket-path").arg(&socket).args(["--blk-file", "/missing"]);
     let refused = run(&mut command)?.expect_code(2)?;
     ensure!(refused.stderr.starts_with("<3>ringhaul: cannot open /missing"), "{}", refused.stderr);
-    // The variable may be about the standard error of the parent.
+    // The variable may refer to the standard error of the parent.
     let mut command = serve(&socket, &disk)?;
     let mut daemon = Running::serve(command.env("JOURNAL_STREAM", "1:1"))?;
     daemon.signal(Signal::TERM)?;
@@ -158,7 +158,7 @@ fn lines_for_the_journal_have_a_priority_and_no_time() -> Result<()> {
     Ok(())
 }
 
-/// `head` and its like leave when they have enough.
+/// `head` and similar programs close the pipe early.
 #[test]
 fn a_reader_that_leaves_is_no_failure() -> Result<()> {
     let mut command = ringhaul_under(&["bash", "-o", "pipefail", "-c", "\"$@\" | true", "bash"])?;
@@ -208,7 +208,7 @@ fn a_file_is_named_by_its_name_and_may_be_measured_while_in_use() -> Result<()> 
     Ok(())
 }
 
-/// Rows of a table: a command line, and words that its error has.
+/// Rows of a table: a command line, and words of its error.
 #[test]
 fn messages_say_what_is_meant_and_not_how_it_was_parsed() -> Result<()> {
     let scene = scene()?;

@@ -1,4 +1,4 @@
-//! A client of sockets that this project has not written: `socat`, with lines of JSON.
+//! An independent client of sockets: `socat`, with lines of JSON.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -11,17 +11,17 @@ use ringhaul_kit::system;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-/// Whether there is one. Prints a message if not.
+/// Returns true if socat is installed; prints a message if not.
 pub(super) fn is_installed() -> bool {
     system::is_installed("socat")
 }
 
-/// One that is connected until it is dropped.
+/// A connected `socat`, until this value is dropped.
 pub(super) struct Socat {
     child: Child,
     stdin: ChildStdin,
     answers: Receiver<String>,
-    /// What it says of the data that it passes on.
+    /// Lines of its `-v` output about the data that it passes on.
     reports: Receiver<String>,
     asked: u64,
 }
@@ -30,7 +30,7 @@ impl Socat {
     /// Connects to the socket at `path`.
     pub(super) fn connect(path: &Path) -> Result<Self> {
         let mut command = Command::new("setpriv");
-        // What is started does not outlive the test, however that ends.
+        // With this, socat does not outlive the test.
         command.args(["--pdeathsig", "KILL", "socat", "-v", "-"]);
         command.arg(format!("UNIX-CONNECT:{}", path.display()));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -41,12 +41,12 @@ impl Socat {
         Ok(Self { child, stdin, answers, reports, asked: 0 })
     }
 
-    /// Has it send this, as it is.
+    /// Sends this text unchanged.
     pub(super) fn say(&mut self, text: &str) -> Result<()> {
         self.stdin.write_all(text.as_bytes()).context("writing to socat")
     }
 
-    /// The same, and waits until it has taken that for a piece of its own.
+    /// Sends this text, and waits until socat has passed it on as a separate piece.
     pub(super) fn say_apart(&mut self, text: &str) -> Result<()> {
         self.say(text)?;
         while let Some(line) = next(&self.reports)? {
@@ -57,14 +57,14 @@ impl Socat {
         bail!("socat has ended")
     }
 
-    /// The next line that has come. None: the daemon has hung up.
+    /// The next line, or `None` if the daemon has closed the connection.
     pub(super) fn hear(&self) -> Result<Option<Value>> {
         let Some(line) = next(&self.answers)? else { return Ok(None) };
         let answer = serde_json::from_str(&line).with_context(|| format!("no JSON: {line}"))?;
         Ok(Some(answer))
     }
 
-    /// Has it send a request, which is not waited for. Returns its id.
+    /// Sends a request without waiting for its answer. Returns its id.
     pub(super) fn begin(&mut self, method: &str, params: &Value) -> Result<u64> {
         self.asked += 1;
         let id = self.asked;
@@ -73,14 +73,14 @@ impl Socat {
         Ok(id)
     }
 
-    /// The answer to request `id`, which is the next line that comes.
+    /// The answer to request `id`, which must be the next line.
     pub(super) fn end(&self, id: u64) -> Result<Value> {
         let answer = self.hear()?.context("the daemon has hung up")?;
         ensure!(answer["jsonrpc"] == "2.0" && answer["id"] == id, "not the answer: {answer}");
         Ok(answer)
     }
 
-    /// What a method answers.
+    /// Calls a method that must succeed, and returns its result.
     pub(super) fn done(&mut self, method: &str, params: &Value) -> Result<Value> {
         let id = self.begin(method, params)?;
         let mut answer = self.end(id)?;
@@ -88,7 +88,7 @@ impl Socat {
         Ok(answer["result"].take())
     }
 
-    /// What the daemon says to something that it refuses with this code.
+    /// Calls a method that must be refused with this code, and returns the message.
     pub(super) fn refused(&mut self, method: &str, params: &Value, code: i32) -> Result<String> {
         let id = self.begin(method, params)?;
         let answer = self.end(id)?;
@@ -105,12 +105,12 @@ impl Socat {
         Ok(line["params"].take())
     }
 
-    /// Its process.
+    /// The id of its process.
     pub(super) fn process(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends it a signal.
+    /// Sends socat a signal.
     pub(super) fn signal(&self, signal: Signal) -> Result<()> {
         kill_process(Pid::from_child(&self.child), signal).context("sending socat a signal")
     }
@@ -118,17 +118,17 @@ impl Socat {
 
 impl Drop for Socat {
     fn drop(&mut self) {
-        // These fail only if it has ended and been waited for.
+        // These fail only if socat has ended and was waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Lines as they come, until the end.
+/// Reads lines in a thread until the end of the stream.
 fn lines(from: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, lines) = channel();
     std::thread::spawn(move || {
-        // The receiver goes only when nobody reads any more.
+        // Sending fails if the receiver is dropped, and its lines are not needed then.
         for line in BufReader::new(from).lines().map_while(Result::ok) {
             let _ = sender.send(line);
         }

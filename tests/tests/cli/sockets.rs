@@ -1,4 +1,4 @@
-//! Sockets that cannot be used, sockets that are left over, and sockets of somebody else.
+//! Sockets that cannot be used, left-over sockets, and sockets of other programs.
 
 use std::fs::{self, File, Permissions, set_permissions};
 use std::io::{ErrorKind, Read, Write};
@@ -21,10 +21,10 @@ use vhost::vhost_user::Frontend;
 
 use crate::{DISK_BYTES, is_root, scene, thread_file};
 
-/// The number under which a descriptor is handed over.
+/// The number of the inherited descriptor.
 const FD: &str = "5";
 
-/// As the kernel shows it, which has 15 bytes for a name.
+/// The name of the control thread, cut off by the kernel after 15 bytes.
 const CONTROL_THREAD: &str = "ringhaul-contro";
 
 /// Only a hang takes this long.
@@ -33,7 +33,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Some I/O that takes a moment.
 const SOME_IO: &str = "--rw randrw --number_ios 200 --iodepth 8 --size 4m --verify";
 
-/// `ringhaul serve` of a new disk on descriptor [`FD`], which is `descriptor`.
+/// A command for `ringhaul serve` of a new disk that inherits `descriptor` as [`FD`].
 fn serve_fd(scene: &Scene, descriptor: OwnedFd) -> Result<Command> {
     let file = scene.disk("inherited.img", DISK_BYTES)?;
     let mut command =
@@ -61,7 +61,7 @@ fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
     let words = [&*astray.to_string_lossy(), "does not exist", "mkdir -p"];
     refusals.check("missing folder", serve(&astray, &file), &words);
 
-    // sun_path has 108 bytes, one of them for the end.
+    // sun_path has 108 bytes, one of which is the terminator.
     let long = scene.socket(&"x".repeat(108));
     refusals.check("long", serve(&long, &file), &["too long", "107", "--socket-path"]);
 
@@ -100,8 +100,8 @@ fn a_socket_in_use_is_left_to_who_has_it() -> Result<()> {
     Ok(())
 }
 
-/// A process that was killed listens until its last thread has ended, and a supervisor that is not
-/// its parent does not know when that is.
+/// A killed process listens until its last thread has ended. A supervisor that is not its parent
+/// cannot wait for that.
 #[test]
 fn a_start_right_after_a_kill_waits_for_the_sockets_of_the_dying_process() -> Result<()> {
     let scene = scene()?;
@@ -186,7 +186,7 @@ fn descriptors_that_are_no_sockets_are_refused() -> Result<()> {
     refusals.finish()
 }
 
-/// The front-end of a descriptor that is a connection: a management program has connected.
+/// The descriptor is a connection: a management program has accepted the front-end.
 #[test]
 fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
     let scene = scene()?;
@@ -196,7 +196,7 @@ fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
     let (connection, _) = listener.accept().context("accepting the load generator")?;
     let mut command = serve_fd(&scene, connection.into())?;
     let mut daemon = Running::start(&mut command)?;
-    // It has a copy of the descriptor, and the connection ends with the last one.
+    // `command` holds a copy of the descriptor, and the connection ends with the last copy.
     drop(command);
     client.finish()?.expect_code(0)?;
     daemon.wait_for("the front-end has disconnected")?;
@@ -204,7 +204,7 @@ fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
     Ok(())
 }
 
-/// Whether the socket blocks is up to whoever made it, and may change at any time.
+/// The creator of the socket decides if it blocks, and may change that at any time.
 #[test]
 fn a_connection_may_be_non_blocking() -> Result<()> {
     let scene = scene()?;
@@ -216,7 +216,7 @@ fn a_connection_may_be_non_blocking() -> Result<()> {
     drop(command);
     let frontend = Frontend::from_stream(ours.try_clone()?, 1);
     frontend.set_owner().context("SET_OWNER")?;
-    // A message in two pieces, with nothing in between for long enough to find the daemon asleep.
+    // A message in two pieces, with a pause in between that lets the daemon fall asleep.
     let header = [2, 1, 8].map(u32::to_ne_bytes).concat();
     rustix::io::write(&ours, &header)?;
     wait_asleep(&daemon)?;
@@ -243,7 +243,8 @@ fn wait_asleep(daemon: &Running) -> Result<()> {
     Ok(())
 }
 
-/// The number that was inherited is open nowhere else: the end is seen while others are served.
+/// The inherited descriptor has no other copy, so the peer sees the end while other exports are
+/// served.
 #[test]
 fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
     let scene = scene()?;
@@ -260,7 +261,7 @@ fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
     let mut rest = Vec::new();
     match ours.read_to_end(&mut rest) {
         Ok(0) => {}
-        // It did not read all of it.
+        // The daemon did not read all bytes.
         Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
         other => anyhow::bail!("the connection is open: {other:?}"),
     }

@@ -1,4 +1,4 @@
-//! A process that takes over from another, while front-ends go on.
+//! A process that takes over from another, while front-ends stay connected.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -20,13 +20,13 @@ use serde_json::{Value, json};
 
 use crate::{DISK_BYTES, scene};
 
-/// How often the depth of 64 is taken over.
+/// The number of takeovers at depth 64.
 const TAKEOVERS: usize = 9;
 
 /// The format between two processes of this version.
 const FORMAT: u32 = 5;
 
-/// What the new process says when it serves.
+/// A message of the new process when it serves.
 pub(super) const TAKEN: &str = "took over 1 export from process";
 
 /// A daemon with a new disk and a control socket.
@@ -35,7 +35,7 @@ pub(super) fn begin(scene: &Scene) -> Result<Command> {
     begin_again(scene)
 }
 
-/// The same with the disk as it is.
+/// Like [`begin`], with the existing disk.
 fn begin_again(scene: &Scene) -> Result<Command> {
     let mut command = serve(&scene.socket("vm.sock"), &scene.path("disk.img"))?;
     command.arg("--control").arg(scene.socket("control"));
@@ -48,12 +48,12 @@ pub(super) fn taking_over(scene: &Scene) -> Result<Command> {
     Ok(command)
 }
 
-/// What a process that understands these says first.
+/// The first message of a process with this format and this inflight version.
 fn says_of_itself(format: u32, inflight_version: u16) -> Value {
     json!({ "formats": [format], "inflight-versions": [inflight_version], "version": "test" })
 }
 
-/// A process that says what the new one does, as far as it likes.
+/// A client that plays the new process, step by step.
 pub(super) struct Client(BufReader<UnixStream>);
 
 impl Client {
@@ -83,7 +83,7 @@ impl Client {
 
     pub(super) fn answer(&mut self) -> Result<Value> {
         let mut line = String::new();
-        // Descriptors come with empty lines, and are lost here.
+        // Descriptors arrive with empty lines, and are lost here.
         while line.trim().is_empty() {
             line.clear();
             ensure!(self.0.read_line(&mut line)? > 0, "the daemon has hung up");
@@ -92,7 +92,7 @@ impl Client {
     }
 }
 
-/// Writes something new, and reads it and what was there before.
+/// Writes a new sector, and reads it and all earlier ones.
 pub(super) fn check(frontend: &mut Frontend, seed: u64) -> Result<()> {
     let data = |seed| pattern(seed, SECTOR_BYTES);
     frontend.write(0, seed, &data(seed))?;
@@ -136,7 +136,7 @@ fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()>
     let finished = load.finish()?.expect_code(0)?;
     ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
     ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
-    // The last one has all that the first one had.
+    // The last process has the lock, the listener and the control socket of the first.
     let mut other = serve(&scene.socket("other.sock"), &scene.path("disk.img"))?;
     run(&mut other)?.expect_refusal(&["locked"])?;
     let again = format!("--device {device} --rw randread --number_ios 100");
@@ -151,8 +151,9 @@ fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()>
     Ok(())
 }
 
-/// The front-end keeps its connection and all that it has said there. How long queues stand still
-/// is in the output: what is in the disk has to be finished.
+/// The front-end keeps its connection and its negotiated state. Requests in the disk must finish
+/// first, so the output shows how long queues stand still. `docs/guide/crash-and-upgrade.md` has
+/// figures.
 #[test]
 fn a_disk_that_answers_in_a_millisecond_is_taken_over_at_depth_64() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -184,7 +185,7 @@ fn a_disk_that_answers_in_a_millisecond_is_taken_over_at_depth_64() -> Result<()
     Ok(())
 }
 
-/// The front-end's connection, rings and memory are what it has always had.
+/// The front-end keeps its connection, rings and memory.
 #[test]
 fn a_front_end_is_not_disconnected() -> Result<()> {
     let scene = scene()?;
@@ -194,7 +195,7 @@ fn a_front_end_is_not_disconnected() -> Result<()> {
     let question = Message::new(code::GET_FEATURES, Vec::new());
     let question_bytes = question.bytes();
     for (seed, sent) in (2..).zip([0, 1, 5, 11, 12]) {
-        // Some of a message that the next process has to read to its end.
+        // Part of a message, which the next process must read to its end.
         let (sent, rest) = question_bytes.split_at(sent);
         frontend.channel.send_bytes(sent, &[])?;
         let mut next = Running::start(&mut taking_over(&scene)?)?;
@@ -212,7 +213,7 @@ fn a_front_end_is_not_disconnected() -> Result<()> {
     Ok(())
 }
 
-/// An export without a listener ends with its front-end, whoever serves it by then.
+/// An export without a listener ends with its front-end, even after takeovers.
 #[test]
 fn a_connection_that_was_inherited_goes_along() -> Result<()> {
     let scene = scene()?;
@@ -260,7 +261,8 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
         check(&mut frontend, 2)?;
     }
 
-    // It dies before it is ready, when the queues stand still, and it says that it cannot.
+    // The new process dies before it is ready or after the pause, or reports that it cannot take
+    // over.
     for (step, methods) in [
         (3, &[][..]),
         (4, &["takeover.pause"]),
@@ -280,14 +282,14 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
         daemon.wait_for("does not take over")?;
         check(&mut frontend, step)?;
     }
-    // A process that is killed is one that hangs up.
+    // The kill of a new process looks the same to the daemon: its connection closes.
     let mut next = Running::start(&mut taking_over(&scene)?)?;
     next.wait_for(TAKEN)?;
     daemon.finish()?.expect_code(0)?;
     check(&mut frontend, 9)
 }
 
-/// A process that cannot take all sessions over hangs up on none of them.
+/// A process that cannot take over all sessions disconnects none of them.
 #[test]
 fn a_new_process_takes_all_over_or_none() -> Result<()> {
     let scene = scene()?;
@@ -299,7 +301,7 @@ fn a_new_process_takes_all_over_or_none() -> Result<()> {
     let mut one = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     let mut other = Frontend::attach(&socket, &Setup::default())?;
     for seed in 1..4 {
-        // There is room for the memory of one of them.
+        // The limit has room for the memory of one front-end.
         let mut command = taking_over(&scene)?;
         command.args(["--max-mapped-memory", "12M"]);
         let refused = run(&mut command)?.expect_code(2)?.stderr;
@@ -313,8 +315,8 @@ fn a_new_process_takes_all_over_or_none() -> Result<()> {
     check(&mut one, 4).and_then(|()| check(&mut other, 4))
 }
 
-/// Either the old process goes on, or it has left, and a new one starts as after any crash. The
-/// moments are spread over the time that a takeover takes on this machine.
+/// Either the old process stays, or it has ended, and a new one starts as after a crash. The kills
+/// are spread over the time that a takeover takes on this machine.
 #[test]
 fn a_new_process_may_be_killed_at_any_moment() -> Result<()> {
     let scene = scene()?;
@@ -383,7 +385,7 @@ fn nothing_to_take_over_is_said() -> Result<()> {
     Ok(())
 }
 
-/// Whoever else wants the file finds it taken, before, in between and afterwards.
+/// The file is in use for any other daemon after each takeover.
 #[test]
 fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
     let scene = scene()?;
@@ -411,17 +413,18 @@ fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
     Ok(())
 }
 
-/// A daemon that no test has started. It ends with this, however the test does.
+/// A daemon that was started by the daemon under test. Dropping this value shuts it down, even
+/// after a failed test.
 struct Successor<'a>(&'a Scene);
 
 impl Drop for Successor<'_> {
     fn drop(&mut self) {
-        // It fails where the test has ended the daemon.
+        // The request fails if the test has already ended the daemon.
         let _ = Client::new(self.0).and_then(|mut client| client.ask("shutdown", &json!({})));
     }
 }
 
-/// By a daemon that starts its successor itself.
+/// The daemon starts its successor itself.
 #[test]
 fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let scene = scene()?;
@@ -444,7 +447,7 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
         let mut ctl = ringhaul()?;
         run(ctl.args(["ctl", "--json", "--control"]).arg(scene.socket("control")).args(words))
     };
-    // Neither the command nor the daemon looks for it in PATH, where there is one of this name.
+    // Neither `ctl` nor the daemon searches PATH, which has a program of this name.
     ctl(&["upgrade", "false"])?.expect_refusal(&["'false' does not say in which folder"])?;
     let said = ctl(&["call", "upgrade", r#"{"binary": "false"}"#])?.expect_code(1)?.stderr;
     ensure!(said.contains("give its path"), "{said}");
@@ -461,10 +464,10 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     ensure!(hear()? == expected, "the service manager does not know of it");
     let set: Value = serde_json::from_str(&ctl(&["call", "set"])?.expect_code(0)?.stdout)?;
     ensure!(set["poll-max-us"] == 7, "what was set is forgotten: {set}");
-    // It knows where the socket is by which it is taken over in turn.
+    // The new process knows the path of its control socket, so it can be replaced in turn.
     let said = ctl(&["upgrade", "--binary", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
     ensure!(serde_json::from_str::<Value>(&said)?["process"].is_u64(), "{said}");
-    // Its log has gone to where that of the first one goes, so it is still open.
+    // The last process writes to the standard error of the first, which is thus still open.
     check(&mut frontend, 3)?;
     ctl(&["shutdown"])?.expect_code(0)?;
     let log = daemon.finish()?.expect_code(0)?.stderr;

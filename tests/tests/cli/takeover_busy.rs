@@ -1,5 +1,5 @@
-//! Takeovers, and the end, while a guest has requests that take long by themselves, and many of
-//! them: neither waits until all of it is moved.
+//! Takeovers and the end of the daemon while a guest has many long requests: neither waits until
+//! all data is moved.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::takeover::{TAKEN, taking_over};
 const MIB: u64 = 1 << 20;
 const QUEUE_SIZE: u16 = 256;
 
-/// Queues of a virtio-scsi device, of which the first two take no commands.
+/// Queues of a virtio-scsi device; the first two take no commands.
 const QUEUES: u16 = 6;
 const COMMAND_QUEUES: std::ops::Range<usize> = 2..6;
 const HEADER: u64 = SCRATCH;
@@ -29,7 +29,7 @@ const HEADER_BYTES: u32 = 51;
 const RESPONSE: u64 = SCRATCH + 0x1000;
 const RESPONSE_BYTES: u32 = 108;
 const BUSY: u8 = 8;
-/// No device writes it.
+/// A status that no device writes.
 const NO_STATUS: u8 = 0xee;
 
 fn daemon(scene: &Scene, socket: &Path, kind: &str, disk: &Path) -> Result<(Running, Client)> {
@@ -38,7 +38,7 @@ fn daemon(scene: &Scene, socket: &Path, kind: &str, disk: &Path) -> Result<(Runn
     serve(scene, &["--export", &export])
 }
 
-/// Waits until the daemon has taken requests.
+/// Waits until the daemon has taken at least this number of requests.
 fn wait_taken(scene: &Scene, least: u64) -> Result<()> {
     let mut client = Client::new(&scene.socket("control"))?;
     retry(LIMIT, || {
@@ -48,7 +48,7 @@ fn wait_taken(scene: &Scene, least: u64) -> Result<()> {
     })
 }
 
-/// Has another process take over at the first try, and waits for the end of the one before.
+/// Starts a process that must take over at the first try, and waits for the end of the old one.
 fn upgrade(scene: &Scene, daemon: Running) -> Result<Running> {
     let mut next = Running::start(&mut taking_over(scene)?)?;
     next.wait_for(TAKEN)?;
@@ -65,7 +65,7 @@ fn put_command(frontend: &Frontend, cdb: &[u8]) -> Result<[Desc; 2]> {
     Ok([Desc::readable(HEADER, HEADER_BYTES), Desc::writable(RESPONSE, RESPONSE_BYTES)])
 }
 
-/// A front-end of a unit that has told it what has happened before.
+/// Attaches a front-end to a unit and clears its unit attentions.
 fn attach_unit(socket: &Path) -> Result<Frontend> {
     let setup = Setup { queues: QUEUES, queue_size: QUEUE_SIZE, ..Setup::default() };
     let mut frontend = Frontend::attach(socket, &setup)?;
@@ -129,7 +129,7 @@ fn hundreds_of_verifies_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
     Ok(())
 }
 
-/// Sends 30 reads of 2016 MiB each into the same memory. Returns the place of their status.
+/// Sends 30 reads of 2016 MiB each into the same memory. Returns the address of their status.
 fn read(frontend: &mut Frontend) -> Result<u64> {
     let (header, status) = frontend.put_header(0, 0, blk::IN, 0)?;
     frontend.memory.write(status, &[NO_STATUS])?;
@@ -158,7 +158,7 @@ fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
     let status = read(&mut frontend)?;
     wait_taken(&scene, 1)?;
     let mut next = upgrade(&scene, daemon)?;
-    // It begins again with the requests that were left to it.
+    // The new process restarts the requests from the inflight region.
     wait_taken(&scene, 1)?;
     next.signal(Signal::TERM)?;
     next.finish()?.expect_code(0)?;
@@ -167,7 +167,7 @@ fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
     Ok(())
 }
 
-/// The next process would not know of the request, so the guest is told.
+/// Without a region the next process cannot know of the request, so the guest gets an error.
 #[test]
 fn the_end_gives_up_what_is_left_of_a_read_of_gigabytes_without_a_region() -> Result<()> {
     let scene = scene()?;
@@ -181,7 +181,7 @@ fn the_end_gives_up_what_is_left_of_a_read_of_gigabytes_without_a_region() -> Re
     daemon.signal(Signal::TERM)?;
     let log = daemon.finish()?.expect_code(0)?.stderr;
     ensure!(log.contains("more is left of the request than is waited for"), "{log}");
-    // All requests have the same place for their status.
+    // All requests share one status byte.
     let status = frontend.memory.read(status, 1)?[0];
     ensure!(status == blk::IOERR, "the status is {status}");
     let answered = frontend.rings[0].used_idx();

@@ -1,4 +1,4 @@
-//! What a daemon is asked to do while another process takes over from it.
+//! Commands to a daemon while another process takes over from it.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::takeover::{Client, TAKEN, begin, check, taking_over};
 use crate::{DISK_BYTES, scene};
 
-/// A process for which the queues of the daemon stand still.
+/// Begins a takeover and pauses the queues of the daemon.
 fn heir(scene: &Scene) -> Result<Client> {
     let mut heir = Client::new(scene)?;
     heir.begin()?;
@@ -24,7 +24,7 @@ fn why(answer: &Value) -> Result<&str> {
     answer["error"]["message"].as_str().with_context(|| format!("it was not refused: {answer}"))
 }
 
-/// The old process ends, and has not left anything to the other one.
+/// The old process ends, and hands nothing over.
 #[test]
 fn a_daemon_that_is_to_end_gives_its_takeover_up() -> Result<()> {
     for by_signal in [true, false] {
@@ -41,11 +41,11 @@ fn a_daemon_that_is_to_end_gives_its_takeover_up() -> Result<()> {
         }
         daemon.wait_for("finishing requests, then ending")?;
         ensure!(frontend.channel.receive()?.is_none(), "the export goes on");
-        // The daemon may have ended by now.
+        // The daemon may already have ended.
         let taken = heir.ask("takeover.take", &json!({}));
         ensure!(taken.as_ref().map_or(true, |taken| why(taken).is_ok()), "{taken:?}");
         let log = daemon.finish()?.expect_code(0)?.stderr;
-        // It did not go on waiting for the other process until that had let its time pass.
+        // The daemon did not wait for the time-out of the new process.
         ensure!(!log.contains("it says nothing"), "{log}");
         for name in ["vm.sock", "control"] {
             ensure!(!scene.socket(name).exists(), "{name} is left behind");
@@ -54,7 +54,7 @@ fn a_daemon_that_is_to_end_gives_its_takeover_up() -> Result<()> {
     Ok(())
 }
 
-/// Whoever serves in the end is told, whenever it comes.
+/// The process that serves in the end gets the signal, whenever it is sent.
 #[test]
 fn a_daemon_that_is_to_end_ends_whoever_takes_over() -> Result<()> {
     let scene = scene()?;
@@ -66,11 +66,11 @@ fn a_daemon_that_is_to_end_ends_whoever_takes_over() -> Result<()> {
         let mut new = Running::start(&mut taking_over(&scene)?)?;
         new.wait_for("ready to take over")?;
         std::thread::sleep(Duration::from_micros(500 * delay));
-        // It fails when that has ended.
+        // This fails if the old process has ended.
         let _ = old.signal(Signal::TERM);
         let old = old.finish()?.expect_code(0)?.stderr;
         if old.contains("has taken over") && !old.contains("passed on") {
-            // It had ended, or was about to, and nobody has heard of the signal.
+            // The old process had ended, or was about to, and did not receive the signal.
             ensure!(!old.contains("SIGTERM"), "the signal is lost: {old}");
             new.signal(Signal::TERM)?;
         }
@@ -101,7 +101,7 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
     for (client, method, params) in &mut asks {
         client.send(method, params)?;
     }
-    // Others do not wait for them.
+    // Other requests do not wait for these.
     let exports = other.ask("export.list", &json!({}))?;
     ensure!(exports["result"].as_array().is_some_and(|all| all.len() == 1), "{exports}");
     drop(given_up);
@@ -111,7 +111,7 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
         ensure!(done["error"].is_null(), "{method}: {done}");
     }
 
-    // What is set before the queues stand still goes along, and what comes later is refused.
+    // A setting before the pause is handed over, and a later one is refused.
     let mut heir = Client::new(&scene)?;
     let described = heir.begin()?;
     ensure!(described["result"]["says"]["life"]["changes"]["poll-max-us"] == 7, "{described}");
@@ -124,7 +124,7 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
     }
     heir.ask("takeover.take", &json!({}))?;
     for (client, method, _) in &mut asks {
-        // One that was not read before the end sees the connection closed.
+        // A request that was not read before the end gets a closed connection.
         let Ok(refused) = client.answer() else { continue };
         ensure!(why(&refused)?.contains("has taken the exports over"), "{method}: {refused}");
     }
@@ -133,7 +133,7 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
     Ok(())
 }
 
-/// The new process knows what was set while it was opening the exports.
+/// The new process has the settings that changed while it opened the exports.
 #[test]
 fn what_is_set_during_a_takeover_holds() -> Result<()> {
     let scene = scene()?;
@@ -156,8 +156,8 @@ fn what_is_set_during_a_takeover_holds() -> Result<()> {
     Ok(())
 }
 
-/// A configuration file is read again by the process that serves in the end. SIGHUP refuses no
-/// takeover, whichever step it is at.
+/// The process that serves in the end reads the configuration file again. SIGHUP stops no takeover,
+/// at whichever step.
 #[test]
 fn a_file_is_read_again_after_a_takeover() -> Result<()> {
     let scene = scene()?;

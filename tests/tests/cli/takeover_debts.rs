@@ -11,11 +11,12 @@ use ringhaul_kit::frontend::{Frontend, Setup};
 use crate::scene;
 use crate::takeover::{Client, taking_over};
 
-/// Requests in a second, and requests that may come at once after a pause.
+/// The rate in requests per second, and the requests that may come at once after a pause.
 const RATE: usize = 10;
 const BURST: usize = 100;
 
-/// Requests beyond the burst: more than a burst would be, if each process had its own.
+/// Requests beyond the burst: more than a second burst, which a process without the debts would
+/// allow.
 const BEYOND: usize = 30;
 
 fn read(frontend: &mut Frontend, count: usize) -> Result<()> {
@@ -47,7 +48,7 @@ fn burst_and_take_over(limits: &str, reader: &str) -> Result<()> {
     daemon.finish()?.expect_code(0)?;
     read(&mut frontends[usize::from(reader == "other")], BEYOND)?;
     let seconds = start.elapsed().as_secs_f64();
-    // The first one beyond a burst may begin with it.
+    // The first request beyond a burst may begin with it.
     let least = (BEYOND - 1) as f64 / RATE as f64;
     ensure!(seconds >= least, "{BEYOND} requests beyond a burst take {seconds} s, not {least}");
     Ok(())
@@ -65,7 +66,7 @@ fn a_group_goes_on_with_the_debts_of_its_limits() -> Result<()> {
     burst_and_take_over(&limits, "other")
 }
 
-/// A process of the format before understands all of it, and knows nothing of debts.
+/// The previous format is valid, and has no debts.
 #[test]
 fn a_process_of_an_older_format_hears_of_no_debts() -> Result<()> {
     let scene = scene()?;

@@ -1,4 +1,4 @@
-//! What a process that takes over makes of options and limits.
+//! The options and limits of a process that takes over.
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, ringhaul_under};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::takeover::{Client, TAKEN, begin, taking_over};
 use crate::{DISK_BYTES, scene};
 
-/// What is logged, and how, is what the options of the first process say, wherever they stand.
+/// A takeover keeps the level and form of the log, even if they come from a file.
 #[test]
 fn the_log_goes_on_as_it_was() -> Result<()> {
     let scene = scene()?;
@@ -26,7 +26,7 @@ fn the_log_goes_on_as_it_was() -> Result<()> {
         set.push(Client::new(&scene)?.ask("set", &json!({}))?["result"].take());
     }
     ensure!(set.iter().all(|set| set["log"] == "debug"), "{set:?}");
-    // Whoever takes over may say otherwise.
+    // A process that takes over may override them.
     let mut next = taking_over(&scene)?;
     let next = Running::start(next.args(["--log", "warn", "--log-format", "text"]))?;
     daemon.finish()?.expect_code(0)?;
@@ -37,7 +37,8 @@ fn the_log_goes_on_as_it_was() -> Result<()> {
     Ok(())
 }
 
-/// The usual limit is too low for the descriptors of many exports, and is raised before they come.
+/// The usual limit is too low for the descriptors of many exports, and is raised before they
+/// arrive.
 #[test]
 fn a_low_limit_on_open_files_is_raised_in_time() -> Result<()> {
     let scene = scene()?;

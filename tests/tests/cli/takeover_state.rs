@@ -14,7 +14,8 @@ fn flush(frontend: &mut Frontend) -> Result<u8> {
     Ok(frontend.request(0, blk::FLUSH, 0, &[], 0)?.status)
 }
 
-/// The kernel reports a loss once. A process that did not know of it would promise what is gone.
+/// The kernel reports a loss once. A process without that knowledge would confirm flushes of lost
+/// data.
 #[test]
 fn a_disk_that_has_lost_data_has_lost_it_for_each_process_that_follows() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -44,7 +45,7 @@ fn a_disk_that_has_lost_data_has_lost_it_for_each_process_that_follows() -> Resu
     drop(frontend);
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
-    // One that begins anew has nothing to remember.
+    // A daemon that starts without a takeover knows of no loss.
     let mut daemon = start()?;
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     ensure!(flush(&mut frontend)? == blk::OK, "the file system does not flush");

@@ -17,20 +17,20 @@ use serde_json::json;
 use crate::scene;
 use crate::takeover::{Client, TAKEN, begin, check, taking_over};
 
-/// The exit status of an upgrade that may succeed in a moment.
+/// The exit status of an upgrade that may succeed a moment later.
 const TRY_AGAIN: i32 = 4;
 
-/// Bytes of a read that is no small request.
+/// The size in bytes of a read that is not small.
 const LONG_BYTES: u32 = 512 << 10;
 
-/// What hangs is not taken over, and neither are the others, which go on.
+/// A hung disk fails the takeover of all exports, and the healthy export is served on.
 #[test]
 fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let scene = scene()?;
     let hung = scene.socket("hung.sock");
     let mut command = begin(&scene)?;
-    // Its submits wait for nothing, so the other export is served.
+    // Submits of this engine do not block, so the healthy export is served.
     command.args(["--engine", "threads"]);
     command.arg("--export").arg(format!(
         "socket-path={},blk-file={},read-only=on,lock=off",
@@ -46,13 +46,13 @@ fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     fuse.wait_for(opcode::READ)?;
     let refused = taking_over(&scene).and_then(|mut command| run(&mut command));
     let goes_on = check(&mut frontend, 2);
-    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
     let refused = refused?.expect_code(2)?.stderr;
     ensure!(refused.contains("requests were not finished in time"), "{refused}");
     goes_on?;
     load.finish()?.expect_code(0)?;
-    // The disk counts as one that does not answer until the next look at it.
+    // The disk counts as hung until its next check.
     let mut next = Running::start(&mut taking_over(&scene)?)?;
     while let Err(error) = next.wait_for("took over 2 exports") {
         ensure!(error.to_string().contains("its queues would not stop"), "{error}");
@@ -62,8 +62,8 @@ fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     check(&mut frontend, 3)
 }
 
-/// What hangs in one ring keeps no other one from going on, and the next takeover is refused before
-/// anything stops.
+/// A request that hangs blocks no other ring, and the next takeover is refused before any queue
+/// stops.
 #[test]
 fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -92,7 +92,7 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
         ensure!(refused.contains(&why), "{refused}");
         let id = frontend.request(1, blk::GET_ID, 0, &[], 20)?;
         ensure!(id.status == blk::OK, "{id:?}");
-        // So does the ring that it hangs in, and messages are answered.
+        // The ring of the hung read is served too, and messages are answered.
         let (header, status) = frontend.put_header(0, 8, blk::GET_ID, 0)?;
         let data = Desc::writable(DATA + 0x1000, 20);
         let get_id = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
@@ -106,7 +106,7 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
         ensure!(refused.contains("its queues would not stop"), "{refused}");
         Ok(())
     })();
-    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
     hangs?;
     ensure!(frontend.rings[0].wait_used()?.bytes == LONG_BYTES + 1, "the read has failed");
@@ -114,7 +114,7 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
     Ok(())
 }
 
-/// A unit that is not there yet is nothing that goes along.
+/// A unit that is not yet added is not handed over.
 #[test]
 fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -134,18 +134,18 @@ fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -
         next.wait_for(TAKEN)?;
         Ok(next)
     });
-    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();
     let _next = taken?;
     daemon.finish()?.expect_code(0)?;
-    // It can be added where it is missing.
+    // The unit can be added to the new process.
     let added = Client::new(&scene)?.ask("lun.add", &json!({ "export": vm, "unit": unit }))?;
     ensure!(added["error"].is_null(), "{added}");
     run(&mut bench(&vm, "--device scsi --lun 1 --rw read --number_ios 16")?)?.expect_code(0)?;
     Ok(())
 }
 
-/// A unit that is being closed is gone already.
+/// A unit that is being closed is already removed.
 #[test]
 fn a_disk_that_hangs_while_a_unit_is_removed_keeps_no_process_from_taking_over() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -161,22 +161,22 @@ fn a_disk_that_hangs_while_a_unit_is_removed_keeps_no_process_from_taking_over()
     client.send("lun.remove", &json!({ "export": vm, "lun": 1 }))?;
     let hangs = fuse.wait_for(opcode::FLUSH);
     let mut next = None;
-    // A close counts as one that hangs only after a while.
+    // A close counts as hung only after a while.
     let taken = hangs.and_then(|()| {
         retry(LIMIT, || {
             let process = next.insert(Running::start(&mut taking_over(&scene)?)?);
             process.wait_for(TAKEN).map(drop)
         })
     });
-    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();
     taken?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
-/// Rings whose memory the front-end has taken back wait for it, over takeovers that fail and that
-/// do not.
+/// Rings without memory, which the front-end has removed, wait for it, across failed and successful
+/// takeovers.
 #[test]
 fn rings_without_memory_wait_for_it() -> Result<()> {
     let scene = scene()?;
@@ -202,14 +202,14 @@ fn rings_without_memory_wait_for_it() -> Result<()> {
     Ok(())
 }
 
-/// The numbers of the descriptors that a process has open.
+/// The numbers of the open descriptors of a process.
 fn open_fds(process: Pid) -> Result<BTreeSet<u64>> {
     let folder = format!("/proc/{}/fd", process.as_raw_nonzero());
     let entries = std::fs::read_dir(&folder).with_context(|| format!("looking at {folder}"))?;
     entries.map(|entry| Ok(entry?.file_name().to_string_lossy().parse()?)).collect()
 }
 
-/// What was handed over so far is closed, and the queues start with what they give back.
+/// A failed hand-over closes its descriptors, and the queues restart.
 #[test]
 fn a_daemon_without_descriptors_goes_on() -> Result<()> {
     let scene = scene()?;
@@ -220,7 +220,7 @@ fn a_daemon_without_descriptors_goes_on() -> Result<()> {
     for seed in 2..5 {
         let mut client = Client::new(&scene)?;
         client.ask("ping", &json!({}))?;
-        // The limit is one on numbers, and a descriptor far above the others may be open.
+        // The limit applies to numbers, and the open numbers may have gaps.
         let open = open_fds(process)?;
         let limit = (0..).find(|number| !open.contains(number));
         let described = client.begin()?;

@@ -1,4 +1,4 @@
-//! Limits of disks and groups of them, and what becomes of requests that fail, by request.
+//! Limits of disks and groups, and the error policy of disks, set by request.
 
 use std::fs;
 use std::path::Path;
@@ -28,7 +28,7 @@ pub(super) fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> 
     Ok((daemon, Client::new(&control)?))
 }
 
-/// What `ctl` prints.
+/// Runs `ringhaul ctl` and returns its stdout.
 pub(super) fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
     let mut command = ringhaul()?;
     command.arg("ctl").arg("--control").arg(scene.socket("control")).args(words);
@@ -39,7 +39,7 @@ pub(super) fn shown(client: &mut Client, export: &str) -> Result<Value> {
     Ok(client.call("export.show", &json!({ "export": export }))?["result"].clone())
 }
 
-/// Makes writes of 64 KiB available, one behind the other, and does not wait for them.
+/// Makes writes of 64 KiB to adjacent places available, and returns without waiting.
 pub(super) fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
     for slot in 0..count {
         let sector = u64::from(slot) * u64::from(PIECE / 512);
@@ -52,7 +52,7 @@ pub(super) fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the answers of these writes, all of which have succeeded. They may come in any order.
+/// Waits until these writes succeed, in any order.
 pub(super) fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -> Result<()> {
     let mut left: Vec<u16> = slots.collect();
     while !left.is_empty() {
@@ -66,7 +66,7 @@ pub(super) fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -
     Ok(())
 }
 
-/// With a limit of a byte in a second one write begins at once, and the next one after 18 hours.
+/// With a limit of one byte per second one write begins at once, and the next one after 18 hours.
 #[test]
 fn limits_change_while_requests_wait_for_them() -> Result<()> {
     let scene = scene()?;
@@ -85,7 +85,8 @@ fn limits_change_while_requests_wait_for_them() -> Result<()> {
     let slow = json!({ "group": "slow", "bps-write": 1 });
     ensure!(limits(&mut client, "vm")? == slow && limits(&mut client, "other")? == slow);
 
-    // By a change of the group, of the disk, and by the end of the queue.
+    // Waiting writes end by a change of the group, by a change of the disk, and by the end of the
+    // queue.
     let mut frontend = Frontend::attach(&vm, &Setup::default())?;
     begin_writes(&mut frontend, 4)?;
     end_writes(&mut frontend, 0..1)?;
@@ -115,8 +116,8 @@ fn limits_change_while_requests_wait_for_them() -> Result<()> {
     Ok(())
 }
 
-/// The last of 16 writes begins when those before it are paid for, but for the tenth of a second
-/// that may come at once. On a machine that is busy it is later.
+/// The last of 16 writes begins when the earlier ones are paid for, except for the tenth of a
+/// second that may come at once. A busy machine only makes it later.
 #[test]
 fn no_more_requests_begin_than_the_rate_lets_through() -> Result<()> {
     let scene = scene()?;
@@ -126,7 +127,7 @@ fn no_more_requests_begin_than_the_rate_lets_through() -> Result<()> {
     let (_daemon, mut client) = serve(&scene, &[&words[..], &["--disk", "null:2M"]].concat())?;
     let mut frontend = Frontend::attach(&vm, &Setup::default())?;
     let least = Duration::from_secs(15) / 32 - Duration::from_millis(100);
-    // As many in a second, by their bytes, and by a limit of a group.
+    // The same rate in requests, in bytes, and as a limit of a group.
     for (change, all) in [
         (&["iops-write=32"][..], 16),
         (&["iops-write=0", "bps-total=2M"], 32),
@@ -143,8 +144,7 @@ fn no_more_requests_begin_than_the_rate_lets_through() -> Result<()> {
     Ok(())
 }
 
-/// The limits of a group are changed by those of its members that are served, and by what they name
-/// themselves.
+/// An added disk changes a limit of its group only if the disk names that limit and is served.
 #[test]
 fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
     let scene = scene()?;
@@ -165,7 +165,7 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
     ctl(&scene, &["add-lun", "vm", "2,iops-total=300,null=1M"])?;
     gold(all(300), "a unit that names one limit has come")?;
 
-    // Those that fail.
+    // Exports and units that fail to start change no limit.
     let control = scene.socket("control");
     let fails = |words: &[&str]| -> Result<()> {
         let mut command = ringhaul()?;
@@ -186,7 +186,7 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
     gold(json!({ "group": "gold", "iops-total": 5 }), "another export has come")
 }
 
-/// The disk was asked for before.
+/// The change of limits comes after the request that opens the disk.
 #[test]
 fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -216,7 +216,7 @@ fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
     Ok(())
 }
 
-/// What a unit leaves out is as in its export, limits one by one.
+/// A unit inherits each limit that it does not name from its export.
 #[test]
 fn limits_of_units_are_merged_with_those_of_their_export() -> Result<()> {
     let scene = scene()?;
@@ -233,7 +233,7 @@ fn limits_of_units_are_merged_with_those_of_their_export() -> Result<()> {
     };
     let bytes = 100 * MIB;
     check([json!({ "iops-total": 500, "bps-total": bytes }), json!({})])?;
-    // Without a limit, it is not that of the export again.
+    // A limit that is set to none does not fall back to that of the export.
     ctl(&scene, &["set-disk", "vm", "0", "bps-total=0"])?;
     ctl(&scene, &["set-disk", "vm", "1", "iops-read=7"])?;
     check([json!({ "iops-total": 500 }), json!({ "iops-read": 7 })])
@@ -268,8 +268,8 @@ fn what_makes_no_sense_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Writes to a file system that is full. A takeover is refused meanwhile: the front-end keeps no
-/// region in which they could be left.
+/// Writes to a full file system. Without an inflight region the writes cannot be left for another
+/// process, so a takeover is refused.
 #[test]
 fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     if !may_change("mounts") {
@@ -308,7 +308,7 @@ fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     ensure!(statuses == [Some(blk::OK); 4], "{statuses:?}");
     ensure!(shown(&mut client, "vm")?["disk-state"] == "ready");
 
-    // A queue that stops has to answer, whatever that is.
+    // A queue that stops must answer its requests, even with an error.
     fs::write(&filler, vec![1; 1 << 20]).ok();
     let full = u64::from(PIECE) * 8 / 512;
     let (header, status) = frontend.put_header(0, 0, blk::OUT, full)?;
@@ -348,7 +348,7 @@ fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
         Ok(())
     };
     check(&mut daemon, json!({ "iops-total": 100, "bps-read": 4096 }), "retry")?;
-    // What others have set stays until the file changes.
+    // Limits that a command set stay until the file changes them.
     ctl(&scene, &["set-disk", "vm", "iops-total=7"])?;
     check(&mut daemon, json!({ "iops-total": 7, "bps-read": 4096 }), "retry")?;
     write("limits = { iops-total = 100, bps-read = 4096 }\nwerror = \"report\"")?;

@@ -1,4 +1,4 @@
-//! Logical units that make no sense and what is said of them, and what many of them cost.
+//! Errors about impossible logical units, and the memory that many units take.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Refusals, Running, bench, ringhaul, run};
@@ -6,7 +6,7 @@ use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
 
-/// Keys of a unit of which each alone is wrong, and what is said of it.
+/// Keys of a unit, each wrong by itself, and words of the error.
 const WRONG_KEYS: [(&str, [&str; 2]); 23] = [
     ("vendor=Nine Byte", ["'vendor=", "at most 8 bytes of printable ASCII"]),
     ("vendor=größe", ["'vendor=", "at most 8 bytes of printable ASCII"]),
@@ -33,7 +33,7 @@ const WRONG_KEYS: [(&str, [&str; 2]); 23] = [
     ("blk-file=/x", ["more than one disk", "disk, blk-file or null"]),
 ];
 
-/// Values of `--lun` that are wrong together.
+/// Impossible values of `--lun`, alone or together, and words of the error.
 const WRONG_UNITS: [(&[&str], [&str; 2]); 9] = [
     (&[""], ["begins with a LUN", "0 to 16383"]),
     (&["null=1M"], ["begins with a LUN", "0 to 16383"]),
@@ -53,7 +53,7 @@ fn impossible_units_are_refused() -> Result<()> {
     let mut refusals = Refusals::default();
     let mut refuse = |units: &[String], words: &[&str]| {
         let command = ringhaul().map(|mut command| {
-            // Some are found only after disks are open, of which the log tells.
+            // Some errors are found only after disks are open, which the log reports at level info.
             command.args(["serve", "--log", "warn", "--device", "scsi", "--socket-path"]);
             command.arg(&socket);
             units.iter().for_each(|unit| _ = command.args(["--lun", unit]));
@@ -87,8 +87,8 @@ fn impossible_units_are_refused() -> Result<()> {
     refusals.finish()
 }
 
-/// The memory of a daemon with so many units on files, in KiB, after each of them was used on each
-/// queue, by one request at a time, since these take memory as well.
+/// The memory in KiB of a daemon with `units` units on files, after each unit was used on each
+/// queue. Requests take memory as well, so each queue has one at a time.
 fn memory_kib(engine: &str, queues: u16, units: u64) -> Result<u64> {
     let scene = scene()?;
     let socket = scene.socket("units.sock");

@@ -1,4 +1,4 @@
-//! A start that fails, or after which nothing is written, leaves all disks as they were.
+//! A start that fails, or that no write follows, leaves all disks unchanged.
 
 use std::fs;
 use std::path::Path;
@@ -10,16 +10,16 @@ use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
 
-/// Files of all disks.
+/// The files of all disks.
 const NAMES: [&str; 7] =
     ["plain.img", "luks.img", "odd.img", "new.qcow2", "old.qcow2", "bitmaps.qcow2", "left.qcow2"];
 
-/// Makes an image look as a daemon leaves it that is killed while it finds space: its first free
-/// cluster is counted, and it is marked as dirty.
+/// Puts an image into the state that a daemon leaves if it is killed while it allocates space: the
+/// first free cluster is counted, and the image is marked as dirty.
 fn leak(image: &Path) -> Result<()> {
     const CLUSTER: usize = 64 << 10;
     let mut content = fs::read(image)?;
-    // Clusters 0 to 3 have the header, the table of blocks of counts, the block and L1.
+    // Clusters 0 to 3 hold the header, the refcount table, a refcount block and the L1 table.
     let counts = 2 * CLUSTER;
     ensure!(content[counts..counts + 10] == [0, 1, 0, 1, 0, 1, 0, 1, 0, 0], "another layout");
     content[counts + 9] = 1;
