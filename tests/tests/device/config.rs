@@ -1,4 +1,4 @@
-//! Features, limits and the configuration space, as front-ends ask for them.
+//! Features, limits and the configuration space, as front-ends read them.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::DaemonOptions;
@@ -8,7 +8,7 @@ use ringhaul_kit::server::{Cache, Engine};
 
 use crate::start;
 
-/// What every device offers.
+/// The features that every virtio-blk device offers.
 const ALWAYS: u64 = feature::VERSION_1
     | feature::ANY_LAYOUT
     | feature::INDIRECT_DESC
@@ -63,7 +63,7 @@ fn features_of_virtio_scsi_are_offered() -> Result<()> {
     Ok(())
 }
 
-/// An older driver accepts a feature that its front-end offers in the name of every back-end.
+/// An older driver accepts a feature that its front-end offers for every back-end.
 #[test]
 fn an_older_driver_accepts_any_layout() -> Result<()> {
     for is_scsi in [false, true] {
@@ -119,7 +119,8 @@ fn the_configuration_is_read_in_every_manner() -> Result<()> {
     assert_eq!(field(12), 254, "seg_max");
     assert_eq!(field(20), 512, "blk_size");
     assert_eq!(config[32], 1, "writeback");
-    // From the start of the device's registers and from 256 bytes before; whole, in part, beyond.
+    // Offsets from the start of the configuration and with 256 bytes added; ranges that are whole,
+    // partial, and beyond the end.
     for start in [0, 0x100] {
         for (offset, bytes) in [
             (0, 60),
@@ -148,7 +149,7 @@ fn the_configuration_is_read_in_every_manner() -> Result<()> {
             ensure!(seen == expected, "{bytes} bytes at {start:#x} + {offset}");
         }
     }
-    // As much as a message can hold.
+    // The largest range that fits into a message.
     assert_eq!(frontend.config(0, 4096 - HEADER_BYTES)?[..60], config);
     Ok(())
 }
@@ -166,11 +167,11 @@ fn the_driver_sets_the_write_cache() -> Result<()> {
         for value in [0, 1, 0, 2, 0, 0xff] {
             for base in [0, 0x100] {
                 frontend.tell(Message::config(code::SET_CONFIG, base + WRITEBACK, &[value]))?;
-                // A device without a cache keeps its promise whatever the driver asks.
+                // A device without a cache stays write-through, regardless of the driver.
                 assert_eq!(frontend.config(WRITEBACK, 1)?, [u8::from(value != 0) & initial]);
             }
         }
-        // The next driver begins anew.
+        // The next driver starts with the initial value.
         drop(frontend);
         let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
         frontend.negotiate()?;
@@ -181,8 +182,8 @@ fn the_driver_sets_the_write_cache() -> Result<()> {
     Ok(())
 }
 
-/// As many drivers, of one guest, see it: features that differ are those of another driver, and the
-/// same ones may be of a guest that was paused, which relies on what it chose.
+/// Drivers of one guest follow one another on a connection. Different features mean another driver.
+/// The same features may mean a paused guest, which relies on its choice.
 #[test]
 fn the_write_cache_is_the_drivers_choice() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Threads))?;
@@ -202,10 +203,10 @@ fn the_write_cache_is_the_drivers_choice() -> Result<()> {
     for value in [2, 0x80, 0xff] {
         assert_eq!(set(&mut frontend, value)?, [1], "any value but 0 is 1");
     }
-    // A guest that is paused goes on as it was.
+    // A paused guest continues with its choice.
     assert_eq!(set(&mut frontend, 0)?, [0]);
     assert_eq!(negotiate(&mut frontend, features)?, [0]);
-    // Another driver finds the cache as it was set up, unless it cannot flush.
+    // Another driver finds the initial cache, unless it cannot flush.
     assert_eq!(negotiate(&mut frontend, features & !feature::EVENT_IDX)?, [1]);
     assert_eq!(negotiate(&mut frontend, features & !feature::FLUSH)?, [0]);
     for value in [1, 2] {
@@ -250,8 +251,8 @@ fn other_fields_cannot_be_written() -> Result<()> {
     Ok(())
 }
 
-/// A front-end may write the header of a message and its body one after the other. A body in
-/// pieces, which no front-end sends, ends the connection.
+/// A front-end may write the header and the body of a message separately, and the header byte by
+/// byte.
 #[test]
 fn messages_come_in_pieces() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;

@@ -1,8 +1,8 @@
 //! Writes are on stable storage when they are answered, unless the driver can flush.
 //!
-//! What the daemon asks of the kernel is seen with strace. What the kernel then does, which with
-//! io_uring and Linux AIO strace does not see, is seen in the kernel's own trace. Both tell the
-//! order: data is on stable storage before the driver is called.
+//! strace shows the system calls of the daemon. The kernel's own trace shows its synchronisations,
+//! of which strace shows none with io_uring, and no end with Linux AIO. Both show the order: data
+//! is on stable storage before the driver is called.
 
 use std::collections::HashSet;
 use std::fs;
@@ -21,10 +21,10 @@ use ringhaul_kit::{for_each_engine, for_each_engine_with_system_calls};
 
 use crate::start;
 
-/// How the daemon is looked at.
+/// A way to observe the daemon.
 type Look = fn(Engine, Cache, u64, &dyn Fn(&mut Frontend) -> Result<()>) -> Result<Option<Asked>>;
 
-/// Makes the tests with one way to look.
+/// Makes the tests with one way to observe.
 macro_rules! tests {
     ($each:ident, $look:expr) => {
         tests! { $each, $look,
@@ -61,29 +61,29 @@ const IO_THREAD: &str = "iothread-0";
 /// `EXT4_SUPER_MAGIC` of linux/magic.h.
 const EXT4: i64 = 0xef53;
 
-/// A call that takes long, because the machine has other things to do, is interrupted by a signal,
-/// and later ones are made in a way that these traces do not show. Then the run is repeated.
+/// A call that takes long on a busy machine is interrupted by a signal, and later calls are made in
+/// a way that these traces do not show. The run is then repeated.
 const TRIES: u32 = 5;
 
-/// That signal, on Linux.
+/// Linux's number of that signal.
 const SIGURG: i32 = 23;
 
-/// What was asked of the kernel.
+/// Operations that the daemon asked of the kernel.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Asked {
-    /// Writes, where the trace shows them.
+    /// Writes, if the trace shows them.
     writes: Option<usize>,
-    /// What brought data to stable storage, writes included.
+    /// Operations that brought data to stable storage, writes included.
     syncs: usize,
-    /// `S`: data was brought to stable storage. `C`: the driver was called.
+    /// `S` where data reached stable storage, `C` where the driver was called.
     order: String,
 }
 
 impl Asked {
-    /// Of a trace by strace, which shows system calls when they begin and when they end. An
-    /// operation of Linux AIO is shown when it is submitted; of its end there is no sign.
+    /// Reads a trace by strace, which shows the begin and the end of system calls. An operation of
+    /// Linux AIO is shown when it is submitted; its end is not shown.
     fn in_calls(trace: &str) -> Self {
-        // Engines try out at the start what the kernel has, so it counts from the first front-end.
+        // Engines probe the kernel at the start, so count from the first front-end.
         let trace = trace.split_once(" accept4(").map_or("", |(_, rest)| rest);
         let mut asked = Self { writes: Some(0), ..Self::default() };
         let mut syncing = HashSet::new();
@@ -110,7 +110,7 @@ impl Asked {
         asked
     }
 
-    /// Of events, as [`in_the_kernel`] chooses them.
+    /// Reads events of the selection in [`in_the_kernel`].
     fn in_events(engine: Engine, events: &[String]) -> Self {
         let mut asked = Self::default();
         if engine == Engine::IoUring {
@@ -134,7 +134,7 @@ impl Asked {
     }
 }
 
-/// Runs `driver` on a daemon under strace. None where there is no strace.
+/// Runs `driver` on a daemon under strace. `None` if strace is not installed.
 fn with_strace(
     engine: Engine,
     cache: Cache,
@@ -161,8 +161,8 @@ fn with_strace(
     bail!("calls took too long in each of {TRIES} runs");
 }
 
-/// Runs `driver` on a daemon whose file's synchronisations the kernel traces: on ext4 those of
-/// synchronous writes and of flushes alike. None where that is not possible.
+/// Runs `driver` on a daemon while the kernel traces synchronisations of its file: on ext4
+/// synchronous writes and flushes alike. `None` if that is not possible.
 fn in_the_kernel(
     engine: Engine,
     cache: Cache,
@@ -188,7 +188,7 @@ fn in_the_kernel_of(
     bail!("calls took too long in each of {TRIES} runs");
 }
 
-/// What the kernel did during `driver`. None where it does not say.
+/// Records the kernel's events during `driver`. `None` if the kernel cannot trace them.
 fn kernel_events(
     options: &DaemonOptions,
     features: u64,
@@ -202,7 +202,7 @@ fn kernel_events(
         return Ok(None);
     }
     let metadata = fs::metadata(path).with_context(|| format!("looking at {path:?}"))?;
-    // The kernel has 20 bits for the minor number, the C library's number is another.
+    // The kernel has 20 bits for the minor number, unlike the C library.
     let (major, minor) = (rustix::fs::major(metadata.dev()), rustix::fs::minor(metadata.dev()));
     let of_file =
         format!("ret == 0 && ino == {} && dev == {}", metadata.ino(), (major << 20) | minor);
@@ -227,7 +227,7 @@ fn kernel_events(
     Ok(Some(events))
 }
 
-/// Runs `driver`, which makes one request at a time. All calls were made when this returns.
+/// Runs `driver`, which makes one request at a time. All calls are made before this returns.
 fn drive(
     daemon: &Daemon,
     features: u64,
@@ -243,8 +243,8 @@ fn drive(
     (0..frontend.rings.len()).try_for_each(|queue| frontend.stop_queue(queue).map(|_| ()))
 }
 
-/// Five writes on each of two queues, all where the file has a hole: a write over what is there
-/// may be made durable by the device alone, and no event of the file system shows it.
+/// Makes five writes on each of two queues, all into holes of the file. The device alone may make
+/// an overwrite durable, which no event of the file system shows.
 fn ten_writes(frontend: &mut Frontend) -> Result<()> {
     for number in 0..5 {
         let data = pattern(number, 4096);
@@ -279,7 +279,7 @@ fn flush(frontend: &mut Frontend) -> Result<()> {
     Ok(())
 }
 
-/// Compares with `order`, which begins after the two calls of queues that start.
+/// Compares with `order`, which begins after the calls of the two queues that start.
 fn expect(asked: Option<Asked>, writes: usize, order: &str) {
     if let Some(asked) = asked {
         let writes = asked.writes.map(|_| writes);
@@ -339,7 +339,7 @@ fn wce_without_flush_begins_without_a_cache(look: Look, engine: Engine) -> Resul
         let writeback = frontend.config(WRITEBACK, 1)?;
         ensure!(writeback == [0], "the driver sees a cache that it cannot flush");
         ten_writes(frontend)?;
-        // Nor can it switch one on.
+        // The driver cannot switch the cache on either.
         frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
         frontend.write(0, 5000, &pattern(1, 4096)).context("with the cache switched on")
     })?;
@@ -366,7 +366,7 @@ fn without_a_cache_zeroes_are_flushed(look: Look, engine: Engine) -> Result<()> 
     Ok(())
 }
 
-/// io_uring has an operation of its own for memory that is registered.
+/// io_uring has a separate operation for registered memory.
 #[test]
 fn writes_from_registered_memory_are_synchronous() -> Result<()> {
     let mut options = DaemonOptions::new(Engine::IoUring).with("--fixed-buffers", "");

@@ -1,4 +1,4 @@
-//! Requests whose bytes lie in memory in any way that the specification allows.
+//! Requests with every layout in memory that the specification allows.
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
@@ -21,12 +21,11 @@ for_each_engine! {
     chain_of_1024_descriptors,
 }
 
-/// Where headers are that the tests place by themselves.
+/// The addresses of headers and status bytes that the tests place themselves.
 const HEADER: u64 = SCRATCH + 0x2_0000;
 const STATUS: u64 = SCRATCH + 0x2_1000;
 
-/// A request whose parts are placed by hand: where its bytes begin, and in which pieces the driver
-/// names them.
+/// The guest addresses of the parts of a request.
 struct Placed {
     header: u64,
     data: u64,
@@ -37,7 +36,8 @@ impl Placed {
     const APART: Self = Self { header: HEADER, data: DATA, status: STATUS };
 }
 
-/// `len` bytes at `addr` in pieces of the given lengths; what is left is the last piece.
+/// Descriptors for `len` bytes at `addr` in pieces of the given lengths; the last piece has the
+/// remainder.
 fn pieces(addr: u64, len: u32, lengths: &[u32], flags: u16) -> Vec<Desc> {
     let (mut at, mut left) = (addr, len);
     let mut all = Vec::new();
@@ -54,7 +54,8 @@ fn execute(frontend: &mut Frontend, indirect: bool, chain: &[Desc]) -> Result<u3
     if indirect { frontend.execute_indirect(0, SCRATCH, chain) } else { frontend.execute(0, chain) }
 }
 
-/// Runs a write and then a read of `sector` whose descriptors `chain` makes out of the direction.
+/// Runs a write and then a read of `sector`, with the descriptors that `chain` makes for the
+/// direction.
 fn write_then_read(
     daemon: &Daemon,
     frontend: &mut Frontend,
@@ -81,7 +82,7 @@ fn write_then_read(
     Ok(())
 }
 
-/// Header, data and status in pieces of their own.
+/// Descriptors of header, data and status, each in its own pieces.
 fn in_pieces(at: &Placed, len: u32, header: &[u32], data: &[u32], flags: u16) -> Vec<Desc> {
     [
         pieces(at.header, 16, header, 0),
@@ -100,7 +101,8 @@ fn header_is_split_at_every_byte(engine: Engine) -> Result<()> {
             let chain = |flags| in_pieces(&at, 512, &[cut], &[], flags);
             write_then_read(&daemon, &mut frontend, &at, (16, 512), chain, indirect)?;
         }
-        // Each byte in its own buffer, with empty buffers in between, and data in odd pieces.
+        // Each byte of the header in its own buffer, with empty buffers in between, and data in odd
+        // pieces.
         let chain = |flags| in_pieces(&at, 1024, &[1, 0].repeat(15), &[1, 510, 2, 0, 7], flags);
         write_then_read(&daemon, &mut frontend, &at, (17, 1024), chain, indirect)?;
     }
@@ -148,7 +150,7 @@ fn buffers_cross_regions(engine: Engine) -> Result<()> {
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     let len = 8192;
     for indirect in [false, true] {
-        // Aligned as direct I/O wants it, then not, then by one byte.
+        // Aligned for direct I/O, then unaligned, then off by one byte.
         for before in [512, 4096, 16, 8191, 1] {
             let at = Placed { data: BORDER - before, ..Placed::APART };
             let chain = |flags| in_pieces(&at, len, &[], &[], flags);
@@ -218,8 +220,8 @@ fn queue_of_two_entries(engine: Engine) -> Result<()> {
 fn queue_of_1024_entries(engine: Engine) -> Result<()> {
     let daemon = start(&DaemonOptions::new(engine))?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default().queue_size(1024))?;
-    // A full ring, twice: with direct chains of three descriptors, and with as many indirect ones
-    // as there are entries.
+    // A full ring, twice: with direct chains of three descriptors, and with one indirect chain for
+    // each entry.
     for (chains, indirect) in [(341, false), (1024, true)] {
         for slot in 0..chains {
             let sector = u64::from(slot) * 3;
@@ -256,7 +258,7 @@ fn queue_of_1024_entries(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Where a slot of a full queue has its data: not in the order of sectors.
+/// The data address of a slot in a full queue, not in the order of sectors.
 fn data_of(slot: u16) -> u64 {
     DATA + u64::from(slot ^ 0x155) * 1024
 }

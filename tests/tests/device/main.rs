@@ -1,4 +1,4 @@
-//! The device against a well-behaved front-end that does what few do, over a real socket.
+//! The device against a correct front-end that uses rare features, over a real socket.
 
 mod config;
 mod durability;
@@ -12,7 +12,7 @@ use std::path::Path;
 use anyhow::Result;
 use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 
-/// Starts a daemon with its disk where direct I/O works.
+/// Starts a daemon with its disk on a file system with direct I/O.
 fn start(options: &DaemonOptions) -> Result<Daemon> {
     Daemon::start(Path::new(env!("CARGO_TARGET_TMPDIR")), options)
 }

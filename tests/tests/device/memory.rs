@@ -1,4 +1,4 @@
-//! Guest memory that comes and goes in many pieces.
+//! Guest memory that is added and removed in many pieces.
 
 use std::sync::Arc;
 
@@ -36,7 +36,8 @@ fn many_regions(mut options: DaemonOptions) -> Result<()> {
     let daemon = start(&options)?;
     let setup = Setup { queues: 1, ..Setup::default() };
     let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
-    // Two are there. The others are added while the queue runs, each right behind the one before.
+    // Two regions exist. The remaining ones are added while the queue runs, each right behind the
+    // one before.
     let file = Region::new(MEMORY_END, (REGIONS - 2) * REGION_BYTES)?;
     let region = |n: u64| Region {
         guest_addr: file.guest_addr + n * REGION_BYTES,
@@ -51,7 +52,7 @@ fn many_regions(mut options: DaemonOptions) -> Result<()> {
     let mut regions = frontend.memory.regions.clone();
     regions.push(file.clone());
     let memory = Arc::new(Memory::new(regions)?);
-    // In the last one, and in all of the last eight.
+    // Reads into the last region, and into all of the last eight.
     let last = region(REGIONS - 3).guest_addr;
     for (data, bytes) in
         [(last, 4096), (last + REGION_BYTES - 512, 512), (last - 0x7_0000, 0x7_8000)]
@@ -87,7 +88,7 @@ fn region_by_region(options: &DaemonOptions) -> Result<()> {
         anyhow::Ok(frontend.memory.read(status, 1)?[0])
     };
     for _ in 0..3 {
-        // The one with data only: the queues go on, and the data is nowhere.
+        // Without the region of data the queues continue, and requests into it fail.
         assert_eq!(read_at(&mut frontend, BORDER)?, blk::OK);
         frontend.tell(Message::remove_region(&regions[1]))?;
         for data in [BORDER, BORDER - 512] {
@@ -96,7 +97,7 @@ fn region_by_region(options: &DaemonOptions) -> Result<()> {
         assert_eq!(read_at(&mut frontend, BORDER - 1024)?, blk::OK);
         frontend.tell(Message::add_region(&regions[1]))?;
         assert_eq!(read_at(&mut frontend, BORDER - 512)?, blk::OK);
-        // The one with the rings: they wait until it is back, and go on where they were.
+        // Without the region of rings the queues wait for it, and continue where they stopped.
         frontend.tell(Message::remove_region(&regions[0]))?;
         let (header, status) = frontend.put_header(0, 0, blk::IN, 6)?;
         frontend.rings[0].put_chain(
@@ -124,7 +125,7 @@ fn table_by_table(options: &DaemonOptions) -> Result<()> {
     let setup = Setup { protocol_features, ..Setup::default() };
     let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
     frontend.write(0, 9, &[1; 512])?;
-    // The same regions in other files: what was in the old ones is gone, rings included.
+    // The same regions in new files: the contents of the old ones, rings included, are gone.
     for _ in 0..3 {
         let regions = [
             Region::new(frontend.memory.regions[0].guest_addr, frontend.memory.regions[0].bytes)?,
@@ -154,13 +155,14 @@ fn a_session_without_protocol_features(engine: Engine) -> Result<()> {
         let mut frontend = Frontend::connect(daemon.socket(), &setup)?;
         frontend.negotiate()?;
         assert_eq!(frontend.features & feature::PROTOCOL_FEATURES, 0);
-        // Rings first, memory after them: the order is free.
+        // Rings come first and memory after them: the order is free.
         for queue in [0, 1] {
             frontend.start_queue(queue, 0)?;
         }
         frontend.share_memory()?;
         for queue in [0, 1] {
-            // Nobody enables a ring here: the kick's descriptor starts it.
+            // Without protocol features rings need no enabling: the kick's descriptor starts a
+            // ring.
             wait_readable(&frontend.rings[queue].call, "call at the start of a queue")?;
             take_count(&frontend.rings[queue].call);
             frontend.write(queue, 11, &[7; 1024])?;
@@ -181,7 +183,7 @@ fn fixed_buffers() -> DaemonOptions {
     DaemonOptions::new(Engine::IoUring).with("--fixed-buffers", "")
 }
 
-/// Memory that the ring knows comes and goes as other memory does.
+/// Registered memory is added and removed like other memory.
 #[test]
 fn registered_memory_follows_the_memory_map() -> Result<()> {
     region_by_region(&fixed_buffers())?;
@@ -189,12 +191,12 @@ fn registered_memory_follows_the_memory_map() -> Result<()> {
     many_regions(fixed_buffers())
 }
 
-/// Little memory may be locked, and the right to lock more is gone.
+/// Little memory may be locked, and the capability to lock more is dropped.
 const LOW_MEMLOCK: &[&str] =
     &["prlimit", "--memlock=1048576", "setpriv", "--bounding-set=-ipc_lock"];
 
-/// The limit on locked memory forbids registering memory: the device still works, and the
-/// log has a word about it.
+/// A low limit on locked memory prevents registration: the device still works, and the log reports
+/// it.
 #[test]
 fn a_low_limit_on_locked_memory_costs_speed_only() -> Result<()> {
     let options = DaemonOptions { under: LOW_MEMLOCK, ..fixed_buffers() };
@@ -206,8 +208,8 @@ fn a_low_limit_on_locked_memory_costs_speed_only() -> Result<()> {
     Ok(())
 }
 
-/// A memory balloon takes pages out of guest memory and puts others in their place. Without fixed
-/// buffers, data goes to those that are there now.
+/// A memory balloon replaces pages of guest memory. Without fixed buffers, data goes to the current
+/// pages.
 fn pages_are_exchanged(engine: Engine) -> Result<()> {
     let daemon = start(&DaemonOptions::new(engine))?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;

@@ -1,4 +1,4 @@
-//! What each type of request answers: status, used length, data, and what is on the disk then.
+//! The answer to each type of request: status, used length, data, and the resulting disk contents.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
@@ -55,7 +55,7 @@ fn requests_answer_with_status_and_length(engine: Engine) -> Result<()> {
             expect(&frontend.request(queue, blk::OUT, sector + 6000, &data, 0)?, blk::OK);
             assert!(daemon.read_disk(sector + 6000, bytes)? == data);
         }
-        // Nothing to read or write is not an error, as long as it is on the disk.
+        // An empty request is not an error, as long as its sector is on the disk.
         expect(&frontend.request(queue, blk::IN, 7, &[], 0)?, blk::OK);
         expect(&frontend.request(queue, blk::OUT, 7, &[], 0)?, blk::OK);
         expect(&frontend.request(queue, blk::IN, DISK_SECTORS, &[], 0)?, blk::OK);
@@ -70,7 +70,7 @@ fn requests_answer_with_status_and_length(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Two files of one name have two, and each has its own at each start.
+/// Two files of one name have different serials, and each serial survives a restart.
 fn a_serial_is_that_of_the_disk(engine: Engine) -> Result<()> {
     let folders = [(); 2].map(|()| tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")));
     let mut serials = Vec::new();
@@ -123,12 +123,12 @@ fn segments_are_carried_out(engine: Engine) -> Result<()> {
             let within =
                 places.iter().any(|&(start, n)| (start..start + u64::from(n)).contains(&at));
             let expected = if within { vec![0; SECTOR_BYTES] } else { sector_content(sector) };
-            // What a discarded sector reads as is open, but here it is a hole in a file.
+            // A discarded sector may read as anything, but here it is a hole in a file.
             ensure!(seen == expected, "type {kind}, flags {flags}: sector {sector}");
             ensure!(daemon.read_disk(sector, SECTOR_BYTES)? == expected);
         }
     }
-    // As many as the device announces.
+    // The maximum number of segments.
     let most = (0..16).flat_map(|n| segment(2000 + 2 * n, 1, 0)).collect::<Vec<_>>();
     expect(&frontend.request(0, blk::WRITE_ZEROES, 0, &most, 0)?, blk::OK);
     for sector in 2000..2032 {
@@ -138,8 +138,8 @@ fn segments_are_carried_out(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Virtio 1.3, section 5.2.6.2: a flag that is not known, and unmap in a discard, must be answered
-/// with UNSUPP, whatever else is wrong.
+/// Virtio 1.3, section 5.2.6.2: an unknown flag, and unmap in a discard, must be answered with
+/// UNSUPP, whichever other faults there are.
 fn flags_are_looked_at_before_anything_else(engine: Engine) -> Result<()> {
     let (daemon, mut frontend) = attach(&DaemonOptions::new(engine))?;
     let good = segment(10, 1, 0);
@@ -172,7 +172,7 @@ fn flags_are_looked_at_before_anything_else(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// On a disk that is larger than that.
+/// The disk is larger than the maximum of a segment.
 fn segments_longer_than_announced_are_refused(engine: Engine) -> Result<()> {
     let options = DaemonOptions { disk_bytes: 8 << 30, ..DaemonOptions::new(engine) };
     let (daemon, mut frontend) = attach(&options)?;
@@ -218,7 +218,7 @@ fn bad_segments_are_refused_as_a_whole(engine: Engine) -> Result<()> {
             let answer = frontend.request(0, kind, 0, &bad, 0)?;
             ensure!((answer.status, answer.used_bytes) == (status, 1), "{bad:x?}: {answer:?}");
             if bad.len() == 16 {
-                // A good segment before a bad one is not carried out.
+                // A valid segment before an invalid one is not carried out.
                 let both = [segment(20, 4, 0), bad.clone()].concat();
                 let answer = frontend.request(0, kind, 0, &both, 0)?;
                 ensure!((answer.status, answer.used_bytes) == (status, 1), "{both:x?}: {answer:?}");
@@ -244,7 +244,7 @@ fn what_is_out_of_range_is_refused(engine: Engine) -> Result<()> {
         (u64::MAX >> 9, 512),
         (u64::MAX, 512),
         (i64::MAX.unsigned_abs() >> 9, 1024),
-        // No multiple of a sector.
+        // Lengths that are no multiple of a sector.
         (0, 1),
         (0, 511),
         (0, 513),
@@ -253,7 +253,7 @@ fn what_is_out_of_range_is_refused(engine: Engine) -> Result<()> {
         ensure!(answer.status == blk::IOERR, "reading {bytes} bytes at {sector}: {answer:?}");
         ensure!([1, bytes + 1].contains(&(answer.used_bytes as usize)), "{answer:?}");
         if answer.used_bytes > 1 {
-            // What counts as written was written: with nothing that was in memory before.
+            // Bytes that count as written are zeroed, so no old memory contents remain.
             ensure!(answer.data == vec![0; bytes], "reading {bytes} bytes at {sector}");
         }
         let data = pattern(1, bytes);
@@ -278,7 +278,7 @@ fn short_headers_are_refused(engine: Engine) -> Result<()> {
         ensure!(status == blk::IOERR, "a header of {len} bytes: status {status}");
         ensure!([1, 513].contains(&used), "a header of {len} bytes: {used} bytes used");
     }
-    // Nothing but a status byte.
+    // A chain with a status byte only.
     let (_, status) = frontend.put_header(0, 0, blk::IN, 0)?;
     assert_eq!(frontend.execute(0, &[Desc::writable(status, 1)])?, 1);
     assert_eq!(frontend.memory.read(status, 1)?, [blk::IOERR]);
@@ -287,7 +287,7 @@ fn short_headers_are_refused(engine: Engine) -> Result<()> {
 
 fn unknown_types_are_refused(engine: Engine) -> Result<()> {
     let (_daemon, mut frontend) = attach(&DaemonOptions::new(engine))?;
-    // SCSI commands, GET_LIFETIME, SECURE_ERASE, zones, and what nobody has defined.
+    // SCSI commands, GET_LIFETIME, SECURE_ERASE, zones, and undefined types.
     for kind in [2, 3, 5, 7, 9, 10, 12, 14, 15, 18, 24, 26, 0x1_0000, u32::MAX] {
         for (out, room) in [(0, 0), (512, 0), (0, 512), (512, 512)] {
             let answer = frontend.request(0, kind, 0, &vec![1; out], room)?;
@@ -300,8 +300,8 @@ fn unknown_types_are_refused(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// What a failed request gives room for is zeroed so that the used length is true, but not when
-/// that would take long: then the used length is that of what was written.
+/// The buffers of a failed request are zeroed so that the used length is true. If they are too
+/// large for that, the used length covers only the written bytes.
 fn much_room_without_data_is_left_alone(engine: Engine) -> Result<()> {
     const ZEROED_MAX: usize = 1 << 20;
     let (_daemon, mut frontend) = attach(&DaemonOptions::new(engine).with("--serial", "rh"))?;
@@ -314,7 +314,7 @@ fn much_room_without_data_is_left_alone(engine: Engine) -> Result<()> {
         (unknown, 0, blk::UNSUPP, 0),
     ] {
         for (more, is_zeroed) in [(0, true), (512, false)] {
-            // In many buffers, so that their sum is what counts.
+            // Many buffers, so that their sum counts.
             let room = id_bytes + ZEROED_MAX + more;
             let before = vec![0x77; room];
             frontend.memory.write(DATA, &before)?;

@@ -52,7 +52,7 @@ fn a_kick_before_enable_is_not_lost(engine: Engine) -> Result<()> {
     let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
     frontend.negotiate()?;
     frontend.share_memory()?;
-    // Queue 0 is kicked between start and enable, queue 1 before it has even started.
+    // Queue 0 is kicked between start and enable, queue 1 before its start.
     frontend.start_queue(0, 0)?;
     for queue in [1, 0] {
         prepare(&frontend, queue, 0, 30)?;
@@ -79,12 +79,12 @@ fn a_stopped_queue_goes_on_where_it_was(engine: Engine) -> Result<()> {
                 done += 1;
             }
             assert_eq!(frontend.stop_queue(0)?, done, "requests were taken, not counted");
-            // Stopped twice is stopped.
+            // A second stop changes nothing.
             assert_eq!(frontend.stop_queue(0)?, done);
             prepare(&frontend, 0, 0, 40 + u64::from(round))?;
             frontend.rings[0].submit(0)?;
-            // Both queues are on one IoThread. When it has served the other one it has had its
-            // chance to serve this one, too.
+            // Both queues are on one IoThread. After it has served queue 1, it has also had a
+            // chance to serve this queue.
             frontend.read(1, 1, 512)?;
             assert_eq!(frontend.rings[0].used_idx(), done, "a stopped queue was served");
             frontend.start_queue(0, done)?;
@@ -113,7 +113,7 @@ fn a_queue_is_enabled_and_disabled(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Many writes, each large enough that the disk is not done with the first when the last is taken.
+/// The writes are so large that the disk has not finished the first when the last is popped.
 fn stopping_waits_for_requests(engine: Engine) -> Result<()> {
     const WRITE_BYTES: u32 = 128 << 10;
     let daemon = start(&DaemonOptions::new(engine))?;
@@ -145,7 +145,7 @@ fn stopping_waits_for_requests(engine: Engine) -> Result<()> {
             let sector = 4096 + 256 * u64::from(slot);
             ensure!(daemon.read_disk(sector, data.len())? == data, "slot {slot} is not written");
         }
-        // Those that were not taken are not lost.
+        // Requests that were not popped are not lost.
         frontend.start_queue(0, done)?;
         while done != base + 20 {
             frontend.rings[0].wait_used()?;
@@ -184,7 +184,7 @@ fn a_new_call_eventfd_takes_over(engine: Engine) -> Result<()> {
             frontend.read(0, sector, 512)?;
             let new = new_eventfd()?;
             frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 0, Some(&new)))?;
-            // A call may have got lost in between, so there is one to be safe.
+            // A call may have been lost in between, so the daemon makes one.
             wait_readable(&new, "call by the new eventfd")?;
             frontend.settle(1)?;
             take_count(&new);
@@ -194,14 +194,14 @@ fn a_new_call_eventfd_takes_over(engine: Engine) -> Result<()> {
             frontend.settle(1)?;
             assert_eq!(take_count(&old), 0, "the old eventfd is still called");
         }
-        // None at all: the driver polls. Requests are still answered.
+        // Without an eventfd the driver polls. Requests are still answered.
         frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 0, None))?;
         prepare(&frontend, 0, 0, 60)?;
         frontend.rings[0].submit(0)?;
         frontend.rings[0].watch_used(1)?;
         check_slot(&frontend, 0, 60)?;
         frontend.rings[0].take_used();
-        // And back.
+        // Restores the eventfd.
         let call = Arc::clone(&frontend.rings[0].call);
         frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 0, Some(&call)))?;
         frontend.read(0, 1, 512)?;
@@ -225,7 +225,7 @@ fn a_driver_that_polls_is_not_called(engine: Engine) -> Result<()> {
             }
             frontend.rings[0].kick()?;
             frontend.rings[0].watch_used(slots)?;
-            // When the IoThread has obeyed another command, notify is over.
+            // The IoThread carries out this command after its notify phase.
             frontend.settle(1)?;
             assert_eq!(take_count(&frontend.rings[0].call), 0, "a call that was not wanted");
             for slot in 0..slots {
@@ -233,7 +233,7 @@ fn a_driver_that_polls_is_not_called(engine: Engine) -> Result<()> {
                 check_slot(&frontend, slot, 70 + u64::from(slot))?;
             }
         }
-        // Calls are wanted again, and come.
+        // Calls are enabled again, and come.
         frontend.read(0, 1, 512)?;
     }
     Ok(())
@@ -244,7 +244,7 @@ fn event_idx_says_when_to_call(engine: Engine) -> Result<()> {
     let mut frontend = attach(&daemon, 0)?;
     frontend.read(0, 1, 512)?;
     for wait_for in 1..10_u16 {
-        // A call with the used element number `wait_for` from here, and not before.
+        // The call comes with the `wait_for`-th used element from here, and not before.
         let first = frontend.rings[0].next_used;
         frontend.rings[0].put_used_event(first.wrapping_add(wait_for - 1));
         frontend.settle(1)?;
@@ -257,7 +257,7 @@ fn event_idx_says_when_to_call(engine: Engine) -> Result<()> {
             let calls = take_count(&frontend.rings[0].call);
             assert_eq!(calls, u64::from(done == wait_for), "{done} of {wait_for} requests");
         }
-        // The event lies behind now: no more calls.
+        // The event has passed: no further calls.
         prepare(&frontend, 0, 0, 80)?;
         frontend.rings[0].submit(0)?;
         frontend.rings[0].watch_used(wait_for + 1)?;
@@ -278,7 +278,7 @@ fn queues_on_two_iothreads(engine: Engine) -> Result<()> {
     }
     let mut frontend = Frontend::attach(daemon.socket(), &Setup { queues: 4, ..Setup::default() })?;
     for round in 0..50 {
-        // All queues at once, then each reads what another one has written.
+        // All queues read at once. Then each queue reads the data that its predecessor wrote.
         for queue in 0..4 {
             prepare(&frontend, queue, u16::try_from(queue)?, 90 + u64::try_from(queue)?)?;
             frontend.rings[queue].submit(u16::try_from(3 * queue)?)?;
@@ -294,7 +294,7 @@ fn queues_on_two_iothreads(engine: Engine) -> Result<()> {
             assert!(frontend.read((queue + 1) % 4, sector, data.len())? == data);
         }
     }
-    // One that is stopped does not delay the others, on its IoThread or on the other.
+    // A stopped queue delays no other, on either IoThread.
     frontend.stop_queue(2)?;
     for queue in [0, 1, 3] {
         frontend.read(queue, 1, 512)?;
@@ -333,22 +333,21 @@ fn indexes_wrap(engine: Engine) -> Result<()> {
             }
             answered += u32::from(BATCH);
         }
-        // Data still goes where it should, and the base has wrapped with the rest.
+        // Data is still right, and the base has wrapped like the indexes.
         assert!(frontend.read(0, 2, 512)? == sector_content(2));
         assert_eq!(u32::from(frontend.stop_queue(0)?), (answered + 1) % 65_536);
     }
     Ok(())
 }
 
-/// Without a descriptor, SET_VRING_KICK asks the device to poll. What it must not do is to agree
-/// and never look.
+/// Without a descriptor, SET_VRING_KICK asks the device to poll. The device must poll or refuse.
 fn a_queue_without_a_kick_is_polled_or_refused(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
     let mut frontend = attach(&daemon, 0)?;
     let base = frontend.stop_queue(1)?;
     frontend.start_queue(1, base)?;
     if frontend.tell(Message::ring_fd(code::SET_VRING_KICK, 1, None)).is_ok() {
-        // When the other queue has been served, what the start does is over.
+        // After queue 0 was served, the work of the start is over.
         frontend.read(0, 1, 512)?;
         for sector in 0..3 {
             prepare(&frontend, 1, 0, sector)?;

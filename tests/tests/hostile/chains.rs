@@ -1,4 +1,4 @@
-//! Chains and rings that make no sense.
+//! Invalid chains and rings.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +27,7 @@ for_each_engine! {
 
 const SIZE: u16 = 64;
 
-/// A queue that is bad, beside one that is good.
+/// A queue for invalid chains, beside one for valid chains.
 const BAD: usize = 1;
 const GOOD: usize = 0;
 
@@ -37,20 +37,20 @@ fn read_request(frontend: &Frontend) -> Result<(Desc, Desc)> {
     Ok((Desc::readable(header, 16), Desc::writable(status, 1)))
 }
 
-/// Expects that the bad queue has stopped, that it alone has, and that it can be started again.
+/// Checks that only the bad queue has stopped, and that it can be started again.
 fn expect_stopped(frontend: &mut Frontend) -> Result<()> {
     frontend.rings[BAD].wait_err()?;
-    // What was pushed before is published at the latest when the IoThread has done other things.
+    // Earlier used elements are published at the latest when the IoThread has done other work.
     frontend.read(GOOD, 0, 512).context("the other queue does not go on")?;
     let used = frontend.rings[BAD].used_idx();
-    // It is left alone: what is right comes too late.
+    // A stopped queue is not served, even if its avail idx becomes valid.
     frontend.rings[BAD].put_avail_idx(1);
     frontend.rings[BAD].kick()?;
     frontend.write(GOOD, 5000, &pattern(1, 512))?;
     ensure!(frontend.rings[BAD].used_idx() == used, "a bad queue is still served");
     frontend.stop_queue(BAD)?;
     let config = frontend.rings[BAD].config;
-    // Its memory as a driver finds it: all zeroes.
+    // The memory of a new driver is zeroed.
     frontend.memory.write(config.desc_table, &vec![0; 0x8000])?;
     frontend.rings[BAD] = Ring::new(&frontend.memory, config)?;
     frontend.start_queue(BAD, 0)?;
@@ -58,10 +58,10 @@ fn expect_stopped(frontend: &mut Frontend) -> Result<()> {
     Ok(())
 }
 
-/// What a case is, and its descriptors, made of a good header and a good status.
+/// The name of a case, and its descriptors, made from a valid header and a valid status.
 type Case = (&'static str, fn(Desc, Desc) -> Vec<Desc>);
 
-/// Runs cases that make descriptors, the first of which is the head, and stop the queue.
+/// Runs cases that must stop the queue. The first descriptor is the head.
 fn stopping(engine: Engine, cases: &[Case]) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
     for (what, descriptors) in cases {
@@ -182,7 +182,7 @@ fn bad_indirect_tables_stop_their_queue(engine: Engine) -> Result<()> {
             ("a table that passes the end", |_, _| table(MEMORY_END - 16, 32)),
             ("a table at the end of all addresses", |_, _| table(u64::MAX - 15, 16)),
             ("a table that passes the end of all addresses", |_, _| table(u64::MAX - 15, 64)),
-            // An all-zero descriptor in it is one without a status.
+            // The descriptor of zeroes in it is not a status.
             ("a table of zeroes", |_, _| table(BORDER, 16)),
             ("a table with more after it", |_, _| {
                 vec![Desc { addr: SCRATCH, len: 16, flags: INDIRECT | NEXT, next: 1 }]
@@ -196,7 +196,7 @@ fn bad_indirect_tables_stop_their_queue(engine: Engine) -> Result<()> {
             }),
         ],
     )?;
-    // What is in a table of its own.
+    // Faults inside a separate table.
     let mut daemon = start(&DaemonOptions::new(engine))?;
     let nested = Desc { addr: SCRATCH + 512, len: 16, flags: INDIRECT, next: 0 };
     let cases: [(&str, &[Desc]); 5] = [
@@ -230,8 +230,8 @@ fn indirect_without_the_feature_stops_the_queue(engine: Engine) -> Result<()> {
     })
 }
 
-/// Runs a chain on the bad queue that has a status byte, as it is and by way of an indirect table:
-/// it is answered with an error, and all queues go on.
+/// Runs a chain with a status byte on the bad queue, directly and through an indirect table. The
+/// chain is answered with an error, and all queues keep running.
 fn expect_error(frontend: &mut Frontend, status: Desc, chain: &[Desc]) -> Result<()> {
     for indirect in [false, true] {
         frontend.memory.write(status.addr, &[blk::PENDING])?;
@@ -293,7 +293,7 @@ fn lengths_that_overflow_are_answered(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
     let piece = u32::try_from(MEMORY_END - DATA)?;
     let setup = Setup::default().queue_size(1024);
-    // More than 32 bits can count, and just as much as they can, which is more than the disk has.
+    // Sums that exceed 32 bits, and sums that just fit and exceed the disk.
     for (pieces, flags) in [(1000, 0), (1000, WRITE), (585, 0), (585, WRITE)] {
         let what = format!("{pieces} pieces of {piece} bytes, flags {flags}");
         with_attached(&mut daemon, &setup, &what, |frontend| {
@@ -308,7 +308,7 @@ fn lengths_that_overflow_are_answered(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// A generator of numbers, the same in each run.
+/// A generator of pseudo-random numbers, the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -332,8 +332,8 @@ impl Random {
     }
 }
 
-/// The driver changes descriptors, tables, headers and rings while the device works on them. When
-/// it is over, the ring is in any state; when a stop returns, the device no longer uses it.
+/// The driver changes descriptors, tables, headers and rings while the device uses them. The ring
+/// ends in any state. When a stop returns, the device no longer uses it.
 fn a_driver_that_rewrites_descriptors(engine: Engine) -> Result<()> {
     const ROUNDS: u64 = 100;
     let mut daemon = start(&DaemonOptions::new(engine))?;

@@ -1,4 +1,4 @@
-//! Descriptors that are not what the daemon asks for, or not as many.
+//! Descriptors of wrong kinds, and wrong numbers of descriptors in a message.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -29,10 +29,10 @@ for_each_engine! {
     an_err_that_is_replaced,
 }
 
-/// The one of them that is an eventfd.
+/// The eventfd among these descriptors.
 const EVENTFD: &str = "a full eventfd";
 
-/// The others that calls are passed on to.
+/// The kinds beside eventfds to which calls are relayed.
 const RELAYED: [&str; 5] = [
     "the end of a pipe to write",
     "a pipe that nobody reads",
@@ -41,7 +41,7 @@ const RELAYED: [&str; 5] = [
     "a socket without a peer",
 ];
 
-/// A descriptor that is not an eventfd, what it is, and what must stay open beside it.
+/// A descriptor of any kind, its name, and the descriptors that must stay open beside it.
 struct Odd {
     what: &'static str,
     fd: Arc<OwnedFd>,
@@ -52,7 +52,7 @@ fn odd(what: &'static str, fd: impl Into<OwnedFd>, others: Vec<OwnedFd>) -> Odd 
     Odd { what, fd: Arc::new(fd.into()), _others: others }
 }
 
-/// One of each kind of descriptor.
+/// A descriptor of each kind.
 fn odd_descriptors() -> Result<Vec<Odd>> {
     let pipe = || pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).context("making a pipe");
     let (readable, writer) = pipe()?;
@@ -88,7 +88,7 @@ fn odd_descriptors() -> Result<Vec<Odd>> {
     ])
 }
 
-/// The other queue of the front-end serves.
+/// Checks that the front-end's other queue is served.
 fn good_queue_serves(frontend: &mut Frontend) -> Result<()> {
     frontend.read(0, 0, 512).context("the other queue does not go on")?;
     Ok(())
@@ -113,7 +113,7 @@ fn anything_as_a_kick(engine: Engine) -> Result<()> {
                 return Ok(());
             }
             good_queue_serves(frontend)?;
-            // The queue stops, and starts again with a good one.
+            // The queue stops, and starts again with a valid kick.
             let base = frontend.stop_queue(1)?;
             frontend.start_queue(1, base)?;
             frontend.read(1, 0, 512)?;
@@ -136,7 +136,7 @@ fn anything_as_a_call(engine: Engine) -> Result<()> {
             }
             for _ in 0..3 {
                 offer_read(frontend)?;
-                // The driver gets no call, and the requests are answered.
+                // The requests are answered, although the driver gets no call.
                 frontend.rings[1].watch_used(1)?;
                 frontend.rings[1].take_used();
             }
@@ -168,8 +168,8 @@ fn anything_as_an_err(engine: Engine) -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// Takes back that the descriptor does not block, which the daemon saw to, and fills the counter.
-/// Waiting for it would last for ever: a process that has ended empties no counter.
+/// Makes the descriptor block again, after the daemon made it non-blocking, and fills its counter.
+/// A wait for it would never end: a process that has ended empties no counter.
 fn make_block(fd: &OwnedFd) -> Result<()> {
     take_count(fd);
     fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK)?;
@@ -179,7 +179,7 @@ fn make_block(fd: &OwnedFd) -> Result<()> {
 
 fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
-    // Both queues are on one IoThread, which each of these would block.
+    // Both queues are on one IoThread, which each of these calls would block.
     for _ in 0..3 {
         let call = new_eventfd()?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
@@ -198,9 +198,9 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
         drop((frontend, call));
         check_service(&mut daemon)?;
     }
-    // Only the first of them could.
+    // Only the first call could block.
     ensure!(daemon.messages().matches("a call did not return").count() == 1);
-    // Nor does the first keep a daemon from ending.
+    // Nor does the first blocked call keep a daemon from ending.
     let daemon = start(&DaemonOptions::new(engine))?;
     let call = new_eventfd()?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
@@ -225,7 +225,7 @@ fn an_err_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     check_service(&mut daemon)
 }
 
-/// The queue runs when it gets another, and has one when it starts, or none. It may be bad by then.
+/// The err eventfd is replaced while the queue runs, or set after none.
 fn an_err_that_is_replaced(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
     for round in 0..2 {
@@ -247,11 +247,11 @@ fn an_err_that_is_replaced(engine: Engine) -> Result<()> {
     check_service(&mut daemon)
 }
 
-/// The most descriptors that the daemon makes room for.
+/// The number of descriptors in a message for which the daemon has room.
 const ROOM: usize = 32;
 
-/// Sends a message that must not be carried out. One with more descriptors than there is room for
-/// may be lost instead of refused.
+/// Sends a message that must not be carried out. A message with more than [`ROOM`] descriptors may
+/// be lost instead of refused.
 fn refused(frontend: &mut Frontend, message: Message) -> Result<()> {
     if message.fds.len() > ROOM {
         return frontend.channel.send(&message);
@@ -325,7 +325,7 @@ fn fewer_descriptors_than_a_message_has() -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// Descriptors belong to the header. What comes later is not taken, nor kept.
+/// Descriptors belong to the header. Descriptors that arrive later are neither used nor kept.
 #[test]
 fn descriptors_in_the_middle_of_a_message() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
@@ -335,7 +335,7 @@ fn descriptors_in_the_middle_of_a_message() -> Result<()> {
             let fd = Arc::clone(&frontend.rings[0].kick);
             let bytes = Message::number(code::SET_VRING_KICK, 0).needs_reply().bytes();
             frontend.channel.send_bytes(&bytes[..cut], &[])?;
-            // It may be gone by then.
+            // The connection may already be closed.
             if frontend.channel.send_bytes(&bytes[cut..], &[fd]).is_ok() {
                 let reply = frontend.channel.receive()?;
                 let refused = reply.is_none_or(|r| r.number().is_ok_and(|status| status != 0));

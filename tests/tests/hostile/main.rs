@@ -1,6 +1,6 @@
-//! Drivers and front-ends that do what they must not, over a real socket.
+//! Drivers and front-ends that violate the specifications, over a real socket.
 //!
-//! After every case the daemon is alive and serves a well-behaved front-end.
+//! After every case the daemon is alive and serves a correct front-end.
 
 mod chains;
 mod descriptors;
@@ -15,13 +15,13 @@ use anyhow::{Context, Result};
 use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 use ringhaul_kit::frontend::{Frontend, Setup, check_service};
 
-/// Starts a daemon with its disk where direct I/O works.
+/// Starts a daemon with its disk on a file system with direct I/O.
 fn start(options: &DaemonOptions) -> Result<Daemon> {
     Daemon::start(Path::new(env!("CARGO_TARGET_TMPDIR")), options)
 }
 
-/// Runs one case with a front-end of its own that has attached, then makes sure that the daemon
-/// serves the next. `what` names the case.
+/// Runs one case with an attached front-end, then checks that the daemon serves the next one.
+/// `what` names the case.
 fn with_attached(
     daemon: &mut Daemon,
     setup: &Setup,
@@ -34,7 +34,7 @@ fn with_attached(
     check_service(daemon).with_context(|| format!("after: {what}"))
 }
 
-/// The same with a front-end that has only negotiated features.
+/// Like [`with_attached`], with a front-end that has only negotiated features.
 fn with_negotiated(
     daemon: &mut Daemon,
     what: &str,
@@ -56,7 +56,7 @@ fn run(
 ) -> Result<()> {
     let result = case(frontend);
     if result.is_err() {
-        // That it has ended says more than what the front-end saw of it.
+        // The end of the daemon explains more than the front-end's error.
         daemon.check_running().with_context(|| what.to_owned())?;
     }
     result.with_context(|| what.to_owned())

@@ -1,4 +1,4 @@
-//! Guest memory that is none, or that goes away.
+//! Guest memory that is invalid, or that disappears.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -28,7 +28,7 @@ for_each_engine! {
 
 const PAGE: u64 = 4096;
 
-/// Sends a region as an addition and as a table: neither may be taken.
+/// Sends a region as an addition and as a table; both must be refused.
 fn expect_both_refused(
     daemon: &mut ringhaul_kit::daemon::Daemon,
     what: &str,
@@ -101,7 +101,7 @@ fn files_that_are_no_memory() -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// A file that may be mapped, but whose pages a file system has, which may be one in a program.
+/// A mappable file with pages of a file system, which may be a program (FUSE).
 #[test]
 fn files_whose_pages_others_have() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
@@ -115,7 +115,7 @@ fn files_whose_pages_others_have() -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// The marks of its requests are gone, so a crash would lose them.
+/// The marks of the requests are gone, so a crash would lose the requests.
 #[test]
 fn an_inflight_region_that_shrinks_stops_the_queues_of_its_front_end() -> Result<()> {
     const REGION_BYTES: u64 = 1088 * 2;
@@ -148,7 +148,7 @@ fn an_inflight_region_that_shrinks_stops_the_queues_of_its_front_end() -> Result
     check_service(&mut daemon)
 }
 
-/// Sparse regions cost a front-end nothing, and would leave the daemon without address space.
+/// Sparse regions cost a front-end nothing, and could exhaust the daemon's address space.
 #[test]
 fn more_memory_than_a_front_end_may_have() -> Result<()> {
     const TIB: u64 = 1 << 40;
@@ -166,7 +166,7 @@ fn more_memory_than_a_front_end_may_have() -> Result<()> {
     let add = |frontend: &mut Frontend, index| frontend.tell(Message::add_region(&region(index)));
     with_negotiated(&mut daemon, "one TiB after the other", |frontend| {
         (0..16).try_for_each(|index| add(frontend, index))?;
-        // What was given back is there for the next.
+        // A removed region leaves room for the next one.
         frontend.tell(Message::remove_region(&region(3)))?;
         add(frontend, 20)?;
         frontend.expect_refused(Message::add_region(&region(21)))
@@ -197,7 +197,7 @@ fn more_memory_than_all_front_ends_may_have() -> Result<()> {
     second.negotiate()?;
     ensure!(second.share_memory().is_err(), "more is mapped than may be");
     daemon.wait_for_message("(--max-mapped-memory) may be 104857600", 1)?;
-    // The first goes on, and makes room when it goes.
+    // The first front-end is served on, and makes room when it disconnects.
     first.write(0, 0, &[7; 4096])?;
     drop((first, second));
     check_service(&mut daemon)?;
@@ -260,7 +260,7 @@ fn as_many_regions_as_a_front_end_likes() -> Result<()> {
         with_negotiated(&mut daemon, &format!("a table of {count} regions"), |frontend| {
             let message = Message::memory_table(&pages.iter().collect::<Vec<_>>());
             if message.fds.len() > 32 {
-                // More descriptors than there is room for: it is lost, or refused.
+                // A message with more descriptors than the daemon has room for is lost or refused.
                 return frontend.channel.send(&message);
             }
             frontend.expect_refused(message)
@@ -308,14 +308,14 @@ fn removing_what_is_not_there() -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// Takes the memory of a region away. From then on nobody may touch it; the daemon will.
+/// Removes the memory of a region. The test must not touch it afterwards; the daemon will.
 fn shrink(frontend: &Frontend, region: usize) -> Result<()> {
     let Region { file, file_offset, .. } = &frontend.memory.regions[region];
     rustix::fs::ftruncate(file, *file_offset).context("shrinking a memfd")
 }
 
-/// Submits a chain to queue 1 that touches memory which is gone, and makes sure that the daemon is
-/// done with it.
+/// Submits a chain to queue 1 that touches missing memory, and waits until the daemon has finished
+/// it.
 fn touch(frontend: &mut Frontend, chain: &[Desc]) -> Result<()> {
     frontend.rings[1].put_chain(0, chain);
     frontend.rings[1].submit(0)?;
@@ -325,7 +325,7 @@ fn touch(frontend: &mut Frontend, chain: &[Desc]) -> Result<()> {
 
 fn memory_that_shrinks_under_buffers(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
-    // As direct I/O wants it, and not; all of it gone, and the end of it.
+    // Aligned for direct I/O, and unaligned; all of the buffer missing, and its end.
     for addr in [BORDER, BORDER + 1, BORDER - 512] {
         for (kind, flags) in [(blk::IN, true), (blk::OUT, false), (blk::GET_ID, true)] {
             let what = format!("type {kind} with a buffer at {addr:#x}");
@@ -359,7 +359,7 @@ fn memory_that_shrinks_under_headers(engine: Engine) -> Result<()> {
                 _ => vec![header, Desc::writable(DATA, 512), status],
             };
             touch(frontend, &chain)?;
-            // Only what a request touches is gone: the other queue does not notice.
+            // Only memory that this request touches is missing: queue 0 is not affected.
             frontend.read(0, 0, 512)?;
             Ok(())
         })?;
@@ -371,7 +371,7 @@ fn memory_that_shrinks_under_rings(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
     let setup = Setup::default();
     let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
-    // Queue 1 moves to the second region, which goes away.
+    // Queue 1 moves to the second region, which disappears.
     frontend.stop_queue(1)?;
     frontend.rings[1].config = place_at(BORDER, setup.queue_size);
     frontend.start_queue(1, 0)?;
@@ -383,7 +383,7 @@ fn memory_that_shrinks_under_rings(engine: Engine) -> Result<()> {
     frontend.read(0, 0, 512).context("the other queue does not go on")?;
     drop(frontend);
     check_service(&mut daemon)?;
-    // Memory that is gone before the queue starts.
+    // Memory that disappears before the queue starts.
     let mut frontend = Frontend::connect(daemon.socket(), &setup)?;
     frontend.negotiate()?;
     frontend.share_memory()?;

@@ -18,8 +18,8 @@ fn daemon() -> Result<ringhaul_kit::daemon::Daemon> {
     start(&DaemonOptions::new(Engine::Aio))
 }
 
-/// The messages of a whole session in which both queues have worked. The memory must stay with
-/// whoever sends them again.
+/// The messages of a whole session that used both queues. A sender that repeats them must keep the
+/// memory.
 fn whole_session(frontend: &mut Frontend) -> Result<Vec<Message>> {
     frontend.write(0, 5000, &[1; 512])?;
     frontend.config(0, 60)?;
@@ -83,11 +83,11 @@ fn every_request_with_every_size() -> Result<()> {
             for fill in [0, 1] {
                 let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
                 frontend.negotiate()?;
-                // What is longer than any message is announced and not sent.
+                // A body that is longer than any message is announced and not sent.
                 let sent = if size > 4097 { 0 } else { usize::try_from(size)? };
                 let mut message = Message::new(request, vec![fill; sent]);
                 message.size = size;
-                // The daemon may close the connection before it has all of it.
+                // The daemon may close the connection before it has all bytes.
                 let _ = frontend.channel.send(&message);
                 drop(frontend);
                 check_service(&mut daemon)
@@ -188,7 +188,7 @@ fn messages_out_of_order() -> Result<()> {
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
         whole_session(&mut frontend)?
     };
-    // Each message as the first one and nothing else; all backwards; all twice; each left out.
+    // Each message alone; all in reverse; each twice; all twice; each left out.
     let mut orders: Vec<Vec<&Message>> = whole.iter().map(|message| vec![message]).collect();
     orders.push(whole.iter().rev().collect());
     orders.push(whole.iter().flat_map(|message| [message, message]).collect());
@@ -200,7 +200,7 @@ fn messages_out_of_order() -> Result<()> {
     for (index, order) in orders.iter().enumerate() {
         let mut channel = Channel::connect(daemon.socket())?;
         for message in order {
-            // The daemon may have closed the connection before.
+            // The daemon may already have closed the connection.
             if channel.send(message).is_err() {
                 break;
             }
@@ -237,7 +237,7 @@ fn what_comes_early_is_not_lost() -> Result<()> {
         frontend.read(0, 0, 512)?;
         frontend.tell(Message::number(code::SET_FEATURES, frontend.features))?;
         frontend.read(0, 0, 512)?;
-        // From now on without event idx.
+        // Event idx is off from here on.
         let fewer = frontend.features & !feature::EVENT_IDX;
         frontend.tell(Message::number(code::SET_FEATURES, fewer))?;
         frontend.rings[0].config.event_idx = false;
@@ -317,8 +317,8 @@ fn numbers_that_no_ring_can_have() -> Result<()> {
     Ok(())
 }
 
-/// A queue whose parts are where they must not be is never served. The daemon says so at one
-/// message or another, or to the err eventfd.
+/// A queue with a misplaced part is never served. The daemon reports the fault in reply to a
+/// message or through the err eventfd.
 #[test]
 fn rings_where_they_cannot_be() -> Result<()> {
     let mut daemon = daemon()?;
@@ -347,7 +347,7 @@ fn rings_where_they_cannot_be() -> Result<()> {
             Ok(())
         })?;
     }
-    // Addresses that are in no region at all.
+    // Addresses that are in no region.
     for addr in [0, 0x1000, MEMORY_START, 1 << 46, !0xfff, u64::MAX - 15] {
         for part in 0..3 {
             let what = format!("part {part} of a ring at address {addr:#x}");
@@ -390,7 +390,7 @@ fn configuration_reads_that_make_no_sense() -> Result<()> {
             with_negotiated(&mut daemon, what, |frontend| {
                 let message = Message::new(request, body.clone()).needs_reply();
                 let reply = frontend.channel.ask(&message)?;
-                // An answer without data is how a device refuses a read.
+                // A device refuses a read with a reply without data.
                 let refused = match &reply {
                     None => true,
                     Some(reply) if request == code::GET_CONFIG => reply.body.len() <= HEADER_BYTES,

@@ -1,4 +1,4 @@
-//! Chains that make no sense, for a device of logical units: virtio-scsi.
+//! Invalid chains for virtio-scsi, a device of logical units.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::{Daemon, DaemonOptions, sector_content};
@@ -15,7 +15,7 @@ for_each_engine! {
     bad_functions_are_answered,
 }
 
-/// The queues: that of functions, and two for requests, of which one is bad.
+/// The control queue and two request queues, one for valid chains and one for invalid chains.
 const CONTROL: usize = 0;
 const GOOD: usize = 2;
 const BAD: usize = 3;
@@ -24,7 +24,7 @@ const HEADER: u64 = SCRATCH + 0x1000;
 const HEADER_BYTES: u32 = 51;
 const RESPONSE: u64 = SCRATCH + 0x2000;
 const RESPONSE_BYTES: u32 = 108;
-/// What it is before the device writes it.
+/// The bytes of a response before the device writes it.
 const PENDING: u8 = 0xee;
 const FAILURE: u8 = 9;
 
@@ -41,7 +41,7 @@ fn start_units(engine: Engine) -> Result<Daemon> {
     start(&options)
 }
 
-/// The header and the response of a read of the first block.
+/// Writes the header and the response of a read of the first block.
 fn put_read(frontend: &Frontend) -> Result<(Desc, Desc)> {
     let mut header = vec![0; HEADER_BYTES as usize];
     header[..8].copy_from_slice(&UNIT);
@@ -52,7 +52,7 @@ fn put_read(frontend: &Frontend) -> Result<(Desc, Desc)> {
     Ok((Desc::readable(HEADER, HEADER_BYTES), Desc::writable(RESPONSE, RESPONSE_BYTES)))
 }
 
-/// Reads the first block.
+/// Reads the first block, and checks its data.
 fn read(frontend: &mut Frontend, queue: usize) -> Result<()> {
     loop {
         let (header, response) = put_read(frontend)?;
@@ -61,7 +61,7 @@ fn read(frontend: &mut Frontend, queue: usize) -> Result<()> {
         let response = frontend.memory.read(RESPONSE, RESPONSE_BYTES as usize)?;
         match (response[11], response[10], response[14]) {
             (0, 0, _) => break,
-            // What happened before is told first.
+            // A unit attention reports earlier events first.
             (0, 2, 6) => {}
             _ => anyhow::bail!("a read ended with {response:x?}"),
         }
@@ -70,7 +70,7 @@ fn read(frontend: &mut Frontend, queue: usize) -> Result<()> {
     Ok(())
 }
 
-/// Runs one case with a front-end of its own, then makes sure that the daemon serves the next.
+/// Runs one case with a new front-end, then checks that the daemon serves the next one.
 fn with_attached(
     daemon: &mut Daemon,
     setup: &Setup,
@@ -87,8 +87,8 @@ fn with_attached(
         .with_context(|| format!("after: {what}"))
 }
 
-/// Runs a chain on the bad queue that has a response, as it is and by way of an indirect table: it
-/// is answered with FAILURE, and all queues go on.
+/// Runs a chain with a response on the bad queue, directly and through an indirect table. The chain
+/// is answered with FAILURE, and all queues keep running.
 fn expect_failure(frontend: &mut Frontend, chain: &[Desc]) -> Result<()> {
     for indirect in [false, true] {
         frontend.memory.write(RESPONSE, &[PENDING; RESPONSE_BYTES as usize])?;

@@ -1,4 +1,4 @@
-//! Front-ends that go away at any time, and what they leave behind: nothing.
+//! Front-ends that disconnect at any time, and leave nothing behind.
 
 use std::collections::HashSet;
 use std::net::Shutdown;
@@ -23,7 +23,8 @@ for_each_engine! {
 
 const DATA_BYTES: u32 = 128 << 10;
 
-/// Kicks the device for 20 large requests on each queue. Returns where their status bytes are.
+/// Kicks the device for 20 large requests on each queue. Returns the addresses of their status
+/// bytes.
 fn submit_many(frontend: &mut Frontend, kind: u32) -> Result<[Vec<u64>; 2]> {
     let mut statuses = [Vec::new(), Vec::new()];
     for queue in [0, 1] {
@@ -44,7 +45,7 @@ fn submit_many(frontend: &mut Frontend, kind: u32) -> Result<[Vec<u64>; 2]> {
     Ok(statuses)
 }
 
-/// The steps of a session, each of which may be the last.
+/// Each step of a session may be the last one.
 fn front_ends_that_vanish_at_every_step(engine: Engine) -> Result<()> {
     type Step = fn(&mut Frontend) -> Result<()>;
     let steps: [(&str, Step); 12] = [
@@ -83,20 +84,20 @@ fn front_ends_that_vanish_with_requests(engine: Engine) -> Result<()> {
             let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
             frontend.memory.write(BORDER, &data)?;
             submit_many(&mut frontend, kind)?;
-            // Some go as soon as one is answered, which others are not by then.
+            // Some disconnect as soon as one request is answered, before all are.
             if round % 2 == 0 {
                 frontend.rings[0].wait_used()?;
             }
             let memory = std::sync::Arc::clone(&frontend.memory);
             drop(frontend);
             daemon.wait_let_go(&descriptors)?;
-            // Memory that was released is not touched any more.
+            // The daemon no longer touches released memory.
             let before = memory.read(BORDER, data.len())?;
             check_service(&mut daemon)?;
             ensure!(memory.read(BORDER, data.len())? == before);
         }
     }
-    // What was taken was carried out.
+    // Requests that were taken were carried out.
     ensure!(daemon.read_disk(8192, SECTOR_BYTES)? == data[..SECTOR_BYTES]);
     Ok(())
 }
@@ -121,7 +122,7 @@ fn two_hundred_front_ends_leave_nothing(engine: Engine) -> Result<()> {
     check_service(&mut daemon)
 }
 
-/// SIGTERM: what was taken is answered, and the end is clean.
+/// After SIGTERM all taken requests are answered, and the end is clean.
 fn the_daemon_ends_while_requests_run(engine: Engine) -> Result<()> {
     for kind in [blk::IN, blk::OUT] {
         let daemon = start(&DaemonOptions::new(engine))?;
@@ -130,7 +131,7 @@ fn the_daemon_ends_while_requests_run(engine: Engine) -> Result<()> {
         frontend.rings[0].watch_used(1)?;
         daemon.terminate()?;
         frontend.channel.wait_closed()?;
-        // Nothing is half done: a request has an answer that the driver sees, or none at all.
+        // A request has either a visible answer or none at all.
         for (queue, statuses) in submitted.iter().enumerate() {
             let mut answered = HashSet::new();
             while let Some(used) = frontend.rings[queue].take_used() {
@@ -159,7 +160,8 @@ fn the_daemon_ends_while_a_front_end_dawdles() -> Result<()> {
     Ok(())
 }
 
-/// A front-end that asks and never listens fills the socket until the daemon waits for it.
+/// A front-end that sends requests and reads no replies fills the socket until the daemon waits for
+/// it.
 #[test]
 fn a_front_end_that_does_not_listen() -> Result<()> {
     for ends in [false, true] {
@@ -167,8 +169,8 @@ fn a_front_end_that_does_not_listen() -> Result<()> {
         let stream = UnixStream::connect(daemon.socket())?;
         stream.set_nonblocking(true)?;
         let question = Message::new(code::GET_FEATURES, Vec::new()).bytes();
-        // Both directions are full when nothing more can be sent, after the daemon has had its
-        // chance to make room.
+        // Both directions are full when no byte can be sent, even after the daemon had a chance to
+        // make room.
         let mut refused = 0;
         while refused < 1000 {
             match std::io::Write::write(&mut &stream, &question) {
@@ -198,7 +200,7 @@ fn a_front_end_that_only_stops_talking() -> Result<()> {
         submit_many(&mut frontend, blk::IN)?;
         UnixStream::from(frontend.channel.descriptor()?).shutdown(direction)?;
         if direction == Shutdown::Read {
-            // It would be answered, and cannot be.
+            // The request is carried out, and its reply cannot arrive.
             let _ = frontend.stop_queue(0);
         }
         // The connection is still open on this side.
@@ -213,7 +215,7 @@ fn front_ends_that_wait_for_their_turn() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
     let mut first = Frontend::attach(daemon.socket(), &Setup::default())?;
-    // Some of those that wait have gone when their turn comes, some in the middle of a message.
+    // Some waiting front-ends are gone when their turn comes, some in the middle of a message.
     let message = Message::new(code::GET_FEATURES, Vec::new());
     let mut waiting = Vec::new();
     for index in 0..20 {
