@@ -37,8 +37,8 @@ fn options_on(device: &Path, engine: Engine, cache: Cache) -> DaemonOptions {
     DaemonOptions { cache, ..DaemonOptions::new(engine).with("--disk", &disk) }
 }
 
-/// What the device has no more is an error, never zeroes; so it is when it has nothing any more, as
-/// a disk that was pulled out.
+/// A read or write beyond the end of a shrunk device is an error, never zeroes. So it is on an
+/// empty device, such as a removed disk.
 fn a_device_that_shrinks(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
@@ -57,7 +57,7 @@ fn a_device_that_shrinks(engine: Engine) -> Result<()> {
         let file = File::options().write(true).open(&backing).context("opening the backing")?;
         file.set_len(4 * MIB).context("cutting the backing file")?;
         run("losetup", &["--set-capacity", &path])?;
-        // Beyond the end, across it, and before it.
+        // Beyond the end, at the end, and across it.
         for (byte, bytes) in [(6 * MIB, 4096), (4 * MIB, 512), (4 * MIB - 4096, 8192)] {
             let read = status(&mut frontend, blk::IN, byte, &[], bytes)?;
             ensure!(read == blk::IOERR, "{cache:?}: a read at {byte} ended with status {read}");
@@ -65,7 +65,7 @@ fn a_device_that_shrinks(engine: Engine) -> Result<()> {
             ensure!(write == blk::IOERR, "{cache:?}: a write at {byte} ended with {write}");
         }
         ensure!(frontend.read(1, 0, 8192)? == vec![0x5a; 8192], "what is left has changed");
-        // The page cache may still have what was read before; nobody has read this.
+        // The page cache may still hold earlier reads; this range was never read.
         file.set_len(0).context("cutting the backing file")?;
         run("losetup", &["--set-capacity", &path])?;
         let read = status(&mut frontend, blk::IN, 2 * MIB, &[], 4096)?;
@@ -78,8 +78,8 @@ fn a_device_that_shrinks(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// With the page cache, and where they are told to, disks with blocks of 4096 bytes take requests
-/// of 512. What the device itself cannot do so small is done otherwise.
+/// With the page cache, and with an explicit option, disks with blocks of 4096 bytes take requests
+/// of 512 bytes. The daemon replaces operations that are too small for the device.
 fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
@@ -132,7 +132,7 @@ fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
         let mut found = vec![0; expected.len()];
         device_file.read_exact_at(&mut found, 0).context("reading the device")?;
         ensure!(found == expected, "{cache:?}: the device has not what was asked for");
-        // A discard is a hint: it may leave what it is told, and never touches what is beside.
+        // A discard is a hint: it may keep data in its range, and never changes data beside it.
         for (start, len) in ranges {
             let segment = segment(sector_of(start as u64), u32::try_from(len / SECTOR_BYTES)?, 0);
             let discard = frontend.request(0, blk::DISCARD, 0, &segment, 0)?.status;
@@ -150,7 +150,7 @@ fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Writes a part of a block, a block, and many from one part to another.
+/// Writes part of a block, one block, and many blocks with parts at both ends.
 fn write_parts(frontend: &mut Frontend, unit: usize, expected: &mut [u8]) -> Result<()> {
     let page = 4096;
     for (start, len) in [(unit, unit), (page, page), (90 * page + unit, 65 * page + unit)] {
@@ -163,7 +163,7 @@ fn write_parts(frontend: &mut Frontend, unit: usize, expected: &mut [u8]) -> Res
     Ok(())
 }
 
-/// The ring refuses a discard while somebody writes to the same page of the page cache.
+/// The ring refuses a discard during a write to the same page of the page cache.
 fn discards_beside_writes_to_the_same_page(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
@@ -205,8 +205,8 @@ fn discards_beside_writes_to_the_same_page(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Once an image shares extents with a clone, XFS asks more of direct writes. The guest's blocks
-/// stay what they were, also over a restart.
+/// Once an image shares extents with a clone, XFS requires larger direct writes. The guest's
+/// logical blocks keep their size, even after a restart.
 fn an_image_that_is_cloned(engine: Engine) -> Result<()> {
     if !may_change("mounts") || !is_installed("mkfs.xfs") {
         return Ok(());
@@ -220,7 +220,7 @@ fn an_image_that_is_cloned(engine: Engine) -> Result<()> {
         run("cp", &["--reflink=always", &paths[0], &paths[1]])
     };
     let mut expected = pattern(1, FILLED_BYTES);
-    // The second one is started on an image that was cloned, the third with an explicit block.
+    // The second daemon starts on a cloned image, the third with an explicit block size.
     for more in [[].as_slice(), &[], &["--logical-block-size", "512"]] {
         let mut options =
             DaemonOptions::new(engine).with("--disk", &format!("file,path={}", image.display()));

@@ -1,5 +1,5 @@
-//! Encrypted disks on a file system that has no space left: what is encrypted again when it is
-//! tried again is what was written.
+//! Encrypted disks on a full file system: a write that is encrypted again for its retry stores the
+//! same data.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -20,15 +20,15 @@ use super::nbd_errors::ctl;
 
 const MIB: u64 = 1 << 20;
 const DISK_BYTES: u64 = 32 * MIB;
-/// What is written while there is space.
+/// The offset of a write while there is space.
 const BEFORE: u64 = 3 * MIB;
-/// What is written when there is none, where no cluster has space yet.
+/// Offsets of writes without space, in clusters that are not allocated.
 const HELD: [u64; 3] = [20 * MIB, 21 * MIB + 8192, 29 * MIB + 512];
 const BYTES: usize = 64 << 10;
-/// There is space for a part of one of them.
+/// The space that is left, enough for part of one write.
 const LEFT_BYTES: u64 = 8192;
 
-/// A disk on a file system without space, and the file that takes it away.
+/// An encrypted disk on a small file system, which a filler file makes full.
 struct Full {
     scene: Scene,
     tmpfs: Tmpfs,
@@ -38,8 +38,8 @@ struct Full {
 }
 
 impl Full {
-    /// One with space, in a file or in a qcow2 image. `None`: a program is not installed, or mounts
-    /// are not allowed.
+    /// Makes a disk while there is space, in a file or in a qcow2 image. `None` if a program is not
+    /// installed, or mounts are not allowed.
     fn new(is_in_image: bool) -> Result<Option<Self>> {
         let programs = ["cryptsetup", "qemu-img"].iter().all(|program| is_installed(program));
         if !programs || !may_change("mounts") {
@@ -58,7 +58,7 @@ impl Full {
         Ok(Some(Self { scene, tmpfs, path, key, is_in_image }))
     }
 
-    /// A daemon with this policy, and a front-end whose writes have no space.
+    /// Starts a daemon with this policy, and a front-end with writes that find no space.
     fn serve(&self, policy: &str) -> Result<(Running, Frontend)> {
         let layer = if self.is_in_image { "qcow2,path=" } else { "file,path=" };
         let disk = format!("luks,key-file={},over={layer}{}", self.key, self.path);
@@ -83,7 +83,8 @@ impl Full {
         Ok(serde_json::from_str(&ctl(&self.scene, &["--json", "show", &self.vm()])?)?)
     }
 
-    /// Waits until the disk shows that all these writes wait so, and they have no answer.
+    /// Waits until the disk reports that all held writes wait in this way, and checks that they are
+    /// unanswered.
     fn wait_until(&self, waiting: &str, frontend: &mut Frontend) -> Result<()> {
         retry(LIMIT, || {
             let shown = self.shown()?;
@@ -95,7 +96,7 @@ impl Full {
         let text = ctl(&self.scene, &["show", &self.vm()])?;
         ensure!(text.contains(waiting), "{text}");
         ensure!(self.statuses(frontend) == [Some(blk::PENDING); HELD.len()], "they are answered");
-        // Others pass them.
+        // Other requests pass them.
         let read = frontend.read(1, BEFORE / 512, BYTES)?;
         ensure!(read == pattern(BEFORE, BYTES), "something else was written before");
         Ok(())
@@ -113,7 +114,7 @@ impl Full {
         fs::remove_file(self.filler()).context("making room")
     }
 
-    /// All that waited has been written, and other programs read it.
+    /// Checks that all waiting writes were written, and that QEMU reads them.
     fn finish(&self, mut daemon: Running, mut frontend: Frontend) -> Result<()> {
         for _ in HELD {
             frontend.rings[0].wait_used()?;
@@ -163,7 +164,7 @@ fn an_encrypted_disk_in_an_image_holds_writes_until_there_is_space() -> Result<(
     holds(true)
 }
 
-/// They go on by themselves, and when somebody says so, who may say it too early.
+/// The writes continue by themselves or by `resume`, which may also come too early.
 fn holds(is_in_image: bool) -> Result<()> {
     for is_resumed in [false, true] {
         let Some(full) = Full::new(is_in_image)? else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! How a daemon ends while a disk hangs: a write to a frozen file system does not return.
+//! The end of a daemon while a disk hangs: a write to a frozen file system does not return.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -14,10 +14,10 @@ use rustix::process::Signal;
 
 const DISK_BYTES: u64 = 16 << 20;
 
-/// The daemon ended at once, because it was told twice.
+/// The exit code of a daemon that a second signal ended with requests unfinished.
 const EXIT_ABANDONED: i32 = 3;
 
-/// A daemon with one export on a disk that hangs and one on a disk that does not.
+/// A daemon with one export on a hung disk and one on a healthy disk.
 pub(crate) struct Hung {
     /// Dropped first: a process with a call that is stuck cannot be killed.
     pub(crate) frozen: Option<Frozen>,
@@ -30,12 +30,12 @@ pub(crate) struct Hung {
 }
 
 impl Hung {
-    /// None where there is no file system to freeze.
+    /// `None` if no file system can be frozen.
     pub(crate) fn new(engine: &str) -> Result<Option<Self>> {
         Self::with(engine, &[])
     }
 
-    /// The same with more options of the daemon.
+    /// Like [`Hung::new`], with more options of the daemon.
     pub(crate) fn with(engine: &str, options: &[&str]) -> Result<Option<Self>> {
         if !may_change("mounting a file system") || !is_installed("fsfreeze") {
             return Ok(None);
@@ -62,7 +62,7 @@ impl Hung {
         Ok(Some(hung))
     }
 
-    /// Offers a request in the place of three descriptors.
+    /// Offers a request in the three descriptors of this slot.
     pub(crate) fn offer(&mut self, slot: u16, kind: u32) -> Result<()> {
         let (header, status) = self.hung.put_header(0, slot, kind, 0)?;
         let data = match kind {
@@ -84,18 +84,18 @@ impl Hung {
         Ok(())
     }
 
-    /// Lets the disk go on, and waits for the end of the daemon.
+    /// Lets the disk continue, and waits for the end of the daemon.
     pub(crate) fn thaw(self) -> Result<(Finished, Frontend)> {
         drop(self.frozen);
         Ok((self.daemon.finish()?, self.hung))
     }
 }
 
-/// Waits until the main thread has ended, whatever others there are.
+/// Waits until the main thread has ended, even if other threads have not.
 fn wait_main_ended(daemon: &Running) -> Result<()> {
     let path = format!("/proc/{}/stat", daemon.pid().as_raw_pid());
     let start = Instant::now();
-    // The name, which may be anything, is in parentheses.
+    // The name in parentheses may contain any character.
     while !std::fs::read_to_string(&path)?.rsplit(')').next().is_some_and(|s| s.starts_with(" Z")) {
         ensure!(start.elapsed() < LIMIT, "it does not end");
         std::thread::yield_now();
@@ -114,18 +114,18 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
     let line = hung.daemon.wait_for("still stopping after 5 s")?;
     let left = "queue 0: 1 request is not answered, of at most 128 KiB";
     ensure!(line.contains("/hung: ") && line.contains(left), "{line}");
-    // It is no second signal: service managers send it with the first.
+    // SIGHUP does not count as a second signal: service managers send it with the first.
     hung.daemon.signal(Signal::HUP)?;
     let line = hung.daemon.wait_for("still stopping after 10 s")?;
     ensure!(line.contains(&format!("{left}; its disk has not answered for")), "{line}");
-    // What was taken is finished, and the driver sees it.
+    // A request that was taken is finished, and the driver gets the answer.
     let (finished, mut frontend) = hung.thaw()?;
     finished.expect_code(0)?;
     ensure!(frontend.rings[0].wait_used()?.head == 3, "the write was not answered");
     Ok(())
 }
 
-/// It has taken nothing that would have to be finished.
+/// No request was taken that would have to be finished.
 #[test]
 fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -144,12 +144,12 @@ fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()>
     Ok(())
 }
 
-/// A daemon for an export on a disk that hangs when it is used, and one that does not.
+/// Starts a daemon with one export on a disk that hangs in the call `withheld`, and a healthy one.
 pub(crate) fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
     serve_limited(scene, fuse, withheld, [""; 2])
 }
 
-/// The same with more that holds for the one and the other.
+/// Like [`serve_beside`], with more keys for the hung and the healthy export.
 pub(crate) fn serve_limited(
     scene: &Scene,
     fuse: &Fuse,
@@ -158,7 +158,7 @@ pub(crate) fn serve_limited(
 ) -> Result<Running> {
     let gate = scene.path("gate");
     mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
-    // The process is known before it is the daemon.
+    // The shell waits at the gate, so that its process id is known before it becomes the daemon.
     let script = "read go < \"$0\"; exec \"$@\"";
     let mut command =
         ringhaul_under(&["sh".as_ref(), "-c".as_ref(), script.as_ref(), gate.as_os_str()])?;
@@ -253,17 +253,17 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     ensure!(line.contains(" s after it began to stop; unfinished: "), "{line}");
     let left = "/hung: queue 0: 1 request is not answered";
     ensure!(line.contains(left) && !line.contains("/healthy: "), "{line}");
-    // All that does not wait for the disk has ended. The front-end sees the end no earlier than its
-    // requests do: then it reads from the rings where to go on.
+    // Everything that does not wait for the disk has ended. The front-end sees the end only after
+    // the end of its requests, because it then reads from the rings where to continue.
     wait_main_ended(&hung.daemon)?;
     ensure!(!hung.hung.channel.is_closed()?, "the front-end saw the end before its request had");
-    // The kernel releases a process when none of its calls is stuck.
+    // The kernel frees a process when none of its calls is stuck.
     let (finished, _frontend) = hung.thaw()?;
     finished.expect_code(EXIT_ABANDONED)?;
     Ok(())
 }
 
-/// What the kernel can give up does not delay the end: ops of io_uring on a block device.
+/// Ops that the kernel can cancel do not delay the end: ops of io_uring on a block device.
 #[test]
 fn a_second_signal_does_not_wait_for_a_disk() -> Result<()> {
     if !may_change("a loop device on a frozen file system") || !is_installed("fsfreeze") {
@@ -284,7 +284,7 @@ fn a_second_signal_does_not_wait_for_a_disk() -> Result<()> {
     let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
     frontend.rings[0].put_chain(0, &chain);
     frontend.rings[0].submit(0)?;
-    // Behind it in the ring, and answered without the disk.
+    // This request is behind the write in the ring, and is answered without the disk.
     let (header, status) = frontend.put_header(0, 2, 0xff, 0)?;
     frontend.rings[0].put_chain(3, &[Desc::readable(header, 16), Desc::writable(status, 1)]);
     frontend.rings[0].submit(3)?;

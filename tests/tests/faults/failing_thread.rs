@@ -1,4 +1,4 @@
-//! An IoThread that fails: the kernel answers what it waits with by an error.
+//! An IoThread that fails, because its waiting system calls return an error.
 
 use std::process::Command;
 
@@ -13,15 +13,15 @@ use crate::ending::Hung;
 
 for_each_engine! { the_others_end_as_by_a_signal }
 
-/// An IoThread has failed.
+/// The exit code after the failure of an IoThread.
 const EXIT_THREAD_FAILED: i32 = 4;
 
-/// Whether the kernel's answers to a process can be replaced. Prints a message if not.
+/// Returns true if results of system calls can be replaced; prints a message if not.
 pub(crate) fn can_inject() -> bool {
     may_change("what the kernel answers") && is_installed("strace")
 }
 
-/// From now on every wait of the daemon's thread `name` fails, the one that it is in included.
+/// Makes every wait of the daemon's thread `name` fail, including the current one.
 fn fail_waits(daemon: &Running, name: &str) -> Result<Running> {
     let thread = thread_id(daemon.pid(), name)?.as_raw_nonzero().to_string();
     let mut command = Command::new("setpriv");
@@ -41,7 +41,7 @@ fn the_others_end_as_by_a_signal(engine: Engine) -> Result<()> {
     command.args(["serve", "--iothreads", "2", "--engine", &engine.to_string()]);
     for (socket, file) in sockets.iter().zip(files) {
         let export = format!("socket-path={},blk-file={}", socket.display(), file?.display());
-        // Queue 1 would be on the other IoThread.
+        // Without an IoThread number, each export would use both IoThreads.
         let thread = usize::from(socket != &sockets[0]);
         command.args(["--export", &format!("{export},iothread={thread}")]);
     }
@@ -66,8 +66,8 @@ fn the_others_end_as_by_a_signal(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// What another IoThread has taken is finished, and its driver sees it. The second queue of that
-/// driver is on the IoThread that fails.
+/// Requests that another IoThread has taken are finished, and their driver gets the answers. The
+/// second queue of that driver is on the failing IoThread.
 fn requests_of_others_are_finished(engine: &str) -> Result<()> {
     if !can_inject() {
         return Ok(());

@@ -34,7 +34,7 @@ fn a_discard_makes_room_on_a_full_btrfs() -> Result<()> {
     }
     ensure!(flush(&mut frontend)? == blk::OK, "a flush failed");
     fill(&btrfs)?;
-    // No block of a table has space any more.
+    // No space is left for blocks of tables.
     let status = write(&mut frontend, 900 * MIB, MIB / 4)?;
     ensure!(status == blk::IOERR, "a write to a full file system ended with {status}");
     let range = segment(0, u32::try_from(WRITTEN / 512)?, 0);
@@ -60,7 +60,7 @@ fn flush(frontend: &mut Frontend) -> Result<u8> {
     Ok(frontend.request(0, blk::FLUSH, 0, &[], 0)?.status)
 }
 
-/// Makes a file that takes all space away.
+/// Makes a file that takes all space.
 fn fill(btrfs: &FileSystem) -> Result<()> {
     let mut filler = fs::File::create(btrfs.path().join("filler"))?;
     let data = pattern(1, 64 << 10);

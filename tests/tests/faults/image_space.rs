@@ -1,4 +1,4 @@
-//! Images on a file system that has no space left.
+//! Images on a file system without space.
 
 use std::fs;
 use std::io::Write;
@@ -15,13 +15,14 @@ use super::nbd::{scene, serve};
 
 const MIB: u64 = 1 << 20;
 const DISK_BYTES: u64 = 32 * MIB;
-/// What is written first, in a cluster of the file that has no space of its own yet.
+/// The offset of the first write, in a cluster of the file that has no space yet.
 const HELD: u64 = 20 * MIB;
 const BYTES: u32 = 4096;
-/// Room for the data of a slot.
+/// Bytes for the data of a slot.
 const PLACE_BYTES: u64 = 64 << 10;
 
-/// An image whose clusters have places and no space, and the file that takes the space away.
+/// An image with mapped clusters that have no space, on a file system that a filler file makes
+/// full.
 struct Full {
     scene: Scene,
     tmpfs: Tmpfs,
@@ -29,7 +30,7 @@ struct Full {
 }
 
 impl Full {
-    /// `None`: a program is not installed, or mounts are not allowed.
+    /// `None` if a program is not installed, or mounts are not allowed.
     fn new() -> Result<Option<Self>> {
         if !is_installed("qemu-img") || !may_change("mounts") {
             return Ok(None);
@@ -43,7 +44,7 @@ impl Full {
         Ok(Some(Self { scene, tmpfs, image }))
     }
 
-    /// A daemon and a front-end whose write is held.
+    /// Starts a daemon, and a front-end with a held write.
     fn serve(&self, disk: &str) -> Result<(Running, Frontend)> {
         let mut daemon = serve(&self.scene, disk, &["--werror", "hold"])?;
         let mut frontend = Frontend::attach(&self.scene.socket("vm.sock"), &Setup::default())?;
@@ -53,7 +54,7 @@ impl Full {
     }
 }
 
-/// Makes a file that takes all space away: `filler`.
+/// Makes a file `filler` that takes all space.
 pub(super) fn fill(tmpfs: &Tmpfs) -> Result<()> {
     let mut filler = fs::File::create(tmpfs.path().join("filler"))?;
     let filled = (0..64).find_map(|_| filler.write_all(&vec![1; 256 << 10]).err());
@@ -79,19 +80,19 @@ pub(super) fn begin(
     frontend.rings[0].submit(slot * 3)
 }
 
-/// Zeroing takes data out of the image, for which transfers to the same places have to end.
+/// Zeroing removes data from the image, and must wait for transfers to the same places.
 #[test]
 fn a_held_write_holds_up_no_other_request() -> Result<()> {
     for layer in ["", "raw,over="] {
         let Some(full) = Full::new()? else { return Ok(()) };
         let disk = format!("{layer}qcow2,path={}", full.image);
         let (mut daemon, mut frontend) = full.serve(&disk)?;
-        // The first has an effect in the same cluster, and the other one in another.
+        // The first one zeroes part of the same cluster, and the second one part of another.
         for (slot, byte) in [(1, HELD + 2 * u64::from(BYTES)), (2, HELD + MIB)] {
             let part = segment(byte / 512, BYTES / 512, 0);
             begin(&mut frontend, slot, blk::WRITE_ZEROES, 0, &part)?;
         }
-        // Where these are in the file is not known yet.
+        // The mappings of these places are not loaded yet.
         for byte in [4 * MIB, HELD + 4 * MIB] {
             let read = frontend.read(1, byte / 512, BYTES as usize)?;
             ensure!(read.iter().all(|&byte| byte == 0), "no zeroes at {byte}");

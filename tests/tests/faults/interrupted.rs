@@ -1,4 +1,4 @@
-//! System calls that a signal ends before they have done anything.
+//! System calls that a signal interrupts before they have an effect.
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, Scene, ringhaul_under};
@@ -6,8 +6,8 @@ use ringhaul_kit::frontend::{Frontend, Setup};
 
 use crate::failing_thread::can_inject;
 
-/// The daemon finds out by an op whether Linux AIO has flushes. If a signal interrupts its wait for
-/// the event of that op, and it gave up, the event would be taken for that of the first request.
+/// The daemon probes flushes of Linux AIO with an op. If it stopped waiting for the event after a
+/// signal, the event would be taken for that of the first request.
 #[test]
 fn an_event_of_the_set_up_is_not_taken_for_that_of_a_request() -> Result<()> {
     if !can_inject() {

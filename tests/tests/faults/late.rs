@@ -1,4 +1,4 @@
-//! What the log says of a disk that does not answer, and of an IoThread that waits for one.
+//! Log lines about disks that do not answer, and about IoThreads that wait for one.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, bench, ringhaul, run};
@@ -41,8 +41,8 @@ mod io_uring {
     }
 }
 
-/// Linux AIO waits in the submit, and nothing can be done about the first time. It is told while it
-/// lasts, and the next time that disk has pool threads.
+/// Linux AIO may block in a submit, and the first time cannot be avoided. The log reports it while
+/// it lasts, and afterwards the disk uses pool threads.
 #[test]
 fn a_submit_that_waits_is_told_of_and_is_the_last() -> Result<()> {
     let Some(mut hung) = Hung::new("aio")? else { return Ok(()) };
@@ -74,7 +74,7 @@ fn a_submit_that_waits_is_told_of_and_is_the_last() -> Result<()> {
     Ok(())
 }
 
-/// One line is for all connections of both IoThreads.
+/// A single line covers all connections of both IoThreads.
 #[test]
 fn a_server_that_does_not_answer_is_named_once() -> Result<()> {
     if !is_installed("qemu-nbd") {

@@ -1,4 +1,4 @@
-//! Limits of the process that are reached.
+//! A daemon that reaches limits of its process.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{READY, Running, Scene, ringhaul_under};
@@ -19,7 +19,7 @@ for_each_engine! {
     a_write_beyond_the_limit_on_files,
 }
 
-/// With each number of descriptors the daemon either serves or says in one line why it does not.
+/// With each limit on descriptors the daemon either serves or names the limit.
 fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
     let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
     let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
@@ -38,7 +38,7 @@ fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
             refused = true;
             ensure!(!served, "what sufficed before does not with {limit}");
             let finished = daemon.finish()?;
-            // The loader of the program needs some before the program is there to speak.
+            // With the lowest limits the dynamic loader fails before the program starts.
             if !finished.stderr.contains("error while loading shared libraries") {
                 let finished = finished.expect_code(2)?;
                 let advised = finished.stderr.contains("ulimit -n");
@@ -50,7 +50,7 @@ fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Each eventfd of a queue takes a descriptor, and there is no room for all of them.
+/// Each eventfd of a queue takes a descriptor, and the limit is too low for all of them.
 fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
     let under: &[_] = &["prlimit", "--nofile=80"];
     let options = DaemonOptions { under, num_queues: 100, ..DaemonOptions::new(engine) };
@@ -74,8 +74,8 @@ fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Each export has its part of the descriptors: a front-end that brings more leaves its neighbour's
-/// alone, and hears why.
+/// Each export has a share of the descriptors. A front-end that exceeds it takes none from its
+/// neighbour, and the log gives the reason.
 #[test]
 fn a_front_end_that_takes_all_descriptors() -> Result<()> {
     let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
@@ -96,7 +96,7 @@ fn a_front_end_that_takes_all_descriptors() -> Result<()> {
                 usize::from(greedy.tell(Message::ring_fd(request, queue, Some(&event))).is_err());
         }
     }
-    // A message that has not come to its end, with as many as it can bring.
+    // An incomplete message, with the maximum number of descriptors.
     let many: Vec<_> = (0..253).map(|_| std::sync::Arc::clone(&event)).collect();
     greedy.channel.send_bytes(&[0], &many)?;
     daemon.wait_for("the export's share of the limit on open files")?;
@@ -109,8 +109,8 @@ fn a_front_end_that_takes_all_descriptors() -> Result<()> {
     Ok(())
 }
 
-/// What io_uring shares with the kernel is locked memory. A fixed choice fails with that; the best
-/// engine that works is another.
+/// The rings of io_uring are locked memory. Without it, a fixed choice of io_uring fails, and
+/// `auto` uses the best engine that works.
 fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
     for engine in [engine.to_string(), "auto".to_owned()] {
         let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
@@ -138,7 +138,7 @@ fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// A limit on the size of files is as good as a full disk to the request that passes it.
+/// A limit on the size of files acts like a full disk on a request that exceeds it.
 fn a_write_beyond_the_limit_on_files(engine: Engine) -> Result<()> {
     const LIMIT_SECTORS: u64 = (8 << 20) / 512;
     let under: &[_] = &["prlimit", "--fsize=8388608"];

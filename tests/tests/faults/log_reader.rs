@@ -1,4 +1,4 @@
-//! Whoever reads the log has stopped reading.
+//! A log that is no longer read.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, PipeReader, PipeWriter, Read, Write};
@@ -20,11 +20,11 @@ for_each_engine! {
     guests_go_on_and_the_daemon_ends,
 }
 
-/// A daemon with two exports whose standard error is a pipe. Dropping it kills it.
+/// A daemon with two exports and a pipe as its standard error. Dropping it kills the daemon.
 struct Logging {
     child: Child,
     lines: BufReader<PipeReader>,
-    /// The other end, for the test to fill.
+    /// A second write end, with which the test fills the pipe.
     filler: File,
     fill_bytes: usize,
 }
@@ -41,7 +41,7 @@ impl Logging {
             command.arg("--export").arg(export);
         }
         let child = command.spawn().context("starting the daemon")?;
-        // The command has a copy of the pipe, too.
+        // The command holds a copy of the pipe, too.
         drop(command);
         let mut this = Self { child, lines: BufReader::new(reader), filler, fill_bytes: 0 };
         this.wait_for(READY)?;
@@ -60,7 +60,7 @@ impl Logging {
         bail!("the daemon has not written {text:?}")
     }
 
-    /// Leaves no room in the pipe, of which nobody reads anything.
+    /// Fills the pipe completely.
     fn fill(&mut self) -> Result<()> {
         for piece in [&[b'.'; 4096][..], b"."] {
             loop {
@@ -75,7 +75,7 @@ impl Logging {
         Ok(())
     }
 
-    /// Reads what the test has put there.
+    /// Reads the bytes that [`Logging::fill`] has written.
     fn drain(&mut self) -> Result<()> {
         let mut bytes = vec![0; std::mem::take(&mut self.fill_bytes)];
         self.lines.read_exact(&mut bytes).context("emptying a pipe")
@@ -89,13 +89,13 @@ impl Logging {
 
 impl Drop for Logging {
     fn drop(&mut self) {
-        // These fail only if it has ended and been waited for.
+        // These fail only if the daemon has ended and was waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The same pipe, opened once more: what blocks for the daemon must not block for the test.
+/// Opens the same pipe again: writes that block for the daemon must not block for the test.
 fn filler_of(writer: &PipeWriter) -> Result<File> {
     let name = format!("/proc/self/fd/{}", writer.as_raw_fd());
     let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -103,7 +103,7 @@ fn filler_of(writer: &PipeWriter) -> Result<File> {
     Ok(File::from(file))
 }
 
-/// A request that the log has a line about.
+/// Makes a request that causes a line in the log.
 fn misbehave(frontend: &mut Frontend) -> Result<()> {
     let answer = frontend.request(0, 77, 0, &[], 512)?;
     ensure!(answer.status == blk::UNSUPP, "{answer:?}");
@@ -128,7 +128,7 @@ fn check(engine: Engine, options: &[&str]) -> Result<()> {
         good.write(0, 8, &data).context("the other export")?;
         ensure!(good.read(1, 8, 4096)? == data, "the other export");
     }
-    // What happened meanwhile is told when somebody reads again.
+    // Lines that were held back are written when the log is read again.
     daemon.drain()?;
     daemon.wait_for("request type 77")?;
     drop((bad, good));
@@ -147,7 +147,7 @@ fn a_log_in_json() -> Result<()> {
     check(Engine::Threads, &["--log-format", "json"])
 }
 
-/// An end that fails says why, if anybody reads that, and does not wait for it.
+/// A failing start does not wait for a reader of its message.
 #[test]
 fn an_end_by_an_error() -> Result<()> {
     let (reader, writer) = std::io::pipe()?;
@@ -162,12 +162,12 @@ fn an_end_by_an_error() -> Result<()> {
     Ok(())
 }
 
-/// More at once than the pipe and the daemon's queue hold.
+/// More lines at once than the pipe and the daemon's queue can hold.
 #[test]
 fn lines_that_find_no_room_are_counted() -> Result<()> {
     const EXPORTS: usize = 150;
     let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    // Lines begin with the name of the disk.
+    // Lines begin with the path of the disk, so a long path fills the pipe.
     let folder = (0..15).fold(scene.path("long"), |path, _| path.join("x".repeat(200)));
     std::fs::create_dir_all(&folder)?;
     let file = folder.join("disk.img");
@@ -185,7 +185,7 @@ fn lines_that_find_no_room_are_counted() -> Result<()> {
     drop(command);
     let lines = BufReader::new(reader);
     let mut daemon = Logging { child, lines, filler, fill_bytes: 0 };
-    // It serves although it cannot log that.
+    // The daemon serves although it cannot log that.
     let deadline = Instant::now() + LIMIT;
     let mut frontend = loop {
         match attach(&socket(EXPORTS - 1)) {

@@ -1,4 +1,4 @@
-//! Storage and limits that fail the daemon, on real parts.
+//! Failing storage and exhausted limits, with real devices, file systems and servers.
 
 mod devices;
 mod encrypted_space;
@@ -27,7 +27,7 @@ use std::path::Path;
 use anyhow::Result;
 use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 
-/// Starts a daemon with its disk where direct I/O works.
+/// Starts a daemon with its disk on a file system with direct I/O.
 fn start(options: &DaemonOptions) -> Result<Daemon> {
     Daemon::start(Path::new(env!("CARGO_TARGET_TMPDIR")), options)
 }

@@ -1,4 +1,4 @@
-//! Disks that NBD servers have: all servers there are, with and without faults.
+//! Disks on NBD servers: every available server, with and without faults.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,7 +15,7 @@ pub(super) use ringhaul_kit::nbd::Peer;
 
 pub(super) const DISK_BYTES: u64 = 64 << 20;
 
-/// A load that reads what it has written, with flushes in between.
+/// A load that verifies its own writes, with flushes in between.
 pub(super) const VERIFIED: &str =
     "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --fsync 64";
 
@@ -30,7 +30,7 @@ pub(super) fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Runni
     Running::serve(&mut command)
 }
 
-/// Drives a disk with a verified load; no request fails.
+/// Drives a disk with a verified load, and fails if a request fails.
 pub(super) fn drive(scene: &Scene, disk: &str, options: &str) -> Result<()> {
     let mut daemon = serve(scene, disk, &["--iothreads", "2"])?;
     let load = format!("{VERIFIED} {options}");
@@ -57,7 +57,7 @@ fn qemu_nbd_serves_a_disk() -> Result<()> {
     missing.expect_refusal(&["refuses the export 'other'", "it does not have it"])
 }
 
-/// An image on a server: its file does not grow, so it has the space that the server gives it.
+/// An image on a server cannot grow, so it has only the space of the server's export.
 #[test]
 fn an_image_on_a_server_is_a_disk() -> Result<()> {
     if !is_installed("qemu-nbd") || !is_installed("qemu-img") {
@@ -78,7 +78,7 @@ fn an_image_on_a_server_is_a_disk() -> Result<()> {
     run_program("qemu-img", &["check", "-q", path]).map(drop)
 }
 
-/// Servers that cannot do everything, some that take no large requests, and one that is slow.
+/// Servers with missing features, servers that refuse large requests, and a slow server.
 #[test]
 fn nbdkit_serves_disks_of_all_sorts() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -111,7 +111,7 @@ fn nbdkit_serves_disks_of_all_sorts() -> Result<()> {
     Ok(())
 }
 
-/// A server that has detached itself.
+/// A server in the background, with the path of its pid file.
 struct InBackground(PathBuf);
 
 impl Drop for InBackground {
@@ -123,7 +123,7 @@ impl Drop for InBackground {
     }
 }
 
-/// By TCP, where several IoThreads share the one connection that this server allows.
+/// Over TCP, several IoThreads share the one connection that this server allows.
 #[test]
 fn nbd_server_serves_a_disk_by_tcp() -> Result<()> {
     if !is_installed("nbd-server") {
@@ -166,7 +166,7 @@ fn errors_of_a_server_reach_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// All requests that were on their way are sent again, however often that is.
+/// All outstanding requests are sent again after each kill.
 #[test]
 fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
     if !is_installed("qemu-nbd") {
@@ -194,7 +194,7 @@ fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
     Ok(())
 }
 
-/// Waits until the daemon has answered some more writes.
+/// Waits until the daemon has answered more than 100 further writes.
 pub(super) fn wait_for_load(scene: &Scene) -> Result<()> {
     let writes = || -> Result<u64> {
         let mut ctl = ringhaul()?;
@@ -218,7 +218,7 @@ fn taking_over(scene: &Scene) -> Result<Command> {
     Ok(command)
 }
 
-/// Another process takes over from `daemon`.
+/// Starts a process that takes over from `daemon`.
 fn take_over(scene: &Scene, daemon: Running) -> Result<Running> {
     let mut next = Running::start(&mut taking_over(scene)?)?;
     next.wait_for("took over 1 export")?;
@@ -226,7 +226,8 @@ fn take_over(scene: &Scene, daemon: Running) -> Result<Running> {
     Ok(next)
 }
 
-/// Both processes are connected for a moment. One that finds no room leaves everything as it is.
+/// Both processes are connected for a moment. A new process without room for its connection changes
+/// nothing.
 #[test]
 fn a_disk_is_taken_over_if_its_server_has_room_for_both() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -256,7 +257,7 @@ fn a_disk_is_taken_over_if_its_server_has_room_for_both() -> Result<()> {
     Ok(())
 }
 
-/// Requests wait for as long as it takes, which is visible; an export can be ended meanwhile.
+/// Requests wait without limit, which is visible, and the export can be removed.
 #[test]
 fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
     if !is_installed("qemu-nbd") {
@@ -322,8 +323,8 @@ fn requests_fail_at_the_deadline_that_was_set() -> Result<()> {
     Ok(())
 }
 
-/// What was written and not flushed counts as lost if the user says so, also in the process that
-/// takes over from the one that has written it, or has lost it.
+/// With `unflushed=lost` unflushed writes count as lost after a break, and a process that takes
+/// over knows of them or of their loss.
 #[test]
 fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
     if !is_installed("qemu-nbd") {
@@ -357,7 +358,7 @@ fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
     Ok(())
 }
 
-/// Another process would not know that what it writes has to wait for that write.
+/// A new process would not know that its writes must wait for the overdue one.
 #[test]
 fn a_disk_is_not_taken_over_while_an_overdue_write_may_land() -> Result<()> {
     if !is_installed("nbdkit") {

@@ -1,5 +1,4 @@
-//! NBD servers that can less than others, such as serve a single client, and what lies over a disk
-//! of theirs.
+//! NBD servers with few features, such as a single client, and layers over their disks.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,10 +11,10 @@ use rustix::process::Signal;
 
 use super::nbd::{DISK_BYTES, Peer, drive, scene, serve};
 
-/// What an image needs beside its data.
+/// Bytes of an image, with room for its metadata.
 const IMAGE_BYTES: u64 = 2 * DISK_BYTES;
 
-/// A server of a file that has one client at a time.
+/// Starts a server of a file that has one client at a time.
 fn start(scene: &Scene, kind: &str, file: &Path) -> Result<Peer> {
     let socket = scene.socket("nbd");
     match kind {
@@ -33,7 +32,7 @@ fn start(scene: &Scene, kind: &str, file: &Path) -> Result<Peer> {
     }
 }
 
-/// The header of an image is read on a thread of its own, before there are IoThreads.
+/// The header of an image is read on a separate thread, before the IoThreads exist.
 #[test]
 fn images_on_servers_that_have_one_client_are_disks() -> Result<()> {
     let programs = ["qemu-nbd", "nbdkit", "qemu-img", "cryptsetup"];
@@ -81,7 +80,7 @@ fn images_on_servers_that_have_one_client_are_disks() -> Result<()> {
     Ok(())
 }
 
-/// Only a server that says that its connections agree has several, whoever writes.
+/// Even for reading, a disk has several connections only if its server offers that.
 #[test]
 fn a_disk_that_is_only_read_has_the_connections_that_its_server_allows() -> Result<()> {
     if !is_installed("qemu-nbd") {
@@ -101,7 +100,7 @@ fn a_disk_that_is_only_read_has_the_connections_that_its_server_allows() -> Resu
     Ok(())
 }
 
-/// The server refuses what lies beyond the end that it has told a connection first.
+/// A server refuses requests beyond the end that it announced when the connection was made.
 #[test]
 fn a_disk_that_was_enlarged_on_its_server_is_used_to_its_new_end() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -125,7 +124,7 @@ fn a_disk_that_was_enlarged_on_its_server_is_used_to_its_new_end() -> Result<()>
     Ok(())
 }
 
-/// The filter takes the flag away, unless it is told otherwise: a flush follows each write.
+/// The filter removes the flag for durable writes by default, so a flush follows each write.
 #[test]
 fn writes_are_durable_on_a_server_that_knows_no_such_writes() -> Result<()> {
     if !is_installed("nbdkit") {

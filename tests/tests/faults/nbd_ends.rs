@@ -1,7 +1,8 @@
-//! NBD servers that end by themselves under load: nothing is lost, and the load goes on.
+//! NBD servers that end by themselves under load: no request is lost, and the load continues.
 //!
-//! The nbdkit of some distributions has neither a filter that disconnects nor plugins that can. So
-//! one has its error filter say that it shuts down, and another one is killed by its own plugin.
+//! The nbdkit of some distributions has neither a filter nor a plugin that disconnects. So one
+//! server reports through its error filter that it shuts down, and another is killed by its own
+//! plugin.
 
 use std::fs::{File, remove_file};
 use std::path::Path;
@@ -14,10 +15,10 @@ use rustix::process::Signal;
 
 use super::nbd::{DISK_BYTES, VERIFIED, scene, serve, wait_for_load};
 
-/// How often a server ends.
+/// The number of times that a server ends.
 const ENDS: usize = 3;
 
-/// Ends a load, which has found what it has written, and then the daemon.
+/// Ends a load, which must have found its own writes, and then the daemon.
 fn finish(load: Running, mut daemon: Running) -> Result<()> {
     let finished = load.finish()?.expect_code(0)?;
     ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
@@ -26,8 +27,8 @@ fn finish(load: Running, mut daemon: Running) -> Result<()> {
     daemon.finish()?.expect_code(0).map(drop)
 }
 
-/// A server that ends in the way that the protocol has for it: once `sign` is there, it answers all
-/// requests with ESHUTDOWN and lets nobody in, and it has gone when all connections have ended.
+/// A server that shuts down by the protocol. Once `sign` exists, it answers all requests with
+/// ESHUTDOWN and refuses connections. It ends after its last connection.
 fn polite(scene: &Scene, disk: &Path, sign: &Path) -> Result<Peer> {
     let name = |key: &str, path: &Path| format!("{key}={}", path.display());
     let (file, told, leaves) =
@@ -63,14 +64,14 @@ fn a_server_that_says_that_it_ends_costs_no_request() -> Result<()> {
     finish(load, daemon)
 }
 
-/// A server that is killed when it has carried out a request, and has not answered it.
+/// A server that is killed when it has carried out a write, and has not answered it.
 fn abrupt(scene: &Scene, disk: &Path, ends: bool) -> Result<Peer> {
     let (disk, count) = (disk.display(), scene.path("count"));
     let count = count.display();
     let read =
         format!("pread=dd if={disk} skip=$4 count=$3 iflag=skip_bytes,count_bytes status=none");
     let every = if ends { 50 } else { 1_000_000 };
-    // It cannot remove its own folder when it is killed.
+    // A killed nbdkit cannot remove its folder.
     let write = format!(
         "pwrite=dd of={disk} seek=$4 oflag=seek_bytes conv=notrunc status=none; \
          echo >> {count}; [ $(($(wc -l < {count}) % {every})) != 0 ] || \
@@ -81,7 +82,7 @@ fn abrupt(scene: &Scene, disk: &Path, ends: bool) -> Result<Peer> {
     Peer::nbdkit(scene, &[&["eval", &size, &read, &write][..], &can].concat())
 }
 
-/// Each write that nobody has answered is sent again.
+/// Each unanswered write is sent again.
 #[test]
 fn a_server_that_is_gone_after_a_write_costs_no_request() -> Result<()> {
     if !is_installed("nbdkit") {

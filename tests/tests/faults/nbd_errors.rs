@@ -1,4 +1,4 @@
-//! Requests that an NBD server fails: nbdkit's error filter, with each policy for errors.
+//! Requests that fail on an NBD server: nbdkit's error filter, with each error policy.
 
 use std::fs::{File, remove_file};
 use std::path::Path;
@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::nbd::{VERIFIED, scene, serve, wait_for_load};
 
-/// A server that fails requests as `errors` say.
+/// Starts a server that fails requests according to `errors`.
 fn failing(scene: &Scene, errors: &[&str]) -> Result<Peer> {
     Peer::nbdkit(scene, &[&["--filter=error", "memory", "64M"][..], errors].concat())
 }
@@ -25,7 +25,7 @@ pub(super) fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
     Ok(run(&mut ctl)?.expect_code(0)?.stdout)
 }
 
-/// The state of the disk, and how many requests had to wait.
+/// The state of the disk, and the number of requests that had to wait.
 fn state(scene: &Scene) -> Result<(String, u64)> {
     let vm = scene.socket("vm.sock").display().to_string();
     let shown: Value = serde_json::from_str(&ctl(scene, &["--json", "show", &vm])?)?;
@@ -47,7 +47,7 @@ fn end(mut daemon: Running) -> Result<()> {
     daemon.finish()?.expect_code(0).map(drop)
 }
 
-/// Each tenth request fails, of any kind but flushes, and succeeds in the end.
+/// A tenth of all requests except flushes fails, and succeeds in the end.
 #[test]
 fn requests_that_fail_now_and_then_are_tried_again() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -82,7 +82,7 @@ fn requests_that_fail_now_and_then_are_tried_again() -> Result<()> {
     end(daemon)
 }
 
-/// Writes wait for as long as it takes, reads go on meanwhile, and no request of the load fails.
+/// Writes wait without limit, reads continue, and no request of the load fails.
 #[test]
 fn writes_wait_until_a_server_has_space_again() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -120,7 +120,7 @@ fn writes_wait_until_a_server_has_space_again() -> Result<()> {
     end(daemon)
 }
 
-/// What the guest of a logical unit is told, and what the log says.
+/// The errors that the guest of a logical unit gets, and the errors in the log.
 #[test]
 fn the_error_of_a_server_is_reported_as_what_it_is() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -149,7 +149,7 @@ fn the_error_of_a_server_is_reported_as_what_it_is() -> Result<()> {
     Ok(())
 }
 
-/// Serves a disk as a logical unit whose errors are reported.
+/// Serves a disk as a logical unit that reports errors of writes.
 fn serve_unit(vm: &Path, disk: &str) -> Result<Running> {
     let mut command = ringhaul()?;
     command.args(["serve", "--device", "scsi", "--werror", "report", "--socket-path"]).arg(vm);

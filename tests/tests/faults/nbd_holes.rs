@@ -1,4 +1,4 @@
-//! What NBD servers say of holes.
+//! Holes of disks, as NBD servers report them.
 
 use std::fs::{File, write};
 use std::os::unix::fs::FileExt;
@@ -14,7 +14,7 @@ use super::nbd::{DISK_BYTES, scene};
 
 const MIB: u64 = 1 << 20;
 
-/// The bytes of holes that are known of a disk; none where nobody can know.
+/// The known bytes of holes in a disk, or `None` if the server does not report them.
 fn holes(peer: &Peer, export: &str) -> Result<Option<u64>> {
     let info = run(ringhaul()?.args(["disk", "info", "--json", &peer.uri(export)]))?;
     let info: Value = serde_json::from_str(&info.expect_code(0)?.stdout)?;
@@ -22,7 +22,7 @@ fn holes(peer: &Peer, export: &str) -> Result<Option<u64>> {
     Ok(info["hole-bytes"].as_u64())
 }
 
-/// Some other server than nbdkit says the same about a file.
+/// qemu-nbd reports the same holes of a file as nbdkit.
 #[test]
 fn holes_of_a_sparse_file_are_known_from_each_server() -> Result<()> {
     if !is_installed("nbdkit") || !is_installed("qemu-nbd") {
@@ -36,7 +36,7 @@ fn holes_of_a_sparse_file_are_known_from_each_server() -> Result<()> {
         Peer::nbdkit(scene, &[options, &["file", &name]].concat())
     };
     let mut stored = 0;
-    // At the beginning, across nothing in between, and at the end.
+    // Data at the beginning, in the middle, and at the end.
     for (at, bytes) in [(0, 4096), (3 * MIB, 2 * MIB), (DISK_BYTES - 65536, 65536)] {
         file.write_all_at(&pattern(at, usize::try_from(bytes)?), at)?;
         stored += bytes;
@@ -49,7 +49,7 @@ fn holes_of_a_sparse_file_are_known_from_each_server() -> Result<()> {
             ensure!(known == expected, "{server}, {stored} stored: {known:?}, not {expected:?}");
         }
     }
-    // Without structured replies nothing is known; a filter may hide what the file has.
+    // Without structured replies no holes are known. A filter may hide the holes of the file.
     let known = holes(&serve(&scene, &["--no-sr"])?, "")?;
     ensure!(known.unwrap_or(0) == 0, "nobody can have said that: {known:?}");
     let known = holes(&serve(&scene, &["--filter=noextents"])?, "")?;
@@ -57,7 +57,7 @@ fn holes_of_a_sparse_file_are_known_from_each_server() -> Result<()> {
     Ok(())
 }
 
-/// Extents of all lengths, and answers that are errors.
+/// Extents of all lengths, and an error in place of extents.
 #[test]
 fn holes_are_what_a_list_of_extents_says() -> Result<()> {
     if !is_installed("nbdkit") {
@@ -65,8 +65,8 @@ fn holes_are_what_a_list_of_extents_says() -> Result<()> {
     }
     let scene = scene()?;
     let list = scene.path("extents");
-    // Half of what the first MiB has, in pieces of 4 KiB; then one piece that reads as zeroes and
-    // takes space; then one that is a hole, but for the last 512 bytes.
+    // Half of the first MiB is data, in pieces of 4 KiB. The second MiB reads as zeroes and takes
+    // space. The rest is a hole, except for the last 512 bytes.
     let mut text: String = (0..128).map(|number| format!("{} 4096\n", number * 8192)).collect();
     text += &format!("{MIB} {MIB} zero\n{} 512\n", DISK_BYTES - 512);
     write(&list, text)?;

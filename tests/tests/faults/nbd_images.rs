@@ -1,4 +1,4 @@
-//! Images of QEMU's format on NBD servers: they have the space that the server gives them.
+//! Images in qcow2 format on NBD servers: they have the space of the server's export.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::MetadataExt;
@@ -17,13 +17,13 @@ use super::nbd::{Peer, scene, serve};
 
 const MIB: usize = 1 << 20;
 const DISK_BYTES: usize = 32 * MIB;
-/// What one request moves.
+/// Bytes of one request.
 const REQUEST_BYTES: usize = 128 << 10;
 const CLUSTER: usize = 64 << 10;
-/// Writes of a daemon that is killed which it has not answered.
+/// The number of unanswered writes of a daemon that is killed.
 const UNANSWERED: u16 = 8;
 
-/// An image, the server that has it, and what its disk should have.
+/// An image, its server, and the expected contents of its disk.
 struct Image {
     scene: Scene,
     path: String,
@@ -32,15 +32,15 @@ struct Image {
     _peer: Peer,
 }
 
-/// A daemon that serves an image, and the front-end there.
+/// A daemon that serves an image, and its front-end.
 struct Served {
     daemon: Running,
     frontend: Frontend,
 }
 
 impl Image {
-    /// Makes one over a file, if its content is given, with so much space. `None`: a program is not
-    /// installed.
+    /// Makes an image of `bytes` bytes, over a backing file if its contents are given. `None` if a
+    /// program is not installed.
     fn new(base: Option<Vec<u8>>, bytes: usize) -> Result<Option<Self>> {
         if !["nbdkit", "qemu-img"].iter().all(|program| is_installed(program)) {
             return Ok(None);
@@ -58,7 +58,7 @@ impl Image {
         run_program("qemu-img", &create)?;
         give_space(&path, bytes)?;
         content.resize(DISK_BYTES, 0);
-        // It keeps nobody away from the file.
+        // nbdkit locks no file, so other programs may open the image.
         let peer = Peer::nbdkit(&scene, &["file", &path])?;
         let disk = format!("qcow2,backing=anywhere,over={}", peer.uri(""));
         Ok(Some(Self { scene, path, disk, content, _peer: peer }))
@@ -90,7 +90,7 @@ impl Image {
         Ok(())
     }
 
-    /// That QEMU finds no fault with the image, and in it what the disk should have.
+    /// Checks that QEMU finds no fault in the image, and reads the expected contents.
     fn check_image(&self) -> Result<()> {
         run_program("qemu-img", &["check", "-q", &self.path])?;
         let expected = self.scene.path("expected").display().to_string();
@@ -106,7 +106,7 @@ impl Served {
         end(self.daemon)
     }
 
-    /// Begins writes that nobody waits for, each to a cluster of its own from this byte on.
+    /// Begins writes from this byte on, each to its own cluster, and returns without waiting.
     fn begin_writes(&mut self, place: usize) -> Result<()> {
         self.frontend.memory.write(DATA, &pattern(1, 4096))?;
         for index in 0..UNANSWERED {
@@ -135,7 +135,7 @@ fn end(mut daemon: Running) -> Result<()> {
     daemon.finish()?.expect_code(0).map(drop)
 }
 
-/// Its writes wait, and go on when somebody has asked for the new size.
+/// Writes to a full image wait, and continue after a request for the new size.
 #[test]
 fn an_image_that_is_full_goes_on_when_its_server_has_more_space() -> Result<()> {
     let Some(image) = Image::new(None, 8 * MIB)? else { return Ok(()) };
@@ -154,7 +154,7 @@ fn an_image_that_is_full_goes_on_when_its_server_has_more_space() -> Result<()> 
     run_program("qemu-img", &["check", "-q", &image.path]).map(drop)
 }
 
-/// With a backing file, discards that the server carries out, and another size.
+/// With a backing file, discards that the server carries out, and a resize.
 #[test]
 fn an_image_on_a_server_does_what_one_in_a_file_does() -> Result<()> {
     // The base is shorter than the disk.
@@ -191,7 +191,7 @@ fn an_image_on_a_server_does_what_one_in_a_file_does() -> Result<()> {
     image.check_image()
 }
 
-/// What was answered is there, and QEMU finds no fault but clusters that nothing uses.
+/// Answered writes are in the image, and QEMU finds no fault except leaked clusters.
 #[test]
 fn an_image_on_a_server_survives_its_daemon() -> Result<()> {
     let Some(mut image) = Image::new(None, 3 * DISK_BYTES)? else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! NBD servers that do not answer while it is read what a disk is made of.
+//! NBD servers that do not answer while the header of a disk is read.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use ringhaul_kit::nbd::Peer;
 use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
-/// What has not come by then comes no more.
+/// A limit that only ends a hopeless wait.
 const HOPELESS: Duration = Duration::from_secs(60);
 
-/// A server that lets everybody in, and answers no read.
+/// A server that accepts all connections and answers no read. `None` if nbdkit is not installed.
 fn mute(scene: &Scene) -> Result<Option<Peer>> {
     if !is_installed("nbdkit") {
         return Ok(None);
@@ -22,7 +22,7 @@ fn mute(scene: &Scene) -> Result<Option<Peer>> {
     Peer::nbdkit(scene, &filters).map(Some)
 }
 
-/// How many reads it has not answered.
+/// The number of reads that the server has received.
 fn reads(scene: &Scene) -> Result<usize> {
     let log = std::fs::read_to_string(scene.path("reads"))?;
     Ok(log.lines().filter(|line| line.contains(" Read id=")).count())
@@ -40,13 +40,13 @@ fn ctl(scene: &Scene, words: &[&str]) -> Result<Finished> {
     run(ringhaul()?.args(["ctl", "--control"]).arg(scene.socket("control")).args(words))
 }
 
-/// Begins what does not end by itself.
+/// Starts a `ctl` command that does not end by itself.
 fn begin(scene: &Scene, words: &[&str]) -> Result<Running> {
     let control = scene.socket("control");
     Running::start(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))
 }
 
-/// Asks until there is what is looked for.
+/// Repeats a `ctl` command until its result fits.
 fn until(scene: &Scene, words: &[&str], has_come: impl Fn(&Finished) -> bool) -> Result<Finished> {
     let start = Instant::now();
     loop {
@@ -102,7 +102,7 @@ fn a_unit_is_removed_whose_header_never_comes() -> Result<()> {
         ensure!(added.stderr.contains("was not added"), "{}", added.stderr);
     }
     ctl(&scene, &["add-lun", &name, "1,disk=null:2M"])?.expect_code(0)?;
-    // The end of its export is the end of a unit, too.
+    // The removal of an export also removes a unit that is being opened.
     let unit = format!("2,disk={}", disks(&scene, &peer)?[0]);
     let before = reads(&scene)?;
     let added = begin(&scene, &["add-lun", &name, &unit])?;

@@ -1,4 +1,4 @@
-//! NBD with TLS: what is encrypted, and who is believed to be whom.
+//! NBD with TLS: encryption, and checks of certificates.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ use ringhaul_kit::system::is_installed;
 
 use super::nbd::{DISK_BYTES, drive, scene};
 
-/// Certificates of an authority, a server and a client, made for this test.
+/// Makes certificates of an authority, a server and a client.
 fn certificates(folder: &Path) -> Result<()> {
     std::fs::create_dir(folder)?;
     let openssl = |words: &str| -> Result<()> {
@@ -71,7 +71,7 @@ fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
     Ok(())
 }
 
-/// The name that the certificate has to have is then that of the host.
+/// Without `tls-hostname`, the certificate must have the name of the host.
 #[test]
 fn hosts_are_known_by_their_certificates() -> Result<()> {
     if !["nbdkit", "qemu-nbd", "openssl"].iter().all(|program| is_installed(program)) {
@@ -107,7 +107,7 @@ fn hosts_are_known_by_their_certificates() -> Result<()> {
     Ok(())
 }
 
-/// They are not supported, which a server that has nothing else says in a single line.
+/// Shared keys are not supported. A server with nothing else is refused with one clear line.
 #[test]
 fn a_server_with_shared_keys_alone_is_refused() -> Result<()> {
     if !is_installed("nbdkit") || !is_installed("openssl") {

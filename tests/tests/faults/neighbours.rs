@@ -1,4 +1,4 @@
-//! Two exports of one daemon: what the front-end of one does is nothing to the other.
+//! Two exports of one daemon: faults of one front-end do not affect its neighbour.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::{Daemon, DaemonOptions, pattern};
@@ -32,7 +32,7 @@ impl Scene {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
         let file = folder.path().join("good.img");
         std::fs::File::create(&file).and_then(|file| file.set_len(16 << 20))?;
-        // Paths of sockets are short.
+        // Paths of sockets must be short.
         let sockets = tempfile::tempdir()?;
         let socket = sockets.path().join("good.sock");
         let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
@@ -43,7 +43,7 @@ impl Scene {
         Ok(Self { daemon, bad, good, seed: 0, _folder: folder })
     }
 
-    /// The good front-end writes and reads on both queues.
+    /// Writes and reads on both queues of the good front-end.
     fn check_good(&mut self) -> Result<()> {
         for (writer, reader) in [(0, 1), (1, 0)] {
             self.seed += 1;
@@ -73,7 +73,7 @@ fn memory_of_one_is_gone(engine: Engine) -> Result<()> {
     bad.start_queue(1, 0)?;
     let Region { file, file_offset, .. } = &bad.memory.regions[1];
     rustix::fs::ftruncate(file, *file_offset).context("shrinking a memfd")?;
-    // A buffer that is gone, then a ring that is.
+    // A buffer in missing memory, then a ring.
     let (header, status) = bad.put_header(0, 0, blk::IN, 0)?;
     let chain =
         [Desc::readable(header, 16), Desc::writable(BORDER, 4096), Desc::writable(status, 1)];
@@ -107,7 +107,7 @@ fn a_call_of_one_blocks(engine: Engine) -> Result<()> {
         scene.bad.rings[1].watch_used(1)?;
         scene.bad.rings[1].take_used();
     }
-    // The good one made none that hung, and what it does is still done the fast way.
+    // Only the bad export's call blocked. The good export is still called directly.
     ensure!(scene.daemon.messages().matches("a call did not return").count() == 1);
     scene.finish()
 }

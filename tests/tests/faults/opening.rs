@@ -1,4 +1,4 @@
-//! Exports whose disks hang while they are opened.
+//! Exports on disks that hang while they are opened.
 
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -50,7 +50,7 @@ fn they_can_be_removed() -> Result<()> {
     Ok(())
 }
 
-/// The process that takes over opens them itself.
+/// The process that takes over opens these disks itself.
 #[test]
 fn they_go_along_with_a_takeover() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -66,7 +66,7 @@ fn they_go_along_with_a_takeover() -> Result<()> {
     let mut next =
         Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
     let taken = next.wait_for("took over 1 export").map(drop);
-    // Nothing hangs for the new process.
+    // No call of the new process hangs.
     let opened = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
     let served = opened.and_then(|()| {
         Frontend::attach(&hung, &Setup::default())?.read(0, 0, 4096)?;
@@ -82,7 +82,7 @@ fn they_go_along_with_a_takeover() -> Result<()> {
     Ok(())
 }
 
-/// The process that takes over serves a disk later that was asked for before its group changed.
+/// The new process opens a disk that was requested before the limits of its group changed.
 #[test]
 fn limits_that_have_changed_stay_in_a_takeover() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
@@ -109,8 +109,8 @@ fn limits_that_have_changed_stay_in_a_takeover() -> Result<()> {
     next.finish()?.expect_code(0).map(drop)
 }
 
-/// Passes connections on to a server. The first one after `is_gated` waits until there is one at
-/// each gate.
+/// Forwards connections to a server. At each gate, the first connection after `is_gated` waits
+/// until each gate has one.
 fn gate(
     socket: &Path,
     server: PathBuf,
@@ -120,7 +120,7 @@ fn gate(
     let listener = UnixListener::bind(socket)?;
     let copy = |mut from: UnixStream, mut to: UnixStream| {
         std::thread::spawn(move || {
-            // Whoever ends a connection ends it for both.
+            // The end of either side closes both.
             let _ = std::io::copy(&mut from, &mut to);
             let _ = to.shutdown(Shutdown::Both);
         });
@@ -140,7 +140,7 @@ fn gate(
     Ok(())
 }
 
-/// Each may take its time, as a key does.
+/// Each disk may take long to open, for example to derive a key.
 #[test]
 fn a_process_that_takes_over_opens_disks_side_by_side() -> Result<()> {
     if !is_installed("nbdkit") {

@@ -1,4 +1,4 @@
-//! Storage that is full, cut short, detached or read-only while it is served.
+//! Storage that becomes full, shorter, detached or read-only while it is served.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -24,7 +24,7 @@ for_each_engine! {
 }
 
 const MIB: u64 = 1 << 20;
-/// Bytes of a write: the device takes more.
+/// Bytes of a write; the device takes larger ones.
 const PIECE: usize = 64 << 10;
 
 fn sector_of(byte: u64) -> u64 {
@@ -36,7 +36,7 @@ fn status(frontend: &mut Frontend, kind: u32, byte: u64, data: &[u8], room: usiz
     Ok(frontend.request(0, kind, sector_of(byte), data, room)?.status)
 }
 
-/// Writes until one fails, from `byte` on. Returns where it did.
+/// Writes from `byte` on until a write fails, and returns its offset.
 fn write_until_full(frontend: &mut Frontend, byte: u64, end: u64) -> Result<u64> {
     let mut byte = byte;
     while byte < end {
@@ -64,7 +64,7 @@ fn a_full_file_system(engine: Engine) -> Result<()> {
         let start = FILLED_BYTES as u64;
         let full = write_until_full(&mut frontend, start, 16 * MIB)?;
         ensure!(full > start, "nothing could be written");
-        // What has its place can be written and read, and so can the rest once there is room.
+        // Allocated blocks can be written and read. Once there is space, unallocated ones can, too.
         frontend.write(1, sector_of(start), &pattern(7, PIECE))?;
         ensure!(frontend.read(0, sector_of(start), PIECE)? == pattern(7, PIECE));
         let another = status(&mut frontend, blk::OUT, full, &pattern(1, PIECE), 0)?;
@@ -82,7 +82,7 @@ fn a_full_file_system(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// The end is in the middle of a sector, and of a page.
+/// The new end is in the middle of a sector, and of a page.
 fn a_file_that_is_cut_short(engine: Engine) -> Result<()> {
     for cache in [Cache::None, Cache::Writeback] {
         let mut options = DaemonOptions::new(engine);
@@ -94,7 +94,7 @@ fn a_file_that_is_cut_short(engine: Engine) -> Result<()> {
         let file = File::options().write(true).open(daemon.disk()).context("opening the disk")?;
         let whole = file.metadata().context("looking at the disk")?.len();
         file.set_len(end).context("cutting the disk short")?;
-        // The end completes its last sector with zeroes; everything behind that is gone.
+        // Zeroes complete the last sector; reads behind it fail.
         let last = frontend.read(0, sector_of(MIB), 1024)?;
         ensure!(last[..700] == before[..700], "what is left is not what was there");
         ensure!(last[700..].iter().all(|&byte| byte == 0), "no zeroes behind the end");
@@ -102,7 +102,8 @@ fn a_file_that_is_cut_short(engine: Engine) -> Result<()> {
             let read = status(&mut frontend, blk::IN, byte, &[], PIECE)?;
             ensure!(read == blk::IOERR, "a read at {byte} ended with status {read}");
         }
-        // A write there would make the file longer again, once the end was seen.
+        // Once the end was noticed, writes behind it fail, since they would make the file longer
+        // again.
         daemon.wait_for_message("has shrunk to", 1)?;
         for byte in [MIB + 4096, 4 * MIB] {
             let written = status(&mut frontend, blk::OUT, byte, &pattern(byte, PIECE), 0)?;
@@ -126,7 +127,7 @@ fn a_file_that_is_cut_short(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// A daemon on a loop device, whose own disk is there and not served.
+/// Starts a daemon on a loop device; the daemon's usual disk exists and is not served.
 fn start_on(device: &Path, engine: Engine, cache: Cache) -> Result<Daemon> {
     let disk = format!("file,path={}", device.display());
     let mut options = DaemonOptions::new(engine).with("--disk", &disk);
@@ -140,7 +141,7 @@ fn backing_file(folder: &Path, bytes: u64) -> Result<std::path::PathBuf> {
     Ok(path)
 }
 
-/// The kernel keeps the device until it is closed, so nothing fails.
+/// The kernel keeps the device until its last close, so nothing fails.
 fn a_loop_device_that_is_detached(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
@@ -159,7 +160,7 @@ fn a_loop_device_that_is_detached(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// A read where the backing file has nothing any more is an error, not zeroes: the kernel says so.
+/// A read behind the end of the backing file is an error of the kernel, not zeroes.
 fn a_loop_device_on_a_file_that_is_gone(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
@@ -186,9 +187,9 @@ fn a_loop_device_on_a_file_that_is_gone(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Without the page cache a write fails, and all is well once there is room. With it the flush that
-/// comes after fails: data is gone that was answered, and the kernel reports that once. So no flush
-/// succeeds any more, on any IoThread, whatever room there is.
+/// Without the page cache a write fails, and succeeds once there is space. With the page cache the
+/// next flush fails: answered data is lost, and the kernel reports that once. So all later flushes
+/// fail, on every IoThread, even with space.
 fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
@@ -226,7 +227,7 @@ fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
         drop(frontend);
         check_service(&mut daemon)?;
         let (line, expected) = ("all further flushes and", usize::from(cache != Cache::None));
-        // Nobody waits for the log.
+        // The log may lag behind the answers.
         daemon.wait_for_message(line, expected)?;
         let said = daemon.messages().matches(line).count();
         ensure!(said == expected, "said {said} times");
