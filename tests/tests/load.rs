@@ -1,6 +1,7 @@
-//! Many exports under load: front-ends that go at any time, and guests that want too much.
+//! Many exports under load: front-ends that disconnect at any time, and guests that flood the
+//! daemon.
 //!
-//! Each test takes both processors, so this is a test program of its own.
+//! Each test uses both processors, so these tests are a separate program.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,18 +22,18 @@ for_each_engine! {
     a_guest_that_floods_slows_no_other_thread,
 }
 
-/// One test at a time: they are about load.
+/// Tests run one at a time, because they measure behaviour under load.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 const EXPORTS: u64 = 64;
 const QUEUES: u16 = 4;
 /// Requests on each export in a round.
 const REQUESTS: usize = 60;
-/// A disk in the model: so many places of so many bytes.
+/// The model of a disk: the number of places, and the bytes of each.
 const PLACES: usize = 64;
 const PLACE_BYTES: usize = 4096;
 const DISK_BYTES: u64 = 4 << 20;
-/// Bytes that the daemon's own memory may grow by in the second round.
+/// The limit in bytes on the growth of the daemon's own memory in the second round.
 const GROWTH_MAX: usize = 2 << 20;
 
 /// A daemon with many exports.
@@ -65,7 +66,7 @@ impl Farm {
     }
 }
 
-/// Numbers that depend on a seed alone.
+/// A generator of numbers that depend on the seed alone.
 struct Random(u64);
 
 impl Random {
@@ -75,17 +76,17 @@ impl Random {
     }
 }
 
-/// One export's front-ends, one after the other, and what its disk must have.
+/// The successive front-ends of an export, and the expected contents of its disk.
 struct User<'a> {
     socket: &'a Path,
     random: Random,
-    /// What each place may have: more than one content where a write was cut short.
+    /// The possible contents of each place: several if a write was cut short.
     places: Vec<Vec<Vec<u8>>>,
     seed: u64,
 }
 
 impl<'a> User<'a> {
-    /// Writes all places, so that the model begins with what is known.
+    /// Zeroes all places, so that the model starts with known contents.
     fn new(socket: &'a Path, seed: u64) -> Result<Self> {
         let mut user = Self { socket, random: Random(seed), places: Vec::new(), seed };
         let mut frontend = user.attach()?;
@@ -152,7 +153,7 @@ impl<'a> User<'a> {
         Ok(())
     }
 
-    /// Ends a front-end in the middle of writes on all queues, each to a place of its own.
+    /// Ends a front-end in the middle of writes on all queues, each to a different place.
     fn vanish(&mut self, mut frontend: Frontend) -> Result<()> {
         let first = self.random.below(PLACES / 16) * 16;
         for queue in 0..usize::from(QUEUES) {
@@ -182,7 +183,7 @@ impl<'a> User<'a> {
     }
 }
 
-/// Lets all users go on at the same time.
+/// Runs all users at the same time.
 fn run_all(users: &mut [User<'_>]) -> Result<()> {
     std::thread::scope(|scope| {
         let running: Vec<_> =
@@ -205,7 +206,7 @@ fn sixty_four_exports_with_front_ends_that_vanish(engine: Engine) -> Result<()> 
     }
     farm.daemon.wait_let_go(&descriptors)?;
     let threads = farm.daemon.threads()?;
-    // The first round takes the memory that is kept for what comes.
+    // The first round allocates memory that the daemon keeps.
     run_all(&mut users)?;
     farm.daemon.wait_let_go(&descriptors)?;
     let before = farm.daemon.own_memory()?;
@@ -219,8 +220,8 @@ fn sixty_four_exports_with_front_ends_that_vanish(engine: Engine) -> Result<()> 
     Ok(())
 }
 
-/// The first queues of two exports are on two IoThreads. That of one is kicked without an end, and
-/// its guest never looks at what it gets; all requests of the other are answered meanwhile.
+/// The first queues of two exports are on two IoThreads. The flooding guest kicks one without end
+/// and reads no answers. All requests of the second export are answered.
 fn a_guest_that_floods_slows_no_other_thread(engine: Engine) -> Result<()> {
     const REQUESTS_MEANWHILE: u64 = 500;
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -262,7 +263,7 @@ fn a_guest_that_floods_slows_no_other_thread(engine: Engine) -> Result<()> {
         ensure!(kicks > REQUESTS_MEANWHILE, "{kicks} kicks are not a flood");
         Ok(())
     })?;
-    // All that was asked for is in the used ring that nobody has read.
+    // All answers are in the used ring, unread.
     flood.rings[0].watch_used(16)?;
     drop((good, flood));
     ensure!(!farm.daemon.messages().contains("its ring is bad"));

@@ -1,7 +1,7 @@
 //! libiscsi's `iscsi-test-cu` on the units of a virtio-scsi device.
 //!
-//! It was written for iSCSI, where some of its tests are possible only: those of transport errors,
-//! and of what a second initiator sees (reservations, resets).
+//! The program was written for iSCSI. Tests of transport errors, and of the view of a second
+//! initiator (reservations, resets), are possible only there.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use super::{LIMIT, Scene, boot, check_clean_exit, scenario, with};
 
 const RUN: &str = include_str!("../../guest/scsi-conformance.sh");
 
-/// Suites that are not run.
+/// Suites that are not run, and the reasons.
 const LEFT_OUT: [(&str, &str); 4] = [
     ("MultipathIO", "it has a run of its own, with two units on one disk"),
     ("NoMedia", "no medium can be taken out"),
@@ -21,7 +21,7 @@ const LEFT_OUT: [(&str, &str); 4] = [
     ("Sanitize", "the command is optional, and the program crashes when a target lacks it"),
 ];
 
-/// Tests of any unit that skip themselves; `*`: all of a suite.
+/// Tests that skip themselves on any unit, and the reasons; `*` stands for any end of a name.
 const SKIPPED: [(&str, &str); 21] = [
     ("CompareAndWrite.InvalidDataOutSize", "physical blocks are as large as logical ones"),
     ("ExtendedCopy.*", "the command is optional"),
@@ -46,7 +46,7 @@ const SKIPPED: [(&str, &str); 21] = [
     ("WriteSame16.UnmapUnaligned", "physical blocks are as large as logical ones"),
 ];
 
-/// Tests that skip themselves when nothing can be unmapped.
+/// Tests that skip themselves on units without unmap.
 const SKIPPED_WHEN_THICK: [&str; 9] = [
     "GetLBAStatus.UnmapSingle",
     "Inquiry.BlockLimits",
@@ -59,9 +59,9 @@ const SKIPPED_WHEN_THICK: [&str; 9] = [
     "WriteSame16.UnmapUntilEnd",
 ];
 
-/// Tests that fail where the program is wrong.
+/// Tests that fail because the program is wrong.
 const FAILED: [(&str, &str); 2] = [
-    // They end with 256 blocks, which the field of 8 bits has as 0: that is no error (SBC-4,
+    // These end with 256 blocks, which the field of 8 bits holds as 0. That is no error (SBC-4,
     // section 5.3).
     ("CompareAndWrite.Miscompare", "256 blocks are sent as 0 blocks"),
     ("CompareAndWrite.Simple", "256 blocks are sent as 0 blocks"),
@@ -74,10 +74,10 @@ enum Outcome {
     Failed,
 }
 
-/// What became of each test, by `SUITE.TEST`.
+/// The outcome of each test, by `SUITE.TEST`.
 type Outcomes = BTreeMap<String, Outcome>;
 
-/// Understands what the program prints.
+/// Parses the output of the program.
 fn parse(text: &str) -> Result<Outcomes> {
     ensure!(text.contains("Tests completed with return value: 0"), "it did not end:\n{text}");
     let mut outcomes = Outcomes::new();
@@ -102,7 +102,7 @@ fn parse(text: &str) -> Result<Outcomes> {
     Ok(outcomes)
 }
 
-/// What is to become of a test.
+/// The expected outcome of a test.
 fn expected(test: &str, is_thin: bool) -> Outcome {
     let meant = |name: &str| match name.strip_suffix('*') {
         Some(suite) => test.starts_with(suite),
@@ -119,7 +119,7 @@ fn expected(test: &str, is_thin: bool) -> Outcome {
     }
 }
 
-/// Runs suites on the unit at the nodes, and compares what becomes of them.
+/// Runs suites on the unit at the nodes, and compares the outcomes with the expected ones.
 fn check(vm: &mut Vm, nodes: &str, suites: &[&str], is_thin: bool) -> Result<()> {
     let names: Vec<String> = suites.iter().map(|suite| format!("SCSI.{suite}")).collect();
     let variables = [("NODES", nodes), ("SUITES", &*names.join(","))];
@@ -136,7 +136,7 @@ fn check(vm: &mut Vm, nodes: &str, suites: &[&str], is_thin: bool) -> Result<()>
     Ok(())
 }
 
-/// What the program says about a test, or at least its suite.
+/// The output of the program about a test, or at least about its suite.
 fn around<'a>(text: &'a str, test: &str) -> &'a str {
     let (suite, test) = test.split_once('.').unwrap_or((test, ""));
     let suite = text.split("Suite: ").find(|part| part.starts_with(suite)).unwrap_or(text);
@@ -144,15 +144,15 @@ fn around<'a>(text: &'a str, test: &str) -> &'a str {
     suite.split("Test: ").find(|part| part.starts_with(&test)).unwrap_or(suite)
 }
 
-/// The node of the unit at an address: a disk's, or that of a unit which cannot be written to,
-/// which the program would open for writing.
+/// The node of the unit at an address: of its disk, or of the generic device of a read-only unit,
+/// because the program opens disks for writing.
 fn node(vm: &mut Vm, address: &str, kind: &str) -> Result<String> {
     let path = vm.check(&format!("ls -d /sys/bus/scsi/devices/*:0:{address}/{kind}/*"), LIMIT)?;
     let name = path.rsplit('/').next().context("a path has a name")?;
     Ok(format!("/dev/{name}"))
 }
 
-/// The suites that the program has for SCSI targets.
+/// The suites of the program for SCSI targets, except [`LEFT_OUT`].
 fn suites(vm: &mut Vm) -> Result<Vec<String>> {
     let list = vm.check("iscsi-test-cu --list", LIMIT)?;
     let names = list.lines().filter_map(|line| line.trim_end().strip_prefix("SCSI."));
@@ -187,7 +187,7 @@ fn conformance() -> Result<()> {
     check(&mut vm, &paths, &["MultipathIO"], true)?;
     let thin = node(&mut vm, "0:0", "block")?;
     check(&mut vm, &thin, &all, true)?;
-    // The rest does not depend on it.
+    // The remaining suites do not depend on provisioning.
     let thick = node(&mut vm, "0:1", "block")?;
     let provisioning = ["GetLBAStatus", "Inquiry", "ReadCapacity16", "Unmap", "WriteSame10"];
     check(&mut vm, &thick, &provisioning, false)?;

@@ -1,4 +1,4 @@
-//! A guest uses an encrypted disk, and QEMU finds in its image what the guest has written.
+//! A guest on an encrypted disk; QEMU reads the image in the end.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! A guest writes to a disk that has no space left: it waits, and goes on when there is some.
+//! A guest that writes to a disk without space: it waits, and continues when there is space.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario};
 
 const MIB: u64 = 1 << 20;
 
-/// Writes are held for as long as it takes, and not only briefly.
+/// Makes writes wait for space without limit, not only briefly.
 fn hold(server: &Server, lun: Option<u16>) -> Result<()> {
     let params = json!({ "export": server.export().socket, "lun": lun, "werror": "hold" });
     let now = server.call("disk.set", &params)?;
@@ -42,7 +42,8 @@ fn has_written(vm: &mut Vm) -> Result<bool> {
     Ok(said.trim() == "0")
 }
 
-/// Fills a disk whose file system has half of the space; `kills` the daemon while writes are held.
+/// Fills a disk on a file system with half of the space. If `kills`, the daemon is killed while
+/// writes are held.
 fn fills(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
     if !may_change("mounts") {
         return Ok(());

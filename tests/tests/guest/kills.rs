@@ -1,5 +1,5 @@
-//! The daemon of a raw disk, an image or an encrypted disk is killed, or stopped, again and again
-//! under verified load, and the guest does not notice.
+//! The daemon of a raw disk, an image or an encrypted disk is killed or stopped again and again
+//! under verified load. The guest sees no error.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const KILLS: u64 = 30;
 const STOPS: u64 = 10;
 const KILLS_OF_FORMATS: u64 = 10;
 
-/// How many requests the server has answered since it started.
+/// The number of requests that the server has answered since its start.
 fn served(server: &Server) -> Result<u64> {
     let shown = server.call("export.show", &json!({ "export": server.export().socket }))?;
     let kinds = shown["served"].as_object().context("the export has served nothing")?;
@@ -36,7 +36,7 @@ pub(super) fn wait_served(server: &Server, wanted: u64) -> Result<()> {
     Ok(())
 }
 
-/// How the daemon ends each time, and how often.
+/// The way in which the daemon ends each time.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Kill,
@@ -56,8 +56,8 @@ fn disk_of(export: &Export) -> &'static str {
     if export.units.is_some() { "sda" } else { "vda" }
 }
 
-/// A guest whose daemon has ended so often under load, and the one that it has now. The load goes
-/// on.
+/// Boots a guest under load, and ends and restarts its daemon this number of times. Returns the
+/// guest and the last server; the load continues.
 fn restarted(scene: &Scene, export: &Export, end: End, times: u64) -> Result<(Vm, Server)> {
     let mut server = scene.serve(export)?;
     let mut vm = boot(&[export])?;
@@ -65,7 +65,7 @@ fn restarted(scene: &Scene, export: &Export, end: End, times: u64) -> Result<(Vm
 
     let mut done_again = 0;
     for round in 0..times {
-        // At once, and later and later.
+        // The first end comes at once, and each later one after more requests.
         wait_served(&server, round * 7)?;
         match end {
             End::Kill => server.kill()?,
@@ -81,7 +81,7 @@ fn restarted(scene: &Scene, export: &Export, end: End, times: u64) -> Result<(Vm
     Ok((vm, server))
 }
 
-/// Disks that are not what their file has: QEMU's tools say what is in it.
+/// Formats in which the file differs from the disk's contents; QEMU's tools read them.
 #[derive(Clone, Copy)]
 enum Format {
     Qcow2,
@@ -124,7 +124,7 @@ fn killed_on(format: Format) -> Result<()> {
     check_same_bytes(&mut vm, disk_of(&export), &plain)?;
     verified::end(vm, &mut server)?;
     match format {
-        // The last daemon has freed what those have left behind that were killed.
+        // The last daemon has freed the leaked clusters of the killed ones.
         Format::Qcow2 => run("qemu-img", &["check", "-q", &image]).map(drop),
         Format::Luks => Ok(()),
     }

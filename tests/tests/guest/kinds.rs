@@ -1,5 +1,5 @@
-//! A virtio-scsi device whose units are disks of all kinds: an export of an NBD server, an image of
-//! QEMU's format, encrypted data.
+//! A virtio-scsi device with units of several kinds: an export of an NBD server, a qcow2 image, and
+//! encrypted data.
 
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -16,14 +16,14 @@ use super::{
     check_clean_exit, check_file_system, check_same_bytes, scenario, with,
 };
 
-/// What `cryptsetup` takes of a disk for its header.
+/// Bytes of a disk that `cryptsetup` takes for its header.
 const HEADER_BYTES: u64 = 32 << 20;
 
 fn text(path: &Path) -> Result<&str> {
     path.to_str().context("a path with an odd name")
 }
 
-/// An encrypted disk of version 2, whose blocks have 4096 bytes, and its key.
+/// A LUKS2 disk with blocks of 4096 bytes, and its key.
 struct Encrypted<'a> {
     image: &'a str,
     key: &'a str,
@@ -40,7 +40,7 @@ impl Encrypted<'_> {
         self.cryptsetup(&[&encrypt[..], &how].concat())
     }
 
-    /// Puts the data in its place.
+    /// Decrypts the data in place.
     fn decrypt(&self) -> Result<()> {
         let header = format!("{}.header", self.image);
         let decrypt = ["reencrypt", "--decrypt", "--force-offline-reencrypt"];
@@ -53,7 +53,7 @@ impl Encrypted<'_> {
     }
 }
 
-/// A load with checksums on each disk at the same time, then a file system on each.
+/// Runs a load with checksums on all disks at the same time, then uses a file system on each.
 fn use_disks(vm: &mut Vm, disks: &[(&str, u32)]) -> Result<()> {
     let verify = |(disk, block_bytes): &(&str, u32)| {
         let min_bytes = block_bytes.to_string();
@@ -74,7 +74,7 @@ fn use_disks(vm: &mut Vm, disks: &[(&str, u32)]) -> Result<()> {
     Ok(())
 }
 
-/// The server says which blocks are holes, and so does the unit.
+/// The unit reports the holes that the server reports.
 fn check_holes(vm: &mut Vm, disk: &str) -> Result<()> {
     let status = format!("sg_get_lba_status --lba=2048 /dev/{disk}");
     let written = format!("dd if=/dev/urandom of=/dev/{disk} bs=1M seek=1 count=1 oflag=direct");

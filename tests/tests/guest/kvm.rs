@@ -1,5 +1,5 @@
-//! A small guest under KVM, in monitors with front-ends of their own. It reads its own data again
-//! after each kill of the daemon and each takeover.
+//! A small guest under KVM, in monitors with different front-ends. It verifies its own data after
+//! each kill of the daemon and each takeover.
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Monitor, Plug, lacks_kvm};
@@ -8,8 +8,8 @@ use ringhaul_tools::process::retry;
 
 use super::{LIMIT, Scene, check_clean_exit};
 
-/// Runs a guest while the daemon is killed, if the monitor connects again, and while other
-/// processes take over.
+/// Runs a guest while other processes take over from the daemon. The daemon is also killed if the
+/// monitor reconnects.
 fn verified(monitor: &Monitor, engine: Engine) -> Result<()> {
     let scene = Scene::new()?;
     let export = export(&scene, engine)?;

@@ -1,7 +1,7 @@
 //! A real Linux guest in QEMU uses a disk that the daemon serves.
 //!
-//! A boot takes seconds, so each test does as much with one guest as it can. Where no KVM works,
-//! guests run under TCG, and all of this takes a few minutes.
+//! A boot takes seconds, so each test does as much as possible with one guest. Without KVM, guests
+//! run under TCG, and these tests take a few minutes.
 
 mod conformance;
 mod encrypted;
@@ -45,16 +45,17 @@ const DISK_BYTES: u64 = 128 * 1024 * 1024 + 3 * 4096;
 
 const SECTOR_BYTES: u64 = 512;
 
-/// For one script or one boot. Only a hang takes this long, also on a busy machine under TCG.
+/// The limit for one script or one boot. Only a hang takes this long, even on a busy machine under
+/// TCG.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// How often a scenario is run in which QEMU dies of itself.
+/// The number of attempts at a scenario in which QEMU crashes by itself.
 const SCENARIO_ATTEMPTS: u32 = 3;
 
-/// Longer than a daemon needs to finish what the kernel has of its requests.
+/// More than a daemon needs to finish its operations in the kernel.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a file system on the host may keep of a file that is one hole.
+/// The space that a file system on the host may use for a file that is one hole.
 const HOLE_BYTES: u64 = 64 * 1024;
 
 /// Feature bits of virtio 1.3: 5.2.3 (block device) and 6 (all devices).
@@ -71,7 +72,7 @@ const F_INDIRECT_DESC: usize = 28;
 const F_EVENT_IDX: usize = 29;
 const F_VERSION_1: usize = 32;
 
-/// Folders for one test: disks where O_DIRECT works, sockets where paths are short.
+/// Folders for one test: disks on a file system with O_DIRECT, sockets where paths are short.
 struct Scene {
     program: Program,
     disks: TempDir,
@@ -86,7 +87,7 @@ impl Scene {
         Ok(Self { program: Program::from_environment()?, disks, sockets })
     }
 
-    /// An empty disk and how it is served.
+    /// Makes an empty disk and its export.
     fn export(&self, name: &str, engine: Engine, cache: Cache) -> Result<Export> {
         let file = self.disks.path().join(format!("{name}.img"));
         let disk = File::create(&file).with_context(|| format!("creating {}", file.display()))?;
@@ -99,7 +100,7 @@ impl Scene {
             cache,
             num_queues: 2,
             queue_size: 256,
-            // As long as a serial number may be.
+            // The maximum length of a serial number.
             serial: format!("{name:.20}"),
             logical_block_bytes: 512,
             read_only: false,
@@ -118,7 +119,7 @@ fn boot(exports: &[&Export]) -> Result<Vm> {
     boot_with(&Image::prepare()?, exports, VmOptions::default())
 }
 
-/// A guest with these disks, which is otherwise as `options` say.
+/// Boots a guest with these disks, and `options` for the rest.
 fn boot_with(image: &Image, exports: &[&Export], options: VmOptions) -> Result<Vm> {
     let accelerator = Accelerator::choose(image)?;
     let disks = exports.iter().map(|export| Disk {
@@ -130,8 +131,8 @@ fn boot_with(image: &Image, exports: &[&Export], options: VmOptions) -> Result<V
     Vm::boot(image, accelerator, &VmOptions { disks: disks.collect(), ..options })
 }
 
-/// Runs a scenario, and all of it again, with a fresh server and fresh files, when QEMU died of an
-/// assertion of its own emulation: under TCG that happens, and no server has a part in it.
+/// Runs a scenario. Repeats it with a fresh server and fresh files if QEMU died of an assertion in
+/// its own emulation. That happens under TCG, and no server has a part in it.
 fn scenario(run: impl Fn() -> Result<()>) -> Result<()> {
     for _ in 1..SCENARIO_ATTEMPTS {
         match run() {
@@ -144,7 +145,7 @@ fn scenario(run: impl Fn() -> Result<()>) -> Result<()> {
     run()
 }
 
-/// `script` with shell variables set in front of it.
+/// Puts assignments of shell variables in front of `script`.
 fn with(script: &str, variables: &[(&str, &str)]) -> String {
     let mut text = String::new();
     for (name, value) in variables {
@@ -153,7 +154,7 @@ fn with(script: &str, variables: &[(&str, &str)]) -> String {
     text + script
 }
 
-/// What the guest knows of a disk.
+/// The guest's view of a disk.
 struct Attributes(HashMap<String, String>);
 
 impl Attributes {
@@ -211,7 +212,7 @@ fn check_attributes(vm: &mut Vm, disk: &str, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// The MD5 of the whole disk, as the guest reads it and as the host has it.
+/// Compares the MD5 of the whole disk in the guest with that of the file on the host.
 fn check_same_bytes(vm: &mut Vm, disk: &str, file: &Path) -> Result<()> {
     let script = format!("echo 3 >/proc/sys/vm/drop_caches\nmd5sum </dev/{disk}\n");
     let seen = vm.check(&script, LIMIT)?;
@@ -223,7 +224,7 @@ fn check_same_bytes(vm: &mut Vm, disk: &str, file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Lets e2fsck look at a file system that nobody uses, from the host.
+/// Checks an unused file system with e2fsck on the host.
 fn check_file_system(file: &Path) -> Result<()> {
     let output = Command::new("/sbin/e2fsck")
         .args(["-f", "-n"])
@@ -244,7 +245,7 @@ fn check_clean_exit(server: &mut Server) -> Result<()> {
     Ok(())
 }
 
-/// Everything that reads, writes and discards, with one engine and one cache mode.
+/// Reads, writes and discards in all ways, with one engine and one cache mode.
 fn data(engine: Engine, cache: Cache, logical_block_bytes: u32, queue_size: u16) -> Result<()> {
     let scene = Scene::new()?;
     let name = format!("{engine}-{cache}");
@@ -275,7 +276,7 @@ fn data_of(scene: &Scene, export: &Export) -> Result<()> {
     check_file_system(&export.file)
 }
 
-/// Discards a disk that holds data: it must read as zeroes and take no space on the host.
+/// Discards a disk with data, which must then read as zeroes and take no space on the host.
 fn check_discard(vm: &mut Vm, file: &Path) -> Result<()> {
     vm.check("dd if=/dev/urandom of=/dev/vda bs=1M count=16 conv=fsync", LIMIT)?;
     let before = allocated_bytes(file)?;
@@ -318,7 +319,7 @@ fn data_with_threads_in_the_page_cache() -> Result<()> {
     scenario(|| data(Engine::Threads, Cache::Writeback, 512, 64))
 }
 
-/// A file system made on the host can be read in the guest, and nothing can be written to it.
+/// The guest reads a file system that the host made, and cannot write to it.
 #[test]
 fn a_read_only_disk_refuses_writes() -> Result<()> {
     scenario(read_only)
@@ -358,13 +359,13 @@ fn read_only() -> Result<()> {
     Ok(())
 }
 
-/// Makes an ext4 file system with one file, `data`, and gives the file's MD5 as md5sum prints it.
+/// Makes an ext4 file system with one file, `data`. Returns the file's MD5 as md5sum prints it.
 fn make_file_system(scene: &Scene, file: &Path) -> Result<String> {
     let folder = scene.disks.path().join("content");
     std::fs::create_dir(&folder).context("making a folder")?;
     let data = folder.join("data");
     let test = std::env::current_exe().context("finding the running test")?;
-    // Any few megabytes that do not repeat will do; the test itself is at hand.
+    // Any few megabytes without repetition suffice; the test itself is at hand.
     std::fs::copy(test, &data).context("copying the test")?;
     let status = Command::new("/sbin/mke2fs")
         .args(["-q", "-t", "ext4", "-b", "4096", "-d"])
@@ -379,7 +380,7 @@ fn make_file_system(scene: &Scene, file: &Path) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The cache modes without a write cache, and that the guest can switch it on and off.
+/// The cache modes without a write cache, and the guest's switch for the cache.
 #[test]
 fn a_guest_can_switch_the_write_cache() -> Result<()> {
     scenario(write_cache)
@@ -411,8 +412,8 @@ fn write_cache() -> Result<()> {
     servers.iter_mut().try_for_each(check_clean_exit)
 }
 
-/// The guest boots again on its own, is reset in the middle of writing, and is replaced by another
-/// one; the daemon serves them all, and what was written stays.
+/// A guest reboots, is reset while it writes, and is replaced by another. The daemon serves all of
+/// them, and written data stays.
 #[test]
 fn guests_come_and_go() -> Result<()> {
     scenario(come_and_go)
@@ -453,8 +454,8 @@ fn come_and_go() -> Result<()> {
     check_file_system(&export.file)
 }
 
-/// SIGTERM ends the daemon cleanly while the guest keeps both queues full, and the next
-/// daemon goes on where it ended.
+/// SIGTERM ends the daemon cleanly while the guest keeps both queues full, and the next daemon
+/// continues where it ended.
 fn sigterm_under_load(engine: Engine, cache: Cache) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("term-{engine}"), engine, cache)?;
@@ -464,8 +465,8 @@ fn sigterm_under_load(engine: Engine, cache: Cache) -> Result<()> {
     vm.check(&with(LOAD_START, &load), LIMIT)?;
     check_clean_exit(&mut server)?;
 
-    // QEMU connects again and takes the used index for how far the daemon came. What was taken
-    // and not answered before the connection ended would be served twice.
+    // QEMU reconnects and takes used idx for the daemon's progress. A request that was taken and
+    // not answered before the end would be served twice.
     let mut server = scene.serve(&export)?;
     vm.check(LOAD_STOP, LIMIT)?;
     check_same_bytes(&mut vm, "vda", &export.file)?;

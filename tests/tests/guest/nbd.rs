@@ -1,4 +1,4 @@
-//! A guest on a disk that an NBD server has.
+//! A guest on a disk of an NBD server.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ use ringhaul_kit::system::is_installed;
 
 use super::{Scene, data_of, scenario};
 
-/// `qemu-nbd` with a file.
+/// Starts `qemu-nbd` on a file.
 pub(super) fn start_server(scene: &Scene, file: &Path) -> Result<Peer> {
     let socket = scene.sockets.path().join("nbd-server");
     let mut command = Command::new("qemu-nbd");

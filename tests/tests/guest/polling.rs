@@ -1,5 +1,5 @@
-//! Polled completion, on a disk that has it: that of a guest whose driver polls one of its queues.
-//! The daemon under test serves it from outside, and runs inside as well.
+//! Polled completion on a disk that has it: the disk of a guest that polls one of its queues. The
+//! daemon under test serves the disk from the host, and runs in the guest as well.
 
 use std::fs;
 use std::path::PathBuf;
@@ -19,9 +19,9 @@ const POLLING: &str = include_str!("../../guest/polling.sh");
 const LOAD: &str = "--rw randrw --bssplit 4k/60:512/20:64k/20 --iodepth 16 --number_ios 500 \
                     --size 8m --verify";
 
-/// How a run went in the guest.
+/// The result of a run in the guest.
 struct Outcome {
-    /// Of all queues of the disk.
+    /// Interrupts of all queues of the disk.
     interrupts: u64,
     log: String,
     report: Value,
@@ -76,10 +76,10 @@ fn polling() -> Result<()> {
     let outcome = run("", &format!("{LOAD} {engine} --numjobs 2"))?;
     outcome.check(1000)?;
     assert_eq!(outcome.report["polled"], 1000, "{}", outcome.report);
-    // The last flush may make one.
+    // The last flush may cause one.
     assert!(outcome.interrupts <= 1, "{} interrupts", outcome.interrupts);
 
-    // More than the queue has room for.
+    // The depth exceeds the size of the queue.
     let deep = "--rw randrw --iodepth 700 --number_ios 3000 --verify";
     let outcome = run("", &format!("{deep} {engine}"))?;
     outcome.check(3000)?;
@@ -102,7 +102,8 @@ fn polling() -> Result<()> {
     servers.iter_mut().try_for_each(check_clean_exit)
 }
 
-/// All reads and writes of the server were polled for; only its flushes made interrupts.
+/// Checks that all reads and writes of the server were polled for, and that only its flushes caused
+/// interrupts.
 fn check_server(outcome: &Outcome) -> Result<()> {
     let summary = outcome.log.lines().find(|line| line.contains("polled for"));
     let summary = summary.context("no summary")?;
@@ -117,12 +118,12 @@ fn check_server(outcome: &Outcome) -> Result<()> {
     let flushes = count(" flushes")?;
     ensure!(flushes > 0, "no flush");
     let interrupts = outcome.interrupts;
-    // The start reads the front and the end of the disk, and the last flush may make one.
+    // The start reads the front and the end of the disk, and the last flush may cause one.
     ensure!(interrupts <= flushes + 3, "{interrupts} interrupts, {flushes} flushes");
     Ok(())
 }
 
-/// A file system with the daemon, the libraries that it needs and their loader.
+/// Makes a file system with the daemon, its libraries and their loader.
 fn tools_disk(scene: &Scene) -> Result<PathBuf> {
     const TOOLS_BYTES: u64 = 256 * 1024 * 1024;
     let folder = scene.disks.path().join("tools");

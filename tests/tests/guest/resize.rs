@@ -1,4 +1,4 @@
-//! A guest sees that its disk has another size, while it uses it.
+//! A guest sees a new size of its disk while it uses it.
 
 use std::fs::File;
 
@@ -9,14 +9,14 @@ use serde_json::json;
 
 use super::{LIMIT, Scene, boot, scenario, verified};
 
-/// Waits until the guest knows this size of a disk.
+/// Waits until the guest sees this size of a disk, in MiB.
 pub(super) fn has_mebibytes(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
     let sectors = size << 11;
     let has = format!("[ $(cat /sys/block/{disk}/size) = {sectors} ]");
     vm.check(&format!("until {has}; do sleep 0.1; done"), LIMIT).map(drop)
 }
 
-/// Grows and shrinks a disk under verified load: by request, and by a file that others change.
+/// Grows and shrinks a disk under verified load: by request, and by changes of the file.
 fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("resize-{engine}"), engine, Cache::None)?;

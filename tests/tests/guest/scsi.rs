@@ -15,7 +15,7 @@ use super::{
 
 const TOOLS: &str = include_str!("../../guest/scsi-tools.sh");
 
-/// Units beside LUN 0.
+/// The units beside LUN 0.
 fn units(scene: &Scene, engine: Engine) -> Result<Vec<String>> {
     let names = "vendor=ACME,product=Old Disk,revision=7.1";
     let rotates = format!("rotational=on,discard=off,stop=obey,{names}");
@@ -30,13 +30,13 @@ fn units(scene: &Scene, engine: Engine) -> Result<Vec<String>> {
     Ok(units)
 }
 
-/// What the guest calls the unit at an address.
+/// The guest's name of the unit at an address.
 pub(super) fn node(vm: &mut Vm, address: &str) -> Result<String> {
     let path = vm.check(&format!("ls -d /sys/bus/scsi/devices/*:0:{address}/block/*"), LIMIT)?;
     Ok(path.rsplit('/').next().unwrap_or_default().to_owned())
 }
 
-/// Commands, then data on two units at a time.
+/// Checks commands, then data on two units at a time.
 fn data(engine: Engine, cache: Cache) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("scsi-{engine}"), engine, cache)?;
@@ -81,7 +81,8 @@ fn scsi_with_threads_in_the_page_cache() -> Result<()> {
     scenario(|| data(Engine::Threads, Cache::Writeback))
 }
 
-/// What `export.show` says of a guest that runs: QEMU, and what its driver has negotiated.
+/// Checks `export.show` of a running guest: the peer is QEMU, and features, queues and memory are
+/// shown.
 fn check_shown(server: &Server, export: &Export) -> Result<()> {
     let shown = server.call("export.show", &json!({ "export": export.socket }))?;
     let front_end = &shown["front-end"];
@@ -102,7 +103,7 @@ fn check_shown(server: &Server, export: &Export) -> Result<()> {
     Ok(())
 }
 
-/// Two request queues, each on a thread of its own. A reset ends the tasks of both.
+/// Two request queues, each on its own thread. A reset ends the tasks of both.
 #[test]
 fn a_unit_on_two_threads_is_reset_under_load() -> Result<()> {
     scenario(|| {
@@ -121,7 +122,7 @@ fn a_unit_on_two_threads_is_reset_under_load() -> Result<()> {
     })
 }
 
-/// Units that come, grow and go while the guest runs.
+/// Units are added, resized and removed while the guest runs.
 #[test]
 fn scsi_units_come_and_go() -> Result<()> {
     scenario(|| {
@@ -147,7 +148,7 @@ fn scsi_units_come_and_go() -> Result<()> {
             let end = "bs=1M seek=95 count=1 oflag=direct conv=fsync";
             vm.check(&format!("{data} && dd if=/tmp/data of=/dev/{disk} {end}"), LIMIT)?;
             check_same_bytes(&mut vm, &disk, &file)?;
-            // A unit that is in use finishes what it has taken.
+            // A unit in use finishes the requests that it has taken.
             let read = format!("cat /dev/{disk} > /dev/null");
             vm.check(&format!("({read}; true) & echo"), LIMIT)?;
             server.ctl("remove-lun", &[address])?;
@@ -159,7 +160,7 @@ fn scsi_units_come_and_go() -> Result<()> {
     })
 }
 
-/// Waits until the guest has a disk at an address, and returns what it calls it.
+/// Waits until the guest has a disk at an address, and returns its name.
 fn appears(vm: &mut Vm, address: &str) -> Result<String> {
     let nodes = format!("/sys/bus/scsi/devices/*:0:{address}/block/sd*");
     vm.check(&format!("until ls -d {nodes} > /dev/null 2>&1; do sleep 0.1; done"), LIMIT)?;

@@ -6,7 +6,7 @@ use ringhaul_kit::server::{Cache, Engine, Export};
 
 use super::{FILES_CHECK, FILES_WRITE, LIMIT, Scene, boot_with, check_clean_exit, scenario, with};
 
-/// QEMU lets the firmware boot from LUN 0 of any one target.
+/// QEMU lets the firmware boot from LUN 0 of one chosen target.
 const TARGET: u8 = 7;
 
 #[test]
@@ -17,7 +17,7 @@ fn a_guest_boots_from_a_unit() -> Result<()> {
 fn boots() -> Result<()> {
     let scene = Scene::new()?;
     let image = Image::prepare()?;
-    // Nothing on LUN 0 of target 0 can be booted.
+    // LUN 0 of target 0 is not bootable.
     let export = scene.export("boot", Engine::IoUring, Cache::None)?;
     let file = scene.disks.path().join("loader.img");
     image.make_boot_disk(&file)?;

@@ -1,4 +1,4 @@
-//! What a guest calls the units of a virtio-scsi device, and what it knows of them.
+//! A guest's names for the units of a virtio-scsi device, and the properties that it sees.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use super::{LIMIT, Scene, boot, check_clean_exit, scenario};
 
 const NAMES: &str = include_str!("../../guest/scsi-names.sh");
 
-/// Bytes of a block of the file systems that tests have (ext4, XFS): space is given back in these.
+/// The block size of the usual file systems (ext4, XFS), in which space is freed.
 const GRANULARITY: &str = "DISC-GRAN=\"4K\"";
 
 #[test]
@@ -59,7 +59,7 @@ fn names() -> Result<()> {
     }
     has("0:7", "VENDOR=\"ACME\" MODEL=\"Fast Disk\" REV=\"7.1\" SERIAL=\"S-1\"")?;
     has("0:7", "ROTA=\"0\" LOG-SEC=\"512\" PHY-SEC=\"512\" DISC-GRAN=\"512B\" RO=\"1\"")?;
-    // As under QEMU's own disks, without a WWN and with one; and as cloud providers name disks.
+    // Names as of QEMU's own disks, without a WWN and with one, and names as of cloud providers.
     for (address, names) in [
         ("0:8", ["scsi-0QEMU_QEMU_HARDDISK_data0", "scsi-SQEMU_QEMU_HARDDISK_data0"]),
         ("0:9", ["scsi-0DO_Volume_volume-1", "scsi-SDO_Volume_volume-1"]),
@@ -69,7 +69,7 @@ fn names() -> Result<()> {
         has(address, names[1])?;
     }
     has("0:8", "VENDOR=\"QEMU\" MODEL=\"QEMU HARDDISK\" REV=\"2.5+\" SERIAL=\"data0\"")?;
-    // What follows from the disk is no other disk's.
+    // A WWN that is derived from a disk is unique.
     let wwns = seen.lines().filter_map(|line| line.split(" wwn-").nth(1));
     let wwns: HashSet<&str> = wwns.filter(|wwn| !wwn.is_empty()).collect();
     ensure!(wwns.len() == 5, "some disks share a WWN:\n{seen}");

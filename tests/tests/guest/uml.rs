@@ -1,4 +1,4 @@
-//! A guest in User Mode Linux, whose front-end is another than QEMU's.
+//! A guest in User Mode Linux, which has its own front-end.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use super::{DISK_BYTES, SECTOR_BYTES, Scene, check_clean_exit, check_file_system
 
 const SCRIPT: &str = include_str!("../../guest/uml.sh");
 
-/// For the boot and the script; only a hang takes this long.
+/// The limit for the boot and the script; only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// More than what the guest leaves on the disk, and less than what it has written.
+/// More than the guest leaves on the disk, and less than it writes.
 const LEFT_BYTES: u64 = 14 << 20;
 
 #[test]

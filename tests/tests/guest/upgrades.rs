@@ -1,4 +1,4 @@
-//! New processes take over from the daemon under verified load, and the guest does not notice.
+//! New processes take over from the daemon under verified load. The guest sees no error.
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::server::{Cache, Engine, Export};
@@ -15,13 +15,13 @@ fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     let mut server = scene.serve(&export)?;
     let mut vm = boot(&[&export])?;
     let disk = if is_scsi { "sda" } else { "vda" };
-    // What a device reports that begins anew.
+    // The message about a device that was reset.
     let power_on = "dmesg | grep -c 'Power-on or device reset occurred' || true";
     let before = vm.check(power_on, LIMIT)?;
     verified::start(&mut vm, disk)?;
     let mut still = Vec::new();
     for upgrade in 0..UPGRADES {
-        // At once, and later and later.
+        // The first takeover comes at once, and each later one after more requests.
         wait_served(&server, upgrade * 20)?;
         still.push(server.upgrade()?);
         let said = server.messages();
@@ -29,7 +29,8 @@ fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     }
     eprintln!("queues stood still for {still:?} ms");
     assert_eq!(vm.check(power_on, LIMIT)?, before, "a device began anew");
-    // The last process has marked its requests in what the front-end keeps, as the first one did.
+    // The last process has marked its requests in the front-end's inflight region, like the first
+    // one.
     server.kill()?;
     drop(server);
     let server = scene.serve(&export)?;

@@ -1,4 +1,4 @@
-//! A guest that keeps the IoThread busy, beside one with a request at a time.
+//! A guest that keeps the IoThread busy, beside one with a single request at a time.
 
 use std::time::Instant;
 
@@ -13,12 +13,12 @@ use crate::scene::{Scene, disks};
 
 for_each_engine! { a_guest_that_is_always_busy }
 
-/// Four queues of 128 requests each, over and over, from a fast program of its own. Whether the
-/// IoThread ever runs out of work is still up to the processors, so that a bound on
-/// starvation is the simulation's to show. The test ends it long before its time is over.
+/// Four queues of 128 requests each, over and over, from a fast separate program. The IoThread may
+/// still run out of work, depending on the processors, so the simulation proves the bound on
+/// starvation. The test ends the load long before its time is over.
 const LOAD: &str = "--rw randread --bs 64k --iodepth 128 --numjobs 4 --runtime 600 --eta never";
 
-/// Waits until the IoThread has worked for a while.
+/// Waits until the IoThread has run for half a second.
 fn wait_busy(scene: &Scene) -> Result<()> {
     const BUSY_NS: u64 = 500_000_000;
     let (process, thread) = (scene.daemon.pid(), scene.daemon.thread_id("iothread-0")?);
@@ -44,7 +44,7 @@ fn a_guest_that_is_always_busy(engine: Engine) -> Result<()> {
     scene.daemon.wait_for_message("a front-end has connected", 3)?;
     wait_busy(&scene)?;
     scene.check_neighbours().context("beside a guest that is always busy")?;
-    // It was busy all the time.
+    // The load was busy all the time.
     busy.signal(Signal::INT).context("the busy guest was done before its neighbours")?;
     let finished = busy.finish()?;
     ensure!(finished.stderr.is_empty(), "the busy guest: {}", finished.stderr);

@@ -1,5 +1,5 @@
-//! Descriptors of a front-end that make whoever touches them wait: those of a FUSE file system
-//! that does not answer.
+//! Descriptors of a front-end that block their user: files of a FUSE file system that does not
+//! answer.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::for_each_engine;
@@ -18,8 +18,8 @@ for_each_engine! {
     a_file_that_does_not_answer_beside_a_message,
 }
 
-/// The file system is given up before the daemon and the front-ends that have the file open: to
-/// close it they need an answer.
+/// The file system is dropped before the daemon and the front-ends that have its files open,
+/// because their close needs its answer.
 struct FuseScene {
     fuse: Fuse,
     scene: Scene,
@@ -32,8 +32,8 @@ impl FuseScene {
         Ok(Some(Self { fuse, scene }))
     }
 
-    /// The neighbours go on, another front-end is served, and SIGTERM ends all exports. The process
-    /// itself is kept by the kernel until FUSE answers, if it is to close a file.
+    /// Checks that the neighbours are served on, that a new front-end is served, and that SIGTERM
+    /// ends all exports. The kernel keeps a process that closes a file until FUSE answers.
     fn finish(self) -> Result<()> {
         let Self { fuse, mut scene } = self;
         let result = (|| {
@@ -65,7 +65,7 @@ fn a_file_that_does_not_answer_as_memory(engine: Engine) -> Result<()> {
     let mut bad = Frontend::attach(this.scene.daemon.socket(), &Setup::default())?;
     let refused = bad.expect_refused(Message::add_region(&region));
     if refused.is_err() {
-        // It has been taken, so it is used: as the place of a queue.
+        // The daemon took the region, so use it for a queue.
         bad.stop_queue(1)?;
         bad.rings[1].config = place_at(MEMORY_END, 64);
         let message = Message::ring_addresses(
@@ -99,7 +99,7 @@ fn a_file_that_does_not_answer_as_an_eventfd(engine: Engine) -> Result<()> {
     this.finish()
 }
 
-/// To close the file takes an answer, and so does a look at its attributes.
+/// Closing the file takes an answer, and so does reading its attributes.
 fn a_file_that_does_not_answer_beside_a_message(engine: Engine) -> Result<()> {
     let Some(mut this) = FuseScene::start(engine)? else { return Ok(()) };
     let files = [this.fuse.open()?, this.fuse.open()?];

@@ -1,4 +1,5 @@
-//! Limits of the process that one export reaches, and what its front-end may map.
+//! Limits of the process that one export reaches, and limits on the memory that its front-end may
+//! map.
 
 use std::sync::Arc;
 
@@ -17,8 +18,8 @@ for_each_engine! {
     a_write_beyond_the_limit_on_files,
 }
 
-/// Regions as large as the daemon takes, smaller and smaller. They are holes: they cost their owner
-/// nothing.
+/// The largest regions that the daemon takes, then smaller and smaller ones. They are holes, and
+/// cost their owner nothing.
 fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
     const LARGEST: u64 = 1 << 46;
     const SMALLEST: u64 = 1 << 20;
@@ -44,7 +45,7 @@ fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
                 addr += bytes;
                 taken.push(region);
             }
-            // A refusal is an answer: the connection goes on.
+            // A refusal is an answer: the connection stays.
             Err(_) => bytes /= 2,
         }
     }
@@ -52,7 +53,7 @@ fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
     ensure!(sum <= LIMIT_OF_ONE, "one front-end may share {sum} bytes in {} regions", taken.len());
     ensure!(sum > LIMIT_OF_ONE / 2, "only {sum} bytes could be shared");
     scene.daemon.wait_for_message("max-guest-memory", 1).context("the option is not named")?;
-    // What is bounced needs memory while all those regions are mapped.
+    // Bounced requests need memory while these regions are mapped.
     for _ in 0..300 {
         scene.file.run_misaligned().context("beside many addresses that are taken")?;
     }

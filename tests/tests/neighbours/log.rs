@@ -1,4 +1,4 @@
-//! A log that nobody reads.
+//! A log without a reader.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, PipeReader, Write};
@@ -21,8 +21,8 @@ use crate::scene::make_written;
 
 for_each_engine! { a_log_that_nobody_reads }
 
-/// A daemon with two exports on files of their own, whose standard error is a pipe. Dropping it
-/// kills it.
+/// A daemon with two exports on separate files and a pipe as its standard error. Dropping it kills
+/// the daemon.
 pub(crate) struct Unread {
     child: Child,
     lines: BufReader<PipeReader>,
@@ -44,8 +44,8 @@ impl Unread {
         Ok(this)
     }
 
-    /// Ends the daemon and starts another in its place: one has a few lines a minute about what
-    /// front-ends do.
+    /// Replaces the daemon by a new one, because a daemon logs only a few lines per minute about
+    /// front-ends.
     pub(crate) fn start_again(&mut self, engine: Engine) -> Result<()> {
         self.terminate()?;
         (self.child, self.lines) = serve(engine, &self.scene, &self.sockets)?;
@@ -63,7 +63,7 @@ impl Unread {
         Ok(())
     }
 
-    /// Fills the pipe to its last byte, through an open file of its own that does not wait.
+    /// Fills the pipe to its last byte, through a separate open file that does not block.
     pub(crate) fn fill(&self) -> Result<()> {
         let path = format!("/proc/self/fd/{}", self.lines.get_ref().as_raw_fd());
         let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits())?;
@@ -81,7 +81,7 @@ impl Unread {
         self.wait_for(text)
     }
 
-    /// Ends the daemon by SIGTERM. Nobody reads its last words.
+    /// Ends the daemon by SIGTERM, without reading its last lines.
     pub(crate) fn terminate(&mut self) -> Result<()> {
         kill_process(Pid::from_child(&self.child), Signal::TERM).context("sending SIGTERM")?;
         let status = wait_child(&mut self.child, Instant::now() + LIMIT)?;
@@ -92,7 +92,7 @@ impl Unread {
 
 impl Drop for Unread {
     fn drop(&mut self) {
-        // These fail only if it has ended.
+        // These fail only if the daemon has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -112,16 +112,16 @@ fn serve(
         command.args(["--export", &format!("socket-path={socket},blk-file={}", file.display())]);
     }
     let child = command.spawn().context("starting the daemon")?;
-    // With the command goes its copy of the pipe.
+    // Dropping the command closes its copy of the pipe.
     Ok((child, BufReader::new(reader)))
 }
 
 const NAMES: [&str; 2] = ["bad", "good"];
 
-/// How the filling of a pipe begins: it is a line of its own.
+/// The first line of the filling of a pipe.
 const FILLING: &str = "---filling---\n";
 
-/// Guests cause lines, nobody takes them, and nobody waits for that.
+/// Guests cause lines that no reader takes, and no request waits for that.
 fn a_log_that_nobody_reads(engine: Engine) -> Result<()> {
     let mut daemon = Unread::start(engine)?;
     daemon.fill()?;
@@ -129,7 +129,7 @@ fn a_log_that_nobody_reads(engine: Engine) -> Result<()> {
     daemon.terminate()
 }
 
-/// One guest sends requests that make no sense, the other goes on.
+/// Sends invalid requests of one guest, while the good guest is served.
 fn drive(bad: &Path, good: &Path) -> Result<()> {
     let mut bad = Frontend::attach(bad, &Setup::default())?;
     let mut good = Frontend::attach(good, &Setup::default())?;

@@ -1,10 +1,10 @@
-//! A guest whose requests take long by themselves, beside one that needs the IoThread alone: a
-//! null disk. No request of the neighbour waits for 100 ms, however large those of the guest are.
+//! A guest with very long requests, beside one that needs only the IoThread: a null disk. No
+//! request of the neighbour waits for 100 ms, however large the guest's requests are.
 //!
-//! A wait counts without the time in which the IoThread or the test was ready to run and had no
-//! processor: the kernel keeps account of that, and other programs of the machine cause it. What
-//! the machine does besides, such as a host that stops a virtual processor, strikes one try; the
-//! best of some tries counts. Before large requests were cut, each try had waits of a second.
+//! Time in which the IoThread or the test was ready to run and had no processor does not count:
+//! other programs cause it, and the kernel keeps account of it. Other disturbances, such as a host
+//! that stops a virtual processor, hit single tries; the best try counts. Before large requests
+//! were cut, each try had waits of a second.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -28,11 +28,11 @@ for_each_engine! {
     a_hundred_and_twenty_copies_of_clusters,
 }
 
-/// The longest that a neighbour waits.
+/// The limit on a neighbour's longest wait.
 const WAIT_MAX: Duration = Duration::from_millis(100);
-/// So many tries, of which one is to show that.
+/// The number of tries, one of which must stay below the limit.
 const TRIES: usize = 5;
-/// A try ends when the IoThread has worked for so long, or has no more to do.
+/// The run time of the IoThread after which a try ends, if it still has work.
 const WORK_NS: u64 = 300_000_000;
 
 const DISK_BYTES: u64 = 4 << 30;
@@ -40,15 +40,15 @@ const READ_BYTES: u64 = 2016 << 20;
 const HEADER: u64 = SCRATCH;
 const STATUS: u64 = SCRATCH + 0x800;
 const TABLE: u64 = SCRATCH + 0x1000;
-/// Of virtio-scsi, with the response behind it.
+/// Bytes of a virtio-scsi header, and of the response behind it.
 const HEADER_BYTES: u32 = 51;
 const RESPONSE_BYTES: u32 = 108;
 
-/// What the kernel counts for a thread, in nanoseconds.
+/// The kernel's account of a thread, in nanoseconds.
 struct Account(PathBuf);
 
 impl Account {
-    /// The time that it ran, and the time that it was ready to and had no processor.
+    /// Reads the time that the thread ran, and the time that it was ready and had no processor.
     fn read(&self) -> Result<[u64; 2]> {
         let text = std::fs::read_to_string(&self.0);
         let text = text.with_context(|| format!("reading {}", self.0.display()))?;
@@ -58,7 +58,7 @@ impl Account {
     }
 }
 
-/// Measures waits of the neighbour.
+/// A meter of the neighbour's waits.
 struct Watch {
     io_thread: Account,
     own: Account,
@@ -79,7 +79,7 @@ impl Watch {
         Ok(Duration::from_nanos(io_thread + own))
     }
 
-    /// The longest wait of the neighbour until the IoThread has worked for a while, or the guest
+    /// The longest wait of the neighbour until the IoThread has run for [`WORK_NS`], or the guest
     /// has all answers.
     fn longest_wait(&self, scene: &mut Scene, guest: &Frontend, requests: u16) -> Result<Duration> {
         let (mut longest, deadline) = (Duration::ZERO, Instant::now() + LIMIT);
@@ -100,7 +100,7 @@ impl Watch {
     }
 }
 
-/// What the guest sends, over and over.
+/// The kind of request that the guest repeats.
 #[derive(Clone, Copy)]
 enum Sends {
     Reads,
@@ -109,7 +109,7 @@ enum Sends {
 }
 
 impl Sends {
-    /// The chain, whose header is written.
+    /// Writes the header, and returns the chain.
     fn chain(self, guest: &mut Frontend) -> Result<Vec<Desc>> {
         let pieces = READ_BYTES / (MEMORY_END - BORDER);
         let data = Desc::writable(BORDER, u32::try_from(MEMORY_END - BORDER)?);
@@ -133,7 +133,7 @@ impl Sends {
         Ok(ends.into_iter().chain(data).collect())
     }
 
-    /// The first queue for requests.
+    /// The first request queue.
     fn queue(self) -> usize {
         if let Self::Reads = self { 0 } else { 2 }
     }
@@ -144,7 +144,7 @@ fn setup(sends: Sends) -> Setup {
     Setup { queues, queue_size: 256, ..Setup::default() }
 }
 
-/// A guest of a unit, which has heard of the power-on.
+/// Attaches a guest to a unit, and clears the unit attention about the power-on.
 fn attach_unit(socket: &Path) -> Result<Frontend> {
     let sends = Sends::Verifies;
     let mut guest = Frontend::attach(socket, &setup(sends))?;
@@ -154,7 +154,7 @@ fn attach_unit(socket: &Path) -> Result<Frontend> {
     Ok(guest)
 }
 
-/// Sends so many requests at once. Returns the used idx before.
+/// Sends this number of requests at once. Returns the used idx before.
 fn put(guest: &mut Frontend, sends: Sends, requests: u16) -> Result<u16> {
     let chain = sends.chain(guest)?;
     let ring = &mut guest.rings[sends.queue()];
@@ -167,8 +167,8 @@ fn put(guest: &mut Frontend, sends: Sends, requests: u16) -> Result<u16> {
     Ok(answered)
 }
 
-/// Beside so many requests at once: each try has a daemon of its own, since the requests of the one
-/// before would go on.
+/// Measures beside this number of requests at once. Each try has a new daemon, because the requests
+/// of an earlier try would continue.
 fn check(engine: Engine, cache: Cache, sends: Sends, requests: u16) -> Result<()> {
     let mut waits = Vec::new();
     for _ in 0..TRIES {
@@ -220,11 +220,11 @@ fn a_hundred_large_reads_of_virtio_scsi(engine: Engine) -> Result<()> {
     check_both(engine, Sends::UnitReads, 100)
 }
 
-/// Writes to clusters of an image that lie in its backing file so far.
+/// The number of writes to clusters of an image that are only in its backing file.
 const COPIES: u16 = 120;
 const CLUSTER_BYTES: u64 = 2 << 20;
 
-/// Makes an image that is empty, with a backing file that is full. Returns the name of its disk.
+/// Makes an empty image over a full backing file, and returns the name of its disk.
 fn make_overlay(folder: &Path) -> Result<String> {
     let base = folder.join("base.img");
     let cluster = vec![0x5a; usize::try_from(CLUSTER_BYTES)?];
@@ -236,7 +236,7 @@ fn make_overlay(folder: &Path) -> Result<String> {
     Ok(format!("qcow2,backing=base.img,path={image}"))
 }
 
-/// Each write of 4 KiB has a whole cluster copied.
+/// Each write of 4 KiB copies a whole cluster.
 fn a_hundred_and_twenty_copies_of_clusters(engine: Engine) -> Result<()> {
     if !is_installed("qemu-img") {
         return Ok(());
@@ -252,7 +252,7 @@ fn a_hundred_and_twenty_copies_of_clusters(engine: Engine) -> Result<()> {
         let watch = Watch::new(&scene)?;
         let mut guest = Frontend::attach(&socket, &setup(Sends::Reads))?;
         for copy in 0..COPIES {
-            // In no order that can be foreseen.
+            // The order is hard to predict.
             let sector = u64::from(copy * 77 % COPIES) * CLUSTER_BYTES / 512 + 8;
             let (header, status) = guest.put_header(0, copy, blk::OUT, sector)?;
             let data = Desc::readable(BORDER, 4096);
@@ -278,15 +278,15 @@ fn a_hundred_and_twenty_copies_of_clusters(engine: Engine) -> Result<()> {
     anyhow::bail!("beside {COPIES} copies of clusters a neighbour waited for {waits:?}")
 }
 
-/// Commands that a guest has at once, and the bytes that each of them verifies.
+/// The number of commands that a guest has at once, and the bytes that each of them verifies.
 const VERIFIES: u16 = 120;
 const VERIFIED_BYTES: u64 = 64 << 20;
-/// So many of them one after the other show how many answers a neighbour has beside one.
+/// The number of single commands that measure a neighbour's answers beside one.
 const SINGLE_VERIFIES: u16 = 20;
-/// The answers beside each VERIFY may become fewer by this factor when there are many at once.
+/// The factor by which answers beside each VERIFY may decrease when there are many at once.
 const FEWER_MAX: f64 = 3.0;
 
-/// Has a guest verify so much, and returns the answers of the neighbour meanwhile.
+/// Runs this number of VERIFYs, and returns the number of answers of the neighbour in that time.
 fn answers_beside(scene: &mut Scene, guest: &mut Frontend, verifies: u16) -> Result<u32> {
     let all = put(guest, Sends::Verifies, verifies)? + verifies;
     let (mut answers, deadline) = (0, Instant::now() + LIMIT);
@@ -300,9 +300,9 @@ fn answers_beside(scene: &mut Scene, guest: &mut Frontend, verifies: u16) -> Res
     Ok(answers)
 }
 
-/// They take turns, a piece at a time, so as many answers of the neighbour come beside each VERIFY
-/// as beside one alone. If each had turns of its own, all of them would move a piece between two
-/// looks at the neighbour. The null disk answers at once, so nothing but looks counts.
+/// VERIFYs take turns, a piece at a time, so as many answers of the neighbour come beside each
+/// VERIFY as beside one alone. With separate turns, each of them would move a piece between two
+/// checks of the neighbour's queue. The null disk answers at once, so only the checks count.
 #[test]
 fn a_neighbour_has_as_many_answers_beside_each_of_many_verifies_as_beside_one() -> Result<()> {
     let mut tries = Vec::new();

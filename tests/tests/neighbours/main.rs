@@ -1,8 +1,8 @@
-//! Exports of one daemon on one IoThread: what a guest, a front-end, a disk or a reader of the log
-//! does to one of them, the others go on.
+//! Exports of one daemon on one IoThread: faults of a guest, a front-end, a disk or a reader of the
+//! log in one export do not stop its neighbours.
 //!
-//! Nothing but `long.rs` measures time: a neighbour makes verified requests while the other export
-//! is provably stuck or busy. How fast it is beside that, `cargo lab neighbours` measures.
+//! Only `long.rs` measures time. Elsewhere a neighbour makes verified requests while a different
+//! export is provably stuck or busy. `cargo lab neighbours` measures its speed in these cases.
 
 mod busy;
 mod descriptors;

@@ -1,4 +1,4 @@
-//! How fast a neighbour is while another export misbehaves, against how fast it is in quiet.
+//! A neighbour's speed while another export misbehaves, compared with its speed in quiet.
 
 use std::path::Path;
 use std::rc::Rc;
@@ -23,16 +23,16 @@ use crate::slow_disks::{ext4, learn};
 
 const MIB: u64 = 1 << 20;
 
-/// A guest that knows what it must find.
+/// A guest that verifies its data.
 const BENCH: &str = "--rw randrw --rwmixread 70 --bs 4k --iodepth 8 --verify --ramp_time 0.1 \
                      --eta never --output-format json";
 
-/// Between two bad requests, and between two times of much mapping: what counts is what they do,
-/// and not who has the processors.
+/// The pauses between two bad requests, and between two rounds of mapping. They let the effect of
+/// the requests count, rather than the share of processors.
 const PAUSE: Duration = Duration::from_millis(2);
 const LONG_PAUSE: Duration = Duration::from_millis(100);
 
-/// Ends what disturbs, and fails if it did not.
+/// Ends a disturbance, and fails if there was none.
 type Settle = Box<dyn FnOnce() -> Result<()>>;
 
 /// Quiet and disturbed spans, in turn.
@@ -43,7 +43,7 @@ struct Spans {
 }
 
 impl Spans {
-    /// As `cargo lab neighbours` says.
+    /// Reads the settings of `cargo lab neighbours`.
     fn from_environment() -> Result<Self> {
         let number = |name: &str, default: u64| match std::env::var(name) {
             Ok(value) => value.parse().with_context(|| format!("{name}={value} is not a number")),
@@ -54,7 +54,7 @@ impl Spans {
         Ok(Self { rounds, runtime_ms: number("RINGHAUL_NEIGHBOURS_RUNTIME_MS", 1000)? })
     }
 
-    /// I/Os per second of a neighbour, all of them right.
+    /// The IOPS of a neighbour; all of its answers must be right.
     fn measure(self, socket: &Path) -> Result<f64> {
         let options = format!("{BENCH} --runtime {}ms", self.runtime_ms);
         let finished = run(&mut bench(socket, &options)?)?.expect_code(0)?;
@@ -105,7 +105,7 @@ impl Spans {
         mut disturb: impl FnMut(&Daemon) -> Result<Settle>,
     ) -> Result<()> {
         let Scene { daemon, file, null, sockets, _folders } = scene;
-        // The load generator takes its place.
+        // The load generator takes the place of this neighbour.
         drop(file);
         self.compare(name, engine, &sockets[0], || disturb(&daemon))
             .with_context(|| format!("{name}, {engine}:\n{}", daemon.messages()))?;
@@ -125,7 +125,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// Does something over and over, on a thread of its own, until the result is called.
+/// Repeats an action on a separate thread, until the returned function is called.
 fn keep_on(pause: Duration, mut act: impl FnMut() -> Result<()> + Send + 'static) -> Settle {
     let stop = Arc::new(AtomicBool::new(false));
     let thread = std::thread::spawn({
@@ -191,7 +191,7 @@ fn loop_device(file_system: &FileSystem) -> Result<LoopDevice> {
     LoopDevice::attach(&backing)
 }
 
-/// A descriptor that hangs while it is closed.
+/// A descriptor that hangs on close.
 fn hung_descriptor(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let fuse = Rc::new(fuse);
@@ -211,11 +211,11 @@ fn hung_descriptor(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     })
 }
 
-/// A front-end that shares as much as it may, in regions of 64 GiB that are holes, and goes, over
-/// and over.
+/// A front-end that repeatedly shares the maximum of memory, in regions of 64 GiB that are holes,
+/// and disconnects.
 fn sparse_regions(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     const REGION_BYTES: u64 = 64 << 30;
-    /// What one front-end may share by default, but for its memory that is no hole.
+    /// The regions that one front-end may share by default, beside its memory that is no hole.
     const REGIONS: u64 = (16 << 40) / REGION_BYTES - 1;
     let hole = Arc::new(memfd(REGION_BYTES)?);
     spans.compare_in(name, engine, Scene::of(engine)?, |daemon| {
@@ -238,7 +238,7 @@ fn sparse_regions(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     })
 }
 
-/// A guest whose requests pass the limit on the size of files.
+/// A guest with requests beyond the limit on the size of files.
 fn limit_on_files(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     let options =
         DaemonOptions { under: &["prlimit", "--fsize=8388608"], ..DaemonOptions::new(engine) };
@@ -252,7 +252,7 @@ fn limit_on_files(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     })
 }
 
-/// A log that nobody reads, with a guest whose requests make no sense.
+/// A log without a reader, and a guest with invalid requests.
 fn full_pipe(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     let unread = Rc::new(std::cell::RefCell::new(Unread::start(engine)?));
     let [bad, good] = unread.borrow().sockets.clone();
@@ -267,7 +267,7 @@ fn full_pipe(spans: Spans, name: &str, engine: Engine) -> Result<()> {
         let unread = Rc::clone(&unread);
         Ok(Box::new(move || {
             settle()?;
-            // A line of the load generator's front-end had to wait.
+            // A line about the load generator's front-end had to wait.
             let mut unread = unread.borrow_mut();
             unread.wait_behind_filling("a front-end has connected")?;
             unread.start_again(engine)
@@ -295,7 +295,7 @@ const CASES: [(&str, Case); 7] = [
     ("writes beyond RLIMIT_FSIZE", limit_on_files),
 ];
 
-/// `cargo lab neighbours` runs this: it takes minutes, and what it says is about the machine too.
+/// `cargo lab neighbours` runs this. It takes minutes, and its figures depend on the machine.
 #[test]
 #[ignore = "a measurement, and no test"]
 fn report() -> Result<()> {

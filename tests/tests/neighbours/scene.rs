@@ -1,4 +1,4 @@
-//! The neighbours, and the requests that one of them gets no answer to.
+//! The neighbours, and the requests of another export that get no answer.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -13,21 +13,21 @@ use ringhaul_kit::server::{Cache, Engine};
 use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
-/// Requests that a neighbour makes while another export misbehaves.
+/// The number of requests that a neighbour makes while another export misbehaves.
 pub(crate) const OPERATIONS: usize = 60;
 
-/// How often a wait looks.
+/// The interval between two checks of a wait.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Entries of the misbehaving export's queues, of which there are two.
+/// Entries of each of the misbehaving export's two queues.
 pub(crate) const QUEUE_SIZE: u16 = 1024;
 
-/// A neighbour's disk in its model: so many places of so many bytes.
+/// The model of a neighbour's disk: the number of places, and the bytes of each.
 const PLACES: usize = 32;
 const PLACE_BYTES: usize = 8192;
 const DISK_BYTES: u64 = 4 << 20;
 
-/// A guest that behaves, on a disk whose content it knows, or on one that keeps nothing.
+/// A correct guest, on a disk with known contents, or on one that keeps nothing.
 pub(crate) struct Neighbour {
     frontend: Frontend,
     places: Option<Vec<Vec<u8>>>,
@@ -41,8 +41,8 @@ impl Neighbour {
         Ok(Self { frontend, places, done: 0 })
     }
 
-    /// Makes `operations` writes, each read back by way of the other queue, and some flushes. Each
-    /// is answered, and right.
+    /// Makes `operations` writes, each read back through the second queue, and some flushes. All
+    /// must be answered, and right.
     pub(crate) fn run(&mut self, operations: usize) -> Result<()> {
         for _ in 0..operations {
             self.operate().with_context(|| format!("operation {} of a neighbour", self.done))?;
@@ -76,7 +76,7 @@ impl Neighbour {
         self.frontend.read(0, 0, 4096).map(|_| ())
     }
 
-    /// Writes and reads at an odd address, so that the daemon needs memory of its own.
+    /// Writes and reads at an odd address, so that the daemon needs bounce memory.
     pub(crate) fn run_misaligned(&mut self) -> Result<()> {
         let frontend = &mut self.frontend;
         let content = pattern(4711, PLACE_BYTES);
@@ -102,8 +102,8 @@ impl Neighbour {
     }
 }
 
-/// A daemon with three exports on one IoThread: one that will misbehave, on the disk that its
-/// options name; a healthy file; a null disk.
+/// A daemon with three exports on one IoThread: one that will misbehave, on the disk in its
+/// options; a healthy file; a null disk.
 pub(crate) struct Scene {
     pub(crate) daemon: Daemon,
     pub(crate) file: Neighbour,
@@ -112,13 +112,13 @@ pub(crate) struct Scene {
     pub(crate) _folders: [TempDir; 2],
 }
 
-/// Folders of the tests, where direct I/O works.
+/// The folder of the tests' disks, on a file system with direct I/O.
 pub(crate) fn disks() -> &'static Path {
     Path::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
-/// Makes a neighbour's disk of zeroes that are written: later writes are to blocks that it has, and
-/// wait for no journal.
+/// Makes a neighbour's disk of written zeroes: later writes go to allocated blocks, and wait for no
+/// journal.
 pub(crate) fn make_written(path: &Path) -> Result<()> {
     let zeroes = vec![0; usize::try_from(DISK_BYTES)?];
     let mut file = std::fs::File::create(path)?;
@@ -127,12 +127,12 @@ pub(crate) fn make_written(path: &Path) -> Result<()> {
 }
 
 impl Scene {
-    /// `disks`: where the disk of the export that will misbehave is made.
+    /// Starts the daemon. The disk of the export that will misbehave is made in `disks`.
     pub(crate) fn start(disks: &Path, options: &DaemonOptions) -> Result<Self> {
         let folder = tempfile::tempdir_in(self::disks())?;
         let file = folder.path().join("good.img");
         make_written(&file)?;
-        // Paths of sockets are short.
+        // Paths of sockets must be short.
         let socket_folder = tempfile::tempdir()?;
         let socket = |name: &str| socket_folder.path().join(name);
         let sockets = [socket("file.sock"), socket("null.sock")];
@@ -155,12 +155,12 @@ impl Scene {
         Ok(scene)
     }
 
-    /// The same with the default options of an engine.
+    /// Starts the daemon with the default options of an engine.
     pub(crate) fn of(engine: Engine) -> Result<Self> {
         Self::start(disks(), &DaemonOptions::new(engine))
     }
 
-    /// Both neighbours go on.
+    /// Checks that both neighbours are served.
     pub(crate) fn check_neighbours(&mut self) -> Result<()> {
         self.file.run(OPERATIONS).context("a healthy file")?;
         self.null.run(OPERATIONS).context("a null disk")?;
@@ -178,7 +178,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Ends the daemon by SIGTERM. The neighbours' front-ends are there to the end.
+    /// Ends the daemon by SIGTERM. The neighbours' front-ends stay attached to the end.
     pub(crate) fn terminate(self) -> Result<()> {
         kill_process(self.daemon.pid(), Signal::TERM).context("sending SIGTERM")?;
         self.finish()
@@ -196,16 +196,16 @@ impl Scene {
     }
 }
 
-/// Bytes of the writes of [`Stuck`]; write *i* has the content of `i % CONTENTS`.
+/// Bytes of each write of [`Stuck`]; write *i* has the content of `i % CONTENTS`.
 pub(crate) const WRITE_BYTES: usize = 4096;
 const CONTENTS: u16 = 256;
 
-/// A front-end with requests that are not answered, on two queues.
+/// A front-end with unanswered requests on two queues.
 pub(crate) struct Stuck {
     pub(crate) frontend: Frontend,
-    /// Requests of each queue.
+    /// The number of requests of each queue.
     counts: [u16; 2],
-    /// Where the status bytes of all of them are.
+    /// The addresses of all status bytes.
     statuses: Vec<u64>,
 }
 
@@ -221,8 +221,8 @@ impl Stuck {
         pattern(u64::from(number % CONTENTS) + 1, WRITE_BYTES)
     }
 
-    /// Sends `count` writes, one behind the other on the disk, over both queues, and `flushes`
-    /// flushes among them.
+    /// Sends `count` writes to adjacent places of the disk, over both queues, and then `flushes`
+    /// flushes.
     pub(crate) fn write(&mut self, count: u16, flushes: u16) -> Result<()> {
         let bytes = WRITE_BYTES as u64;
         for content in 0..CONTENTS {
@@ -269,7 +269,7 @@ impl Stuck {
         self.frontend.rings.iter().try_for_each(|ring| ring.kick())
     }
 
-    /// How many of the requests have an answer.
+    /// The number of requests with an answer.
     pub(crate) fn answered(&self) -> Result<usize> {
         let mut answered = 0;
         for status in &self.statuses {
@@ -278,7 +278,7 @@ impl Stuck {
         Ok(answered)
     }
 
-    /// Waits for all answers. Each request has one, and it is that all went well.
+    /// Waits for all answers. Each request must have one, and have succeeded.
     pub(crate) fn finish(&mut self) -> Result<()> {
         for (queue, count) in self.counts.into_iter().enumerate() {
             let ring = &mut self.frontend.rings[queue];

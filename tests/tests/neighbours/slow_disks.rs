@@ -24,15 +24,16 @@ for_each_engine! {
 
 const MIB: u64 = 1 << 20;
 
-/// Writes in the device: what io_uring has kernel threads for, what the pool has threads for, more
-/// than a device takes, more than an IoThread has in the kernel.
+/// Numbers of writes in the device: as many as io_uring has kernel threads, as many as the pool has
+/// threads, more than a device takes, and more than an IoThread has in the kernel.
 const DEPTHS: [u16; 4] = [8, 64, 300, 2000];
 
 pub(crate) fn ext4(bytes: u64) -> Result<FileSystem> {
     FileSystem::make(disks(), bytes, &["mke2fs", "-q", "-t", "ext4"])
 }
 
-/// At each depth: the disk stands still, the neighbours go on, and then all is answered.
+/// At each depth the disk stands still, the neighbours are served, and then all requests are
+/// answered.
 fn check_depths(
     scene: &mut Scene,
     disk: &Path,
@@ -54,7 +55,7 @@ fn check_depths(
             file.read_exact_at(&mut content, u64::from(number) * WRITE_BYTES as u64)?;
             ensure!(content == Stuck::content(number), "write {number} is not on the disk");
         }
-        // The next request writes what is zeroed now.
+        // The next round writes to the range that is zeroed here.
         stuck.put(0, blk::WRITE_ZEROES, 0, Some(put_segments(&stuck, &[(0, 16_384)])?))?;
         stuck.kick()?;
         stuck.finish()?;
@@ -62,7 +63,7 @@ fn check_depths(
     scene.check_neighbours().context("after the disk stood still")
 }
 
-/// Puts segments of zeroes into guest memory, each a sector and how many of them.
+/// Puts segments into guest memory, each a sector and a number of sectors.
 fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
     let bytes: Vec<u8> =
         ranges.iter().flat_map(|&(sector, sectors)| segment(sector, sectors, 0)).collect();
@@ -71,8 +72,8 @@ fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
     Ok(Desc::readable(addr, u32::try_from(bytes.len())?))
 }
 
-/// Linux AIO waits for such a disk in the submit, and all disks of the IoThread with it. That is
-/// seen when it is over; from then on the disk is served by pool threads.
+/// Linux AIO blocks in the submit to such a disk, and all disks of the IoThread with it. The daemon
+/// notices that afterwards, and from then on serves the disk by pool threads.
 pub(crate) fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> Result<()> {
     if engine != Engine::Aio {
         return Ok(());
@@ -80,7 +81,7 @@ pub(crate) fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> 
     let mut stuck = Stuck::attach(scene.daemon.socket())?;
     let frozen = file_system.freeze()?;
     stuck.write(8, 0)?;
-    // Not in place of a condition: a submit counts as one that waits after a fifth of a second.
+    // This sleep replaces no condition: a submit counts as blocked after a fifth of a second.
     std::thread::sleep(Duration::from_millis(600));
     drop(frozen);
     stuck.finish()
@@ -119,12 +120,12 @@ fn a_loop_device_on_a_frozen_file_system(engine: Engine) -> Result<()> {
     scene.terminate()
 }
 
-/// What the daemon may have for itself beside the memory for misaligned requests.
+/// The limit on the daemon's memory beside the memory for misaligned requests.
 const OTHER_MEMORY: usize = 64 << 20;
-/// Memory for misaligned requests, as the daemon limits it.
+/// The daemon's limit on memory for misaligned requests.
 const BOUNCE_MEMORY: usize = 64 << 20;
 
-/// Each request needs a MiB of the daemon's memory, and there is not so much.
+/// Each request needs a MiB of the daemon's memory, which is too small for all of them.
 fn misaligned_writes_to_a_frozen_file_system(engine: Engine) -> Result<()> {
     if !may_change("mounts") {
         return Ok(());
@@ -174,8 +175,9 @@ fn zeroes_that_must_be_written(engine: Engine) -> Result<()> {
     let mut stuck = Stuck::attach(scene.daemon.socket())?;
     let ranges = (0..SEGMENTS).map(|segment| (segment * SEGMENT_BYTES / 512, 65_536));
     let segments = put_segments(&stuck, &ranges.collect::<Vec<_>>())?;
-    // Each of its writes lets others go on, so there is room for many. But it does not take long,
-    // and this process may have to wait for a CPU meanwhile: one request of a few must show it.
+    // Each write of zeroes lets other tasks run, so there is time for many operations. But the
+    // request is short, and this process may wait for a CPU in that time, so one of several
+    // requests suffices as proof.
     let mut most = 0;
     for answered in 0..10 {
         stuck.put(0, blk::WRITE_ZEROES, 0, Some(segments))?;
