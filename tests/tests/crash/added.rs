@@ -1,5 +1,5 @@
-//! Exports that a control command has added, with limits that another one has set: a kill takes
-//! neither away.
+//! Exports that a control command has added, with limits that another command has set: a kill
+//! removes neither.
 
 use std::fs::File;
 
@@ -42,9 +42,9 @@ fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Re
     let mut left = 0;
     for round in 0..rounds(ROUNDS_DEFAULT)? {
         left += kill_under_load(server, &mut world)?;
-        // The same command line, which names the first export alone.
+        // The same command line, which names only the first export.
         server = Server::start(Program::Ringhaul, &export)?;
-        // The start listens for the first export and this one as their disks come.
+        // The start opens disks side by side, and listens for each export when its disk is open.
         while !is_listening(&socket)? {
             server.check_running()?;
             std::thread::yield_now();
@@ -71,7 +71,7 @@ fn kill_under_load(mut server: Server, world: &mut World) -> Result<usize> {
     Ok(world.unanswered())
 }
 
-/// Commands that a killed process had taken wait for the unit, and none of them fails.
+/// Commands that a killed process had taken wait for the unit, and none fails.
 fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
     const LUN: u8 = 5;
     let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
@@ -84,7 +84,7 @@ fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
     let mut server = Server::start(Program::Ringhaul, &export)?;
     let unit = json!({ "lun": LUN, "disk": { "file": disk } });
     let added = json!({ "export": export.socket, "unit": unit });
-    // The start may yet be opening the first disk.
+    // The start may still be opening the first disk.
     retry(LIMIT, || server.call("lun.add", &added).map(drop))?;
     let mut world = World::of_unit(&export.socket, FEW_BLOCKS, LUN)?;
     world.attach()?;

@@ -1,7 +1,7 @@
-//! Disks in qcow2 images and encrypted ones, and images whose daemons are killed.
+//! qcow2 images and encrypted disks under daemons that are killed.
 //!
-//! A daemon that is killed may leave clusters behind that nothing uses; `qemu-img` finds no other
-//! fault with an image. The first write to the next daemon frees them.
+//! A killed daemon may leave leaked clusters behind. `qemu-img` must find no other fault in the
+//! image. The first write to the next daemon frees the leaked clusters.
 
 use std::cell::Cell;
 use std::fs;
@@ -25,25 +25,26 @@ for_each_engine! {
     an_image_survives_kills_of_its_daemons_and_of_those_that_take_over,
 }
 
-/// How many images have their daemon killed while they are new.
+/// The number of new images on which the daemon is killed.
 const NEW_IMAGES: u64 = 15;
-/// How often one image is, if nothing else is asked for, and which part of it in takeovers.
+/// The default number of rounds for one image, and the interval of takeovers among them.
 const ROUNDS: u32 = 12;
 const TAKEOVER_EVERY: u32 = 2;
 
-/// Small, so that each block finds space of its own, and every 32 blocks a table.
+/// With small clusters each block allocates space of its own, and every 32 blocks a table.
 const CLUSTERS: [&str; 2] = ["-o", "cluster_size=1k"];
 const DISK_BYTES: u64 = BLOCKS_MAX * BLOCK_BYTES as u64;
 
-/// What is before the data of an encrypted disk.
+/// The bytes before the data of an encrypted disk.
 const HEADER_BYTES: u64 = 2 << 20;
 
-/// What a disk is made of, from above. What was not written to an encrypted one reads as anything.
+/// The layers of a disk, the upper one first. Unwritten blocks of an encrypted disk read as
+/// anything.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Format {
     Qcow2,
     Luks,
-    /// Discards reach the image.
+    /// With discards passed on to the image.
     LuksOnQcow2,
 }
 
@@ -56,7 +57,7 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// A new one. `None`: a program is not installed.
+    /// Makes a new image. `None` if a program is not installed.
     pub(super) fn new(format: Format) -> Result<Option<Self>> {
         if !is_installed("qemu-img") || format != Format::Qcow2 && !is_installed("cryptsetup") {
             return Ok(None);
@@ -84,7 +85,7 @@ impl Image {
         Ok(Some(image))
     }
 
-    /// The disk in it, if the image is on this one.
+    /// The name of the disk in this image, if the image is on `below`.
     fn disk(&self, below: &str) -> String {
         let key = &self.key;
         match self.format {
@@ -96,14 +97,14 @@ impl Image {
         }
     }
 
-    /// A daemon that serves what is below it, and its driver.
+    /// Starts a daemon that serves the image on `below`, and connects a driver.
     pub(super) fn serve(&self, below: &str, engine: Engine) -> Result<(Server, World)> {
         let socket = self.scene.socket("socket");
         let export = export(self.path.as_ref(), &socket, engine, true);
         let export = Export { disk: Some(self.disk(below)), ..export };
         let server = Server::start(Program::Ringhaul, &export)?;
         let mut world = World::new(&socket, BLOCKS_MAX, true)?;
-        // The load moves on to blocks that have no space yet.
+        // The load gradually moves on to blocks without space.
         world.blocks = FEW_BLOCKS;
         world.erases = Some(match self.format {
             Format::LuksOnQcow2 => blk::DISCARD,
@@ -115,7 +116,7 @@ impl Image {
         Ok((server, world))
     }
 
-    /// That QEMU finds no fault with it, and that it is not marked as one that was not closed.
+    /// Checks that QEMU finds no fault, and that the image is not marked as dirty.
     pub(super) fn check_closed(&self) -> Result<()> {
         self.check(&[0])?;
         ensure!(!self.is_marked()?, "the image is marked");
@@ -131,7 +132,7 @@ impl Image {
         Ok(front[79] & 1 != 0)
     }
 
-    /// That QEMU finds no fault with it, or none for which its check ends with these codes.
+    /// Checks that `qemu-img check` ends with one of these codes.
     pub(super) fn check(&self, codes: &[i32]) -> Result<()> {
         if self.format == Format::Luks {
             return Ok(());
@@ -139,7 +140,7 @@ impl Image {
         qemu_img(&["check", "-q", "-f", "qcow2", &self.path], codes)
     }
 
-    /// That QEMU reads this in it.
+    /// Checks that QEMU reads these versions from the image.
     pub(super) fn check_content(&self, versions: &[Version]) -> Result<()> {
         let raw = self.scene.path("raw");
         let driver = match self.format {
@@ -160,13 +161,13 @@ impl Image {
     }
 }
 
-/// Runs a command of `qemu-img` that may end with these codes.
+/// Runs a `qemu-img` command that must end with one of these codes.
 fn qemu_img(arguments: &[&str], codes: &[i32]) -> Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(arguments);
     let deadline = Instant::now() + LIMIT;
     let mut output = command.output().context("running qemu-img")?;
-    // The kernel may still have operations of a daemon that was killed, and its locks with them.
+    // The kernel may still have operations of a killed daemon, and with them its locks.
     while String::from_utf8_lossy(&output.stderr).contains("Failed to get")
         && Instant::now() < deadline
     {
@@ -178,7 +179,7 @@ fn qemu_img(arguments: &[&str], codes: &[i32]) -> Result<()> {
     Ok(())
 }
 
-/// New images, so that most writes find the first space in their cluster.
+/// In new images most writes allocate the first space in their cluster.
 #[test]
 fn an_image_has_what_was_answered_before_its_daemon_was_killed() -> Result<()> {
     for round in 0..NEW_IMAGES {
@@ -209,7 +210,7 @@ fn an_image_has_what_was_answered_before_its_daemon_was_killed() -> Result<()> {
     Ok(())
 }
 
-/// Zeroes give space back, and there are more blocks in every round, so writes find some.
+/// Zeroes free space, and each round uses more blocks, so writes keep allocating.
 fn an_image_survives_kills_of_its_daemons_and_of_those_that_take_over(
     engine: Engine,
 ) -> Result<()> {

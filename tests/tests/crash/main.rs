@@ -1,8 +1,8 @@
-//! A driver that keeps its inflight region, or has none and is answered in order, and a daemon that
-//! is killed under it, again and again, or followed by another one.
+//! A driver with an inflight region, or with answers in order, and a daemon that is killed or
+//! replaced under it again and again.
 //!
-//! Every block is written with contents of its own each time, so that a write that is lost, comes
-//! too late or comes twice is found out by the next read of it, or at the end.
+//! Every write of a block has different contents. A write that is lost, late or done twice is found
+//! by the next read of the block, or at the end.
 
 mod added;
 mod images;
@@ -29,13 +29,13 @@ for_each_engine! {
     a_daemon_that_answers_in_order_needs_no_region,
 }
 
-/// How often the daemon is killed; `cargo xtask crash --rounds N` sets it.
+/// The variable with the number of kills; `cargo xtask crash --rounds N` sets it.
 const ROUNDS: &str = "RINGHAUL_CRASH_ROUNDS";
 const ROUNDS_DEFAULT: u32 = 30;
-/// Every so many rounds it is killed while another process takes over from it, or that one is.
+/// The interval of rounds in which the old or the new process is killed during a takeover.
 const TAKEOVER_EVERY: u32 = 5;
 
-/// What says how often, or else so often.
+/// The number of rounds from [`ROUNDS`], or the default.
 fn rounds(default: u32) -> Result<u32> {
     match std::env::var(ROUNDS) {
         Ok(text) => text.parse().with_context(|| format!("{ROUNDS} is {text:?}, and no number")),
@@ -64,16 +64,17 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
     check_file(&disk, &kills.carry_out(server, world)?)
 }
 
-/// How often a daemon is killed and followed by another one.
+/// The number of kills and takeovers of a daemon.
 struct Kills<'a> {
     rounds: u32,
     takeover_every: u32,
-    /// Looks at the disk when nobody serves it.
+    /// Checks the disk while no daemon serves it.
     look: &'a dyn Fn() -> Result<()>,
 }
 
 impl Kills<'_> {
-    /// Returns what the disk should have when all is answered. No daemon is left then.
+    /// Returns the versions that the disk must have after all requests are answered. No daemon is
+    /// left then.
     fn carry_out(&self, mut server: Server, mut world: World) -> Result<Vec<Version>> {
         let mut export = server.export().clone();
         world.attach()?;
@@ -87,7 +88,7 @@ impl Kills<'_> {
             survived += u32::from(survives);
             if !survives {
                 if !is_takeover {
-                    // Anywhere in what it does.
+                    // Kill the daemon at a random moment.
                     world.run_below(300, false)?;
                     server.kill()?;
                 }
@@ -118,7 +119,7 @@ impl Kills<'_> {
     }
 }
 
-/// Ends a daemon whose driver has an answer to all. Returns what its disk should have.
+/// Ends a daemon that has answered all requests. Returns the versions that its disk must have.
 fn end(mut server: Server, world: World) -> Result<Vec<Version>> {
     let World { frontend, versions, .. } = world;
     drop(frontend);
@@ -127,12 +128,12 @@ fn end(mut server: Server, world: World) -> Result<Vec<Version>> {
     Ok(versions)
 }
 
-/// Has a new process take over, and kills it or the old one anywhere in that. Returns whether the
-/// other one serves: the old one if the new one has not said that it takes over, the new one if the
-/// old one has heard that and said so.
+/// Begins a takeover, and kills the new process or the old one at a random moment. Returns true if
+/// the survivor serves: the old process unless the new one has taken over, the new one if the old
+/// one confirmed that.
 fn survives_takeover(server: &mut Server, world: &mut World) -> Result<bool> {
     let heir = server.begin_upgrade()?;
-    // Most of the time goes by before queues stop.
+    // Most of a takeover passes before queues stop.
     if world.below(4) > 0 {
         let deadline = Instant::now() + LIMIT;
         while !heir.messages().contains("ready to take over") {
@@ -147,7 +148,7 @@ fn survives_takeover(server: &mut Server, world: &mut World) -> Result<bool> {
         return server.kill_before(heir);
     }
     heir.kill()?;
-    // This waits until it is decided.
+    // This waits until the takeover is decided.
     Ok(server.call("set", &json!({ "poll-max-us": 32 })).is_ok())
 }
 

@@ -1,4 +1,4 @@
-//! Images and encrypted disks that one process after the other takes over, under requests.
+//! Repeated takeovers of images and encrypted disks under requests.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -21,13 +21,13 @@ for_each_engine! {
     an_encrypted_disk_in_an_image_is_taken_over_again_and_again,
 }
 
-/// How often, in a row.
+/// The number of takeovers in a row.
 const TAKEOVERS: u32 = 6;
-/// Requests that each process answers at least.
+/// The least number of requests that each process answers.
 const REQUESTS: u64 = 300;
-/// The reason of a daemon whose requests take too long.
+/// The error of a takeover if requests take too long.
 const REFUSED: &str = "requests were not finished in time";
-/// What an export of a server has, which does not grow.
+/// The size in bytes of a server's export, which cannot grow.
 const SERVED_BYTES: u64 = 32 << 20;
 
 fn an_image_is_taken_over_again_and_again(engine: Engine) -> Result<()> {
@@ -66,7 +66,7 @@ fn take_over_file(format: Format, engine: Engine) -> Result<()> {
     check(&image, &versions)
 }
 
-/// Images on servers of a program.
+/// Takes over images that a server of this program exports.
 fn take_over_exports(
     program: &str,
     start: impl Fn(&Image) -> Result<(Peer, String)>,
@@ -86,13 +86,13 @@ fn take_over_exports(
     Ok(())
 }
 
-/// No process was killed, so none has left anything behind.
+/// No process was killed, so the image has no leaks and no mark.
 fn check(image: &Image, versions: &[Version]) -> Result<()> {
     image.check_closed()?;
     image.check_content(versions)
 }
 
-/// Returns what the disk should have.
+/// Returns the versions that the disk must have.
 fn take_over(image: &Image, below: &str, engine: Engine) -> Result<Vec<Version>> {
     let (mut server, mut world) = image.serve(below, engine)?;
     world.attach()?;
@@ -108,10 +108,10 @@ fn take_over(image: &Image, below: &str, engine: Engine) -> Result<Vec<Version>>
     end(server, world)
 }
 
-/// Another process takes over from a daemon, which has new requests all the time.
+/// Replaces a daemon by another process, while requests keep arriving.
 ///
-/// It may be refused: 64 requests of an unoptimised cipher take longer on a busy machine than the
-/// daemon lets guests wait. The old process serves on then, and another attempt is made.
+/// A takeover may be refused: on a busy machine 64 requests of an unoptimised cipher take longer
+/// than the daemon makes guests wait. The old process then stays, and the takeover is tried again.
 fn follow(server: &mut Server, world: &mut World) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     loop {

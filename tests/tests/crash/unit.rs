@@ -13,7 +13,7 @@ pub(super) const OTHER_QUEUES: u16 = 2;
 
 const HEADER_BYTES: u32 = 51;
 const RESPONSE_BYTES: u32 = 108;
-/// Room for the header and the response of a slot.
+/// Bytes for the header and the response of a slot.
 const SLOT_BYTES: u64 = 256;
 const RESPONSE: u64 = 64;
 
@@ -28,7 +28,7 @@ const UNIT_ATTENTION: u8 = 6;
 #[derive(PartialEq, Eq)]
 pub(super) enum Outcome {
     Done,
-    /// The unit has reported an event, and has done nothing.
+    /// The unit reported an event instead of carrying out the command.
     ToBeSentAgain,
 }
 
@@ -36,7 +36,7 @@ fn place(queue: usize, slot: usize) -> u64 {
     SCRATCH + (queue * usize::from(SLOTS) + slot) as u64 * SLOT_BYTES
 }
 
-/// Writes a command for blocks from `first` on, with its data if it has some. Returns the chain.
+/// Writes a command for `count` blocks from `first` on. Returns the chain, which includes `data`.
 pub(super) fn put(
     memory: &Memory,
     lun: u8,
@@ -64,9 +64,11 @@ pub(super) fn put(
     Ok([Some(header), out, Some(response), into].into_iter().flatten().collect())
 }
 
+/// Reads the response to a command.
+///
 /// # Errors
 ///
-/// When the command has failed.
+/// If the command has failed.
 pub(super) fn outcome(memory: &Memory, (queue, slot): (usize, usize)) -> Result<Outcome> {
     let response = memory.read(place(queue, slot) + RESPONSE, RESPONSE_BYTES as usize)?;
     let (status, response_code, sense_key) = (response[10], response[11], response[14] & 0xf);

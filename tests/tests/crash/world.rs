@@ -1,4 +1,4 @@
-//! A driver that knows what each block has, as far as it was answered.
+//! A driver that tracks the expected contents of each block from the answers.
 
 use std::fs::File;
 use std::ops::Range;
@@ -22,26 +22,26 @@ use super::unit;
 
 pub(super) const QUEUES: u16 = 2;
 pub(super) const QUEUE_SIZE: u16 = 128;
-/// Requests of a queue at a time. Each has four descriptors.
+/// Requests of a queue at a time, each with four descriptors.
 pub(super) const SLOTS: u16 = 32;
 pub(super) const BLOCK_BYTES: usize = 4096;
-/// Few, so that each is written again soon.
+/// A small disk, so that each block is soon written again.
 pub(super) const FEW_BLOCKS: u64 = 128;
-/// No disk has more.
+/// The largest disk, in blocks.
 pub(super) const BLOCKS_MAX: u64 = 2048;
-/// Half of the requests go to so many of the blocks at most, the last ones.
+/// Half of the requests go to at most this number of blocks, the newest ones.
 const NEWEST_BLOCKS: u64 = 128;
 /// Bytes of the account of a queue in the inflight region (vhost-user specification).
 const ACCOUNT_BYTES: u64 = (16 + 16 * QUEUE_SIZE as u64).next_multiple_of(64);
-/// Of zeroes: what held them may be given back (virtio 1.3, section 5.2.6).
+/// The flag of write zeroes that allows the device to deallocate (virtio 1.3, section 5.2.6).
 const UNMAP: u32 = 1;
 
-/// What a block has.
+/// The expected contents of a block.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Version {
-    /// What its last write gave it, which has a number, or zeroes: 0.
+    /// The number of its last write, or 0 for zeroes.
     Of(u64),
-    /// Anything: it was discarded and not written since.
+    /// Anything: the block was discarded and not written since.
     Any,
 }
 
@@ -54,7 +54,7 @@ impl Version {
     }
 }
 
-/// The contents of a block: of this write of it, or zeroes.
+/// The contents of a block after this write, or zeroes.
 fn content(block: u64, version: u64) -> Vec<u8> {
     if version == 0 {
         vec![0; BLOCK_BYTES]
@@ -63,13 +63,13 @@ fn content(block: u64, version: u64) -> Vec<u8> {
     }
 }
 
-/// A request that has no answer yet.
+/// A request without an answer.
 #[derive(Clone, Copy, Debug)]
 enum Request {
-    /// Its first block, how many, and the version that they get.
+    /// The first block, the number of blocks, and their version.
     Write(u64, u64, u64),
     Read(u64, u64),
-    /// Zeroes or a discard, as the driver does.
+    /// Zeroes or a discard, depending on [`World::erases`].
     Erase(u64, u64),
     Flush,
 }
@@ -87,31 +87,31 @@ impl Request {
 
 pub(super) struct World {
     pub(super) frontend: Frontend,
-    /// `None`: it keeps none.
+    /// `None` if the driver has no inflight region.
     region: Option<Arc<OwnedFd>>,
     slots: Vec<Vec<Option<Request>>>,
-    /// What each block has, by what was answered.
+    /// The expected contents of each block, according to the answers.
     pub(super) versions: Vec<Version>,
-    /// The first ones, to which requests go: one more for every second answer.
+    /// The number of blocks in use; grows by one with every second answer.
     pub(super) blocks: u64,
     last_version: u64,
     pub(super) answered: u64,
-    /// The kind of the requests that take what was written away again, if it makes such.
+    /// The request type that erases blocks, if the driver erases.
     pub(super) erases: Option<u32>,
-    /// The logical unit that the disk is, if the device is a virtio-scsi device.
+    /// The logical unit that is the disk, if the device is a virtio-scsi device.
     lun: Option<u8>,
-    /// The driver sleeps until it is called.
+    /// True if the driver sleeps until it is called.
     pub(super) sleeps: bool,
     pub(super) random: u64,
 }
 
 impl World {
-    /// The disk has so many blocks, of zeroes.
+    /// Connects to a disk of `blocks` blocks of zeroes.
     pub(super) fn new(socket: &Path, blocks: u64, keeps_region: bool) -> Result<Self> {
         Self::of(socket, blocks, keeps_region, None)
     }
 
-    /// The disk is a logical unit.
+    /// Connects to a disk that is a logical unit.
     pub(super) fn of_unit(socket: &Path, blocks: u64, lun: u8) -> Result<Self> {
         Self::of(socket, blocks, true, Some(lun))
     }
@@ -147,8 +147,8 @@ impl World {
         (self.random >> 33) % end
     }
 
-    /// Attaches as a front-end does that has heard nothing of the last daemon: queues go on where
-    /// used idx is, and the region says the rest, if there is one.
+    /// Attaches like a front-end that knows nothing of the last daemon: queues continue at used
+    /// idx, and the region has the rest, if there is one.
     pub(super) fn attach(&mut self) -> Result<()> {
         self.frontend.negotiate()?;
         self.frontend.share_memory()?;
@@ -165,7 +165,7 @@ impl World {
         (0..queues).try_for_each(|queue| self.frontend.enable_queue(queue, true))
     }
 
-    /// The ring of a queue for requests.
+    /// The index of the ring of a request queue.
     fn ring(&self, queue: usize) -> usize {
         let others = self.lun.map_or(0, |_| unit::OTHER_QUEUES);
         usize::from(others) + queue
@@ -187,7 +187,8 @@ impl World {
         if is_new { self.frontend.rings[ring].kick() } else { Ok(()) }
     }
 
-    /// A request that touches no block that another one touches, if there is one.
+    /// Draws a request that overlaps with no other, or returns `None` if the drawn blocks are in
+    /// use.
     fn draw(&mut self) -> Option<Request> {
         let kind = self.below(10);
         let count = 1 + self.below(2);
@@ -251,7 +252,7 @@ impl World {
         Ok(())
     }
 
-    /// Writes the data of a write.
+    /// Writes the data of a write to guest memory.
     fn fill(&self, data: u64, request: Request) -> Result<()> {
         let Request::Write(first, count, version) = request else { return Ok(()) };
         let new = (first..first + count).flat_map(|block| content(block, version));
@@ -279,7 +280,7 @@ impl World {
         Ok(())
     }
 
-    /// Whether a request is done. A request that is to be sent again is sent.
+    /// Returns true if a request is done. Sends a command again if the unit reported an event.
     fn ends(&mut self, queue: usize, slot: usize, request: Request) -> Result<bool> {
         if self.lun.is_none() {
             let status = self.frontend.status(queue, u16::try_from(slot)?);
@@ -296,7 +297,7 @@ impl World {
         Ok(false)
     }
 
-    /// Takes the answers that there are. Returns how many.
+    /// Takes the available answers, and returns their number.
     pub(super) fn take(&mut self) -> Result<u64> {
         let before = self.answered;
         for queue in 0..usize::from(QUEUES) {
@@ -337,7 +338,7 @@ impl World {
         Ok(())
     }
 
-    /// Each block of a request has this from now on.
+    /// Records this version for each block of a request.
     fn have(&mut self, request: Request, version: Version) -> Result<()> {
         for block in request.blocks() {
             self.versions[usize::try_from(block)?] = version;
@@ -354,7 +355,8 @@ impl World {
         Ok(())
     }
 
-    /// Goes on until this many more requests are answered; no new ones are made at the end.
+    /// Runs until `count` more requests are answered, or at the end until all are, without new
+    /// ones.
     pub(super) fn run(&mut self, count: u64, is_end: bool) -> Result<()> {
         let wanted = self.answered + count;
         let deadline = Instant::now() + LIMIT;
@@ -380,12 +382,12 @@ impl World {
         }
     }
 
-    /// How many requests have no answer.
+    /// The number of requests without an answer.
     pub(super) fn unanswered(&self) -> usize {
         self.slots.iter().flatten().flatten().count()
     }
 
-    /// Goes on for less than so many microseconds, or looks at nothing.
+    /// Runs for less than `max_us` microseconds, or idles if not busy.
     pub(super) fn run_below(&mut self, max_us: u64, is_busy: bool) -> Result<()> {
         let moment = Instant::now() + Duration::from_micros(self.below(max_us));
         while Instant::now() < moment {
@@ -397,7 +399,7 @@ impl World {
         Ok(())
     }
 
-    /// Sleeps until a queue calls: one that forgets to is found out.
+    /// Sleeps until a queue calls; a missing call is an error.
     fn wait(&self) -> Result<()> {
         let rings = &self.frontend.rings;
         rings.iter().for_each(|ring| ring.want_calls());
@@ -423,7 +425,7 @@ fn data_of(queue: usize, slot: usize) -> u64 {
     DATA + queue as u64 * DATA_BYTES + (slot * 2 * BLOCK_BYTES) as u64
 }
 
-/// A file has these versions of all blocks.
+/// Checks that a file has these versions of all blocks.
 pub(super) fn check_file(path: &Path, versions: &[Version]) -> Result<()> {
     let file = File::open(path)?;
     let mut data = vec![0; BLOCK_BYTES];

@@ -1,4 +1,4 @@
-//! A guest that knows which contents each sector may have after a loss of power.
+//! A guest that tracks the possible contents of each sector after a loss of power.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -10,19 +10,19 @@ use ringhaul_kit::journal::Journal;
 use ringhaul_kit::random::Random;
 
 pub(super) const SECTOR: usize = 512;
-/// Requests of a round, each to a part of the disk of its own.
+/// Requests of a round, each to a separate part of the disk.
 const PARTS: u16 = 8;
-/// The most sectors of a request.
+/// The maximum number of sectors of a request.
 const SECTORS_MAX: u64 = 160;
 /// Descriptors of a request.
 const CHAIN: u16 = 4;
-/// Flag of zeroes: their space may be given back (virtio 1.3, section 5.2.6).
+/// The flag of write zeroes that allows the device to deallocate (virtio 1.3, section 5.2.6).
 const UNMAP: u32 = 1;
 
-/// Contents of a sector: a number that fills it, zero for zeroes.
+/// The number that fills a sector, or zero for zeroes.
 pub(super) type Version = u64;
 
-/// A sector of a version. Version 0 is zeroes.
+/// A sector of this version. Version 0 is zeroes.
 pub(super) fn filled(version: Version) -> Vec<u8> {
     let mut random = Random::new(version);
     let mut words = vec![version; SECTOR / 8];
@@ -30,25 +30,25 @@ pub(super) fn filled(version: Version) -> Vec<u8> {
     words.into_iter().flat_map(u64::to_le_bytes).collect()
 }
 
-/// A request that changes sectors, by the clock of the journal.
+/// A request that changes sectors, with its begin and end by the clock of the journal.
 struct Op {
     sectors: Range<u64>,
     version: Version,
-    /// A discard: the sectors may keep what they had.
+    /// True for a discard: the sectors may keep their contents.
     is_hint: bool,
     begun: usize,
     ended: usize,
 }
 
-/// Requests and answers.
+/// The log of requests and answers.
 pub(super) struct Log {
     first: Vec<Version>,
     ops: Vec<Op>,
-    /// Flushes, from request to answer.
+    /// Begin and end of each flush.
     flushes: Vec<(usize, usize)>,
 }
 
-/// A request of the round, before it has an answer.
+/// A request of the round without an answer.
 enum Request {
     Change(Op),
     Flush(usize),
@@ -59,7 +59,7 @@ impl Log {
         Self { first, ops: Vec::new(), flushes: Vec::new() }
     }
 
-    /// The disk has grown, by sectors of zeroes.
+    /// Records that the disk has grown to `sectors`, by sectors of zeroes.
     pub(super) fn grow(&mut self, sectors: usize) {
         self.first.resize(sectors, 0);
     }
@@ -68,7 +68,7 @@ impl Log {
         self.first.len()
     }
 
-    /// The versions that each sector may have when the power goes at a moment.
+    /// The versions that each sector may have if the power is lost at a moment.
     pub(super) fn allowed(&self, at: usize) -> Vec<Vec<Version>> {
         let answered = self.flushes.iter().filter(|(_, ended)| *ended <= at);
         let covered = answered.map(|(begun, _)| *begun).max().unwrap_or(0);
@@ -85,7 +85,7 @@ impl Log {
         allowed
     }
 
-    /// Sends rounds of requests, each to a part of the disk of its own.
+    /// Sends rounds of requests, each to a separate part of the disk.
     pub(super) fn run(
         &mut self,
         frontend: &mut Frontend,
@@ -142,7 +142,7 @@ impl Log {
             1 => blk::DISCARD,
             _ => blk::OUT,
         };
-        // A number that no other request has.
+        // A unique number.
         let version = if kind == blk::OUT { begun as u64 + 2 } else { 0 };
         let flags = if kind == blk::WRITE_ZEROES && random.below(2) == 0 { UNMAP } else { 0 };
         let (at, out) = match kind {

@@ -1,8 +1,8 @@
-//! Images whose disk loses its power at any moment: QEMU finds no damage in the rest, and each
-//! sector has what the guest may expect.
+//! Images on a disk that loses its power at any moment: QEMU finds no damage in the remains, and
+//! each sector has contents that the guest may expect.
 //!
-//! A recorder below the daemon notes every change of the image. The guest notes each request and
-//! its answer by the same clock. A test cuts one run many times.
+//! A recorder below the daemon logs every change of the image. The guest logs each request and its
+//! answer by the same clock. A test cuts one run at many moments.
 
 mod guest;
 mod recorded;
@@ -14,7 +14,7 @@ use recorded::{Base, Below, Kind, Recorded};
 /// Cuts of each recorded run.
 const CUTS: usize = 42;
 
-/// The kind of image from which all others differ.
+/// The plain kind of image; each test varies some of its fields.
 const PLAIN: Kind = Kind {
     options: "cluster_size=64k",
     base: Base::None,

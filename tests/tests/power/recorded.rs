@@ -1,4 +1,4 @@
-//! A run of a daemon with an image whose changes are recorded, and the loss of power in it.
+//! A run of a daemon with a recorded image, and the loss of power in it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,13 +18,13 @@ use rustix::process::Signal;
 use super::guest::{Log, SECTOR, Version, filled};
 
 const DISK_BYTES: usize = 4 << 20;
-/// Bytes of a server's disk, behind the image too.
+/// Bytes of a server's disk, including the space behind the image.
 const SERVER_BYTES: usize = 16 << 20;
-/// Fills a server's disk behind the image: the last user has left it there.
+/// The contents of a server's disk behind the image, as a former user may leave them.
 const STALE: u8 = 0xa5;
 /// A daemon opens the file of one cut in this number.
 const OPENED: usize = 14;
-/// The version of sectors that lie below an image.
+/// The version of sectors in the backing file.
 const BASE: Version = 1;
 
 /// A file below the image that it names as its backing file.
@@ -50,9 +50,9 @@ pub(super) struct Kind {
     pub(super) options: &'static str,
     pub(super) base: Base,
     pub(super) below: Below,
-    /// The disk was full once, and discarded in part.
+    /// True if the disk was full once, and then discarded in part.
     pub(super) is_used: bool,
-    /// Someone enlarges the disk between requests.
+    /// True if the disk is enlarged between requests.
     pub(super) grows: bool,
     pub(super) requests: usize,
 }
@@ -62,12 +62,12 @@ pub(super) struct Recorded {
     scene: Scene,
     journal: Arc<Journal>,
     log: Log,
-    /// Moments of the run.
+    /// The range of moments of the run.
     clock: std::ops::Range<usize>,
 }
 
 impl Recorded {
-    /// Makes an image, and has a guest use it. `None`: this machine lacks something.
+    /// Makes an image, and runs a guest on it. `None` if this machine lacks something.
     pub(super) fn run(kind: &Kind) -> Result<Option<Self>> {
         if !is_installed("qemu-img") {
             return Ok(None);
@@ -162,7 +162,7 @@ impl Recorded {
         Ok(leaks)
     }
 
-    /// Number of cuts that have lost something when flushes do nothing.
+    /// The number of cuts that lose something when flushes do nothing.
     pub(super) fn losses_without_flushes(&self, cuts: usize) -> Result<usize> {
         let random = &mut Random::new(3);
         let mut lost = 0;
@@ -221,8 +221,8 @@ impl Recorded {
         Ok(())
     }
 
-    /// Checks that a daemon opens the file, leaves no leaked cluster behind a write, and shows the
-    /// same.
+    /// Checks that a daemon opens the file, leaves no leaked cluster after a write, and keeps the
+    /// contents.
     fn open(&self, path: &Path, at: usize) -> Result<()> {
         let disk = self.disk(&format!("file,path={}", path.display()));
         let mut daemon = self.serve("cut.sock", &disk)?;
