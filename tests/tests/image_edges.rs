@@ -1,4 +1,4 @@
-//! Images that tools other than ours leave: a short file, and version 2 with a backing file.
+//! Images from other tools: a short file, and version 2 with a backing file.
 
 use std::fs::{self, OpenOptions};
 
@@ -30,7 +30,7 @@ fn serve(
     daemon.finish()?.expect_code(0).map(drop)
 }
 
-/// Copies and `truncate` leave such a file, and `qemu-img check` finds no fault with it.
+/// Copies and `truncate` make such a file, and `qemu-img check` accepts it.
 #[test]
 fn an_image_whose_file_ends_in_its_last_cluster_takes_writes() -> Result<()> {
     if !is_installed("qemu-img") {
@@ -57,7 +57,7 @@ fn an_image_whose_file_ends_in_its_last_cluster_takes_writes() -> Result<()> {
     Ok(())
 }
 
-/// Version 2 has no clusters of zeroes, which would hide the data below.
+/// Version 2 has no zero clusters, which would hide the data of the backing file.
 #[test]
 fn a_discard_in_version_2_does_not_show_data_from_below() -> Result<()> {
     if !is_installed("qemu-img") {

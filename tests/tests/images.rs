@@ -1,5 +1,4 @@
-//! Images in QEMU's format: what is written is found there by QEMU's programs, which find no fault
-//! with them.
+//! qcow2 images: QEMU's programs find the written data in them, and no fault.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, MetadataExt};
@@ -13,17 +12,17 @@ use ringhaul_kit::system::{is_installed, run as run_program};
 use rustix::process::Signal;
 
 const MIB: usize = 1 << 20;
-/// What one request moves.
+/// Bytes of one request.
 const REQUEST_BYTES: usize = 128 << 10;
 const DISK_BYTES: usize = 8 * MIB;
 
-/// Where a test has its images, and what its disk should have.
+/// The folder of a test's images, and the expected contents of its disk.
 struct Images {
     scene: Scene,
     content: Vec<u8>,
 }
 
-/// A daemon that serves an image, and the front-end there.
+/// A daemon that serves an image, and its front-end.
 struct Served {
     daemon: Running,
     frontend: Frontend,
@@ -40,7 +39,7 @@ impl Images {
         path.ok().context("a path with an odd name")
     }
 
-    /// Runs `qemu-img` with words, where `@` begins a name in the folder.
+    /// Runs `qemu-img` with these words; `@` stands for the path of the folder.
     fn qemu_img(&self, words: &str) -> Result<String> {
         let full = |word: &str| match word.strip_prefix('@') {
             Some(name) => self.path(name),
@@ -51,7 +50,7 @@ impl Images {
         run_program("qemu-img", &words)
     }
 
-    /// An image that may have all backing files beside it.
+    /// The name of a disk in an image that may have all backing files beside it.
     fn name(&self, image: &str) -> Result<String> {
         Ok(format!("qcow2,backing=beside,path={}", self.path(image)?))
     }
@@ -77,7 +76,7 @@ impl Images {
         Ok(())
     }
 
-    /// Writes of all sizes, some of them at places that have space already.
+    /// Writes of all sizes, some of them into allocated places.
     fn write_all_over(&mut self, served: &mut Served) -> Result<()> {
         for (index, bytes) in [512, 4096, 65_536, REQUEST_BYTES].into_iter().enumerate() {
             for round in 0..2 {
@@ -97,7 +96,7 @@ impl Images {
         Ok(())
     }
 
-    /// That QEMU finds no fault with an image that was closed, and in it what the disk should have.
+    /// Checks that QEMU finds no fault in a closed image, and reads the expected contents.
     fn check_image(&self, image: &str) -> Result<()> {
         self.qemu_img(&format!("check -q @{image}"))?;
         let front = fs::read(self.path(image)?)?;
@@ -172,7 +171,7 @@ fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
         return Ok(());
     }
     let mut images = Images::new()?;
-    // The base is shorter than what lies over it.
+    // The base is shorter than the image over it.
     let base = pattern(7, DISK_BYTES / 2);
     fs::write(images.path("base.img")?, &base)?;
     images.content[..base.len()].copy_from_slice(&base);
@@ -183,7 +182,7 @@ fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
     images.write(&mut served, 3 * MIB + 512, &pattern(8, 9 * 512))?;
     served.end()?;
     images.check_image("middle")?;
-    // Compressed by QEMU, and then read and overwritten.
+    // QEMU compresses an image, which is then read and overwritten.
     let before = images.content.clone();
     for kind in ["zlib", "zstd"] {
         images.content.clone_from(&before);
@@ -200,7 +199,7 @@ fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
             let mut served = images.serve(image)?;
             images.check(&mut served)?;
             images.write_all_over(&mut served)?;
-            // What lies below must not be seen again.
+            // Data of the backing file must not reappear.
             served.change(blk::WRITE_ZEROES, 2 * MIB, MIB, 1)?;
             images.content[2 * MIB..3 * MIB].fill(0);
             images.check(&mut served)?;
@@ -211,7 +210,7 @@ fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
     Ok(())
 }
 
-/// What a backing file names lies beside the link that leads to that file, as QEMU has it.
+/// The name of a backing file is relative to the link that leads to the image, like in QEMU.
 #[test]
 fn backing_files_are_found_from_links() -> Result<()> {
     if !has_programs() {
@@ -259,15 +258,15 @@ fn a_discard_gives_clusters_and_their_space_back() -> Result<()> {
     images.check_image("disk")
 }
 
-/// Clusters that a request leaves are used again in the same request: for a copy of what lies below
-/// an edge, and for a table that was not there.
+/// A request may reuse the clusters that it frees: for a copy of data of the backing file at an
+/// edge, and for a new table.
 #[test]
 fn what_zeroes_leave_does_not_take_other_data_with_it() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
     const KIB: usize = 1 << 10;
-    // With clusters of 512 bytes a table is for 32 KiB.
+    // With clusters of 512 bytes, one table maps 32 KiB.
     for (options, written, zeroed, kind) in [
         ("cluster_size=64k", 0..64 * KIB, 0..68 * KIB, blk::WRITE_ZEROES),
         ("cluster_size=64k", 64 * KIB..128 * KIB, 60 * KIB..128 * KIB, blk::WRITE_ZEROES),
@@ -294,7 +293,7 @@ fn what_zeroes_leave_does_not_take_other_data_with_it() -> Result<()> {
     Ok(())
 }
 
-/// More first writes at once than imago has L2 tables in memory, each to a table of its own.
+/// More first writes at once than imago keeps L2 tables in memory, each to a separate table.
 #[test]
 fn more_tables_than_fit_in_memory_are_made_at_once() -> Result<()> {
     if !has_programs() {
@@ -311,7 +310,7 @@ fn more_tables_than_fit_in_memory_are_made_at_once() -> Result<()> {
     images.qemu_img("check -q @disk").map(drop)
 }
 
-/// Many at once, of which many are the first in their cluster.
+/// Many requests at once, of which many are the first in their cluster.
 #[test]
 fn requests_that_come_at_once_do_not_harm_each_other() -> Result<()> {
     if !has_programs() {
@@ -358,7 +357,7 @@ fn an_image_grows_while_it_is_served() -> Result<()> {
     images.check(&mut served)?;
     served.end()?;
     images.check_image("disk")?;
-    // What a longer base has there was never on the disk.
+    // Data of a longer base behind the old end was never on the disk.
     images.qemu_img(&format!("create -q -f qcow2 -b disk -F qcow2 @short {DISK_BYTES}"))?;
     let served = images.serve("short")?;
     let refused = resize("16M")?;
@@ -367,7 +366,7 @@ fn an_image_grows_while_it_is_served() -> Result<()> {
     served.end()
 }
 
-/// Takes away from an image which format its backing file has: QEMU makes none without.
+/// Removes the backing file's format from an image; QEMU makes no image without one.
 fn forget_format(image: &str) -> Result<()> {
     let mut front = fs::read(image)?;
     let of_format = 0xe279_2aca_u32.to_be_bytes();
@@ -443,7 +442,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
     Ok(())
 }
 
-/// QEMU's programs keep away, from the image and what lies below it, and so do we.
+/// QEMU's programs see the locks of the image and of its backing file.
 #[test]
 fn images_are_locked_as_qemu_locks_them() -> Result<()> {
     if !has_programs() {
@@ -458,13 +457,13 @@ fn images_are_locked_as_qemu_locks_them() -> Result<()> {
         let error = format!("{error:#}");
         ensure!(error.contains("lock"), "{image}: {error}");
     }
-    // Another disk over the same base is none of its business.
+    // Another disk may use the same base.
     images.qemu_img("create -q -f qcow2 -b base -F qcow2 @other")?;
     images.info(&images.name("other")?)?.expect_code(0)?;
     served.end()
 }
 
-/// The new process opens the image while the old one still finds space in it.
+/// The new process opens the image while the old one still allocates in it.
 #[test]
 fn an_image_goes_to_another_process() -> Result<()> {
     if !has_programs() {
@@ -477,7 +476,8 @@ fn an_image_goes_to_another_process() -> Result<()> {
         let mut command = ringhaul()?;
         command.args(["serve", "--takeover"]).arg(images.scene.socket("control"));
         let mut next = Running::start(&mut command)?;
-        // Before and after the new process has opened it, and the queues of the old one stop.
+        // Writes before and after the new process opens the image, and while the queues of the old
+        // one stop.
         for place in (round * 2 * MIB..(round + 1) * 2 * MIB).step_by(8192) {
             images.write(&mut served, place, &pattern(place as u64, 8192))?;
         }

@@ -1,7 +1,7 @@
-//! Encrypted disks that others have made: what they have is read, and they read what is written.
+//! Encrypted disks of other programs: the daemon reads their data, and they read the daemon's.
 //!
-//! QEMU reads and writes images of version 1. Those of version 2 are made and undone by
-//! `cryptsetup reencrypt`, which works on files, without the kernel's help.
+//! QEMU reads and writes images of version 1. `cryptsetup reencrypt` makes and decrypts images of
+//! version 2. It works on files, without the kernel's help.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -17,18 +17,18 @@ use ringhaul_kit::system::{is_installed, run as run_program};
 use rustix::process::{Pid, Signal};
 
 const DISK_BYTES: usize = 4 << 20;
-/// What one request moves.
+/// Bytes of one request.
 const REQUEST_BYTES: usize = 128 << 10;
 const KEY: &str = "no secret, with a newline\n";
-/// Keys that are tested need not be hard to guess.
+/// A weak key derivation suffices for tests.
 const FAST_PBKDF2: [&str; 4] = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
 
-/// Where a test has its files: those of the image, and what its disk should have.
+/// The folder of a test's images, and the expected contents of its disk.
 struct Images {
     scene: Scene,
     key: PathBuf,
     content: Vec<u8>,
-    /// The key of the data, where it is known.
+    /// The key of the data, or empty if it is unknown.
     volume_key: Vec<u8>,
 }
 
@@ -45,7 +45,7 @@ impl Images {
         path.ok().context("a path with an odd name")
     }
 
-    /// A file with the content that the disk is to have, and room behind it.
+    /// Makes a file with the contents of the disk, and room behind them.
     fn plain(&self, name: &str, room_bytes: usize) -> Result<String> {
         let path = self.path(name)?;
         fs::write(&path, &self.content)?;
@@ -58,12 +58,12 @@ impl Images {
         format!("luks,key-file={}{keys},over=file,path={image}", self.key.display())
     }
 
-    /// The key as the programs of QEMU want it.
+    /// The key in the form of QEMU's programs.
     fn secret(&self) -> String {
         format!("secret,id=key,file={}", self.key.display())
     }
 
-    /// Checks all that the disk has, and changes some of it, in all ways there are.
+    /// Serves a disk, checks all of its contents, and changes some in each way.
     fn serve(&mut self, disk: &str, block_bytes: usize) -> Result<()> {
         let socket = self.scene.socket("disk.sock");
         let mut command = ringhaul()?;
@@ -82,7 +82,7 @@ impl Images {
         let answer = frontend.request(0, blk::WRITE_ZEROES, 0, &part, 0)?;
         ensure!(answer.status == blk::OK, "zeroes ended with {answer:?}");
         self.content[zeroed].fill(0);
-        // Without the option a discard has no effect, whatever the driver thinks.
+        // Without the option `discard`, a discard has no effect.
         let part = segment(sector(3 << 20)?, 256, 0);
         frontend.request(0, blk::DISCARD, 0, &part, 0)?;
         ensure!(frontend.request(0, blk::FLUSH, 0, &[], 0)?.status == blk::OK, "no flush");
@@ -102,7 +102,7 @@ impl Images {
         Ok(())
     }
 
-    /// Checks what a core dump of a process would have: no key, in places where keys begin.
+    /// Checks that a core dump of a process would have no key, at addresses where keys begin.
     fn check_core_dump(&self, pid: Pid) -> Result<()> {
         const ALIGN: usize = 16;
         let keys: Vec<&[u8]> =
@@ -139,7 +139,7 @@ impl Images {
         Ok(())
     }
 
-    /// `cryptsetup` with the key.
+    /// Runs `cryptsetup` with the key.
     fn cryptsetup(&self, arguments: &[&str]) -> Result<()> {
         let key = self.key.to_str().context("a path with an odd name")?;
         run_program("cryptsetup", &[&["--batch-mode", "--key-file", key], arguments].concat())?;
@@ -151,7 +151,7 @@ impl Images {
     }
 }
 
-/// Where memory begins and ends that may be written, from a first line about it in `smaps`.
+/// The bounds of writable memory, from the first line about it in `smaps`.
 fn writable(line: &str) -> Option<(u64, u64)> {
     let mut words = line.split(' ');
     let (start, end) = words.next()?.split_once('-')?;
@@ -167,7 +167,7 @@ fn has_programs() -> bool {
     is_installed("cryptsetup") && is_installed("qemu-img")
 }
 
-/// Also images that `cryptsetup` has made, which QEMU opens.
+/// QEMU also opens the images of `cryptsetup`.
 #[test]
 fn qemu_reads_what_is_written_and_writes_what_is_read() -> Result<()> {
     if !has_programs() {
@@ -207,7 +207,7 @@ fn qemu_reads_what_is_written_and_writes_what_is_read() -> Result<()> {
     Ok(())
 }
 
-/// Version 2 with each way to make a key of a passphrase, and with sectors of each size.
+/// Version 2 with each key derivation, and with sectors of each size.
 #[test]
 fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
     if !has_programs() {
@@ -247,7 +247,7 @@ fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
     Ok(())
 }
 
-/// The disk below may be any: an export of an NBD server, an image of QEMU's format.
+/// The disk below may be of any kind: an export of an NBD server, a qcow2 image.
 #[test]
 fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
     if !has_programs() {
@@ -288,7 +288,7 @@ fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
     images.check_file(&out).context("over qcow2")
 }
 
-/// The new process opens it, which takes time, while the old one still finds space in the image.
+/// The new process takes time to open the disk, while the old one still allocates in the image.
 #[test]
 fn an_encrypted_disk_on_an_image_goes_to_another_process() -> Result<()> {
     if !has_programs() {
@@ -427,7 +427,7 @@ fn a_key_comes_from_a_descriptor() -> Result<()> {
     let mut command = ringhaul_kit::cli::ringhaul_under(&words)?;
     command.env("KEY", key).args(["disk", "info", &format!("luks,key-fd=9,over={image}")]);
     run(&mut command)?.expect_code(0)?;
-    // It is open, and not for reading.
+    // The descriptor is open, but not for reading.
     let words = ["sh", "-c", "exec \"$@\" 9>/dev/null", "sh"];
     let mut command = ringhaul_kit::cli::ringhaul_under(&words)?;
     command.args(["disk", "info", &format!("luks,key-fd=9,over={image}")]);

@@ -1,5 +1,5 @@
-//! Engines that the system does not offer. Its settings are the same for the whole machine, so
-//! this is a test program of its own, which cargo runs when no other is running.
+//! Engines that the system does not offer. Its settings hold for the whole machine, so this is a
+//! separate test program, which cargo runs alone.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,17 +13,17 @@ use rustix::process::Signal;
 const AIO_MAX: &str = "/proc/sys/fs/aio-max-nr";
 const NO_IO_URING: &str = "/proc/sys/kernel/io_uring_disabled";
 
-/// Tests of one program run at the same time.
+/// Tests run one at a time, because they change settings of the machine.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// What a daemon must do while settings are changed.
+/// The expected behaviour of a daemon while settings are changed.
 struct Case<'a> {
-    /// The settings, and what they are changed to. Not to numbers that are in use: these may fall
-    /// while the test runs.
+    /// The settings and their temporary values. Numbers in use do not serve as values, because they
+    /// may fall while the test runs.
     settings: &'a [(&'a str, &'a str)],
-    /// An engine that is not available, and words of the refusal.
+    /// Engines that are not available, and words of the refusals.
     refused: &'a [(&'a str, &'a [&'a str])],
-    /// What the best engine must be, and words on why.
+    /// The best engine, and words on the reason.
     auto: &'a [&'a str],
 }
 

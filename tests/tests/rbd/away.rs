@@ -13,10 +13,10 @@ use rustix::process::Signal;
 
 use super::{Scene, Served};
 
-/// How long the OSD is away.
+/// The time that the OSD is away.
 const AWAY: Duration = Duration::from_secs(20);
 
-/// The image under a configuration that gives up operations after some seconds.
+/// The image under a configuration with time-outs of some seconds.
 fn with_time_outs(scene: &Scene, disk: &str) -> Result<String> {
     let conf = scene.sockets.path().join("time-outs.conf");
     let time_outs = "[client]\nrados_osd_op_timeout = 3\nrados_mon_op_timeout = 3\n";
@@ -24,8 +24,8 @@ fn with_time_outs(scene: &Scene, disk: &str) -> Result<String> {
     Ok(format!("{disk},conf={}", conf.display()))
 }
 
-/// Requests wait while the OSD is stopped, and while it is dead; all of this shows, and none of
-/// them fails or is lost, also where the configuration has them time out.
+/// Requests wait while the OSD is stopped, and while it is dead. The wait is reported, and no
+/// request fails or is lost, even if the configuration has time-outs.
 pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("away")?;
     let disk = with_time_outs(scene, &disk)?;
@@ -59,7 +59,7 @@ fn has_served(served: &Served) -> Result<()> {
     Ok(())
 }
 
-/// What a guest was told that it has failed fills no memory of it afterwards.
+/// A read that has failed for the guest fills no memory afterwards.
 pub(super) fn is_not_filled(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("unfilled")?;
     let other = scene.sockets.path().join("other.sock");
@@ -86,7 +86,7 @@ pub(super) fn is_not_filled(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-/// Force ends the wait for an image that cannot be closed, and that nobody uses any more.
+/// `--force` does not wait until an unused image is closed.
 pub(super) fn is_removed_while_it_is_closed(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("closing")?;
     let other = scene.sockets.path().join("other.sock");
@@ -110,8 +110,8 @@ pub(super) fn is_removed_while_it_is_closed(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-/// What waits can be removed by force, and the daemon ends cleanly after that, although the cluster
-/// is still away.
+/// An export with waiting requests can be removed by force. The daemon then ends cleanly, although
+/// the cluster is still away.
 pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("removed")?;
     let other = scene.sockets.path().join("other.sock");
@@ -120,7 +120,7 @@ pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
     let load = served.load("--runtime 60")?;
     retry(LIMIT, || has_served(&served))?;
     let stopped = Stopped::new(scene.cluster.osd()?)?;
-    // The cluster does not count as away yet.
+    // The cluster does not yet count as away.
     let export = served.socket.to_string_lossy().into_owned();
     served.ctl(&["remove", &export, "--force"])?;
     let load = load.finish()?;
@@ -128,7 +128,7 @@ pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
     ensure!(!served.ctl(&["list"])?.contains(&export), "it is still there");
     served.end()?;
     drop(stopped);
-    // A daemon that ends by itself while the cluster is away needs a second signal.
+    // A daemon that ends while the cluster is away needs a second signal.
     let mut served = scene.serve("removed", &disk, &["--state", "none"])?;
     let stopped = Stopped::new(scene.cluster.osd()?)?;
     let mut front_end = served.connect()?;
@@ -143,7 +143,7 @@ pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-/// A read that nobody waits for.
+/// Begins a read, and returns without waiting.
 fn begin_read(front_end: &mut Frontend) -> Result<()> {
     let (header, status) = front_end.put_header(0, 0, 0, 0)?;
     let chain = [Desc::readable(header, 16), Desc::writable(DATA, 4096), Desc::writable(status, 1)];

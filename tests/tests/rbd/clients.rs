@@ -1,4 +1,4 @@
-//! Who uses an image, and who else.
+//! Clients of an image, and its locks.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::Scene;
 
-/// A user with a key in a file of its own, and an image in a namespace. The key is seen nowhere.
+/// A user with a key in a separate file, and an image in a namespace. The key appears in no output.
 pub(super) fn users(scene: &mut Scene) -> Result<()> {
     scene.cluster.tool("rbd", &["namespace", "create", "rbd/tenant"])?;
     scene.cluster.tool("rbd", &["create", "rbd/tenant/own", "--size", "16M"])?;
@@ -42,7 +42,8 @@ pub(super) fn users(scene: &mut Scene) -> Result<()> {
         .expect_refusal(&["as client.admin", "check"])
 }
 
-/// One thread of librados begins and ends operations, unless the configuration has another wish.
+/// A single thread of librados begins and ends operations, unless the configuration sets another
+/// number.
 pub(super) fn threads(scene: &mut Scene) -> Result<()> {
     scene.image("threads")?;
     let conf = scene.cluster.conf();
@@ -68,7 +69,7 @@ pub(super) fn threads(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-/// librbd acquires the lock with the first write, and gives it to whoever asks for it.
+/// librbd acquires the lock with the first write, and passes it on to a client that requests it.
 pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("shared")?;
     let [one, two] = ["one", "two"].map(|name| scene.serve(name, &disk, &[]));
@@ -93,7 +94,7 @@ pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
     two.end()
 }
 
-/// The process that takes over has the lock at once, under a load that reads what it has written.
+/// The process that takes over has the lock at once, under a verified load.
 pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("left")?;
     let mut served = scene.serve("left", &disk, &[])?;
@@ -120,18 +121,18 @@ pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
     ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);
     served.daemon.signal(Signal::TERM)?;
     let end = served.daemon.finish()?.expect_code(0)?;
-    // The cluster takes the lock from one that has gone with it, but only after 30 s.
+    // The cluster also takes the lock from a dead client, but only after 30 s.
     let waits = end.stderr.lines().filter_map(|line| line.split("answers again, after ").nth(1));
     let seconds = waits.filter_map(|wait| wait.split(' ').next()?.parse::<u64>().ok()).max();
     ensure!(seconds.is_none_or(|seconds| seconds < 25), "{}", end.stderr);
     Ok(())
 }
 
-/// What was written is in the cluster before another process serves, though nothing else has librbd
-/// write what its cache has. While that is not possible, the old process goes on.
+/// Written data is in the cluster before another process serves, although librbd writes its cache
+/// only when flushed. While that is impossible, the old process stays.
 pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
     leave_cache(scene, "cached", "writeback")?;
-    // The configuration of an image has the last word.
+    // The configuration of an image takes precedence.
     leave_cache(scene, "uncached", "none")
 }
 
@@ -173,14 +174,14 @@ fn leave_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
     served.end()
 }
 
-/// What a process says first that understands whatever the other one has.
+/// The first message of a process that understands all formats.
 fn begin_takeover() -> Value {
     let formats = (0..100).collect::<Vec<u32>>();
     json!({ "formats": formats, "inflight-versions": formats, "version": "test" })
 }
 
-/// The lock may take long to be released. What the old process is asked meanwhile is the other
-/// one's at once, however often it comes.
+/// The lock may take long to be released. Signals to the old process in that time are passed on at
+/// once, however often they come.
 pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("slow")?;
     let mut served = scene.serve("slow", &disk, &[])?;
@@ -205,14 +206,14 @@ pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-/// What the daemon says to a request.
+/// Sends a request, and returns the daemon's answer.
 fn ask(control: &mut BufReader<UnixStream>, method: &str, params: &Value) -> Result<Value> {
     let line = json!({ "jsonrpc": "2.0", "id": method, "method": method, "params": params });
     control.get_mut().write_all(format!("{line}\n").as_bytes())?;
     Ok(serde_json::from_str(&next_line(control)?)?)
 }
 
-/// The next line that is not empty: such lines come with descriptors.
+/// The next line that is not empty: empty lines come with descriptors.
 fn next_line(control: &mut BufReader<UnixStream>) -> Result<String> {
     let mut line = String::new();
     while line.trim().is_empty() {
@@ -222,7 +223,7 @@ fn next_line(control: &mut BufReader<UnixStream>) -> Result<String> {
     Ok(line)
 }
 
-/// With `exclusive=on` nobody else can write, nor open the image in the same way.
+/// With `exclusive=on` no other client can write, nor open the image in the same way.
 pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("kept")? + ",exclusive=on";
     let kept = scene.serve("kept", &disk, &[])?;
@@ -239,7 +240,7 @@ pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
     scene.serve("kept", &disk, &[])?.end()
 }
 
-/// A daemon that follows one that was killed waits until the cluster has noticed.
+/// A daemon that follows a killed one waits until the cluster has noticed the death.
 pub(super) fn lock_of_the_dead(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("dead")? + ",exclusive=on";
     let mut killed = scene.serve("dead", &disk, &[])?;
@@ -249,8 +250,8 @@ pub(super) fn lock_of_the_dead(scene: &mut Scene) -> Result<()> {
     scene.serve("dead", &disk, &[])?.end()
 }
 
-/// A client that the cluster has locked out gets errors, never silence, and its flushes fail until
-/// it opens the image anew. Its other images are served as before.
+/// A client that the cluster has locked out gets errors, never silence. Its flushes fail until it
+/// opens the image again. Its other images are served as before.
 pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {
     let (disk, other) = (scene.image("fenced")?, scene.image("beside")?);
     let mut served = scene.serve("fenced", &disk, &[])?;
@@ -264,7 +265,7 @@ pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {
     let address = status.split_once("watcher=").and_then(|(_, rest)| rest.split_once(' '));
     let (address, _) = address.with_context(|| format!("no watcher in {status}"))?;
     scene.cluster.tool("ceph", &["osd", "blocklist", "add", address, "3600"])?;
-    // The OSD learns it a moment later.
+    // The OSD gets the blocklist a moment later.
     retry(LIMIT, || {
         let answer = front_end.request(0, blk::OUT, 8, &pattern(2, 4096), 0)?;
         ensure!(answer.status == blk::IOERR, "a write from outside has ended with {answer:?}");

@@ -1,4 +1,4 @@
-//! What becomes of data.
+//! Data in the cluster: writes, flushes, discards, sizes, snapshots.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use super::{IMAGE_BYTES, Scene};
 
-/// For one script of the guest. Only a hang takes this long.
+/// The limit for one script of the guest. Only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(180);
 
 const FIO_VERIFY: &str = include_str!("../../guest/fio-verify.sh");
@@ -22,7 +22,7 @@ const FILES_CHECK: &str = include_str!("../../guest/files-check.sh");
 
 const MIB: usize = 1 << 20;
 
-/// A load reads what it has written, and so does Ceph's own tool.
+/// A load verifies its own writes, and Ceph's own tool reads them.
 pub(super) fn written(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("written")?;
     let served = scene.serve("written", &disk, &[])?;
@@ -30,14 +30,14 @@ pub(super) fn written(scene: &mut Scene) -> Result<()> {
     ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);
     let mut front_end = served.connect()?;
     let data = pattern(7, 128 << 10);
-    // Over the border of two objects.
+    // Across the border of two objects.
     front_end.write(0, 4 * 2048 * 4 - 128, &data)?;
     ensure!(front_end.read(1, 4 * 2048 * 4 - 128, data.len())? == data, "it reads otherwise");
     ensure!(front_end.request(0, blk::FLUSH, 0, &[], 0)?.status == blk::OK, "no flush");
     let stored = export(&scene.cluster, "written", &scene.cluster.path("export"))?;
     let place = (4 * 2048 * 4 - 128) * 512;
     ensure!(stored[place..place + data.len()] == data, "`rbd export` reads otherwise");
-    // The largest unit that lies together.
+    // The optimal size is that of an object.
     ensure!(front_end.config(28, 4)? == 8192_u32.to_le_bytes(), "opt_io_size");
     drop(front_end);
     served.end()
@@ -71,9 +71,9 @@ pub(super) fn given_back(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-/// While an image is discarded as a whole, requests to it and to others are answered.
+/// While a whole image is discarded, requests to it and to other images are answered.
 pub(super) fn given_back_meanwhile(scene: &mut Scene) -> Result<()> {
-    // Each discard has thousands of small objects.
+    // A discard covers thousands of small objects.
     let create = ["create", "--size", "64M", "--object-size", "16K"];
     let plain = ["--image-feature", "layering"];
     scene.cluster.tool("rbd", &[&create[..], &plain, &["large"]].concat())?;
@@ -104,7 +104,7 @@ pub(super) fn given_back_meanwhile(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-/// What was opened for reading has its size for ever, and says so.
+/// An image that was opened for reading keeps its size, and a resize says how to update it.
 pub(super) fn resized_for_readers(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("read")?;
     let served = scene.serve("read", &disk, &["--read-only"])?;
@@ -126,11 +126,11 @@ pub(super) fn resized_for_readers(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-/// An answered flush is durable, although the OSD and the daemon are killed right after it; so is a
+/// An answered flush is durable even if the OSD and the daemon are killed right after it. So is a
 /// write without a write cache.
 pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
     for cache in ["writeback", "directsync"] {
-        // The lock of a daemon that was killed is kept for half a minute.
+        // Each mode has a new image, because the lock of a killed daemon is kept for half a minute.
         let disk = scene.image(cache)?;
         let mut served = scene.serve(cache, &disk, &["--cache", cache])?;
         let mut front_end = served.connect()?;
@@ -152,7 +152,7 @@ pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
 
 pub(super) fn resized(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("resized")?;
-    // Otherwise each write that finds no room would be held for 20 s.
+    // By default each write without space would be held for 20 s.
     let mut served = scene.serve("resized", &disk, &["--werror", "report"])?;
     let mut front_end = served.connect()?;
     scene.cluster.tool("rbd", &["resize", "--no-progress", "resized", "--size", "96M"])?;
@@ -163,7 +163,7 @@ pub(super) fn resized(scene: &mut Scene) -> Result<()> {
     let info = scene.cluster.tool("rbd", &["info", "resized"])?;
     ensure!(info.contains("size 128 MiB"), "{info}");
     front_end.write(0, 127 * 2048, &pattern(2, 4096))?;
-    // The guest is not told that it has shrunk. Reads beyond its end fail, and writes have no room.
+    // The guest keeps the larger size. Reads beyond the end fail, and writes have no space.
     scene
         .cluster
         .tool("rbd", &["resize", "--no-progress", "resized", "--size", "32M", "--allow-shrink"])?;
@@ -175,7 +175,7 @@ pub(super) fn resized(scene: &mut Scene) -> Result<()> {
         let answer = front_end.request(0, blk::OUT, sector, &pattern(3, 4096), 0)?;
         ensure!(answer.status == blk::IOERR, "a write at {sector} has ended with {answer:?}");
     }
-    // There is nothing to give back, and zeroes are there already.
+    // Behind the end there is nothing to discard, and zeroes need no write.
     for kind in [blk::DISCARD, blk::WRITE_ZEROES] {
         let part = segment(end - 8, 2048, 0);
         let answer = front_end.request(0, kind, 0, &part, 0)?;
@@ -224,7 +224,7 @@ pub(super) fn snapshots(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-/// A file system, and a load that reads what it has written, in a guest.
+/// A file system and a verified load in a guest.
 pub(super) fn guest(scene: &mut Scene) -> Result<()> {
     scene.cluster.create_image("guest", IMAGE_BYTES * 2)?;
     let served = scene.serve("guest", "rbd:guest", &["--num-queues", "2"])?;

@@ -1,4 +1,5 @@
-//! Formats over an image in the cluster: QEMU's programs read what was written through them.
+//! Formats over an image in the cluster: QEMU's programs read the data that was written through
+//! them.
 
 use std::fs::OpenOptions;
 
@@ -10,15 +11,15 @@ use rustix::process::Signal;
 
 use super::{IMAGE_BYTES, Scene};
 
-/// Less than the image has, which also keeps tables.
+/// The size of the disk, which leaves space for tables in the image.
 const DISK: &str = "32M";
-/// Over the border of two objects, and of clusters.
+/// A write from here crosses a border of objects, and of clusters.
 const SECTOR: u64 = 16 * 2048 - 128;
 const DATA_BYTES: usize = 128 << 10;
 const MIB: usize = 1 << 20;
 
-/// Has a file made by `qemu-img` with these words, and an image in the cluster of it. Nobody locks
-/// that: the lock of a daemon that was killed is kept for half a minute.
+/// Makes a file by `qemu-img` with these words, and imports it into the cluster. The image has no
+/// exclusive lock, because the lock of a killed daemon is kept for half a minute.
 fn import(scene: &Scene, name: &str, words: &[&str]) -> Result<()> {
     let path = scene.cluster.path(name);
     let path = path.to_str().context("a path with an odd name")?;
@@ -29,7 +30,7 @@ fn import(scene: &Scene, name: &str, words: &[&str]) -> Result<()> {
     scene.cluster.tool("rbd", &import).map(drop)
 }
 
-/// Runs a load over a disk, which reads what it has written, and writes data that is flushed.
+/// Runs a verified load on a disk, then writes data and flushes it. Returns the data.
 fn write(scene: &Scene, name: &str, disk: &str) -> Result<Vec<u8>> {
     let served = scene.serve(name, disk, &[])?;
     let load = served.load("--number_ios 1000 --numjobs 1")?.finish()?.expect_code(0)?;
@@ -44,7 +45,7 @@ fn write(scene: &Scene, name: &str, disk: &str) -> Result<Vec<u8>> {
     Ok(data)
 }
 
-/// Whether QEMU finds this in an image that was exported, of which `words` say how to open it.
+/// Checks that QEMU finds this data in an exported image; `words` say how to open it.
 fn check(scene: &Scene, words: &[&str], data: &[u8]) -> Result<()> {
     let plain = scene.cluster.path("plain");
     let to = plain.to_str().context("a path with an odd name")?;
@@ -65,8 +66,8 @@ pub(super) fn qcow2(scene: &mut Scene) -> Result<()> {
     check(scene, &["-f", "qcow2", path], &data)
 }
 
-/// An image with a backing file of this machine: a discard that the cluster carries out, another
-/// size, and a daemon that is killed.
+/// An image with a local backing file: a discard that the cluster carries out, a resize, and a kill
+/// of the daemon.
 pub(super) fn changed(scene: &mut Scene) -> Result<()> {
     let [base, expected, exported] = ["base", "expected", "exported"].map(|name| {
         let path = scene.cluster.path(name);
@@ -116,7 +117,7 @@ pub(super) fn changed(scene: &mut Scene) -> Result<()> {
     qemu_img(&["compare", "-q", "-f", "raw", "-F", "qcow2", &expected, &exported])
 }
 
-/// What has held its writes goes on by itself: librbd tells that there is more space.
+/// Held writes continue by themselves: librbd reports the new space.
 pub(super) fn full(scene: &mut Scene) -> Result<()> {
     import(scene, "full", &["-f", "qcow2"])?;
     let resize = |to: &str| {

@@ -1,7 +1,7 @@
-//! Images in a Ceph cluster, which is started for this and has one OSD.
+//! Images in a Ceph cluster with one OSD, which the test starts.
 //!
-//! All of it is one test, because a cluster takes ten seconds to start and its OSD is stopped and
-//! killed: the parts come one after the other.
+//! All parts are one test, because a cluster takes ten seconds to start and its OSD is stopped and
+//! killed. The parts run in sequence.
 
 mod away;
 mod clients;
@@ -37,7 +37,7 @@ struct Served {
 }
 
 impl Scene {
-    /// `ringhaul` as a user of the cluster.
+    /// A `ringhaul` command for a client of the cluster.
     fn ringhaul(&self, words: &[&str]) -> Result<std::process::Command> {
         let mut command = ringhaul()?;
         command.env("CEPH_CONF", self.cluster.conf()).args(words);
@@ -53,7 +53,7 @@ impl Scene {
         Ok(Served { daemon: Running::serve(&mut command)?, socket, control })
     }
 
-    /// A new image of this name.
+    /// Makes an image, and returns the name of its disk.
     fn image(&self, name: &str) -> Result<String> {
         self.cluster.create_image(name, IMAGE_BYTES)?;
         Ok(format!("rbd:{name}"))
@@ -71,7 +71,7 @@ impl Served {
         Ok(run(&mut command)?.expect_code(0)?.stdout)
     }
 
-    /// Starts a load that reads what it has written.
+    /// Starts a load that verifies its own writes.
     fn load(&self, options: &str) -> Result<Running> {
         let mut command = ringhaul()?;
         command.arg("bench").arg("--socket-path").arg(&self.socket);
@@ -82,7 +82,7 @@ impl Served {
         )
     }
 
-    /// What `show` says of the export.
+    /// The answer of `show` about the export.
     fn show(&self) -> Result<Value> {
         let text = self.ctl(&["--json", "show", &self.socket.to_string_lossy()])?;
         serde_json::from_str(&text).context("reading what `show` says")
@@ -177,7 +177,7 @@ fn described(scene: &mut Scene) -> Result<()> {
     refuse(&disk_of_garbage, &["garbage.conf is no configuration of Ceph", "with conf"]);
     refuse("rbd:a,keyring=/nowhere/key", &["its keyring /nowhere/key", "No such"]);
     refuse("rbd:a,id=nobody", &["as client.nobody", "check"]);
-    // As where Ceph is not installed, or something that is not its library has the name.
+    // This is like a machine without Ceph, or with another file of the library's name.
     std::fs::write(scene.sockets.path().join("librbd.so.1"), "")?;
     let mut command = scene.ringhaul(&["disk", "info", &disk])?;
     command.env("LD_LIBRARY_PATH", scene.sockets.path());

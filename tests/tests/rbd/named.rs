@@ -1,4 +1,4 @@
-//! Images that are named in a configuration file, as logical units, and driven without a guest.
+//! Images in a configuration file, as logical units, and driven without a guest.
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{READY, Running, run};
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{Scene, Served};
 
-/// As a table with its own `conf`, beside a text that goes by the environment, and as a unit.
+/// A table with its own `conf`, a text that relies on the environment, and a unit.
 pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
     for name in ["table", "text", "unit"] {
         scene.image(name)?;
@@ -40,7 +40,7 @@ pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
         ensure!(said.contains(" 0 reads with wrong data"), "{name}: {said}");
     }
     served.end()?;
-    // Each load went to its own image, which has nothing otherwise.
+    // Each load went to its own image, which is empty otherwise.
     for name in ["table", "text", "unit"] {
         let has = scene.cluster.tool("rbd", &["diff", name])?;
         ensure!(has.lines().count() > 1, "nothing was written to {name}: {has}");
@@ -51,7 +51,7 @@ pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
 const PAGE: &str =
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-network.md"));
 
-/// The examples of the part `rbd` of the page, with the cluster of this test in place of theirs.
+/// The examples of the part `rbd` of the page, with this test's cluster in place of theirs.
 pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {
     let (_, part) = PAGE.split_once("\n## rbd\n").context("the page has no such part")?;
     let part = part.split("\n## ").next().unwrap_or_default();
