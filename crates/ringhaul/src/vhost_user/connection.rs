@@ -30,7 +30,7 @@ use super::shared_memory::SharedMemory;
 use super::undo::Undo;
 use crate::status::SessionDetails;
 
-/// One front-end's device.
+/// A front-end's device.
 pub(super) struct Connection {
     pub(super) setup: SessionSetup,
     pub(super) memory: SharedMemory,

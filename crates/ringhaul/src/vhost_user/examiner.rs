@@ -30,9 +30,10 @@ pub struct Examiner {
     closes: Arc<Lane>,
     maps: Arc<Lane>,
     unmaps: Arc<Lane>,
-    /// Open descriptors that front-ends have brought, except those of rings.
+    /// Open descriptors of front-ends that no ring, memory or channel has taken over: in messages,
+    /// of relayed calls, or to be closed.
     open: AtomicUsize,
-    /// The maximum of open descriptors of a front-end, including those of its rings.
+    /// The maximum of open descriptors of a front-end, rings and memory included.
     open_max: AtomicUsize,
     /// Threads that pass calls on.
     relays: AtomicUsize,
@@ -59,7 +60,7 @@ impl Examiner {
         self.open_max.store(open_max, Ordering::Relaxed);
     }
 
-    /// The number of open descriptors, except those of rings.
+    /// The number of open descriptors that no ring, memory or channel has taken over.
     pub(crate) fn open(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
@@ -74,8 +75,8 @@ impl Examiner {
         self.open() >= LEFT_MAX.min(self.open_max())
     }
 
-    /// Returns the reason that descriptors that have come cannot be kept beside `rings` others, if
-    /// so.
+    /// Returns the reason that new descriptors cannot be kept, if so. Rings and memory have `rings`
+    /// descriptors.
     pub(super) fn lacks_room(&self, rings: usize) -> Option<String> {
         (self.open() + rings > self.open_max()).then(|| {
             format!(
@@ -120,7 +121,7 @@ impl Examiner {
     }
 }
 
-/// One open descriptor of a front-end's, counted until this is dropped.
+/// An open descriptor of a front-end, counted until this is dropped.
 pub(super) struct Counted(Arc<Examiner>);
 
 impl Counted {

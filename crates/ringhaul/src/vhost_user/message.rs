@@ -95,7 +95,7 @@ impl Header {
         Self { code: self.code, flags, size: size_of_body(body_bytes) }
     }
 
-    /// The same header, with the flag that requests an acknowledgement.
+    /// Adds the flag that requests an acknowledgement.
     #[must_use]
     pub fn with_need_reply(self) -> Self {
         Self { flags: self.flags | NEED_REPLY, ..self }

@@ -58,7 +58,7 @@ pub enum End {
     Dropped(String),
 }
 
-/// One connected front-end. A session has no thread and no clock: its driver calls
+/// A connected front-end. A session has no thread and no clock: its driver calls
 /// [`progress`](Self::progress) whenever work may be due.
 pub struct Session {
     channel: Channel,
@@ -134,7 +134,7 @@ impl Session {
         Ok(Self { channel, connection, stage, silence, is_to_pause: true, has_changed })
     }
 
-    /// Begins to pause: the session finishes its current message, reads no more, and stops its
+    /// Begins to pause: the session finishes its current message, stops reading, and stops its
     /// queues. The front-end notices only the pause.
     pub(crate) fn begin_pause(&mut self) {
         self.is_to_pause = true;

@@ -14,7 +14,7 @@ use crate::memory_limits;
 /// The memory of one front-end.
 pub(super) struct SharedMemory {
     pub(super) map: Arc<GuestMemory>,
-    /// One for each region, in the order in which the regions came.
+    /// A file for each region, in the order in which the regions came.
     pub(super) files: Vec<MemoryFile>,
 }
 

@@ -78,8 +78,8 @@ impl Connection {
         is_busy
     }
 
-    /// Stops all rings for good, in whatever state they are. If the front-end is gone, all stop at
-    /// once, because another process may serve its guest. Returns true when all have stopped.
+    /// Stops all rings for good, in any state. If the front-end is gone, all stop at once, because
+    /// another process may serve its guest. Returns true when all have stopped.
     pub(in crate::vhost_user) fn end(&mut self, is_gone: bool) -> bool {
         self.to_stop.0 = 0..0;
         if let Some(control) = self.control_ring

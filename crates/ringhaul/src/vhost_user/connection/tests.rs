@@ -179,7 +179,7 @@ impl Scene {
         )
     }
 
-    /// Stops all queues and drops what the front-end has brought.
+    /// Stops all queues and drops the descriptors of the front-end.
     fn end(mut self) {
         while !self.connection.end(false) {
             self.io.turn(Wait::Never).unwrap();

@@ -14,7 +14,7 @@ use super::super::super::session::{End, Progress, Session};
 use super::*;
 use crate::handed_fds::HandedFds;
 
-/// Takes the session of `scene` over in another process, whose disk has `disk_bytes`.
+/// Takes the session of `scene` over in another process, with a disk of `disk_bytes`.
 fn take_over(scene: &mut Scene, disk_bytes: u64) -> (Scene, Session, UnixStream) {
     let source = DiskSource::null(disk_bytes, &DiskOptions::default()).unwrap();
     let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
@@ -168,7 +168,7 @@ fn a_hang_up_is_seen_before_all_rings_go_on() {
     scene.end();
 }
 
-/// Another process may already serve its guest.
+/// The guest may already be served by another process.
 #[test]
 fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
     for is_end in [false, true] {
