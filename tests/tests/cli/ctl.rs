@@ -76,7 +76,7 @@ fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
     let refused = ctl(&control, &["remove", "vm2"])?.expect_code(1)?;
     ensure!(refused.stderr.contains("there is no export vm2"), "{}", refused.stderr);
     ensure!(refused.stdout.is_empty(), "{}", refused.stdout);
-    // A number that is no unit's number is a size.
+    // A number that names no unit is a size.
     ctl(&control, &["resize", "vm1", "20000"])?.expect_code(1)?;
     ctl(&control, &["resize", "vm1", "-1M"])?.expect_refusal(&["'-1'", "--shrink"])?;
     let refused = ctl(&control, &["resize", "vm1", "+1M"])?.expect_code(1)?;

@@ -106,7 +106,7 @@ fn change_all(scene: &Scene, client: &mut Client) -> Result<()> {
     )
 }
 
-/// Checks the changes of [`change_all`].
+/// Checks that the changes of [`change_all`] are in effect.
 fn check_all(client: &mut Client) -> Result<()> {
     ensure!(names(client, 2)? == ["added", "vm"], "{:?}", names(client, 2)?);
     ensure!(luns(client)? == [0, 5], "{:?}", luns(client)?);

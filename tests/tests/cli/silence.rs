@@ -118,7 +118,7 @@ fn a_file_that_was_cut_gives_errors_and_the_log_says_so() -> Result<()> {
     Ok(())
 }
 
-/// A terminal would show control characters as colours and extra lines.
+/// A terminal would take control characters for colours and extra lines.
 #[test]
 fn errors_have_no_control_characters() -> Result<()> {
     let scene = scene()?;

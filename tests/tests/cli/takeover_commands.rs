@@ -156,8 +156,8 @@ fn what_is_set_during_a_takeover_holds() -> Result<()> {
     Ok(())
 }
 
-/// The process that serves in the end reads the configuration file again. SIGHUP stops no takeover,
-/// at whichever step.
+/// The process that serves in the end reads the configuration file again. SIGHUP stops no takeover
+/// at any step.
 #[test]
 fn a_file_is_read_again_after_a_takeover() -> Result<()> {
     let scene = scene()?;

@@ -23,7 +23,7 @@ const TRY_AGAIN: i32 = 4;
 /// The size in bytes of a read that is not small.
 const LONG_BYTES: u32 = 512 << 10;
 
-/// A hung disk fails the takeover of all exports, and the healthy export is served on.
+/// A hung disk fails the takeover of all exports, and the healthy export stays in service.
 #[test]
 fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };

@@ -98,7 +98,7 @@ pub(super) struct World {
     pub(super) answered: u64,
     /// The request type that erases blocks, if the driver erases.
     pub(super) erases: Option<u32>,
-    /// The logical unit that is the disk, if the device is a virtio-scsi device.
+    /// The LUN of the disk, if the device is a virtio-scsi device.
     lun: Option<u8>,
     /// True if the driver sleeps until it is called.
     pub(super) sleeps: bool,
@@ -187,8 +187,7 @@ impl World {
         if is_new { self.frontend.rings[ring].kick() } else { Ok(()) }
     }
 
-    /// Draws a request that overlaps with no other, or returns `None` if the drawn blocks are in
-    /// use.
+    /// Draws a request. Returns `None` if its blocks overlap with an outstanding request.
     fn draw(&mut self) -> Option<Request> {
         let kind = self.below(10);
         let count = 1 + self.below(2);

@@ -139,7 +139,7 @@ fn segments_are_carried_out(engine: Engine) -> Result<()> {
 }
 
 /// Virtio 1.3, section 5.2.6.2: an unknown flag, and unmap in a discard, must be answered with
-/// UNSUPP, whichever other faults there are.
+/// UNSUPP, even if the request has further faults.
 fn flags_are_looked_at_before_anything_else(engine: Engine) -> Result<()> {
     let (daemon, mut frontend) = attach(&DaemonOptions::new(engine))?;
     let good = segment(10, 1, 0);

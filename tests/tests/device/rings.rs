@@ -294,7 +294,7 @@ fn queues_on_two_iothreads(engine: Engine) -> Result<()> {
             assert!(frontend.read((queue + 1) % 4, sector, data.len())? == data);
         }
     }
-    // A stopped queue delays no other, on either IoThread.
+    // A stopped queue delays no other queue, on either IoThread.
     frontend.stop_queue(2)?;
     for queue in [0, 1, 3] {
         frontend.read(queue, 1, 512)?;

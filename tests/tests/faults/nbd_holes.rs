@@ -57,7 +57,7 @@ fn holes_of_a_sparse_file_are_known_from_each_server() -> Result<()> {
     Ok(())
 }
 
-/// Extents of all lengths, and an error in place of extents.
+/// Extents of several lengths, and an error in place of extents.
 #[test]
 fn holes_are_what_a_list_of_extents_says() -> Result<()> {
     if !is_installed("nbdkit") {

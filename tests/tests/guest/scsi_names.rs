@@ -59,7 +59,8 @@ fn names() -> Result<()> {
     }
     has("0:7", "VENDOR=\"ACME\" MODEL=\"Fast Disk\" REV=\"7.1\" SERIAL=\"S-1\"")?;
     has("0:7", "ROTA=\"0\" LOG-SEC=\"512\" PHY-SEC=\"512\" DISC-GRAN=\"512B\" RO=\"1\"")?;
-    // Names as of QEMU's own disks, without a WWN and with one, and names as of cloud providers.
+    // Names in the style of QEMU's own disks, without a WWN and with one, and in the style of cloud
+    // providers.
     for (address, names) in [
         ("0:8", ["scsi-0QEMU_QEMU_HARDDISK_data0", "scsi-SQEMU_QEMU_HARDDISK_data0"]),
         ("0:9", ["scsi-0DO_Volume_volume-1", "scsi-SDO_Volume_volume-1"]),

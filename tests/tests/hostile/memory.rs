@@ -197,7 +197,7 @@ fn more_memory_than_all_front_ends_may_have() -> Result<()> {
     second.negotiate()?;
     ensure!(second.share_memory().is_err(), "more is mapped than may be");
     daemon.wait_for_message("(--max-mapped-memory) may be 104857600", 1)?;
-    // The first front-end is served on, and makes room when it disconnects.
+    // The first front-end stays in service, and makes room when it disconnects.
     first.write(0, 0, &[7; 4096])?;
     drop((first, second));
     check_service(&mut daemon)?;

@@ -32,7 +32,7 @@ impl FuseScene {
         Ok(Some(Self { fuse, scene }))
     }
 
-    /// Checks that the neighbours are served on, that a new front-end is served, and that SIGTERM
+    /// Checks that the neighbours stay in service, that a new front-end is served, and that SIGTERM
     /// ends all exports. The kernel keeps a process that closes a file until FUSE answers.
     fn finish(self) -> Result<()> {
         let Self { fuse, mut scene } = self;

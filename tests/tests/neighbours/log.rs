@@ -129,7 +129,7 @@ fn a_log_that_nobody_reads(engine: Engine) -> Result<()> {
     daemon.terminate()
 }
 
-/// Sends invalid requests of one guest, while the good guest is served.
+/// Sends invalid requests from one guest, while the good guest is served.
 fn drive(bad: &Path, good: &Path) -> Result<()> {
     let mut bad = Frontend::attach(bad, &Setup::default())?;
     let mut good = Frontend::attach(good, &Setup::default())?;

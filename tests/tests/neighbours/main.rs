@@ -2,7 +2,7 @@
 //! log in one export do not stop its neighbours.
 //!
 //! Only `long.rs` measures time. Elsewhere a neighbour makes verified requests while a different
-//! export is provably stuck or busy. `cargo lab neighbours` measures its speed in these cases.
+//! export is provably stuck or busy. `cargo lab neighbours` measures the speed of the neighbour.
 
 mod busy;
 mod descriptors;

@@ -142,7 +142,7 @@ impl Log {
             1 => blk::DISCARD,
             _ => blk::OUT,
         };
-        // A unique number.
+        // A number that is unique to this request.
         let version = if kind == blk::OUT { begun as u64 + 2 } else { 0 };
         let flags = if kind == blk::WRITE_ZEROES && random.below(2) == 0 { UNMAP } else { 0 };
         let (at, out) = match kind {
