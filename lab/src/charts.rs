@@ -2,7 +2,8 @@
 //! page.
 //!
 //! The table is the record of a run of `cargo lab compare`, so pictures and figures cannot
-//! disagree. A test checks that the pictures match the table.
+//! disagree. Each picture names the machine of that run. A test checks that the pictures match the
+//! page.
 
 use std::fmt::Write as _;
 
@@ -14,6 +15,9 @@ const PAGE: &str = "docs/internals/performance.md";
 
 /// The start of the table's heading.
 pub(crate) const HEAD: &str = "| disk | load | IOPS, thousands |";
+
+/// The start of the line that names the machine, the versions and the commit.
+const MACHINE: &str = "Machine: ";
 
 /// Options of `cargo lab charts`.
 #[derive(clap::Args)]
@@ -33,14 +37,22 @@ pub(crate) fn run(_: &Args) -> Result<()> {
 fn pictures() -> Result<[(&'static str, String); 2]> {
     let path = workspace::root().join(PAGE);
     let page = std::fs::read_to_string(&path).context("reading the page")?;
-    let rows = rows(&page)?;
-    Ok([("performance-iops.svg", iops(&rows)), ("performance-cost.svg", cost(&rows))])
+    let (rows, machine) = (rows(&page)?, machine(&page)?);
+    let (iops, cost) = (iops(&rows, machine), cost(&rows, machine));
+    Ok([("performance-iops.svg", iops), ("performance-cost.svg", cost)])
+}
+
+/// Returns the line that names the machine.
+fn machine(page: &str) -> Result<&str> {
+    let line = page.lines().find(|line| line.starts_with(MACHINE));
+    line.with_context(|| format!("{PAGE} has no line that begins with {MACHINE}"))
 }
 
 /// The drawn part of a row of the table. Figures are multiples of the rival's.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Row {
-    name: String,
+    disk: String,
+    load: String,
     iops: f64,
     /// The least and the greatest figure of the rounds.
     range: (f64, f64),
@@ -66,7 +78,8 @@ fn row(line: &str) -> Result<Row> {
     let (median, range) = by_rounds.split_once(" (").context("no range")?;
     let (least, most) = range.trim_end_matches(')').split_once('–').context("no range")?;
     Ok(Row {
-        name: format!("{disk}, {load}"),
+        disk: disk.to_owned(),
+        load: load.to_owned(),
         iops: number(median)?,
         range: (number(least)?, number(most)?),
         cpu: number(cpu)?,
@@ -78,18 +91,21 @@ fn row(line: &str) -> Result<Row> {
 const LEFT: f64 = 236.0;
 const RIGHT: f64 = 740.0;
 const WIDTH: f64 = 760.0;
-/// The place of the first row and the distance between rows, in pixels.
-const TOP: f64 = 62.0;
+/// The place of the first row, the distance between rows and the gap between disks, in pixels.
+const TOP: f64 = 92.0;
 const STEP: f64 = 20.0;
+const GAP: f64 = 8.0;
+/// The height of the lines below the rows, in pixels.
+const FOOT: f64 = 52.0;
 
 /// Colours for light and for dark pages.
 const STYLE: &str = "\
 .ground{fill:#ffffff;stroke:#c8d0d8}.text{fill:#202830}.note{fill:#556070;font-size:11px}\
-.grid{stroke:#dde3e9}.one{stroke:#556070;stroke-width:1.4}\
+.band{fill:#f4f6f8}.grid{stroke:#dde3e9}.one{stroke:#556070;stroke-width:1.4}\
 .good{fill:#3a6ea5;stroke:#3a6ea5}.bad{fill:#c0561a;stroke:#c0561a}.other{fill:#ffffff}\n\
 @media (prefers-color-scheme: dark){\n\
 .ground{fill:#12181f;stroke:#3a4652}.text{fill:#e6edf3}.note{fill:#a8b4c0}\
-.grid{stroke:#2a343e}.one{stroke:#a8b4c0}\
+.band{fill:#1a222b}.grid{stroke:#2a343e}.one{stroke:#a8b4c0}\
 .good{fill:#6ea3dc;stroke:#6ea3dc}.bad{fill:#e5884a;stroke:#e5884a}.other{fill:#12181f}}";
 
 /// Returns the start of a picture: size, colours, ground and heading. `style` is added to the
@@ -107,6 +123,17 @@ pub(crate) fn head(title: &str, note: &str, (width, height): (f64, f64), style: 
     )
 }
 
+/// The texts of a picture.
+struct Labels<'a> {
+    title: &'a str,
+    note: &'a str,
+    /// The name of the scale.
+    axis: &'a str,
+    machine: &'a str,
+    /// The place, the class and the meaning of each dot.
+    legend: &'a [(f64, &'a str, &'a str)],
+}
+
 /// A picture with a logarithmic scale.
 struct Picture {
     text: String,
@@ -114,26 +141,55 @@ struct Picture {
 }
 
 impl Picture {
-    fn new(title: &str, note: &str, rows: &[Row], scale: (f64, f64), ticks: &[f64]) -> Self {
-        let bottom = TOP + STEP * count(rows.len());
-        let height = bottom + 12.0;
-        let mut picture = Self { text: head(title, note, (WIDTH, height), ""), scale };
+    fn new(labels: &Labels<'_>, rows: &[Row], scale: (f64, f64), ticks: &[f64]) -> Self {
+        let bottom = places(rows).last().map_or(TOP, |y| y + STEP / 2.0);
+        let size = (WIDTH, bottom + FOOT);
+        let mut picture = Self { text: head(labels.title, labels.note, size, ""), scale };
+        for (x, class, meaning) in labels.legend {
+            let text_x = x + 12.0;
+            picture.line(&format!(
+                "<circle class=\"{class}\" cx=\"{x}\" cy=\"55\" r=\"4\" stroke-width=\"1.6\"/>\
+                 <text class=\"note\" x=\"{text_x}\" y=\"59\">{meaning}</text>"
+            ));
+        }
+        picture.names(rows);
         for tick in ticks {
             let (x, class) = (picture.x(*tick), if same(*tick, 1.0) { "one" } else { "grid" });
             picture.line(&format!(
-                "<path class=\"{class}\" d=\"M{x} 52V{bottom}\"/>\
-                 <text class=\"note\" x=\"{x}\" y=\"49\" text-anchor=\"middle\">{tick}</text>"
+                "<path class=\"{class}\" d=\"M{x} 84V{bottom}\"/>\
+                 <text class=\"note\" x=\"{x}\" y=\"80\" text-anchor=\"middle\">{tick}</text>"
             ));
         }
-        for (row, y) in rows.iter().zip(lines()) {
-            let base = y + 4.0;
-            picture.line(&format!(
-                "<text class=\"text\" x=\"{}\" y=\"{base}\" text-anchor=\"end\">{}</text>",
-                LEFT - 14.0,
-                row.name
-            ));
-        }
+        let (middle, axis_y, machine_y) = ((LEFT + RIGHT) / 2.0, bottom + 18.0, bottom + 38.0);
+        picture.line(&format!(
+            "<text class=\"note\" x=\"{middle}\" y=\"{axis_y}\" text-anchor=\"middle\">{}</text>\n\
+             <text class=\"note\" x=\"16\" y=\"{machine_y}\">{}</text>",
+            labels.axis, labels.machine
+        ));
         picture
+    }
+
+    /// Draws a band with the name of each disk, and the name of each load.
+    fn names(&mut self, rows: &[Row]) {
+        let mut top = TOP;
+        for group in rows.chunk_by(|row, next| row.disk == next.disk) {
+            let height = STEP * count(group.len());
+            let disk = group.first().map_or("", |row| row.disk.as_str());
+            let (width, base) = (WIDTH - 17.0, top + STEP / 2.0 + 4.0);
+            self.line(&format!(
+                "<rect class=\"band\" x=\"8.5\" y=\"{top}\" width=\"{width}\" \
+                 height=\"{height}\" rx=\"4\"/>\
+                 <text class=\"text\" x=\"16\" y=\"{base}\" font-weight=\"bold\">{disk}</text>"
+            ));
+            top += height + GAP;
+        }
+        for (row, y) in rows.iter().zip(places(rows)) {
+            let (x, base) = (LEFT - 14.0, y + 4.0);
+            self.line(&format!(
+                "<text class=\"text\" x=\"{x}\" y=\"{base}\" text-anchor=\"end\">{}</text>",
+                row.load
+            ));
+        }
     }
 
     /// Returns the column of a value. Values beyond the scale are drawn at its end.
@@ -150,9 +206,11 @@ impl Picture {
 
     fn dot(&mut self, value: f64, y: f64, class: &str, other: bool) {
         let x = self.x(value);
-        let hollow = if other { " other" } else { "" };
+        // A hollow dot is larger, so that a full one on the same place does not hide it.
+        let (hollow, radius) = if other { (" other", 6) } else { ("", 4) };
         self.line(&format!(
-            "<circle class=\"{class}{hollow}\" cx=\"{x}\" cy=\"{y}\" r=\"4\" stroke-width=\"1.6\"/>"
+            "<circle class=\"{class}{hollow}\" cx=\"{x}\" cy=\"{y}\" r=\"{radius}\" \
+             stroke-width=\"1.6\"/>"
         ));
     }
 
@@ -162,9 +220,18 @@ impl Picture {
     }
 }
 
-/// The vertical places of rows.
-fn lines() -> impl Iterator<Item = f64> {
-    (0_u32..).map(|index| TOP + STEP * f64::from(index) + STEP / 2.0)
+/// Returns the vertical places of rows. A gap separates disks.
+fn places(rows: &[Row]) -> Vec<f64> {
+    let mut top = TOP;
+    let mut places = Vec::with_capacity(rows.len());
+    for group in rows.chunk_by(|row, next| row.disk == next.disk) {
+        for _ in group {
+            places.push(top + STEP / 2.0);
+            top += STEP;
+        }
+        top += GAP;
+    }
+    places
 }
 
 fn count(rows: usize) -> f64 {
@@ -175,12 +242,17 @@ fn same(one: f64, other: f64) -> bool {
     (one - other).abs() < f64::EPSILON
 }
 
-fn iops(rows: &[Row]) -> String {
-    let title = "IOPS, times those of the best setting of qemu-storage-daemon";
-    let note = "Median of the rounds, the least and the greatest; right of 1 Ringhaul has more.";
+fn iops(rows: &[Row], machine: &str) -> String {
+    let labels = Labels {
+        title: "IOPS, times those of the best setting of qemu-storage-daemon (QSD)",
+        note: "Dot: median of the rounds. Line: from the least round to the greatest.",
+        axis: "IOPS, times QSD (logarithmic scale)",
+        machine,
+        legend: &[(20.0, "good", "Ringhaul has more"), (160.0, "bad", "Ringhaul has less")],
+    };
     let ticks = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0];
-    let mut picture = Picture::new(title, note, rows, (0.5, 18.0), &ticks);
-    for (row, y) in rows.iter().zip(lines()) {
+    let mut picture = Picture::new(&labels, rows, (0.5, 18.0), &ticks);
+    for (row, y) in rows.iter().zip(places(rows)) {
         let class = if row.iops < 1.0 { "bad" } else { "good" };
         let (from, to) = (picture.x(row.range.0), picture.x(row.range.1));
         picture.line(&format!(
@@ -191,13 +263,21 @@ fn iops(rows: &[Row]) -> String {
     picture.finish()
 }
 
-fn cost(rows: &[Row]) -> String {
-    let title = "CPU time (full) and system calls (hollow) of the server for each I/O, \
-                 times those of QSD";
-    let note = "Left of 1 Ringhaul takes less. No system call at all is at the left end.";
+fn cost(rows: &[Row], machine: &str) -> String {
+    let labels = Labels {
+        title: "CPU time and system calls of the server for each I/O, times those of QSD",
+        note: "Left of 1 Ringhaul takes less. A row without system calls is at the left end.",
+        axis: "CPU time and system calls for each I/O, times QSD (logarithmic scale)",
+        machine,
+        legend: &[
+            (20.0, "good", "CPU time"),
+            (104.0, "good other", "system calls"),
+            (208.0, "bad", "the same, where Ringhaul takes more"),
+        ],
+    };
     let ticks = [0.05, 0.1, 0.25, 0.5, 1.0, 2.0];
-    let mut picture = Picture::new(title, note, rows, (0.03, 3.0), &ticks);
-    for (row, y) in rows.iter().zip(lines()) {
+    let mut picture = Picture::new(&labels, rows, (0.03, 3.0), &ticks);
+    for (row, y) in rows.iter().zip(places(rows)) {
         let class = |value: f64| if value > 1.0 { "bad" } else { "good" };
         picture.dot(row.system_calls, y, class(row.system_calls), true);
         picture.dot(row.cpu, y, class(row.cpu), false);
@@ -214,7 +294,8 @@ mod tests {
         let line = "| file | randread 4k depth 8 | 107 | aio=native | 1.01 | **0.97 (0.86–1.29)** \
                     | 92% | **2.48** | 0.31 |";
         let expected = Row {
-            name: "file, randread 4k depth 8".to_owned(),
+            disk: "file".to_owned(),
+            load: "randread 4k depth 8".to_owned(),
             iops: 0.97,
             range: (0.86, 1.29),
             cpu: 2.48,
@@ -223,6 +304,28 @@ mod tests {
         assert_eq!(row(line).unwrap(), expected);
         assert!(row("| file | 1 |").is_err());
         assert!(rows("no table").is_err());
+    }
+
+    #[test]
+    fn a_gap_separates_disks() {
+        let row = |disk: &str| Row {
+            disk: disk.to_owned(),
+            load: String::new(),
+            iops: 1.0,
+            range: (1.0, 1.0),
+            cpu: 1.0,
+            system_calls: 1.0,
+        };
+        let first = TOP + STEP / 2.0;
+        let expected = [first, first + STEP, first + 2.0 * STEP + GAP];
+        assert_eq!(places(&[row("null"), row("null"), row("zram")]), expected);
+    }
+
+    #[test]
+    fn a_page_names_its_machine() {
+        let line = "Machine: one CPU.";
+        assert_eq!(machine(&format!("# Page\n\n{line}\n")).unwrap(), line);
+        assert!(machine("# Page\n").is_err());
     }
 
     #[test]
