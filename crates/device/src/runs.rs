@@ -12,8 +12,7 @@
 //! Answers are published as they come, so that a driver that is awake continues without a call. The
 //! length of a run decides how many ops a submit carries and how long answers wait for it.
 //!
-//! docs/internals/loop.md describes all mechanisms of a turn, and docs/internals/performance.md the
-//! value of this one.
+//! docs/internals/loop.md describes all mechanisms of a turn.
 
 use std::num::NonZeroU16;
 use std::time::{Duration, Instant};
