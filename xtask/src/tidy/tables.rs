@@ -186,7 +186,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["disk::qcow2::counts", "disk::qcow2::mark", "disk::qcow2::places"]),
             (0, &["disk::qcow2::ahead", "disk::qcow2::bitmaps", "disk::qcow2::known"]),
             (1, &["disk::qcow2::order", "disk::qcow2::room", "disk::qcow2::zstd"]),
-            (0, &["disk::qcow2::placing"]),
+            (0, &["disk::qcow2::owner::streams", "disk::qcow2::placing"]),
             (27, &["disk::qcow2::header", "disk::qcow2::table", "disk::qcow2::uses"]),
             (28, &["disk::qcow2::owner::changes", "disk::qcow2::storage"]),
             (28, &["disk::qcow2::owner::job"]),

@@ -53,6 +53,11 @@ impl Ahead {
         self.ready.is_empty()
     }
 
+    /// The number of clusters that an entry may point to.
+    pub(super) fn ready(&self) -> u64 {
+        self.ready.len() as u64
+    }
+
     /// The number of clusters, stable or not.
     pub(super) fn len(&self) -> usize {
         self.ready.len() + self.pending.len()

@@ -5,6 +5,7 @@
 mod beside;
 mod fua;
 mod kinds;
+mod streams;
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};

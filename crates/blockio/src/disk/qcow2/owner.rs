@@ -13,6 +13,7 @@ mod clear;
 mod commit;
 mod job;
 mod rest;
+mod streams;
 mod unpacked;
 
 use std::cell::{Cell, RefCell};

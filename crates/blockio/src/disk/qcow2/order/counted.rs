@@ -105,6 +105,11 @@ impl Order {
         self.change(|state| state.ahead.len())
     }
 
+    /// The number of clusters that are ready.
+    pub(in crate::disk::qcow2) fn ready_ahead(&self) -> u64 {
+        self.change(|state| state.ahead.ready())
+    }
+
     /// True when it is time to count more.
     pub(in crate::disk::qcow2) fn is_ahead_low(&self) -> bool {
         self.change(|state| state.ahead.is_low())

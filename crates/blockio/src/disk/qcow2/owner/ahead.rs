@@ -14,6 +14,18 @@ use crate::disk::qcow2::format::{Format, has_any};
 use crate::disk::qcow2::storage::Store;
 use crate::disk::qcow2::table::Place;
 
+/// The share of the clusters counted ahead that may get places ahead of one write.
+const READY_SHARE: u64 = 4;
+
+/// Whether some bytes have space, and how many of them.
+enum Placed {
+    /// They had some before.
+    There(u64),
+    New(u64),
+    /// None was found that an entry may point to.
+    Nowhere,
+}
+
 impl Owner {
     /// Finds space for a range of zeroes, unless it has some. False:
     /// the data must be written before an entry may point to it.
@@ -36,36 +48,74 @@ impl Owner {
         if self.changes.has_failed() || self.gives_up(&image, range).await? {
             return Ok(false);
         }
-        let (cluster, mut at) = (self.core.cluster_bytes, range.start);
+        let mut is_new = false;
+        let mut at = range.start;
         while at < range.end {
-            let (found, same) = image.get_mapping(at, range.end - at).await?;
-            let is_there = matches!(&found, Mapping::Raw { storage, writable: true, .. }
-                if storage.layer == 0);
-            if is_there {
-                at += same;
-                continue;
-            }
-            let len = same.min(cluster_end(&found, at, cluster) - at);
-            if !self.was_zero(&image, &found, at..at + len).await? {
-                return Ok(false);
-            }
-            let mapping = image.prepare_data_mapping(at, len, true).await?;
-            let len = mapping.length().min(len);
-            assert!(len > 0, "space for no bytes");
-            if !mapping.is_nonblocking() {
-                let host = mapping.offset()..mapping.offset() + len;
-                mapping.storage().check_data(host.start, len)?;
-                if !self.core.order.take_ahead(&host) {
-                    return Ok(false);
+            match self.place_some(&image, at..range.end).await? {
+                Placed::Nowhere => return Ok(false),
+                Placed::There(bytes) => at += bytes,
+                Placed::New(bytes) => {
+                    is_new = true;
+                    at += bytes;
                 }
-                let end = (at + len).next_multiple_of(cluster);
-                let start = at - at % cluster;
-                self.changes.add_entries(start..end, host.start - at % cluster, cluster);
             }
-            image.commit_data_mapping(mapping).await?;
-            at += len;
+        }
+        if is_new {
+            self.place_ahead_of_writer(&image, range).await;
         }
         Ok(true)
+    }
+
+    /// Finds space for the clusters behind a range that its writer is likely to fill next, as far
+    /// as that takes no new table.
+    async fn place_ahead_of_writer(&self, image: &Format, range: &Range<u64>) {
+        let cluster = self.core.cluster_bytes;
+        let start = range.start - range.start % cluster;
+        let mut at = range.end.next_multiple_of(cluster);
+        let wanted = self.changes.streams.next(&(start..at));
+        let of_table = cluster * (cluster / 8);
+        let ready = self.core.order.ready_ahead() / READY_SHARE * cluster;
+        let bounds = [image.size(), at.next_multiple_of(of_table), at.saturating_add(ready)];
+        let end = bounds.into_iter().fold(wanted, u64::min);
+        while at < end {
+            // The write itself has its place. Its writer asks for the rest when it comes there.
+            match self.place_some(image, at..end).await {
+                Ok(Placed::New(bytes)) => at += bytes,
+                Ok(Placed::There(_) | Placed::Nowhere) | Err(_) => break,
+            }
+        }
+        self.changes.streams.cut(wanted, at);
+    }
+
+    /// Finds space for some of the first bytes of a range.
+    async fn place_some(&self, image: &Format, range: Range<u64>) -> io::Result<Placed> {
+        let (cluster, at) = (self.core.cluster_bytes, range.start);
+        let (found, same) = image.get_mapping(at, range.end - at).await?;
+        let is_there = matches!(&found, Mapping::Raw { storage, writable: true, .. }
+            if storage.layer == 0);
+        if is_there {
+            return Ok(Placed::There(same));
+        }
+        let len = same.min(cluster_end(&found, at, cluster) - at);
+        if !self.was_zero(image, &found, at..at + len).await? {
+            return Ok(Placed::Nowhere);
+        }
+        let mapping = image.prepare_data_mapping(at, len, true).await?;
+        let len = mapping.length().min(len);
+        assert!(len > 0, "space for no bytes");
+        let is_there = mapping.is_nonblocking();
+        if !is_there {
+            let host = mapping.offset()..mapping.offset() + len;
+            mapping.storage().check_data(host.start, len)?;
+            if !self.core.order.take_ahead(&host) {
+                return Ok(Placed::Nowhere);
+            }
+            let end = (at + len).next_multiple_of(cluster);
+            let start = at - at % cluster;
+            self.changes.add_entries(start..end, host.start - at % cluster, cluster);
+        }
+        image.commit_data_mapping(mapping).await?;
+        Ok(if is_there { Placed::There(len) } else { Placed::New(len) })
     }
 
     /// Starts to count more clusters before all are taken. Requests go on beside that.

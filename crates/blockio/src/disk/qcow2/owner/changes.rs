@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use tokio::sync::Mutex;
 
+use super::streams::Streams;
 use crate::disk::qcow2::order::entries::Entry;
 
 /// The changes of an image since it was opened.
@@ -23,6 +24,7 @@ pub(super) struct Changes {
     pub(super) new: RefCell<Vec<Range<u64>>>,
     /// Entries that no commit has written yet.
     pub(super) entries: RefCell<Vec<Entry>>,
+    pub(super) streams: Streams,
     /// Held during a commit. The lock of the image comes first.
     pub(super) turn: Mutex<()>,
 }
