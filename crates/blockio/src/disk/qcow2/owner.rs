@@ -21,7 +21,7 @@ use std::io;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use changes::Changes;
 use imago::{Mapping, StorageExt};
@@ -44,6 +44,10 @@ use crate::pending::{Answer, Pending};
 use crate::rare::Rare;
 use crate::remote::Remote;
 
+/// The most ops of an owner in the kernel at once. Each image has its own context of Linux AIO, and
+/// the system bounds the sum of their depths.
+const DEPTH: u32 = 64;
+
 /// How many units are looked up at once, since their neighbours will be wanted too.
 const UNITS_AHEAD: u64 = 256;
 
@@ -65,7 +69,9 @@ pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, Pending<()>), Error> {
 
 fn own(core: Arc<Core>, answer: Answer<Result<Remote, Error>>) {
     let with = |engine: EngineKind| {
-        IoThread::new(&IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() })
+        // Jobs come when requests do, and busy-polling for them takes the CPU from the IoThread.
+        let (engine, poll_max) = (engine.into(), Duration::ZERO);
+        IoThread::new(&IoThreadConfig { engine, depth: DEPTH, poll_max, ..Default::default() })
     };
     let thread = match with(EngineKind::IoUring).or_else(|_| with(EngineKind::Threads)) {
         Ok(thread) => thread,

@@ -25,6 +25,7 @@ use super::places::Wrong;
 use super::room::Room;
 use super::zstd;
 use crate::bounce::BounceShare;
+use crate::config::EngineKind;
 use crate::disk::{Disk, DiskSource};
 use crate::error::Error;
 use crate::io::Io;
@@ -37,8 +38,20 @@ thread_local! {
 
 /// Makes the files of an image known to this thread, from the top.
 pub(super) fn attach(layers: &[DiskSource], share: &Rc<BounceShare>, io: &Rc<Io>) {
-    let attach = |source: &DiskSource| (Rc::new(source.attach(io)), Rc::clone(share));
+    let attach = |source: &DiskSource| {
+        let engine = source.preferred_engine().or_else(|| default_engine(source, io));
+        (Rc::new(source.attach_with(io, engine)), Rc::clone(share))
+    };
     DISKS.set(layers.iter().map(attach).collect());
+}
+
+/// Linux AIO for block devices, if there is room for another context of it. io_uring gives writes
+/// to a thread of the kernel where the device has no other way to take them without a wait, such as
+/// zram, and that thread takes longer than the write.
+fn default_engine(source: &DiskSource, io: &Io) -> Option<EngineKind> {
+    let is_direct = source.is_block_device() && source.info().direct;
+    let has_aio = is_direct && io.add_engine(EngineKind::Aio.into()).is_ok();
+    has_aio.then_some(EngineKind::Aio)
 }
 
 /// Ends what [`attach`] has begun.
