@@ -117,6 +117,20 @@ impl Io {
         self.executor.borrow_mut().wake(self.running.current());
     }
 
+    /// Waits until the tasks that are ready have run.
+    #[cfg(feature = "qcow2")]
+    pub(crate) async fn next_round(&self) {
+        let mut has_waited = false;
+        poll_fn(|_| match std::mem::replace(&mut has_waited, true) {
+            true => Poll::Ready(()),
+            false => {
+                self.wake_me();
+                Poll::Pending
+            }
+        })
+        .await;
+    }
+
     /// Returns the name of the calling task for [`wake`](Self::wake).
     #[must_use]
     pub(crate) fn this_task(&self) -> TaskRef {

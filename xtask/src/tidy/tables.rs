@@ -186,7 +186,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["disk::qcow2::counts", "disk::qcow2::mark", "disk::qcow2::places"]),
             (0, &["disk::qcow2::ahead", "disk::qcow2::bitmaps", "disk::qcow2::known"]),
             (1, &["disk::qcow2::order", "disk::qcow2::room", "disk::qcow2::zstd"]),
-            (0, &["disk::qcow2::owner::streams", "disk::qcow2::placing"]),
+            (0, &["disk::qcow2::owner::streams"]),
             (27, &["disk::qcow2::header", "disk::qcow2::table", "disk::qcow2::uses"]),
             (28, &["disk::qcow2::owner::changes", "disk::qcow2::storage"]),
             (28, &["disk::qcow2::owner::job"]),
@@ -198,7 +198,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (32, &["disk::qcow2::owner::clear", "disk::qcow2::owner::commit"]),
             (32, &["disk::qcow2::owner::rest"]),
             (33, &["disk::qcow2", "disk::qcow2::owner::ahead", "disk::qcow2::owner::unpacked"]),
-            (27, &["choose", "disk::qcow2::order::entries"]),
+            (27, &["choose", "disk::qcow2::order::entries", "disk::qcow2::placing"]),
         ],
     },
     Floors {

@@ -97,11 +97,13 @@ impl Ahead {
     /// Forgets the clusters of a range: they are about to have other bytes.
     pub(super) fn spoil(&mut self, range: &Range<u64>) {
         let clusters = self.clusters(range);
-        let spoilt: Vec<u64> = self.ready.range(clusters.clone()).copied().collect();
-        for place in spoilt {
+        while let Some(place) = self.ready.range(clusters.clone()).next().copied() {
             self.ready.remove(&place);
         }
-        self.pending.retain(|place, _| !clusters.contains(place));
+        let first = |pending: &BTreeMap<u64, u64>| Some(*pending.range(clusters.clone()).next()?.0);
+        while let Some(place) = first(&self.pending) {
+            self.pending.remove(&place);
+        }
     }
 }
 

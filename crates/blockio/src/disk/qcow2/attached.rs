@@ -183,13 +183,10 @@ impl Qcow2Disk {
         if !self.image.core.order.has_ahead() {
             return Ok(false);
         }
-        if self.placing.join(range.start).await {
-            return Ok(true);
-        }
         let cluster = self.image.core.cluster_bytes;
         let clusters = range.start - range.start % cluster..range.end.next_multiple_of(cluster);
-        let _asked = self.placing.begin(clusters);
-        Ok(!self.have(Job::Place(range)).await?.is_empty())
+        let ask = async |ranges| self.have(Job::Place(ranges)).await;
+        self.placing.is_placed(&self.io, (range, clusters), ask).await
     }
 
     /// What the owner has committed was written to the same file.

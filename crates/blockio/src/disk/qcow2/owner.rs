@@ -242,10 +242,7 @@ impl Owner {
             Job::Read(range) => self.read(range).await,
             Job::Find(range) => self.find(range).await.map(|()| Vec::new()),
             Job::Write(offset, data) => self.write(offset, &data).await.map(|()| data),
-            Job::Place(range) => self.place_ahead(range).await.map(|is_placed| match is_placed {
-                true => vec![1],
-                false => Vec::new(),
-            }),
+            Job::Place(ranges) => self.place_ahead(&ranges).await,
             Job::Discard(range) => self.discard(range).await.map(|()| Vec::new()),
             Job::Zero { range, may_unmap } => {
                 self.zero(range, may_unmap).await.map(|()| Vec::new())

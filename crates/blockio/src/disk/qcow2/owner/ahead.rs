@@ -27,19 +27,28 @@ enum Placed {
 }
 
 impl Owner {
-    /// Finds space for a range of zeroes, unless it has some. False:
-    /// the data must be written before an entry may point to it.
-    pub(super) async fn place_ahead(&self, range: Range<u64>) -> io::Result<bool> {
-        let placed = self.place_beside_others(&range).await;
+    /// Finds space for ranges of zeroes that have none, and yields a byte for each. Zero: the data
+    /// must be written before an entry may point to it.
+    pub(super) async fn place_ahead(&self, ranges: &[Range<u64>]) -> io::Result<Vec<u8>> {
+        let mut placed = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            // The request finds the error by itself. The ranges of other requests have none.
+            placed.push(self.place_beside_others(range).await.unwrap_or(false));
+        }
         if !self.changes.are_committed() {
             self.count_more_in_time();
             self.commit().await?;
         }
-        let is_known = || {
-            let place = self.core.table.run(range.start, 1).place;
-            matches!(place, Place::Data { writable: true, .. })
-        };
-        Ok(placed? && (is_known() || self.look(&range).await? && is_known()))
+        let mut answers = Vec::with_capacity(ranges.len());
+        for (range, is_placed) in ranges.iter().zip(placed) {
+            let is_known = || {
+                let place = self.core.table.run(range.start, 1).place;
+                matches!(place, Place::Data { writable: true, .. })
+            };
+            let is_placed = is_placed && (is_known() || self.look(range).await? && is_known());
+            answers.push(u8::from(is_placed));
+        }
+        Ok(answers)
     }
 
     async fn place_beside_others(&self, range: &Range<u64>) -> io::Result<bool> {

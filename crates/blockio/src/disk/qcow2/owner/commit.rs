@@ -21,7 +21,7 @@ impl Owner {
             return Ok(());
         }
         // Jobs of the same round share the commit.
-        self.let_others_go_first().await;
+        self.io.next_round().await;
         if is_done() || self.commit_entries().await? {
             return Ok(());
         }
@@ -30,18 +30,6 @@ impl Owner {
             return Ok(());
         }
         self.commit_to(&image).await
-    }
-
-    async fn let_others_go_first(&self) {
-        let mut has_waited = false;
-        std::future::poll_fn(|_| match std::mem::replace(&mut has_waited, true) {
-            true => std::task::Poll::Ready(()),
-            false => {
-                self.io.wake_me();
-                std::task::Poll::Pending
-            }
-        })
-        .await;
     }
 
     /// Writes the entries of all changes, if only entries wait.

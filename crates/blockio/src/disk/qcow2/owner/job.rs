@@ -10,9 +10,9 @@ pub(in crate::disk::qcow2) enum Job {
     Find(Range<u64>),
     Read(Range<u64>),
     Write(u64, Vec<u8>),
-    /// Find space for these bytes among the clusters that were counted ahead. Some data is read if
-    /// that was possible.
-    Place(Range<u64>),
+    /// Find space for these ranges among the clusters that were counted ahead. A byte is read for
+    /// each of them, which is zero where that was not possible.
+    Place(Vec<Range<u64>>),
     Discard(Range<u64>),
     Zero {
         range: Range<u64>,
