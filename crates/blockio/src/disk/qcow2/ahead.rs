@@ -1,10 +1,10 @@
-//! Clusters that are counted ahead. The file counts them as used, although imago has them free,
-//! and they are zeroes. A flush has made both stable.
+//! Clusters that are counted ahead: the file counts them as used, imago has them as free, and they
+//! are zeroes. A flush has made the counts and the zeroes stable.
 //!
-//! An entry that points to such a cluster needs no flush before it. After a loss of power the
-//! cluster has zeroes or new data, and no other data, whatever the entry says. Clusters that are
-//! left when the image comes to rest are uncounted; a daemon that is killed leaves them leaked,
-//! and the next one frees them (`leaks.rs`).
+//! An entry that points to such a cluster needs no flush before it. After a power cut the cluster
+//! has zeroes or new data, and no other data, with the entry or without it. Clusters that are left
+//! when the image comes to rest are uncounted. A daemon that is killed leaves them leaked, and the
+//! next one frees them (`leaks.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -14,23 +14,24 @@ pub(super) struct Ahead {
     cluster_bytes: u64,
     /// Places of clusters that an entry may point to.
     ready: BTreeSet<u64>,
-    /// Places of clusters that no flush has covered yet, each with the number of the write that has
+    /// Places of clusters that no flush has covered yet, each with the number of the write that
     /// counted it.
     pending: BTreeMap<u64, u64>,
-    /// With fewer than these it is time to count more.
+    /// With fewer clusters than this, more are to be counted.
     low: usize,
 }
 
 impl Ahead {
-    /// Adds clusters that were zeroed, and counted by a write of this number. None are added where
-    /// none are free.
+    /// Adds clusters that were zeroed, and counted by the write of this number. Without free
+    /// clusters, `places` is empty, and none are to be counted.
     pub(super) fn add(&mut self, cluster_bytes: u64, places: Vec<u64>, written: u64) {
         self.cluster_bytes = cluster_bytes;
         self.low = places.len() / 2;
         self.pending.extend(places.into_iter().map(|place| (place, written)));
     }
 
-    /// Makes clusters ready that a flush has covered: each was counted by this write or one before.
+    /// Makes clusters ready that a flush has covered: each was counted by this write or an earlier
+    /// one.
     pub(super) fn note_stable(&mut self, stable: u64) {
         let is_pending = |written: u64| written > stable;
         let covered = self.pending.iter().filter(|(_, written)| !is_pending(**written));
@@ -38,8 +39,8 @@ impl Ahead {
         self.pending.retain(|_, written| is_pending(*written));
     }
 
-    /// A flush has failed: clusters that it should have covered stay leaked until the image comes
-    /// to rest.
+    /// Drops the clusters that a failed flush should have covered. They stay leaked until the image
+    /// comes to rest.
     pub(super) fn drop_pending(&mut self) {
         self.pending.clear();
     }
@@ -63,7 +64,7 @@ impl Ahead {
         self.ready.len() + self.pending.len()
     }
 
-    /// True when it is time to count more.
+    /// True if more clusters are to be counted.
     pub(super) fn is_low(&self) -> bool {
         self.len() < self.low
     }
@@ -73,14 +74,14 @@ impl Ahead {
         range.start - range.start % cluster..range.end.next_multiple_of(cluster)
     }
 
-    /// Whether all bytes of a range are in such clusters.
+    /// Returns true if all bytes of a range are in clusters that are ready.
     pub(super) fn has(&self, range: &Range<u64>) -> bool {
         let clusters = self.clusters(range);
         let count = self.ready.range(clusters.clone()).count() as u64;
         !self.ready.is_empty() && count * self.cluster_bytes == clusters.end - clusters.start
     }
 
-    /// Whether a cluster is counted ahead, stable or not.
+    /// Returns true if a cluster is counted ahead, stable or not.
     pub(super) fn is_counted(&self, place: u64) -> bool {
         self.ready.contains(&place) || self.pending.contains_key(&place)
     }

@@ -1,5 +1,5 @@
-//! An image on one IoThread: requests go to its files where the table says where, and else to the
-//! owner.
+//! An image on one IoThread: requests go to its files if the table has their place, and otherwise
+//! to the owner.
 
 use std::cell::RefCell;
 use std::io;
@@ -22,21 +22,21 @@ use crate::disk::seam::{InFile, OtherDisk, Request};
 use crate::io::Io;
 use crate::op::OpKind;
 
-/// The most that moves through the owner at once, for one request.
+/// The most bytes of one request that move through the owner at once.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// The most that gets space at once, for one request.
+/// The most bytes of one request that get space at once.
 const PLACED_BYTES: usize = 4 << 20;
 
 pub(super) struct Qcow2Disk {
     image: Arc<Image>,
     io: Rc<Io>,
-    /// From the top.
+    /// The disks of the layers, from the top.
     layers: Vec<Disk>,
     uses: Arc<Uses>,
     last_use: RefCell<Weak<Use>>,
     placing: Placing,
-    /// What moves through the owner is memory of this budget.
+    /// The budget of memory for data that moves through the owner.
     share: Rc<BounceShare>,
 }
 
@@ -62,7 +62,7 @@ impl Qcow2Disk {
         self.image.core.table.run(offset, len)
     }
 
-    /// Has the owner do something, and yields the data that it has read.
+    /// Passes a job to the owner, and returns the data that the owner has read.
     async fn have(&self, job: Job) -> io::Result<Vec<u8>> {
         let data = Arc::new(Mutex::new(Vec::new()));
         let (op, completer) = self.io.foreign_op(Buffers::empty());
@@ -72,8 +72,8 @@ impl Qcow2Disk {
         Ok(std::mem::take(&mut *data))
     }
 
-    /// Has it known until when what the table says now is in use. Requests that are in progress at
-    /// the same time share that.
+    /// Keeps the places of the table in use as long as the buffers. Requests that are in progress
+    /// at the same time share a use.
     fn keep_use(&self, buffers: &mut Buffers) {
         if self.image.core.is_writable() {
             let last = self.last_use.borrow().upgrade().filter(|last| last.is_of_this_round());
@@ -98,7 +98,7 @@ impl Qcow2Disk {
         Ok(())
     }
 
-    /// Reads some of the first bytes, or finds out where they are.
+    /// Reads some of the first bytes, or has their place found.
     async fn read_part(&self, offset: u64, rest: &Buffers) -> io::Result<usize> {
         let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
         let bytes: usize = iomem::fits(bytes, "a part of a request");
@@ -151,7 +151,7 @@ impl Qcow2Disk {
         let bytes: usize = iomem::fits(bytes, "a part of a request");
         let may_be_new = matches!(place, Place::Zero | Place::Unknown);
         if may_be_new && self.is_placed(range(offset, bytes.min(PLACED_BYTES))).await? {
-            // The table knows where it is from now on.
+            // The table knows the place from now on.
             return Ok(0);
         }
         match place {
@@ -177,8 +177,8 @@ impl Qcow2Disk {
         }
     }
 
-    /// Finds a place for a range among clusters that were counted ahead. True: it has one, perhaps
-    /// an older one.
+    /// Finds a place for a range among clusters that were counted ahead. Returns true if the range
+    /// has one, perhaps an older one.
     async fn is_placed(&self, range: Range<u64>) -> io::Result<bool> {
         if !self.image.core.order.has_ahead() {
             return Ok(false);
@@ -189,7 +189,7 @@ impl Qcow2Disk {
         self.placing.is_placed(&self.io, (range, clusters), ask).await
     }
 
-    /// What the owner has committed was written to the same file.
+    /// Flushes the file, which also has the commits of the owner.
     async fn flush_all(&self) -> io::Result<()> {
         let core = &self.image.core;
         let committed = core.committed.load(Ordering::Acquire);
@@ -198,7 +198,7 @@ impl Qcow2Disk {
         Ok(())
     }
 
-    /// Whether a flush has covered all changes of the tables.
+    /// Returns true if a flush has covered all changes of the tables.
     fn is_stable(&self) -> bool {
         let core = &self.image.core;
         core.stable.load(Ordering::Acquire) == core.committed.load(Ordering::Acquire)

@@ -1,6 +1,6 @@
-//! Images whose device loses its power, or whose daemon is killed: QEMU finds no fault with what is
-//! left but clusters that nothing uses, and what was flushed is there. When such an image is opened
-//! again these clusters are freed.
+//! Images after a power cut, or after a kill of the daemon: QEMU finds no fault except leaked
+//! clusters, and flushed data is there. The next opening finds these clusters, and the first write
+//! frees them.
 
 mod beside;
 mod fua;
@@ -27,12 +27,12 @@ use kinds::{Below, KINDS, Kind};
 
 const MIB: u64 = 1 << 20;
 const SECTOR: usize = 512;
-/// How often the power of each image goes.
+/// The number of power cuts of each image.
 const CUTS: u64 = 12;
 
-/// What a sector was given: a number that fills it, zero for zeroes.
+/// The content of a sector: a number that fills it, or 0 for zeroes.
 type Version = u64;
-/// The version of what lies below.
+/// The version of the data below the image.
 const BELOW: Version = 1;
 
 struct Random(u64);
@@ -62,8 +62,8 @@ impl Expected {
     }
 }
 
-/// A moment at which requests have ended: how many events there were, what may be there once a
-/// flush before it is all that counts, and what is there now.
+/// A moment at which requests have ended: the number of events, and the versions that sectors may
+/// have after a power cut if no later flush counts.
 struct Moment {
     events: usize,
     flushed: Expected,
@@ -73,24 +73,24 @@ struct World {
     folder: TempDir,
     thread: IoThread,
     file: Elsewhere,
-    /// At the beginning.
+    /// The content of the file at the beginning.
     content: Vec<u8>,
     image: DiskSource,
     below: bool,
-    /// It is marked as long as it is in use.
+    /// True if the image is marked while it is in use.
     is_marked: bool,
     may_fail: bool,
     random: Random,
-    /// How many of the files that were looked at had clusters that nothing uses.
+    /// The number of checked files with leaked clusters.
     leaks: usize,
     last: Version,
     now: Expected,
     moments: Vec<Moment>,
-    /// The answered writes after some of the rounds: a kill leaves them.
+    /// Answered writes after some of the rounds. A kill leaves them in the file.
     answered: Vec<Moment>,
 }
 
-/// Sectors of a version, which cannot be compressed much. Version 0 is zeroes.
+/// Makes sectors of a version, which can hardly be compressed. Version 0 is zeroes.
 fn filled(version: Version, sectors: u64) -> Vec<u8> {
     let mut random = Random(version);
     let mut words = vec![version; SECTOR / 8];
@@ -160,7 +160,7 @@ impl World {
         }
     }
 
-    /// Has some requests at once, each with sectors of its own, and then sometimes a flush.
+    /// Makes some requests at once, each with sectors of its own, and then sometimes a flush.
     fn run(&mut self, rounds: u64) {
         let disk = self.image.attach(self.thread.io());
         let (io_thread, size) = (&self.thread, disk.info().size_bytes / SECTOR as u64);
@@ -176,7 +176,8 @@ impl World {
                     0..6 => self.last,
                     _ => 0,
                 };
-                // It may be there or not, until it is flushed and nothing else was written since.
+                // The change may be there or not, until it is flushed and nothing else was written
+                // since.
                 let is_discard = version == 0 && self.random.below(2) == 0;
                 self.moments.last_mut().unwrap().flushed.add(&sectors, version);
                 let change = Change { sectors, version, is_discard };
@@ -219,14 +220,14 @@ impl World {
         self.now.0.resize(sectors, vec![0]);
     }
 
-    /// The file as it may be when the power goes after some events: what the last flush has
-    /// covered is there, what was written with FUA, and some sectors of what else came later.
+    /// The file as a power cut after some events may leave it: writes that the last flush has
+    /// covered, writes with FUA, and some sectors of later writes.
     fn cut(&mut self, journal: &[Event], end: usize, is_kill: bool) -> Vec<u8> {
         let odds = 1 + self.random.below(4);
         self.cut_with(journal, end, is_kill, odds)
     }
 
-    /// The same, where so many of five that came later are there.
+    /// Like [`cut`](Self::cut). A later write or sector is there with a chance of `odds` in five.
     fn cut_with(&mut self, journal: &[Event], end: usize, is_kill: bool, odds: u64) -> Vec<u8> {
         let is_flush = |event: &Event| matches!(event, Event::Flush);
         let covered = journal[..end].iter().rposition(is_flush).unwrap_or(0);
@@ -248,7 +249,7 @@ impl World {
         content
     }
 
-    /// The file when of all events since the last flush the last one alone is there.
+    /// The file with only the last of all events since the last flush.
     fn cut_to_last(&self, journal: &[Event], end: usize) -> Vec<u8> {
         let is_flush = |event: &Event| matches!(event, Event::Flush);
         let covered = journal[..end].iter().rposition(is_flush).unwrap_or(0);
@@ -276,8 +277,8 @@ impl World {
         behind.filter(|end| *end <= journal.len()).collect()
     }
 
-    /// Whether QEMU finds no fault with an image, and that it finds no other one than clusters that
-    /// nothing uses.
+    /// Returns true if QEMU finds no fault with an image, and asserts that it finds none except
+    /// leaked clusters.
     fn is_clean(&self, content: &[u8], what: &str) -> bool {
         let path = self.folder.path().join("cut");
         std::fs::File::create(&path).unwrap().write_all(content).unwrap();
@@ -324,7 +325,7 @@ impl World {
             for (index, sector) in read.to_vec().chunks(SECTOR).enumerate() {
                 let sector_number = usize::try_from(at).unwrap() / SECTOR + index;
                 let version = u64::from_le_bytes(*sector.first_chunk().unwrap());
-                // It may have grown after that.
+                // The disk may have grown after that.
                 let allowed = expected.0.get(sector_number).map_or(&[0][..], |all| &**all);
                 let whole = known.entry(version).or_insert_with(|| filled(version, 1));
                 assert!(

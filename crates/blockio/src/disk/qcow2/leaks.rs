@@ -62,8 +62,8 @@ const SHARED: &str = "clusters of it count as shared that are used once";
 /// snapshots.
 const SHARED_MAX: usize = 1 << 20;
 
-/// The offset in an entry. The other bits are reserved, except the flags below. `COPIED` means that
-/// nothing else points to the cluster.
+/// The offset in an entry. All further bits are reserved, except the flags below. `COPIED` means
+/// that nothing else points to the cluster.
 const L1_OFFSET: u64 = ((1 << 56) - 1) & !511;
 const COPIED: u64 = 1 << 63;
 /// The flag of a cluster that reads as zeroes, in an uncompressed entry of an L2 table.

@@ -36,7 +36,7 @@ pub(super) enum MarkState {
     Set,
     /// Set by an earlier process. Its leaks are freed before the first write.
     Found,
-    /// Set by an earlier process that left leaks, which were not freed. The mark stays for the next
+    /// Set by an earlier process, with leaks that were not freed. The mark stays for the next
     /// opening.
     Inherited,
 }

@@ -1,10 +1,10 @@
-//! The owner of an image: a thread with a loop of its own, which alone knows imago. It says where
-//! data lies, and does what changes that.
+//! The owner of an image: a thread with a loop of its own, and the only user of imago. It finds the
+//! places of data, and makes all changes of places.
 //!
-//! A write that is answered must be there after this process was killed, though nobody has
-//! flushed: who has written it may go on with the next process. So what a request changes in the
-//! tables of the image is in the file before the request is answered, and before others may use it.
-//! Many changes share one such commit. A flush of the file then makes all of it stable.
+//! A write that is answered must survive a kill of this process, even without a flush: its sender
+//! may continue with the next process. So the changes of a request in the tables of the image are
+//! in the file before the answer, and before other requests may use them. Many changes share one
+//! such commit. A flush of the file then makes all of it stable.
 
 mod ahead;
 mod alone;
@@ -48,7 +48,7 @@ use crate::remote::Remote;
 /// the system bounds the sum of their depths.
 const DEPTH: u32 = 64;
 
-/// How many units are looked up at once, since their neighbours will be wanted too.
+/// The units that are looked up at once, since neighbours will be needed too.
 const UNITS_AHEAD: u64 = 256;
 
 /// Starts the thread of an image.
@@ -69,7 +69,7 @@ pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, Pending<()>), Error> {
 
 fn own(core: Arc<Core>, answer: Answer<Result<Remote, Error>>) {
     let with = |engine: EngineKind| {
-        // Jobs come when requests do, and busy-polling for them takes the CPU from the IoThread.
+        // Jobs come with requests, and busy-polling for them takes the CPU from the IoThread.
         let (engine, poll_max) = (engine.into(), Duration::ZERO);
         IoThread::new(&IoThreadConfig { engine, depth: DEPTH, poll_max, ..Default::default() })
     };
@@ -93,7 +93,7 @@ thread_local! {
     static OWNER: RefCell<Option<Rc<Owner>>> = const { RefCell::new(None) };
 }
 
-/// Has the owner do something, for the completer of an op, which gets no bytes: data is put into
+/// Passes a job to the owner, for the completer of an op. The op gets no bytes: data is put into
 /// `data`.
 pub(super) fn ask(
     remote: &Remote,
@@ -111,7 +111,7 @@ pub(super) fn ask(
     });
 }
 
-/// The same for threads that may wait.
+/// Like [`ask`], for threads that may wait.
 pub(super) fn ask_and_wait(remote: &Remote, job: Job) -> io::Result<()> {
     let (answer, pending) = Pending::new();
     begin(remote, job, move |result| answer.send(result.map(drop)));
@@ -120,7 +120,7 @@ pub(super) fn ask_and_wait(remote: &Remote, job: Job) -> io::Result<()> {
 }
 
 fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send + 'static) {
-    // When the thread has ended, `end` is dropped, which says so.
+    // If the thread has ended, `end` is dropped, which reports the failure.
     remote.post(move |io| {
         let Some(owner) = OWNER.with_borrow(Clone::clone) else { return };
         let running = owner.begins(&job);
@@ -132,8 +132,7 @@ fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send
     });
 }
 
-/// Brings the image of this thread to rest, and then ends the thread. A job that still runs is not
-/// waited for.
+/// Brings the image of this thread to rest, and then ends the thread, even if a job still runs.
 fn end(io: &Rc<Io>) {
     let Some(owner) = OWNER.with_borrow(Clone::clone) else { return io.stop() };
     io.spawn(async move {
@@ -142,7 +141,7 @@ fn end(io: &Rc<Io>) {
     });
 }
 
-/// A job that has not ended, until this is dropped.
+/// Counts a job until it ends and this is dropped.
 struct Running(Rc<Owner>);
 
 impl Drop for Running {
@@ -151,11 +150,11 @@ impl Drop for Running {
     }
 }
 
-/// An image with its owner, who ends with it.
+/// An image with its owner. Dropping it ends the owner.
 pub(super) struct Image {
     pub(super) core: Arc<Core>,
     pub(super) owner: Remote,
-    /// Set until somebody has waited for it.
+    /// The end of the owner's thread, until a caller has waited for it.
     pub(super) ended: SyncMutex<Option<Pending<()>>>,
 }
 
@@ -177,8 +176,8 @@ impl Drop for Image {
 struct Owner {
     core: Arc<Core>,
     io: Rc<Io>,
-    /// Those who read the tables, or add to them, share it. It is written to by those who take
-    /// something out of them, and by commits: no change is half in the file.
+    /// Jobs that read the tables, or add to them, share the lock. Jobs that remove entries, and
+    /// commits, hold it alone: no change is half in the file.
     image: OnceCell<RwLock<Format>>,
     changes: Changes,
     /// Held while clusters are counted ahead beside requests.
@@ -187,7 +186,7 @@ struct Owner {
     rare: RefCell<Rare>,
     /// Jobs that have not ended.
     jobs: Cell<usize>,
-    /// Another process may have gone on with the image since the last change here.
+    /// True if another process may have used the image since the last change here.
     is_left: Cell<bool>,
 }
 
@@ -218,7 +217,7 @@ impl Owner {
     }
 
     async fn answer(&self, job: Job) -> io::Result<Vec<u8>> {
-        // The caller reports why it cannot be opened.
+        // The caller reports why the image cannot be opened.
         if let Job::Open = job {
             return self.image().await.map(|_| Vec::new());
         }
@@ -255,7 +254,7 @@ impl Owner {
         }
     }
 
-    /// Errors of the image have words, of which requests get a number.
+    /// Logs an error without an errno, since requests get only a number.
     fn tell(&self, error: &io::Error) {
         if error.raw_os_error().is_none()
             && let Some(left_out) = self.rare.borrow_mut().permit(Instant::now())
@@ -272,8 +271,8 @@ impl Owner {
         self.image.get_or_try_init(|| async { Ok(RwLock::new(open(&self.core).await?)) }).await
     }
 
-    /// Waits until few enough others use tables. It comes before the lock of the image: who has
-    /// that must not wait for those who want it.
+    /// Waits until few enough jobs use tables. The turn comes before the lock of the image: a
+    /// holder of the lock must not wait for jobs that wait for it.
     async fn turn(&self) -> io::Result<SemaphorePermit<'_>> {
         let turn = self.turns.acquire().await.map_err(io::Error::other)?;
         if self.core.room.is_used_up() {
@@ -290,10 +289,10 @@ impl Owner {
         Ok(data)
     }
 
-    /// Has the table know where these bytes are, and some neighbours.
+    /// Puts the places of these bytes, and of some neighbours, into the table.
     async fn find(&self, range: Range<u64>) -> io::Result<()> {
         while !self.look(&range).await? {
-            // They have space that is not in the tables of the file.
+            // The bytes have space that is not in the tables of the file yet.
             self.commit().await?;
         }
         Ok(())
@@ -303,8 +302,8 @@ impl Owner {
         self.look_in(range, self.core.table.unit_bytes() * UNITS_AHEAD).await
     }
 
-    /// Has the table know where the parts of this size are that a range touches. False: others
-    /// must not use one of them yet.
+    /// Puts the places of the parts of this size that a range touches into the table. Returns false
+    /// if other requests must not use a part of the range yet.
     async fn look_in(&self, range: &Range<u64>, span: u64) -> io::Result<bool> {
         let table = &self.core.table;
         let _turn = self.turn().await?;
@@ -314,7 +313,7 @@ impl Owner {
         let end = range.end.next_multiple_of(span).min(size);
         while at < end {
             let (mapping, len) = image.get_mapping(at, end - at).await?;
-            // From here to where the table is written nothing else runs.
+            // Nothing else runs from here until the table is written.
             let unit_end = at.next_multiple_of(table.unit_bytes());
             assert_eq!(at, unit_end, "each look begins with a unit");
             let is_last = at + len >= size;
@@ -354,7 +353,7 @@ impl Owner {
         }
     }
 
-    /// Writes what has no space yet, or had none when that was asked.
+    /// Writes data that has no space yet, or had none when it was looked up.
     async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         let range = offset..offset + data.len() as u64;
         let written = async {
@@ -364,8 +363,8 @@ impl Owner {
             }
         };
         if let Err(error) = written.await {
-            // Only a commit has imago use the space again that was found for this. Without one, a
-            // write that is tried over and over would make the file longer each time.
+            // Only a commit makes imago reuse the space that was found for this write. Without one,
+            // a write that is tried again and again would make the file longer each time.
             self.changes.add();
             let _ = self.commit().await;
             return Err(error);
@@ -374,9 +373,9 @@ impl Owner {
         self.find(range).await
     }
 
-    /// Writes it while others do the same, unless that gives up space: imago would hand that to
-    /// any of them at once, and the tables in the file still say that something is there. So it is
-    /// after a commit that has failed.
+    /// Writes beside other writes, unless that releases space: imago would give it to any of them
+    /// at once, while the tables in the file still use it. The same holds after a failed commit.
+    /// Returns false if nothing was written.
     async fn write_beside_others(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
         let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
@@ -388,8 +387,8 @@ impl Owner {
         Ok(is_possible)
     }
 
-    /// Whether a change of clusters that a range touches gives up space of this image: they are
-    /// compressed, or others use them too.
+    /// Returns true if a change of the clusters that a range touches releases space of this image:
+    /// they are compressed, or shared.
     async fn gives_up(&self, image: &Format, range: &Range<u64>) -> io::Result<bool> {
         let cluster = self.core.cluster_bytes;
         let start = range.start - range.start % cluster;
@@ -402,7 +401,7 @@ impl Owner {
         .await
     }
 
-    /// Writes some of the first bytes, and says how many.
+    /// Writes some of the first bytes, and returns their number.
     async fn write_some(&self, image: &Format, offset: u64, data: &[u8]) -> io::Result<usize> {
         match self.core.order.is_rounded() {
             true => self.write_unpacked(image, offset, data).await,
@@ -410,7 +409,8 @@ impl Owner {
         }
     }
 
-    /// As [`write_some`](Self::write_some), all at once if that is one cluster.
+    /// Like [`write_some`](Self::write_some), but writes all of `data` at once if it is one
+    /// cluster.
     async fn write_found(
         &self,
         image: &Format,
@@ -419,8 +419,8 @@ impl Owner {
         is_cluster: bool,
     ) -> io::Result<usize> {
         let (found, same) = image.get_mapping(offset, data.len() as u64).await?;
-        // Clusters of zeroes may have space. imago gives that of the second up if it does not
-        // follow that of the first.
+        // Clusters of zeroes may have space. imago releases the second cluster's space if it does
+        // not follow the first one's.
         let cluster = self.core.cluster_bytes;
         let len = match found {
             _ if is_cluster => data.len() as u64,
@@ -438,7 +438,8 @@ impl Owner {
             false => mapping.storage().write(&data[..len], host.start).await?,
         }
         if !mapping.is_nonblocking() {
-            // What the rest of a cluster had below was copied, and is nobody's until then too.
+            // The rest of the cluster was copied from below, and must not be used until then
+            // either.
             let end = (offset + len as u64).next_multiple_of(cluster);
             self.changes.add_range(offset - offset % cluster..end);
         }
@@ -446,14 +447,14 @@ impl Owner {
         Ok(len)
     }
 
-    /// Has nobody use the data of a range any more. The caller keeps the table from learning of it
-    /// anew.
+    /// Forgets the places of a range, and waits until no request uses its data. The caller keeps
+    /// new places out of the table.
     async fn settle(&self, range: &Range<u64>) {
         self.core.table.forget(range);
         let mut ops = Vec::new();
         for (remote, uses) in self.core.users() {
             let (op, completer) = self.io.foreign_op(Buffers::empty());
-            // If that thread has ended, the completer is dropped, and nothing is waited for.
+            // If that thread has ended, the completer is dropped, and there is nothing to wait for.
             remote.post(move |_| uses.wait(completer));
             ops.push(op);
         }

@@ -1,6 +1,6 @@
-//! Questions of one IoThread to the owner of an image: whether there is space for first writes.
-//! Requests that begin in one round of the loop share a question. Requests for the same clusters
-//! wait for its answer, instead of asking as well.
+//! Questions of one IoThread to the owner of an image: is there space for first writes? Requests
+//! that begin in one round of the loop share a question. Requests for the same clusters wait for
+//! its answer, instead of asking as well.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -17,11 +17,11 @@ pub(super) struct Placing(RefCell<Vec<Rc<Question>>>);
 #[derive(Debug, Default)]
 struct Question {
     ranges: RefCell<Vec<Range<u64>>>,
-    /// The clusters that each of them touches.
+    /// The clusters that each of these ranges touches.
     clusters: RefCell<Vec<Range<u64>>>,
-    /// The owner was not asked yet.
+    /// True until the owner is asked.
     is_open: Cell<bool>,
-    /// A byte for each range, which is zero if there is no space. Empty: there is no answer.
+    /// A byte for each range, 0 without space. Empty without an answer.
     answers: RefCell<Vec<u8>>,
     is_answered: Notify,
 }
@@ -38,7 +38,7 @@ impl Question {
     }
 }
 
-/// Ends a question, also when its request is dropped.
+/// Ends a question, even if its request is dropped.
 struct Asking<'a>(&'a Placing, Rc<Question>);
 
 impl Drop for Asking<'_> {
@@ -49,9 +49,9 @@ impl Drop for Asking<'_> {
 }
 
 impl Placing {
-    /// Returns whether a range has space. `ask` is called once for all ranges of a round, and
-    /// yields a byte for each. True may be wrong where another request has asked: the caller looks
-    /// where the range is, and asks again if it is nowhere.
+    /// Returns true if a range has space. `ask` is called once for all ranges of a round, and
+    /// yields a byte for each. True may be wrong if another request has asked: the caller looks the
+    /// range up, and asks again if it has no place.
     pub(super) async fn is_placed(
         &self,
         io: &Io,

@@ -31,12 +31,12 @@ use crate::error::Error;
 use crate::io::Io;
 
 thread_local! {
-    /// The disks of this thread's image, by layer, and the memory that it may use. imago wants
-    /// storage that may be sent to other threads; a disk cannot be, so storage is its number.
+    /// The disks of this thread's image, by layer, and the memory that they may use. imago wants
+    /// storage that may be sent to other threads. A disk cannot be sent, so storage is its number.
     static DISKS: RefCell<Vec<(Rc<Disk>, Rc<BounceShare>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Makes the files of an image known to this thread, from the top.
+/// Attaches the files of an image to this thread, from the top.
 pub(super) fn attach(layers: &[DiskSource], share: &Rc<BounceShare>, io: &Rc<Io>) {
     let attach = |source: &DiskSource| {
         let engine = source.preferred_engine().or_else(|| default_engine(source, io));
@@ -45,30 +45,31 @@ pub(super) fn attach(layers: &[DiskSource], share: &Rc<BounceShare>, io: &Rc<Io>
     DISKS.set(layers.iter().map(attach).collect());
 }
 
-/// Linux AIO for block devices, if there is room for another context of it. io_uring gives writes
-/// to a thread of the kernel where the device has no other way to take them without a wait, such as
-/// zram, and that thread takes longer than the write.
+/// Linux AIO for block devices, if there is room for another context. io_uring gives writes to a
+/// thread of the kernel if the device cannot take them without a wait, such as zram, and that
+/// thread takes longer than the write.
 fn default_engine(source: &DiskSource, io: &Io) -> Option<EngineKind> {
     let is_direct = source.is_block_device() && source.info().direct;
     let has_aio = is_direct && io.add_engine(EngineKind::Aio.into()).is_ok();
     has_aio.then_some(EngineKind::Aio)
 }
 
-/// Ends what [`attach`] has begun.
+/// Reverts [`attach`].
 pub(super) fn detach() {
     drop(DISKS.take());
 }
 
-/// By how much a file grows at least.
+/// The least growth of a file.
 const GROWTH_BYTES: u64 = 1 << 20;
 
-/// The longest tables of tables that imago takes: 4 Mi entries, and what fills their last cluster.
+/// The longest table of tables that imago accepts: 4 Mi entries, and the rest of their last
+/// cluster.
 const TABLE_BYTES_MAX: u64 = (32 << 20) + (2 << 20);
 
-/// How much of them is read at once.
+/// The bytes of these tables that are read at once.
 const LEARNT_BYTES: usize = 1 << 20;
 
-/// Why nothing is written after an error at a bad time.
+/// The reason to refuse writes after an error at a bad time.
 pub(super) const MOVED: Wrong = "an error came while its tables moved";
 
 /// Memory for transfers begins at a page.
@@ -78,20 +79,20 @@ const PAGE: usize = 4096;
 pub(super) struct Store {
     pub(super) layer: usize,
     source: DiskSource,
-    /// It is an image whose header has a place for the mark.
+    /// True for an image with a place for the mark in its header.
     has_mark: bool,
-    /// It is one with clusters that imago cannot read.
+    /// True for an image with clusters that imago cannot read.
     has_zstd: bool,
-    /// That of the image that is written to.
+    /// The order of the image that is written to. Lower layers have an empty one.
     order: Arc<Order>,
     room: Arc<Room>,
     helper: CommonStorageHelper,
-    /// How long the file was when it last had no space, which is logged once: held writes are tried
-    /// over and over.
+    /// The length of the file when it last had no space. Each length is logged once: held writes
+    /// are tried again and again.
     full_at: AtomicU64,
 }
 
-/// Stands for no length.
+/// A value that is no length.
 const NEVER: u64 = u64::MAX;
 
 impl Store {
@@ -109,17 +110,17 @@ impl Store {
         Self { layer, source, has_mark, has_zstd, order, room, helper, full_at }
     }
 
-    /// Whether its clusters are compressed as `zstd.rs` says.
+    /// True if clusters are compressed with Zstandard: see `zstd.rs`.
     pub(super) fn has_zstd(&self) -> bool {
         self.has_zstd
     }
 
-    /// How long the file is.
+    /// The length of the file.
     pub(super) fn bytes(&self) -> u64 {
         self.source.info().size_bytes
     }
 
-    /// Gives bytes of the file back that nothing is in any more, where that is possible.
+    /// Releases bytes of the file that are no longer used, if that is possible.
     pub(super) async fn give_back(&self, offset: u64, len: u64) {
         let len = len.min(self.bytes().saturating_sub(offset));
         let give_back = async {
@@ -131,7 +132,7 @@ impl Store {
         }
     }
 
-    /// Fails where a table is: an image that has data there as well was made to do harm.
+    /// Fails if the range touches a table: an image with data there as well is malicious.
     pub(super) fn check_data(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.order.has_table(&(offset..offset.saturating_add(len))) {
             false => Ok(()),
@@ -139,7 +140,7 @@ impl Store {
         }
     }
 
-    /// Learns where the tables of the image are, whose writes have an order from now on.
+    /// Reads where the tables of the image are. Writes to them have an order from now on.
     pub(super) async fn learn(&self) -> io::Result<()> {
         let mut front = [0; FRONT_BYTES];
         self.read(&mut front[..], 0).await?;
@@ -149,8 +150,8 @@ impl Store {
     }
 
     async fn table(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
-        // imago has read it, and takes none that are longer. But what the file says may have
-        // changed since: data may lie over its header.
+        // imago has read the table, and accepts no longer ones. But the file may have changed
+        // since: data may lie over its header.
         let bytes = range.end - range.start;
         if bytes > TABLE_BYTES_MAX {
             return Err(wrong("a table has become too long"));
@@ -163,8 +164,8 @@ impl Store {
         Ok(table)
     }
 
-    /// Learns whether the image is marked, when it is opened for the first time. Another process
-    /// may have written to it until then.
+    /// Reads the mark when the image is opened for the first time. Another process may have written
+    /// to the image until then.
     pub(super) async fn learn_mark(
         &self,
         may_be_marked: bool,
@@ -182,19 +183,20 @@ impl Store {
         self.order.mark.set_state(match (may_be_marked, is_set) {
             (true, false) => MarkState::Clear,
             (true, true) if was_looked_at => MarkState::Found,
-            // What points to its clusters is right.
+            // Pointers to its clusters are right.
             (_, true) => MarkState::Inherited,
             (false, false) => MarkState::Never,
         });
         Ok(())
     }
 
-    /// Marks the image in its file, or has it have no mark there.
+    /// Sets or clears the mark in the file.
     pub(super) async fn write_mark(&self, is_set: bool) -> io::Result<()> {
         self.change_front(|front| mark::set(front, is_set)).await
     }
 
-    /// Changes the header in the file, which the first change of an image is.
+    /// Changes the header in the file, and clears autoclear features, since this is a change of the
+    /// image.
     pub(super) async fn change_front(&self, change: impl FnOnce(&mut [u8])) -> io::Result<()> {
         let mut front = self.front().await?;
         change(&mut front);
@@ -202,14 +204,14 @@ impl Store {
         self.write_at(&front, 0).await
     }
 
-    /// The blocks of the file that have the mark.
+    /// Reads the blocks of the file with the mark.
     async fn front(&self) -> io::Result<Vec<u8>> {
         let mut front = vec![0; FRONT_BYTES.next_multiple_of(self.req_align())];
         self.read_at(&mut front, 0).await?;
         Ok(front)
     }
 
-    /// Fails when nothing may change any more.
+    /// Fails if writes are refused.
     fn check(&self) -> io::Result<()> {
         self.order.refuses().map_or(Ok(()), |why| {
             Err(io::Error::other(format!(
@@ -223,7 +225,7 @@ impl Store {
         self.sync().await?;
         self.write_at(data, offset).await?;
         self.sync().await?;
-        // It may name a table that was not known as one while it was written.
+        // The new table may have been written before it was known as one.
         self.learn().await
     }
 
@@ -236,15 +238,16 @@ impl Store {
         disk.ok_or_else(|| io::Error::from_raw_os_error(libc::ECANCELED))
     }
 
-    /// Memory for a transfer, within the budget.
+    /// Takes memory for a transfer from the budget.
     async fn memory(&self, bytes: usize) -> io::Result<(Rc<Disk>, Buffers)> {
         let (disk, share) = self.with_share()?;
         let permit = share.take(bytes).await;
         Ok((disk, Buffers::uninitialized(bytes, PAGE, permit)?))
     }
 
-    /// Learns how many whole blocks the file has, which another process may have made longer
-    /// before it handed the file over. Not every disk has something behind them.
+    /// Adopts the whole blocks of the file, and returns its length. Another process may have
+    /// extended the file before it was handed over. Not every disk has bytes behind its whole
+    /// blocks.
     pub(super) fn look(&self) -> Result<u64, Error> {
         let size = self.source.covered_bytes()?;
         let whole = size - size % u64::from(self.source.info().physical_block_bytes);
@@ -254,18 +257,18 @@ impl Store {
         Ok(self.bytes())
     }
 
-    /// Makes the file long enough to be written up to here, and never shorter.
+    /// Extends the file to `end` if it is shorter.
     fn reach(&self, end: u64) -> io::Result<()> {
         if end <= self.bytes() {
             return Ok(());
         }
         let grow = || match self.look()? {
             size if end <= size => Ok(()),
-            // A server or a cluster may take long to answer, and the loop would wait for that.
+            // A server or a cluster may take long to answer, and the loop would wait for it.
             _ if !self.source.sets_size_at_once() => Err(self.is_full()),
             size => {
                 let larger = end.next_multiple_of(GROWTH_BYTES).max(size);
-                // Who cannot make it longer may find that somebody else has.
+                // If this process cannot extend the file, another process may have done so.
                 let has_room = |_| self.source.refresh().is_ok_and(|size| end <= size);
                 let made = self.source.set_size(larger, || ());
                 made.or_else(|error| if has_room(()) { Ok(()) } else { Err(error) })
@@ -292,7 +295,7 @@ impl Store {
         Ok(disk.write(offset, buffers, false).await?)
     }
 
-    /// Reads from the file; behind its end are zeroes.
+    /// Reads from the file. Bytes behind its end are zeroes.
     async fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
         let there = self.bytes().saturating_sub(offset).min(data.len() as u64);
         let (there, rest) = data.split_at_mut(iomem::fits(there, "bytes in memory"));
@@ -306,7 +309,7 @@ impl Store {
         Ok(())
     }
 
-    /// Only data is zeroed: imago does that to what a write leaves of a cluster.
+    /// Zeroes data, and no tables: imago does that to the rest of a partly written cluster.
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.check()?;
         self.check_data(offset, len)?;
@@ -324,8 +327,8 @@ impl Store {
     }
 }
 
-/// Errno of a write for which the file cannot grow. A length that no file can have is asked for by
-/// a damaged image: that is no lack of space, for which a write would wait.
+/// The errno of a write for which the file cannot grow. A damaged image may ask for a length that
+/// no file can have: that is no lack of space, for which a write would wait.
 fn errno_of_growth(error: &Error) -> i32 {
     match error.system_error().and_then(io::Error::raw_os_error) {
         Some(libc::EFBIG) => libc::EFBIG,
@@ -333,7 +336,7 @@ fn errno_of_growth(error: &Error) -> i32 {
     }
 }
 
-/// The image is damaged, or was made to look so.
+/// The error of an image that is damaged, or was made to look so.
 fn wrong(what: Wrong) -> io::Error {
     io::Error::other(format!(
         "{what}; repair it with `qemu-img check -r all`, or open it read-only"
@@ -349,7 +352,7 @@ impl Storage for Store {
         Ok(self.bytes())
     }
 
-    // SAFETY: what imago has not aligned is refused by the disk; memory is not shared.
+    // SAFETY: the disk refuses requests that imago has not aligned, and memory is not shared.
     async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.room.note(self.layer, offset, data.len());
@@ -371,7 +374,7 @@ impl Storage for Store {
         Ok(())
     }
 
-    // SAFETY: as `pure_readv`.
+    // SAFETY: as for `pure_readv`.
     async unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.room.note(self.layer, offset, data.len());
@@ -386,7 +389,8 @@ impl Storage for Store {
             Way::Now => self.write_other(&data, offset).await,
             Way::Kept => Ok(()),
             Way::Counts => self.write_counts(&data, offset).await,
-            // imago would go on with the old table, whatever the file says.
+            // After an error imago would continue with the old table, even if the file names the
+            // new one.
             Way::BetweenFlushes => {
                 self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse(MOVED))
             }
@@ -395,12 +399,12 @@ impl Storage for Store {
         written.inspect_err(|_| self.order.mark.doubt())
     }
 
-    // SAFETY: as `pure_readv`.
+    // SAFETY: as for `pure_readv`.
     async unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
         self.zero_at(offset, length, true).await
     }
 
-    // SAFETY: as `pure_readv`.
+    // SAFETY: as for `pure_readv`.
     async unsafe fn pure_write_allocated_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
         self.zero_at(offset, length, false).await
     }

@@ -1,4 +1,4 @@
-//! Sequential writers, ahead of whom clusters get places.
+//! Sequential writers with places for the clusters ahead of them.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ fn lacks_qemu_img() -> bool {
     version.is_err()
 }
 
-/// Two writers take turns, and the clusters ahead of both have places when the power goes.
+/// Two writers alternate, and the clusters ahead of both have places when the power goes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn clusters_ahead_of_a_writer_are_zeroes_after_a_loss_of_power_or_a_kill() {
@@ -34,7 +34,7 @@ fn clusters_ahead_of_a_writer_are_zeroes_after_a_loss_of_power_or_a_kill() {
     for cluster in 0..24 {
         for first in [cluster * CLUSTER_SECTORS, (128 + cluster) * CLUSTER_SECTORS] {
             world.last += 1;
-            // A part of each cluster, of which the rest stays zeroes.
+            // A part of each cluster. The rest stays zeroes.
             let sectors = first..first + CLUSTER_SECTORS / 2;
             world.moments.last_mut().unwrap().flushed.add(&sectors, world.last);
             let data = Buffers::from_vec(filled(world.last, CLUSTER_SECTORS / 2));

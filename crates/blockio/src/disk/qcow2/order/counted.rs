@@ -1,5 +1,5 @@
-//! Reference counts and clusters that the file counts, and imago does not: counts that have fallen,
-//! and clusters that are counted ahead. Also tables as they are in the file.
+//! Reference counts and clusters that only the file counts, and not imago: counts that have fallen,
+//! and clusters that are counted ahead. Also tables as the file holds them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,22 +9,22 @@ use super::{Held, Higher, Order, State};
 use crate::disk::qcow2::ahead::Ahead;
 use crate::disk::qcow2::counts;
 
-/// A block of reference counts, of which some have just risen in the file.
+/// A block of reference counts, some of which have just risen in the file.
 #[derive(Debug)]
 pub(in crate::disk::qcow2) struct Risen {
     pub(in crate::disk::qcow2) place: u64,
-    /// The first cluster that it counts.
+    /// The place of the first cluster that the block counts.
     pub(in crate::disk::qcow2) first: u64,
     pub(in crate::disk::qcow2) cluster_bytes: u64,
     pub(in crate::disk::qcow2) bits: u32,
-    /// Counts as imago has them, and as they are in the file.
+    /// The counts in imago's memory, and in the file.
     pub(in crate::disk::qcow2) wanted: Arc<[u8]>,
     pub(in crate::disk::qcow2) file: Arc<[u8]>,
 }
 
 impl Order {
-    /// Makes a block of reference counts that may be written at once, out of what is in the file:
-    /// one in which no count has fallen. If some have, `wanted` is kept.
+    /// Makes a block of reference counts that may be written at once: the file's block with the
+    /// counts that rise. If some have fallen, `wanted` is kept.
     pub(in crate::disk::qcow2) fn raise(
         &self,
         offset: u64,
@@ -48,12 +48,12 @@ impl Order {
         })
     }
 
-    /// A block has these counts in the file, where imago has others or the same ones.
+    /// Notes the counts that a block has in the file, and in imago's memory (`wanted`).
     pub(in crate::disk::qcow2) fn note_counts(&self, place: u64, wanted: &[u8], file: &Arc<[u8]>) {
         self.change(|state| state.note_counts(place, wanted, file));
     }
 
-    /// The block in which counts have risen since the last commit.
+    /// Takes the block in which counts have risen since the last commit.
     pub(in crate::disk::qcow2) fn take_risen(&self) -> Option<Risen> {
         self.change(|state| {
             let (place, file) = state.risen.take()?;
@@ -73,7 +73,8 @@ impl Order {
         })
     }
 
-    /// Clusters were counted in the file, and are zeroes. The next flush makes them ready.
+    /// Adds clusters that were counted in the file, and are zeroes. The next flush makes them
+    /// ready.
     pub(in crate::disk::qcow2) fn add_ahead(
         &self,
         risen: &Risen,
@@ -95,7 +96,7 @@ impl Order {
         })
     }
 
-    /// Whether clusters are ready that were counted ahead.
+    /// Returns true if clusters that were counted ahead are ready.
     pub(in crate::disk::qcow2) fn has_ahead(&self) -> bool {
         self.has_ahead.load(Ordering::Relaxed)
     }
@@ -110,12 +111,12 @@ impl Order {
         self.change(|state| state.ahead.ready())
     }
 
-    /// True when it is time to count more.
+    /// True if more clusters are to be counted.
     pub(in crate::disk::qcow2) fn is_ahead_low(&self) -> bool {
         self.change(|state| state.ahead.is_low())
     }
 
-    /// Whether all bytes of a range are in clusters that were counted ahead.
+    /// Returns true if all bytes of a range are in clusters that were counted ahead.
     pub(in crate::disk::qcow2) fn is_ahead(&self, range: &Range<u64>) -> bool {
         self.has_ahead() && self.change(|state| state.ahead.has(range))
     }
@@ -125,38 +126,38 @@ impl Order {
         self.has_ahead() && self.change_ahead(|ahead| ahead.take(range))
     }
 
-    /// Bytes of a range are about to change: the clusters are not ready any longer.
+    /// Forgets the clusters that a range touches, since their bytes are about to change.
     pub(in crate::disk::qcow2) fn spoil_ahead(&self, range: &Range<u64>) {
         self.change_ahead(|ahead| ahead.spoil(range));
     }
 
-    /// Notes that a write has ended that a pointer may depend on.
+    /// Notes the end of a write that a pointer may depend on.
     pub(in crate::disk::qcow2) fn note_written(&self) {
         self.change(|state| state.written += 1);
     }
 
-    /// Writes that have ended before a flush begins.
+    /// The number of writes that have ended, to be read before a flush begins.
     pub(in crate::disk::qcow2) fn written(&self) -> u64 {
         self.change(|state| state.written)
     }
 
-    /// A flush has ended that began after so many writes.
+    /// Notes the end of a flush that began after this number of writes.
     pub(in crate::disk::qcow2) fn note_stable(&self, written: u64) {
         self.change(|state| state.stable = state.stable.max(written));
         self.change_ahead(|ahead| ahead.note_stable(written));
     }
 
-    /// A flush has failed.
+    /// Notes the failure of a flush.
     pub(in crate::disk::qcow2) fn note_unstable(&self) {
         self.change_ahead(Ahead::drop_pending);
     }
 
-    /// Whether pointers that wait may depend on a write that no flush has covered.
+    /// Returns true if waiting pointers may depend on a write that no flush has covered.
     pub(in crate::disk::qcow2) fn needs_flush(&self) -> bool {
         self.change(|state| state.stable < state.written || !state.of_blocks.is_empty())
     }
 
-    /// The bytes that the file has of a table, if they are known.
+    /// The bytes of a table in the file, if they are known.
     pub(in crate::disk::qcow2) fn known(&self, place: u64) -> Option<Arc<[u8]>> {
         self.change(|state| match state.higher.get(&place) {
             Some(higher) => higher.file.clone(),
@@ -164,7 +165,7 @@ impl Order {
         })
     }
 
-    /// Keeps the bytes that the file has of a table.
+    /// Keeps the bytes of a table in the file.
     pub(in crate::disk::qcow2) fn learn_table(&self, place: u64, table: Arc<[u8]>) {
         self.change(|state| {
             let is_table = state.tables.is_some() && state.places.get(place).is_some();
@@ -182,12 +183,12 @@ impl Order {
         }
     }
 
-    /// Keeps that bytes of the file are zeroes, which may be a new table.
+    /// Notes that bytes of the file are zeroes, which may be a new table.
     pub(in crate::disk::qcow2) fn learn_zeroes(&self, place: u64, bytes: usize) {
         self.change(|state| state.known.put(place, vec![0; bytes].into()));
     }
 
-    /// The file gets other bytes in a place.
+    /// Forgets the bytes of a table, since the file gets other bytes there.
     pub(in crate::disk::qcow2) fn forget_table(&self, place: u64) {
         self.change(|state| {
             state.known.forget(place);
@@ -197,8 +198,8 @@ impl Order {
         });
     }
 
-    /// Blocks with the counts that have fallen, if there are such. Clusters that were counted ahead
-    /// stay counted.
+    /// The blocks with counts that have fallen, if any. Clusters that were counted ahead stay
+    /// counted.
     pub(in crate::disk::qcow2) fn fallen(&self) -> Held {
         self.change(|state| match state.has_fallen {
             true => state.lowered(true),
@@ -206,17 +207,17 @@ impl Order {
         })
     }
 
-    /// All that had fallen are in the file.
+    /// Notes that all fallen counts are in the file.
     pub(in crate::disk::qcow2) fn drop_fallen(&self) {
         self.change(|state| state.has_fallen = false);
     }
 
-    /// All blocks of which the file has higher counts, as imago has them.
+    /// All blocks of which the file has higher counts, with the counts of imago.
     pub(in crate::disk::qcow2) fn all_higher(&self) -> Held {
         self.change(|state| state.lowered(false))
     }
 
-    /// A block is in the file with these counts.
+    /// Notes that a block is in the file with these counts.
     pub(in crate::disk::qcow2) fn note_lowered(&self, place: u64, counts: &Arc<[u8]>) {
         self.change(|state| {
             if let Some(Higher { wanted, .. }) = state.higher.get(&place) {
@@ -242,7 +243,7 @@ impl State {
         Some(Risen { place, first, cluster_bytes, bits, wanted, file })
     }
 
-    /// A block has these counts in the file, and imago has others, or the same ones.
+    /// Notes the counts that a block has in the file, and in imago's memory (`wanted`).
     fn note_counts(&mut self, place: u64, wanted: &[u8], file: &Arc<[u8]>) {
         if **file == *wanted {
             self.higher.remove(&place);
@@ -254,11 +255,11 @@ impl State {
         }
     }
 
-    /// Blocks as they should be in the file, where that is different.
+    /// The blocks that the file should have, without the ones that it has already.
     fn lowered(&self, keeps_ahead: bool) -> Held {
         let mut lowered = Held::new();
         for (place, Higher { wanted, file }) in &self.higher {
-            // With an error the mark stays, so that the next opening looks at all counts.
+            // After an error the mark stays, so that the next opening checks all counts.
             let Some(file) = file else { continue };
             let mut counts = wanted.to_vec();
             if keeps_ahead && let Some(first) = self.places.first_counted(*place) {
@@ -274,7 +275,8 @@ impl State {
     }
 }
 
-/// Has no count be smaller than in `wanted`. Those of less than a byte begin with its lowest bits.
+/// Raises each count to at least that of `wanted`. Counts of less than a byte start with its lowest
+/// bits.
 fn raise(counts: &mut [u8], wanted: &[u8], bits: u32) {
     assert_eq!(counts.len(), wanted.len(), "blocks of counts have one size");
     if bits >= 8 {
@@ -295,7 +297,7 @@ fn raise(counts: &mut [u8], wanted: &[u8], bits: u32) {
     }
 }
 
-/// The pieces of two blocks that differ, as indices of counts.
+/// The indices of counts in the pieces of two blocks that differ.
 fn differing(one: &[u8], other: &[u8], bits: u32) -> impl Iterator<Item = usize> {
     const PIECE: usize = 64;
     let per_piece = PIECE * 8 / usize::try_from(bits.max(1)).unwrap_or(1);
@@ -304,13 +306,13 @@ fn differing(one: &[u8], other: &[u8], bits: u32) -> impl Iterator<Item = usize>
     pieces.flat_map(move |(piece, _)| piece * per_piece..(piece + 1) * per_piece)
 }
 
-/// Whether a count is smaller than it was.
+/// Returns true if any count is smaller than before.
 fn has_fallen(before: &[u8], after: &[u8], bits: u32) -> bool {
     differing(before, after, bits)
         .any(|index| counts::get(after, index, bits) < counts::get(before, index, bits))
 }
 
-/// Has counts be those of the file where a test says so.
+/// Replaces counts with the file's if `test` accepts their index.
 fn raise_where(counts: &mut [u8], file: &[u8], bits: u32, test: impl Fn(usize) -> bool) {
     let wanted = counts.to_vec();
     for index in differing(&wanted, file, bits).filter(|index| test(*index)) {
@@ -334,7 +336,7 @@ mod tests {
         let all = order.written();
         order.note_stable(all);
         assert!(!order.needs_flush());
-        // Of two flushes the one that began earlier may end later.
+        // A flush that began earlier may end later.
         order.note_stable(before);
         assert!(!order.needs_flush());
     }

@@ -1,8 +1,8 @@
 //! Space for first writes, from the clusters that were counted ahead: see `qcow2/ahead.rs`.
 //!
-//! Such a write needs no data here. Its IoThread writes the data where the table says, when the
-//! entry that points there is in the file. A loss of power leaves zeroes in place of the data at
-//! worst, which the disk had before.
+//! Such a write needs no data here. Its IoThread writes the data to the place in the table when the
+//! entry is in the file. A power cut leaves at worst zeroes in place of the data, which the disk
+//! had before.
 
 use std::io;
 use std::ops::Range;
@@ -14,25 +14,25 @@ use crate::disk::qcow2::format::{Format, has_any};
 use crate::disk::qcow2::storage::Store;
 use crate::disk::qcow2::table::Place;
 
-/// The share of the clusters counted ahead that may get places ahead of one write.
+/// The part of the ready clusters that may get places ahead of one write: one in `READY_SHARE`.
 const READY_SHARE: u64 = 4;
 
-/// Whether some bytes have space, and how many of them.
+/// The result of a search for space, with the number of bytes.
 enum Placed {
-    /// They had some before.
+    /// The bytes had space before.
     There(u64),
     New(u64),
-    /// None was found that an entry may point to.
+    /// No space was found that an entry may point to.
     Nowhere,
 }
 
 impl Owner {
-    /// Finds space for ranges of zeroes that have none, and yields a byte for each. Zero: the data
+    /// Finds space for ranges of zeroes that have none, and returns a byte for each. 0 if the data
     /// must be written before an entry may point to it.
     pub(super) async fn place_ahead(&self, ranges: &[Range<u64>]) -> io::Result<Vec<u8>> {
         let mut placed = Vec::with_capacity(ranges.len());
         for range in ranges {
-            // The request finds the error by itself. The ranges of other requests have none.
+            // The request finds the error by itself. The ranges of other requests have no error.
             placed.push(self.place_beside_others(range).await.unwrap_or(false));
         }
         if !self.changes.are_committed() {
@@ -75,8 +75,8 @@ impl Owner {
         Ok(true)
     }
 
-    /// Finds space for the clusters behind a range that its writer is likely to fill next, as far
-    /// as that takes no new table.
+    /// Finds space for the clusters behind a range that its writer is likely to fill next, without
+    /// new tables.
     async fn place_ahead_of_writer(&self, image: &Format, range: &Range<u64>) {
         let cluster = self.core.cluster_bytes;
         let start = range.start - range.start % cluster;
@@ -127,7 +127,7 @@ impl Owner {
         Ok(if is_there { Placed::There(len) } else { Placed::New(len) })
     }
 
-    /// Starts to count more clusters before all are taken. Requests go on beside that.
+    /// Starts to count more clusters before all are taken. Requests continue beside that.
     fn count_more_in_time(&self) {
         if !self.core.order.is_ahead_low() || self.counting.try_lock().is_err() {
             return;
@@ -143,7 +143,7 @@ impl Owner {
     async fn count_more(&self) -> io::Result<()> {
         let _counting = self.counting.lock().await;
         {
-            // No space is taken while clusters are chosen that are free, and zeroed.
+            // No space is taken while free clusters are chosen and zeroed.
             let _image = self.image().await?.write().await;
             let order = &self.core.order;
             // A new table has space that the file may not count yet.
@@ -155,7 +155,8 @@ impl Owner {
         self.core.top.sync().await
     }
 
-    /// Whether all clusters that a range touches read as zeroes. `found` is where it is.
+    /// Returns true if all clusters that a range touches read as zeroes. `found` is the place of
+    /// the range.
     pub(super) async fn was_zero(
         &self,
         image: &Format,
@@ -175,8 +176,8 @@ impl Owner {
     }
 }
 
-/// The end of the clusters that may get space at once. imago gives up that of a cluster of zeroes
-/// that does not follow the one before.
+/// The end of the clusters that may get space at once. imago releases the space of a cluster of
+/// zeroes that does not follow the one before.
 fn cluster_end(found: &Mapping<'_, Store>, at: u64, cluster: u64) -> u64 {
     match found {
         Mapping::Zero { explicit: true, .. } => at - at % cluster + cluster,

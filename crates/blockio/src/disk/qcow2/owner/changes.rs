@@ -1,4 +1,4 @@
-//! The changes of an image, and how many of them are in its file.
+//! The changes of an image, and the number of these in its file.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -16,9 +16,10 @@ pub(super) struct Changes {
     pub(super) made: Cell<u64>,
     pub(super) made_other: Cell<u64>,
     pub(super) committed: Cell<u64>,
-    /// Entries are in the file whose tables and counts imago still has to write.
+    /// True if entries are in the file, and imago still has to write their tables and counts.
     pub(super) is_imago_behind: Cell<bool>,
-    /// The last commit has failed, so that imago may use space that the file still points to.
+    /// True if the last commit has failed, so that imago may use space that the file still points
+    /// to.
     pub(super) failed: Cell<bool>,
     /// Ranges that have space since the last commit. Other requests must not use it yet.
     pub(super) new: RefCell<Vec<Range<u64>>>,
@@ -52,7 +53,7 @@ impl Changes {
         self.made.set(self.made.get() + 1);
     }
 
-    /// True while other requests must not use the space of a range yet.
+    /// True if other requests must not use the space of a range yet.
     pub(super) fn is_new(&self, range: &Range<u64>) -> bool {
         self.new.borrow().iter().any(|new| new.start < range.end && range.start < new.end)
     }
@@ -61,17 +62,17 @@ impl Changes {
         self.failed.get()
     }
 
-    /// True when only entries wait for a commit.
+    /// True if only entries wait for a commit.
     pub(super) fn are_entries(&self) -> bool {
         !self.failed.get() && self.made_other.get() <= self.committed.get()
     }
 
-    /// True when imago has to write something before it is closed.
+    /// True if imago has to write something before it is closed.
     pub(super) fn need_imago(&self) -> bool {
         !self.are_committed() || self.failed.get() || self.is_imago_behind.get()
     }
 
-    /// True when all changes are in the file.
+    /// True if all changes are in the file.
     pub(super) fn are_committed(&self) -> bool {
         self.committed.get() >= self.made.get()
     }

@@ -1,8 +1,8 @@
-//! How changes get to the file: many share a commit.
+//! Commits of changes to the file. Many changes share a commit.
 //!
-//! One that only gives clusters of the disk places that were counted ahead is written as entries,
-//! beside jobs that use the tables. For any other commit imago writes its tables, while no job uses
-//! them.
+//! A commit that only gives clusters of the disk places that were counted ahead is written as
+//! entries, beside jobs that use the tables. For any other commit imago writes its tables, while no
+//! job uses them.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -13,7 +13,7 @@ use crate::disk::qcow2::order::entries::Entry;
 use crate::disk::qcow2::table::Place;
 
 impl Owner {
-    /// Brings all changes to the file that were made until now.
+    /// Commits all changes so far.
     pub(super) async fn commit(&self) -> io::Result<()> {
         let wanted = self.changes.made.get();
         let is_done = || self.changes.committed.get() >= wanted && self.core.order.is_empty();
@@ -32,7 +32,8 @@ impl Owner {
         self.commit_to(&image).await
     }
 
-    /// Writes the entries of all changes, if only entries wait.
+    /// Writes the entries of all changes. Returns false if other changes wait, or imago has to
+    /// write them.
     async fn commit_entries(&self) -> io::Result<bool> {
         let changes = &self.changes;
         let _turn = changes.turn.lock().await;
@@ -59,7 +60,7 @@ impl Owner {
         Ok(true)
     }
 
-    /// Brings all changes to the file through imago.
+    /// Commits all changes through imago.
     pub(super) async fn commit_to(&self, image: &Format) -> io::Result<()> {
         let changes = &self.changes;
         let _turn = changes.turn.lock().await;
@@ -88,8 +89,7 @@ impl Owner {
         core.committed.fetch_add(1, Ordering::Release);
     }
 
-    /// Commits changes that wait, before a job that is alone with the image takes space or gives
-    /// it up.
+    /// Commits waiting changes, before a job that is alone with the image takes or releases space.
     pub(super) async fn commit_what_waits(&self, image: &Format) -> io::Result<()> {
         if self.changes.has_failed() {
             return self.commit_to(image).await;

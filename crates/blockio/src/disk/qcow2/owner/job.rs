@@ -4,14 +4,14 @@ use std::ops::Range;
 
 /// A job for the owner. Ranges lie in the disk.
 pub(in crate::disk::qcow2) enum Job {
-    /// Open the image, if that was not done yet.
+    /// Open the image, if it is not open yet.
     Open,
-    /// Find out where these bytes are.
+    /// Find the places of these bytes.
     Find(Range<u64>),
     Read(Range<u64>),
     Write(u64, Vec<u8>),
-    /// Find space for these ranges among the clusters that were counted ahead. A byte is read for
-    /// each of them, which is zero where that was not possible.
+    /// Find space for these ranges among the clusters that were counted ahead. The result has a
+    /// byte for each, 0 if that was not possible.
     Place(Vec<Range<u64>>),
     Discard(Range<u64>),
     Zero {
@@ -19,12 +19,12 @@ pub(in crate::disk::qcow2) enum Job {
         may_unmap: bool,
     },
     Grow(u64),
-    /// Bring the image to rest: another process may go on with it.
+    /// Bring the image to rest: another process may take it over.
     Rest,
 }
 
 impl Job {
-    /// Whether it may change tables.
+    /// True if the job may change tables.
     pub(super) fn changes(&self) -> bool {
         match self {
             Self::Write(..)
@@ -36,7 +36,7 @@ impl Job {
         }
     }
 
-    /// A copy of a job that gives space back, with its range.
+    /// A copy of a job that releases space, with its range.
     pub(super) fn freed(&self) -> Option<(Range<u64>, Self)> {
         match self {
             Self::Discard(range) => Some((range.clone(), Self::Discard(range.clone()))),

@@ -1,8 +1,8 @@
-//! Sequential writers. Clusters ahead of a writer get places with the cluster that it has asked
-//! for, in one commit, so that its next writes go straight to the file.
+//! Sequential writers. Clusters ahead of a writer get places together with the requested cluster,
+//! in one commit, so that the next writes go straight to the file.
 //!
-//! As many bytes get places ahead as the writer has filled, up to a bound: at most half of the
-//! clusters of a writer that ends have no data. They are zeroes, as before.
+//! As many bytes get places ahead as the writer has filled, up to a bound. When a writer ends, at
+//! most half of its clusters have no data. They are zeroes, as before.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -20,7 +20,7 @@ struct Stream {
     bytes: u64,
 }
 
-/// The writers of an image, from the one that has asked last.
+/// The writers of an image. The last one to ask comes first.
 #[derive(Default)]
 pub(super) struct Streams(RefCell<VecDeque<Stream>>);
 
@@ -38,7 +38,7 @@ impl Streams {
         end
     }
 
-    /// Fewer clusters have places: those before `there` alone, and not up to `end`.
+    /// Notes that fewer clusters got places: up to `there`, and not up to `end`.
     pub(super) fn cut(&self, end: u64, there: u64) {
         let mut streams = self.0.borrow_mut();
         if let Some(stream) = streams.iter_mut().find(|stream| stream.end == end) {
