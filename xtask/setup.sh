@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what the tests need: Debian packages and components of the Rust toolchain.
+# Installs the requirements of the tests: Debian packages and components of the Rust toolchain.
 #
 #   xtask/setup.sh                     report and install missing parts
 #   xtask/setup.sh --packages          the packages only, without a check for Rust

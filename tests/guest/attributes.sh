@@ -1,4 +1,4 @@
-# Prints what the guest's kernel knows of the disk $DISK, one "name=value" in each line.
+# Prints the attributes of the disk $DISK in the guest's kernel, one "name=value" per line.
 cd "/sys/block/$DISK"
 show() {
     echo "$1=$(cat "$2")"

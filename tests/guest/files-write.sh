@@ -6,7 +6,7 @@ cd /
 find usr/sbin bin/busybox modules lib -type f -size -4096k | while read -r file; do
     mkdir -p "/mnt/files/${file%/*}"
     cp "$file" "/mnt/files/$file"
-    # Of the original, not of what the page cache has of the copy.
+    # The checksum of the original, not of the copy in the page cache.
     md5sum "$file" >>/mnt/checksums
 done
 [ "$(wc -l </mnt/checksums)" -gt 30 ] || { echo "too few files were copied"; exit 1; }

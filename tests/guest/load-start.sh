@@ -1,8 +1,8 @@
 # Writes to the file or device $TARGET in random sizes and order, again and again, until
 # load-stop.sh asks for the end. Returns as soon as /dev/$DISK has seen a few hundred writes of it.
 #
-# Each run ends by itself: fio 3.33 may wait for ever for I/O that nobody has begun when a signal
-# is to end it, on any disk.
+# Each run ends by itself: after a signal, fio 3.33 may wait for ever for I/O that was never begun,
+# on any disk.
 writes() {
     awk '{ print $5 }' "/sys/block/$DISK/stat"
 }

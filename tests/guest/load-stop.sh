@@ -1,4 +1,4 @@
-# Ends what load-start.sh has started. It must have gone well up to here.
+# Ends the load of load-start.sh, which must have had no error.
 touch /tmp/load.stop
 until [ -e /tmp/load.done ]; do
     usleep 10000

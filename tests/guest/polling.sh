@@ -1,6 +1,6 @@
 # Runs ringhaul with $BENCH on /dev/vda: against a server with the options $SERVE, or directly where
-# that is empty. Prints how many interrupts the disk's queues made meanwhile, the server's log,
-# and the report as JSON.
+# that is empty. Prints the number of interrupts of the disk's queues during the run, the server's
+# log, and the report as JSON.
 ringhaul="$(echo /mnt/ld-*) --library-path /mnt /mnt/ringhaul"
 interrupts() {
     device=$(basename "$(readlink -f /sys/block/vda/device)")

@@ -1,5 +1,5 @@
-# Resets the unit that is /dev/$DISK, again and again. Commands that are in progress end with that,
-# and Linux begins them again: after each reset, it must have done a few hundred more.
+# Resets the unit of /dev/$DISK, again and again. A reset ends commands in progress, and Linux
+# repeats them: after each reset, a few hundred more commands must succeed.
 done_so_far() {
     awk '{ print $1 + $5 }' "/sys/block/$DISK/stat"
 }

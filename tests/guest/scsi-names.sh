@@ -1,6 +1,6 @@
-# Prints what a guest with udev calls each SCSI disk and knows of it, after its address in each
-# line: the names that the rules of udev and of sg3-utils make in /dev/disk/by-id, and what lsblk
-# shows. The database in /run/udev is what those rules would leave behind.
+# Prints one line for each SCSI disk in a guest with udev: its address, its names in
+# /dev/disk/by-id by the rules of udev and sg3-utils, and the output of lsblk. The script writes the
+# database in /run/udev that the rules would write.
 mkdir -p /run/udev/data
 for path in /sys/bus/scsi/devices/*/block/*; do
     disk=${path##*/}

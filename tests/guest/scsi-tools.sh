@@ -1,4 +1,4 @@
-# Asks the units of a virtio-scsi device with the tools of sg3-utils, and checks what they say.
+# Queries the units of a virtio-scsi device with the tools of sg3-utils, and checks their output.
 # $A is LUN 0 (writable, solid-state, serial $SERIAL), $B LUN 1 (read-only), $C LUN 2
 # (rotational, no discard, its own names, obeys a stop), $D is target 1, LUN 300 with the WWN
 # 3000000000000abc. Linux finds them in any order, and shows an address of LUN 300 as 16384 more.
@@ -10,14 +10,14 @@ fail() {
     echo "FAILED: $*"
     exit 1
 }
-# say WORDS COMMAND...: what the command prints has the words.
+# say WORDS COMMAND...: the output of the command contains the words.
 say() {
     words=$1
     shift
     text=$("$@" 2>&1) || fail "$*: $text"
     echo "$text" | grep -q -e "$words" || fail "$* does not say '$words': $text"
 }
-# refuse WORDS COMMAND...: it fails and says why.
+# refuse WORDS COMMAND...: the command fails, and its output contains the words.
 refuse() {
     words=$1
     shift
@@ -54,7 +54,7 @@ sg_turs "$A" || fail 'it is not ready'
 say 'Relative target port: 0x1' sg_vpd -p di "$A"
 say 't10.Ringhaul' cat /sys/block/${D#/dev/}/device/wwid
 
-# What is written is there, and what is compared differs where it should.
+# Written data can be read, and a comparison fails where the data differ.
 dd if=/dev/urandom of=/tmp/blocks bs=512 count=8 2>/dev/null
 dd if=/tmp/blocks "of=$A" bs=512 seek=64 oflag=direct 2>/dev/null
 sg_verify --lba=64 --count=8 "$A" || fail 'the medium cannot be read'
@@ -103,12 +103,12 @@ sg_turs "$C" || fail 'it has not started'
 sg_start --eject "$C" || fail 'eject'
 sg_turs "$C" || fail 'it was taken out'
 sg_start --load "$C" || fail 'load'
-# A unit that was not set up to obey goes on.
+# A unit without stop=obey ignores a stop.
 sg_start --stop "$A" || fail 'stop of A'
 sg_turs "$A" || fail 'A has stopped'
 sg_prevent --prevent=1 "$A" || fail 'prevent medium removal'
 sg_prevent --allow "$A" || fail 'allow medium removal'
-# A reset starts a unit that was stopped, and is heard of once at most: Linux may take that.
+# A reset starts a stopped unit, and is reported at most once: Linux may consume the report.
 sg_start --stop "$C" || fail 'stop before a reset'
 refuse 'not ready' sg_turs -v "$C"
 sg_reset --device "$C" || fail 'reset of a unit'

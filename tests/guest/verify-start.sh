@@ -1,6 +1,6 @@
 # Writes the first 96 MiB of /dev/$DISK and reads them back, again and again, until verify-stop.sh
-# asks for the end; each block carries a CRC and what tells rounds apart, so that one of an earlier
-# round is found out. Returns when the disk has seen a few hundred writes.
+# asks for the end. Each block carries a CRC and the seed of its round, so that a block of an
+# earlier round is detected. Returns when the disk has seen a few hundred writes.
 writes() {
     awk '{ print $5 }' "/sys/block/$DISK/stat"
 }

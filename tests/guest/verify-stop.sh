@@ -1,4 +1,4 @@
-# Ends what verify-start.sh has started, which must have found what it has written.
+# Ends the load of verify-start.sh, which must have read back its data without an error.
 touch /tmp/verify.stop
 while ps | grep -q '[f]io --name=verify'; do
     usleep 100000
