@@ -41,12 +41,12 @@ fuzz_target!(|bytes: &[u8]| {
     let disk = source.attach(thread.io());
     let block = info.logical_block_bytes as usize;
     let memory = Buffers::aligned(block, block);
-    let view = memory.again();
+    let view = memory.duplicate();
     memory.copy_from(0, &vec![7; block]);
     let last = info.size_bytes - block as u64;
     thread.block_on(disk.write(last, memory, true)).expect("it ends").expect("it has room");
     view.zero_from(0);
-    let again = view.again();
+    let again = view.duplicate();
     thread.block_on(disk.read(last, again)).expect("it ends").expect("it is there");
     assert!(view.to_vec() == vec![7; block], "it is not what was written");
 });

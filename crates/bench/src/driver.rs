@@ -259,7 +259,7 @@ impl Virtqueue {
     /// Asks for a call at the next completion. Returns true if there is a completion already: it
     /// may come without a call, so the caller must not sleep.
     pub(crate) fn arm(&mut self) -> bool {
-        self.ring.want_calls();
+        self.ring.enable_calls();
         self.has_completions()
     }
 
@@ -268,7 +268,7 @@ impl Virtqueue {
     pub(crate) fn disarm(&mut self) {
         match self.ring.config.event_idx {
             true => self.ring.put_used_event(self.ring.next_used),
-            false => self.ring.want_no_calls(),
+            false => self.ring.disable_calls(),
         }
     }
 
@@ -330,7 +330,7 @@ impl Queue for Virtqueue {
     #[inline]
     fn kick_if_needed(&mut self) -> io::Result<bool> {
         let looked_at = std::mem::replace(&mut self.looked_at, self.ring.next_avail);
-        let needed = looked_at != self.ring.next_avail && self.ring.wants_kick(looked_at);
+        let needed = looked_at != self.ring.next_avail && self.ring.needs_kick(looked_at);
         if needed {
             rustix::io::retry_on_intr(|| rustix::io::write(&self.eventfds.kick, &ONE))?;
         }

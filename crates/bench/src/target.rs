@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
 use iomem::fits;
-use ringhaul_options::{EngineChoice, OnOff, without_effect};
+use ringhaul_options::{EngineChoice, OnOff, ineffective_warning};
 
 use crate::args::BenchArgs;
 use crate::device::Device;
@@ -202,7 +202,7 @@ fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchErro
         }
         Err(error) => return Err(BenchError::Connect(error.to_string())),
     };
-    if let Some(warning) = without_effect(engine, &args.engine.io_uring_options()) {
+    if let Some(warning) = ineffective_warning(engine, &args.engine.io_uring_options()) {
         tracing::warn!("engine {engine}; {warning}");
     }
     Ok(Target::File(source, engine))

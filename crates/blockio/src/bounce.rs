@@ -17,7 +17,7 @@ use std::task::Poll;
 use crate::config::BounceConfig;
 use crate::stats::Stats;
 use crate::task::{Owner, Running};
-use iomem::{Buffers, Repeated};
+use iomem::{Buffers, RepeatedBlock};
 
 /// Bytes of the block that is repeated for any number of zeroes.
 const ZEROES_BYTES: usize = 64 << 10;
@@ -27,7 +27,7 @@ pub(crate) struct BounceBudget {
     state: Rc<Budget>,
     /// The shares of disks that are attached, or have pieces in the kernel, by the disk's address.
     shares: RefCell<Vec<(*const (), Weak<BounceShare>)>>,
-    zeroes: RefCell<Option<Repeated>>,
+    zeroes: RefCell<Option<RepeatedBlock>>,
 }
 
 struct Budget {
@@ -100,7 +100,7 @@ impl BounceBudget {
         let mut zeroes = self.zeroes.borrow_mut();
         let zeroes = match &mut *zeroes {
             Some(zeroes) => zeroes,
-            none => none.insert(Repeated::zeroes(ZEROES_BYTES, ZEROES_BYTES)?),
+            none => none.insert(RepeatedBlock::zeroes(ZEROES_BYTES, ZEROES_BYTES)?),
         };
         zeroes.buffers(bytes, kept)
     }

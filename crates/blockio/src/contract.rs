@@ -130,7 +130,7 @@ fn content_of(block: usize) -> u8 {
 async fn read(disk: &Disk, block: usize, shift: usize) {
     let mut buffers = Buffers::aligned(BLOCK + shift, BLOCK);
     buffers.advance(shift);
-    let view = buffers.again();
+    let view = buffers.duplicate();
     disk.read((block * BLOCK) as u64, buffers).await.unwrap();
     assert_eq!(view.to_vec(), vec![content_of(block); BLOCK]);
 }

@@ -37,8 +37,8 @@ impl InOrder {
             // A driver that uses a head twice has no order.
             ring.push(head, bytes);
         }
-        while let Some(bytes) = waiting.remove(&ring.head_in_order()) {
-            ring.push(ring.head_in_order(), bytes);
+        while let Some(bytes) = waiting.remove(&ring.in_order_head()) {
+            ring.push(ring.in_order_head(), bytes);
         }
     }
 

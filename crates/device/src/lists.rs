@@ -145,7 +145,7 @@ mod tests {
         assert!(!full.has_room(), "a part of its lists is left");
         drop(third.writable);
         assert!(!full.has_room());
-        let rest = second.writable.again();
+        let rest = second.writable.duplicate();
         drop((second.readable, second.writable));
         assert!(!full.has_room());
         drop(rest);

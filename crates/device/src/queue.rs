@@ -227,8 +227,8 @@ impl Queue {
     fn set_halted(&self) -> bool {
         // A queue stops only after it has taken the chains of an earlier process. Until then its
         // waiting requests do not know of the stop, so they may never make room.
-        let takes_again = self.stop.borrow().is_some() && self.ring.borrow().has_again();
-        let has_room = (self.lists.has_room() && self.load.has_room()) || takes_again;
+        let has_recovered = self.stop.borrow().is_some() && self.ring.borrow().has_recovered();
+        let has_room = (self.lists.has_room() && self.load.has_room()) || has_recovered;
         self.shown.is_full.store(!has_room, Ordering::Relaxed);
         self.halted.set(self.broken.get() || !has_room);
         self.halted.get()
@@ -249,7 +249,7 @@ impl Queue {
     /// True if an earlier process has seen the chain with this head and not answered it: that
     /// process may have carried out the request.
     pub(crate) fn is_done_again(&self, head: u16) -> bool {
-        self.ring.borrow().is_of_earlier(head)
+        self.ring.borrow().is_recovered(head)
     }
 
     /// Ends the service after all requests are done. Chains that were seen and not popped are left
@@ -258,7 +258,7 @@ impl Queue {
         self.in_order.end(&mut self.ring.borrow_mut());
         self.notify();
         if !self.broken.get() {
-            self.ring.borrow_mut().leave_rest();
+            self.ring.borrow_mut().unmark_rest();
         }
     }
 
@@ -306,7 +306,7 @@ impl Queue {
             runs.wakes(clock::now);
         }
         let view = View { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
-        runs.begin(view, || ring.is_awaited())
+        runs.begin(view, || ring.driver_sleeps())
     }
 
     /// Chains that were popped and not pushed.
@@ -342,7 +342,7 @@ impl Queue {
         runs.answered(count);
         // A driver that was called is on its way. Without event idx it seems to sleep until it
         // arrives.
-        let sleeps = !runs.awaits_driver() && ring.is_awaited();
+        let sleeps = !runs.awaits_driver() && ring.driver_sleeps();
         if !runs.adapt() || (sleeps && runs.is_call_due(ring.available_now() + ring.in_device())) {
             self.call_if_wanted(ring, runs);
         }

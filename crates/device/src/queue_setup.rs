@@ -7,7 +7,7 @@ use blockio::Answer;
 use blockio::disk::Waits;
 use rustix::fd::OwnedFd;
 use virtqueue::{
-    AnswerPlace, GuestMemory, InflightQueue, LocalMemory, QueueConfig, QueueError, SplitQueue,
+    AnswerPlace, GuestMemory, InflightAccount, LocalMemory, QueueConfig, QueueError, SplitQueue,
 };
 
 use crate::call_watch::CallTrust;
@@ -22,7 +22,7 @@ pub struct QueueSetup {
     /// The place of the ring.
     pub ring: Ring,
     /// The region that marks requests while they are in the device, for the next process.
-    pub inflight: Option<InflightQueue>,
+    pub inflight: Option<InflightAccount>,
     /// Written by the driver after it has made chains available. `None`: the driver never kicks.
     pub kick: Option<OwnedFd>,
     /// An eventfd to add to when the driver should check the used ring. `None`: the driver polls.

@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
 use virtqueue::{
-    AnswerPlace, GuestMemory, InflightQueue, InflightRegion, MappingRules, QueueConfig, Recovery,
+    AnswerPlace, GuestMemory, InflightAccount, InflightRegion, MappingRules, QueueConfig, Recovery,
     RegionConfig,
 };
 
@@ -97,7 +97,7 @@ pub(crate) struct Scene {
     pub(crate) call: OwnedFd,
     pub(crate) kick: OwnedFd,
     /// Settings of queues that start later.
-    pub(crate) inflight: Option<InflightQueue>,
+    pub(crate) inflight: Option<InflightAccount>,
     pub(crate) next_avail: u16,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) in_order: bool,
@@ -152,7 +152,7 @@ impl Scene {
     }
 
     /// Makes queues that start from now on mark requests in an inflight region.
-    pub(crate) fn mark_requests(&mut self) -> InflightQueue {
+    pub(crate) fn mark_requests(&mut self) -> InflightAccount {
         let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
         let account = InflightRegion::new(region, 1, RING.size).unwrap().queue(0).unwrap();
         self.inflight.insert(account).clone()

@@ -32,7 +32,7 @@ impl Buffers {
     pub fn uninitialized(bytes: usize, align: usize, kept: impl Any) -> io::Result<Self> {
         let block = Block::try_new(bytes, align, false)?;
         let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: bytes };
-        let ranges = vec_of(1, range)?;
+        let ranges = repeat_range(1, range)?;
         // SAFETY: the block is `bytes` long, lives as long as its owner, the memory, and hands out
         // no references. Fields of a tuple are dropped in order, the block first.
         Ok(unsafe { Self::from_raw_parts(ranges.into(), Memory::new((block, kept))) })
@@ -84,9 +84,9 @@ impl BufferMemory {
 
 /// A block that stands for any number of its copies in a list. Such lists may only be written to
 /// disks.
-pub struct Repeated(Rc<Block>);
+pub struct RepeatedBlock(Rc<Block>);
 
-impl Repeated {
+impl RepeatedBlock {
     /// Allocates a block of `bytes` zeroes (at least one), aligned to `align` (a power of two).
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Repeated {
     /// # Errors
     ///
     /// `ENOMEM`.
-    pub fn of(pattern: &[u8], bytes: usize, align: usize) -> io::Result<Self> {
+    pub fn pattern(pattern: &[u8], bytes: usize, align: usize) -> io::Result<Self> {
         let bytes = bytes.next_multiple_of(pattern.len()).max(pattern.len());
         let repeated = Self::zeroes(bytes, align)?;
         let whole = repeated.buffers(bytes, ())?;
@@ -121,7 +121,7 @@ impl Repeated {
         let block = &self.0;
         let size = block.layout.size();
         let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: size };
-        let mut ranges = vec_of(bytes.div_ceil(size), range)?;
+        let mut ranges = repeat_range(bytes.div_ceil(size), range)?;
         if let Some(last) = ranges.last_mut() {
             last.iov_len = bytes - (bytes - 1) / size * size;
         }
@@ -162,14 +162,14 @@ impl LentBlock {
     pub fn buffers(&self, kept: impl Any) -> io::Result<Buffers> {
         let block = &self.0;
         let range = iovec { iov_base: self.start().cast(), iov_len: block.layout.size() };
-        let (ranges, memory) = (vec_of(1, range)?, Memory::new((Arc::clone(block), kept)));
+        let (ranges, memory) = (repeat_range(1, range)?, Memory::new((Arc::clone(block), kept)));
         // SAFETY: the block has this size and hands out no references. It lives as long as any of
         // its owners, and the memory is one of them.
         Ok(unsafe { Buffers::from_raw_parts(ranges.into(), memory) })
     }
 }
 
-fn vec_of(count: usize, range: iovec) -> io::Result<Vec<iovec>> {
+fn repeat_range(count: usize, range: iovec) -> io::Result<Vec<iovec>> {
     let mut ranges = Vec::new();
     ranges.try_reserve_exact(count).map_err(|_| no_memory())?;
     ranges.resize(count, range);
@@ -224,7 +224,7 @@ mod tests {
         }
         let gone = Rc::new(Cell::new(false));
         let buffers = Buffers::uninitialized(4096, 512, Canary(Rc::clone(&gone))).unwrap();
-        let again = buffers.again();
+        let again = buffers.duplicate();
         drop(buffers);
         assert!(!gone.get(), "another list of the memory is left");
         drop(again);
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn one_block_stands_for_any_number_of_zeroes() {
-        let zeroes = Repeated::zeroes(4096, 4096).unwrap();
+        let zeroes = RepeatedBlock::zeroes(4096, 4096).unwrap();
         for bytes in [1, 4095, 4096, 4097, 12_288, 12_800] {
             let list = zeroes.buffers(bytes, ()).unwrap();
             assert_eq!(list.bytes(), bytes);
@@ -264,7 +264,7 @@ mod tests {
     #[test]
     fn a_pattern_is_never_cut_but_at_the_end_of_a_list() {
         for (pattern, block) in [(&b"abc"[..], 9), (b"abcdefghij", 10)] {
-            let repeated = Repeated::of(pattern, 8, 512).unwrap();
+            let repeated = RepeatedBlock::pattern(pattern, 8, 512).unwrap();
             for bytes in [1, 9, 10, 29] {
                 let list = repeated.buffers(bytes, ()).unwrap();
                 let expected: Vec<u8> = pattern.iter().copied().cycle().take(bytes).collect();

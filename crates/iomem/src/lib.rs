@@ -21,7 +21,7 @@ mod fits;
 mod list;
 mod memory;
 
-pub use block::{BufferMemory, LentBlock, Repeated};
+pub use block::{BufferMemory, LentBlock, RepeatedBlock};
 pub use copy::{copy_in, copy_out};
 pub use fits::fits;
 pub use list::{Buffers, SharedByte, SharedBytes};

@@ -198,7 +198,7 @@ impl Buffers {
         if self.0.bytes < bytes {
             return None;
         }
-        let mut front = self.again();
+        let mut front = self.duplicate();
         front.truncate(bytes);
         self.advance(bytes);
         Some(Box::new(front))
@@ -271,12 +271,12 @@ impl Buffers {
     #[inline]
     fn wrote_at(&self, offset: usize, bytes: usize) {
         if self.memory().log().is_some() {
-            self.tell_log(offset, bytes);
+            self.report(offset, bytes);
         }
     }
 
     #[cold]
-    fn tell_log(&self, offset: usize, bytes: usize) {
+    fn report(&self, offset: usize, bytes: usize) {
         if let Some(log) = self.memory().log() {
             self.each_part(offset, bytes, |_, start, len| log.wrote(start, len));
         }
@@ -340,33 +340,33 @@ impl Buffers {
     }
 
     /// Drops all values that this list [keeps](Self::keep).
-    pub fn let_go(&mut self) {
+    pub fn drop_kept(&mut self) {
         self.0.kept = None;
     }
 
     /// Returns another list of the same memory.
     #[must_use]
-    pub fn again(&self) -> Self {
-        self.beside(self.iovecs().iter().copied())
+    pub fn duplicate(&self) -> Self {
+        self.with_ranges(self.iovecs().iter().copied())
     }
 
     /// Returns another list of the first `most` bytes, or fewer. It has at most [`IOVECS_MAX`]
     /// ranges, so one system call takes it whole. Only its last range may be cut, to a multiple of
     /// `unit` (a power of two).
     #[must_use]
-    pub fn front(&self, most: usize, unit: usize) -> Self {
+    pub fn prefix(&self, most: usize, unit: usize) -> Self {
         let (mut left, mut is_cut) = (most, false);
         let some = self.iovecs().iter().filter(|range| range.iov_len > 0).take(IOVECS_MAX);
-        self.beside(some.map_while(|range| {
+        self.with_ranges(some.map_while(|range| {
             let fits = if range.iov_len > left { left & !(unit - 1) } else { range.iov_len };
             left -= fits;
-            let goes_on = !std::mem::replace(&mut is_cut, fits < range.iov_len) && fits > 0;
-            goes_on.then_some(iovec { iov_len: fits, ..*range })
+            let is_intact = !std::mem::replace(&mut is_cut, fits < range.iov_len) && fits > 0;
+            is_intact.then_some(iovec { iov_len: fits, ..*range })
         }))
     }
 
     /// Makes a list of parts of the ranges of this list.
-    fn beside(&self, parts: impl Iterator<Item = iovec>) -> Self {
+    fn with_ranges(&self, parts: impl Iterator<Item = iovec>) -> Self {
         let mut ranges = self.memory().storage();
         parts.for_each(|range| ranges.push(range));
         // SAFETY: the caller of `from_raw_parts` vouches for the ranges and the memory.
@@ -377,8 +377,8 @@ impl Buffers {
 
     /// Returns another list of the same memory if there is a log of writes to it.
     #[must_use]
-    pub fn again_if_logged(&self) -> Option<Self> {
-        self.memory().log().is_some().then(|| self.again())
+    pub fn duplicate_if_logged(&self) -> Option<Self> {
+        self.memory().log().is_some().then(|| self.duplicate())
     }
 
     /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset + len`
@@ -547,7 +547,7 @@ mod tests {
             let mut list = scattered(lengths);
             let bytes: Vec<u8> = (0..=255).take(lengths.iter().sum()).collect();
             list.copy_from(0, &bytes);
-            let mut again = list.again();
+            let mut again = list.duplicate();
             let front = list.take_front::<16>().expect("it is there");
             assert_eq!(front[..], bytes[..16], "{lengths:?}");
             assert_eq!(list.to_vec(), bytes[16..], "{lengths:?}");
@@ -568,7 +568,7 @@ mod tests {
             for data in [0, 5, 12, 16, 20] {
                 let mut list = scattered(lengths);
                 let total = list.bytes();
-                let whole = list.again();
+                let whole = list.duplicate();
                 whole.copy_from(0, &vec![0xaa; total]);
                 let front = list.take_shared_bytes(16).expect("they are there");
                 assert_eq!((front.bytes(), list.bytes()), (16, total - 16));
@@ -600,7 +600,7 @@ mod tests {
             list.keep(Rc::new(7));
             let bytes: Vec<u8> = (0..=255).cycle().take(list.bytes()).collect();
             list.copy_from(0, &bytes);
-            let taken = list.front(most, unit);
+            let taken = list.prefix(most, unit);
             let cut: Vec<usize> = taken.iovecs().iter().map(|range| range.iov_len).collect();
             assert_eq!(cut, front, "{lengths:?}");
             assert_eq!(taken.bytes(), cut.iter().sum::<usize>());
@@ -637,7 +637,7 @@ mod tests {
             let mut zeroed = rest;
             zeroed.iter_mut().skip(offset).for_each(|byte| *byte = 0);
             prop_assert_eq!(list.to_vec(), zeroed.clone());
-            prop_assert_eq!(list.again().to_vec(), zeroed.clone());
+            prop_assert_eq!(list.duplicate().to_vec(), zeroed.clone());
             let last = list.take_last_byte();
             prop_assert_eq!(last.is_some(), !zeroed.is_empty());
             if let (Some(byte), Some(_)) = (last, zeroed.pop()) {

@@ -38,7 +38,7 @@ struct Shared {
 struct Spare {
     #[expect(clippy::vec_box, reason = "a list is made of the box")]
     lists: Vec<Box<Parts>>,
-    /// The sum of `counts_as` over all lists.
+    /// The sum of `storage_iovecs` over all lists.
     iovecs: usize,
 }
 
@@ -73,7 +73,7 @@ impl Memory {
     pub fn storage(&self) -> Ranges {
         let mut spare = self.0.spare.borrow_mut();
         let Some(storage) = spare.lists.pop() else { return Ranges::default() };
-        spare.iovecs -= counts_as(&storage);
+        spare.iovecs -= storage_iovecs(&storage);
         Ranges::new(storage)
     }
 
@@ -81,7 +81,7 @@ impl Memory {
     #[inline]
     pub(crate) fn recycle(&self, mut storage: Box<Parts>) {
         storage.kept = None;
-        let iovecs = counts_as(&storage);
+        let iovecs = storage_iovecs(&storage);
         let mut spare = self.0.spare.borrow_mut();
         if spare.iovecs + iovecs <= MAX_SPARE_IOVECS {
             storage.iovecs.clear();
@@ -99,7 +99,7 @@ impl Memory {
 
 /// The size of a list's storage in iovecs: the capacity for ranges, and the list itself.
 #[inline]
-fn counts_as(storage: &Parts) -> usize {
+fn storage_iovecs(storage: &Parts) -> usize {
     storage.iovecs.capacity() + size_of::<Parts>() / size_of::<iovec>()
 }
 
@@ -190,7 +190,7 @@ mod tests {
         memory.recycle(storage(100));
         assert_eq!(taken(), 100);
         assert_eq!(taken(), 0, "it was the only one");
-        let half = MAX_SPARE_IOVECS / 2 - counts_as(&Parts::default());
+        let half = MAX_SPARE_IOVECS / 2 - storage_iovecs(&Parts::default());
         memory.recycle(storage(half));
         memory.recycle(storage(half));
         memory.recycle(storage(1));

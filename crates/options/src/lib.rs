@@ -90,7 +90,7 @@ impl EngineChoice {
     /// If such an option is given and a different engine is chosen.
     pub fn check_io_uring_options(self, options: &[(&str, bool)]) -> Result<(), String> {
         let Some(engine) = self.kind() else { return Ok(()) };
-        match in_vain(engine, options).first() {
+        match given_for_io_uring_only(engine, options).first() {
             Some(name) => {
                 Err(format!("{name} is for engine io_uring, not {engine}; leave one of them out"))
             }
@@ -102,14 +102,14 @@ impl EngineChoice {
 /// Returns a warning if options of io_uring alone are given for a different engine. `options`
 /// lists these options by name, each with true if it is given.
 #[must_use]
-pub fn without_effect(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
-    let names = in_vain(engine, options);
+pub fn ineffective_warning(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
+    let names = given_for_io_uring_only(engine, options);
     let warning = || format!("{}: without effect, only io_uring has that", names.join(", "));
     (!names.is_empty()).then(warning)
 }
 
 /// The given options of io_uring alone, if `engine` is a different one.
-fn in_vain<'a>(engine: EngineKind, options: &[(&'a str, bool)]) -> Vec<&'a str> {
+fn given_for_io_uring_only<'a>(engine: EngineKind, options: &[(&'a str, bool)]) -> Vec<&'a str> {
     let given = options.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name);
     given.filter(|_| engine != EngineKind::IoUring).collect()
 }
@@ -132,8 +132,8 @@ mod tests {
             assert!(result.is_ok() || result.unwrap_err().contains("--iopoll is for"));
             assert!(choice.check_io_uring_options(&[("--iopoll", false)]).is_ok());
         }
-        assert_eq!(without_effect(EngineKind::IoUring, &options), None);
-        assert!(without_effect(EngineKind::Aio, &options).unwrap().starts_with("--iopoll:"));
-        assert_eq!(without_effect(EngineKind::Aio, &[("--iopoll", false)]), None);
+        assert_eq!(ineffective_warning(EngineKind::IoUring, &options), None);
+        assert!(ineffective_warning(EngineKind::Aio, &options).unwrap().starts_with("--iopoll:"));
+        assert_eq!(ineffective_warning(EngineKind::Aio, &[("--iopoll", false)]), None);
     }
 }

@@ -8,7 +8,7 @@ use anyhow::Result;
 use blockio::choose::{Alike, Choice, best_engine};
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
-use ringhaul_options::without_effect;
+use ringhaul_options::ineffective_warning;
 use rustix::thread::sched_getaffinity;
 
 use crate::command::CommandError;
@@ -154,7 +154,7 @@ fn set_up_one(
             if is_shown {
                 tracing::info!(export, "{name}: engine {engine}: {why}");
             }
-            if let Some(what) = without_effect(engine, &args.io_uring_options()) {
+            if let Some(what) = ineffective_warning(engine, &args.io_uring_options()) {
                 tracing::info!(export, "{name}: {what}");
             }
             return Ok((engine, why));

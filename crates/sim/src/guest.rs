@@ -398,7 +398,7 @@ impl Guest {
     fn decide_kick(&self, state: &mut State, index: usize) {
         let queue = &mut state.queues[index];
         let Some(from) = queue.published_from.take() else { return };
-        let wanted = queue.driver.ring().wants_kick(from);
+        let wanted = queue.driver.ring().needs_kick(from);
         self.trace(|| format!("queue {index}: kick: {wanted}"));
         if let Some(kick) = queue.kick.as_ref().filter(|_| wanted) {
             write_eventfd(kick);
@@ -419,13 +419,13 @@ impl Guest {
         let ring = queue.driver.ring();
         // With event idx, the used event falls behind by itself.
         if queue.attention == Attention::Awake && !ring.config.event_idx {
-            ring.want_no_calls();
+            ring.disable_calls();
         }
         if ring.has_used() {
             queue.attention = Attention::Awake;
             self.take_answer(state, index);
         } else if queue.attention == Attention::Awake {
-            ring.want_calls();
+            ring.enable_calls();
             queue.attention = Attention::Armed;
         } else {
             queue.attention = Attention::Asleep;

@@ -126,7 +126,7 @@ fn execute(args: &Args) -> Result<()> {
         }
         Ending::Failed(seed) if args.no_shrink => bail!("seed {seed} fails"),
         Ending::Failed(seed) => show_failure(seed),
-        Ending::Died(seed, how) => {
+        Ending::SimulatedDeath(seed, how) => {
             println!("repeat it with: cargo xtask sim --seed {seed} --trace");
             bail!("seed {seed} ends its process: {how}");
         }

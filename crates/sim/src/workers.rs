@@ -24,7 +24,7 @@ pub(crate) enum Ending {
     /// A run failed.
     Failed(u64),
     /// A run ended its process, or did not end.
-    Died(u64, String),
+    SimulatedDeath(u64, String),
 }
 
 /// Runs every `stride`th of the seeds and reports progress on stdout.
@@ -108,7 +108,10 @@ fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Re
             let seeds: Vec<u64> = workers.iter().map(|worker| worker.seed).collect();
             let seed = seeds.first().copied().unwrap_or(0);
             let time = WAIT * WAITS;
-            return Ok(Ending::Died(seed, format!("no end after {time:?}; one of {seeds:?}")));
+            return Ok(Ending::SimulatedDeath(
+                seed,
+                format!("no end after {time:?}; one of {seeds:?}"),
+            ));
         };
         let worker = &mut workers[usize::try_from(job)?];
         let line = line.unwrap_or_else(|| "ended".to_owned());
@@ -125,7 +128,7 @@ fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Re
             ["ended"] => {
                 let status = worker.child.wait().context("waiting for a child")?;
                 if !status.success() || !worker.done {
-                    return Ok(Ending::Died(worker.seed, status.to_string()));
+                    return Ok(Ending::SimulatedDeath(worker.seed, status.to_string()));
                 }
                 left -= 1;
             }
@@ -152,7 +155,7 @@ mod tests {
         let done = ["seed 8", "done 3 4 5 6"];
         let passed = follow_one("true", &done);
         assert!(matches!(passed, Ending::Passed(Report { ops: 3, turns: 4, .. })));
-        assert!(matches!(follow_one("false", &done), Ending::Died(8, _)));
-        assert!(matches!(follow_one("true", &[]), Ending::Died(7, _)));
+        assert!(matches!(follow_one("false", &done), Ending::SimulatedDeath(8, _)));
+        assert!(matches!(follow_one("true", &[]), Ending::SimulatedDeath(7, _)));
     }
 }

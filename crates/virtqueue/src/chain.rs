@@ -60,13 +60,13 @@ pub(crate) fn walk(
     loop {
         let direction = direction(descriptor);
         if direction == Direction::Readable && writable_seen {
-            return links.walk_on(translator, descriptor, ChainFault::ReadableAfterWritable);
+            return links.find_end(translator, descriptor, ChainFault::ReadableAfterWritable);
         }
         writable_seen = direction == Direction::Writable;
         if descriptor.len > 0
             && let Err(fault) = translator.append(direction, descriptor.addr, descriptor.len)
         {
-            return links.walk_on(translator, descriptor, fault);
+            return links.find_end(translator, descriptor, fault);
         }
         match links.after(translator, descriptor)? {
             Some(next) => descriptor = next,
@@ -75,7 +75,7 @@ pub(crate) fn walk(
     }
     if translator.bytes() > MAX_BYTES {
         let bytes = translator.bytes();
-        translator.keep_answer_place();
+        translator.shrink_to_answer_place();
         return Ok(Some(ChainFault::TooLong { bytes }));
     }
     Ok(None)
@@ -180,22 +180,22 @@ impl Links {
     /// answer.
     #[cold]
     #[inline(never)]
-    fn walk_on(
+    fn find_end(
         mut self,
         translator: &mut Translator,
         mut descriptor: Descriptor,
         fault: ChainFault,
     ) -> Result<Option<ChainFault>, QueueError> {
-        let place = translator.keep_answer_place();
-        let mut goes_on = direction(descriptor) == Direction::Readable;
+        let place = translator.shrink_to_answer_place();
+        let mut is_intact = direction(descriptor) == Direction::Readable;
         loop {
             let Descriptor { addr, len, .. } = descriptor;
             if direction(descriptor) == Direction::Writable && len > 0 {
                 match place {
-                    AnswerPlace::LastByte => translator.keep_last_byte_of(addr, len),
+                    AnswerPlace::LastByte => translator.replace_with_last_byte(addr, len),
                     AnswerPlace::Front => {
                         let adds = |t: &mut Translator| t.append(Direction::Writable, addr, len);
-                        goes_on = goes_on && adds(translator).is_ok();
+                        is_intact = is_intact && adds(translator).is_ok();
                     }
                 }
             }

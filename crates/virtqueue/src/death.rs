@@ -43,14 +43,14 @@ pub(crate) mod tests {
     use super::before_stores;
 
     /// The payload of the panic that stands for a death.
-    pub(crate) struct Died;
+    pub(crate) struct SimulatedDeath;
 
     /// Lets the process die after this number of stores, right before the next one. `None`: never.
     pub(crate) fn after(stores: Option<u32>) {
         let Some(stores) = stores else { return before_stores(None) };
         let left = Cell::new(stores);
         before_stores(Some(Rc::new(move || match left.get() {
-            0 => resume_unwind(Box::new(Died)),
+            0 => resume_unwind(Box::new(SimulatedDeath)),
             more => left.set(more - 1),
         })));
     }

@@ -228,7 +228,7 @@ impl<M: DriverMemory> Ring<M> {
 
     /// Asks for a call with the next used element. Afterwards, the caller must check for elements
     /// that are there already.
-    pub fn want_calls(&self) {
+    pub fn enable_calls(&self) {
         match self.config.event_idx {
             true => self.put_used_event(self.next_used),
             false => self.put_avail_flags(0),
@@ -237,7 +237,7 @@ impl<M: DriverMemory> Ring<M> {
     }
 
     /// Asks for no calls: by the flag, or by an event that lies in the past.
-    pub fn want_no_calls(&self) {
+    pub fn disable_calls(&self) {
         match self.config.event_idx {
             true => self.put_used_event(self.next_used.wrapping_sub(1)),
             false => self.put_avail_flags(NO_INTERRUPT),
@@ -246,7 +246,7 @@ impl<M: DriverMemory> Ring<M> {
 
     /// Returns true if the device wants a kick for the chains made available since avail idx was
     /// `old`.
-    pub fn wants_kick(&self, old: u16) -> bool {
+    pub fn needs_kick(&self, old: u16) -> bool {
         fence(Ordering::SeqCst);
         match self.config.event_idx {
             // True if the step from old to new passes the event (virtio 1.3, section 2.7.7.1).
@@ -393,7 +393,7 @@ impl<M: DriverMemory> Driver<M> {
     }
 
     /// Makes the added chains visible to the device. Returns the avail idx from before, for
-    /// [`Ring::wants_kick`].
+    /// [`Ring::needs_kick`].
     pub fn publish(&mut self) -> u16 {
         self.ring.put_avail_idx(self.ring.next_avail);
         std::mem::replace(&mut self.published, self.ring.next_avail)

@@ -74,7 +74,7 @@ pub struct InflightRegion {
 
 /// The account of one queue, for [`SplitQueue::with_inflight`](crate::SplitQueue::with_inflight).
 #[derive(Debug, Clone)]
-pub struct InflightQueue {
+pub struct InflightAccount {
     memory: Arc<GuestMemory>,
     start: u64,
     entries: u16,
@@ -146,14 +146,14 @@ impl InflightRegion {
     /// # Errors
     ///
     /// If the region has no account for it.
-    pub fn queue(&self, index: u16) -> Result<InflightQueue, InflightError> {
+    pub fn queue(&self, index: u16) -> Result<InflightAccount, InflightError> {
         let Self { queues, queue_size, .. } = *self;
         if index >= queues {
             return Err(InflightError::NoAccount { index, queues });
         }
         let memory = Arc::clone(&self.memory);
         let start = Self::bytes(RingLayout::Split, index, queue_size);
-        Ok(InflightQueue { memory, start, entries: queue_size })
+        Ok(InflightAccount { memory, start, entries: queue_size })
     }
 }
 
@@ -167,7 +167,7 @@ const fn account_bytes(layout: RingLayout, queue_size: u16) -> usize {
 
 /// The state of the ring for which an account is opened.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RingNow {
+pub(crate) struct RingState {
     pub(crate) size: u16,
     pub(crate) used_idx: u16,
     pub(crate) avail_idx: u16,
@@ -198,10 +198,10 @@ impl Inflight {
     /// Opens the account for a ring. Repairs it if the previous process died during a change, and
     /// resets it if it is new or of an earlier ring.
     pub(crate) fn open(
-        queue: &InflightQueue,
-        ring: RingNow,
+        queue: &InflightAccount,
+        ring: RingState,
     ) -> Result<(Self, Recovery), QueueError> {
-        let account = Account::of(queue)?;
+        let account = Account::map(queue)?;
         if ring.size > account.entries {
             return Err(
                 InflightError::RingTooLong { entries: account.entries, size: ring.size }.into()
@@ -227,12 +227,12 @@ impl Inflight {
     }
 
     /// Returns the first of the last `left` heads that the previous process saw.
-    pub(crate) fn head_again(&self, left: u16) -> u16 {
+    pub(crate) fn recovered_head(&self, left: u16) -> u16 {
         self.again[self.again.len() - usize::from(left)]
     }
 
     /// Returns true if the previous process saw this head, which is marked.
-    pub(crate) fn is_of_earlier(&self, head: u16) -> bool {
+    pub(crate) fn is_recovered(&self, head: u16) -> bool {
         !self.again.is_empty() && self.account.counter(head) < self.first_counter
     }
 
@@ -327,8 +327,8 @@ impl Deref for Account {
 }
 
 impl Account {
-    fn of(queue: &InflightQueue) -> Result<Self, InflightError> {
-        let InflightQueue { ref memory, start, entries } = *queue;
+    fn map(queue: &InflightAccount) -> Result<Self, InflightError> {
+        let InflightAccount { ref memory, start, entries } = *queue;
         let len = account_bytes(RingLayout::Split, entries);
         let host = memory.host_of(start, len).ok_or(InflightError::Gone)?;
         if !host.addr().is_multiple_of(align_of::<u64>()) {
@@ -339,7 +339,7 @@ impl Account {
 
     /// Repairs the account for a ring. Returns the requests to be executed again, in no order. Each
     /// field is read once, because the front-end may change it at any time.
-    fn recover(&self, ring: RingNow) -> Result<(Recovery, Vec<Mark>), InflightError> {
+    fn recover(&self, ring: RingState) -> Result<(Recovery, Vec<Mark>), InflightError> {
         match (self.load(OFFSET_VERSION), self.load(OFFSET_ENTRIES)) {
             (0, _) => {
                 self.begin(ring.used_idx);
@@ -352,7 +352,7 @@ impl Account {
             (version, _) => return Err(InflightError::Version { version }),
         }
         let mut again = self.marks();
-        let seen = self.seen_by_driver(ring.used_idx)?;
+        let seen = self.published_heads(ring.used_idx)?;
         again.retain(|mark| !seen.as_ref().is_some_and(|seen| seen.contains(&mark.head)));
         let requests: u16 = iomem::fits(again.len(), "marks");
         // Every available chain was answered, is marked, or is still to be popped.
@@ -371,7 +371,7 @@ impl Account {
     /// Returns the heads whose used elements the driver sees, and whose marks the previous process
     /// may not have removed. `None` if the ring's used idx cannot have come from that of the
     /// account.
-    fn seen_by_driver(&self, used_idx: u16) -> Result<Option<Vec<u16>>, InflightError> {
+    fn published_heads(&self, used_idx: u16) -> Result<Option<Vec<u16>>, InflightError> {
         let count = used_idx.wrapping_sub(self.load(OFFSET_USED_IDX));
         if count > self.entries {
             return Ok(None);

@@ -69,7 +69,7 @@ mod split;
 pub use budget::MappingBudget;
 pub use chain::Chain;
 pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
-pub use inflight::{InflightQueue, InflightRegion, Recovery, RingLayout};
+pub use inflight::{InflightAccount, InflightRegion, Recovery, RingLayout};
 pub use limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 pub use memory::{AnswerPlace, GuestMemory, LocalMemory};
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};

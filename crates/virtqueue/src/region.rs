@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, fcntl_get_seals, statx};
 use crate::budget::{MappingBudget, Share};
 use crate::error::MemoryError;
 use crate::mapping::Mapping;
-use crate::sigbus::Watched;
+use crate::sigbus::WatchedMapping;
 
 /// The most regions of a memory map: the number that QEMU asks for with configurable memory slots.
 pub const MAX_REGIONS: usize = 509;
@@ -69,7 +69,7 @@ pub(crate) struct Region {
     /// Bytes of the mapping that lie before the region, because offsets of mappings are aligned.
     lead: usize,
     /// `None` for private memory, which cannot be truncated. Dropped before the mapping.
-    watched: Option<Watched>,
+    watched: Option<WatchedMapping>,
     mapping: Mapping,
     /// The mapping's share of the budget, given back after the mapping is gone.
     _share: Option<Share>,
@@ -101,7 +101,7 @@ impl Region {
         let mapping = Mapping::of_file(&config.file, start, length)
             .map_err(|cause| MemoryError::Map { guest_addr, size, cause })?;
         let lead = usize::try_from(file_offset - start).map_err(|_| wrap())?;
-        let watched = Some(Watched::new(mapping.as_ptr(), mapping.len()));
+        let watched = Some(WatchedMapping::new(mapping.as_ptr(), mapping.len()));
         Ok(Self { guest_addr, size, user_addr, lead, watched, mapping, _share: Some(share) })
     }
 
@@ -147,7 +147,7 @@ impl Region {
     /// Returns true if an access has found that the memory behind the region is gone. The contents
     /// are meaningless then.
     pub(crate) fn is_lost(&self) -> bool {
-        self.watched.as_ref().is_some_and(Watched::is_lost)
+        self.watched.as_ref().is_some_and(WatchedMapping::is_lost)
     }
 
     /// Start of the region in this process. `size` bytes from there are mapped for as long as the

@@ -76,7 +76,7 @@ struct Chunk {
 static CHUNKS: AtomicPtr<Chunk> = AtomicPtr::new(ptr::null_mut());
 static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
 /// Incremented with every fault, before the zeroes that replace the lost memory can be read.
-static LOSSES: AtomicU64 = AtomicU64::new(0);
+static LOSS_COUNT: AtomicU64 = AtomicU64::new(0);
 /// The number of regions that have been lost since the process started.
 static LOST_REGIONS: AtomicU64 = AtomicU64::new(0);
 /// The action for SIGBUS before the handler was installed.
@@ -91,7 +91,7 @@ pub fn lost_regions() -> u64 {
 /// A number that changes whenever an access finds memory gone.
 #[inline]
 pub(crate) fn losses() -> u64 {
-    LOSSES.load(Ordering::Acquire)
+    LOSS_COUNT.load(Ordering::Acquire)
 }
 
 fn free_entries() -> MutexGuard<'static, Vec<&'static Entry>> {
@@ -105,9 +105,9 @@ fn chunks() -> impl Iterator<Item = &'static Chunk> {
 }
 
 /// The entry of a mapping in the table. It must be dropped before the mapping.
-pub(crate) struct Watched(&'static Entry);
+pub(crate) struct WatchedMapping(&'static Entry);
 
-impl Watched {
+impl WatchedMapping {
     /// Enters a mapping of `len` bytes into the table.
     pub(crate) fn new(start: *const u8, len: usize) -> Self {
         let mut free = free_entries();
@@ -132,16 +132,16 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for WatchedMapping {
     fn drop(&mut self) {
         self.0.set(0, 0);
         free_entries().push(self.0);
     }
 }
 
-impl std::fmt::Debug for Watched {
+impl std::fmt::Debug for WatchedMapping {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Watched").field("lost", &self.is_lost()).finish_non_exhaustive()
+        f.debug_struct("WatchedMapping").field("lost", &self.is_lost()).finish_non_exhaustive()
     }
 }
 
@@ -226,22 +226,22 @@ fn replace(addr: usize) -> bool {
     }
     // Before the zeroes, so that a reader of a zero finds that something was lost, and then the
     // mark. By every thread: the first one to set the mark may be held up before it gets here.
-    LOSSES.fetch_add(1, Ordering::AcqRel);
+    LOSS_COUNT.fetch_add(1, Ordering::AcqRel);
     if entry.faults.fetch_add(1, Ordering::Relaxed) >= FAULTS_MAX {
         return false;
     }
-    replace_by_private(start, len) || replace_by_file(start, len)
+    map_private_over(start, len) || map_file_over(start, len)
 }
 
 /// Maps private memory of this process. Fails where the kernel reserves all memory that might be
 /// written (`vm.overcommit_memory` 2) and does not have it.
-fn replace_by_private(start: usize, len: usize) -> bool {
+fn map_private_over(start: usize, len: usize) -> bool {
     map_over(start, len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)
 }
 
 /// Maps a sparse file that belongs to this process alone. The kernel counts only the pages that are
 /// touched.
-fn replace_by_file(start: usize, len: usize) -> bool {
+fn map_file_over(start: usize, len: usize) -> bool {
     let Ok(bytes) = libc::off_t::try_from(len) else { return false };
     // SAFETY: the name is a C string, and the descriptor is closed once, here.
     unsafe {
@@ -314,9 +314,9 @@ mod tests {
 
     const BYTES: usize = 0x4000;
 
-    fn watched() -> (Watched, Mapping) {
+    fn watched() -> (WatchedMapping, Mapping) {
         let mapping = Mapping::private(BYTES).unwrap();
-        (Watched::new(mapping.as_ptr(), mapping.len()), mapping)
+        (WatchedMapping::new(mapping.as_ptr(), mapping.len()), mapping)
     }
 
     /// The first of two threads is held up between its mark and its count.
@@ -347,7 +347,7 @@ mod tests {
         for mapping in [&first, &second] {
             // SAFETY: the test has mapped these bytes, and no other code knows them.
             unsafe { mapping.as_ptr().write_volatile(1) };
-            assert!(replace_by_file(mapping.as_ptr().addr(), mapping.len()));
+            assert!(map_file_over(mapping.as_ptr().addr(), mapping.len()));
         }
         // SAFETY: as above, for the mappings that took their place.
         unsafe {

@@ -3,14 +3,14 @@
 //! Setup checks the rings once; then host pointers access them. The avail idx is read on request,
 //! and when all announced chains are popped. The used idx is written once per batch.
 
-mod back;
+mod put_back;
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
-use crate::inflight::{Inflight, InflightQueue, Recovery, RingNow};
+use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
 use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
 use crate::rings::{AvailIdx, RingParts, Rings, map_part};
@@ -60,13 +60,13 @@ pub struct SplitQueue {
     /// The used idx in the ring.
     published_used: u16,
     /// The configured `next_avail` minus the used idx at the start.
-    avail_ahead: u16,
+    avail_lead: u16,
     /// The first used element that was not yet compared with the driver's wish for a call.
     checked_used: u16,
     /// True if the driver must be called regardless, because its last event is not known.
     call_forced: bool,
     /// The number of chains still to be popped that an earlier process saw and did not answer.
-    again_left: u16,
+    recovered: u16,
     /// The account that marks requests while they are in the device.
     inflight: Option<Box<Inflight>>,
     /// True if a pop prefetches for the next chains.
@@ -98,9 +98,9 @@ impl SplitQueue {
             published_used: next_used,
             checked_used: next_used,
             in_device: 0,
-            avail_ahead: config.next_avail.wrapping_sub(next_used),
+            avail_lead: config.next_avail.wrapping_sub(next_used),
             call_forced: true,
-            again_left: 0,
+            recovered: 0,
             inflight: None,
             prefetch: true,
         };
@@ -118,10 +118,10 @@ impl SplitQueue {
     pub fn with_inflight(
         memory: LocalMemory,
         config: QueueConfig,
-        inflight: &InflightQueue,
+        inflight: &InflightAccount,
     ) -> Result<(Self, Recovery), QueueError> {
         let mut queue = Self::new(memory, config)?;
-        let ring = RingNow {
+        let ring = RingState {
             size: config.size,
             used_idx: queue.next_used,
             avail_idx: queue.rings.load_avail_idx(),
@@ -135,7 +135,7 @@ impl SplitQueue {
         // differ. All accounts of a ring begin at its used idx, regardless of the front-end.
         queue.next_avail = queue.next_used;
         queue.avail_shadow = queue.next_used.wrapping_add(requests);
-        queue.again_left = requests;
+        queue.recovered = requests;
         queue.inflight = Some(Box::new(inflight));
         Ok((queue, recovery))
     }
@@ -154,13 +154,13 @@ impl SplitQueue {
     /// Returns true if chains that an earlier process took are still to be popped. The avail ring
     /// no longer has them: only this queue and the region know about them.
     #[inline]
-    pub fn has_again(&self) -> bool {
-        self.again_left > 0
+    pub fn has_recovered(&self) -> bool {
+        self.recovered > 0
     }
 
     /// Returns true if an earlier process saw this chain, which must be popped and not yet pushed.
-    pub fn is_of_earlier(&self, head: u16) -> bool {
-        self.inflight.as_ref().is_some_and(|inflight| inflight.is_of_earlier(head))
+    pub fn is_recovered(&self, head: u16) -> bool {
+        self.inflight.as_ref().is_some_and(|inflight| inflight.is_recovered(head))
     }
 
     /// Pops the next chain that the driver made available, if there is one.
@@ -170,10 +170,10 @@ impl SplitQueue {
     /// If the ring is bad: the device must stop this queue. No earlier chain is lost.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
-        let again_left = self.again_left;
+        let recovered = self.recovered;
         let walked = self.walk_next();
         if !self.translator.memory().is_intact() {
-            self.again_left = again_left;
+            self.recovered = recovered;
             return self.pop_after_loss();
         }
         let Some((head, fault)) = walked? else { return Ok(None) };
@@ -200,16 +200,16 @@ impl SplitQueue {
     /// Walks the next chain, and leaves its buffers in the translator.
     #[inline]
     fn walk_next(&mut self) -> Result<Option<(u16, Option<ChainFault>)>, QueueError> {
-        if self.next_avail == self.avail_shadow && !self.look_for_more()? {
+        if self.next_avail == self.avail_shadow && !self.read_avail_idx()? {
             return Ok(None);
         }
-        let head = if self.again_left == 0 {
+        let head = if self.recovered == 0 {
             if self.prefetch {
                 self.prefetch_next();
             }
             self.rings.avail_entry(self.next_avail)
         } else {
-            self.head_again()
+            self.recovered_head()
         };
         let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
         Ok(Some((head, fault)))
@@ -236,19 +236,19 @@ impl SplitQueue {
 
     /// Returns the next head that an earlier process saw.
     #[cold]
-    fn head_again(&mut self) -> u16 {
-        let left = self.again_left;
-        self.again_left -= 1;
+    fn recovered_head(&mut self) -> u16 {
+        let left = self.recovered;
+        self.recovered -= 1;
         match &self.inflight {
-            Some(inflight) => inflight.head_again(left),
+            Some(inflight) => inflight.recovered_head(left),
             None => unreachable!("nobody else knows of earlier processes"),
         }
     }
 
     /// The head of the next used element, if chains are answered in the order of the avail ring and
     /// none is of an earlier process.
-    pub fn head_in_order(&self) -> u16 {
-        self.rings.avail_entry(self.next_used.wrapping_add(self.avail_ahead))
+    pub fn in_order_head(&self) -> u16 {
+        self.rings.avail_entry(self.next_used.wrapping_add(self.avail_lead))
     }
 
     /// Writes the used element of a chain that is done. `written_bytes` counts from the start of
@@ -293,7 +293,7 @@ impl SplitQueue {
     /// Returns true if the driver seems to sleep until called for elements since the last
     /// `publish`, or for the next one. A cheap check, which may miss a driver that has just asked.
     #[inline]
-    pub fn is_awaited(&self) -> bool {
+    pub fn driver_sleeps(&self) -> bool {
         if self.config.event_idx {
             let asked = self.rings.load_used_event().wrapping_sub(self.checked_used);
             asked <= self.next_used.wrapping_sub(self.checked_used)
@@ -310,7 +310,7 @@ impl SplitQueue {
     #[inline]
     pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
         if fresh || self.next_avail == self.avail_shadow {
-            self.look_for_more()?;
+            self.read_avail_idx()?;
         }
         Ok(self.avail_shadow.wrapping_sub(self.next_avail))
     }
@@ -419,7 +419,7 @@ impl SplitQueue {
 
     /// Reads avail idx. Returns true if it announces chains that were not popped.
     #[inline]
-    fn look_for_more(&mut self) -> Result<bool, QueueError> {
+    fn read_avail_idx(&mut self) -> Result<bool, QueueError> {
         // Acquire: entries and descriptors from before avail idx are seen after it.
         let avail_idx = self.rings.load_avail_idx();
         let available = avail_idx.wrapping_sub(self.next_avail);
@@ -460,9 +460,9 @@ impl SplitQueue {
     ///
     /// # Panics
     ///
-    /// If [chains of an earlier process](Self::has_again) are still to be popped.
-    pub fn leave_rest(&mut self) {
-        assert!(self.again_left == 0, "the avail ring does not have {} chains", self.again_left);
+    /// If [chains of an earlier process](Self::has_recovered) are still to be popped.
+    pub fn unmark_rest(&mut self) {
+        assert!(self.recovered == 0, "the avail ring does not have {} chains", self.recovered);
         let Self { inflight, rings, next_avail, avail_shadow, .. } = self;
         if let Some(inflight) = inflight {
             let count = avail_shadow.wrapping_sub(*next_avail);

@@ -401,7 +401,7 @@ impl World {
     /// Sleeps until a queue calls; a missing call is an error.
     fn wait(&self) -> Result<()> {
         let rings = &self.frontend.rings;
-        rings.iter().for_each(|ring| ring.want_calls());
+        rings.iter().for_each(|ring| ring.enable_calls());
         if rings.iter().any(|ring| ring.has_used()) {
             return Ok(());
         }

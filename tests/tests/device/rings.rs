@@ -166,7 +166,7 @@ fn each_start_makes_one_call(engine: Engine) -> Result<()> {
         assert_eq!(take_count(&frontend.rings[0].call), 1, "calls of an idle queue");
         for _ in 0..3 {
             let base = frontend.stop_queue(0)?;
-            frontend.rings[0].want_no_calls();
+            frontend.rings[0].disable_calls();
             frontend.start_queue(0, base)?;
             wait_readable(&frontend.rings[0].call, "call at a later start")?;
             frontend.settle(1)?;
@@ -215,7 +215,7 @@ fn a_driver_that_polls_is_not_called(engine: Engine) -> Result<()> {
         let mut frontend = attach(&daemon, without)?;
         frontend.read(0, 1, 512)?;
         for round in 0..20 {
-            frontend.rings[0].want_no_calls();
+            frontend.rings[0].disable_calls();
             frontend.settle(1)?;
             take_count(&frontend.rings[0].call);
             let slots = 1 + round % 8;

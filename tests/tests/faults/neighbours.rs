@@ -97,7 +97,7 @@ fn a_call_of_one_blocks(engine: Engine) -> Result<()> {
     rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes())?;
     for _ in 0..3 {
         let bad = &mut scene.bad;
-        bad.rings[1].want_calls();
+        bad.rings[1].enable_calls();
         let (header, status) = bad.put_header(1, 0, blk::IN, 0)?;
         let chain =
             [Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)];

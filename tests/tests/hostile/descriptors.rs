@@ -187,7 +187,7 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
         frontend.settle(0)?;
         make_block(&call)?;
         for _ in 0..3 {
-            frontend.rings[1].want_calls();
+            frontend.rings[1].enable_calls();
             offer_read(&mut frontend)?;
             frontend.rings[1].watch_used(1)?;
             frontend.rings[1].take_used();

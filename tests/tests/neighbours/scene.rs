@@ -212,7 +212,7 @@ pub(crate) struct Stuck {
 impl Stuck {
     pub(crate) fn attach(socket: &Path) -> Result<Self> {
         let frontend = Frontend::attach(socket, &Setup::default().queue_size(QUEUE_SIZE))?;
-        frontend.rings.iter().for_each(|ring| ring.want_no_calls());
+        frontend.rings.iter().for_each(|ring| ring.disable_calls());
         Ok(Self { frontend, counts: [0; 2], statuses: Vec::new() })
     }
 
@@ -290,7 +290,7 @@ impl Stuck {
             heads.sort_unstable();
             ensure!(heads.iter().copied().eq(0..u32::from(count)), "other heads: {heads:?}");
             take_count(&ring.call);
-            ring.want_no_calls();
+            ring.disable_calls();
         }
         for status in std::mem::take(&mut self.statuses) {
             let status = self.frontend.memory.read(status, 1)?;

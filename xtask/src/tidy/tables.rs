@@ -213,7 +213,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (6, &["memory"]),
             (7, &["chain", "inflight", "rings"]),
             (8, &["split"]),
-            (9, &["driver", "split::back"]),
+            (9, &["driver", "split::put_back"]),
         ],
     },
     Floors {

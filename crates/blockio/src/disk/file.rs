@@ -241,7 +241,7 @@ impl FileDisk {
     ) -> Result<(), Unfinished> {
         let unit = self.memory_align.max(self.request_align);
         while buffers.bytes() > self.op_bytes_max {
-            let piece = buffers.front(self.op_bytes_max, unit);
+            let piece = buffers.prefix(self.op_bytes_max, unit);
             let bytes = piece.bytes();
             if let Err(unfinished) = self.transfer_piece(kind, offset, piece).await {
                 let (error, rest) = unfinished.into_parts();
@@ -363,7 +363,7 @@ impl FileDisk {
         let left = usize::try_from(len).unwrap_or(usize::MAX);
         let window = Window::of(offset, left, most, unit);
         let memory = self.own_memory(window.bytes, None).await?;
-        let mut part = memory.again();
+        let mut part = memory.duplicate();
         self.transfer(OpKind::Read, window.start, memory).await?;
         part.advance(window.lead);
         part.truncate(window.piece);
@@ -391,12 +391,12 @@ impl FileDisk {
                 Err(error) => return Err(Unfinished::new(error, buffers)),
             };
             // The transfer uses up its list, but not the memory: keep a second list of it.
-            let mut view = bounce.again();
+            let mut view = bounce.duplicate();
             view.advance(window.lead);
             let mut result = Ok(());
             if kind != OpKind::Read {
                 if window.is_part() {
-                    result = self.transfer(OpKind::Read, window.start, bounce.again()).await;
+                    result = self.transfer(OpKind::Read, window.start, bounce.duplicate()).await;
                 }
                 view.copy_from_buffers(&buffers, window.piece);
             }

@@ -154,7 +154,7 @@ impl<'a> Requests<'a> {
             if let Err(error) = rested {
                 return Err(Unfinished::new(error, buffers));
             }
-            let mut step = buffers.front(STEP_BYTES, STEP_UNIT);
+            let mut step = buffers.prefix(STEP_BYTES, STEP_UNIT);
             let block = usize::try_from(self.disk.block_mask).unwrap_or(0);
             step.truncate(step.bytes() & !block);
             let bytes = step.bytes();
@@ -263,7 +263,7 @@ impl<'a> Requests<'a> {
         let end = offset + buffers.bytes() as u64;
         let mut tries = Tries::new(&self.disk.shared.troubles);
         loop {
-            match transfer(buffers.again()).await {
+            match transfer(buffers.duplicate()).await {
                 Err(unfinished) if !unfinished.rest().is_empty() && !is_vain() => {
                     self.what_is_tried(&mut tries, direction, end, unfinished).await?;
                 }

@@ -185,7 +185,7 @@ impl Unfinished {
     #[cold]
     #[must_use]
     pub fn new(error: io::Error, mut rest: Buffers) -> Self {
-        rest.let_go();
+        rest.drop_kept();
         Self(Box::new((error, rest)))
     }
 

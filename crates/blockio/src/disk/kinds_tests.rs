@@ -71,7 +71,7 @@ fn filled(data: &[u8], skew: usize) -> Buffers {
 
 fn read(thread: &IoThread, disk: &Disk, offset: u64, bytes: usize) -> Vec<u8> {
     let target = filled(&vec![0xee; bytes], bytes % 3);
-    let view = target.again();
+    let view = target.duplicate();
     thread.block_on(disk.read(offset, target)).unwrap().unwrap();
     view.to_vec()
 }

@@ -161,7 +161,7 @@ impl Reader {
             ));
         };
         let buffers = Buffers::aligned(fits(end - start, "a part of a header"), PAGE);
-        let all = buffers.again();
+        let all = buffers.duplicate();
         let result = self.thread.block_on(self.disk.read(start, buffers));
         let failed = |error: &dyn std::fmt::Display| {
             format!("its header cannot be read from byte {offset} on: {error}")
@@ -376,7 +376,7 @@ impl LuksDisk {
         while !buffers.is_empty() {
             let read = async {
                 let memory = self.own_memory(buffers.bytes() as u64).await?;
-                let piece = memory.again();
+                let piece = memory.duplicate();
                 self.below.read(offset, memory).await?;
                 Ok(piece)
             };

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use iomem::{Buffers, Repeated};
+use iomem::{Buffers, RepeatedBlock};
 
 use super::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
@@ -38,5 +38,5 @@ pub(super) fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<()
 pub(super) fn read_part(len: u64, block: u32) -> io::Result<Buffers> {
     let block = block as usize;
     let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(PART_BYTES);
-    Repeated::zeroes(block, block)?.buffers(bytes.max(block), ())
+    RepeatedBlock::zeroes(block, block)?.buffers(bytes.max(block), ())
 }

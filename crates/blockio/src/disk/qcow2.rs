@@ -550,7 +550,7 @@ mod tests {
             expected[40_960..45_056].fill(9);
             for round in 0..2 {
                 let all = Buffers::aligned(expected.len(), 4096);
-                let read = all.again();
+                let read = all.duplicate();
                 thread.block_on(disk.read(0, all)).unwrap().unwrap();
                 assert!(read.to_vec() == expected, "{cluster}, round {round}");
             }

@@ -235,7 +235,7 @@ impl AttachedOther {
         offset: u64,
         buffers: Buffers,
     ) -> Request<'_, Result<(), Unfinished>> {
-        let Some(logged) = buffers.again_if_logged() else {
+        let Some(logged) = buffers.duplicate_if_logged() else {
             return self.disk.read(offset, buffers);
         };
         Box::pin(async move {
@@ -265,7 +265,7 @@ impl AttachedOther {
         let permit = self.share.take(bytes).await;
         let memory = Buffers::uninitialized(bytes, PAGE, permit)
             .inspect_err(|_| self.io.stats().bounce.failed.add(1))?;
-        let part = memory.again();
+        let part = memory.duplicate();
         self.disk.read(offset, memory).await?;
         Ok(part)
     }

@@ -62,7 +62,7 @@ fn a_file_that_was_cut_fails_beyond_its_end() {
         let read = |offset: u64, bytes: usize| {
             let buffers = Buffers::aligned(bytes, 4096);
             buffers.copy_from(0, &vec![1; bytes]);
-            let view = buffers.again();
+            let view = buffers.duplicate();
             let result = thread.block_on(disk.read(offset, buffers)).unwrap();
             (errno(result.map_err(Into::into)), view.to_vec())
         };

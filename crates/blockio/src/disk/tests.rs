@@ -80,7 +80,7 @@ fn what_is_written_is_read_back() {
         thread.block_on(disk.write(4096, buffers, true)).unwrap().unwrap();
         thread.block_on(disk.flush()).unwrap().unwrap();
         let target = Buffers::aligned(8192, 4096);
-        let view = target.again();
+        let view = target.duplicate();
         thread.block_on(disk.read(4096, target)).unwrap().unwrap();
         assert_eq!(view.to_vec(), data);
         assert_eq!(std::fs::read(file.path()).unwrap()[4096..12288], data);
@@ -100,7 +100,7 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
             thread.block_on(disk.write(0, source, false)).unwrap().unwrap();
             let mut target = Buffers::aligned(bytes_with_skew, 4096);
             target.advance(3);
-            let view = target.again();
+            let view = target.duplicate();
             thread.block_on(disk.read(0, target)).unwrap().unwrap();
             assert!(view.to_vec() == expected, "data differ");
         }
@@ -124,7 +124,7 @@ fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
         let disk = open_unknown(file.path(), true).attach(thread.io());
         let memory = Buffers::aligned((1 << 20) + 1, 4096);
         let read = || {
-            let mut buffers = memory.again();
+            let mut buffers = memory.duplicate();
             buffers.advance(1);
             Box::pin(disk.read(0, buffers))
         };
@@ -257,7 +257,7 @@ fn a_file_cut_while_in_use_fails_behind_its_last_sector() {
         let read = |bytes: usize| {
             let target = Buffers::aligned(bytes, 4096);
             target.copy_from(0, &vec![0xff; bytes]);
-            let view = target.again();
+            let view = target.duplicate();
             thread.block_on(disk.read(0, target)).unwrap().map(|()| view.to_vec())
         };
         let direct = disk.info().direct;
@@ -466,7 +466,7 @@ fn parts_of_blocks_are_written_and_nothing_beside_them_is_lost() {
                             let offset = sector as u64 * 512;
                             disk.write(offset, data, false).await.unwrap();
                             let target = Buffers::aligned(512, 512);
-                            let view = target.again();
+                            let view = target.duplicate();
                             disk.read(offset, target).await.unwrap();
                             assert_eq!(view.to_vec(), pattern(sector + round, 512));
                         }

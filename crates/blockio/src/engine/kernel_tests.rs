@@ -262,7 +262,7 @@ fn a_block_device_without_discards_is_zeroed_by_the_kernel() {
         let before = thread.io().stats().write.ops.get();
         thread.block_on(disk.write_zeroes(4096, 65_536, false)).unwrap().unwrap();
         let target = Buffers::aligned(1 << 20, 4096);
-        let view = target.again();
+        let view = target.duplicate();
         thread.block_on(disk.read(0, target)).unwrap().unwrap();
         let mut expected = vec![0x5a; 1 << 20];
         expected[4096..][..65_536].fill(0);

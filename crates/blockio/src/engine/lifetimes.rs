@@ -50,7 +50,7 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
             drop(thread);
             for offset in [0, 65_536] {
                 let memory = Buffers::aligned(65_536, 4096);
-                let view = memory.again();
+                let view = memory.duplicate();
                 let Poll::Ready(result) = poll_once(disk.read(offset, memory)) else {
                     panic!("{engine}: the read of a thread that has ended is still pending");
                 };
@@ -172,7 +172,7 @@ fn futures_may_be_dropped_at_any_time() {
             }
             drop(read);
             let view = Buffers::aligned(4096, 4096);
-            let data = view.again();
+            let data = view.duplicate();
             thread.block_on(disk.read(offset, view)).unwrap().unwrap();
             assert!(data.to_vec().iter().all(|&byte| byte == 0x77));
         }

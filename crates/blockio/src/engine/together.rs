@@ -42,7 +42,7 @@ async fn use_disk(disk: &Disk, number: u8) {
         disk.write(offset, data, round % 2 == 0).await.unwrap();
         disk.flush().await.unwrap();
         let data = Buffers::aligned(4096, 4096);
-        let view = data.again();
+        let view = data.duplicate();
         disk.read(offset, data).await.unwrap();
         assert!(view.to_vec() == fill, "it is not what was written");
         disk.write_zeroes(offset, 4096, false).await.unwrap();

@@ -63,7 +63,7 @@ impl Queue {
     /// taken: the next start would not find them in the avail ring.
     #[inline]
     pub(crate) fn is_to_stop(&self) -> bool {
-        self.stop.borrow().is_some() && (self.broken.get() || !self.ring.borrow().has_again())
+        self.stop.borrow().is_some() && (self.broken.get() || !self.ring.borrow().has_recovered())
     }
 
     /// The kind of the stop, as far as this queue can follow it.

@@ -4,7 +4,7 @@ use std::io;
 
 use blockio::disk::Requests;
 use blockio::{Disk, Unfinished};
-use iomem::{Buffers, Repeated};
+use iomem::{Buffers, RepeatedBlock};
 
 use super::at_disk::{self, AtDisk};
 use super::cdb::{Cdb, UNMAP};
@@ -213,11 +213,11 @@ pub(super) async fn read_singly(
         return unfinished;
     }
     let (mut error, mut rest) = unfinished.into_parts();
-    let failed = rest.again();
+    let failed = rest.duplicate();
     let end = range.offset + range.bytes;
     let mut step = block * (rest.bytes() / block / SINGLY_MAX).max(1);
     while !rest.is_empty() && task.check().is_ok() {
-        let mut next = rest.again();
+        let mut next = rest.duplicate();
         next.truncate(step);
         let bytes = next.bytes();
         match requests.read(end - rest.bytes() as u64, next).await {
@@ -414,7 +414,7 @@ async fn write_pattern(
     } else {
         let mut bytes = [0; PAGE_BYTES];
         pattern.copy_to(0, &mut bytes[..block]);
-        Some(Repeated::of(&bytes[..block], PAGE_BYTES, PAGE_BYTES).map_err(failed)?)
+        Some(RepeatedBlock::pattern(&bytes[..block], PAGE_BYTES, PAGE_BYTES).map_err(failed)?)
     };
     let step_bytes = if is_large { block as u64 } else { PATTERN_STEP_BYTES };
     while let Some(step) = left.take(step_bytes, block) {
@@ -423,7 +423,7 @@ async fn write_pattern(
         let length = iomem::fits(step.bytes, "bytes of a step");
         let piece = match &copies {
             Some(copies) => copies.buffers(length, ()).map_err(failed)?,
-            None => pattern.again(),
+            None => pattern.duplicate(),
         };
         end_write(local, step, disk.write_piece(step.offset, piece).await)?;
     }

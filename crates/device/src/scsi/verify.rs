@@ -38,7 +38,7 @@ pub(super) async fn write_and_verify(
     if bytes == 0 {
         return Ok(0);
     }
-    let again = out.again();
+    let again = out.duplicate();
     let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
     end_write(local, range, disk.write(range.offset, out, true).await)?;
@@ -69,7 +69,7 @@ pub(super) async fn compare_and_write(
         return Ok(Done::from(0));
     }
     out.truncate(2 * bytes);
-    let mut wanted = out.again();
+    let mut wanted = out.duplicate();
     wanted.advance(bytes);
     out.truncate(bytes);
     let at_disk = AtDisk::new(local, task);
@@ -152,7 +152,7 @@ async fn compare(
 ) -> Result<(), Failure> {
     let disk = requests.disk();
     let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
-    let mut rest = with.again();
+    let mut rest = with.duplicate();
     let mut done = 0;
     while done < range.bytes {
         match at_disk {

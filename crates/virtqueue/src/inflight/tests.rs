@@ -78,7 +78,7 @@ impl World {
         let mut life = Life { queue, tasks: Vec::new() };
         self.take_answers();
         let before = std::mem::take(&mut self.begun);
-        while life.queue.has_again() {
+        while life.queue.has_recovered() {
             let chain = life.queue.pop().unwrap().unwrap();
             self.begin(&mut life, &chain);
         }
@@ -132,7 +132,7 @@ impl World {
     /// Stops the queue with unanswered requests, and starts it again.
     fn stop(&mut self, life: &mut Life) {
         let _ = life.queue.publish();
-        life.queue.leave_rest();
+        life.queue.unmark_rest();
         *life = self.live();
     }
 
@@ -144,7 +144,7 @@ impl World {
             life.queue.push(head, number);
         }
         let _ = life.queue.publish();
-        life.queue.leave_rest();
+        life.queue.unmark_rest();
         assert!(account_of(self).marks().is_empty());
         self.take_answers();
         assert_eq!((self.answered, self.waiting.len()), (self.offered, 0));
@@ -173,7 +173,7 @@ fn run(seed: u64, first: u32) -> bool {
                 world.finish(&mut life);
                 return lives > 0;
             }
-            Err(cause) if !cause.is::<death::Died>() => resume_unwind(cause),
+            Err(cause) if !cause.is::<death::SimulatedDeath>() => resume_unwind(cause),
             Err(_) => {}
         }
         lives += 1;
@@ -209,7 +209,7 @@ fn fresh() -> World {
 }
 
 fn account_of(world: &World) -> Account {
-    Account::of(&world.region.queue(1).unwrap()).unwrap()
+    Account::map(&world.region.queue(1).unwrap()).unwrap()
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn an_account_says_where_to_continue() {
     assert_eq!((queue.next_avail(), queue.available(true).unwrap()), (1, 3));
     for (expected, has_more) in [(1, true), (3, true), (4, false)] {
         assert_eq!(queue.pop().unwrap().unwrap().writable.bytes(), expected);
-        assert_eq!(queue.has_again(), has_more);
+        assert_eq!(queue.has_recovered(), has_more);
     }
     assert_eq!(queue.next_avail(), 4);
     assert!(queue.pop().unwrap().is_none());
@@ -236,7 +236,7 @@ fn an_account_of_another_ring_is_begun_anew() {
         let (queue, recovery) = world.open().unwrap();
         assert!(matches!(recovery, Recovery::Stale { requests: 3 }), "{used_idx}: {recovery:?}");
         assert_eq!(queue.next_avail(), used_idx, "as the front-end says");
-        assert!(!queue.has_again());
+        assert!(!queue.has_recovered());
         drop(queue);
         let (_, recovery) = world.open().unwrap();
         assert_eq!(recovery, Recovery::Known { requests: 0 });

@@ -182,11 +182,11 @@ impl GuestMemory {
     pub fn is_intact(&self) -> bool {
         // Load this first: a later loss changes the number again.
         let losses = losses();
-        losses == self.losses.load(Ordering::Relaxed) || self.look_for_lost(losses)
+        losses == self.losses.load(Ordering::Relaxed) || self.check_regions(losses)
     }
 
     #[cold]
-    fn look_for_lost(&self, losses: u64) -> bool {
+    fn check_regions(&self, losses: u64) -> bool {
         let intact = !self.regions.iter().any(|region| region.is_lost());
         if intact {
             self.losses.store(losses, Ordering::Relaxed);

@@ -198,15 +198,15 @@ impl Translator {
 
     /// Drops the collected buffers, except for the place of the answer, as far as it was collected.
     /// Returns that place.
-    pub(crate) fn keep_answer_place(&mut self) -> AnswerPlace {
+    pub(crate) fn shrink_to_answer_place(&mut self) -> AnswerPlace {
         match self.answer_place {
-            AnswerPlace::LastByte => self.keep_last_byte(),
+            AnswerPlace::LastByte => self.shrink_to_last_byte(),
             AnswerPlace::Front => self.readable.clear(),
         }
         self.answer_place
     }
 
-    fn keep_last_byte(&mut self) {
+    fn shrink_to_last_byte(&mut self) {
         let last = self.writable.iovecs().last().copied();
         self.clear();
         if let Some(last) = last {
@@ -217,7 +217,7 @@ impl Translator {
 
     /// Drops the collected buffers, and adds the last byte of a buffer, which must not be empty, if
     /// that byte is mapped.
-    pub(crate) fn keep_last_byte_of(&mut self, addr: u64, len: u32) {
+    pub(crate) fn replace_with_last_byte(&mut self, addr: u64, len: u32) {
         self.clear();
         if let Some(host) = addr.checked_add(u64::from(len) - 1).and_then(|addr| self.find(addr, 1))
         {

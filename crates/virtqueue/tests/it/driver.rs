@@ -168,7 +168,7 @@ impl<'a> Driver<'a> {
         self.queue.completions().has_next()
     }
 
-    fn wants_kick(&mut self) -> bool {
+    fn needs_kick(&mut self) -> bool {
         // As above.
         fence(Ordering::SeqCst);
         self.queue.avail_notif_needed()
@@ -245,7 +245,7 @@ impl Model<'_> {
             }
             3 => self.driver.queue.set_used_notif_enabled(false),
             _ if self.unkicked => {
-                self.kick |= self.driver.wants_kick();
+                self.kick |= self.driver.needs_kick();
                 self.unkicked = false;
             }
             _ => {
@@ -446,7 +446,7 @@ fn run_threads(event_idx: bool, size: u16) {
             while submitted < batch && driver.next_id < REQUESTS && driver.submit(&shape) {
                 submitted += 1;
             }
-            if submitted > 0 && driver.wants_kick() {
+            if submitted > 0 && driver.needs_kick() {
                 bells.ring(KICK);
             }
             let got = driver.complete();

@@ -98,7 +98,7 @@ proptest! {
                     let event = published.checked_add_signed(distance).expect("far from zero");
                     ring.put_used_event(low(event));
                     let wanted = (published..pushed).contains(&event);
-                    prop_assert_eq!(queue.is_awaited(), wanted || event == pushed);
+                    prop_assert_eq!(queue.driver_sleeps(), wanted || event == pushed);
                     prop_assert_eq!(queue.publish(), wanted, "event {}", event);
                     (published, visible) = (pushed, pushed);
                     prop_assert_eq!(ring.used_idx(), low(published));
@@ -121,12 +121,12 @@ fn a_driver_without_event_idx_is_awaited_unless_its_flag_forbids_calls() {
     let mut ring = new_ring(SIZE, false);
     let mut queue = ring.queue();
     assert!(queue.publish(), "the first is forced");
-    for (flags, is_awaited) in [(0, true), (NO_INTERRUPT, false), (0, true)] {
+    for (flags, driver_sleeps) in [(0, true), (NO_INTERRUPT, false), (0, true)] {
         ring.put_avail_flags(flags);
         ring.chain(0, &BUFFER);
         let head = pop(&mut queue).head;
         queue.push(head, 0);
-        assert_eq!(queue.is_awaited(), is_awaited);
-        assert_eq!(queue.publish(), is_awaited);
+        assert_eq!(queue.driver_sleeps(), driver_sleeps);
+        assert_eq!(queue.publish(), driver_sleeps);
     }
 }

@@ -62,7 +62,7 @@ impl Ring {
     /// If the kernel has no descriptor left.
     pub fn new(memory: &Arc<Memory>, config: QueueConfig) -> Result<Self> {
         let ring = driver::Ring::new(Arc::clone(memory), config);
-        ring.want_calls();
+        ring.enable_calls();
         Ok(Self { ring, kick: new_eventfd()?, call: new_eventfd()?, err: new_eventfd()? })
     }
 
@@ -93,7 +93,7 @@ impl Ring {
             if let Some(used) = self.take_used() {
                 return Ok(used);
             }
-            self.want_calls();
+            self.enable_calls();
             if !self.has_used() {
                 wait_readable(&self.call, "call")?;
                 take_count(&self.call);

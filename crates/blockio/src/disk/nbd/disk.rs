@@ -146,10 +146,10 @@ impl NbdDisk {
             let (result, rest) = self.start_made(made, buffers).wait(self).await;
             return unfinished(result, rest);
         }
-        let (mut left, mut at) = (buffers.again(), offset);
+        let (mut left, mut at) = (buffers.duplicate(), offset);
         let mut started = Vec::new();
         while !left.is_empty() {
-            let mut part = left.again();
+            let mut part = left.duplicate();
             part.truncate(most);
             left.advance(most);
             let bytes = part.bytes();

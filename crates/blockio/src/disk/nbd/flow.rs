@@ -411,7 +411,7 @@ impl Flow {
                 return Ok(());
             }
             Action::Zero { at, len: bytes } => {
-                let mut part = slot.buffers.again();
+                let mut part = slot.buffers.duplicate();
                 part.truncate(len(at + bytes));
                 part.zero_from(len(at));
             }

@@ -105,7 +105,7 @@ impl Running {
 
 fn read(thread: &IoThread, disk: &Disk, offset: u64) -> u8 {
     let memory = filled(0xee, 4096);
-    let view = memory.again();
+    let view = memory.duplicate();
     thread.block_on(disk.read(offset, memory)).unwrap().unwrap();
     view.to_vec()[4095]
 }

@@ -102,7 +102,7 @@ impl Qcow2Disk {
     async fn read_part(&self, offset: u64, rest: &Buffers) -> io::Result<usize> {
         let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
         let bytes: usize = iomem::fits(bytes, "a part of a request");
-        let mut part = rest.again();
+        let mut part = rest.duplicate();
         part.truncate(bytes);
         match place {
             Place::Unknown => {
@@ -160,7 +160,7 @@ impl Qcow2Disk {
                 Ok(0)
             }
             Place::Data { layer, offset, writable: true } => {
-                let mut part = rest.again();
+                let mut part = rest.duplicate();
                 part.truncate(bytes);
                 self.keep_use(&mut part);
                 self.layers[layer].write(offset, part, false).await?;

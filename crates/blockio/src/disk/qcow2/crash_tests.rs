@@ -320,7 +320,7 @@ impl World {
         for at in (0..size).step_by(1 << 16) {
             let bytes = usize::try_from((size - at).min(1 << 16)).unwrap();
             let buffers = Buffers::aligned(bytes, 4096);
-            let read = buffers.again();
+            let read = buffers.duplicate();
             self.thread.block_on(disk.read(at, buffers)).unwrap().unwrap();
             for (index, sector) in read.to_vec().chunks(SECTOR).enumerate() {
                 let sector_number = usize::try_from(at).unwrap() / SECTOR + index;

@@ -75,7 +75,7 @@ fn kinds() -> Vec<Kind> {
 fn content(thread: &IoThread, source: &DiskSource) -> Vec<u8> {
     let disk = source.attach(thread.io());
     let buffers = Buffers::aligned(usize::try_from(source.info().size_bytes).unwrap(), 4096);
-    let all = buffers.again();
+    let all = buffers.duplicate();
     thread.block_on(disk.read(0, buffers)).unwrap().unwrap();
     all.to_vec()
 }

@@ -455,7 +455,7 @@ fn what_lies_below_an_image_has_no_mark() {
     let write = disk.write(512, Buffers::from_vec(vec![7; 512]), false);
     thread.block_on(write).unwrap().unwrap();
     let memory = Buffers::aligned(512, 512);
-    let read = memory.again();
+    let read = memory.duplicate();
     thread.block_on(disk.read(0, memory)).unwrap().unwrap();
     assert_eq!(read.to_vec(), [0xff; 512]);
 }

@@ -137,7 +137,7 @@ mod tests {
         let disk = source.attach(thread.io());
         for part in 0..PARTS {
             let memory = Buffers::aligned(512, 512);
-            let read = memory.again();
+            let read = memory.duplicate();
             thread.block_on(disk.read(part * PART, memory)).unwrap().unwrap();
             let mut data = [0; 8];
             read.copy_to(0, &mut data);

@@ -302,7 +302,7 @@ impl Store {
         rest.fill(0);
         if !there.is_empty() {
             let (disk, buffers) = self.memory(there.len()).await?;
-            let read = buffers.again();
+            let read = buffers.duplicate();
             disk.read(offset, buffers).await?;
             read.copy_to(0, there);
         }

@@ -96,7 +96,7 @@ fn layer(path: &Path, read_only: bool) -> Layer {
 
 fn read(thread: &IoThread, disk: &Disk, bytes: usize) -> Vec<u8> {
     let all = Buffers::aligned(bytes, 4096);
-    let read = all.again();
+    let read = all.duplicate();
     thread.block_on(disk.read(0, all)).unwrap().unwrap();
     read.to_vec()
 }
@@ -190,7 +190,7 @@ fn a_damaged_frame_is_an_error_of_its_reads_alone() {
         let cluster = 65_536;
         for other in 0..16 {
             let data = Buffers::aligned(4096, 4096);
-            let memory = data.again();
+            let memory = data.duplicate();
             let done = thread.block_on(disk.read(other * cluster, data)).unwrap();
             assert_eq!(done.is_err(), other == index, "{other}, bytes {bytes:?} at {at}");
             let start = usize::try_from(other * cluster).unwrap();

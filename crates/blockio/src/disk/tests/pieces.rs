@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-use iomem::Repeated;
+use iomem::RepeatedBlock;
 
 use super::*;
 use crate::Wait;
@@ -16,7 +16,10 @@ const PIECES: u64 = (LARGE / ByteLimits::OP) as u64;
 
 /// A list of many ranges, none of which ends at a bound of pieces.
 fn scattered(bytes: usize) -> Buffers {
-    Repeated::of(&pattern(2, 36 << 10), 36 << 10, 4096).unwrap().buffers(bytes, ()).unwrap()
+    RepeatedBlock::pattern(&pattern(2, 36 << 10), 36 << 10, 4096)
+        .unwrap()
+        .buffers(bytes, ())
+        .unwrap()
 }
 
 #[test]
@@ -27,9 +30,9 @@ fn no_op_is_larger_than_the_bound_and_no_byte_is_lost() {
         let (source, target) = (scattered(bytes), Buffers::aligned(bytes, 4096));
         let data = source.to_vec();
         for fua in [false, true] {
-            thread.block_on(disk.write(4096, source.again(), fua)).unwrap().unwrap();
+            thread.block_on(disk.write(4096, source.duplicate(), fua)).unwrap().unwrap();
         }
-        thread.block_on(disk.read(4096, target.again())).unwrap().unwrap();
+        thread.block_on(disk.read(4096, target.duplicate())).unwrap().unwrap();
         assert!(target.to_vec() == data, "data differ");
         assert!(std::fs::read(file.path()).unwrap()[4096..4096 + bytes] == data, "data differ");
         let stats = thread.io().stats();
@@ -52,7 +55,7 @@ fn a_long_read_that_fails_halfway_has_what_came_before() {
         let disk = DiskSource::file(file.path(), &options(false)).unwrap().attach(thread.io());
         file.as_file().set_len(CUT as u64).unwrap();
         let target = Buffers::aligned(LARGE, 4096);
-        let unfinished = thread.block_on(disk.read(0, target.again())).unwrap().unwrap_err();
+        let unfinished = thread.block_on(disk.read(0, target.duplicate())).unwrap().unwrap_err();
         let (error, rest) = unfinished.into_parts();
         assert_eq!(error.raw_os_error(), Some(libc::EIO), "{engine}");
         assert_eq!(LARGE - rest.bytes(), CUT, "{engine}");

@@ -25,7 +25,7 @@ fn pieces_and_whole_requests_are_the_same_on_the_disk() {
         let disk = source.attach(thread.io());
         thread.block_on(disk.write(1536, filled(bytes), true)).unwrap().unwrap();
         let read = Buffers::aligned(bytes, 512);
-        let view = read.again();
+        let view = read.duplicate();
         thread.block_on(disk.read(1536, read)).unwrap().unwrap();
         assert_eq!(view.to_vec(), filled(bytes).to_vec());
         assert_eq!(thread.io().stats().bounce.bytes.get(), 0, "memory is left over");
@@ -54,7 +54,7 @@ fn positions_begin_and_data_ends_where_the_header_says() {
     let disk = source.attach(thread.io());
     thread.block_on(disk.write(4096, filled(4096), true)).unwrap().unwrap();
     let read = Buffers::aligned(4096, 512);
-    let view = read.again();
+    let view = read.duplicate();
     thread.block_on(disk.read(4096, read)).unwrap().unwrap();
     assert_eq!(view.to_vec(), filled(4096).to_vec());
     let mut expected = filled(4096).to_vec();

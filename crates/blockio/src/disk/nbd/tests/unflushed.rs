@@ -178,7 +178,7 @@ fn a_second_answer_to_a_request_is_not_the_answer_to_the_next_one() {
         assert_eq!(Running::start_one(&thread, &disk, command).end(&thread), None);
         server.change(|state| state.holds = (command, 1));
         let memory = filled(0xee, 4096);
-        let (seen, of_disk) = (memory.again(), Rc::clone(&disk));
+        let (seen, of_disk) = (memory.duplicate(), Rc::clone(&disk));
         let next = Running::start(thread.io(), async move {
             let moved = match command {
                 READ => of_disk.read(4096, memory).await,

@@ -64,7 +64,7 @@ impl Reader<'_> {
         let block = u64::from(self.disk.info().logical_block_bytes);
         let whole: usize = fits(bytes.next_multiple_of(block), "bytes in memory");
         let memory = Buffers::uninitialized(whole, PAGE, ()).map_err(|_| NO_MEMORY)?;
-        let read = memory.again();
+        let read = memory.duplicate();
         self.disk.read(offset, memory).await.map_err(|error| failed("read", error.error()))?;
         let mut data = Vec::new();
         data.try_reserve_exact(whole).map_err(|_| NO_MEMORY)?;
