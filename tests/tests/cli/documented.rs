@@ -109,15 +109,21 @@ fn sorted<T: Ord>(values: impl IntoIterator<Item = T>) -> Vec<T> {
 
 #[test]
 fn the_documented_keys_of_disks_are_those_of_the_program() -> Result<()> {
-    let rows = table("| kind | what it is | keys | short |")?;
-    let kind_of = |row: &[&str]| row[0].trim_matches('`').to_owned();
-    let kinds = sorted(rows.iter().map(|row| kind_of(row)));
+    let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
+    for row in table("| kind | what it is | keys | short |")? {
+        let keys = without_remarks(row[2]);
+        let keys = spans(&keys).map(str::to_owned);
+        match (row[0].trim_matches('`'), rows.last_mut()) {
+            // A row without a kind has further keys of the kind above.
+            ("", Some((_, above))) => above.extend(keys),
+            (kind, _) => rows.push((kind, keys.collect())),
+        }
+    }
+    let kinds = sorted(rows.iter().map(|(kind, _)| (*kind).to_owned()));
     let known = sorted(expected("nothing")?);
     ensure!(kinds == known, "the page has the kinds {kinds:?}, the program {known:?}");
-    for row in &rows {
-        let kind = kind_of(row);
-        let keys = without_remarks(row[2]);
-        let keys = sorted(spans(&keys).map(str::to_owned));
+    for (kind, keys) in rows {
+        let keys = sorted(keys);
         let known = sorted(expected(&format!("{kind},nothing=1"))?);
         ensure!(keys == known, "the page has the keys {keys:?} of {kind}, the program {known:?}");
     }

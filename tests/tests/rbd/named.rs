@@ -61,7 +61,7 @@ pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {
     let rights = ["mon", "profile rbd", "osd", "profile rbd", "-o", &keyring];
     cluster.tool("ceph", &[&["auth", "get-or-create", "client.vm-host"], &rights[..]].concat())?;
     let conf = cluster.conf().display().to_string();
-    let places = [("/etc/ceph/site-b.conf", &conf), ("/etc/ceph/vm-host.keyring", &keyring)];
+    let places = [("/etc/ceph/b.conf", &conf), ("/etc/ceph/vm-host.keyring", &keyring)];
     let mut served = 0;
     for line in part.lines().filter_map(|line| line.strip_prefix("    ")) {
         let here = |line: String, (there, here): (&str, &String)| line.replace(there, here);
