@@ -230,7 +230,7 @@ impl<'a> Run<'a> {
 
     fn stop(&mut self, index: usize) {
         if let Some(handle) = self.queues[index].handle.take() {
-            let next_avail = wait(&self.stage.thread, &handle.begin_stop());
+            let next_avail = wait(&self.stage.thread, &handle.begin_final_stop());
             if let Some(ring) = &mut self.queues[index].ring {
                 ring.next_avail = next_avail;
             }

@@ -437,7 +437,7 @@ impl<'a> Run<'a> {
 
     fn stop(&mut self, index: usize) {
         if let Some(handle) = self.queues[index].handle.take() {
-            let next_avail = wait(&self.stage.thread, &handle.begin_stop());
+            let next_avail = wait(&self.stage.thread, &handle.begin_final_stop());
             self.take_used();
             let queue = &mut self.queues[index];
             queue.ring.next_avail = next_avail;

@@ -22,7 +22,7 @@ const UNDER_VALGRIND: [(&str, &[&str]); 5] = [
     ("iomem", &[]),
     ("blockio", &["op::", "stats::", "poll_window::", "task::", "engine::threads::"]),
     ("virtqueue", &["--test", "it", "queue::", "chains::"]),
-    ("ringhaul-device", &["blk::", "lists::"]),
+    ("ringhaul-device", &["blk::", "buffer_budget::"]),
     ("ringhaul", &["options::", "log_limit::"]),
 ];
 

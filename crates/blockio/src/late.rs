@@ -190,17 +190,17 @@ mod tests {
                     for the disk: 3";
         assert_eq!(bench.look(6), [format!(": {told}")]);
         assert!(bench.look(7).is_empty(), "it was told a second ago");
-        assert_eq!(hung.late_since(), Some(bench.start + SECOND));
-        assert_eq!(well.late_since(), None);
+        assert_eq!(hung.stalled_since(), Some(bench.start + SECOND));
+        assert_eq!(well.stalled_since(), None);
         bench.complete(write, 8);
         assert!(bench.look(8).is_empty(), "the flush is late");
-        assert_eq!(hung.late_since(), Some(bench.start + 2 * SECOND));
+        assert_eq!(hung.stalled_since(), Some(bench.start + 2 * SECOND));
         assert_eq!(bench.stats.late.get(), 2, "each is counted once");
         let lines = bench.look(66).join("\n");
         assert!(lines.contains("a flush has not been answered for 64 s"), "{lines}");
         bench.complete(flush, 67);
         assert_eq!(bench.look(67), [": answers again, after 66 s"]);
-        assert_eq!(hung.late_since(), None);
+        assert_eq!(hung.stalled_since(), None);
         // The late op of this disk has a report of its own.
         assert_eq!(bench.stats.late.get(), 3);
         assert!(bench.late.any());

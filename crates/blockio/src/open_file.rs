@@ -38,7 +38,7 @@ pub struct OpenFile {
     waits: Mutex<SubmitWaits>,
     loss: Loss,
     /// The time since when the oldest late op is in the kernel; `None` if no late op is known.
-    late_since: Mutex<Option<Instant>>,
+    stalled_since: Mutex<Option<Instant>>,
 }
 
 /// Submits of Linux AIO that waited for a file.
@@ -126,7 +126,7 @@ impl OpenFile {
     #[cold]
     pub(crate) fn still_blocks(&self, now: Instant) -> bool {
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        if waits.until.is_some_and(|until| now < until) || self.late_since().is_some() {
+        if waits.until.is_some_and(|until| now < until) || self.stalled_since().is_some() {
             return true;
         }
         self.blocks.store(false, Ordering::Relaxed);
@@ -168,12 +168,12 @@ impl OpenFile {
     }
 
     /// The time since when a late op is in the kernel, if there is one.
-    pub(crate) fn late_since(&self) -> Option<Instant> {
-        *self.late_since.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn stalled_since(&self) -> Option<Instant> {
+        *self.stalled_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn set_late_since(&self, since: Option<Instant>) {
-        *self.late_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
+        *self.stalled_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 
     /// Returns true if completions may be polled for, as far as is known.
@@ -222,7 +222,7 @@ impl From<OwnedFd> for OpenFile {
             blocks: AtomicBool::new(false),
             waits: Mutex::default(),
             loss: Loss::new(true),
-            late_since: Mutex::default(),
+            stalled_since: Mutex::default(),
         }
     }
 }

@@ -35,12 +35,12 @@ const SIGNAL: libc::c_int = libc::SIGURG;
 pub(crate) struct CallTrust {
     events: Arc<dyn Events>,
     /// True once a call hung.
-    lost: AtomicBool,
+    has_hung: AtomicBool,
 }
 
 impl CallTrust {
     pub(crate) fn new(events: Arc<dyn Events>) -> Self {
-        Self { events, lost: AtomicBool::new(false) }
+        Self { events, has_hung: AtomicBool::new(false) }
     }
 }
 
@@ -52,7 +52,7 @@ struct Mark {
     trust: Arc<CallTrust>,
 }
 
-struct Watch {
+struct Registry {
     marks: Vec<Weak<Mark>>,
     /// `None` if no watch runs.
     thread: Option<Thread>,
@@ -60,10 +60,11 @@ struct Watch {
     running: bool,
 }
 
-static WATCH: Mutex<Watch> = Mutex::new(Watch { marks: Vec::new(), thread: None, running: false });
+static REGISTRY: Mutex<Registry> =
+    Mutex::new(Registry { marks: Vec::new(), thread: None, running: false });
 
-fn watch() -> MutexGuard<'static, Watch> {
-    WATCH.lock().unwrap_or_else(PoisonError::into_inner)
+fn registry() -> MutexGuard<'static, Registry> {
+    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 thread_local! {
@@ -91,10 +92,10 @@ impl Caller {
     pub(crate) fn new(trust: Arc<CallTrust>) -> Self {
         let writes = AtomicU32::new(0);
         let mark = Arc::new(Mark { writes, thread: rustix::thread::gettid(), trust });
-        let mut watch = watch();
-        if let Some(thread) = &watch.thread {
+        let mut registry = registry();
+        if let Some(thread) = &registry.thread {
             thread.unpark();
-            watch.marks.push(Arc::downgrade(&mark));
+            registry.marks.push(Arc::downgrade(&mark));
         }
         Self { mark, writes: Cell::new(0) }
     }
@@ -105,7 +106,7 @@ impl Caller {
     /// well: the reader's side chose the descriptor.
     #[inline]
     pub(crate) fn add_one(&self, fd: &OwnedFd) {
-        if self.mark.trust.lost.load(Ordering::Relaxed) && add_without_waiting(fd) {
+        if self.mark.trust.has_hung.load(Ordering::Relaxed) && add_without_waiting(fd) {
             return;
         }
         let writes = self.writes.get();
@@ -144,32 +145,32 @@ pub struct CallWatch {
 
 impl CallWatch {
     /// Starts the watch; queues that start afterwards are watched. Takes over SIGURG. While any
-    /// queue runs, the watch's thread calls `beside` ten times a second with the time, so that the
-    /// process needs no second thread for periodic checks.
+    /// queue runs, the watch's thread calls `periodic` ten times a second with the time, so that
+    /// the process needs no second thread for periodic checks.
     ///
     /// # Errors
     ///
     /// When the kernel refuses a signal handler or a thread.
-    pub fn start(beside: impl FnMut(Instant) + Send + 'static) -> Result<Self, WatchError> {
+    pub fn start(periodic: impl FnMut(Instant) + Send + 'static) -> Result<Self, WatchError> {
         install_handler().map_err(WatchError::Signal)?;
         // Set before the thread checks it.
-        watch().running = true;
+        registry().running = true;
         let thread = std::thread::Builder::new()
             .name("ringhaul-watch".into())
-            .spawn(move || watch_calls(beside))
+            .spawn(move || watch_calls(periodic))
             .map_err(WatchError::Thread)?;
-        watch().thread = Some(thread.thread().clone());
+        registry().thread = Some(thread.thread().clone());
         Ok(Self { thread: Some(thread) })
     }
 }
 
 impl Drop for CallWatch {
     fn drop(&mut self) {
-        let mut watch = watch();
-        watch.marks.clear();
-        watch.running = false;
-        let thread = watch.thread.take();
-        drop(watch);
+        let mut registry = registry();
+        registry.marks.clear();
+        registry.running = false;
+        let thread = registry.thread.take();
+        drop(registry);
         if let (Some(thread), Some(handle)) = (thread, self.thread.take()) {
             thread.unpark();
             let _ = handle.join();
@@ -177,25 +178,25 @@ impl Drop for CallWatch {
     }
 }
 
-fn watch_calls(mut beside: impl FnMut(Instant)) {
+fn watch_calls(mut periodic: impl FnMut(Instant)) {
     loop {
         let marks: Vec<Arc<Mark>> = {
-            let mut watch = watch();
-            if !watch.running {
+            let mut registry = registry();
+            if !registry.running {
                 return;
             }
-            watch.marks.retain(|mark| mark.strong_count() > 0);
-            watch.marks.iter().filter_map(Weak::upgrade).collect()
+            registry.marks.retain(|mark| mark.strong_count() > 0);
+            registry.marks.iter().filter_map(Weak::upgrade).collect()
         };
         if marks.is_empty() {
             std::thread::park();
             continue;
         }
-        beside(Instant::now());
+        periodic(Instant::now());
         let before: Vec<u32> = marks.iter().map(|m| m.writes.load(Ordering::Relaxed)).collect();
         let end = Instant::now() + INTERVAL;
         while let Some(left) = end.checked_duration_since(Instant::now())
-            && watch().running
+            && registry().running
         {
             std::thread::park_timeout(left);
         }
@@ -211,7 +212,7 @@ fn watch_calls(mut beside: impl FnMut(Instant)) {
 /// blocks, the next check interrupts it. If the thread was only preempted, nothing is lost but
 /// trust.
 fn cut_short(mark: &Mark) {
-    if !mark.trust.lost.swap(true, Ordering::Relaxed) {
+    if !mark.trust.has_hung.swap(true, Ordering::Relaxed) {
         mark.trust.events.call_cut_short();
     }
     let process = rustix::process::getpid().as_raw_pid();

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use crate::blk::config::BlkOptions;
 use crate::blk::device::BlkDevice;
 use crate::blk::request::Blk;
-use crate::common::Common;
 use crate::config_space;
+use crate::device_core::DeviceCore;
 use crate::events::Events;
 use crate::queue::{Queue, QueueHandle};
 use crate::queue_setup::{QueueSetup, StartError};
@@ -68,14 +68,14 @@ impl Device {
     /// A virtio-blk device on a disk. `events` receives its failures.
     #[must_use]
     pub fn blk(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
-        Self::blk_sharing(source, options, Arc::default(), events)
+        Self::blk_with_access(source, options, Arc::default(), events)
     }
 
     /// Like [`blk`](Self::blk), on a disk that logical units with the same `access` may share. The
     /// device obeys their persistent reservations and their commands that exclude all other
     /// requests.
     #[must_use]
-    pub fn blk_sharing(
+    pub fn blk_with_access(
         source: DiskSource,
         options: BlkOptions,
         access: Arc<DiskAccess>,
@@ -137,7 +137,7 @@ impl Device {
             let text = format!("the driver negotiated features that are not offered: {unknown:#x}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        let before = self.common().set_features(features);
+        let before = self.core().set_features(features);
         match self {
             Self::Blk(blk) => blk.negotiated(before, features),
             Self::Scsi(scsi) => scsi.negotiated(before, features),
@@ -148,13 +148,13 @@ impl Device {
     /// The features and choices of the driver so far.
     #[must_use]
     pub fn negotiated(&self) -> Negotiated {
-        Negotiated { features: self.common().features(), space: self.config_space() }
+        Negotiated { features: self.core().features(), space: self.config_space() }
     }
 
     /// Restores the state that [`negotiated`](Self::negotiated) returned. Call it while no queue
     /// runs.
     pub fn restore(&self, negotiated: &Negotiated) {
-        self.common().set_features(negotiated.features);
+        self.core().set_features(negotiated.features);
         match self {
             Self::Blk(blk) => blk.restore(&negotiated.space),
             Self::Scsi(scsi) => scsi.restore(&negotiated.space),
@@ -186,7 +186,7 @@ impl Device {
 
     /// Restores the state before any driver. Call it when a driver goes away.
     pub fn reset(&self) {
-        self.common().set_features(0);
+        self.core().set_features(0);
         match self {
             Self::Blk(blk) => blk.reset(),
             Self::Scsi(scsi) => scsi.reset(),
@@ -268,21 +268,21 @@ impl Device {
     /// Counters of queue `index`; `None` if it was never started.
     #[must_use]
     pub fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
-        self.common().queue_stats(index)
+        self.core().queue_stats(index)
     }
 
     /// Counters of all queues together since the device was made.
     #[must_use]
     pub fn totals(&self) -> RequestTotals {
-        self.common().totals()
+        self.core().totals()
     }
 
     /// The moment since which the disk has not answered, if that is some seconds ago.
     #[must_use]
-    pub fn late_since(&self) -> Option<Instant> {
+    pub fn stalled_since(&self) -> Option<Instant> {
         match self {
-            Self::Blk(blk) => blk.late_since(),
-            Self::Scsi(scsi) => scsi.late_since(),
+            Self::Blk(blk) => blk.stalled_since(),
+            Self::Scsi(scsi) => scsi.stalled_since(),
         }
     }
 
@@ -296,7 +296,7 @@ impl Device {
         let Some(role) = self.queue_role(index) else {
             return Err(StartError::NoSuchQueue { index, count: self.num_queues() });
         };
-        let options = self.common().queue_options(index, role != QueueRole::Event);
+        let options = self.core().queue_options(index, role != QueueRole::Event);
         let (queue, handle) = Queue::new(setup, io, options)?;
         match (self, role) {
             (Self::Blk(blk), QueueRole::Request) => {
@@ -325,17 +325,17 @@ impl Device {
         io.spawn(async move {
             let stopped = task.await;
             drop(memory);
-            stopped.tell();
+            stopped.send();
         });
     }
 
     fn register_memory(&self, io: &Rc<Io>, queue: &Queue) -> Option<RegisteredMemory> {
-        let common = self.common();
-        if !common.working.fixed_buffers || !self.has_io_uring(io) {
+        let core = self.core();
+        if !core.options.fixed_buffers || !self.has_io_uring(io) {
             return None;
         }
         let registered = queue.register_memory(io);
-        registered.inspect_err(|error| common.events.memory_not_registered(error)).ok()
+        registered.inspect_err(|error| core.events.memory_not_registered(error)).ok()
     }
 
     /// True if the device's ops on this IoThread go through io_uring.
@@ -347,10 +347,10 @@ impl Device {
         }
     }
 
-    pub(crate) fn common(&self) -> &Common {
+    pub(crate) fn core(&self) -> &DeviceCore {
         match self {
-            Self::Blk(blk) => blk.common(),
-            Self::Scsi(scsi) => scsi.common(),
+            Self::Blk(blk) => blk.core(),
+            Self::Scsi(scsi) => scsi.core(),
         }
     }
 }

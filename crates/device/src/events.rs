@@ -30,7 +30,7 @@ pub trait Events: Send + Sync {
     /// A queue starts at this entry of its ring, for the first time here, and neither marks
     /// requests in an inflight region nor answers them in order. If the previous process was
     /// killed, requests may be lost.
-    fn queue_goes_on(&self, queue: u16, next_avail: u16);
+    fn queue_continued(&self, queue: u16, next_avail: u16);
 
     /// Requests that an earlier process had taken wait until this logical unit is added. Reported
     /// once for each queue and unit.
@@ -45,17 +45,18 @@ pub trait Events: Send + Sync {
     fn call_cut_short(&self);
 }
 
-/// Log text for [`Events::queue_goes_on`].
-pub const LOST_IF_KILLED: &str = "the queue begins in the middle of its ring, without an inflight \
-     region: if the process before was killed, requests that were not answered may be lost, and \
-     the guest waits for them";
+/// Log text for [`Events::queue_continued`].
+pub const QUEUE_CONTINUED_TEXT: &str = "the queue begins in the middle of its ring, without an \
+     inflight region: if the process before was killed, requests that were not answered may be \
+     lost, and the guest waits for them";
 
 /// Log text for [`Events::kick_not_watched`].
-pub const NOT_WATCHED: &str = "the kick of a queue cannot be watched, so the queue is looked at \
-     every few milliseconds until it starts again";
+pub const KICK_NOT_WATCHED_TEXT: &str = "the kick of a queue cannot be watched, so the queue is \
+     looked at every few milliseconds until it starts again";
 
 /// Log text for [`Events::requests_held`], to be followed by the unit.
-pub const HELD: &str = "requests that an earlier process had taken wait for logical unit";
+pub const REQUESTS_HELD_TEXT: &str =
+    "requests that an earlier process had taken wait for logical unit";
 
 /// A fault after which a queue takes no chains.
 #[derive(Debug, thiserror::Error)]
@@ -103,7 +104,7 @@ impl Events for LogEvents {
     }
 
     fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
-        tracing::warn!(device = self.name, queue, "{NOT_WATCHED}: {error}");
+        tracing::warn!(device = self.name, queue, "{KICK_NOT_WATCHED_TEXT}: {error}");
     }
 
     fn queue_recovered(&self, queue: u16, recovery: Recovery) {
@@ -112,12 +113,15 @@ impl Events for LogEvents {
         }
     }
 
-    fn queue_goes_on(&self, queue: u16, next_avail: u16) {
-        tracing::warn!(device = self.name, queue, next_avail, "{LOST_IF_KILLED}");
+    fn queue_continued(&self, queue: u16, next_avail: u16) {
+        tracing::warn!(device = self.name, queue, next_avail, "{QUEUE_CONTINUED_TEXT}");
     }
 
     fn requests_held(&self, unit: UnitAddress) {
-        tracing::warn!(device = self.name, "{HELD} {unit}, which is not there; add it");
+        tracing::warn!(
+            device = self.name,
+            "{REQUESTS_HELD_TEXT} {unit}, which is not there; add it"
+        );
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

@@ -72,10 +72,10 @@ impl Device {
     /// # Errors
     ///
     /// When the state is of another kind of device, has other units, or makes no sense.
-    pub fn go_on(&self, state: DeviceState, files: Vec<Option<File>>) -> io::Result<()> {
+    pub fn resume(&self, state: DeviceState, files: Vec<Option<File>>) -> io::Result<()> {
         let other = || io::Error::new(io::ErrorKind::InvalidData, "it was another device");
         let mut files = files.into_iter();
-        self.common().is_handed_over();
+        self.core().mark_handed_over();
         match (self, state.0) {
             (Self::Blk(blk), Kind::Blk(access)) => {
                 blk.access().take_over(access, files.next().flatten())

@@ -10,24 +10,24 @@
 //! Where other processes may make the call eventfds block, it keeps a [`CallWatch`]. The library
 //! installs no signal handler on its own.
 
+mod batching;
 pub mod blk;
+mod buffer_budget;
 mod call_watch;
-mod common;
 mod config_space;
+mod data_budget;
 mod device;
+mod device_core;
 mod eventfd;
 mod events;
-mod fence;
 mod hand_over;
-mod in_order;
-mod lists;
-mod load;
+mod ordered_completion;
+mod per_thread;
 mod queue;
 mod queue_setup;
+mod queue_status;
 mod queue_task;
-mod queue_watch;
-mod reach;
-mod runs;
+mod request_barrier;
 pub mod scsi;
 mod stats;
 #[cfg(test)]
@@ -35,11 +35,13 @@ mod testing;
 
 pub use blockio::{Answer, Pending};
 pub use call_watch::{CallWatch, WatchError, prepare_calls};
+pub use data_budget::SMALL_REQUEST_BYTES;
 pub use device::{Device, Negotiated, QueueRole};
-pub use events::{Events, HELD, LOST_IF_KILLED, LogEvents, NOT_WATCHED, QueueFault};
+pub use events::{
+    Events, KICK_NOT_WATCHED_TEXT, LogEvents, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT,
+};
 pub use hand_over::DeviceState;
-pub use load::SMALL_REQUEST_BYTES;
 pub use queue::QueueHandle;
 pub use queue_setup::{QueueSetup, Ring, StartError, StopKind};
-pub use queue_watch::QueueWatch;
+pub use queue_status::QueueView;
 pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};

@@ -17,55 +17,56 @@ use blockio::{Armed, Io, RegisteredMemory, Remote, Source, clock};
 use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 
+use crate::batching::{Batching, QueueState, Run};
+use crate::buffer_budget::ListBudget;
 use crate::call_watch::Caller;
+use crate::data_budget::QueueDataBudget;
 use crate::events::{Events, QueueFault};
-use crate::fence::Fence;
-use crate::in_order::InOrder;
-use crate::lists::Lists;
-use crate::load::QueueLoad;
+use crate::ordered_completion::OrderedCompletion;
 use crate::queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
-use crate::queue_watch::{QueueWatch, Shown, Unheard};
-use crate::runs::{Run, Runs, View};
+use crate::queue_status::{PendingCommand, QueueStatus, QueueView};
+use crate::request_barrier::RequestBarrier;
 use crate::stats::{QueueStats, RequestKind};
 
 thread_local! {
     /// The queues of this thread, for commands from other threads.
-    static QUEUES: RefCell<Vec<(*const Shown, Weak<Queue>)>> = const { RefCell::new(Vec::new()) };
+    static QUEUES: RefCell<Vec<(*const QueueStatus, Weak<Queue>)>> =
+        const { RefCell::new(Vec::new()) };
 }
 
-/// The queue of this thread with this `shown`, unless it is gone.
-fn find(shown: &Arc<Shown>) -> Option<Rc<Queue>> {
-    let this = Arc::as_ptr(shown);
-    QUEUES.with_borrow(|queues| queues.iter().find(|(shown, _)| *shown == this)?.1.upgrade())
+/// The queue of this thread with this `status`, unless it is gone.
+fn find(status: &Arc<QueueStatus>) -> Option<Rc<Queue>> {
+    let this = Arc::as_ptr(status);
+    QUEUES.with_borrow(|queues| queues.iter().find(|(status, _)| *status == this)?.1.upgrade())
 }
 
 /// A running queue, for the thread that controls it. Dropping the handle does not stop the queue.
 pub struct QueueHandle {
     thread: Remote,
-    shown: Arc<Shown>,
+    status: Arc<QueueStatus>,
 }
 
 impl QueueHandle {
     /// Replaces the call eventfd.
     pub fn set_call(&self, call: Option<OwnedFd>) {
-        self.tell(|queue| queue.set_call(call));
+        self.post(|queue| queue.set_call(call));
     }
 
     /// Replaces the eventfd for ring errors.
     pub fn set_err(&self, err: Option<OwnedFd>) {
-        self.tell(|queue| queue.set_err(err));
+        self.post(|queue| queue.set_err(err));
     }
 
     /// Posts `command` to the IoThread, behind earlier commands, and wakes the queue's task. A
     /// command for a queue that is gone is dropped.
-    fn tell(&self, command: impl FnOnce(&Queue) + Send + 'static) {
-        self.shown.unheard.fetch_add(1, Ordering::Relaxed);
-        let unheard = Unheard(Arc::clone(&self.shown));
+    fn post(&self, command: impl FnOnce(&Queue) + Send + 'static) {
+        self.status.pending_commands.fetch_add(1, Ordering::Relaxed);
+        let pending = PendingCommand(Arc::clone(&self.status));
         // An IoThread that has ended drops the call.
         self.thread.post(move |_| {
-            let shown = Arc::clone(&unheard.0);
-            drop(unheard);
-            if let Some(queue) = find(&shown) {
+            let status = Arc::clone(&pending.0);
+            drop(pending);
+            if let Some(queue) = find(&status) {
                 command(&queue);
                 queue.wake();
             }
@@ -75,20 +76,20 @@ impl QueueHandle {
     /// The next avail entry to pop, as of the queue's last run.
     #[must_use]
     pub fn next_avail(&self) -> u16 {
-        self.shown.next_avail.load(Ordering::Relaxed)
+        self.status.next_avail.load(Ordering::Relaxed)
     }
 
     /// True if the queue leaves chains in the ring until there is room for their lists of buffers,
     /// or for the bytes that they move.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        self.shown.is_full.load(Ordering::Relaxed)
+        self.status.is_full.load(Ordering::Relaxed)
     }
 
     /// A view of the queue for other threads, which works while the queue stops, too.
     #[must_use]
-    pub fn watch(&self) -> QueueWatch {
-        QueueWatch { shown: Arc::clone(&self.shown) }
+    pub fn view(&self) -> QueueView {
+        QueueView { status: Arc::clone(&self.status) }
     }
 }
 
@@ -96,13 +97,13 @@ impl QueueHandle {
 pub(crate) struct Queue {
     ring: RefCell<SplitQueue>,
     memory: LocalMemory,
-    lists: Lists,
-    load: QueueLoad,
+    list_budget: ListBudget,
+    data_budget: QueueDataBudget,
     kick: Cell<Option<OwnedFd>>,
     call: RefCell<Option<OwnedFd>>,
     err: RefCell<Option<OwnedFd>>,
     caller: Caller,
-    shown: Arc<Shown>,
+    status: Arc<QueueStatus>,
     /// Waker of the queue's task, for commands.
     waker: RefCell<Option<Waker>>,
     /// The request to stop, if there is one.
@@ -116,18 +117,18 @@ pub(crate) struct Queue {
     broken: Cell<bool>,
     /// Nothing is popped: the ring is bad, or there is no room for another chain.
     halted: Cell<bool>,
-    /// A push takes the slow path: a fence counts answers, answers are in order, or each has its
+    /// A push takes the slow path: a barrier counts answers, answers are in order, or each has its
     /// own notify.
-    answers_slowly: Cell<bool>,
-    in_order: InOrder,
+    push_has_hooks: Cell<bool>,
+    in_order: OrderedCompletion,
     /// Requests must check if they may use the disk.
-    pub(crate) fenced: Cell<bool>,
-    pub(crate) fence: Fence,
+    pub(crate) checks_access: Cell<bool>,
+    pub(crate) barrier: RequestBarrier,
     /// No further chains are taken, so available chains do not count as work.
     stopping: Cell<bool>,
     /// False: each pushed element has its own notify.
     notify_batch: bool,
-    runs: RefCell<Runs>,
+    batching: RefCell<Batching>,
     index: u16,
     events: Arc<dyn Events>,
     requests: Arc<QueueStats>,
@@ -145,18 +146,18 @@ impl Queue {
         let mut ring = setup.open_ring(memory.clone(), &options)?;
         ring.set_prefetch(options.prefetch);
         ring.set_answer_place(options.answer_place);
-        let shown = Arc::new(Shown::default());
-        shown.next_avail.store(ring.next_avail(), Ordering::Relaxed);
+        let status = Arc::new(QueueStatus::default());
+        status.next_avail.store(ring.next_avail(), Ordering::Relaxed);
         let queue = Rc::new(Self {
             ring: RefCell::new(ring),
             memory,
-            lists: Lists::new(options.long_lists_bytes, Arc::clone(io.stats())),
-            load: QueueLoad::new(options.load, Arc::clone(&shown)),
+            list_budget: ListBudget::new(options.long_lists_bytes, Arc::clone(io.stats())),
+            data_budget: QueueDataBudget::new(options.data_budget, Arc::clone(&status)),
             kick: Cell::new(setup.kick),
             call: RefCell::new(setup.call),
             err: RefCell::new(setup.err),
             caller: Caller::new(options.trust),
-            shown: Arc::clone(&shown),
+            status: Arc::clone(&status),
             waker: RefCell::default(),
             stop: RefCell::default(),
             is_marked: setup.inflight.is_some(),
@@ -165,20 +166,20 @@ impl Queue {
             broken: Cell::new(false),
             halted: Cell::new(false),
             // The first push decides.
-            answers_slowly: Cell::new(true),
-            in_order: InOrder::new(options.in_order && setup.inflight.is_none()),
-            fenced: Cell::new(false),
-            fence: Fence::default(),
+            push_has_hooks: Cell::new(true),
+            in_order: OrderedCompletion::new(options.in_order && setup.inflight.is_none()),
+            checks_access: Cell::new(false),
+            barrier: RequestBarrier::default(),
             stopping: Cell::new(false),
             notify_batch: options.notify_batch,
-            runs: RefCell::new(Runs::new(options.run_max)),
+            batching: RefCell::new(Batching::new(options.run_max)),
             index: options.index,
             events: options.events,
             requests: options.stats,
             stats: Arc::clone(io.stats()),
         });
-        QUEUES.with_borrow_mut(|queues| queues.push((Arc::as_ptr(&shown), Rc::downgrade(&queue))));
-        Ok((queue, QueueHandle { thread: io.remote(), shown }))
+        QUEUES.with_borrow_mut(|queues| queues.push((Arc::as_ptr(&status), Rc::downgrade(&queue))));
+        Ok((queue, QueueHandle { thread: io.remote(), status }))
     }
 
     /// Takes the kick eventfd for the reactor; `None` after the first time.
@@ -209,16 +210,16 @@ impl Queue {
         *self.err.borrow_mut() = err;
         // The eventfd may have been on its way when the ring turned out to be bad.
         if self.broken.get() {
-            self.tell_broken();
+            self.signal_err();
         }
     }
 
     /// Shows other threads the number of unanswered requests and the place in the ring. Called once
     /// in a run, even if it served nothing.
     #[inline]
-    pub(crate) fn show(&self, requests: usize) {
-        self.shown.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
-        self.shown.next_avail.store(self.next_avail(), Ordering::Relaxed);
+    pub(crate) fn publish_status(&self, requests: usize) {
+        self.status.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
+        self.status.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
     /// Halts while there is no room, and returns true if it does. The queue's task checks again
@@ -228,8 +229,9 @@ impl Queue {
         // A queue stops only after it has taken the chains of an earlier process. Until then its
         // waiting requests do not know of the stop, so they may never make room.
         let has_recovered = self.stop.borrow().is_some() && self.ring.borrow().has_recovered();
-        let has_room = (self.lists.has_room() && self.load.has_room()) || has_recovered;
-        self.shown.is_full.store(!has_room, Ordering::Relaxed);
+        let has_room =
+            (self.list_budget.has_room() && self.data_budget.has_room()) || has_recovered;
+        self.status.is_full.store(!has_room, Ordering::Relaxed);
         self.halted.set(self.broken.get() || !has_room);
         self.halted.get()
     }
@@ -248,14 +250,14 @@ impl Queue {
 
     /// True if an earlier process has seen the chain with this head and not answered it: that
     /// process may have carried out the request.
-    pub(crate) fn is_done_again(&self, head: u16) -> bool {
+    pub(crate) fn is_recovered(&self, head: u16) -> bool {
         self.ring.borrow().is_recovered(head)
     }
 
     /// Ends the service after all requests are done. Chains that were seen and not popped are left
     /// for the next start of the queue.
-    pub(crate) fn end(&self) {
-        self.in_order.end(&mut self.ring.borrow_mut());
+    pub(crate) fn finish(&self) {
+        self.in_order.flush(&mut self.ring.borrow_mut());
         self.notify();
         if !self.broken.get() {
             self.ring.borrow_mut().unmark_rest();
@@ -266,18 +268,18 @@ impl Queue {
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
         self.to_notify.set(true);
-        if self.answers_slowly.get() {
-            return self.push_slowly(head, written_bytes);
+        if self.push_has_hooks.get() {
+            return self.push_with_hooks(head, written_bytes);
         }
         self.ring.borrow_mut().push(head, written_bytes);
     }
 
     #[cold]
-    fn push_slowly(&self, head: u16, written_bytes: u32) {
+    fn push_with_hooks(&self, head: u16, written_bytes: u32) {
         self.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
-        let is_awaited = self.fence.answered(head, self.not_done());
+        let has_tokens = self.barrier.answered(head, self.not_done());
         let is_usual = self.notify_batch && !self.in_order.is_on();
-        self.answers_slowly.set(is_awaited || !is_usual);
+        self.push_has_hooks.set(has_tokens || !is_usual);
         if !self.notify_batch {
             self.notify();
         }
@@ -285,10 +287,10 @@ impl Queue {
 
     /// Makes requests check their access from now on, and keeps `token` until the requests that
     /// have begun are answered.
-    pub(crate) fn raise_fence(&self, token: Box<dyn Any>) {
-        self.fenced.set(true);
-        self.fence.keep(token, self.not_done());
-        self.answers_slowly.set(true);
+    pub(crate) fn raise_barrier(&self, token: Box<dyn Any>) {
+        self.checks_access.set(true);
+        self.barrier.add_token(token, self.not_done());
+        self.push_has_hooks.set(true);
     }
 
     /// Plans the next run.
@@ -296,17 +298,18 @@ impl Queue {
     pub(crate) fn begin_run(&self) -> Run {
         let is_halted = self.is_halted();
         let ring = &mut *self.ring.borrow_mut();
-        let runs = &mut *self.runs.borrow_mut();
+        let batching = &mut *self.batching.borrow_mut();
         // The first chain after a call must be seen as soon as it comes.
-        let fresh = runs.awaits_driver();
+        let fresh = batching.awaits_driver();
         // A bad ring counts as one chain: the pop finds the fault.
         let available = if is_halted { 0 } else { ring.available(fresh).unwrap_or(1) };
         if available > 0 {
             // Completions alone do not end a pause of the driver.
-            runs.wakes(clock::now);
+            batching.note_work(clock::now);
         }
-        let view = View { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
-        runs.begin(view, || ring.driver_sleeps())
+        let state =
+            QueueState { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
+        batching.begin(state, || ring.driver_sleeps())
     }
 
     /// Chains that were popped and not pushed.
@@ -324,7 +327,7 @@ impl Queue {
     /// Publishes answers of the requests that have just run if the next submit may take long.
     #[inline]
     pub(crate) fn publish_before_run(&self) {
-        if self.runs.borrow().are_at_once() {
+        if self.batching.borrow().completes_inline() {
             self.publish_early();
         }
     }
@@ -334,31 +337,33 @@ impl Queue {
     #[inline]
     pub(crate) fn publish_early(&self) {
         let ring = &mut *self.ring.borrow_mut();
-        let runs = &mut *self.runs.borrow_mut();
+        let batching = &mut *self.batching.borrow_mut();
         let count = ring.publish_quietly();
         if count == 0 {
             return;
         }
-        runs.answered(count);
+        batching.answered(count);
         // A driver that was called is on its way. Without event idx it seems to sleep until it
         // arrives.
-        let sleeps = !runs.awaits_driver() && ring.driver_sleeps();
-        if !runs.adapt() || (sleeps && runs.is_call_due(ring.available_now() + ring.in_device())) {
-            self.call_if_wanted(ring, runs);
+        let sleeps = !batching.awaits_driver() && ring.driver_sleeps();
+        if !batching.adapt()
+            || (sleeps && batching.is_call_due(ring.available_now() + ring.in_device()))
+        {
+            self.call_if_wanted(ring, batching);
         }
     }
 
     /// Publishes remaining answers, and calls the driver if it wants a call.
-    fn call_if_wanted(&self, ring: &mut SplitQueue, runs: &mut Runs) {
-        runs.answered(ring.publish_quietly());
+    fn call_if_wanted(&self, ring: &mut SplitQueue, batching: &mut Batching) {
+        batching.answered(ring.publish_quietly());
         if ring.publish()
             && let Some(call) = &*self.call.borrow()
         {
             let before = ring.available_now();
-            runs.calls(before + ring.in_device(), ring.next_avail().wrapping_add(before));
+            batching.call_begins(before + ring.in_device(), ring.next_avail().wrapping_add(before));
             self.stats.syscalls.eventfd_write.add(1);
             self.caller.add_one(call);
-            runs.called(ring.next_avail().wrapping_add(ring.available_now()));
+            batching.call_ends(ring.next_avail().wrapping_add(ring.available_now()));
         }
     }
 
@@ -367,7 +372,7 @@ impl Queue {
         self.broken.get()
     }
 
-    pub(crate) fn takes_chains(&self) -> bool {
+    pub(crate) fn accepts_chains(&self) -> bool {
         !self.broken.get() && !self.stopping.get()
     }
 
@@ -407,8 +412,8 @@ impl Queue {
         self.events.queue_stopped(self.index, fault);
         self.broken.set(true);
         self.halted.set(true);
-        self.load.leave_line();
-        self.tell_broken();
+        self.data_budget.cancel_wait();
+        self.signal_err();
     }
 
     /// Reports that the driver's kicks are not received.
@@ -416,7 +421,7 @@ impl Queue {
         self.events.kick_not_watched(self.index, error);
     }
 
-    fn tell_broken(&self) {
+    fn signal_err(&self) {
         if let Some(err) = &*self.err.borrow() {
             self.caller.add_one(err);
         }
@@ -440,16 +445,16 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        let this = Arc::as_ptr(&self.shown);
+        let this = Arc::as_ptr(&self.status);
         // A thread that ends has already dropped the list.
-        let _ = QUEUES.try_with(|queues| queues.borrow_mut().retain(|(shown, _)| *shown != this));
+        let _ = QUEUES.try_with(|queues| queues.borrow_mut().retain(|(status, _)| *status != this));
     }
 }
 
 impl Source for Queue {
     fn notify(&self) {
         self.to_notify.set(false);
-        self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.runs.borrow_mut());
+        self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.batching.borrow_mut());
     }
 
     fn arm(&self, now: Instant) -> Armed {
@@ -458,7 +463,7 @@ impl Source for Queue {
         } else if self.ring.borrow_mut().enable_kicks() {
             Armed::HasWork
         } else {
-            self.runs.borrow_mut().sleeps(now);
+            self.batching.borrow_mut().note_sleep(now);
             Armed::Yes
         }
     }

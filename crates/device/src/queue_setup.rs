@@ -11,8 +11,8 @@ use virtqueue::{
 };
 
 use crate::call_watch::CallTrust;
+use crate::data_budget::DataBudget;
 use crate::events::Events;
-use crate::load::Load;
 use crate::stats::QueueStats;
 
 /// Memory, ring and eventfds of a queue that starts.
@@ -43,7 +43,7 @@ pub(crate) struct QueueOptions {
     pub(crate) in_order: bool,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) long_lists_bytes: u64,
-    pub(crate) load: Arc<Load>,
+    pub(crate) data_budget: Arc<DataBudget>,
     pub(crate) answer_place: AnswerPlace,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) trust: Arc<CallTrust>,
@@ -64,7 +64,7 @@ impl QueueSetup {
         let Some(inflight) = &self.inflight else {
             let ring = SplitQueue::new(memory, config)?;
             if options.is_new && !options.in_order && self.ring.next_avail != 0 {
-                options.events.queue_goes_on(options.index, self.ring.next_avail);
+                options.events.queue_continued(options.index, self.ring.next_avail);
             }
             return Ok(ring);
         };
@@ -112,20 +112,20 @@ pub enum StopKind {
     Pause,
     /// Waiting requests stay in the inflight region for the next start of the queue, here or in
     /// another process. Without a region, or if the ring is bad, this is [`Final`](Self::Final).
-    Leave,
-    /// The device ends, or its driver has gone. Like [`Leave`](Self::Leave), where that is
-    /// possible. Otherwise like [`Final`](Self::Final), and a transfer with more than 64 MiB left
-    /// ends with an error.
-    End,
+    KeepInflight,
+    /// The device ends, or its driver has gone. Like [`KeepInflight`](Self::KeepInflight), where
+    /// that is possible. Otherwise like [`Final`](Self::Final), and a transfer with more than 64
+    /// MiB left ends with an error.
+    DriverGone,
 }
 
 impl StopKind {
     /// The way in which requests wait during the stop.
     pub(crate) fn waits(self) -> Waits {
         match self {
-            Self::Final | Self::End => Waits::Never,
+            Self::Final | Self::DriverGone => Waits::Never,
             Self::Pause => Waits::ForTries,
-            Self::Leave => Waits::UntilLater,
+            Self::KeepInflight => Waits::UntilLater,
         }
     }
 }

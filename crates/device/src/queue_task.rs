@@ -15,7 +15,7 @@ use crate::queue_setup::StopKind;
 
 /// Intervals between checks of a queue without a kick: after work, and after a long time without
 /// work.
-const LOOK_INTERVALS: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(4)];
+const CHECK_INTERVALS: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(4)];
 
 /// The device-specific part of serving a queue.
 pub(crate) trait Handler: 'static {
@@ -23,38 +23,38 @@ pub(crate) trait Handler: 'static {
     fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) -> impl Future<Output = ()> + 'static;
 
     /// The ring is bad: no chains come until the queue is started again.
-    fn broken(&self) {}
+    fn ring_broken(&self) {}
 
     /// The queue stops: no further chains come, and kept chains must be pushed. Requests wait no
     /// longer than this kind of stop allows.
     fn stop(&self, _: &Queue, _: StopKind) {}
 
     /// The number of requests that wait and hold nothing: their futures may be dropped.
-    fn resting(&self, _: &Queue) -> usize {
+    fn waiting_count(&self, _: &Queue) -> usize {
         0
     }
 
     /// The stop was cancelled: chains come again.
-    fn go_on(&self) {}
+    fn resume(&self) {}
 }
 
 /// Serves `queue` until a stop is requested. The caller sends the answer to that request after it
 /// has dropped everything of the queue, because the memory may be gone right after the answer.
-pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<H>) -> Stopped {
+pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<H>) -> StopAnswer {
     poll_fn(|cx| {
         queue.set_waker(cx.waker());
         Poll::Ready(())
     })
     .await;
     let (source, is_kicked) = register(&io, &queue);
-    let mut looks = (!is_kicked).then(|| Looks::new(clock::now()));
+    let mut check_timer = (!is_kicked).then(|| CheckTimer::new(clock::now()));
     let mut requests = TaskSet::new(Rc::clone(&io));
     loop {
         let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
         let run = |cx: &mut Context<'_>| Poll::Ready(run(&queue, serve, &mut requests, cx));
         let (popped, more) = poll_fn(run).await;
         if queue.is_broken() {
-            handler.broken();
+            handler.ring_broken();
         }
         if queue.is_to_stop() {
             queue.set_stopping(true);
@@ -62,10 +62,10 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
                 break;
             }
             queue.set_stopping(false);
-            handler.go_on();
+            handler.resume();
             continue;
         }
-        queue.show(requests.len());
+        queue.publish_status(requests.len());
         let answered = queue.has_to_notify();
         if answered {
             io.notify_at_end(source.id);
@@ -74,16 +74,16 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             // Chains may remain: take them after this run's submit and harvest.
             io.wake_me();
         }
-        if let Some(looks) = &mut looks
-            && queue.takes_chains()
-            && let Some(due) = looks.next(clock::now(), popped > 0 || answered)
+        if let Some(check_timer) = &mut check_timer
+            && queue.accepts_chains()
+            && let Some(due) = check_timer.next(clock::now(), popped > 0 || answered)
         {
             io.wake_me_at(due);
         }
         io.suspend().await;
     }
     drop((source, requests));
-    Stopped::of(&queue)
+    StopAnswer::new(&queue)
 }
 
 /// Registers the queue as a source of the loop. Returns false if the loop receives no kicks:
@@ -124,7 +124,7 @@ fn run<F: Future<Output = ()>>(
         }
         match queue.pop() {
             Ok(Some(mut chain)) => {
-                if !queue.takes(&mut chain) {
+                if !queue.admit(&mut chain) {
                     break false;
                 }
                 popped += 1;
@@ -146,19 +146,19 @@ fn run<F: Future<Output = ()>>(
 
 /// The next check of a queue without a kick: soon while it has work, at growing intervals while it
 /// has none.
-struct Looks {
+struct CheckTimer {
     interval: Duration,
     due: Instant,
 }
 
-impl Looks {
+impl CheckTimer {
     fn new(now: Instant) -> Self {
-        Self { interval: LOOK_INTERVALS[0], due: now }
+        Self { interval: CHECK_INTERVALS[0], due: now }
     }
 
     /// The time of the next check, or `None` if the check that is already due suffices.
     fn next(&mut self, now: Instant, worked: bool) -> Option<Instant> {
-        let [shortest, longest] = LOOK_INTERVALS;
+        let [shortest, longest] = CHECK_INTERVALS;
         if worked {
             self.interval = shortest;
         } else if self.due <= now {
@@ -192,14 +192,14 @@ async fn finish<F: Future<Output = ()>>(
         }
         poll_fn(|cx| {
             requests.run_woken(cx);
-            queue.show(requests.len());
+            queue.publish_status(requests.len());
             Poll::Ready(())
         })
         .await;
         if !queue.is_to_stop() {
             return false;
         }
-        let left = if kind == StopKind::Leave { handler.resting(queue) } else { 0 };
+        let left = if kind == StopKind::KeepInflight { handler.waiting_count(queue) } else { 0 };
         if requests.len() == left {
             break left;
         }
@@ -210,7 +210,7 @@ async fn finish<F: Future<Output = ()>>(
     };
     let not_done = usize::from(queue.not_done());
     assert!(not_done == left, "invariant 3: a queue stops without an answer to what it popped");
-    queue.end();
+    queue.finish();
     true
 }
 
@@ -227,18 +227,18 @@ impl Drop for Registration {
 }
 
 /// The answer to a stop request, not yet sent.
-pub(crate) struct Stopped {
+pub(crate) struct StopAnswer {
     answer: Answer<u16>,
     next_avail: u16,
 }
 
-impl Stopped {
-    fn of(queue: &Queue) -> Self {
+impl StopAnswer {
+    fn new(queue: &Queue) -> Self {
         let answer = queue.take_stop().expect("a queue stops because somebody waits for that");
         Self { answer, next_avail: queue.next_avail() }
     }
 
-    pub(crate) fn tell(self) {
+    pub(crate) fn send(self) {
         self.answer.send(self.next_avail);
     }
 }
@@ -254,7 +254,7 @@ mod tests {
     use virtqueue::{LocalMemory, SplitQueue};
 
     use super::*;
-    use crate::load::Load;
+    use crate::data_budget::DataBudget;
     use crate::queue::QueueHandle;
     use crate::testing::{DATA, RING, Scene, count_of, new_eventfd};
 
@@ -272,7 +272,7 @@ mod tests {
         }
         let [told] = &scene.events.take()[..] else { panic!("it is not told once") };
         assert!(told.contains("queue 3") && told.contains("cannot be watched"), "{told}");
-        assert_eq!(scene.wait(&handle.begin_stop()), 3);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 3);
     }
 
     /// Answers chains once it is open.
@@ -319,7 +319,7 @@ mod tests {
             self.1.borrow_mut().push(kind);
         }
 
-        fn resting(&self, queue: &Queue) -> usize {
+        fn waiting_count(&self, queue: &Queue) -> usize {
             // The last one is at the disk.
             usize::from(queue.not_done()).saturating_sub(1)
         }
@@ -354,9 +354,9 @@ mod tests {
         let heads: Vec<u32> = (0..40).map(|_| scene.offer(&buffer()).into()).collect();
         scene.turn(50);
         assert_eq!(handle.next_avail(), 40, "all are taken");
-        assert_eq!(handle.watch().requests(), 0, "none of them is a request");
+        assert_eq!(handle.view().requests(), 0, "none of them is a request");
         assert_eq!(scene.driver.take_used(), None);
-        assert_eq!(scene.wait(&handle.begin_stop()), 40);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 40);
         for head in heads {
             assert_eq!(scene.driver.take_used(), Some(Used { head, bytes: 0 }));
         }
@@ -375,11 +375,11 @@ mod tests {
         }
         scene.turn(10);
         assert_eq!(gate.popped.get(), 20);
-        let watch = handle.watch();
+        let watch = handle.view();
         assert_eq!(watch.requests(), 20);
-        let stopped = handle.begin_stop();
+        let stopped = handle.begin_final_stop();
         scene.turn(10);
-        assert!(stopped.check() == Poll::Pending && watch.has_heard());
+        assert!(stopped.check() == Poll::Pending && watch.has_taken_commands());
         scene.offer(&buffer());
         scene.turn(10);
         assert_eq!(gate.popped.get(), 20, "a chain was popped after the stop");
@@ -401,23 +401,23 @@ mod tests {
         scene.turn(10);
         // The queue either waits for requests already, or has not yet seen the stop.
         for (popped, turns) in [(2, 10), (3, 0)] {
-            let stopped = handle.begin_stop();
+            let stopped = handle.begin_final_stop();
             scene.turn(turns);
             scene.offer(&buffer());
             scene.turn(turns);
-            let goes_on = handle.begin_go_on();
-            scene.wait(&goes_on);
+            let resumed = handle.begin_resume();
+            scene.wait(&resumed);
             scene.turn(10);
             assert_eq!(gate.popped.get(), popped, "it does not look at what has come meanwhile");
             assert_eq!(stopped.check(), Poll::Ready(None));
         }
         gate.open();
         scene.offer(&buffer());
-        let stopped = handle.begin_stop();
+        let stopped = handle.begin_final_stop();
         assert_eq!(scene.wait(&stopped), 4);
-        let goes_on = handle.begin_go_on();
+        let resumed = handle.begin_resume();
         scene.turn(10);
-        assert_eq!(goes_on.check(), Poll::Ready(None), "it has stopped");
+        assert_eq!(resumed.check(), Poll::Ready(None), "it has stopped");
         for _ in 0..4 {
             assert_eq!(scene.driver.take_used().map(|used| used.bytes), Some(7));
         }
@@ -435,11 +435,11 @@ mod tests {
             scene.offer(&buffer());
         }
         scene.turn(10);
-        let to_leave = handle.begin_stop_as(StopKind::Leave);
+        let to_leave = handle.begin_stop(StopKind::KeepInflight);
         scene.turn(10);
-        let (_goes_on, stopped) = (handle.begin_go_on(), handle.begin_stop());
+        let (_goes_on, stopped) = (handle.begin_resume(), handle.begin_final_stop());
         scene.turn(10);
-        assert_eq!(*kinds.borrow(), [StopKind::Leave, StopKind::Final]);
+        assert_eq!(*kinds.borrow(), [StopKind::KeepInflight, StopKind::Final]);
         assert_eq!(to_leave.check(), Poll::Ready(None));
         gate.open();
         assert_eq!(scene.wait(&stopped), 3);
@@ -458,14 +458,14 @@ mod tests {
         scene.turn(10);
         let queue = gate.queue.take().unwrap();
         let token = Rc::new(());
-        queue.raise_fence(Box::new(Rc::clone(&token)));
+        queue.raise_barrier(Box::new(Rc::clone(&token)));
         scene.turn(10);
-        assert!(queue.fenced.get() && Rc::strong_count(&token) == 2);
+        assert!(queue.checks_access.get() && Rc::strong_count(&token) == 2);
         gate.open();
         scene.turn(10);
         assert_eq!(Rc::strong_count(&token), 1);
         drop((gate.queue.take(), queue));
-        assert_eq!(scene.wait(&handle.begin_stop()), 2);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 2);
     }
 
     /// Makes an earlier process take the available chains and die.
@@ -482,7 +482,7 @@ mod tests {
     fn a_queue_that_is_to_stop_takes_what_an_earlier_process_had_though_its_lists_are_full() {
         let mut scene = Scene::new();
         for _ in 0..3 {
-            scene.offer_silently(&[Desc::writable(DATA, 8); 20]);
+            scene.offer_without_kick(&[Desc::writable(DATA, 8); 20]);
         }
         take_elsewhere(&mut scene);
         scene.long_lists_bytes = 1;
@@ -490,7 +490,7 @@ mod tests {
         let handle = scene.start(Gated(Rc::clone(&gate)));
         scene.turn(10);
         assert_eq!(gate.popped.get(), 1);
-        let stopped = handle.begin_stop();
+        let stopped = handle.begin_final_stop();
         scene.turn(10);
         assert_eq!(gate.popped.get(), 3, "it waits for the request that it has");
         gate.open();
@@ -501,16 +501,16 @@ mod tests {
     #[test]
     fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
         let mut scene = Scene::new();
-        let heads: Vec<u32> = (0..30).map(|_| scene.offer_silently(&buffer()).into()).collect();
+        let heads: Vec<u32> = (0..30).map(|_| scene.offer_without_kick(&buffer()).into()).collect();
         take_elsewhere(&mut scene);
-        let later = scene.offer_silently(&buffer());
+        let later = scene.offer_without_kick(&buffer());
 
         scene.run_max = NonZeroU16::new(1);
         let gate = Rc::new(Gate::default());
         gate.open();
         let handle = scene.start(Gated(gate));
         assert_eq!(scene.events.take(), ["queue 3: Known { requests: 30 }"]);
-        let next_avail = scene.wait(&handle.begin_stop());
+        let next_avail = scene.wait(&handle.begin_final_stop());
         for head in heads {
             assert_eq!(scene.driver.take_used(), Some(Used { head, bytes: 7 }));
         }
@@ -519,7 +519,7 @@ mod tests {
         assert_eq!(next_avail, 30 + u16::from(scene.driver.take_used().is_some_and(is_later)));
         let handle = scene.start(Holder::default());
         assert_eq!(scene.events.take(), ["queue 3: Known { requests: 0 }"], "marks are left");
-        let _ = scene.wait(&handle.begin_stop());
+        let _ = scene.wait(&handle.begin_final_stop());
     }
 
     /// A driver that breaks the rules harms only itself.
@@ -535,14 +535,14 @@ mod tests {
             .write(RING.avail_ring + 4 + 2 * u64::from(again), &head.to_le_bytes())
             .unwrap();
         scene.driver.ring().put_avail_idx(again + 1);
-        scene.offer_nothing();
+        scene.kick();
         scene.turn(10);
         assert_eq!(gate.popped.get(), 2);
         assert_eq!(scene.thread.io().stats().lists.bytes.get(), 2 * 20 * 16);
         gate.open();
         scene.turn(10);
         assert_eq!(scene.thread.io().stats().lists.bytes.get(), 0);
-        assert_eq!(scene.wait(&handle.begin_stop()), 2);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 2);
         assert_eq!(scene.driver.ring().used_idx(), 2);
     }
 
@@ -571,7 +571,7 @@ mod tests {
         for in_order in [false, true] {
             let mut scene = Scene::new();
             scene.in_order = in_order;
-            let heads: Vec<u16> = (0..6).map(|_| scene.offer_silently(&buffer())).collect();
+            let heads: Vec<u16> = (0..6).map(|_| scene.offer_without_kick(&buffer())).collect();
             let done: Vec<u16> = [2, 1, 0, 5, 3, 4].map(|at| heads[at]).into();
             let handle = scene.start(Shuffled(Rc::default(), done.clone()));
             scene.turn(50);
@@ -579,7 +579,7 @@ mod tests {
                 let used = Used { head: expected.into(), bytes: expected.into() };
                 assert_eq!(scene.driver.take_used(), Some(used));
             }
-            let _ = scene.wait(&handle.begin_stop());
+            let _ = scene.wait(&handle.begin_final_stop());
         }
     }
 
@@ -597,7 +597,7 @@ mod tests {
         scene.offer(&buffer());
         assert_eq!(scene.answer().bytes, 7);
         scene.driver.ring().put_avail_idx(avail_idx);
-        scene.offer_nothing();
+        scene.kick();
         scene.turn(10);
         let heard = scene.events.take();
         assert!(
@@ -610,7 +610,7 @@ mod tests {
         handle.set_err(Some(err.try_clone().unwrap()));
         scene.turn(10);
         assert_eq!(count_of(&err), 1);
-        assert_eq!(scene.wait(&handle.begin_stop()), 1);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 1);
         assert!(scene.events.take().is_empty());
     }
 
@@ -624,19 +624,19 @@ mod tests {
         handle.set_call(Some(call.try_clone().unwrap()));
         scene.turn(10);
         assert_eq!((count_of(&scene.call), count_of(&call)), (0, 1));
-        assert_eq!(scene.wait(&handle.begin_stop()), 0);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 0);
     }
 
     #[test]
     fn a_stop_is_heard_once_it_is_carried_out() {
         let scene = Scene::new();
         let handle = scene.start(Holder::default());
-        let watch = handle.watch();
+        let watch = handle.view();
         handle.set_call(None);
-        let stopped = handle.begin_stop();
-        assert!(!watch.has_heard() && stopped.check() == Poll::Pending);
+        let stopped = handle.begin_final_stop();
+        assert!(!watch.has_taken_commands() && stopped.check() == Poll::Pending);
         assert_eq!(scene.wait(&stopped), 0);
-        assert!(watch.has_heard());
+        assert!(watch.has_taken_commands());
     }
 
     /// The stop was posted before the IoThread ended and never ran, or came afterwards.
@@ -646,39 +646,39 @@ mod tests {
             let scene = Scene::new();
             let mut handle = Some(scene.start(Holder::default()));
             scene.turn(10);
-            let watch = handle.as_ref().map(QueueHandle::watch);
-            let mut stop = || handle.take().map(|handle| handle.begin_stop());
+            let watch = handle.as_ref().map(QueueHandle::view);
+            let mut stop = || handle.take().map(|handle| handle.begin_final_stop());
             let posted = is_posted.then(&mut stop).flatten();
             drop(scene);
             let stopped = posted.or_else(stop).unwrap();
             assert_eq!(stopped.check(), Poll::Ready(None));
-            assert!(watch.is_some_and(|watch| watch.has_heard()), "it waits for nothing");
+            assert!(watch.is_some_and(|watch| watch.has_taken_commands()), "it waits for nothing");
         }
     }
 
     #[test]
     fn a_queue_without_work_is_looked_at_ever_less() {
-        let [shortest, longest] = LOOK_INTERVALS;
+        let [shortest, longest] = CHECK_INTERVALS;
         let mut now = Instant::now();
-        let mut looks = Looks::new(now);
+        let mut check_timer = CheckTimer::new(now);
         let mut count = 0;
         let end = now + Duration::from_secs(10);
         while now < end {
-            let due = looks.next(now, false).expect("nothing else would wake the queue");
+            let due = check_timer.next(now, false).expect("nothing else would wake the queue");
             assert!(due > now && due <= now + longest);
-            assert_eq!(looks.next(now, false), None, "one timer for each look");
+            assert_eq!(check_timer.next(now, false), None, "one timer for each look");
             // A wake-up in between, for another reason.
-            assert_eq!(looks.next(now + (due - now) / 2, false), None);
+            assert_eq!(check_timer.next(now + (due - now) / 2, false), None);
             (now, count) = (due, count + 1);
         }
         assert!(count < 2600, "{count} looks in 10 s at a queue without work");
         // Work brings the next check forward. More work at the same moment sets no timer.
-        assert_eq!(looks.next(now, false), Some(now + longest));
+        assert_eq!(check_timer.next(now, false), Some(now + longest));
         let worked = now + longest / 2;
-        assert_eq!(looks.next(worked, true), Some(worked + shortest));
-        assert_eq!(looks.next(worked + shortest / 2, true), None);
+        assert_eq!(check_timer.next(worked, true), Some(worked + shortest));
+        assert_eq!(check_timer.next(worked + shortest / 2, true), None);
         // The later check finds nothing due.
-        let next = looks.next(worked + shortest, false).unwrap();
+        let next = check_timer.next(worked + shortest, false).unwrap();
         assert_eq!(next, worked + 3 * shortest);
     }
 
@@ -700,7 +700,7 @@ mod tests {
             (&[Desc::readable(DATA, SMALL / 2), Desc::writable(DATA, SMALL / 2 + 1)], 1),
         ] {
             let mut scene = Scene::new();
-            scene.load = Arc::new(Load::new(1));
+            scene.data_budget = Arc::new(DataBudget::new(1));
             let gate = Rc::new(Gate::default());
             let handle = scene.start(Gated(Rc::clone(&gate)));
             for _ in 0..3 {
@@ -710,19 +710,19 @@ mod tests {
             assert_eq!(gate.popped.get(), popped, "{chain:?}");
             gate.open();
             scene.turn(20);
-            assert_eq!(scene.wait(&handle.begin_stop()), 3, "{chain:?}");
-            assert_eq!(scene.load.bytes(), 0, "{chain:?}");
+            assert_eq!(scene.wait(&handle.begin_final_stop()), 3, "{chain:?}");
+            assert_eq!(scene.data_budget.bytes(), 0, "{chain:?}");
         }
     }
 
     #[test]
     fn large_requests_wait_in_the_ring_while_their_device_has_too_many() {
         let mut scenes = [Scene::new(), Scene::new()];
-        let load = Arc::new(Load::new(8 << 20));
+        let data_budget = Arc::new(DataBudget::new(8 << 20));
         let gates = [(); 2].map(|()| Rc::new(Gate::default()));
         let mut handles = Vec::new();
         for (scene, gate) in scenes.iter_mut().zip(&gates) {
-            scene.load = Arc::clone(&load);
+            scene.data_budget = Arc::clone(&data_budget);
             handles.push(scene.start(Gated(Rc::clone(gate))));
         }
         let popped = || gates.each_ref().map(|gate| gate.popped.get());
@@ -737,7 +737,7 @@ mod tests {
         scenes[1].offer(&buffer());
         turn(&scenes);
         assert_eq!(popped(), [2, 1]);
-        assert_eq!(handles[0].watch().large_bytes(), 8 << 20);
+        assert_eq!(handles[0].view().large_bytes(), 8 << 20);
         assert!(handles[0].is_full() && !handles[1].is_full());
         // Small requests of the second queue continue. Its large ones wait behind earlier ones.
         scenes[1].offer(&large());
@@ -747,23 +747,23 @@ mod tests {
         gates[0].open();
         turn(&scenes);
         assert_eq!(popped(), [5, 3]);
-        assert_eq!(handles[0].watch().large_bytes(), 0);
-        assert_eq!(handles[1].watch().large_bytes(), 4 << 20);
+        assert_eq!(handles[0].view().large_bytes(), 0);
+        assert_eq!(handles[1].view().large_bytes(), 4 << 20);
         gates[1].open();
         for (scene, (handle, popped)) in scenes.iter().zip(handles.iter().zip([5, 3])) {
-            assert_eq!(scene.wait(&handle.begin_stop()), popped);
+            assert_eq!(scene.wait(&handle.begin_final_stop()), popped);
         }
-        assert_eq!(load.bytes(), 0);
+        assert_eq!(data_budget.bytes(), 0);
     }
 
     #[test]
     fn a_stop_leaves_large_requests_in_the_ring_and_makes_way() {
         let mut scenes = [Scene::new(), Scene::new()];
-        let load = Arc::new(Load::new(1 << 20));
+        let data_budget = Arc::new(DataBudget::new(1 << 20));
         let gates = [(); 2].map(|()| Rc::new(Gate::default()));
         let mut handles = Vec::new();
         for (scene, gate) in scenes.iter_mut().zip(&gates) {
-            scene.load = Arc::clone(&load);
+            scene.data_budget = Arc::clone(&data_budget);
             scene.mark_requests();
             handles.push(scene.start(Gated(Rc::clone(gate))));
             scene.offer(&large());
@@ -774,16 +774,16 @@ mod tests {
         scenes[0].offer(&large());
         scenes[0].turn(10);
         // The first queue in line stops and leaves the line.
-        assert_eq!(scenes[1].wait(&handles[1].begin_stop()), 0);
+        assert_eq!(scenes[1].wait(&handles[1].begin_final_stop()), 0);
         gates[0].open();
         scenes[0].turn(10);
         assert_eq!(gates[0].popped.get(), 2);
-        assert_eq!(scenes[0].wait(&handles[0].begin_stop()), 2);
+        assert_eq!(scenes[0].wait(&handles[0].begin_final_stop()), 2);
         // The next start finds the request in the ring.
         gates[1].open();
         let handle = scenes[1].start(Gated(Rc::clone(&gates[1])));
         scenes[1].turn(10);
-        assert_eq!(scenes[1].wait(&handle.begin_stop()), 1);
+        assert_eq!(scenes[1].wait(&handle.begin_final_stop()), 1);
         assert_eq!(gates[1].popped.get(), 1);
     }
 
@@ -810,7 +810,7 @@ mod tests {
         gate.open();
         scene.turn(20);
         assert_eq!(gate.popped.get(), 9);
-        assert_eq!(scene.wait(&handle.begin_stop()), 9);
-        assert_eq!(scene.load.bytes(), 0);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 9);
+        assert_eq!(scene.data_budget.bytes(), 0);
     }
 }

@@ -18,11 +18,11 @@ use virtqueue::{
     RegionConfig,
 };
 
+use crate::buffer_budget::LONG_LISTS_BYTES;
 use crate::call_watch::CallTrust;
+use crate::data_budget::DataBudget;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
-use crate::lists::LONG_LISTS_BYTES;
-use crate::load::Load;
 use crate::queue::{Queue, QueueHandle};
 use crate::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
 use crate::queue_task::{self, Handler};
@@ -35,13 +35,13 @@ pub(crate) const RING: Ring =
 pub(crate) const DATA: u64 = 0x1_0000;
 const MEMORY_BYTES: u64 = 4 << 20;
 /// A time-out for waits that would never end.
-pub(crate) const HOPELESS: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Events as lines.
 #[derive(Default)]
-pub(crate) struct Heard(Mutex<Vec<String>>);
+pub(crate) struct EventLines(Mutex<Vec<String>>);
 
-impl Heard {
+impl EventLines {
     pub(crate) fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
@@ -51,7 +51,7 @@ impl Heard {
     }
 }
 
-impl Events for Heard {
+impl Events for EventLines {
     fn request_failed(&self, error: &dyn Error) {
         self.add(error.to_string());
     }
@@ -68,7 +68,7 @@ impl Events for Heard {
         self.add(format!("queue {queue}: {recovery:?}"));
     }
 
-    fn queue_goes_on(&self, queue: u16, next_avail: u16) {
+    fn queue_continued(&self, queue: u16, next_avail: u16) {
         self.add(format!("queue {queue} goes on at {next_avail}"));
     }
 
@@ -91,7 +91,7 @@ pub(crate) struct Scene {
     /// The file of the memory.
     pub(crate) memory_file: Arc<File>,
     pub(crate) driver: Driver<Arc<GuestMemory>>,
-    pub(crate) events: Arc<Heard>,
+    pub(crate) events: Arc<EventLines>,
     pub(crate) stats: Arc<QueueStats>,
     pub(crate) err: OwnedFd,
     pub(crate) call: OwnedFd,
@@ -102,7 +102,7 @@ pub(crate) struct Scene {
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) in_order: bool,
     pub(crate) long_lists_bytes: u64,
-    pub(crate) load: Arc<Load>,
+    pub(crate) data_budget: Arc<DataBudget>,
 }
 
 impl Scene {
@@ -147,7 +147,7 @@ impl Scene {
             run_max: None,
             in_order: false,
             long_lists_bytes: LONG_LISTS_BYTES,
-            load: Arc::default(),
+            data_budget: Arc::default(),
         }
     }
 
@@ -182,17 +182,17 @@ impl Scene {
             in_order: self.in_order,
             run_max: self.run_max,
             long_lists_bytes: self.long_lists_bytes,
-            load: Arc::clone(&self.load),
+            data_budget: Arc::clone(&self.data_budget),
             answer_place: AnswerPlace::LastByte,
-            events: Arc::<Heard>::clone(&self.events),
-            trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),
+            events: Arc::<EventLines>::clone(&self.events),
+            trust: Arc::new(CallTrust::new(Arc::<EventLines>::clone(&self.events))),
             stats: Arc::clone(&self.stats),
             is_new: true,
         };
         let io = self.thread.io();
         let (queue, handle) = Queue::new(self.setup(), io, options).unwrap();
         let task = queue_task::serve(Rc::clone(io), queue, Rc::new(handler));
-        io.spawn(async move { task.await.tell() });
+        io.spawn(async move { task.await.send() });
         handle
     }
 
@@ -211,20 +211,20 @@ impl Scene {
 
     /// Makes a chain available and kicks.
     pub(crate) fn offer(&mut self, buffers: &[Desc]) -> u16 {
-        let head = self.offer_silently(buffers);
-        self.offer_nothing();
+        let head = self.offer_without_kick(buffers);
+        self.kick();
         head
     }
 
     /// Makes a chain available without a kick.
-    pub(crate) fn offer_silently(&mut self, buffers: &[Desc]) -> u16 {
+    pub(crate) fn offer_without_kick(&mut self, buffers: &[Desc]) -> u16 {
         let head = self.driver.add(buffers, None);
         self.driver.publish();
         head
     }
 
     /// Kicks without a new chain.
-    pub(crate) fn offer_nothing(&self) {
+    pub(crate) fn kick(&self) {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
     }
 
@@ -243,7 +243,7 @@ impl Scene {
             if let Some(answer) = pending.poll() {
                 return answer;
             }
-            assert!(start.elapsed() < HOPELESS, "the IoThread does not answer");
+            assert!(start.elapsed() < TIMEOUT, "the IoThread does not answer");
             std::thread::yield_now();
         }
     }
@@ -256,7 +256,7 @@ impl Scene {
             if let Some(used) = self.driver.take_used() {
                 return used;
             }
-            assert!(start.elapsed() < HOPELESS, "no chain is answered");
+            assert!(start.elapsed() < TIMEOUT, "no chain is answered");
             std::thread::yield_now();
         }
     }

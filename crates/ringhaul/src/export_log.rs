@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::io;
 
 use device::scsi::address::UnitAddress;
-use device::{Events, HELD, LOST_IF_KILLED, NOT_WATCHED, QueueFault};
+use device::{Events, KICK_NOT_WATCHED_TEXT, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT};
 use virtqueue::Recovery;
 
 use crate::log_limit::LogLimit;
@@ -97,7 +97,8 @@ impl Events for ExportLog {
 
     fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
         let Some(left_out) = self.faults.permit() else { return };
-        let message = format!("{NOT_WATCHED}: {error}; raise fs.epoll.max_user_watches (sysctl)");
+        let message =
+            format!("{KICK_NOT_WATCHED_TEXT}: {error}; raise fs.epoll.max_user_watches (sysctl)");
         tracing::error!(export = self.name, queue, left_out, "{message}");
         self.report_error(&message, left_out);
     }
@@ -110,14 +111,14 @@ impl Events for ExportLog {
         }
     }
 
-    fn queue_goes_on(&self, queue: u16, next_avail: u16) {
+    fn queue_continued(&self, queue: u16, next_avail: u16) {
         if let Some(left_out) = self.sessions.permit() {
             tracing::warn!(
                 export = self.name,
                 queue,
                 next_avail,
                 left_out,
-                "{LOST_IF_KILLED}; use a front-end that keeps a region or, with virtio-blk, \
+                "{QUEUE_CONTINUED_TEXT}; use a front-end that keeps a region or, with virtio-blk, \
                  --in-order on"
             );
         }
@@ -126,8 +127,8 @@ impl Events for ExportLog {
     fn requests_held(&self, unit: UnitAddress) {
         let Some(left_out) = self.faults.permit() else { return };
         let message = format!(
-            "{HELD} {unit}, which is not there; add it (`ringhaul ctl add-lun`), or the guest \
-             waits for them until it aborts them"
+            "{REQUESTS_HELD_TEXT} {unit}, which is not there; add it (`ringhaul ctl \
+             add-lun`), or the guest waits for them until it aborts them"
         );
         tracing::warn!(export = self.name, left_out, "{message}");
         self.report_error(&message, left_out);

@@ -87,7 +87,7 @@ impl ExportSpec {
                 }
                 let held = Arc::clone(&access);
                 let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
-                Ok(Device::blk_sharing(source, options, access, events))
+                Ok(Device::blk_with_access(source, options, access, events))
             }
             DeviceSpec::Scsi(units) => {
                 let options = ScsiOptions {

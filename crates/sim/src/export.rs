@@ -262,7 +262,7 @@ impl Export {
     fn stop_kind(&self, rng: &mut Rng) -> StopKind {
         match self.region {
             None => rng.pick(&[StopKind::Final, StopKind::Pause]),
-            Some(_) => rng.pick(&[StopKind::Final, StopKind::Pause, StopKind::Leave]),
+            Some(_) => rng.pick(&[StopKind::Final, StopKind::Pause, StopKind::KeepInflight]),
         }
     }
 
@@ -271,7 +271,7 @@ impl Export {
         let service = &mut self.services[queue];
         *service = match std::mem::replace(service, Service::Stopped(0)) {
             Service::Running(handle) => {
-                Service::Stopping(handle.map(|handle| handle.begin_stop_as(kind)))
+                Service::Stopping(handle.map(|handle| handle.begin_stop(kind)))
             }
             other => other,
         };

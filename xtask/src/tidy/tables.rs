@@ -219,13 +219,13 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/device/src",
         modules: &[
-            (0, &["config_space", "eventfd", "events", "lists", "runs", "stats"]),
-            (0, &["fence", "queue_watch", "reach", "scsi::address"]),
+            (0, &["config_space", "eventfd", "events", "batching", "buffer_budget", "stats"]),
+            (0, &["per_thread", "queue_status", "request_barrier", "scsi::address"]),
             (1, &["blk::config", "call_watch"]),
-            (1, &["in_order", "load"]),
+            (1, &["data_budget", "ordered_completion"]),
             (2, &["queue_setup"]),
             (2, &["queue"]),
-            (3, &["common", "queue::room", "queue::stop", "queue_task"]),
+            (3, &["device_core", "queue::room", "queue::stop", "queue_task"]),
             // virtio-scsi: data, then state of an IoThread, then commands, then the device.
             (1, &["scsi::awaited", "scsi::medium", "scsi::uses"]),
             (1, &["scsi::fields", "scsi::persist::own_file", "scsi::sense", "scsi::turns"]),

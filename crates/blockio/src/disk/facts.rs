@@ -167,11 +167,11 @@ impl DiskSource {
     /// operation of the kernel for 5 seconds or more, or the remote end of a disk that is not
     /// local.
     #[must_use]
-    pub fn late_since(&self) -> Option<Instant> {
+    pub fn stalled_since(&self) -> Option<Instant> {
         match self.state() {
             DiskState::Late(since) | DiskState::Away(since) => Some(since),
             // A lost disk may be late, too.
-            DiskState::Lost => self.local()?.file.late_since(),
+            DiskState::Lost => self.local()?.file.stalled_since(),
             DiskState::Ready | DiskState::Held(_) | DiskState::Retried(_) => None,
         }
     }
@@ -181,7 +181,7 @@ impl DiskSource {
     pub fn state_since(&self) -> Option<Instant> {
         match self.state() {
             DiskState::Held(since) | DiskState::Retried(since) => Some(since),
-            _ => self.late_since(),
+            _ => self.stalled_since(),
         }
     }
 

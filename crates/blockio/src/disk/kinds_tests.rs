@@ -294,7 +294,7 @@ fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
         let source = DiskSource::raw(end.clone().source(), 0, None).unwrap();
         assert_eq!((source.state(), source.has_engine()), (DiskState::Ready, false));
         end.set_away(true);
-        assert!(matches!(source.state(), DiskState::Away(_)) && source.late_since().is_some());
+        assert!(matches!(source.state(), DiskState::Away(_)) && source.stalled_since().is_some());
         let thread = new_thread();
         let disk = source.attach(thread.io());
         let mut write = Box::pin(disk.write(0, filled(&[7; 512], 0), false));

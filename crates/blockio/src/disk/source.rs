@@ -203,7 +203,7 @@ impl FileSource {
     }
 
     pub(super) fn state(&self) -> DiskState {
-        match self.file.late_since() {
+        match self.file.stalled_since() {
             _ if self.file.loss().check().is_err() => DiskState::Lost,
             Some(since) => DiskState::Late(since),
             None => DiskState::Ready,

@@ -11,11 +11,11 @@ use blockio::{DiskSource, Io};
 use virtqueue::AnswerPlace;
 
 use super::config::{self, BlkOptions};
-use crate::common::{Common, Working};
+use crate::device_core::{CoreOptions, DeviceCore};
 use crate::events::Events;
+use crate::per_thread::PerThread;
 use crate::queue::Queue;
-use crate::reach::Reach;
-use crate::scsi::access::{DiskAccess, Stranger};
+use crate::scsi::access::{DiskAccess, DiskUser};
 use crate::scsi::task_set::{Left, Waiting};
 
 /// A virtio-blk device: the part beside the state that both kinds of device have.
@@ -25,12 +25,12 @@ pub struct BlkDevice {
 }
 
 struct Shared {
-    common: Common,
+    core: DeviceCore,
     source: DiskSource,
     options: BlkOptions,
     /// The access state that other devices on the disk share.
     access: Arc<DiskAccess>,
-    queues: Arc<Reach<Queue>>,
+    queues: Arc<PerThread<Queue>>,
     /// The `writeback` byte of the configuration space.
     writeback: AtomicBool,
 }
@@ -46,7 +46,7 @@ impl BlkDevice {
         access: Arc<DiskAccess>,
         events: Arc<dyn Events>,
     ) -> Self {
-        let working = Working {
+        let core_options = CoreOptions {
             notify_batch: options.notify_batch,
             prefetch: options.prefetch,
             in_order: options.in_order,
@@ -55,12 +55,12 @@ impl BlkDevice {
             long_lists_bytes: options.long_lists_bytes,
             answer_place: AnswerPlace::LastByte,
         };
-        let common = Common::new(working, events);
+        let core = DeviceCore::new(core_options, events);
         let writeback = AtomicBool::new(options.write_cache);
         let queues = Arc::default();
-        let shared = Shared { common, source, options, access, queues, writeback };
+        let shared = Shared { core, source, options, access, queues, writeback };
         let shared = Arc::new(shared);
-        shared.access.introduce_stranger(Arc::new(BlkStranger {
+        shared.access.add_disk_user(Arc::new(BlkDiskUser {
             queues: Arc::downgrade(&shared.queues),
             device: Arc::downgrade(&shared),
         }));
@@ -69,9 +69,9 @@ impl BlkDevice {
 
     /// Registers a queue that starts on this IoThread.
     pub(crate) fn start_queue(&self, index: u16, io: &Io, queue: &Rc<Queue>) {
-        self.shared.queues.set(index, io, queue);
-        // The queue is registered first, so a fence that is raised from now on finds it.
-        queue.fenced.set(self.access().is_fenced());
+        self.shared.queues.insert(index, io, queue);
+        // The queue is registered first, so a barrier that is raised from now on finds it.
+        queue.checks_access.set(self.access().has_barrier());
     }
 
     /// The access state that other devices on the disk share.
@@ -80,12 +80,12 @@ impl BlkDevice {
         &self.shared.access
     }
 
-    pub(crate) fn common(&self) -> &Common {
-        &self.shared.common
+    pub(crate) fn core(&self) -> &DeviceCore {
+        &self.shared.core
     }
 
-    pub(crate) fn late_since(&self) -> Option<Instant> {
-        self.shared.source.late_since()
+    pub(crate) fn stalled_since(&self) -> Option<Instant> {
+        self.shared.source.stalled_since()
     }
 
     pub(crate) fn num_queues(&self) -> u16 {
@@ -139,7 +139,7 @@ impl BlkDevice {
         match data {
             [value] if offset == config::WRITEBACK_OFFSET => {
                 // A write before the features are known is corrected with them.
-                let may_flush = self.has(config::F_FLUSH) || self.common().features() == 0;
+                let may_flush = self.has(config::F_FLUSH) || self.core().features() == 0;
                 let can_be_on = self.shared.options.write_cache && may_flush;
                 self.shared.writeback.store(*value != 0 && can_be_on, Ordering::Relaxed);
                 Ok(())
@@ -161,7 +161,7 @@ impl BlkDevice {
     }
 
     fn has(&self, feature: u32) -> bool {
-        self.common().has(feature)
+        self.core().has(feature)
     }
 
     /// True if writes must be on stable storage before they are answered. False if the driver
@@ -177,25 +177,25 @@ impl BlkDevice {
 }
 
 /// The device, for initiators that need the disk alone, reserve it or resize it.
-struct BlkStranger {
-    /// Weak, because IoThreads use a stranger, which must not keep the disk open.
-    queues: Weak<Reach<Queue>>,
+struct BlkDiskUser {
+    /// Weak, because IoThreads use a disk user, which must not keep the disk open.
+    queues: Weak<PerThread<Queue>>,
     device: Weak<Shared>,
 }
 
-impl Stranger for BlkStranger {
+impl DiskUser for BlkDiskUser {
     fn is_gone(&self) -> bool {
         self.queues.strong_count() == 0
     }
 
-    fn fence(&self) -> Waiting {
+    fn raise_barrier(&self) -> Waiting {
         let (waiting, left) = Waiting::new();
         if let Some(queues) = self.queues.upgrade() {
-            queues.tell_each(|_| {
+            queues.post_each(|_| {
                 let left: Left = left.clone();
                 Box::new(move |queue| {
                     if let Some(queue) = queue {
-                        queue.raise_fence(Box::new(left));
+                        queue.raise_barrier(Box::new(left));
                     }
                 })
             });
@@ -315,7 +315,7 @@ mod tests {
         let scene = Scene::new();
         let handle = scene.start_queue_of(&device, 0);
         assert!(device.queue_stats(0).is_some());
-        assert_eq!(scene.wait(&handle.begin_stop()), 0);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 0);
         let none = scene.begin_start_queue_of(&device, 1);
         assert!(matches!(scene.wait(&none), Err(StartError::NoSuchQueue { index: 1, count: 1 })));
     }
@@ -332,11 +332,11 @@ mod tests {
             let device = Device::blk(source, options, events);
             if is_handed_over {
                 let (state, files) = device.hand_over().unwrap();
-                device.go_on(state, files).unwrap();
+                device.resume(state, files).unwrap();
             }
             for _ in 0..2 {
                 let handle = scene.start_queue_of(&device, 0);
-                let _ = scene.wait(&handle.begin_stop());
+                let _ = scene.wait(&handle.begin_final_stop());
             }
             scene.events.take()
         };

@@ -19,7 +19,7 @@ use super::config::{
     DISCARD_SECTORS_MAX, SECTOR_BYTES, SEGMENTS_MAX, SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX,
 };
 use super::device::BlkDevice;
-use crate::common::byte;
+use crate::device_core::byte;
 use crate::queue::Queue;
 use crate::queue_setup::StopKind;
 use crate::queue_task::Handler;
@@ -101,11 +101,11 @@ impl Handler for Blk {
         }
     }
 
-    fn resting(&self, queue: &Queue) -> usize {
-        queue.fence.held().into()
+    fn waiting_count(&self, queue: &Queue) -> usize {
+        queue.barrier.waiting().into()
     }
 
-    fn go_on(&self) {
+    fn resume(&self) {
         self.disk.set_waits(Waits::Usual);
     }
 
@@ -125,7 +125,7 @@ impl Handler for Blk {
                 None => {
                     let Outcome { kind, result, rest } =
                         execute(&self, &queue, head, chain.readable, chain.writable).await;
-                    (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
+                    (kind, result, rest.map_or(room + 1, |rest| zero_unwritten(room, &rest)))
                 }
                 Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
             };
@@ -157,7 +157,7 @@ impl Handler for Blk {
 /// least this many must have been written (virtio 1.3, section 2.7.8.2).
 ///
 /// Drivers rely on the status, wherever the used length ends.
-fn settle_rest(room: usize, rest: &Buffers) -> usize {
+fn zero_unwritten(room: usize, rest: &Buffers) -> usize {
     let left = rest.bytes();
     let is_short = left <= ZEROED_BYTES_MAX;
     if is_short {
@@ -181,16 +181,16 @@ async fn execute(
     let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
     let sector = u64::from_le_bytes(sector);
     let request = u32::from_le_bytes([t0, t1, t2, t3]);
-    if queue.fenced.get()
-        && let Err(refused) = Box::pin(pass(blk, queue, head, request)).await
+    if queue.checks_access.get()
+        && let Err(refused) = Box::pin(admit(blk, queue, head, request)).await
     {
         return Outcome { rest: (!writable.is_empty()).then_some(writable), ..refused };
     }
-    let at_disk = AtDisk { blk, queue, head };
+    let disk_request = DiskRequest { blk, queue, head };
     let (kind, result) = match request {
-        VIRTIO_BLK_T_IN => return read(&at_disk, sector, writable).await,
+        VIRTIO_BLK_T_IN => return read(&disk_request, sector, writable).await,
         VIRTIO_BLK_T_OUT => {
-            let result = write(&at_disk, sector, readable).await;
+            let result = write(&disk_request, sector, readable).await;
             (RequestKind::Write, result)
         }
         VIRTIO_BLK_T_FLUSH => {
@@ -199,11 +199,11 @@ async fn execute(
         }
         VIRTIO_BLK_T_GET_ID => return get_id(blk, writable),
         VIRTIO_BLK_T_DISCARD => {
-            let result = Box::pin(discard(&at_disk, &readable)).await;
+            let result = Box::pin(discard(&disk_request, &readable)).await;
             (RequestKind::Discard, result)
         }
         VIRTIO_BLK_T_WRITE_ZEROES => {
-            let result = Box::pin(write_zeroes(&at_disk, &readable)).await;
+            let result = Box::pin(write_zeroes(&disk_request, &readable)).await;
             (RequestKind::WriteZeroes, result)
         }
         other => (RequestKind::Other, Err(RequestError::Type(other))),
@@ -215,7 +215,7 @@ async fn execute(
 /// Waits while an initiator has the disk alone, and fails if one has reserved it. Flushes pass:
 /// they change nothing, and they were promised for earlier writes.
 #[cold]
-async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), Outcome> {
+async fn admit(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), Outcome> {
     let asks = match request {
         VIRTIO_BLK_T_IN => Some((RequestKind::Read, CommandClass::Reads)),
         VIRTIO_BLK_T_OUT => Some((RequestKind::Write, CommandClass::Writes)),
@@ -223,16 +223,16 @@ async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), O
         VIRTIO_BLK_T_WRITE_ZEROES => Some((RequestKind::WriteZeroes, CommandClass::Writes)),
         _ => None,
     };
-    let begun = begin(blk, queue, head, asks.map(|(_, class)| class)).await;
+    let begun = admit_class(blk, queue, head, asks.map(|(_, class)| class)).await;
     begun.map_err(|error| {
         let kind = asks.map_or(RequestKind::Other, |(kind, _)| kind);
         Outcome { kind, result: Err(error), rest: None }
     })
 }
 
-/// Like [`pass`], for a known class of request. A queue that stops cannot wait for an initiator
+/// Like [`admit`], for a known class of request. A queue that stops cannot wait for an initiator
 /// that has the disk alone and waits itself.
-async fn begin(
+async fn admit_class(
     blk: &Blk,
     queue: &Queue,
     head: u16,
@@ -241,31 +241,31 @@ async fn begin(
     let access = blk.device.access();
     if let Some(class) = class {
         if access.is_exclusive() {
-            queue.fence.hold(queue.not_done());
+            queue.barrier.add_waiting(queue.not_done());
             let check = || if blk.disk.is_ending() { Err(RequestError::Held) } else { Ok(()) };
             let passed = access.pass(check).await;
-            queue.fence.release();
+            queue.barrier.resume();
             passed?;
         }
         if !access.admits(class) {
             return Err(RequestError::Reserved);
         }
     }
-    queue.fence.begin(head);
-    // The next user of a fence raises it again.
-    queue.fenced.set(access.is_fenced() || queue.fence.is_awaited());
+    queue.barrier.begin(head);
+    // The next user of a barrier raises it again.
+    queue.checks_access.set(access.has_barrier() || queue.barrier.has_tokens());
     Ok(())
 }
 
 /// A request at its disk. While it waits, for limits or for another try, it holds nothing and no
-/// fence waits for it. Then it begins again.
-struct AtDisk<'a> {
+/// barrier waits for it. Then it begins again.
+struct DiskRequest<'a> {
     blk: &'a Blk,
     queue: &'a Queue,
     head: u16,
 }
 
-impl AtDisk<'_> {
+impl DiskRequest<'_> {
     /// The disk, for this request. Call it at the place of use, because a kept value is copied.
     #[inline]
     fn disk(&self) -> Requests<'_> {
@@ -273,9 +273,9 @@ impl AtDisk<'_> {
     }
 }
 
-impl Requester for AtDisk<'_> {
+impl Requester for DiskRequest<'_> {
     fn waits(&self) {
-        self.queue.fence.step_out(self.head, self.queue.not_done());
+        self.queue.barrier.suspend(self.head, self.queue.not_done());
     }
 
     fn check(&self) -> io::Result<()> {
@@ -288,11 +288,11 @@ impl Requester for AtDisk<'_> {
                 Direction::Read => CommandClass::Reads,
                 Direction::Write => CommandClass::Writes,
             };
-            self.queue.fence.release();
-            if !self.queue.fenced.get() {
+            self.queue.barrier.resume();
+            if !self.queue.checks_access.get() {
                 return Ok(());
             }
-            let begun = begin(self.blk, self.queue, self.head, Some(class)).await;
+            let begun = admit_class(self.blk, self.queue, self.head, Some(class)).await;
             begun.map_err(|error| {
                 let is_held = matches!(error, RequestError::Held);
                 io::Error::from_raw_os_error(if is_held { libc::EBUSY } else { libc::EBADE })
@@ -301,11 +301,11 @@ impl Requester for AtDisk<'_> {
     }
 
     fn ends(&self) {
-        self.queue.fence.release();
+        self.queue.barrier.resume();
     }
 
     fn check_rest(&self) -> io::Result<()> {
-        if self.queue.stop_kind() != StopKind::End {
+        if self.queue.stop_kind() != StopKind::DriverGone {
             return Ok(());
         }
         let text = "the export ends, and more is left of the request than is waited for";
@@ -318,14 +318,14 @@ fn offset_of(sector: u64) -> Result<u64, RequestError> {
     sector.checked_mul(SECTOR_BYTES).ok_or(RequestError::Malformed("the sector is out of range"))
 }
 
-async fn read(at_disk: &AtDisk<'_>, sector: u64, writable: Buffers) -> Outcome {
+async fn read(disk_request: &DiskRequest<'_>, sector: u64, writable: Buffers) -> Outcome {
     let kind = RequestKind::Read;
     let offset = match offset_of(sector) {
         Ok(offset) => offset,
         Err(error) => return Outcome { kind, result: Err(error), rest: Some(writable) },
     };
     let bytes = writable.bytes() as u64;
-    match at_disk.disk().read(offset, writable).await {
+    match disk_request.disk().read(offset, writable).await {
         Ok(()) => Outcome { kind, result: Ok(bytes), rest: None },
         Err(unfinished) => {
             let (source, rest) = unfinished.into_parts();
@@ -335,11 +335,15 @@ async fn read(at_disk: &AtDisk<'_>, sector: u64, writable: Buffers) -> Outcome {
     }
 }
 
-async fn write(at_disk: &AtDisk<'_>, sector: u64, readable: Buffers) -> Result<u64, RequestError> {
+async fn write(
+    disk_request: &DiskRequest<'_>,
+    sector: u64,
+    readable: Buffers,
+) -> Result<u64, RequestError> {
     let offset = offset_of(sector)?;
     let bytes = readable.bytes() as u64;
-    let fua = at_disk.blk.device.write_through();
-    let result = at_disk.disk().write(offset, readable, fua).await;
+    let fua = disk_request.blk.device.write_through();
+    let result = disk_request.disk().write(offset, readable, fua).await;
     let failed = |unfinished: Unfinished| RequestError::Disk {
         action: "write",
         offset,
@@ -432,34 +436,37 @@ fn range(
     Ok(Range { offset, len, unmap: flags_of(segment) != 0 })
 }
 
-async fn discard(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, RequestError> {
-    let blk = at_disk.blk;
+async fn discard(disk_request: &DiskRequest<'_>, readable: &Buffers) -> Result<u64, RequestError> {
+    let blk = disk_request.blk;
     let ranges = ranges(readable, 0, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
     let bytes = bytes_of(&ranges);
     for Range { offset, len, .. } in ranges {
-        let result = at_disk.disk().discard(offset, len).await;
+        let result = disk_request.disk().discard(offset, len).await;
         result.map_err(|source| RequestError::Disk { action: "discard", offset, source })?;
     }
-    settle(blk).await?;
+    make_durable(blk).await?;
     Ok(bytes)
 }
 
-async fn write_zeroes(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, RequestError> {
-    let AtDisk { blk, queue, .. } = *at_disk;
+async fn write_zeroes(
+    disk_request: &DiskRequest<'_>,
+    readable: &Buffers,
+) -> Result<u64, RequestError> {
+    let DiskRequest { blk, queue, .. } = *disk_request;
     let (known, size) = (VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, blk.disk.info().size_bytes);
     let ranges = ranges(readable, known, WRITE_ZEROES_SECTORS_MAX, size)?;
     let bytes = bytes_of(&ranges);
     let _counted = queue.count_zeroes(bytes);
     for Range { offset, len, unmap } in ranges {
-        let result = at_disk.disk().write_zeroes(offset, len, unmap).await;
+        let result = disk_request.disk().write_zeroes(offset, len, unmap).await;
         result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
     }
-    settle(blk).await?;
+    make_durable(blk).await?;
     Ok(bytes)
 }
 
 /// Makes a finished change durable before it is answered, unless there is a write cache.
-async fn settle(blk: &Blk) -> Result<(), RequestError> {
+async fn make_durable(blk: &Blk) -> Result<(), RequestError> {
     if blk.device.write_through() { flush(blk).await } else { Ok(()) }
 }
 
@@ -563,7 +570,7 @@ mod tests {
         assert_eq!(scene.answer().bytes, 0);
         assert!(scene.events.take()[0].contains("has no room for a status"));
         let count = u16::try_from(rows().len()).unwrap() + 1;
-        assert_eq!(scene.wait(&handle.begin_stop()), count);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), count);
     }
 
     /// The IoThread and the driver see a new size at once, and no queue stops for it.
@@ -635,7 +642,7 @@ mod tests {
         let mut done = answered(&mut scene);
         assert!((1..4).contains(&done), "{done}");
         for _ in 0..3 {
-            assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
+            assert_eq!(scene.wait(&handle.begin_stop(StopKind::KeepInflight)), 10);
             assert_eq!((scene.thread.io().tasks(), scene.thread.io().ops()), (0, 0));
             handle = scene.start_queue_of(&device, 0);
             scene.turn(20);
@@ -649,7 +656,7 @@ mod tests {
             scene.answer();
             done += 1;
         }
-        assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
+        assert_eq!(scene.wait(&handle.begin_stop(StopKind::KeepInflight)), 10);
         assert_eq!(answered(&mut scene), 0);
         let _handle = scene.start_queue_of(&device, 0);
         assert_eq!(scene.events.take(), ["queue 0: Known { requests: 0 }"], "marks are left");
@@ -671,7 +678,7 @@ mod tests {
         while handle.next_avail() < 10 {
             scene.turn(1);
         }
-        assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
+        assert_eq!(scene.wait(&handle.begin_stop(StopKind::KeepInflight)), 10);
         assert_eq!(answered(&mut scene), 10);
     }
 
@@ -720,8 +727,10 @@ mod tests {
         const BUFFERS: u64 = 14;
         for (request, kind, is_marked) in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT]
             .into_iter()
-            .flat_map(|it| [(it, StopKind::Leave, true), (it, StopKind::End, true)])
-            .chain([StopKind::Pause, StopKind::End].map(|kind| (VIRTIO_BLK_T_OUT, kind, false)))
+            .flat_map(|it| [(it, StopKind::KeepInflight, true), (it, StopKind::DriverGone, true)])
+            .chain(
+                [StopKind::Pause, StopKind::DriverGone].map(|kind| (VIRTIO_BLK_T_OUT, kind, false)),
+            )
         {
             let mut scene = Scene::new();
             if is_marked {
@@ -729,13 +738,13 @@ mod tests {
             }
             let (device, handle) = begin_long(&mut scene, request, BUFFERS);
             let whole = BUFFERS * u64::from(LONG_BUFFER_BYTES);
-            assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 1);
+            assert_eq!(scene.wait(&handle.begin_stop(kind)), 1);
             assert_eq!(moved(&scene) < whole, is_marked, "{request}: {}", moved(&scene));
             assert_eq!(answered(&mut scene), usize::from(!is_marked));
             if is_marked {
                 let handle = scene.start_queue_of(&device, 0);
                 scene.answer();
-                assert_eq!(scene.wait(&handle.begin_stop()), 1);
+                assert_eq!(scene.wait(&handle.begin_final_stop()), 1);
             }
             assert_eq!(long_status(&scene), S_OK);
         }
@@ -746,14 +755,14 @@ mod tests {
     fn a_device_that_ends_gives_up_what_is_left_of_a_giant_request() {
         const BUFFERS: u64 = 50;
         for (request, kind, is_given_up) in [
-            (VIRTIO_BLK_T_IN, StopKind::End, true),
-            (VIRTIO_BLK_T_OUT, StopKind::End, true),
+            (VIRTIO_BLK_T_IN, StopKind::DriverGone, true),
+            (VIRTIO_BLK_T_OUT, StopKind::DriverGone, true),
             (VIRTIO_BLK_T_IN, StopKind::Final, false),
             (VIRTIO_BLK_T_IN, StopKind::Pause, false),
         ] {
             let mut scene = Scene::new();
             let (_device, handle) = begin_long(&mut scene, request, BUFFERS);
-            assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 1);
+            assert_eq!(scene.wait(&handle.begin_stop(kind)), 1);
             let whole = BUFFERS * u64::from(LONG_BUFFER_BYTES);
             assert_eq!(moved(&scene) < whole, is_given_up, "{kind:?}: {}", moved(&scene));
             let left = whole.saturating_sub(moved(&scene));
@@ -766,11 +775,11 @@ mod tests {
 
     #[test]
     fn what_waits_for_limits_begins_where_it_cannot_be_left() {
-        for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
+        for kind in [StopKind::Final, StopKind::Pause, StopKind::KeepInflight] {
             let mut scene = Scene::new();
             let device = Device::blk(slow_null(), BlkOptions::default(), scene.events.clone());
             let handle = begin_ten(&mut scene, &device);
-            assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 10);
+            assert_eq!(scene.wait(&handle.begin_stop(kind)), 10);
             assert_eq!(answered(&mut scene), 10, "{kind:?}");
         }
     }
@@ -785,18 +794,18 @@ mod tests {
             let source = slow_null();
             let device = Device::blk(source.clone(), BlkOptions::default(), scene.events.clone());
             let handle = begin_ten(&mut scene, &device);
-            let kind = if is_marked { StopKind::Leave } else { StopKind::Pause };
-            let _stopped = handle.begin_stop_as(kind);
-            let _goes_on = handle.begin_go_on();
+            let kind = if is_marked { StopKind::KeepInflight } else { StopKind::Pause };
+            let _stopped = handle.begin_stop(kind);
+            let _goes_on = handle.begin_resume();
             source.set_limits(&Limits::default()).unwrap();
             for _ in 0..10 {
                 scene.answer();
             }
-            assert_eq!(scene.wait(&handle.begin_stop()), 10);
+            assert_eq!(scene.wait(&handle.begin_final_stop()), 10);
         }
     }
 
-    /// Lets each chain pass the fence, and answers it when its turn comes.
+    /// Lets each chain pass the barrier, and answers it when its turn comes.
     struct Paused {
         blk: Blk,
         request: u32,
@@ -812,8 +821,8 @@ mod tests {
         async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
             let paused = &self.0;
             *paused.queue.borrow_mut() = Some(Rc::clone(&queue));
-            if queue.fenced.get() {
-                let passed = pass(&paused.blk, &queue, chain.head, paused.request).await;
+            if queue.checks_access.get() {
+                let passed = admit(&paused.blk, &queue, chain.head, paused.request).await;
                 assert!(passed.is_ok(), "nobody has reserved the disk");
             }
             let turn = paused.begun.replace(paused.begun.get() + 1);
@@ -870,7 +879,7 @@ mod tests {
             let blk = blk.clone();
             move || blk.access().cut_off(SECTORS * SECTOR_BYTES)
         });
-        while !queue.fence.is_awaited() && !waits.is_finished() {
+        while !queue.barrier.has_tokens() && !waits.is_finished() {
             scene.turn(1);
         }
         paused.begin(&mut scene);
@@ -879,7 +888,7 @@ mod tests {
         waits.join().unwrap();
         paused.answer(&mut scene);
         drop((paused.queue.take(), queue));
-        assert_eq!(scene.wait(&handle.begin_stop()), 2);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 2);
     }
 
     #[test]
@@ -897,9 +906,9 @@ mod tests {
             let queue = paused.queue.borrow().clone().unwrap();
             let tokens = [(); 2].map(|()| Rc::new(()));
             let are_kept = || tokens.each_ref().map(|token| Rc::strong_count(token) > 1);
-            queue.raise_fence(Box::new(Rc::clone(&tokens[0])));
+            queue.raise_barrier(Box::new(Rc::clone(&tokens[0])));
             begin(&mut scene);
-            queue.raise_fence(Box::new(Rc::clone(&tokens[1])));
+            queue.raise_barrier(Box::new(Rc::clone(&tokens[1])));
             begin(&mut scene);
             assert_eq!(are_kept(), [true; 2]);
             answer(&mut scene);
@@ -908,7 +917,7 @@ mod tests {
             assert_eq!(are_kept(), [false; 2], "request {request}");
             answer(&mut scene);
             drop((paused.queue.take(), queue));
-            assert_eq!(scene.wait(&handle.begin_stop()), 3);
+            assert_eq!(scene.wait(&handle.begin_final_stop()), 3);
         }
     }
 

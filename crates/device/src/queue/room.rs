@@ -5,32 +5,32 @@ use std::task::Waker;
 use virtqueue::Chain;
 
 use super::Queue;
-use crate::lists::Lists;
-use crate::load::{Counted, QueueLoad};
+use crate::buffer_budget::ListBudget;
+use crate::data_budget::{Counted, QueueDataBudget};
 
 impl Queue {
     /// Counts a popped chain if its lists are long or its request is large. Returns false if the
     /// device has no room for it now; the chain is then back in the ring.
     #[inline]
-    pub(crate) fn takes(&self, chain: &mut Chain) -> bool {
-        if QueueLoad::is_large(chain) && !self.takes_large(chain) {
+    pub(crate) fn admit(&self, chain: &mut Chain) -> bool {
+        if QueueDataBudget::is_large(chain) && !self.admit_large(chain) {
             return false;
         }
-        if Lists::are_long(chain) {
-            self.lists.add(chain);
+        if ListBudget::is_long(chain) {
+            self.list_budget.add(chain);
             self.set_halted();
         }
         true
     }
 
     #[cold]
-    fn takes_large(&self, chain: &mut Chain) -> bool {
-        if self.is_done_again(chain.head) {
+    fn admit_large(&self, chain: &mut Chain) -> bool {
+        if self.is_recovered(chain.head) {
             // The queue cannot stop before it has taken the chains of an earlier process.
-            self.load.count_chain(chain);
+            self.data_budget.count_chain(chain);
             return true;
         }
-        let is_taken = self.load.admit(chain, &self.waker());
+        let is_taken = self.data_budget.admit(chain, &self.waker());
         if !is_taken {
             self.ring.borrow_mut().put_back();
             self.set_halted();
@@ -41,7 +41,7 @@ impl Queue {
     /// Counts zeroes that a request writes, until the result is dropped.
     #[must_use]
     pub(crate) fn count_zeroes(&self, bytes: u64) -> Counted {
-        let (counted, has_room) = self.load.count_zeroes(bytes, &self.waker());
+        let (counted, has_room) = self.data_budget.count_zeroes(bytes, &self.waker());
         if !has_room {
             self.set_halted();
         }

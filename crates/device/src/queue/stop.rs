@@ -14,21 +14,22 @@ impl QueueHandle {
     /// ended.
     #[must_use]
     pub fn stop(self) -> Option<u16> {
-        self.begin_stop().wait()
+        self.begin_final_stop().wait()
     }
 
     /// Like [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
     /// queue.
     #[must_use]
-    pub fn begin_stop(&self) -> Pending<u16> {
-        self.begin_stop_as(StopKind::Final)
+    pub fn begin_final_stop(&self) -> Pending<u16> {
+        self.begin_stop(StopKind::Final)
     }
 
-    /// Like [`begin_stop`](Self::begin_stop), with another treatment of waiting requests.
+    /// Like [`begin_final_stop`](Self::begin_final_stop), with another treatment of waiting
+    /// requests.
     #[must_use]
-    pub fn begin_stop_as(&self, kind: StopKind) -> Pending<u16> {
+    pub fn begin_stop(&self, kind: StopKind) -> Pending<u16> {
         let (answer, next_avail) = Pending::new();
-        self.tell(move |queue| *queue.stop.borrow_mut() = Some(Stop { kind, answer }));
+        self.post(move |queue| *queue.stop.borrow_mut() = Some(Stop { kind, answer }));
         next_avail
     }
 
@@ -36,14 +37,14 @@ impl QueueHandle {
     /// requested, and the stop is ready with `None`. If the queue has stopped, or the IoThread has
     /// ended, the cancellation is ready with `None`.
     #[must_use]
-    pub fn begin_go_on(&self) -> Pending<()> {
-        let (answer, goes_on) = Pending::new();
-        self.tell(|queue| {
+    pub fn begin_resume(&self) -> Pending<()> {
+        let (answer, resumed) = Pending::new();
+        self.post(|queue| {
             if queue.stop.take().is_some() {
                 answer.send(());
             }
         });
-        goes_on
+        resumed
     }
 }
 
@@ -69,10 +70,10 @@ impl Queue {
     /// The kind of the stop, as far as this queue can follow it.
     pub(crate) fn stop_kind(&self) -> StopKind {
         let kind = self.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
-        let can_leave = self.is_marked && !self.broken.get();
+        let can_keep = self.is_marked && !self.broken.get();
         match kind {
-            StopKind::Leave if !can_leave => StopKind::Final,
-            StopKind::End if can_leave => StopKind::Leave,
+            StopKind::KeepInflight if !can_keep => StopKind::Final,
+            StopKind::DriverGone if can_keep => StopKind::KeepInflight,
             other => other,
         }
     }
@@ -86,7 +87,7 @@ impl Queue {
     pub(crate) fn set_stopping(&self, stopping: bool) {
         self.stopping.set(stopping);
         if stopping {
-            self.load.leave_line();
+            self.data_budget.cancel_wait();
         }
     }
 }

@@ -42,13 +42,13 @@ pub(crate) trait Peer: Send + Sync {
 }
 
 /// A device on the disk that is no initiator, such as a virtio-blk device.
-pub(crate) trait Stranger: Send + Sync {
+pub(crate) trait DiskUser: Send + Sync {
     /// Returns true if the device has been removed.
     fn is_gone(&self) -> bool;
 
     /// Makes requests check the access from now on before they use the disk. The result is ready
     /// when this holds and earlier requests are answered.
-    fn fence(&self) -> Waiting;
+    fn raise_barrier(&self) -> Waiting;
 
     /// Like [`Peer::cut_off`].
     fn cut_off(&self, size_bytes: u64);
@@ -79,7 +79,7 @@ pub(crate) struct Covered {
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
-    strangers: Mutex<Vec<Arc<dyn Stranger>>>,
+    disk_users: Mutex<Vec<Arc<dyn DiskUser>>>,
     /// Held while the disk gets another size, or another device.
     sizes: Mutex<()>,
     /// A PERSISTENT RESERVE OUT is in progress.
@@ -128,7 +128,7 @@ impl DiskAccess {
         Self {
             reservations,
             peers: Mutex::default(),
-            strangers: Mutex::default(),
+            disk_users: Mutex::default(),
             sizes: Mutex::default(),
             is_changing: AtomicBool::default(),
             medium: Medium::default(),
@@ -172,7 +172,7 @@ impl DiskAccess {
     pub fn keep_reservations(&self, place: KeptIn) -> Result<Keeping, ReservationsError> {
         let keeping = self.reservations.keep_in(place)?;
         // A loaded reservation holds at once, and requests that have begun are not awaited.
-        drop(self.fence());
+        drop(self.raise_barriers());
         Ok(keeping)
     }
 
@@ -181,41 +181,41 @@ impl DiskAccess {
     }
 
     /// Makes the unit of a nexus reachable.
-    pub(crate) fn introduce(&self, nexus: Nexus, peer: Arc<dyn Peer>) {
+    pub(crate) fn add_peer(&self, nexus: Nexus, peer: Arc<dyn Peer>) {
         let mut peers = lock(&self.peers);
         peers.retain(|(_, peer)| !peer.is_gone());
         peers.push((nexus, peer));
     }
 
     /// Makes a device reachable that is no initiator.
-    pub(crate) fn introduce_stranger(&self, stranger: Arc<dyn Stranger>) {
-        let mut strangers = lock(&self.strangers);
-        strangers.retain(|stranger| !stranger.is_gone());
-        strangers.push(stranger);
+    pub(crate) fn add_disk_user(&self, disk_user: Arc<dyn DiskUser>) {
+        let mut disk_users = lock(&self.disk_users);
+        disk_users.retain(|disk_user| !disk_user.is_gone());
+        disk_users.push(disk_user);
     }
 
     /// True if requests of devices that are no initiators must ask before they use the disk.
-    pub(crate) fn is_fenced(&self) -> bool {
+    pub(crate) fn has_barrier(&self) -> bool {
         // Reads are never excluded without writes.
         self.is_exclusive() || !self.admits(CommandClass::Writes)
     }
 
     /// True if the reservation admits commands of this class from devices that are no initiators.
     pub(crate) fn admits(&self, class: CommandClass) -> bool {
-        !self.reservations.keeps_strangers_from(class)
+        !self.reservations.excludes_unregistered(class)
     }
 
     /// Makes all devices that are no initiators respect the current state.
-    fn fence(&self) -> Vec<Waiting> {
-        lock(&self.strangers).iter().map(|stranger| stranger.fence()).collect()
+    fn raise_barriers(&self) -> Vec<Waiting> {
+        lock(&self.disk_users).iter().map(|disk_user| disk_user.raise_barrier()).collect()
     }
 
     /// Applies a reservation that may have changed. Returns when no device that is no initiator
     /// uses the disk against it.
     pub(crate) async fn reservation_changed(&self) {
         if !self.admits(CommandClass::Writes) {
-            for fenced in self.fence() {
-                poll_fn(|cx| fenced.poll(cx)).await;
+            for barrier in self.raise_barriers() {
+                poll_fn(|cx| barrier.poll(cx)).await;
             }
         }
     }
@@ -252,8 +252,8 @@ impl DiskAccess {
     /// notifies the drivers of virtio-blk. Queries the file system, so not for IoThreads.
     pub fn refresh(&self) {
         // Outside the locks, since this takes time.
-        let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
-        strangers.iter().for_each(|stranger| stranger.refresh());
+        let (peers, disk_users) = (lock(&self.peers).clone(), lock(&self.disk_users).clone());
+        disk_users.iter().for_each(|disk_user| disk_user.refresh());
         peers.iter().for_each(|(_, peer)| peer.refresh());
     }
 
@@ -262,10 +262,10 @@ impl DiskAccess {
     /// that wait for limits or for a retry and then check the size again. IoThreads answer them, so
     /// an IoThread must not call this.
     pub fn cut_off(&self, size_bytes: u64) {
-        let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
-        strangers.iter().for_each(|stranger| stranger.cut_off(size_bytes));
+        let (peers, disk_users) = (lock(&self.peers).clone(), lock(&self.disk_users).clone());
+        disk_users.iter().for_each(|disk_user| disk_user.cut_off(size_bytes));
         peers.iter().for_each(|(_, peer)| peer.cut_off(size_bytes));
-        let begun = strangers.iter().map(|stranger| stranger.fence());
+        let begun = disk_users.iter().map(|disk_user| disk_user.raise_barrier());
         let tasks = peers.iter().filter_map(|(_, peer)| peer.cover(How::Settle, None));
         let begun: Vec<Waiting> = begun.chain(tasks).collect();
         begun.iter().for_each(Waiting::wait);
@@ -394,10 +394,10 @@ impl DiskAccess {
     ) -> Result<Exclusive, E> {
         self.medium.take(check).await?;
         let exclusive = Exclusive(Arc::clone(self));
-        let fenced = self.fence();
+        let barriers = self.raise_barriers();
         end(self.look(Some(own), |_| Some(How::Drain))).await;
-        for fenced in fenced {
-            poll_fn(|cx| fenced.poll(cx)).await;
+        for barrier in barriers {
+            poll_fn(|cx| barrier.poll(cx)).await;
         }
         Ok(exclusive)
     }

@@ -15,7 +15,7 @@ use super::outcome::{Done, Failure, Refused, refused};
 use super::request_queue::LocalUnit;
 use super::sense::{Format, Sense};
 use super::task_set::Abort;
-use crate::common::byte;
+use crate::device_core::byte;
 use crate::queue::Queue;
 use crate::stats::RequestKind;
 

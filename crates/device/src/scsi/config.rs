@@ -13,7 +13,7 @@ pub(crate) use virtio_bindings::virtio_scsi::{
 };
 
 use super::address::LUN_MAX;
-use crate::lists::LONG_LISTS_BYTES;
+use crate::buffer_budget::LONG_LISTS_BYTES;
 
 /// Bytes of the configuration space.
 const CONFIG_BYTES: usize = 36;

@@ -21,7 +21,7 @@ use super::device::ScsiDevice;
 use super::sense::Sense;
 use super::task_set::{Abort, How, Which};
 use super::units::UnitNexus;
-use crate::common::byte;
+use crate::device_core::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;

@@ -21,7 +21,7 @@ use super::sense::Sense;
 use super::task_set::{How, TaskId, Waiting, Which};
 use super::unit::{Attentions, Unit, UnitOptions};
 use super::units::{NoPlace, Units};
-use crate::common::{Common, Working};
+use crate::device_core::{CoreOptions, DeviceCore};
 use crate::events::Events;
 use crate::queue::Queue;
 
@@ -32,7 +32,7 @@ pub struct ScsiDevice {
 }
 
 struct Shared {
-    common: Common,
+    core: DeviceCore,
     options: ScsiOptions,
     units: Arc<Units>,
     /// `sense_size` and `cdb_size` of the configuration space.
@@ -71,7 +71,7 @@ impl ScsiDevice {
     ];
 
     pub(crate) fn new(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
-        let working = Working {
+        let core_options = CoreOptions {
             notify_batch: options.notify_batch,
             prefetch: options.prefetch,
             in_order: false,
@@ -81,7 +81,7 @@ impl ScsiDevice {
             answer_place: AnswerPlace::Front,
         };
         let shared = Shared {
-            common: Common::new(working, events),
+            core: DeviceCore::new(core_options, events),
             options,
             units: Arc::default(),
             sizes: [config::SENSE_SIZE.into(), config::CDB_SIZE.into()],
@@ -118,7 +118,7 @@ impl ScsiDevice {
             device: Arc::downgrade(&self.shared),
         });
         // Before the unit has commands: a command that excludes all other commands must find them.
-        unit.access.introduce(unit.attached.nexus(), peer);
+        unit.access.add_peer(unit.attached.nexus(), peer);
         let has_others = self.shared.units.add(unit).map_err(|why| match why {
             NoPlace::Taken => UnitError::Exists(address),
             NoPlace::SameName(other) => UnitError::SameName(other),
@@ -166,7 +166,7 @@ impl ScsiDevice {
     }
 
     fn tell(&self, event: impl FnOnce()) {
-        if self.common().has(config::F_HOTPLUG) {
+        if self.core().has(config::F_HOTPLUG) {
             event();
         }
     }
@@ -194,8 +194,8 @@ impl ScsiDevice {
         &self.shared.events
     }
 
-    pub(crate) fn common(&self) -> &Common {
-        &self.shared.common
+    pub(crate) fn core(&self) -> &DeviceCore {
+        &self.shared.core
     }
 
     /// True if one of the disks matches.
@@ -203,8 +203,8 @@ impl ScsiDevice {
         self.units().look(|mut all| all.any(|unit| is_one(&unit.source)))
     }
 
-    pub(crate) fn late_since(&self) -> Option<Instant> {
-        self.units().look(|all| all.filter_map(|unit| unit.source.late_since()).min())
+    pub(crate) fn stalled_since(&self) -> Option<Instant> {
+        self.units().look(|all| all.filter_map(|unit| unit.source.stalled_since()).min())
     }
 
     pub(crate) fn num_queues(&self) -> u16 {
@@ -343,7 +343,7 @@ impl Peer for UnitPeer {
         // On failure the disk keeps its size.
         let _ = unit.source.refresh();
         unit.attentions.add(Sense::CAPACITY_CHANGED);
-        if device.common.has(config::F_CHANGE) {
+        if device.core.has(config::F_CHANGE) {
             device.events.capacity_changed(self.address);
         }
     }

@@ -258,7 +258,7 @@ impl Reservations {
     }
 
     /// True if the reservation excludes users that cannot register from commands of this class.
-    pub(crate) fn keeps_strangers_from(&self, class: CommandClass) -> bool {
+    pub(crate) fn excludes_unregistered(&self, class: CommandClass) -> bool {
         self.strangers.load(Ordering::Relaxed) & class as u8 != 0
     }
 
@@ -356,7 +356,7 @@ impl State {
     /// Sets the registry, and the conflicts of all attached ports.
     fn set(&mut self, registry: Registry, strangers: &AtomicU8) {
         self.registry = registry;
-        strangers.store(self.registry.conflicts_of_strangers(), Ordering::Relaxed);
+        strangers.store(self.registry.conflicts_of_unregistered(), Ordering::Relaxed);
         for AttachedPort { port, conflicts, .. } in &self.attached {
             conflicts.store(self.registry.conflicts(*port), Ordering::Relaxed);
         }

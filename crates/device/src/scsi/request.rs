@@ -181,7 +181,7 @@ impl Scsi {
     #[cold]
     fn attention(&self, unit: &Unit, op: Op, head: u16, sense: Sense) -> Refused {
         let is_doubtful = matches!(op, Op::CompareAndWrite | Op::ReserveOut);
-        if is_doubtful && self.queue.is_done_again(head) {
+        if is_doubtful && self.queue.is_recovered(head) {
             unit.attentions.put_back(sense);
             return refused(Sense::PERHAPS_DONE);
         }
@@ -270,7 +270,7 @@ impl Scsi {
         match *slow {
             Slow::Other { how, cdb, task } => {
                 let served = self.execute(request.local(), how, &cdb, task, data).await;
-                let again = queue.is_done_again(request.head);
+                let again = queue.is_recovered(request.head);
                 let served = if again { done_again(how.0, served) } else { served };
                 (self.queue.tasks.end(task), served)
             }
@@ -364,7 +364,7 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
 }
 
 impl Handler for Scsi {
-    fn broken(&self) {
+    fn ring_broken(&self) {
         self.queue.tasks.forget_covers();
     }
 
@@ -372,11 +372,11 @@ impl Handler for Scsi {
         self.queue.set_waits(kind.waits());
     }
 
-    fn resting(&self, _: &Queue) -> usize {
+    fn waiting_count(&self, _: &Queue) -> usize {
         self.queue.tasks.outside()
     }
 
-    fn go_on(&self) {
+    fn resume(&self) {
         self.queue.set_waits(Waits::Usual);
     }
 

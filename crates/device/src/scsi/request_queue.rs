@@ -20,8 +20,8 @@ use super::outcome::{Failure, Task};
 use super::task_set::{How, Left, Tasks, Waiting, Which};
 use super::unit::Unit;
 use super::units::Units;
+use crate::per_thread::PerThread;
 use crate::queue::Queue;
-use crate::reach::Reach;
 
 /// A logical unit with its disk on this IoThread.
 pub(crate) struct LocalUnit {
@@ -165,9 +165,9 @@ impl RequestQueue {
     }
 
     /// True if an earlier process took the command with this head.
-    pub(crate) fn is_done_again(&self, head: u16) -> bool {
+    pub(crate) fn is_recovered(&self, head: u16) -> bool {
         let ring = self.ring.get().and_then(Weak::upgrade);
-        ring.is_some_and(|ring| ring.is_done_again(head))
+        ring.is_some_and(|ring| ring.is_recovered(head))
     }
 
     /// Covers tasks as `how` says, and chains that are not popped: the chains before avail entry
@@ -211,7 +211,7 @@ impl RequestQueue {
 /// The request queues of a device, for any thread.
 #[derive(Default)]
 pub(crate) struct RequestQueues {
-    reach: Reach<RequestQueue>,
+    queues: PerThread<RequestQueue>,
     /// The progress of the driver, by queue index.
     avail_idx: Mutex<BTreeMap<u16, AvailIdx>>,
 }
@@ -227,18 +227,18 @@ impl RequestQueues {
     ) -> Rc<RequestQueue> {
         let started = Rc::new(RequestQueue::new(io, queue, units));
         self.avail_idx().insert(index, queue.avail_idx());
-        self.reach.set(index, io, &started);
+        self.queues.insert(index, io, &started);
         started
     }
 
     /// Forgets queues that stopped earlier: their remaining chains do not concern a new driver.
     pub(crate) fn begin(&self) {
-        self.reach.forget_gone();
+        self.queues.remove_dropped();
     }
 
     /// Wakes commands that wait for a unit, after a unit was added.
     pub(crate) fn look_at_held(&self) {
-        self.reach.tell_each(|_| {
+        self.queues.post_each(|_| {
             Box::new(|queue| {
                 if let Some(queue) = queue {
                     queue.held.look();
@@ -250,7 +250,7 @@ impl RequestQueues {
     /// Releases the disk of a removed unit. The result is ready when no request uses the disk.
     pub(crate) fn release(&self, unit: UnitNumber) -> Waiting {
         let (waiting, left) = Waiting::new();
-        self.reach.tell_each(|_| {
+        self.queues.post_each(|_| {
             let left: Left = left.clone();
             Box::new(move |queue| {
                 if let Some(queue) = queue {
@@ -268,7 +268,7 @@ impl RequestQueues {
     pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
         let (waiting, left) = Waiting::new();
         let avail_idx = self.avail_idx();
-        self.reach.tell_each(|index| {
+        self.queues.post_each(|index| {
             let left: Left = left.clone();
             let until = avail_idx.get(&index).and_then(AvailIdx::load);
             Box::new(move |queue| match queue {
@@ -299,7 +299,7 @@ impl RequestQueues {
 
     fn most(&self, count: fn(&RequestQueue) -> usize) -> Arc<AtomicUsize> {
         let most = Arc::<AtomicUsize>::default();
-        self.reach.tell_each(|_| {
+        self.queues.post_each(|_| {
             let most = Arc::clone(&most);
             Box::new(move |queue| {
                 let here = queue.map_or(0, count);

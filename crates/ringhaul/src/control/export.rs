@@ -455,7 +455,7 @@ impl Export {
 
     /// The event that requests wait for.
     fn what_is_awaited(&self) -> String {
-        if let Some(since) = self.setup.device.late_since() {
+        if let Some(since) = self.setup.device.stalled_since() {
             return format!("its disk has not answered for {} s", since.elapsed().as_secs());
         }
         let has_failed = self.disks.iter().any(|disk| disk.failed_waiting().is_some());

@@ -97,7 +97,7 @@ impl Export {
     pub(super) fn check_disks(&self) -> Answered<()> {
         let name = self.spec.name();
         // A disk that may have lost data may also be in one of these states.
-        let text = if self.disks.iter().any(|disk| disk.late_since().is_some()) {
+        let text = if self.disks.iter().any(|disk| disk.stalled_since().is_some()) {
             format!(
                 "the disk of {name} does not answer: its queues would not stop; try again when it \
                  does"
@@ -212,7 +212,7 @@ impl Export {
         export.disks.iter().zip(&progress.debts).for_each(|(disk, debts)| disk.owe(debts));
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
-        let device = files.and_then(|files| export.setup.device.go_on(progress.device, files));
+        let device = files.and_then(|files| export.setup.device.resume(progress.device, files));
         device.with_context(|| format!("cannot go on with the device of {}", export.name()))?;
         if let Some(state) = progress.session {
             let session = Session::take_over(state, export.setup.clone(), fds, now);

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use device::{QueueWatch, SMALL_REQUEST_BYTES};
+use device::{QueueView, SMALL_REQUEST_BYTES};
 
 /// The most queues that a text names.
 const NAMED_MAX: usize = 4;
@@ -26,7 +26,7 @@ pub(crate) struct QueueLoad {
 }
 
 impl QueueLoad {
-    pub(super) fn of(watch: &QueueWatch) -> Self {
+    pub(super) fn of(watch: &QueueView) -> Self {
         Self { index: 0, requests: watch.requests(), large_bytes: watch.large_bytes() }
     }
 }

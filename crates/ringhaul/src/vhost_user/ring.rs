@@ -68,7 +68,7 @@ impl RingState {
     pub(super) fn begin_stop(&mut self, kind: StopKind, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Running(handle) => {
-                let next_avail = handle.begin_stop_as(kind);
+                let next_avail = handle.begin_stop(kind);
                 next_avail.wake(waker);
                 self.service = Service::Stopping(next_avail, handle, kind);
             }
@@ -80,16 +80,16 @@ impl RingState {
     /// may wait longer, or for ever (a pause), resumes first.
     pub(super) fn begin_end(&mut self, waker: &Waker) {
         if matches!(self.service, Service::Stopping(_, _, StopKind::Pause | StopKind::Final)) {
-            self.begin_go_on(waker);
+            self.begin_resume(waker);
         }
-        self.begin_stop(StopKind::End, waker);
+        self.begin_stop(StopKind::DriverGone, waker);
     }
 
     /// Lets a queue resume that has not stopped yet.
-    pub(super) fn begin_go_on(&mut self, waker: &Waker) {
+    pub(super) fn begin_resume(&mut self, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Stopping(next_avail, handle, _) => {
-                let goes_on = handle.begin_go_on();
+                let goes_on = handle.begin_resume();
                 goes_on.wake(waker);
                 self.service = Service::GoingOn(goes_on, next_avail, handle);
             }
@@ -211,7 +211,7 @@ impl RingState {
                 Poll::Pending => Service::GoingOn(goes_on, next_avail, handle),
                 Poll::Ready(Some(())) => Service::Running(handle),
                 // The queue had already stopped.
-                Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::End),
+                Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::DriverGone),
             },
             other => other,
         };
@@ -245,10 +245,10 @@ impl RingState {
         match &self.service {
             Service::Stopped => (QueueLoad::default(), true),
             Service::Starting(_) => (QueueLoad::default(), false),
-            Service::Running(handle) => (QueueLoad::of(&handle.watch()), true),
+            Service::Running(handle) => (QueueLoad::of(&handle.view()), true),
             Service::Stopping(_, handle, _) | Service::GoingOn(_, _, handle) => {
-                let watch = handle.watch();
-                (QueueLoad::of(&watch), watch.has_heard())
+                let watch = handle.view();
+                (QueueLoad::of(&watch), watch.has_taken_commands())
             }
         }
     }

@@ -13,7 +13,7 @@ impl Pipe {
         let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
         let (up, late, since, is_idle) = {
             let requests = self.requests.borrow();
-            let late = || requests.links.iter().filter_map(|link| link.late_since);
+            let late = || requests.links.iter().filter_map(|link| link.stalled_since);
             let up = requests.links.iter().filter(|link| link.is_up).count();
             (up, late().count(), late().chain(waiting).min(), requests.are_idle())
         };
@@ -36,8 +36,8 @@ impl Pipe {
         // A request that is sent again has waited for a server that was away, and not for an
         // answer.
         let oldest = self.oldest_of(index).map(|since| since.max(begun));
-        let late_since = oldest.filter(|since| is_late(*since, now));
-        self.requests.borrow_mut().links[index].late_since = late_since;
+        let stalled_since = oldest.filter(|since| is_late(*since, now));
+        self.requests.borrow_mut().links[index].stalled_since = stalled_since;
         self.tell_condition(None);
         let name = &self.shared.options;
         match self.shared.look_for_late(self.number, now, has_answered) {

@@ -257,7 +257,7 @@ impl Pipe {
         {
             let requests = &mut *self.requests.borrow_mut();
             let link = &mut requests.links[index];
-            (link.is_up, link.is_retiring, link.late_since) = (false, false, None);
+            (link.is_up, link.is_retiring, link.stalled_since) = (false, false, None);
             (link.sent, link.large_reads) = (0, 0);
             link.sending.clear();
             for number in 0..requests.slots.len() {

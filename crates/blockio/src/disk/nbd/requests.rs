@@ -53,7 +53,7 @@ pub(super) struct Link {
     pub(super) task: Option<TaskRef>,
     pub(super) is_up: bool,
     /// The time since which the server is late with its oldest request, at the last check.
-    pub(super) late_since: Option<Instant>,
+    pub(super) stalled_since: Option<Instant>,
     /// True if the link takes no further requests: its connection ends when no answer is due.
     pub(super) is_retiring: bool,
     /// The size of the export, as the connection knows it.

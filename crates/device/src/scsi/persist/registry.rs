@@ -208,11 +208,11 @@ impl Registry {
             }
             _ => self.is_holder(port),
         };
-        if is_exempt { 0 } else { self.conflicts_of_strangers() }
+        if is_exempt { 0 } else { self.conflicts_of_unregistered() }
     }
 
     /// The classes of commands that unregistered ports may not use now.
-    pub(super) fn conflicts_of_strangers(&self) -> Conflicts {
+    pub(super) fn conflicts_of_unregistered(&self) -> Conflicts {
         let [reads, writes] = [CommandClass::Reads as u8, CommandClass::Writes as u8];
         match self.reservation {
             None => 0,

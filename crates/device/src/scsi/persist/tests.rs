@@ -252,7 +252,7 @@ fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     assert!(find().is_err(), "another program has it");
     drop((before, nexuses));
     let found = find().unwrap();
-    assert!(found.keeps_strangers_from(CommandClass::Writes));
+    assert!(found.excludes_unregistered(CommandClass::Writes));
     assert!(found.keep_in(KeptIn::File(other)).is_err(), "two files say who may write");
     drop(found.keep_in(KeptIn::Usual(Some(path.clone()))).unwrap());
     drop(found);

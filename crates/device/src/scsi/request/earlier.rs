@@ -15,7 +15,7 @@ impl Scsi {
     #[cold]
     pub(super) fn is_held(&self, head: u16, cdb: &Cdb) -> bool {
         let may_wait = self.device.holds_commands();
-        may_wait && held::needs_unit(cdb) && self.queue.is_done_again(head)
+        may_wait && held::needs_unit(cdb) && self.queue.is_recovered(head)
     }
 
     /// Serves a command that an earlier process took, once its unit is there.
@@ -32,7 +32,7 @@ impl Scsi {
         };
         let tasks = &self.queue.tasks;
         if self.queue.held.tell(*address) {
-            self.device.common().events.requests_held(*address);
+            self.device.core().events.requests_held(*address);
         }
         let task = Task { tasks, number };
         let found = self.queue.wait_for_unit(self.device.held(), *address, task).await;

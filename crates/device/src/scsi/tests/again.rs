@@ -20,7 +20,7 @@ impl Initiator {
 
     /// Starts a queue with a command that an earlier process took.
     pub(super) fn begin_again(&mut self, cdb: &[u8], out: &[u8], room: u32) {
-        let stopped = self.take_queue().begin_stop();
+        let stopped = self.take_queue().begin_final_stop();
         let next_avail = self.scene.wait(&stopped);
         let chain = self.put(UNIT.bytes(), cdb, out, room);
         self.leave(&chain, next_avail);
@@ -30,7 +30,7 @@ impl Initiator {
     /// Makes a chain available that an earlier process took.
     fn leave(&mut self, chain: &[Desc], next_avail: u16) {
         let account = self.scene.mark_requests();
-        self.scene.offer_silently(chain);
+        self.scene.offer_without_kick(chain);
         let memory = LocalMemory::new(Arc::clone(&self.scene.memory));
         let config = Ring { next_avail, ..RING }.config(false, false);
         let mut dying = SplitQueue::with_inflight(memory, config, &account).unwrap().0;
@@ -39,7 +39,7 @@ impl Initiator {
 
     /// Marks commands from now on.
     pub(super) fn mark_commands(&mut self) {
-        let stopped = self.take_queue().begin_stop();
+        let stopped = self.take_queue().begin_final_stop();
         self.scene.wait(&stopped);
         self.scene.mark_requests();
         self.start_queue();
@@ -55,13 +55,13 @@ impl Initiator {
 fn buffers_for_events_are_not_told_of_as_requests() {
     for (queue, heard) in [(1, None), (2, Some("queue 2: Known { requests: 1 }"))] {
         let mut initiator = Initiator::new();
-        let stopped = initiator.take_queue().begin_stop();
+        let stopped = initiator.take_queue().begin_final_stop();
         let next_avail = initiator.scene.wait(&stopped);
         initiator.leave(&[Desc::writable(DATA, 16)], next_avail);
         let handle = initiator.scene.start_queue_of(&initiator.device, queue);
         let said = initiator.scene.events.take();
         assert_eq!(said.iter().map(String::as_str).collect::<Vec<_>>(), Vec::from_iter(heard));
-        let _ = initiator.scene.wait(&handle.begin_stop());
+        let _ = initiator.scene.wait(&handle.begin_final_stop());
     }
 }
 
@@ -109,7 +109,7 @@ fn a_compare_and_write_that_was_left_is_in_doubt_when_it_does_not_compare() {
     let mut compare_and_write = cdb16(0x89, 0, 0, 0);
     compare_and_write[13] = 1;
     begin_write(&mut initiator);
-    let stopped = initiator.take_queue().begin_stop_as(StopKind::Leave);
+    let stopped = initiator.take_queue().begin_stop(StopKind::KeepInflight);
     initiator.scene.wait(&stopped);
     initiator.unit().source.set_limits(&limit(false)).unwrap();
     initiator.start_queue();
@@ -119,7 +119,7 @@ fn a_compare_and_write_that_was_left_is_in_doubt_when_it_does_not_compare() {
     let pair = [[0; BLOCK], [7; BLOCK]].concat();
     initiator.begin(UNIT.bytes(), &compare_and_write, &pair, 0);
     initiator.scene.turn(10);
-    let stopped = initiator.take_queue().begin_stop_as(StopKind::Leave);
+    let stopped = initiator.take_queue().begin_stop(StopKind::KeepInflight);
     initiator.scene.wait(&stopped);
     assert!(!initiator.has_answer(), "it waits");
     initiator.unit().source.set_limits(&limit(false)).unwrap();

@@ -7,7 +7,7 @@ use std::time::Instant;
 use blockio::disk::nbd::{NbdAddress, NbdOptions};
 
 use super::*;
-use crate::testing::HOPELESS;
+use crate::testing::TIMEOUT;
 
 const BAD: u32 = 133;
 
@@ -32,7 +32,7 @@ impl Server {
             if server.0.try_wait().unwrap().is_some() {
                 return None;
             }
-            assert!(start.elapsed() < HOPELESS, "the server does not start");
+            assert!(start.elapsed() < TIMEOUT, "the server does not start");
             std::thread::yield_now();
         }
         Some(server)

@@ -74,7 +74,7 @@ fn no_event_is_lost_in_a_buffer_that_does_not_take_it() {
     // A held buffer is returned at a stop.
     queue.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
     queue.scene.turn(5);
-    queue.scene.wait(&queue.handle.begin_stop());
+    queue.scene.wait(&queue.handle.begin_final_stop());
     assert_eq!(queue.scene.answer().bytes, EVENT_BYTES);
     let mut event = [0xee; EVENT_BYTES as usize];
     queue.scene.memory.read(DATA, &mut event).unwrap();

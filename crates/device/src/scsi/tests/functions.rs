@@ -108,7 +108,7 @@ fn a_function_is_about_what_came_before_it_though_another_unit_is_there_when_tha
         // The queue sleeps, and scans for tasks before it pops one.
         initiator.scene.turn(10);
         let chain = initiator.put(UNIT.bytes(), &read(), &[], 512);
-        initiator.scene.offer_silently(&chain);
+        initiator.scene.offer_without_kick(&chain);
         control.begin(function);
         for _ in 0..10 {
             assert_eq!(control.turn(&[]), None, "nobody has popped the command");
@@ -206,7 +206,7 @@ fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
     let elsewhere = UnitAddress { target: 0, lun: 9 };
     let mut next = all[0].put(elsewhere.bytes(), &[0; 6], &[], 0);
     next[1..].iter_mut().for_each(|part| part.addr += 0x1000);
-    all[0].scene.offer_silently(&next);
+    all[0].scene.offer_without_kick(&next);
     let queues = Initiator::scsi(&all[0].device).queues();
     let waiting = queues.cover(Which::At(UNIT), How::Abort(Abort::Aborted));
     let memory = Arc::clone(&all[0].scene.memory);

@@ -15,7 +15,7 @@ fn a_device_goes_on_with_what_its_initiators_have() {
     let (state, files) = before.device.hand_over().unwrap();
     assert_eq!(files.len(), 1);
     let text = serde_json::to_string(&state).unwrap();
-    after.device.go_on(serde_json::from_str(&text).unwrap(), files).unwrap();
+    after.device.resume(serde_json::from_str(&text).unwrap(), files).unwrap();
     assert_eq!(after.device.hand_over().unwrap().0, state);
     assert!(awaited.access.cache_is_off());
     assert_eq!(after.run(&[0; 6], &[], 0).sense, [6, 0x2a, 9], "what was not heard yet");
@@ -23,7 +23,7 @@ fn a_device_goes_on_with_what_its_initiators_have() {
 
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
     let blk = Device::blk(source, BlkOptions::default(), before.scene.events.clone());
-    assert!(blk.go_on(state.clone(), Vec::new()).is_err());
+    assert!(blk.resume(state.clone(), Vec::new()).is_err());
     let empty = Device::scsi(ScsiOptions::default(), before.scene.events.clone());
-    assert!(empty.go_on(state, Vec::new()).is_err(), "it has no such unit");
+    assert!(empty.resume(state, Vec::new()).is_err(), "it has no such unit");
 }

@@ -9,7 +9,7 @@ fn after(before: &Initiator) -> Initiator {
     let after = before.beside(&awaited);
     let (state, files) = before.device.hand_over().unwrap();
     let text = serde_json::to_string(&state).unwrap();
-    after.device.go_on(serde_json::from_str(&text).unwrap(), files).unwrap();
+    after.device.resume(serde_json::from_str(&text).unwrap(), files).unwrap();
     assert_eq!(after.device.hand_over().unwrap().0, state, "it is handed over again as it was");
     after
 }

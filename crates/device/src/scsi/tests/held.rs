@@ -92,13 +92,13 @@ fn a_command_without_its_unit_can_be_aborted() {
 fn a_queue_that_stops_leaves_a_command_without_its_unit_or_answers_it() {
     let mut initiator = Initiator::new();
     initiator.begin_held(&write(), &[9; BLOCK], 0);
-    let stopped = initiator.take_queue().begin_stop_as(StopKind::Leave);
+    let stopped = initiator.take_queue().begin_stop(StopKind::KeepInflight);
     initiator.scene.wait(&stopped);
     assert!(!initiator.has_answer() && initiator.held().is_empty(), "it is left");
     initiator.start_queue();
     initiator.scene.turn(10);
     assert!(!initiator.has_answer() && initiator.held() == [(UNIT, 1)], "it waits again");
-    let stopped = initiator.take_queue().begin_stop();
+    let stopped = initiator.take_queue().begin_final_stop();
     initiator.scene.wait(&stopped);
     assert_eq!(initiator.end().status, BUSY);
     assert!(initiator.held().is_empty());

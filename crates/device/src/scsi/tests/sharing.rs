@@ -9,7 +9,7 @@ use crate::scsi::persist::CommandClass;
 use crate::scsi::request_queue::LocalUnit;
 use crate::scsi::task_set::TaskId;
 use crate::scsi::units::Borrowed;
-use crate::testing::HOPELESS;
+use crate::testing::TIMEOUT;
 
 pub(super) const ABORT_TASK_SET: u32 = 1;
 pub(super) const CLEAR_TASK_SET: u32 = 3;
@@ -83,7 +83,7 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
     let start = Instant::now();
     while !done(all) {
         all.iter().for_each(|initiator| initiator.scene.turn(1));
-        assert!(start.elapsed() < HOPELESS, "nothing more happens");
+        assert!(start.elapsed() < TIMEOUT, "nothing more happens");
         std::thread::yield_now();
     }
 }
@@ -177,7 +177,7 @@ impl Control {
             if let Some(response) = self.turn(others) {
                 return response;
             }
-            assert!(start.elapsed() < HOPELESS, "nothing more happens");
+            assert!(start.elapsed() < TIMEOUT, "nothing more happens");
             std::thread::yield_now();
         }
     }
@@ -462,14 +462,14 @@ fn a_function_does_not_say_complete_while_a_queue_is_stopped() {
     let mut initiator = Initiator::new();
     let mut control = Control::start(&initiator.device);
     assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
-    let stopped = initiator.take_queue().begin_stop();
+    let stopped = initiator.take_queue().begin_final_stop();
     initiator.scene.wait(&stopped);
     for function in [ABORT_TASK_SET, CLEAR_TASK_SET, NEXUS_RESET, UNIT_RESET] {
         assert_eq!(control.send(&[&initiator.scene], function), FAILURE);
     }
     initiator.queue = Some(initiator.scene.start_queue_of(&initiator.device, 2));
     assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
-    let stopped = initiator.take_queue().begin_stop();
+    let stopped = initiator.take_queue().begin_final_stop();
     initiator.scene.wait(&stopped);
     // Another driver, without that queue.
     let mut control = Control::start(&initiator.device);

@@ -14,7 +14,7 @@ fn chains_without_a_kick_hold_up_no_task_management() {
         for initiator in &mut all {
             initiator.scene.turn(10);
             let chain = initiator.put(UNIT.bytes(), &read(), &[], 512);
-            initiator.scene.offer_silently(&chain);
+            initiator.scene.offer_without_kick(&chain);
             initiator.scene.turn(10);
             assert!(!initiator.has_answer(), "nobody has told the device");
         }

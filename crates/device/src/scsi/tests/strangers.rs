@@ -28,7 +28,7 @@ impl BlkGuest {
         let source = DiskSource::file(initiator.disk.path(), &disk_options).unwrap();
         let (scene, access) = (Scene::new(), initiator.access());
         let events = scene.events.clone();
-        let device = Device::blk_sharing(source.clone(), BlkOptions::default(), access, events);
+        let device = Device::blk_with_access(source.clone(), BlkOptions::default(), access, events);
         device.set_features(device.features()).unwrap();
         let queue = scene.start_queue_of(&device, 0);
         Self { scene, source, queue: Some(queue) }

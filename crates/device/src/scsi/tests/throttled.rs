@@ -133,7 +133,7 @@ fn nobody_waits_for_one_that_wants_the_medium_and_waits_for_limits() {
     assert_eq!(control.send(&scenes, ABORT_TASK_SET), OK);
     assert_eq!(all[1].end().response, ABORTED);
     begin(&mut all);
-    let stopped = all[1].take_queue().begin_stop();
+    let stopped = all[1].take_queue().begin_final_stop();
     turn_until(&mut all, |_| stopped.poll().is_some());
     assert_eq!(all[1].end().status, 0);
     assert_eq!(all[1].on_disk(0), [7; BLOCK]);

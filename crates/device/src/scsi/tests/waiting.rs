@@ -111,7 +111,7 @@ fn a_queue_that_stops_does_not_wait_for_one_that_waits_itself() {
             let (mut all, held) = held_up(waits);
             held.set_held(is_held);
             all[1].scene.turn(10);
-            let stopped = all[1].take_queue().begin_stop();
+            let stopped = all[1].take_queue().begin_final_stop();
             if !is_held {
                 all[1].scene.turn(10);
                 assert_eq!(stopped.poll(), None, "{waits:?}: the one that has it is done soon");
@@ -129,7 +129,7 @@ fn a_queue_that_pauses_waits_for_one_that_waits_itself_and_fails_nothing() {
     for waits in EACH {
         let (mut all, held) = held_up(waits);
         held.set_held(true);
-        let stopped = all[1].take_queue().begin_stop_as(StopKind::Pause);
+        let stopped = all[1].take_queue().begin_stop(StopKind::Pause);
         all[1].scene.turn(10);
         assert_eq!(stopped.poll(), None, "{waits:?}");
         drop(held);
@@ -143,7 +143,7 @@ fn a_queue_that_pauses_waits_for_one_that_waits_itself_and_fails_nothing() {
 fn commands_that_wait_are_left_in_the_inflight_region() {
     for waits in EACH {
         let (mut all, held) = held_up_and_marked(waits);
-        let stopped = all[1].take_queue().begin_stop_as(StopKind::Leave);
+        let stopped = all[1].take_queue().begin_stop(StopKind::KeepInflight);
         all[1].scene.wait(&stopped);
         assert!(!all[1].has_answer(), "{waits:?}");
         let io = all[1].scene.thread.io();
@@ -166,7 +166,7 @@ fn a_command_that_is_aborted_while_it_waits_is_not_left() {
         let mut control = Control::start(&all[1].device);
         let scenes = all.each_ref().map(|initiator| &initiator.scene);
         assert_eq!(control.send(&scenes, ABORT_TASK_SET), OK);
-        let stopped = all[1].take_queue().begin_stop_as(StopKind::Leave);
+        let stopped = all[1].take_queue().begin_stop(StopKind::KeepInflight);
         all[1].scene.wait(&stopped);
         assert_eq!(all[1].end().response, ABORTED);
         drop(held);
@@ -194,7 +194,7 @@ fn a_queue_of_virtio_blk_that_stops_does_not_wait_for_one_that_waits_itself() {
         let mut guest = BlkGuest::beside(&all[0]);
         guest.begin(BLK_OUT, 1);
         guest.scene.turn(10);
-        let stopped = guest.take_queue().begin_stop();
+        let stopped = guest.take_queue().begin_final_stop();
         if !is_held {
             guest.scene.turn(10);
             assert_eq!(stopped.poll(), None, "the one that has it is done soon");
@@ -229,7 +229,7 @@ fn a_shrink_does_not_wait_for_those_who_wait_for_one_that_waits_itself() {
 #[test]
 fn one_that_has_the_medium_says_that_it_waits() {
     let (mut all, held) = held_up(Waits::Begins);
-    let stopped = all[1].take_queue().begin_stop();
+    let stopped = all[1].take_queue().begin_final_stop();
     let tasks = Tasks::new(0);
     let number = tasks.begin(0, (UNIT, None), 7, 1, || ()).unwrap();
     let unit = all[0].local_unit();
@@ -358,7 +358,7 @@ fn a_queue_that_stops_waits_for_one_piece_of_commands_that_move_much_data() {
     let fill = || (cdb16(0x93, 0, 0, blocks(32 << 20)), vec![0x5a; BLOCK]);
     let zero = || (cdb16(0x93, 0, 0, blocks(32 << 20)), vec![0; BLOCK]);
     let each: [&dyn Fn() -> (Vec<u8>, Vec<u8>); 3] = [&verify, &fill, &zero];
-    for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
+    for kind in [StopKind::Final, StopKind::Pause, StopKind::KeepInflight] {
         let disk = NamedTempFile::new().unwrap();
         disk.as_file().set_len(BYTES).unwrap();
         let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
@@ -379,7 +379,7 @@ fn a_queue_that_stops_waits_for_one_piece_of_commands_that_move_much_data() {
             stats.read.bytes.get() + stats.write.bytes.get()
         };
         let before = moved(&initiator);
-        let stopped = initiator.take_queue().begin_stop_as(kind);
+        let stopped = initiator.take_queue().begin_stop(kind);
         initiator.scene.wait(&stopped);
         let after = moved(&initiator) - before;
         assert!(after <= 1 << 20, "{kind:?} waited for {after} bytes");
@@ -395,7 +395,7 @@ fn a_queue_that_stops_and_leaves_nothing_answers_a_giant_command_with_busy() {
     const BUFFERS: u64 = 50;
     let buffer = Desc::writable(1 << 20, 2 << 20);
     let bytes = BUFFERS * u64::from(buffer.len);
-    for kind in [StopKind::End, StopKind::Final, StopKind::Pause] {
+    for kind in [StopKind::DriverGone, StopKind::Final, StopKind::Pause] {
         let disk = NamedTempFile::new().unwrap();
         disk.as_file().set_len(bytes).unwrap();
         let mut initiator = Initiator::on(Arc::new(disk), &DiskOptions::default(), options());
@@ -407,7 +407,7 @@ fn a_queue_that_stops_and_leaves_nothing_answers_a_giant_command_with_busy() {
         while read(&initiator) == 0 {
             initiator.scene.turn(1);
         }
-        let stopped = initiator.take_queue().begin_stop_as(kind);
+        let stopped = initiator.take_queue().begin_stop(kind);
         initiator.scene.wait(&stopped);
         assert!(read(&initiator) < bytes - (64 << 20), "{kind:?}: {}", read(&initiator));
         assert!(initiator.has_answer());

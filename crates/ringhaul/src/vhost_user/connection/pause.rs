@@ -12,7 +12,7 @@ impl Connection {
     /// Begins to stop all rings, to be started again. Waiting requests are left in the inflight
     /// region. Without a region, rings stop only after these requests are done.
     pub(in crate::vhost_user) fn begin_pause(&mut self) {
-        let kind = if self.leaves_waiting() { StopKind::Leave } else { StopKind::Pause };
+        let kind = if self.leaves_waiting() { StopKind::KeepInflight } else { StopKind::Pause };
         self.rings.iter_mut().for_each(RingState::set_paused);
         self.begin_stop(0..self.rings.len(), kind);
     }
@@ -26,7 +26,7 @@ impl Connection {
     /// resume.
     pub(in crate::vhost_user) fn begin_resume(&mut self) {
         self.to_stop.0 = 0..0;
-        self.rings.iter_mut().for_each(|ring| ring.begin_go_on(&self.setup.waker));
+        self.rings.iter_mut().for_each(|ring| ring.begin_resume(&self.setup.waker));
     }
 
     /// Continues to start the paused rings that should run. Returns like [`settle`](Self::settle).

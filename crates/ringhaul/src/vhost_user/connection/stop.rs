@@ -19,11 +19,11 @@ impl Connection {
         match change {
             // QEMU disables a ring before it asks for its base.
             Change::GetBase(_) | Change::Disable(_) if negotiated && self.inflight.is_some() => {
-                StopKind::Leave
+                StopKind::KeepInflight
             }
             // Waiting requests have their buffers in the previous memory. They begin again in the
             // new one.
-            Change::Memory(_) if self.inflight.is_some() => StopKind::Leave,
+            Change::Memory(_) if self.inflight.is_some() => StopKind::KeepInflight,
             _ => StopKind::Final,
         }
     }

@@ -92,7 +92,7 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     let area = InflightArea::decode(&body).unwrap();
     let file = scene.brought.take().unwrap();
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![file]), Ended::Done);
-    assert_eq!(stop(&scene), StopKind::Leave);
+    assert_eq!(stop(&scene), StopKind::KeepInflight);
     let (region, base) =
         (protocol_feature::INFLIGHT_SHMFD, protocol_feature::GET_VRING_BASE_INFLIGHT);
     let negotiate = |scene: &mut Scene, features: u64| {

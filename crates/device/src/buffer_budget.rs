@@ -19,7 +19,7 @@ const SHORT_RANGES: usize = 16;
 pub(crate) const LONG_LISTS_BYTES: u64 = 8 << 20;
 
 /// The long lists of one queue.
-pub(crate) struct Lists {
+pub(crate) struct ListBudget {
     /// The limit in bytes on the long lists of the IoThread. The last list may exceed it.
     limit: u64,
     /// Bytes of this queue's long lists.
@@ -36,7 +36,7 @@ struct Counted {
     stats: Arc<Stats>,
 }
 
-impl Lists {
+impl ListBudget {
     pub(crate) fn new(limit: u64, stats: Arc<Stats>) -> Self {
         Self { limit, own: Rc::default(), stats }
     }
@@ -48,7 +48,7 @@ impl Lists {
 
     /// True if the lists of a chain count.
     #[inline]
-    pub(crate) fn are_long(chain: &Chain) -> bool {
+    pub(crate) fn is_long(chain: &Chain) -> bool {
         ranges_of(chain) > SHORT_RANGES
     }
 
@@ -124,13 +124,13 @@ mod tests {
     fn a_queue_with_a_long_list_waits_for_room_and_one_without_never() {
         let short = u16::try_from(SHORT_RANGES).unwrap();
         let stats = Arc::<Stats>::default();
-        let [full, other] = [(); 2].map(|()| Lists::new(LONG_LISTS_BYTES, Arc::clone(&stats)));
+        let [full, other] = [(); 2].map(|()| ListBudget::new(LONG_LISTS_BYTES, Arc::clone(&stats)));
         let mut queue = queue_with(&[short, short + 1, short + 2]);
         let mut pop = || queue.pop().unwrap().unwrap();
         let first = pop();
-        assert!(!Lists::are_long(&first), "a short list counts");
+        assert!(!ListBudget::is_long(&first), "a short list counts");
         let mut second = pop();
-        assert!(Lists::are_long(&second));
+        assert!(ListBudget::is_long(&second));
         full.add(&mut second);
         let bytes = 16 * (u64::from(short) + 1);
         assert_eq!((stats.lists.bytes.get(), stats.lists.waits.get()), (bytes, 0));
@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn chains_with_the_same_head_count_as_often_as_they_are_there() {
         let stats = Arc::<Stats>::default();
-        let lists = Lists::new(1, Arc::clone(&stats));
+        let lists = ListBudget::new(1, Arc::clone(&stats));
         let again = || queue_with(&[20]).pop().unwrap().unwrap();
         let mut chains = [again(), again()];
         chains.iter_mut().for_each(|chain| lists.add(chain));

@@ -9,8 +9,8 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use virtqueue::AnswerPlace;
 
 use crate::call_watch::CallTrust;
+use crate::data_budget::DataBudget;
 use crate::events::Events;
-use crate::load::Load;
 use crate::queue_setup::QueueOptions;
 use crate::stats::{QueueStats, RequestTotals};
 
@@ -23,7 +23,7 @@ pub(crate) const fn byte(number: u32) -> u8 {
 
 /// Options that both kinds of device have.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Working {
+pub(crate) struct CoreOptions {
     pub(crate) notify_batch: bool,
     pub(crate) prefetch: bool,
     pub(crate) in_order: bool,
@@ -35,31 +35,31 @@ pub(crate) struct Working {
 }
 
 /// State of a device for its queues and its controller.
-pub(crate) struct Common {
+pub(crate) struct DeviceCore {
     /// The negotiated features.
     features: AtomicU64,
     /// Large requests that the queues have taken and not answered.
-    load: Arc<Load>,
+    data_budget: Arc<DataBudget>,
     pub(crate) events: Arc<dyn Events>,
     /// Decides if calls may be plain writes, which can hang.
     trust: Arc<CallTrust>,
-    pub(crate) working: Working,
+    pub(crate) options: CoreOptions,
     /// Counters of each queue that was ever started, by its number.
     stats: Mutex<BTreeMap<u16, Arc<QueueStats>>>,
     /// True if another process has stopped the queues and handed them over.
     was_handed_over: AtomicBool,
 }
 
-impl Common {
-    pub(crate) fn new(working: Working, events: Arc<dyn Events>) -> Self {
+impl DeviceCore {
+    pub(crate) fn new(options: CoreOptions, events: Arc<dyn Events>) -> Self {
         let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
         let (features, stats) = (AtomicU64::new(0), Mutex::default());
-        let (load, was_handed_over) = (Arc::default(), AtomicBool::new(false));
-        Self { features, load, events, trust, working, stats, was_handed_over }
+        let (data_budget, was_handed_over) = (Arc::default(), AtomicBool::new(false));
+        Self { features, data_budget, events, trust, options, stats, was_handed_over }
     }
 
     /// Notes that another process of this program has stopped the queues that start from now on.
-    pub(crate) fn is_handed_over(&self) {
+    pub(crate) fn mark_handed_over(&self) {
         self.was_handed_over.store(true, Ordering::Relaxed);
     }
 
@@ -88,13 +88,13 @@ impl Common {
             takes_requests,
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
             indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
-            notify_batch: self.working.notify_batch,
-            prefetch: self.working.prefetch,
-            in_order: self.working.in_order,
-            run_max: self.working.run_max,
-            long_lists_bytes: self.working.long_lists_bytes,
-            load: Arc::clone(&self.load),
-            answer_place: self.working.answer_place,
+            notify_batch: self.options.notify_batch,
+            prefetch: self.options.prefetch,
+            in_order: self.options.in_order,
+            run_max: self.options.run_max,
+            long_lists_bytes: self.options.long_lists_bytes,
+            data_budget: Arc::clone(&self.data_budget),
+            answer_place: self.options.answer_place,
             events: Arc::clone(&self.events),
             trust: Arc::clone(&self.trust),
             stats,

@@ -16,7 +16,7 @@ use std::task::Waker;
 
 use virtqueue::Chain;
 
-use crate::queue_watch::Shown;
+use crate::queue_status::QueueStatus;
 
 /// Requests of up to this many bytes do not count. The fullest ring has 128 MiB of them.
 pub const SMALL_REQUEST_BYTES: usize = 128 << 10;
@@ -24,29 +24,29 @@ pub const SMALL_REQUEST_BYTES: usize = 128 << 10;
 const UNANSWERED_BYTES: u64 = 64 << 20;
 
 /// The large requests of a device, on all IoThreads.
-pub(crate) struct Load {
+pub(crate) struct DataBudget {
     limit: u64,
     bytes: AtomicU64,
     /// Queues that wait for room, in the order of their arrival.
-    line: Mutex<Line>,
+    wait_queue: Mutex<WaitQueue>,
 }
 
 #[derive(Default)]
-struct Line {
+struct WaitQueue {
     came: u64,
     waiting: VecDeque<(u64, Waker)>,
 }
 
 /// The large requests of one queue.
-pub(crate) struct QueueLoad {
-    load: Arc<Load>,
-    shown: Arc<Shown>,
-    wait: RefCell<Option<Wait>>,
+pub(crate) struct QueueDataBudget {
+    budget: Arc<DataBudget>,
+    status: Arc<QueueStatus>,
+    ticket: RefCell<Option<Ticket>>,
 }
 
 /// The place in line of a queue that waits for room, until it is dropped.
-struct Wait {
-    load: Arc<Load>,
+struct Ticket {
+    budget: Arc<DataBudget>,
     number: u64,
     /// True if the queue waits because of its own zeroes, false if it waits for the next chain in
     /// its ring.
@@ -55,20 +55,20 @@ struct Wait {
 
 /// Bytes of a request, counted until this is dropped.
 pub(crate) struct Counted {
-    load: Arc<Load>,
-    shown: Arc<Shown>,
+    budget: Arc<DataBudget>,
+    status: Arc<QueueStatus>,
     bytes: u64,
 }
 
-impl Default for Load {
+impl Default for DataBudget {
     fn default() -> Self {
         Self::new(UNANSWERED_BYTES)
     }
 }
 
-impl Load {
+impl DataBudget {
     pub(crate) fn new(limit: u64) -> Self {
-        Self { limit, bytes: AtomicU64::new(0), line: Mutex::default() }
+        Self { limit, bytes: AtomicU64::new(0), wait_queue: Mutex::default() }
     }
 
     /// Bytes of all counted requests.
@@ -83,23 +83,23 @@ impl Load {
 
     /// Wakes the first queue in line, if there is room.
     fn wake_first(&self) {
-        let line = self.line();
-        let first = line.waiting.front().filter(|_| self.has_room());
+        let wait_queue = self.wait_queue();
+        let first = wait_queue.waiting.front().filter(|_| self.has_room());
         let waker = first.map(|(_, waker)| waker.clone());
-        drop(line);
+        drop(wait_queue);
         if let Some(waker) = waker {
             waker.wake();
         }
     }
 
-    fn line(&self) -> MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    fn wait_queue(&self) -> MutexGuard<'_, WaitQueue> {
+        self.wait_queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl QueueLoad {
-    pub(crate) fn new(load: Arc<Load>, shown: Arc<Shown>) -> Self {
-        Self { load, shown, wait: RefCell::default() }
+impl QueueDataBudget {
+    pub(crate) fn new(budget: Arc<DataBudget>, status: Arc<QueueStatus>) -> Self {
+        Self { budget, status, ticket: RefCell::default() }
     }
 
     /// True if a chain holds a large request.
@@ -112,22 +112,22 @@ impl QueueLoad {
     /// there is no room: the caller puts the chain back, and `waker` is woken when there is room.
     #[cold]
     pub(crate) fn admit(&self, chain: &mut Chain, waker: &Waker) -> bool {
-        let wait = &mut *self.wait.borrow_mut();
-        let mut line = self.load.line();
-        let is_first = match wait {
-            Some(wait) => line.is_first(wait.number),
-            None => line.waiting.is_empty(),
+        let ticket = &mut *self.ticket.borrow_mut();
+        let mut wait_queue = self.budget.wait_queue();
+        let is_first = match ticket {
+            Some(ticket) => wait_queue.is_first(ticket.number),
+            None => wait_queue.waiting.is_empty(),
         };
-        if !is_first || !self.load.has_room() {
-            if wait.is_none() {
-                *wait = Some(Wait::new(&self.load, &mut line, waker, false));
+        if !is_first || !self.budget.has_room() {
+            if ticket.is_none() {
+                *ticket = Some(Ticket::new(&self.budget, &mut wait_queue, waker, false));
             }
             return false;
         }
-        drop(line);
+        drop(wait_queue);
         self.count_chain(chain);
         // The next queue in line may have room as well.
-        drop(wait.take());
+        drop(ticket.take());
         true
     }
 
@@ -145,68 +145,73 @@ impl QueueLoad {
     #[must_use]
     pub(crate) fn count_zeroes(&self, bytes: u64, waker: &Waker) -> (Counted, bool) {
         let counted = self.count(bytes);
-        let wait = &mut *self.wait.borrow_mut();
-        let mut line = self.load.line();
-        let has_room = self.load.has_room();
-        if !has_room && wait.is_none() {
-            *wait = Some(Wait::new(&self.load, &mut line, waker, true));
+        let ticket = &mut *self.ticket.borrow_mut();
+        let mut wait_queue = self.budget.wait_queue();
+        let has_room = self.budget.has_room();
+        if !has_room && ticket.is_none() {
+            *ticket = Some(Ticket::new(&self.budget, &mut wait_queue, waker, true));
         }
         (counted, has_room)
     }
 
     fn count(&self, bytes: u64) -> Counted {
-        self.load.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.shown.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Counted { load: Arc::clone(&self.load), shown: Arc::clone(&self.shown), bytes }
+        self.budget.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.status.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Counted { budget: Arc::clone(&self.budget), status: Arc::clone(&self.status), bytes }
     }
 
     /// True if the queue may pop, because it does not wait for room or has it now.
     pub(crate) fn has_room(&self) -> bool {
-        let wait = &mut *self.wait.borrow_mut();
-        let Some(waits) = wait else { return true };
-        let has_room = self.load.line().is_first(waits.number) && self.load.has_room();
+        let ticket = &mut *self.ticket.borrow_mut();
+        let Some(waits) = ticket else { return true };
+        let has_room = self.budget.wait_queue().is_first(waits.number) && self.budget.has_room();
         if has_room && waits.is_for_zeroes {
-            *wait = None;
+            *ticket = None;
         }
         // A wait for a chain keeps its place until that chain is popped again and admitted.
         has_room
     }
 
     /// Leaves the line, because the queue pops nothing for now or for good.
-    pub(crate) fn leave_line(&self) {
-        drop(self.wait.take());
+    pub(crate) fn cancel_wait(&self) {
+        drop(self.ticket.take());
     }
 }
 
-impl Line {
+impl WaitQueue {
     fn is_first(&self, number: u64) -> bool {
         self.waiting.front().is_some_and(|(first, _)| *first == number)
     }
 }
 
-impl Wait {
-    fn new(load: &Arc<Load>, line: &mut Line, waker: &Waker, is_for_zeroes: bool) -> Self {
-        line.came += 1;
-        line.waiting.push_back((line.came, waker.clone()));
-        Self { load: Arc::clone(load), number: line.came, is_for_zeroes }
+impl Ticket {
+    fn new(
+        budget: &Arc<DataBudget>,
+        wait_queue: &mut WaitQueue,
+        waker: &Waker,
+        is_for_zeroes: bool,
+    ) -> Self {
+        wait_queue.came += 1;
+        wait_queue.waiting.push_back((wait_queue.came, waker.clone()));
+        Self { budget: Arc::clone(budget), number: wait_queue.came, is_for_zeroes }
     }
 }
 
-impl Drop for Wait {
+impl Drop for Ticket {
     fn drop(&mut self) {
-        let mut line = self.load.line();
-        let place = line.waiting.iter().position(|(number, _)| *number == self.number);
-        let left = place.and_then(|place| line.waiting.remove(place));
-        drop(line);
+        let mut wait_queue = self.budget.wait_queue();
+        let place = wait_queue.waiting.iter().position(|(number, _)| *number == self.number);
+        let left = place.and_then(|place| wait_queue.waiting.remove(place));
+        drop(wait_queue);
         drop(left);
-        self.load.wake_first();
+        self.budget.wake_first();
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.load.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.shown.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.load.wake_first();
+        self.budget.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.status.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.budget.wake_first();
     }
 }

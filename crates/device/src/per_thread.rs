@@ -12,61 +12,61 @@ use blockio::{Io, Remote};
 
 thread_local! {
     /// The values on this thread, by number, for calls from other threads.
-    static HERE: RefCell<Vec<(usize, Weak<dyn Any>)>> = const { RefCell::new(Vec::new()) };
+    static LOCAL_VALUES: RefCell<Vec<(usize, Weak<dyn Any>)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// The number of the next value in this process.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 /// The number of each queue's last value, and its thread, by the index of the queue.
-type Places = BTreeMap<u16, (usize, Remote)>;
+type Locations = BTreeMap<u16, (usize, Remote)>;
 
 /// A `T` for each started queue, on the queue's IoThread.
-pub(crate) struct Reach<T> {
-    places: Arc<Mutex<Places>>,
+pub(crate) struct PerThread<T> {
+    locations: Arc<Mutex<Locations>>,
     kind: PhantomData<fn(T)>,
 }
 
-impl<T> Default for Reach<T> {
+impl<T> Default for PerThread<T> {
     fn default() -> Self {
-        Self { places: Arc::default(), kind: PhantomData }
+        Self { locations: Arc::default(), kind: PhantomData }
     }
 }
 
-impl<T: 'static> Reach<T> {
+impl<T: 'static> PerThread<T> {
     /// Sets the value of queue `index`, which starts on this IoThread.
-    pub(crate) fn set(&self, index: u16, io: &Io, value: &Rc<T>) {
+    pub(crate) fn insert(&self, index: u16, io: &Io, value: &Rc<T>) {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let value: Weak<dyn Any> = Rc::downgrade(&(Rc::clone(value) as Rc<dyn Any>));
-        HERE.with_borrow_mut(|here| {
+        LOCAL_VALUES.with_borrow_mut(|here| {
             here.retain(|(_, value)| value.strong_count() > 0);
             here.push((number, value));
         });
-        lock(&self.places).insert(index, (number, io.remote()));
+        lock(&self.locations).insert(index, (number, io.remote()));
     }
 
     /// Posts a call to the IoThread of each queue, made by `call` for the queue's index. The call
     /// receives the value, or `None` if it is gone. If the thread has ended, the call is dropped.
-    pub(crate) fn tell_each(
+    pub(crate) fn post_each(
         &self,
         mut call: impl FnMut(u16) -> Box<dyn FnOnce(Option<&T>) + Send>,
     ) {
-        for (&index, &(number, ref thread)) in &*lock(&self.places) {
+        for (&index, &(number, ref thread)) in &*lock(&self.locations) {
             let call = call(index);
             thread.post(move |_| call(find(number).as_deref()));
         }
     }
 
     /// Forgets values that are gone.
-    pub(crate) fn forget_gone(&self) {
-        for (&index, &(number, ref thread)) in &*lock(&self.places) {
-            let places = Arc::clone(&self.places);
+    pub(crate) fn remove_dropped(&self) {
+        for (&index, &(number, ref thread)) in &*lock(&self.locations) {
+            let locations = Arc::clone(&self.locations);
             thread.post(move |_| {
-                let mut places = lock(&places);
+                let mut locations = lock(&locations);
                 if find::<T>(number).is_none()
-                    && places.get(&index).is_some_and(|(last, _)| *last == number)
+                    && locations.get(&index).is_some_and(|(last, _)| *last == number)
                 {
-                    places.remove(&index);
+                    locations.remove(&index);
                 }
             });
         }
@@ -77,9 +77,9 @@ fn find<T: 'static>(number: usize) -> Option<Rc<T>> {
     let find = |here: &Vec<(usize, Weak<dyn Any>)>| {
         here.iter().find(|(other, _)| *other == number)?.1.upgrade()
     };
-    HERE.with_borrow(find)?.downcast().ok()
+    LOCAL_VALUES.with_borrow(find)?.downcast().ok()
 }
 
-fn lock(places: &Mutex<Places>) -> MutexGuard<'_, Places> {
-    places.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(locations: &Mutex<Locations>) -> MutexGuard<'_, Locations> {
+    locations.lock().unwrap_or_else(PoisonError::into_inner)
 }

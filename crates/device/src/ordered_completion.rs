@@ -11,9 +11,9 @@ use virtqueue::SplitQueue;
 
 /// Answers that wait for earlier requests: the written bytes, by head. `None`: order does not
 /// matter.
-pub(crate) struct InOrder(Option<RefCell<BTreeMap<u16, u32>>>);
+pub(crate) struct OrderedCompletion(Option<RefCell<BTreeMap<u16, u32>>>);
 
-impl InOrder {
+impl OrderedCompletion {
     pub(crate) fn new(is_on: bool) -> Self {
         Self(is_on.then(RefCell::default))
     }
@@ -44,7 +44,7 @@ impl InOrder {
 
     /// Pushes all finished chains when the queue stops: a driver that has overwritten its avail
     /// ring has no order.
-    pub(crate) fn end(&self, ring: &mut SplitQueue) {
+    pub(crate) fn flush(&self, ring: &mut SplitQueue) {
         let waiting = self.0.as_ref().map(RefCell::take).unwrap_or_default();
         waiting.into_iter().for_each(|(head, bytes)| ring.push(head, bytes));
     }

@@ -5,59 +5,59 @@ use std::cell::{Cell, RefCell};
 
 /// The waiting chains and waiting users at one queue.
 #[derive(Default)]
-pub(crate) struct Fence {
+pub(crate) struct RequestBarrier {
     /// Chains in the device that wait for the disk.
-    held: Cell<u16>,
+    waiting: Cell<u16>,
     tokens: RefCell<Vec<Token>>,
     /// Number of the last token.
-    raised: Cell<u64>,
-    later: RefCell<Vec<Later>>,
+    last_number: Cell<u64>,
+    later: RefCell<Vec<LaterChain>>,
 }
 
 /// A user that waits for all chains that had begun.
 struct Token {
     number: u64,
     /// Chains in the device that have begun later, so that the token does not wait for them.
-    later: u16,
+    begun_later: u16,
     _kept: Box<dyn Any>,
 }
 
 /// A chain that began while a token was kept.
-struct Later {
+struct LaterChain {
     head: u16,
     /// Number of the last token that does not wait for this chain.
-    after: u64,
+    last_exempt: u64,
 }
 
-impl Fence {
+impl RequestBarrier {
     /// Counts one more of the `in_device` chains as waiting for the disk.
-    pub(crate) fn hold(&self, in_device: u16) {
-        self.held.set(self.held.get() + 1);
-        self.look(in_device);
+    pub(crate) fn add_waiting(&self, in_device: u16) {
+        self.waiting.set(self.waiting.get() + 1);
+        self.release_tokens(in_device);
     }
 
     /// The number of chains that wait for the disk.
-    pub(crate) fn held(&self) -> u16 {
-        self.held.get()
+    pub(crate) fn waiting(&self) -> u16 {
+        self.waiting.get()
     }
 
     /// Makes the chain with this head, which has begun, wait as if it had not.
-    pub(crate) fn step_out(&self, head: u16, in_device: u16) {
-        self.forget_later(head);
-        self.hold(in_device);
+    pub(crate) fn suspend(&self, head: u16, in_device: u16) {
+        self.remove_later(head);
+        self.add_waiting(in_device);
     }
 
     /// Ends the wait of one chain, which may then begin.
-    pub(crate) fn release(&self) {
-        self.held.set(self.held.get() - 1);
+    pub(crate) fn resume(&self) {
+        self.waiting.set(self.waiting.get() - 1);
     }
 
     /// Notes that the chain with this head begins. Tokens kept already do not wait for it.
     pub(crate) fn begin(&self, head: u16) {
         let mut tokens = self.tokens.borrow_mut();
         if !tokens.is_empty() {
-            tokens.iter_mut().for_each(|token| token.later += 1);
-            self.later.borrow_mut().push(Later { head, after: self.raised.get() });
+            tokens.iter_mut().for_each(|token| token.begun_later += 1);
+            self.later.borrow_mut().push(LaterChain { head, last_exempt: self.last_number.get() });
         }
     }
 
@@ -67,37 +67,37 @@ impl Fence {
     /// A driver may give one head to several chains at once. A token then waits for the last of
     /// them, because chains that began later are only counted.
     pub(crate) fn answered(&self, head: u16, in_device: u16) -> bool {
-        self.forget_later(head);
-        self.look(in_device)
+        self.remove_later(head);
+        self.release_tokens(in_device)
     }
 
-    fn forget_later(&self, head: u16) {
+    fn remove_later(&self, head: u16) {
         let mut later = self.later.borrow_mut();
         if let Some(place) = later.iter().position(|chain| chain.head == head) {
-            let after = later.swap_remove(place).after;
+            let last_exempt = later.swap_remove(place).last_exempt;
             let mut tokens = self.tokens.borrow_mut();
-            let meant = tokens.iter_mut().filter(|token| token.number <= after);
-            meant.for_each(|token| token.later -= 1);
+            let meant = tokens.iter_mut().filter(|token| token.number <= last_exempt);
+            meant.for_each(|token| token.begun_later -= 1);
         }
     }
 
     /// Keeps `token` until all of the `in_device` chains are answered that do not wait for the
     /// disk.
-    pub(crate) fn keep(&self, token: Box<dyn Any>, in_device: u16) {
-        self.raised.set(self.raised.get() + 1);
-        let token = Token { number: self.raised.get(), later: 0, _kept: token };
+    pub(crate) fn add_token(&self, token: Box<dyn Any>, in_device: u16) {
+        self.last_number.set(self.last_number.get() + 1);
+        let token = Token { number: self.last_number.get(), begun_later: 0, _kept: token };
         self.tokens.borrow_mut().push(token);
-        self.look(in_device);
+        self.release_tokens(in_device);
     }
 
     /// True if a token waits for answers.
-    pub(crate) fn is_awaited(&self) -> bool {
+    pub(crate) fn has_tokens(&self) -> bool {
         !self.tokens.borrow().is_empty()
     }
 
-    fn look(&self, in_device: u16) -> bool {
+    fn release_tokens(&self, in_device: u16) -> bool {
         let mut tokens = self.tokens.borrow_mut();
-        tokens.retain(|token| in_device != self.held.get() + token.later);
+        tokens.retain(|token| in_device != self.waiting.get() + token.begun_later);
         if tokens.is_empty() {
             self.later.borrow_mut().clear();
         }
@@ -113,58 +113,58 @@ mod tests {
 
     #[test]
     fn who_waits_for_requests_does_not_wait_for_those_that_wait_for_it() {
-        let (fence, token) = (Fence::default(), Rc::new(()));
+        let (barrier, token) = (RequestBarrier::default(), Rc::new(()));
         let is_kept = || Rc::strong_count(&token) > 1;
-        fence.hold(1);
-        fence.keep(Box::new(Rc::clone(&token)), 4);
-        assert!(is_kept() && fence.answered(1, 3));
-        fence.hold(3);
+        barrier.add_waiting(1);
+        barrier.add_token(Box::new(Rc::clone(&token)), 4);
+        assert!(is_kept() && barrier.answered(1, 3));
+        barrier.add_waiting(3);
         assert!(is_kept(), "one has begun");
-        assert!(!fence.answered(2, 2) && !is_kept());
-        fence.release();
-        fence.keep(Box::new(Rc::clone(&token)), 2);
+        assert!(!barrier.answered(2, 2) && !is_kept());
+        barrier.resume();
+        barrier.add_token(Box::new(Rc::clone(&token)), 2);
         assert!(is_kept(), "one goes on");
-        assert!(!fence.answered(3, 1) && !is_kept());
-        fence.keep(Box::new(Rc::clone(&token)), 1);
+        assert!(!barrier.answered(3, 1) && !is_kept());
+        barrier.add_token(Box::new(Rc::clone(&token)), 1);
         assert!(!is_kept(), "nothing has begun");
     }
 
     #[test]
     fn who_waits_for_requests_does_not_wait_for_those_that_begin_later() {
-        let fence = Fence::default();
+        let barrier = RequestBarrier::default();
         let tokens = [(); 2].map(|()| Rc::new(()));
         let are_kept = || tokens.each_ref().map(|token| Rc::strong_count(token) > 1);
         let keep = |token: usize, in_device| {
-            fence.keep(Box::new(Rc::clone(&tokens[token])), in_device);
+            barrier.add_token(Box::new(Rc::clone(&tokens[token])), in_device);
         };
         keep(0, 1);
-        fence.begin(8);
-        fence.begin(9);
+        barrier.begin(8);
+        barrier.begin(9);
         keep(1, 3);
-        fence.begin(10);
-        assert!(fence.answered(9, 3));
-        fence.begin(9);
+        barrier.begin(10);
+        assert!(barrier.answered(9, 3));
+        barrier.begin(9);
         assert_eq!(are_kept(), [true; 2]);
-        assert!(fence.answered(7, 3));
+        assert!(barrier.answered(7, 3));
         assert_eq!(are_kept(), [false, true], "8 had begun when the second came");
         // A waiting chain continues.
-        fence.hold(4);
-        fence.release();
-        fence.begin(11);
-        assert!(!fence.answered(8, 3));
+        barrier.add_waiting(4);
+        barrier.resume();
+        barrier.begin(11);
+        assert!(!barrier.answered(8, 3));
         assert_eq!(are_kept(), [false; 2]);
         keep(0, 3);
-        assert!(fence.answered(11, 2) && fence.answered(9, 1) && !fence.answered(10, 0));
+        assert!(barrier.answered(11, 2) && barrier.answered(9, 1) && !barrier.answered(10, 0));
         assert_eq!(are_kept(), [false; 2]);
     }
 
     /// Two chains of a driver that breaks the rules have the same head.
     #[test]
     fn nobody_waits_for_less_because_a_head_is_used_twice() {
-        let (fence, token) = (Fence::default(), Rc::new(()));
-        fence.keep(Box::new(Rc::clone(&token)), 1);
-        fence.begin(5);
-        assert!(fence.answered(5, 1) && Rc::strong_count(&token) == 2);
-        assert!(!fence.answered(5, 0) && Rc::strong_count(&token) == 1);
+        let (barrier, token) = (RequestBarrier::default(), Rc::new(()));
+        barrier.add_token(Box::new(Rc::clone(&token)), 1);
+        barrier.begin(5);
+        assert!(barrier.answered(5, 1) && Rc::strong_count(&token) == 2);
+        assert!(!barrier.answered(5, 0) && Rc::strong_count(&token) == 1);
     }
 }

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// The state of a queue that other threads see.
 #[derive(Default)]
-pub(crate) struct Shown {
+pub(crate) struct QueueStatus {
     /// Commands that the IoThread has not yet carried out.
-    pub(crate) unheard: AtomicU32,
+    pub(crate) pending_commands: AtomicU32,
     /// Requests taken and not answered, as of the last run.
     pub(crate) requests: AtomicU32,
     /// Bytes of the large requests among them.
@@ -19,25 +19,25 @@ pub(crate) struct Shown {
 }
 
 /// A command on its way, until it is carried out or dropped.
-pub(crate) struct Unheard(pub(crate) Arc<Shown>);
+pub(crate) struct PendingCommand(pub(crate) Arc<QueueStatus>);
 
-impl Drop for Unheard {
+impl Drop for PendingCommand {
     fn drop(&mut self) {
-        self.0.unheard.fetch_sub(1, Ordering::Relaxed);
+        self.0.pending_commands.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// A view of a queue that needs no help of its IoThread.
 #[derive(Clone)]
-pub struct QueueWatch {
-    pub(crate) shown: Arc<Shown>,
+pub struct QueueView {
+    pub(crate) status: Arc<QueueStatus>,
 }
 
-impl QueueWatch {
+impl QueueView {
     /// Requests taken and not answered, as of the queue's last run.
     #[must_use]
     pub fn requests(&self) -> u32 {
-        self.shown.requests.load(Ordering::Relaxed)
+        self.status.requests.load(Ordering::Relaxed)
     }
 
     /// Bytes of the large requests among [`requests`](Self::requests): longer than
@@ -46,12 +46,12 @@ impl QueueWatch {
     /// [`SMALL_REQUEST_BYTES`]: crate::SMALL_REQUEST_BYTES
     #[must_use]
     pub fn large_bytes(&self) -> u64 {
-        self.shown.bytes.load(Ordering::Relaxed)
+        self.status.bytes.load(Ordering::Relaxed)
     }
 
     /// True if the IoThread has seen all commands for the queue, such as a stop.
     #[must_use]
-    pub fn has_heard(&self) -> bool {
-        self.shown.unheard.load(Ordering::Relaxed) == 0
+    pub fn has_taken_commands(&self) -> bool {
+        self.status.pending_commands.load(Ordering::Relaxed) == 0
     }
 }

@@ -36,7 +36,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// The work of a queue when a run begins.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct View {
+pub(crate) struct QueueState {
     /// Chains that may be popped.
     pub(crate) available: u16,
     /// Popped chains that are not answered.
@@ -45,7 +45,7 @@ pub(crate) struct View {
     pub(crate) next_avail: u16,
 }
 
-impl View {
+impl QueueState {
     fn unanswered(self) -> u16 {
         self.available + self.in_device
     }
@@ -67,7 +67,7 @@ pub(crate) struct Run {
 }
 
 /// Plans the runs and calls of one queue.
-pub(crate) struct Runs {
+pub(crate) struct Batching {
     /// For measurement: chains of each run, with a check for the driver's wish after each run.
     fixed: Option<NonZeroU16>,
     /// Requests answered from a call to the driver's next request.
@@ -84,7 +84,7 @@ pub(crate) struct Runs {
     growing: u16,
     /// Runs in a row, up to two, that began with nothing in the device: the disk completes ops
     /// within the submit, or there is one request at a time.
-    at_once: u8,
+    inline_runs: u8,
     asleep_since: Option<Instant>,
 }
 
@@ -95,7 +95,7 @@ struct Call {
     was_quick: bool,
 }
 
-impl Runs {
+impl Batching {
     pub(crate) fn new(fixed: Option<NonZeroU16>) -> Self {
         assert!(fixed.is_none_or(|run| run.get() <= LEAD_MAX), "a run of more than a queue has");
         Self {
@@ -107,7 +107,7 @@ impl Runs {
             patience: PATIENCE_MIN,
             depth_64: 0,
             growing: 1,
-            at_once: 0,
+            inline_runs: 0,
             asleep_since: None,
         }
     }
@@ -128,41 +128,41 @@ impl Runs {
     /// the next submit, which would delay them. Otherwise they are published after the next pop,
     /// because the disk has other requests to work on.
     #[inline]
-    pub(crate) fn are_at_once(&self) -> bool {
-        self.at_once == 2
+    pub(crate) fn completes_inline(&self) -> bool {
+        self.inline_runs == 2
     }
 
-    /// Plans a run. `is_awaited` returns true if the driver sleeps until it is called.
+    /// Plans a run. `driver_sleeps` returns true if the driver sleeps until it is called.
     #[inline]
-    pub(crate) fn begin(&mut self, view: View, is_awaited: impl FnOnce() -> bool) -> Run {
+    pub(crate) fn begin(&mut self, state: QueueState, driver_sleeps: impl FnOnce() -> bool) -> Run {
         if let Some(fixed) = self.fixed {
             return Run { chains: fixed.get(), ops: u16::MAX, publishes_each: false };
         }
-        self.at_once = if view.in_device > 0 { 0 } else { (self.at_once + 1).min(2) };
+        self.inline_runs = if state.in_device > 0 { 0 } else { (self.inline_runs + 1).min(2) };
         let mut run = Run { chains: CHAINS_MAX, ops: 1, publishes_each: true };
-        if view.available == 0 {
+        if state.available == 0 {
             self.growing = 1;
             return run;
         }
-        self.see(view);
-        let unanswered = view.unanswered();
+        self.observe(state);
+        let unanswered = state.unanswered();
         let depth = self.follow_depth(unanswered);
         if self.answered >= self.patience {
             run.ops = PART_MIN;
             if depth / 2 >= PART_MIN {
                 // Aligned parts of the ring: their cache lines change hands once.
                 let whole = 1 << (depth / 2).min(CHAINS_MAX).ilog2();
-                run.chains = whole - view.next_avail % whole;
+                run.chains = whole - state.next_avail % whole;
                 run.ops = run.chains;
                 run.publishes_each = false;
             }
-        } else if !self.are_at_once() {
+        } else if !self.completes_inline() {
             // More ops at once delay the disk's answers, fewer starve it.
             run.ops = (depth / 4).max(PART_MIN);
         } else if depth <= self.lead {
             // Even an early call brings the driver back only when all is answered.
             run.ops = 1;
-        } else if is_awaited() {
+        } else if driver_sleeps() {
             self.growing = 1;
             run.ops = unanswered.saturating_sub(self.lead).max(1);
         } else {
@@ -182,17 +182,17 @@ impl Runs {
 
     /// Learns from the first chain after a call.
     #[inline]
-    fn see(&mut self, view: View) {
+    fn observe(&mut self, state: QueueState) {
         let Some(call) = self.call else { return };
-        let new = view.avail_idx().wrapping_sub(call.avail_idx);
+        let new = state.avail_idx().wrapping_sub(call.avail_idx);
         if new > 0 {
             self.call = None;
-            self.learn(view.unanswered() <= new && !call.was_quick);
+            self.update_lead(state.unanswered() <= new && !call.was_quick);
         }
     }
 
     /// Adapts the lead when the driver is back. `late`: all requests had been answered before.
-    fn learn(&mut self, late: bool) {
+    fn update_lead(&mut self, late: bool) {
         let lead = u32::from(self.lead);
         let next = if late {
             // The delay is unknown, so the lead grows by a fixed share.
@@ -224,7 +224,7 @@ impl Runs {
     /// Notes that the driver is called when `unanswered` requests are left. The driver has made
     /// chains available up to `avail_idx`.
     #[inline]
-    pub(crate) fn calls(&mut self, unanswered: u16, avail_idx: u16) {
+    pub(crate) fn call_begins(&mut self, unanswered: u16, avail_idx: u16) {
         if self.answered >= self.patience {
             let was_wrong = self.answered / 8 < self.patience;
             self.patience =
@@ -239,20 +239,20 @@ impl Runs {
     /// Notes that the call has returned. During the call the driver has made chains available up to
     /// `avail_idx`.
     #[inline]
-    pub(crate) fn called(&mut self, avail_idx: u16) {
+    pub(crate) fn call_ends(&mut self, avail_idx: u16) {
         if let Some(call) = &mut self.call {
             call.was_quick = avail_idx != call.avail_idx;
         }
     }
 
     /// Notes that the thread may sleep until the driver kicks.
-    pub(crate) fn sleeps(&mut self, now: Instant) {
+    pub(crate) fn note_sleep(&mut self, now: Instant) {
         self.asleep_since = Some(now);
     }
 
     /// Notes that there is work. A long sleep before it erases the learnt values.
     #[inline]
-    pub(crate) fn wakes(&mut self, now: impl FnOnce() -> Instant) {
+    pub(crate) fn note_work(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(since) = self.asleep_since.take()
             && now().saturating_duration_since(since) >= PAUSE
         {
@@ -267,7 +267,7 @@ mod tests {
 
     /// A driver, a device, and a disk that completes ops within the submit. Times in ns.
     struct Scene {
-        runs: Runs,
+        batching: Batching,
         /// Requests that the driver has in use at once.
         depth: u16,
         /// Time from a call until the driver checks the ring.
@@ -288,7 +288,7 @@ mod tests {
     impl Scene {
         fn new(depth: u16, wake: u64, fixed: u16) -> Self {
             Self {
-                runs: Runs::new(NonZeroU16::new(fixed)),
+                batching: Batching::new(NonZeroU16::new(fixed)),
                 depth,
                 wake,
                 costs: [2_500, 1_000, 8_000],
@@ -302,8 +302,8 @@ mod tests {
             }
         }
 
-        fn view(&self) -> View {
-            View { available: self.available, in_device: 0, next_avail: self.next_avail }
+        fn state(&self) -> QueueState {
+            QueueState { available: self.available, in_device: 0, next_avail: self.next_avail }
         }
 
         /// Plays the driver: takes answers and makes as many new requests.
@@ -317,19 +317,19 @@ mod tests {
 
         fn call(&mut self) {
             self.calls += 1;
-            self.runs.calls(self.available, self.view().avail_idx());
+            self.batching.call_begins(self.available, self.state().avail_idx());
             self.wakes_at = Some(self.now + self.wake);
             self.now += self.costs[2];
             self.drive();
-            self.runs.called(self.view().avail_idx());
+            self.batching.call_ends(self.state().avail_idx());
         }
 
         /// Publishes `count` answers.
         fn answer(&mut self, count: u16) {
             (self.unseen, self.answered) = (self.unseen + count, self.answered + u64::from(count));
             self.drive();
-            self.runs.answered(count);
-            let is_due = !self.runs.adapt() || self.runs.is_call_due(self.available);
+            self.batching.answered(count);
+            let is_due = !self.batching.adapt() || self.batching.is_call_due(self.available);
             if is_due && self.unseen > 0 && self.wakes_at.is_none() {
                 self.call();
             }
@@ -339,7 +339,7 @@ mod tests {
         fn run(&mut self) {
             self.drive();
             let sleeps = self.wakes_at.is_none();
-            let run = self.runs.begin(self.view(), || sleeps);
+            let run = self.batching.begin(self.state(), || sleeps);
             let count = run.ops.min(run.chains).min(self.available);
             if count > 0 {
                 self.available -= count;
@@ -382,7 +382,7 @@ mod tests {
                     let mut scene = Scene { costs, ..Scene::new(depth, wake, 0) };
                     scene.rate(10_000);
                     let ratio = scene.rate(50_000) / best(depth, wake, costs);
-                    let lead = scene.runs.lead;
+                    let lead = scene.batching.lead;
                     assert!(ratio > 0.9, "{costs:?} {wake} {depth}: {ratio}, lead {lead}");
                 }
             }
@@ -403,7 +403,7 @@ mod tests {
             (scene.depth, scene.wake, scene.costs[0]) = (depth, wake, op);
             scene.rate(10_000);
             let ratio = scene.rate(50_000) / best(depth, wake, scene.costs);
-            assert!(ratio > 0.9, "{depth} {wake} {op}: {ratio}, lead {}", scene.runs.lead);
+            assert!(ratio > 0.9, "{depth} {wake} {op}: {ratio}, lead {}", scene.batching.lead);
         }
     }
 
@@ -417,76 +417,76 @@ mod tests {
         }
     }
 
-    fn view(available: u16, in_device: u16, next_avail: u16) -> View {
-        View { available, in_device, next_avail }
+    fn state(available: u16, in_device: u16, next_avail: u16) -> QueueState {
+        QueueState { available, in_device, next_avail }
     }
 
     #[test]
     fn a_driver_that_polls_gets_whole_lines_at_once() {
-        let mut runs = Runs::new(None);
-        runs.begin(view(32, 0, 0), || false);
-        assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
-        runs.answered(u16::try_from(PATIENCE_MIN).unwrap());
-        let run = runs.begin(view(32, 0, 0), || false);
+        let mut batching = Batching::new(None);
+        batching.begin(state(32, 0, 0), || false);
+        assert!(batching.begin(state(32, 0, 0), || false).publishes_each);
+        batching.answered(u16::try_from(PATIENCE_MIN).unwrap());
+        let run = batching.begin(state(32, 0, 0), || false);
         assert_eq!(run, Run { chains: 16, ops: 16, publishes_each: false });
         // A run that begins inside of a line ends with it.
-        assert_eq!(runs.begin(view(32, 0, 0xfff5), || false).chains, 11);
+        assert_eq!(batching.begin(state(32, 0, 0xfff5), || false).chains, 11);
         // The driver slept after all: more patience next time.
-        runs.calls(0, 0);
-        assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
-        runs.answered(u16::try_from(2 * PATIENCE_MIN - 1).unwrap());
-        assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
-        runs.answered(1);
-        assert!(!runs.begin(view(32, 0, 0), || false).publishes_each);
+        batching.call_begins(0, 0);
+        assert!(batching.begin(state(32, 0, 0), || false).publishes_each);
+        batching.answered(u16::try_from(2 * PATIENCE_MIN - 1).unwrap());
+        assert!(batching.begin(state(32, 0, 0), || false).publishes_each);
+        batching.answered(1);
+        assert!(!batching.begin(state(32, 0, 0), || false).publishes_each);
         // The driver busy-polled for long: the guess was right.
-        (0..16).for_each(|_| runs.answered(u16::try_from(PATIENCE_MIN).unwrap()));
-        runs.calls(0, 0);
-        runs.answered(u16::try_from(PATIENCE_MIN).unwrap());
-        assert!(!runs.begin(view(32, 0, 0), || false).publishes_each);
+        (0..16).for_each(|_| batching.answered(u16::try_from(PATIENCE_MIN).unwrap()));
+        batching.call_begins(0, 0);
+        batching.answered(u16::try_from(PATIENCE_MIN).unwrap());
+        assert!(!batching.begin(state(32, 0, 0), || false).publishes_each);
     }
 
     #[test]
     fn a_disk_that_works_on_many_ops_gets_a_quarter_at_once() {
-        let mut runs = Runs::new(None);
+        let mut batching = Batching::new(None);
         for (available, in_device, ops) in [(64, 0, 16), (10, 54, 16), (48, 16, 16), (3, 1, 15)] {
-            let run = runs.begin(view(available, in_device, 0), || true);
+            let run = batching.begin(state(available, in_device, 0), || true);
             assert_eq!(run.ops, ops);
             // The disk still has the chains of this run.
-            runs.begin(view(0, in_device + 1, 0), || true);
+            batching.begin(state(0, in_device + 1, 0), || true);
         }
-        let mut runs = Runs::new(None);
-        runs.begin(view(1, 3, 0), || true);
-        assert_eq!(runs.begin(view(1, 3, 0), || true).ops, PART_MIN);
-        assert!(!runs.are_at_once());
-        runs.begin(view(1, 0, 0), || true);
-        runs.begin(view(1, 0, 0), || true);
-        assert!(runs.are_at_once());
+        let mut batching = Batching::new(None);
+        batching.begin(state(1, 3, 0), || true);
+        assert_eq!(batching.begin(state(1, 3, 0), || true).ops, PART_MIN);
+        assert!(!batching.completes_inline());
+        batching.begin(state(1, 0, 0), || true);
+        batching.begin(state(1, 0, 0), || true);
+        assert!(batching.completes_inline());
     }
 
     #[test]
     fn a_pause_ends_what_was_learnt() {
         let mut scene = Scene::new(64, 30_000, 0);
         scene.rate(10_000);
-        let learnt = scene.runs.lead;
+        let learnt = scene.batching.lead;
         assert!(learnt < 32, "the lead is {learnt}");
         let start = Instant::now();
-        scene.runs.sleeps(start);
-        scene.runs.wakes(|| start + PAUSE / 2);
-        assert_eq!(scene.runs.lead, learnt);
+        scene.batching.note_sleep(start);
+        scene.batching.note_work(|| start + PAUSE / 2);
+        assert_eq!(scene.batching.lead, learnt);
         // That sleep is over.
-        scene.runs.wakes(|| start + 2 * PAUSE);
-        assert_eq!(scene.runs.lead, learnt);
-        scene.runs.sleeps(start);
-        scene.runs.wakes(|| start + PAUSE);
-        assert_eq!((scene.runs.lead, scene.runs.depth_64), (LEAD_MAX, 0));
+        scene.batching.note_work(|| start + 2 * PAUSE);
+        assert_eq!(scene.batching.lead, learnt);
+        scene.batching.note_sleep(start);
+        scene.batching.note_work(|| start + PAUSE);
+        assert_eq!((scene.batching.lead, scene.batching.depth_64), (LEAD_MAX, 0));
     }
 
     #[test]
     fn a_fixed_run_learns_nothing() {
         let mut scene = Scene::new(64, 30_000, 16);
         scene.rate(10_000);
-        assert_eq!(scene.runs.lead, LEAD_MAX);
-        let run = scene.runs.begin(view(64, 0, 0), || true);
+        assert_eq!(scene.batching.lead, LEAD_MAX);
+        let run = scene.batching.begin(state(64, 0, 0), || true);
         assert_eq!(run, Run { chains: 16, ops: u16::MAX, publishes_each: false });
     }
 
@@ -497,20 +497,24 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             iomem::fits((random >> 33) % u64::from(bound), "less than a bound")
         };
-        let mut runs = Runs::new(None);
+        let mut batching = Batching::new(None);
         for _ in 0..200_000 {
             let in_device = below(1024);
-            let view = view(below(1025 - in_device), in_device, below(u16::MAX));
+            let state = state(below(1025 - in_device), in_device, below(u16::MAX));
             let sleeps = below(2) == 0;
-            let run = runs.begin(view, || sleeps);
+            let run = batching.begin(state, || sleeps);
             assert!((1..=CHAINS_MAX).contains(&run.chains) && run.ops >= 1, "{run:?}");
-            runs.answered(below(1024));
+            batching.answered(below(1024));
             if below(3) == 0 {
-                runs.calls(below(1024), below(u16::MAX));
-                runs.called(below(u16::MAX));
+                batching.call_begins(below(1024), below(u16::MAX));
+                batching.call_ends(below(u16::MAX));
             }
-            assert!(runs.lead <= LEAD_MAX && runs.depth_64 <= 64 * 1024, "{}", runs.lead);
-            assert!((PATIENCE_MIN..=PATIENCE_MAX).contains(&runs.patience));
+            assert!(
+                batching.lead <= LEAD_MAX && batching.depth_64 <= 64 * 1024,
+                "{}",
+                batching.lead
+            );
+            assert!((PATIENCE_MIN..=PATIENCE_MAX).contains(&batching.patience));
         }
     }
 }
