@@ -6,11 +6,9 @@
 
 mod architecture;
 mod commits;
-mod dead;
 mod floors;
+mod language;
 mod links;
-mod names;
-mod one_read;
 mod rust;
 mod tables;
 mod text;
@@ -94,10 +92,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if args.files.is_empty() {
         problems.extend(floors::check(&sources));
-        problems.extend(dead::check(&sources));
-        problems.extend(names::check(&sources));
+        problems.extend(language::check(&sources));
         problems.extend(architecture::check(&sources));
-        problems.extend(one_read::check(&sources));
         problems.extend(commits::check(root));
         problems.extend(unused::check(&sources));
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::{Problem, Source};
 
 /// Folders of files that texts name by their paths from the root.
-pub(super) const NAMED_FOLDERS: &[&str] =
+const NAMED_FOLDERS: &[&str] =
     &["crates/", "xtask/src", "tests/", "docs/", "fuzz/", "lab/", "tools/", ".ci/"];
 
 /// Problems of a Markdown file.

@@ -29,18 +29,6 @@ pub(super) fn check(source: &Source) -> Vec<Problem> {
     problems
 }
 
-/// Returns true if a file has `word` outside of texts.
-pub(super) fn has_word(source: &Source, word: &str) -> bool {
-    fn is_in(stream: TokenStream, word: &str) -> bool {
-        stream.into_iter().any(|token| match token {
-            TokenTree::Group(group) => is_in(group.stream(), word),
-            TokenTree::Ident(name) => name == word,
-            TokenTree::Punct(_) | TokenTree::Literal(_) => false,
-        })
-    }
-    source.text.parse().is_ok_and(|tokens| is_in(tokens, word))
-}
-
 fn module_doc(source: &Source, file: &File) -> Option<Problem> {
     let is_doc = |attribute: &Attribute| match &attribute.meta {
         Meta::NameValue(pair) => pair.path.is_ident("doc"),

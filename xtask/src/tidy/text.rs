@@ -35,7 +35,9 @@ pub(super) fn private_paths(root: &Path) -> Vec<String> {
 
 fn width(source: &Source, number: usize, line: &str) -> Option<Problem> {
     let columns = line.chars().count();
-    (source.is_code() && columns > tables::MAX_COLUMNS).then(|| {
+    // Rows of tables, and links and pictures that no break can shorten, may be wide.
+    let is_prose = source.has_extension("md") && !line.starts_with(['|', '!', '[']);
+    ((source.is_code() || is_prose) && columns > tables::MAX_COLUMNS).then(|| {
         let what = format!("line of {columns} columns");
         source.problem(number, what, format!("break it before column {}", tables::MAX_COLUMNS + 1))
     })
@@ -128,7 +130,8 @@ mod tests {
         let long = format!("# {}\n", "é".repeat(99));
         assert!(found("Makefile", &fits).is_empty());
         assert_eq!(found("Makefile", &long), ["1 line of 101 columns"]);
-        assert!(found("docs/x.md", &long).is_empty(), "prose may be wide");
+        assert_eq!(found("docs/x.md", &long), ["1 line of 101 columns"]);
+        assert!(found("docs/x.md", &format!("| {}\n", "é".repeat(99))).is_empty());
     }
 
     #[test]
@@ -148,9 +151,7 @@ mod tests {
     fn wrong_words() {
         assert_eq!(found("docs/a.md", "Ring the Doorbell."), ["1 the word `doorbell`"]);
         assert_eq!(found("a.sh", "reaped_at=1"), ["1 the word `reaped`"]);
-        let what = ["1 the word `no word of`", "1 the word `as ever`"];
-        assert_eq!(found("docs/a.md", "It has no word of virtio, as ever."), what);
-        assert!(found("docs/a.md", "It reappears, and was told off as everybody.").is_empty());
+        assert!(found("docs/a.md", "A disk reappears.").is_empty());
         assert!(found("CONTRIBUTING.md", "doorbell").is_empty());
     }
 

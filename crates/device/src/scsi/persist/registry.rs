@@ -91,9 +91,9 @@ impl ReservationType {
 #[repr(u8)]
 pub(crate) enum CommandClass {
     /// Allowed always: INQUIRY, LOG SENSE, READ CAPACITY, REPORT LUNS, REQUEST SENSE, TEST UNIT
-    /// READY, REPORT TARGET PORT GROUPS; PERSISTENT RESERVE IN, and OUT, which has rules of its
-    /// own; PREVENT ALLOW MEDIUM REMOVAL that allows; START STOP UNIT with START set and no power
-    /// condition.
+    /// READY, REPORT TARGET PORT GROUPS. Also PERSISTENT RESERVE IN, and OUT, which has rules of
+    /// its own; PREVENT ALLOW MEDIUM REMOVAL that allows; START STOP UNIT with START set and no
+    /// power condition.
     Unrestricted = 0,
     /// A conflict where access is exclusive: READ, VERIFY, PRE-FETCH, GET LBA STATUS, MODE SENSE,
     /// READ BUFFER, READ DEFECT DATA, RECEIVE DIAGNOSTIC RESULTS, REPORT SUPPORTED OPERATION CODES
@@ -101,8 +101,8 @@ pub(crate) enum CommandClass {
     Reads = 1,
     /// A conflict where writing is exclusive: WRITE, WRITE AND VERIFY, WRITE SAME, COMPARE AND
     /// WRITE, UNMAP, SYNCHRONIZE CACHE, FORMAT UNIT, MODE SELECT, LOG SELECT, SEND DIAGNOSTIC,
-    /// WRITE BUFFER; PREVENT ALLOW MEDIUM REMOVAL that prevents; every other START STOP UNIT; and
-    /// all commands not listed here.
+    /// WRITE BUFFER. Also PREVENT ALLOW MEDIUM REMOVAL that prevents, every other START STOP UNIT,
+    /// and all commands not listed here.
     Writes = 2,
 }
 
