@@ -256,9 +256,9 @@ fn count_openings(text: &str, counts: &mut Counts) {
             counts.doc_comments += 1;
             let opens = |opening: &&str| {
                 doc.strip_prefix(*opening)
-                    .is_some_and(|rest| !rest.starts_with(|next: char| next.is_alphanumeric()))
+                    .is_some_and(|rest| !rest.starts_with(char::is_alphanumeric))
             };
-            counts.openings += usize::from(OPENINGS.iter().any(|opening| opens(opening)));
+            counts.openings += usize::from(OPENINGS.iter().any(opens));
         }
         is_first = false;
     }
