@@ -20,9 +20,9 @@ use crate::queue_task::{self, Handler};
 use crate::scsi::ScsiDevice;
 use crate::scsi::access::DiskAccess;
 use crate::scsi::config::{FIRST_REQUEST_QUEUE, ScsiOptions};
-use crate::scsi::control_queue::Control;
+use crate::scsi::control_queue::ControlHandler;
 use crate::scsi::event_queue::EventQueue;
-use crate::scsi::request::Scsi;
+use crate::scsi::request::RequestHandler;
 use crate::stats::{QueueStats, RequestTotals};
 
 /// The capacity, at the start of virtio-blk's configuration space (virtio 1.3, section 5.2.4).
@@ -305,11 +305,11 @@ impl Device {
             }
             (Self::Blk(_), _) => unreachable!("virtio-blk has no such queue"),
             (Self::Scsi(scsi), QueueRole::Request) => {
-                let handler = Scsi::new(scsi, index, io, &queue);
+                let handler = RequestHandler::new(scsi, index, io, &queue);
                 self.spawn(io, queue, Rc::new(handler));
             }
             (Self::Scsi(scsi), QueueRole::Control) => {
-                self.spawn(io, queue, Rc::new(Control::new(scsi)));
+                self.spawn(io, queue, Rc::new(ControlHandler::new(scsi)));
             }
             (Self::Scsi(scsi), QueueRole::Event) => {
                 let handler = EventQueue::start(scsi.events(), io, &queue);

@@ -55,11 +55,16 @@ impl Device {
             Self::Scsi(scsi) => scsi,
         };
         let (mut units, mut files) = (Vec::new(), Vec::new());
-        scsi.units().look(|mut all| {
+        scsi.units().with_all(|mut all| {
             all.try_for_each(|unit| {
                 let UnitAddress { target, lun } = unit.address;
                 let (access, file) = unit.access.hand_over()?;
-                units.push(UnitState { target, lun, attentions: unit.attentions.codes(), access });
+                units.push(UnitState {
+                    target,
+                    lun,
+                    attentions: unit.attentions.pending_codes(),
+                    access,
+                });
                 files.push(file);
                 io::Result::Ok(())
             })
@@ -81,7 +86,7 @@ impl Device {
                 blk.access().take_over(access, files.next().flatten())
             }
             (Self::Scsi(scsi), Kind::Scsi { units, events }) => {
-                if scsi.units().look(|all| all.count()) != units.len() {
+                if scsi.units().with_all(|all| all.count()) != units.len() {
                     return Err(other());
                 }
                 for UnitState { target, lun, attentions, access } in units {

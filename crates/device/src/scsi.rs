@@ -3,8 +3,6 @@
 pub mod access;
 pub mod address;
 pub(crate) mod answer;
-pub(crate) mod at_disk;
-pub(crate) mod awaited;
 pub(crate) mod block;
 pub(crate) mod cdb;
 pub mod config;
@@ -22,14 +20,16 @@ pub(crate) mod report;
 pub(crate) mod request;
 pub(crate) mod request_queue;
 pub(crate) mod reserve;
+pub(crate) mod semaphore;
 pub(crate) mod sense;
+pub(crate) mod task_resources;
 pub(crate) mod task_set;
-pub(crate) mod turns;
+pub(crate) mod task_wait;
 pub mod unit;
 pub(crate) mod units;
 pub(crate) mod unmap;
-pub(crate) mod uses;
 pub(crate) mod verify;
+pub(crate) mod wait_group;
 
 pub use device::{RemovedUnit, ScsiDevice, UnitError};
 

@@ -123,7 +123,7 @@ impl DiskAccesses {
     /// of one disk share would not protect the two from each other.
     pub(crate) fn of(&self, disk: &DiskSource) -> Result<Arc<DiskAccess>> {
         let new = || match self.are_awaited.load(Ordering::Relaxed) {
-            true => Arc::new(DiskAccess::awaited()),
+            true => Arc::new(DiskAccess::for_hand_over()),
             false => Arc::default(),
         };
         let (identity, place) = (disk.identity(), disk.place());

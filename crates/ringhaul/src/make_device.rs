@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use blockio::disk::format_warning;
 use device::blk::config::{BlkOptions, QUEUES_MAX};
 use device::scsi::ScsiDevice;
-use device::scsi::access::{DiskAccess, KeptIn};
+use device::scsi::access::{DiskAccess, ReservationStorage};
 use device::scsi::address::UnitAddress;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
 use device::scsi::unit::{Identifiers, UnitOptions};
@@ -83,7 +83,7 @@ impl ExportSpec {
                 let access = accesses.of(&source)?;
                 // Reservations that initiators left behind apply before any of them returns.
                 if let Some(path) = usual_reservations(spec) {
-                    drop(access.keep_reservations(KeptIn::Found(path))?);
+                    drop(access.store_reservations(ReservationStorage::Existing(path))?);
                 }
                 let held = Arc::clone(&access);
                 let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
@@ -136,7 +136,7 @@ impl UnitSpec {
         accesses: &DiskAccesses,
     ) -> Result<()> {
         let access = accesses.of(&disk.source)?;
-        let _kept = access.keep_reservations(self.reservations())?;
+        let _kept = access.store_reservations(self.reservations())?;
         let options = self.options(disk, export, access)?;
         let held = Arc::clone(&options.access);
         let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
@@ -209,10 +209,10 @@ impl UnitSpec {
     }
 
     /// The place where persistent reservations are kept.
-    fn reservations(&self) -> KeptIn {
+    fn reservations(&self) -> ReservationStorage {
         match &self.settings.reservations {
-            Some(path) => KeptIn::File(by_one_name(path)),
-            None => KeptIn::Usual(usual_reservations(&self.disk)),
+            Some(path) => ReservationStorage::File(by_one_name(path)),
+            None => ReservationStorage::Shared(usual_reservations(&self.disk)),
         }
     }
 }

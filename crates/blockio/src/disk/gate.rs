@@ -34,7 +34,7 @@ pub trait Requester {
     fn waits(&self);
 
     /// Checks that the request is still to be done. Called before it waits, and for each
-    /// [`look_at_waiting`](super::Disk::look_at_waiting).
+    /// [`recheck_waiting`](super::Disk::recheck_waiting).
     ///
     /// # Errors
     ///

@@ -37,7 +37,7 @@ impl Disk {
 
     /// Makes all requests that wait for limits or a retry [check](super::Requester::check) if they
     /// are still to be done.
-    pub fn look_at_waiting(&self) {
+    pub fn recheck_waiting(&self) {
         self.shared.bell.ring();
     }
 }

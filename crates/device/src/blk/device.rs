@@ -16,7 +16,7 @@ use crate::events::Events;
 use crate::per_thread::PerThread;
 use crate::queue::Queue;
 use crate::scsi::access::{DiskAccess, DiskUser};
-use crate::scsi::task_set::{Left, Waiting};
+use crate::scsi::task_set::{WaitGroup, WaitToken};
 
 /// A virtio-blk device: the part beside the state that both kinds of device have.
 #[derive(Clone)]
@@ -188,14 +188,14 @@ impl DiskUser for BlkDiskUser {
         self.queues.strong_count() == 0
     }
 
-    fn raise_barrier(&self) -> Waiting {
-        let (waiting, left) = Waiting::new();
+    fn raise_barrier(&self) -> WaitGroup {
+        let (waiting, token) = WaitGroup::new();
         if let Some(queues) = self.queues.upgrade() {
             queues.post_each(|_| {
-                let left: Left = left.clone();
+                let token: WaitToken = token.clone();
                 Box::new(move |queue| {
                     if let Some(queue) = queue {
-                        queue.raise_barrier(Box::new(left));
+                        queue.raise_barrier(Box::new(token));
                     }
                 })
             });

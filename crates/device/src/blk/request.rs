@@ -97,7 +97,7 @@ impl Handler for Blk {
     fn stop(&self, _: &Queue, kind: StopKind) {
         self.disk.set_waits(kind.waits());
         if kind.waits() == Waits::Never {
-            self.device.access().look_at_waiting();
+            self.device.access().recheck_waiting();
         }
     }
 

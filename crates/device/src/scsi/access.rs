@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 use super::medium::Medium;
 use super::persist::ReservationsState;
 use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations};
-pub use super::persist::{Keeping, KeptIn};
+pub use super::persist::{ReservationStorage, StorageGuard};
+use super::semaphore::FairSemaphore;
 use super::sense::Sense;
-use super::task_set::{Abort, How, TaskId, Waiting};
-use super::turns::Turns;
+use super::task_set::{Abort, TaskId, Treatment, WaitGroup};
 
 /// The most functions about tasks of all initiators that wait for tasks of other initiators at a
 /// time. A disk may be many units, and each may receive a thousand functions.
@@ -31,8 +31,8 @@ pub(crate) trait Peer: Send + Sync {
     /// Adds an attention that the initiator receives with its next command.
     fn add_attention(&self, sense: Sense);
 
-    /// Treats the unit's tasks as `how` says, except this one. `None` if the device is gone.
-    fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting>;
+    /// Treats the unit's tasks as `treatment` says, except this one. `None` if the device is gone.
+    fn cover(&self, treatment: Treatment, except: Option<TaskId>) -> Option<WaitGroup>;
 
     /// Restricts the unit to the first `size_bytes` of the disk from now on.
     fn cut_off(&self, size_bytes: u64);
@@ -48,7 +48,7 @@ pub(crate) trait DiskUser: Send + Sync {
 
     /// Makes requests check the access from now on before they use the disk. The result is ready
     /// when this holds and earlier requests are answered.
-    fn raise_barrier(&self) -> Waiting;
+    fn raise_barrier(&self) -> WaitGroup;
 
     /// Like [`Peer::cut_off`].
     fn cut_off(&self, size_bytes: u64);
@@ -58,14 +58,14 @@ pub(crate) trait DiskUser: Send + Sync {
 }
 
 /// The covered tasks of a nexus, which may not have ended.
-struct Looked {
+struct FoundTasks {
     nexus: Nexus,
     peer: Arc<dyn Peer>,
-    tasks: Waiting,
+    tasks: WaitGroup,
 }
 
 /// The covered tasks of a nexus, which have ended.
-pub(crate) struct Covered {
+pub(crate) struct EndedTasks {
     pub(crate) nexus: Nexus,
     pub(crate) peer: Arc<dyn Peer>,
     /// The number of tasks found.
@@ -83,7 +83,7 @@ pub struct DiskAccess {
     /// Held while the disk gets another size, or another device.
     sizes: Mutex<()>,
     /// A PERSISTENT RESERVE OUT is in progress.
-    is_changing: AtomicBool,
+    has_reserve_out: AtomicBool,
     medium: Medium,
     /// True if the last START STOP UNIT stopped the unit.
     is_stopped: AtomicBool,
@@ -91,13 +91,13 @@ pub struct DiskAccess {
     cache_is_off: AtomicBool,
     /// D_SENSE of the control mode page.
     has_descriptor_sense: AtomicBool,
-    /// Turns of functions about the tasks of all initiators.
-    turns: Turns,
+    /// Limits functions about the tasks of all initiators.
+    semaphore: FairSemaphore,
 }
 
 impl Default for DiskAccess {
     fn default() -> Self {
-        Self::with(Arc::default())
+        Self::with_reservations(Arc::default())
     }
 }
 
@@ -120,22 +120,22 @@ impl DiskAccess {
     /// For a disk that another process hands over, which also determines the place of its
     /// reservations.
     #[must_use]
-    pub fn awaited() -> Self {
-        Self::with(Arc::new(Reservations::awaited()))
+    pub fn for_hand_over() -> Self {
+        Self::with_reservations(Arc::new(Reservations::for_hand_over()))
     }
 
-    fn with(reservations: Arc<Reservations>) -> Self {
+    fn with_reservations(reservations: Arc<Reservations>) -> Self {
         Self {
             reservations,
             peers: Mutex::default(),
             disk_users: Mutex::default(),
             sizes: Mutex::default(),
-            is_changing: AtomicBool::default(),
+            has_reserve_out: AtomicBool::default(),
             medium: Medium::default(),
             is_stopped: AtomicBool::default(),
             cache_is_off: AtomicBool::default(),
             has_descriptor_sense: AtomicBool::default(),
-            turns: Turns::new(FUNCTIONS_MAX),
+            semaphore: FairSemaphore::new(FUNCTIONS_MAX),
         }
     }
 
@@ -169,11 +169,14 @@ impl DiskAccess {
     ///
     /// If the file exists but cannot be read, is broken, or is in use: to continue without it would
     /// let fenced hosts write. If other exports of the disk have chosen another place, or none.
-    pub fn keep_reservations(&self, place: KeptIn) -> Result<Keeping, ReservationsError> {
-        let keeping = self.reservations.keep_in(place)?;
+    pub fn store_reservations(
+        &self,
+        place: ReservationStorage,
+    ) -> Result<StorageGuard, ReservationsError> {
+        let guard = self.reservations.store_in(place)?;
         // A loaded reservation holds at once, and requests that have begun are not awaited.
         drop(self.raise_barriers());
-        Ok(keeping)
+        Ok(guard)
     }
 
     pub(crate) fn attach(&self, port: PortName) -> Result<Attached, PortInUse> {
@@ -206,7 +209,7 @@ impl DiskAccess {
     }
 
     /// Makes all devices that are no initiators respect the current state.
-    fn raise_barriers(&self) -> Vec<Waiting> {
+    fn raise_barriers(&self) -> Vec<WaitGroup> {
         lock(&self.disk_users).iter().map(|disk_user| disk_user.raise_barrier()).collect()
     }
 
@@ -221,21 +224,21 @@ impl DiskAccess {
     }
 
     /// Adds an attention for the initiator of a nexus, unless its unit is gone.
-    pub(crate) fn tell(&self, nexus: Nexus, sense: Sense) {
-        self.tell_if(|other| other == nexus, sense);
+    pub(crate) fn add_attention(&self, nexus: Nexus, sense: Sense) {
+        self.add_attention_if(|other| other == nexus, sense);
     }
 
     /// Adds an attention for all initiators.
-    pub(crate) fn tell_all(&self, sense: Sense) {
-        self.tell_if(|_| true, sense);
+    pub(crate) fn add_attention_for_all(&self, sense: Sense) {
+        self.add_attention_if(|_| true, sense);
     }
 
     /// Adds an attention for all initiators except that of `nexus`.
-    pub(crate) fn tell_others(&self, nexus: Nexus, sense: Sense) {
-        self.tell_if(|other| other != nexus, sense);
+    pub(crate) fn add_attention_for_others(&self, nexus: Nexus, sense: Sense) {
+        self.add_attention_if(|other| other != nexus, sense);
     }
 
-    fn tell_if(&self, is_meant: impl Fn(Nexus) -> bool, sense: Sense) {
+    fn add_attention_if(&self, is_meant: impl Fn(Nexus) -> bool, sense: Sense) {
         let peers = lock(&self.peers);
         let meant = peers.iter().filter(|(nexus, _)| is_meant(*nexus));
         meant.for_each(|(_, peer)| peer.add_attention(sense));
@@ -266,9 +269,9 @@ impl DiskAccess {
         disk_users.iter().for_each(|disk_user| disk_user.cut_off(size_bytes));
         peers.iter().for_each(|(_, peer)| peer.cut_off(size_bytes));
         let begun = disk_users.iter().map(|disk_user| disk_user.raise_barrier());
-        let tasks = peers.iter().filter_map(|(_, peer)| peer.cover(How::Settle, None));
-        let begun: Vec<Waiting> = begun.chain(tasks).collect();
-        begun.iter().for_each(Waiting::wait);
+        let tasks = peers.iter().filter_map(|(_, peer)| peer.cover(Treatment::AwaitActive, None));
+        let begun: Vec<WaitGroup> = begun.chain(tasks).collect();
+        begun.iter().for_each(WaitGroup::wait);
     }
 
     /// True if no other unit is on the disk.
@@ -311,14 +314,18 @@ impl DiskAccess {
         self.set_descriptor_sense(false);
     }
 
-    /// Covers the tasks of each nexus as `how` says, with the exception of `except`. `None` leaves
-    /// out a nexus.
-    fn look(&self, except: Option<TaskId>, how: impl Fn(Nexus) -> Option<How>) -> Vec<Looked> {
-        let look = |(nexus, peer): &(Nexus, Arc<dyn Peer>)| {
-            let tasks = peer.cover(how(*nexus)?, except)?;
-            Some(Looked { nexus: *nexus, peer: Arc::clone(peer), tasks })
+    /// Covers the tasks of each nexus as `treatment` says, with the exception of `except`. `None`
+    /// leaves out a nexus.
+    fn cover_tasks(
+        &self,
+        except: Option<TaskId>,
+        treatment: impl Fn(Nexus) -> Option<Treatment>,
+    ) -> Vec<FoundTasks> {
+        let cover = |(nexus, peer): &(Nexus, Arc<dyn Peer>)| {
+            let tasks = peer.cover(treatment(*nexus)?, except)?;
+            Some(FoundTasks { nexus: *nexus, peer: Arc::clone(peer), tasks })
         };
-        lock(&self.peers).iter().filter_map(look).collect()
+        lock(&self.peers).iter().filter_map(cover).collect()
     }
 
     /// Ends the tasks of all initiators, for a function of the nexus `by`. Its own tasks end as
@@ -326,14 +333,15 @@ impl DiskAccess {
     /// end as by a reset, and their drivers start them again. Chains of other initiators that are
     /// not popped are no tasks yet: no order is defined between initiators. Returns when the
     /// covered tasks have ended.
-    pub(crate) async fn end_all_tasks(&self, by: Nexus, own: Abort) -> Vec<Covered> {
+    pub(crate) async fn end_all_tasks(&self, by: Nexus, own: Abort) -> Vec<EndedTasks> {
         // Before any wait, so that later chains of the driver are not covered.
-        let mut looked = self.look(None, |nexus| (nexus == by).then_some(How::Abort(own)));
+        let mut found =
+            self.cover_tasks(None, |nexus| (nexus == by).then_some(Treatment::Abort(own)));
         // Tasks never wait for functions, so there is no deadlock.
-        let _turn = self.turns.next().await;
-        let theirs = How::AbortBegun(Abort::Reset);
-        looked.extend(self.look(None, |nexus| (nexus != by).then_some(theirs)));
-        end(looked).await
+        let _permit = self.semaphore.acquire().await;
+        let theirs = Treatment::AbortBegun(Abort::Reset);
+        found.extend(self.cover_tasks(None, |nexus| (nexus != by).then_some(theirs)));
+        end(found).await
     }
 
     /// Ends the tasks that have begun of all initiators for which `is_meant` holds, for a command
@@ -342,19 +350,19 @@ impl DiskAccess {
         &self,
         (by, command): (Nexus, TaskId),
         is_meant: impl Fn(Nexus) -> bool,
-    ) -> Vec<Covered> {
-        let how = |nexus| {
+    ) -> Vec<EndedTasks> {
+        let treatment = |nexus| {
             let abort = if nexus == by { Abort::Aborted } else { Abort::Reset };
-            is_meant(nexus).then_some(How::AbortBegun(abort))
+            is_meant(nexus).then_some(Treatment::AbortBegun(abort))
         };
-        end(self.look(Some(command), how)).await
+        end(self.cover_tasks(Some(command), treatment)).await
     }
 
     /// Admits one PERSISTENT RESERVE OUT at a time, until the result is dropped. Two that abort
     /// each other's tasks would deadlock, and each takes a thread.
-    pub(crate) fn begin_change(self: &Arc<Self>) -> Option<Change> {
-        let is_first = !self.is_changing.swap(true, Ordering::Acquire);
-        is_first.then(|| Change(Arc::clone(self)))
+    pub(crate) fn begin_reserve_out(self: &Arc<Self>) -> Option<ReserveOutGuard> {
+        let is_first = !self.has_reserve_out.swap(true, Ordering::Acquire);
+        is_first.then(|| ReserveOutGuard(Arc::clone(self)))
     }
 
     /// True if commands on the medium must wait.
@@ -368,14 +376,14 @@ impl DiskAccess {
     /// # Errors
     ///
     /// The error of `check`, which is called when the command with the medium waits itself, and
-    /// [again](Self::look_at_waiting) until that command resumes.
+    /// [again](Self::recheck_waiting) until that command resumes.
     pub(crate) async fn pass<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
         self.medium.pass(check).await
     }
 
     /// Makes all waiters for the medium repeat their checks.
-    pub(crate) fn look_at_waiting(&self) {
-        self.medium.look();
+    pub(crate) fn recheck_waiting(&self) {
+        self.medium.recheck_waiting();
     }
 
     /// Gives a command the medium to itself. Commands that begin wait, and commands that have begun
@@ -387,15 +395,15 @@ impl DiskAccess {
     /// # Errors
     ///
     /// As for [`pass`](Self::pass), before the command has the medium.
-    pub(crate) async fn exclude<E>(
+    pub(crate) async fn take_medium<E>(
         self: &Arc<Self>,
         own: TaskId,
         check: impl FnMut() -> Result<(), E>,
-    ) -> Result<Exclusive, E> {
+    ) -> Result<MediumGuard, E> {
         self.medium.take(check).await?;
-        let exclusive = Exclusive(Arc::clone(self));
+        let exclusive = MediumGuard(Arc::clone(self));
         let barriers = self.raise_barriers();
-        end(self.look(Some(own), |_| Some(How::Drain))).await;
+        end(self.cover_tasks(Some(own), |_| Some(Treatment::AwaitMedium))).await;
         for barrier in barriers {
             poll_fn(|cx| barrier.poll(cx)).await;
         }
@@ -405,50 +413,50 @@ impl DiskAccess {
 
 #[cfg(test)]
 impl DiskAccess {
-    /// Like [`exclude`](Self::exclude), without a limit on the wait.
-    pub(crate) async fn exclude_anyway(self: &Arc<Self>, own: TaskId) -> Exclusive {
-        let Ok(exclusive) = self.exclude(own, || Ok::<(), std::convert::Infallible>(())).await;
+    /// Like [`take_medium`](Self::take_medium), without a limit on the wait.
+    pub(crate) async fn take_medium_anyway(self: &Arc<Self>, own: TaskId) -> MediumGuard {
+        let Ok(exclusive) = self.take_medium(own, || Ok::<(), std::convert::Infallible>(())).await;
         exclusive
     }
 }
 
 /// Returns when the awaited tasks have ended.
-async fn end(looked: Vec<Looked>) -> Vec<Covered> {
+async fn end(found: Vec<FoundTasks>) -> Vec<EndedTasks> {
     let mut covered = Vec::new();
-    for Looked { nexus, peer, tasks } in looked {
+    for FoundTasks { nexus, peer, tasks } in found {
         let found = poll_fn(|cx| tasks.poll(cx)).await;
-        covered.push(Covered { nexus, peer, found, has_lost: tasks.has_lost() });
+        covered.push(EndedTasks { nexus, peer, found, has_lost: tasks.has_lost() });
     }
     covered
 }
 
 /// Notifies initiators that lost tasks to the initiator of nexus `by`.
-pub(crate) fn tell_cleared(ended: &[Covered], by: Nexus) {
+pub(crate) fn notify_cleared(ended: &[EndedTasks], by: Nexus) {
     let others = ended.iter().filter(|covered| covered.nexus != by && covered.found > 0);
     others.for_each(|covered| covered.peer.add_attention(Sense::COMMANDS_CLEARED));
 }
 
 /// The one PERSISTENT RESERVE OUT in progress.
-pub(crate) struct Change(Arc<DiskAccess>);
+pub(crate) struct ReserveOutGuard(Arc<DiskAccess>);
 
-impl Drop for Change {
+impl Drop for ReserveOutGuard {
     fn drop(&mut self) {
-        self.0.is_changing.store(false, Ordering::Release);
+        self.0.has_reserve_out.store(false, Ordering::Release);
     }
 }
 
 /// Exclusive use of the medium by one command, until this is dropped.
-pub(crate) struct Exclusive(Arc<DiskAccess>);
+pub(crate) struct MediumGuard(Arc<DiskAccess>);
 
-impl Exclusive {
+impl MediumGuard {
     /// Marks that the command waits after a failure of its disk, or that this wait has ended.
     /// Waiters for the medium may be unable to wait that long.
-    pub(crate) fn set_held(&self, is_held: bool) {
-        self.0.medium.set_held(is_held);
+    pub(crate) fn set_owner_waits(&self, owner_waits: bool) {
+        self.0.medium.set_owner_waits(owner_waits);
     }
 }
 
-impl Drop for Exclusive {
+impl Drop for MediumGuard {
     fn drop(&mut self) {
         self.0.medium.release();
     }

@@ -11,7 +11,7 @@ use virtio_bindings::virtio_scsi::{
 use virtqueue::LocalMemory;
 
 use super::block;
-use super::outcome::{Done, Failure, Refused, refused};
+use super::outcome::{Effect, Failure, Refused, refused};
 use super::request_queue::LocalUnit;
 use super::sense::{Format, Sense};
 use super::task_set::Abort;
@@ -40,7 +40,7 @@ const BUSY: u8 = 0x08;
 const RESERVATION_CONFLICT: u8 = 0x18;
 
 /// The result of a command, and its kind in the statistics.
-pub(super) type Served = (RequestKind, Result<Done, Refused>);
+pub(super) type Outcome = (RequestKind, Result<Effect, Refused>);
 
 /// Bytes of a response with sense data of this size.
 #[inline]
@@ -75,12 +75,12 @@ impl Request {
 
     /// Answers the request: counts it, writes its response, pushes its chain.
     #[inline(always)]
-    pub(super) fn give(
+    pub(super) fn answer(
         &self,
         queue: &Queue,
         memory: &LocalMemory,
         abort: Option<Abort>,
-        (kind, done): Served,
+        (kind, done): Outcome,
     ) {
         let [out, into] = self.room;
         let all = out + into;
@@ -109,7 +109,7 @@ impl Request {
         &self,
         queue: &Queue,
         kind: RequestKind,
-        done: Result<Done, Refused>,
+        done: Result<Effect, Refused>,
         abort: Option<Abort>,
     ) -> usize {
         let failure = match (abort, done) {
@@ -121,11 +121,11 @@ impl Request {
         let moved = failure.moved();
         let format = self.local.as_ref().map_or(Format::Fixed, |local| local.unit.sense_format());
         let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
-        put(&failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
+        write_failure(&failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
         let [out, into] = self.room;
         bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
         self.response.write(&bytes);
-        if failure.is_usual() {
+        if failure.is_expected() {
             queue.refuse(kind);
         } else {
             queue.fail(kind, &failure);
@@ -140,7 +140,7 @@ fn residual(bytes: usize) -> [u8; 4] {
 }
 
 /// Writes the driver's view of a failure: the only place that chooses it.
-fn put(
+fn write_failure(
     failure: &Failure,
     format: Format,
     room: usize,

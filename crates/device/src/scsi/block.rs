@@ -6,11 +6,11 @@ use blockio::disk::Requests;
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, RepeatedBlock};
 
-use super::at_disk::{self, AtDisk};
 use super::cdb::{Cdb, UNMAP};
-use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
+use super::outcome::{Data, Effect, Failure, Refused, TaskHandle, Transferred, refused};
 use super::request_queue::LocalUnit;
 use super::sense::{DiskUse, Sense};
+use super::task_wait::{self, DiskTask};
 use super::unit::Unit;
 
 /// The most bytes of one WRITE SAME: 32 MiB. If the disk has no operation for it, the blocks are
@@ -25,7 +25,7 @@ const PAGE_BYTES: usize = 4096;
 /// A failed read is retried in about this many steps (fewer than twice as many) before the failing
 /// step is read block by block. A disk may take long for each failing read, and limits count each
 /// read.
-const SINGLY_MAX: usize = 64;
+const RETRY_STEPS: usize = 64;
 
 /// Bits of START STOP UNIT (SBC-4, section 5.31).
 const START: u8 = 0x01;
@@ -75,7 +75,7 @@ pub(super) fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Fail
 
 /// Like [`range`], but a count of 0 covers all blocks to the end, of which there must be at least
 /// one.
-fn to_the_end(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
+fn range_or_rest(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     let range = range(disk, (lba, count))?;
     if count > 0 {
         return Ok(range);
@@ -116,16 +116,16 @@ fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure 
         // The device is reserved for another host.
         return Failure::Conflict;
     }
-    if at_disk::is_stopped(&source) {
+    if task_wait::is_queue_stop_error(&source) {
         return Failure::Busy;
     }
-    Failure::Disk { asked, moved, sense: Sense::of_disk(&source, asked), source }
+    Failure::Disk { asked, moved, sense: Sense::from_disk_error(&source, asked), source }
 }
 
 /// A read that failed before the `rest` of `wanted` bytes. The initiator gets the blocks before the
 /// failure and may use them: the residual and the address delimit them.
 #[cold]
-fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) -> Failure {
+fn failed_read(range: Range, block: u32, wanted: usize, unfinished: Unfinished) -> Failure {
     let (source, rest) = unfinished.into_parts();
     let block: usize = iomem::fits(block, "a logical block");
     let blocks = (wanted - rest.bytes()) / block;
@@ -186,13 +186,17 @@ pub(super) fn begin_read(
 }
 
 #[inline]
-pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfinished>) -> Moved {
+pub(super) fn end_read(
+    local: &LocalUnit,
+    range: Range,
+    result: Result<(), Unfinished>,
+) -> Transferred {
     let bytes: usize = iomem::fits(range.bytes, "bytes of a command");
     match result {
         Ok(()) => Ok(bytes),
         Err(unfinished) => {
             check_refusal(&local.disk, range, unfinished.error())?;
-            Err(cut_short(range, local.disk.info().logical_block_bytes, bytes, unfinished))
+            Err(failed_read(range, local.disk.info().logical_block_bytes, bytes, unfinished))
         }
     }
 }
@@ -201,21 +205,21 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
 /// before the unreadable one, and learns its address: a kernel that fails direct I/O reports
 /// neither. If all blocks can be read now, the read fails even so.
 #[cold]
-pub(super) async fn read_singly(
+pub(super) async fn retry_blocks(
     requests: Requests<'_>,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     range: Range,
     unfinished: Unfinished,
 ) -> Unfinished {
     let block: usize = iomem::fits(requests.disk().info().logical_block_bytes, "a logical block");
-    let is_told = !unfinished.rest().bytes().is_multiple_of(block);
-    if is_told || !Sense::is_of_some_blocks(unfinished.error()) {
+    let is_exact = !unfinished.rest().bytes().is_multiple_of(block);
+    if is_exact || !Sense::may_be_single_block(unfinished.error()) {
         return unfinished;
     }
     let (mut error, mut rest) = unfinished.into_parts();
     let failed = rest.duplicate();
     let end = range.offset + range.bytes;
-    let mut step = block * (rest.bytes() / block / SINGLY_MAX).max(1);
+    let mut step = block * (rest.bytes() / block / RETRY_STEPS).max(1);
     while !rest.is_empty() && task.check().is_ok() {
         let mut next = rest.duplicate();
         next.truncate(step);
@@ -225,7 +229,7 @@ pub(super) async fn read_singly(
             Err(unfinished) => {
                 // A disk that has shrunk since does not explain the failed read.
                 let later = unfinished.into_parts().0;
-                let is_of_blocks = Sense::is_of_some_blocks(&later);
+                let is_of_blocks = Sense::may_be_single_block(&later);
                 if is_of_blocks {
                     error = later;
                 }
@@ -240,16 +244,21 @@ pub(super) async fn read_singly(
 }
 
 /// A read that may wait. With FUA, newer cached data is written to the medium first (SBC-4).
-pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into: Buffers) -> Moved {
+pub(super) async fn read(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: TaskHandle<'_>,
+    mut into: Buffers,
+) -> Transferred {
     let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
     if cdb.asks_fua() {
         write_back(local, task, range).await?;
     }
-    let at_disk = AtDisk::new(local, task);
-    let disk = local.disk.asking(&at_disk);
+    let disk_task = DiskTask::new(local, task);
+    let disk = local.disk.asking(&disk_task);
     let mut result = disk.read(range.offset, into).await;
     if let Err(unfinished) = result {
-        result = Err(read_singly(disk, task, range, unfinished).await);
+        result = Err(retry_blocks(disk, task, range, unfinished).await);
     }
     end_read(local, range, result)
 }
@@ -257,7 +266,7 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into:
 /// Writes newer cached data to the medium before blocks are read from there.
 pub(super) async fn write_back(
     local: &LocalUnit,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     range: Range,
 ) -> Result<(), Failure> {
     flush(local).await?;
@@ -281,7 +290,11 @@ pub(super) fn begin_write(
 }
 
 #[inline]
-pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfinished>) -> Moved {
+pub(super) fn end_write(
+    local: &LocalUnit,
+    range: Range,
+    result: Result<(), Unfinished>,
+) -> Transferred {
     if let Err(unfinished) = result {
         if !unfinished.rest().is_empty() {
             check_refusal(&local.disk, range, unfinished.error())?;
@@ -291,10 +304,15 @@ pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfi
     Ok(iomem::fits(range.bytes, "bytes of a command"))
 }
 
-pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut out: Buffers) -> Moved {
+pub(super) async fn write(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: TaskHandle<'_>,
+    mut out: Buffers,
+) -> Transferred {
     let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
-    let at_disk = AtDisk::new(local, task);
-    let result = local.disk.asking(&at_disk).write(range.offset, out, fua).await;
+    let disk_task = DiskTask::new(local, task);
+    let result = local.disk.asking(&disk_task).write(range.offset, out, fua).await;
     let moved = end_write(local, range, result)?;
     if needs_flush(local, fua) {
         flush(local).await?;
@@ -310,9 +328,9 @@ pub(super) fn needs_flush(local: &LocalUnit, fua: bool) -> bool {
 }
 
 /// Brings all writes to stable storage, regardless of the blocks that the initiator names.
-pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Moved {
+pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Transferred {
     check_ready(&local.unit)?;
-    to_the_end(&local.disk, cdb.blocks())?;
+    range_or_rest(&local.disk, cdb.blocks())?;
     flush(local).await.map(|()| 0)
 }
 
@@ -321,14 +339,14 @@ pub(super) async fn flush(local: &LocalUnit) -> Result<(), Failure> {
 }
 
 /// Without a write cache, brings changes to stable storage before they are answered.
-pub(super) async fn settle(local: &LocalUnit) -> Result<(), Failure> {
+pub(super) async fn make_durable(local: &LocalUnit) -> Result<(), Failure> {
     if local.unit.has_write_cache() { Ok(()) } else { flush(local).await }
 }
 
 /// Starts or stops the unit. A stop first flushes pending writes (SBC-4, section 5.31). Commands to
 /// eject or load the medium have no effect. Unless the unit obeys stops, a stop is only a flush:
 /// other guests may use the disk.
-pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
+pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Transferred {
     let has = |bit: u8| cdb.byte(4) & bit != 0;
     if has(LOAD_EJECT) {
         return Ok(0);
@@ -347,16 +365,16 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
 pub(super) async fn write_same(
     local: &LocalUnit,
     cdb: &Cdb,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     data: Data,
-) -> Result<Done, Failure> {
+) -> Result<Effect, Failure> {
     let (unmaps, has_none) = (cdb.byte(1) & UNMAP != 0, cdb.byte(1) & 1 != 0);
     if unmaps && !local.unit.can_unmap() {
         return Err(Sense::in_cdb(1, Some(3)).into());
     }
     check_writable(local)?;
     let (lba, count) = cdb.blocks();
-    let whole = to_the_end(&local.disk, (lba, count))?;
+    let whole = range_or_rest(&local.disk, (lba, count))?;
     let bytes = whole.bytes;
     if bytes > WRITE_SAME_BYTES_MAX {
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
@@ -368,8 +386,8 @@ pub(super) async fn write_same(
     if !has_none && data.out.bytes() > block {
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
-    let at_disk = AtDisk::long(local, task);
-    let disk = local.disk.asking(&at_disk);
+    let disk_task = DiskTask::new_long(local, task);
+    let disk = local.disk.asking(&disk_task);
     if has_none || is_zero(&data.out, block) {
         let mut left = whole;
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
@@ -382,8 +400,8 @@ pub(super) async fn write_same(
     } else {
         write_pattern(local, disk, task, whole, &data.out).await?;
     }
-    settle(local).await?;
-    Ok(Done { moved: if has_none { 0 } else { block }, medium_bytes: bytes })
+    make_durable(local).await?;
+    Ok(Effect { moved: if has_none { 0 } else { block }, medium_bytes: bytes })
 }
 
 /// True if the first `bytes` exist and are zero.
@@ -401,7 +419,7 @@ fn is_zero(buffers: &Buffers, bytes: usize) -> bool {
 async fn write_pattern(
     local: &LocalUnit,
     disk: Requests<'_>,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     mut left: Range,
     pattern: &Buffers,
 ) -> Result<(), Failure> {
@@ -445,7 +463,7 @@ mod tests {
         let range = Range { lba: 100, offset: 51_200, bytes: 2048 };
         let cut = |rest: usize| {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            cut_short(range, 512, 2048, Unfinished::new(error, Buffers::aligned(rest, 1)))
+            failed_read(range, 512, 2048, Unfinished::new(error, Buffers::aligned(rest, 1)))
         };
         for (rest, blocks) in [(2048, 0), (1024, 2), (1000, 2), (1, 3)] {
             let failure = cut(rest);
@@ -453,7 +471,7 @@ mod tests {
             let Failure::Disk { asked, sense, .. } = failure else { unreachable!() };
             let error = io::Error::from_raw_os_error(libc::EIO);
             assert_eq!(asked, DiskUse::reads("read", 100 + blocks as u64));
-            assert_eq!(sense, Sense::of_disk(&error, asked));
+            assert_eq!(sense, Sense::from_disk_error(&error, asked));
         }
     }
 

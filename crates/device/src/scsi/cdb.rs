@@ -82,8 +82,8 @@ impl Command {
         Some(usage)
     }
 
-    /// The bits of a byte at which fields begin, for [`fields::begin_of`]. Only bits that must be
-    /// zero count. Adjacent ones are one field, except for fields of the standards that are not
+    /// The bits of a byte at which fields begin, for [`fields::field_start`]. Only bits that must
+    /// be zero count. Adjacent ones are one field, except for fields of the standards that are not
     /// supported; several reserved bytes are a field each.
     fn begins(&self, at: usize) -> u8 {
         let zero = self.zero.to_be_bytes()[at];
@@ -233,7 +233,7 @@ pub(crate) struct Cdb(u128);
 impl Cdb {
     /// Creates a CDB from its two halves, in the byte order of memory.
     #[inline]
-    pub(crate) fn of([first, second]: [u64; 2]) -> Self {
+    pub(crate) fn from_words([first, second]: [u64; 2]) -> Self {
         let number = |half: u64| u128::from(u64::from_be_bytes(half.to_le_bytes()));
         Self(number(first) << 64 | number(second))
     }
@@ -357,7 +357,7 @@ fn in_excess(command: &Command, excess: u128) -> Sense {
     let place = excess.leading_zeros();
     let byte = iomem::fits(place / 8, "a byte of a CDB");
     let bit = iomem::fits(7 - place % 8, "a bit");
-    let (byte, bit) = fields::begin_of(|at| command.begins(at), byte, bit);
+    let (byte, bit) = fields::field_start(|at| command.begins(at), byte, bit);
     Sense::in_cdb(byte, bit)
 }
 

@@ -15,11 +15,11 @@ use virtio_bindings::virtio_scsi::{
 };
 use virtqueue::{Chain, ChainFault};
 
-use super::access::{self, Covered};
+use super::access::{self, EndedTasks};
 use super::address::{Address, UnitAddress};
 use super::device::ScsiDevice;
 use super::sense::Sense;
-use super::task_set::{Abort, How, Which};
+use super::task_set::{Abort, TaskSelector, Treatment};
 use super::units::UnitNexus;
 use crate::device_core::byte;
 use crate::queue::Queue;
@@ -32,7 +32,7 @@ const FUNCTION_BYTES: usize = 24;
 const NOTIFICATION_BYTES: usize = 16;
 
 /// The handler of the control queue.
-pub(crate) struct Control {
+pub(crate) struct ControlHandler {
     device: ScsiDevice,
 }
 
@@ -69,7 +69,7 @@ fn about_notification(response: u32) -> Vec<u8> {
     vec![0, 0, 0, 0, byte(response)]
 }
 
-impl Control {
+impl ControlHandler {
     pub(crate) fn new(device: &ScsiDevice) -> Self {
         device.queues().begin();
         Self { device: device.clone() }
@@ -102,14 +102,14 @@ impl Control {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         };
         let (units, held) = (self.device.units(), self.device.held());
-        if !units.has_target(address.target) && !held.wait_for_target(address.target) {
+        if !units.has_target(address.target) && !held.has_waiters_at_target(address.target) {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         }
         if function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET {
             return byte(self.reset_nexus(address.target).await);
         }
         let Some(nexus) = units.nexus(address) else {
-            return byte(match held.wait_for(address) {
+            return byte(match held.has_waiters(address) {
                 true => self.manage_held(function, address, tag).await,
                 false => VIRTIO_SCSI_S_INCORRECT_LUN,
             });
@@ -128,24 +128,25 @@ impl Control {
             VIRTIO_SCSI_T_TMF_CLEAR_TASK_SET => Abort::Aborted,
             _ => return self.manage_tasks(function, address, tag).await,
         };
-        let covered = self.device.queues().cover(Which::At(address), How::Abort(abort));
+        let covered =
+            self.device.queues().cover(TaskSelector::At(address), Treatment::Abort(abort));
         poll_fn(|cx| covered.poll(cx)).await;
         answer(covered.has_lost())
     }
 
     /// Carries out a function that concerns tasks of this initiator.
     async fn manage_tasks(&self, function: u32, address: UnitAddress, tag: u64) -> u32 {
-        let aborted = How::Abort(Abort::Aborted);
-        let (which, how) = match function {
-            VIRTIO_SCSI_T_TMF_ABORT_TASK => (Which::Task(address, tag), aborted),
-            VIRTIO_SCSI_T_TMF_ABORT_TASK_SET => (Which::At(address), aborted),
-            VIRTIO_SCSI_T_TMF_QUERY_TASK => (Which::Task(address, tag), How::Look),
-            VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (Which::At(address), How::Look),
+        let aborted = Treatment::Abort(Abort::Aborted);
+        let (selector, treatment) = match function {
+            VIRTIO_SCSI_T_TMF_ABORT_TASK => (TaskSelector::Task(address, tag), aborted),
+            VIRTIO_SCSI_T_TMF_ABORT_TASK_SET => (TaskSelector::At(address), aborted),
+            VIRTIO_SCSI_T_TMF_QUERY_TASK => (TaskSelector::Task(address, tag), Treatment::Count),
+            VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (TaskSelector::At(address), Treatment::Count),
             _ => return VIRTIO_SCSI_S_FUNCTION_REJECTED,
         };
-        let covered = self.device.queues().cover(which, how);
+        let covered = self.device.queues().cover(selector, treatment);
         let found = poll_fn(|cx| covered.poll(cx)).await;
-        if how == How::Look && found > 0 {
+        if treatment == Treatment::Count && found > 0 {
             return VIRTIO_SCSI_S_FUNCTION_SUCCEEDED;
         }
         answer(covered.has_lost())
@@ -153,10 +154,10 @@ impl Control {
 
     /// Ends the tasks of this initiator at a target. The units keep their state.
     async fn reset_nexus(&self, target: u8) -> u32 {
-        let which = Which::Target(target);
-        let covered = self.device.queues().cover(which, How::Abort(Abort::Reset));
+        let selector = TaskSelector::Target(target);
+        let covered = self.device.queues().cover(selector, Treatment::Abort(Abort::Reset));
         poll_fn(|cx| covered.poll(cx)).await;
-        self.device.units().tell_target(target, Sense::NEXUS_LOST);
+        self.device.units().add_attention_at_target(target, Sense::NEXUS_LOST);
         answer(covered.has_lost())
     }
 }
@@ -172,25 +173,25 @@ impl UnitNexus {
     async fn reset_unit(&self) -> u32 {
         let ended = self.access.end_all_tasks(self.nexus, Abort::Reset).await;
         self.access.reset();
-        self.access.tell_all(Sense::UNIT_WAS_RESET);
+        self.access.add_attention_for_all(Sense::UNIT_WAS_RESET);
         answer(self.has_lost(&ended))
     }
 
     /// Ends the tasks of all initiators: by the control mode page, they are in one task set.
     async fn clear_task_set(&self) -> u32 {
         let ended = self.access.end_all_tasks(self.nexus, Abort::Aborted).await;
-        access::tell_cleared(&ended, self.nexus);
+        access::notify_cleared(&ended, self.nexus);
         answer(self.has_lost(&ended))
     }
 
     /// True if tasks of this initiator are left behind. Chains that other initiators have not yet
     /// given to the device are no tasks.
-    fn has_lost(&self, ended: &[Covered]) -> bool {
+    fn has_lost(&self, ended: &[EndedTasks]) -> bool {
         ended.iter().any(|covered| covered.nexus == self.nexus && covered.has_lost)
     }
 }
 
-impl Handler for Control {
+impl Handler for ControlHandler {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
         let (head, writable) = (chain.head, chain.writable);
         if writable.is_empty() {

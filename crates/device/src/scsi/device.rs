@@ -18,9 +18,9 @@ use super::event_queue::EventSink;
 use super::held::HeldCommands;
 use super::request_queue::{RequestQueue, RequestQueues};
 use super::sense::Sense;
-use super::task_set::{How, TaskId, Waiting, Which};
+use super::task_set::{TaskId, TaskSelector, Treatment, WaitGroup};
 use super::unit::{Attentions, Unit, UnitOptions};
-use super::units::{NoPlace, Units};
+use super::units::{AddUnitError, Units};
 use crate::device_core::{CoreOptions, DeviceCore};
 use crate::events::Events;
 use crate::queue::Queue;
@@ -120,16 +120,16 @@ impl ScsiDevice {
         // Before the unit has commands: a command that excludes all other commands must find them.
         unit.access.add_peer(unit.attached.nexus(), peer);
         let has_others = self.shared.units.add(unit).map_err(|why| match why {
-            NoPlace::Taken => UnitError::Exists(address),
-            NoPlace::SameName(other) => UnitError::SameName(other),
+            AddUnitError::Taken => UnitError::Exists(address),
+            AddUnitError::SameName(other) => UnitError::SameName(other),
         })?;
         if !self.shared.held.is_empty() {
-            self.shared.queues.look_at_held();
+            self.shared.queues.wake_held();
         }
         // Linux adds no unit of an unknown target. When notified about LUN 0, it asks the target
         // for all of its units.
         let lun = if has_others { address.lun } else { 0 };
-        self.tell(|| self.shared.events.rescan(UnitAddress { lun, ..address }));
+        self.notify_driver(|| self.shared.events.rescan(UnitAddress { lun, ..address }));
         Ok(())
     }
 
@@ -139,14 +139,14 @@ impl ScsiDevice {
     pub fn remove_unit(&self, address: UnitAddress) -> Option<RemovedUnit> {
         let (unit, borrowed) = self.shared.units.remove(address)?;
         let used = self.shared.queues.release(unit.number);
-        self.tell(|| self.shared.events.removed(address));
+        self.notify_driver(|| self.shared.events.removed(address));
         Some(RemovedUnit { unit, uses: [used, borrowed] })
     }
 
     /// The state that a unit shares with other devices on its disk. `None` if there is no unit.
     #[must_use]
     pub fn access(&self, address: UnitAddress) -> Option<Arc<DiskAccess>> {
-        self.units().at(address, |unit| Arc::clone(&unit.access))
+        self.units().with_unit(address, |unit| Arc::clone(&unit.access))
     }
 
     /// The missing units that requests of an earlier process wait for, each with its number of
@@ -165,7 +165,7 @@ impl ScsiDevice {
         &self.shared.held
     }
 
-    fn tell(&self, event: impl FnOnce()) {
+    fn notify_driver(&self, event: impl FnOnce()) {
         if self.core().has(config::F_HOTPLUG) {
             event();
         }
@@ -200,11 +200,11 @@ impl ScsiDevice {
 
     /// True if one of the disks matches.
     pub(crate) fn has_disk(&self, is_one: impl Fn(&DiskSource) -> bool) -> bool {
-        self.units().look(|mut all| all.any(|unit| is_one(&unit.source)))
+        self.units().with_all(|mut all| all.any(|unit| is_one(&unit.source)))
     }
 
     pub(crate) fn stalled_since(&self) -> Option<Instant> {
-        self.units().look(|all| all.filter_map(|unit| unit.source.stalled_since()).min())
+        self.units().with_all(|all| all.filter_map(|unit| unit.source.stalled_since()).min())
     }
 
     pub(crate) fn num_queues(&self) -> u16 {
@@ -234,10 +234,10 @@ impl ScsiDevice {
 
     /// Prepares for another driver, for which a new nexus begins at each unit.
     pub(crate) fn reset(&self) {
-        self.shared.events.forget();
+        self.shared.events.clear();
         self.shared.sizes[0].store(config::SENSE_SIZE, Ordering::Relaxed);
         self.shared.sizes[1].store(config::CDB_SIZE, Ordering::Relaxed);
-        self.units().look(|all| all.for_each(|unit| unit.restart()));
+        self.units().with_all(|all| all.for_each(|unit| unit.restart()));
     }
 
     pub(crate) fn config_space(&self) -> Vec<u8> {
@@ -279,7 +279,7 @@ impl ScsiDevice {
 pub struct RemovedUnit {
     unit: Arc<Unit>,
     /// Uses by requests, and by other threads.
-    uses: [Waiting; 2],
+    uses: [WaitGroup; 2],
 }
 
 impl RemovedUnit {
@@ -292,7 +292,7 @@ impl RemovedUnit {
 
     /// Waits until the disk is unused, and closes it. Then it can be opened again.
     pub fn close(self) {
-        self.uses.iter().for_each(Waiting::wait);
+        self.uses.iter().for_each(WaitGroup::wait);
         drop(self.unit);
     }
 }
@@ -318,15 +318,15 @@ impl Peer for UnitPeer {
         }
     }
 
-    fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting> {
+    fn cover(&self, treatment: Treatment, except: Option<TaskId>) -> Option<WaitGroup> {
         let unit = self.number;
-        let which = match (how, except) {
+        let selector = match (treatment, except) {
             // Chains that are not popped belong to the address, whichever unit is there later.
-            (How::Abort(_), None) => Which::At(self.address),
-            (_, None) => Which::Unit(unit),
-            (_, Some(task)) => Which::Others(unit, task),
+            (Treatment::Abort(_), None) => TaskSelector::At(self.address),
+            (_, None) => TaskSelector::Unit(unit),
+            (_, Some(task)) => TaskSelector::AllBut(unit, task),
         };
-        Some(self.queues.upgrade()?.cover(which, how))
+        Some(self.queues.upgrade()?.cover(selector, treatment))
     }
 
     fn cut_off(&self, size_bytes: u64) {

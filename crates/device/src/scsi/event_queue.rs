@@ -29,7 +29,7 @@ pub(crate) type Event = [u8; EVENT_BYTES];
 
 /// Pending events, with or without a queue for them.
 #[derive(Default)]
-struct Waiting {
+struct PendingEvents {
     events: VecDeque<Event>,
     missed: bool,
     /// The number and the thread of the running event queue.
@@ -38,25 +38,25 @@ struct Waiting {
 
 /// The destination of events, for any thread.
 #[derive(Clone, Default)]
-pub(crate) struct EventSink(Arc<Mutex<Waiting>>);
+pub(crate) struct EventSink(Arc<Mutex<PendingEvents>>);
 
 impl EventSink {
     /// Reports a new unit.
     pub(crate) fn rescan(&self, unit: UnitAddress) {
-        self.tell(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_RESCAN);
+        self.push_event(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_RESCAN);
     }
 
     /// Reports the removal of a unit.
     pub(crate) fn removed(&self, unit: UnitAddress) {
-        self.tell(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_REMOVED);
+        self.push_event(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_REMOVED);
     }
 
     /// Reports another size of the medium.
     pub(crate) fn capacity_changed(&self, unit: UnitAddress) {
-        self.tell(VIRTIO_SCSI_T_PARAM_CHANGE, unit, CAPACITY_CHANGED);
+        self.push_event(VIRTIO_SCSI_T_PARAM_CHANGE, unit, CAPACITY_CHANGED);
     }
 
-    fn tell(&self, kind: u32, unit: UnitAddress, reason: u32) {
+    fn push_event(&self, kind: u32, unit: UnitAddress, reason: u32) {
         let mut event = [0; EVENT_BYTES];
         event[..4].copy_from_slice(&kind.to_le_bytes());
         event[4..12].copy_from_slice(&unit.event_bytes());
@@ -74,7 +74,7 @@ impl EventSink {
                 queues.iter().find(|(other, _)| *other == number)?.1.upgrade()
             };
             if let Some(queue) = QUEUES.with_borrow(find) {
-                queue.give();
+                queue.fill_buffers();
             }
         });
     }
@@ -92,7 +92,7 @@ impl EventSink {
     }
 
     /// Discards all events: they do not concern the next driver.
-    pub(crate) fn forget(&self) {
+    pub(crate) fn clear(&self) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.events.clear();
         waiting.missed = false;
@@ -100,7 +100,7 @@ impl EventSink {
 }
 
 /// An event that reports nothing.
-fn none() -> Event {
+fn no_event() -> Event {
     let mut none = [0; EVENT_BYTES];
     none[..4].copy_from_slice(&VIRTIO_SCSI_T_NO_EVENT.to_le_bytes());
     none
@@ -137,13 +137,13 @@ impl EventQueue {
     }
 
     /// Writes pending events into the held chains.
-    fn give(&self) {
+    fn fill_buffers(&self) {
         let Some(queue) = self.ring.get().and_then(Weak::upgrade) else { return };
         let mut waiting = self.sink.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut held = self.held.borrow_mut();
         while waiting.missed || !waiting.events.is_empty() {
             let Some(chain) = held.pop_front() else { break };
-            let mut event = waiting.events.pop_front().unwrap_or_else(none);
+            let mut event = waiting.events.pop_front().unwrap_or_else(no_event);
             if std::mem::take(&mut waiting.missed) {
                 event[3] |= VIRTIO_SCSI_T_EVENTS_MISSED.to_le_bytes()[3];
             }
@@ -163,13 +163,13 @@ impl Handler for EventQueue {
             return;
         }
         self.held.borrow_mut().push_back(chain);
-        self.give();
+        self.fill_buffers();
     }
 
     fn stop(&self, queue: &Queue, _: StopKind) {
         for chain in self.held.take() {
             // Drivers read the buffer, regardless of the length, and it may hold an old event.
-            let written = chain.writable.copy_from(0, &none());
+            let written = chain.writable.copy_from(0, &no_event());
             queue.push(chain.head, iomem::fits(written, "bytes of an event"));
         }
     }

@@ -16,16 +16,16 @@ use super::cdb::{Cdb, Op};
 pub(crate) struct HeldCommands(Mutex<BTreeMap<UnitAddress, usize>>);
 
 /// A waiting command, for as long as this exists.
-pub(super) struct Held<'a> {
+pub(super) struct HeldGuard<'a> {
     commands: &'a HeldCommands,
     address: UnitAddress,
 }
 
 impl HeldCommands {
     /// Counts a command that begins to wait.
-    pub(super) fn begin(&self, address: UnitAddress) -> Held<'_> {
+    pub(super) fn begin(&self, address: UnitAddress) -> HeldGuard<'_> {
         *self.lock().entry(address).or_default() += 1;
-        Held { commands: self, address }
+        HeldGuard { commands: self, address }
     }
 
     /// True if no command waits.
@@ -34,12 +34,12 @@ impl HeldCommands {
     }
 
     /// True if commands wait for this unit.
-    pub(crate) fn wait_for(&self, address: UnitAddress) -> bool {
+    pub(crate) fn has_waiters(&self, address: UnitAddress) -> bool {
         self.lock().contains_key(&address)
     }
 
     /// True if commands wait for a unit of this target.
-    pub(crate) fn wait_for_target(&self, target: u8) -> bool {
+    pub(crate) fn has_waiters_at_target(&self, target: u8) -> bool {
         self.lock().keys().any(|unit| unit.target == target)
     }
 
@@ -53,7 +53,7 @@ impl HeldCommands {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldGuard<'_> {
     fn drop(&mut self) {
         let mut all = self.commands.lock();
         if let Some(count) = all.get_mut(&self.address) {
@@ -65,26 +65,26 @@ impl Drop for Held<'_> {
 
 /// The waiting commands of one queue, on its IoThread.
 #[derive(Default)]
-pub(super) struct HeldHere {
+pub(super) struct LocalHeldCommands {
     wakers: RefCell<Vec<Waker>>,
     /// Units that were reported.
-    told: RefCell<BTreeSet<UnitAddress>>,
+    reported: RefCell<BTreeSet<UnitAddress>>,
 }
 
-impl HeldHere {
+impl LocalHeldCommands {
     /// Wakes all commands, to check again for the unit, for aborts and for a stop of the queue.
-    pub(super) fn look(&self) {
+    pub(super) fn wake_all(&self) {
         self.wakers.take().into_iter().for_each(Waker::wake);
     }
 
     /// Registers a command for the next wake-up.
-    pub(super) fn wait(&self, waker: &Waker) {
+    pub(super) fn register(&self, waker: &Waker) {
         self.wakers.borrow_mut().push(waker.clone());
     }
 
     /// Returns true on the first call for a unit, which is then to be reported.
-    pub(super) fn tell(&self, address: UnitAddress) -> bool {
-        self.told.borrow_mut().insert(address)
+    pub(super) fn first_report(&self, address: UnitAddress) -> bool {
+        self.reported.borrow_mut().insert(address)
     }
 }
 
@@ -101,16 +101,16 @@ mod tests {
     #[test]
     fn commands_are_counted_by_unit_until_each_has_gone() {
         let (held, unit) = (HeldCommands::default(), UnitAddress { target: 1, lun: 2 });
-        assert!(held.is_empty() && !held.wait_for(unit) && !held.wait_for_target(1));
+        assert!(held.is_empty() && !held.has_waiters(unit) && !held.has_waiters_at_target(1));
         let (first, second) = (held.begin(unit), held.begin(unit));
         let beside = UnitAddress { target: 3, lun: 2 };
         let other = held.begin(beside);
         assert_eq!(held.all(), [(unit, 2), (beside, 1)]);
-        assert!(held.wait_for_target(1) && !held.wait_for_target(2));
+        assert!(held.has_waiters_at_target(1) && !held.has_waiters_at_target(2));
         drop(first);
         assert_eq!(held.all(), [(unit, 1), (beside, 1)]);
         drop(other);
-        assert!(held.wait_for(unit) && !held.wait_for_target(3));
+        assert!(held.has_waiters(unit) && !held.has_waiters_at_target(3));
         drop(second);
         assert!(held.is_empty());
     }
@@ -121,9 +121,9 @@ mod tests {
         for (opcode, needs) in
             [(0x12, false), (0xa0, false), (0x03, false), (0x00, true), (0x25, true), (0x2a, true)]
         {
-            let cdb = Cdb::of([opcode, 0]);
+            let cdb = Cdb::from_words([opcode, 0]);
             assert_eq!(needs_unit(&cdb), needs, "{opcode:#x}");
         }
-        assert!(needs_unit(&Cdb::of([0xff, 0])), "an error would be the answer");
+        assert!(needs_unit(&Cdb::from_words([0xff, 0])), "an error would be the answer");
     }
 }

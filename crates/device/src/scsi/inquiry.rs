@@ -4,7 +4,7 @@ use blockio::disk::DiskInfo;
 
 use super::block::WRITE_SAME_BYTES_MAX;
 use super::cdb::Cdb;
-use super::outcome::{Data, Moved};
+use super::outcome::{Data, Transferred};
 use super::persist::TARGET_PORT;
 use super::sense::Sense;
 use super::unit::{Identifiers, Unit, UnitOptions};
@@ -30,7 +30,7 @@ const NOTHING: u8 = 0x7f;
 /// The device type of the well-known unit.
 const WELL_KNOWN: u8 = 0x1e;
 
-pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
     let answer = match check(cdb)? {
         None => standard(0, &unit.options.vendor, &unit.options.product, &unit.options.revision),
         Some(SUPPORTED_PAGES) => page(SUPPORTED_PAGES, &PAGES),
@@ -45,16 +45,16 @@ pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
 }
 
 /// The answer of an address without a unit.
-pub(super) fn of_nothing(cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn of_nothing(cdb: &Cdb, data: &Data) -> Transferred {
     other(NOTHING, &[SUPPORTED_PAGES], cdb, data)
 }
 
 /// The answer of the well-known unit.
-pub(super) fn of_well_known(cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn of_well_known(cdb: &Cdb, data: &Data) -> Transferred {
     other(WELL_KNOWN, &[SUPPORTED_PAGES, IDENTIFICATION], cdb, data)
 }
 
-fn other(kind: u8, pages: &[u8], cdb: &Cdb, data: &Data) -> Moved {
+fn other(kind: u8, pages: &[u8], cdb: &Cdb, data: &Data) -> Transferred {
     let mut answer = match check(cdb)? {
         None => standard(kind, "Ringhaul", "", ""),
         Some(SUPPORTED_PAGES) => page(SUPPORTED_PAGES, pages),

@@ -14,12 +14,12 @@ pub(super) struct Medium {
     is_taken: AtomicBool,
     /// The command with the medium waits for something itself. Changes only while `waiting` is
     /// locked.
-    is_held: AtomicBool,
-    waiting: Mutex<Waiting>,
+    owner_waits: AtomicBool,
+    waiting: Mutex<MediumQueue>,
 }
 
 #[derive(Default)]
-struct Waiting {
+struct MediumQueue {
     last_number: u64,
     /// In order of arrival.
     all: Vec<Waiter>,
@@ -27,12 +27,12 @@ struct Waiting {
 
 struct Waiter {
     number: u64,
-    wants: Wants,
+    claim: Claim,
     waker: Waker,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Wants {
+enum Claim {
     /// Exclusive use of the medium.
     Medium,
     /// To continue once the medium is free.
@@ -52,10 +52,10 @@ impl Medium {
     ///
     /// # Errors
     ///
-    /// The error of `check`, which is called while the medium is [held](Self::set_held): at first,
-    /// and at each [look](Self::look).
+    /// The error of `check`, which is called while the [owner waits](Self::set_owner_waits): at
+    /// first, and at each [recheck](Self::recheck_waiting).
     pub(super) async fn pass<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
-        self.wait(Wants::Pass, check).await
+        self.wait(Claim::Pass, check).await
     }
 
     /// Takes the medium, until [`release`](Self::release).
@@ -64,19 +64,19 @@ impl Medium {
     ///
     /// As for [`pass`](Self::pass).
     pub(super) async fn take<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
-        self.wait(Wants::Medium, check).await
+        self.wait(Claim::Medium, check).await
     }
 
     /// Marks that the command with the medium waits for something itself, maybe for long, or that
     /// this wait has ended.
-    pub(super) fn set_held(&self, is_held: bool) {
+    pub(super) fn set_owner_waits(&self, owner_waits: bool) {
         let waiting = self.waiting();
-        self.is_held.store(is_held, Ordering::Relaxed);
+        self.owner_waits.store(owner_waits, Ordering::Relaxed);
         waiting.wake_all();
     }
 
     /// Makes all waiters repeat their checks.
-    pub(super) fn look(&self) {
+    pub(super) fn recheck_waiting(&self) {
         self.waiting().wake_all();
     }
 
@@ -84,9 +84,9 @@ impl Medium {
     pub(super) fn release(&self) {
         let mut waiting = self.waiting();
         self.is_taken.store(false, Ordering::Relaxed);
-        self.is_held.store(false, Ordering::Relaxed);
-        for waiter in waiting.all.iter_mut().filter(|waiter| waiter.wants == Wants::Pass) {
-            waiter.wants = Wants::PassNow;
+        self.owner_waits.store(false, Ordering::Relaxed);
+        for waiter in waiting.all.iter_mut().filter(|waiter| waiter.claim == Claim::Pass) {
+            waiter.claim = Claim::PassNow;
             waiter.waker.wake_by_ref();
         }
         self.wake_next(&waiting);
@@ -94,14 +94,14 @@ impl Medium {
 
     async fn wait<E>(
         &self,
-        wants: Wants,
+        claim: Claim,
         mut check: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut turn = Turn { medium: self, number: None };
-        poll_fn(|cx| match turn.poll(wants, cx) {
+        let mut wait = MediumWait { medium: self, number: None };
+        poll_fn(|cx| match wait.poll(claim, cx) {
             Poll::Ready(()) => Poll::Ready(Ok(())),
             // Checked after the waker is stored, so that every later change wakes this task.
-            Poll::Pending if self.is_held.load(Ordering::Relaxed) => match check() {
+            Poll::Pending if self.owner_waits.load(Ordering::Relaxed) => match check() {
                 Ok(()) => Poll::Pending,
                 Err(error) => Poll::Ready(Err(error)),
             },
@@ -111,18 +111,18 @@ impl Medium {
     }
 
     /// Wakes the waiter that may take the medium, if there is one.
-    fn wake_next(&self, waiting: &Waiting) {
+    fn wake_next(&self, waiting: &MediumQueue) {
         if let Some(next) = waiting.next().filter(|_| !self.is_taken()) {
             next.waker.wake_by_ref();
         }
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, MediumQueue> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Waiting {
+impl MediumQueue {
     fn wake_all(&self) {
         self.all.iter().for_each(|waiter| waiter.waker.wake_by_ref());
     }
@@ -130,36 +130,36 @@ impl Waiting {
     /// The next waiter to take a free medium; `None` while waiters are to pass before it.
     fn next(&self) -> Option<&Waiter> {
         let mut all = self.all.iter();
-        let is_free = all.all(|waiter| waiter.wants != Wants::PassNow);
-        is_free.then(|| self.all.iter().find(|waiter| waiter.wants == Wants::Medium)).flatten()
+        let is_free = all.all(|waiter| waiter.claim != Claim::PassNow);
+        is_free.then(|| self.all.iter().find(|waiter| waiter.claim == Claim::Medium)).flatten()
     }
 }
 
 /// A waiter, from before its first poll to its end.
-struct Turn<'a> {
+struct MediumWait<'a> {
     medium: &'a Medium,
     number: Option<u64>,
 }
 
-impl Turn<'_> {
-    fn poll(&mut self, wants: Wants, cx: &Context<'_>) -> Poll<()> {
+impl MediumWait<'_> {
+    fn poll(&mut self, claim: Claim, cx: &Context<'_>) -> Poll<()> {
         let mut waiting = self.medium.waiting();
         let number = *self.number.get_or_insert_with(|| {
             waiting.last_number += 1;
             let number = waiting.last_number;
-            let wants = match wants {
-                Wants::Pass if !self.medium.is_taken() => Wants::PassNow,
+            let claim = match claim {
+                Claim::Pass if !self.medium.is_taken() => Claim::PassNow,
                 other => other,
             };
-            waiting.all.push(Waiter { number, wants, waker: cx.waker().clone() });
+            waiting.all.push(Waiter { number, claim, waker: cx.waker().clone() });
             number
         });
         let place = waiting.all.iter().position(|waiter| waiter.number == number);
         let place = place.expect("it waits until it goes on");
-        let may_go = match waiting.all[place].wants {
-            Wants::PassNow => true,
-            Wants::Pass => false,
-            Wants::Medium => {
+        let may_go = match waiting.all[place].claim {
+            Claim::PassNow => true,
+            Claim::Pass => false,
+            Claim::Medium => {
                 let is_next = waiting.next().is_some_and(|next| next.number == number);
                 is_next && !self.medium.is_taken()
             }
@@ -170,7 +170,7 @@ impl Turn<'_> {
         }
         waiting.all.remove(place);
         self.number = None;
-        if wants == Wants::Medium {
+        if claim == Claim::Medium {
             self.medium.is_taken.store(true, Ordering::Relaxed);
         }
         self.medium.wake_next(&waiting);
@@ -178,7 +178,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for MediumWait<'_> {
     fn drop(&mut self) {
         if let Some(number) = self.number {
             let mut waiting = self.medium.waiting();
@@ -222,7 +222,7 @@ mod tests {
             Self { future: Box::pin(future), woken: Arc::default() }
         }
 
-        fn has_gone_on(&mut self) -> bool {
+        fn has_resumed(&mut self) -> bool {
             let waker = Waker::from(Arc::clone(&self.woken));
             self.future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready()
         }
@@ -235,28 +235,28 @@ mod tests {
     #[test]
     fn those_who_have_waited_go_on_before_another_takes_the_medium() {
         let medium = Medium::default();
-        assert!(Somebody::new(medium.take(anyway)).has_gone_on() && medium.is_taken());
+        assert!(Somebody::new(medium.take(anyway)).has_resumed() && medium.is_taken());
         let mut passes = [(); 2].map(|()| Somebody::new(medium.pass(anyway)));
         let mut takes = [(); 2].map(|()| Somebody::new(medium.take(anyway)));
-        assert!(!passes.iter_mut().chain(&mut takes).any(Somebody::has_gone_on));
+        assert!(!passes.iter_mut().chain(&mut takes).any(Somebody::has_resumed));
         medium.release();
         assert_eq!(passes.each_ref().map(Somebody::was_woken), [true; 2]);
         assert_eq!(takes.each_ref().map(Somebody::was_woken), [false; 2]);
         // The last user wants the medium again at once.
         let mut again = Somebody::new(medium.take(anyway));
-        assert!(passes[0].has_gone_on() && !again.has_gone_on() && !takes[0].has_gone_on());
-        assert!(Somebody::new(medium.pass(anyway)).has_gone_on(), "nobody has it");
-        assert!(passes[1].has_gone_on() && takes[0].was_woken());
-        assert!(!again.has_gone_on() && !takes[1].has_gone_on() && takes[0].has_gone_on());
+        assert!(passes[0].has_resumed() && !again.has_resumed() && !takes[0].has_resumed());
+        assert!(Somebody::new(medium.pass(anyway)).has_resumed(), "nobody has it");
+        assert!(passes[1].has_resumed() && takes[0].was_woken());
+        assert!(!again.has_resumed() && !takes[1].has_resumed() && takes[0].has_resumed());
         let mut last = Somebody::new(medium.pass(anyway));
-        assert!(medium.is_taken() && !last.has_gone_on());
+        assert!(medium.is_taken() && !last.has_resumed());
         for next in [&mut takes[1], &mut again] {
             medium.release();
             assert!(!medium.is_taken());
             if last.was_woken() {
-                assert!(!next.has_gone_on() && last.has_gone_on());
+                assert!(!next.has_resumed() && last.has_resumed());
             }
-            assert!(next.was_woken() && next.has_gone_on());
+            assert!(next.was_woken() && next.has_resumed());
         }
         medium.release();
         assert!(!medium.is_taken() && medium.waiting().all.is_empty());
@@ -265,16 +265,16 @@ mod tests {
     #[test]
     fn nobody_waits_for_those_who_have_gone() {
         let medium = Medium::default();
-        assert!(Somebody::new(medium.take(anyway)).has_gone_on());
+        assert!(Somebody::new(medium.take(anyway)).has_resumed());
         let mut pass = Somebody::new(medium.pass(anyway));
         let mut takes = [(); 2].map(|()| Somebody::new(medium.take(anyway)));
-        assert!(!pass.has_gone_on() && !takes.iter_mut().any(Somebody::has_gone_on));
+        assert!(!pass.has_resumed() && !takes.iter_mut().any(Somebody::has_resumed));
         medium.release();
         drop(pass);
         let [first, mut second] = takes;
         assert!(first.was_woken());
         drop(first);
-        assert!(second.was_woken() && second.has_gone_on());
+        assert!(second.was_woken() && second.has_resumed());
         medium.release();
         assert!(medium.waiting().all.is_empty());
     }

@@ -1,13 +1,13 @@
 //! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
 
-use super::at_disk::AtDisk;
 use super::block;
 use super::cdb::{Cdb, Op};
-use super::fields::{self, WHOLE};
-use super::outcome::{Data, Failure, Moved, Task};
+use super::fields::{self, WHOLE_BYTE};
+use super::outcome::{Data, Failure, TaskHandle, Transferred};
 use super::request_queue::LocalUnit;
 use super::reserve;
 use super::sense::{Format, Sense};
+use super::task_wait::DiskTask;
 use super::unit::Unit;
 
 const CACHING: u8 = 0x08;
@@ -21,14 +21,15 @@ const WRITE_CACHE: u8 = 0x04;
 /// D_SENSE, in the third byte of the control page.
 const DESCRIPTOR_SENSE: u8 = 0x04;
 /// Beginnings of the fields of pages (SBC-4, section 6.5.6; SPC-5, sections 7.5.10 and 7.5.14;
-/// SBC-4, section 6.5.8), for [`fields::begin_of`].
+/// SBC-4, section 6.5.8), for [`fields::field_start`].
 const CACHING_FIELDS: [u8; 20] = [
-    0xe0, WHOLE, 0xff, 0x88, WHOLE, 0, WHOLE, 0, WHOLE, 0, WHOLE, 0, 0xf5, WHOLE, WHOLE, 0, WHOLE,
-    WHOLE, 0, 0,
+    0xe0, WHOLE_BYTE, 0xff, 0x88, WHOLE_BYTE, 0, WHOLE_BYTE, 0, WHOLE_BYTE, 0, WHOLE_BYTE, 0, 0xf5,
+    WHOLE_BYTE, WHOLE_BYTE, 0, WHOLE_BYTE, WHOLE_BYTE, 0, 0,
 ];
 const CONTROL_FIELDS: [u8; 12] =
-    [0xe0, WHOLE, 0x9f, 0x8d, 0xec, 0xfc, WHOLE, 0, WHOLE, 0, WHOLE, 0];
-const EXCEPTIONS_FIELDS: [u8; 12] = [0xe0, WHOLE, 0xff, 0x88, WHOLE, 0, 0, 0, WHOLE, 0, 0, 0];
+    [0xe0, WHOLE_BYTE, 0x9f, 0x8d, 0xec, 0xfc, WHOLE_BYTE, 0, WHOLE_BYTE, 0, WHOLE_BYTE, 0];
+const EXCEPTIONS_FIELDS: [u8; 12] =
+    [0xe0, WHOLE_BYTE, 0xff, 0x88, WHOLE_BYTE, 0, 0, 0, WHOLE_BYTE, 0, 0, 0];
 
 /// SPF, of the first byte of a page.
 const SUBPAGE_FORMAT: u8 = 0x40;
@@ -54,7 +55,7 @@ struct Form {
 }
 
 impl Form {
-    fn of(cdb: &Cdb) -> Self {
+    fn from_cdb(cdb: &Cdb) -> Self {
         let is_short = cdb.opcode() < 0x20;
         let long_blocks = !is_short && cdb.byte(1) & 0x10 != 0;
         Self { header: if is_short { 4 } else { 8 }, long_blocks }
@@ -66,8 +67,8 @@ impl Form {
     }
 }
 
-pub(super) fn sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    let form = Form::of(cdb);
+pub(super) fn sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
+    let form = Form::from_cdb(cdb);
     let values = match cdb.byte(2) >> 6 {
         0 => Values::Current,
         1 => Values::Changeable,
@@ -163,8 +164,13 @@ fn exceptions() -> [u8; 12] {
     page
 }
 
-pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: Data) -> Moved {
-    let (unit, form) = (&local.unit, Form::of(cdb));
+pub(super) async fn select(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: TaskHandle<'_>,
+    data: Data,
+) -> Transferred {
+    let (unit, form) = (&local.unit, Form::from_cdb(cdb));
     if cdb.byte(1) & 0x10 == 0 {
         // Only pages in the format of the standard are supported.
         return Err(Sense::in_cdb(1, Some(4)).into());
@@ -186,16 +192,20 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
         unit.access.set_descriptor_sense(format == Format::Descriptor);
     }
     if write_cache.is_some() || sense_format.is_some() {
-        unit.access.tell_others(unit.attached.nexus(), Sense::MODE_CHANGED);
+        unit.access.add_attention_for_others(unit.attached.nexus(), Sense::MODE_CHANGED);
     }
     Ok(length)
 }
 
 /// Flushes all writes while no task writes, and switches the cache off: initiators stop flushing
 /// then.
-async fn switch_cache_off(local: &LocalUnit, cdb: &Cdb, task: Task<'_>) -> Result<(), Failure> {
+async fn switch_cache_off(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: TaskHandle<'_>,
+) -> Result<(), Failure> {
     let unit = &local.unit;
-    let exclusive = AtDisk::new(local, task).take_medium().await?;
+    let exclusive = DiskTask::new(local, task).take_medium().await?;
     // The reservation may have changed since the command began.
     reserve::check(unit, Op::ModeSelect, cdb)?;
     block::flush(local).await?;
@@ -237,7 +247,7 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
     while !pages.is_empty() {
         let at = list.len() - pages.len();
         let [code, length, ..] = *pages else { return Err(Sense::LIST_LENGTH.into()) };
-        let Some(Page { current, changeable, begins }) = Page::of(unit, code & 0x3f) else {
+        let Some(Page { current, changeable, begins }) = Page::from_code(unit, code & 0x3f) else {
             return Err(Sense::in_list(place(at), Some(5)).into());
         };
         if code & SUBPAGE_FORMAT != 0 {
@@ -254,7 +264,7 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
             let changed = (page[byte] ^ current[byte]) & !changeable[byte];
             if let Some(bit) = changed.checked_ilog2() {
                 let bit = u8::try_from(bit).expect("a bit of a byte");
-                let (byte, bit) = fields::begin_of(|byte| begins[byte], byte, bit);
+                let (byte, bit) = fields::field_start(|byte| begins[byte], byte, bit);
                 return Err(Sense::in_list(place(at) + byte, bit).into());
             }
         }
@@ -280,7 +290,7 @@ struct Page {
 }
 
 impl Page {
-    fn of(unit: &Unit, code: u8) -> Option<Self> {
+    fn from_code(unit: &Unit, code: u8) -> Option<Self> {
         let all = |values| match code {
             CACHING => Some((caching(unit, values).to_vec(), &CACHING_FIELDS[..])),
             CONTROL => Some((control(unit, values).to_vec(), &CONTROL_FIELDS[..])),

@@ -55,18 +55,18 @@ impl From<Refused> for Failure {
 }
 
 /// The bytes of data that a command transferred.
-pub(crate) type Moved = Result<usize, Failure>;
+pub(crate) type Transferred = Result<usize, Failure>;
 
 /// The effect of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Done {
+pub(crate) struct Effect {
     /// Bytes of data that were transferred.
     pub(crate) moved: usize,
     /// Bytes of the medium that the command concerned, for the statistics.
     pub(crate) medium_bytes: u64,
 }
 
-impl From<usize> for Done {
+impl From<usize> for Effect {
     /// Counts the transferred bytes as bytes of the medium.
     fn from(moved: usize) -> Self {
         Self { moved, medium_bytes: moved as u64 }
@@ -75,12 +75,12 @@ impl From<usize> for Done {
 
 /// A task, which may be aborted at any time.
 #[derive(Clone, Copy)]
-pub(crate) struct Task<'a> {
+pub(crate) struct TaskHandle<'a> {
     pub(crate) tasks: &'a Tasks,
     pub(crate) number: u16,
 }
 
-impl Task<'_> {
+impl TaskHandle<'_> {
     pub(crate) fn id(self) -> TaskId {
         self.tasks.id(self.number)
     }
@@ -107,7 +107,7 @@ impl Data {
     }
 
     /// Answers with `data`, cut to the allocation length of the CDB.
-    pub(crate) fn answer(&self, data: &[u8], allocation_length: usize) -> Moved {
+    pub(crate) fn answer(&self, data: &[u8], allocation_length: usize) -> Transferred {
         let wanted = data.len().min(allocation_length);
         if wanted > self.into.bytes() {
             return Err(Failure::Overrun);
@@ -140,7 +140,7 @@ impl Failure {
     }
 
     /// True if correct drivers cause the failure, by probing for example.
-    pub(crate) fn is_usual(&self) -> bool {
+    pub(crate) fn is_expected(&self) -> bool {
         matches!(
             self,
             Self::Check(_) | Self::Conflict | Self::Busy | Self::BadTarget | Self::Aborted(_)

@@ -11,7 +11,7 @@
 
 mod command;
 mod file;
-mod own_file;
+mod locked_file;
 mod registry;
 mod report;
 mod rules;
@@ -46,7 +46,7 @@ pub(crate) struct PortInUse(pub(crate) PortName);
 
 /// Further steps before a PERSISTENT RESERVE OUT is answered with GOOD.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Done {
+pub(crate) struct ReserveEffects {
     /// Unit attentions for other nexuses.
     pub(crate) attentions: Vec<(Nexus, Sense)>,
     /// Nexuses with commands to abort, except this command itself, which may be among them. Medium
@@ -56,37 +56,37 @@ pub(crate) struct Done {
 
 /// The place of persistent reservations, as one export of a disk chooses it.
 #[derive(Debug, Clone)]
-pub enum KeptIn {
+pub enum ReservationStorage {
     /// In this file. An error if other exports have chosen another place.
     File(PathBuf),
     /// In the place of other exports of the disk. Without them, in this file, or nowhere.
-    Usual(Option<PathBuf>),
-    /// Like `Usual`, for an export without reservations of its own: in this file if it exists, and
+    Shared(Option<PathBuf>),
+    /// Like `Shared`, for an export without reservations of its own: in this file if it exists, and
     /// otherwise in the place that a later export chooses.
-    Found(PathBuf),
+    Existing(PathBuf),
 }
 
 /// The registrations and the reservation of a disk, shared by all its exports.
 #[derive(Debug, Default)]
 pub(crate) struct Reservations {
     /// Locked throughout a PERSISTENT RESERVE OUT, and before `state`.
-    file: Mutex<Kept>,
+    file: Mutex<StorageState>,
     /// Never locked during a wait for a disk.
     state: Mutex<State>,
     /// Classes of commands that conflict for users that cannot register.
-    strangers: AtomicU8,
+    unregistered: AtomicU8,
 }
 
 /// The place of the reservations of a disk.
 #[derive(Debug, Default)]
-enum Kept {
+enum StorageState {
     /// Not chosen yet.
     #[default]
     Unsaid,
     Nowhere,
     In(StateFile),
     /// Chosen by the process that hands the disk over.
-    Awaited,
+    HandedOver,
 }
 
 /// The reservations of a disk, for another process. Their file, if there is one, is passed along.
@@ -118,8 +118,8 @@ struct State {
     generation: u32,
     last_nexus: u64,
     attached: Vec<AttachedPort>,
-    /// The number of [`Keeping`] guards.
-    keeping: usize,
+    /// The number of [`StorageGuard`]s.
+    guard_count: usize,
 }
 
 #[derive(Debug)]
@@ -141,8 +141,8 @@ pub(crate) struct Attached {
 
 impl Reservations {
     /// For a disk that another process hands over.
-    pub(crate) fn awaited() -> Self {
-        Self { file: Mutex::new(Kept::Awaited), ..Self::default() }
+    pub(crate) fn for_hand_over() -> Self {
+        Self { file: Mutex::new(StorageState::HandedOver), ..Self::default() }
     }
 
     /// State with which another process can continue, and the file. Call it while no command runs.
@@ -153,9 +153,9 @@ impl Reservations {
     pub(crate) fn hand_over(&self) -> io::Result<(ReservationsState, Option<File>)> {
         let (kept, state) = (lock(&self.file), lock(&self.state));
         let (kept, file) = match &*kept {
-            Kept::Unsaid | Kept::Awaited => (KeptState::Unsaid, None),
-            Kept::Nowhere => (KeptState::Nowhere, None),
-            Kept::In(file) => {
+            StorageState::Unsaid | StorageState::HandedOver => (KeptState::Unsaid, None),
+            StorageState::Nowhere => (KeptState::Nowhere, None),
+            StorageState::In(file) => {
                 let path = file.path().to_owned();
                 let (file, is_unknown) = file.hand_over();
                 (KeptState::In { path, is_unknown }, file.map(File::try_clone).transpose()?)
@@ -177,15 +177,15 @@ impl Reservations {
         registry.aptpl = from.aptpl;
         let (mut kept, mut state) = (lock(&self.file), lock(&self.state));
         *kept = match from.kept {
-            KeptState::Unsaid => Kept::Unsaid,
-            KeptState::Nowhere => Kept::Nowhere,
+            KeptState::Unsaid => StorageState::Unsaid,
+            KeptState::Nowhere => StorageState::Nowhere,
             KeptState::In { path, is_unknown } => {
-                Kept::In(StateFile::handed_over(path, file, &registry, is_unknown))
+                StorageState::In(StateFile::handed_over(path, file, &registry, is_unknown))
             }
         };
-        state.persists = matches!(*kept, Kept::In(_));
+        state.persists = matches!(*kept, StorageState::In(_));
         state.generation = from.generation;
-        state.set(registry, &self.strangers);
+        state.set(registry, &self.unregistered);
         Ok(())
     }
 
@@ -197,47 +197,56 @@ impl Reservations {
     ///
     /// If the file exists but cannot be read, is broken, or is in use: to continue without it would
     /// let fenced hosts write. If the reservations have another place already.
-    pub(crate) fn keep_in(self: &Arc<Self>, place: KeptIn) -> Result<Keeping, FileError> {
+    pub(crate) fn store_in(
+        self: &Arc<Self>,
+        place: ReservationStorage,
+    ) -> Result<StorageGuard, FileError> {
         let mut kept = lock(&self.file);
-        if matches!(*kept, Kept::Awaited) {
-            return Ok(self.keeping());
+        if matches!(*kept, StorageState::HandedOver) {
+            return Ok(self.guard());
         }
         if lock(&self.state).forget_unused() {
-            *kept = Kept::Unsaid;
+            *kept = StorageState::Unsaid;
         }
-        let has_to_exist = matches!(place, KeptIn::Found(_));
+        let has_to_exist = matches!(place, ReservationStorage::Existing(_));
         let path = match (&*kept, place) {
-            (Kept::Awaited, _) => unreachable!("it says where they are kept"),
-            (Kept::Unsaid, KeptIn::Usual(None)) => {
-                *kept = Kept::Nowhere;
-                return Ok(self.keeping());
+            (StorageState::HandedOver, _) => unreachable!("it says where they are kept"),
+            (StorageState::Unsaid, ReservationStorage::Shared(None)) => {
+                *kept = StorageState::Nowhere;
+                return Ok(self.guard());
             }
             (
-                Kept::Unsaid,
-                KeptIn::File(path) | KeptIn::Usual(Some(path)) | KeptIn::Found(path),
+                StorageState::Unsaid,
+                ReservationStorage::File(path)
+                | ReservationStorage::Shared(Some(path))
+                | ReservationStorage::Existing(path),
             ) => path,
-            (_, KeptIn::Usual(_) | KeptIn::Found(_)) => return Ok(self.keeping()),
-            (Kept::Nowhere, KeptIn::File(path)) => return Err(FileError::elsewhere(&path, None)),
-            (Kept::In(file), KeptIn::File(path)) if file.path() == path => {
-                return Ok(self.keeping());
+            (_, ReservationStorage::Shared(_) | ReservationStorage::Existing(_)) => {
+                return Ok(self.guard());
             }
-            (Kept::In(file), KeptIn::File(path)) => {
+            (StorageState::Nowhere, ReservationStorage::File(path)) => {
+                return Err(FileError::elsewhere(&path, None));
+            }
+            (StorageState::In(file), ReservationStorage::File(path)) if file.path() == path => {
+                return Ok(self.guard());
+            }
+            (StorageState::In(file), ReservationStorage::File(path)) => {
                 return Err(FileError::elsewhere(&path, Some(file.path())));
             }
         };
         let (file, registry) = StateFile::load(path)?;
         if !(has_to_exist && file.is_absent()) {
-            *kept = Kept::In(file);
+            *kept = StorageState::In(file);
             let mut state = lock(&self.state);
             state.persists = true;
-            state.set(registry, &self.strangers);
+            state.set(registry, &self.unregistered);
         }
-        Ok(self.keeping())
+        Ok(self.guard())
     }
 
-    fn keeping(self: &Arc<Self>) -> Keeping {
-        lock(&self.state).keeping += 1;
-        Keeping(Arc::clone(self))
+    fn guard(self: &Arc<Self>) -> StorageGuard {
+        lock(&self.state).guard_count += 1;
+        StorageGuard(Arc::clone(self))
     }
 
     /// Attaches an initiator port, which gets the registration under its name, if there is one.
@@ -259,7 +268,7 @@ impl Reservations {
 
     /// True if the reservation excludes users that cannot register from commands of this class.
     pub(crate) fn excludes_unregistered(&self, class: CommandClass) -> bool {
-        self.strangers.load(Ordering::Relaxed) & class as u8 != 0
+        self.unregistered.load(Ordering::Relaxed) & class as u8 != 0
     }
 
     /// Carries out PERSISTENT RESERVE IN. Returns all data, of which the initiator gets as much as
@@ -275,7 +284,7 @@ impl Reservations {
 }
 
 impl Attached {
-    /// The number of this nexus in [`Done`].
+    /// The number of this nexus in [`ReserveEffects`].
     pub(crate) fn nexus(&self) -> Nexus {
         self.nexus
     }
@@ -309,10 +318,14 @@ impl Attached {
     /// # Errors
     ///
     /// If the command is not carried out. Then nothing has changed.
-    pub(crate) fn reserve_out(&self, cdb: &[u8; CDB_BYTES], list: &[u8]) -> Result<Done, Refusal> {
-        let Reservations { file, state, strangers } = &*self.reservations;
+    pub(crate) fn reserve_out(
+        &self,
+        cdb: &[u8; CDB_BYTES],
+        list: &[u8],
+    ) -> Result<ReserveEffects, Refusal> {
+        let Reservations { file, state, unregistered } = &*self.reservations;
         let mut file = lock(file);
-        let persists = matches!(*file, Kept::In(_));
+        let persists = matches!(*file, StorageState::In(_));
         let request = Request::parse(cdb, list, persists)?;
         let (mut registry, attached) = {
             let state = lock(state);
@@ -321,10 +334,10 @@ impl Attached {
         };
         let ports = Ports { own: self.port, attached: &attached };
         let effects = registry.perform(ports, &request)?;
-        if let Kept::In(file) = &mut *file {
-            file.keep(&registry)?;
+        if let StorageState::In(file) = &mut *file {
+            file.save(&registry)?;
         }
-        Ok(lock(state).replace(registry, effects, strangers))
+        Ok(lock(state).replace(registry, effects, unregistered))
     }
 }
 
@@ -336,11 +349,11 @@ impl Drop for Attached {
 
 /// Fixes the place of the reservations until it is dropped.
 #[derive(Debug)]
-pub struct Keeping(Arc<Reservations>);
+pub struct StorageGuard(Arc<Reservations>);
 
-impl Drop for Keeping {
+impl Drop for StorageGuard {
     fn drop(&mut self) {
-        lock(&self.0.state).keeping -= 1;
+        lock(&self.0.state).guard_count -= 1;
     }
 }
 
@@ -348,30 +361,35 @@ impl State {
     /// Forgets the place of the reservations if it is unused. Returns true if so.
     fn forget_unused(&mut self) -> bool {
         let is_empty = self.registry.registrations().is_empty();
-        let is_unused = is_empty && self.attached.is_empty() && self.keeping == 0;
+        let is_unused = is_empty && self.attached.is_empty() && self.guard_count == 0;
         self.persists &= !is_unused;
         is_unused
     }
 
     /// Sets the registry, and the conflicts of all attached ports.
-    fn set(&mut self, registry: Registry, strangers: &AtomicU8) {
+    fn set(&mut self, registry: Registry, unregistered: &AtomicU8) {
         self.registry = registry;
-        strangers.store(self.registry.conflicts_of_unregistered(), Ordering::Relaxed);
+        unregistered.store(self.registry.conflicts_of_unregistered(), Ordering::Relaxed);
         for AttachedPort { port, conflicts, .. } in &self.attached {
             conflicts.store(self.registry.conflicts(*port), Ordering::Relaxed);
         }
     }
 
     /// Replaces the registry. Returns the effects on attached nexuses.
-    fn replace(&mut self, registry: Registry, effects: Effects, strangers: &AtomicU8) -> Done {
+    fn replace(
+        &mut self,
+        registry: Registry,
+        effects: Effects,
+        unregistered: &AtomicU8,
+    ) -> ReserveEffects {
         self.generation = self.generation.wrapping_add(u32::from(effects.is_counted));
-        self.set(registry, strangers);
+        self.set(registry, unregistered);
         let nexus_of = |port| {
             let found = self.attached.iter().find(|other| other.port == port);
             found.map(|other| other.nexus)
         };
         let attentions = effects.attentions.into_iter();
-        Done {
+        ReserveEffects {
             attentions: attentions
                 .filter_map(|(port, sense)| Some((nexus_of(port)?, sense)))
                 .collect(),

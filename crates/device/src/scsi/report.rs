@@ -7,7 +7,7 @@ use super::address::UnitAddress;
 use super::block;
 use super::cdb::{COMMANDS, Cdb, Command, Op, find};
 use super::inquiry;
-use super::outcome::{Data, Failure, Moved};
+use super::outcome::{Data, Failure, Transferred};
 use super::request_queue::LocalUnit;
 use super::sense::{Format, Sense};
 use super::unit::Unit;
@@ -21,7 +21,7 @@ const REPORT_LUNS_LUN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];
 const LBA_STATUS_BYTES: u64 = 256 << 20;
 
 /// Answers a command for an address without a unit.
-pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Data) -> Transferred {
     if !units.has_target(address.target) {
         return Err(Failure::BadTarget);
     }
@@ -38,7 +38,7 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
 }
 
 /// Answers a command for the well-known unit.
-pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Transferred {
     let command = cdb.command().map_err(|_| Sense::UNKNOWN_OPCODE)?;
     match command.op {
         Op::ReportLuns | Op::Inquiry | Op::RequestSense | Op::TestUnitReady => {
@@ -54,13 +54,13 @@ pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
     }
 }
 
-pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
     list_luns(units, Some(unit.address.target), cdb, data)
 }
 
 /// Lists the LUNs of a target, or if `None`, of the first target that has any. An initiator that
 /// receives the list needs no attention about changed units.
-fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved {
+fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Transferred {
     let (has_units, has_well_known) = match cdb.byte(2) {
         0 => (true, false),
         1 => (false, true),
@@ -68,7 +68,7 @@ fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved
         _ => return Err(Sense::in_cdb(2, None).into()),
     };
     let length: usize = iomem::fits(cdb.u32(6), "an allocation length");
-    let all: Vec<UnitAddress> = units.look(|all| all.map(|unit| unit.address).collect());
+    let all: Vec<UnitAddress> = units.with_all(|all| all.map(|unit| unit.address).collect());
     let target = target.or_else(|| all.first().map(|unit| unit.target));
     let mut luns = Vec::new();
     if has_units {
@@ -83,15 +83,15 @@ fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved
     answer.extend(luns);
     let moved = data.answer(&answer, length)?;
     if has_units {
-        units.look(|all| {
+        units.with_all(|all| {
             let of_target = all.filter(|unit| Some(unit.address.target) == target);
-            of_target.for_each(|unit| unit.attentions.forget(Sense::UNITS_CHANGED));
+            of_target.for_each(|unit| unit.attentions.remove(Sense::UNITS_CHANGED));
         });
     }
     Ok(moved)
 }
 
-pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
     let otherwise = if block::check_ready(unit).is_ok() { Sense::NONE } else { Sense::STOPPED };
     let attention = unit.attentions.take();
     let moved = answer_sense(attention.unwrap_or(otherwise), cdb, data);
@@ -104,7 +104,7 @@ pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     moved
 }
 
-fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {
+fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Transferred {
     let format = if cdb.byte(1) & 1 != 0 { Format::Descriptor } else { Format::Fixed };
     data.answer(&sense.data(format), cdb.byte(4).into())
 }
@@ -116,7 +116,7 @@ fn last_block(unit: &Unit) -> u64 {
     (info.size_bytes / u64::from(info.logical_block_bytes)).saturating_sub(1)
 }
 
-pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
+pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Transferred {
     let (info, last) = (unit.info(), last_block(unit));
     // The highest value refers drivers to READ CAPACITY (16).
     let last = u32::try_from(last).unwrap_or(u32::MAX);
@@ -124,7 +124,7 @@ pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
     data.answer(&answer, answer.len())
 }
 
-pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
     let answer = capacity16(&unit.info(), last_block(unit), unit.can_unmap());
     data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
 }
@@ -144,7 +144,7 @@ fn capacity16(info: &DiskInfo, last: u64, can_unmap: bool) -> [u8; 32] {
 
 /// Reports a run of equal blocks from an address: mapped, also if the state is unknown, or
 /// deallocated (SBC-4, section 5.8.2). Without support for unmapping, all blocks are mapped.
-pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Transferred {
     const DEALLOCATED: u8 = 1;
     block::check_ready(&local.unit)?;
     let info = local.unit.info();
@@ -174,7 +174,7 @@ pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Mov
 }
 
 /// Log pages (SPC-5, section 7.3): the list of pages, and a page without exceptions.
-pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Transferred {
     const SUPPORTED: u8 = 0x00;
     const EXCEPTIONS: u8 = 0x2f;
     // There is no sense code to report, and the temperature is unknown.
@@ -203,7 +203,7 @@ pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
 /// Command timeouts: none are known.
 const TIMEOUTS: [u8; 12] = [0, 0x0a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-pub(super) fn opcodes(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn opcodes(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
     let has_timeouts = cdb.byte(2) & 0x80 != 0;
     let (opcode, action) = (cdb.byte(3), cdb.u16(4));
     let one = |found: Option<&Command>| {
@@ -250,7 +250,7 @@ fn all_opcodes(unit: &Unit, has_timeouts: bool) -> Vec<u8> {
 }
 
 /// Reports the functions of the control queue.
-pub(super) fn task_management(cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn task_management(cdb: &Cdb, data: &Data) -> Transferred {
     let length: usize = iomem::fits(cdb.u32(6), "an allocation length");
     if length < 4 {
         return Err(Sense::in_cdb(6, None).into());

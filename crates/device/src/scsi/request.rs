@@ -10,14 +10,14 @@ use iomem::{Buffers, SharedBytes};
 use virtqueue::Chain;
 
 use super::address::Address;
-use super::answer::{Request, Served, response_bytes};
-use super::at_disk::AtDisk;
+use super::answer::{Outcome, Request, response_bytes};
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
-use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
+use super::outcome::{Data, Effect, Failure, Refused, TaskHandle, Transferred, refused};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::Sense;
 use super::task_set::Ended;
+use super::task_wait::DiskTask;
 use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve, unmap, verify};
@@ -31,7 +31,7 @@ const FIXED_HEADER_BYTES: usize = 19;
 const KEPT_HEADER_BYTES: usize = FIXED_HEADER_BYTES + KEPT_BYTES;
 
 /// The handler of one request queue.
-pub(crate) struct Scsi {
+pub(crate) struct RequestHandler {
     device: ScsiDevice,
     queue: Rc<RequestQueue>,
 }
@@ -49,12 +49,16 @@ const WORDS: [usize; 4] = [0, 8, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 8];
 impl Header {
     /// Creates a header from the words at [`WORDS`], in the byte order of memory.
     #[inline]
-    fn of([address, tag, first, second]: [u64; WORDS.len()]) -> Self {
-        Self { address: Address::parse(address.to_le_bytes()), tag, cdb: Cdb::of([first, second]) }
+    fn from_words([address, tag, first, second]: [u64; WORDS.len()]) -> Self {
+        Self {
+            address: Address::parse(address.to_le_bytes()),
+            tag,
+            cdb: Cdb::from_words([first, second]),
+        }
     }
 }
 
-impl Scsi {
+impl RequestHandler {
     /// Creates the handler of queue `index` of `device` on this IoThread.
     pub(crate) fn new(device: &ScsiDevice, index: u16, io: &Rc<Io>, queue: &Rc<Queue>) -> Self {
         Self { device: device.clone(), queue: device.start_queue(index, io, queue) }
@@ -71,7 +75,7 @@ impl Scsi {
         let cdb_size: usize = iomem::fits(self.device.cdb_size(), "a size of CDBs");
         let whole = FIXED_HEADER_BYTES + cdb_size;
         if cdb_size >= KEPT_BYTES {
-            return readable.take_words(WORDS, whole).map(Header::of);
+            return readable.take_words(WORDS, whole).map(Header::from_words);
         }
         if readable.bytes() < whole {
             return None;
@@ -80,7 +84,7 @@ impl Scsi {
         readable.copy_to(0, &mut bytes[..whole]);
         readable.advance(whole);
         let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("in there"));
-        let header = Header::of(WORDS.map(word));
+        let header = Header::from_words(WORDS.map(word));
         Some(Header { cdb: header.cdb.cut_to(cdb_size), ..header })
     }
 
@@ -97,7 +101,7 @@ impl Scsi {
         let next_avail = queue.next_avail();
         let Some(header @ Header { address: Address::Unit(address), tag, cdb }) = header else {
             let header = header.ok_or_else(|| no_header(chain));
-            return slow(Slow::Alone(header, tasks.skip(next_avail)));
+            return slow(Slow::WithoutUnit(header, tasks.skip(next_avail)));
         };
         request.local = self.queue.unit(address);
         let local = request.local.as_deref();
@@ -113,25 +117,25 @@ impl Scsi {
             if unit.is_none() && !is_both_ways && self.is_held(head, &cdb) {
                 return slow(Slow::Held(header, task));
             }
-            return slow(Slow::Alone(Ok(header), tasks.end(task)));
+            return slow(Slow::WithoutUnit(Ok(header), tasks.end(task)));
         };
         let (kind, refused) = match self.admit(local, &cdb, (task, head)) {
-            Ok(Way::Read) => match block::begin_read(local, &cdb, &mut chain.writable) {
+            Ok(Route::Read) => match block::begin_read(local, &cdb, &mut chain.writable) {
                 Ok(Some(range)) => {
                     request.range = range;
                     return Begun::Read { task };
                 }
                 nothing => (RequestKind::Read, nothing.err()),
             },
-            Ok(Way::Write) => match block::begin_write(local, &cdb, &mut chain.readable) {
+            Ok(Route::Write) => match block::begin_write(local, &cdb, &mut chain.readable) {
                 Ok(Some(write)) => {
                     request.range = write.range;
                     return Begun::Write { task, fua: write.fua };
                 }
                 nothing => (RequestKind::Write, nothing.err()),
             },
-            Ok(way @ (Way::Other(op) | Way::Waits(op))) => {
-                let how = (op, matches!(way, Way::Waits(_)));
+            Ok(route @ (Route::Other(op) | Route::Waits(op))) => {
+                let how = (op, matches!(route, Route::Waits(_)));
                 return slow(Slow::Other { how, cdb, task });
             }
             Err(refused) => (RequestKind::Other, Some(refused)),
@@ -139,14 +143,14 @@ impl Scsi {
         ends(tasks.end(task), kind, refused)
     }
 
-    /// Chooses the way of a command, if the unit carries it out now.
+    /// Chooses the route of a command, if the unit carries it out now.
     #[inline]
     fn admit(
         &self,
         local: &LocalUnit,
         cdb: &Cdb,
         (task, head): (u16, u16),
-    ) -> Result<Way, Refused> {
+    ) -> Result<Route, Refused> {
         let unit = &local.unit;
         let heard = |sense| refused(unit.attentions.take().unwrap_or(sense));
         let command = cdb.command().map_err(heard)?;
@@ -160,18 +164,18 @@ impl Scsi {
         reserve::check(unit, op, cdb).map_err(refused)?;
         cdb.check(command).map_err(refused)?;
         if !op.uses_medium() {
-            self.queue.tasks.leaves_medium(task);
-            return Ok(Way::Other(op));
+            self.queue.tasks.clear_medium_use(task);
+            return Ok(Route::Other(op));
         }
         // A command that takes the medium after this check finds the task.
         if unit.access.is_exclusive() {
-            self.queue.tasks.leaves_medium(task);
-            return Ok(Way::Waits(op));
+            self.queue.tasks.clear_medium_use(task);
+            return Ok(Route::Waits(op));
         }
         Ok(match op {
-            Op::Read if !cdb.asks_fua() => Way::Read,
-            Op::Write => Way::Write,
-            _ => Way::Other(op),
+            Op::Read if !cdb.asks_fua() => Route::Read,
+            Op::Write => Route::Write,
+            _ => Route::Other(op),
         })
     }
 
@@ -196,11 +200,11 @@ impl Scsi {
         local: &LocalUnit,
         op: Op,
         cdb: &Cdb,
-        task: Task<'_>,
+        task: TaskHandle<'_>,
     ) -> Result<(), Failure> {
-        AtDisk::new(local, task).pass_medium().await?;
+        DiskTask::new(local, task).pass_medium().await?;
         reserve::check(&local.unit, op, cdb)?;
-        self.queue.tasks.takes_medium(task.number);
+        self.queue.tasks.mark_medium_use(task.number);
         Ok(())
     }
 
@@ -212,12 +216,12 @@ impl Scsi {
         cdb: &Cdb,
         number: u16,
         data: Data,
-    ) -> Served {
-        let task = Task { tasks: &self.queue.tasks, number };
+    ) -> Outcome {
+        let task = TaskHandle { tasks: &self.queue.tasks, number };
         if waits && let Err(failure) = self.wait_for_medium(local, op, cdb, task).await {
             return (RequestKind::Other, Err(refused(failure)));
         }
-        let plain = |moved: Moved| moved.map(Done::from);
+        let plain = |moved: Transferred| moved.map(Effect::from);
         let (kind, done) = match op {
             Op::Read => (RequestKind::Read, plain(block::read(local, cdb, task, data.into).await)),
             Op::Write => {
@@ -266,35 +270,39 @@ impl Scsi {
         request: &Request,
         slow: Box<Slow>,
         data: Data,
-    ) -> (Ended, Served) {
+    ) -> (Ended, Outcome) {
         match *slow {
             Slow::Other { how, cdb, task } => {
                 let served = self.execute(request.local(), how, &cdb, task, data).await;
                 let again = queue.is_recovered(request.head);
-                let served = if again { done_again(how.0, served) } else { served };
+                let served = if again { judge_recovered(how.0, served) } else { served };
                 (self.queue.tasks.end(task), served)
             }
             Slow::Ended(ended, served) => (ended, served),
             Slow::Held(header, task) => {
                 self.serve_held(queue, request.head, &header, task, data).await
             }
-            Slow::Alone(header, ended) => {
-                (ended, (RequestKind::Other, self.answer_alone(header, &data)))
+            Slow::WithoutUnit(header, ended) => {
+                (ended, (RequestKind::Other, self.answer_without_unit(header, &data)))
             }
         }
     }
 
     /// Pushes a chain without room for an answer: the driver must find no success in its response.
     #[cold]
-    fn give_up(&self, queue: &Queue, chain: &Chain) {
+    fn push_unanswered(&self, queue: &Queue, chain: &Chain) {
         let ended = self.queue.tasks.skip(queue.next_avail());
         queue.push_unanswered(chain.head, chain.fault);
-        ended.tell(|| queue.publish_early());
+        ended.end_waits_after(|| queue.publish_early());
     }
 
     /// Answers a command that no unit carries out.
     #[cold]
-    fn answer_alone(&self, header: Result<Header, Refused>, data: &Data) -> Result<Done, Refused> {
+    fn answer_without_unit(
+        &self,
+        header: Result<Header, Refused>,
+        data: &Data,
+    ) -> Result<Effect, Refused> {
         let header = header?;
         if data.is_both_ways() {
             return Err(refused(Failure::BOTH_WAYS));
@@ -305,12 +313,12 @@ impl Scsi {
             Address::Invalid => Err(Failure::BadTarget),
             Address::Unit(address) => report::no_unit(units, address, &header.cdb, data),
         };
-        moved.map(Done::from).map_err(refused)
+        moved.map(Effect::from).map_err(refused)
     }
 }
 
-/// The way of an admitted command.
-enum Way {
+/// The route of an admitted command.
+enum Route {
     Read,
     Write,
     Other(Op),
@@ -321,7 +329,7 @@ enum Way {
 /// Adjusts the result of a command that an earlier process may have carried out before it could
 /// answer. A command that fails after its own success has perhaps succeeded.
 #[cold]
-fn done_again(op: Op, (kind, done): Served) -> Served {
+fn judge_recovered(op: Op, (kind, done): Outcome) -> Outcome {
     let failure = done.as_ref().err().map(|refused| &**refused);
     let is_doubtful = match (op, failure) {
         (Op::CompareAndWrite, Some(Failure::Check(sense))) => sense.is_miscompare(),
@@ -333,7 +341,7 @@ fn done_again(op: Op, (kind, done): Served) -> Served {
 }
 
 /// Carries out a command that waits for nothing.
-fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
+fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Transferred {
     match op {
         Op::TestUnitReady => block::check_ready(unit).map(|()| 0),
         Op::RequestSense => report::request_sense(unit, cdb, data),
@@ -363,9 +371,9 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
     }
 }
 
-impl Handler for Scsi {
+impl Handler for RequestHandler {
     fn ring_broken(&self) {
-        self.queue.tasks.forget_covers();
+        self.queue.tasks.drop_covers();
     }
 
     fn stop(&self, _: &Queue, kind: StopKind) {
@@ -373,7 +381,7 @@ impl Handler for Scsi {
     }
 
     fn waiting_count(&self, _: &Queue) -> usize {
-        self.queue.tasks.outside()
+        self.queue.tasks.suspended()
     }
 
     fn resume(&self) {
@@ -385,7 +393,7 @@ impl Handler for Scsi {
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
             let Some(response) = self.response(&mut chain) else {
-                return self.give_up(&queue, &chain);
+                return self.push_unanswered(&queue, &chain);
             };
             let header = self.header(&mut chain.readable);
             let room = [chain.readable.bytes(), chain.writable.bytes()];
@@ -395,21 +403,21 @@ impl Handler for Scsi {
             let (ended, served) = match begun {
                 Begun::Read { task } => {
                     let local = request.local();
-                    let task = Task { tasks, number: task };
-                    let at_disk = AtDisk::new(local, task);
-                    let disk = local.disk.asking(&at_disk);
+                    let task = TaskHandle { tasks, number: task };
+                    let disk_task = DiskTask::new(local, task);
+                    let disk = local.disk.asking(&disk_task);
                     let mut result = disk.read(request.range.offset, chain.writable).await;
                     if let Err(failed) = result {
-                        let singly = block::read_singly(disk, task, request.range, failed);
-                        result = Err(Box::pin(singly).await);
+                        let retried = block::retry_blocks(disk, task, request.range, failed);
+                        result = Err(Box::pin(retried).await);
                     }
                     let moved = block::end_read(local, request.range, result).map_err(refused);
-                    (tasks.end(task.number), (RequestKind::Read, moved.map(Done::from)))
+                    (tasks.end(task.number), (RequestKind::Read, moved.map(Effect::from)))
                 }
                 Begun::Write { task, fua } => {
                     let local = request.local();
-                    let at_disk = AtDisk::new(local, Task { tasks, number: task });
-                    let disk = local.disk.asking(&at_disk);
+                    let disk_task = DiskTask::new(local, TaskHandle { tasks, number: task });
+                    let disk = local.disk.asking(&disk_task);
                     let result = disk.write(request.range.offset, chain.readable, fua).await;
                     let mut moved = block::end_write(local, request.range, result).map_err(refused);
                     if moved.is_ok()
@@ -418,18 +426,18 @@ impl Handler for Scsi {
                     {
                         moved = Err(refused(failure));
                     }
-                    (tasks.end(task), (RequestKind::Write, moved.map(Done::from)))
+                    (tasks.end(task), (RequestKind::Write, moved.map(Effect::from)))
                 }
                 Begun::Slow(slow) => {
                     let data = Data { out: chain.readable, into: chain.writable };
                     Box::pin(self.serve_slowly(&queue, &request, slow, data)).await
                 }
             };
-            request.give(&queue, &chain.memory, ended.abort, served);
+            request.answer(&queue, &chain.memory, ended.abort, served);
             // A removal of the unit waits for the task, and then relies on the disk being unused.
             request.local = None;
             // Waits for the task are answered on another queue, and this answer comes first.
-            ended.tell(|| queue.publish_early());
+            ended.end_waits_after(|| queue.publish_early());
         }
     }
 }
@@ -449,17 +457,17 @@ enum Begun {
 
 /// A command that is no plain transfer.
 enum Slow {
-    /// The arguments of [`Scsi::execute`].
+    /// The arguments of [`RequestHandler::execute`].
     Other {
         how: (Op, bool),
         cdb: Cdb,
         task: u16,
     },
-    Ended(Ended, Served),
+    Ended(Ended, Outcome),
     /// A command that an earlier process took, for a unit that is not there yet.
     Held(Header, u16),
     /// A command that is answered without a unit.
-    Alone(Result<Header, Refused>, Ended),
+    WithoutUnit(Result<Header, Refused>, Ended),
 }
 
 /// The failure of a request without a header.
@@ -477,5 +485,5 @@ fn slow(slow: Slow) -> Begun {
 /// Ends a command at once: a transfer of no blocks, or a refused or aborted command.
 #[cold]
 fn ends(ended: Ended, kind: RequestKind, refused: Option<Refused>) -> Begun {
-    slow(Slow::Ended(ended, (kind, refused.map_or(Ok(Done::from(0)), Err))))
+    slow(Slow::Ended(ended, (kind, refused.map_or(Ok(Effect::from(0)), Err))))
 }

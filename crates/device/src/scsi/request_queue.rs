@@ -15,9 +15,9 @@ use blockio::{Disk, Io};
 use virtqueue::AvailIdx;
 
 use super::address::{UnitAddress, UnitNumber};
-use super::held::{HeldCommands, HeldHere};
-use super::outcome::{Failure, Task};
-use super::task_set::{How, Left, Tasks, Waiting, Which};
+use super::held::{HeldCommands, LocalHeldCommands};
+use super::outcome::{Failure, TaskHandle};
+use super::task_set::{TaskSelector, Tasks, Treatment, WaitGroup, WaitToken};
 use super::unit::Unit;
 use super::units::Units;
 use crate::per_thread::PerThread;
@@ -45,7 +45,7 @@ pub(crate) struct RequestQueue {
     /// The current rule for waits of commands.
     waits: Cell<Waits>,
     /// Commands that wait for a unit to be added.
-    pub(super) held: HeldHere,
+    pub(super) held: LocalHeldCommands,
     ring: OnceCell<Weak<Queue>>,
 }
 
@@ -57,7 +57,7 @@ impl LocalUnit {
     fn set_waits(&self, waits: Waits) {
         self.disk.set_waits(waits);
         if waits == Waits::Never {
-            self.unit.access.look_at_waiting();
+            self.unit.access.recheck_waiting();
         }
     }
 }
@@ -73,7 +73,7 @@ impl RequestQueue {
             // Forces a comparison at the first request.
             generation: Cell::new(u64::MAX),
             waits: Cell::default(),
-            held: HeldHere::default(),
+            held: LocalHeldCommands::default(),
             ring: OnceCell::from(Rc::downgrade(queue)),
         }
     }
@@ -94,7 +94,7 @@ impl RequestQueue {
     fn find(&self, address: UnitAddress) -> Option<Rc<LocalUnit>> {
         let local = &mut *self.local.borrow_mut();
         let at = local.binary_search_by_key(&address, |local| local.address).or_else(|at| {
-            local.insert(at, self.units.at(address, |unit| self.attach(unit)).ok_or(())?);
+            local.insert(at, self.units.with_unit(address, |unit| self.attach(unit)).ok_or(())?);
             Ok::<_, ()>(at)
         });
         let at = at.ok()?;
@@ -117,7 +117,7 @@ impl RequestQueue {
         self.generation.set(self.units.generation());
         let is_there = |local: &Rc<LocalUnit>| {
             let is_same = |unit: &Arc<Unit>| Arc::ptr_eq(unit, &local.unit);
-            self.units.at(local.address, is_same) == Some(true)
+            self.units.with_unit(local.address, is_same) == Some(true)
         };
         let (there, gone) = self.local.take().into_iter().partition::<Vec<_>, _>(is_there);
         self.local.replace(there);
@@ -128,7 +128,7 @@ impl RequestQueue {
     pub(crate) fn set_waits(&self, waits: Waits) {
         self.waits.set(waits);
         self.local.borrow().iter().for_each(|local| local.set_waits(waits));
-        self.held.look();
+        self.held.wake_all();
     }
 
     /// Waits for the unit at an address. The task uses nothing during the wait.
@@ -140,9 +140,9 @@ impl RequestQueue {
         &self,
         commands: &HeldCommands,
         address: UnitAddress,
-        task: Task<'_>,
+        task: TaskHandle<'_>,
     ) -> Result<Rc<LocalUnit>, Failure> {
-        self.tasks.steps_out(task.number);
+        self.tasks.suspend(task.number);
         let held = commands.begin(address);
         let found = poll_fn(|cx| {
             if let Err(failure) = task.check() {
@@ -155,12 +155,12 @@ impl RequestQueue {
                 Waits::Usual | Waits::UntilLater => {}
                 Waits::ForTries | Waits::Never => return Poll::Ready(Err(Failure::Busy)),
             }
-            self.held.wait(cx.waker());
+            self.held.register(cx.waker());
             Poll::Pending
         });
         let found = found.await;
         drop(held);
-        self.tasks.ends_outside();
+        self.tasks.end_suspended();
         found
     }
 
@@ -170,12 +170,18 @@ impl RequestQueue {
         ring.is_some_and(|ring| ring.is_recovered(head))
     }
 
-    /// Covers tasks as `how` says, and chains that are not popped: the chains before avail entry
-    /// `until`, or all available ones.
-    fn cover(&self, which: Which, how: How, until: Option<u16>, left: Left) {
+    /// Covers tasks as `treatment` says, and chains that are not popped: the chains before avail
+    /// entry `until`, or all available ones.
+    fn cover(
+        &self,
+        selector: TaskSelector,
+        treatment: Treatment,
+        until: Option<u16>,
+        token: WaitToken,
+    ) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
-            self.tasks.cover(which, how, 0, left);
-            self.look_at_waiting(how);
+            self.tasks.cover(selector, treatment, 0, token);
+            self.recheck_waiting(treatment);
             return;
         };
         let available = i64::from(ring.available());
@@ -185,24 +191,24 @@ impl RequestQueue {
         let ahead = until.map_or(available, |until| ahead(until).min(available));
         if ring.is_broken() && until != Some(next_avail) {
             // The next owner of the queue may carry out the rest of its ring.
-            left.lose();
+            token.mark_lost();
         }
-        if self.tasks.cover(which, how, ahead, left) {
+        if self.tasks.cover(selector, treatment, ahead, token) {
             // The driver need not have kicked for these chains, and may never do so.
             ring.wake();
         }
-        self.look_at_waiting(how);
+        self.recheck_waiting(treatment);
     }
 
     /// Wakes tasks that may have been aborted while they wait for limits, for a retry or for the
     /// medium.
-    fn look_at_waiting(&self, how: How) {
-        let aborts = matches!(how, How::Abort(_) | How::AbortBegun(_));
-        if aborts && self.tasks.outside() > 0 {
-            self.held.look();
+    fn recheck_waiting(&self, treatment: Treatment) {
+        let aborts = matches!(treatment, Treatment::Abort(_) | Treatment::AbortBegun(_));
+        if aborts && self.tasks.suspended() > 0 {
+            self.held.wake_all();
             for local in self.local.borrow().iter() {
-                local.disk.look_at_waiting();
-                local.unit.access.look_at_waiting();
+                local.disk.recheck_waiting();
+                local.unit.access.recheck_waiting();
             }
         }
     }
@@ -237,44 +243,44 @@ impl RequestQueues {
     }
 
     /// Wakes commands that wait for a unit, after a unit was added.
-    pub(crate) fn look_at_held(&self) {
+    pub(crate) fn wake_held(&self) {
         self.queues.post_each(|_| {
             Box::new(|queue| {
                 if let Some(queue) = queue {
-                    queue.held.look();
+                    queue.held.wake_all();
                 }
             })
         });
     }
 
     /// Releases the disk of a removed unit. The result is ready when no request uses the disk.
-    pub(crate) fn release(&self, unit: UnitNumber) -> Waiting {
-        let (waiting, left) = Waiting::new();
+    pub(crate) fn release(&self, unit: UnitNumber) -> WaitGroup {
+        let (waiting, token) = WaitGroup::new();
         self.queues.post_each(|_| {
-            let left: Left = left.clone();
+            let token: WaitToken = token.clone();
             Box::new(move |queue| {
                 if let Some(queue) = queue {
                     queue.refresh();
-                    queue.tasks.cover(Which::Unit(unit), How::Finish, 0, left);
+                    queue.tasks.cover(TaskSelector::Unit(unit), Treatment::AwaitAll, 0, token);
                 }
             })
         });
         waiting
     }
 
-    /// Covers tasks on all queues as `how` says. Chains that the driver makes available later are
-    /// no tasks. The result is ready, with the number of tasks found, when the awaited ones have
-    /// ended.
-    pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
-        let (waiting, left) = Waiting::new();
+    /// Covers tasks on all queues as `treatment` says. Chains that the driver makes available later
+    /// are no tasks. The result is ready, with the number of tasks found, when the awaited ones
+    /// have ended.
+    pub(crate) fn cover(&self, selector: TaskSelector, treatment: Treatment) -> WaitGroup {
+        let (waiting, token) = WaitGroup::new();
         let avail_idx = self.avail_idx();
         self.queues.post_each(|index| {
-            let left: Left = left.clone();
+            let token: WaitToken = token.clone();
             let until = avail_idx.get(&index).and_then(AvailIdx::load);
             Box::new(move |queue| match queue {
-                Some(queue) => queue.cover(which, how, until, left),
+                Some(queue) => queue.cover(selector, treatment, until, token),
                 // The queue has stopped, and the rest of its ring is unknown.
-                None => left.lose(),
+                None => token.mark_lost(),
             })
         });
         waiting

@@ -8,8 +8,8 @@ use blockio::{Buffers, Io};
 
 use super::access;
 use super::cdb::{Cdb, Op};
-use super::outcome::{Data, Failure, Moved, Task};
-use super::persist::{CDB_BYTES, CommandClass, Done, Refusal, list_bytes};
+use super::outcome::{Data, Failure, TaskHandle, Transferred};
+use super::persist::{CDB_BYTES, CommandClass, Refusal, ReserveEffects, list_bytes};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
 use super::task_set::TaskId;
@@ -64,7 +64,7 @@ fn short(cdb: &Cdb) -> [u8; CDB_BYTES] {
     std::array::from_fn(|at| cdb.byte(at))
 }
 
-pub(super) fn reserve_in(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn reserve_in(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
     let answer = unit.attached.reservations().reserve_in(&short(cdb))?;
     data.answer(&answer, cdb.u16(7).into())
 }
@@ -74,22 +74,24 @@ pub(super) async fn reserve_out(
     io: &Rc<Io>,
     local: &LocalUnit,
     cdb: &Cdb,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     data: Data,
-) -> Moved {
+) -> Transferred {
     let cdb = short(cdb);
     let list = data.list(list_bytes(&cdb)?)?;
     let moved = list.len();
-    let change = local.unit.access.begin_change().ok_or(Failure::Busy)?;
+    let change = local.unit.access.begin_reserve_out().ok_or(Failure::Busy)?;
     let unit = Arc::clone(&local.unit);
-    let result: Arc<Mutex<Option<Result<Done, Refusal>>>> = Arc::default();
+    let result: Arc<Mutex<Option<Result<ReserveEffects, Refusal>>>> = Arc::default();
     let (op, completer) = io.foreign_op(Buffers::empty());
     let there = Arc::clone(&result);
     let carry_out = move || {
         let done = unit.attached.reserve_out(&cdb, &list);
         if let Ok(done) = &done {
             // Other commands meet the new state already, even if this one still waits.
-            done.attentions.iter().for_each(|(nexus, sense)| unit.access.tell(*nexus, *sense));
+            done.attentions
+                .iter()
+                .for_each(|(nexus, sense)| unit.access.add_attention(*nexus, *sense));
         }
         *there.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
         drop(unit);
@@ -116,10 +118,10 @@ pub(super) async fn reserve_out(
 
 /// Returns when no use of the disk violates the new state and the tasks of preempted initiators
 /// have ended. These initiators are notified.
-async fn end_aborted(unit: &Unit, done: &Done, task: TaskId) {
+async fn end_aborted(unit: &Unit, done: &ReserveEffects, task: TaskId) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
     shared.reservation_changed().await;
     let is_meant = |nexus| done.aborted.contains(&nexus);
     let ended = shared.end_tasks((own, task), is_meant).await;
-    access::tell_cleared(&ended, own);
+    access::notify_cleared(&ended, own);
 }

@@ -152,12 +152,12 @@ impl Sense {
     }
 
     /// Adds the LBA, or for a miscompare the offset of the first byte that differs.
-    pub(crate) const fn about(self, information: u64) -> Self {
+    pub(crate) const fn with_information(self, information: u64) -> Self {
         Self { information: Some(information), ..self }
     }
 
     /// Translates a disk error for the initiator: the only place that chooses the sense data.
-    pub(crate) fn of_disk(error: &io::Error, asked: DiskUse) -> Self {
+    pub(crate) fn from_disk_error(error: &io::Error, asked: DiskUse) -> Self {
         let medium = if asked.writes {
             Self::new(Key::MediumError, [0x0c, 0x00])
         } else {
@@ -186,7 +186,7 @@ impl Sense {
     }
 
     /// True if a read error may concern only some of its blocks.
-    pub(crate) fn is_of_some_blocks(error: &io::Error) -> bool {
+    pub(crate) fn may_be_single_block(error: &io::Error) -> bool {
         matches!(error.raw_os_error(), Some(libc::EIO | libc::ENODATA | libc::EILSEQ))
     }
 
@@ -274,17 +274,17 @@ mod tests {
         let data = Sense::in_list(0x102, None).fixed();
         assert_eq!(data[12..18], [0x26, 0, 0, 0x80, 1, 2]);
         let error = io::Error::from_raw_os_error(libc::EIO);
-        let data = Sense::of_disk(&error, DiskUse::reads("read", 0x0102_0304)).fixed();
+        let data = Sense::from_disk_error(&error, DiskUse::reads("read", 0x0102_0304)).fixed();
         assert_eq!(data[..7], [0xf0, 0, 3, 1, 2, 3, 4]);
         // An LBA that does not fit is omitted.
-        let far = Sense::of_disk(&error, DiskUse::writes("write", 1 << 32));
+        let far = Sense::from_disk_error(&error, DiskUse::writes("write", 1 << 32));
         assert_eq!(far.fixed()[..7], [0x70, 0, 3, 0, 0, 0, 0]);
     }
 
     #[test]
     fn descriptor_format_has_room_for_any_address() {
         let error = io::Error::from_raw_os_error(libc::EIO);
-        let data = Sense::of_disk(&error, DiskUse::writes("write", 1 << 32)).descriptors();
+        let data = Sense::from_disk_error(&error, DiskUse::writes("write", 1 << 32)).descriptors();
         assert_eq!(data[..8], [0x72, 3, 0x0c, 0, 0, 0, 0, 12]);
         assert_eq!(data[8..], [0, 10, 0x80, 0, 0, 0, 0, 1, 0, 0, 0, 0]);
         let data = Sense::in_cdb(1, None).descriptors();
@@ -294,7 +294,8 @@ mod tests {
 
     #[test]
     fn errors_of_the_disk_are_told_apart() {
-        let sense = |errno, asked| Sense::of_disk(&io::Error::from_raw_os_error(errno), asked);
+        let sense =
+            |errno, asked| Sense::from_disk_error(&io::Error::from_raw_os_error(errno), asked);
         let (reads, writes) = (DiskUse::reads("read", 7), DiskUse::writes("write", 7));
         assert_eq!(sense(libc::ENOSPC, writes), Sense::NO_SPACE);
         assert_eq!(sense(libc::EROFS, writes), Sense::WRITE_PROTECTED);

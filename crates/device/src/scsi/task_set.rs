@@ -12,8 +12,8 @@ use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::address::{UnitAddress, UnitNumber};
-pub(crate) use super::awaited::{Left, Waiting};
-use super::uses::{NOT, Uses};
+use super::task_resources::{NEVER, TaskResources};
+pub(crate) use super::wait_group::{WaitGroup, WaitToken};
 
 /// The end of an aborted task: a response of virtio-scsi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,26 +26,26 @@ pub(crate) enum Abort {
 
 /// The treatment of the selected tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum How {
+pub(crate) enum Treatment {
     /// Counts them.
-    Look,
+    Count,
     /// Aborts them with this response, and waits for them.
     Abort(Abort),
     /// Like `Abort`, for tasks that have begun. Commands that abort other tasks use this: a queue
     /// may pop no chain before the command that waits for it has ended.
     AbortBegun(Abort),
     /// Waits for tasks that use the medium.
-    Drain,
+    AwaitMedium,
     /// Waits for tasks that have begun, unless they wait for limits of their disk or for a retry.
     /// Such tasks check the disk again before they resume.
-    Settle,
+    AwaitActive,
     /// Waits for tasks that have begun, even if they wait for something themselves.
-    Finish,
+    AwaitAll,
 }
 
 /// A selection of tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum TaskSelector {
     /// The task, unit or target that an initiator names.
     Task(UnitAddress, u64),
     At(UnitAddress),
@@ -53,7 +53,7 @@ pub(crate) enum Which {
     /// All tasks of a unit, and none of its successor at the same address.
     Unit(UnitNumber),
     /// All tasks of a unit but this one.
-    Others(UnitNumber, TaskId),
+    AllBut(UnitNumber, TaskId),
 }
 
 /// A task, unique among all queues. Tags are not: drivers may give one tag to several tasks.
@@ -72,21 +72,21 @@ impl TaskId {
 /// The last queue number in this process.
 static LAST_QUEUE: AtomicU64 = AtomicU64::new(0);
 
-impl Which {
-    fn covers(self, task: &Task, id: TaskId) -> bool {
+impl TaskSelector {
+    fn covers(self, task: &TaskSlot, id: TaskId) -> bool {
         match self {
             Self::Task(address, tag) => task.address == address && task.tag == tag,
             Self::At(address) => task.address == address,
             Self::Target(target) => task.address.target == target,
             Self::Unit(unit) => task.unit == Some(unit),
-            Self::Others(unit, own) => task.unit == Some(unit) && id != own,
+            Self::AllBut(unit, own) => task.unit == Some(unit) && id != own,
         }
     }
 }
 
 /// The place of a task, which later tasks reuse. Fields are written one by one: a value that is
 /// made elsewhere and moved is read in words that no processor can forward from the stores before.
-struct Task {
+struct TaskSlot {
     /// True if the place holds a task.
     is_open: bool,
     address: UnitAddress,
@@ -95,18 +95,18 @@ struct Task {
     tag: u64,
     /// The value of `popped` after its own chain.
     place: u64,
-    uses: Uses,
+    resources: TaskResources,
     abort: Option<Abort>,
 }
 
-impl Task {
+impl TaskSlot {
     const NONE: Self = Self {
         is_open: false,
         address: UnitAddress { target: 0, lun: 0 },
         unit: None,
         tag: 0,
         place: 0,
-        uses: Uses::medium_since(NOT),
+        resources: TaskResources::medium_since(NEVER),
         abort: None,
     };
 
@@ -123,15 +123,15 @@ impl Task {
         self.unit = unit;
         self.tag = tag;
         self.place = place;
-        self.uses = Uses::medium_since(medium_since);
+        self.resources = TaskResources::medium_since(medium_since);
         self.abort = None;
     }
 }
 
 /// A selection of tasks, kept while some are still to be popped or to end.
 struct Cover {
-    which: Which,
-    how: How,
+    selector: TaskSelector,
+    treatment: Treatment,
     /// The place of the last task that may be covered.
     until: u64,
     /// The number of covers made before this one.
@@ -140,35 +140,35 @@ struct Cover {
     is_passed: bool,
     /// Tasks that were found, are awaited and have not ended.
     open: usize,
-    left: Left,
+    token: WaitToken,
 }
 
 impl Cover {
     /// True if the cover includes a task.
-    fn finds(&self, task: &Task, id: TaskId) -> bool {
-        task.place <= self.until && self.which.covers(task, id)
+    fn finds(&self, task: &TaskSlot, id: TaskId) -> bool {
+        task.place <= self.until && self.selector.covers(task, id)
     }
 
     /// True if the cover waits for a task that it includes.
-    fn awaits(&self, uses: Uses) -> bool {
-        match self.how {
-            How::Look => false,
-            How::Drain => uses.medium_since <= self.before,
-            How::Settle => uses.disk_since <= self.before,
-            How::Abort(_) | How::AbortBegun(_) | How::Finish => true,
+    fn awaits(&self, resources: TaskResources) -> bool {
+        match self.treatment {
+            Treatment::Count => false,
+            Treatment::AwaitMedium => resources.medium_since <= self.before,
+            Treatment::AwaitActive => resources.disk_since <= self.before,
+            Treatment::Abort(_) | Treatment::AbortBegun(_) | Treatment::AwaitAll => true,
         }
     }
 
     /// Counts, aborts or awaits a task, if the cover includes it.
-    fn meet(&mut self, task: &mut Task, id: TaskId) {
+    fn meet(&mut self, task: &mut TaskSlot, id: TaskId) {
         if !self.finds(task, id) {
             return;
         }
-        self.left.find();
-        if let How::Abort(abort) | How::AbortBegun(abort) = self.how {
+        self.token.count_found();
+        if let Treatment::Abort(abort) | Treatment::AbortBegun(abort) = self.treatment {
             task.abort = task.abort.or(Some(abort));
         }
-        self.open += usize::from(self.awaits(task.uses));
+        self.open += usize::from(self.awaits(task.resources));
     }
 
     /// Removes a counted task that ends or need not be awaited any longer.
@@ -185,7 +185,7 @@ impl Cover {
 impl Drop for Cover {
     fn drop(&mut self) {
         if !self.is_passed {
-            self.left.lose();
+            self.token.mark_lost();
         }
     }
 }
@@ -194,7 +194,7 @@ impl Drop for Cover {
 pub(crate) struct Tasks {
     queue: u64,
     /// Indexed by task number.
-    tasks: RefCell<Vec<Task>>,
+    tasks: RefCell<Vec<TaskSlot>>,
     /// The avail index, extended to 64 bits: it advances by one per popped chain.
     popped: Cell<u64>,
     covers: RefCell<Vec<Cover>>,
@@ -202,7 +202,7 @@ pub(crate) struct Tasks {
     /// The number of covers ever made.
     covers_made: Cell<u64>,
     /// Tasks that wait and use nothing.
-    outside: Cell<usize>,
+    suspended: Cell<usize>,
 }
 
 impl Tasks {
@@ -215,14 +215,14 @@ impl Tasks {
             covers: RefCell::default(),
             has_covers: Cell::default(),
             covers_made: Cell::default(),
-            outside: Cell::default(),
+            suspended: Cell::default(),
         }
     }
 
     /// Begins the task of the chain with this head, just before avail entry `next_avail`. The task
-    /// uses the medium until [`leaves_medium`](Self::leaves_medium). Returns its number: the head,
-    /// unless the driver has given that to several chains at once. Before waits end, `publish`
-    /// shows the driver the answers of ended tasks, since waits are answered on another queue.
+    /// uses the medium until [`Self::clear_medium_use`]. Returns its number: the head, unless the
+    /// driver has given that to several chains at once. Before waits end, `publish` shows the
+    /// driver the answers of ended tasks, since waits are answered on another queue.
     ///
     /// # Errors
     ///
@@ -263,16 +263,17 @@ impl Tasks {
     #[inline]
     fn count(&self, next_avail: u16) -> u64 {
         let popped = self.popped.get();
-        let place = popped + u64::from(next_avail.wrapping_sub(low_half_of(popped)));
+        let [low, high, ..] = popped.to_le_bytes();
+        let place = popped + u64::from(next_avail.wrapping_sub(u16::from_le_bytes([low, high])));
         self.popped.set(place);
         place
     }
 
     /// Ends all waits for chains that are not popped: the ring is bad, so they never will be.
-    pub(crate) fn forget_covers(&self) {
+    pub(crate) fn drop_covers(&self) {
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut().filter(|cover| !cover.is_passed) {
-            cover.left.lose();
+            cover.token.mark_lost();
             cover.is_passed = true;
         }
         let done = self.take_done(&mut covers);
@@ -283,7 +284,7 @@ impl Tasks {
     #[cold]
     fn meet_covers(
         &self,
-        tasks: &mut [Task],
+        tasks: &mut [TaskSlot],
         number: u16,
         publish: impl FnOnce(),
     ) -> Result<u16, (u16, Abort)> {
@@ -340,30 +341,30 @@ impl Tasks {
 
     /// Marks that the task uses the medium from now on.
     #[cold]
-    pub(crate) fn takes_medium(&self, number: u16) {
+    pub(crate) fn mark_medium_use(&self, number: u16) {
         let task = &mut self.tasks.borrow_mut()[usize::from(number)];
-        task.uses.medium_since = task.uses.medium_since.min(self.covers_made.get());
+        task.resources.medium_since = task.resources.medium_since.min(self.covers_made.get());
     }
 
     /// Marks that the task, which has just begun, does not use the medium, or not yet.
     #[cold]
-    pub(crate) fn leaves_medium(&self, number: u16) {
-        self.tasks.borrow_mut()[usize::from(number)].uses.medium_since = NOT;
+    pub(crate) fn clear_medium_use(&self, number: u16) {
+        self.tasks.borrow_mut()[usize::from(number)].resources.medium_since = NEVER;
     }
 
-    /// Marks that the task waits, and uses nothing until it [steps in](Self::steps_in).
+    /// Marks that the task waits, and uses nothing until it [resumes](Self::resume).
     #[cold]
-    pub(crate) fn steps_out(&self, number: u16) {
+    pub(crate) fn suspend(&self, number: u16) {
         let tasks = &mut *self.tasks.borrow_mut();
         let task = &mut tasks[usize::from(number)];
-        let before = task.uses;
-        let had_medium = before.medium_since != NOT;
-        task.uses = Uses { disk_since: NOT, medium_since: NOT, had_medium };
-        self.outside.set(self.outside.get() + 1);
+        let before = task.resources;
+        let had_medium = before.medium_since != NEVER;
+        task.resources = TaskResources { disk_since: NEVER, medium_since: NEVER, had_medium };
+        self.suspended.set(self.suspended.get() + 1);
         let id = self.id(number);
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
-            if cover.finds(task, id) && cover.awaits(before) && !cover.awaits(task.uses) {
+            if cover.finds(task, id) && cover.awaits(before) && !cover.awaits(task.resources) {
                 cover.leave();
             }
         }
@@ -372,29 +373,29 @@ impl Tasks {
         drop(done);
     }
 
-    /// True if a task that has stepped out used the medium before.
+    /// True if a suspended task used the medium before.
     pub(crate) fn had_medium(&self, number: u16) -> bool {
-        self.tasks.borrow()[usize::from(number)].uses.had_medium
+        self.tasks.borrow()[usize::from(number)].resources.had_medium
     }
 
     /// Marks that the task resumes its earlier uses. Covers that exist already do not wait for it.
     #[cold]
-    pub(crate) fn steps_in(&self, number: u16) {
+    pub(crate) fn resume(&self, number: u16) {
         let now = self.covers_made.get();
         let task = &mut self.tasks.borrow_mut()[usize::from(number)];
-        let medium_since = if task.uses.had_medium { now } else { NOT };
-        task.uses = Uses { disk_since: now, medium_since, had_medium: false };
-        self.ends_outside();
+        let medium_since = if task.resources.had_medium { now } else { NEVER };
+        task.resources = TaskResources { disk_since: now, medium_since, had_medium: false };
+        self.end_suspended();
     }
 
-    /// Ends a task that has stepped out, without stepping in.
-    pub(crate) fn ends_outside(&self) {
-        self.outside.set(self.outside.get() - 1);
+    /// Ends a suspended task without resuming it.
+    pub(crate) fn end_suspended(&self) {
+        self.suspended.set(self.suspended.get() - 1);
     }
 
-    /// The number of waiting tasks that have stepped out.
-    pub(crate) fn outside(&self) -> usize {
-        self.outside.get()
+    /// The number of suspended tasks.
+    pub(crate) fn suspended(&self) -> usize {
+        self.suspended.get()
     }
 
     /// Ends a task that is done: only its answer is still to be written. Drop the result when the
@@ -413,28 +414,34 @@ impl Tasks {
 
     #[cold]
     #[expect(clippy::box_collection, reason = "see `Ended`")]
-    fn leave_covers(&self, task: &Task, number: u16) -> Option<Box<Vec<Cover>>> {
+    fn leave_covers(&self, task: &TaskSlot, number: u16) -> Option<Box<Vec<Cover>>> {
         let id = self.id(number);
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
-            if cover.finds(task, id) && cover.awaits(task.uses) {
+            if cover.finds(task, id) && cover.awaits(task.resources) {
                 cover.leave();
             }
         }
         boxed(self.take_done(&mut covers))
     }
 
-    /// Treats the selected tasks as `how` says, and holds `left` until the awaited ones have ended.
-    /// Covers tasks that have begun. `Look` and `Abort` also cover the next `ahead` chains, or, if
-    /// `ahead` is negative, exclude the last `-ahead` popped ones. Returns true if chains are still
-    /// to be popped.
-    pub(crate) fn cover(&self, which: Which, how: How, ahead: i64, left: Left) -> bool {
+    /// Treats the selected tasks as `treatment` says, and holds `token` until the awaited ones have
+    /// ended. Covers tasks that have begun. `Count` and `Abort` also cover the next `ahead` chains,
+    /// or, if `ahead` is negative, exclude the last `-ahead` popped ones. Returns true if chains
+    /// are still to be popped.
+    pub(crate) fn cover(
+        &self,
+        selector: TaskSelector,
+        treatment: Treatment,
+        ahead: i64,
+        token: WaitToken,
+    ) -> bool {
         let popped = self.popped.get();
         let before = self.covers_made.replace(self.covers_made.get() + 1);
-        let meant = matches!(how, How::Look | How::Abort(_));
+        let meant = matches!(treatment, Treatment::Count | Treatment::Abort(_));
         let until = popped.saturating_add_signed(if meant { ahead } else { 0 });
         let is_passed = until <= popped;
-        let mut cover = Cover { which, how, until, before, is_passed, open: 0, left };
+        let mut cover = Cover { selector, treatment, until, before, is_passed, open: 0, token };
         for (number, task) in (0..).zip(self.tasks.borrow_mut().iter_mut()) {
             if task.is_open {
                 cover.meet(task, self.id(number));
@@ -457,25 +464,18 @@ fn boxed(covers: Vec<Cover>) -> Option<Box<Vec<Cover>>> {
 
 /// Returns a free number for a head that is beyond all earlier ones, or in use.
 #[cold]
-fn add(tasks: &mut Vec<Task>, head: u16) -> (u16, &mut Task) {
+fn add(tasks: &mut Vec<TaskSlot>, head: u16) -> (u16, &mut TaskSlot) {
     let at = usize::from(head);
     if tasks.len() <= at {
-        tasks.resize_with(at + 1, || Task::NONE);
+        tasks.resize_with(at + 1, || TaskSlot::NONE);
     }
     let number =
         if tasks[at].is_open { tasks.iter().position(|task| !task.is_open) } else { Some(at) };
     let number = number.unwrap_or_else(|| {
-        tasks.push(Task::NONE);
+        tasks.push(TaskSlot::NONE);
         tasks.len() - 1
     });
     (iomem::fits(number, "a number of chains"), &mut tasks[number])
-}
-
-/// The low 16 bits of a place, as in avail entries.
-#[inline]
-fn low_half_of(place: u64) -> u16 {
-    let [low, high, ..] = place.to_le_bytes();
-    u16::from_le_bytes([low, high])
 }
 
 /// A task that has ended, or none. Waits for it are notified at the latest when this is dropped.
@@ -490,7 +490,7 @@ pub(crate) struct Ended {
 impl Ended {
     /// Ends the waits, after a call of `first` if there are any.
     #[inline]
-    pub(crate) fn tell(self, first: impl FnOnce()) {
+    pub(crate) fn end_waits_after(self, first: impl FnOnce()) {
         if self.waiting.is_some() {
             first();
         }
@@ -537,7 +537,7 @@ mod tests {
         }
     }
 
-    fn poll(waiting: &Waiting) -> Poll<usize> {
+    fn poll(waiting: &WaitGroup) -> Poll<usize> {
         waiting.poll(&Context::from_waker(Waker::noop()))
     }
 
@@ -546,8 +546,8 @@ mod tests {
         let tasks = Tasks::new(0);
         let [one, two, three] = [(UNIT, 1), (UNIT, 2), (OTHER, 1)]
             .map(|(unit, tag)| begin_at(&tasks, (unit, None), tag, 1));
-        let (waiting, left) = Waiting::new();
-        tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 0, left);
+        let (waiting, token) = WaitGroup::new();
+        tasks.cover(TaskSelector::At(UNIT), Treatment::Abort(Abort::Aborted), 0, token);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(three).abort, None);
         assert_eq!(tasks.end(one).abort, Some(Abort::Aborted));
@@ -564,8 +564,8 @@ mod tests {
         let unit = (UNIT, Some(*NUMBER));
         let numbers = [3, 3, 0, 3, 3].map(|head| tasks.begin(head, unit, 9, 1, || ()).unwrap());
         assert_eq!(numbers, [3, 0, 1, 2, 4]);
-        let (waiting, left) = Waiting::new();
-        tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 0, left);
+        let (waiting, token) = WaitGroup::new();
+        tasks.cover(TaskSelector::At(UNIT), Treatment::Abort(Abort::Aborted), 0, token);
         for number in numbers {
             assert_eq!(poll(&waiting), Poll::Pending);
             assert_eq!(tasks.end(number).abort, Some(Abort::Aborted));
@@ -576,8 +576,8 @@ mod tests {
     #[test]
     fn chains_that_nobody_has_popped_are_meant_and_later_ones_are_not() {
         let tasks = Tasks::new(0xffff);
-        let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Task(UNIT, 7), How::Abort(Abort::Reset), 2, left);
+        let (waiting, token) = WaitGroup::new();
+        tasks.cover(TaskSelector::Task(UNIT, 7), Treatment::Abort(Abort::Reset), 2, token);
         assert_eq!(poll(&waiting), Poll::Pending);
         let other = begin(&tasks, 8, 0);
         let meant = begin(&tasks, 7, 1);
@@ -598,13 +598,14 @@ mod tests {
         let next_is_a_task = |tasks: &Tasks, publish: &dyn Fn()| {
             tasks.begin(1, (OTHER, None), 1, 2, publish).unwrap();
         };
-        let next_is_none = |tasks: &Tasks, publish: &dyn Fn()| tasks.skip(2).tell(publish);
+        let next_is_none =
+            |tasks: &Tasks, publish: &dyn Fn()| tasks.skip(2).end_waits_after(publish);
         type Pass<'a> = &'a dyn Fn(&Tasks, &dyn Fn());
         for pass in [&next_is_a_task as Pass<'_>, &next_is_none] {
             let tasks = Tasks::new(0);
             let one = begin(&tasks, 1, 1);
-            let (waiting, left) = Waiting::new();
-            tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 1, left);
+            let (waiting, token) = WaitGroup::new();
+            tasks.cover(TaskSelector::At(UNIT), Treatment::Abort(Abort::Aborted), 1, token);
             drop(tasks.end(one));
             let is_shown = Cell::new(false);
             pass(&tasks, &|| {
@@ -623,11 +624,11 @@ mod tests {
         let [one, two, own] = [3, 2, 3].map(|tag| begin(&tasks, tag, 1));
         let elsewhere = Tasks::new(0);
         let other = begin(&elsewhere, 3, 1);
-        tasks.leaves_medium(two);
-        let (waiting, left) = Waiting::new();
-        let which = Which::Others(*NUMBER, tasks.id(own));
-        tasks.cover(which, How::Drain, 8, left.clone());
-        elsewhere.cover(which, How::Drain, 8, left);
+        tasks.clear_medium_use(two);
+        let (waiting, token) = WaitGroup::new();
+        let selector = TaskSelector::AllBut(*NUMBER, tasks.id(own));
+        tasks.cover(selector, Treatment::AwaitMedium, 8, token.clone());
+        elsewhere.cover(selector, Treatment::AwaitMedium, 8, token);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(one).abort, None);
         assert_eq!(poll(&waiting), Poll::Pending);
@@ -641,8 +642,8 @@ mod tests {
         let tasks = Tasks::new(0);
         let [before, after] = [*NUMBER, UnitNumber::next()].map(Some);
         let [one, two] = [before, after].map(|unit| begin_at(&tasks, (UNIT, unit), 1, 1));
-        let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Unit(*NUMBER), How::Abort(Abort::Reset), 1, left);
+        let (waiting, token) = WaitGroup::new();
+        tasks.cover(TaskSelector::Unit(*NUMBER), Treatment::Abort(Abort::Reset), 1, token);
         let three = begin_at(&tasks, (UNIT, after), 1, 2);
         assert_eq!(tasks.check(one), Err(Abort::Reset));
         assert_eq!([two, three].map(|number| tasks.check(number)), [Ok(()); 2]);
@@ -654,9 +655,9 @@ mod tests {
     fn a_command_aborts_tasks_that_have_begun() {
         let tasks = Tasks::new(0);
         let begun = begin(&tasks, 1, 1);
-        let (waiting, left) = Waiting::new();
-        let how = How::AbortBegun(Abort::Reset);
-        tasks.cover(Which::Unit(*NUMBER), how, 8, left);
+        let (waiting, token) = WaitGroup::new();
+        let treatment = Treatment::AbortBegun(Abort::Reset);
+        tasks.cover(TaskSelector::Unit(*NUMBER), treatment, 8, token);
         let later = begin(&tasks, 2, 2);
         let found = [begun, later].map(|number| tasks.check(number));
         assert_eq!(found, [Err(Abort::Reset), Ok(())]);
@@ -670,11 +671,11 @@ mod tests {
     fn who_only_asks_does_not_wait_and_a_queue_that_goes_is_not_waited_for() {
         let tasks = Tasks::new(0);
         begin(&tasks, 1, 1);
-        let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Target(0), How::Look, 0, left);
+        let (waiting, token) = WaitGroup::new();
+        tasks.cover(TaskSelector::Target(0), Treatment::Count, 0, token);
         assert_eq!(poll(&waiting), Poll::Ready(1));
-        let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Target(0), How::Abort(Abort::Reset), 8, left);
+        let (waiting, token) = WaitGroup::new();
+        tasks.cover(TaskSelector::Target(0), Treatment::Abort(Abort::Reset), 8, token);
         assert!(!waiting.has_lost());
         drop(tasks);
         assert!(poll(&waiting).is_ready() && waiting.has_lost());

@@ -135,7 +135,7 @@ impl Unit {
 
     /// True if initiators would take the unit for another path to the disk of `other`, although the
     /// disks differ.
-    pub(crate) fn is_taken_for(&self, other: &Self) -> bool {
+    pub(crate) fn has_identity_conflict(&self, other: &Self) -> bool {
         self.options.naa == other.options.naa && self.source.identity() != other.source.identity()
     }
 
@@ -226,7 +226,7 @@ impl Attentions {
     }
 
     /// The codes of all pending attentions.
-    pub(crate) fn codes(&self) -> Vec<[u8; 2]> {
+    pub(crate) fn pending_codes(&self) -> Vec<[u8; 2]> {
         self.waiting().iter().map(|sense| sense.code).collect()
     }
 
@@ -238,7 +238,7 @@ impl Attentions {
     }
 
     /// Removes an attention that the initiator learned of in another way.
-    pub(crate) fn forget(&self, sense: Sense) {
+    pub(crate) fn remove(&self, sense: Sense) {
         let mut waiting = self.waiting();
         waiting.retain(|other| *other != sense);
         self.count.store(waiting.len(), Ordering::Relaxed);
@@ -261,11 +261,11 @@ mod tests {
         attentions.add(later);
         let taken = attentions.take().unwrap();
         attentions.put_back(taken);
-        assert_eq!(attentions.codes(), [earlier.code, later.code]);
+        assert_eq!(attentions.pending_codes(), [earlier.code, later.code]);
         let taken = attentions.take().unwrap();
         attentions.add(Sense::POWER_ON);
         attentions.put_back(taken);
-        assert_eq!(attentions.codes(), [Sense::POWER_ON.code]);
+        assert_eq!(attentions.pending_codes(), [Sense::POWER_ON.code]);
     }
 
     #[test]
@@ -276,7 +276,7 @@ mod tests {
         let taken = attentions.take().unwrap();
         (1..=ATTENTIONS_MAX).for_each(|number| attentions.add(of(number)));
         attentions.put_back(taken);
-        assert_eq!(attentions.codes().len(), ATTENTIONS_MAX);
+        assert_eq!(attentions.pending_codes().len(), ATTENTIONS_MAX);
         assert_eq!(attentions.take(), Some(of(1)));
     }
 }

@@ -10,22 +10,22 @@ use super::access::DiskAccess;
 use super::address::UnitAddress;
 use super::persist::Nexus;
 use super::sense::Sense;
-use super::task_set::{Left, Waiting};
+use super::task_set::{WaitGroup, WaitToken};
 use super::unit::Unit;
 
 /// The logical units of a device, for any thread.
 #[derive(Default)]
 pub(crate) struct Units {
-    all: RwLock<BTreeMap<UnitAddress, Place>>,
+    all: RwLock<BTreeMap<UnitAddress, UnitSlot>>,
     /// Changes with `all`.
     generation: AtomicU64,
 }
 
 /// An existing unit, and its borrowers.
-struct Place {
+struct UnitSlot {
     unit: Arc<Unit>,
-    borrowed: Waiting,
-    left: Left,
+    borrowed: WaitGroup,
+    token: WaitToken,
 }
 
 /// A borrowed unit, which may be removed in the meantime. The remover waits for its return, and
@@ -33,17 +33,17 @@ struct Place {
 pub(crate) struct Borrowed {
     unit: Arc<Unit>,
     /// Dropped last.
-    _left: Left,
+    _token: WaitToken,
 }
 
 /// All existing units.
-pub(crate) struct All<'a>(Values<'a, UnitAddress, Place>);
+pub(crate) struct All<'a>(Values<'a, UnitAddress, UnitSlot>);
 
 impl<'a> Iterator for All<'a> {
     type Item = &'a Arc<Unit>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        self.0.next().map(|place| &place.unit)
+        self.0.next().map(|slot| &slot.unit)
     }
 }
 
@@ -56,7 +56,7 @@ impl Deref for Borrowed {
 }
 
 /// A unit that cannot be added.
-pub(crate) enum NoPlace {
+pub(crate) enum AddUnitError {
     /// Its address is taken.
     Taken,
     /// The unit at this address has the same name and another disk.
@@ -72,62 +72,63 @@ pub(crate) struct UnitNexus {
 impl Units {
     /// Adds a unit, which all other units of its target report: REPORT LUNS is per target. Returns
     /// false if there are none.
-    pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<bool, NoPlace> {
+    pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<bool, AddUnitError> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         if all.contains_key(&unit.address) {
-            return Err(NoPlace::Taken);
+            return Err(AddUnitError::Taken);
         }
-        if let Some(other) = all.values().find(|other| unit.is_taken_for(&other.unit)) {
-            return Err(NoPlace::SameName(other.unit.address));
+        if let Some(other) = all.values().find(|other| unit.has_identity_conflict(&other.unit)) {
+            return Err(AddUnitError::SameName(other.unit.address));
         }
         let target = unit.address.target;
         let has_others = all.keys().any(|other| other.target == target);
-        tell(&all, target, Sense::UNITS_CHANGED);
-        let (borrowed, left) = Waiting::new();
-        all.insert(unit.address, Place { unit, borrowed, left });
+        add_attentions(&all, target, Sense::UNITS_CHANGED);
+        let (borrowed, token) = WaitGroup::new();
+        all.insert(unit.address, UnitSlot { unit, borrowed, token });
         self.generation.fetch_add(1, Ordering::Release);
         Ok(has_others)
     }
 
     /// Removes a unit, which the remaining units of its target report. The second result is ready
     /// when the unit is no longer [borrowed](Self::borrow).
-    pub(crate) fn remove(&self, address: UnitAddress) -> Option<(Arc<Unit>, Waiting)> {
+    pub(crate) fn remove(&self, address: UnitAddress) -> Option<(Arc<Unit>, WaitGroup)> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        let Place { unit, borrowed, .. } = all.remove(&address)?;
-        tell(&all, address.target, Sense::UNITS_CHANGED);
+        let UnitSlot { unit, borrowed, .. } = all.remove(&address)?;
+        add_attentions(&all, address.target, Sense::UNITS_CHANGED);
         self.generation.fetch_add(1, Ordering::Release);
         Some((unit, borrowed))
     }
 
-    /// Borrows the unit at an address, for uses that take longer than a [look](Self::look).
+    /// Borrows the unit at an address, for uses that take longer than a call of
+    /// [`with_all`](Self::with_all).
     pub(crate) fn borrow(&self, address: UnitAddress) -> Option<Borrowed> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        let Place { unit, left, .. } = all.get(&address)?;
-        Some(Borrowed { unit: Arc::clone(unit), _left: left.clone() })
+        let UnitSlot { unit, token, .. } = all.get(&address)?;
+        Some(Borrowed { unit: Arc::clone(unit), _token: token.clone() })
     }
 
     /// Adds an attention to each unit of a target.
-    pub(crate) fn tell_target(&self, target: u8, sense: Sense) {
+    pub(crate) fn add_attention_at_target(&self, target: u8, sense: Sense) {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        tell(&all, target, sense);
+        add_attentions(&all, target, sense);
     }
 
-    /// Runs `look` on all existing units, in order of address. They stay while `look` runs, so it
+    /// Runs `visit` on all existing units, in order of address. They stay while `visit` runs, so it
     /// must not wait. It must keep none of them, or their remover does not close the disk.
-    pub(crate) fn look<T>(&self, look: impl FnOnce(All<'_>) -> T) -> T {
+    pub(crate) fn with_all<T>(&self, visit: impl FnOnce(All<'_>) -> T) -> T {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        look(All(all.values()))
+        visit(All(all.values()))
     }
 
-    /// Runs `look` on the unit at an address, if there is one, with the rules of
-    /// [`look`](Self::look).
-    pub(crate) fn at<T>(
+    /// Runs `visit` on the unit at an address, if there is one, with the rules of
+    /// [`with_all`](Self::with_all).
+    pub(crate) fn with_unit<T>(
         &self,
         address: UnitAddress,
-        look: impl FnOnce(&Arc<Unit>) -> T,
+        visit: impl FnOnce(&Arc<Unit>) -> T,
     ) -> Option<T> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        all.get(&address).map(|place| look(&place.unit))
+        all.get(&address).map(|slot| visit(&slot.unit))
     }
 
     /// True if the target has a unit.
@@ -139,7 +140,7 @@ impl Units {
     /// The driver's nexus to the unit at an address. Does not keep the disk open.
     pub(crate) fn nexus(&self, address: UnitAddress) -> Option<UnitNexus> {
         let nexus = |unit: &Arc<Unit>| (Arc::clone(&unit.access), unit.attached.nexus());
-        let (access, nexus) = self.at(address, nexus)?;
+        let (access, nexus) = self.with_unit(address, nexus)?;
         Some(UnitNexus { access, nexus })
     }
 
@@ -151,8 +152,8 @@ impl Units {
 }
 
 /// Adds an attention to each unit of a target.
-fn tell(all: &BTreeMap<UnitAddress, Place>, target: u8, sense: Sense) {
-    let units = all.values().map(|place| &place.unit);
+fn add_attentions(all: &BTreeMap<UnitAddress, UnitSlot>, target: u8, sense: Sense) {
+    let units = all.values().map(|slot| &slot.unit);
     let meant = units.filter(|unit| unit.address.target == target);
     meant.for_each(|unit| unit.attentions.add(sense));
 }

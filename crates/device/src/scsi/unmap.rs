@@ -2,12 +2,12 @@
 
 use blockio::Disk;
 
-use super::at_disk::AtDisk;
-use super::block::{Range, check_still, check_writable, range, range_error, settle};
+use super::block::{Range, check_still, check_writable, make_durable, range, range_error};
 use super::cdb::Cdb;
-use super::outcome::{Data, Done, Failure, Task};
+use super::outcome::{Data, Effect, Failure, TaskHandle};
 use super::request_queue::LocalUnit;
 use super::sense::{DiskUse, Sense};
+use super::task_wait::DiskTask;
 
 /// The most descriptors of one UNMAP.
 pub(super) const DESCRIPTORS_MAX: u32 = 256;
@@ -21,21 +21,21 @@ const DESCRIPTOR_BYTES: usize = 16;
 pub(super) async fn unmap(
     local: &LocalUnit,
     cdb: &Cdb,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     data: Data,
-) -> Result<Done, Failure> {
+) -> Result<Effect, Failure> {
     if !local.unit.can_unmap() {
         return Err(Sense::UNKNOWN_OPCODE.into());
     }
     check_writable(local)?;
     let length = usize::from(cdb.u16(7));
     if length == 0 {
-        return Ok(Done::from(0));
+        return Ok(Effect::from(0));
     }
     let ranges = ranges(&local.disk, length, &data)?;
     let medium_bytes = ranges.iter().map(|range| range.bytes).sum();
-    let at_disk = AtDisk::new(local, task);
-    let disk = local.disk.asking(&at_disk);
+    let disk_task = DiskTask::new(local, task);
+    let disk = local.disk.asking(&disk_task);
     for range @ Range { lba, offset, bytes } in ranges {
         task.check()?;
         check_still(&local.disk, range)?;
@@ -43,8 +43,8 @@ pub(super) async fn unmap(
         let asked = DiskUse::writes("unmap", lba);
         result.map_err(|error| range_error(&local.disk, range, asked, error))?;
     }
-    settle(local).await?;
-    Ok(Done { moved: length, medium_bytes })
+    make_durable(local).await?;
+    Ok(Effect { moved: length, medium_bytes })
 }
 
 /// Returns the ranges of an UNMAP. Only they are kept while the disk works: the list may be far

@@ -5,14 +5,14 @@ use std::io;
 use blockio::disk::{Direction, Requests};
 use iomem::Buffers;
 
-use super::at_disk::AtDisk;
 use super::block::{Range, check_ready, check_still, check_writable, disk_error, end_write};
 use super::block::{length, range, range_error, write_back};
 use super::cdb::{Cdb, Op};
-use super::outcome::{Data, Done, Failure, Moved, Task};
+use super::outcome::{Data, Effect, Failure, TaskHandle, Transferred};
 use super::request_queue::LocalUnit;
 use super::reserve;
 use super::sense::{DiskUse, Sense};
+use super::task_wait::DiskTask;
 
 /// The most bytes of one read. After a failure they are read again, block by block.
 const PIECE_BYTES: u64 = 256 << 10;
@@ -23,11 +23,11 @@ pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
 pub(super) async fn write_and_verify(
     local: &LocalUnit,
     cdb: &Cdb,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     data: Data,
-) -> Moved {
+) -> Transferred {
     check_writable(local)?;
-    let how = Check::of(cdb)?;
+    let how = Check::from_cdb(cdb)?;
     if how == Check::OneBlock {
         return Err(Sense::in_cdb(1, Some(2)).into());
     }
@@ -39,8 +39,8 @@ pub(super) async fn write_and_verify(
         return Ok(0);
     }
     let again = out.duplicate();
-    let at_disk = AtDisk::new(local, task);
-    let disk = local.disk.asking(&at_disk);
+    let disk_task = DiskTask::new(local, task);
+    let disk = local.disk.asking(&disk_task);
     end_write(local, range, disk.write(range.offset, out, true).await)?;
     compare(disk, range, how, (task, None), &again).await?;
     Ok(bytes)
@@ -51,9 +51,9 @@ pub(super) async fn write_and_verify(
 pub(super) async fn compare_and_write(
     local: &LocalUnit,
     cdb: &Cdb,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     data: Data,
-) -> Result<Done, Failure> {
+) -> Result<Effect, Failure> {
     check_writable(local)?;
     let count = cdb.byte(13);
     if count > COMPARE_BLOCKS_MAX {
@@ -66,31 +66,31 @@ pub(super) async fn compare_and_write(
         return Err(Failure::Overrun);
     }
     if bytes == 0 {
-        return Ok(Done::from(0));
+        return Ok(Effect::from(0));
     }
     out.truncate(2 * bytes);
     let mut wanted = out.duplicate();
     wanted.advance(bytes);
     out.truncate(bytes);
-    let at_disk = AtDisk::new(local, task);
+    let disk_task = DiskTask::new(local, task);
     // Before the medium is taken: otherwise all other tasks would wait for these limits.
     let uses = [DiskUse::reads("read", range.lba), DiskUse::writes("write", range.lba)];
     for (direction, action) in [Direction::Read, Direction::Write].into_iter().zip(uses) {
-        let passed = local.disk.asking(&at_disk).pass_limits(direction, range.bytes).await;
+        let passed = local.disk.asking(&disk_task).pass_limits(direction, range.bytes).await;
         passed.map_err(|error| disk_error(action, error))?;
     }
-    let exclusive = at_disk.take_medium().await?;
+    let exclusive = disk_task.take_medium().await?;
     // Checked after the wait, like the cache.
     check_ready(&local.unit)?;
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
-    let at_disk = at_disk.with_medium(&exclusive);
-    let disk = local.disk.asking(&at_disk);
+    let disk_task = disk_task.with_medium(&exclusive);
+    let disk = local.disk.asking(&disk_task);
     compare(disk, range, Check::Blocks, (task, None), &out).await?;
     check_still(&local.disk, range)?;
     end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
     drop(exclusive);
-    Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
+    Ok(Effect { moved: 2 * bytes, medium_bytes: range.bytes })
 }
 
 /// The data to compare the medium with (SBC-4, section 5.37).
@@ -105,7 +105,7 @@ enum Check {
 }
 
 impl Check {
-    fn of(cdb: &Cdb) -> Result<Self, Failure> {
+    fn from_cdb(cdb: &Cdb) -> Result<Self, Failure> {
         match (cdb.byte(1) >> 1) & 3 {
             0 => Ok(Self::Medium),
             1 => Ok(Self::Blocks),
@@ -118,11 +118,11 @@ impl Check {
 pub(super) async fn verify(
     local: &LocalUnit,
     cdb: &Cdb,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     data: Data,
-) -> Result<Done, Failure> {
+) -> Result<Effect, Failure> {
     check_ready(&local.unit)?;
-    let how = Check::of(cdb)?;
+    let how = Check::from_cdb(cdb)?;
     let range = range(&local.disk, cdb.blocks())?;
     let block: usize = iomem::fits(local.disk.info().logical_block_bytes, "a logical block");
     let moved = match how {
@@ -135,19 +135,19 @@ pub(super) async fn verify(
     if range.bytes > 0 && !local.disk.info().read_only {
         write_back(local, task, range).await?;
     }
-    let at_disk = AtDisk::long(local, task);
-    let disk = local.disk.asking(&at_disk);
-    compare(disk, range, how, (task, Some(at_disk)), &data.out).await?;
-    Ok(Done { moved, medium_bytes: range.bytes })
+    let disk_task = DiskTask::new_long(local, task);
+    let disk = local.disk.asking(&disk_task);
+    compare(disk, range, how, (task, Some(disk_task)), &data.out).await?;
+    Ok(Effect { moved, medium_bytes: range.bytes })
 }
 
-/// Reads a range, and compares it with data of the initiator. With `at_disk` the command may be
+/// Reads a range, and compares it with data of the initiator. With `disk_task` the command may be
 /// long, and gives way to commands that want the medium to themselves.
 async fn compare(
     requests: Requests<'_>,
     range: Range,
     how: Check,
-    (task, at_disk): (Task<'_>, Option<AtDisk<'_>>),
+    (task, disk_task): (TaskHandle<'_>, Option<DiskTask<'_>>),
     with: &Buffers,
 ) -> Result<(), Failure> {
     let disk = requests.disk();
@@ -155,8 +155,8 @@ async fn compare(
     let mut rest = with.duplicate();
     let mut done = 0;
     while done < range.bytes {
-        match at_disk {
-            Some(at_disk) => at_disk.give_way().await?,
+        match disk_task {
+            Some(disk_task) => disk_task.yield_medium().await?,
             None => task.check()?,
         }
         check_still(disk, range)?;
@@ -173,7 +173,7 @@ async fn compare(
         while how != Check::Medium && !part.is_empty() {
             if let Some(place) = difference(&part, &rest, block) {
                 let before = with.bytes() - rest.bytes();
-                return Err(Sense::MISCOMPARE.about((before + place) as u64).into());
+                return Err(Sense::MISCOMPARE.with_information((before + place) as u64).into());
             }
             part.advance(block);
             if how == Check::Blocks {
@@ -191,7 +191,7 @@ async fn compare(
 #[cold]
 async fn unreadable(
     requests: Requests<'_>,
-    task: Task<'_>,
+    task: TaskHandle<'_>,
     piece: Range,
     error: io::Error,
 ) -> Failure {
@@ -200,7 +200,7 @@ async fn unreadable(
     let failure =
         |range: Range, error| range_error(disk, range, DiskUse::reads("verify", range.lba), error);
     let mut left = piece;
-    while Sense::is_of_some_blocks(&error)
+    while Sense::may_be_single_block(&error)
         && let Some(one) = left.take(block as u64, block)
     {
         if let Err(aborted) = task.check() {
@@ -208,7 +208,7 @@ async fn unreadable(
         }
         if let Err(later) = requests.read_part(one.offset, one.bytes).await {
             // A disk that has shrunk since does not explain the failed read.
-            let error = if Sense::is_of_some_blocks(&later) { later } else { error };
+            let error = if Sense::may_be_single_block(&later) { later } else { error };
             return failure(one, error);
         }
     }
@@ -237,7 +237,7 @@ mod tests {
 
     use super::*;
     use crate::scsi::address::UnitAddress;
-    use crate::scsi::task_set::{Abort, How, Tasks, Waiting, Which};
+    use crate::scsi::task_set::{Abort, TaskSelector, Tasks, Treatment, WaitGroup};
 
     #[test]
     fn what_takes_long_ends_soon_when_its_task_is_aborted() {
@@ -251,7 +251,7 @@ mod tests {
         let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
         tasks.begin(0, (unit, None), 7, 1, || ()).unwrap();
-        let task = Task { tasks: &tasks, number: 0 };
+        let task = TaskHandle { tasks: &tasks, number: 0 };
         let range = Range { lba: 0, offset: 0, bytes };
         let data = Buffers::empty();
         let ended = thread.block_on(async {
@@ -259,8 +259,8 @@ mod tests {
                 pin!(compare(disk.asking_nobody(), range, Check::Medium, (task, None), &data));
             let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
             assert!(first.is_pending());
-            let (_waiting, left) = Waiting::new();
-            tasks.cover(Which::At(unit), How::Abort(Abort::Aborted), 0, left);
+            let (_waiting, token) = WaitGroup::new();
+            tasks.cover(TaskSelector::At(unit), Treatment::Abort(Abort::Aborted), 0, token);
             compare.await
         });
         assert!(matches!(ended.unwrap(), Err(Failure::Aborted(Abort::Aborted))));
@@ -276,7 +276,7 @@ mod tests {
         let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
         tasks.begin(0, (unit, None), 7, 1, || ()).unwrap();
-        let task = Task { tasks: &tasks, number: 0 };
+        let task = TaskHandle { tasks: &tasks, number: 0 };
         let range = Range { lba: 0, offset: 0, bytes };
         for (how, data) in [
             (Check::Medium, Buffers::empty()),

@@ -205,7 +205,7 @@ fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
     for what in ["limits", "space"] {
         let (result, seconds, asked) = wait_for(what, |_, disk, wanted| {
             wanted.is_over.set(true);
-            disk.look_at_waiting();
+            disk.recheck_waiting();
         });
         assert_eq!((result, seconds), (Err(Some(libc::ECANCELED)), 5), "{what}");
         assert_eq!(asked[asked.len() - 2..], ["waits", "ends"], "{what}");
@@ -238,7 +238,7 @@ fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
             let ends = async {
                 io.sleep_until(start + Duration::from_secs(1)).await;
                 wanted.is_over.set(true);
-                disk.look_at_waiting();
+                disk.recheck_waiting();
             };
             assert!(join(unwanted, ends).await.0.is_err());
             write(512).await.unwrap();

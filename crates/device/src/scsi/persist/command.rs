@@ -54,7 +54,7 @@ pub(super) enum ServiceAction {
 }
 
 impl ServiceAction {
-    fn of(cdb: &[u8; CDB_BYTES]) -> Result<Self, Sense> {
+    fn from_cdb(cdb: &[u8; CDB_BYTES]) -> Result<Self, Sense> {
         Ok(match cdb[1] & 0x1f {
             0 => Self::Register,
             1 => Self::Reserve,
@@ -106,7 +106,7 @@ pub(super) const NOTHING_TO_MOVE: Sense = Sense::in_cdb(1, Some(4));
 ///
 /// If there is no such service action, or none of its parameter lists has that length.
 pub(crate) fn list_bytes(cdb: &[u8; CDB_BYTES]) -> Result<usize, Sense> {
-    let action = ServiceAction::of(cdb)?;
+    let action = ServiceAction::from_cdb(cdb)?;
     let bytes = u32::from_be_bytes(part(cdb, PARAMETER_LIST_LENGTH));
     let shortest = match action {
         ServiceAction::RegisterAndMove => BASIC_LIST_BYTES + TRANSPORT_ID_BYTES,
@@ -125,7 +125,7 @@ impl Request {
     ///
     /// If there is no such service action, or its parameter list is too long or too short.
     pub(super) fn parse(cdb: &[u8; CDB_BYTES], list: &[u8], persists: bool) -> Result<Self, Sense> {
-        let action = ServiceAction::of(cdb)?;
+        let action = ServiceAction::from_cdb(cdb)?;
         if list_bytes(cdb)? != list.len() || length_by_fields(action, list) != list.len() {
             return Err(Sense::LIST_LENGTH);
         }
@@ -144,7 +144,8 @@ impl Request {
         Ok(Self {
             action,
             scope: if cdb[2] >> 4 == 0 { Ok(()) } else { Err(Sense::in_cdb(2, Some(7))) },
-            reservation_type: ReservationType::of(cdb[2] & 0xf).ok_or(Sense::in_cdb(2, Some(3))),
+            reservation_type: ReservationType::from_code(cdb[2] & 0xf)
+                .ok_or(Sense::in_cdb(2, Some(3))),
             key: Key::new(u64::from_be_bytes(part(list, KEY))),
             action_key: Key::new(u64::from_be_bytes(part(list, SERVICE_ACTION_KEY))),
             bits: refused.map_or(Ok(()), |bit| Err(Sense::in_list(at, Some(bit)))),
@@ -321,7 +322,7 @@ mod tests {
             let mut cdb = cdb(1, 24);
             cdb[2] = byte;
             let request = Request::parse(&cdb, &basic(0), true).unwrap();
-            let expected = match (byte >> 4, ReservationType::of(byte & 0xf)) {
+            let expected = match (byte >> 4, ReservationType::from_code(byte & 0xf)) {
                 (1.., _) => Err(Sense::in_cdb(2, Some(7))),
                 (0, None) => Err(Sense::in_cdb(2, Some(3))),
                 (0, Some(known)) => Ok(known),

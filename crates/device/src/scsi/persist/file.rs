@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::own_file::OwnFile;
+use super::locked_file::LockedFile;
 use super::registry::{Key, PortName, Registry, Reservation, ReservationType};
 
 const FORMAT: &str = "ringhaul persistent reservations";
@@ -82,7 +82,7 @@ enum Content {
 /// The file of one disk.
 #[derive(Debug)]
 pub(super) struct StateFile {
-    file: OwnFile,
+    file: LockedFile,
     content: Content,
 }
 
@@ -95,7 +95,7 @@ impl StateFile {
     /// use.
     pub(super) fn load(path: PathBuf) -> Result<(Self, Registry), FileError> {
         let failed = |(reason, advice)| FileError::new("load", &path, reason, advice);
-        let (file, text) = OwnFile::take(path.clone(), BYTES_MAX)
+        let (file, text) = LockedFile::take(path.clone(), BYTES_MAX)
             .map_err(|error| failed(reason(&error, ADVICE_READ)))?;
         let Some(text) = text else {
             return Ok((Self { file, content: Content::Absent }, Registry::default()));
@@ -117,7 +117,7 @@ impl StateFile {
             (false, true) => Content::Registry(registry.clone()),
             (false, false) => Content::Absent,
         };
-        Self { file: OwnFile::handed_over(path, file), content }
+        Self { file: LockedFile::handed_over(path, file), content }
     }
 
     /// The open file, and true if its content is unknown.
@@ -140,7 +140,7 @@ impl StateFile {
     /// # Errors
     ///
     /// If the file cannot be replaced or removed. It then has its new or its old content.
-    pub(super) fn keep(&mut self, registry: &Registry) -> Result<(), FileError> {
+    pub(super) fn save(&mut self, registry: &Registry) -> Result<(), FileError> {
         let wanted =
             if registry.aptpl { Content::Registry(registry.clone()) } else { Content::Absent };
         if self.content == wanted {
@@ -190,7 +190,7 @@ fn reason(error: &io::Error, usual: &'static str) -> (String, &'static str) {
 }
 
 impl Saved {
-    fn of(registry: &Registry) -> Self {
+    fn from_registry(registry: &Registry) -> Self {
         let registrations = registry.registrations().iter();
         Self {
             format: FORMAT.to_owned(),
@@ -211,7 +211,7 @@ impl Saved {
 
 /// The text of a file.
 pub(super) fn text_of(registry: &Registry) -> io::Result<String> {
-    let mut text = serde_json::to_string_pretty(&Saved::of(registry))?;
+    let mut text = serde_json::to_string_pretty(&Saved::from_registry(registry))?;
     text.push('\n');
     Ok(text)
 }
@@ -323,13 +323,13 @@ mod tests {
         assert_eq!(registry, Registry::default());
         for reservation_type in ReservationType::ALL.map(Some).into_iter().chain([None]) {
             let registry = with(reservation_type);
-            file.keep(&registry).unwrap();
+            file.save(&registry).unwrap();
             assert_eq!(kept_in(&path), registry);
             assert_eq!(files(&directory), 1);
             assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         }
         let empty = Registry::new(true);
-        file.keep(&empty).unwrap();
+        file.save(&empty).unwrap();
         assert_eq!(kept_in(&path), empty);
     }
 
@@ -339,12 +339,12 @@ mod tests {
         let (mut file, _) = StateFile::load(path.clone()).unwrap();
         let mut volatile = with(None);
         volatile.aptpl = false;
-        file.keep(&volatile).unwrap();
+        file.save(&volatile).unwrap();
         assert_eq!(files(&directory), 0);
-        file.keep(&with(None)).unwrap();
+        file.save(&with(None)).unwrap();
         drop(file);
         let (mut file, _) = StateFile::load(path).unwrap();
-        file.keep(&volatile).unwrap();
+        file.save(&volatile).unwrap();
         assert_eq!(files(&directory), 0);
     }
 
@@ -353,16 +353,16 @@ mod tests {
         use std::os::unix::fs::MetadataExt;
         let (_directory, path) = directory();
         let (mut file, _) = StateFile::load(path.clone()).unwrap();
-        file.keep(&with(None)).unwrap();
+        file.save(&with(None)).unwrap();
         let inode = || fs::metadata(&path).unwrap().ino();
         // While the old file is open, its inode number is not used again.
         let (_open, before) = (File::open(&path).unwrap(), inode());
-        file.keep(&with(None)).unwrap();
+        file.save(&with(None)).unwrap();
         drop(file);
         let (mut file, registry) = StateFile::load(path.clone()).unwrap();
-        file.keep(&registry).unwrap();
+        file.save(&registry).unwrap();
         assert_eq!(inode(), before);
-        file.keep(&with(Some(ReservationType::WriteExclusive))).unwrap();
+        file.save(&with(Some(ReservationType::WriteExclusive))).unwrap();
         assert_ne!(inode(), before);
     }
 
@@ -372,7 +372,7 @@ mod tests {
         fs::write(directory.path().join("disk.reservations.new"), "half a fi").unwrap();
         let (mut file, registry) = StateFile::load(path.clone()).unwrap();
         assert_eq!(registry, Registry::default());
-        file.keep(&with(None)).unwrap();
+        file.save(&with(None)).unwrap();
         assert_eq!(kept_in(&path), with(None));
         assert_eq!(files(&directory), 1);
     }
@@ -381,25 +381,25 @@ mod tests {
     fn after_a_failure_the_next_change_is_written_again() {
         let (directory, path) = directory();
         let (mut file, _) = StateFile::load(path.clone()).unwrap();
-        file.keep(&with(None)).unwrap();
+        file.save(&with(None)).unwrap();
         // A directory in its place prevents the creation of a file, for all users.
         let obstacle = directory.path().join("disk.reservations.new");
         fs::create_dir(&obstacle).unwrap();
         let held = with(Some(ReservationType::ExclusiveAccess));
-        let error = file.keep(&held).unwrap_err().to_string();
+        let error = file.save(&held).unwrap_err().to_string();
         assert!(error.starts_with("cannot save the persistent reservations in /"), "{error}");
         assert!(error.contains("disk.reservations: "), "{error}");
         assert_eq!(kept_in(&path), with(None));
         assert_eq!(file.content, Content::Unknown);
         fs::remove_dir(&obstacle).unwrap();
-        file.keep(&with(None)).unwrap();
+        file.save(&with(None)).unwrap();
         assert_eq!(file.content, Content::Registry(with(None)));
         assert_eq!(files(&directory), 1);
     }
 
     #[test]
     fn text_has_the_form_that_it_had() {
-        let text = serde_json::to_string(&Saved::of(&with(Some(
+        let text = serde_json::to_string(&Saved::from_registry(&with(Some(
             ReservationType::WriteExclusiveRegistrantsOnly,
         ))));
         let expected = concat!(
@@ -415,7 +415,9 @@ mod tests {
     #[test]
     fn each_way_in_which_a_file_is_broken_is_an_error_that_says_so() {
         let (_directory, path) = directory();
-        let good = serde_json::to_string(&Saved::of(&with(Some(ReservationType::ExclusiveAccess))));
+        let good = serde_json::to_string(&Saved::from_registry(&with(Some(
+            ReservationType::ExclusiveAccess,
+        ))));
         let good = good.unwrap();
         let registrations = &good[good.find("[{").unwrap() + 1..good.find("}]").unwrap() + 1];
         let many = [registrations; 2].join(",");
@@ -459,7 +461,7 @@ mod tests {
 
     #[test]
     fn a_file_has_no_more_registrations_than_a_disk() {
-        let mut saved = Saved::of(&with(None));
+        let mut saved = Saved::from_registry(&with(None));
         for number in 0..=super::super::registry::REGISTRATIONS_MAX {
             let port = format!("{number:016x}");
             saved.registrations.push(SavedRegistration { port, key: "f".repeat(16) });
@@ -468,7 +470,7 @@ mod tests {
         saved.registrations.truncate(super::super::registry::REGISTRATIONS_MAX);
         let full = registry(&saved).unwrap();
         assert_eq!(full.registrations().len(), super::super::registry::REGISTRATIONS_MAX);
-        let text = serde_json::to_string_pretty(&Saved::of(&full)).unwrap();
+        let text = serde_json::to_string_pretty(&Saved::from_registry(&full)).unwrap();
         assert!(u64::try_from(text.len()).unwrap() < BYTES_MAX / 4, "{}", text.len());
     }
 }

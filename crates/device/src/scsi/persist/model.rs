@@ -203,7 +203,7 @@ impl Model {
     }
 }
 
-fn send(nexus: &Attached, command: &Command, key: u64) -> Result<Done, Refusal> {
+fn send(nexus: &Attached, command: &Command, key: u64) -> Result<ReserveEffects, Refusal> {
     let moves = command.action == 7;
     let mut list = vec![0; 24];
     list[..8].copy_from_slice(&key.to_be_bytes());
@@ -239,7 +239,7 @@ fn full_status(reservations: &Reservations) -> (u32, Vec<(u64, u8, PortName)>) {
     (generation, registered)
 }
 
-fn status(result: &Result<Done, Refusal>) -> Status {
+fn status(result: &Result<ReserveEffects, Refusal>) -> Status {
     match result {
         Ok(_) => Status::Good,
         Err(Refusal::Conflict) => Status::Conflict,

@@ -56,7 +56,7 @@ impl ReservationType {
     ];
 
     /// The type with this code, if there is one.
-    pub(super) fn of(code: u8) -> Option<Self> {
+    pub(super) fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.code() == code)
     }
 
@@ -253,7 +253,7 @@ mod tests {
             (7, T::WriteExclusiveAllRegistrants, [NONE, NONE, WRITES]),
             (8, T::ExclusiveAccessAllRegistrants, [NONE, NONE, BOTH]),
         ] {
-            assert_eq!(ReservationType::of(code), Some(reservation_type));
+            assert_eq!(ReservationType::from_code(code), Some(reservation_type));
             assert_eq!(reservation_type.code(), code);
             let registry = registry(reservation_type);
             assert_eq!(PORTS.map(|port| registry.conflicts(port)), expected, "type {code}");
@@ -261,7 +261,7 @@ mod tests {
             assert_eq!(holds, [true, code >= 7, false], "type {code}");
         }
         for code in [0, 2, 4, 9, 10, 15] {
-            assert_eq!(ReservationType::of(code), None);
+            assert_eq!(ReservationType::from_code(code), None);
         }
         assert_eq!(PORTS.map(|port| Registry::default().conflicts(port)), [NONE; 3]);
     }

@@ -37,7 +37,7 @@ impl Effects {
     }
 
     /// Adds a unit attention for each registered port except that of the command.
-    fn tell_others(&mut self, registry: &Registry, port: PortName, sense: Sense) {
+    fn add_attentions(&mut self, registry: &Registry, port: PortName, sense: Sense) {
         let others = registry.registrations().iter().filter(|other| other.port != port);
         self.attentions.extend(others.map(|other| (other.port, sense)));
     }
@@ -91,7 +91,7 @@ impl Registry {
             None => {
                 let released = self.remove(|registration| registration.port == port);
                 if released.is_some_and(|held| held.reservation_type.is_registrants_only()) {
-                    effects.tell_others(self, port, Sense::RESERVATIONS_RELEASED);
+                    effects.add_attentions(self, port, Sense::RESERVATIONS_RELEASED);
                 }
             }
         }
@@ -126,7 +126,7 @@ impl Registry {
         let mut effects = Effects::default();
         let released = held.reservation_type;
         if released.is_registrants_only() || released.is_all_registrants() {
-            effects.tell_others(self, port, Sense::RESERVATIONS_RELEASED);
+            effects.add_attentions(self, port, Sense::RESERVATIONS_RELEASED);
         }
         Ok(effects)
     }
@@ -134,7 +134,7 @@ impl Registry {
     fn clear(&mut self, port: PortName, request: &Request) -> Result<Effects, Refusal> {
         request.bits?;
         let mut effects = Effects::counted();
-        effects.tell_others(self, port, Sense::RESERVATIONS_PREEMPTED);
+        effects.add_attentions(self, port, Sense::RESERVATIONS_PREEMPTED);
         self.remove(|_| true);
         Ok(effects)
     }
@@ -175,7 +175,7 @@ impl Registry {
         if let (Some(old), Some(new)) = (replaced, established) {
             self.reservation = established;
             if old.reservation_type != new.reservation_type {
-                effects.tell_others(self, port, Sense::RESERVATIONS_RELEASED);
+                effects.add_attentions(self, port, Sense::RESERVATIONS_RELEASED);
             }
         }
         if request.action == ServiceAction::PreemptAndAbort {
@@ -231,7 +231,7 @@ mod tests {
         Request {
             action,
             scope: Ok(()),
-            reservation_type: ReservationType::of(code).ok_or(Sense::in_cdb(2, Some(3))),
+            reservation_type: ReservationType::from_code(code).ok_or(Sense::in_cdb(2, Some(3))),
             key: Key::new(key),
             action_key: Key::new(action_key),
             bits: Ok(()),
@@ -245,7 +245,7 @@ mod tests {
         let mut registry = Registry::default();
         registry.set_key(PORTS[0], Key::new(1).unwrap()).unwrap();
         registry.set_key(PORTS[1], Key::new(2).unwrap()).unwrap();
-        let held = held.map(|code| ReservationType::of(code).unwrap());
+        let held = held.map(|code| ReservationType::from_code(code).unwrap());
         registry.reservation = held.map(|held| Reservation::new(held, PORTS[0]));
         registry
     }
@@ -310,7 +310,7 @@ mod tests {
             };
             for ((port, key), expected) in PORTS.into_iter().zip([1, 2, 0]).zip(row) {
                 let mut registry = registry(held);
-                let reservation_type = ReservationType::of(code).ok_or(Sense::NONE);
+                let reservation_type = ReservationType::from_code(code).ok_or(Sense::NONE);
                 let sent = Request { key: Key::new(key), reservation_type, ..*sent };
                 let result = perform(&mut registry, port, &sent);
                 let expected = expected

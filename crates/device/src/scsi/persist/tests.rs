@@ -16,7 +16,7 @@ const APTPL: u8 = 1;
 
 pub(super) fn load(path: PathBuf) -> Result<Arc<Reservations>, FileError> {
     let reservations = Arc::<Reservations>::default();
-    drop(reservations.keep_in(KeptIn::File(path))?);
+    drop(reservations.store_in(ReservationStorage::File(path))?);
     Ok(reservations)
 }
 
@@ -27,7 +27,7 @@ fn send(
     scope_and_type: u8,
     keys: [u64; 2],
     bits: u8,
-) -> Result<Done, Refusal> {
+) -> Result<ReserveEffects, Refusal> {
     let cdb = [0x5f, action, scope_and_type, 0, 0, 0, 0, 0, 24, 0];
     let mut list = [0; 24];
     list[..8].copy_from_slice(&keys[0].to_be_bytes());
@@ -53,7 +53,7 @@ fn generation(reservations: &Reservations) -> u32 {
 fn three(reservations: &Arc<Reservations>, bits: u8) -> [Attached; 3] {
     let nexuses = PORTS.map(|port| reservations.attach(port).unwrap());
     for (nexus, key) in nexuses.iter().zip([1, 2]) {
-        assert_eq!(send(nexus, REGISTER, 0, [0, key], bits).unwrap(), Done::default());
+        assert_eq!(send(nexus, REGISTER, 0, [0, key], bits).unwrap(), ReserveEffects::default());
     }
     nexuses
 }
@@ -115,7 +115,7 @@ fn only_nexuses_that_are_attached_hear_and_are_aborted() {
     send(&one, REGISTER, 0, [0, 1], 0).unwrap();
     drop(one);
     let done = send(&two, PREEMPT_AND_ABORT, WRITE_EXCLUSIVE, [2, 1], 0).unwrap();
-    assert_eq!(done, Done::default());
+    assert_eq!(done, ReserveEffects::default());
     assert_eq!(keys(&reservations), [2]);
 }
 
@@ -182,24 +182,24 @@ fn a_broken_file_is_an_error_and_stays_as_it_is() {
 fn exports_of_a_disk_keep_its_reservations_in_one_place() {
     let directory = tempfile::tempdir().unwrap();
     let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
-    let usual = |path: &PathBuf| KeptIn::Usual(Some(path.clone()));
-    let chosen = |path: &PathBuf| KeptIn::File(path.clone());
+    let usual = |path: &PathBuf| ReservationStorage::Shared(Some(path.clone()));
+    let chosen = |path: &PathBuf| ReservationStorage::File(path.clone());
     for first in [usual(&one), chosen(&one)] {
         let reservations = Arc::<Reservations>::default();
-        let _kept = reservations.keep_in(first).unwrap();
-        for same in [usual(&one), usual(&other), chosen(&one), KeptIn::Usual(None)] {
-            drop(reservations.keep_in(same).unwrap());
+        let _kept = reservations.store_in(first).unwrap();
+        for same in [usual(&one), usual(&other), chosen(&one), ReservationStorage::Shared(None)] {
+            drop(reservations.store_in(same).unwrap());
         }
-        drop(reservations.keep_in(KeptIn::Found(other.clone())).unwrap());
-        let error = reservations.keep_in(chosen(&other)).unwrap_err().to_string();
+        drop(reservations.store_in(ReservationStorage::Existing(other.clone())).unwrap());
+        let error = reservations.store_in(chosen(&other)).unwrap_err().to_string();
         for part in ["cannot keep", &other.display().to_string(), &one.display().to_string()] {
             assert!(error.contains(part), "{error}");
         }
     }
     let reservations = Arc::<Reservations>::default();
-    let _kept = reservations.keep_in(KeptIn::Usual(None)).unwrap();
-    drop(reservations.keep_in(usual(&one)).unwrap());
-    let error = reservations.keep_in(chosen(&one)).unwrap_err().to_string();
+    let _kept = reservations.store_in(ReservationStorage::Shared(None)).unwrap();
+    drop(reservations.store_in(usual(&one)).unwrap());
+    let error = reservations.store_in(chosen(&one)).unwrap_err().to_string();
     assert!(error.contains("other exports of the disk do not keep them"), "{error}");
 }
 
@@ -208,27 +208,31 @@ fn exports_of_a_disk_keep_its_reservations_in_one_place() {
 fn where_reservations_are_kept_is_open_again_when_nobody_needs_them() {
     let directory = tempfile::tempdir().unwrap();
     let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
-    let chosen = |path: &PathBuf| KeptIn::File(path.clone());
-    for first in [chosen(&one), KeptIn::Usual(Some(one.clone())), KeptIn::Usual(None)] {
+    let chosen = |path: &PathBuf| ReservationStorage::File(path.clone());
+    for first in [
+        chosen(&one),
+        ReservationStorage::Shared(Some(one.clone())),
+        ReservationStorage::Shared(None),
+    ] {
         let reservations = Arc::<Reservations>::default();
         let persists = || lock(&reservations.state).persists;
-        let kept = reservations.keep_in(first.clone()).unwrap();
-        assert!(reservations.keep_in(chosen(&other)).is_err(), "{first:?}");
+        let kept = reservations.store_in(first.clone()).unwrap();
+        assert!(reservations.store_in(chosen(&other)).is_err(), "{first:?}");
         let nexus = reservations.attach(PORTS[0]).unwrap();
         drop(kept);
-        assert!(reservations.keep_in(chosen(&other)).is_err(), "{first:?}");
+        assert!(reservations.store_in(chosen(&other)).is_err(), "{first:?}");
         if persists() {
             send(&nexus, REGISTER, 0, [0, 1], APTPL).unwrap();
             drop(nexus);
-            assert!(reservations.keep_in(chosen(&other)).is_err(), "{first:?}");
+            assert!(reservations.store_in(chosen(&other)).is_err(), "{first:?}");
             let nexus = reservations.attach(PORTS[0]).unwrap();
             send(&nexus, CLEAR, 0, [1, 0], 0).unwrap();
         } else {
             drop(nexus);
         }
-        drop(reservations.keep_in(chosen(&other)).unwrap());
+        drop(reservations.store_in(chosen(&other)).unwrap());
         assert!(persists());
-        drop(reservations.keep_in(KeptIn::Usual(None)).unwrap());
+        drop(reservations.store_in(ReservationStorage::Shared(None)).unwrap());
         assert!(!persists());
     }
 }
@@ -240,12 +244,12 @@ fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     let [path, other] = ["found", "other"].map(|name| directory.path().join(name));
     let find = || {
         let reservations = Arc::<Reservations>::default();
-        let kept = reservations.keep_in(KeptIn::Found(path.clone()));
+        let kept = reservations.store_in(ReservationStorage::Existing(path.clone()));
         kept.map(|_| reservations)
     };
     let none = find().unwrap();
     assert!(!path.exists());
-    let _kept = none.keep_in(KeptIn::File(other.clone())).unwrap();
+    let _kept = none.store_in(ReservationStorage::File(other.clone())).unwrap();
     let before = load(path.clone()).unwrap();
     let nexuses = three(&before, APTPL);
     send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
@@ -253,8 +257,11 @@ fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     drop((before, nexuses));
     let found = find().unwrap();
     assert!(found.excludes_unregistered(CommandClass::Writes));
-    assert!(found.keep_in(KeptIn::File(other)).is_err(), "two files say who may write");
-    drop(found.keep_in(KeptIn::Usual(Some(path.clone()))).unwrap());
+    assert!(
+        found.store_in(ReservationStorage::File(other)).is_err(),
+        "two files say who may write"
+    );
+    drop(found.store_in(ReservationStorage::Shared(Some(path.clone()))).unwrap());
     drop(found);
     fs::write(&path, "{}").unwrap();
     assert!(find().unwrap_err().to_string().contains("remove it when no host"));
@@ -288,7 +295,7 @@ fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
     let reservations = Arc::<Reservations>::default();
     let early = reservations.attach(PORTS[2]).unwrap();
     assert!(!early.conflicts(CommandClass::Writes));
-    drop(reservations.keep_in(KeptIn::File(path)).unwrap());
+    drop(reservations.store_in(ReservationStorage::File(path)).unwrap());
     assert!(early.conflicts(CommandClass::Writes));
 }
 
@@ -343,8 +350,8 @@ fn reservations_are_handed_over_with_their_file() {
         let before = load(path.clone()).unwrap();
         let nexuses = three(&before, bits);
         send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
-        let after = Arc::new(Reservations::awaited());
-        drop(after.keep_in(KeptIn::File(path.clone())).unwrap());
+        let after = Arc::new(Reservations::for_hand_over());
+        drop(after.store_in(ReservationStorage::File(path.clone())).unwrap());
         let others = PORTS.map(|port| after.attach(port).unwrap());
         let (state, file) = before.hand_over().unwrap();
         let text = serde_json::to_string(&state).unwrap();

@@ -1,16 +1,16 @@
 //! Commands that an earlier process took for a unit that is not there yet.
 
-use super::{Header, Scsi, Way, done_again};
+use super::{Header, RequestHandler, Route, judge_recovered};
 use crate::queue::Queue;
 use crate::scsi::address::Address;
-use crate::scsi::answer::Served;
+use crate::scsi::answer::Outcome;
 use crate::scsi::cdb::{Cdb, Op};
 use crate::scsi::held;
-use crate::scsi::outcome::{Data, Done, Task, refused};
+use crate::scsi::outcome::{Data, Effect, TaskHandle, refused};
 use crate::scsi::task_set::Ended;
 use crate::stats::RequestKind;
 
-impl Scsi {
+impl RequestHandler {
     /// True if an earlier process took the command and may have had its unit.
     #[cold]
     pub(super) fn is_held(&self, head: u16, cdb: &Cdb) -> bool {
@@ -26,42 +26,42 @@ impl Scsi {
         header: &Header,
         number: u16,
         data: Data,
-    ) -> (Ended, Served) {
+    ) -> (Ended, Outcome) {
         let Header { address: Address::Unit(address), tag, cdb } = header else {
             unreachable!("it is for a unit")
         };
         let tasks = &self.queue.tasks;
-        if self.queue.held.tell(*address) {
+        if self.queue.held.first_report(*address) {
             self.device.core().events.requests_held(*address);
         }
-        let task = Task { tasks, number };
+        let task = TaskHandle { tasks, number };
         let found = self.queue.wait_for_unit(self.device.held(), *address, task).await;
         let ended = tasks.end(number);
         let other = |refused| (RequestKind::Other, Err(refused));
         let local = match found {
             Ok(local) if ended.abort.is_none() => local,
-            Ok(_) => return (ended, (RequestKind::Other, Ok(Done::from(0)))),
+            Ok(_) => return (ended, (RequestKind::Other, Ok(Effect::from(0)))),
             Err(failure) => return (ended, other(refused(failure))),
         };
         // From now on the task belongs to the unit.
         let unit = (*address, Some(local.unit.number));
         let begun = tasks.begin(head, unit, *tag, queue.next_avail(), || queue.publish_early());
-        ended.tell(|| queue.publish_early());
+        ended.end_waits_after(|| queue.publish_early());
         let number = match begun {
             Ok(number) => number,
             Err((number, _)) => {
-                return (tasks.end(number), (RequestKind::Other, Ok(Done::from(0))));
+                return (tasks.end(number), (RequestKind::Other, Ok(Effect::from(0))));
             }
         };
         let how = match self.admit(&local, cdb, (number, head)) {
-            Ok(Way::Read) => (Op::Read, false),
-            Ok(Way::Write) => (Op::Write, false),
-            Ok(Way::Other(op)) => (op, false),
-            Ok(Way::Waits(op)) => (op, true),
+            Ok(Route::Read) => (Op::Read, false),
+            Ok(Route::Write) => (Op::Write, false),
+            Ok(Route::Other(op)) => (op, false),
+            Ok(Route::Waits(op)) => (op, true),
             Err(refused) => return (tasks.end(number), other(refused)),
         };
         let served = self.execute(&local, how, cdb, number, data).await;
         drop(local);
-        (tasks.end(number), done_again(how.0, served))
+        (tasks.end(number), judge_recovered(how.0, served))
     }
 }

@@ -10,8 +10,8 @@ use super::sharing::{
     UNIT_RESET, hold, read, three, turn_until,
 };
 use super::*;
-use crate::scsi::access::{Exclusive, FUNCTIONS_MAX};
-use crate::scsi::task_set::{Abort, How, Which};
+use crate::scsi::access::{FUNCTIONS_MAX, MediumGuard};
+use crate::scsi::task_set::{Abort, TaskSelector, Treatment};
 use crate::testing::RING;
 
 const ABORT_TASK: u32 = 0;
@@ -23,7 +23,7 @@ const INCORRECT_LUN: u8 = 12;
 const MANY: usize = 30;
 
 /// Three initiators of a disk that is held; the first has begun a read.
-fn held_up() -> ([Initiator; 3], Exclusive) {
+fn held_up() -> ([Initiator; 3], MediumGuard) {
     let mut all = three();
     let held = hold(&mut all);
     all[0].offer_read(0);
@@ -208,7 +208,7 @@ fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
     next[1..].iter_mut().for_each(|part| part.addr += 0x1000);
     all[0].scene.offer_without_kick(&next);
     let queues = Initiator::scsi(&all[0].device).queues();
-    let waiting = queues.cover(Which::At(UNIT), How::Abort(Abort::Aborted));
+    let waiting = queues.cover(TaskSelector::At(UNIT), Treatment::Abort(Abort::Aborted));
     let memory = Arc::clone(&all[0].scene.memory);
     let witness = Arc::new(Witness { memory, used: AtomicU16::new(0) });
     let waker = Waker::from(Arc::clone(&witness));

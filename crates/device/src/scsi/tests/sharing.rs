@@ -4,7 +4,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use super::*;
-use crate::scsi::access::Exclusive;
+use crate::scsi::access::MediumGuard;
 use crate::scsi::persist::CommandClass;
 use crate::scsi::request_queue::LocalUnit;
 use crate::scsi::task_set::TaskId;
@@ -44,7 +44,7 @@ impl Initiator {
     /// A local unit on the IoThread of the initiator.
     pub(super) fn local_unit(&self) -> LocalUnit {
         let units = Self::scsi(&self.device).units();
-        let unit = units.look(|mut all| all.next().map(Arc::clone)).unwrap();
+        let unit = units.with_all(|mut all| all.next().map(Arc::clone)).unwrap();
         LocalUnit::new(&unit, self.scene.thread.io())
     }
 
@@ -89,9 +89,9 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
 }
 
 /// Takes the disk from all initiators, so that commands that begin wait.
-pub(super) fn hold(all: &mut [Initiator]) -> Exclusive {
+pub(super) fn hold(all: &mut [Initiator]) -> MediumGuard {
     let access = all[0].access();
-    let mut exclude = Box::pin(access.exclude_anyway(TaskId::NONE));
+    let mut exclude = Box::pin(access.take_medium_anyway(TaskId::NONE));
     let mut exclusive = None;
     turn_until(all, |_| {
         let mut cx = Context::from_waker(Waker::noop());
@@ -185,7 +185,7 @@ impl Control {
 
 /// Sends a task management function of the first initiator while reads wait for the disk. Returns
 /// its response.
-fn manage(all: &mut [Initiator], function: u32, held: Exclusive) -> u8 {
+fn manage(all: &mut [Initiator], function: u32, held: MediumGuard) -> u8 {
     let mut control = Control::start(&all[0].device);
     control.begin(function);
     let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
@@ -484,7 +484,7 @@ fn a_command_that_has_waited_for_the_disk_goes_before_another_that_wants_it() {
     let held = hold(&mut all);
     begin_reads(&mut all[1..2]);
     let access = all[0].access();
-    let mut next = Box::pin(access.exclude_anyway(TaskId::NONE));
+    let mut next = Box::pin(access.take_medium_anyway(TaskId::NONE));
     let mut cx = Context::from_waker(Waker::noop());
     drop(held);
     assert!(next.as_mut().poll(&mut cx).is_pending() && !access.is_exclusive());

@@ -7,9 +7,9 @@ use std::thread::Thread;
 
 /// A wait for queues to scan their tasks, and for the found tasks to end.
 #[derive(Default)]
-struct Wait {
+struct WaitState {
     /// Queues that have not scanned, and tasks that have not ended.
-    left: AtomicUsize,
+    open: AtomicUsize,
     found: AtomicUsize,
     /// True if a queue with chains that were not popped has stopped, or its ring is bad.
     has_lost: AtomicBool,
@@ -17,30 +17,30 @@ struct Wait {
 }
 
 /// A queue or task that is awaited. Dropping it marks its end.
-pub(crate) struct Left(Arc<Wait>);
+pub(crate) struct WaitToken(Arc<WaitState>);
 
-impl Left {
+impl WaitToken {
     /// Counts a task that was found.
-    pub(super) fn find(&self) {
+    pub(super) fn count_found(&self) {
         self.0.found.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Marks that covered tasks may be popped later.
-    pub(crate) fn lose(&self) {
+    pub(crate) fn mark_lost(&self) {
         self.0.has_lost.store(true, Ordering::Relaxed);
     }
 }
 
-impl Clone for Left {
+impl Clone for WaitToken {
     fn clone(&self) -> Self {
-        self.0.left.fetch_add(1, Ordering::Relaxed);
+        self.0.open.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(&self.0))
     }
 }
 
-impl Drop for Left {
+impl Drop for WaitToken {
     fn drop(&mut self) {
-        if self.0.left.fetch_sub(1, Ordering::AcqRel) == 1
+        if self.0.open.fetch_sub(1, Ordering::AcqRel) == 1
             && let Some(waker) = self.0.waker.lock().unwrap_or_else(PoisonError::into_inner).take()
         {
             waker.wake();
@@ -48,21 +48,21 @@ impl Drop for Left {
     }
 }
 
-/// Waits until every [`Left`] is gone.
-pub(crate) struct Waiting(Arc<Wait>);
+/// Waits until every [`WaitToken`] is gone.
+pub(crate) struct WaitGroup(Arc<WaitState>);
 
-impl Waiting {
-    /// Creates a wait, with the first [`Left`].
-    pub(crate) fn new() -> (Self, Left) {
-        let wait = Arc::new(Wait::default());
-        wait.left.store(1, Ordering::Relaxed);
-        (Self(Arc::clone(&wait)), Left(wait))
+impl WaitGroup {
+    /// Creates a wait, with the first [`WaitToken`].
+    pub(crate) fn new() -> (Self, WaitToken) {
+        let wait = Arc::new(WaitState::default());
+        wait.open.store(1, Ordering::Relaxed);
+        (Self(Arc::clone(&wait)), WaitToken(wait))
     }
 
     /// Ready with the number of tasks found.
     pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<usize> {
         *self.0.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
-        if self.0.left.load(Ordering::Acquire) > 0 {
+        if self.0.open.load(Ordering::Acquire) > 0 {
             return Poll::Pending;
         }
         Poll::Ready(self.0.found.load(Ordering::Relaxed))

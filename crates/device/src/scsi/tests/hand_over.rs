@@ -7,7 +7,7 @@ use crate::blk::config::BlkOptions;
 #[test]
 fn a_device_goes_on_with_what_its_initiators_have() {
     let before = Initiator::new();
-    let awaited = UnitOptions { access: Arc::new(DiskAccess::awaited()), ..options() };
+    let awaited = UnitOptions { access: Arc::new(DiskAccess::for_hand_over()), ..options() };
     let mut after = before.beside(&awaited);
     let scsi = Initiator::scsi(&before.device);
     scsi.access(UNIT).unwrap().refresh();

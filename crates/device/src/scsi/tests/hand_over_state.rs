@@ -5,7 +5,7 @@ use crate::scsi::sense::Sense;
 
 /// A device in another process that continues `before`, through a text.
 fn after(before: &Initiator) -> Initiator {
-    let awaited = UnitOptions { access: Arc::new(DiskAccess::awaited()), ..options() };
+    let awaited = UnitOptions { access: Arc::new(DiskAccess::for_hand_over()), ..options() };
     let after = before.beside(&awaited);
     let (state, files) = before.device.hand_over().unwrap();
     let text = serde_json::to_string(&state).unwrap();

@@ -4,18 +4,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockio::disk::{Direction, Limits, Requester};
 
+use super::blk_guests::{BLK_ERROR, BLK_OUT, BlkGuest};
+use super::limits::{begin_write, compare_and_write};
 use super::sharing::{
     ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, hold,
     read, three, turn_until, write,
 };
-use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
-use super::throttled::{begin_write, compare_and_write};
 use super::*;
 use crate::queue_setup::StopKind;
-use crate::scsi::access::Exclusive;
-use crate::scsi::at_disk::AtDisk;
-use crate::scsi::outcome::Task;
+use crate::scsi::access::MediumGuard;
+use crate::scsi::outcome::TaskHandle;
 use crate::scsi::task_set::Tasks;
+use crate::scsi::task_wait::DiskTask;
 
 const BUSY: u8 = 0x08;
 const RESERVATION_CONFLICT: u8 = 0x18;
@@ -32,20 +32,20 @@ enum Waits {
 const EACH: [Waits; 3] = [Waits::Begins, Waits::WantsItAlone, Waits::GoesOn];
 
 /// Three initiators of a disk that is held; the second has begun a command that waits.
-fn held_up(waits: Waits) -> ([Initiator; 3], Exclusive) {
+fn held_up(waits: Waits) -> ([Initiator; 3], MediumGuard) {
     held_up_of(three(), waits)
 }
 
 /// Like [`held_up`], with commands that are marked. The command with the medium waits itself.
-fn held_up_and_marked(waits: Waits) -> ([Initiator; 3], Exclusive) {
+fn held_up_and_marked(waits: Waits) -> ([Initiator; 3], MediumGuard) {
     let mut all = three();
     all[1].mark_commands();
     let (all, held) = held_up_of(all, waits);
-    held.set_held(true);
+    held.set_owner_waits(true);
     (all, held)
 }
 
-fn held_up_of(mut all: [Initiator; 3], waits: Waits) -> ([Initiator; 3], Exclusive) {
+fn held_up_of(mut all: [Initiator; 3], waits: Waits) -> ([Initiator; 3], MediumGuard) {
     if waits == Waits::GoesOn {
         begin_write(&mut all[1]);
     }
@@ -77,7 +77,7 @@ fn who_waits_for_one_that_waits_itself_is_ended_by_functions() {
                 let before = all[1].on_disk(0);
                 let mut control = Control::start(&all[by].device);
                 if !comes_before {
-                    held.set_held(true);
+                    held.set_owner_waits(true);
                     all[1].scene.turn(10);
                 }
                 control.begin(function);
@@ -86,7 +86,7 @@ fn who_waits_for_one_that_waits_itself_is_ended_by_functions() {
                     for _ in 0..10 {
                         assert_eq!(control.turn(&scenes), None, "its turn comes soon");
                     }
-                    held.set_held(true);
+                    held.set_owner_waits(true);
                 }
                 assert_eq!(control.end(&scenes), OK, "{function} {waits:?}");
                 assert_eq!(all[1].end().response, response, "{function} {waits:?}");
@@ -109,13 +109,13 @@ fn a_queue_that_stops_does_not_wait_for_one_that_waits_itself() {
     ] {
         for is_held in [false, true] {
             let (mut all, held) = held_up(waits);
-            held.set_held(is_held);
+            held.set_owner_waits(is_held);
             all[1].scene.turn(10);
             let stopped = all[1].take_queue().begin_final_stop();
             if !is_held {
                 all[1].scene.turn(10);
                 assert_eq!(stopped.poll(), None, "{waits:?}: the one that has it is done soon");
-                held.set_held(true);
+                held.set_owner_waits(true);
             }
             all[1].scene.wait(&stopped);
             let answer = all[1].end();
@@ -128,7 +128,7 @@ fn a_queue_that_stops_does_not_wait_for_one_that_waits_itself() {
 fn a_queue_that_pauses_waits_for_one_that_waits_itself_and_fails_nothing() {
     for waits in EACH {
         let (mut all, held) = held_up(waits);
-        held.set_held(true);
+        held.set_owner_waits(true);
         let stopped = all[1].take_queue().begin_stop(StopKind::Pause);
         all[1].scene.turn(10);
         assert_eq!(stopped.poll(), None, "{waits:?}");
@@ -179,7 +179,7 @@ fn a_command_that_is_aborted_while_it_waits_is_not_left() {
 #[test]
 fn a_unit_is_removed_though_commands_wait_for_one_that_waits_itself() {
     let (mut all, held) = held_up(Waits::Begins);
-    held.set_held(true);
+    held.set_owner_waits(true);
     let removed = Initiator::scsi(&all[1].device).remove_unit(UNIT).unwrap();
     turn_until(&mut all, |_| removed.is_unused());
     assert_eq!(all[1].end().status, BUSY);
@@ -190,7 +190,7 @@ fn a_queue_of_virtio_blk_that_stops_does_not_wait_for_one_that_waits_itself() {
     for is_held in [false, true] {
         let mut all = three();
         let held = hold(&mut all);
-        held.set_held(is_held);
+        held.set_owner_waits(is_held);
         let mut guest = BlkGuest::beside(&all[0]);
         guest.begin(BLK_OUT, 1);
         guest.scene.turn(10);
@@ -198,7 +198,7 @@ fn a_queue_of_virtio_blk_that_stops_does_not_wait_for_one_that_waits_itself() {
         if !is_held {
             guest.scene.turn(10);
             assert_eq!(stopped.poll(), None, "the one that has it is done soon");
-            held.set_held(true);
+            held.set_owner_waits(true);
         }
         guest.scene.wait(&stopped);
         assert_eq!(guest.end(), BLK_ERROR);
@@ -212,7 +212,7 @@ fn a_shrink_does_not_wait_for_those_who_wait_for_one_that_waits_itself() {
     const OUT_OF_RANGE: [u8; 3] = [5, 0x21, 0];
     for waits in EACH {
         let (mut all, held) = held_up(waits);
-        held.set_held(true);
+        held.set_owner_waits(true);
         let access = all[0].access();
         let cut_off = std::thread::spawn(move || access.cut_off(0));
         turn_until(&mut all, |_| cut_off.is_finished());
@@ -233,20 +233,20 @@ fn one_that_has_the_medium_says_that_it_waits() {
     let tasks = Tasks::new(0);
     let number = tasks.begin(0, (UNIT, None), 7, 1, || ()).unwrap();
     let unit = all[0].local_unit();
-    let at_disk = AtDisk::new(&unit, Task { tasks: &tasks, number }).with_medium(&held);
-    let goes_on = |at_disk: &AtDisk<'_>| {
-        at_disk.waits();
-        let goes_on = all[0].scene.thread.block_on(at_disk.goes_on(Direction::Write));
+    let disk_task = DiskTask::new(&unit, TaskHandle { tasks: &tasks, number }).with_medium(&held);
+    let goes_on = |disk_task: &DiskTask<'_>| {
+        disk_task.waits();
+        let goes_on = all[0].scene.thread.block_on(disk_task.goes_on(Direction::Write));
         goes_on.unwrap().unwrap();
         all[1].scene.turn(10);
         stopped.poll()
     };
-    assert_eq!(goes_on(&at_disk), None, "it waits no more");
-    at_disk.waits();
+    assert_eq!(goes_on(&disk_task), None, "it waits no more");
+    disk_task.waits();
     all[1].scene.wait(&stopped);
     assert_eq!(all[1].end().status, BUSY);
-    at_disk.ends();
-    assert!(tasks.outside() == 0);
+    disk_task.ends();
+    assert!(tasks.suspended() == 0);
 }
 
 /// A reservation may have changed between the arrival of a command and its execution.

@@ -2,8 +2,8 @@
 
 use virtqueue::{LocalMemory, SplitQueue};
 
+use super::limits::{begin_write, limit};
 use super::sharing::read;
-use super::throttled::{begin_write, limit};
 use super::*;
 use crate::queue_setup::Ring;
 use crate::queue_setup::StopKind;

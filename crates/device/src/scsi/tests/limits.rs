@@ -2,11 +2,11 @@
 
 use blockio::disk::{Limits, Rate, Rates};
 
+use super::blk_guests::{BLK_ERROR, BLK_OUT, BlkGuest};
 use super::sharing::{
     ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
     switch_cache, three, turn_until, write,
 };
-use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
 use super::*;
 
 const RESERVATION_CONFLICT: u8 = 0x18;

@@ -3,7 +3,7 @@
 /// The uses of a task. Each is dated by the number of covers that its queue had made when the use
 /// became possible.
 #[derive(Clone, Copy)]
-pub(super) struct Uses {
+pub(super) struct TaskResources {
     /// Use of the disk; 0 precedes every cover.
     pub(super) disk_since: u64,
     pub(super) medium_since: u64,
@@ -12,9 +12,9 @@ pub(super) struct Uses {
 }
 
 /// The date of a use that is not possible.
-pub(super) const NOT: u64 = u64::MAX;
+pub(super) const NEVER: u64 = u64::MAX;
 
-impl Uses {
+impl TaskResources {
     /// The uses of a task that begins.
     #[inline(always)]
     pub(super) const fn medium_since(medium_since: u64) -> Self {

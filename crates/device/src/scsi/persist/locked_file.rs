@@ -14,12 +14,12 @@ const MODE: u32 = 0o600;
 
 /// The file at a path, if there is one. This owner then has it alone.
 #[derive(Debug)]
-pub(super) struct OwnFile {
+pub(super) struct LockedFile {
     path: PathBuf,
     locked: Option<File>,
 }
 
-impl OwnFile {
+impl LockedFile {
     /// Locks the file at `path`, if there is one, and reads at most `bytes_max` + 1 bytes of it.
     ///
     /// # Errors
@@ -183,8 +183,8 @@ fn write(mut file: &File, text: &str) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn take(path: &Path) -> io::Result<(OwnFile, Option<String>)> {
-        OwnFile::take(path.to_owned(), 100)
+    fn take(path: &Path) -> io::Result<(LockedFile, Option<String>)> {
+        LockedFile::take(path.to_owned(), 100)
     }
 
     fn is_busy<T>(result: io::Result<T>) -> bool {

@@ -120,7 +120,7 @@ fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
     for value in 1..20 {
         // The request may have begun when the disk is taken: then it ends before.
         guest.begin(BLK_OUT, value);
-        let mut exclude = Box::pin(access.exclude_anyway(TaskId::NONE));
+        let mut exclude = Box::pin(access.take_medium_anyway(TaskId::NONE));
         let mut cx = Context::from_waker(Waker::noop());
         let mut exclusive = None;
         turn_until(&mut all, |_| {

@@ -9,40 +9,40 @@ use std::pin::Pin;
 
 use blockio::disk::{Direction, Requester};
 
-use super::access::Exclusive;
-use super::outcome::{Failure, Task};
+use super::access::MediumGuard;
+use super::outcome::{Failure, TaskHandle};
 use super::persist::CommandClass;
 use super::request_queue::LocalUnit;
 
 /// A task, and the unit on which it works.
 #[derive(Clone, Copy)]
-pub(super) struct AtDisk<'a> {
+pub(super) struct DiskTask<'a> {
     local: &'a LocalUnit,
-    task: Task<'a>,
+    task: TaskHandle<'a>,
     /// Present if the task has the medium to itself.
-    exclusive: Option<&'a Exclusive>,
+    exclusive: Option<&'a MediumGuard>,
     /// If true, the task ends at its next piece when its queue stops.
-    is_long: bool,
+    ends_at_stop: bool,
 }
 
 /// True if a long task has ended because its queue stops, and not by a disk error.
-pub(super) fn is_stopped(error: &io::Error) -> bool {
+pub(super) fn is_queue_stop_error(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ResourceBusy && error.raw_os_error().is_none()
 }
 
-impl<'a> AtDisk<'a> {
-    pub(super) fn new(local: &'a LocalUnit, task: Task<'a>) -> Self {
-        Self { local, task, exclusive: None, is_long: false }
+impl<'a> DiskTask<'a> {
+    pub(super) fn new(local: &'a LocalUnit, task: TaskHandle<'a>) -> Self {
+        Self { local, task, exclusive: None, ends_at_stop: false }
     }
 
     /// A task that may move much data, however short its request is. When its queue stops, it
     /// answers BUSY before the next piece, and drivers send it again.
-    pub(super) fn long(local: &'a LocalUnit, task: Task<'a>) -> Self {
-        Self { is_long: true, ..Self::new(local, task) }
+    pub(super) fn new_long(local: &'a LocalUnit, task: TaskHandle<'a>) -> Self {
+        Self { ends_at_stop: true, ..Self::new(local, task) }
     }
 
     /// Marks the task as the one with the medium to itself.
-    pub(super) fn with_medium(self, exclusive: &'a Exclusive) -> Self {
+    pub(super) fn with_medium(self, exclusive: &'a MediumGuard) -> Self {
         Self { exclusive: Some(exclusive), ..self }
     }
 
@@ -52,9 +52,9 @@ impl<'a> AtDisk<'a> {
     ///
     /// If the task was aborted during the wait, or cannot wait.
     pub(super) async fn pass_medium(self) -> Result<(), Failure> {
-        let is_outside = Cell::new(false);
-        let passed = self.local.unit.access.pass(|| self.wait_outside(&is_outside)).await;
-        self.come_back(&is_outside, passed)
+        let is_suspended = Cell::new(false);
+        let passed = self.local.unit.access.pass(|| self.suspend_once(&is_suspended)).await;
+        self.resume_after(&is_suspended, passed)
     }
 
     /// Waits until the task has the medium to itself.
@@ -62,11 +62,11 @@ impl<'a> AtDisk<'a> {
     /// # Errors
     ///
     /// As for [`pass_medium`](Self::pass_medium).
-    pub(super) async fn take_medium(self) -> Result<Exclusive, Failure> {
-        let is_outside = Cell::new(false);
+    pub(super) async fn take_medium(self) -> Result<MediumGuard, Failure> {
+        let is_suspended = Cell::new(false);
         let access = &self.local.unit.access;
-        let taken = access.exclude(self.task.id(), || self.wait_outside(&is_outside)).await;
-        self.come_back(&is_outside, taken)
+        let taken = access.take_medium(self.task.id(), || self.suspend_once(&is_suspended)).await;
+        self.resume_after(&is_suspended, taken)
     }
 
     /// Lets waiting tasks take the medium between two uses of it by a long task, so that they need
@@ -75,7 +75,7 @@ impl<'a> AtDisk<'a> {
     /// # Errors
     ///
     /// If the task cannot continue: it was aborted, a reservation conflicts, or its queue stops.
-    pub(super) async fn give_way(self) -> Result<(), Failure> {
+    pub(super) async fn yield_medium(self) -> Result<(), Failure> {
         self.task.check()?;
         if self.is_to_end() {
             return Err(Failure::Busy);
@@ -84,33 +84,34 @@ impl<'a> AtDisk<'a> {
         if !unit.access.is_exclusive() {
             return Ok(());
         }
-        self.task.tasks.steps_out(self.task.number);
+        self.task.tasks.suspend(self.task.number);
         let passed = unit.access.pass(|| self.check_waiting()).await;
-        self.come_back(&Cell::new(true), passed)?;
+        self.resume_after(&Cell::new(true), passed)?;
         if unit.attached.conflicts(CommandClass::Reads) {
             return Err(Failure::Conflict);
         }
         Ok(())
     }
 
-    /// Steps out on the first call: the task with the medium waits too, so this one uses nothing.
-    fn wait_outside(self, is_outside: &Cell<bool>) -> Result<(), Failure> {
-        if !is_outside.replace(true) {
-            self.task.tasks.steps_out(self.task.number);
+    /// Suspends the task on the first call: the task with the medium waits too, so this one uses
+    /// nothing.
+    fn suspend_once(self, is_suspended: &Cell<bool>) -> Result<(), Failure> {
+        if !is_suspended.replace(true) {
+            self.task.tasks.suspend(self.task.number);
         }
         self.check_waiting()
     }
 
-    fn come_back<T>(
+    fn resume_after<T>(
         self,
-        is_outside: &Cell<bool>,
+        is_suspended: &Cell<bool>,
         waited: Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let Task { tasks, number } = self.task;
-        if is_outside.get() {
+        let TaskHandle { tasks, number } = self.task;
+        if is_suspended.get() {
             match &waited {
-                Ok(_) => tasks.steps_in(number),
-                Err(_) => tasks.ends_outside(),
+                Ok(_) => tasks.resume(number),
+                Err(_) => tasks.end_suspended(),
             }
         }
         let has_it = waited?;
@@ -125,7 +126,7 @@ impl<'a> AtDisk<'a> {
     }
 
     fn is_to_end(&self) -> bool {
-        self.is_long && self.local.disk.is_stopping()
+        self.ends_at_stop && self.local.disk.is_stopping()
     }
 
     /// Fails if the task was aborted. The abort then replaces any result of the disk.
@@ -134,11 +135,11 @@ impl<'a> AtDisk<'a> {
     }
 }
 
-impl Requester for AtDisk<'_> {
+impl Requester for DiskTask<'_> {
     fn waits(&self) {
-        self.task.tasks.steps_out(self.task.number);
+        self.task.tasks.suspend(self.task.number);
         if let Some(exclusive) = self.exclusive {
-            exclusive.set_held(true);
+            exclusive.set_owner_waits(true);
         }
     }
 
@@ -148,19 +149,19 @@ impl Requester for AtDisk<'_> {
 
     fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
         Box::pin(async move {
-            let Task { tasks, number } = self.task;
+            let TaskHandle { tasks, number } = self.task;
             let unit = &self.local.unit;
             if let Some(exclusive) = self.exclusive {
-                exclusive.set_held(false);
+                exclusive.set_owner_waits(false);
             } else if tasks.had_medium(number)
                 && unit.access.is_exclusive()
                 && let Err(_) = unit.access.pass(|| self.check_waiting()).await
             {
-                tasks.ends_outside();
+                tasks.end_suspended();
                 self.check_aborted()?;
                 return Err(io::Error::from_raw_os_error(libc::EBUSY));
             }
-            tasks.steps_in(number);
+            tasks.resume(number);
             self.check_aborted()?;
             let class = match direction {
                 Direction::Read => CommandClass::Reads,
@@ -174,9 +175,9 @@ impl Requester for AtDisk<'_> {
     }
 
     fn ends(&self) {
-        self.task.tasks.ends_outside();
+        self.task.tasks.end_suspended();
         if let Some(exclusive) = self.exclusive {
-            exclusive.set_held(false);
+            exclusive.set_owner_waits(false);
         }
     }
 

@@ -1,45 +1,46 @@
-//! Turns for equal users of a resource: a few have one, in order of arrival, and the rest wait.
+//! A fair semaphore: a few users of a resource hold a permit, in order of arrival, and the rest
+//! wait.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// The turns in progress, and the waits for one, on any threads.
-pub(super) struct Turns {
+/// The permits in use, and the waits for one, on any threads.
+pub(super) struct FairSemaphore {
     most: usize,
     line: Mutex<Line>,
 }
 
 #[derive(Default)]
 struct Line {
-    in_progress: usize,
+    in_use: usize,
     came: u64,
     /// Keyed by the order of arrival.
     waiting: BTreeMap<u64, Waker>,
 }
 
-impl Turns {
-    /// Allows `most` turns at a time.
+impl FairSemaphore {
+    /// Creates a semaphore with `most` permits.
     pub(super) fn new(most: usize) -> Self {
         Self { most, line: Mutex::default() }
     }
 
-    /// Waits for a turn, which lasts until the result is dropped.
-    pub(super) async fn next(&self) -> Turn<'_> {
+    /// Waits for a permit, which is held until the result is dropped.
+    pub(super) async fn acquire(&self) -> Permit<'_> {
         let came = {
             let mut line = self.line();
             line.came += 1;
             line.came
         };
-        let mut turn = Turn { turns: self, came, has_begun: false };
-        poll_fn(|cx| turn.poll(cx)).await;
-        turn
+        let mut permit = Permit { semaphore: self, came, is_held: false };
+        poll_fn(|cx| permit.poll(cx)).await;
+        permit
     }
 
-    /// Wakes the first waiter, if it may begin its turn.
+    /// Wakes the first waiter, if a permit is free.
     fn wake_next(&self, line: &Line) {
-        if line.in_progress < self.most
+        if line.in_use < self.most
             && let Some(next) = line.waiting.values().next()
         {
             next.wake_by_ref();
@@ -51,38 +52,38 @@ impl Turns {
     }
 }
 
-/// A turn, or the wait for it.
-pub(super) struct Turn<'a> {
-    turns: &'a Turns,
+/// A permit, or the wait for it.
+pub(super) struct Permit<'a> {
+    semaphore: &'a FairSemaphore,
     came: u64,
-    has_begun: bool,
+    is_held: bool,
 }
 
-impl Turn<'_> {
+impl Permit<'_> {
     fn poll(&mut self, cx: &Context<'_>) -> Poll<()> {
-        let mut line = self.turns.line();
+        let mut line = self.semaphore.line();
         line.waiting.insert(self.came, cx.waker().clone());
         let is_first = line.waiting.keys().next() == Some(&self.came);
-        if !is_first || line.in_progress >= self.turns.most {
+        if !is_first || line.in_use >= self.semaphore.most {
             return Poll::Pending;
         }
         line.waiting.remove(&self.came);
-        line.in_progress += 1;
-        self.has_begun = true;
-        self.turns.wake_next(&line);
+        line.in_use += 1;
+        self.is_held = true;
+        self.semaphore.wake_next(&line);
         Poll::Ready(())
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for Permit<'_> {
     fn drop(&mut self) {
-        let mut line = self.turns.line();
-        if self.has_begun {
-            line.in_progress -= 1;
+        let mut line = self.semaphore.line();
+        if self.is_held {
+            line.in_use -= 1;
         } else {
             line.waiting.remove(&self.came);
         }
-        self.turns.wake_next(&line);
+        self.semaphore.wake_next(&line);
     }
 }
 
@@ -92,20 +93,21 @@ mod tests {
 
     use super::*;
 
-    type Waits<'a> = Pin<Box<dyn Future<Output = Turn<'a>> + 'a>>;
+    type Waits<'a> = Pin<Box<dyn Future<Output = Permit<'a>> + 'a>>;
 
-    fn poll<'a>(waits: &mut Waits<'a>) -> Option<Turn<'a>> {
+    fn poll<'a>(waits: &mut Waits<'a>) -> Option<Permit<'a>> {
         match waits.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(turn) => Some(turn),
+            Poll::Ready(permit) => Some(permit),
             Poll::Pending => None,
         }
     }
 
     #[test]
-    fn turns_go_in_the_order_in_which_they_were_asked_for() {
-        let turns = Turns::new(2);
-        let mut all: Vec<Waits<'_>> = (0..5).map(|_| Box::pin(turns.next()) as Waits<'_>).collect();
-        let mut begun: Vec<Option<Turn<'_>>> = all.iter_mut().map(poll).collect();
+    fn permits_are_given_in_the_order_of_the_waits() {
+        let semaphore = FairSemaphore::new(2);
+        let mut all: Vec<Waits<'_>> =
+            (0..5).map(|_| Box::pin(semaphore.acquire()) as Waits<'_>).collect();
+        let mut begun: Vec<Option<Permit<'_>>> = all.iter_mut().map(poll).collect();
         assert_eq!(begun.iter().flatten().count(), 2);
         begun[1] = None;
         assert!(poll(&mut all[3]).is_none(), "another came before");
