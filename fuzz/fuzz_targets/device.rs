@@ -208,11 +208,11 @@ impl<'a> Run<'a> {
         });
         self.queues[index].kick = (switches & 8 == 0).then(new_eventfd);
         let call = (switches & 16 == 0).then(new_eventfd);
-        self.go_on(index, call);
+        self.start_at_ring(index, call);
     }
 
     /// Starts the queue at the next entry of its ring.
-    fn go_on(&mut self, index: usize, call: Option<OwnedFd>) {
+    fn start_at_ring(&mut self, index: usize, call: Option<OwnedFd>) {
         let Some(ring) = self.queues[index].ring else { return };
         let kick = &self.queues[index].kick;
         let setup = QueueSetup {
@@ -248,9 +248,9 @@ impl<'a> Run<'a> {
     }
 
     /// The driver's side of a queue, at the place that the input has chosen.
-    fn driver(&self, index: usize) -> Option<driver::Ring<Anywhere<'_>>> {
+    fn driver(&self, index: usize) -> Option<driver::Ring<UncheckedMemory<'_>>> {
         let ring = self.queues[index].ring?;
-        let memory = Anywhere(&self.memory);
+        let memory = UncheckedMemory(&self.memory);
         (ring.size > 0).then(|| driver::Ring::new(memory, ring.config(false, true)))
     }
 
@@ -294,7 +294,7 @@ impl<'a> Run<'a> {
         self.stop_all();
         self.map(layout);
         for (index, _) in running.iter().enumerate().filter(|(_, running)| **running) {
-            self.go_on(index, Some(new_eventfd()));
+            self.start_at_ring(index, Some(new_eventfd()));
         }
     }
 
@@ -339,9 +339,9 @@ impl<'a> Run<'a> {
 }
 
 /// Memory of a ring at any address: accesses to unmapped addresses are ignored.
-struct Anywhere<'a>(&'a GuestMemory);
+struct UncheckedMemory<'a>(&'a GuestMemory);
 
-impl DriverMemory for Anywhere<'_> {
+impl DriverMemory for UncheckedMemory<'_> {
     fn load(&self, addr: u64, bytes: &mut [u8]) {
         let _ = self.0.read(addr, bytes);
     }

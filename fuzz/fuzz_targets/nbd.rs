@@ -38,12 +38,12 @@ fn listener() -> &'static (tempfile::TempDir, UnixListener, PathBuf) {
 }
 
 /// Sends all of this to the next client, and nothing else.
-fn serve(said: Vec<u8>) -> JoinHandle<()> {
+fn serve(sent: Vec<u8>) -> JoinHandle<()> {
     let listener = &listener().1;
     std::thread::spawn(move || {
         let (mut client, _) = listener.accept().expect("a client");
         // The client may not read the rest, or may close the connection.
-        let _ = client.write_all(&said);
+        let _ = client.write_all(&sent);
         let _ = client.shutdown(Shutdown::Write);
         let _ = client.read_to_end(&mut Vec::new());
     })
@@ -58,28 +58,28 @@ fn handshake(kind: u8) -> Vec<u8> {
         [&magic[..], &numbers, data].concat()
     };
     let unsupported = 1 << 31 | 1;
-    let mut said = b"NBDMAGICIHAVEOPT\0\x03".to_vec();
+    let mut sent = b"NBDMAGICIHAVEOPT\0\x03".to_vec();
     let framing = kind % 3;
-    said.extend(reply(11, if framing == 2 { 1 } else { unsupported }, &[]));
+    sent.extend(reply(11, if framing == 2 { 1 } else { unsupported }, &[]));
     if framing < 2 {
-        said.extend(reply(8, if framing == 1 { 1 } else { unsupported }, &[]));
+        sent.extend(reply(8, if framing == 1 { 1 } else { unsupported }, &[]));
     }
     if framing > 0 {
-        said.extend(reply(10, 4, b"\0\0\0\x01base:allocation"));
-        said.extend(reply(10, 1, &[]));
+        sent.extend(reply(10, 4, b"\0\0\0\x01base:allocation"));
+        sent.extend(reply(10, 1, &[]));
     }
     let flags = 0b1001_0110_1101u16.to_be_bytes();
-    said.extend(reply(7, 3, &[&[0, 0][..], &(1u64 << 20).to_be_bytes(), &flags].concat()));
-    said.extend(reply(7, 1, &[]));
-    said
+    sent.extend(reply(7, 3, &[&[0, 0][..], &(1u64 << 20).to_be_bytes(), &flags].concat()));
+    sent.extend(reply(7, 1, &[]));
+    sent
 }
 
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
     let kind = input.u8();
-    let mut said = if kind & 1 == 1 { handshake(kind >> 1) } else { Vec::new() };
-    said.extend(input.bytes(usize::MAX));
-    let server = serve(said);
+    let mut sent = if kind & 1 == 1 { handshake(kind >> 1) } else { Vec::new() };
+    sent.extend(input.bytes(usize::MAX));
+    let server = serve(sent);
     let nbd = NbdOptions {
         address: NbdAddress::Unix(listener().2.clone()),
         export: "disk".to_owned(),

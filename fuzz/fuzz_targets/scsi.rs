@@ -96,11 +96,11 @@ struct Queue {
     ring: Ring,
     handle: Option<QueueHandle>,
     /// Chains that are not answered, by their heads.
-    out: HashMap<u32, Out>,
+    out: HashMap<u32, PendingChain>,
 }
 
 /// A chain that is not answered.
-struct Out {
+struct PendingChain {
     sent: Vec<u8>,
     /// Address and length of the room that the device may write.
     at: u64,
@@ -157,7 +157,7 @@ fn lun(how: u8, input: &mut Input) -> [u8; 8] {
 }
 
 /// Checks that the control queue may give this answer.
-fn judge(out: &Out, response: &[u8]) {
+fn check_response(out: &PendingChain, response: &[u8]) {
     let word = |at: usize| {
         out.sent[at..].first_chunk().map_or(u32::MAX, |bytes| u32::from_le_bytes(*bytes))
     };
@@ -383,7 +383,7 @@ impl<'a> Run<'a> {
         let head = queue.driver.add(&chain, None);
         queue.driver.publish();
         let has_fault = fault.is_some_and(|fault| fault != Fault::Order || room > 0);
-        let out = Out { sent: sent.to_vec(), at: slot + at, room, has_fault };
+        let out = PendingChain { sent: sent.to_vec(), at: slot + at, room, has_fault };
         let before = queue.out.insert(head.into(), out);
         assert!(before.is_none(), "a head is out twice");
     }
@@ -395,12 +395,12 @@ impl<'a> Run<'a> {
                 let Some(out) = queue.out.remove(&used.head) else {
                     panic!("chain {} of queue {index} is answered twice", used.head);
                 };
-                let Out { at, room, has_fault, .. } = out;
+                let PendingChain { at, room, has_fault, .. } = out;
                 assert!(used.bytes <= room, "{} bytes of {room} are written", used.bytes);
                 if index % QUEUES == 0 {
                     let mut response = vec![0; used.bytes as usize];
                     self.memory.read(at, &mut response).expect("it is in memory");
-                    judge(&out, &response);
+                    check_response(&out, &response);
                 }
                 if index % QUEUES < 2 || u64::from(used.bytes) < RESPONSE_BYTES {
                     continue;

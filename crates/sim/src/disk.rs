@@ -9,7 +9,7 @@ use blockio::disk::{DiskInfo, Limits, Rate, Rates};
 use blockio::{DiskSource, EngineKind};
 use iomem::fits;
 
-use crate::blame::{self, Failed};
+use crate::attribution::{self, FailedRequest};
 use crate::content::{Value, describe, initial, value_of};
 use crate::failure::Failure;
 use crate::faults::Class;
@@ -21,7 +21,7 @@ use crate::world::World;
 
 /// The effect of a request on a disk.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Touch {
+pub(crate) struct DiskEffect {
     /// Classes of ops with errors that the request may report.
     pub(crate) classes: &'static [Class],
     /// First sectors and counts.
@@ -38,7 +38,7 @@ pub(crate) struct Touch {
 
 /// The end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum RequestOutcome {
     Done,
     /// Failed with an error that has a cause.
     Failed,
@@ -52,7 +52,7 @@ pub(crate) enum Ending {
 
 /// A request that is out.
 struct Open {
-    touch: Touch,
+    effect: DiskEffect,
     writes: Vec<WriteRef>,
 }
 
@@ -60,7 +60,7 @@ struct State {
     history: History,
     /// Requests that are out, by the time of their begin.
     open: BTreeMap<u64, Open>,
-    failed: Vec<Failed>,
+    failed: Vec<FailedRequest>,
     /// The time since which each write is on stable storage at its answer.
     write_through_since: u64,
     /// The time of the last answer to a request that began before data was lost.
@@ -173,18 +173,18 @@ impl Disk {
     /// True if no request to these sectors is out.
     pub(crate) fn is_free(&self, first: u64, count: u64) -> bool {
         let state = self.state.borrow();
-        let mut taken = state.open.values().flat_map(|open| &open.touch.ranges);
+        let mut taken = state.open.values().flat_map(|open| &open.effect.ranges);
         !taken.any(|&(f, c)| first < f + c && f < first + count)
     }
 
     /// Records a request that goes out.
-    pub(crate) fn begin(&self, touch: &Touch, begin: u64) {
+    pub(crate) fn begin(&self, effect: &DiskEffect, begin: u64) {
         let State { history, open, .. } = &mut *self.state.borrow_mut();
-        let sectors = touch.ranges.iter().flat_map(|&(first, count)| first..first + count);
-        let value = touch.leaves;
+        let sectors = effect.ranges.iter().flat_map(|&(first, count)| first..first + count);
+        let value = effect.leaves;
         let writes =
             sectors.filter_map(|sector| Some(history.begin_write(sector, value?, begin))).collect();
-        open.insert(begin, Open { touch: touch.clone(), writes });
+        open.insert(begin, Open { effect: effect.clone(), writes });
     }
 
     /// Records the answer to the request that began at `begin`. `through`: it was sent without a
@@ -193,32 +193,38 @@ impl Disk {
         &self,
         begin: u64,
         end: u64,
-        how: Ending,
+        outcome: RequestOutcome,
         through: bool,
     ) -> Result<(), String> {
         let state = &mut *self.state.borrow_mut();
         let Some(mut open) = state.open.remove(&begin) else { return Ok(()) };
-        open.touch.fua |= through;
-        let done = how == Ending::Done;
-        self.check_promise(state, &open.touch, begin, end, done)?;
-        let Open { touch, writes } = open;
-        let is_stable = touch.fua || state.write_through_since < begin;
+        open.effect.fua |= through;
+        let done = outcome == RequestOutcome::Done;
+        self.check_promise(state, &open.effect, begin, end, done)?;
+        let Open { effect, writes } = open;
+        let is_stable = effect.fua || state.write_through_since < begin;
         for write in writes {
             // A daemon that has died since may have carried out a refused request.
-            if matches!(how, Ending::Refused | Ending::Gone) && !state.history.has_died(write) {
-                state.history.take_back(write);
+            if matches!(outcome, RequestOutcome::Refused | RequestOutcome::Gone)
+                && !state.history.has_died(write)
+            {
+                state.history.remove_refused(write);
                 continue;
             }
             // A discard may leave the old content.
-            state.history.end_write(write, end, done && !touch.is_optional, done && is_stable);
+            state.history.end_write(write, end, done && !effect.is_optional, done && is_stable);
         }
-        if done && touch.flushes {
+        if done && effect.flushes {
             state.history.flushed(begin);
         }
-        if matches!(how, Ending::Failed | Ending::Aborted | Ending::Gone) {
-            let Touch { classes, ranges, .. } = touch;
-            let (answered, is_gone) = (how == Ending::Failed, how == Ending::Gone);
-            state.failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
+        if matches!(
+            outcome,
+            RequestOutcome::Failed | RequestOutcome::Aborted | RequestOutcome::Gone
+        ) {
+            let DiskEffect { classes, ranges, .. } = effect;
+            let (answered, is_gone) =
+                (outcome == RequestOutcome::Failed, outcome == RequestOutcome::Gone);
+            state.failed.push(FailedRequest { classes, begin, end, ranges, answered, is_gone });
         }
         Ok(())
     }
@@ -228,7 +234,7 @@ impl Disk {
     fn check_promise(
         &self,
         state: &mut State,
-        touch: &Touch,
+        effect: &DiskEffect,
         begin: u64,
         end: u64,
         done: bool,
@@ -238,9 +244,9 @@ impl Disk {
             state.loss_told = end;
             return Ok(());
         }
-        let writes = touch.leaves.is_some() && !touch.is_optional;
-        let is_through = touch.fua || state.write_through_since < begin;
-        let is_stable = touch.flushes || (writes && is_through);
+        let writes = effect.leaves.is_some() && !effect.is_optional;
+        let is_through = effect.fua || state.write_through_since < begin;
+        let is_stable = effect.flushes || (writes && is_through);
         let has_older = state.open.first_key_value().is_some_and(|(other, _)| *other < lost_at);
         if done && is_stable && state.loss_told < begin && !has_older {
             return Err(format!("data was lost at {lost_at}, and this is said to be stable"));
@@ -268,13 +274,13 @@ impl Disk {
     }
 
     /// Records that COMPARE AND WRITE has found `was` in a sector and written value `id`.
-    pub(crate) fn swapped(&self, sector: u64, was: Value, id: u64, begin: u64, end: u64) {
-        self.state.borrow_mut().history.swapped(sector, was, Value::Id(id), begin, end);
+    pub(crate) fn record_swap(&self, sector: u64, was: Value, id: u64, begin: u64, end: u64) {
+        self.state.borrow_mut().history.record_swap(sector, was, Value::Id(id), begin, end);
     }
 
     /// True if a request that was out from `begin` to `end` must have found this value in a sector.
-    pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
-        self.state.borrow().history.surely_has(sector, value, begin, end)
+    pub(crate) fn must_have(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
+        self.state.borrow().history.must_have(sector, value, begin, end)
     }
 
     /// Checks that the answers so far, including errors, can be explained.
@@ -283,37 +289,37 @@ impl Disk {
         history.check()?;
         let end = self.world.tick();
         failed.extend(std::mem::take(open).into_iter().map(|(begin, open)| {
-            let Touch { classes, ranges, .. } = open.touch;
-            Failed { classes, begin, end, ranges, answered: false, is_gone: false }
+            let DiskEffect { classes, ranges, .. } = open.effect;
+            FailedRequest { classes, begin, end, ranges, answered: false, is_gone: false }
         }));
-        blame::check(&self.world.injected(self.index), failed)
+        attribution::check(&self.world.injected(self.index), failed)
     }
 
     /// Notes that the waiting command that began at `begin` was left in the region. All of it is
     /// carried out later, even if parts were done before. A read may have failed so that its blocks
     /// were to be read one by one, and blocks may have been given back.
-    pub(crate) fn left(&self, begin: u64, now: u64) {
-        self.shared.borrow_mut().leave(begin);
+    pub(crate) fn note_marked(&self, begin: u64, now: u64) {
+        self.shared.borrow_mut().note_marked(begin);
         let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
-        let Some(Open { touch, writes }) = open.get(&begin) else { return };
-        if touch.is_optional {
+        let Some(Open { effect, writes }) = open.get(&begin) else { return };
+        if effect.is_optional {
             writes.iter().for_each(|write| history.died(*write, now));
         }
-        let Touch { classes, ranges, .. } = touch.clone();
+        let DiskEffect { classes, ranges, .. } = effect.clone();
         let (end, answered, is_gone) = (now, false, false);
-        failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
+        failed.push(FailedRequest { classes, begin, end, ranges, answered, is_gone });
     }
 
     /// Notes that the daemon died at `now`. Another daemon carries out the requests that began at
     /// `unanswered`, again if they were, independent of the fate of their ops.
     pub(crate) fn died(&self, unanswered: &[u64], now: u64) -> Result<(), Failure> {
         let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
-        for (begin, Open { touch, writes }) in open {
+        for (begin, Open { effect, writes }) in open {
             if unanswered.contains(begin) {
                 writes.iter().for_each(|write| history.died(*write, now));
-                let Touch { classes, ranges, .. } = touch.clone();
+                let DiskEffect { classes, ranges, .. } = effect.clone();
                 let (begin, end, answered, is_gone) = (*begin, now, false, false);
-                failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
+                failed.push(FailedRequest { classes, begin, end, ranges, answered, is_gone });
             }
         }
         let told = self.shared.borrow_mut().died(now);

@@ -24,7 +24,7 @@ use crate::world::World;
 
 /// An available chain that was not yet popped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Waiting {
+struct WaitingChain {
     next_avail: u16,
     /// When the chain was first seen: rounds of the IoThread, its time, and the time for which ops
     /// have held it up.
@@ -32,7 +32,7 @@ struct Waiting {
 }
 
 /// The progress of an IoThread after a turn.
-pub(crate) struct Had {
+pub(crate) struct ThreadProgress {
     pub(crate) rounds: u64,
     /// Excludes time that other threads took while this one was ready to run.
     pub(crate) time_ns: u64,
@@ -44,7 +44,7 @@ pub(crate) struct Had {
 
 /// The state of a queue. With a front-end, a session starts and stops the queues and keeps the
 /// inner values.
-enum Service {
+enum QueueState {
     Stopped(u16),
     Starting(Option<Pending<Result<QueueHandle, StartError>>>),
     Running(Option<QueueHandle>),
@@ -62,11 +62,11 @@ pub(crate) struct Export {
     memory: Arc<GuestMemory>,
     /// The daemon's map of the inflight region. A session has its own.
     region: Option<InflightRegion>,
-    services: Vec<Service>,
+    queue_states: Vec<QueueState>,
     /// The front-end that controls the device, if it is not controlled directly.
     pub(crate) front_end: Option<FrontEnd>,
     /// The IoThread of each queue, and the chain that waits there.
-    places: Vec<(usize, Option<Waiting>)>,
+    places: Vec<(usize, Option<WaitingChain>)>,
     /// Removed units, until their disks are unused.
     removed: Vec<RemovedUnit>,
     /// A change to make once all queues have stopped.
@@ -89,7 +89,7 @@ impl Export {
             memory: Arc::new(guest.layout().map()),
             region: None,
             guest,
-            services: stopped(plan),
+            queue_states: stopped(plan),
             places: places(plan),
             removed: Vec::new(),
             waiting: None,
@@ -153,19 +153,20 @@ impl Export {
 
     /// Takes the answers that IoThreads have given since the last call.
     pub(crate) fn advance(&mut self) -> Result<(), Failure> {
-        for index in 0..self.services.len() {
-            let next = match &self.services[index] {
-                Service::Starting(Some(pending)) => pending.poll().map(|started| {
+        for index in 0..self.queue_states.len() {
+            let next = match &self.queue_states[index] {
+                QueueState::Starting(Some(pending)) => pending.poll().map(|started| {
                     let handle = started.map_err(|e| Failure::new("no start", e.to_string()))?;
                     self.trace(|| format!("queue {index} runs"));
                     self.guest.set_running(index, true);
-                    Ok(Service::Running(Some(handle)))
+                    Ok(QueueState::Running(Some(handle)))
                 }),
-                Service::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
+                QueueState::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
                     self.trace(|| format!("queue {index} stopped at {next_avail}"));
                     self.guest.set_stopped(index);
-                    self.guest.leave(index);
-                    let ((used, _), left) = (self.guest.indexes(index), self.guest.left(index));
+                    self.guest.note_marked(index);
+                    let ((used, _), left) =
+                        (self.guest.indexes(index), self.guest.marked_count(index));
                     if used.wrapping_add(left) != next_avail {
                         let text = format!(
                             "queue {index} has taken {next_avail} chains, answered {used} and left \
@@ -173,12 +174,12 @@ impl Export {
                         );
                         return Err(Failure::new("bad stop", text));
                     }
-                    Ok(Service::Stopped(next_avail))
+                    Ok(QueueState::Stopped(next_avail))
                 }),
                 _ => None,
             };
             if let Some(next) = next {
-                self.services[index] = next?;
+                self.queue_states[index] = next?;
             }
         }
         self.take_events();
@@ -197,13 +198,13 @@ impl Export {
         let Some(front_end) = &mut self.front_end else { return };
         for event in front_end.take_events() {
             match event {
-                Event::Started(queue) => self.services[queue] = Service::Running(None),
+                Event::Started(queue) => self.queue_states[queue] = QueueState::Running(None),
                 Event::Stopped(queue, next_avail) => {
-                    self.services[queue] = Service::Stopped(next_avail);
+                    self.queue_states[queue] = QueueState::Stopped(next_avail);
                 }
                 Event::AllStopped => {
-                    for (queue, service) in self.services.iter_mut().enumerate() {
-                        *service = Service::Stopped(self.guest.indexes(queue).0);
+                    for (queue, state) in self.queue_states.iter_mut().enumerate() {
+                        *state = QueueState::Stopped(self.guest.indexes(queue).0);
                     }
                 }
                 Event::Cached(is_cached) => self.disks[0].set_write_through(!is_cached),
@@ -213,14 +214,15 @@ impl Export {
 
     pub(crate) fn is_stopped(&self) -> bool {
         let is_connected = self.front_end.as_ref().is_some_and(|f| !f.is_disconnected());
-        !is_connected && self.services.iter().all(|s| matches!(s, Service::Stopped(_)))
+        !is_connected && self.queue_states.iter().all(|s| matches!(s, QueueState::Stopped(_)))
     }
 
     /// True if no queue is between two states, and no change waits for that.
     pub(crate) fn is_settled(&self) -> bool {
-        let on_the_way = |s: &Service| matches!(s, Service::Starting(_) | Service::Stopping(_));
+        let on_the_way =
+            |s: &QueueState| matches!(s, QueueState::Starting(_) | QueueState::Stopping(_));
         let is_idle = self.front_end.as_ref().is_none_or(FrontEnd::is_idle);
-        is_idle && self.waiting.is_none() && !self.services.iter().any(on_the_way)
+        is_idle && self.waiting.is_none() && !self.queue_states.iter().any(on_the_way)
     }
 
     /// Queues that can be started.
@@ -228,17 +230,17 @@ impl Export {
         let is_open = self.waiting.is_none()
             && !self.ending
             && self.front_end.as_ref().is_none_or(FrontEnd::is_open);
-        let stopped = move |s: &Service| is_open && matches!(s, Service::Stopped(_));
-        let queues = self.services.iter().enumerate().filter(move |(_, s)| stopped(s));
+        let stopped = move |s: &QueueState| is_open && matches!(s, QueueState::Stopped(_));
+        let queues = self.queue_states.iter().enumerate().filter(move |(_, s)| stopped(s));
         queues.map(|(index, _)| index)
     }
 
     /// Starts a queue on IoThread number `place`, behind `thread`.
     pub(crate) fn start(&mut self, queue: usize, thread: &Remote, place: usize) {
-        let Service::Stopped(next_avail) = self.services[queue] else { return };
+        let QueueState::Stopped(next_avail) = self.queue_states[queue] else { return };
         if let Some(front_end) = &mut self.front_end {
             front_end.start(queue, next_avail);
-            self.services[queue] = Service::Starting(None);
+            self.queue_states[queue] = QueueState::Starting(None);
             return;
         }
         let (kick, call) = self.guest.eventfds(queue);
@@ -255,7 +257,7 @@ impl Export {
         self.places[queue] = (place, None);
         self.guest.set_starting(queue);
         let started = self.device.begin_start_queue(number(queue), thread, setup);
-        self.services[queue] = Service::Starting(Some(started));
+        self.queue_states[queue] = QueueState::Starting(Some(started));
     }
 
     /// The kind of stop for a queue that will start again.
@@ -268,10 +270,10 @@ impl Export {
 
     fn stop(&mut self, queue: usize, kind: StopKind) {
         self.guest.set_running(queue, false);
-        let service = &mut self.services[queue];
-        *service = match std::mem::replace(service, Service::Stopped(0)) {
-            Service::Running(handle) => {
-                Service::Stopping(handle.map(|handle| handle.begin_stop(kind)))
+        let state = &mut self.queue_states[queue];
+        *state = match std::mem::replace(state, QueueState::Stopped(0)) {
+            QueueState::Running(handle) => {
+                QueueState::Stopping(handle.map(|handle| handle.begin_stop(kind)))
             }
             other => other,
         };
@@ -284,12 +286,12 @@ impl Export {
         if let Some(front_end) = &mut self.front_end {
             front_end.close();
         }
-        (0..self.services.len()).for_each(|queue| self.stop(queue, StopKind::Final));
+        (0..self.queue_states.len()).for_each(|queue| self.stop(queue, StopKind::Final));
     }
 
     fn running(&self) -> Vec<usize> {
-        let services = self.services.iter().enumerate();
-        let running = services.filter(|(_, service)| matches!(service, Service::Running(_)));
+        let queue_states = self.queue_states.iter().enumerate();
+        let running = queue_states.filter(|(_, state)| matches!(state, QueueState::Running(_)));
         running.map(|(index, _)| index).collect()
     }
 
@@ -323,7 +325,7 @@ impl Export {
             Change::SetCall => {
                 let queue = rng.pick(&self.running());
                 let call = self.guest.replace_call(queue);
-                if let Service::Running(Some(handle)) = &self.services[queue] {
+                if let QueueState::Running(Some(handle)) = &self.queue_states[queue] {
                     handle.set_call(call);
                 }
             }
@@ -340,7 +342,7 @@ impl Export {
                     Change::Remap => self.stop_kind(rng),
                     _ => StopKind::Final,
                 };
-                (0..self.services.len()).for_each(|queue| self.stop(queue, kind));
+                (0..self.queue_states.len()).for_each(|queue| self.stop(queue, kind));
                 self.waiting = Some(change);
             }
             Change::Hotplug => self.plug(rng),
@@ -357,7 +359,7 @@ impl Export {
             Change::Stop => {
                 let queue = rng.pick(&running);
                 front_end.stop(queue);
-                self.services[queue] = Service::Stopping(None);
+                self.queue_states[queue] = QueueState::Stopping(None);
             }
             Change::SetCall => front_end.replace_eventfd(rng.pick(&running)),
             Change::Writeback => {
@@ -369,7 +371,7 @@ impl Export {
             Change::Reset => {
                 self.disks[0].set_write_through(false);
                 front_end.reset();
-                self.services.iter_mut().for_each(|service| *service = Service::Stopping(None));
+                self.queue_states.iter_mut().for_each(|state| *state = QueueState::Stopping(None));
             }
             Change::Hotplug | Change::Resize | Change::Crash | Change::Kill | Change::Die => {}
         }
@@ -398,8 +400,12 @@ impl Export {
     /// Checks after a turn of IoThread `thread` that no chain of a running queue has waited too
     /// long. Where io_uring watches the kicks, none shows while the kernel refuses its entries, so
     /// each refusal restarts the wait.
-    pub(crate) fn check_waits(&mut self, thread: usize, had: &Had) -> Result<(), Failure> {
-        let Had { rounds, time_ns: now, held_ns, was_refused } = *had;
+    pub(crate) fn check_waits(
+        &mut self,
+        thread: usize,
+        progress: &ThreadProgress,
+    ) -> Result<(), Failure> {
+        let ThreadProgress { rounds, time_ns: now, held_ns, was_refused } = *progress;
         let held_ns_max = self.plan.held_ns_max(ROUND_BYTES_UNTIL_SERVED);
         let is_deaf = was_refused && self.plan.has_engine(2);
         for (queue, (place, waiting)) in self.places.iter_mut().enumerate() {
@@ -407,14 +413,16 @@ impl Export {
             if place != thread {
                 continue;
             }
-            if let (1, Service::Running(Some(handle))) = (self.plan.scsi, &self.services[queue]) {
+            if let (1, QueueState::Running(Some(handle))) =
+                (self.plan.scsi, &self.queue_states[queue])
+            {
                 self.guest.set_popped(queue, handle.next_avail());
             }
-            let next_avail = match (&self.services[queue], &self.front_end) {
+            let next_avail = match (&self.queue_states[queue], &self.front_end) {
                 // The queue may have no room for chains.
-                (Service::Running(Some(handle)), _) if handle.is_full() => None,
-                (Service::Running(Some(handle)), _) => Some(handle.next_avail()),
-                (Service::Running(None), Some(front_end)) => front_end.next_avail(queue),
+                (QueueState::Running(Some(handle)), _) if handle.is_full() => None,
+                (QueueState::Running(Some(handle)), _) => Some(handle.next_avail()),
+                (QueueState::Running(None), Some(front_end)) => front_end.next_avail(queue),
                 _ => None,
             };
             let Some(next_avail) = next_avail else {
@@ -429,11 +437,11 @@ impl Export {
             }
             let waits = waiting.filter(|w| w.next_avail == next_avail && !is_deaf);
             let since = (rounds, now, held_ns);
-            let Waiting { since, .. } =
-                *waiting.insert(waits.unwrap_or(Waiting { next_avail, since }));
+            let WaitingChain { since, .. } =
+                *waiting.insert(waits.unwrap_or(WaitingChain { next_avail, since }));
             let (waited, time, held) = (rounds - since.0, now - since.1, held_ns - since.2);
             let is_late = waited > u64::from(ROUNDS_UNTIL_SERVED) || held > held_ns_max;
-            if is_late && time >= self.plan.look_delay_ns() {
+            if is_late && time >= self.plan.check_delay_ns() {
                 let text = format!(
                     "invariant 14: device {}, queue {queue}: avail entry {next_avail} was left for \
                      {waited} rounds of IoThread {thread}, {time} ns, {held} ns of them in submits",
@@ -461,12 +469,12 @@ impl Export {
 
     pub(crate) fn describe(&self) -> String {
         let mut text = self.guest.describe_outstanding();
-        for (index, service) in self.services.iter().enumerate() {
-            let state = match service {
-                Service::Stopped(_) => "stopped",
-                Service::Starting(_) => "starting",
-                Service::Running(_) => "running",
-                Service::Stopping(_) => "stopping",
+        for (index, state) in self.queue_states.iter().enumerate() {
+            let state = match state {
+                QueueState::Stopped(_) => "stopped",
+                QueueState::Starting(_) => "starting",
+                QueueState::Running(_) => "running",
+                QueueState::Stopping(_) => "stopping",
             };
             text += &format!("\n  queue {index} is {state}");
         }
@@ -479,10 +487,10 @@ fn number(queue: usize) -> u16 {
     u16::try_from(queue).expect("plans have a few queues")
 }
 
-fn stopped(plan: &Plan) -> Vec<Service> {
-    (0..plan.queue_count()).map(|_| Service::Stopped(plan.first_index())).collect()
+fn stopped(plan: &Plan) -> Vec<QueueState> {
+    (0..plan.queue_count()).map(|_| QueueState::Stopped(plan.first_index())).collect()
 }
 
-fn places(plan: &Plan) -> Vec<(usize, Option<Waiting>)> {
+fn places(plan: &Plan) -> Vec<(usize, Option<WaitingChain>)> {
     (0..plan.queue_count()).map(|_| (0, None)).collect()
 }

@@ -41,7 +41,7 @@ pub(crate) enum Event {
 
 /// The meaning of the answer to a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Then {
+enum OnReply {
     Nothing,
     /// The answer is this number.
     Number(u64),
@@ -64,10 +64,10 @@ enum Then {
 }
 
 /// A message to send.
-struct Item {
+struct QueuedMessage {
     request: Request,
     fds: Vec<OwnedFd>,
-    then: Then,
+    then: OnReply,
 }
 
 /// State of a queue in the front-end.
@@ -83,7 +83,7 @@ struct Vring {
 
 /// The end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Goodbye {
+enum Disconnect {
     /// The front-end stops all queues, and then closes the connection.
     Politely,
     /// The front-end closes the connection at an arbitrary point.
@@ -107,9 +107,9 @@ pub(crate) struct FrontEnd {
     budget: MappingBudget,
     link: Option<Link>,
     vrings: Vec<Vring>,
-    to_send: VecDeque<Item>,
+    to_send: VecDeque<QueuedMessage>,
     /// Messages that were sent and will be answered, and the meanings of the answers.
-    expected: VecDeque<(u32, Then)>,
+    expected: VecDeque<(u32, OnReply)>,
     /// The session has the inflight region.
     has_region: bool,
     /// The memory is not yet shared.
@@ -122,7 +122,7 @@ pub(crate) struct FrontEnd {
     is_cached: bool,
     /// The protocol features were sent, so messages may ask for answers.
     may_ask: bool,
-    goodbye: Option<Goodbye>,
+    disconnect: Option<Disconnect>,
     /// The connection is the last one.
     is_closing: bool,
     events: Vec<Event>,
@@ -157,7 +157,7 @@ impl FrontEnd {
             threads: (0, 1),
             is_cached: false,
             may_ask: false,
-            goodbye: None,
+            disconnect: None,
             is_closing: false,
             events: Vec::new(),
         };
@@ -178,7 +178,7 @@ impl FrontEnd {
         self.to_send.clear();
         self.expected.clear();
         self.vrings = (0..self.device.num_queues()).map(|_| Vring::default()).collect();
-        (self.is_memory_due, self.may_ask, self.goodbye) = (true, false, None);
+        (self.is_memory_due, self.may_ask, self.disconnect) = (true, false, None);
         self.has_region = false;
         self.is_cached = self.can_cache();
     }
@@ -208,13 +208,13 @@ impl FrontEnd {
     /// True if the front-end accepts a command for its queues.
     pub(crate) fn is_open(&self) -> bool {
         let has_all = self.has_region || self.plan.inflight == 0;
-        self.link.is_some() && has_all && self.goodbye.is_none() && self.events.is_empty()
+        self.link.is_some() && has_all && self.disconnect.is_none() && self.events.is_empty()
     }
 
     /// True if the front-end has carried out all commands.
     pub(crate) fn is_idle(&self) -> bool {
         let Some(link) = &self.link else { return self.events.is_empty() };
-        let is_going = self.goodbye.is_some() || self.is_closing;
+        let is_going = self.disconnect.is_some() || self.is_closing;
         let is_silent = self.to_send.is_empty() && self.expected.is_empty() && !link.has_rest();
         is_silent && !is_going && self.events.is_empty()
     }
@@ -225,10 +225,10 @@ impl FrontEnd {
             return;
         }
         self.is_closing = true;
-        if self.link.is_some() && self.goodbye.is_none() {
-            let how = [Goodbye::Politely, Goodbye::AtOnce, Goodbye::ByDaemon];
+        if self.link.is_some() && self.disconnect.is_none() {
+            let how = [Disconnect::Politely, Disconnect::AtOnce, Disconnect::ByDaemon];
             let how = self.rng.pick(&how);
-            self.say_goodbye(how);
+            self.begin_disconnect(how);
         }
     }
 
@@ -262,7 +262,7 @@ impl FrontEnd {
         self.trace(|| format!("the session has ended: {end:?}"));
         let Some(link) = &mut self.link else { return Ok(()) };
         let is_right = match end {
-            End::Asked => self.goodbye == Some(Goodbye::ByDaemon),
+            End::Asked => self.disconnect == Some(Disconnect::ByDaemon),
             End::Gone(_) => link.is_closed(),
             // The patience of a session ends.
             End::Dropped(_) => link.has_rest(),
@@ -323,11 +323,11 @@ impl FrontEnd {
     }
 
     fn can_go(&self, link: &Link) -> bool {
-        match self.goodbye {
-            Some(Goodbye::Politely) => {
+        match self.disconnect {
+            Some(Disconnect::Politely) => {
                 self.to_send.is_empty() && self.expected.is_empty() && !link.has_rest()
             }
-            Some(Goodbye::AtOnce | Goodbye::ByDaemon) => true,
+            Some(Disconnect::AtOnce | Disconnect::ByDaemon) => true,
             None => false,
         }
     }
@@ -365,10 +365,10 @@ impl FrontEnd {
     }
 
     fn go(&mut self) -> Result<(), Failure> {
-        self.trace(|| format!("goes: {:?}", self.goodbye));
+        self.trace(|| format!("goes: {:?}", self.disconnect));
         let Some(link) = &mut self.link else { return Ok(()) };
-        match self.goodbye {
-            Some(Goodbye::ByDaemon) => link.begin_end(),
+        match self.disconnect {
+            Some(Disconnect::ByDaemon) => link.begin_end(),
             _ => link.close(),
         }
         self.to_send.clear();
@@ -382,9 +382,11 @@ impl FrontEnd {
             link.send(usize::MAX, &[]);
             return Ok(());
         }
-        let Some(Item { request, fds, then }) = self.to_send.pop_front() else { return Ok(()) };
+        let Some(QueuedMessage { request, fds, then }) = self.to_send.pop_front() else {
+            return Ok(());
+        };
         let (number, _) = request.encode();
-        let wants_reply = then != Then::Nothing || (self.may_ask && self.rng.chance(500));
+        let wants_reply = then != OnReply::Nothing || (self.may_ask && self.rng.chance(500));
         let needs_reply = wants_reply && !has_answer(&request);
         self.may_ask |= self.plan.session == 1 && number == code::SET_PROTOCOL_FEATURES;
         if needs_reply || has_answer(&request) {
@@ -414,47 +416,47 @@ impl FrontEnd {
 }
 
 impl FrontEnd {
-    fn conclude(&mut self, header: Header, body: &[u8], then: Then) -> Result<(), Failure> {
+    fn conclude(&mut self, header: Header, body: &[u8], then: OnReply) -> Result<(), Failure> {
         let is_ack = !header.has_answer();
         let wrong = |this: &Self| Err(this.fail("a wrong answer", &format!("{then:?}: {body:?}")));
         if is_ack && body != [0; 8] {
             return wrong(self);
         }
         match then {
-            Then::Nothing => {}
-            Then::Number(number) if body == number.to_ne_bytes() => {}
-            Then::Number(_) => return wrong(self),
-            Then::Started(queue) => self.events.push(Event::Started(queue)),
-            Then::Base(queue) => {
+            OnReply::Nothing => {}
+            OnReply::Number(number) if body == number.to_ne_bytes() => {}
+            OnReply::Number(_) => return wrong(self),
+            OnReply::Started(queue) => self.events.push(Event::Started(queue)),
+            OnReply::Base(queue) => {
                 let next_avail = body.get(4..).and_then(|bytes| bytes.try_into().ok());
                 let Some(next_avail) = next_avail.map(u32::from_ne_bytes) else {
                     return wrong(self);
                 };
                 // Waiting requests may be left in the region.
-                let left = if self.has_region { self.guest.left(queue) } else { 0 };
+                let left = if self.has_region { self.guest.marked_count(queue) } else { 0 };
                 self.stopped(queue, u16::try_from(next_avail).ok(), left)?;
             }
-            Then::Disabled(queue) => {
+            OnReply::Disabled(queue) => {
                 self.vrings[queue].is_paused = true;
                 let next_avail = self.link.as_ref().and_then(|l| l.session.next_avail(queue));
-                let left = if self.has_region { self.guest.left(queue) } else { 0 };
+                let left = if self.has_region { self.guest.marked_count(queue) } else { 0 };
                 self.stopped(queue, next_avail, left)?;
             }
-            Then::Mapped if self.is_idle() => self.check_memory()?,
+            OnReply::Mapped if self.is_idle() => self.check_memory()?,
             // The next map may already be in place, or be in progress.
-            Then::Mapped => {}
-            Then::Negotiated => self.tell_cache(),
-            Then::Region if self.take_region(body) => {}
-            Then::Region => return wrong(self),
-            Then::HasRegion => self.has_region = true,
-            Then::Writeback(value) => {
+            OnReply::Mapped => {}
+            OnReply::Negotiated => self.report_cache(),
+            OnReply::Region if self.take_region(body) => {}
+            OnReply::Region => return wrong(self),
+            OnReply::HasRegion => self.has_region = true,
+            OnReply::Writeback(value) => {
                 if body.last() != Some(&value) {
                     return wrong(self);
                 }
                 self.is_cached = value != 0;
-                self.tell_cache();
+                self.report_cache();
             }
-            Then::Reset { keeps_cache } => {
+            OnReply::Reset { keeps_cache } => {
                 self.vrings
                     .iter_mut()
                     .for_each(|vring| (vring.runs, vring.is_paused) = (false, false));
@@ -467,9 +469,9 @@ impl FrontEnd {
 
     /// Reports the state of the cache, unless a waiting message may change it: the guest may not
     /// rely on an answer that the device has overtaken.
-    fn tell_cache(&mut self) {
+    fn report_cache(&mut self) {
         let changes = |then: &Then| {
-            matches!(then, Then::Writeback(_) | Then::Negotiated | Then::Reset { .. })
+            matches!(then, OnReply::Writeback(_) | OnReply::Negotiated | OnReply::Reset { .. })
         };
         let mut waiting =
             self.expected.iter().map(|(_, then)| then).chain(self.to_send.iter().map(|i| &i.then));

@@ -1,9 +1,9 @@
 //! The model guest: it makes requests on all its queues, sleeps until a call, and checks answers.
 
 mod answers;
-mod kept;
 mod outcomes;
 mod scsi;
+mod snapshot;
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +16,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::driver::{Desc, Driver, Used};
 use virtqueue::{GuestMemory, QueueConfig};
 
-use crate::asked::Asked;
+use crate::chain_request::ChainRequest;
 use crate::disk::Disk;
 use crate::failure::Failure;
 use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
@@ -25,8 +25,8 @@ use crate::request::Request;
 use crate::rng::Rng;
 use crate::scsi::{CONTROL_QUEUE, EVENT_QUEUE};
 use crate::world::World;
-use kept::Kept;
 use scsi::Scsi;
+use snapshot::Survivors;
 
 /// The guest's attention to used elements of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +41,7 @@ enum Attention {
 
 /// A request that is out.
 struct Outstanding {
-    asked: Asked,
+    request: ChainRequest,
     pieces: Vec<Desc>,
     area: u64,
     /// The area after the guest has written it.
@@ -63,19 +63,19 @@ pub(crate) struct GuestQueue {
     published_from: Option<u16>,
     outstanding: Vec<Option<Outstanding>>,
     /// By head: the area at the answer to its last request. It must not change until the next one.
-    left: Vec<Option<Vec<u8>>>,
+    answered_areas: Vec<Option<Vec<u8>>>,
 }
 
 struct State {
     rng: Rng,
     queues: Vec<GuestQueue>,
-    left: u64,
+    requests_left: u64,
     /// Task management functions to come.
     functions_left: u64,
     scsi: Scsi,
     /// Extra requests of the first queue, made one by one without a pause.
     rush_left: u64,
-    kept: Kept,
+    survivors: Survivors,
     failure: Option<Failure>,
 }
 
@@ -110,11 +110,11 @@ impl Guest {
         let state = State {
             rng: Rng::new(plan.seed ^ plan.schedule << 40, 3 + 100 * device as u64),
             queues: Vec::new(),
-            left: plan.requests,
+            requests_left: plan.requests,
             functions_left: if plan.scsi > 0 { plan.functions } else { 0 },
             scsi: Scsi::default(),
             rush_left: plan.rush,
-            kept: Kept::default(),
+            survivors: Survivors::default(),
             failure: None,
         };
         let guest = Self {
@@ -146,13 +146,13 @@ impl Guest {
                 attention: Attention::Awake,
                 published_from: None,
                 outstanding: (0..ring.size).map(|_| None).collect(),
-                left: vec![None; ring.size.into()],
+                answered_areas: vec![None; ring.size.into()],
             }
         };
         let state = &mut *self.state.borrow_mut();
         state.queues = (0..queues).map(queue).collect();
         state.scsi = self.new_scsi();
-        state.kept = Kept::default();
+        state.survivors = Survivors::default();
     }
 
     /// The driver's configuration of a ring.
@@ -226,7 +226,7 @@ impl Guest {
         let queues = state.queues.iter().enumerate();
         // Buffers for events stay out for ever.
         let mut queues = queues.filter(|(index, _)| !self.is_for_events(*index));
-        state.left == 0
+        state.requests_left == 0
             && state.functions_left == 0
             && !(self.plan.events > 0 && state.scsi.events.is_due())
             && queues.all(|(_, queue)| queue.outstanding.iter().all(Option::is_none))
@@ -238,11 +238,12 @@ impl Guest {
 
     pub(crate) fn describe_outstanding(&self) -> String {
         let state = self.state.borrow();
-        let mut text = format!("\n  guest {}: {} requests to come", self.device, state.left);
+        let mut text =
+            format!("\n  guest {}: {} requests to come", self.device, state.requests_left);
         for (index, queue) in state.queues.iter().enumerate() {
             for outstanding in queue.outstanding.iter().flatten() {
-                let Outstanding { asked, begin, .. } = outstanding;
-                text += &format!("\n  queue {index}: {asked}, out since {begin}");
+                let Outstanding { request, begin, .. } = outstanding;
+                text += &format!("\n  queue {index}: {request}, out since {begin}");
             }
             text += &format!(
                 "\n  queue {index}: guest {:?}, avail idx {}, used idx {}, looked at {}",
@@ -266,13 +267,13 @@ impl Guest {
     /// True if there is something to request on a queue.
     fn wants(&self, state: &State, index: usize) -> bool {
         match index {
-            _ if self.plan.scsi == 0 => state.left > 0,
+            _ if self.plan.scsi == 0 => state.requests_left > 0,
             CONTROL_QUEUE => self.is_function_due(state),
             EVENT_QUEUE => {
                 let out = state.queues[index].outstanding.iter().flatten().count();
                 (out as u64) < self.plan.events
             }
-            _ => state.left > 0,
+            _ => state.requests_left > 0,
         }
     }
 
@@ -299,9 +300,9 @@ impl Guest {
             self.take_answer(state, 0);
         }
         if state.queues[0].published_from.is_none() {
-            let left = std::mem::replace(&mut state.left, state.rush_left);
+            let left = std::mem::replace(&mut state.requests_left, state.rush_left);
             self.submit(state, 0);
-            state.rush_left = std::mem::replace(&mut state.left, left);
+            state.rush_left = std::mem::replace(&mut state.requests_left, left);
         }
         self.decide_kick(state, 0);
         state.queues[0].attention = Attention::Awake;
@@ -335,10 +336,10 @@ impl Guest {
         for _ in 0..batch {
             if self.wants(state, index) && self.add(state, index) {
                 match index {
-                    _ if self.plan.scsi == 0 => state.left -= 1,
+                    _ if self.plan.scsi == 0 => state.requests_left -= 1,
                     CONTROL_QUEUE => state.functions_left -= 1,
                     EVENT_QUEUE => {}
-                    _ => state.left -= 1,
+                    _ => state.requests_left -= 1,
                 }
                 added += 1;
             }
@@ -353,11 +354,12 @@ impl Guest {
     /// Makes one request into a chain. Returns false if it does not fit now.
     fn add(&self, state: &mut State, index: usize) -> bool {
         let Some(head) = state.queues[index].driver.next_head() else { return false };
-        let asked = self.draw(state, index);
+        let request = self.draw(state, index);
         let State { rng, queues, failure, scsi, .. } = state;
         let queue = &mut queues[index];
         let area = self.layout.area(index, head);
-        if let Err(text) = self.check_left(&mut queue.left[usize::from(head)], area) {
+        if let Err(text) = self.check_unchanged(&mut queue.answered_areas[usize::from(head)], area)
+        {
             failure.get_or_insert(Failure::new("late write", text));
         }
         let mut image = vec![0; fits(AREA_BYTES, "the size of an area")];
@@ -365,7 +367,7 @@ impl Guest {
         image.fill(fill);
         let indirect = self.plan.indirect > 0 && rng.chance(600);
         let room = if indirect { 60 } else { queue.driver.room() };
-        let pieces = asked.message().lay_out(&self.plan, rng, area, &mut image, room);
+        let pieces = request.message().lay_out(&self.plan, rng, area, &mut image, room);
         let Some(pieces) = pieces else { return false };
         self.memory.write(area, &image).expect("areas are mapped");
         let begin = self.world.tick();
@@ -373,17 +375,17 @@ impl Guest {
         queue.driver.add(&pieces, indirect.then_some(area + TABLE_OFFSET));
         // The device may not change the table either.
         self.memory.read(area, &mut image).expect("areas are mapped");
-        match &asked {
-            Asked::Blk(request) => self.disks[0].begin(&request.touch(), begin),
-            asked => self.begin_scsi(scsi, asked, begin),
+        match &request {
+            ChainRequest::Blk(request) => self.disks[0].begin(&request.disk_effect(), begin),
+            request => self.begin_scsi(scsi, request, begin),
         }
-        self.trace(|| format!("queue {index}: {asked}, {} buffers", pieces.len()));
-        let outstanding = Outstanding { asked, pieces, area, image, begin, entry, popped: None };
+        self.trace(|| format!("queue {index}: {request}, {} buffers", pieces.len()));
+        let outstanding = Outstanding { request, pieces, area, image, begin, entry, popped: None };
         queue.outstanding[usize::from(head)] = Some(outstanding);
         true
     }
 
-    fn draw(&self, state: &mut State, index: usize) -> Asked {
+    fn draw(&self, state: &mut State, index: usize) -> ChainRequest {
         if self.plan.scsi > 0 {
             return self.draw_scsi(state, index);
         }
@@ -392,7 +394,7 @@ impl Guest {
             |first: u64, count: u64| self.plan.no_overlap == 0 || disk.is_free(first, count);
         let request = Request::draw(&self.plan, &mut state.rng, self.next_id.get(), &is_free);
         self.next_id.set(self.next_id.get() + 1);
-        Asked::Blk(request)
+        ChainRequest::Blk(request)
     }
 
     fn decide_kick(&self, state: &mut State, index: usize) {
@@ -448,8 +450,8 @@ impl Guest {
         match self.check_answer(state, &outstanding, len, end) {
             Ok(found) => state.queues[index].left[fits::<_, usize>(id, "a head")] = Some(found),
             Err(text) => {
-                let asked = &outstanding.asked;
-                let text = format!("device {device}, queue {index}: {asked}: {text}");
+                let request = &outstanding.request;
+                let text = format!("device {device}, queue {index}: {request}: {text}");
                 state.failure.get_or_insert(Failure::new("bad answer", text));
             }
         }

@@ -89,7 +89,7 @@ impl History {
     }
 
     /// Removes a refused write, which must have had no effect.
-    pub(crate) fn take_back(&mut self, write: WriteRef) {
+    pub(crate) fn remove_refused(&mut self, write: WriteRef) {
         let write = &mut self.sector(write.0).writes[write.1];
         (write.begin, write.end) = (NEVER, NEVER);
     }
@@ -99,7 +99,14 @@ impl History {
     }
 
     /// Records that COMPARE AND WRITE has found `was` and written `value`, with nothing between.
-    pub(crate) fn swapped(&mut self, sector: u64, was: Value, value: Value, begin: u64, end: u64) {
+    pub(crate) fn record_swap(
+        &mut self,
+        sector: u64,
+        was: Value,
+        value: Value,
+        begin: u64,
+        end: u64,
+    ) {
         self.read(sector, was, begin, end);
         self.sector(sector).swaps.push((was, value));
     }
@@ -113,7 +120,7 @@ impl History {
     /// True if a request that was out from `begin` to `end` must have found this value in a sector,
     /// in every order of requests. Its own write comes after its read, unless a daemon died while
     /// it was out.
-    pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
+    pub(crate) fn must_have(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
         let writes = &self.sectors[fits::<_, usize>(sector, "the number of a sector")].writes;
         let is_it = |write: &&Write| write.certain && write.value == value && write.end < begin;
         writes.iter().any(|write| {
@@ -367,7 +374,7 @@ mod tests {
         let swapped = |writes: &[(Value, u64, u64)], reads: &[(Value, u64, u64)]| {
             let mut history = history(writes, reads);
             let write = history.begin_write(0, B, 10);
-            history.swapped(0, initial, B, 10, 30);
+            history.record_swap(0, initial, B, 10, 30);
             history.end_write(write, 30, true, false);
             history.check()
         };
@@ -380,9 +387,9 @@ mod tests {
     #[test]
     fn one_value_is_replaced_once() {
         let mut history = history(&[(A, 10, 20), (B, 10, 20)], &[]);
-        history.swapped(0, Value::Id(1), A, 10, 20);
+        history.record_swap(0, Value::Id(1), A, 10, 20);
         assert!(history.check().is_ok());
-        history.swapped(0, Value::Id(1), B, 10, 20);
+        history.record_swap(0, Value::Id(1), B, 10, 20);
         assert!(history.check().is_err());
     }
 
@@ -407,11 +414,11 @@ mod tests {
     #[test]
     fn content_is_sure_if_nobody_else_may_have_written() {
         let history = history(&[(A, 10, 20), (B, 40, 50)], &[]);
-        assert!(history.surely_has(0, A, 25, 35));
-        assert!(!history.surely_has(0, A, 15, 35) && !history.surely_has(0, A, 25, 45));
-        assert!(!history.surely_has(0, B, 25, 60));
+        assert!(history.must_have(0, A, 25, 35));
+        assert!(!history.must_have(0, A, 15, 35) && !history.must_have(0, A, 25, 45));
+        assert!(!history.must_have(0, B, 25, 60));
         // A request's own write follows its read.
-        assert!(history.surely_has(0, A, 40, 60) && history.surely_has(0, A, 40, 45));
+        assert!(history.must_have(0, A, 40, 60) && history.must_have(0, A, 40, 45));
     }
 
     #[test]

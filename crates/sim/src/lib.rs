@@ -8,8 +8,8 @@
 
 #![cfg(ringhaul_sim)]
 
-mod asked;
-mod blame;
+mod attribution;
+mod chain_request;
 mod content;
 mod control;
 mod device;

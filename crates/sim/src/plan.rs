@@ -285,18 +285,18 @@ impl Plan {
         plan.draw_deaths(&mut Rng::new(seed, 10));
         plan.draw_limits(&mut Rng::new(seed, 11));
         plan.draw_bytes(&mut Rng::new(seed, 12));
-        plan.tidied()
+        plan.without_conflicts()
     }
 
     /// The plan of one device, with its share of all requests.
-    pub(crate) fn of_device(&self, device: usize) -> Self {
+    pub(crate) fn for_device(&self, device: usize) -> Self {
         let device = device as u64;
         let mut plan = self.clone();
         if self.mixed > 0 && device > 0 {
             let mut rng = Rng::new(self.seed, 100 + device);
             plan.draw_disk(&mut rng);
             plan.draw_guest(&mut rng);
-            plan = plan.tidied();
+            plan = plan.without_conflicts();
         }
         plan.requests = (self.requests / self.devices).max(1);
         plan.functions = self.functions.div_ceil(self.devices);
@@ -320,7 +320,7 @@ impl Plan {
     }
 
     /// Removes combinations that do not work.
-    fn tidied(mut self) -> Self {
+    fn without_conflicts(mut self) -> Self {
         if self.odd_shorts > 0 {
             // A sector that moves in two halves is not atomic. No overlapping request may see it
             // halfway, and no fault may leave it so.
@@ -362,7 +362,7 @@ impl Plan {
     }
 
     /// The time for which the loop may not see a chain, independent of its rounds.
-    pub(crate) fn look_delay_ns(&self) -> u64 {
+    pub(crate) fn check_delay_ns(&self) -> u64 {
         // A queue without a kick is checked after a time. A kick that io_uring watches needs an
         // entry in the kernel, which may take none for a while.
         let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr > 0;

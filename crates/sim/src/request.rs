@@ -9,7 +9,7 @@ use virtio_bindings::virtio_blk::{
 };
 
 use crate::content::{SECTOR, Value, bytes_of};
-use crate::disk::Touch;
+use crate::disk::DiskEffect;
 use crate::faults::Class;
 use crate::message::{Flaw, Message};
 use crate::plan::Plan;
@@ -187,7 +187,7 @@ impl Request {
     }
 
     /// The effect on the disk.
-    pub(crate) fn touch(&self) -> Touch {
+    pub(crate) fn disk_effect(&self) -> DiskEffect {
         let classes: &[Class] = match self.kind {
             Kind::Read => &[Class::Read],
             Kind::Write => &[Class::Write, Class::Flush],
@@ -201,7 +201,7 @@ impl Request {
             Kind::Discard | Kind::WriteZeroes => Some(Value::Zero),
             _ => None,
         };
-        Touch {
+        DiskEffect {
             classes,
             ranges: self.ranges.clone(),
             leaves,

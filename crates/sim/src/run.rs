@@ -25,7 +25,7 @@ use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::stack::Stack;
-use crate::world::{Other, Polls, World};
+use crate::world::{Actor, Polls, World};
 
 /// A run that takes more steps than this for each request does not end.
 const STEPS_FOR_REQUEST: u64 = 4000;
@@ -86,7 +86,7 @@ impl fmt::Display for Report {
 /// start.
 pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> {
     let count = fits(plan.disks(), "a number of disks");
-    let plans: Vec<Plan> = (0..count).map(|disk| plan.of_device(disk)).collect();
+    let plans: Vec<Plan> = (0..count).map(|disk| plan.for_device(disk)).collect();
     let mut files = Vec::new();
     for _ in &plans {
         let file = File::options().read(true).write(true).open("/dev/null");
@@ -100,14 +100,14 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
         disks.map(|(index, (plan, file))| Rc::new(Disk::new(plan, &world, index, file))).collect();
     let exports = (0..fits(plan.devices, "a number of devices")).map(|device| {
         let own = if plan.scsi > 0 { &disks[..] } else { &disks[device..=device] };
-        Export::new(&plan.of_device(device), &world, device, own)
+        Export::new(&plan.for_device(device), &world, device, own)
     });
     let exports: Vec<Export> = exports.collect();
     let guests = exports.iter().map(|export| Rc::clone(&export.guest)).collect();
     let stack = Stack::new(plan, &world, Control::new(plan, exports, disks))?;
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
     let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guests, stack };
-    run.let_others_act();
+    run.begin_interleaving();
     let result = catch_unwind(AssertUnwindSafe(|| run.go()))
         .unwrap_or_else(|_| Err(Failure::new("panic", crate::panic_message())));
     if result.is_err() {
@@ -123,18 +123,18 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
 
 impl Run {
     /// Lets guests, events and control act within the turns of IoThreads, and the daemon die there.
-    fn let_others_act(&self) {
+    fn begin_interleaving(&self) {
         let control = Rc::clone(&self.stack.control);
         let guests = self.guests.clone();
         let world = Rc::clone(&self.world);
-        self.world.set_others(Some(Rc::new(move |who| {
-            if who == Other::Death {
-                return guests.iter().for_each(|guest| guest.remember());
+        self.world.set_interleaver(Some(Rc::new(move |actor| {
+            if actor == Actor::Death {
+                return guests.iter().for_each(|guest| guest.take_snapshot());
             }
             // The control may already be in use.
             let Ok(mut control) = control.try_borrow_mut() else { return };
-            match who {
-                Other::Rush => control.rush(),
+            match actor {
+                Actor::Rush => control.rush(),
                 _ => {
                     if let Err(failure) = control.act() {
                         world.fail(failure);
@@ -409,7 +409,7 @@ mod tests {
             for setting in ["crashes=0", "kills=0", "odd_shorts=0", "writes=5", "no_overlap=0"] {
                 plan.set(setting).unwrap();
             }
-            assert_eq!((plan.of_device(0).eio, plan.of_device(1).eio), (1000, 0));
+            assert_eq!((plan.for_device(0).eio, plan.for_device(1).eio), (1000, 0));
             assert!(run(&plan, false).unwrap().unwrap().ops > 0);
         }
     }

@@ -56,7 +56,7 @@ pub(crate) const FAILURE: u8 = 9;
 
 impl Outcome {
     /// Decodes a response.
-    pub(crate) fn of(response: &[u8]) -> Result<Self, String> {
+    pub(crate) fn decode(response: &[u8]) -> Result<Self, String> {
         let [s0, s1, s2, s3, _, _, _, _, _, _, status, code, sense @ ..] = response else {
             return Err("the response is incomplete".into());
         };

@@ -14,7 +14,7 @@ use blockio::{
 use iomem::fits;
 
 use crate::control::Control;
-use crate::export::{Export, Had};
+use crate::export::{Export, ThreadProgress};
 use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::world::{Counts, TurnEnd, World};
@@ -36,7 +36,7 @@ pub(crate) struct Thread {
     empty_turns: u32,
     /// The end of its last turn, and the time that it had used up to then.
     ended_ns: u64,
-    had_ns: u64,
+    run_ns: u64,
     /// Nanoseconds for which ops have held it up.
     held_ns: u64,
     /// The kernel has refused a submit in its last turn.
@@ -75,7 +75,7 @@ impl Thread {
         }
         self.was_refused = self.io_thread.io().stats().submit_again.get() > refused;
         let now = world.now_nanoseconds();
-        self.had_ns += (begin - self.ended_ns).min(BETWEEN_TURNS_NS) + (now - begin);
+        self.run_ns += (begin - self.ended_ns).min(BETWEEN_TURNS_NS) + (now - begin);
         self.ended_ns = now;
         let activity = activity.map_err(|error| Failure::new("turn", error.to_string()))?;
         // A loop of its own continues, unless the world has let it sleep.
@@ -177,7 +177,7 @@ impl Stack {
                 done: 0,
                 empty_turns: 0,
                 ended_ns: self.world.now_nanoseconds(),
-                had_ns: 0,
+                run_ns: 0,
                 held_ns: 0,
                 was_refused: false,
             });
@@ -195,12 +195,12 @@ impl Stack {
             return Ok(());
         }
         taken?;
-        let Thread { io_thread, had_ns, held_ns, was_refused, .. } = &self.threads[index];
+        let Thread { io_thread, run_ns, held_ns, was_refused, .. } = &self.threads[index];
         let rounds = io_thread.io().stats().rounds.get();
-        let (time_ns, held_ns, was_refused) = (*had_ns, *held_ns, *was_refused);
-        let had = Had { rounds, time_ns, held_ns, was_refused };
+        let (time_ns, held_ns, was_refused) = (*run_ns, *held_ns, *was_refused);
+        let progress = ThreadProgress { rounds, time_ns, held_ns, was_refused };
         let exports = &mut self.control.borrow_mut().exports;
-        exports.iter_mut().try_for_each(|export| export.check_waits(index, &had))
+        exports.iter_mut().try_for_each(|export| export.check_waits(index, &progress))
     }
 
     /// Takes the answers that IoThreads have given since the last call.
@@ -263,7 +263,7 @@ impl Stack {
         self.threads.clear();
         self.world.bury();
         let Control { exports, disks, .. } = &mut *self.control.borrow_mut();
-        exports.iter().for_each(|export| export.guest.recall());
+        exports.iter().for_each(|export| export.guest.restore_snapshot());
         for export in exports {
             export.check_memory()?;
             export.died();

@@ -26,7 +26,7 @@ use crate::plan::Plan;
 use crate::rng::Rng;
 use death::{Death, Orphan};
 use turn::Turn;
-pub(crate) use turn::{Other, Polls, TurnEnd};
+pub(crate) use turn::{Actor, Polls, TurnEnd};
 
 /// The counts that the engines should have.
 #[derive(Debug, Default, Clone, Copy)]
@@ -103,7 +103,7 @@ struct Inner {
     counts: Counts,
 }
 
-type Others = Rc<dyn Fn(Other)>;
+type Interleaver = Rc<dyn Fn(Actor)>;
 
 pub(crate) struct World {
     plan: Plan,
@@ -111,7 +111,7 @@ pub(crate) struct World {
     /// Nanoseconds since `start`.
     now: Cell<u64>,
     sequence: Cell<u64>,
-    others: RefCell<Option<Others>>,
+    interleaver: RefCell<Option<Interleaver>>,
     /// Lines of the trace that may still be printed: a run without an end has too many.
     traced: Cell<u32>,
     turn: Turn,
@@ -160,7 +160,7 @@ impl World {
             start: Instant::now(),
             now: Cell::new(0),
             sequence: Cell::new(1),
-            others: RefCell::new(None),
+            interleaver: RefCell::new(None),
             turn: Turn::default(),
             polls: Cell::default(),
             death: Cell::default(),
@@ -188,8 +188,8 @@ impl World {
         }
     }
 
-    pub(crate) fn set_others(&self, others: Option<Others>) {
-        *self.others.borrow_mut() = others;
+    pub(crate) fn set_interleaver(&self, interleaver: Option<Interleaver>) {
+        *self.interleaver.borrow_mut() = interleaver;
     }
 
     /// Ends the run with a failure, unless it has one.
@@ -273,7 +273,7 @@ impl World {
 
     /// Drops ops and eventfds, which refer to this world.
     pub(crate) fn clear(&self) {
-        self.set_others(None);
+        self.set_interleaver(None);
         let mut inner = self.inner.borrow_mut();
         inner.events.clear();
         inner.sq_threads.clear();

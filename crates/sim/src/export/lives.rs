@@ -1,11 +1,11 @@
 //! Ends and starts of daemons, killed or not, while a device's guest stays or restarts.
 
-use super::{Export, Service, places, stopped, units};
+use super::{Export, QueueState, places, stopped, units};
 
 impl Export {
     /// Drops the state of the queues, when the IoThreads go.
     pub(crate) fn leave(&mut self) {
-        self.services.clear();
+        self.queue_states.clear();
         self.region = None;
         self.removed.clear();
         self.waiting = None;
@@ -21,7 +21,7 @@ impl Export {
         if self.plan.scsi > 0 {
             self.guest.units_begin();
         }
-        self.services = stopped(&self.plan);
+        self.queue_states = stopped(&self.plan);
         self.places = places(&self.plan);
         self.begin();
     }
@@ -42,7 +42,8 @@ impl Export {
         }
         // The entries that front-ends name when they have no answer of the daemon.
         let used = |queue| self.guest.indexes(queue).0;
-        self.services = (0..self.places.len()).map(|queue| Service::Stopped(used(queue))).collect();
+        self.queue_states =
+            (0..self.places.len()).map(|queue| QueueState::Stopped(used(queue))).collect();
         self.places = places(&self.plan);
         self.disks.iter().for_each(|disk| disk.set_write_through(false));
     }

@@ -2,22 +2,22 @@
 
 use ringhaul::vhost_user::message::{InflightArea, Request};
 
-use super::{FrontEnd, Then};
+use super::{FrontEnd, OnReply};
 use crate::inflight::Region;
 
 impl FrontEnd {
     /// Sends the region, or asks for one if there is none.
-    pub(super) fn say_region(&mut self) {
+    pub(super) fn send_region(&mut self) {
         if self.plan.inflight == 0 {
             return;
         }
         match self.guest.region() {
             None => {
-                self.push(Request::GetInflightFd(Region::wanted(&self.plan)), Then::Region);
+                self.push(Request::GetInflightFd(Region::wanted(&self.plan)), OnReply::Region);
             }
             Some(region) => {
                 let fds = vec![region.descriptor()];
-                self.push_with(Request::SetInflightFd(region.area), fds, Then::HasRegion);
+                self.push_with(Request::SetInflightFd(region.area), fds, OnReply::HasRegion);
             }
         }
     }
@@ -31,14 +31,14 @@ impl FrontEnd {
             return false;
         }
         self.guest.set_region(Some(Region::from_parts(area, file)));
-        self.say_region();
+        self.send_region();
         true
     }
 
     /// Sometimes drops the region after all queues have stopped, so that the next connection asks
     /// for a new one.
     pub(super) fn may_drop_region(&mut self) {
-        let has_left = (0..self.vrings.len()).any(|queue| self.guest.left(queue) > 0);
+        let has_left = (0..self.vrings.len()).any(|queue| self.guest.marked_count(queue) > 0);
         if self.plan.inflight > 0 && self.rng.chance(300) && !has_left {
             self.guest.set_region(None);
         }

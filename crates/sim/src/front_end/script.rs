@@ -9,7 +9,7 @@ use ringhaul::vhost_user::message::{
     Config, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,
 };
 
-use super::{FrontEnd, Goodbye, Item, Then};
+use super::{Disconnect, FrontEnd, OnReply, QueuedMessage};
 use crate::guest::new_eventfd;
 
 /// Possible addresses of the memory in the front-end's address space.
@@ -30,38 +30,38 @@ impl FrontEnd {
         self.plan.session == 1
     }
 
-    pub(super) fn push(&mut self, request: Request, then: Then) {
+    pub(super) fn push(&mut self, request: Request, then: OnReply) {
         self.push_with(request, Vec::new(), then);
     }
 
-    pub(super) fn push_with(&mut self, request: Request, fds: Vec<OwnedFd>, then: Then) {
-        let is_heard = super::has_answer(&request)
-            || then == Then::Nothing
+    pub(super) fn push_with(&mut self, request: Request, fds: Vec<OwnedFd>, then: OnReply) {
+        let is_answered = super::has_answer(&request)
+            || then == OnReply::Nothing
             || (self.has_reply_ack() && self.rng.chance(700));
-        if is_heard {
-            self.to_send.push_back(Item { request, fds, then });
+        if is_answered {
+            self.to_send.push_back(QueuedMessage { request, fds, then });
         } else {
             // Messages are carried out in order, so a later answer confirms this message.
-            self.to_send.push_back(Item { request, fds, then: Then::Nothing });
+            self.to_send.push_back(QueuedMessage { request, fds, then: OnReply::Nothing });
             let request = Request::GetFeatures;
-            self.to_send.push_back(Item { request, fds: Vec::new(), then });
+            self.to_send.push_back(QueuedMessage { request, fds: Vec::new(), then });
         }
     }
 
     /// Sends the first messages of a connection.
     pub(super) fn set_up(&mut self) {
         self.user_base = self.rng.pick(&USER_BASES);
-        let offered = Then::Number(self.device.features() | F_PROTOCOL_FEATURES);
+        let offered = OnReply::Number(self.device.features() | F_PROTOCOL_FEATURES);
         self.push(Request::GetFeatures, offered);
         if self.has_protocol() {
             let left_out = if self.has_reply_ack() { 0 } else { protocol_feature::REPLY_ACK };
-            self.push(Request::GetProtocolFeatures, Then::Number(PROTOCOL_FEATURES));
+            self.push(Request::GetProtocolFeatures, OnReply::Number(PROTOCOL_FEATURES));
             let features = Request::SetProtocolFeatures(PROTOCOL_FEATURES & !left_out);
-            self.push(features, Then::Nothing);
-            self.push(Request::GetQueueNum, Then::Number(self.vrings.len() as u64));
+            self.push(features, OnReply::Nothing);
+            self.push(Request::GetQueueNum, OnReply::Number(self.vrings.len() as u64));
         }
-        self.push(Request::SetOwner, Then::Nothing);
-        self.say_region();
+        self.push(Request::SetOwner, OnReply::Nothing);
+        self.send_region();
         let when = self.rng.below(3);
         if when == 0 {
             self.share_memory();
@@ -73,7 +73,7 @@ impl FrontEnd {
     }
 
     fn negotiate(&mut self) {
-        self.push(Request::SetFeatures(self.all_features()), Then::Negotiated);
+        self.push(Request::SetFeatures(self.all_features()), OnReply::Negotiated);
     }
 
     fn all_features(&self) -> u64 {
@@ -93,11 +93,11 @@ impl FrontEnd {
 
     fn add(&mut self, region: Region) {
         let fds = vec![self.guest.layout().descriptor()];
-        self.push_with(Request::AddMemReg(region), fds, Then::Nothing);
+        self.push_with(Request::AddMemReg(region), fds, OnReply::Nothing);
     }
 
     fn remove(&mut self, region: Region) {
-        self.push(Request::RemMemReg(region), Then::Nothing);
+        self.push(Request::RemMemReg(region), OnReply::Nothing);
     }
 
     /// Shares the memory for the first time.
@@ -114,7 +114,7 @@ impl FrontEnd {
 
     fn push_table(&mut self, regions: Vec<Region>) {
         let fds = regions.iter().map(|_| self.guest.layout().descriptor()).collect();
-        self.push_with(Request::SetMemTable(regions), fds, Then::Nothing);
+        self.push_with(Request::SetMemTable(regions), fds, OnReply::Nothing);
     }
 
     /// Replaces the map of the memory while queues run.
@@ -134,14 +134,14 @@ impl FrontEnd {
             let regions = self.regions();
             self.push_table(regions);
             // The ring addresses stay the same if the base does.
-            (0..self.vrings.len()).for_each(|queue| self.say_addresses(queue));
+            (0..self.vrings.len()).for_each(|queue| self.send_addresses(queue));
         }
-        self.push(Request::GetFeatures, Then::Mapped);
+        self.push(Request::GetFeatures, OnReply::Mapped);
     }
 
-    fn say_addresses(&mut self, queue: usize) {
+    fn send_addresses(&mut self, queue: usize) {
         let request = self.addresses(queue);
-        self.push(request, Then::Nothing);
+        self.push(request, OnReply::Nothing);
     }
 
     fn addresses(&self, queue: usize) -> Request {
@@ -156,12 +156,12 @@ impl FrontEnd {
 
     /// Starts a queue that has stopped at this avail entry.
     pub(crate) fn start(&mut self, queue: usize, next_avail: u16) {
-        self.say_anything();
+        self.send_no_ops();
         self.vrings[queue].runs = true;
         let index = number(queue);
         let enable = Request::SetVringEnable { index, value: 1 };
         if std::mem::take(&mut self.vrings[queue].is_paused) {
-            self.push(enable, Then::Started(queue));
+            self.push(enable, OnReply::Started(queue));
             return;
         }
         let is_moved = self.rng.chance(250);
@@ -196,12 +196,12 @@ impl FrontEnd {
             messages.insert(at, message);
         }
         for (request, fd) in messages {
-            self.push_with(request, fd.into_iter().collect(), Then::Nothing);
+            self.push_with(request, fd.into_iter().collect(), OnReply::Nothing);
         }
         if self.is_memory_due {
             self.share_memory();
         }
-        self.push(Request::GetFeatures, Then::Started(queue));
+        self.push(Request::GetFeatures, OnReply::Started(queue));
     }
 
     fn shuffle<T>(&mut self, list: &mut [T]) {
@@ -222,19 +222,19 @@ impl FrontEnd {
 
     /// Stops a running queue, so that it can continue.
     pub(crate) fn stop(&mut self, queue: usize) {
-        self.say_anything();
+        self.send_no_ops();
         self.vrings[queue].runs = false;
         let index = number(queue);
         if self.has_protocol() && self.rng.chance(400) {
             let disable = Request::SetVringEnable { index, value: 0 };
             if self.rng.chance(500) {
-                self.push(disable, Then::Disabled(queue));
+                self.push(disable, OnReply::Disabled(queue));
                 return;
             }
             // Like QEMU, which then asks for the entry at which the queue has stopped.
-            self.push(disable, Then::Nothing);
+            self.push(disable, OnReply::Nothing);
         }
-        self.push(Request::GetVringBase { index }, Then::Base(queue));
+        self.push(Request::GetVringBase { index }, OnReply::Base(queue));
     }
 
     /// Replaces an eventfd of a running queue.
@@ -251,16 +251,16 @@ impl FrontEnd {
                 (Request::SetVringCall { index, has_fd: call.is_some() }, call)
             }
         };
-        self.push_with(request, fd.into_iter().collect(), Then::Nothing);
+        self.push_with(request, fd.into_iter().collect(), OnReply::Nothing);
     }
 
     /// The driver switches its write cache.
     pub(crate) fn write_cache(&mut self, value: u8) {
         let offset = if self.rng.chance(300) { REGISTERS_OFFSET } else { 0 } + WRITEBACK_OFFSET;
         let config = |data| Config { offset: number(offset), flags: 0, data };
-        self.push(Request::SetConfig(config(vec![value])), Then::Nothing);
+        self.push(Request::SetConfig(config(vec![value])), OnReply::Nothing);
         let is_on = value != 0 && self.can_cache();
-        self.push(Request::GetConfig(config(vec![0])), Then::Writeback(is_on.into()));
+        self.push(Request::GetConfig(config(vec![0])), OnReply::Writeback(is_on.into()));
     }
 
     /// Makes the device forget its driver. A new driver follows, or the same. The front-end may go,
@@ -268,50 +268,50 @@ impl FrontEnd {
     pub(crate) fn reset(&mut self) {
         let how = self.rng.below(if self.has_protocol() { 6 } else { 3 });
         let request = match how {
-            0 => return self.say_goodbye(Goodbye::Politely),
-            1 => return self.say_goodbye(Goodbye::AtOnce),
-            2 => return self.say_goodbye(Goodbye::ByDaemon),
+            0 => return self.begin_disconnect(Disconnect::Politely),
+            1 => return self.begin_disconnect(Disconnect::AtOnce),
+            2 => return self.begin_disconnect(Disconnect::ByDaemon),
             3 => Request::SetStatus(0),
             _ => Request::ResetDevice,
         };
         let keeps_cache = matches!(request, Request::SetStatus(_));
-        self.push(request, Then::Reset { keeps_cache });
+        self.push(request, OnReply::Reset { keeps_cache });
         self.negotiate();
     }
 
-    pub(super) fn say_goodbye(&mut self, how: Goodbye) {
-        if how == Goodbye::Politely {
+    pub(super) fn begin_disconnect(&mut self, how: Disconnect) {
+        if how == Disconnect::Politely {
             let queues = (0..self.vrings.len()).filter(|queue| self.vrings[*queue].runs);
             for queue in queues.collect::<Vec<_>>() {
                 let index = number(queue);
-                self.push(Request::GetVringBase { index }, Then::Base(queue));
+                self.push(Request::GetVringBase { index }, OnReply::Base(queue));
             }
         }
-        self.goodbye = Some(how);
+        self.disconnect = Some(how);
     }
 
     /// Sends messages that change nothing.
-    fn say_anything(&mut self) {
+    fn send_no_ops(&mut self) {
         if !self.rng.chance(300) {
             return;
         }
         match self.rng.below(if self.has_protocol() { 5 } else { 2 }) {
-            0 => self.push(Request::SetOwner, Then::Nothing),
+            0 => self.push(Request::SetOwner, OnReply::Nothing),
             // Queues stop for this message, and continue.
-            1 => self.push(Request::SetFeatures(self.all_features()), Then::Nothing),
+            1 => self.push(Request::SetFeatures(self.all_features()), OnReply::Nothing),
             2 => {
                 let status = 1 + self.rng.below(15);
-                self.push(Request::SetStatus(status), Then::Nothing);
-                self.push(Request::GetStatus, Then::Number(status));
+                self.push(Request::SetStatus(status), OnReply::Nothing);
+                self.push(Request::GetStatus, OnReply::Number(status));
             }
             3 => {
                 let config = Config { offset: 0, flags: 0, data: vec![0; 60] };
-                self.push(Request::GetConfig(config), Then::Nothing);
+                self.push(Request::GetConfig(config), OnReply::Nothing);
             }
             _ => {
                 let size = u32::from(self.plan.queue_size());
                 let index = number(self.rng.index(self.vrings.len()));
-                self.push(Request::SetVringNum { index, size }, Then::Nothing);
+                self.push(Request::SetVringNum { index, size }, OnReply::Nothing);
             }
         }
     }

@@ -5,9 +5,9 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
 use virtqueue::driver::WRITE;
 
 use super::{Guest, Outstanding, State};
-use crate::asked::Asked;
+use crate::chain_request::ChainRequest;
 use crate::content::SECTOR;
-use crate::disk::Ending;
+use crate::disk::RequestOutcome;
 use crate::layout::AREA_BYTES;
 use crate::request::{Kind, Request, serial};
 
@@ -20,11 +20,11 @@ impl Guest {
         len: u32,
         end: u64,
     ) -> Result<Vec<u8>, String> {
-        let Outstanding { asked, begin, .. } = outstanding;
+        let Outstanding { request, begin, .. } = outstanding;
         let (found, answer) = self.collect(outstanding)?;
-        let message = asked.message();
+        let message = request.message();
         let len: usize = fits(len, "a used length");
-        if let Asked::Command(command) = asked {
+        if let ChainRequest::Command(command) = request {
             self.check_command(state, command, (*begin, end), len, &answer)?;
             return Ok(found);
         }
@@ -32,13 +32,13 @@ impl Guest {
         if len != expected {
             return Err(format!("the used length is {len}, not {expected}"));
         }
-        match asked {
-            Asked::Blk(request) => self.check_blk(request, &answer, *begin, end)?,
-            Asked::Function(function) => {
+        match request {
+            ChainRequest::Blk(request) => self.check_blk(request, &answer, *begin, end)?,
+            ChainRequest::Function(function) => {
                 self.check_function(state, function, (*begin, end), &answer)?;
             }
-            Asked::Event(_) => self.check_event(state, (*begin, end), &answer)?,
-            Asked::Command(_) => unreachable!("it was checked"),
+            ChainRequest::Event(_) => self.check_event(state, (*begin, end), &answer)?,
+            ChainRequest::Command(_) => unreachable!("it was checked"),
         }
         Ok(found)
     }
@@ -78,15 +78,15 @@ impl Guest {
         };
         self.trace(|| format!("request {} is answered: status {status}", request.id));
         let ending = match (request.status(), status) {
-            (VIRTIO_BLK_S_OK, VIRTIO_BLK_S_OK) => Ending::Done,
-            (VIRTIO_BLK_S_OK, VIRTIO_BLK_S_IOERR) => Ending::Failed,
-            (expected, _) if expected == status => Ending::Refused,
+            (VIRTIO_BLK_S_OK, VIRTIO_BLK_S_OK) => RequestOutcome::Done,
+            (VIRTIO_BLK_S_OK, VIRTIO_BLK_S_IOERR) => RequestOutcome::Failed,
+            (expected, _) if expected == status => RequestOutcome::Refused,
             _ => return Err(format!("the status is {status}")),
         };
         let disk = &self.disks[0];
         disk.end(begin, end, ending, false)?;
         match request.kind {
-            Kind::Read if ending == Ending::Done => {
+            Kind::Read if ending == RequestOutcome::Done => {
                 let ranges = &request.ranges;
                 let sectors = ranges.iter().flat_map(|&(first, count)| first..first + count);
                 for (sector, bytes) in sectors.zip(data.chunks(SECTOR)) {
@@ -102,7 +102,11 @@ impl Guest {
     }
 
     /// Checks that an area has not changed since the answer to its last request.
-    pub(super) fn check_left(&self, left: &mut Option<Vec<u8>>, area: u64) -> Result<(), String> {
+    pub(super) fn check_unchanged(
+        &self,
+        left: &mut Option<Vec<u8>>,
+        area: u64,
+    ) -> Result<(), String> {
         let Some(left) = left.take() else { return Ok(()) };
         let now = self.area(area);
         match now.iter().zip(&left).position(|(now, left)| now != left) {

@@ -4,12 +4,12 @@ use std::cell::Ref;
 
 use device::scsi::address::UnitAddress;
 
-use super::scsi::{Done, Scsi};
+use super::scsi::{CommandRecord, Scsi};
 use super::{Guest, Outstanding, State};
-use crate::asked::Asked;
+use crate::chain_request::ChainRequest;
 use crate::content::SECTOR;
-use crate::disk::Ending;
-use crate::scsi::attentions::Came;
+use crate::disk::RequestOutcome;
+use crate::scsi::attentions::CauseOutcome;
 use crate::scsi::command::{Command, Kind};
 use crate::scsi::function::{self, Function};
 use crate::scsi::reservations::Needs;
@@ -45,29 +45,29 @@ impl Guest {
         let Some((response, data)) = answer.split_at_checked(RESPONSE + SENSE) else {
             return Err("the response is incomplete".into());
         };
-        let outcome = Outcome::of(response)?;
+        let outcome = Outcome::decode(response)?;
         self.trace(|| format!("command {} is answered: {outcome:?}", command.id));
         let ending = self.judge(state, command, outcome, (begin, end))?;
         let address = state.scsi.units[command.unit].address;
-        state.scsi.done.push(Done { address, tag: command.tag, begin, end });
+        state.scsi.done.push(CommandRecord { address, tag: command.tag, begin, end });
         let moved = if outcome == Outcome::Good { command.moved } else { 0 };
         let residual = u32::from_le_bytes([response[4], response[5], response[6], response[7]]);
         let out = command.message.readable.len() - command.message.header;
         // The device knows no data of a chain with a flaw.
         let has_flaw = command.message.flaw.is_some();
         let expected = if has_flaw { 0 } else { out + data.len() - moved };
-        if ending != Ending::Failed && usize::try_from(residual) != Ok(expected) {
+        if ending != RequestOutcome::Failed && usize::try_from(residual) != Ok(expected) {
             return Err(format!("the residual is {residual}, not {expected}"));
         }
         let written = response.len() + if data.is_empty() { 0 } else { moved };
-        if ending != Ending::Failed && len != written {
+        if ending != RequestOutcome::Failed && len != written {
             return Err(format!("the used length is {len}, not {written}"));
         }
         let disk = &self.disks[command.unit];
-        let through = disk.shared().through_since() < begin;
+        let through = disk.shared().write_through_since() < begin;
         disk.end(begin, end, ending, through)?;
         match command.kind {
-            _ if ending != Ending::Done => {}
+            _ if ending != RequestOutcome::Done => {}
             Kind::Read => {
                 for (sector, bytes) in command.sectors().zip(data.chunks(SECTOR)) {
                     disk.read(sector, bytes, begin, end)?;
@@ -75,7 +75,9 @@ impl Guest {
             }
             Kind::CompareAndWrite => {
                 let pairs = command.sectors().zip(&command.expects);
-                pairs.for_each(|(sector, was)| disk.swapped(sector, *was, command.id, begin, end));
+                pairs.for_each(|(sector, was)| {
+                    disk.record_swap(sector, *was, command.id, begin, end)
+                });
             }
             _ => {}
         }
@@ -89,33 +91,33 @@ impl Guest {
         command: &Command,
         outcome: Outcome,
         (begin, end): Span,
-    ) -> Result<Ending, String> {
+    ) -> Result<RequestOutcome, String> {
         let disk = &self.disks[command.unit];
         let unit = &state.scsi.units[command.unit];
         let wrong = || Err(format!("it ends with {outcome:?}"));
         if let Outcome::Response(response @ (ABORTED | RESET)) = outcome {
             disk.shared_mut().end(command, None, (begin, end))?;
             let is_right = self.is_aborted(state, command, response, (begin, end));
-            return if is_right { Ok(Ending::Aborted) } else { wrong() };
+            return if is_right { Ok(RequestOutcome::Aborted) } else { wrong() };
         }
         if outcome == PERHAPS_DONE {
             let mut shared = disk.shared_mut();
             shared.end(command, None, (begin, end))?;
             let is_one = matches!(command.kind, Kind::CompareAndWrite | Kind::Reserve(_));
-            let is_again = shared.was_left(begin) || shared.has_died((begin, end));
+            let is_again = shared.was_marked(begin) || shared.has_died((begin, end));
             let is_right = is_one && is_again;
-            return if is_right { Ok(Ending::Aborted) } else { wrong() };
+            return if is_right { Ok(RequestOutcome::Aborted) } else { wrong() };
         }
         if matches!(outcome, Outcome::Response(_)) && command.kind == Kind::Bad(outcome) {
             // The command is wrong with or without a unit.
-            return Ok(Ending::Refused);
+            return Ok(RequestOutcome::Refused);
         }
         let during = || unit.present.during(begin, end);
         if matches!(outcome, NO_UNIT | NO_TARGET) {
             disk.shared_mut().refuse(command, (begin, end))?;
             let is_meant = command.kind == Kind::Bad(outcome);
             let is_right = is_meant || during().any(|is_there| !is_there);
-            return if is_right { Ok(Ending::Refused) } else { wrong() };
+            return if is_right { Ok(RequestOutcome::Refused) } else { wrong() };
         }
         if !during().any(|is_there| *is_there)
             || matches!(command.kind, Kind::Bad(NO_UNIT | NO_TARGET))
@@ -124,22 +126,22 @@ impl Guest {
         }
         let mut shared = disk.shared_mut();
         if let Outcome::Check(UNIT_ATTENTION, code) = outcome {
-            shared.nexus(self.device).heard(code, begin, end)?;
+            shared.nexus(self.device).record_report(code, begin, end)?;
             shared.refuse(command, (begin, end))?;
-            return Ok(Ending::Refused);
+            return Ok(RequestOutcome::Refused);
         }
-        shared.nexus(self.device).passed(begin, end);
+        shared.nexus(self.device).record_skip(begin, end);
         let is_conflict = outcome == Outcome::Conflict;
         if let Kind::Reserve(_) = command.kind {
             shared.end(command, Some(outcome), (begin, end))?;
             let is_done = outcome == Outcome::Good;
-            return Ok(if is_done { Ending::Done } else { Ending::Refused });
+            return Ok(if is_done { RequestOutcome::Done } else { RequestOutcome::Refused });
         }
         let needs = command.needs();
         let [may_pass, may_conflict] = shared.reservations.allows(self.device, needs, begin, end);
         if is_conflict {
             shared.refuse(command, (begin, end))?;
-            return if may_conflict { Ok(Ending::Refused) } else { wrong() };
+            return if may_conflict { Ok(RequestOutcome::Refused) } else { wrong() };
         }
         if !may_pass && needs != Needs::Nothing {
             return Err(format!("it conflicts with a reservation, and ends with {outcome:?}"));
@@ -158,7 +160,7 @@ impl Guest {
         outcome: Outcome,
         sizes: &[u64],
         (begin, end): Span,
-    ) -> Result<Ending, String> {
+    ) -> Result<RequestOutcome, String> {
         let disk = &self.disks[command.unit];
         let is_read_only = disk.plan.read_only > 0;
         let reads = matches!(command.kind, Kind::Read | Kind::CompareAndWrite);
@@ -176,10 +178,10 @@ impl Guest {
             (_, Outcome::Check(7, [0x27, 0])) => writes && is_read_only,
             (Kind::CompareAndWrite, Outcome::Check(0xe, [0x1d, 0])) => {
                 let mut pairs = command.sectors().zip(&command.expects);
-                pairs.any(|(sector, value)| !disk.surely_has(sector, *value, begin, end))
+                pairs.any(|(sector, value)| !disk.must_have(sector, *value, begin, end))
             }
             // The queue stopped, and any part of the command was done.
-            (Kind::WriteSame, Outcome::Busy) => return Ok(Ending::Aborted),
+            (Kind::WriteSame, Outcome::Busy) => return Ok(RequestOutcome::Aborted),
             (_, Outcome::Check(3, [0x11, 0])) => return failed(reads, outcome),
             (_, Outcome::Check(3, [0x0c, 0])) => return failed(writes || flushes, outcome),
             (_, Outcome::Check(7, [0x27, 7])) => return failed(writes || flushes, outcome),
@@ -189,12 +191,12 @@ impl Guest {
         // UNMAP gives blocks back in several steps.
         let is_partial = command.kind == Kind::Unmap && sizes.len() > 1;
         match is_right {
-            true if is_partial && outcome != Outcome::Good => Ok(Ending::Aborted),
-            true if outcome == Outcome::Good => Ok(Ending::Done),
+            true if is_partial && outcome != Outcome::Good => Ok(RequestOutcome::Aborted),
+            true if outcome == Outcome::Good => Ok(RequestOutcome::Done),
             true if sizes.iter().any(fits) && outcome == Outcome::Check(5, [0x21, 0]) => {
-                Ok(Ending::Gone)
+                Ok(RequestOutcome::Gone)
             }
-            true => Ok(Ending::Refused),
+            true => Ok(RequestOutcome::Refused),
             false => Err(format!("it ends with {outcome:?}; sizes: {sizes:?}")),
         }
     }
@@ -221,7 +223,7 @@ impl Guest {
                 && begin < managed.taken.min(managed.end)
         });
         let shared = self.disks[command.unit].shared();
-        by_function || shared.may_be_swept(self.device, response == ABORTED, begin, end)
+        by_function || shared.may_be_aborted(self.device, response == ABORTED, begin, end)
     }
 
     /// Checks the response to a function.
@@ -276,8 +278,8 @@ impl Guest {
         };
         managed.end = end;
         let resets = managed.function.kind == function::Kind::UnitReset;
-        for (disk, told) in std::mem::take(&mut managed.told) {
-            let hears = match told.0 == self.device {
+        for (disk, attention) in std::mem::take(&mut managed.attentions) {
+            let hears = match attention.0 == self.device {
                 true => state.scsi.units[disk].is_there((begin, end)),
                 // CLEAR TASK SET raises attentions only for initiators that had tasks.
                 false => {
@@ -287,19 +289,19 @@ impl Guest {
                             let is_there = |state: Ref<'_, State>| {
                                 state.scsi.units[disk].is_there((begin, end))
                             };
-                            guest.device == told.0 && state.is_ok_and(is_there)
+                            guest.device == attention.0 && state.is_ok_and(is_there)
                         })
                 }
             };
             let mut shared = self.disks[disk].shared_mut();
-            shared.end_sweep(begin, end);
-            shared.may_cache(end);
+            shared.end_abort_all(begin, end);
+            shared.cache_may_change(end);
             let came = match response {
-                BAD_TARGET | INCORRECT_LUN => Came::Not,
-                COMPLETE if hears => Came::Surely,
-                _ => Came::Maybe,
+                BAD_TARGET | INCORRECT_LUN => CauseOutcome::Not,
+                COMPLETE if hears => CauseOutcome::Surely,
+                _ => CauseOutcome::Maybe,
             };
-            shared.settle(&[told], end, came)?;
+            shared.settle(&[attention], end, came)?;
         }
         Ok(())
     }
@@ -340,8 +342,8 @@ impl Guest {
         for (queue, _) in queues.filter(|(_, runs)| runs.during(begin, end).all(|runs| *runs)) {
             for (head, outstanding) in queue.outstanding.iter().enumerate() {
                 let Some(outstanding) = outstanding else { continue };
-                let Outstanding { asked, begin: since, .. } = outstanding;
-                let Asked::Command(command) = asked else { continue };
+                let Outstanding { request, begin: since, .. } = outstanding;
+                let ChainRequest::Command(command) = request else { continue };
                 let address = scsi.units[command.unit].address;
                 // A command that names no unit is no task of one.
                 let is_task = !matches!(command.kind, Kind::Bad(NO_UNIT | NO_TARGET));
@@ -350,7 +352,7 @@ impl Guest {
                     && covers(outstanding, address, command.tag)
                     && !queue.is_answered(head)
                 {
-                    return Some(asked.to_string());
+                    return Some(request.to_string());
                 }
             }
         }
@@ -378,22 +380,22 @@ fn is_left(scsi: &Scsi, (begin, end): Span) -> [bool; 2] {
         line.during(begin, end).any(|runs| !runs) && line.during(scsi.died, end).any(|runs| *runs)
     };
     let runs = &scsi.runs[FIRST_REQUEST_QUEUE..];
-    let mut left = scsi.left[FIRST_REQUEST_QUEUE..].iter();
+    let mut left = scsi.known_stopped[FIRST_REQUEST_QUEUE..].iter();
     let is_left = left.any(|line| line.during(begin, end).all(|left| *left));
     [runs.iter().any(may_be_left), is_left]
 }
 
 /// Accepts an error that the disk must explain, if the command may have it.
-fn failed(is_right: bool, outcome: Outcome) -> Result<Ending, String> {
-    if is_right { Ok(Ending::Failed) } else { Err(format!("it ends with {outcome:?}")) }
+fn failed(is_right: bool, outcome: Outcome) -> Result<RequestOutcome, String> {
+    if is_right { Ok(RequestOutcome::Failed) } else { Err(format!("it ends with {outcome:?}")) }
 }
 
 /// True if a task that a function covers was out at some time.
 fn is_found(state: &State, function: &Function, (begin, end): Span) -> bool {
     let scsi = &state.scsi;
     let outstanding = state.queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
-    let mut out = outstanding.filter_map(|outstanding| match &outstanding.asked {
-        Asked::Command(command) => {
+    let mut out = outstanding.filter_map(|outstanding| match &outstanding.request {
+        ChainRequest::Command(command) => {
             Some((scsi.units[command.unit].address, command.tag, outstanding.begin))
         }
         _ => None,

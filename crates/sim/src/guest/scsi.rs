@@ -3,13 +3,13 @@
 use device::scsi::address::UnitAddress;
 
 use super::{Guest, State};
-use crate::asked::Asked;
+use crate::chain_request::ChainRequest;
 use crate::failure::Failure;
-use crate::scsi::attentions::Came;
+use crate::scsi::attentions::CauseOutcome;
 use crate::scsi::command::{Command, Target};
-use crate::scsi::events::{Events, Happening};
+use crate::scsi::events::{Events, UnitChange};
 use crate::scsi::function::Function;
-use crate::scsi::shared::Told;
+use crate::scsi::shared::ExpectedAttention;
 use crate::scsi::unit::{Unit, address};
 use crate::scsi::{CAPACITY_CHANGED, CONTROL_QUEUE, EVENT_QUEUE, POWER_ON, UNITS_CHANGED};
 use crate::timeline::Timeline;
@@ -18,7 +18,7 @@ use crate::timeline::Timeline;
 const TAGS: u64 = 12;
 
 /// A task management function that was requested.
-pub(super) struct Managed {
+pub(super) struct FunctionRecord {
     pub(super) function: Function,
     pub(super) begin: u64,
     /// The time at which the device had taken the function: later commands are not affected.
@@ -26,11 +26,11 @@ pub(super) struct Managed {
     /// The time of the answer.
     pub(super) end: u64,
     /// Unit attentions that the function may raise, with their disks.
-    pub(super) told: Vec<(usize, Told)>,
+    pub(super) attentions: Vec<(usize, ExpectedAttention)>,
 }
 
 /// A command that was answered.
-pub(super) struct Done {
+pub(super) struct CommandRecord {
     pub(super) address: UnitAddress,
     pub(super) tag: u64,
     pub(super) begin: u64,
@@ -42,13 +42,13 @@ pub(super) struct Done {
 pub(super) struct Scsi {
     /// Units by the number of their disks.
     pub(super) units: Vec<Unit>,
-    pub(super) managed: Vec<Managed>,
-    pub(super) done: Vec<Done>,
+    pub(super) managed: Vec<FunctionRecord>,
+    pub(super) done: Vec<CommandRecord>,
     pub(super) events: Events,
     /// True while a queue runs.
     pub(super) runs: Vec<Timeline<bool>>,
     /// True while a queue is stopped and the control queue knows it.
-    pub(super) left: Vec<Timeline<bool>>,
+    pub(super) known_stopped: Vec<Timeline<bool>>,
     /// The time of the last daemon's death.
     pub(super) died: u64,
 }
@@ -58,7 +58,7 @@ impl Guest {
     pub(super) fn new_scsi(&self) -> Scsi {
         let units = (0..self.disks.len()).map(|disk| Unit::new(address(self.device, disk)));
         let lines = || (0..self.plan.queue_count()).map(|_| Timeline::new(false)).collect();
-        Scsi { units: units.collect(), runs: lines(), left: lines(), ..Scsi::default() }
+        Scsi { units: units.collect(), runs: lines(), known_stopped: lines(), ..Scsi::default() }
     }
 
     /// Notes that a queue of the device runs from now on, or does not.
@@ -69,14 +69,14 @@ impl Guest {
             line.set(now, runs);
         }
         if queue == CONTROL_QUEUE {
-            scsi.left.iter_mut().for_each(|line| line.set(now, false));
+            scsi.known_stopped.iter_mut().for_each(|line| line.set(now, false));
         }
     }
 
     /// Notes that a queue begins to run.
     pub(crate) fn set_starting(&self, queue: usize) {
         let now = self.world.tick();
-        if let Some(line) = self.state.borrow_mut().scsi.left.get_mut(queue) {
+        if let Some(line) = self.state.borrow_mut().scsi.known_stopped.get_mut(queue) {
             line.set(now, false);
         }
     }
@@ -87,7 +87,7 @@ impl Guest {
         let scsi = &mut self.state.borrow_mut().scsi;
         let Some(since) = scsi.runs.get(queue).map(Timeline::since) else { return };
         let knows = scsi.runs[CONTROL_QUEUE].during(since, now).all(|runs| *runs);
-        scsi.left[queue].set(now, knows);
+        scsi.known_stopped[queue].set(now, knows);
     }
 
     /// Notes that the device has taken all chains of a queue before this avail entry.
@@ -127,11 +127,11 @@ impl Guest {
             }
         }
         if self.plan.no_events == 0 {
-            let what = if is_there { Happening::Added } else { Happening::Removed };
+            let what = if is_there { UnitChange::Added } else { UnitChange::Removed };
             // The first unit of a target is announced by LUN 0, so that the driver scans the
             // target.
             let lun = if is_there && !has_others { 0 } else { address.lun };
-            scsi.events.tell(what, UnitAddress { lun, ..address });
+            scsi.events.expect(what, UnitAddress { lun, ..address });
         }
         self.world.tick();
     }
@@ -160,7 +160,7 @@ impl Guest {
         if *unit.present.now() {
             self.disks[disk].shared_mut().nexus(self.device).raise(CAPACITY_CHANGED, now);
             if self.plan.no_events == 0 {
-                scsi.events.tell(Happening::CapacityChanged, unit.address);
+                scsi.events.expect(UnitChange::CapacityChanged, unit.address);
             }
         }
         self.world.tick();
@@ -171,15 +171,15 @@ impl Guest {
         let now = self.world.tick();
         let State { scsi, queues, .. } = &mut *self.state.borrow_mut();
         let queue = &queues[EVENT_QUEUE];
-        let told = queue.outstanding.iter().enumerate().filter(|(head, outstanding)| {
+        let reported = queue.outstanding.iter().enumerate().filter(|(head, outstanding)| {
             let answer = outstanding.as_ref().filter(|_| queue.is_answered(*head));
             let bytes = answer.and_then(|outstanding| self.collect(outstanding).ok());
             bytes.is_some_and(|(_, bytes)| bytes.iter().any(|byte| *byte != 0))
         });
-        scsi.events.forget(told.count());
+        scsi.events.forget(reported.count());
         for (unit, disk) in scsi.units.iter().zip(&self.disks) {
             let mut shared = disk.shared_mut();
-            shared.may_cache(now);
+            shared.cache_may_change(now);
             if *unit.present.now() {
                 shared.nexus(self.device).raise(POWER_ON, now);
             }
@@ -196,25 +196,25 @@ impl Guest {
     pub(super) fn is_function_due(&self, state: &State) -> bool {
         let (all, total) = (self.plan.functions, self.plan.requests);
         let done = all - state.functions_left;
-        let made = total.saturating_sub(state.left);
-        state.functions_left > 0 && (state.left == 0 || made * all >= done * total)
+        let made = total.saturating_sub(state.requests_left);
+        state.functions_left > 0 && (state.requests_left == 0 || made * all >= done * total)
     }
 
     /// Draws a request for a queue.
-    pub(super) fn draw_scsi(&self, state: &mut State, index: usize) -> Asked {
+    pub(super) fn draw_scsi(&self, state: &mut State, index: usize) -> ChainRequest {
         let State { rng, queues, scsi, .. } = state;
         let outstanding = queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
-        let tasks = outstanding.filter_map(|outstanding| match &outstanding.asked {
-            Asked::Command(command) => Some((scsi.units[command.unit].address, command.tag)),
+        let tasks = outstanding.filter_map(|outstanding| match &outstanding.request {
+            ChainRequest::Command(command) => Some((scsi.units[command.unit].address, command.tag)),
             _ => None,
         });
         let tasks: Vec<(UnitAddress, u64)> = tasks.collect();
         match index {
             CONTROL_QUEUE => {
                 let units: Vec<UnitAddress> = scsi.units.iter().map(|unit| unit.address).collect();
-                Asked::Function(Function::draw(rng, &units, &tasks))
+                ChainRequest::Function(Function::draw(rng, &units, &tasks))
             }
-            EVENT_QUEUE => Asked::event(),
+            EVENT_QUEUE => ChainRequest::event(),
             _ => {
                 let id = self.next_id.get();
                 self.next_id.set(id + 1);
@@ -225,66 +225,66 @@ impl Guest {
                     (first..TAGS).chain(0..first).find(|tag| !tasks.contains(&(address, *tag)));
                 let (tag, device, disk) = (free.unwrap_or(id), self.device, &*self.disks[unit]);
                 let target = Target { unit, address, disk, tag, device };
-                Asked::Command(Command::draw(&self.plan, rng, id, &target))
+                ChainRequest::Command(Command::draw(&self.plan, rng, id, &target))
             }
         }
     }
 
     /// Records a request that goes out.
-    pub(super) fn begin_scsi(&self, scsi: &mut Scsi, asked: &Asked, begin: u64) {
-        match asked {
-            Asked::Command(command) => {
+    pub(super) fn begin_scsi(&self, scsi: &mut Scsi, request: &ChainRequest, begin: u64) {
+        match request {
+            ChainRequest::Command(command) => {
                 let disk = &self.disks[command.unit];
-                disk.begin(&command.touch(), begin);
+                disk.begin(&command.disk_effect(), begin);
                 disk.shared_mut().begin(self.device, command, begin);
             }
-            Asked::Function(function) => {
-                let told = self.expect_of_function(&scsi.units, function, begin);
+            ChainRequest::Function(function) => {
+                let attentions = self.expect_attentions(&scsi.units, function, begin);
                 if function.is_of_all() {
-                    for disk in self.meant_by(&scsi.units, function) {
-                        self.disks[disk].shared_mut().begin_sweep(self.device, begin);
+                    for disk in self.covered_disks(&scsi.units, function) {
+                        self.disks[disk].shared_mut().begin_abort_all(self.device, begin);
                     }
                 }
                 let function = function.clone();
                 let [taken, end] = [u64::MAX; 2];
-                scsi.managed.push(Managed { function, begin, taken, end, told });
+                scsi.managed.push(FunctionRecord { function, begin, taken, end, attentions });
             }
-            Asked::Blk(_) | Asked::Event(_) => {}
+            ChainRequest::Blk(_) | ChainRequest::Event(_) => {}
         }
     }
 
     /// The disks of the units that a function is about.
-    fn meant_by(&self, units: &[Unit], function: &Function) -> Vec<usize> {
+    fn covered_disks(&self, units: &[Unit], function: &Function) -> Vec<usize> {
         let units = units.iter().enumerate();
         let meant = units.filter(|(_, unit)| function.covers(unit.address, function.tag));
         meant.map(|(disk, _)| disk).collect()
     }
 
     /// Expects the unit attentions that a function may raise. Returns them with their disks.
-    fn expect_of_function(
+    fn expect_attentions(
         &self,
         units: &[Unit],
         function: &Function,
         begin: u64,
-    ) -> Vec<(usize, Told)> {
-        let mut told = Vec::new();
+    ) -> Vec<(usize, ExpectedAttention)> {
+        let mut attentions = Vec::new();
         let [own, others] = function.attentions();
         if own.is_none() && others.is_none() {
-            return told;
+            return attentions;
         }
-        for disk in self.meant_by(units, function) {
+        for disk in self.covered_disks(units, function) {
             let mut shared = self.disks[disk].shared_mut();
-            shared.may_cache(begin);
+            shared.cache_may_change(begin);
             if let Some(code) = own {
                 let id = shared.nexus(self.device).expect(code, begin);
-                told.push((disk, (self.device, code, id)));
+                attentions.push((disk, (self.device, code, id)));
             }
             if let Some(code) = others {
-                let heard = shared.expect_of_others(self.device, code, begin);
-                told.extend(heard.into_iter().map(|told| (disk, told)));
+                let expected = shared.expect_for_others(self.device, code, begin);
+                attentions.extend(expected.into_iter().map(|attention| (disk, attention)));
             }
         }
-        told
+        attentions
     }
 
     /// Notes that the daemon is dead. The guest takes the answers that are there, and requests that
@@ -298,7 +298,7 @@ impl Guest {
         }
         let now = self.world.tick();
         let State { scsi, queues, failure, .. } = state;
-        let lines = scsi.runs.iter_mut().chain(&mut scsi.left);
+        let lines = scsi.runs.iter_mut().chain(&mut scsi.known_stopped);
         lines.for_each(|line| line.set(now, false));
         scsi.died = now;
         let out = queues.iter_mut().flat_map(|queue| queue.outstanding.iter_mut().flatten());
@@ -306,13 +306,14 @@ impl Guest {
         scsi.events.forget(0);
         let Scsi { units, managed, .. } = scsi;
         for managed in managed.iter_mut().filter(|managed| managed.end == u64::MAX) {
-            for (disk, told) in std::mem::take(&mut managed.told) {
-                let settled = self.disks[disk].shared_mut().settle(&[told], now, Came::Maybe);
+            for (disk, attention) in std::mem::take(&mut managed.attentions) {
+                let settled =
+                    self.disks[disk].shared_mut().settle(&[attention], now, CauseOutcome::Maybe);
                 if let Err(text) = settled {
                     failure.get_or_insert(Failure::new("bad answer", text));
                 }
             }
-            managed.told = self.expect_of_function(units, &managed.function, now);
+            managed.attentions = self.expect_attentions(units, &managed.function, now);
             managed.taken = u64::MAX;
         }
         self.world.tick();

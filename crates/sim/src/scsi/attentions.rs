@@ -18,20 +18,20 @@ struct Attention {
     /// The attention is there from this time on, unless it was reported.
     sure_since: u64,
     /// Commands that begin after this time do not report it.
-    gone_by: u64,
+    gone_since: u64,
     /// The time of the first answer that should have reported it.
-    missed: u64,
+    missed_at: u64,
     /// The end of its cause.
     settled_at: u64,
     /// Begin and end of the command that has reported it.
-    heard: Option<(u64, u64)>,
+    reported: Option<(u64, u64)>,
     /// An attention of the same code was reported, which may have been this one.
     is_doubtful: bool,
 }
 
 /// The outcome of a cause of attentions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Came {
+pub(crate) enum CauseOutcome {
     Surely,
     Maybe,
     Not,
@@ -68,51 +68,59 @@ impl Attentions {
             code,
             begin,
             sure_since: NEVER,
-            gone_by: NEVER,
-            missed: NEVER,
+            gone_since: NEVER,
+            missed_at: NEVER,
             settled_at: NEVER,
-            heard: None,
+            reported: None,
             is_doubtful: false,
         });
         self.next_id
     }
 
     /// Notes that the cause of an attention has ended.
-    pub(crate) fn settle(&mut self, id: u64, end: u64, came: Came) -> Result<(), String> {
+    pub(crate) fn settle(
+        &mut self,
+        id: u64,
+        end: u64,
+        outcome: CauseOutcome,
+    ) -> Result<(), String> {
         let Some(at) = self.all.iter().position(|one| one.id == id) else { return Ok(()) };
-        let Attention { code, begin, heard, is_doubtful, .. } = self.all[at];
-        if came == Came::Not {
+        let Attention { code, begin, reported, is_doubtful, .. } = self.all[at];
+        if outcome == CauseOutcome::Not {
             self.all.remove(at);
             // The report must then have been for another attention of that code.
-            return heard.map_or(Ok(()), |(begin, end)| self.heard(code, begin, end));
+            return reported.map_or(Ok(()), |(begin, end)| self.record_report(code, begin, end));
         }
         // Attentions of the same code merge, and a reset clears earlier ones.
         let has_other = self.all.iter().any(|one| one.id != id && one.code == code);
-        let is_sure = came == Came::Surely && !has_other && !is_doubtful && self.last_reset < begin;
+        let is_sure = outcome == CauseOutcome::Surely
+            && !has_other
+            && !is_doubtful
+            && self.last_reset < begin;
         if is_reset(code) {
-            self.clear(Some(id), (begin, end), came == Came::Surely);
+            self.clear(Some(id), (begin, end), outcome == CauseOutcome::Surely);
             self.last_reset = end;
         }
         let one = self.all.iter_mut().find(|one| one.id == id).expect("it was there");
         one.settled_at = end;
         one.sure_since = if is_sure { end } else { NEVER };
-        self.all.retain(|one| one.settled_at == NEVER || one.heard.is_none());
+        self.all.retain(|one| one.settled_at == NEVER || one.reported.is_none());
         Ok(())
     }
 
     /// Raises an attention at once.
     pub(crate) fn raise(&mut self, code: Code, now: u64) {
         let id = self.expect(code, now);
-        self.settle(id, now + 1, Came::Surely).expect("it has happened");
+        self.settle(id, now + 1, CauseOutcome::Surely).expect("it has happened");
     }
 
     /// Notes that all attentions may be gone. If `is_sure`, attentions from before `begin`
     /// certainly are gone at `end`.
     fn clear(&mut self, except: Option<u64>, (begin, end): (u64, u64), is_sure: bool) {
         for one in self.all.iter_mut().filter(|one| Some(one.id) != except) {
-            (one.sure_since, one.missed) = (NEVER, NEVER);
+            (one.sure_since, one.missed_at) = (NEVER, NEVER);
             if is_sure && one.settled_at < begin {
-                one.gone_by = one.gone_by.min(end);
+                one.gone_since = one.gone_since.min(end);
             }
         }
     }
@@ -123,13 +131,13 @@ impl Attentions {
     }
 
     /// Notes that a command has reported an attention.
-    pub(crate) fn heard(&mut self, code: Code, begin: u64, end: u64) -> Result<(), String> {
+    pub(crate) fn record_report(&mut self, code: Code, begin: u64, end: u64) -> Result<(), String> {
         let fits = |one: &Attention| {
             one.code == code
-                && one.heard.is_none()
+                && one.reported.is_none()
                 && one.begin < end
-                && begin < one.gone_by
-                && begin < one.missed
+                && begin < one.gone_since
+                && begin < one.missed_at
         };
         let find =
             |is_it: fn(&Attention) -> bool| self.all.iter().position(|one| fits(one) && is_it(one));
@@ -142,30 +150,30 @@ impl Attentions {
         };
         // Attentions of the same code merge, so this report may have covered all of them.
         for other in self.all.iter_mut().filter(|one| fits(one)) {
-            (other.sure_since, other.missed, other.is_doubtful) = (NEVER, NEVER, true);
+            (other.sure_since, other.missed_at, other.is_doubtful) = (NEVER, NEVER, true);
         }
-        self.all[found].heard = Some((begin, end));
+        self.all[found].reported = Some((begin, end));
         self.pass(begin, end, |other| rank(other) < rank(code));
-        self.all.retain(|one| one.settled_at == NEVER || one.heard.is_none());
+        self.all.retain(|one| one.settled_at == NEVER || one.reported.is_none());
         Ok(())
     }
 
     /// Notes that a command that reports attentions was carried out without one.
-    pub(crate) fn passed(&mut self, begin: u64, end: u64) {
+    pub(crate) fn record_skip(&mut self, begin: u64, end: u64) {
         self.pass(begin, end, |_| true);
     }
 
     fn pass(&mut self, begin: u64, end: u64, is_meant: impl Fn(Code) -> bool) {
-        for one in self.all.iter_mut().filter(|one| one.heard.is_none() && is_meant(one.code)) {
+        for one in self.all.iter_mut().filter(|one| one.reported.is_none() && is_meant(one.code)) {
             if one.sure_since < begin {
-                one.missed = one.missed.min(end);
+                one.missed_at = one.missed_at.min(end);
             }
         }
     }
 
     /// Checks at the end that no attention was lost.
     pub(crate) fn check_end(&self) -> Result<(), String> {
-        match self.all.iter().find(|one| one.missed != NEVER && one.heard.is_none()) {
+        match self.all.iter().find(|one| one.missed_at != NEVER && one.reported.is_none()) {
             Some(one) => Err(format!("{one:?} was passed over, and nobody has heard it")),
             None => Ok(()),
         }
@@ -181,14 +189,14 @@ mod tests {
     fn each_is_heard_once_and_by_the_first_that_comes() {
         let mut attentions = Attentions::default();
         attentions.raise(CAPACITY_CHANGED, 10);
-        assert!(attentions.heard(UNIT_RESET, 20, 30).is_err());
-        assert!(attentions.heard(CAPACITY_CHANGED, 20, 30).is_ok());
-        assert!(attentions.heard(CAPACITY_CHANGED, 20, 30).is_err());
+        assert!(attentions.record_report(UNIT_RESET, 20, 30).is_err());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 20, 30).is_ok());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 20, 30).is_err());
         attentions.raise(CAPACITY_CHANGED, 40);
-        attentions.passed(50, 60);
+        attentions.record_skip(50, 60);
         assert!(attentions.check_end().is_err());
-        assert!(attentions.heard(CAPACITY_CHANGED, 70, 80).is_err(), "it was passed over");
-        assert!(attentions.heard(CAPACITY_CHANGED, 55, 80).is_ok());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 70, 80).is_err(), "it was passed over");
+        assert!(attentions.record_report(CAPACITY_CHANGED, 55, 80).is_ok());
         assert!(attentions.check_end().is_ok());
     }
 
@@ -197,14 +205,14 @@ mod tests {
         let mut attentions = Attentions::default();
         attentions.raise(CAPACITY_CHANGED, 10);
         let id = attentions.expect(UNIT_RESET, 20);
-        assert!(attentions.settle(id, 30, Came::Surely).is_ok());
-        assert!(attentions.heard(CAPACITY_CHANGED, 40, 50).is_err());
+        assert!(attentions.settle(id, 30, CauseOutcome::Surely).is_ok());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 40, 50).is_err());
         attentions.raise(CAPACITY_CHANGED, 51);
-        assert!(attentions.heard(CAPACITY_CHANGED, 60, 70).is_ok());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 60, 70).is_ok());
         assert!(attentions.check_end().is_err(), "the reset was to be heard first");
         let id = attentions.expect(CAPACITY_CHANGED, 80);
-        assert!(attentions.heard(CAPACITY_CHANGED, 81, 82).is_ok());
-        assert!(attentions.settle(id, 83, Came::Not).is_err());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 81, 82).is_ok());
+        assert!(attentions.settle(id, 83, CauseOutcome::Not).is_err());
     }
 
     #[test]
@@ -214,12 +222,12 @@ mod tests {
         attentions.raise(CAPACITY_CHANGED, 20);
         attentions.raise(NEXUS_LOST, 30);
         for (code, begin) in [(UNIT_RESET, 40), (NEXUS_LOST, 50), (CAPACITY_CHANGED, 60)] {
-            assert!(attentions.heard(code, begin, begin + 5).is_ok());
+            assert!(attentions.record_report(code, begin, begin + 5).is_ok());
             assert!(attentions.check_end().is_ok());
         }
         attentions.raise(CAPACITY_CHANGED, 70);
         attentions.raise(NEXUS_LOST, 80);
-        assert!(attentions.heard(CAPACITY_CHANGED, 90, 95).is_ok());
+        assert!(attentions.record_report(CAPACITY_CHANGED, 90, 95).is_ok());
         assert!(attentions.check_end().is_err(), "the nexus was to be heard of first");
     }
 }

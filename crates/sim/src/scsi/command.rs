@@ -6,7 +6,7 @@ use iomem::fits;
 use super::reservations::{Needs, Order};
 use super::{BAD_TARGET, FAILURE, OVERRUN, Outcome, RESPONSE, SENSE, lun_bytes};
 use crate::content::{SECTOR, Value, bytes_of};
-use crate::disk::{Disk, Touch};
+use crate::disk::{Disk, DiskEffect};
 use crate::faults::Class;
 use crate::message::{Flaw, Message};
 use crate::plan::Plan;
@@ -82,7 +82,7 @@ impl Command {
     }
 
     /// The effect on the disk.
-    pub(crate) fn touch(&self) -> Touch {
+    pub(crate) fn disk_effect(&self) -> DiskEffect {
         let classes: &[Class] = match self.kind {
             Kind::Read => &[Class::Read],
             Kind::Write => &[Class::Write, Class::Flush],
@@ -97,7 +97,7 @@ impl Command {
             Kind::Unmap | Kind::WriteSame => Some(Value::Zero),
             _ => None,
         };
-        Touch {
+        DiskEffect {
             classes,
             ranges: vec![self.range].into_iter().filter(|(_, count)| *count > 0).collect(),
             leaves,

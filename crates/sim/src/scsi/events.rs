@@ -9,7 +9,7 @@ const KEPT: usize = 64;
 
 /// A change of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Happening {
+pub(crate) enum UnitChange {
     Added,
     Removed,
     CapacityChanged,
@@ -33,11 +33,11 @@ pub(crate) struct Events {
     may_miss: bool,
 }
 
-fn bytes_of(what: Happening, unit: UnitAddress) -> [u8; EVENT_BYTES] {
+fn bytes_of(what: UnitChange, unit: UnitAddress) -> [u8; EVENT_BYTES] {
     let (kind, reason): (u32, u32) = match what {
-        Happening::Added => (1, 1),
-        Happening::Removed => (1, 2),
-        Happening::CapacityChanged => (3, 0x092a),
+        UnitChange::Added => (1, 1),
+        UnitChange::Removed => (1, 2),
+        UnitChange::CapacityChanged => (3, 0x092a),
     };
     let [l0, l1] = unit.lun.to_be_bytes();
     let flat = if unit.lun < 256 { 0 } else { 0x40 };
@@ -50,16 +50,16 @@ fn bytes_of(what: Happening, unit: UnitAddress) -> [u8; EVENT_BYTES] {
 
 impl Events {
     /// Notes that a change has happened.
-    pub(crate) fn tell(&mut self, what: Happening, unit: UnitAddress) {
+    pub(crate) fn expect(&mut self, what: UnitChange, unit: UnitAddress) {
         self.may_miss |= self.expected.len() >= KEPT;
         let is_optional = self.expected.len() >= KEPT;
         self.expected.push_back(Expected { bytes: bytes_of(what, unit), is_optional });
     }
 
-    /// Notes that another driver comes. It receives no earlier events except for `told` events,
+    /// Notes that another driver comes. It receives no earlier events except for `reported` events,
     /// which were reported already.
-    pub(crate) fn forget(&mut self, told: usize) {
-        self.expected.truncate(told);
+    pub(crate) fn forget(&mut self, reported: usize) {
+        self.expected.truncate(reported);
     }
 
     /// True if an event must still be reported.

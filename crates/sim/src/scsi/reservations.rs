@@ -59,7 +59,7 @@ pub(crate) struct Effect {
     pub(crate) outcome: Outcome,
     pub(crate) state: State,
     /// Devices that receive unit attentions, with their codes.
-    pub(crate) told: Vec<(usize, Code)>,
+    pub(crate) attentions: Vec<(usize, Code)>,
     /// Devices with commands that are aborted.
     pub(crate) aborted: Vec<usize>,
 }
@@ -96,7 +96,7 @@ impl State {
         let mut effect = Effect {
             outcome: Outcome::Good,
             state: self.clone(),
-            told: Vec::new(),
+            attentions: Vec::new(),
             aborted: Vec::new(),
         };
         let own = self.keys.get(&order.from).copied().unwrap_or(0);
@@ -134,8 +134,8 @@ impl State {
 
 impl Effect {
     fn tell_others(&mut self, device: usize, code: Code) {
-        let told: Vec<_> = self.state.others(device).map(|other| (other, code)).collect();
-        self.told.extend(told);
+        let attentions: Vec<_> = self.state.others(device).map(|other| (other, code)).collect();
+        self.attentions.extend(attentions);
     }
 
     /// Removes a registration. Returns true if that ends the reservation.
@@ -192,7 +192,7 @@ impl Effect {
         for device in named.iter().copied().filter(|device| !(replaces && *device == order.from)) {
             self.unregister(device);
             if device != order.from {
-                self.told.push((device, UNREGISTERED));
+                self.attentions.push((device, UNREGISTERED));
             }
         }
         if replaces {

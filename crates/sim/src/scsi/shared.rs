@@ -5,17 +5,17 @@ use std::sync::Arc;
 
 use device::scsi::access::DiskAccess;
 
-use super::attentions::{Attentions, Came};
+use super::attentions::{Attentions, CauseOutcome};
 use super::command::{Command, Kind};
 use super::reservations::{Effect, Order, Reservations};
 use super::{COMMANDS_CLEARED, Code, MODE_CHANGED, Outcome};
 use crate::timeline::Timeline;
 
 /// A device, and an attention for it: the code and the number.
-pub(crate) type Told = (usize, Code, u64);
+pub(crate) type ExpectedAttention = (usize, Code, u64);
 
 #[derive(Debug, Clone, Copy)]
-struct Sweep {
+struct AbortAll {
     by: usize,
     begin: u64,
     end: u64,
@@ -27,20 +27,20 @@ pub(crate) struct Shared {
     /// Times at which daemons have died.
     deaths: Vec<u64>,
     /// Begins of the commands that stopped queues have left.
-    left: BTreeSet<u64>,
+    marked: BTreeSet<u64>,
     /// Attentions by the number of the device.
     nexuses: BTreeMap<usize, Attentions>,
     /// The size in sectors.
     pub(crate) size: Timeline<u64>,
     /// Devices that have ended commands of all initiators, with the times of begin and end.
-    sweeps: Vec<Sweep>,
+    abort_alls: Vec<AbortAll>,
     /// The begin of the order in progress, and the attentions that it may raise.
-    order: Option<(u64, Vec<Told>)>,
+    order: Option<(u64, Vec<ExpectedAttention>)>,
     /// Commands that change modes, by their begin: the device, and the attentions that they may
     /// raise.
-    selects: BTreeMap<u64, (usize, Vec<Told>)>,
+    selects: BTreeMap<u64, (usize, Vec<ExpectedAttention>)>,
     /// The time since which there certainly is no write cache.
-    through_since: u64,
+    write_through_since: u64,
     /// The last begin or end of a command that may switch a cache on.
     last_on: u64,
 }
@@ -51,13 +51,13 @@ impl Shared {
             access: Arc::default(),
             reservations: Reservations::default(),
             deaths: Vec::new(),
-            left: BTreeSet::new(),
+            marked: BTreeSet::new(),
             nexuses: BTreeMap::new(),
             size: Timeline::new(sectors),
-            sweeps: Vec::new(),
+            abort_alls: Vec::new(),
             order: None,
             selects: BTreeMap::new(),
-            through_since: u64::MAX,
+            write_through_since: u64::MAX,
             last_on: 0,
         }
     }
@@ -68,22 +68,22 @@ impl Shared {
     }
 
     /// The time since which writes certainly are on stable storage at their answer.
-    pub(crate) fn through_since(&self) -> u64 {
-        self.through_since
+    pub(crate) fn write_through_since(&self) -> u64 {
+        self.write_through_since
     }
 
     /// Notes the begin or end of an action that may switch the write cache on.
-    pub(crate) fn may_cache(&mut self, now: u64) {
-        (self.through_since, self.last_on) = (u64::MAX, now);
+    pub(crate) fn cache_may_change(&mut self, now: u64) {
+        (self.write_through_since, self.last_on) = (u64::MAX, now);
     }
 
     /// Notes that a device begins to switch the write cache.
     fn begin_select(&mut self, device: usize, is_on: bool, begin: u64) {
         if is_on {
-            self.may_cache(begin);
+            self.cache_may_change(begin);
         }
-        let told = self.expect_of_others(device, MODE_CHANGED, begin);
-        self.selects.insert(begin, (device, told));
+        let attentions = self.expect_for_others(device, MODE_CHANGED, begin);
+        self.selects.insert(begin, (device, attentions));
     }
 
     /// Notes that the switch has ended. `is_done` is `None` if it may have happened or not.
@@ -94,50 +94,60 @@ impl Shared {
         (begin, end): (u64, u64),
     ) -> Result<(), String> {
         if is_on {
-            self.may_cache(end);
+            self.cache_may_change(end);
         } else if is_done == Some(true) && self.last_on < begin {
-            self.through_since = self.through_since.min(end);
+            self.write_through_since = self.write_through_since.min(end);
         }
         // A switch to the present state raises no attention.
-        let came = if is_done == Some(false) { Came::Not } else { Came::Maybe };
-        let (_, told) = self.selects.remove(&begin).unwrap_or_default();
-        self.settle(&told, end, came)
+        let came = if is_done == Some(false) { CauseOutcome::Not } else { CauseOutcome::Maybe };
+        let (_, attentions) = self.selects.remove(&begin).unwrap_or_default();
+        self.settle(&attentions, end, came)
     }
 
     /// Expects attentions of all other devices for an action of this device.
-    pub(crate) fn expect_of_others(&mut self, device: usize, code: Code, begin: u64) -> Vec<Told> {
+    pub(crate) fn expect_for_others(
+        &mut self,
+        device: usize,
+        code: Code,
+        begin: u64,
+    ) -> Vec<ExpectedAttention> {
         let others = self.nexuses.iter_mut().filter(|(other, _)| **other != device);
         others.map(|(other, nexus)| (*other, code, nexus.expect(code, begin))).collect()
     }
 
     /// Settles attentions when their cause has ended.
-    pub(crate) fn settle(&mut self, told: &[Told], end: u64, came: Came) -> Result<(), String> {
-        told.iter().try_for_each(|&(device, _, id)| self.nexus(device).settle(id, end, came))
+    pub(crate) fn settle(
+        &mut self,
+        attentions: &[ExpectedAttention],
+        end: u64,
+        came: CauseOutcome,
+    ) -> Result<(), String> {
+        attentions.iter().try_for_each(|&(device, _, id)| self.nexus(device).settle(id, end, came))
     }
 
     /// Notes that a device begins to end commands of all initiators.
-    pub(crate) fn begin_sweep(&mut self, by: usize, begin: u64) {
-        self.sweeps.push(Sweep { by, begin, end: u64::MAX });
+    pub(crate) fn begin_abort_all(&mut self, by: usize, begin: u64) {
+        self.abort_alls.push(AbortAll { by, begin, end: u64::MAX });
     }
 
     /// Notes that the device has ended them.
-    pub(crate) fn end_sweep(&mut self, begin: u64, end: u64) {
-        let found = self.sweeps.iter_mut().find(|sweep| sweep.begin == begin);
-        found.into_iter().for_each(|sweep| sweep.end = end);
+    pub(crate) fn end_abort_all(&mut self, begin: u64, end: u64) {
+        let found = self.abort_alls.iter_mut().find(|abort_all| abort_all.begin == begin);
+        found.into_iter().for_each(|abort_all| abort_all.end = end);
     }
 
     /// True if commands of a device that were out then may have been ended by another device, or by
     /// its own order.
-    pub(crate) fn may_be_swept(
+    pub(crate) fn may_be_aborted(
         &self,
         device: usize,
         by_itself: bool,
         begin: u64,
         end: u64,
     ) -> bool {
-        let meant = |sweep: &&Sweep| (sweep.by == device) == by_itself;
-        let mut sweeps = self.sweeps.iter().filter(meant);
-        sweeps.any(|sweep| sweep.begin < end && begin < sweep.end)
+        let meant = |abort_all: &&AbortAll| (abort_all.by == device) == by_itself;
+        let mut abort_alls = self.abort_alls.iter().filter(meant);
+        abort_alls.any(|abort_all| abort_all.begin < end && begin < abort_all.end)
     }
 
     /// True if a daemon has died in this time.
@@ -146,13 +156,13 @@ impl Shared {
     }
 
     /// Notes that a stopped queue has left the command that began at `begin`.
-    pub(crate) fn leave(&mut self, begin: u64) {
-        self.left.insert(begin);
+    pub(crate) fn note_marked(&mut self, begin: u64) {
+        self.marked.insert(begin);
     }
 
     /// True if a stopped queue has left the command that began at `begin`.
-    pub(crate) fn was_left(&self, begin: u64) -> bool {
-        self.left.contains(&begin)
+    pub(crate) fn was_marked(&self, begin: u64) -> bool {
+        self.marked.contains(&begin)
     }
 
     /// Notes that the daemon is dead, with all its state in memory. Commands in progress begin once
@@ -160,17 +170,17 @@ impl Shared {
     pub(crate) fn died(&mut self, now: u64) -> Result<(), String> {
         self.deaths.push(now);
         self.nexuses.values_mut().for_each(|nexus| nexus.forget(now));
-        self.may_cache(now);
-        for (begin, (device, told)) in std::mem::take(&mut self.selects) {
-            self.settle(&told, now, Came::Maybe)?;
-            let told = self.expect_of_others(device, MODE_CHANGED, now);
-            self.selects.insert(begin, (device, told));
+        self.cache_may_change(now);
+        for (begin, (device, attentions)) in std::mem::take(&mut self.selects) {
+            self.settle(&attentions, now, CauseOutcome::Maybe)?;
+            let attentions = self.expect_for_others(device, MODE_CHANGED, now);
+            self.selects.insert(begin, (device, attentions));
         }
         let order = self.reservations.died(now);
-        if let (Some(order), Some((begin, told))) = (order, self.order.take()) {
-            self.settle(&told, now, Came::Maybe)?;
-            let told = self.expect_of_order(order, now);
-            self.order = Some((begin, told));
+        if let (Some(order), Some((begin, attentions))) = (order, self.order.take()) {
+            self.settle(&attentions, now, CauseOutcome::Maybe)?;
+            let attentions = self.expect_of_order(order, now);
+            self.order = Some((begin, attentions));
         }
         self.access = Arc::default();
         Ok(())
@@ -179,48 +189,48 @@ impl Shared {
     /// Begins a PERSISTENT RESERVE OUT.
     fn begin_order(&mut self, order: Order, begin: u64) {
         if order.aborts() {
-            self.begin_sweep(order.from, begin);
+            self.begin_abort_all(order.from, begin);
         }
-        let told = self.expect_of_order(order, begin);
-        self.order = Some((begin, told));
+        let attentions = self.expect_of_order(order, begin);
+        self.order = Some((begin, attentions));
     }
 
-    fn expect_of_order(&mut self, order: Order, begin: u64) -> Vec<Told> {
-        let mut told: Vec<(usize, Code)> = Vec::new();
+    fn expect_of_order(&mut self, order: Order, begin: u64) -> Vec<ExpectedAttention> {
+        let mut attentions: Vec<(usize, Code)> = Vec::new();
         for effect in self.reservations.begin(order, begin) {
-            told.extend(&effect.told);
+            attentions.extend(&effect.attentions);
         }
-        told.sort_unstable();
-        told.dedup();
-        let told = told.into_iter().map(|(device, code)| {
+        attentions.sort_unstable();
+        attentions.dedup();
+        let attentions = attentions.into_iter().map(|(device, code)| {
             (device, code, self.nexuses.entry(device).or_default().expect(code, begin))
         });
-        let mut told: Vec<Told> = told.collect();
+        let mut attentions: Vec<ExpectedAttention> = attentions.collect();
         if order.aborts() {
-            told.extend(self.expect_of_others(order.from, COMMANDS_CLEARED, begin));
+            attentions.extend(self.expect_for_others(order.from, COMMANDS_CLEARED, begin));
         }
-        told
+        attentions
     }
 
     /// Ends the order with this outcome; `None` if it may have taken effect or not.
     fn end_order(&mut self, outcome: Option<Outcome>, end: u64) -> Result<(), String> {
         let effects = self.reservations.end(outcome, end)?;
-        let Some((begin, told)) = self.order.take() else { return Ok(()) };
-        self.end_sweep(begin, end);
-        for (device, code, id) in told {
+        let Some((begin, attentions)) = self.order.take() else { return Ok(()) };
+        self.end_abort_all(begin, end);
+        for (device, code, id) in attentions {
             let tells = |effect: &Effect| match code {
                 // Depends on the commands of the device.
                 COMMANDS_CLEARED => effect.aborted.contains(&device),
-                _ => effect.told.contains(&(device, code)),
+                _ => effect.attentions.contains(&(device, code)),
             };
             let came = match effects.iter().filter(|effect| tells(effect)).count() {
-                0 => Came::Not,
+                0 => CauseOutcome::Not,
                 count
                     if count == effects.len() && outcome.is_some() && code != COMMANDS_CLEARED =>
                 {
-                    Came::Surely
+                    CauseOutcome::Surely
                 }
-                _ => Came::Maybe,
+                _ => CauseOutcome::Maybe,
             };
             self.nexus(device).settle(id, end, came)?;
         }
@@ -230,9 +240,9 @@ impl Shared {
     /// Ends an order that was not carried out.
     fn refuse_order(&mut self, end: u64) -> Result<(), String> {
         self.reservations.refuse(end);
-        let Some((begin, told)) = self.order.take() else { return Ok(()) };
-        self.end_sweep(begin, end);
-        self.settle(&told, end, Came::Not)
+        let Some((begin, attentions)) = self.order.take() else { return Ok(()) };
+        self.end_abort_all(begin, end);
+        self.settle(&attentions, end, CauseOutcome::Not)
     }
 
     /// Notes that a command begins.

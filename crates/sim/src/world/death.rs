@@ -7,7 +7,7 @@
 
 use blockio::op::OpKind;
 
-use super::{Disk, Inner, Other, Running, World};
+use super::{Actor, Disk, Inner, Running, World};
 use crate::device::{Answer, Device};
 use crate::faults::op_len;
 
@@ -31,7 +31,7 @@ pub(super) struct Orphan {
 
 impl Orphan {
     /// The op, if it can have an effect on the disk.
-    fn of(running: &Running) -> Option<Self> {
+    fn from_running(running: &Running) -> Option<Self> {
         let Running { op, disk, begin, result, .. } = running;
         let (kind, offset) = (op.kind(), op.offset());
         let mut bytes = vec![0; op_len(op)];
@@ -76,13 +76,15 @@ impl World {
     fn die(&self) {
         self.trace(|| "control: the daemon is dead".to_owned());
         self.death.set(Death::Dead);
-        self.act_others(Other::Death);
+        self.interleave(Actor::Death);
         self.release();
         let ids: Vec<u64> = {
             let Inner { rng, ops, orphans, is_void, .. } = &mut *self.inner.borrow_mut();
             *is_void = true;
             let ends = ops.iter().filter(|_| rng.chance(500));
-            orphans.extend(ends.filter_map(|(id, running)| Some((*id, Orphan::of(running)?))));
+            orphans.extend(
+                ends.filter_map(|(id, running)| Some((*id, Orphan::from_running(running)?))),
+            );
             ops.keys().copied().collect()
         };
         ids.into_iter().for_each(|id| self.answer(id));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use blockio::engine::kernel::sim::{self, KernelOp, RingSetup, SqThread};
 use iomem::fits;
 
-use super::{Event, Other, Running, World};
+use super::{Actor, Event, Running, World};
 use crate::content::SECTOR;
 use crate::faults::{Class, Injected, check_op, class_of, outcome, rejection};
 
@@ -27,7 +27,7 @@ impl sim::World for World {
         if self.inner.borrow_mut().rng.chance(500) {
             self.run_event();
         }
-        self.act_others(Other::Any);
+        self.interleave(Actor::Any);
     }
 
     fn spin(&self) {
@@ -45,7 +45,7 @@ impl sim::World for World {
             self.run_event();
         }
         if acts {
-            self.act_others(Other::Any);
+            self.interleave(Actor::Any);
         }
         self.advance_to(until);
     }

@@ -38,7 +38,7 @@ pub(crate) struct Polls {
 
 /// An action besides the kernel's, at the points where a turn allows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Other {
+pub(crate) enum Actor {
     /// Any action.
     Any,
     /// The guest that keeps a queue busy.
@@ -84,17 +84,18 @@ impl World {
         self.polls.get()
     }
 
-    pub(super) fn act_others(&self, who: Other) {
-        let others = self.others.borrow().clone();
+    pub(super) fn interleave(&self, actor: Actor) {
+        let interleaver = self.interleaver.borrow().clone();
         // The actions of a dead daemon take no time, so nothing else acts between them.
-        if let Some(others) = others.filter(|_| who == Other::Death || !self.is_dead()) {
-            others(who);
+        if let Some(interleaver) = interleaver.filter(|_| actor == Actor::Death || !self.is_dead())
+        {
+            interleaver(actor);
         }
     }
 
     pub(super) fn rush(&self) {
         if self.plan.rush > 0 && !self.is_dead() && self.turn.runs.get() {
-            self.act_others(Other::Rush);
+            self.interleave(Actor::Rush);
         }
     }
 

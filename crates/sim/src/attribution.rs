@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::faults::{Class, Injected};
 
 /// A request that failed with an error that only a fault explains, or that was not answered.
-pub(crate) struct Failed {
+pub(crate) struct FailedRequest {
     /// Classes of ops with errors that this request may report.
     pub(crate) classes: &'static [Class],
     pub(crate) begin: u64,
@@ -17,11 +17,11 @@ pub(crate) struct Failed {
     pub(crate) is_gone: bool,
 }
 
-pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Failure> {
+pub(crate) fn check(injected: &[Injected], failed: &[FailedRequest]) -> Result<(), Failure> {
     for request in failed.iter().filter(|request| request.answered) {
         let has_cause = |error| explains(error, request) || has_lost_before(error, request);
         if !injected.iter().any(has_cause) {
-            let Failed { classes, begin, end, ranges, .. } = request;
+            let FailedRequest { classes, begin, end, ranges, .. } = request;
             let text = format!("{classes:?} {ranges:?}, out from {begin} to {end}");
             return Err(Failure::new("failed without a cause", text));
         }
@@ -35,12 +35,12 @@ pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Fail
 }
 
 /// True for promises of stable storage after a possible loss of data: they must fail from then on.
-fn has_lost_before(error: &Injected, request: &Failed) -> bool {
+fn has_lost_before(error: &Injected, request: &FailedRequest) -> bool {
     error.loses && request.classes.contains(&Class::Flush) && error.when < request.end
 }
 
-fn explains(error: &Injected, request: &Failed) -> bool {
-    let Failed { classes, begin, end, ranges, .. } = request;
+fn explains(error: &Injected, request: &FailedRequest) -> bool {
+    let FailedRequest { classes, begin, end, ranges, .. } = request;
     let fits = error.class == Class::Any || classes.contains(&error.class);
     let is_data = !matches!(error.class, Class::Any | Class::Flush);
     let sector = SECTOR as u64;

@@ -8,7 +8,7 @@ use crate::scsi::command::Command;
 use crate::scsi::events::EVENT_BYTES;
 use crate::scsi::function::Function;
 
-pub(crate) enum Asked {
+pub(crate) enum ChainRequest {
     /// A request of virtio-blk.
     Blk(Request),
     /// A command of virtio-scsi.
@@ -19,7 +19,7 @@ pub(crate) enum Asked {
     Event(Message),
 }
 
-impl Asked {
+impl ChainRequest {
     /// A buffer for an event.
     pub(crate) fn event() -> Self {
         let data_in = (0, EVENT_BYTES);
@@ -36,7 +36,7 @@ impl Asked {
     }
 }
 
-impl fmt::Display for Asked {
+impl fmt::Display for ChainRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Blk(Request { id, kind, ranges, .. }) => {

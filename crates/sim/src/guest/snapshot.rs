@@ -7,17 +7,17 @@ use blockio::engine::kernel::sim::is_readable;
 use iomem::fits;
 
 use super::Guest;
-use crate::asked::Asked;
+use crate::chain_request::ChainRequest;
 use crate::inflight::Region;
 
 #[derive(Default)]
-pub(super) struct Kept {
+pub(super) struct Survivors {
     region: Option<Region>,
-    moment: Option<Moment>,
+    snapshot: Option<Snapshot>,
 }
 
 /// Effects of the daemon up to its death.
-struct Moment {
+struct Snapshot {
     memory: Vec<u8>,
     region: Vec<u8>,
     /// True for queues with a call to the guest.
@@ -27,48 +27,48 @@ struct Moment {
 impl Guest {
     /// The inflight region, if the VMM has one.
     pub(crate) fn region(&self) -> Option<Region> {
-        self.state.borrow().kept.region.clone()
+        self.state.borrow().survivors.region.clone()
     }
 
     /// The number of requests that a stopped queue has left in the region, for its next start.
-    pub(crate) fn left(&self, queue: usize) -> u16 {
+    pub(crate) fn marked_count(&self, queue: usize) -> u16 {
         let marked = self.region().map_or(0, |region| region.marked(queue).len());
         fits(marked, "a number of marks")
     }
 
     /// Notes that a queue has stopped. The commands that it has left are carried out when it starts
     /// again.
-    pub(crate) fn leave(&self, queue: usize) {
+    pub(crate) fn note_marked(&self, queue: usize) {
         let Some(region) = self.region() else { return };
         let now = self.world.tick();
         let state = self.state.borrow();
         let outstanding = &state.queues[queue].outstanding;
         for out in region.marked(queue).into_iter().filter_map(|head| outstanding[head].as_ref()) {
-            if let Asked::Command(command) = &out.asked {
-                self.trace(|| format!("queue {queue} leaves {}", out.asked));
-                self.disks[command.unit].left(out.begin, now);
+            if let ChainRequest::Command(command) = &out.request {
+                self.trace(|| format!("queue {queue} leaves {}", out.request));
+                self.disks[command.unit].note_marked(out.begin, now);
             }
         }
     }
 
     pub(crate) fn set_region(&self, region: Option<Region>) {
-        self.state.borrow_mut().kept.region = region;
+        self.state.borrow_mut().survivors.region = region;
     }
 
     /// The inflight region, created on first use.
     pub(crate) fn keep_region(&self) -> Region {
-        let kept = &mut self.state.borrow_mut().kept;
-        kept.region.get_or_insert_with(|| Region::new(&self.plan)).clone()
+        let survivors = &mut self.state.borrow_mut().survivors;
+        survivors.region.get_or_insert_with(|| Region::new(&self.plan)).clone()
     }
 
     /// Saves the present state, because the daemon dies now: its later actions must have no effect.
-    pub(crate) fn remember(&self) {
+    pub(crate) fn take_snapshot(&self) {
         let state = &mut *self.state.borrow_mut();
         let is_called = |call: &_| is_readable(AsFd::as_fd(call));
         let called = state.queues.iter().map(|queue| queue.call.as_ref().is_some_and(is_called));
-        let region = state.kept.region.as_ref().map(Region::content).unwrap_or_default();
+        let region = state.survivors.region.as_ref().map(Region::content).unwrap_or_default();
         let memory = self.layout.content();
-        state.kept.moment = Some(Moment { memory, region, called: called.collect() });
+        state.survivors.snapshot = Some(Snapshot { memory, region, called: called.collect() });
     }
 
     /// The times at which the unanswered requests began.
@@ -85,12 +85,14 @@ impl Guest {
     }
 
     /// Undoes the actions of the daemon since its death.
-    pub(crate) fn recall(&self) {
+    pub(crate) fn restore_snapshot(&self) {
         let state = &mut *self.state.borrow_mut();
-        let Some(Moment { memory, region, called }) = state.kept.moment.take() else { return };
+        let Some(Snapshot { memory, region, called }) = state.survivors.snapshot.take() else {
+            return;
+        };
         self.layout.set_content(&memory);
-        if let Some(kept) = &state.kept.region {
-            kept.set_content(&region);
+        if let Some(shared) = &state.survivors.region {
+            shared.set_content(&region);
         }
         let queues = state.queues.iter().zip(called).filter(|(_, was_called)| !was_called);
         for call in queues.filter_map(|(queue, _)| queue.call.as_ref()) {
