@@ -331,7 +331,7 @@ impl Buffers {
     }
 
     /// Holds `kept`, in addition to earlier values, until the list is dropped or [lets it
-    /// go](Self::let_go). Lists made from this one hold it, too.
+    /// go](Self::drop_kept). Lists made from this one hold it, too.
     pub fn keep(&mut self, kept: Rc<dyn Any>) {
         self.0.kept = Some(match self.0.kept.take() {
             Some(earlier) => Rc::new((earlier, kept)),
