@@ -470,7 +470,7 @@ impl FrontEnd {
     /// Reports the state of the cache, unless a waiting message may change it: the guest may not
     /// rely on an answer that the device has overtaken.
     fn report_cache(&mut self) {
-        let changes = |then: &Then| {
+        let changes = |then: &OnReply| {
             matches!(then, OnReply::Writeback(_) | OnReply::Negotiated | OnReply::Reset { .. })
         };
         let mut waiting =

@@ -448,7 +448,9 @@ impl Guest {
         };
         let end = self.world.tick();
         match self.check_answer(state, &outstanding, len, end) {
-            Ok(found) => state.queues[index].left[fits::<_, usize>(id, "a head")] = Some(found),
+            Ok(found) => {
+                state.queues[index].answered_areas[fits::<_, usize>(id, "a head")] = Some(found)
+            }
             Err(text) => {
                 let request = &outstanding.request;
                 let text = format!("device {device}, queue {index}: {request}: {text}");
