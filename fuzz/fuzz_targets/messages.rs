@@ -22,7 +22,7 @@ use device::blk::config::BlkOptions;
 use libfuzzer_sys::fuzz_target;
 use ringhaul::ExportLog;
 use ringhaul::control::{Control, ExportSetup};
-use ringhaul::export::Endpoint;
+use ringhaul::endpoint::Endpoint;
 use ringhaul::io_threads::IoThreads;
 use ringhaul::memory_limits::MemoryLimits;
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};

@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::disk_rules::{RulesChange, ShownRules};
+use crate::qos::{FullQosSpec, QosChange};
 use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
@@ -39,7 +39,7 @@ pub enum Command {
     /// means the disk of a virtio-blk device.
     Resize(String, Option<UnitPlace>, NewSize),
     /// Change the limits and the error policy of a disk of an export.
-    SetDisk(String, Option<UnitPlace>, Box<RulesChange>),
+    SetDisk(String, Option<UnitPlace>, Box<QosChange>),
     /// Retry at once the failed requests that wait for a disk. The place names a logical unit;
     /// `None` means all disks of the export.
     Resume(String, Option<UnitPlace>),
@@ -67,7 +67,7 @@ pub struct Removal {
 
 impl Removal {
     /// Returns the removal of an export without force or deadline.
-    pub fn of(export: impl Into<String>) -> Self {
+    pub fn new(export: impl Into<String>) -> Self {
         Self { export: export.into(), force: false, deadline_ms: None }
     }
 }
@@ -137,7 +137,7 @@ pub enum Reply {
     /// The new size of the disk in bytes.
     Resized(u64),
     /// The rules of the disk that apply now.
-    Rules(Box<ShownRules>),
+    Rules(Box<FullQosSpec>),
     /// The failed requests that waited are being retried.
     Resumed,
     /// The daemon is ending.
@@ -182,19 +182,19 @@ pub enum CommandError {
         "the unit {1} of the export {0} was being added, and is given up; its place is free when \
          its disk is closed"
     )]
-    UnitGivenUp(String, UnitPlace),
+    UnitBeingCancelled(String, UnitPlace),
     /// The unit, or its export, was removed while its disk was being opened.
     #[error(
         "the unit {1} of the export {0} was not added: it or the export was removed before its \
          disk was open; add it again if it is wanted"
     )]
-    UnitUnwanted(String, UnitPlace),
+    UnitCancelled(String, UnitPlace),
     /// The disk is being changed by another command.
     #[error("the disk of the export {0} is being resized; try again later")]
     DiskBusy(String),
     /// The export was removed while its disk was being opened.
     #[error("the export {0} was removed before it was served; add it again if it is wanted")]
-    Unwanted(String),
+    Cancelled(String),
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
     UnknownUnit(String, UnitPlace),
@@ -221,7 +221,7 @@ pub enum CommandError {
     UpgradeRefused(String),
     /// The command succeeded but could not be saved for the next start.
     #[error("it is done, but a restart would undo it: {0:#}")]
-    NotKept(anyhow::Error),
+    NotSaved(anyhow::Error),
     /// The export was not being served, and its entry for the next start is deleted.
     #[error(
         "the export {0} was not served; it is forgotten, and the next start does not try it again"
@@ -232,7 +232,7 @@ pub enum CommandError {
     Ending,
     /// The command is invalid in any state of the daemon.
     #[error("{0:#}")]
-    Wrong(anyhow::Error),
+    Invalid(anyhow::Error),
     /// The command was tried and failed.
     #[error("{0:#}")]
     Failed(anyhow::Error),
@@ -240,12 +240,12 @@ pub enum CommandError {
 
 impl CommandError {
     /// Returns true if a takeover that failed with this error may succeed in a moment.
-    pub(crate) fn is_of_the_moment(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         matches!(
             self,
             Self::Busy(..)
                 | Self::UnitBusy(..)
-                | Self::UnitGivenUp(..)
+                | Self::UnitBeingCancelled(..)
                 | Self::DiskBusy(_)
                 | Self::HandingOver
                 | Self::Changed
@@ -257,7 +257,7 @@ impl CommandError {
     /// The error with its causes.
     pub(crate) fn into_error(self) -> anyhow::Error {
         match self {
-            Self::Wrong(error) | Self::Failed(error) | Self::NotNow(error) => error,
+            Self::Invalid(error) | Self::Failed(error) | Self::NotNow(error) => error,
             other => other.into(),
         }
     }
@@ -296,10 +296,10 @@ mod tests {
         use CommandError::*;
         let (vm, place) = (|| "vm".to_owned(), UnitPlace { target: 0, lun: 1 });
         let why = || anyhow::anyhow!("why");
-        for (error, is_of_the_moment) in [
+        for (error, is_transient) in [
             (Busy(vm(), ExportState::Stopping), true),
             (UnitBusy(vm(), place), true),
-            (UnitGivenUp(vm(), place), true),
+            (UnitBeingCancelled(vm(), place), true),
             (DiskBusy(vm()), true),
             (HandingOver, true),
             (Changed, true),
@@ -308,13 +308,13 @@ mod tests {
             (HandedOver(1), false),
             (Unknown(vm()), false),
             (Ending, false),
-            (Wrong(why()), false),
+            (Invalid(why()), false),
             (Failed(why()), false),
             (UpgradeRefused(vm()), false),
         ] {
-            assert_eq!(error.is_of_the_moment(), is_of_the_moment, "{error}");
+            assert_eq!(error.is_transient(), is_transient, "{error}");
             let says = error.to_string().contains("try again");
-            assert!(is_of_the_moment || !says, "{error}");
+            assert!(is_transient || !says, "{error}");
         }
     }
 

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
-use crate::export::Endpoint;
+use crate::endpoint::Endpoint;
 use crate::group;
 use crate::options::{ServeArgs, one_line};
 use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
@@ -24,11 +24,11 @@ use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
 const EXPORT: &str = "export";
 
 /// Options without a key in the file.
-const OF_COMMAND_LINE: &[&str] =
+const COMMAND_LINE_ONLY: &[&str] =
     &["config", "fd", "help", "print-capabilities", "takeover", "version"];
 
 /// Options that belong to one export.
-const OF_EXPORT: &[&str] =
+const EXPORT_OPTIONS: &[&str] =
     &["socket-path", "name", "device", "lun", "blk-file", "disk", "serial", "iothread"];
 
 /// A file and the command line that it extends.
@@ -89,10 +89,10 @@ impl ConfigFile {
         let path = self.path.display();
         let text = open_regular(&self.path).and_then(std::io::read_to_string);
         let text = text.with_context(|| format!("cannot read the configuration file {path}"))?;
-        self.understand(&text)
+        self.parse(&text)
     }
 
-    fn understand(&self, text: &str) -> Result<Config> {
+    fn parse(&self, text: &str) -> Result<Config> {
         let error_at = |at: Range<usize>, said: &str| {
             let (line, column) = place(text, at.start);
             anyhow!("{}:{line}:{column}: {said}", self.path.display())
@@ -124,10 +124,10 @@ impl ConfigFile {
     /// command line sets the option itself.
     fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<String>> {
         let serve = self.program.find_subcommand("serve").context("the program has no `serve`")?;
-        if OF_EXPORT.contains(&key) {
+        if EXPORT_OPTIONS.contains(&key) {
             return Err(anyhow!("{key} belongs to one export; write it under [[export]]"));
         }
-        let known = |arg: &&Arg| arg.get_long() == Some(key) && !OF_COMMAND_LINE.contains(&key);
+        let known = |arg: &&Arg| arg.get_long() == Some(key) && !COMMAND_LINE_ONLY.contains(&key);
         let arg = serve.get_arguments().find(known);
         let arg = arg.with_context(|| format!("unknown option '{key}'; see `serve --help`"))?;
         let value = toml::Value::deserialize(ValueDeserializer::from(value))
@@ -164,11 +164,11 @@ impl ConfigFile {
         let of_serve = matches.subcommand_matches("serve").context("the command is not `serve`")?;
         let args = ServeArgs::from_arg_matches(of_serve)?;
         args.check().with_context(path)?;
-        let (mut all, usual) = (args.exports()?, args.usual_settings());
+        let (mut all, usual) = (args.exports()?, args.default_settings());
         let of_command_line = all.len();
         let mut lines = Vec::new();
         for Placed { at, what } in written {
-            let export = what.with_usual(&usual);
+            let export = what.with_defaults(&usual);
             let clash = all.iter().enumerate().find_map(|(number, other)| {
                 Some((number, export.clashes_with(other)?, other.name()))
             });

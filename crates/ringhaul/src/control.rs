@@ -4,12 +4,12 @@
 //! delays no other export's front-ends. Exports are added and removed by orders, and the thread
 //! answers each.
 
-mod changing;
 mod closing;
+mod disk_change;
 mod export;
 mod exports;
 mod hand_over;
-pub(crate) mod handed;
+pub(crate) mod hand_over_state;
 mod opening;
 mod order;
 
@@ -23,15 +23,15 @@ use blockio::DiskSource;
 use device::{Answer, Pending};
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::cancellation::CancelToken;
 use crate::command::{CommandError, ExportStatus, Removal};
-use crate::disk_rules::{RulesChange, ShownRules};
-use crate::handed_fds::HandedFds;
+use crate::passed_fds::PassedFds;
+use crate::qos::{FullQosSpec, QosChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::ExportStats;
 use crate::status::ExportDetails;
-use crate::wanted::Wanted;
 use exports::Exports;
-use handed::{Described, ExportProgress, Paused};
+use hand_over_state::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
@@ -45,7 +45,7 @@ pub struct Control {
     alarm: Arc<Alarm>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// The id of the process that took the exports over.
-    left: OnceLock<u32>,
+    new_owner: OnceLock<u32>,
 }
 
 impl Control {
@@ -72,12 +72,12 @@ impl Control {
                 drop(exports);
             })
             .context("cannot start the control thread")?;
-        Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)), left: OnceLock::new() })
+        Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)), new_owner: OnceLock::new() })
     }
 
     /// Reserves the names of exports that the caller is about to open, until the reservation is
-    /// dropped. A process that takes over in the meantime opens these exports too if `goes_along`;
-    /// otherwise they are not served.
+    /// dropped. A process that takes over in the meantime opens these exports too if
+    /// `follows_hand_over`; otherwise they are not served.
     ///
     /// # Errors
     ///
@@ -85,17 +85,18 @@ impl Control {
     pub(crate) fn reserve(
         &self,
         specs: &[ExportSpec],
-        goes_along: bool,
+        follows_hand_over: bool,
     ) -> Answered<Reservation<'_>> {
-        let wanted = self.ask(|answer| Order::Reserve(specs.to_vec(), goes_along, answer))??;
-        let names = specs.iter().map(ExportSpec::name).zip(wanted).collect();
+        let tokens =
+            self.ask(|answer| Order::Reserve(specs.to_vec(), follows_hand_over, answer))??;
+        let names = specs.iter().map(ExportSpec::name).zip(tokens).collect();
         Ok(Reservation { control: self, names })
     }
 
     /// Returns true if no export was ever served, and none is being opened beside these. New
     /// exports are refused in that case, because the daemon is to end.
-    pub(crate) fn give_up_start(&self, names: &[String]) -> bool {
-        self.ask(|answer| Order::GiveUpStart(names.to_vec(), answer)).unwrap_or(false)
+    pub(crate) fn cancel_start(&self, names: &[String]) -> bool {
+        self.ask(|answer| Order::CancelStart(names.to_vec(), answer)).unwrap_or(false)
     }
 
     /// Begins to serve exports.
@@ -118,10 +119,10 @@ impl Control {
         let (answer, pending) = Pending::new();
         self.order(Order::Remove(export.clone(), force, answer));
         let Some(time) = deadline_ms else {
-            return pending.wait().ok_or_else(|| self.why_ended())?;
+            return pending.wait().ok_or_else(|| self.end_reason())?;
         };
         if let Poll::Ready(ended) = pending.wait_for(Duration::from_millis(time)) {
-            return ended.ok_or_else(|| self.why_ended())?;
+            return ended.ok_or_else(|| self.end_reason())?;
         }
         let shown = self.show()?.into_iter().find(|status| status.spec.is_called(&export));
         if let Some(status) = shown {
@@ -132,7 +133,7 @@ impl Control {
         }
         match pending.check() {
             // The export ended between the deadline and the status query.
-            Poll::Ready(ended) => ended.ok_or_else(|| self.why_ended())?,
+            Poll::Ready(ended) => ended.ok_or_else(|| self.end_reason())?,
             Poll::Pending => Err(CommandError::Unknown(export)),
         }
     }
@@ -165,7 +166,7 @@ impl Control {
     }
 
     /// Begins to change a logical unit of an export. The caller has exclusive use of the unit's
-    /// place until the returned [`Turn`] is dropped.
+    /// place until the returned [`DiskLock`] is dropped.
     ///
     /// # Errors
     ///
@@ -176,14 +177,14 @@ impl Control {
         name: String,
         place: UnitPlace,
         change: UnitChange,
-    ) -> Answered<(ChangingUnit, Turn<'_>)> {
+    ) -> Answered<(ChangingUnit, DiskLock<'_>)> {
         let unit = self.ask(|answer| Order::BeginUnit(name, place, change, answer))??;
-        let turn = Turn { control: self, id: unit.id, place: Some(place) };
-        Ok((unit, turn))
+        let lock = DiskLock { control: self, id: unit.id, place: Some(place) };
+        Ok((unit, lock))
     }
 
     /// Begins to resize a disk of an export. The caller alone may change the disk until the
-    /// returned [`Turn`] is dropped.
+    /// returned [`DiskLock`] is dropped.
     ///
     /// # Errors
     ///
@@ -192,10 +193,10 @@ impl Control {
         &self,
         name: String,
         place: Option<UnitPlace>,
-    ) -> Answered<(ResizingDisk, Turn<'_>)> {
+    ) -> Answered<(ResizingDisk, DiskLock<'_>)> {
         let disk = self.ask(|answer| Order::BeginResize(name, place, answer))??;
-        let turn = Turn { control: self, id: disk.id, place };
-        Ok((disk, turn))
+        let lock = DiskLock { control: self, id: disk.id, place };
+        Ok((disk, lock))
     }
 
     /// Changes the limits and the error policy of a disk. Returns the rules that apply now, and the
@@ -208,8 +209,8 @@ impl Control {
         &self,
         name: String,
         place: Option<UnitPlace>,
-        change: Box<RulesChange>,
-    ) -> Answered<(ShownRules, String)> {
+        change: Box<QosChange>,
+    ) -> Answered<(FullQosSpec, String)> {
         self.ask(|answer| Order::SetDisk(name, place, change, answer))?
     }
 
@@ -228,7 +229,7 @@ impl Control {
     ///
     /// When all exports have ended.
     pub(crate) fn watched_disks(&self) -> Answered<Vec<WatchedDisk>> {
-        self.ask(Order::Watch)
+        self.ask(Order::ListDisks)
     }
 
     /// Describes the exports for another process.
@@ -276,15 +277,15 @@ impl Control {
     pub(crate) fn take_over(
         &self,
         taken: Vec<(ExportSetup, ExportProgress)>,
-        fds: HandedFds,
+        fds: PassedFds,
     ) -> Result<()> {
         self.ask(|answer| Order::HandOver(HandOverOrder::TakeOver(taken, fds, answer)))?
     }
 
     /// Leaves the paused exports to the process with this id. The calling process must end.
-    pub(crate) fn leave(&self, process: u32) {
-        self.left.get_or_init(|| process);
-        self.order(Order::HandOver(HandOverOrder::Leave));
+    pub(crate) fn release(&self, process: u32) {
+        self.new_owner.get_or_init(|| process);
+        self.order(Order::HandOver(HandOverOrder::Release));
     }
 
     /// Begins to disconnect all front-ends and accepts no new ones. Each front-end sees the end
@@ -319,12 +320,14 @@ impl Control {
     fn ask<T>(&self, order: impl FnOnce(Answer<T>) -> Order) -> Answered<T> {
         let (answer, pending) = Pending::new();
         self.order(order(answer));
-        pending.wait().ok_or_else(|| self.why_ended())
+        pending.wait().ok_or_else(|| self.end_reason())
     }
 
     /// The reason that the thread no longer answers.
-    fn why_ended(&self) -> CommandError {
-        self.left.get().map_or(CommandError::Ending, |process| CommandError::HandedOver(*process))
+    fn end_reason(&self) -> CommandError {
+        self.new_owner
+            .get()
+            .map_or(CommandError::Ending, |process| CommandError::HandedOver(*process))
     }
 }
 
@@ -337,7 +340,7 @@ impl Drop for Control {
 /// Names that are reserved for exports which are being opened.
 pub(crate) struct Reservation<'a> {
     control: &'a Control,
-    names: Vec<(String, Wanted)>,
+    names: Vec<(String, CancelToken)>,
 }
 
 impl<'a> Reservation<'a> {
@@ -347,18 +350,18 @@ impl<'a> Reservation<'a> {
         specs: impl IntoIterator<Item = &'s ExportSpec>,
     ) -> Reservation<'a> {
         let specs: Vec<String> = specs.into_iter().map(ExportSpec::name).collect();
-        let is_of = |(name, _): &mut (String, Wanted)| specs.contains(name);
+        let is_of = |(name, _): &mut (String, CancelToken)| specs.contains(name);
         Reservation { control: self.control, names: self.names.extract_if(.., is_of).collect() }
     }
 
-    /// Calls [`Control::give_up_start`] with the reserved names.
-    pub(crate) fn give_up_start(&self) -> bool {
+    /// Calls [`Control::cancel_start`] with the reserved names.
+    pub(crate) fn cancel_start(&self) -> bool {
         let names: Vec<String> = self.names.iter().map(|(name, _)| name.clone()).collect();
-        self.control.give_up_start(&names)
+        self.control.cancel_start(&names)
     }
 
     /// Returns the cancellation token of a reserved export.
-    pub(crate) fn wanted(&self, spec: &ExportSpec) -> Wanted {
+    pub(crate) fn cancel_token(&self, spec: &ExportSpec) -> CancelToken {
         let name = spec.name();
         let of_name = self.names.iter().find(|(other, _)| *other == name);
         of_name.expect("its name is kept").1.clone()
@@ -397,13 +400,13 @@ impl Drop for Reservation<'_> {
 
 /// The right to change a disk of an export, or an empty place for a disk. Dropping it ends the
 /// change: the changed disk must be closed or belong to the export before.
-pub(crate) struct Turn<'a> {
+pub(crate) struct DiskLock<'a> {
     control: &'a Control,
     id: u64,
     place: Option<UnitPlace>,
 }
 
-impl Turn<'_> {
+impl DiskLock<'_> {
     /// Blocks takeovers until the change ends, which must happen soon. (Opening the disk of a new
     /// unit does not block them.) Returns false if the export has ended or the unit was cancelled.
     ///
@@ -411,38 +414,38 @@ impl Turn<'_> {
     ///
     /// When another process has taken over.
     pub(crate) fn claim(&self) -> Answered<bool> {
-        self.control.ask(|answer| Order::KeepHere(self.id, self.place, true, answer))
+        self.control.ask(|answer| Order::BlockHandOver(self.id, self.place, true, answer))
     }
 
     /// Unblocks takeovers: the rest of the change does not concern another process.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn unblock_take_over(&self) {
         // Fails only after a takeover or the end of the export, when nothing is blocked.
-        let _ = self.control.ask(|answer| Order::KeepHere(self.id, self.place, false, answer));
+        let _ = self.control.ask(|answer| Order::BlockHandOver(self.id, self.place, false, answer));
     }
 
     /// Adds a unit on this disk, as requested at `asked`. Returns false if the export has ended.
-    pub(crate) fn put_in(&self, unit: UnitSpec, disk: DiskSource, asked: Instant) -> bool {
-        matches!(self.tell(Changed::Unit(Box::new(unit), disk, asked)), Ok(None))
+    pub(crate) fn add_unit(&self, unit: UnitSpec, disk: DiskSource, asked: Instant) -> bool {
+        matches!(self.report(Changed::Unit(Box::new(unit), disk, asked)), Ok(None))
     }
 
     /// Reports that the disk has a new size, so that a virtio-blk driver is notified.
-    pub(crate) fn tell_resized(&self) {
+    pub(crate) fn report_resized(&self) {
         // Without the export there is no driver to notify.
-        let _ = self.tell(Changed::Size);
+        let _ = self.report(Changed::Size);
     }
 
     /// Reports that the unit is removed.
-    pub(crate) fn tell_removed(&self) {
+    pub(crate) fn report_removed(&self) {
         // Without the export there is no driver to notify.
-        let _ = self.tell(Changed::Removed);
+        let _ = self.report(Changed::Removed);
     }
 
-    fn tell(&self, changed: Changed) -> Answered<Option<DiskSource>> {
-        self.control.ask(|answer| Order::Changed(self.id, self.place, changed, answer))
+    fn report(&self, changed: Changed) -> Answered<Option<DiskSource>> {
+        self.control.ask(|answer| Order::ApplyChange(self.id, self.place, changed, answer))
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for DiskLock<'_> {
     fn drop(&mut self) {
         // The place is free for the next command.
         let _ = self.control.ask(|answer| Order::EndChange(self.id, self.place, answer));

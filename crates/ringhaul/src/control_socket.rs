@@ -5,12 +5,12 @@
 //! read its answers is dropped.
 
 mod client;
+mod client_quota;
 mod connection;
 mod message;
 mod methods;
-mod places;
 mod schema;
-mod strict;
+mod unique_keys;
 
 use std::io::{self, BufReader, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -27,14 +27,14 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 
 use crate::daemon::Daemon;
-use crate::export::Endpoint;
-use crate::peer::{Peer, is_in_group};
+use crate::endpoint::Endpoint;
+use crate::peer::{Peer, peer_is_in_group};
 use crate::takeover;
 use client::Client;
+use client_quota::ClientQuota;
 use connection::{Connection, Input, LIMITS, Line};
-use message::{Code, Problem, Request, answer_line};
+use message::{Code, Request, RpcError, answer_line};
 use methods::Entry;
-use places::Places;
 
 pub(crate) use methods::schema;
 
@@ -48,38 +48,38 @@ const PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct ControlSocket {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
-    unanswered: Arc<Unanswered>,
+    in_progress: Arc<RequestsInProgress>,
     /// Removes the socket when its last owner is dropped.
     _endpoint: Arc<Endpoint>,
 }
 
 /// The number of requests in progress.
 #[derive(Default)]
-struct Unanswered {
+struct RequestsInProgress {
     count: Mutex<usize>,
-    fewer: Condvar,
+    decreased: Condvar,
 }
 
 /// A request in progress.
-struct Answering<'a>(&'a Unanswered);
+struct RequestGuard<'a>(&'a RequestsInProgress);
 
-impl Unanswered {
-    fn begin(&self) -> Answering<'_> {
+impl RequestsInProgress {
+    fn begin(&self) -> RequestGuard<'_> {
         *self.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        Answering(self)
+        RequestGuard(self)
     }
 
     /// Waits until no request is in progress, for at most [`LAST_ANSWERS_MAX`].
     fn wait(&self) {
         let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.fewer.wait_timeout_while(count, LAST_ANSWERS_MAX, |count| *count > 0));
+        drop(self.decreased.wait_timeout_while(count, LAST_ANSWERS_MAX, |count| *count > 0));
     }
 }
 
-impl Drop for Answering<'_> {
+impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.fewer.notify_all();
+        self.0.decreased.notify_all();
     }
 }
 
@@ -107,20 +107,20 @@ impl ControlSocket {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
         let stopped = Arc::clone(&stop);
-        let unanswered = Arc::<Unanswered>::default();
-        let counted = Arc::clone(&unanswered);
+        let in_progress = Arc::<RequestsInProgress>::default();
+        let counted = Arc::clone(&in_progress);
         let listening = Arc::clone(&endpoint);
         let thread = std::thread::Builder::new()
             .name("ringhaul-rpc".into())
             .spawn(move || listen(&listening, &stopped, group, &daemon, &counted))
             .context("cannot start the thread of the control socket")?;
-        Ok(Self { stop, thread: Some(thread), unanswered, _endpoint: endpoint })
+        Ok(Self { stop, thread: Some(thread), in_progress, _endpoint: endpoint })
     }
 
     /// Leaves the socket to the next process; this one must end. Clients receive the outcome of
     /// their pending requests first.
-    pub(crate) fn leave(self) {
-        self.unanswered.wait();
+    pub(crate) fn hand_over(self) {
+        self.in_progress.wait();
         // Dropping would remove the socket.
         std::mem::forget(self);
     }
@@ -141,14 +141,14 @@ fn listen(
     stop: &OwnedFd,
     group: Option<u32>,
     daemon: &Weak<Daemon>,
-    unanswered: &Arc<Unanswered>,
+    in_progress: &Arc<RequestsInProgress>,
 ) {
     let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
-    let places = Places::default();
+    let quota = ClientQuota::default();
     while !wait(Some(listener), stop) {
         let Some(daemon) = daemon.upgrade() else { return };
         let accepted = {
-            let Ok(_this_process) = daemon.succession().goes_on() else { return };
+            let Ok(_this_process) = daemon.ownership().await_ours() else { return };
             endpoint.accept()
         };
         let daemon = Arc::downgrade(&daemon);
@@ -164,10 +164,10 @@ fn listen(
             }
             None => continue,
         };
-        let places = places.clone();
-        let unanswered = Arc::clone(unanswered);
+        let quota = quota.clone();
+        let in_progress = Arc::clone(in_progress);
         let serve = move || {
-            if let Err(error) = converse(stream, group, &daemon, &unanswered, &places) {
+            if let Err(error) = serve_client(stream, group, &daemon, &in_progress, &quota) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
@@ -200,20 +200,20 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
 }
 
 /// Answers the requests of one client until it disconnects.
-fn converse(
+fn serve_client(
     stream: UnixStream,
     group: Option<u32>,
     daemon: &Weak<Daemon>,
-    unanswered: &Unanswered,
-    places: &Places,
+    in_progress: &RequestsInProgress,
+    quota: &ClientQuota,
 ) -> Result<()> {
     let connection = Arc::new(Connection::new(stream, LIMITS)?);
     let refuse =
-        |code, text: &str| connection.send(&answer_line(None, Err(Problem::new(code, text))));
-    let peer = Peer::of(&connection).context("cannot tell who it is")?;
+        |code, text: &str| connection.send(&answer_line(None, Err(RpcError::new(code, text))));
+    let peer = Peer::from_socket(&connection).context("cannot tell who it is")?;
     let is_owner = peer.uid == 0 || peer.uid == geteuid().as_raw();
     let is_member = match group {
-        Some(group) => is_in_group(&connection, group).context("cannot tell its groups")?,
+        Some(group) => peer_is_in_group(&connection, group).context("cannot tell its groups")?,
         None => false,
     };
     if !is_owner && !is_member {
@@ -221,32 +221,32 @@ fn converse(
         refuse(Code::Refused, text)?;
         return Ok(());
     }
-    let place = match places.take(is_owner) {
-        Ok(place) => place,
+    let slot = match quota.take(is_owner) {
+        Ok(slot) => slot,
         Err(problem) => {
             connection.send(&answer_line(None, Err(problem)))?;
             return Ok(());
         }
     };
-    let mut client = Client::new(Weak::clone(daemon), peer, place, Arc::clone(&connection));
+    let mut client = Client::new(Weak::clone(daemon), peer, slot, Arc::clone(&connection));
     let mut input = Input::default();
     loop {
         match connection.receive(&mut input)? {
             Line::Whole(line) if line.trim_ascii().is_empty() => {}
-            Line::Whole(line) => match takeover::give::asked(&line) {
+            Line::Whole(line) => match takeover::old_process::parse_request(&line) {
                 // A taker receives every descriptor of the daemon, so it must be the owner.
                 Some(_) if !is_owner => {
                     let text = "only root and the user of this daemon may take over from it";
                     refuse(Code::Refused, text)?;
                 }
-                Some(asked) => {
+                Some(request) => {
                     let daemon = daemon.upgrade().context("the daemon is ending")?;
-                    let (read, stream) = connection.begin_to_wait(input)?;
+                    let (read, stream) = connection.make_blocking(input)?;
                     let mut reader = read.chain(BufReader::new(stream));
-                    return takeover::give::give(&daemon, asked, &mut reader, stream);
+                    return takeover::old_process::hand_over(&daemon, request, &mut reader, stream);
                 }
                 None => {
-                    let _answering = unanswered.begin();
+                    let _answering = in_progress.begin();
                     serve(&line, &mut client)?;
                 }
             },
@@ -273,19 +273,19 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     let call = Entry::find(&method).and_then(|entry| Ok((entry, entry.with(params)?)));
     let ends = matches!(call, Ok((entry, _)) if entry.ends);
     let connection = Arc::clone(&client.connection);
-    let tell = |result| match &id {
+    let answer = |result| match &id {
         Some(id) => connection.send(&answer_line(Some(id), result)),
         None => Ok(()),
     };
     if ends {
-        tell(Ok(serde_json::json!({})))?;
+        answer(Ok(serde_json::json!({})))?;
     }
     let result = call.and_then(|(entry, call)| {
-        let _waiting = entry.may_wait.then(|| client.place.begin_to_wait()).transpose()?;
+        let _waiting = entry.may_wait.then(|| client.slot.begin_slow_request()).transpose()?;
         call(client)
     });
     if !ends {
-        tell(result)?;
+        answer(result)?;
     }
     client.begin_events()
 }

@@ -1,11 +1,11 @@
 //! `ringhaul ctl`: sends commands to a daemon over its control socket.
 
 mod args;
+mod calls;
 mod connection;
 mod names;
 mod show;
 mod sockets;
-mod words;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -15,11 +15,11 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::control_socket;
-use crate::secrets::printable;
-pub use args::{CtlArgs, What};
+use crate::redact::printable;
+pub use args::{CtlArgs, CtlCommand};
 use connection::{Connection, Refusal};
 use show::Form;
-use sockets::which_daemon;
+use sockets::find_control_socket;
 
 /// The daemon refused the command, or the command failed.
 const EXIT_REFUSED: u8 = 1;
@@ -54,21 +54,21 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         false if std::io::stdout().is_terminal() => Form::Table,
         false => Form::Lines,
     };
-    if let What::Schema = args.what {
+    if let CtlCommand::Schema = args.what {
         print(&format!("{:#}\n", control_socket::schema()))?;
         return Ok(ExitCode::SUCCESS);
     }
     // Invalid words fail here, before any daemon is contacted.
-    let calls = words::calls_of(&args.what)?;
-    let control = which_daemon(args.control.clone())?;
+    let calls = calls::calls_of(&args.what)?;
+    let control = find_control_socket(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;
     let retry = match args.what {
-        What::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
+        CtlCommand::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
         _ => Duration::ZERO,
     };
     let retry_until = Instant::now() + retry;
     // Only `export.add` makes several calls.
-    let names: Vec<String> = calls.iter().map(|(_, params)| words::export_name(params)).collect();
+    let names: Vec<String> = calls.iter().map(|(_, params)| calls::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
         let unit = params.get("unit").cloned();
         let mut asked = ask(&mut daemon, method, params.clone(), form)?;
@@ -87,12 +87,12 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         }
         match asked {
             Ok(()) if ["export.add", "lun.add"].contains(&method) => {
-                warn_of_content(&mut daemon, &names[number], unit.as_ref());
+                print_warnings(&mut daemon, &names[number], unit.as_ref());
             }
             Ok(()) => {}
             Err(refusal) => {
                 let message = printable(&refusal.message);
-                eprintln!("ringhaul: {message}{}", what_was_added(&names, number));
+                eprintln!("ringhaul: {message}{}", describe_partial_add(&names, number));
                 return Ok(ExitCode::from(match refusal.code {
                     UNFINISHED => EXIT_UNFINISHED,
                     UPGRADE_LATER => EXIT_UPGRADE_LATER,
@@ -102,10 +102,10 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
             }
         }
     }
-    if let What::Shutdown { wait: true } = args.what {
+    if let CtlCommand::Shutdown { wait: true } = args.what {
         daemon.wait_for_end()?;
     }
-    if let What::Events { .. } = args.what {
+    if let CtlCommand::Events { .. } = args.what {
         loop {
             print(&show::event(&daemon.event()?, form))?;
         }
@@ -115,7 +115,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
 
 /// Prints the daemon's warnings about disks that were just added: of a whole export, or of a
 /// `unit`.
-fn warn_of_content(daemon: &mut Connection, export: &str, unit: Option<&Value>) {
+fn print_warnings(daemon: &mut Connection, export: &str, unit: Option<&Value>) {
     // The disk was added; a failure here changes nothing.
     let Ok(Ok(shown)) = daemon.call("export.show", &json!({ "export": export })) else { return };
     for warning in show::warnings(&shown, unit) {
@@ -124,7 +124,7 @@ fn warn_of_content(daemon: &mut Connection, export: &str, unit: Option<&Value>) 
 }
 
 /// Lists the exports that were added and not added when number `refused` was refused.
-fn what_was_added(names: &[String], refused: usize) -> String {
+fn describe_partial_add(names: &[String], refused: usize) -> String {
     if names.len() < 2 {
         return String::new();
     }
@@ -140,14 +140,14 @@ fn ask(
     mut params: Value,
     form: Form,
 ) -> Result<Result<(), Refusal>> {
-    if let Some(more) = params.as_object_mut().and_then(|params| params.remove(words::MORE_BYTES)) {
+    if let Some(more) = params.as_object_mut().and_then(|params| params.remove(calls::MORE_BYTES)) {
         // The daemon accepts absolute sizes only.
         let shown = daemon.call("export.show", &json!({ "export": params["export"] }))?;
         let shown = match shown {
             Ok(shown) => shown,
             Err(refusal) => return Ok(Err(refusal)),
         };
-        match words::grown(&shown, &params, &more)? {
+        match calls::grown(&shown, &params, &more)? {
             Some(size) => params["size-bytes"] = size,
             // The daemon's refusal explains the missing size.
             None => match daemon.call(method, &params)? {

@@ -16,25 +16,25 @@ use device::{CallWatch, Device};
 
 use crate::command::{Command, CommandError, NewSize, Reply};
 use crate::control::{
-    ChangingUnit, Control, ExportSetup, ResizingDisk, Turn, UnitChange, WatchedDisk,
+    ChangingUnit, Control, DiskLock, ExportSetup, ResizingDisk, UnitChange, WatchedDisk,
 };
-use crate::disk_accesses::DiskAccesses;
-use crate::disk_rules::{LimitGroups, RulesChange};
-use crate::disk_user::user;
-use crate::ending::{Event, Outcome, wait_for_end};
-use crate::engines::{Chosen, Thread, Threads, choose, set_up};
-use crate::export::Endpoint;
+use crate::endpoint::Endpoint;
+use crate::engines::{EngineChoice, Thread, Threads, choose, set_up};
 use crate::export_log::ExportLog;
-use crate::kept::{Kept, Touched};
+use crate::lease_id::lease_id;
 use crate::memory_limits::MemoryLimits;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
+use crate::ownership::{Ownership, PassedOn};
+use crate::qos::{LimitGroups, QosChange};
+use crate::saved_state::{ChangedPart, SavedState};
 use crate::settings::{Settings, SettingsChange};
+use crate::shared_disks::SharedDisks;
+use crate::shutdown::{Event, Outcome, wait_for_shutdown};
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::subscribers::Subscribers;
-use crate::succession::{PassedOn, Succession};
-use crate::takeover::format::Life;
+use crate::takeover::format::ProcessOptions;
 use crate::thread_watch::ThreadWatch;
 
 /// The time that closing a unit may block takeovers.
@@ -51,29 +51,29 @@ pub struct Daemon {
     /// The socket that the parent process left open, with its descriptor number, until it is
     /// served.
     inherited: Mutex<Option<(i32, Endpoint)>>,
-    accesses: DiskAccesses,
+    shared_disks: SharedDisks,
     groups: Arc<LimitGroups>,
     pool: Mutex<Pool>,
-    stuck: Arc<Mutex<ThreadWatch>>,
+    thread_watch: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
     /// The start parameters of this process and its control socket, which a takeover needs.
-    life: OnceLock<(Life, Option<Weak<Endpoint>>)>,
+    process_options: OnceLock<(ProcessOptions, Option<Weak<Endpoint>>)>,
     subscribers: Subscribers,
     /// The settings that were changed since the start.
     changes: Mutex<SettingsChange>,
     /// Reads the exports of the configuration file.
-    of_file: OnceLock<ExportsOfFile>,
-    succession: Arc<Succession>,
+    of_file: OnceLock<ConfigExports>,
+    ownership: Arc<Ownership>,
     /// Stores the changes of commands for the next start, if they are to be kept.
-    kept: OnceLock<Kept>,
+    saved_state: OnceLock<SavedState>,
 }
 
 /// Returns the exports of the configuration file as they are served. The reader of the file sets
 /// it.
-type ExportsOfFile = Box<dyn Fn() -> Vec<ExportSpec> + Send + Sync>;
+type ConfigExports = Box<dyn Fn() -> Vec<ExportSpec> + Send + Sync>;
 
 /// An export that is ready to be served.
-struct Opened {
+struct OpenedExport {
     spec: ExportSpec,
     disks: Vec<OpenDisk>,
     log: Arc<ExportLog>,
@@ -83,7 +83,7 @@ struct Opened {
     line: String,
 }
 
-impl Opened {
+impl OpenedExport {
     fn into_setup(self, endpoint: Option<Endpoint>, daemon: &Daemon) -> ExportSetup {
         let Self { spec, disks, log, device, threads, .. } = self;
         let disks = disks.into_iter().map(|disk| disk.source).collect();
@@ -102,7 +102,7 @@ struct Pool {
 }
 
 /// Receives the end of a daemon.
-pub struct Ending(mpsc::Receiver<Event>);
+pub struct Shutdown(mpsc::Receiver<Event>);
 
 impl Daemon {
     /// Starts a daemon without exports. `inherited` is a descriptor that an export may name, with
@@ -111,14 +111,15 @@ impl Daemon {
     /// # Errors
     ///
     /// When the kernel has no thread or descriptor left.
-    pub fn start(args: ServeArgs, inherited: Option<(i32, Endpoint)>) -> Result<(Self, Ending)> {
-        let stuck = Arc::new(Mutex::new(ThreadWatch::new()));
+    pub fn start(args: ServeArgs, inherited: Option<(i32, Endpoint)>) -> Result<(Self, Shutdown)> {
+        let thread_watch = Arc::new(Mutex::new(ThreadWatch::new()));
         let (events, received) = mpsc::channel();
         let ended = events.clone();
         // The receiver is dropped only when the daemon ends anyway.
         let control = Control::start(move || drop(ended.send(Event::Ended)))?;
         let args = Arc::new(args);
-        let threads = Some(Threads::new(Arc::clone(&args), events.clone(), Arc::clone(&stuck)));
+        let threads =
+            Some(Threads::new(Arc::clone(&args), events.clone(), Arc::clone(&thread_watch)));
         let sizes = (args.max_guest_memory, args.max_mapped_memory);
         let limits = MemoryLimits::new(sizes.0, sizes.1, args.memory_files.into());
         let daemon = Self {
@@ -126,19 +127,19 @@ impl Daemon {
             control,
             limits,
             inherited: Mutex::new(inherited),
-            accesses: DiskAccesses::default(),
+            shared_disks: SharedDisks::default(),
             groups: Arc::default(),
             pool: Mutex::new(Pool { threads, exports: 0 }),
-            stuck,
+            thread_watch,
             events,
-            life: OnceLock::new(),
+            process_options: OnceLock::new(),
             subscribers: Subscribers::default(),
             changes: Mutex::default(),
             of_file: OnceLock::new(),
-            succession: Arc::default(),
-            kept: OnceLock::new(),
+            ownership: Arc::default(),
+            saved_state: OnceLock::new(),
         };
-        Ok((daemon, Ending(received)))
+        Ok((daemon, Shutdown(received)))
     }
 
     /// Watches for hanging calls and IoThreads until the returned watch is dropped. A process has
@@ -148,9 +149,9 @@ impl Daemon {
     ///
     /// When the kernel refuses a signal handler or a thread.
     pub fn watch(&self) -> Result<CallWatch> {
-        let threads = Arc::clone(&self.stuck);
-        let look = move |now| threads.lock().unwrap_or_else(PoisonError::into_inner).look(now);
-        Ok(CallWatch::start(look)?)
+        let threads = Arc::clone(&self.thread_watch);
+        let check = move |now| threads.lock().unwrap_or_else(PoisonError::into_inner).check(now);
+        Ok(CallWatch::start(check)?)
     }
 
     /// Carries out a command and waits until it is done. Any thread may call this at any time.
@@ -159,16 +160,16 @@ impl Daemon {
     ///
     /// When the command cannot be carried out. Nothing has changed then, unless the error says so.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
-        let touched = Touched::by(&command);
+        let part = ChangedPart::of_command(&command);
         // A hand-over does not include changes of exports after its description.
-        let changes_exports = match &touched {
-            Some(Touched::Exports(_) | Touched::Disk(..)) => true,
-            Some(Touched::Settings(_)) => false,
+        let changes_exports = match &part {
+            Some(ChangedPart::Exports(_) | ChangedPart::Disk(..)) => true,
+            Some(ChangedPart::Settings(_)) => false,
             None => matches!(command, Command::Resize(..)),
         };
-        let _running = changes_exports.then(|| self.succession.begin_command()).transpose()?;
+        let _running = changes_exports.then(|| self.ownership.begin_command()).transpose()?;
         let done = self.carry_out(command);
-        self.keep(touched.as_ref(), done)
+        self.keep(part.as_ref(), done)
     }
 
     fn carry_out(&self, command: Command) -> Result<Reply, CommandError> {
@@ -189,16 +190,16 @@ impl Daemon {
             }
             Command::End(cause) => {
                 // A failed send means that the daemon has ended.
-                let end = || drop(self.events.send(Event::Asked(cause)));
-                self.succession.here_or_there(PassedOn::End, end);
+                let end = || drop(self.events.send(Event::Requested(cause)));
+                self.ownership.run_or_pass_on(PassedOn::End, end);
                 Ok(Reply::Ending)
             }
         }
     }
 
     /// The record of which process owns the exports.
-    pub(crate) fn succession(&self) -> &Arc<Succession> {
-        &self.succession
+    pub(crate) fn ownership(&self) -> &Arc<Ownership> {
+        &self.ownership
     }
 
     /// The subscribers to events of exports.
@@ -210,8 +211,8 @@ impl Daemon {
     fn set_up(
         &self,
         spec: ExportSpec,
-        opened: Vec<(OpenDisk, Chosen)>,
-    ) -> Result<Opened, CommandError> {
+        opened: Vec<(OpenDisk, EngineChoice)>,
+    ) -> Result<OpenedExport, CommandError> {
         let threads = self.threads_for(&spec)?;
         let mut disks = Vec::new();
         for (mut disk, choice) in opened {
@@ -219,11 +220,11 @@ impl Daemon {
             set_up(&self.args, &threads, (&spec.name(), &mut disk), choice)?;
             disks.push(disk);
         }
-        let log = Arc::new(ExportLog::new(spec.name()).telling(self.subscribers.clone()));
+        let log = Arc::new(ExportLog::new(spec.name()).with_subscribers(self.subscribers.clone()));
         let events = Arc::<ExportLog>::clone(&log);
-        let device = spec.make_device(&disks, events, &self.accesses, &self.groups)?;
+        let device = spec.make_device(&disks, events, &self.shared_disks, &self.groups)?;
         let line = serving(&spec, &disks);
-        Ok(Opened { spec, disks, log, device, threads, line })
+        Ok(OpenedExport { spec, disks, log, device, threads, line })
     }
 
     /// Marks the first export as about to be served.
@@ -239,13 +240,13 @@ impl Daemon {
     }
 
     fn set(&self, change: &SettingsChange) -> Result<Reply, CommandError> {
-        let _goes_on = self.succession.goes_on()?;
+        let _ours = self.ownership.await_ours()?;
         let mut pool = self.pool();
         let threads = pool.threads.as_mut().ok_or(CommandError::Ending)?;
         let mut limits = threads.poll_limits();
-        change.apply(&mut limits).map_err(CommandError::Wrong)?;
+        change.apply(&mut limits).map_err(CommandError::Invalid)?;
         threads.set_poll_limits(limits);
-        let settings = Settings::of(limits);
+        let settings = Settings::from_limits(limits);
         if *change != SettingsChange::default() {
             self.changes.lock().unwrap_or_else(PoisonError::into_inner).add(change);
             let Settings { log, poll_max_us, poll_budget } = &settings;
@@ -259,27 +260,28 @@ impl Daemon {
 
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
         let (place, asked) = (unit.place(), Instant::now());
-        let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
-        let ChangingUnit { name, log_name, device, settings, endpoint, wanted, .. } = changing;
-        unit.check(&settings).map_err(CommandError::Wrong)?;
+        let (changing, lock) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
+        let ChangingUnit { name, log_name, device, settings, endpoint, cancel_token, .. } =
+            changing;
+        unit.check(&settings).map_err(CommandError::Invalid)?;
         let named = unit.disk(&settings);
-        let unless_given_up = |error| match wanted.is_wanted() {
+        let unless_given_up = |error| match cancel_token.is_active() {
             true => error,
-            false => CommandError::UnitUnwanted(export.clone(), place),
+            false => CommandError::UnitCancelled(export.clone(), place),
         };
-        let opened = OpenDisk::open(&named, user(&endpoint, Some(place)), &wanted);
+        let opened = OpenDisk::open(&named, lease_id(&endpoint, Some(place)), &cancel_token);
         let mut disk = opened.map_err(|error| unless_given_up(error.into()))?;
         self.groups.join(&disk.source, &named.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
-        if !turn.claim()? {
+        if !lock.claim()? {
             return Err(unless_given_up(CommandError::Unknown(export.clone())));
         }
         let threads = self.all_threads(&settings)?;
         set_up(&self.args, &threads, (&log_name, &mut disk), choice)?;
-        unit.add_to(&device, &name, &disk, &self.accesses)?;
+        unit.add_to(&device, &name, &disk, &self.shared_disks)?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
-        if !turn.put_in(unit, disk.source, asked) {
+        if !lock.add_unit(unit, disk.source, asked) {
             if let Some(unit) = device.remove_unit(place.address()) {
                 unit.close();
             }
@@ -291,7 +293,7 @@ impl Daemon {
     }
 
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
-        let (changing, turn) =
+        let (changing, lock) =
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
         let ChangingUnit { log_name, device, removed, .. } = changing;
         let unit = device.remove_unit(place.address());
@@ -299,9 +301,9 @@ impl Daemon {
         // file system. Afterwards the disk can be opened again.
         drop((device, removed));
         if let Some(unit) = unit {
-            close_unit(|| unit.close(), &turn);
+            close_unit(|| unit.close(), &lock);
         }
-        turn.tell_removed();
+        lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
         Ok(Reply::UnitRemoved)
     }
@@ -312,11 +314,11 @@ impl Daemon {
         place: Option<UnitPlace>,
         wanted: NewSize,
     ) -> Result<Reply, CommandError> {
-        let (resizing, turn) = self.control.begin_resize(export.clone(), place)?;
+        let (resizing, lock) = self.control.begin_resize(export.clone(), place)?;
         let ResizingDisk { log_name, device, disk, .. } = resizing;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         let before = disk.info().size_bytes;
-        let _resizing = self.accesses.begin_resize(&disk);
+        let _resizing = self.shared_disks.begin_resize(&disk);
         // Other exports may have opened the same disk separately.
         let (access, mut is_cut_off) = (access_of(&device, place), false);
         let held = access.as_ref().map(|access| access.hold_size());
@@ -329,17 +331,17 @@ impl Daemon {
         drop(disk);
         if is_cut_off || has_changed {
             access.iter().for_each(|access| access.refresh());
-            self.accesses.note_resized();
+            self.shared_disks.record_resize();
         }
         drop(held);
         let size = resized.with_context(|| format!("cannot resize {what} of {export}"))?;
         if !has_changed {
             return Ok(Reply::Resized(size));
         }
-        turn.tell_resized();
+        lock.report_resized();
         // A caller that waits for the end of the export may use the disk once these are dropped.
         drop((device, access));
-        drop(turn);
+        drop(lock);
         tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
         Ok(Reply::Resized(size))
     }
@@ -348,7 +350,7 @@ impl Daemon {
         &self,
         export: String,
         place: Option<UnitPlace>,
-        change: Box<RulesChange>,
+        change: Box<QosChange>,
     ) -> Result<Reply, CommandError> {
         let is_asked = change.is_empty();
         let (rules, log_name) = self.control.set_disk(export, place, change)?;
@@ -410,7 +412,7 @@ impl Daemon {
     }
 }
 
-impl Ending {
+impl Shutdown {
     /// Waits until all exports of `daemon` have ended or were abandoned. The summaries of its
     /// IoThreads are logged afterwards.
     ///
@@ -418,7 +420,7 @@ impl Ending {
     ///
     /// The reason that the exports of the start cannot be served.
     pub fn wait(self, daemon: &Daemon) -> Result<Outcome> {
-        let outcome = wait_for_end(&self.0, &daemon.control)?;
+        let outcome = wait_for_shutdown(&self.0, &daemon.control)?;
         if outcome == Outcome::Clean {
             daemon.control.join();
         }
@@ -436,11 +438,11 @@ impl Ending {
 
 /// Calls `close` to close a removed unit. If its requests or its file system take longer than
 /// [`CLOSE_MAX`], another process may take over in the meantime. It does not have the unit.
-fn close_unit(close: impl FnOnce(), turn: &Turn<'_>) {
+fn close_unit(close: impl FnOnce(), lock: &DiskLock<'_>) {
     let (closing, closes) = mpsc::channel::<()>();
     let watch = move || {
         if closes.recv_timeout(CLOSE_MAX) == Err(RecvTimeoutError::Timeout) {
-            turn.let_go();
+            lock.unblock_take_over();
         }
     };
     std::thread::scope(|scope| {

@@ -13,10 +13,10 @@ use blockio::{DiskSource, IoThread, IoThreadConfig};
 use clap::Args;
 use serde::Serialize;
 
-use crate::disk_spec::{DiskSpec, outline};
+use crate::cancellation::{CancelToken, with_hang_timeout};
+use crate::disk_spec::{DiskSpec, redact_spec};
 use crate::open_disk::OpenDisk;
 use crate::spec::{CacheMode, ExportSettings};
-use crate::wanted::{Wanted, unless_it_hangs};
 
 /// The time-out for opening a disk. It exceeds the 30 s after which an unreachable cluster is
 /// reported.
@@ -93,27 +93,28 @@ impl DiskArgs {
     ///
     /// When the name is invalid, or the disk cannot be used.
     pub fn open(&self, read_only: bool, no_lock: bool) -> Result<DiskSource> {
-        let open = |wanted: &Wanted| self.open_with(read_only, no_lock, wanted);
-        Ok(unless_it_hangs(OPEN_MAX, open)?.1.source)
+        let open = |token: &CancelToken| self.open_with(read_only, no_lock, token);
+        Ok(with_hang_timeout(OPEN_MAX, open)?.1.source)
     }
 
     fn open_with(
         &self,
         read_only: bool,
         no_lock: bool,
-        wanted: &Wanted,
+        token: &CancelToken,
     ) -> Result<(DiskSpec, OpenDisk)> {
         // Accepts the plain name of an existing file, because users type the names that they see.
         let is_plain = !self.disk.contains([':', ',', '=']);
         let disk = match is_plain && Path::new(&self.disk).exists() {
             true => DiskSpec::File(self.disk.clone().into()),
-            false => DiskSpec::parse(&self.disk)
-                .with_context(|| format!("cannot understand the disk {}", outline(&self.disk)))?,
+            false => DiskSpec::parse(&self.disk).with_context(|| {
+                format!("cannot understand the disk {}", redact_spec(&self.disk))
+            })?,
         };
         let settings =
             ExportSettings { read_only, no_lock, cache: self.cache, ..ExportSettings::default() };
         let named = (disk, settings);
-        let open = OpenDisk::open(&named, None, wanted)?;
+        let open = OpenDisk::open(&named, None, token)?;
         Ok((named.0, open))
     }
 }
@@ -124,7 +125,7 @@ impl DiskArgs {
 ///
 /// When it cannot be opened.
 pub fn info(args: &InfoArgs) -> Result<ExitCode> {
-    let info = unless_it_hangs(OPEN_MAX, |wanted| Info::read(&args.disk, wanted))?;
+    let info = with_hang_timeout(OPEN_MAX, |token| Info::read(&args.disk, token))?;
     let text = match args.json {
         true => serde_json::to_string_pretty(&info).context("cannot write JSON")? + "\n",
         false => info.to_string(),
@@ -135,9 +136,9 @@ pub fn info(args: &InfoArgs) -> Result<ExitCode> {
 }
 
 impl Info {
-    fn read(disk: &DiskArgs, wanted: &Wanted) -> Result<Self> {
-        let (disk, open) = disk.open_with(true, true, wanted)?;
-        wanted.while_reading(&open.source, || Ok(Self::of(disk, &open)))
+    fn read(disk: &DiskArgs, token: &CancelToken) -> Result<Self> {
+        let (disk, open) = disk.open_with(true, true, token)?;
+        token.while_reading(&open.source, || Ok(Self::of(disk, &open)))
     }
 
     fn of(disk: DiskSpec, open: &OpenDisk) -> Self {
@@ -242,7 +243,7 @@ mod tests {
 
     fn of(name: &str) -> Result<Info> {
         let args = DiskArgs { disk: name.to_owned(), cache: None };
-        Info::read(&args, &Wanted::default())
+        Info::read(&args, &CancelToken::default())
     }
 
     #[test]

@@ -11,10 +11,10 @@
 
 mod backing;
 mod data;
+mod grammar;
 mod nbd;
 mod rbd;
 mod text;
-mod words;
 
 use std::fmt;
 
@@ -24,10 +24,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use backing::BackingFiles;
 pub use data::{DiskSpec, ImageFormat, KeySpec};
+pub(crate) use grammar::{Keys, completions};
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
-pub(crate) use text::{outline, split_at_commas};
-pub(crate) use words::{Keys, completions};
+pub(crate) use text::{redact_spec, split_at_commas};
 
 impl Serialize for DiskSpec {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -58,14 +58,14 @@ impl<'de> Visitor<'de> for TextOrTable {
         let disk = DiskSpec::deserialize(MapAccessDeserializer::new(&mut map));
         let disk = disk.map_err(|error| {
             let said = error.to_string();
-            let without = text::without_texts(&said);
+            let without = text::redact_quoted(&said);
             // An error without quoted text stays as it is, because it knows its place in a file.
             if without == said { error } else { A::Error::custom(without) }
         })?;
         if map.next_key::<IgnoredAny>()?.is_some() {
             return Err(A::Error::custom("a disk has one key, its kind; leave the others out"));
         }
-        words::check_layers(disk.layers()).map_err(A::Error::custom)?;
+        grammar::check_layers(disk.layers()).map_err(A::Error::custom)?;
         disk.check().map_err(A::Error::custom)?;
         Ok(disk)
     }

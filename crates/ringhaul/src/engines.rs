@@ -12,12 +12,12 @@ use ringhaul_options::ineffective_warning;
 use rustix::thread::sched_getaffinity;
 
 use crate::command::CommandError;
-use crate::ending::Event;
 use crate::io_threads::IoThreads;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
+use crate::parallel::ParallelCalls;
 use crate::settings::PollLimits;
-use crate::side_by_side::SideBySide;
+use crate::shutdown::Event;
 use crate::stats::LoopStats;
 use crate::thread_watch::ThreadWatch;
 
@@ -41,7 +41,7 @@ fn warn_of_few_cpus(iothreads: usize) {
 }
 
 /// An engine and the reason for its choice.
-pub(crate) enum Chosen {
+pub(crate) enum EngineChoice {
     AsAsked(EngineKind),
     Best(Choice),
 }
@@ -49,18 +49,23 @@ pub(crate) enum Chosen {
 /// Chooses an engine for each disk: the requested one, the one that the disk `had` in the previous
 /// process, or the best one in a trial. Disks that are alike share one trial, and all trials run
 /// side by side.
-pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>]) -> Vec<Chosen> {
+pub(crate) fn choose(
+    args: &ServeArgs,
+    disks: &[OpenDisk],
+    previous: &[Option<String>],
+) -> Vec<EngineChoice> {
     if let Some(engine) = args.engine.kind() {
-        return disks.iter().map(|_| Chosen::AsAsked(engine)).collect();
+        return disks.iter().map(|_| EngineChoice::AsAsked(engine)).collect();
     }
-    let had: Option<Vec<Chosen>> = had.iter().map(|had| as_before(had.as_deref()?)).collect();
-    if let Some(chosen) = had
+    let previous: Option<Vec<EngineChoice>> =
+        previous.iter().map(|previous| from_previous(previous.as_deref()?)).collect();
+    if let Some(chosen) = previous
         && chosen.len() == disks.len()
     {
         return chosen;
     }
     let alike: Vec<Option<Alike>> = disks.iter().map(|disk| Alike::of(&disk.source)).collect();
-    let of_index: Vec<usize> = (0..disks.len()).map(|index| tried_for(&alike, index)).collect();
+    let of_index: Vec<usize> = (0..disks.len()).map(|index| trial_disk(&alike, index)).collect();
     let mut tried = of_index.clone();
     tried.sort_unstable();
     tried.dedup();
@@ -74,13 +79,13 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>
             Choice { why, ..choice }
         }
     };
-    of_index.into_iter().enumerate().map(choose).map(Chosen::Best).collect()
+    of_index.into_iter().enumerate().map(choose).map(EngineChoice::Best).collect()
 }
 
 /// Finds the best engine for each of these disks.
 fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     let sources = tried.iter().map(|&index| disks[index].source.clone()).collect();
-    let mut trials = SideBySide::begin(sources, |source, _| best_engine(&source));
+    let mut trials = ParallelCalls::begin(sources, |source, _| best_engine(&source));
     let tried_in_time = std::iter::from_fn(|| trials.next(Some(Instant::now() + TRIAL_MAX)));
     let mut choices: BTreeMap<usize, Choice> =
         tried_in_time.filter_map(|(number, choice)| Some((tried[number], choice.ok()?))).collect();
@@ -95,16 +100,16 @@ fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
 }
 
 /// Returns the engine with this name.
-fn as_before(name: &str) -> Option<Chosen> {
+fn from_previous(name: &str) -> Option<EngineChoice> {
     let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
     let engine = all.into_iter().find(|engine| engine.to_string() == name)?;
     let why = "as before it was taken over".to_owned();
-    Some(Chosen::Best(Choice { engine, why, has_failed: false }))
+    Some(EngineChoice::Best(Choice { engine, why, has_failed: false }))
 }
 
 /// Returns the index of the disk whose trial stands for disk `index`: the one with the most data of
 /// all disks that are alike.
-fn tried_for(alike: &[Option<Alike>], index: usize) -> usize {
+fn trial_disk(alike: &[Option<Alike>], index: usize) -> usize {
     let Some(this) = &alike[index] else { return index };
     let others = alike.iter().enumerate();
     let others = others.filter_map(|(index, other)| Some((index, other.as_ref()?)));
@@ -118,26 +123,26 @@ pub(crate) fn set_up(
     args: &ServeArgs,
     threads: &[Thread],
     (export, disk): (&str, &mut OpenDisk),
-    chosen: Chosen,
+    chosen: EngineChoice,
 ) -> Result<(), CommandError> {
-    let (engine, reason) = set_up_one(args, threads, (export, disk), chosen)?;
+    let (engine, reason) = set_up_engine(args, threads, (export, disk), chosen)?;
     disk.source = disk.source.clone().prefer_engine(engine, &reason);
     Ok(())
 }
 
 /// Sets up an engine and returns it with the reason for its choice.
-fn set_up_one(
+fn set_up_engine(
     args: &ServeArgs,
     threads: &[Thread],
     (export, disk): (&str, &OpenDisk),
-    chosen: Chosen,
+    chosen: EngineChoice,
 ) -> Result<(EngineKind, String), CommandError> {
     let name = &disk.name;
     // A null disk does not use an engine.
     let is_shown = disk.source.has_engine();
     let Choice { engine, why, .. } = match chosen {
-        Chosen::Best(choice) => choice,
-        Chosen::AsAsked(engine) => {
+        EngineChoice::Best(choice) => choice,
+        EngineChoice::AsAsked(engine) => {
             add(args, threads, engine)?;
             let waits = engine == EngineKind::Aio && !disk.source.info().direct;
             let but =
@@ -283,7 +288,7 @@ impl Threads {
     pub(crate) fn stats(&self) -> Vec<LoopStats> {
         let threads = self.remotes().enumerate();
         let of = |(index, remote): (usize, &Remote)| {
-            LoopStats::of(format!("iothread-{index}"), remote.stats())
+            LoopStats::new(format!("iothread-{index}"), remote.stats())
         };
         threads.map(of).collect()
     }

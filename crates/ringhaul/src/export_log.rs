@@ -8,48 +8,48 @@ use device::scsi::address::UnitAddress;
 use device::{Events, KICK_NOT_WATCHED_TEXT, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT};
 use virtqueue::Recovery;
 
-use crate::log_limit::LogLimit;
-use crate::subscribers::{ExportEvent, Subscribers, What};
+use crate::rate_limit::RateLimit;
+use crate::subscribers::{EventDetails, ExportEvent, Subscribers};
 
 /// An export's name and its limits, shared by all code that logs about the export.
 pub struct ExportLog {
     name: String,
     /// The limit on lines about failed requests.
-    errors: LogLimit,
+    errors: RateLimit,
     /// The limit on lines about errors of queues and front-ends. It is separate, so that the reason
     /// why a queue does not run is not lost among errors of requests.
-    faults: LogLimit,
+    faults: RateLimit,
     /// The limit on lines about front-ends that connect and disconnect.
-    sessions: LogLimit,
+    sessions: RateLimit,
     /// The clients that subscribed to events.
-    told: Option<Subscribers>,
+    subscribers: Option<Subscribers>,
 }
 
 impl ExportLog {
     /// Creates the log of an export with this name, which is also its name in commands and answers.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
-        let limit = LogLimit::default;
+        let limit = RateLimit::default;
         let (errors, faults, sessions) = (limit(), limit(), limit());
-        Self { name: name.into(), errors, faults, sessions, told: None }
+        Self { name: name.into(), errors, faults, sessions, subscribers: None }
     }
 
     /// Sends events to subscribers, too.
-    pub(crate) fn telling(self, subscribers: Subscribers) -> Self {
-        Self { told: Some(subscribers), ..self }
+    pub(crate) fn with_subscribers(self, subscribers: Subscribers) -> Self {
+        Self { subscribers: Some(subscribers), ..self }
     }
 
     /// Reports an event to the subscribers. Never waits.
-    pub(crate) fn report(&self, what: impl FnOnce() -> What) {
-        if let Some(subscribers) = &self.told
+    pub(crate) fn report(&self, details: impl FnOnce() -> EventDetails) {
+        if let Some(subscribers) = &self.subscribers
             && !subscribers.is_empty()
         {
-            subscribers.report(ExportEvent { export: self.name.clone(), what: what() });
+            subscribers.report(ExportEvent { export: self.name.clone(), details: details() });
         }
     }
 
     fn report_error(&self, error: &dyn Display, left_out: u64) {
-        self.report(|| What::Error { message: error.to_string(), left_out });
+        self.report(|| EventDetails::Error { message: error.to_string(), left_out });
     }
 
     /// The name of the export in the log.
@@ -58,13 +58,13 @@ impl ExportLog {
     }
 
     /// The limit on lines on errors of queues and front-ends.
-    pub(crate) fn faults(&self) -> &LogLimit {
+    pub(crate) fn faults(&self) -> &RateLimit {
         &self.faults
     }
 
     /// The number of lines that were left out and not reported yet, if a line may be written now.
     pub(crate) fn left_out(&self) -> Option<u64> {
-        let left_out = [&self.errors, &self.faults].map(LogLimit::left_out);
+        let left_out = [&self.errors, &self.faults].map(RateLimit::left_out);
         left_out.into_iter().flatten().reduce(|sum, other| sum + other)
     }
 
@@ -76,7 +76,7 @@ impl ExportLog {
     }
 
     /// The limit on lines about front-ends that connect and disconnect.
-    pub(crate) fn sessions(&self) -> &LogLimit {
+    pub(crate) fn sessions(&self) -> &RateLimit {
         &self.sessions
     }
 }

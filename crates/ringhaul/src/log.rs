@@ -29,7 +29,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 use queue::Lines;
 
-use crate::secrets::{printable, without_secrets};
+use crate::redact::{printable, redact};
 pub use queue::flush;
 
 /// Values of `--log-format`.
@@ -83,7 +83,7 @@ pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
 /// # Errors
 ///
 /// When the filter is invalid.
-pub(crate) fn go_on(filter: Option<&str>, format: Option<LogFormat>) -> anyhow::Result<()> {
+pub(crate) fn adopt(filter: Option<&str>, format: Option<LogFormat>) -> anyhow::Result<()> {
     if let Some(format) = format {
         set_format(format);
     }
@@ -138,7 +138,7 @@ fn report_panics() {
         }
         let thread = std::thread::current();
         let text = format!("thread {}: {text}", thread.name().unwrap_or("unnamed"));
-        write_failure(&without_secrets(&text));
+        write_failure(&redact(&text));
         flush();
     }));
 }
@@ -186,7 +186,7 @@ fn has_colours() -> bool {
 pub fn report_failure(text: &str) {
     match IS_JSON.load(Ordering::Relaxed) {
         // JSON has its own escapes.
-        true => write_failure(&without_secrets(text)),
+        true => write_failure(&redact(text)),
         false => write_failure(&printable(text)),
     }
 }
@@ -354,7 +354,7 @@ where
         let line = Line {
             timestamp,
             level: event.metadata().level().as_str(),
-            message: &without_secrets(&fields.message),
+            message: &redact(&fields.message),
             export: fields.export.as_deref(),
             left_out: fields.left_out,
         };

@@ -19,7 +19,7 @@ use ringhaul::ctl::CtlArgs;
 use ringhaul::disk_command::{self, DiskArgs, InfoArgs};
 use ringhaul::log::{self, LogFormat};
 use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
-use ringhaul::secrets::printable;
+use ringhaul::redact::printable;
 use ringhaul_bench::{BenchError, DiskBenchArgs};
 use ringhaul_options::OnOff;
 

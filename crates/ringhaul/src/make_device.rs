@@ -13,10 +13,10 @@ use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
 use device::scsi::unit::{Identifiers, UnitOptions};
 use device::{Device, Events};
 
-use crate::disk_accesses::DiskAccesses;
 use crate::disk_names;
-use crate::disk_rules::LimitGroups;
 use crate::open_disk::OpenDisk;
+use crate::qos::LimitGroups;
+use crate::shared_disks::SharedDisks;
 use crate::spec::{
     DeviceSpec, DiskSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames, UnitPlace,
     UnitSpec,
@@ -56,7 +56,7 @@ impl ExportSpec {
         &self,
         disks: &[OpenDisk],
         events: Arc<dyn Events>,
-        accesses: &DiskAccesses,
+        shared_disks: &SharedDisks,
         groups: &LimitGroups,
     ) -> Result<Device> {
         let settings = &self.settings;
@@ -80,13 +80,13 @@ impl ExportSpec {
                     fixed_buffers: settings.fixed_buffers,
                     ..BlkOptions::default()
                 };
-                let access = accesses.of(&source)?;
+                let access = shared_disks.access(&source)?;
                 // Reservations that initiators left behind apply before any of them returns.
-                if let Some(path) = usual_reservations(spec) {
+                if let Some(path) = default_reservations(spec) {
                     drop(access.store_reservations(ReservationStorage::Existing(path))?);
                 }
                 let held = Arc::clone(&access);
-                let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
+                let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;
                 Ok(Device::blk_with_access(source, options, access, events))
             }
             DeviceSpec::Scsi(units) => {
@@ -102,7 +102,7 @@ impl ExportSpec {
                 let device = Device::scsi(options, events);
                 if let Device::Scsi(scsi) = &device {
                     for (unit, disk) in units.iter().zip(disks) {
-                        unit.add_to(scsi, &self.name(), disk, accesses)?;
+                        unit.add_to(scsi, &self.name(), disk, shared_disks)?;
                     }
                 }
                 Ok(device)
@@ -133,13 +133,13 @@ impl UnitSpec {
         device: &ScsiDevice,
         export: &str,
         disk: &OpenDisk,
-        accesses: &DiskAccesses,
+        shared_disks: &SharedDisks,
     ) -> Result<()> {
-        let access = accesses.of(&disk.source)?;
+        let access = shared_disks.access(&disk.source)?;
         let _kept = access.store_reservations(self.reservations())?;
         let options = self.options(disk, export, access)?;
         let held = Arc::clone(&options.access);
-        let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
+        let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;
         let adding = || format!("cannot export {} as a unit", self.address());
         device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }
@@ -212,14 +212,14 @@ impl UnitSpec {
     fn reservations(&self) -> ReservationStorage {
         match &self.settings.reservations {
             Some(path) => ReservationStorage::File(by_one_name(path)),
-            None => ReservationStorage::Shared(usual_reservations(&self.disk)),
+            None => ReservationStorage::Shared(default_reservations(&self.disk)),
         }
     }
 }
 
 /// The default place for the persistent reservations of a disk: beside its file. A block device has
 /// no such place.
-fn usual_reservations(disk: &DiskSpec) -> Option<PathBuf> {
+fn default_reservations(disk: &DiskSpec) -> Option<PathBuf> {
     match disk.whole_file() {
         Some(path) if path.is_file() => {
             let path = path.canonicalize().unwrap_or(path.to_owned());
@@ -246,21 +246,21 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::cancellation::CancelToken;
     use crate::export_log::ExportLog;
     use crate::spec::{EndpointSpec, UnitSettings};
-    use crate::wanted::Wanted;
 
-    fn make(device: DeviceSpec, accesses: &DiskAccesses) -> Result<Device> {
+    fn make(device: DeviceSpec, shared_disks: &SharedDisks) -> Result<Device> {
         let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
         let endpoint = EndpointSpec::Path("test.sock".into());
         let spec = ExportSpec { name: None, endpoint, device, settings };
         let disks = spec
             .disks()
             .iter()
-            .map(|disk| OpenDisk::open(disk, None, &Wanted::default()))
+            .map(|disk| OpenDisk::open(disk, None, &CancelToken::default()))
             .collect::<Result<Vec<_>>>()?;
         let groups = LimitGroups::default();
-        spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses, &groups)
+        spec.make_device(&disks, Arc::new(ExportLog::new("test")), shared_disks, &groups)
     }
 
     #[test]
@@ -272,13 +272,13 @@ mod tests {
         let blk = DeviceSpec::Blk(DiskSpec::File(disk.clone()));
         let settings = UnitSettings { reservations: Some(other), ..UnitSettings::default() };
         let unit = UnitSpec { target: 0, lun: 0, disk: DiskSpec::File(disk), settings };
-        let accesses = DiskAccesses::default();
-        let first = make(blk.clone(), &accesses).unwrap();
-        let second = make(DeviceSpec::Scsi(vec![unit]), &accesses).unwrap();
+        let shared_disks = SharedDisks::default();
+        let first = make(blk.clone(), &shared_disks).unwrap();
+        let second = make(DeviceSpec::Scsi(vec![unit]), &shared_disks).unwrap();
         assert!(!beside.exists());
         drop((first, second));
         fs::write(&beside, "{}").unwrap();
-        let error = make(blk, &DiskAccesses::default()).err().unwrap().to_string();
+        let error = make(blk, &SharedDisks::default()).err().unwrap().to_string();
         assert!(error.contains("cannot load the persistent reservations in"), "{error}");
         assert!(error.contains("disk.reservations"), "{error}");
     }

@@ -12,7 +12,7 @@ use crate::cgroup;
 #[derive(Clone)]
 pub struct MemoryLimits {
     all: MappingBudget,
-    of_each_bytes: u64,
+    each_bytes: u64,
     files: MemoryFiles,
     watch: Arc<Watch>,
 }
@@ -21,30 +21,30 @@ pub struct MemoryLimits {
 #[derive(Default)]
 struct Watch {
     mapped_bytes: AtomicU64,
-    is_told: AtomicBool,
+    is_warned: AtomicBool,
 }
 
 impl MemoryLimits {
     /// Creates the limits: bytes for each front-end, bytes for the process, and the kinds of files
     /// that may be memory.
     #[must_use]
-    pub fn new(of_each_bytes: u64, of_all_bytes: u64, files: MemoryFiles) -> Self {
+    pub fn new(each_bytes: u64, of_all_bytes: u64, files: MemoryFiles) -> Self {
         let all = "the memory of all front-ends (--max-mapped-memory)";
         let all = MappingBudget::new(all, of_all_bytes);
-        Self { all, of_each_bytes, files, watch: Arc::default() }
+        Self { all, each_bytes, files, watch: Arc::default() }
     }
 
     /// The mapping rules of a front-end that connects now.
-    pub(crate) fn of_front_end(&self) -> MappingRules {
+    pub(crate) fn front_end_rules(&self) -> MappingRules {
         let each = "the memory of a front-end (--max-guest-memory)";
-        let budget = self.all.child(each, self.of_each_bytes);
+        let budget = self.all.child(each, self.each_bytes);
         MappingRules { files: self.files, budget }
     }
 
     /// Returns a warning when front-ends have more memory mapped than the cgroup of this process
     /// may use, once until that changes. Reads the cgroup's limit only after the mapped size has
     /// changed.
-    pub(crate) fn look(&self) -> Option<String> {
+    pub(crate) fn check(&self) -> Option<String> {
         self.compare(cgroup::memory_limit)
     }
 
@@ -54,8 +54,8 @@ impl MemoryLimits {
             return None;
         }
         let limit = limit_bytes().filter(|limit| mapped > *limit);
-        let was_told = self.watch.is_told.swap(limit.is_some(), Ordering::Relaxed);
-        let limit = limit.filter(|_| !was_told)?;
+        let was_warned = self.watch.is_warned.swap(limit.is_some(), Ordering::Relaxed);
+        let limit = limit.filter(|_| !was_warned)?;
         Some(format!(
             "front-ends share {} MiB of memory, and the cgroup of this daemon is limited to {} \
              MiB: guest memory that the daemon is the first to touch counts as its own, and the \
@@ -95,7 +95,7 @@ mod tests {
             file.set_len(size).unwrap();
             let (file, guest_addr, user_addr) = (Arc::new(file), 0, 0);
             let region = RegionConfig { guest_addr, size, user_addr, file, file_offset: 0 };
-            GuestMemory::new(&[region], &limits.of_front_end()).unwrap()
+            GuestMemory::new(&[region], &limits.front_end_rules()).unwrap()
         };
         let limit = || limits.compare(|| Some(3 << 20));
         assert_eq!(limit(), None);

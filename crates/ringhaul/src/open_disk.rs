@@ -10,12 +10,12 @@ use blockio::disk::{Folder, RbdImage};
 use blockio::{DiskOptions, DiskSource};
 use rustix::fs::{OFlags, fcntl_getfl};
 
+use crate::cancellation::CancelToken;
 use crate::disk_spec::{BackingFiles, ImageFormat, RbdSpec};
 use crate::open_image::{Backing, is_image, open_qcow2};
 #[cfg(feature = "luks")]
 use crate::open_luks::open_luks;
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
-use crate::wanted::Wanted;
 
 /// An open disk of an export.
 pub(crate) struct OpenDisk {
@@ -39,22 +39,22 @@ impl OpenDisk {
     /// # Errors
     ///
     /// When the disk cannot be used, or was cancelled.
-    pub(crate) fn open_when_left(
+    pub(crate) fn open_waiting(
         disk: &(DiskSpec, ExportSettings),
-        user: Option<u64>,
-        wanted: &Wanted,
+        lease_id: Option<u64>,
+        token: &CancelToken,
         waits: &dyn Fn(),
     ) -> Result<Self> {
-        let (mut is_told, mut has_given_way, mut at_once) = (false, false, true);
-        let mut again = AGAIN_AT_ONCE;
-        while wanted.is_wanted() {
-            let error = match Self::open_as(disk, Claimant { user, at_once }, wanted) {
-                Err(error) if at_once && again > 0 && is_left_behind(&error) => {
+        let (mut is_logged, mut has_yielded, mut at_once) = (false, false, true);
+        let mut again = IMMEDIATE_RETRIES;
+        while token.is_active() {
+            let error = match Self::open_as(disk, Claimant { lease_id, at_once }, token) {
+                Err(error) if at_once && again > 0 && has_no_visible_holder(&error) => {
                     again -= 1;
                     pause();
                     continue;
                 }
-                Err(error) if is_left_behind(&error) => error,
+                Err(error) if has_no_visible_holder(&error) => error,
                 // A visible holder gets time to end.
                 Err(error) if at_once && is_in_use(&error) => {
                     at_once = false;
@@ -63,42 +63,42 @@ impl OpenDisk {
                 result => return result,
             };
             // Disks that are free need not wait for these attempts, each of which takes time.
-            if !std::mem::replace(&mut has_given_way, true) {
+            if !std::mem::replace(&mut has_yielded, true) {
                 waits();
             }
-            if !std::mem::replace(&mut at_once, false) && !std::mem::replace(&mut is_told, true) {
+            if !std::mem::replace(&mut at_once, false) && !std::mem::replace(&mut is_logged, true) {
                 tracing::warn!("{error:#}; it is waited for");
             }
         }
         bail!("{} is not wanted any more", disk.0.name())
     }
 
-    /// Opens a disk of an export for a [user](DiskOptions::user).
+    /// Opens a disk of an export for a [lease id](DiskOptions::user).
     ///
     /// # Errors
     ///
     /// When it cannot be used, or was cancelled and does not answer.
     pub(crate) fn open(
         disk: &(DiskSpec, ExportSettings),
-        user: Option<u64>,
-        wanted: &Wanted,
+        lease_id: Option<u64>,
+        token: &CancelToken,
     ) -> Result<Self> {
-        Self::open_as(disk, Claimant { user, at_once: false }, wanted)
+        Self::open_as(disk, Claimant { lease_id, at_once: false }, token)
     }
 
     fn open_as(
         (disk, settings): &(DiskSpec, ExportSettings),
         by: Claimant,
-        wanted: &Wanted,
+        token: &CancelToken,
     ) -> Result<Self> {
         let opened = Instant::now();
         let mut open_file = |path: &Path, used: FileUse, within: Option<&Folder>| {
             open_file((path, within), used, settings, by)
         };
-        let how = How { settings, begin: Begin::Now, wanted };
+        let how = OpenSettings { settings, begin: ReadFrom::Now, token };
         let (source, cache) = open(disk, &mut open_file, how)?;
         if disk.has_unnamed_content() {
-            wanted.while_reading(&source, || {
+            token.while_reading(&source, || {
                 source.look_for_format();
                 Ok(())
             })?;
@@ -129,7 +129,11 @@ impl OpenDisk {
             Some(file) => take_file(file, path, used, settings),
             None => bail!("{} was handed over without a descriptor", path.display()),
         };
-        let how = How { settings, begin: Begin::WithRequests, wanted: &Wanted::default() };
+        let how = OpenSettings {
+            settings,
+            begin: ReadFrom::WithRequests,
+            token: &CancelToken::default(),
+        };
         let (source, cache) = open(disk, &mut take, how)?;
         if file.is_some() {
             bail!("{disk} came with a descriptor that it has no use for");
@@ -152,7 +156,7 @@ impl OpenDisk {
 
 /// The number of immediate retries. Two processes that open a disk at the same moment may refuse
 /// each other, and see no holder afterwards.
-const AGAIN_AT_ONCE: u32 = 4;
+const IMMEDIATE_RETRIES: u32 = 4;
 
 /// Waits for some milliseconds, with different lengths for successive callers.
 fn pause() {
@@ -161,10 +165,10 @@ fn pause() {
     std::thread::sleep(Duration::from_millis(1 + 5 * (number % 4)));
 }
 
-/// The user that opens a disk, and the choice to fail at once if the disk is in use.
+/// The lease id for a disk, and the choice to fail at once if the disk is in use.
 #[derive(Clone, Copy, Default)]
 struct Claimant {
-    user: Option<u64>,
+    lease_id: Option<u64>,
     at_once: bool,
 }
 
@@ -172,7 +176,7 @@ fn is_in_use(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { .. }))
 }
 
-fn is_left_behind(error: &anyhow::Error) -> bool {
+fn has_no_visible_holder(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_seen: false, .. }))
 }
 
@@ -189,7 +193,7 @@ enum FileUse {
 
 /// The time from which the content of a file may be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Begin {
+enum ReadFrom {
     Now,
     /// Until the first request, another process writes to the file.
     WithRequests,
@@ -197,17 +201,17 @@ enum Begin {
 
 /// Settings for opening all layers of a disk.
 #[derive(Clone, Copy)]
-struct How<'a> {
+struct OpenSettings<'a> {
     settings: &'a ExportSettings,
-    begin: Begin,
-    wanted: &'a Wanted,
+    begin: ReadFrom,
+    token: &'a CancelToken,
 }
 
 fn disk_options(
     settings: &ExportSettings,
     used: FileUse,
     direct: bool,
-    user: Option<u64>,
+    lease_id: Option<u64>,
 ) -> DiskOptions {
     let is_backing = used == FileUse::Backing;
     DiskOptions {
@@ -216,7 +220,7 @@ fn disk_options(
         no_lock: settings.no_lock,
         logical_block_bytes: settings.logical_block_bytes,
         holds_image: used != FileUse::Disk,
-        user: if is_backing { None } else { user },
+        user: if is_backing { None } else { lease_id },
         at_once: false,
         within: None,
     }
@@ -230,9 +234,9 @@ type OpenFile<'a> =
 fn open(
     disk: &DiskSpec,
     open_file: &mut OpenFile<'_>,
-    how: How<'_>,
+    how: OpenSettings<'_>,
 ) -> Result<(DiskSource, CacheMode)> {
-    let How { settings, begin, wanted } = how;
+    let OpenSettings { settings, begin, token } = how;
     match disk {
         DiskSpec::File(path) => open_file(path, FileUse::Disk, None),
         DiskSpec::Null { size_bytes } => {
@@ -244,8 +248,8 @@ fn open(
             let options = disk_options(settings, FileUse::Disk, false, None);
             let source = DiskSource::nbd(nbd.options(), &options);
             let source = match begin {
-                Begin::Now => source?,
-                Begin::WithRequests => source.context(
+                ReadFrom::Now => source?,
+                ReadFrom::WithRequests => source.context(
                     "cannot connect beside the process that serves it; the server must allow one \
                      connection more",
                 )?,
@@ -265,7 +269,7 @@ fn open(
         DiskSpec::Luks { key, header, discard, over } => {
             let (below, cache) = open(over, open_file, how)?;
             let open = || open_luks(below.clone(), key, header.as_deref(), *discard);
-            Ok((wanted.while_reading(&below, open)?, cache))
+            Ok((token.while_reading(&below, open)?, cache))
         }
         #[cfg(not(feature = "luks"))]
         DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
@@ -275,7 +279,7 @@ fn open(
         }
         DiskSpec::Image { format: ImageFormat::Auto, backing, over } => {
             let (below, cache) = open_for_image(over, open_file, how)?;
-            if !wanted.while_reading(&below, || is_image(&below))? {
+            if !token.while_reading(&below, || is_image(&below))? {
                 return Ok((below, cache));
             }
             Ok((open_image(below, over, backing, open_file, how)?, cache))
@@ -287,7 +291,7 @@ fn open(
 fn open_for_image(
     over: &DiskSpec,
     open_file: &mut OpenFile<'_>,
-    how: How<'_>,
+    how: OpenSettings<'_>,
 ) -> Result<(DiskSource, CacheMode)> {
     let in_image = &mut |path: &Path, used: FileUse, within: Option<&Folder>| match used {
         FileUse::Disk => open_file(path, FileUse::Image, within),
@@ -302,15 +306,15 @@ fn open_image(
     over: &DiskSpec,
     allowed: &BackingFiles,
     open_file: &mut OpenFile<'_>,
-    how: How<'_>,
+    how: OpenSettings<'_>,
 ) -> Result<DiskSource> {
     let open = &mut |path: &Path, within: Option<&Folder>| {
         Ok(open_file(path, FileUse::Backing, within)?.0)
     };
     let backing = Backing { image: over.whole_file(), allowed, open };
-    let is_deferred = how.begin == Begin::WithRequests;
+    let is_deferred = how.begin == ReadFrom::WithRequests;
     // The backing files of the image are local, so the token watches `below` alone.
-    how.wanted.while_reading(&below, || open_qcow2(below.clone(), backing, is_deferred))
+    how.token.while_reading(&below, || open_qcow2(below.clone(), backing, is_deferred))
 }
 
 fn rbd_image(spec: &RbdSpec) -> RbdImage {
@@ -346,7 +350,7 @@ fn open_file(
     let options = |direct| DiskOptions {
         at_once: by.at_once,
         within: within.cloned(),
-        ..disk_options(settings, used, direct, by.user)
+        ..disk_options(settings, used, direct, by.lease_id)
     };
     let error = match DiskSource::file(path, &options(cache.is_direct())) {
         Ok(source) => return Ok((source, cache)),

@@ -85,7 +85,7 @@ pub(crate) fn open_qcow2(
 ) -> Result<DiskSource> {
     let mut layers = vec![Layer::qcow2(source)?];
     let outer = backing.image.map_or("the image".to_owned(), |path| path.display().to_string());
-    let mut finder = Finder::new(&backing, layers[0].source());
+    let mut finder = BackingSearch::new(&backing, layers[0].source());
     let mut image = backing.image.map(Path::to_owned);
     while let Some(named) = layers.last().and_then(Layer::backing).cloned() {
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
@@ -95,7 +95,7 @@ pub(crate) fn open_qcow2(
             "{outer} has more than {LAYERS_MAX} layers: itself and its backing files; merge some \
              with `qemu-img commit` or `qemu-img rebase`"
         );
-        let Found { path, file, within } =
+        let BackingFile { path, file, within } =
             finder.find(&named.name, image.as_deref()).with_context(what)?;
         let source = (backing.open)(&file, within.as_ref()).with_context(what)?;
         let layer = match named.format.as_deref() {
@@ -122,7 +122,7 @@ pub(crate) fn open_qcow2(
 /// A backing file.
 #[cfg(feature = "qcow2")]
 #[derive(Debug)]
-struct Found {
+struct BackingFile {
     /// The path that the names lead to. The names in this file are relative to its folder, as in
     /// QEMU.
     path: PathBuf,
@@ -143,7 +143,7 @@ fn id_of(file: &File) -> Result<Id> {
 
 /// The search for the backing files of one image, from the top.
 #[cfg(feature = "qcow2")]
-struct Finder<'a> {
+struct BackingSearch<'a> {
     image: Option<&'a Path>,
     allowed: &'a BackingFiles,
     /// True if the image lies in a regular file.
@@ -153,7 +153,7 @@ struct Finder<'a> {
 }
 
 #[cfg(feature = "qcow2")]
-impl<'a> Finder<'a> {
+impl<'a> BackingSearch<'a> {
     fn new(backing: &Backing<'a>, top: &DiskSource) -> Self {
         let is_in_file = top.chain().last().is_some_and(|link| link.kind == "file");
         let (image, allowed) = (backing.image, backing.allowed);
@@ -163,7 +163,7 @@ impl<'a> Finder<'a> {
     }
 
     /// Finds the file that an image at `image` names.
-    fn find(&mut self, name: &str, image: Option<&Path>) -> Result<Found> {
+    fn find(&mut self, name: &str, image: Option<&Path>) -> Result<BackingFile> {
         let name = name.strip_prefix("file:").unwrap_or(name);
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
         ensure!(
@@ -183,20 +183,20 @@ impl<'a> Finder<'a> {
                  folder of the image are allowed by backing=beside",
                 self.key(&path, &[])
             ),
-            BackingFiles::Anywhere => self.anywhere(path)?,
-            BackingFiles::Beside => self.beside(path)?,
-            BackingFiles::Named(names) => self.named(path, names)?,
+            BackingFiles::Anywhere => self.find_anywhere(path)?,
+            BackingFiles::Beside => self.find_beside(path)?,
+            BackingFiles::Named(names) => self.find_listed(path, names)?,
         };
         self.check_loop(&found, id_of(&place)?)?;
         Ok(found)
     }
 
-    fn anywhere(&self, path: PathBuf) -> Result<(Found, File)> {
+    fn find_anywhere(&self, path: PathBuf) -> Result<(BackingFile, File)> {
         let place = place_of(&path)?;
-        Ok((Found { file: path.clone(), path, within: None }, place))
+        Ok((BackingFile { file: path.clone(), path, within: None }, place))
     }
 
-    fn beside(&self, path: PathBuf) -> Result<(Found, File)> {
+    fn find_beside(&self, path: PathBuf) -> Result<(BackingFile, File)> {
         // The files beside a device are further disks of the machine.
         let folder = self.folder().filter(|_| self.is_in_file).with_context(|| {
             format!(
@@ -224,12 +224,12 @@ impl<'a> Finder<'a> {
             "it is not a regular file; if it is the right one, allow it with {}",
             self.key(&path, &[])
         );
-        Ok((Found { path, file: name, within: Some(folder) }, place))
+        Ok((BackingFile { path, file: name, within: Some(folder) }, place))
     }
 
     /// Finds the listed file that `path` leads to. The file is opened by its name in the list: the
     /// image only selects it.
-    fn named(&self, path: PathBuf, names: &[PathBuf]) -> Result<(Found, File)> {
+    fn find_listed(&self, path: PathBuf, names: &[PathBuf]) -> Result<(BackingFile, File)> {
         let wanted = id_of(&place_of(&path)?)?;
         for name in names {
             let listed = match (name.is_absolute(), self.folder()) {
@@ -249,7 +249,7 @@ impl<'a> Finder<'a> {
             // A listed file that does not exist cannot be the one that the image names.
             let Ok((within, place)) = listed else { continue };
             if id_of(&place)? == wanted {
-                return Ok((Found { path, file: name.clone(), within }, place));
+                return Ok((BackingFile { path, file: name.clone(), within }, place));
             }
         }
         bail!(
@@ -260,7 +260,7 @@ impl<'a> Finder<'a> {
     }
 
     /// Refuses a file that is one of the layers above it.
-    fn check_loop(&mut self, found: &Found, id: Id) -> Result<()> {
+    fn check_loop(&mut self, found: &BackingFile, id: Id) -> Result<()> {
         if let Some((_, above)) = self.seen.iter().find(|(seen, _)| *seen == id) {
             bail!(
                 "its backing files form a loop: it is {} again; correct that with `qemu-img \
@@ -315,7 +315,7 @@ mod tests {
 
     fn find(image: Option<&Path>, allowed: &BackingFiles, name: &str) -> Result<PathBuf, String> {
         let is_in_file = image.is_some_and(Path::is_file);
-        let mut finder = Finder { image, allowed, is_in_file, seen: Vec::new() };
+        let mut finder = BackingSearch { image, allowed, is_in_file, seen: Vec::new() };
         let found = finder.find(name, image).map_err(|error| format!("{error:#}"))?;
         let file = match &found.within {
             Some(folder) => folder.join(&found.file),

@@ -21,8 +21,8 @@ use virtqueue::MemoryFiles;
 use disk::parse_limits;
 use switches::Switches;
 
-use crate::disk_rules::{LimitSpec, OnError};
 use crate::disk_spec::completions;
+use crate::qos::{LimitSpec, OnError};
 use crate::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
@@ -143,7 +143,7 @@ pub struct ExportArgs {
     /// The handling of reads that a disk fails: `report` reports the error to the guest, `retry`
     /// retries until they succeed, while the guest waits. Default: `report`.
     #[arg(help_heading = "Disk", long,
-          value_name = "ACTION", value_parser = OnError::parser_of_reads())]
+          value_name = "ACTION", value_parser = OnError::read_parser())]
     pub rerror: Option<OnError>,
     /// The handling of writes that a disk fails, discards and zeroes included: like `--rerror`; or
     /// `hold`, which holds writes that lack space until there is some; or `hold-briefly`, the same

@@ -24,7 +24,7 @@ impl Peer {
     /// # Errors
     ///
     /// When the kernel does not report it.
-    pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
+    pub(crate) fn from_socket(socket: impl AsFd) -> io::Result<Self> {
         // rustix is not used: its result cannot represent the 0 that means "not visible".
         let mut credentials = [libc::ucred { pid: 0, uid: 0, gid: 0 }];
         let found = get(socket.as_fd(), libc::SO_PEERCRED, &mut credentials)?;
@@ -41,7 +41,7 @@ impl Peer {
 /// # Errors
 ///
 /// When the kernel does not report the groups.
-pub(crate) fn is_in_group(socket: impl AsFd, gid: u32) -> io::Result<bool> {
+pub(crate) fn peer_is_in_group(socket: impl AsFd, gid: u32) -> io::Result<bool> {
     let mut groups: Vec<libc::gid_t> = vec![0; 64];
     let found = loop {
         match get(socket.as_fd(), libc::SO_PEERGROUPS, &mut groups) {
@@ -52,7 +52,7 @@ pub(crate) fn is_in_group(socket: impl AsFd, gid: u32) -> io::Result<bool> {
             Err(error) => return Err(error),
         }
     };
-    Ok(groups[..found].contains(&gid) || Peer::of(socket)?.gid == gid)
+    Ok(groups[..found].contains(&gid) || Peer::from_socket(socket)?.gid == gid)
 }
 
 /// A type that the kernel may fill.
@@ -98,11 +98,11 @@ mod tests {
         let gid = rustix::process::getegid().as_raw();
         let uid = rustix::process::geteuid().as_raw();
         let peer = Peer { pid: Some(std::process::id()), uid, gid };
-        assert_eq!(Peer::of(&one).unwrap(), peer);
-        assert!(is_in_group(&one, gid).unwrap());
+        assert_eq!(Peer::from_socket(&one).unwrap(), peer);
+        assert!(peer_is_in_group(&one, gid).unwrap());
         for group in rustix::process::getgroups().unwrap() {
-            assert!(is_in_group(&one, group.as_raw()).unwrap());
+            assert!(peer_is_in_group(&one, group.as_raw()).unwrap());
         }
-        assert!(!is_in_group(&one, u32::MAX - 7).unwrap());
+        assert!(!peer_is_in_group(&one, u32::MAX - 7).unwrap());
     }
 }

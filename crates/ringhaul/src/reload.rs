@@ -16,10 +16,10 @@ use crate::command::{Command, CommandError, Removal, Reply};
 use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
 use crate::options::export::OF_EXPORTS;
+use crate::ownership::{ChangeGuard, Ownership, PassedOn};
 use crate::settings::SettingsChange;
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
-use crate::succession::{Changing, PassedOn, Succession};
-use difference::{Change, Exports, apply, by_socket, differences, is_the_same, is_the_same_unit};
+use difference::{Change, Exports, apply, by_socket, differences, matches_export, matches_unit};
 
 /// The time for changes before the log lists the unfinished ones. They continue.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ const POLL_BUDGET: &str = "poll-budget";
 
 /// Requests the reload of the file. Dropping the last sender ends the reloading thread.
 #[derive(Clone)]
-pub(crate) struct Reload(mpsc::Sender<Changing>);
+pub(crate) struct Reload(mpsc::Sender<ChangeGuard>);
 
 impl Reload {
     /// Starts the thread for a daemon that was started with `config`. `served` are the exports of
@@ -59,12 +59,12 @@ impl Reload {
         let mut reloader = Reloader::new(file, config, served, daemon);
         if let Some(daemon) = reloader.daemon.upgrade() {
             let record = Arc::clone(&reloader.record);
-            daemon.set_exports_of_file(move || lock(&record).of_file());
+            daemon.set_config_exports(move || lock(&record).of_file());
         }
         let work = move || {
             while let Ok(first) = requests.recv() {
                 // Requests that arrived in the meantime are met by the same reload.
-                let _changing: Vec<Changing> =
+                let _guards: Vec<ChangeGuard> =
                     iter::once(first).chain(requests.try_iter()).collect();
                 reloader.reload();
             }
@@ -76,10 +76,10 @@ impl Reload {
     }
 
     /// Begins a reload, or passes the request on to the process that has taken over.
-    pub(crate) fn begin(&self, succession: &Arc<Succession>) {
+    pub(crate) fn begin(&self, ownership: &Arc<Ownership>) {
         let asked = self.0.clone();
         // The thread ends with the daemon.
-        succession.change(PassedOn::Reload, move |changing| drop(asked.send(changing)));
+        ownership.change(PassedOn::Reload, move |changing| drop(asked.send(changing)));
     }
 }
 
@@ -112,14 +112,14 @@ impl Record {
     fn forget_gone(&mut self, shown: &[ExportSpec]) {
         let Self { served, pending } = self;
         served.retain(|export, ours| {
-            let Some(other) = shown.iter().find(|other| is_the_same(ours, other)) else {
+            let Some(other) = shown.iter().find(|other| matches_export(ours, other)) else {
                 return false;
             };
             if let (DeviceSpec::Scsi(ours), DeviceSpec::Scsi(others)) =
                 (&mut ours.device, &other.device)
                 && !pending.contains_key(export)
             {
-                ours.retain(|unit| others.iter().any(|other| is_the_same_unit(unit, other)));
+                ours.retain(|unit| others.iter().any(|other| matches_unit(unit, other)));
             }
             true
         });
@@ -139,7 +139,7 @@ impl Record {
     fn of_file(&self) -> Vec<ExportSpec> {
         let added = self.pending.values().filter_map(|change| match change {
             Change::Add(spec) => Some(spec),
-            Change::Remove | Change::Alter(..) | Change::Keep(_) => None,
+            Change::Remove | Change::Alter(..) | Change::Unsupported(_) => None,
         });
         self.served.values().chain(added).cloned().collect()
     }
@@ -148,7 +148,7 @@ impl Record {
     /// progress. Marks the returned ones as in progress.
     fn begin(&mut self, wanted: &Exports) -> Vec<(String, Change)> {
         for (socket, change) in &self.pending {
-            if change.aim() != wanted.get(socket) {
+            if change.result() != wanted.get(socket) {
                 tracing::warn!(
                     export = self.name_of(socket),
                     "an earlier change of it has not ended; reload again when it has"
@@ -156,8 +156,10 @@ impl Record {
             }
         }
         let mut changes = differences(&self.served, wanted);
-        changes.retain(|(export, change)| change.is_kept() || !self.pending.contains_key(export));
-        let begun = changes.iter().filter(|(_, change)| !change.is_kept());
+        changes.retain(|(export, change)| {
+            change.is_unsupported() || !self.pending.contains_key(export)
+        });
+        let begun = changes.iter().filter(|(_, change)| !change.is_unsupported());
         self.pending.extend(begun.cloned());
         changes
     }
@@ -181,7 +183,9 @@ impl Reloader {
             }
         };
         self.apply_options(&config);
-        let Some(shown) = self.daemon.upgrade().and_then(|daemon| shown(&daemon)) else { return };
+        let Some(shown) = self.daemon.upgrade().and_then(|daemon| current_exports(&daemon)) else {
+            return;
+        };
         let changes = {
             let mut record = lock(&self.record);
             record.forget_gone(&shown);
@@ -225,7 +229,7 @@ impl Reloader {
     /// changes of other options.
     fn apply_options(&mut self, config: &Config) {
         let Some(daemon) = self.daemon.upgrade() else { return };
-        let set = |change| match daemon.handle_of_file(Command::Set(change)) {
+        let set = |change| match daemon.handle_from_config(Command::Set(change)) {
             Ok(Reply::Settings(settings)) => Ok(settings),
             Ok(other) => unreachable!("{other:?} is no setting"),
             Err(error) => Err(error),
@@ -256,7 +260,7 @@ impl Reloader {
         };
         match set(change.clone()) {
             Ok(_) => {
-                daemon.note_file_settings(&change);
+                daemon.record_config_settings(&change);
                 for key in now {
                     tracing::info!("{key} has changed, and is applied");
                     match config.options.get(&key) {
@@ -280,9 +284,9 @@ impl Reloader {
             let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
             let done = done.clone();
             let work = move || {
-                let is_kept = change.is_kept();
+                let is_unsupported = change.is_unsupported();
                 change.carry_out(export.clone(), &daemon, &record);
-                if !is_kept {
+                if !is_unsupported {
                     lock(&record).pending.remove(&export);
                 }
                 // After a long change the receiver is gone.
@@ -315,30 +319,35 @@ impl Change {
         let Some(daemon) = daemon.upgrade() else { return };
         let export = lock(record).name_of(&socket);
         let result = match self {
-            Self::Add(spec) => daemon.add_of_file(spec.clone()).map(|_| {
-                daemon.note_file(&export, Some(&spec), None);
+            Self::Add(spec) => daemon.add_from_config(spec.clone()).map(|_| {
+                daemon.record_config_change(&export, Some(&spec), None);
                 lock(record).served.insert(socket, spec);
             }),
-            Self::Remove => match daemon.handle_of_file(Command::Remove(Removal::of(&socket))) {
+            Self::Remove => match daemon.handle_from_config(Command::Remove(Removal::new(&socket)))
+            {
                 // A control command may have removed it already.
                 Ok(_) | Err(CommandError::Unknown(_)) => {
                     lock(record).served.remove(&socket);
-                    daemon.note_file(&export, None, None);
+                    daemon.record_config_change(&export, None, None);
                     tracing::info!(export, "removed");
                     Ok(())
                 }
                 Err(error) => Err(error),
             },
-            Self::Alter(commands, _) => alter(&daemon, commands, |done| {
+            Self::Alter(commands, _) => change_units(&daemon, commands, |done| {
                 // Recorded per disk: a change that was made is not repeated, and changes by
                 // commands are not undone.
                 if let Some(spec) = lock(record).served.get_mut(&socket) {
                     let place = place_of(&done);
                     apply(spec, done);
-                    daemon.note_file(&export, Some(spec), Some(&BTreeSet::from([place])));
+                    daemon.record_config_change(
+                        &export,
+                        Some(spec),
+                        Some(&BTreeSet::from([place])),
+                    );
                 }
             }),
-            Self::Keep(what) => {
+            Self::Unsupported(what) => {
                 tracing::warn!(
                     export,
                     "{what} cannot change while it is served; it goes on unchanged; to change it, \
@@ -355,7 +364,7 @@ impl Change {
 }
 
 /// All exports as they are now. `None` if the daemon is ending.
-fn shown(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
+fn current_exports(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
     match daemon.handle(Command::Show) {
         Ok(Reply::Exports(all)) => Some(all.into_iter().map(|status| status.spec).collect()),
         Ok(other) => unreachable!("{other:?} is no list of exports"),
@@ -365,7 +374,7 @@ fn shown(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
 
 /// Changes units of an export, and calls `done` with each change that was made. The next SIGHUP
 /// retries failed changes.
-fn alter(
+fn change_units(
     daemon: &Daemon,
     commands: Vec<Command>,
     done: impl Fn(Command),
@@ -373,7 +382,7 @@ fn alter(
     let mut result = Ok(());
     for command in commands {
         let is_removal = matches!(command, Command::RemoveUnit(..));
-        match daemon.handle_of_file(command.clone()) {
+        match daemon.handle_from_config(command.clone()) {
             Ok(_) => done(command),
             // A control command may have removed it already.
             Err(CommandError::UnknownUnit(..)) if is_removal => done(command),
@@ -476,7 +485,7 @@ mod tests {
                 "how unit 0:1 is shown"
             }),
         ] {
-            assert_eq!(only(before, &after), Change::Keep(expected.to_owned()));
+            assert_eq!(only(before, &after), Change::Unsupported(expected.to_owned()));
         }
     }
 
@@ -485,7 +494,7 @@ mod tests {
         let changes = |before: &str, after: &str| {
             let changes = differences(&exports(&[before]), &exports(&[after]));
             let kept = changes.iter().filter_map(|(_, change)| match change {
-                Change::Keep(what) => Some(what.clone()),
+                Change::Unsupported(what) => Some(what.clone()),
                 _ => None,
             });
             let made = changes.iter().filter_map(|(_, change)| match change {
@@ -539,7 +548,7 @@ mod tests {
     struct Scene {
         folder: tempfile::TempDir,
         daemon: Arc<Daemon>,
-        _ending: crate::daemon::Ending,
+        _ending: crate::daemon::Shutdown,
         reloader: Reloader,
     }
 
@@ -574,7 +583,7 @@ mod tests {
         }
 
         fn names(&self) -> Vec<String> {
-            shown(&self.daemon).unwrap().iter().map(ExportSpec::name).collect()
+            current_exports(&self.daemon).unwrap().iter().map(ExportSpec::name).collect()
         }
 
         fn socket(&self) -> String {
@@ -593,7 +602,7 @@ mod tests {
         }
 
         fn luns(&self) -> Vec<u16> {
-            let exports = shown(&self.daemon).unwrap();
+            let exports = current_exports(&self.daemon).unwrap();
             let DeviceSpec::Scsi(units) = &exports[0].device else { panic!("{exports:?}") };
             let mut luns: Vec<u16> = units.iter().map(|unit| unit.lun).collect();
             luns.sort_unstable();
@@ -645,7 +654,7 @@ mod tests {
     fn what_others_have_put_in_its_place_is_left_alone() {
         let file = blk("a");
         let mut scene = Scene::new(&file, |config| config.exports.clone());
-        scene.daemon.handle(Command::Remove(Removal::of("a"))).unwrap();
+        scene.daemon.handle(Command::Remove(Removal::new("a"))).unwrap();
         let other = BLK.replace("/a", "FOLDER/a").replacen('{', r#"{"name": "other", "#, 1);
         let other = serde_json::from_str(&in_folder(&other, &scene.folder)).unwrap();
         scene.daemon.handle(Command::Add(vec![other])).unwrap();
@@ -725,7 +734,7 @@ mod tests {
             ("raw,over=raw,over=/a", "raw,over=raw,size=512,over=/a", false),
             ("raw,size=512,over=null:512", "raw,size=512,over=null:1024", true),
         ] {
-            assert_eq!(is_the_same(&export(one), &export(other)), is_same, "{one} {other}");
+            assert_eq!(matches_export(&export(one), &export(other)), is_same, "{one} {other}");
         }
     }
 

@@ -14,21 +14,21 @@ use crate::command::{Command, CommandError, EndCause, Reply};
 use crate::config::{Config, ConfigFile};
 use crate::control_socket::ControlSocket;
 use crate::daemon::Daemon;
-use crate::ending::Outcome;
-use crate::export::Endpoint;
+use crate::disk_monitor::DiskMonitor;
+use crate::endpoint::Endpoint;
 use crate::group;
-use crate::kept::Kept;
 use crate::log;
 use crate::options::ServeArgs;
+use crate::ownership::PassedOn;
 use crate::reload::Reload;
+use crate::saved_state::SavedState;
 use crate::settings::Settings;
-use crate::size_watch::SizeWatch;
+use crate::shutdown::Outcome;
 use crate::spec::{EndpointSpec, ExportSpec};
-use crate::succession::PassedOn;
-use crate::takeover::arguments::LifeOptions;
-use crate::takeover::format::Life;
-use crate::takeover::take::{self, Predecessor};
-use start::{Heritage, Start};
+use crate::takeover::arguments::ParsedOptions;
+use crate::takeover::format::ProcessOptions;
+use crate::takeover::new_process::{self, Predecessor};
+use start::{PreviousState, Start};
 
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
@@ -50,8 +50,8 @@ pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Exi
         None => begin(args, config),
         Some(socket) => {
             let predecessor = Predecessor::ask(socket)?;
-            let farewell = predecessor.farewell()?;
-            go_on(predecessor).inspect_err(|error| farewell.give_up(error))
+            let refusal_sender = predecessor.refusal_sender()?;
+            take_over(predecessor).inspect_err(|error| refusal_sender.send(error))
         }
     }
 }
@@ -78,7 +78,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     start.args.check()?;
     let (daemon, ending) = Daemon::start(start.args.clone(), inherited)?;
     let _watch = daemon.watch()?;
-    let (daemon, config, life) = (Arc::new(daemon), start.config.take(), start.life.clone());
+    let (daemon, config, options) = (Arc::new(daemon), start.config.take(), start.options.clone());
     let (base, state) = start.into_base();
     let exports = Start::begin(base, state, &daemon)?;
     if let Some(path) = control.as_ref().and_then(Endpoint::path) {
@@ -89,62 +89,63 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     });
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
     let control = match control {
-        Some(endpoint) => listen(Some(endpoint), group, &daemon, life)?,
+        Some(endpoint) => listen(Some(endpoint), group, &daemon, options)?,
         None => None,
     };
-    let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
+    let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_restore(exports)?;
     let outcome = ending.wait(&daemon)?;
     opening.settle();
     if outcome == Outcome::Clean {
-        daemon.kept().into_iter().for_each(Kept::end);
+        daemon.saved_state().into_iter().for_each(SavedState::end);
     }
     Ok(end(outcome, control))
 }
 
 /// Takes over the exports of another process. A signal before the takeover ends this process only.
-fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
-    let own = Life::own()?;
-    let before = predecessor.life.clone();
-    let life = before.clone().continued_by(&own);
-    let LifeOptions { args, log, log_format, config } = life.options()?;
-    log::go_on(log.as_deref(), log_format)?;
-    std::env::set_current_dir(&life.directory)
-        .with_context(|| format!("cannot work in {}", life.directory.display()))?;
+fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
+    let own = ProcessOptions::current()?;
+    let before = predecessor.options.clone();
+    let options = before.clone().overridden_by(&own);
+    let ParsedOptions { args, log, log_format, config } = options.parse()?;
+    log::adopt(log.as_deref(), log_format)?;
+    std::env::set_current_dir(&options.directory)
+        .with_context(|| format!("cannot work in {}", options.directory.display()))?;
     set_up_process(&args)?;
     let group = control_group(&args)?;
     let mut control = predecessor.control.take();
-    let heritage = Heritage::read(before, life, &args)?;
-    let base_settings = Settings::of(args.poll_limits());
+    let previous_state = PreviousState::read(before, options, &args)?;
+    let base_settings = Settings::from_limits(args.poll_limits());
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
-    take::set(&daemon, &heritage.life.changes)?;
+    new_process::set(&daemon, &previous_state.options.changes)?;
     let (mut taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
     let served = taken.of_file.take();
     let opening = std::mem::take(&mut taken.opening);
-    let last_words = taken.go_on(&daemon);
+    let passed_on = taken.resume(&daemon);
     let daemon = Arc::new(daemon);
     let begin = (!opening.is_empty()).then(|| daemon.begin_add(opening));
-    let opening = begin.and_then(|begun| without(begun, "exports that were being opened"));
-    let kept = heritage.go_on(served.as_deref(), base_settings, &daemon);
-    without(kept, "the state that is to outlive it");
-    let life = heritage.life;
+    let opening = begin.and_then(|begun| ok_or_log(begun, "exports that were being opened"));
+    let kept = previous_state.resume(served.as_deref(), base_settings, &daemon);
+    ok_or_log(kept, "the state that is to outlive it");
+    let options = previous_state.options;
     let reload = config.map(|(file, config)| reload_served(file, &config, served, &daemon));
-    let reload = reload.and_then(|reload| without(reload, "the configuration file"));
-    let heed = heed(&daemon, reload.clone());
-    without(last_words.listen(heed), "what the old process was asked to do");
+    let reload = reload.and_then(|reload| ok_or_log(reload, "the configuration file"));
+    let carry_out = carry_out_passed_on(&daemon, reload.clone());
+    ok_or_log(passed_on.listen(carry_out), "what the old process was asked to do");
     let _signals =
-        without(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
+        ok_or_log(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
-    let control = without(listen(control, group, &daemon, life), "the control socket").flatten();
-    let _sizes = without(SizeWatch::start(Arc::downgrade(&daemon)), "disks that grow");
+    let control =
+        ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
+    let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "disks that grow");
     let outcome = ending.wait(&daemon)?;
     if let Some(opening) = opening {
         opening.settle();
     }
     if outcome == Outcome::Clean {
-        daemon.kept().into_iter().for_each(Kept::end);
+        daemon.saved_state().into_iter().for_each(SavedState::end);
     }
     Ok(end(outcome, control))
 }
@@ -158,12 +159,12 @@ fn set_up_process(args: &ServeArgs) -> Result<()> {
 
 /// Returns the result, or logs its error: a partial failure must not stop guests that were taken
 /// over.
-fn without<T>(result: Result<T>, what: &str) -> Option<T> {
+fn ok_or_log<T>(result: Result<T>, what: &str) -> Option<T> {
     result.inspect_err(|error| tracing::error!("goes on without heeding {what}: {error:#}")).ok()
 }
 
 /// Carries out requests that the predecessor received after its hand-over.
-fn heed(
+fn carry_out_passed_on(
     daemon: &Arc<Daemon>,
     reload: Option<Reload>,
 ) -> impl Fn(PassedOn) + Send + use<> + 'static {
@@ -172,7 +173,7 @@ fn heed(
         let Some(daemon) = daemon.upgrade() else { return };
         match (what, &reload) {
             (PassedOn::End, _) => drop(daemon.handle(Command::End(EndCause::Predecessor))),
-            (PassedOn::Reload, Some(reload)) => reload.begin(daemon.succession()),
+            (PassedOn::Reload, Some(reload)) => reload.begin(daemon.ownership()),
             (PassedOn::Reload, None) => tracing::warn!("there is no file to read again"),
         }
     }
@@ -209,10 +210,10 @@ fn listen(
     control: Option<Endpoint>,
     group: Option<u32>,
     daemon: &Arc<Daemon>,
-    life: Life,
+    options: ProcessOptions,
 ) -> Result<Option<ControlSocket>> {
     let control = control.map(Arc::new);
-    daemon.set_life(life, control.as_ref().map(Arc::downgrade));
+    daemon.set_process_options(options, control.as_ref().map(Arc::downgrade));
     let start = |socket| ControlSocket::start(socket, group, Arc::downgrade(daemon));
     control.map(start).transpose()
 }
@@ -225,7 +226,7 @@ fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {
     match outcome {
         Outcome::Clean => ExitCode::SUCCESS,
         Outcome::HandedOver => {
-            control.into_iter().for_each(ControlSocket::leave);
+            control.into_iter().for_each(ControlSocket::hand_over);
             ExitCode::SUCCESS
         }
         Outcome::Abandoned => ExitCode::from(EXIT_ABANDONED),
@@ -248,7 +249,7 @@ impl SignalThread {
                 let Some(daemon) = daemon.upgrade() else { return };
                 let cause = match (signal, &reload) {
                     (SIGHUP, Some(reload)) => {
-                        reload.begin(daemon.succession());
+                        reload.begin(daemon.ownership());
                         continue;
                     }
                     (SIGHUP, None) => EndCause::Sighup,

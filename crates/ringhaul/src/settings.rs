@@ -83,7 +83,7 @@ impl SettingsChange {
 }
 
 impl Settings {
-    pub(crate) fn of(limits: PollLimits) -> Self {
+    pub(crate) fn from_limits(limits: PollLimits) -> Self {
         let PollLimits { max_us, budget_percent } = limits;
         Self { log: log::filter(), poll_max_us: max_us, poll_budget: budget_percent }
     }
@@ -111,7 +111,7 @@ mod tests {
         change.apply(&mut limits).unwrap();
         assert_eq!(limits, PollLimits { max_us: 0, budget_percent: 50 });
         SettingsChange::default().apply(&mut limits).unwrap();
-        assert_eq!(Settings::of(limits).poll_max_us, 0);
+        assert_eq!(Settings::from_limits(limits).poll_max_us, 0);
         let unknown = serde_json::from_str::<SettingsChange>(r#"{"queue-size": 3}"#);
         let error = unknown.unwrap_err().to_string();
         assert!(error.contains("`log`, `poll-max-us`, `poll-budget`"), "{error}");

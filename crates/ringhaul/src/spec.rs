@@ -1,7 +1,7 @@
 //! The specification of an export, as plain data that the command line or another program makes.
 
-mod impossible;
 mod rules;
+mod validation;
 mod values;
 
 use std::collections::BTreeSet;
@@ -16,9 +16,9 @@ use device::scsi::unit;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::disk_rules::{DiskRules, LimitSpec, OnError, RulesChange};
 pub use crate::disk_spec::DiskSpec;
 use crate::options::switches::RUN_MAX;
+use crate::qos::{LimitSpec, OnError, QosChange, QosSpec};
 pub use values::{CacheMode, Wwn};
 
 /// The longest name of an export.
@@ -157,7 +157,7 @@ pub(crate) struct WrittenExport {
 
 impl WrittenExport {
     /// Fills in `usual` for the keys that are left out.
-    pub(crate) fn with_usual(self, usual: &ExportSettings) -> ExportSpec {
+    pub(crate) fn with_defaults(self, usual: &ExportSettings) -> ExportSpec {
         let settings = ExportSettings {
             read_only: self.read_only.unwrap_or(usual.read_only),
             no_lock: self.no_lock.unwrap_or(usual.no_lock),
@@ -172,7 +172,7 @@ impl WrittenExport {
             prefetch: self.prefetch.unwrap_or(usual.prefetch),
             run_max: self.run_max.or(usual.run_max),
             fixed_buffers: self.fixed_buffers.unwrap_or(usual.fixed_buffers),
-            rules: usual.rules.changed(&RulesChange {
+            rules: usual.rules.with_change(&QosChange {
                 limits: self.limits,
                 rerror: self.rerror,
                 werror: self.werror,
@@ -185,7 +185,7 @@ impl WrittenExport {
 
 impl From<WrittenExport> for ExportSpec {
     fn from(written: WrittenExport) -> Self {
-        written.with_usual(&ExportSettings::default())
+        written.with_defaults(&ExportSettings::default())
     }
 }
 
@@ -397,7 +397,7 @@ pub struct ExportSettings {
     pub fixed_buffers: bool,
     /// Limits and error policy of the disks.
     #[serde(flatten)]
-    pub rules: DiskRules,
+    pub rules: QosSpec,
 }
 
 impl Default for ExportSettings {
@@ -416,7 +416,7 @@ impl Default for ExportSettings {
             prefetch: true,
             run_max: None,
             fixed_buffers: false,
-            rules: DiskRules::default(),
+            rules: QosSpec::default(),
         }
     }
 }

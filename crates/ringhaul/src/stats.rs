@@ -63,15 +63,15 @@ pub struct LoopStats {
     /// Submits that the kernel refused because it lacked resources.
     pub submits_refused: u64,
     /// Completions that one harvest found.
-    pub harvested_at_once: Spread,
+    pub harvested_at_once: Percentiles,
     /// Operations that a library has completed instead of the kernel, such as that of Ceph.
     pub foreign: u64,
     /// Completions of these operations that were found at once.
-    pub foreign_at_once: Spread,
+    pub foreign_at_once: Percentiles,
     /// Wake-ups of the loop by another thread, for these operations or any other reason.
     pub woken: u64,
     /// Operations in one submit.
-    pub submitted_at_once: Spread,
+    pub submitted_at_once: Percentiles,
     /// Requests with memory that the disk cannot take as it is.
     pub bounced: u64,
     /// Memory for bounced requests.
@@ -93,13 +93,13 @@ pub struct Operations {
     /// Bytes moved.
     pub bytes: u64,
     /// Nanoseconds from submit to harvest.
-    pub latency_ns: Spread,
+    pub latency_ns: Percentiles,
 }
 
 /// The distribution of numbers, each to within 3%.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub struct Spread {
+pub struct Percentiles {
     /// Half of the numbers are not larger.
     pub median: u64,
     /// 99 of 100 numbers are not larger.
@@ -141,7 +141,7 @@ pub struct SystemCalls {
 
 impl LoopStats {
     /// The counters of the thread with this name.
-    pub(crate) fn of(name: String, stats: &Stats) -> Self {
+    pub(crate) fn new(name: String, stats: &Stats) -> Self {
         let calls = &stats.syscalls;
         Self {
             name,
@@ -154,11 +154,11 @@ impl LoopStats {
             late: stats.late.get(),
             polled: stats.polled.get(),
             submits_refused: stats.submit_again.get(),
-            harvested_at_once: Spread::from(&stats.harvested_at_once),
+            harvested_at_once: Percentiles::from(&stats.harvested_at_once),
             foreign: stats.foreign_at_once.sum(),
-            foreign_at_once: Spread::from(&stats.foreign_at_once),
+            foreign_at_once: Percentiles::from(&stats.foreign_at_once),
             woken: stats.woken.get(),
-            submitted_at_once: Spread::from(&stats.submitted_at_once),
+            submitted_at_once: Percentiles::from(&stats.submitted_at_once),
             bounced: stats.bounced.get(),
             bounce_memory: MemoryUse::from(&stats.bounce),
             list_memory: MemoryUse::from(&stats.lists),
@@ -179,12 +179,12 @@ impl From<&OpStats> for Operations {
             count: stats.ops.get(),
             errors: stats.errors.get(),
             bytes: stats.bytes.get(),
-            latency_ns: Spread::from(&stats.latency_ns),
+            latency_ns: Percentiles::from(&stats.latency_ns),
         }
     }
 }
 
-impl<const BITS: u32> From<&Histogram<BITS>> for Spread {
+impl<const BITS: u32> From<&Histogram<BITS>> for Percentiles {
     fn from(histogram: &Histogram<BITS>) -> Self {
         let values = histogram.values();
         Self {

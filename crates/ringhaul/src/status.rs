@@ -4,8 +4,8 @@ use device::{RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::disk_rules::ShownRules;
 use crate::peer::Peer;
+use crate::qos::FullQosSpec;
 use crate::spec::{ExportSpec, UnitPlace};
 
 /// The state of an export.
@@ -334,7 +334,7 @@ pub struct DiskDetails {
     pub waited: u64,
     /// Limits and error policy.
     #[serde(flatten)]
-    pub rules: ShownRules,
+    pub rules: FullQosSpec,
     /// The disk, followed by the layers below it.
     pub chain: Vec<String>,
     /// The engine; none for a disk that needs no kernel.

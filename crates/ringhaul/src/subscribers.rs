@@ -24,13 +24,13 @@ pub(crate) struct ExportEvent {
     pub(crate) export: String,
     /// The event.
     #[serde(flatten)]
-    pub(crate) what: What,
+    pub(crate) details: EventDetails,
 }
 
 /// The kinds of events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
-pub(crate) enum What {
+pub(crate) enum EventDetails {
     /// The export is served.
     Added,
     /// The export has ended, its disks are closed and its name is free.
@@ -79,7 +79,7 @@ pub(crate) enum What {
 /// The kinds of events by name, for subscriptions to some of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Kind {
+pub(crate) enum EventKind {
     Added,
     Removed,
     Attached,
@@ -90,18 +90,18 @@ pub(crate) enum Kind {
     LunRemoved,
 }
 
-impl What {
+impl EventDetails {
     /// The kind of the event.
-    pub(crate) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> EventKind {
         match self {
-            Self::Added => Kind::Added,
-            Self::Removed => Kind::Removed,
-            Self::Attached { .. } => Kind::Attached,
-            Self::Gone { .. } => Kind::Gone,
-            Self::Error { .. } => Kind::Error,
-            Self::Resized { .. } => Kind::Resized,
-            Self::LunAdded { .. } => Kind::LunAdded,
-            Self::LunRemoved { .. } => Kind::LunRemoved,
+            Self::Added => EventKind::Added,
+            Self::Removed => EventKind::Removed,
+            Self::Attached { .. } => EventKind::Attached,
+            Self::Gone { .. } => EventKind::Gone,
+            Self::Error { .. } => EventKind::Error,
+            Self::Resized { .. } => EventKind::Resized,
+            Self::LunAdded { .. } => EventKind::LunAdded,
+            Self::LunRemoved { .. } => EventKind::LunRemoved,
         }
     }
 }
@@ -131,7 +131,7 @@ struct Queue {
 }
 
 /// The receiving side of a subscriber's queue.
-pub(crate) struct Queued {
+pub(crate) struct EventReceiver {
     pub(crate) events: Receiver<Arc<ExportEvent>>,
     is_full: Arc<AtomicBool>,
 }
@@ -161,10 +161,10 @@ impl Subscribers {
 
     /// Adds a subscriber, whose queue receives all events from now on. The queue ends when it was
     /// full, or the subscription is dropped.
-    pub(crate) fn subscribe(&self) -> (Subscription, Queued) {
+    pub(crate) fn subscribe(&self) -> (Subscription, EventReceiver) {
         let (sender, receiver) = sync_channel(QUEUED_MAX);
         let is_full = Arc::<AtomicBool>::default();
-        let queued = Queued { events: receiver, is_full: Arc::clone(&is_full) };
+        let queued = EventReceiver { events: receiver, is_full: Arc::clone(&is_full) };
         let id = self.change(|list| {
             list.next_id += 1;
             list.queues.push(Queue { id: list.next_id, events: sender, is_full });
@@ -192,7 +192,7 @@ impl Queue {
     }
 }
 
-impl Queued {
+impl EventReceiver {
     /// The events, until the queue ends.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Arc<ExportEvent>> {
         self.events.iter()
@@ -214,18 +214,18 @@ impl Drop for Subscription {
 mod tests {
     use super::*;
 
-    fn event(export: &str, what: What) -> ExportEvent {
-        ExportEvent { export: export.to_owned(), what }
+    fn event(export: &str, details: EventDetails) -> ExportEvent {
+        ExportEvent { export: export.to_owned(), details }
     }
 
     #[test]
     fn who_does_not_read_is_dropped_and_others_go_on() {
         let subscribers = Subscribers::default();
-        subscribers.report(event("early", What::Added));
+        subscribers.report(event("early", EventDetails::Added));
         let (_slow, queued) = subscribers.subscribe();
         let (fast, read) = subscribers.subscribe();
         for number in 0..2 * QUEUED_MAX {
-            subscribers.report(event(&number.to_string(), What::Added));
+            subscribers.report(event(&number.to_string(), EventDetails::Added));
             assert_eq!(read.iter().next().unwrap().export, number.to_string());
         }
         // The subscriber reads the queued events, and then the end.
@@ -238,24 +238,27 @@ mod tests {
     #[test]
     fn events_are_flat_objects() {
         let place = UnitPlace { target: 0, lun: 7 };
-        for (what, json) in [
-            (What::Added, r#"{"export":"vm","event":"added"}"#),
-            (What::Gone { reason: None }, r#"{"export":"vm","event":"gone","reason":null}"#),
+        for (details, json) in [
+            (EventDetails::Added, r#"{"export":"vm","event":"added"}"#),
             (
-                What::Resized { unit: Some(place), size_bytes: 512 },
+                EventDetails::Gone { reason: None },
+                r#"{"export":"vm","event":"gone","reason":null}"#,
+            ),
+            (
+                EventDetails::Resized { unit: Some(place), size_bytes: 512 },
                 r#"{"export":"vm","event":"resized","target":0,"lun":7,"size-bytes":512}"#,
             ),
             (
-                What::Resized { unit: None, size_bytes: 512 },
+                EventDetails::Resized { unit: None, size_bytes: 512 },
                 r#"{"export":"vm","event":"resized","size-bytes":512}"#,
             ),
             (
-                What::LunAdded { unit: place },
+                EventDetails::LunAdded { unit: place },
                 r#"{"export":"vm","event":"lun-added","target":0,"lun":7}"#,
             ),
         ] {
-            let name = serde_json::to_value(what.kind()).unwrap();
-            let event = event("vm", what);
+            let name = serde_json::to_value(details.kind()).unwrap();
+            let event = event("vm", details);
             assert_eq!(serde_json::to_string(&event).unwrap(), json);
             let value = serde_json::to_value(&event).unwrap();
             assert_eq!(value["event"], name);

@@ -10,7 +10,7 @@
 
 pub(crate) mod arguments;
 pub(crate) mod format;
-pub(crate) mod give;
-pub(crate) mod start;
-pub(crate) mod take;
+pub(crate) mod new_process;
+pub(crate) mod old_process;
+pub(crate) mod upgrade;
 pub(crate) mod wire;

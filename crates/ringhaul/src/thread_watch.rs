@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 use blockio::Remote;
 
 /// The interval between checks of IoThreads.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// An IoThread that does not turn for this long, although it has work, is stuck.
 const STUCK: Duration = Duration::from_secs(3);
 /// The interval between reports on a thread that is still stuck.
-const TELL_INTERVAL: Duration = Duration::from_secs(60);
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The IoThreads that are watched.
 pub(crate) struct ThreadWatch {
     threads: Vec<Watched>,
-    looked: Option<Instant>,
+    checked_at: Option<Instant>,
 }
 
 struct Watched {
@@ -31,7 +31,7 @@ struct Watched {
     /// The time since which it does not turn.
     since: Instant,
     is_woken: bool,
-    told: Option<Instant>,
+    reported_at: Option<Instant>,
 }
 
 /// The result of a check.
@@ -43,28 +43,35 @@ enum Finding {
     /// The thread has not turned for this long.
     Stuck(Duration),
     /// The thread turns again, after this long.
-    GoesOn(Duration),
+    Resumed(Duration),
 }
 
 impl ThreadWatch {
     pub(crate) const fn new() -> Self {
-        Self { threads: Vec::new(), looked: None }
+        Self { threads: Vec::new(), checked_at: None }
     }
 
     pub(crate) fn add(&mut self, name: String, remote: Remote) {
         let (turns, since) = (remote.stats().turns.get(), Instant::now());
-        self.threads.push(Watched { name, remote, turns, since, is_woken: false, told: None });
+        self.threads.push(Watched {
+            name,
+            remote,
+            turns,
+            since,
+            is_woken: false,
+            reported_at: None,
+        });
     }
 
     /// Checks all threads if it is time. Forgets threads that have ended.
-    pub(crate) fn look(&mut self, now: Instant) {
-        let passed = self.looked.map(|looked| now.saturating_duration_since(looked));
-        if passed.is_some_and(|passed| passed < LOOK_INTERVAL) {
+    pub(crate) fn check(&mut self, now: Instant) {
+        let passed = self.checked_at.map(|checked| now.saturating_duration_since(checked));
+        if passed.is_some_and(|passed| passed < CHECK_INTERVAL) {
             return;
         }
-        self.looked = Some(now);
+        self.checked_at = Some(now);
         // Checks were missing: the caller was late, or the process was stopped.
-        let is_late = passed.is_none_or(|passed| passed > 2 * LOOK_INTERVAL);
+        let is_late = passed.is_none_or(|passed| passed > 2 * CHECK_INTERVAL);
         self.threads.retain_mut(|thread| {
             if is_late {
                 (thread.since, thread.is_woken) = (now, false);
@@ -87,7 +94,7 @@ impl ThreadWatch {
                     );
                     true
                 }
-                Finding::GoesOn(time) => {
+                Finding::Resumed(time) => {
                     tracing::info!("{} continues after {} s", thread.name, time.as_secs());
                     true
                 }
@@ -100,9 +107,9 @@ impl Watched {
     fn find(&mut self, turns: u64, is_idle: bool, now: Instant) -> Finding {
         let time = now.saturating_duration_since(self.since);
         if turns != self.turns {
-            let was_stuck = self.told.take().is_some();
+            let was_stuck = self.reported_at.take().is_some();
             (self.turns, self.since, self.is_woken) = (turns, now, false);
-            return if was_stuck { Finding::GoesOn(time) } else { Finding::Nothing };
+            return if was_stuck { Finding::Resumed(time) } else { Finding::Nothing };
         }
         if !self.is_woken {
             if is_idle {
@@ -112,11 +119,11 @@ impl Watched {
             self.is_woken = true;
             return Finding::Sleeps;
         }
-        let is_due = |told| now.saturating_duration_since(told) >= TELL_INTERVAL;
-        if time < STUCK || !self.told.is_none_or(is_due) {
+        let is_due = |reported| now.saturating_duration_since(reported) >= REPORT_INTERVAL;
+        if time < STUCK || !self.reported_at.is_none_or(is_due) {
             return Finding::Nothing;
         }
-        self.told = Some(now);
+        self.reported_at = Some(now);
         Finding::Stuck(time)
     }
 }
@@ -146,7 +153,7 @@ mod tests {
         assert_eq!(watched.find(1, false, at(15)), Finding::Stuck(Duration::from_secs(3)));
         assert_eq!(watched.find(1, false, at(16)), Finding::Nothing);
         assert_eq!(watched.find(1, false, at(75)), Finding::Stuck(Duration::from_secs(63)));
-        assert_eq!(watched.find(2, false, at(76)), Finding::GoesOn(Duration::from_secs(64)));
+        assert_eq!(watched.find(2, false, at(76)), Finding::Resumed(Duration::from_secs(64)));
         assert_eq!(watched.find(3, false, at(77)), Finding::Nothing);
     }
 
@@ -157,11 +164,11 @@ mod tests {
         let mut watch = ThreadWatch::new();
         watch.add("iothread-0".into(), thread.remote());
         let now = Instant::now();
-        watch.look(now);
+        watch.check(now);
         assert_eq!(watch.threads.len(), 1);
         drop(thread);
         watch.threads[0].is_woken = false;
-        watch.look(now + LOOK_INTERVAL);
+        watch.check(now + CHECK_INTERVAL);
         assert!(watch.threads.is_empty());
     }
 }

@@ -14,7 +14,7 @@ use blockio::Remote;
 use blockio::engine::kernel::sim::{World as _, is_readable};
 use device::Device;
 use ringhaul::vhost_user::message::{Header, Request, code};
-use ringhaul::vhost_user::{End, Progress};
+use ringhaul::vhost_user::{End, SessionProgress};
 use virtqueue::MappingBudget;
 
 use crate::failure::Failure;
@@ -247,14 +247,14 @@ impl FrontEnd {
         let now = self.world.now();
         let Some(link) = &mut self.link else { return Ok(()) };
         match link.progress(now) {
-            Progress::Waiting => Ok(()),
-            Progress::Handled => {
+            SessionProgress::Waiting => Ok(()),
+            SessionProgress::Handled => {
                 self.trace(|| "a message was answered".to_owned());
                 Ok(())
             }
-            Progress::Refused(text) => Err(self.fail("a message is refused", &text)),
-            Progress::RingLost(text) => Err(self.fail("a ring does not start again", &text)),
-            Progress::Ended(end) => self.ended(&end),
+            SessionProgress::Refused(text) => Err(self.fail("a message is refused", &text)),
+            SessionProgress::RingLost(text) => Err(self.fail("a ring does not start again", &text)),
+            SessionProgress::Ended(end) => self.ended(&end),
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use blockio::DiskSource;
 use device::{Answer, Device, Pending};
 
-use super::changing::Changing;
+use super::disk_change::DiskChange;
 use super::order::{Answered, ExportSetup};
 use crate::command::ExportStatus;
 use crate::export_log::ExportLog;
@@ -29,15 +29,15 @@ pub(super) struct Closing {
     status: ExportStatus,
     pub(super) log: Arc<ExportLog>,
     /// Changes that have a disk of the export open.
-    pub(super) changing: Vec<Changing>,
+    pub(super) changing: Vec<DiskChange>,
     /// Requests that wait for its end.
-    pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
+    pub(super) removal_waiters: Vec<Answer<Answered<ExportStatus>>>,
     /// The time at which closing began.
     pub(super) since: Instant,
     closed: Pending<()>,
     /// The end of the wait in a forced removal.
-    give_up_at: Option<Instant>,
-    was_given_up: bool,
+    force_deadline: Option<Instant>,
+    was_forced: bool,
 }
 
 impl Closing {
@@ -52,9 +52,19 @@ impl Closing {
         closed.wake(waker);
         close(disks, answer);
         let since = Instant::now();
-        let (changing, removed) = (Vec::new(), Vec::new());
-        let (give_up_at, was_given_up) = (None, false);
-        Self { id, status, log, changing, removed, since, closed, give_up_at, was_given_up }
+        let (changing, removal_waiters) = (Vec::new(), Vec::new());
+        let (force_deadline, was_forced) = (None, false);
+        Self {
+            id,
+            status,
+            log,
+            changing,
+            removal_waiters,
+            since,
+            closed,
+            force_deadline,
+            was_forced,
+        }
     }
 
     /// The requested export.
@@ -72,7 +82,7 @@ impl Closing {
 
     /// The export's last status, with the present reason of the wait.
     pub(super) fn status(&self) -> ExportStatus {
-        ExportStatus { waits_for: Some(self.what_is_left()), ..self.status.clone() }
+        ExportStatus { waits_for: Some(self.unfinished_work()), ..self.status.clone() }
     }
 
     /// Returns true if a disk of this identity changes its size.
@@ -83,33 +93,33 @@ impl Closing {
     /// Returns true if the disks are closed and no change is in progress, or the wait was given up.
     /// The addition of a unit does not keep a daemon from ending.
     pub(super) fn has_ended(&self, daemon_ends: bool) -> bool {
-        let is_over = |changing: &Changing| daemon_ends && changing.adds();
+        let is_over = |changing: &DiskChange| daemon_ends && changing.adds();
         let is_closed = self.closed.check().is_ready() && self.changing.iter().all(is_over);
-        self.was_given_up || is_closed
+        self.was_forced || is_closed
     }
 
     /// The reason of the wait.
-    pub(super) fn what_is_left(&self) -> String {
-        self.changing.first().map_or(NOT_CLOSED.to_owned(), Changing::to_string)
+    pub(super) fn unfinished_work(&self) -> String {
+        self.changing.first().map_or(NOT_CLOSED.to_owned(), DiskChange::to_string)
     }
 
     /// Limits the wait for a close that hangs. All requests are answered, and the disk is closed
     /// when that is possible. A change of a local file is still waited for.
     pub(super) fn force(&mut self) {
-        self.give_up_at = Some(self.since + FORCED_CLOSE_MAX);
+        self.force_deadline = Some(self.since + FORCED_CLOSE_MAX);
     }
 
     /// The time at which the wait is given up.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.give_up_at.filter(|_| !self.changing.iter().any(Changing::changes_file))
+        self.force_deadline.filter(|_| !self.changing.iter().any(DiskChange::changes_file))
     }
 
     /// Gives up the wait if that is due.
-    pub(super) fn look(&mut self, now: Instant) {
+    pub(super) fn expire(&mut self, now: Instant) {
         let is_due = self.deadline().is_some_and(|when| now >= when);
         if is_due && !self.has_ended(false) {
-            self.was_given_up = true;
-            let (left, seconds) = (self.what_is_left(), self.since.elapsed().as_secs());
+            self.was_forced = true;
+            let (left, seconds) = (self.unfinished_work(), self.since.elapsed().as_secs());
             let export = self.log.name();
             tracing::warn!(
                 export,
@@ -121,11 +131,11 @@ impl Closing {
 
     /// Answers the requests that wait for the end. Returns false if there are none.
     pub(super) fn answer(&mut self) -> bool {
-        let waits_for = self.was_given_up.then(|| self.what_is_left());
+        let waits_for = self.was_forced.then(|| self.unfinished_work());
         let status = ExportStatus { waits_for, ..self.status.clone() };
-        let removed = std::mem::take(&mut self.removed);
-        let is_awaited = !removed.is_empty();
-        removed.into_iter().for_each(|answer| answer.send(Ok(status.clone())));
+        let removal_waiters = std::mem::take(&mut self.removal_waiters);
+        let is_awaited = !removal_waiters.is_empty();
+        removal_waiters.into_iter().for_each(|answer| answer.send(Ok(status.clone())));
         is_awaited
     }
 }

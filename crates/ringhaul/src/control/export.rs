@@ -15,19 +15,19 @@ use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
-use super::changing::Changing;
 use super::closing::{Closing, NOT_CLOSED};
+use super::disk_change::DiskChange;
 use super::order::{Answered, ExportSetup};
 use crate::command::{DiskState, ExportState, ExportStatus, Served};
-use crate::disk_rules::LimitGroups;
-use crate::export::Endpoint;
+use crate::endpoint::Endpoint;
 use crate::export_log::ExportLog;
-use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
 use crate::peer::Peer;
+use crate::qos::LimitGroups;
+use crate::rate_limit::RateLimit;
 use crate::spec::ExportSpec;
-use crate::subscribers::What;
-use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
+use crate::subscribers::EventDetails;
+use crate::vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
 
 use memory_watch::MemoryWatch;
 
@@ -51,7 +51,7 @@ pub(super) struct Export {
     pub(super) id: u64,
     pub(super) spec: ExportSpec,
     pub(super) disks: Vec<DiskSource>,
-    pub(super) changing: Vec<Changing>,
+    pub(super) changing: Vec<DiskChange>,
     log: Arc<ExportLog>,
     pub(super) setup: SessionSetup,
     limits: MemoryLimits,
@@ -65,17 +65,17 @@ pub(super) struct Export {
     pub(super) sessions: u64,
     /// True during a hand-over: no queue starts and no front-end is accepted, because another
     /// process may continue the export.
-    pub(super) is_held: bool,
+    pub(super) is_handing_over: bool,
     /// True if its removal must not wait for a disk that does not close.
     is_forced: bool,
     /// Requests that wait for its end.
-    pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
+    pub(super) removal_waiters: Vec<Answer<Answered<ExportStatus>>>,
     /// True if the connection was logged, so that the disconnection is logged too.
-    pub(super) is_shown: bool,
+    pub(super) is_connection_logged: bool,
     /// The rate limit of log lines about waiting front-ends.
-    waiting: LogLimit,
+    waiting: RateLimit,
     /// True if a waiting front-end was logged during the current session.
-    waiting_is_told: bool,
+    waiting_is_logged: bool,
     memory_watch: MemoryWatch,
     /// The end of the pause after descriptors ran out.
     paused_until: Option<Instant>,
@@ -87,7 +87,7 @@ impl Export {
     pub(super) fn new(setup: ExportSetup, id: u64, waker: &Waker) -> Self {
         let ExportSetup { spec, log, disks, device, endpoint, threads, limits, groups } = setup;
         let examiner = Arc::new(Examiner::default());
-        let (rules, waker) = (limits.of_front_end(), waker.clone());
+        let (rules, waker) = (limits.front_end_rules(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
         Self {
             id,
@@ -104,12 +104,12 @@ impl Export {
             session: None,
             connected: Instant::now(),
             sessions: 0,
-            is_held: false,
+            is_handing_over: false,
             is_forced: false,
-            removed: Vec::new(),
-            is_shown: false,
-            waiting: LogLimit::default(),
-            waiting_is_told: false,
+            removal_waiters: Vec::new(),
+            is_connection_logged: false,
+            waiting: RateLimit::default(),
+            waiting_is_logged: false,
             memory_watch: MemoryWatch::default(),
             paused_until: None,
             session_is_ready: false,
@@ -152,7 +152,7 @@ impl Export {
             sessions: self.sessions,
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests()),
             served: self.served(),
-            waits_for: (state == ExportState::Stopping).then(|| self.what_is_left()),
+            waits_for: (state == ExportState::Stopping).then(|| self.unfinished_work()),
         }
     }
 
@@ -190,25 +190,25 @@ impl Export {
         // Removes the socket. A front-end that waits, or connects now, sees the end at once.
         self.endpoint = None;
         // Units that are still being opened are cancelled.
-        self.changing.iter().for_each(Changing::give_up_adding);
+        self.changing.iter().for_each(DiskChange::cancel_addition);
         if let Some(session) = &mut self.session {
             session.begin_end();
             self.session_is_ready = true;
         } else {
-            self.tell_totals();
+            self.log_totals();
         }
     }
 
     /// Disconnects the front-end of a stopping export at once, even with unanswered requests.
     /// Requests that wait for the server of a disk fail.
-    pub(super) fn cut_off(&mut self) {
+    pub(super) fn disconnect(&mut self) {
         self.is_forced = true;
         self.disks.iter().for_each(DiskSource::give_up);
-        self.session.iter().for_each(Session::cut_off);
+        self.session.iter().for_each(Session::disconnect);
     }
 
     /// Removes the socket and abandons the session.
-    pub(super) fn leave(&mut self) {
+    pub(super) fn abandon(&mut self) {
         self.endpoint = None;
         tracing::info!(export = self.log.name(), "{}", self.served());
         // The queues still run. The front-end must not see the end before its requests are
@@ -224,10 +224,10 @@ impl Export {
     /// Begins to close the disks of an export that has ended.
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
-        self.changing.iter().for_each(Changing::give_up_adding);
-        let Self { id, changing, disks, log, setup, removed, is_forced, .. } = self;
+        self.changing.iter().for_each(DiskChange::cancel_addition);
+        let Self { id, changing, disks, log, setup, removal_waiters, is_forced, .. } = self;
         let mut closing = Closing::new(id, status, log, (disks, setup.device), waker);
-        (closing.changing, closing.removed) = (changing, removed);
+        (closing.changing, closing.removal_waiters) = (changing, removal_waiters);
         if is_forced {
             closing.force();
         }
@@ -235,14 +235,14 @@ impl Export {
     }
 
     /// Marks a session that waits for an answer: it may have come.
-    pub(super) fn woken(&mut self) {
+    pub(super) fn mark_woken(&mut self) {
         let waits =
             |session: &Session| session.interest().is_none_or(|interest| interest.is_empty());
         self.session_is_ready |= self.session.as_ref().is_some_and(waits);
     }
 
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        self.listener_is_ready && !self.is_held
+        self.listener_is_ready && !self.is_handing_over
             || self.session_is_ready
             || self.deadline().is_some_and(|deadline| now >= deadline)
     }
@@ -267,11 +267,11 @@ impl Export {
             whose.push(Polled::Session(index));
         }
         let is_paused = self.paused_until.is_some_and(|until| now < until);
-        let is_told = self.session.is_some() && self.waiting_is_told;
+        let is_logged = self.session.is_some() && self.waiting_is_logged;
         if let Some(listener) = self.endpoint.as_ref().and_then(Endpoint::listener)
             && !is_paused
-            && !self.is_held
-            && !is_told
+            && !self.is_handing_over
+            && !is_logged
         {
             fds.push(PollFd::new(listener, PollFlags::IN));
             whose.push(Polled::Listener(index));
@@ -285,14 +285,14 @@ impl Export {
         self.session_is_ready = false;
         // The session comes first: if it ends, a front-end that waits can be taken.
         let is_at_rest = self.progress(now);
-        self.look_for_memory(now);
-        if let Some(message) = self.limits.look() {
+        self.check_memory(now);
+        if let Some(message) = self.limits.check() {
             tracing::warn!("{message}");
         }
-        if self.listener_is_ready && is_at_rest && !self.is_held {
+        if self.listener_is_ready && is_at_rest && !self.is_handing_over {
             self.listener_is_ready = false;
             if self.session.is_some() {
-                self.tell_of_waiting();
+                self.log_waiting();
             } else {
                 self.take_front_end(now);
             }
@@ -303,35 +303,35 @@ impl Export {
     fn progress(&mut self, now: Instant) -> bool {
         let Some(session) = &mut self.session else { return true };
         match session.progress(now) {
-            Progress::Waiting => return true,
-            Progress::Handled => {}
-            Progress::Refused(text) => {
+            SessionProgress::Waiting => return true,
+            SessionProgress::Handled => {}
+            SessionProgress::Refused(text) => {
                 let message = format!("refused a message of the front-end: {text}");
                 self.limited(|export, left_out| {
                     tracing::warn!(export = export.name(), left_out, "{message}");
-                    export.log.report(|| What::Error { message, left_out });
+                    export.log.report(|| EventDetails::Error { message, left_out });
                 });
             }
-            Progress::RingLost(why) => {
+            SessionProgress::RingLost(why) => {
                 let message = format!("a ring does not start again after a pause: {why}");
                 self.limited(|export, left_out| {
                     tracing::warn!(export = export.name(), left_out, "{message}");
-                    export.log.report(|| What::Error { message, left_out });
+                    export.log.report(|| EventDetails::Error { message, left_out });
                 });
             }
-            Progress::Ended(end) => self.session_has_ended(&end),
+            SessionProgress::Ended(end) => self.session_has_ended(&end),
         }
         self.session_is_ready = true;
         false
     }
 
     /// Logs that a queue waits for memory.
-    fn look_for_memory(&mut self, now: Instant) {
+    fn check_memory(&mut self, now: Instant) {
         let queue = self.session.as_ref().and_then(Session::ring_without_memory);
-        let Some(message) = self.memory_watch.look(queue, now) else { return };
+        let Some(message) = self.memory_watch.update(queue, now) else { return };
         self.limited(|export, left_out| {
             tracing::warn!(export = export.name(), left_out, "{message}");
-            export.log.report(|| What::Error { message, left_out });
+            export.log.report(|| EventDetails::Error { message, left_out });
         });
     }
 
@@ -342,8 +342,8 @@ impl Export {
         }
     }
 
-    fn tell_of_waiting(&mut self) {
-        self.waiting_is_told = true;
+    fn log_waiting(&mut self) {
+        self.waiting_is_logged = true;
         if let Some(left_out) = self.waiting.permit() {
             let export = self.log.name();
             tracing::info!(
@@ -371,18 +371,18 @@ impl Export {
             }
             None => return,
         };
-        self.log.report(|| What::Attached { peer: Peer::of(&socket).ok() });
-        self.setup.rules = self.limits.of_front_end();
+        self.log.report(|| EventDetails::Attached { peer: Peer::from_socket(&socket).ok() });
+        self.setup.rules = self.limits.front_end_rules();
         let mut session = Session::new(socket, self.setup.clone(), now);
         if may_be_silent {
-            session = session.with_patience();
+            session = session.without_silence_limit();
         }
         // A front-end that connects and leaves repeatedly is logged as rarely as errors are.
         let shown = self.log.sessions().permit();
         if let Some(left_out) = shown {
             tracing::info!(export = self.log.name(), left_out, "a front-end has connected");
         }
-        (self.is_shown, self.waiting_is_told) = (shown.is_some(), false);
+        (self.is_connection_logged, self.waiting_is_logged) = (shown.is_some(), false);
         self.memory_watch = MemoryWatch::default();
         (self.session, self.connected) = (Some(session), now);
         self.sessions += 1;
@@ -407,13 +407,13 @@ impl Export {
 
     fn session_has_ended(&mut self, end: &End) {
         self.session = None;
-        self.log.report(|| What::Gone { reason: reason_of(end) });
+        self.log.report(|| EventDetails::Gone { reason: reason_of(end) });
         let export = self.log.name();
         match end {
-            End::Gone(None) if self.is_shown => {
+            End::Gone(None) if self.is_connection_logged => {
                 tracing::info!(export, "the front-end has disconnected");
             }
-            End::Gone(Some(error)) if self.is_shown => {
+            End::Gone(Some(error)) if self.is_connection_logged => {
                 tracing::info!(export, "the front-end has disconnected: {error}");
             }
             End::Gone(_) | End::Asked => {}
@@ -426,11 +426,11 @@ impl Export {
             tracing::warn!(export, left_out, "errors of requests, queues or front-ends continue");
         }
         if self.has_ended() {
-            self.tell_totals();
+            self.log_totals();
         }
     }
 
-    fn tell_totals(&self) {
+    fn log_totals(&self) {
         tracing::info!(export = self.log.name(), "{}", self.served());
         let (total, left_out) = self.log.totals();
         if total > 0 {
@@ -440,21 +440,21 @@ impl Export {
         }
     }
 
-    pub(super) fn what_is_left(&self) -> String {
+    pub(super) fn unfinished_work(&self) -> String {
         let Some(load) = self.session.as_ref().map(Session::load) else {
             return NOT_CLOSED.to_owned();
         };
-        if !load.has_heard {
+        if !load.has_taken_commands {
             return format!("its IoThread does not answer ({load})");
         }
-        let awaited = (load.requests() > 0).then(|| self.what_is_awaited());
-        let changing = self.changing.iter().map(Changing::to_string);
+        let awaited = (load.requests() > 0).then(|| self.awaited_event());
+        let changing = self.changing.iter().map(DiskChange::to_string);
         let left = iter::once(load.to_string()).chain(awaited).chain(changing);
         left.collect::<Vec<_>>().join("; ")
     }
 
     /// The event that requests wait for.
-    fn what_is_awaited(&self) -> String {
+    fn awaited_event(&self) -> String {
         if let Some(since) = self.setup.device.stalled_since() {
             return format!("its disk has not answered for {} s", since.elapsed().as_secs());
         }
@@ -544,22 +544,22 @@ mod tests {
         let mut export = scene.export();
         let place = UnitPlace { target: 0, lun: 1 };
         let remove = |export: &mut Export| export.begin_unit(place, UnitChange::Remove).err();
-        let is_given_up = |error| matches!(error, Some(CommandError::UnitGivenUp(..)));
+        let is_given_up = |error| matches!(error, Some(CommandError::UnitBeingCancelled(..)));
 
         let adding = export.begin_unit(place, UnitChange::Add).unwrap();
-        assert!(export.keep_here(Some(place), true), "its disk is open");
+        assert!(export.block_hand_over(Some(place), true), "its disk is open");
         assert!(matches!(remove(&mut export), Some(CommandError::UnitBusy(..))));
-        assert!(adding.wanted.is_wanted());
+        assert!(adding.cancel_token.is_active());
         export.changing.clear();
 
         let adding = export.begin_unit(place, UnitChange::Add).unwrap();
-        assert!(is_given_up(remove(&mut export)) && !adding.wanted.is_wanted());
-        assert!(!export.keep_here(Some(place), true), "it is not to be served");
+        assert!(is_given_up(remove(&mut export)) && !adding.cancel_token.is_active());
+        assert!(!export.block_hand_over(Some(place), true), "it is not to be served");
         export.changing.clear();
 
         let adding = export.begin_unit(place, UnitChange::Add).unwrap();
         export.begin_stop();
-        assert!(!adding.wanted.is_wanted(), "its export ends");
+        assert!(!adding.cancel_token.is_active(), "its export ends");
     }
 
     /// Runs the export for as long as its descriptors are ready.
@@ -602,18 +602,18 @@ mod tests {
         let mut second = UnixStream::connect(&path).unwrap();
         run(&mut export);
         assert_eq!(seen(&export), (ExportState::Serving, true, 1));
-        assert!(export.waiting_is_told, "another one waits");
+        assert!(export.waiting_is_logged, "another one waits");
         let (now, later) = (Instant::now(), Instant::now() + Duration::from_secs(3600));
         let is_warned = |export: &mut Export| {
             let watch = &mut export.memory_watch;
-            watch.look(Some(0), now).or_else(|| watch.look(Some(0), later)).is_some()
+            watch.update(Some(0), now).or_else(|| watch.update(Some(0), later)).is_some()
         };
         assert!(is_warned(&mut export) && !is_warned(&mut export), "once for a front-end");
         drop(first);
         run(&mut export);
         assert!(is_warned(&mut export), "the next one is another one");
         assert_eq!(seen(&export), (ExportState::Serving, true, 2));
-        assert!(!export.waiting_is_told);
+        assert!(!export.waiting_is_logged);
         scene.disk.set_size(1 << 21, || ()).unwrap();
         assert_eq!(export.status().size_bytes, 1 << 21);
         export.begin_stop();

@@ -14,18 +14,18 @@ use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::changing::{Changing, Kind};
 use super::closing::{Closing, refuse};
+use super::disk_change::{DiskChange, DiskChangeKind};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
-use super::opening::Opening;
+use super::opening::PendingExport;
 use super::order::{Alarm, Answered, Changed, ExportSetup, Order, ResizingDisk};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
-use crate::log_limit::LogLimit;
+use crate::rate_limit::RateLimit;
 use crate::spec::UnitPlace;
 use crate::status::ExportDetails;
-use crate::subscribers::What;
+use crate::subscribers::EventDetails;
 
 /// The interval of log lines about exports that have not ended.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
@@ -40,29 +40,29 @@ pub(super) struct Exports {
     next_id: u64,
     /// Ended exports with disks that are being closed. Their names are still taken.
     closing: Vec<Closing>,
-    opening: Vec<Opening>,
+    opening: Vec<PendingExport>,
     /// True if the daemon ends because no export can be served.
-    is_given_up: bool,
+    is_start_cancelled: bool,
     orders: mpsc::Receiver<Order>,
     /// Incremented by each change of the exports.
     generation: u64,
     hand_over: Option<HandOver>,
     /// Orders that wait for the end of the hand-over.
-    waiting: VecDeque<Order>,
+    deferred: VecDeque<Order>,
     alarm: Arc<Alarm>,
     /// Rings the alarm.
     waker: Waker,
     /// The time at which all exports were told to stop.
     stopping: Option<Instant>,
     reported: Option<Instant>,
-    poll_errors: LogLimit,
+    poll_error_limit: RateLimit,
 }
 
 /// The next step of the control thread after an order.
-enum Then {
-    GoOn,
+enum Next {
+    Continue,
     /// Abandons unfinished exports. The answer is true if there were any.
-    Leave(Answer<bool>),
+    Abandon(Answer<bool>),
     /// Ends the thread: nothing is left, or another process has all exports.
     End,
 }
@@ -74,16 +74,16 @@ impl Exports {
             next_id: 0,
             closing: Vec::new(),
             opening: Vec::new(),
-            is_given_up: false,
+            is_start_cancelled: false,
             orders,
             generation: 0,
             hand_over: None,
-            waiting: VecDeque::new(),
+            deferred: VecDeque::new(),
             alarm,
             waker,
             stopping: None,
             reported: None,
-            poll_errors: LogLimit::default(),
+            poll_error_limit: RateLimit::default(),
         }
     }
 
@@ -93,15 +93,15 @@ impl Exports {
             let now = Instant::now();
             while let Some(order) = self.next_order() {
                 match self.carry_out(order, now) {
-                    Then::GoOn => {}
-                    Then::Leave(answer) => return answer.send(self.leave()),
-                    Then::End => return,
+                    Next::Continue => {}
+                    Next::Abandon(answer) => return answer.send(self.abandon()),
+                    Next::End => return,
                 }
             }
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
             self.continue_hand_over(now);
             if self.forget_ended(now) {
-                self.tell_unopened(now);
+                self.log_unopened(now);
                 return;
             }
             self.report(now);
@@ -112,30 +112,30 @@ impl Exports {
     /// Returns the next order that need not wait for a hand-over.
     fn next_order(&mut self) -> Option<Order> {
         let holds = |order: &Order| self.hand_over.as_ref().is_some_and(|it| it.holds(order));
-        if self.waiting.front().is_some_and(|order| !holds(order)) {
-            return self.waiting.pop_front();
+        if self.deferred.front().is_some_and(|order| !holds(order)) {
+            return self.deferred.pop_front();
         }
         loop {
             let order = self.orders.try_recv().ok()?;
             if !holds(&order) {
                 return Some(order);
             }
-            self.waiting.push_back(order);
+            self.deferred.push_back(order);
         }
     }
 
-    fn carry_out(&mut self, order: Order, now: Instant) -> Then {
+    fn carry_out(&mut self, order: Order, now: Instant) -> Next {
         if !order.changes_nothing() && !matches!(order, Order::HandOver(_)) {
             self.generation += 1;
         }
         match order {
             Order::HandOver(order) => return self.hand_over(order, now),
-            Order::Reserve(specs, goes_along, answer) => {
-                answer.send(self.reserve(specs, goes_along, now));
+            Order::Reserve(specs, follows_hand_over, answer) => {
+                answer.send(self.reserve(specs, follows_hand_over, now));
             }
             Order::Claim(name, answer) => answer.send(self.claim(&name)),
             Order::Release(names) => self.release(&names),
-            Order::GiveUpStart(names, answer) => answer.send(self.give_up_start(&names)),
+            Order::CancelStart(names, answer) => answer.send(self.cancel_start(&names)),
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
@@ -144,9 +144,11 @@ impl Exports {
             Order::BeginUnit(name, place, change, answer) => {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
-            Order::KeepHere(id, place, keeps_here, answer) => {
+            Order::BlockHandOver(id, place, blocks_hand_over, answer) => {
                 let export = self.list.iter_mut().find(|export| export.id == id);
-                answer.send(export.is_some_and(|export| export.keep_here(place, keeps_here)));
+                answer.send(
+                    export.is_some_and(|export| export.block_hand_over(place, blocks_hand_over)),
+                );
             }
             Order::BeginResize(name, place, answer) => {
                 answer.send(self.begin_resize(&name, place));
@@ -158,7 +160,7 @@ impl Exports {
                 let disks = self.find(&name).and_then(|export| export.disks_at(place));
                 answer.send(disks.map(|disks| disks.iter().for_each(DiskSource::resume)));
             }
-            Order::Changed(id, place, changed, answer) => {
+            Order::ApplyChange(id, place, changed, answer) => {
                 answer.send(self.changed(id, place, changed));
             }
             Order::EndChange(id, place, answer) => {
@@ -166,18 +168,18 @@ impl Exports {
                 changing.into_iter().for_each(|all| all.retain(|other| other.place != place));
                 answer.send(());
             }
-            Order::Watch(answer) => {
+            Order::ListDisks(answer) => {
                 answer.send(self.list.iter().flat_map(Export::watched_disks).collect());
             }
             Order::Stop if self.stopping.is_none() => {
-                self.give_up_hand_over();
+                self.cancel_hand_over();
                 (self.stopping, self.reported) = (Some(now), Some(now));
                 self.list.iter_mut().for_each(Export::begin_stop);
             }
             Order::Stop => {}
-            Order::Abandon(answer) => return Then::Leave(answer),
+            Order::Abandon(answer) => return Next::Abandon(answer),
         }
-        Then::GoOn
+        Next::Continue
     }
 
     /// Begins to change the size of a disk. Until the end no other command may do so, through any
@@ -200,7 +202,7 @@ impl Exports {
     }
 
     /// The changes in progress of an export that is served or has ended.
-    fn changing(&mut self, id: u64) -> Option<&mut Vec<Changing>> {
+    fn changing(&mut self, id: u64) -> Option<&mut Vec<DiskChange>> {
         let served = self.list.iter_mut().find(|export| export.id == id);
         let mut closing = self.closing.iter_mut();
         let served = served.map(|export| &mut export.changing);
@@ -229,8 +231,8 @@ impl Exports {
     fn report_size_to_others(&mut self, id: u64, place: Option<UnitPlace>) {
         let changing = self.changing(id).into_iter().flatten();
         let identity = changing.filter(|it| it.place == place).find_map(|it| match &it.kind {
-            Kind::Resizing { identity, .. } => Some(identity.clone()),
-            Kind::Adding(_) | Kind::Removing => None,
+            DiskChangeKind::Resizing { identity, .. } => Some(identity.clone()),
+            DiskChangeKind::Adding(_) | DiskChangeKind::Removing => None,
         });
         if let Some(identity) = identity.filter(|identity| !identity.is_empty()) {
             self.list.iter().for_each(|other| other.report_size_of(&identity, (id, place)));
@@ -244,15 +246,16 @@ impl Exports {
         }
         for setup in setups {
             let opening = self.opened(&setup.spec);
-            setup.log.report(|| What::Added);
+            setup.log.report(|| EventDetails::Added);
             let asked = opening.as_ref().map_or_else(Instant::now, |opening| opening.since);
-            setup.spec.name_limits(&setup.groups, asked);
-            let removed = opening.map_or_else(Vec::new, Opening::into_removed);
+            setup.spec.apply_group_limits(&setup.groups, asked);
+            let removal_waiters =
+                opening.map_or_else(Vec::new, PendingExport::into_removal_waiters);
             let mut export = Export::new(setup, self.next_id, &self.waker);
             self.next_id += 1;
-            if !removed.is_empty() {
+            if !removal_waiters.is_empty() {
                 export.begin_stop();
-                export.removed = removed;
+                export.removal_waiters = removal_waiters;
             }
             self.list.push(export);
         }
@@ -273,7 +276,7 @@ impl Exports {
         }
         let mut closing = self.closing.iter_mut();
         if let Some(closing) = closing.find(|closing| closing.is_called(name)) {
-            closing.removed.push(answer);
+            closing.removal_waiters.push(answer);
             if force {
                 closing.force();
             }
@@ -283,9 +286,9 @@ impl Exports {
             Ok(export) => {
                 export.begin_stop();
                 if force {
-                    export.cut_off();
+                    export.disconnect();
                 }
-                export.removed.push(answer);
+                export.removal_waiters.push(answer);
             }
             Err(error) => answer.send(Err(error)),
         }
@@ -310,7 +313,7 @@ impl Exports {
     }
 
     fn show(&self) -> Vec<ExportStatus> {
-        let opening = self.opening.iter().map(Opening::status);
+        let opening = self.opening.iter().map(PendingExport::status);
         let closing = self.closing.iter().map(Closing::status);
         self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
     }
@@ -341,12 +344,12 @@ impl Exports {
         }
         let (mut ended, mut removed, is_stopping) = (0, 0, self.stopping.is_some());
         self.closing.retain_mut(|closing| {
-            closing.look(now);
+            closing.expire(now);
             if !closing.has_ended(is_stopping) {
                 return true;
             }
             ended += 1;
-            closing.log.report(|| What::Removed);
+            closing.log.report(|| EventDetails::Removed);
             removed += usize::from(closing.answer());
             false
         });
@@ -381,7 +384,7 @@ impl Exports {
             Ok(_) => {}
             Err(Errno::INTR) => return,
             Err(error) => {
-                if let Some(left_out) = self.poll_errors.permit() {
+                if let Some(left_out) = self.poll_error_limit.permit() {
                     tracing::error!(left_out, "cannot wait for front-ends: {error}");
                 }
                 std::thread::sleep(ACCEPT_PAUSE);
@@ -392,7 +395,7 @@ impl Exports {
             match whose {
                 Polled::Alarm => {
                     let _ = rustix::io::read(&self.alarm.0, &mut [0; 8]);
-                    self.list.iter_mut().for_each(Export::woken);
+                    self.list.iter_mut().for_each(Export::mark_woken);
                 }
                 Polled::Listener(index) => self.list[index].listener_is_ready = true,
                 Polled::Session(index) => self.list[index].session_is_ready = true,
@@ -421,10 +424,10 @@ impl Exports {
         let serving = self.list.iter().filter(|export| !export.has_ended());
         let is_stopping = self.stopping.is_some();
         let closing = self.closing.iter().filter(move |closing| !closing.has_ended(is_stopping));
-        let serving = serving.map(|export| (export.name(), export.what_is_left()));
+        let serving = serving.map(|export| (export.name(), export.unfinished_work()));
         let closing = closing.map(move |closing| {
             let seconds = now.saturating_duration_since(closing.since).as_secs();
-            (closing.log.name(), format!("{} after {seconds} s", closing.what_is_left()))
+            (closing.log.name(), format!("{} after {seconds} s", closing.unfinished_work()))
         });
         serving.chain(closing)
     }
@@ -438,7 +441,7 @@ impl Exports {
     }
 
     /// Logs the exports that were never served.
-    fn tell_unopened(&self, now: Instant) {
+    fn log_unopened(&self, now: Instant) {
         for (export, why) in self.unopened(now) {
             tracing::warn!(export, "ended before it was served: {why}");
         }
@@ -450,10 +453,10 @@ impl Exports {
         let until = Instant::now() + CLOSE_MAX;
         loop {
             let now = Instant::now();
-            self.list.iter_mut().for_each(Export::woken);
+            self.list.iter_mut().for_each(Export::mark_woken);
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
             if self.forget_ended(now) {
-                self.tell_unopened(now);
+                self.log_unopened(now);
                 return true;
             }
             if now >= until {
@@ -464,7 +467,7 @@ impl Exports {
     }
 
     /// Abandons the exports that have not ended, and logs them. Returns false if all have ended.
-    fn leave(&mut self) -> bool {
+    fn abandon(&mut self) -> bool {
         if self.have_ended() {
             return false;
         }
@@ -476,7 +479,7 @@ impl Exports {
             format!(", {} s after it began to stop", (now - since).as_secs())
         });
         tracing::error!("ended without waiting any longer{asked}; unfinished: {}", left.join(", "));
-        self.list.iter_mut().for_each(Export::leave);
+        self.list.iter_mut().for_each(Export::abandon);
         // The end of the process closes their disks, however long that takes.
         std::mem::forget(std::mem::take(&mut self.list));
         true

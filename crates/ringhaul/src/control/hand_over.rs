@@ -10,11 +10,11 @@ use blockio::DiskSource;
 use device::Answer;
 
 use super::export::Export;
-use super::handed::{ExportProgress, HandedDisk, HandedExport, Paused};
+use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
 use super::order::{Answered, ExportSetup, Order};
 use crate::command::{CommandError, ExportState};
-use crate::export::Endpoint;
-use crate::handed_fds::HandedFds;
+use crate::endpoint::Endpoint;
+use crate::passed_fds::PassedFds;
 use crate::vhost_user::Session;
 
 /// The time that queues may take to stop. Guests of all exports wait, even with fast disks.
@@ -28,7 +28,7 @@ pub(super) enum HandOver {
     Paused,
     /// Only the new process may serve, unless an order resumes the exports here. The old process
     /// has committed, or the new one waits for that.
-    Theirs,
+    Committed,
     /// Queues start in this process.
     Resuming(Answer<()>),
 }
@@ -41,7 +41,7 @@ impl HandOver {
             (_, Order::HandOver(_)) => false,
             (_, order) if order.changes_nothing() => false,
             (Self::Pausing { .. } | Self::Paused, Order::Stop | Order::Abandon(_)) => false,
-            (Self::Pausing { .. } | Self::Paused | Self::Theirs, _) => true,
+            (Self::Pausing { .. } | Self::Paused | Self::Committed, _) => true,
             (Self::Resuming(_), _) => false,
         }
     }
@@ -50,7 +50,7 @@ impl HandOver {
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Pausing { since, .. } => Some(*since + STOP_MAX),
-            Self::Paused | Self::Theirs | Self::Resuming(_) => None,
+            Self::Paused | Self::Committed | Self::Resuming(_) => None,
         }
     }
 }
@@ -61,13 +61,13 @@ impl Export {
     /// # Errors
     ///
     /// When it cannot be handed over now.
-    pub(super) fn describe(&self, fds: &mut HandedFds) -> Answered<HandedExport> {
+    pub(super) fn describe(&self, fds: &mut PassedFds) -> Answered<HandedExport> {
         let name = self.spec.name();
         let state = self.state();
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
         }
-        if let Some(changing) = self.changing.iter().find(|changing| changing.keeps_here) {
+        if let Some(changing) = self.changing.iter().find(|changing| changing.blocks_hand_over) {
             return Err(match changing.place {
                 Some(place) => CommandError::UnitBusy(name, place),
                 None => CommandError::DiskBusy(name),
@@ -75,7 +75,7 @@ impl Export {
         }
         self.check_disks()?;
         self.check_changes()?;
-        let describe = |fds: &mut HandedFds| -> io::Result<HandedExport> {
+        let describe = |fds: &mut PassedFds| -> io::Result<HandedExport> {
             let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
             let disks = self.disks.iter().map(|disk| {
                 Ok(HandedDisk {
@@ -138,19 +138,19 @@ impl Export {
     /// Begins to stop its queues between two messages. Until the export resumes, no front-end is
     /// accepted.
     pub(super) fn begin_pause(&mut self) {
-        self.is_held = true;
+        self.is_handing_over = true;
         self.session.iter_mut().for_each(Session::begin_pause);
         self.session_is_ready = self.session.is_some();
     }
 
     /// Returns true if the export is at rest until it resumes.
     pub(super) fn has_paused(&self) -> bool {
-        self.is_held && self.session.as_ref().is_none_or(Session::is_paused)
+        self.is_handing_over && self.session.as_ref().is_none_or(Session::is_paused)
     }
 
     /// Begins to resume.
     pub(super) fn begin_resume(&mut self) {
-        self.is_held = false;
+        self.is_handing_over = false;
         self.endpoint.iter_mut().for_each(Endpoint::keep);
         self.session.iter_mut().for_each(Session::begin_resume);
         self.session_is_ready = self.session.is_some();
@@ -166,7 +166,7 @@ impl Export {
     /// # Errors
     ///
     /// When no descriptor is left.
-    pub(super) fn progress_so_far(&self, fds: &mut HandedFds) -> io::Result<ExportProgress> {
+    pub(super) fn progress_so_far(&self, fds: &mut PassedFds) -> io::Result<ExportProgress> {
         let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
         let losses = self.disks.iter().map(DiskSource::loss).collect();
         let flushed = self.disks.iter().map(DiskSource::is_flushed).collect();
@@ -199,11 +199,11 @@ impl Export {
         (setup, progress): (ExportSetup, ExportProgress),
         id: u64,
         waker: &Waker,
-        fds: &mut HandedFds,
+        fds: &mut PassedFds,
         now: Instant,
     ) -> anyhow::Result<Self> {
         let mut export = Self::new(setup, id, waker);
-        export.is_held = true;
+        export.is_handing_over = true;
         export.sessions = progress.sessions;
         let known = progress.losses.into_iter().zip(progress.flushed);
         for (disk, (loss, is_flushed)) in export.disks.iter().zip(known) {
@@ -220,7 +220,7 @@ impl Export {
                 .with_context(|| format!("cannot go on with the front-end of {}", export.name()))?;
             export.session = Some(session);
             export.connected = now.checked_sub(progress.connected).unwrap_or(now);
-            export.is_shown = true;
+            export.is_connection_logged = true;
         }
         Ok(export)
     }

@@ -11,17 +11,17 @@ use device::scsi::ScsiDevice;
 use device::{Answer, Device};
 use rustix::fd::OwnedFd;
 
-use super::handed::{Described, ExportProgress, Paused};
+use super::hand_over_state::{Described, ExportProgress, Paused};
+use crate::cancellation::CancelToken;
 use crate::command::{CommandError, ExportStatus};
-use crate::disk_rules::{LimitGroups, RulesChange, ShownRules};
-use crate::export::Endpoint;
+use crate::endpoint::Endpoint;
 use crate::export_log::ExportLog;
-use crate::handed_fds::HandedFds;
 use crate::memory_limits::MemoryLimits;
+use crate::passed_fds::PassedFds;
+use crate::qos::{FullQosSpec, LimitGroups, QosChange};
 use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::ExportStats;
 use crate::status::ExportDetails;
-use crate::wanted::Wanted;
 
 /// One device and the source of its front-ends.
 pub struct ExportSetup {
@@ -62,7 +62,7 @@ pub(crate) struct ChangingUnit {
     pub(crate) settings: ExportSettings,
     pub(crate) endpoint: EndpointSpec,
     /// The cancellation token of a unit that is being added.
-    pub(crate) wanted: Wanted,
+    pub(crate) cancel_token: CancelToken,
     /// The disk of a unit that is being removed, which is no longer listed.
     pub(crate) removed: Option<DiskSource>,
 }
@@ -113,14 +113,14 @@ pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 pub(super) enum Order {
     /// Reserves the names of exports while these are opened. If true, a process that takes over
     /// opens them too.
-    Reserve(Vec<ExportSpec>, bool, Answer<Answered<Vec<Wanted>>>),
+    Reserve(Vec<ExportSpec>, bool, Answer<Answered<Vec<CancelToken>>>),
     /// Announces that the export with this name is about to be served, if it is still wanted. No
     /// other process takes over before.
     Claim(String, Answer<Answered<()>>),
     /// Releases names: the exports will not be served.
     Release(Vec<String>),
     /// Refuses further exports if there are none but these, which are being opened.
-    GiveUpStart(Vec<String>, Answer<bool>),
+    CancelStart(Vec<String>, Answer<bool>),
     Serve(Vec<ExportSetup>, Answer<Answered<()>>),
     /// Ends an export, and answers when it has ended. If true, disconnects its front-end at once.
     Remove(String, bool, Answer<Answered<ExportStatus>>),
@@ -132,21 +132,21 @@ pub(super) enum Order {
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
     /// Blocks (true) or allows hand-overs during the change at this place of this export. The
     /// answer is false if the export has ended, or the change was cancelled.
-    KeepHere(u64, Option<UnitPlace>, bool, Answer<bool>),
+    BlockHandOver(u64, Option<UnitPlace>, bool, Answer<bool>),
     /// Begins to change the size of a disk: of a unit or, without a place, of virtio-blk.
     BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),
     /// Reports that the change at this place of this export was made. If the export has ended, the
     /// answer is the disk of a unit that was to be added, for the caller to close.
-    Changed(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
+    ApplyChange(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
     /// Reports the end of the change at this place of this export: its thread has no disk open.
     EndChange(u64, Option<UnitPlace>, Answer<()>),
     /// Changes the limits and the error policy of a disk. The answer also has the export's name in
     /// the log.
-    SetDisk(String, Option<UnitPlace>, Box<RulesChange>, Answer<Answered<(ShownRules, String)>>),
+    SetDisk(String, Option<UnitPlace>, Box<QosChange>, Answer<Answered<(FullQosSpec, String)>>),
     /// Retries the requests that a disk, or any disk of the export, has failed.
     ResumeDisks(String, Option<UnitPlace>, Answer<Answered<()>>),
     /// Lists the disks of all exports, to be watched.
-    Watch(Answer<Vec<WatchedDisk>>),
+    ListDisks(Answer<Vec<WatchedDisk>>),
     Stop,
     /// Abandons all unfinished exports. The answer is true if there were any.
     Abandon(Answer<bool>),
@@ -159,7 +159,7 @@ impl Order {
         match self {
             Self::SetDisk(_, _, change, _) => change.is_empty(),
             Self::Show(_)
-            | Self::Watch(_)
+            | Self::ListDisks(_)
             | Self::Details(..)
             | Self::Stats(_)
             | Self::ResumeDisks(..) => true,
@@ -179,9 +179,9 @@ pub(super) enum HandOverOrder {
     /// Resumes the exports. The answer comes when they have resumed.
     Resume(Answer<()>),
     /// Takes over the exports of another process, paused.
-    TakeOver(Vec<(ExportSetup, ExportProgress)>, HandedFds, Answer<anyhow::Result<()>>),
+    TakeOver(Vec<(ExportSetup, ExportProgress)>, PassedFds, Answer<anyhow::Result<()>>),
     /// Ends the control thread without ending the exports, which another process serves.
-    Leave,
+    Release,
 }
 
 /// The eventfd that wakes the control thread.

@@ -6,20 +6,20 @@ use std::sync::{Arc, Weak};
 
 use anyhow::{Context, Result};
 
+use super::client_quota::ClientSlot;
 use super::connection::{Connection, LIMITS};
-use super::message::{Code, Problem, event_line};
-use super::places::Place;
+use super::message::{Code, RpcError, event_line};
 use crate::command::{Command, CommandError, Reply};
 use crate::daemon::Daemon;
 use crate::peer::Peer;
-use crate::subscribers::{ExportEvent, Kind, QUEUED_MAX, Queued, Subscription};
+use crate::subscribers::{EventKind, EventReceiver, ExportEvent, QUEUED_MAX, Subscription};
 use crate::takeover;
 
 /// A client.
 pub(super) struct Client {
     daemon: Weak<Daemon>,
     peer: Peer,
-    pub(super) place: Place,
+    pub(super) slot: ClientSlot,
     pub(super) connection: Arc<Connection>,
     /// Events come until this is dropped.
     subscription: Option<Subscription>,
@@ -29,39 +29,39 @@ pub(super) struct Client {
 
 /// A queue of events, and the kinds that are sent. `None`: all.
 struct Events {
-    queue: Queued,
-    kinds: Option<Vec<Kind>>,
+    queue: EventReceiver,
+    kinds: Option<Vec<EventKind>>,
 }
 
 impl Client {
     pub(super) fn new(
         daemon: Weak<Daemon>,
         peer: Peer,
-        place: Place,
+        slot: ClientSlot,
         connection: Arc<Connection>,
     ) -> Self {
-        Self { daemon, peer, place, connection, subscription: None, beginning: None }
+        Self { daemon, peer, slot, connection, subscription: None, beginning: None }
     }
 
     /// Runs `binary` as the user of the daemon, to take over from it.
-    pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, Problem> {
-        if !self.place.is_owner {
+    pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, RpcError> {
+        if !self.slot.is_owner {
             let text = "only root and the user of this daemon may say what takes over from it";
-            return Err(Problem::new(Code::Refused, text));
+            return Err(RpcError::new(Code::Refused, text));
         }
-        let process = takeover::start::upgrade(&*self.daemon()?, binary);
-        process.map_err(|error| Problem::from(&error))
+        let process = takeover::upgrade::upgrade(&*self.daemon()?, binary);
+        process.map_err(|error| RpcError::from(&error))
     }
 
     /// Lets the daemon carry out a command, and waits for the reply.
-    pub(super) fn handle(&self, command: Command) -> Result<Reply, Problem> {
-        self.daemon()?.handle(command).map_err(|error| Problem::from(&error))
+    pub(super) fn handle(&self, command: Command) -> Result<Reply, RpcError> {
+        self.daemon()?.handle(command).map_err(|error| RpcError::from(&error))
     }
 
     /// Subscribes to events of these kinds, or to all.
-    pub(super) fn subscribe(&mut self, kinds: Option<Vec<Kind>>) -> Result<(), Problem> {
+    pub(super) fn subscribe(&mut self, kinds: Option<Vec<EventKind>>) -> Result<(), RpcError> {
         let daemon = self.daemon()?;
-        self.place.subscribe()?;
+        self.slot.subscribe()?;
         let (subscription, queue) = daemon.subscribers().subscribe();
         (self.subscription, self.beginning) = (Some(subscription), Some(Events { queue, kinds }));
         Ok(())
@@ -88,8 +88,8 @@ impl Client {
         thread.context("cannot start the thread of a subscriber").map(drop)
     }
 
-    fn daemon(&self) -> Result<Arc<Daemon>, Problem> {
-        let ending = || Problem::from(&CommandError::Ending);
+    fn daemon(&self) -> Result<Arc<Daemon>, RpcError> {
+        let ending = || RpcError::from(&CommandError::Ending);
         self.daemon.upgrade().ok_or_else(ending)
     }
 }
@@ -98,7 +98,7 @@ impl Events {
     /// Sends events until the last one. Returns the reason if the client was too slow.
     fn send_all(&self, connection: &Connection) -> Option<String> {
         let is_wanted = |event: &Arc<ExportEvent>| {
-            self.kinds.as_ref().is_none_or(|kinds| kinds.contains(&event.what.kind()))
+            self.kinds.as_ref().is_none_or(|kinds| kinds.contains(&event.details.kind()))
         };
         for event in self.queue.iter().filter(is_wanted) {
             match connection.send(&event_line(&event)) {

@@ -129,7 +129,7 @@ impl Connection {
     /// # Errors
     ///
     /// When the socket cannot be made blocking.
-    pub(super) fn begin_to_wait(&self, input: Input) -> io::Result<(Cursor<Vec<u8>>, &UnixStream)> {
+    pub(super) fn make_blocking(&self, input: Input) -> io::Result<(Cursor<Vec<u8>>, &UnixStream)> {
         self.stream.set_nonblocking(false)?;
         self.stream.set_write_timeout(Some(self.limits.taken_within))?;
         Ok((Cursor::new(input.bytes), &self.stream))

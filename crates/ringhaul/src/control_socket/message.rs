@@ -4,10 +4,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-use super::strict;
+use super::unique_keys;
 
 use crate::command::CommandError;
-use crate::secrets::without_secrets;
+use crate::redact::redact;
 use crate::subscribers::ExportEvent;
 
 /// A request of a client.
@@ -119,42 +119,42 @@ impl Code {
 
 /// The reason that a request was not carried out, with advice.
 #[derive(Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Problem {
+pub(super) struct RpcError {
     code: i32,
     message: String,
 }
 
-impl Problem {
+impl RpcError {
     pub(super) fn new(code: Code, message: impl Into<String>) -> Self {
-        let message = without_secrets(&message.into()).into_owned();
+        let message = redact(&message.into()).into_owned();
         Self { code: code.number(), message }
     }
 }
 
-impl From<&CommandError> for Problem {
+impl From<&CommandError> for RpcError {
     fn from(error: &CommandError) -> Self {
         let code = match error {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
             CommandError::Unknown(_)
             | CommandError::UnknownUnit(..)
             | CommandError::Forgotten(_) => Code::Unknown,
-            CommandError::NotKept(_) => Code::NotKept,
+            CommandError::NotSaved(_) => Code::NotKept,
             CommandError::UpgradeLater(_) => Code::UpgradeLater,
             CommandError::UpgradeRefused(_) => Code::UpgradeRefused,
             CommandError::Busy(..)
             | CommandError::UnitBusy(..)
-            | CommandError::UnitGivenUp(..)
-            | CommandError::UnitUnwanted(..)
+            | CommandError::UnitBeingCancelled(..)
+            | CommandError::UnitCancelled(..)
             | CommandError::DiskBusy(_)
             | CommandError::HandingOver
-            | CommandError::Unwanted(_)
+            | CommandError::Cancelled(_)
             | CommandError::Changed
             | CommandError::NotNow(_)
             | CommandError::NotPaused(_) => Code::Busy,
             CommandError::NotEnded(..) => Code::Unfinished,
             CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
             CommandError::Ending | CommandError::HandedOver(_) => Code::Ending,
-            CommandError::Wrong(_) => Code::Params,
+            CommandError::Invalid(_) => Code::Params,
             CommandError::Failed(_) => Code::Failed,
         };
         Self::new(code, error.to_string())
@@ -167,18 +167,18 @@ impl Request {
     /// # Errors
     ///
     /// When the line is no request; with its id, as far as it has one.
-    pub(super) fn parse(line: &[u8]) -> Result<Self, (Option<String>, Problem)> {
-        let value = strict::read(line)
-            .map_err(|error| (None, Problem::new(Code::NoJson, format!("no JSON: {error}"))))?;
+    pub(super) fn parse(line: &[u8]) -> Result<Self, (Option<String>, RpcError)> {
+        let value = unique_keys::read(line)
+            .map_err(|error| (None, RpcError::new(Code::NoJson, format!("no JSON: {error}"))))?;
         let Value::Object(mut object) = value else {
             let text = "a request is one object on one line; there are no batches";
-            return Err((None, Problem::new(Code::NoRequest, text)));
+            return Err((None, RpcError::new(Code::NoRequest, text)));
         };
         let id = object.remove("id");
-        let wrong = |text: String| (id_of(line), Problem::new(Code::NoRequest, text));
+        let wrong = |text: String| (id_of(line), RpcError::new(Code::NoRequest, text));
         if id.as_ref().is_some_and(|id| id.is_object() || id.is_array() || id.is_boolean()) {
             let text = "the id must be a string, a number or null";
-            return Err((None, Problem::new(Code::NoRequest, text)));
+            return Err((None, RpcError::new(Code::NoRequest, text)));
         }
         if object.remove("jsonrpc") != Some(json!("2.0")) {
             return Err(wrong(r#"it lacks "jsonrpc": "2.0""#.into()));
@@ -206,7 +206,7 @@ fn id_of(line: &[u8]) -> Option<String> {
 }
 
 /// An answer, with the end of its line.
-pub(super) fn answer_line(id: Option<&str>, result: Result<Value, Problem>) -> String {
+pub(super) fn answer_line(id: Option<&str>, result: Result<Value, RpcError>) -> String {
     let (id, version) = (id.unwrap_or("null"), r#""jsonrpc":"2.0""#);
     match result {
         Ok(result) => format!("{{{version},\"id\":{id},\"result\":{result}}}\n"),
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(good.matches('\n').count(), 1);
         let value: Value = serde_json::from_str(&good).unwrap();
         assert_eq!((&value["id"], &value["result"]["text"]), (&json!("a"), &json!("one\ntwo")));
-        let bad = answer_line(None, Err(Problem::new(Code::Unknown, "none")));
+        let bad = answer_line(None, Err(RpcError::new(Code::Unknown, "none")));
         let value: Value = serde_json::from_str(&bad).unwrap();
         assert_eq!((&value["id"], &value["error"]["code"]), (&Value::Null, &json!(2)));
     }

@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::client::Client;
-use super::message::{Code, Problem};
+use super::message::{Code, RpcError};
 use super::schema::Schemas;
 use crate::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
-use crate::disk_rules::{LimitSpec, OnError, RulesChange, ShownRules};
+use crate::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::status::ExportDetails;
-use crate::subscribers::{ExportEvent, Kind};
+use crate::subscribers::{EventKind, ExportEvent};
 use crate::version;
 
 /// All methods.
@@ -48,7 +48,7 @@ trait Method: DeserializeOwned + JsonSchema + 'static {
     type Answer: Serialize + JsonSchema;
 
     /// Carries out the method, and waits for its result.
-    fn carry_out(self, client: &mut Client) -> Result<Self::Answer, Problem>;
+    fn carry_out(self, client: &mut Client) -> Result<Self::Answer, RpcError>;
 }
 
 /// A method in the list of all.
@@ -58,12 +58,12 @@ pub(super) struct Entry {
     pub(super) may_wait: bool,
     /// True if an empty answer is sent before the method is carried out.
     pub(super) ends: bool,
-    call: fn(Value) -> Result<Call, Problem>,
+    call: fn(Value) -> Result<Call, RpcError>,
     schema: fn(&mut Schemas) -> Value,
 }
 
 /// A method with its parameters.
-pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, Problem>>;
+pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, RpcError>>;
 
 impl Entry {
     const fn of<M: Method>() -> Self {
@@ -72,40 +72,40 @@ impl Entry {
     }
 
     /// Finds the method with this name.
-    pub(super) fn find(name: &str) -> Result<&'static Self, Problem> {
+    pub(super) fn find(name: &str) -> Result<&'static Self, RpcError> {
         METHODS.iter().find(|entry| entry.name == name).ok_or_else(|| {
             let names = METHODS.each_ref().map(|entry| entry.name).join(", ");
-            Problem::new(Code::NoMethod, format!("there is no method '{name}'; there are {names}"))
+            RpcError::new(Code::NoMethod, format!("there is no method '{name}'; there are {names}"))
         })
     }
 
     /// Reads the parameters of a call.
-    pub(super) fn with(&self, params: Value) -> Result<Call, Problem> {
+    pub(super) fn with(&self, params: Value) -> Result<Call, RpcError> {
         (self.call)(params)
     }
 }
 
-fn call<M: Method>(params: Value) -> Result<Call, Problem> {
+fn call<M: Method>(params: Value) -> Result<Call, RpcError> {
     if !params.is_object() {
-        return Err(Problem::new(Code::Params, "the parameters must be an object, by name"));
+        return Err(RpcError::new(Code::Params, "the parameters must be an object, by name"));
     }
     let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
-        let (place, error) = (error.path().to_string(), in_words(error.inner().to_string()));
+        let (place, error) = (error.path().to_string(), reword(error.inner().to_string()));
         // Some errors concern all parameters, and some name their place themselves.
         let is_known = place == "." || error.contains(&format!("`{place}`"));
         let text = if is_known { error } else { format!("{place}: {error}") };
-        Problem::new(Code::Params, text)
+        RpcError::new(Code::Params, text)
     })?;
     Ok(Box::new(|client| {
         let answer = serde_json::to_value(method.carry_out(client)?);
         answer.map_err(|error| {
-            Problem::new(Code::Failed, format!("the answer cannot be written as JSON: {error}"))
+            RpcError::new(Code::Failed, format!("the answer cannot be written as JSON: {error}"))
         })
     }))
 }
 
 /// Rewords an error about parameters: advice replaces words of the parser.
-fn in_words(error: String) -> String {
+fn reword(error: String) -> String {
     /// The parser's words for a value that must name one of several kinds, and does not.
     const NO_KIND: [&str; 3] = [
         "invalid type: map, expected enum",
@@ -173,7 +173,7 @@ impl Method for Ping {
     const MAY_WAIT: bool = false;
     type Answer = Version;
 
-    fn carry_out(self, _: &mut Client) -> Result<Version, Problem> {
+    fn carry_out(self, _: &mut Client) -> Result<Version, RpcError> {
         Ok(Version { version: env!("CARGO_PKG_VERSION"), features: version::FEATURES })
     }
 }
@@ -188,7 +188,7 @@ impl Method for List {
     const MAY_WAIT: bool = false;
     type Answer = Vec<ExportStatus>;
 
-    fn carry_out(self, client: &mut Client) -> Result<Vec<ExportStatus>, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Vec<ExportStatus>, RpcError> {
         ask!(client, Command::Show, Reply::Exports)
     }
 }
@@ -206,7 +206,7 @@ impl Method for Show {
     const MAY_WAIT: bool = false;
     type Answer = ExportDetails;
 
-    fn carry_out(self, client: &mut Client) -> Result<ExportDetails, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<ExportDetails, RpcError> {
         ask!(client, Command::Describe(self.export), Reply::Export).map(|details| *details)
     }
 }
@@ -221,7 +221,7 @@ impl Method for Add {
     const MAY_WAIT: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
         client.handle(Command::Add(vec![self.0])).map(|_| Done {})
     }
 }
@@ -231,7 +231,7 @@ impl Method for Removal {
     const MAY_WAIT: bool = true;
     type Answer = ExportStatus;
 
-    fn carry_out(self, client: &mut Client) -> Result<ExportStatus, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<ExportStatus, RpcError> {
         ask!(client, Command::Remove(self), Reply::Removed).map(|status| *status)
     }
 }
@@ -251,7 +251,7 @@ impl Method for AddUnit {
     const MAY_WAIT: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
         let command = Command::AddUnit(self.export, Box::new(self.unit));
         client.handle(command).map(|_| Done {})
     }
@@ -275,7 +275,7 @@ impl Method for RemoveUnit {
     const MAY_WAIT: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
         let Self { export, target, lun } = self;
         client.handle(Command::RemoveUnit(export, UnitPlace { target, lun })).map(|_| Done {})
     }
@@ -311,7 +311,7 @@ impl Method for Resize {
     const MAY_WAIT: bool = true;
     type Answer = Resized;
 
-    fn carry_out(self, client: &mut Client) -> Result<Resized, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Resized, RpcError> {
         let Self { export, target, lun, size_bytes, shrink } = self;
         let size = NewSize { size_bytes, shrink };
         let command = Command::Resize(export, place(target, lun)?, size);
@@ -340,11 +340,11 @@ struct SetDisk {
 impl Method for SetDisk {
     const NAME: &'static str = "disk.set";
     const MAY_WAIT: bool = false;
-    type Answer = ShownRules;
+    type Answer = FullQosSpec;
 
-    fn carry_out(self, client: &mut Client) -> Result<ShownRules, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<FullQosSpec, RpcError> {
         let Self { export, target, lun, limits, rerror, werror } = self;
-        let change = Box::new(RulesChange { limits, rerror, werror });
+        let change = Box::new(QosChange { limits, rerror, werror });
         ask!(client, Command::SetDisk(export, place(target, lun)?, change), Reply::Rules)
             .map(|rules| *rules)
     }
@@ -367,16 +367,16 @@ impl Method for ResumeDisk {
     const MAY_WAIT: bool = false;
     type Answer = Done;
 
-    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
         let Self { export, target, lun } = self;
         client.handle(Command::Resume(export, place(target, lun)?)).map(|_| Done {})
     }
 }
 
 /// The place of a disk. `None`: no unit is named.
-fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, Problem> {
+fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, RpcError> {
     if lun.is_none() && target.is_some() {
-        return Err(Problem::new(Code::Params, "a target without a lun names no disk"));
+        return Err(RpcError::new(Code::Params, "a target without a lun names no disk"));
     }
     Ok(lun.map(|lun| UnitPlace { target: target.unwrap_or(0), lun }))
 }
@@ -386,7 +386,7 @@ impl Method for SettingsChange {
     const MAY_WAIT: bool = false;
     type Answer = Settings;
 
-    fn carry_out(self, client: &mut Client) -> Result<Settings, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Settings, RpcError> {
         ask!(client, Command::Set(self), Reply::Settings)
     }
 }
@@ -401,7 +401,7 @@ impl Method for Counters {
     const MAY_WAIT: bool = false;
     type Answer = DaemonStats;
 
-    fn carry_out(self, client: &mut Client) -> Result<DaemonStats, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<DaemonStats, RpcError> {
         ask!(client, Command::Stats, Reply::Stats).map(|stats| *stats)
     }
 }
@@ -411,7 +411,7 @@ impl Method for Counters {
 #[serde(deny_unknown_fields)]
 struct Subscribe {
     /// The kinds of events; all of them if this is left out.
-    events: Option<Vec<Kind>>,
+    events: Option<Vec<EventKind>>,
 }
 
 impl Method for Subscribe {
@@ -419,7 +419,7 @@ impl Method for Subscribe {
     const MAY_WAIT: bool = false;
     type Answer = Done;
 
-    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
         client.subscribe(self.events).map(|()| Done {})
     }
 }
@@ -444,7 +444,7 @@ impl Method for Upgrade {
     const MAY_WAIT: bool = true;
     type Answer = Upgraded;
 
-    fn carry_out(self, client: &mut Client) -> Result<Upgraded, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Upgraded, RpcError> {
         Ok(Upgraded { process: client.upgrade(&self.binary)? })
     }
 }
@@ -460,7 +460,7 @@ impl Method for Shutdown {
     const ENDS: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
         client.handle(Command::End(EndCause::Control)).map(|_| Done {})
     }
 }
@@ -554,7 +554,7 @@ mod tests {
         }
     }
 
-    fn problem_of(method: &str, params: Value) -> Option<Problem> {
+    fn problem_of(method: &str, params: Value) -> Option<RpcError> {
         Entry::find(method).and_then(|entry| entry.with(params)).err()
     }
 
@@ -576,10 +576,10 @@ mod tests {
             ("disk.resize", json!({ "export": "/a", "lun": 0, "size": 1 })),
         ] {
             let problem = problem_of(method, params).unwrap();
-            assert_eq!(problem, Problem::new(Code::Params, message_of(&problem)), "{method}");
+            assert_eq!(problem, RpcError::new(Code::Params, message_of(&problem)), "{method}");
         }
         let problem = problem_of("lun.new", json!({})).unwrap();
-        assert_eq!(problem, Problem::new(Code::NoMethod, message_of(&problem)));
+        assert_eq!(problem, RpcError::new(Code::NoMethod, message_of(&problem)));
         assert!(message_of(&problem).contains("lun.add, lun.remove"));
     }
 
@@ -625,7 +625,7 @@ mod tests {
         assert!(count > 0, "a disk lies over another one");
     }
 
-    fn message_of(problem: &Problem) -> String {
+    fn message_of(problem: &RpcError) -> String {
         serde_json::to_value(problem).unwrap()["message"].as_str().unwrap().to_owned()
     }
 }

@@ -38,12 +38,12 @@ pub struct CtlArgs {
     pub json: bool,
     /// The request.
     #[command(subcommand)]
-    pub what: What,
+    pub what: CtlCommand,
 }
 
 /// A request to a daemon. EXPORT is the name of an export, or the path of its socket.
 #[derive(Debug, Clone, Subcommand)]
-pub enum What {
+pub enum CtlCommand {
     /// Check that the daemon is there.
     Ping,
     /// List the exports.

@@ -9,7 +9,7 @@ use clap_complete::CompletionCandidate;
 use serde_json::json;
 
 use super::connection::Connection;
-use super::sockets::which_daemon;
+use super::sockets::find_control_socket;
 
 /// The limit on the wait for the names, because the shell waits.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(1);
 /// Names of the daemon's exports. Empty if the daemon does not answer.
 pub(super) fn of_exports() -> Vec<CompletionCandidate> {
     let words: Vec<OsString> = std::env::args_os().collect();
-    let exports = which_daemon(control_of(&words)).ok().and_then(|control| {
+    let exports = find_control_socket(control_of(&words)).ok().and_then(|control| {
         let mut daemon = Connection::new(&control).ok()?;
         daemon.set_limit(LIMIT).ok()?;
         daemon.call("export.list", &json!({})).ok()?.ok()

@@ -10,12 +10,12 @@ const VARIABLE: &str = "RINGHAUL_CONTROL";
 
 /// The control socket of the chosen daemon: by the option, by the environment, or the only one at
 /// the usual places.
-pub(super) fn which_daemon(control: Option<PathBuf>) -> Result<PathBuf> {
+pub(super) fn find_control_socket(control: Option<PathBuf>) -> Result<PathBuf> {
     let named = || std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
     if let Some(path) = control.or_else(named) {
         return Ok(path);
     }
-    let found = usual_places(Path::new("/run"));
+    let found = default_sockets(Path::new("/run"));
     match &found[..] {
         [only] => Ok(only.clone()),
         [] => bail!(
@@ -33,7 +33,7 @@ pub(super) fn which_daemon(control: Option<PathBuf>) -> Result<PathBuf> {
 }
 
 /// The control sockets at the paths that docs/guide/service.md gives them.
-fn usual_places(run: &Path) -> Vec<PathBuf> {
+fn default_sockets(run: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(run).into_iter().flatten().flatten();
     let is_ours = |name: &OsString| {
         let name = name.to_string_lossy();
@@ -54,12 +54,12 @@ mod tests {
     fn control_sockets_are_found_at_their_usual_places() {
         let run = tempfile::tempdir().unwrap();
         let path = |name: &str| run.path().join(name).join("control");
-        assert!(usual_places(run.path()).is_empty());
+        assert!(default_sockets(run.path()).is_empty());
         for name in ["ringhaul-b", "ringhaul", "other", "ringhaulx"] {
             std::fs::create_dir(run.path().join(name)).unwrap();
             std::fs::write(path(name), "").unwrap();
         }
         std::fs::create_dir(run.path().join("ringhaul-empty")).unwrap();
-        assert_eq!(usual_places(run.path()), [path("ringhaul"), path("ringhaul-b")]);
+        assert_eq!(default_sockets(run.path()), [path("ringhaul"), path("ringhaul-b")]);
     }
 }

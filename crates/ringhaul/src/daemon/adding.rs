@@ -5,20 +5,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::opening::{LateError, OPEN_MAX, OpeningExports, Restoring, Taken};
-use super::{Daemon, Opened};
+use super::opening::{ExportOpener, LateError, OPEN_MAX, Restoring, Taken};
+use super::{Daemon, OpenedExport};
 use crate::command::{CommandError, Reply};
 use crate::control::Reservation;
-use crate::ending::Event;
-use crate::engines::{Chosen, choose};
-use crate::export::Endpoint;
-use crate::notify;
+use crate::endpoint::Endpoint;
+use crate::engines::{EngineChoice, choose};
 use crate::open_disk::OpenDisk;
+use crate::service_manager;
+use crate::shutdown::Event;
 use crate::spec::{EndpointSpec, ExportSpec};
-use crate::subscribers::{ExportEvent, What};
+use crate::subscribers::{EventDetails, ExportEvent};
 
 /// Exports that are being opened.
-pub(crate) struct Opening(mpsc::Receiver<()>);
+pub(crate) struct OpeningThread(mpsc::Receiver<()>);
 
 /// The time for which disks may be in use by no visible process before the log reports the wait.
 const LEFT_MAX: Duration = Duration::from_secs(2);
@@ -26,7 +26,7 @@ const LEFT_MAX: Duration = Duration::from_secs(2);
 /// The time that the opening thread of an ending daemon takes unless its disk hangs.
 const CLEAN_UP_MAX: Duration = Duration::from_secs(1);
 
-impl Opening {
+impl OpeningThread {
     /// Waits until sockets are removed that will not be served, unless a disk hangs.
     pub(crate) fn settle(self) {
         let _ = self.0.recv_timeout(CLEAN_UP_MAX);
@@ -42,7 +42,7 @@ impl Daemon {
     /// # Errors
     ///
     /// When the kernel has no thread left.
-    pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<Opening> {
+    pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<OpeningThread> {
         self.begin_start(specs, None)
     }
 
@@ -56,7 +56,7 @@ impl Daemon {
         self: &Arc<Self>,
         specs: Vec<ExportSpec>,
         restoring: Option<Restoring>,
-    ) -> Result<Opening> {
+    ) -> Result<OpeningThread> {
         let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
         let open = move || {
             let _done: mpsc::Sender<()> = done;
@@ -65,7 +65,7 @@ impl Daemon {
             let names: Vec<String> = specs.iter().map(ExportSpec::name).collect();
             match daemon.add_as_they_open(specs, restoring.as_ref()) {
                 Ok(()) | Err(CommandError::Ending | CommandError::HandedOver(_)) => {}
-                Err(error) if daemon.control.give_up_start(&[]) => {
+                Err(error) if daemon.control.cancel_start(&[]) => {
                     drop(daemon.events.send(Event::NotStarted(error.into_error())));
                 }
                 Err(error) => daemon.report_failure(&names, error),
@@ -73,7 +73,7 @@ impl Daemon {
         };
         let thread = std::thread::Builder::new().name("ringhaul-open".into()).spawn(open);
         thread.context("cannot start the thread that opens the disks")?;
-        Ok(Opening(opening))
+        Ok(OpeningThread(opening))
     }
 
     /// Adds exports as their disks are opened. An error concerns all of them.
@@ -84,28 +84,28 @@ impl Daemon {
     ) -> Result<(), CommandError> {
         let mut names = self.reserve(&specs, true)?;
         let (specs, taken) = with_free_sockets(specs);
-        self.start_without(&mut names, taken, restoring)?;
-        let specs = specs.into_iter().map(|spec| (names.wanted(&spec), spec));
-        let specs = specs.map(|(wanted, spec)| (spec, wanted)).collect();
-        let mut opening = OpeningExports::begin(specs, true);
+        self.skip_at_start(&mut names, taken, restoring)?;
+        let specs = specs.into_iter().map(|spec| (names.cancel_token(&spec), spec));
+        let specs = specs.map(|(token, spec)| (spec, token)).collect();
+        let mut opening = ExportOpener::begin(specs, true);
         let Taken { ready, failed } = opening.take_ready(Some(OPEN_MAX));
-        self.start_without(&mut names, failed, restoring)?;
+        self.skip_at_start(&mut names, failed, restoring)?;
         // A disk that a killed process has left in use is free soon, as a rule.
-        let mut tells_at = opening.only_left_behind().then(|| Instant::now() + LEFT_MAX);
-        if tells_at.is_none() {
-            self.tell_of_waiting(&opening);
+        let mut log_at = opening.only_stale_locks().then(|| Instant::now() + LEFT_MAX);
+        if log_at.is_none() {
+            self.log_waiting(&opening);
         }
         let (bound, failed) = self.bind(&names, ready)?;
-        self.start_without(&mut names, failed, restoring)?;
+        self.skip_at_start(&mut names, failed, restoring)?;
         let (serves, failed) = self.set_up_all(bound)?;
-        self.start_without(&mut names, failed, restoring)?;
+        self.skip_at_start(&mut names, failed, restoring)?;
         self.serve(&mut names, serves)?;
-        notify::ready();
+        service_manager::ready();
         loop {
-            match opening.next(tells_at) {
+            match opening.next(log_at) {
                 Some(Ok(ready)) => self.serve_late(&mut names, ready, restoring)?,
-                Some(Err(late)) => self.go_on_without(&mut names, late, restoring)?,
-                None if tells_at.take().is_some() => self.tell_of_waiting(&opening),
+                Some(Err(late)) => self.skip(&mut names, late, restoring)?,
+                None if log_at.take().is_some() => self.log_waiting(&opening),
                 None => return Ok(()),
             }
         }
@@ -121,16 +121,16 @@ impl Daemon {
         let (serves, not_set_up) = self.set_up_all(bound)?;
         failed.extend(not_set_up);
         for late in failed {
-            self.go_on_without(names, late, restoring)?;
+            self.skip(names, late, restoring)?;
         }
         self.serve(names, serves)
     }
 
     /// Logs and reports the exports that are waited for, with the reason.
-    fn tell_of_waiting(&self, opening: &OpeningExports) {
+    fn log_waiting(&self, opening: &ExportOpener) {
         for export in opening.left() {
             let export = export.name();
-            let message = if opening.only_left_behind() {
+            let message = if opening.only_stale_locks() {
                 "its disk is in use by no program that is visible; it is waited for".to_owned()
             } else {
                 format!("its disk is not open after {} s; it is waited for", OPEN_MAX.as_secs())
@@ -145,20 +145,20 @@ impl Daemon {
     /// # Errors
     ///
     /// When the daemon was started for nothing else, and is to end.
-    fn start_without(
+    fn skip_at_start(
         &self,
         names: &mut Reservation<'_>,
         failed: Vec<LateError>,
         restoring: Option<&Restoring>,
     ) -> Result<(), CommandError> {
         let (failed, unwanted): (Vec<_>, Vec<_>) =
-            failed.into_iter().partition(|late| names.wanted(&late.spec).is_wanted());
+            failed.into_iter().partition(|late| names.cancel_token(&late.spec).is_active());
         let is_restored = |late: &LateError| restoring.is_some_and(|all| all.is_about(&late.spec));
         let (restored, failed): (Vec<_>, Vec<_>) = failed.into_iter().partition(is_restored);
         for late in unwanted.into_iter().chain(restored) {
-            self.go_on_without(names, late, restoring)?;
+            self.skip(names, late, restoring)?;
         }
-        if !failed.is_empty() && names.give_up_start() {
+        if !failed.is_empty() && names.cancel_start() {
             return Err(failed.into_iter().next().expect("it is not empty").error);
         }
         for LateError { spec, error } in failed {
@@ -173,23 +173,23 @@ impl Daemon {
     /// # Errors
     ///
     /// When no other exports exist, or the daemon ends anyway.
-    fn go_on_without(
+    fn skip(
         &self,
         names: &mut Reservation<'_>,
         LateError { spec, error }: LateError,
         restoring: Option<&Restoring>,
     ) -> Result<(), CommandError> {
-        let is_wanted = names.wanted(&spec).is_wanted();
+        let is_active = names.cancel_token(&spec).is_active();
         drop(names.split([&spec]));
-        if !is_wanted {
+        if !is_active {
             tracing::info!(export = spec.name(), "removed before it was served");
             return Ok(());
         }
         if let Some(restoring) = restoring.filter(|all| all.is_about(&spec)) {
-            restoring.begin_again(LateError { spec, error });
+            restoring.retry_in_part(LateError { spec, error });
             return Ok(());
         }
-        if self.control.give_up_start(&[]) {
+        if self.control.cancel_start(&[]) {
             return Err(error);
         }
         self.report_failure(&[spec.name()], error);
@@ -205,31 +205,32 @@ impl Daemon {
     }
 
     fn report_error(&self, export: String, message: String) {
-        self.subscribers.report(ExportEvent { export, what: What::Error { message, left_out: 0 } });
+        self.subscribers
+            .report(ExportEvent { export, details: EventDetails::Error { message, left_out: 0 } });
     }
 
     /// Adds an export of the configuration file. A process that takes over opens it too.
-    pub(crate) fn add_of_file(&self, spec: ExportSpec) -> Result<(), CommandError> {
+    pub(crate) fn add_from_config(&self, spec: ExportSpec) -> Result<(), CommandError> {
         self.add(vec![spec], true).map(drop)
     }
 
-    /// Adds exports, all or none. `goes_along` is as in
+    /// Adds exports, all or none. `follows_hand_over` is as in
     /// [`Control::reserve`](crate::control::Control).
     pub(super) fn add(
         &self,
         specs: Vec<ExportSpec>,
-        goes_along: bool,
+        follows_hand_over: bool,
     ) -> Result<Reply, CommandError> {
-        let mut names = self.reserve(&specs, goes_along)?;
+        let mut names = self.reserve(&specs, follows_hand_over)?;
         let patience = Endpoint::patience();
         specs.iter().try_for_each(|spec| check_socket(spec, patience))?;
-        let wanted: Vec<_> = specs.iter().map(|spec| names.wanted(spec)).collect();
-        let specs = specs.into_iter().zip(wanted).collect();
-        let Taken { ready, failed } = OpeningExports::begin(specs, false).take_ready(None);
+        let tokens: Vec<_> = specs.iter().map(|spec| names.cancel_token(spec)).collect();
+        let specs = specs.into_iter().zip(tokens).collect();
+        let Taken { ready, failed } = ExportOpener::begin(specs, false).take_ready(None);
         let failed = failed.into_iter().next();
         if let Some(LateError { spec, error }) = failed {
-            let is_wanted = names.wanted(&spec).is_wanted();
-            return Err(if is_wanted { error } else { CommandError::Unwanted(spec.name()) });
+            let is_active = names.cancel_token(&spec).is_active();
+            return Err(if is_active { error } else { CommandError::Cancelled(spec.name()) });
         }
         let all = |failed: Vec<LateError>| match failed.into_iter().next() {
             Some(first) => Err(first.error),
@@ -245,11 +246,11 @@ impl Daemon {
     fn reserve(
         &self,
         specs: &[ExportSpec],
-        goes_along: bool,
+        follows_hand_over: bool,
     ) -> Result<Reservation<'_>, CommandError> {
         let checked = specs.iter().try_for_each(|spec| spec.check(self.args.iothreads));
-        checked.map_err(CommandError::Wrong)?;
-        self.control.reserve(specs, goes_along)
+        checked.map_err(CommandError::Invalid)?;
+        self.control.reserve(specs, follows_hand_over)
     }
 
     /// Chooses engines for exports with open disks, and makes their sockets. A failure affects only
@@ -277,7 +278,7 @@ impl Daemon {
                 Err(error) => failed.push(LateError { spec, error }),
             }
         }
-        Ok((bound, unless_over(failed)?))
+        Ok((bound, split_end(failed)?))
     }
 
     /// Makes the devices of exports. A failure affects only its own export.
@@ -293,7 +294,7 @@ impl Daemon {
                 Err(error) => failed.push(LateError { spec, error }),
             }
         }
-        Ok((serves, unless_over(failed)?))
+        Ok((serves, split_end(failed)?))
     }
 
     fn serve(&self, names: &mut Reservation<'_>, serves: Vec<Serves>) -> Result<(), CommandError> {
@@ -321,15 +322,15 @@ impl Daemon {
 /// An export with engines for its disks, and its socket. `None`: the inherited one.
 struct Bound {
     spec: ExportSpec,
-    disks: Vec<(OpenDisk, Chosen)>,
+    disks: Vec<(OpenDisk, EngineChoice)>,
     endpoint: Option<Endpoint>,
 }
 
 /// An export that is ready to be served.
-type Serves = (Opened, Option<Endpoint>);
+type Serves = (OpenedExport, Option<Endpoint>);
 
 /// Returns the failures, or an error if one of them is the end of the daemon.
-fn unless_over(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandError> {
+fn split_end(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandError> {
     let is_over =
         |late: &LateError| matches!(late.error, CommandError::Ending | CommandError::HandedOver(_));
     match failed.iter().position(is_over) {
@@ -371,9 +372,9 @@ mod tests {
     use super::super::opening::tests::{export, leave};
     use super::*;
     use crate::command::{Command, EndCause, NewSize, Removal};
-    use crate::daemon::Ending;
-    use crate::ending::Outcome;
+    use crate::daemon::Shutdown;
     use crate::options::ServeArgs;
+    use crate::shutdown::Outcome;
     use crate::subscribers::Subscription;
 
     /// Exports may be added while another one is waited for. Its late failure does not end them.
@@ -386,7 +387,7 @@ mod tests {
     struct Scene {
         folder: tempfile::TempDir,
         daemon: Arc<Daemon>,
-        ending: Ending,
+        ending: Shutdown,
         events: Receiver<Arc<ExportEvent>>,
         _subscription: Subscription,
     }
@@ -421,8 +422,8 @@ mod tests {
         }
 
         fn wait_for_error(&self, text: &str) {
-            self.wait_for(|event| match &event.what {
-                What::Error { message, .. } => message.contains(text),
+            self.wait_for(|event| match &event.details {
+                EventDetails::Error { message, .. } => message.contains(text),
                 _ => false,
             });
         }
@@ -457,10 +458,10 @@ mod tests {
         let export = scene.export("vm1", &left);
         let opening = scene.daemon.begin_add(vec![export.clone()]).unwrap();
         scene.wait_for_error("it is waited for");
-        let removed = scene.daemon.handle(Command::Remove(Removal::of(export.name()))).unwrap();
+        let removed = scene.daemon.handle(Command::Remove(Removal::new(export.name()))).unwrap();
         assert!(matches!(removed, Reply::Removed(status) if status.name() == export.name()));
         // The wait has ended, and the daemon continues.
-        let Opening(done) = opening;
+        let OpeningThread(done) = opening;
         assert_eq!(done.recv(), Err(mpsc::RecvError));
         drop(held);
         scene.daemon.handle(Command::Add(vec![export])).unwrap();
@@ -481,8 +482,8 @@ mod tests {
         let daemon = &scene.daemon;
         daemon.handle(Command::Add(vec![served.clone()])).unwrap();
         let mut names = daemon.reserve(std::slice::from_ref(&late), false).unwrap();
-        let wanted = names.wanted(&late);
-        let opened = OpeningExports::begin(vec![(late, wanted)], false).take_ready(None);
+        let token = names.cancel_token(&late);
+        let opened = ExportOpener::begin(vec![(late, token)], false).take_ready(None);
         let (bound, failed) = daemon.bind(&names, opened.ready).unwrap();
         assert!(opened.failed.is_empty() && failed.is_empty());
         let size = NewSize { size_bytes: Some(512), shrink: true };
@@ -504,7 +505,8 @@ mod tests {
         let good = exports[0].name();
         let _opening = scene.daemon.begin_add(exports).unwrap();
         scene.wait_for_error("the path is too long for a socket");
-        scene.wait_for(|event| event.export == good && matches!(event.what, What::Added));
+        scene
+            .wait_for(|event| event.export == good && matches!(event.details, EventDetails::Added));
         scene.end();
     }
 }

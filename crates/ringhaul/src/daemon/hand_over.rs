@@ -10,21 +10,21 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockio::DiskSource;
 
-use super::{Daemon, Opened};
+use super::{Daemon, OpenedExport};
 use crate::command::CommandError;
 use crate::control::ExportSetup;
-use crate::control::handed::{
+use crate::control::hand_over_state::{
     Described, ExportProgress, HandedDisk, HandedExport, HandedOpening, Paused,
 };
-use crate::ending::Event;
+use crate::endpoint::{Endpoint, EndpointState};
 use crate::engines::choose;
-use crate::export::{Endpoint, EndpointState};
-use crate::handed_fds::HandedFds;
 use crate::open_disk::OpenDisk;
+use crate::parallel::ParallelCalls;
+use crate::passed_fds::PassedFds;
 use crate::settings::{PollLimits, SettingsChange};
-use crate::side_by_side::SideBySide;
+use crate::shutdown::Event;
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
-use crate::takeover::format::Life;
+use crate::takeover::format::ProcessOptions;
 
 /// The time that the release of all disks may take. The new process serves them already. Its
 /// requests wait if they need a lock that is released late.
@@ -34,17 +34,21 @@ const LEAVE_MAX: Duration = Duration::from_secs(20);
 const WRITE_BACK_MAX: Duration = Duration::from_secs(2);
 
 /// Exports that another process still serves.
-pub(crate) struct Expected(Vec<(ExportSetup, String)>);
+pub(crate) struct ExpectedExports(Vec<(ExportSetup, String)>);
 
 /// Queues that stand still, until this is dropped.
-pub(crate) struct Standing<'a> {
+pub(crate) struct PausedQueues<'a> {
     daemon: &'a Daemon,
 }
 
 impl Daemon {
     /// Allows another process to take over from this one, which was started in this way.
-    pub(crate) fn set_life(&self, life: Life, control: Option<Weak<Endpoint>>) {
-        assert!(self.life.set((life, control)).is_ok(), "a process is started once");
+    pub(crate) fn set_process_options(
+        &self,
+        options: ProcessOptions,
+        control: Option<Weak<Endpoint>>,
+    ) {
+        assert!(self.process_options.set((options, control)).is_ok(), "a process is started once");
     }
 
     /// The start of this process, and its control socket.
@@ -52,12 +56,15 @@ impl Daemon {
     /// # Errors
     ///
     /// When the start is not complete, or no descriptor is left.
-    pub(crate) fn life(&self, fds: &mut HandedFds) -> Result<(Life, Option<EndpointState>)> {
-        let (life, control) = self.life.get().context("it is too early for that")?;
+    pub(crate) fn process_options(
+        &self,
+        fds: &mut PassedFds,
+    ) -> Result<(ProcessOptions, Option<EndpointState>)> {
+        let (options, control) = self.process_options.get().context("it is too early for that")?;
         let control = control.as_ref().and_then(Weak::upgrade);
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
-        let life = Life { changes: self.changes(), ..life.clone() };
-        Ok((life, control.context("cannot hand over the control socket")?))
+        let options = ProcessOptions { changes: self.changes(), ..options.clone() };
+        Ok((options, control.context("cannot hand over the control socket")?))
     }
 
     /// The limits of busy-polling that the options set.
@@ -75,15 +82,18 @@ impl Daemon {
     /// # Errors
     ///
     /// When the start is not complete, or there is no control socket.
-    pub(crate) fn started(&self) -> Result<(Life, PathBuf)> {
-        let (life, control) = self.life.get().context("it is too early for that")?;
+    pub(crate) fn started(&self) -> Result<(ProcessOptions, PathBuf)> {
+        let (options, control) = self.process_options.get().context("it is too early for that")?;
         let control = control.as_ref().and_then(Weak::upgrade);
         let path = control.as_ref().and_then(|control| control.path());
-        Ok((life.clone(), path.context("there is no control socket to take over by")?.to_owned()))
+        Ok((
+            options.clone(),
+            path.context("there is no control socket to take over by")?.to_owned(),
+        ))
     }
 
     /// Sets the source of the exports of the configuration file, for another process.
-    pub(crate) fn set_exports_of_file(
+    pub(crate) fn set_config_exports(
         &self,
         list: impl Fn() -> Vec<ExportSpec> + Send + Sync + 'static,
     ) {
@@ -91,7 +101,7 @@ impl Daemon {
     }
 
     /// The exports as the configuration file has made them, if there is one.
-    pub(crate) fn exports_of_file(&self) -> Option<Vec<ExportSpec>> {
+    pub(crate) fn config_exports(&self) -> Option<Vec<ExportSpec>> {
         self.of_file.get().map(|list| list())
     }
 
@@ -113,7 +123,7 @@ impl Daemon {
     pub(crate) fn hand_over_opening(
         &self,
         specs: Vec<(ExportSpec, Instant)>,
-        fds: &mut HandedFds,
+        fds: &mut PassedFds,
     ) -> Result<Vec<HandedOpening>> {
         let inherited = self.inherited();
         let hand_over = |(mut spec, asked): (ExportSpec, Instant)| {
@@ -135,15 +145,18 @@ impl Daemon {
     ///
     /// When the exports are not the described ones, or do not stop, or a disk is not written back.
     /// The exports resume in that case.
-    pub(crate) fn pause(&self, generation: u64) -> Result<(Standing<'_>, Paused), CommandError> {
+    pub(crate) fn pause(
+        &self,
+        generation: u64,
+    ) -> Result<(PausedQueues<'_>, Paused), CommandError> {
         // Clients that connect to the control socket from now on are served by the process that
         // continues.
-        self.succession.open()?;
-        let standing = Standing { daemon: self };
+        self.ownership.open()?;
+        let paused_queues = PausedQueues { daemon: self };
         let mut paused = self.control.pause(generation)?;
         let written = write_back(std::mem::take(&mut paused.disks), DiskSource::write_back);
         written.map_err(CommandError::NotNow)?;
-        Ok((standing, paused))
+        Ok((paused_queues, paused))
     }
 
     /// The debts of the limits of groups, by their names.
@@ -152,8 +165,8 @@ impl Daemon {
     }
 
     /// Takes over the debts of groups. Must be called before queues run.
-    pub(crate) fn owe_of_groups(&self, debts: &BTreeMap<String, Vec<u64>>) {
-        self.groups.owe(debts);
+    pub(crate) fn add_group_debts(&self, debts: &BTreeMap<String, Vec<u64>>) {
+        self.groups.add_debts(debts);
     }
 
     /// Opens the exports that another process still serves.
@@ -164,8 +177,8 @@ impl Daemon {
     pub(crate) fn expect(
         &self,
         exports: Vec<HandedExport>,
-        fds: &mut HandedFds,
-    ) -> Result<Expected, CommandError> {
+        fds: &mut PassedFds,
+    ) -> Result<ExpectedExports, CommandError> {
         let (mut specs, mut endpoints) = (Vec::new(), Vec::new());
         let (mut wanted, mut engines) = (Vec::new(), Vec::new());
         for HandedExport { spec, disks: handed, endpoint } in exports {
@@ -183,25 +196,25 @@ impl Daemon {
         let disks = take_disks(wanted)?;
         let choices = choose(&self.args, &disks, &engines);
         let mut disks = disks.into_iter().zip(choices);
-        self.accesses.await_new(true);
+        self.shared_disks.set_expects_hand_over(true);
         let opened = specs.into_iter().map(|spec| {
             let of_spec = disks.by_ref().take(spec.disks().len()).collect();
             self.set_up(spec, of_spec)
         });
-        let opened: Result<Vec<Opened>, _> = opened.collect();
-        self.accesses.await_new(false);
+        let opened: Result<Vec<OpenedExport>, _> = opened.collect();
+        self.shared_disks.set_expects_hand_over(false);
         let opened = opened?;
         self.begin_to_serve()?;
         let setups = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
-            let Opened { line, .. } = &opened;
+            let OpenedExport { line, .. } = &opened;
             let line = line.clone();
             (opened.into_setup(endpoint, self), line)
         });
-        Ok(Expected(setups.collect()))
+        Ok(ExpectedExports(setups.collect()))
     }
 
     /// Takes the sockets of exports whose disks another process has been opening. This process is
-    /// to [open](Self::begin_add) the disks when it [continues](Self::go_on).
+    /// to [open](Self::begin_add) the disks when it [continues](Self::resume).
     ///
     /// # Errors
     ///
@@ -209,7 +222,7 @@ impl Daemon {
     pub(crate) fn expect_opening(
         &self,
         opening: Vec<HandedOpening>,
-        fds: &mut HandedFds,
+        fds: &mut PassedFds,
     ) -> Result<Vec<ExportSpec>> {
         let mut specs = Vec::new();
         for HandedOpening { spec, endpoint } in opening {
@@ -224,16 +237,16 @@ impl Daemon {
         Ok(specs)
     }
 
-    /// Takes over these exports, which stay paused until [`go_on`](Self::go_on).
+    /// Takes over these exports, which stay paused until [`resume`](Self::resume).
     ///
     /// # Errors
     ///
     /// When that is not possible. The old process has lost nothing.
     pub(crate) fn take_over(
         &self,
-        Expected(exports): Expected,
+        ExpectedExports(exports): ExpectedExports,
         progress: Vec<ExportProgress>,
-        fds: HandedFds,
+        fds: PassedFds,
     ) -> Result<()> {
         anyhow::ensure!(exports.len() == progress.len(), "other exports were described");
         let mut taken = Vec::new();
@@ -245,15 +258,15 @@ impl Daemon {
     }
 
     /// Resumes the exports that were taken over. Returns when all their queues run.
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn resume(&self) {
         self.inherited().iter_mut().for_each(|(_, socket)| socket.keep());
         self.control.resume();
     }
 }
 
-impl Standing<'_> {
+impl PausedQueues<'_> {
     /// Commits to the hand-over: the new process owns everything once it receives the answer.
-    /// Returns the disks, which must be [released](Self::leave) then.
+    /// Returns the disks, which must be [released](Self::release) then.
     ///
     /// # Errors
     ///
@@ -264,27 +277,29 @@ impl Standing<'_> {
 
     /// Leaves everything to `process`, which has received the answer over `stream`. Releases the
     /// disks last, which may take long. This process ends.
-    pub(crate) fn leave(self, process: u32, stream: UnixStream, disks: Vec<DiskSource>) {
-        let Daemon { succession, events, control, .. } = self.daemon;
+    pub(crate) fn release(self, process: u32, stream: UnixStream, disks: Vec<DiskSource>) {
+        let Daemon { ownership, events, control, .. } = self.daemon;
         // The new process has to restore the inherited socket, so this one must not. The end of
         // this process closes the descriptor.
         std::mem::forget(self.daemon.inherited().take());
         let (leaving, left) = mpsc::channel();
         // Comes before the control thread reports that nothing is left, and before the disks:
         // requests to this process in the meantime must reach the new one in time.
-        succession.leave(process, stream, |heir| drop(events.send(Event::HandedOver(heir, left))));
-        control.leave(process);
+        ownership.transfer(process, stream, |successor| {
+            drop(events.send(Event::HandedOver(successor, left)))
+        });
+        control.release(process);
         // Dropping it would resume the exports.
         std::mem::forget(self);
-        leave_disks(disks);
+        release_disks(disks);
         drop(leaving);
     }
 }
 
-impl Drop for Standing<'_> {
+impl Drop for PausedQueues<'_> {
     fn drop(&mut self) {
         self.daemon.control.resume();
-        self.daemon.succession.close();
+        self.daemon.ownership.close();
     }
 }
 
@@ -294,7 +309,7 @@ fn write_back<T: Send + 'static>(
     write: impl Fn(&T) -> Result<(), blockio::Error> + Send + Sync + 'static,
 ) -> Result<()> {
     let (count, until) = (disks.len(), Instant::now() + WRITE_BACK_MAX);
-    let mut writing = SideBySide::begin(disks, move |disk: T, give_way| {
+    let mut writing = ParallelCalls::begin(disks, move |disk: T, give_way| {
         give_way();
         write(&disk)
     });
@@ -312,11 +327,11 @@ fn write_back<T: Send + 'static>(
 }
 
 /// Releases disks that another process continues to use.
-fn leave_disks(mut disks: Vec<DiskSource>) {
+fn release_disks(mut disks: Vec<DiskSource>) {
     // An open file was handed over as it is.
     disks.retain(|disk| disk.descriptor().is_none());
     let until = Instant::now() + LEAVE_MAX;
-    let mut leaving = SideBySide::begin(disks, |disk: DiskSource, give_way| {
+    let mut leaving = ParallelCalls::begin(disks, |disk: DiskSource, give_way| {
         give_way();
         disk.leave();
     });
@@ -329,7 +344,7 @@ type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64);
 /// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
     let mut disks: Vec<Option<OpenDisk>> = wanted.iter().map(|_| None).collect();
-    let mut opening = SideBySide::begin(wanted, |(disk, file, size_bytes): WantedDisk, _| {
+    let mut opening = ParallelCalls::begin(wanted, |(disk, file, size_bytes): WantedDisk, _| {
         OpenDisk::take_over(&disk, file, size_bytes)
     });
     while let Some((number, disk)) = opening.next(None) {

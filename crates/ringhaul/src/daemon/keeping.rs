@@ -6,27 +6,27 @@ use std::sync::{Arc, mpsc};
 use anyhow::Result;
 
 use super::Daemon;
-use super::adding::Opening;
+use super::adding::OpeningThread;
 use super::opening::{LateError, Restoring};
+use crate::cancellation::CancelToken;
 use crate::command::{Command, CommandError, ExportState, Reply};
-use crate::disk_user::user;
-use crate::ending::Event;
-use crate::kept::changes::Merged;
-use crate::kept::{Kept, Touched};
+use crate::lease_id::lease_id;
 use crate::open_disk::OpenDisk;
+use crate::saved_state::changes::Merged;
+use crate::saved_state::{ChangedPart, SavedState};
 use crate::settings::{Settings, SettingsChange};
+use crate::shutdown::Event;
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
-use crate::wanted::Wanted;
 
 impl Daemon {
     /// Begins to keep the changes by commands.
-    pub(crate) fn set_kept(&self, kept: Kept) {
-        assert!(self.kept.set(kept).is_ok(), "a process has one state");
+    pub(crate) fn set_saved_state(&self, state: SavedState) {
+        assert!(self.saved_state.set(state).is_ok(), "a process has one state");
     }
 
     /// The keeper of changes by commands, if they are kept.
-    pub(crate) fn kept(&self) -> Option<&Kept> {
-        self.kept.get()
+    pub(crate) fn saved_state(&self) -> Option<&SavedState> {
+        self.saved_state.get()
     }
 
     /// The present settings.
@@ -44,21 +44,21 @@ impl Daemon {
     /// Keeps the change by a command, before the command is answered.
     pub(super) fn keep(
         &self,
-        touched: Option<&Touched>,
+        part: Option<&ChangedPart>,
         done: Result<Reply, CommandError>,
     ) -> Result<Reply, CommandError> {
-        let (Some(kept), Some(touched)) = (self.kept(), touched) else { return done };
-        match (&done, touched) {
+        let (Some(state), Some(part)) = (self.saved_state(), part) else { return done };
+        match (&done, part) {
             (Ok(_) | Err(CommandError::NotEnded(..)), _) => {}
-            (Err(CommandError::Unknown(name)), Touched::Exports(_))
-                if kept.forget(name).map_err(CommandError::NotKept)? =>
+            (Err(CommandError::Unknown(name)), ChangedPart::Exports(_))
+                if state.forget(name).map_err(CommandError::NotSaved)? =>
             {
                 return Err(CommandError::Forgotten(name.clone()));
             }
             (Err(_), _) => return done,
         }
         let live = || self.live();
-        kept.note(touched, live).map_err(CommandError::NotKept)?;
+        state.record(part, live).map_err(CommandError::NotSaved)?;
         done
     }
 
@@ -71,33 +71,33 @@ impl Daemon {
 
     /// Keeps the whole state, which an earlier process has made.
     pub(crate) fn keep_all(&self, settings: &SettingsChange) -> Result<()> {
-        let Some(kept) = self.kept() else { return Ok(()) };
-        kept.note_all(&self.live(), settings)
+        let Some(state) = self.saved_state() else { return Ok(()) };
+        state.record_all(&self.live(), settings)
     }
 
     /// Carries out a command for the configuration file, whose changes are not kept.
-    pub(crate) fn handle_of_file(&self, command: Command) -> Result<Reply, CommandError> {
+    pub(crate) fn handle_from_config(&self, command: Command) -> Result<Reply, CommandError> {
         self.carry_out(command)
     }
 
     /// Notes that the configuration file has changed an export, or these disks of it. `None`: it
     /// has removed the export.
-    pub(crate) fn note_file(
+    pub(crate) fn record_config_change(
         &self,
         name: &str,
         export: Option<&ExportSpec>,
         disks: Option<&BTreeSet<Option<UnitPlace>>>,
     ) {
-        let Some(kept) = self.kept() else { return };
-        if let Err(error) = kept.rebase(name, export, disks) {
+        let Some(state) = self.saved_state() else { return };
+        if let Err(error) = state.adopt_base_change(name, export, disks) {
             tracing::error!(export = name, "{error:#}");
         }
     }
 
     /// Notes that the configuration file has changed settings.
-    pub(crate) fn note_file_settings(&self, change: &SettingsChange) {
-        let (Some(kept), Ok(now)) = (self.kept(), self.settings()) else { return };
-        if let Err(error) = kept.rebase_settings(change, now) {
+    pub(crate) fn record_config_settings(&self, change: &SettingsChange) {
+        let (Some(state), Ok(now)) = (self.saved_state(), self.settings()) else { return };
+        if let Err(error) = state.adopt_base_settings(change, now) {
             tracing::error!("{error:#}");
         }
     }
@@ -108,12 +108,12 @@ impl Daemon {
     /// # Errors
     ///
     /// When the kernel has no thread left.
-    pub(crate) fn begin_restore(self: &Arc<Self>, merged: Merged) -> Result<Opening> {
-        let Merged { mut exports, added, units, settings, told, lost } = merged;
-        for (export, text) in told {
+    pub(crate) fn begin_restore(self: &Arc<Self>, merged: Merged) -> Result<OpeningThread> {
+        let Merged { mut exports, added, units, settings, log_lines, dropped } = merged;
+        for (export, text) in log_lines {
             tracing::info!(export, "{text}");
         }
-        for (export, text) in lost {
+        for (export, text) in dropped {
             report_lost(&export, &text);
         }
         if let Err(error) = self.set(&settings) {
@@ -163,8 +163,9 @@ impl Daemon {
                 if !is_doubtful(place) {
                     return true;
                 }
-                let user = user(&endpoint, Some(place));
-                let opened = OpenDisk::open(&unit.disk(&settings), user, &Wanted::default());
+                let lease_id = lease_id(&endpoint, Some(place));
+                let opened =
+                    OpenDisk::open(&unit.disk(&settings), lease_id, &CancelToken::default());
                 let Err(error) = opened else { return true };
                 report_lost(&name, &format!("unit {place} cannot be restored: {error:#}"));
                 at_fault += 1;
@@ -177,7 +178,7 @@ impl Daemon {
         }
         match self.add_as_they_open(vec![spec], None) {
             Ok(()) | Err(CommandError::Ending | CommandError::HandedOver(_)) => {}
-            Err(error) if is_of_base && self.control.give_up_start(&[]) => {
+            Err(error) if is_of_base && self.control.cancel_start(&[]) => {
                 drop(self.events.send(Event::NotStarted(error.into_error())));
             }
             Err(error) => {

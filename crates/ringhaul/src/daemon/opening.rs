@@ -6,55 +6,58 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
+use crate::cancellation::CancelToken;
 use crate::command::CommandError;
 use crate::open_disk::OpenDisk;
-use crate::side_by_side::{GiveWay, SideBySide};
+use crate::parallel::{ParallelCalls, Yield};
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec, UnitPlace};
-use crate::wanted::Wanted;
 
 /// The time without a newly opened disk after which the remaining disks are taken to hang.
 pub(super) const OPEN_MAX: Duration = Duration::from_secs(5);
 
 /// An export, and its disks that are open so far.
-struct Waiting {
+struct PendingDisks {
     spec: ExportSpec,
     disks: Vec<Option<OpenDisk>>,
 }
 
-/// A disk, the settings of its export, its user, and its cancellation token.
-type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, Wanted);
+/// A disk, the settings of its export, its lease id, and its cancellation token.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, CancelToken);
 
 /// All disks of some exports, which are opened side by side.
-pub(super) struct OpeningExports {
+pub(super) struct ExportOpener {
     /// `None`: the export was taken out.
-    exports: Vec<Option<Waiting>>,
+    exports: Vec<Option<PendingDisks>>,
     /// For each disk, its export and its place there.
     places: Vec<(usize, usize)>,
-    jobs: SideBySide<WantedDisk, Result<OpenDisk>>,
+    jobs: ParallelCalls<WantedDisk, Result<OpenDisk>>,
 }
 
-impl OpeningExports {
-    /// Begins to open the disks of exports. If `waits_for_left`, disks that a killed process seems
-    /// to have left in use are waited for.
-    pub(super) fn begin(specs: Vec<(ExportSpec, Wanted)>, waits_for_left: bool) -> Self {
-        let (mut exports, mut places, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, (spec, is_wanted)) in specs.into_iter().enumerate() {
-            let (disks, users) = (spec.disks(), spec.users());
+impl ExportOpener {
+    /// Begins to open the disks of exports. If `waits_for_stale_locks`, disks that a killed process
+    /// seems to have left in use are waited for.
+    pub(super) fn begin(
+        specs: Vec<(ExportSpec, CancelToken)>,
+        waits_for_stale_locks: bool,
+    ) -> Self {
+        let (mut exports, mut places, mut to_open) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, (spec, token)) in specs.into_iter().enumerate() {
+            let (disks, lease_ids) = (spec.disks(), spec.lease_ids());
             places.extend((0..disks.len()).map(|place| (index, place)));
-            let of_export = Waiting { spec, disks: disks.iter().map(|_| None).collect() };
+            let of_export = PendingDisks { spec, disks: disks.iter().map(|_| None).collect() };
             exports.push(Some(of_export));
-            let disks = disks.into_iter().zip(users);
-            wanted.extend(disks.map(|(disk, user)| (disk, user, is_wanted.clone())));
+            let disks = disks.into_iter().zip(lease_ids);
+            to_open.extend(disks.map(|(disk, lease_id)| (disk, lease_id, token.clone())));
         }
-        let open = move |(disk, user, wanted): WantedDisk, give_way: GiveWay<'_>| {
-            if waits_for_left {
-                OpenDisk::open_when_left(&disk, user, &wanted, give_way)
+        let open = move |(disk, lease_id, token): WantedDisk, give_way: Yield<'_>| {
+            if waits_for_stale_locks {
+                OpenDisk::open_waiting(&disk, lease_id, &token, give_way)
             } else {
-                anyhow::ensure!(wanted.is_wanted(), "it is not wanted any more");
-                OpenDisk::open(&disk, user, &wanted)
+                anyhow::ensure!(token.is_active(), "it is not wanted any more");
+                OpenDisk::open(&disk, lease_id, &token)
             }
         };
-        Self { exports, places, jobs: SideBySide::begin(wanted, open) }
+        Self { exports, places, jobs: ParallelCalls::begin(to_open, open) }
     }
 
     /// Takes out exports with all disks open, and exports that have failed. Waits for all disks
@@ -64,7 +67,7 @@ impl OpeningExports {
         let mut errors = Vec::new();
         let mut patience = patience;
         while let Some((number, disk)) =
-            self.jobs.next_busy(patience.map(|max| Instant::now() + max))
+            self.jobs.next_running(patience.map(|max| Instant::now() + max))
         {
             match disk.map_err(Into::into).and_then(|disk| disk) {
                 Ok(disk) => self.put(number, disk),
@@ -86,8 +89,8 @@ impl OpeningExports {
 
     /// Returns true if none of the remaining disks hangs: a killed process has left all of them in
     /// use.
-    pub(super) fn only_left_behind(&self) -> bool {
-        self.jobs.only_waits()
+    pub(super) fn only_stale_locks(&self) -> bool {
+        self.jobs.all_yielded()
     }
 
     /// The exports that have not been taken out.
@@ -166,17 +169,17 @@ impl Restoring {
         self.added.contains(&name) || self.units.iter().any(|(of, _)| *of == name)
     }
 
-    pub(super) fn begin_again(&self, late: LateError) {
+    pub(super) fn retry_in_part(&self, late: LateError) {
         // The receiver ends with the daemon.
         let _ = self.again.send(late);
     }
 }
 
-fn take_if_ready(export: &mut Option<Waiting>) -> Option<(ExportSpec, Vec<OpenDisk>)> {
+fn take_if_ready(export: &mut Option<PendingDisks>) -> Option<(ExportSpec, Vec<OpenDisk>)> {
     if export.as_ref()?.disks.iter().any(Option::is_none) {
         return None;
     }
-    let Waiting { spec, disks } = export.take()?;
+    let PendingDisks { spec, disks } = export.take()?;
     Some((spec, disks.into_iter().flatten().collect()))
 }
 
@@ -222,8 +225,8 @@ pub(super) mod tests {
             (export.settings.read_only, export.settings.no_lock) = (true, true);
             export
         });
-        let user = own.users()[0];
-        let options = DiskOptions { read_only: true, user, ..DiskOptions::default() };
+        let lease_id = own.lease_ids()[0];
+        let options = DiskOptions { read_only: true, user: lease_id, ..DiskOptions::default() };
         let held = leave(DiskSource::file(&disk, &options).unwrap());
         let open = |export: &ExportSpec| all(begin(vec![export.clone()], false).take_ready(None));
         let _other = open(&other).unwrap();
@@ -233,9 +236,9 @@ pub(super) mod tests {
         open(&own).unwrap();
     }
 
-    fn begin(specs: Vec<ExportSpec>, waits_for_left: bool) -> OpeningExports {
-        let specs = specs.into_iter().map(|spec| (spec, Wanted::default())).collect();
-        OpeningExports::begin(specs, waits_for_left)
+    fn begin(specs: Vec<ExportSpec>, waits_for_stale_locks: bool) -> ExportOpener {
+        let specs = specs.into_iter().map(|spec| (spec, CancelToken::default())).collect();
+        ExportOpener::begin(specs, waits_for_stale_locks)
     }
 
     fn all(taken: Taken) -> Result<Vec<(ExportSpec, Vec<OpenDisk>)>, CommandError> {

@@ -1,13 +1,13 @@
 //! The text that names a disk: its parts, and the form in which messages repeat it. Users may put
 //! secrets anywhere in it: messages cover secrets and show typing mistakes.
 
-use crate::secrets::{is_secret_key, without_secrets};
+use crate::redact::{is_secret_key, redact};
 
 /// The key of the disk below.
 pub(super) const OVER: &str = "over";
 
 /// Stands in place of a secret.
-const COVER: &str = "***";
+const REDACTED: &str = "***";
 
 /// The parts of a list; two commas stand for one in a part.
 pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
@@ -25,53 +25,53 @@ pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
 }
 
 /// The text without secrets. Words before the disk, as in `--export`, stay as they are.
-pub(crate) fn outline(text: &str) -> String {
+pub(crate) fn redact_spec(text: &str) -> String {
     let (before, disk) = match text.split_once("disk=") {
         Some((before, disk)) if before.is_empty() || before.ends_with(',') => {
             (format!("{before}disk="), disk)
         }
         _ => (String::new(), text),
     };
-    before + &outline_of(&split_at_commas(disk))
+    before + &redact_spec_parts(&split_at_commas(disk))
 }
 
 /// The text of a disk without secrets, from its parts between commas. A secret may have commas in
 /// it, so everything between the key of a secret and the next layer is covered.
-pub(super) fn outline_of(parts: &[String]) -> String {
+pub(super) fn redact_spec_parts(parts: &[String]) -> String {
     let mut is_secret = false;
     let of_part = |part: &String| match part.split_once('=') {
         Some((OVER, disk)) => {
             is_secret = false;
-            format!("{OVER}={}", shown(disk))
+            format!("{OVER}={}", redact_part(disk))
         }
         Some((key, _)) if is_secret_key(key) => {
             is_secret = true;
-            format!("{key}={COVER}")
+            format!("{key}={REDACTED}")
         }
-        _ if is_secret => COVER.to_owned(),
-        Some((key, value)) if is_word(key) => format!("{key}={}", shown(value)),
-        _ => shown(part),
+        _ if is_secret => REDACTED.to_owned(),
+        Some((key, value)) if is_word(key) => format!("{key}={}", redact_part(value)),
+        _ => redact_part(part),
     };
     parts.iter().map(of_part).map(|part| part.replace(',', ",,")).collect::<Vec<_>>().join(",")
 }
 
 /// A part of a text without a user and a password, which end with an `@`. In the name of an image
 /// in a Ceph cluster an `@` precedes a snapshot, and in a path it is an ordinary character.
-pub(super) fn shown(text: &str) -> String {
+pub(super) fn redact_part(text: &str) -> String {
     let is_path = ["/", "./", "../"].iter().any(|start| text.starts_with(start));
     if is_path || text.starts_with("rbd:") {
-        return without_secrets(text).into_owned();
+        return redact(text).into_owned();
     }
     // A URI may encode the `@`.
     let end = text.rfind('@').max(text.rfind("%40"));
-    let Some(end) = end else { return without_secrets(text).into_owned() };
+    let Some(end) = end else { return redact(text).into_owned() };
     let scheme = match text.split_once(':') {
         Some((scheme, rest)) if is_word(scheme) && rest.starts_with("//") => scheme.len() + 3,
         Some((scheme, _)) if is_word(scheme) => scheme.len() + 1,
         _ => 0,
     };
     let scheme = scheme.min(end);
-    format!("{}{COVER}{}", &text[..scheme], without_secrets(&text[end..]))
+    format!("{}{REDACTED}{}", &text[..scheme], redact(&text[end..]))
 }
 
 /// Returns true if the text could be a name.
@@ -81,7 +81,7 @@ fn is_word(text: &str) -> bool {
 }
 
 /// An error of a parser of tables without secrets in the texts that it did not expect.
-pub(super) fn without_texts(error: &str) -> String {
+pub(super) fn redact_quoted(error: &str) -> String {
     const START: &str = "string \"";
     let (mut done, mut rest) = (String::new(), error);
     while let Some((before, after)) = rest.split_once(START) {
@@ -93,7 +93,7 @@ pub(super) fn without_texts(error: &str) -> String {
             is_end
         });
         let end = end.unwrap_or(after.len());
-        done += &shown(&after[..end]);
+        done += &redact_part(&after[..end]);
         rest = &after[end..];
     }
     done + rest
@@ -125,10 +125,10 @@ mod tests {
             ("socket-path=/a,disk=nbd:x:hidden@y,x=y", "socket-path=/a,disk=nbd:***@y,x=y"),
             ("", ""),
         ] {
-            assert_eq!(outline(text), repeated);
+            assert_eq!(redact_spec(text), repeated);
         }
         let error = r#"invalid type: string "u:\"hidden\\@h", expected x, string "port"#;
         let covered = r#"invalid type: string "u:***@h", expected x, string "port"#;
-        assert_eq!(without_texts(error), covered);
+        assert_eq!(redact_quoted(error), covered);
     }
 }

@@ -33,7 +33,7 @@ pub(super) fn start() -> io::Result<()> {
         Queue::default()
     });
     if is_new {
-        let write = || queue.write_lines(write_to_stderr, say_left_out);
+        let write = || queue.write_lines(write_to_stderr, report_dropped);
         std::thread::Builder::new().name("ringhaul-log".into()).spawn(write)?;
     }
     Ok(())
@@ -137,7 +137,7 @@ impl Queue {
     }
 }
 
-fn say_left_out(count: u64) {
+fn report_dropped(count: u64) {
     tracing::warn!("{count} lines were dropped: the log was not read in time");
 }
 

@@ -4,8 +4,8 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
-use crate::disk_rules::{LIMIT_KEYS, LimitSpec};
-use crate::disk_spec::{DiskSpec, Keys, outline, split_at_commas};
+use crate::disk_spec::{DiskSpec, Keys, redact_spec, split_at_commas};
+use crate::qos::{LIMIT_KEYS, LimitSpec};
 use crate::spec::CacheMode;
 
 /// Takes the disk of an export or a unit out of its keys: `disk=DISK`, which includes all keys
@@ -18,7 +18,7 @@ pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
         words[0].drain(.."disk=".len());
         let disk = DiskSpec::of_parts(&words);
         disks.push(disk.with_context(|| {
-            format!("in {}, to whose disk all keys belong that stand behind it", outline(&text))
+            format!("in {}, to whose disk all keys belong that stand behind it", redact_spec(&text))
         })?);
     }
     let mut others = Vec::new();
@@ -41,7 +41,7 @@ pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
 }
 
 /// Returns true if the parts have keys of a disk.
-pub(super) fn name_disk(parts: &[String]) -> bool {
+pub(super) fn has_disk_keys(parts: &[String]) -> bool {
     ["disk=", "blk-file=", "null="].iter().any(|key| parts.iter().any(|part| part.starts_with(key)))
 }
 

@@ -4,13 +4,13 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use device::blk::config::QUEUES_MAX;
 
-use super::disk::{name_disk, parse_cache, take_disk};
+use super::disk::{has_disk_keys, parse_cache, take_disk};
 use super::unit::{parse_all, parse_units};
 use super::{
     DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
 };
-use crate::disk_rules::{DiskRules, RulesChange};
-use crate::disk_spec::{Keys, outline, split_at_commas};
+use crate::disk_spec::{Keys, redact_spec, split_at_commas};
+use crate::qos::{QosChange, QosSpec};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 /// Options that hold for exports which do not set them.
@@ -38,7 +38,7 @@ impl ServeArgs {
     ///
     /// When there is none, or one makes no sense.
     pub fn exports(&self) -> Result<Vec<ExportSpec>> {
-        if self.config.is_some() && !self.exports.name_any(self.fd) {
+        if self.config.is_some() && !self.exports.names_any_export(self.fd) {
             return Ok(Vec::new());
         }
         let mut exports = self.exports.specs(self.fd)?;
@@ -61,24 +61,24 @@ impl ServeArgs {
     }
 
     /// The settings of exports that leave them out.
-    pub(crate) fn usual_settings(&self) -> ExportSettings {
+    pub(crate) fn default_settings(&self) -> ExportSettings {
         ExportSettings {
             notify_batch: self.switches.notify_batch.is_on(),
             prefetch: self.switches.prefetch.is_on(),
             run_max: self.switches.run_max,
-            ..self.exports.usual_settings()
+            ..self.exports.default_settings()
         }
     }
 }
 
 impl ExportArgs {
     /// Returns true if the options name an export, or a part of one.
-    fn name_any(&self, fd: Option<i32>) -> bool {
-        self.name_main(fd) || !self.export.is_empty()
+    fn names_any_export(&self, fd: Option<i32>) -> bool {
+        self.names_plain_export(fd) || !self.export.is_empty()
     }
 
     /// Returns true if the plain options name an export, or a part of one.
-    fn name_main(&self, fd: Option<i32>) -> bool {
+    fn names_plain_export(&self, fd: Option<i32>) -> bool {
         let has_disk = self.blk_file.is_some() || self.disk.is_some() || !self.lun.is_empty();
         has_disk || self.socket_path.is_some() || fd.is_some()
     }
@@ -91,13 +91,13 @@ impl ExportArgs {
     /// When there is none, or one makes no sense.
     pub(crate) fn specs(&self, fd: Option<i32>) -> Result<Vec<ExportSpec>> {
         let mut exports = Vec::new();
-        if self.name_main(fd) || self.export.is_empty() {
+        if self.names_plain_export(fd) || self.export.is_empty() {
             exports.push(self.main_export(fd)?);
         }
         for text in &self.export {
             let export = self
                 .parse_export(text)
-                .with_context(|| format!("cannot understand --export {}", outline(text)))?;
+                .with_context(|| format!("cannot understand --export {}", redact_spec(text)))?;
             exports.push(export);
         }
         Ok(exports)
@@ -122,7 +122,7 @@ impl ExportArgs {
         let disk = match (&self.blk_file, &self.disk) {
             (Some(path), _) => DiskSpec::File(path.clone()),
             (None, Some(text)) => DiskSpec::parse(text)
-                .with_context(|| format!("cannot understand --disk {}", outline(text)))?,
+                .with_context(|| format!("cannot understand --disk {}", redact_spec(text)))?,
             (None, None) => bail!("no disk is given; use --blk-file PATH or --disk null,size=SIZE"),
         };
         Ok(DeviceSpec::Blk(disk))
@@ -151,7 +151,7 @@ impl ExportArgs {
             queue_size: self.queue_size,
             iothread: self.iothread,
             fixed_buffers: self.fixed_buffers,
-            rules: DiskRules::default().changed(&RulesChange {
+            rules: QosSpec::default().with_change(&QosChange {
                 limits: self.limits.clone(),
                 rerror: self.rerror,
                 werror: self.werror,
@@ -162,18 +162,18 @@ impl ExportArgs {
 
     /// The settings for all exports except the one of the plain options. A serial number for all
     /// would be the number of several disks, and one IoThread for all is `--iothreads 1`.
-    fn usual_settings(&self) -> ExportSettings {
+    fn default_settings(&self) -> ExportSettings {
         ExportSettings { serial: None, iothread: None, ..self.settings() }
     }
 
     fn parse_export(&self, text: &str) -> Result<ExportSpec> {
-        let mut settings = self.usual_settings();
+        let mut settings = self.default_settings();
         let (mut name, mut endpoint) = (None, None);
-        let (mut keys, mut rules) = (Keys::default(), RulesChange::default());
+        let (mut keys, mut rules) = (Keys::default(), QosChange::default());
         let mut parts = split_at_commas(text);
         let units = parts.iter().position(|part| part.starts_with("lun="));
         let units = units.map(|at| parts.split_off(at));
-        let disk = name_disk(&parts).then(|| take_disk(&mut parts)).transpose()?;
+        let disk = has_disk_keys(&parts).then(|| take_disk(&mut parts)).transpose()?;
         let mut is_scsi = false;
         for part in parts {
             let (key, value) = part
@@ -192,7 +192,7 @@ impl ExportArgs {
                 _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
             }
         }
-        settings.rules = settings.rules.changed(&rules);
+        settings.rules = settings.rules.with_change(&rules);
         let endpoint = endpoint.context("it lacks socket-path=PATH")?;
         if is_scsi && settings.serial.is_some() {
             bail!("a serial number is that of one unit; put serial= behind its lun=");

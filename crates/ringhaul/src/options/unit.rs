@@ -6,8 +6,8 @@ use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYT
 
 use super::disk::{parse_cache, take_disk};
 use super::parse_on_off;
-use crate::disk_rules::RulesChange;
-use crate::disk_spec::{Keys, outline, split_at_commas};
+use crate::disk_spec::{Keys, redact_spec, split_at_commas};
+use crate::qos::QosChange;
 use crate::spec::{
     LikeDisk, StopRule, UnitNames, UnitPlace, UnitSettings, UnitSpec, check_apart, check_text,
 };
@@ -15,7 +15,7 @@ use crate::spec::{
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
     let parse = |text: &String| {
-        parse_unit(text).with_context(|| format!("cannot understand --lun {}", outline(text)))
+        parse_unit(text).with_context(|| format!("cannot understand --lun {}", redact_spec(text)))
     };
     apart(texts.iter().map(parse).collect::<Result<_>>()?)
 }
@@ -26,7 +26,7 @@ pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
 ///
 /// When it makes no sense.
 pub(crate) fn parse_lun(text: &str) -> Result<UnitSpec> {
-    parse_unit(text).with_context(|| format!("cannot understand the unit {}", outline(text)))
+    parse_unit(text).with_context(|| format!("cannot understand the unit {}", redact_spec(text)))
 }
 
 /// Reads the address of a unit, with its target or without.
@@ -68,7 +68,7 @@ pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
 fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     let UnitPlace { target, lun } = parse_place(address)?;
     let (mut settings, mut keys) = (UnitSettings::default(), Keys::default());
-    let mut rules = RulesChange::default();
+    let mut rules = QosChange::default();
     let mut parts = parts.to_vec();
     let disk = take_disk(&mut parts)?;
     for part in &parts {
@@ -82,7 +82,7 @@ fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
             settings.set(key, value).with_context(within)?;
         }
     }
-    let RulesChange { limits, rerror, werror } = rules;
+    let QosChange { limits, rerror, werror } = rules;
     (settings.limits, settings.rerror, settings.werror) = (limits, rerror, werror);
     Ok(UnitSpec { target, lun, disk, settings })
 }

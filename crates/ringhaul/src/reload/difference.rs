@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::command::{Command, NewSize};
-use crate::disk_rules::{DiskRules, RulesChange};
+use crate::qos::{QosChange, QosSpec};
 use crate::spec::{
     DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSettings, UnitSpec,
 };
@@ -22,20 +22,20 @@ pub(super) enum Change {
     /// Commands for its logical units, sizes and rules, in order, and the export after them.
     Alter(Vec<Command>, ExportSpec),
     /// A part of the export that cannot be changed.
-    Keep(String),
+    Unsupported(String),
 }
 
 impl Change {
     /// The export after an addition or alteration.
-    pub(super) fn aim(&self) -> Option<&ExportSpec> {
+    pub(super) fn result(&self) -> Option<&ExportSpec> {
         match self {
             Self::Add(spec) | Self::Alter(_, spec) => Some(spec),
-            Self::Remove | Self::Keep(_) => None,
+            Self::Remove | Self::Unsupported(_) => None,
         }
     }
 
-    pub(super) fn is_kept(&self) -> bool {
-        matches!(self, Self::Keep(_))
+    pub(super) fn is_unsupported(&self) -> bool {
+        matches!(self, Self::Unsupported(_))
     }
 }
 
@@ -45,9 +45,9 @@ pub(super) fn by_socket(exports: &[ExportSpec]) -> Exports {
 
 /// Returns true if `other` is the file's export `ours`, of which commands may have changed units,
 /// sizes and rules.
-pub(super) fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
+pub(super) fn matches_export(ours: &ExportSpec, other: &ExportSpec) -> bool {
     let is_device = match (&ours.device, &other.device) {
-        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => is_the_same_disk(ours, other),
+        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => matches_disk(ours, other),
         (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => true,
         _ => false,
     };
@@ -59,7 +59,7 @@ pub(super) fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
 
 /// The settings that commands cannot change.
 fn without_rules(settings: &ExportSettings) -> ExportSettings {
-    ExportSettings { rules: DiskRules::default(), ..settings.clone() }
+    ExportSettings { rules: QosSpec::default(), ..settings.clone() }
 }
 
 /// The keys of settings that differ.
@@ -74,10 +74,10 @@ fn changed_keys(settings: [ExportSettings; 2]) -> Vec<String> {
 
 /// Returns true if `other` is the file's unit `ours`, of which commands may have changed size and
 /// rules.
-pub(super) fn is_the_same_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
+pub(super) fn matches_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
     ours.place() == other.place()
         && unit_without_rules(&ours.settings) == unit_without_rules(&other.settings)
-        && is_the_same_disk(&ours.disk, &other.disk)
+        && matches_disk(&ours.disk, &other.disk)
 }
 
 fn unit_without_rules(settings: &UnitSettings) -> UnitSettings {
@@ -85,13 +85,13 @@ fn unit_without_rules(settings: &UnitSettings) -> UnitSettings {
 }
 
 /// Compares disks without the sizes of null disks, which commands can change.
-fn is_the_same_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
+fn matches_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
     match (ours, other) {
         (DiskSpec::Null { .. }, DiskSpec::Null { .. }) => true,
         (
             DiskSpec::Raw { offset_bytes, size_bytes, over },
             DiskSpec::Raw { offset_bytes: offset, size_bytes: size, over: others },
-        ) => (offset_bytes, size_bytes) == (offset, size) && is_the_same_disk(over, others),
+        ) => (offset_bytes, size_bytes) == (offset, size) && matches_disk(over, others),
         _ => ours == other,
     }
 }
@@ -109,13 +109,13 @@ pub(super) fn apply(spec: &mut ExportSpec, change: Command) {
         }
         (DeviceSpec::Blk(disk), Command::Resize(_, None, size)) => set_size(disk, size),
         (DeviceSpec::Blk(_), Command::SetDisk(_, None, change)) => {
-            spec.settings.rules = spec.settings.rules.changed(&change);
+            spec.settings.rules = spec.settings.rules.with_change(&change);
         }
         (DeviceSpec::Scsi(units), Command::SetDisk(_, Some(place), change)) => {
             let unit = units.iter_mut().find(|unit| unit.place() == place);
             let settings = &mut unit.expect("what is changed is there").settings;
             let usual = &spec.settings.rules;
-            settings.set_rules(&settings.rules(usual).changed(&change), usual);
+            settings.set_rules(&settings.rules(usual).with_change(&change), usual);
         }
         (_, other) => unreachable!("{other:?} is no change of this export"),
     }
@@ -148,12 +148,12 @@ pub(super) fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Ch
 fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Change> {
     let mut changes = Vec::new();
     if before.name() != wanted.name() {
-        changes.push(Change::Keep("its name".to_owned()));
+        changes.push(Change::Unsupported("its name".to_owned()));
     }
     let settings = [before, wanted].map(|spec| without_rules(&spec.settings));
     if settings[0] != settings[1] {
         let keys = changed_keys(settings).join(", ");
-        changes.push(Change::Keep(format!("how it is served ({keys})")));
+        changes.push(Change::Unsupported(format!("how it is served ({keys})")));
     }
     let mut kept = Vec::new();
     let (commands, device) = match (&before.device, &wanted.device) {
@@ -177,7 +177,7 @@ fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Cha
             (Vec::new(), before.device.clone())
         }
     };
-    changes.extend(kept.into_iter().map(Change::Keep));
+    changes.extend(kept.into_iter().map(Change::Unsupported));
     if !commands.is_empty() {
         let rules = wanted.settings.rules.clone();
         let settings = ExportSettings { rules, ..before.settings.clone() };
@@ -210,10 +210,10 @@ fn disk_change(
 fn rules_change(
     name: &str,
     place: Option<UnitPlace>,
-    [before, wanted]: [&DiskRules; 2],
+    [before, wanted]: [&QosSpec; 2],
 ) -> Option<Command> {
     let change = || {
-        let change = Box::new(RulesChange::between(before, wanted));
+        let change = Box::new(QosChange::diff(before, wanted));
         Command::SetDisk(name.to_owned(), place, change)
     };
     (before != wanted).then(change)

@@ -7,21 +7,21 @@ use anyhow::Result;
 
 use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
-use crate::kept::changes::{Changes, Merged};
-use crate::kept::file::{Locked, StateFile};
-use crate::kept::{self, Kept};
 use crate::log;
 use crate::options::ServeArgs;
+use crate::saved_state::changes::{Changes, Merged};
+use crate::saved_state::file::{Locked, StateFile};
+use crate::saved_state::{self, SavedState};
 use crate::settings::Settings;
 use crate::spec::ExportSpec;
-use crate::takeover::arguments::LifeOptions;
-use crate::takeover::format::Life;
+use crate::takeover::arguments::ParsedOptions;
+use crate::takeover::format::ProcessOptions;
 
 /// A start.
 pub(super) struct Start {
     pub(super) args: ServeArgs,
     pub(super) config: Option<(ConfigFile, Config)>,
-    pub(super) life: Life,
+    pub(super) options: ProcessOptions,
     /// The exports of the command line and of the configuration file.
     base: Vec<ExportSpec>,
     /// `None`: nothing is kept.
@@ -42,14 +42,14 @@ impl Start {
         let mut start = Self {
             args: args.clone(),
             config,
-            life: Life::own()?,
+            options: ProcessOptions::current()?,
             base: args.exports()?,
             state: None,
         };
-        if let Some(path) = kept::place(args.state.as_deref(), args.control.as_deref())? {
+        if let Some(path) = saved_state::place(args.state.as_deref(), args.control.as_deref())? {
             let (file, mut changes, locked) = StateFile::open(&path)?;
-            start.go_on_with_upgrades(&mut changes)?;
-            start.life.arguments.push(state_option(&path));
+            start.adopt_upgrades(&mut changes)?;
+            start.options.arguments.push(state_option(&path));
             start.state = Some((file, changes, locked));
         }
         let of_file = start.config.iter().flat_map(|(_, config)| config.exports.iter().cloned());
@@ -58,10 +58,10 @@ impl Start {
     }
 
     /// Adopts the options of upgrades, if the process was started like the first one.
-    fn go_on_with_upgrades(&mut self, changes: &mut Changes) -> Result<()> {
+    fn adopt_upgrades(&mut self, changes: &mut Changes) -> Result<()> {
         let Changes { started, upgraded, .. } = changes;
-        let is_same = *started == self.life.arguments;
-        started.clone_from(&self.life.arguments);
+        let is_same = *started == self.options.arguments;
+        started.clone_from(&self.options.arguments);
         if upgraded.is_empty() {
             return Ok(());
         }
@@ -75,9 +75,9 @@ impl Start {
             return Ok(());
         }
         tracing::info!("goes on with the options of an upgrade: {shown}");
-        self.life.arguments.extend(upgraded.iter().cloned());
-        let LifeOptions { args, log, log_format, config } = self.life.options()?;
-        log::go_on(log.as_deref(), log_format)?;
+        self.options.arguments.extend(upgraded.iter().cloned());
+        let ParsedOptions { args, log, log_format, config } = self.options.parse()?;
+        log::adopt(log.as_deref(), log_format)?;
         (self.args, self.config) = (args, config);
         Ok(())
     }
@@ -95,10 +95,10 @@ impl Start {
         let Some((file, changes, locked)) = state else {
             return Ok(Merged { exports: base, ..Merged::default() });
         };
-        let settings = Settings::of(daemon.poll_limits());
-        let (kept, merged) = Kept::begin(file, changes, base, settings)?;
+        let settings = Settings::from_limits(daemon.poll_limits());
+        let (saved_state, merged) = SavedState::begin(file, changes, base, settings)?;
         drop(locked);
-        daemon.set_kept(kept);
+        daemon.set_saved_state(saved_state);
         Ok(merged)
     }
 
@@ -109,30 +109,34 @@ impl Start {
 }
 
 /// The state of the process that this one takes over from.
-pub(super) struct Heritage {
+pub(super) struct PreviousState {
     /// `None`: nothing is kept.
     path: Option<PathBuf>,
-    /// The life of the previous process.
-    before: Life,
-    pub(super) life: Life,
+    /// The options of the previous process.
+    before: ProcessOptions,
+    pub(super) options: ProcessOptions,
 }
 
-impl Heritage {
+impl PreviousState {
     /// Reads the state file that the options of both processes name.
     ///
     /// # Errors
     ///
     /// When the state file cannot be understood.
-    pub(super) fn read(before: Life, mut life: Life, args: &ServeArgs) -> Result<Self> {
-        let path = kept::place(args.state.as_deref(), args.control.as_deref())?;
+    pub(super) fn read(
+        before: ProcessOptions,
+        mut options: ProcessOptions,
+        args: &ServeArgs,
+    ) -> Result<Self> {
+        let path = saved_state::place(args.state.as_deref(), args.control.as_deref())?;
         if let Some(path) = &path {
             StateFile::take_over(path)?;
             let option = state_option(path);
-            if !life.arguments.contains(&option) {
-                life.arguments.push(option);
+            if !options.arguments.contains(&option) {
+                options.arguments.push(option);
             }
         }
-        Ok(Self { path, before, life })
+        Ok(Self { path, before, options })
     }
 
     /// Continues the state, for a daemon that serves the exports of the previous process.
@@ -140,7 +144,7 @@ impl Heritage {
     /// # Errors
     ///
     /// When the state file cannot be read or written.
-    pub(super) fn go_on(
+    pub(super) fn resume(
         &self,
         of_file: Option<&[ExportSpec]>,
         settings: Settings,
@@ -151,19 +155,19 @@ impl Heritage {
         if changes.started.is_empty() {
             changes.started.clone_from(&self.before.arguments);
         }
-        let first = Life { arguments: changes.started.clone(), ..self.before.clone() };
+        let first = ProcessOptions { arguments: changes.started.clone(), ..self.before.clone() };
         changes.upgraded = self.added_to(&first)?;
-        let mut base = first.options()?.args.exports()?;
+        let mut base = first.parse()?.args.exports()?;
         base.extend(of_file.into_iter().flatten().cloned());
-        let (kept, _) = Kept::begin(file, changes, base, settings)?;
-        daemon.set_kept(kept);
+        let (saved_state, _) = SavedState::begin(file, changes, base, settings)?;
+        daemon.set_saved_state(saved_state);
         daemon.keep_all(&daemon.changes())
     }
 
     /// The options that upgrades have added.
-    fn added_to(&self, first: &Life) -> Result<Vec<String>> {
+    fn added_to(&self, first: &ProcessOptions) -> Result<Vec<String>> {
         let known = first.log_options()?;
-        let all = self.life.arguments.iter().skip(first.arguments.len());
+        let all = self.options.arguments.iter().skip(first.arguments.len());
         let is_new = |option: &&String| !known.contains(option) && !option.starts_with(STATE);
         Ok(all.filter(is_new).cloned().collect())
     }

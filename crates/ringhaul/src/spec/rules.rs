@@ -3,20 +3,20 @@
 use std::time::Instant;
 
 use super::{DeviceSpec, ExportSpec, UnitSettings};
-use crate::disk_rules::{DiskRules, LimitGroups, LimitSpec, RulesChange};
+use crate::qos::{LimitGroups, LimitSpec, QosChange, QosSpec};
 
 impl ExportSpec {
     /// Applies its limits to the groups that its disks have joined. Limits that units name
-    /// themselves replace the usual ones. The export was requested at `asked`.
-    pub(crate) fn name_limits(&self, groups: &LimitGroups, asked: Instant) {
+    /// themselves replace the usual ones. The export was requested at `requested_at`.
+    pub(crate) fn apply_group_limits(&self, groups: &LimitGroups, requested_at: Instant) {
         let usual = &self.settings.rules;
         match &self.device {
-            DeviceSpec::Blk(_) => groups.name_limits(&usual.limits, asked),
+            DeviceSpec::Blk(_) => groups.apply_group_limits(&usual.limits, requested_at),
             DeviceSpec::Scsi(units) => {
                 let mut settings: Vec<_> = units.iter().map(|unit| &unit.settings).collect();
                 settings.sort_by_key(|settings| settings.names_limits());
                 let limits = settings.iter().map(|own| own.rules(usual).limits);
-                limits.for_each(|limits| groups.name_limits(&limits, asked));
+                limits.for_each(|limits| groups.apply_group_limits(&limits, requested_at));
             }
         }
     }
@@ -27,8 +27,8 @@ impl ExportSpec {
     }
 
     /// Fills in the limits of groups that have changed since the export was requested.
-    pub(crate) fn fill_newer_limits(&mut self, groups: &LimitGroups, asked: Instant) {
-        self.fill_limits_by(|limits| groups.fill_newer(limits, asked));
+    pub(crate) fn fill_newer_limits(&mut self, groups: &LimitGroups, requested_at: Instant) {
+        self.fill_limits_by(|limits| groups.fill_newer(limits, requested_at));
     }
 
     fn fill_limits_by(&mut self, fill: impl Fn(&mut LimitSpec)) {
@@ -37,9 +37,9 @@ impl ExportSpec {
         fill(usual);
         if let DeviceSpec::Scsi(units) = &mut self.device {
             for own in units.iter_mut().filter_map(|unit| unit.settings.limits.as_mut()) {
-                let mut limits = before.changed(own);
+                let mut limits = before.with_change(own);
                 fill(&mut limits);
-                *own = limits.change_from(usual);
+                *own = limits.diff_from(usual);
             }
         }
     }
@@ -47,9 +47,9 @@ impl ExportSpec {
 
 impl UnitSettings {
     /// The rules of its disk, in an export with these usual rules.
-    pub(crate) fn rules(&self, usual: &DiskRules) -> DiskRules {
+    pub(crate) fn rules(&self, usual: &QosSpec) -> QosSpec {
         let Self { limits, rerror, werror, .. } = self;
-        usual.changed(&RulesChange { limits: limits.clone(), rerror: *rerror, werror: *werror })
+        usual.with_change(&QosChange { limits: limits.clone(), rerror: *rerror, werror: *werror })
     }
 
     /// Returns true if the unit itself names limits.
@@ -58,19 +58,19 @@ impl UnitSettings {
     }
 
     /// Sets the rules, in an export with these usual rules.
-    pub(crate) fn set_rules(&mut self, rules: &DiskRules, usual: &DiskRules) {
-        self.limits = Some(rules.limits.change_from(&usual.limits));
+    pub(crate) fn set_rules(&mut self, rules: &QosSpec, usual: &QosSpec) {
+        self.limits = Some(rules.limits.diff_from(&usual.limits));
         (self.rerror, self.werror) = (Some(rules.rerror), Some(rules.werror));
     }
 
     /// Sets the rules, for an export with any usual rules. The limits of a group are left to the
     /// group, unless the unit itself names them.
-    pub(crate) fn set_rules_in_full(&mut self, rules: &DiskRules) {
+    pub(crate) fn set_rules_in_full(&mut self, rules: &QosSpec) {
         let limits = match &rules.limits.group {
             Some(group) if !self.names_limits() => {
                 LimitSpec { group: Some(group.clone()), ..LimitSpec::default() }
             }
-            _ => rules.limits.in_full(),
+            _ => rules.limits.as_full_change(),
         };
         self.limits = Some(limits);
         (self.rerror, self.werror) = (Some(rules.rerror), Some(rules.werror));

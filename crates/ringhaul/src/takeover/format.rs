@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::control::handed::{ExportProgress, HandedExport, HandedOpening};
-use crate::export::EndpointState;
+use crate::control::hand_over_state::{ExportProgress, HandedExport, HandedOpening};
+use crate::endpoint::EndpointState;
 use crate::settings::SettingsChange;
 use crate::spec::ExportSpec;
 
@@ -45,7 +45,8 @@ pub(super) struct Begin {
 pub(super) struct Description {
     pub(super) version: String,
     pub(super) process: u32,
-    pub(super) life: Life,
+    #[serde(rename = "life")]
+    pub(super) options: ProcessOptions,
     pub(super) control: Option<EndpointState>,
     pub(super) exports: Vec<HandedExport>,
     pub(super) opening: Vec<HandedOpening>,
@@ -54,7 +55,7 @@ pub(super) struct Description {
 /// The start of a process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct Life {
+pub(crate) struct ProcessOptions {
     /// The working directory, at which relative paths begin.
     pub(crate) directory: PathBuf,
     /// Arguments of `ringhaul serve`.
@@ -66,7 +67,7 @@ pub(crate) struct Life {
 /// The state of the old process while its queues do not run.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(super) struct Standstill {
+pub(super) struct PausedState {
     /// The time at which the first queue was told to stop, in nanoseconds of CLOCK_MONOTONIC.
     pub(super) since_ns: u64,
     /// The settings that have changed since the start, perhaps after the description.
@@ -79,7 +80,7 @@ pub(super) struct Standstill {
     pub(super) debts: BTreeMap<String, Vec<u64>>,
 }
 
-impl Standstill {
+impl PausedState {
     /// Leaves out the parts that a process of this format does not understand.
     pub(super) fn for_format(mut self, format: u32) -> Self {
         if format == WITHOUT_DEBTS {
@@ -134,8 +135,8 @@ mod tests {
         for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_4, WITHOUT_DEBTS)] {
             let (description, stored): (Description, _) = parsed(sample, "description");
             assert_eq!(serde_json::to_value(description).unwrap(), stored);
-            let (standstill, stored): (Standstill, _) = parsed(sample, "standstill");
-            let written = serde_json::to_value(standstill.for_format(format)).unwrap();
+            let (paused_state, stored): (PausedState, _) = parsed(sample, "standstill");
+            let written = serde_json::to_value(paused_state.for_format(format)).unwrap();
             assert_eq!(written, stored);
         }
         assert_eq!(FORMAT, 5, "the sample is of this format");
@@ -143,9 +144,9 @@ mod tests {
 
     #[test]
     fn a_process_of_the_format_before_hears_nothing_of_debts() {
-        let (standstill, _): (Standstill, Value) = parsed(SAMPLE, "standstill");
-        let (_, stored): (Standstill, Value) = parsed(SAMPLE_4, "standstill");
-        let written = serde_json::to_value(standstill.for_format(WITHOUT_DEBTS)).unwrap();
+        let (paused_state, _): (PausedState, Value) = parsed(SAMPLE, "standstill");
+        let (_, stored): (PausedState, Value) = parsed(SAMPLE_4, "standstill");
+        let written = serde_json::to_value(paused_state.for_format(WITHOUT_DEBTS)).unwrap();
         assert_eq!(written, stored);
         for (formats, common) in [
             (&[5, 4][..], Some(5)),

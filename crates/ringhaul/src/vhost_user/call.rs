@@ -17,8 +17,8 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};
 
-use super::examiner::{Examiner, RelayPlace};
-use super::foreign::{ForeignFd, Kind};
+use super::examiner::{Examiner, RelaySlot};
+use super::peer_fds::{Kind, PeerFd};
 
 /// The thread's pause after its wait failed for lack of memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
@@ -60,14 +60,14 @@ struct Shared {
 struct Target {
     /// The queue announces calls here.
     eventfd: OwnedFd,
-    fd: ForeignFd,
+    fd: PeerFd,
     is_pipe: bool,
 }
 
 impl Call {
     /// The call descriptor that a front-end has brought; `what` names it.
     pub(super) fn new(
-        fd: ForeignFd,
+        fd: PeerFd,
         what: &str,
         relay: &mut CallRelay,
         examiner: &Arc<Examiner>,
@@ -92,7 +92,7 @@ impl Call {
         }
         let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let target = Arc::new(Target { eventfd, fd, is_pipe });
-        let shared = relay.started(examiner)?;
+        let shared = relay.shared(examiner)?;
         shared.targets().push(Arc::clone(&target));
         shared.wake();
         Ok(Self::Relayed(Relayed { target, shared }))
@@ -107,7 +107,7 @@ impl Call {
     }
 
     /// The descriptor that the front-end has brought.
-    pub(super) fn brought(&self) -> BorrowedFd<'_> {
+    pub(super) fn peer_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Eventfd(fd) => fd.as_fd(),
             Self::Relayed(relayed) => relayed.target.fd.as_fd(),
@@ -124,11 +124,11 @@ impl Drop for Relayed {
 
 impl CallRelay {
     /// Returns the part that is shared with the thread. Starts the thread on the first call.
-    fn started(&mut self, examiner: &Arc<Examiner>) -> io::Result<Arc<Shared>> {
+    fn shared(&mut self, examiner: &Arc<Examiner>) -> io::Result<Arc<Shared>> {
         if let Some(shared) = &self.shared {
             return Ok(Arc::clone(shared));
         }
-        let place = RelayPlace::take(examiner).ok_or_else(|| {
+        let place = RelaySlot::take(examiner).ok_or_else(|| {
             let text = "call descriptors of earlier front-ends still hang; use an eventfd";
             io::Error::new(io::ErrorKind::ResourceBusy, text)
         })?;
@@ -140,7 +140,7 @@ impl CallRelay {
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("ringhaul-call".into());
         thread.spawn(move || {
-            of_thread.pass_on();
+            of_thread.relay_calls();
             drop(place);
         })?;
         self.shared = Some(Arc::clone(&shared));
@@ -168,7 +168,7 @@ impl Shared {
     }
 
     /// Passes calls on until the relay has been dropped.
-    fn pass_on(&self) {
+    fn relay_calls(&self) {
         while !self.has_ended.load(Ordering::Acquire) {
             let targets = self.targets().clone();
             let eventfds = targets.iter().map(|target| &target.eventfd).chain([&self.wake]);
@@ -231,7 +231,7 @@ mod tests {
         }
 
         fn call(&mut self, fd: impl Into<OwnedFd>) -> io::Result<Call> {
-            let fd = ForeignFd::new(fd.into(), Arc::clone(&self.examiner));
+            let fd = PeerFd::new(fd.into(), Arc::clone(&self.examiner));
             Call::new(fd, "a call of queue 0", &mut self.relay, &self.examiner)
         }
 

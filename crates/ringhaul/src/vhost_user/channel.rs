@@ -16,8 +16,8 @@ use rustix::net::{
 };
 
 use super::examiner::Examiner;
-use super::foreign::{ForeignFd, OwnSocket, PeerSocket};
 use super::message::{HEADER_BYTES, Header};
+use super::peer_fds::{ConnectionId, PeerFd, PeerSocket};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
 const MAX_FDS: usize = 253;
@@ -29,7 +29,7 @@ pub(super) const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
 pub(super) struct Message {
     pub(super) header: Header,
     pub(super) body: Vec<u8>,
-    pub(super) fds: Vec<ForeignFd>,
+    pub(super) fds: Vec<PeerFd>,
     /// The reason that some of its descriptors are missing.
     pub(super) lost_fds: Option<String>,
 }
@@ -42,7 +42,7 @@ pub(super) enum Received {
     /// The front-end has closed the connection, or it broke.
     Closed(Option<io::Error>),
     /// The bytes are not vhost-user, and nothing after them can be understood.
-    Nonsense(String),
+    Invalid(String),
 }
 
 /// A connected Unix socket. It may be non-blocking or not, and other processes that share it may
@@ -54,7 +54,7 @@ pub(super) struct Channel {
     pub(super) input: Vec<u8>,
     /// The header of the incoming message, once it is complete.
     header: Option<Header>,
-    pub(super) fds: Vec<ForeignFd>,
+    pub(super) fds: Vec<PeerFd>,
     pub(super) lost_fds: Option<String>,
     /// The time of the first byte of the incoming message.
     input_since: Option<Instant>,
@@ -89,13 +89,13 @@ impl Channel {
         self.socket.is_lent = is_lent;
     }
 
-    pub(super) fn own(&self) -> OwnSocket {
-        OwnSocket::of(&self.socket)
+    pub(super) fn connection_id(&self) -> ConnectionId {
+        ConnectionId::from_socket(&self.socket)
     }
 
     /// Continues where another process has stopped: with its partly read message and its unsent
     /// answer.
-    pub(super) fn go_on(&mut self, input: Vec<u8>, output: Vec<u8>, now: Instant) {
+    pub(super) fn restore(&mut self, input: Vec<u8>, output: Vec<u8>, now: Instant) {
         self.input_since = (!input.is_empty()).then_some(now);
         (self.input, self.output) = (input, output);
     }
@@ -127,7 +127,7 @@ impl Channel {
                     self.lost_fds = Some(why);
                 }
                 if self.fds.len() > expected_fds {
-                    return Received::Nonsense("more descriptors than a header can bring".into());
+                    return Received::Invalid("more descriptors than a header can bring".into());
                 }
                 continue;
             }
@@ -137,7 +137,7 @@ impl Channel {
             if let Some(bytes) = self.input.first_chunk() {
                 let header = Header::decode(bytes);
                 if let Some(fault) = header.fault() {
-                    return Received::Nonsense(fault);
+                    return Received::Invalid(fault);
                 }
                 self.header = Some(header);
             }
@@ -167,7 +167,7 @@ impl Channel {
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
                 let examiner = &self.examiner;
-                self.fds.extend(fds.map(|fd| ForeignFd::new(fd, Arc::clone(examiner))));
+                self.fds.extend(fds.map(|fd| PeerFd::new(fd, Arc::clone(examiner))));
             }
         }
         if received.as_ref().is_ok_and(|received| received.flags.contains(ReturnFlags::CTRUNC)) {

@@ -17,14 +17,14 @@ use super::call::{Call, CallRelay};
 use super::channel::Message;
 use super::config;
 use super::describe::describe;
-use super::foreign::{ForeignFd, OwnSocket};
 use super::inflight::{self, Inflight};
 use super::load::Load;
 use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
-use super::ring::{RingState, invalid, is_of_ring, note, ring_size};
+use super::peer_fds::{ConnectionId, PeerFd};
+use super::ring::{RingState, invalid, is_ring_fault, keep_first, ring_size};
 use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
 use super::undo::Undo;
@@ -45,7 +45,7 @@ pub(super) struct Connection {
     /// The socket for messages from the back-end.
     pub(super) backend_channel: Option<OwnedFd>,
     /// The socket that messages come from.
-    pub(super) own: OwnSocket,
+    pub(super) id: ConnectionId,
     /// The relay for call descriptors that are not eventfds.
     pub(super) relay: CallRelay,
     /// The ring of requests that concern the requests in all rings.
@@ -73,7 +73,7 @@ impl Connection {
             rings_need_enable: false,
             status: 0,
             backend_channel: None,
-            own: OwnSocket::default(),
+            id: ConnectionId::default(),
             relay: CallRelay::default(),
             control_ring,
             control_is_due: false,
@@ -89,7 +89,7 @@ impl Connection {
 
     /// Requests that were taken and are not answered.
     pub(super) fn load(&self) -> Load {
-        Load::of(self.rings.iter().map(RingState::load))
+        Load::from_rings(self.rings.iter().map(RingState::load))
     }
 
     /// Returns a ring that the front-end has started without sharing any memory.
@@ -126,14 +126,14 @@ impl Connection {
         let Message { header, body, fds, lost_fds } = message;
         if let Some(why) = lost_fds {
             let text = format!("descriptors of message {} are lost; {why}", header.code);
-            return Outcome::Refuse(Refusal::to_be_heard(text));
+            return Outcome::Refuse(Refusal::needing_ack(text));
         }
         let request = match Request::decode(header.code, &body) {
             Ok(request) => request,
             Err(DecodeError::UnknownCode) => return Outcome::not_offered(header.code),
             Err(DecodeError::BadBody) => {
                 let text = format!("message {} with {} bytes", header.code, body.len());
-                return Outcome::Refuse(Refusal::to_be_heard(text));
+                return Outcome::Refuse(Refusal::needing_ack(text));
             }
         };
         if request.needed_features() & !self.protocol_features != 0 {
@@ -142,12 +142,12 @@ impl Connection {
         let expected = request.expected_fds();
         if !expected.contains(&fds.len()) {
             let text = format!("message {} with {} descriptors", header.code, fds.len());
-            return Outcome::Refuse(Refusal::to_be_heard(text));
+            return Outcome::Refuse(Refusal::needing_ack(text));
         }
         self.carry_out(request, fds).unwrap_or_else(Outcome::Refuse)
     }
 
-    fn carry_out(&mut self, request: Request, fds: Vec<ForeignFd>) -> Result<Outcome, Refusal> {
+    fn carry_out(&mut self, request: Request, fds: Vec<PeerFd>) -> Result<Outcome, Refusal> {
         let number = |value: u64| Ok(Outcome::Answer(value.to_ne_bytes().to_vec()));
         match request {
             Request::SetOwner => Ok(Outcome::Done),
@@ -164,10 +164,10 @@ impl Connection {
             }
             Request::SetProtocolFeatures(features) => self.set_protocol_features(features),
             Request::SetBackendReqFd => {
-                let channel = fds.into_iter().next().map(|fd| fd.into_unix_socket(&self.own));
+                let channel = fds.into_iter().next().map(|fd| fd.into_unix_socket(&self.id));
                 let channel = channel.transpose()?;
                 if let Some(before) = std::mem::replace(&mut self.backend_channel, channel) {
-                    drop(ForeignFd::new(before, Arc::clone(&self.setup.examiner)));
+                    drop(PeerFd::new(before, Arc::clone(&self.setup.examiner)));
                 }
                 Ok(Outcome::Done)
             }
@@ -187,15 +187,15 @@ impl Connection {
                 Ok(self.map(false, vec![region], fds, Purpose::Inflight(area)))
             }
             Request::RemMemReg(region) => {
-                let memory = self.memory.without(&region).map_err(Refusal::to_be_heard)?;
+                let memory = self.memory.without(&region).map_err(Refusal::needing_ack)?;
                 Ok(self.begin(Change::Memory(memory)))
             }
             ring => self.change_ring(ring, fds.into_iter().next()),
         }
     }
 
-    fn change_ring(&mut self, request: Request, fd: Option<ForeignFd>) -> Result<Outcome, Refusal> {
-        let eventfd = |fd: Option<ForeignFd>, what: &str, index: u8| {
+    fn change_ring(&mut self, request: Request, fd: Option<PeerFd>) -> Result<Outcome, Refusal> {
+        let eventfd = |fd: Option<PeerFd>, what: &str, index: u8| {
             fd.map(|fd| fd.into_eventfd(&format!("a {what} of queue {index}"))).transpose()
         };
         let change = match request {
@@ -238,7 +238,7 @@ impl Connection {
                     _ if !self.rings_need_enable => {
                         let text = "a ring is enabled or disabled, and protocol features were \
                                     not negotiated";
-                        return Err(Refusal::to_be_heard(text));
+                        return Err(Refusal::needing_ack(text));
                     }
                     0 => Change::Disable(index),
                     1 => {
@@ -246,7 +246,7 @@ impl Connection {
                         self.rings[index].settings.enabled = true;
                         return Ok(self.start(index..index + 1, Start::without_answer(undo)));
                     }
-                    _ => return Err(Refusal::to_be_heard(format!("ring enable {value}"))),
+                    _ => return Err(Refusal::needing_ack(format!("ring enable {value}"))),
                 }
             }
             _ => unreachable!("it is about a ring"),
@@ -269,12 +269,12 @@ impl Connection {
         let unknown = features & !config::protocol_features(&self.setup.device);
         if unknown != 0 {
             let text = format!("protocol features {unknown:#x}, which were not offered");
-            return Err(Refusal::to_be_heard(text));
+            return Err(Refusal::needing_ack(text));
         }
         let region = protocol_feature::INFLIGHT_SHMFD;
         if features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0 && features & region == 0 {
             let text = "requests may be left in an inflight region, and there can be none";
-            return Err(Refusal::to_be_heard(text));
+            return Err(Refusal::needing_ack(text));
         }
         self.protocol_features = features;
         Ok(Outcome::Done)
@@ -284,14 +284,14 @@ impl Connection {
         let unknown = features & !(self.setup.device.features() | F_PROTOCOL_FEATURES);
         if unknown != 0 {
             let text = format!("features {unknown:#x}, which were not offered");
-            return Err(Refusal::to_be_heard(text));
+            return Err(Refusal::needing_ack(text));
         }
         Ok(self.begin(Change::Features(features)))
     }
 
     fn set_status(&mut self, status: u64) -> Result<Outcome, Refusal> {
         let status = u8::try_from(status)
-            .map_err(|_| Refusal::to_be_heard(format!("device status {status:#x}")))?;
+            .map_err(|_| Refusal::needing_ack(format!("device status {status:#x}")))?;
         if status == 0 {
             // Front-ends also send status 0 to pause their guest. Its driver does not notice, and
             // keeps its `writeback`.
@@ -306,12 +306,12 @@ impl Connection {
         &mut self,
         beside: bool,
         regions: Vec<Region>,
-        fds: Vec<ForeignFd>,
+        fds: Vec<PeerFd>,
         purpose: Purpose,
     ) -> Outcome {
         // With all other rules no file system is asked before the file is known to be memory.
         let waits =
-            self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(ForeignFd::is_sealable);
+            self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(PeerFd::is_sealable);
         let rules = self.setup.rules.clone();
         let SharedMemory { map, files } = &self.memory;
         let before = beside.then(|| (Arc::clone(map), files.clone()));
@@ -332,7 +332,7 @@ impl Connection {
         let Purpose::Inflight(area) = purpose else { return self.begin(Change::Memory(memory)) };
         match Inflight::new(area, memory) {
             Ok(inflight) => self.begin(Change::Inflight(inflight)),
-            Err(error) => Outcome::Refuse(Refusal::to_be_heard(error)),
+            Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
         }
     }
 
@@ -364,7 +364,9 @@ impl Connection {
                 // Rings may not fit: a region that grows is removed and added again.
                 undo = None;
             }
-            Change::Inflight(brought) => self.inflight = Some(brought.recalled(&self.setup.device)),
+            Change::Inflight(region) => {
+                self.inflight = Some(region.restore_writeback(&self.setup.device))
+            }
             Change::Size(index, size) => self.rings[index].settings.size = size,
             Change::Addresses(index, addresses) => {
                 self.rings[index].settings.addresses = Some(addresses);
@@ -405,7 +407,7 @@ impl Connection {
 
     fn undo(&self, rings: Range<usize>) -> Undo {
         let Self { inflight, setup, rings_need_enable, .. } = self;
-        Undo::of(&self.rings, rings, &setup.device, inflight.as_ref(), *rings_need_enable)
+        Undo::new(&self.rings, rings, &setup.device, inflight.as_ref(), *rings_need_enable)
     }
 
     fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
@@ -422,7 +424,7 @@ impl Connection {
         let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
         let (memory, ring) = (&self.memory.map, &mut self.rings[ring]);
         if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
-            note(&mut self.failure, error);
+            keep_first(&mut self.failure, error);
         }
     }
 
@@ -458,7 +460,7 @@ impl Connection {
             }
             // Without the queue the guest would hang. If the ring itself does not fit, the memory
             // may still change.
-            (Err(error), Start { undo: None, .. }) if !is_of_ring(&error) => {
+            (Err(error), Start { undo: None, .. }) if !is_ring_fault(&error) => {
                 Outcome::End(error.to_string())
             }
             (_, Start { unmapped: Some(unmapped), .. }) => Outcome::Later(Work::Unmap(unmapped)),
@@ -470,13 +472,13 @@ impl Connection {
 
     /// Drops everything that the front-end has brought and its driver has negotiated. The result
     /// comes when its memory is unmapped; `None`: it is.
-    pub(super) fn let_go(&mut self) -> Option<Pending<()>> {
+    pub(super) fn release(&mut self) -> Option<Pending<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
         self.relay = CallRelay::default();
         self.inflight = None;
         if let Some(channel) = self.backend_channel.take() {
-            drop(ForeignFd::new(channel, Arc::clone(&self.setup.examiner)));
+            drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
         }
         self.setup.device.reset();
         self.unmap(memory)

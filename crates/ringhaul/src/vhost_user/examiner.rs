@@ -9,7 +9,7 @@ use virtqueue::GuestMemory;
 
 /// The maximum of descriptors that are still open after their messages because a thread hangs. At
 /// the maximum no message is read.
-const LEFT_MAX: usize = 512;
+const UNCLOSED_MAX: usize = 512;
 
 /// Threads that examine and map memory. If one hangs, the rest serve the next front-end.
 const MAP_THREADS: usize = 4;
@@ -27,9 +27,9 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Runs work that may hang. Each export has an examiner, so that none exhausts the threads of
 /// another. A thread exists only while it has work.
 pub struct Examiner {
-    closes: Arc<Lane>,
-    maps: Arc<Lane>,
-    unmaps: Arc<Lane>,
+    closes: Arc<JobQueue>,
+    maps: Arc<JobQueue>,
+    unmaps: Arc<JobQueue>,
     /// Open descriptors of front-ends that no ring, memory or channel has taken over: in messages,
     /// of relayed calls, or to be closed.
     open: AtomicUsize,
@@ -41,11 +41,12 @@ pub struct Examiner {
 
 impl Default for Examiner {
     fn default() -> Self {
-        let lane = |name, threads_max| Arc::new(Lane { name, threads_max, jobs: Mutex::default() });
+        let queue =
+            |name, threads_max| Arc::new(JobQueue { name, threads_max, jobs: Mutex::default() });
         Self {
-            closes: lane("ringhaul-close", 1),
-            maps: lane("ringhaul-map", MAP_THREADS),
-            unmaps: lane("ringhaul-unmap", 1),
+            closes: queue("ringhaul-close", 1),
+            maps: queue("ringhaul-map", MAP_THREADS),
+            unmaps: queue("ringhaul-unmap", 1),
             open: AtomicUsize::new(0),
             open_max: AtomicUsize::new(usize::MAX),
             relays: AtomicUsize::new(0),
@@ -72,7 +73,7 @@ impl Examiner {
     /// Returns true if earlier messages have left the maximum of open descriptors. Called between
     /// messages.
     pub(super) fn is_full(&self) -> bool {
-        self.open() >= LEFT_MAX.min(self.open_max())
+        self.open() >= UNCLOSED_MAX.min(self.open_max())
     }
 
     /// Returns the reason that new descriptors cannot be kept, if so. Rings and memory have `rings`
@@ -142,24 +143,24 @@ impl Drop for Counted {
 }
 
 /// The right to have one thread that passes calls on, until this is dropped.
-pub(super) struct RelayPlace(Arc<Examiner>);
+pub(super) struct RelaySlot(Arc<Examiner>);
 
-impl RelayPlace {
+impl RelaySlot {
     /// Returns `None` if too many such threads hang.
     pub(super) fn take(examiner: &Arc<Examiner>) -> Option<Self> {
-        let place = Self(Arc::clone(examiner));
-        (examiner.relays.fetch_add(1, Ordering::Relaxed) < RELAYS_MAX).then_some(place)
+        let slot = Self(Arc::clone(examiner));
+        (examiner.relays.fetch_add(1, Ordering::Relaxed) < RELAYS_MAX).then_some(slot)
     }
 }
 
-impl Drop for RelayPlace {
+impl Drop for RelaySlot {
     fn drop(&mut self) {
         self.0.relays.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// Jobs of one kind, and the threads that run them.
-struct Lane {
+struct JobQueue {
     name: &'static str,
     threads_max: usize,
     jobs: Mutex<Jobs>,
@@ -172,7 +173,7 @@ struct Jobs {
     threads: usize,
 }
 
-impl Lane {
+impl JobQueue {
     fn run(self: &Arc<Self>, job: Job) {
         let mut jobs = self.jobs();
         jobs.waiting.push_back(job);
@@ -225,10 +226,10 @@ pub(super) mod tests {
         (Box::new(move || receiver.recv().unwrap_or_default()), sender)
     }
 
-    fn hang_in(lane: &Arc<Lane>) -> mpsc::Sender<()> {
+    fn hang_in(queue: &Arc<JobQueue>) -> mpsc::Sender<()> {
         let (job, sender) = hang();
-        lane.run(job);
-        wait_until(|| lane.jobs().waiting.is_empty());
+        queue.run(job);
+        wait_until(|| queue.jobs().waiting.is_empty());
         sender
     }
 
@@ -260,9 +261,9 @@ pub(super) mod tests {
         }
 
         pub(in super::super) fn is_idle(&self) -> bool {
-            let lanes = [&self.closes, &self.maps, &self.unmaps];
+            let queues = [&self.closes, &self.maps, &self.unmaps];
             let relays = self.relays.load(Ordering::Relaxed);
-            relays == 0 && lanes.iter().all(|lane| lane.jobs().threads == 0)
+            relays == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
         }
     }
 

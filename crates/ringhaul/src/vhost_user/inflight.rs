@@ -31,7 +31,7 @@ impl Inflight {
 
     /// Restores to the device the `writeback` that the previous process noted in the region:
     /// front-ends do not repeat a driver's earlier write to the configuration space.
-    pub(super) fn recalled(self, device: &Device) -> Self {
+    pub(super) fn restore_writeback(self, device: &Device) -> Self {
         if let (Device::Blk(_), Some(writeback)) = (device, self.region.note()) {
             // The field exists and takes any value.
             let _ = device.write_config(WRITEBACK_OFFSET, &[writeback]);
@@ -40,7 +40,7 @@ impl Inflight {
     }
 
     /// Notes the `writeback` that the driver chose, before its write is acknowledged.
-    pub(super) fn note(&self, device: &Device) {
+    pub(super) fn store_writeback(&self, device: &Device) {
         if let Device::Blk(_) = device
             && let [writeback] = device.read_config(WRITEBACK_OFFSET, 1)[..]
         {

@@ -13,7 +13,7 @@ pub struct Load {
     /// Queues with such requests, in order.
     pub(crate) queues: Vec<QueueLoad>,
     /// True if IoThreads have seen all their commands.
-    pub has_heard: bool,
+    pub has_taken_commands: bool,
 }
 
 /// Unanswered requests of one queue, as of its last run.
@@ -26,7 +26,7 @@ pub(crate) struct QueueLoad {
 }
 
 impl QueueLoad {
-    pub(super) fn of(watch: &QueueView) -> Self {
+    pub(super) fn from_view(watch: &QueueView) -> Self {
         Self { index: 0, requests: watch.requests(), large_bytes: watch.large_bytes() }
     }
 }
@@ -34,15 +34,15 @@ impl QueueLoad {
 impl Load {
     /// Collects the loads of a device's rings. The flag is true if the IoThread of the ring has
     /// seen all its commands.
-    pub(super) fn of(rings: impl Iterator<Item = (QueueLoad, bool)>) -> Self {
-        let (mut queues, mut has_heard) = (Vec::new(), true);
-        for (index, (queue, heard)) in (0..).zip(rings) {
-            has_heard &= heard;
+    pub(super) fn from_rings(rings: impl Iterator<Item = (QueueLoad, bool)>) -> Self {
+        let (mut queues, mut has_taken_commands) = (Vec::new(), true);
+        for (index, (queue, has_taken)) in (0..).zip(rings) {
+            has_taken_commands &= has_taken;
             if queue.requests > 0 {
                 queues.push(QueueLoad { index, ..queue });
             }
         }
-        Self { queues, has_heard }
+        Self { queues, has_taken_commands }
     }
 
     /// The number of requests.
@@ -106,7 +106,7 @@ mod tests {
 
     fn load(rings: &[(u32, u64)]) -> Load {
         let ring = |(requests, large_bytes)| QueueLoad { index: 0, requests, large_bytes };
-        Load::of(rings.iter().map(|ring_load| (ring(*ring_load), true)))
+        Load::from_rings(rings.iter().map(|ring_load| (ring(*ring_load), true)))
     }
 
     #[test]
@@ -129,8 +129,12 @@ mod tests {
         assert_eq!((many.requests(), text.matches("queue ").count()), (9, 4), "{text}");
         let end = ", 5 more queues: 5 requests are not answered, each of at most 128 KiB";
         assert!(text.ends_with(end), "{text}");
-        let has_heard =
-            |heard: [bool; 2]| Load::of(heard.map(|it| (QueueLoad::default(), it)).into_iter());
-        assert!(has_heard([true; 2]).has_heard && !has_heard([true, false]).has_heard);
+        let has_taken_commands = |has_taken: [bool; 2]| {
+            Load::from_rings(has_taken.map(|it| (QueueLoad::default(), it)).into_iter())
+        };
+        assert!(
+            has_taken_commands([true; 2]).has_taken_commands
+                && !has_taken_commands([true, false]).has_taken_commands
+        );
     }
 }

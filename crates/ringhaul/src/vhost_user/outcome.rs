@@ -40,24 +40,24 @@ impl Outcome {
 pub(super) struct Refusal {
     pub(super) text: String,
     /// True if front-end and device would disagree unless the front-end learns of the refusal.
-    pub(super) must_be_heard: bool,
+    pub(super) needs_ack: bool,
 }
 
 impl Refusal {
-    pub(super) fn to_be_heard(error: impl std::fmt::Display) -> Self {
-        Self { text: error.to_string(), must_be_heard: true }
+    pub(super) fn needing_ack(error: impl std::fmt::Display) -> Self {
+        Self { text: error.to_string(), needs_ack: true }
     }
 
     /// A refusal that a guest can cause, or of a message that was never offered: nothing depends on
     /// it.
     pub(super) fn harmless(text: impl std::fmt::Display) -> Self {
-        Self { text: text.to_string(), must_be_heard: false }
+        Self { text: text.to_string(), needs_ack: false }
     }
 }
 
 impl From<io::Error> for Refusal {
     fn from(error: io::Error) -> Self {
-        Self::to_be_heard(error)
+        Self::needing_ack(error)
     }
 }
 

@@ -49,11 +49,11 @@ enum Service {
     Running(QueueHandle),
     Stopping(Pending<u16>, QueueHandle, StopKind),
     /// A queue that was told to stop and then to resume. It resumes unless it has stopped already.
-    GoingOn(Pending<()>, Pending<u16>, QueueHandle),
+    Resuming(Pending<()>, Pending<u16>, QueueHandle),
 }
 
 /// The progress of a start or a stop.
-pub(super) enum Progress {
+pub(super) enum RingProgress {
     /// The queue runs or has stopped.
     Settled,
     /// The IoThread of the queue has not answered yet.
@@ -89,21 +89,21 @@ impl RingState {
     pub(super) fn begin_resume(&mut self, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Stopping(next_avail, handle, _) => {
-                let goes_on = handle.begin_resume();
-                goes_on.wake(waker);
-                self.service = Service::GoingOn(goes_on, next_avail, handle);
+                let resumed = handle.begin_resume();
+                resumed.wake(waker);
+                self.service = Service::Resuming(resumed, next_avail, handle);
             }
             other => self.service = other,
         }
     }
 
-    /// Marks the ring as stopping, or stopped, only to be [started again](Self::take_due).
+    /// Marks the ring as stopping, or stopped, only to be [started again](Self::take_paused).
     pub(super) fn set_paused(&mut self) {
         self.is_paused = true;
     }
 
     /// Returns true once, when the ring has paused.
-    pub(super) fn take_due(&mut self) -> bool {
+    pub(super) fn take_paused(&mut self) -> bool {
         self.is_stopped() && std::mem::take(&mut self.is_paused)
     }
 
@@ -161,21 +161,22 @@ impl RingState {
     }
 
     /// Takes the answer of the IoThread if it has come.
-    pub(super) fn progress(&mut self) -> Progress {
-        self.hear_whether_it_goes_on();
-        let ended = || Progress::Failed(io::Error::other("the IoThread of the queue has ended"));
+    pub(super) fn progress(&mut self) -> RingProgress {
+        self.check_resumed();
+        let ended =
+            || RingProgress::Failed(io::Error::other("the IoThread of the queue has ended"));
         match &self.service {
-            Service::Stopped | Service::Running(_) => Progress::Settled,
-            Service::GoingOn(..) => Progress::Busy,
+            Service::Stopped | Service::Running(_) => RingProgress::Settled,
+            Service::Resuming(..) => RingProgress::Busy,
             Service::Starting(handle) => match handle.check() {
-                Poll::Pending => Progress::Busy,
+                Poll::Pending => RingProgress::Busy,
                 Poll::Ready(Some(Ok(handle))) => {
                     self.service = Service::Running(handle);
-                    Progress::Settled
+                    RingProgress::Settled
                 }
                 Poll::Ready(Some(Err(error))) => {
                     (self.service, self.is_lost) = (Service::Stopped, true);
-                    Progress::Failed(match error {
+                    RingProgress::Failed(match error {
                         // The inflight region makes the queue unusable. Continuing without it would
                         // hang the guest, which has done nothing wrong.
                         StartError::Ring(QueueError::Inflight(_)) => io::Error::other(error),
@@ -191,11 +192,11 @@ impl RingState {
                 }
             },
             Service::Stopping(next_avail, ..) => match next_avail.check() {
-                Poll::Pending => Progress::Busy,
+                Poll::Pending => RingProgress::Busy,
                 Poll::Ready(Some(next_avail)) => {
                     self.next_avail = next_avail;
                     self.service = Service::Stopped;
-                    Progress::Settled
+                    RingProgress::Settled
                 }
                 Poll::Ready(None) => {
                     self.service = Service::Stopped;
@@ -205,10 +206,10 @@ impl RingState {
         }
     }
 
-    fn hear_whether_it_goes_on(&mut self) {
+    fn check_resumed(&mut self) {
         self.service = match std::mem::take(&mut self.service) {
-            Service::GoingOn(goes_on, next_avail, handle) => match goes_on.check() {
-                Poll::Pending => Service::GoingOn(goes_on, next_avail, handle),
+            Service::Resuming(resumed, next_avail, handle) => match resumed.check() {
+                Poll::Pending => Service::Resuming(resumed, next_avail, handle),
                 Poll::Ready(Some(())) => Service::Running(handle),
                 // The queue had already stopped.
                 Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::DriverGone),
@@ -222,7 +223,7 @@ impl RingState {
     }
 
     /// Returns true if the ring should serve requests when paused rings have resumed, and does not.
-    pub(super) fn is_missing(&self) -> bool {
+    pub(super) fn should_resume(&self) -> bool {
         self.settings.started && !self.is_lost && !self.is_running()
     }
 
@@ -235,7 +236,7 @@ impl RingState {
             Service::Stopped => QueueState::Stopped,
             Service::Starting(_) => QueueState::Starting,
             Service::Running(_) => QueueState::Running,
-            Service::Stopping(..) | Service::GoingOn(..) => QueueState::Stopping,
+            Service::Stopping(..) | Service::Resuming(..) => QueueState::Stopping,
         }
     }
 
@@ -245,10 +246,10 @@ impl RingState {
         match &self.service {
             Service::Stopped => (QueueLoad::default(), true),
             Service::Starting(_) => (QueueLoad::default(), false),
-            Service::Running(handle) => (QueueLoad::of(&handle.view()), true),
-            Service::Stopping(_, handle, _) | Service::GoingOn(_, _, handle) => {
+            Service::Running(handle) => (QueueLoad::from_view(&handle.view()), true),
+            Service::Stopping(_, handle, _) | Service::Resuming(_, _, handle) => {
                 let watch = handle.view();
-                (QueueLoad::of(&watch), watch.has_taken_commands())
+                (QueueLoad::from_view(&watch), watch.has_taken_commands())
             }
         }
     }
@@ -267,7 +268,7 @@ impl RingState {
             Service::Running(_)
             | Service::Starting(_)
             | Service::Stopping(..)
-            | Service::GoingOn(..) => None,
+            | Service::Resuming(..) => None,
         }
     }
 
@@ -334,8 +335,8 @@ pub(super) fn invalid(text: String) -> io::Error {
 }
 
 /// Keeps the first failure. A failure that is not the fault of a ring replaces one that is.
-pub(super) fn note(failure: &mut Option<io::Error>, error: io::Error) {
-    let is_graver = |before: &io::Error| is_of_ring(before) && !is_of_ring(&error);
+pub(super) fn keep_first(failure: &mut Option<io::Error>, error: io::Error) {
+    let is_graver = |before: &io::Error| is_ring_fault(before) && !is_ring_fault(&error);
     if failure.as_ref().is_none_or(is_graver) {
         *failure = Some(error);
     }
@@ -343,6 +344,6 @@ pub(super) fn note(failure: &mut Option<io::Error>, error: io::Error) {
 
 /// Returns true if the error is about the front-end's settings of a ring, or the guest's data in
 /// it.
-pub(super) fn is_of_ring(error: &io::Error) -> bool {
+pub(super) fn is_ring_fault(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::InvalidInput
 }

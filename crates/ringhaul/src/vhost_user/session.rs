@@ -12,13 +12,13 @@ use rustix::event::PollFlags;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::Connection;
-use super::hand_over::{SessionState, TakenOver};
 use super::load::Load;
 use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
-use super::ring::is_of_ring;
+use super::ring::is_ring_fault;
+use super::session_state::{RestoredSession, SessionState};
 use super::setup::SessionSetup;
-use crate::handed_fds::HandedFds;
+use crate::passed_fds::PassedFds;
 use crate::status::SessionDetails;
 
 /// The time that a front-end may be connected without a message, because another may wait for its
@@ -33,7 +33,7 @@ const NACK: [u8; 8] = 1_u64.to_ne_bytes();
 /// The result of a call of [`Session::progress`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Progress {
+pub enum SessionProgress {
     /// Nothing to do until the socket is ready as [`Session::interest`] says, the waker is woken or
     /// [`Session::deadline`] has come.
     Waiting,
@@ -67,9 +67,9 @@ pub struct Session {
     /// The deadline of the first message. `None` once it has come.
     silence: Option<Instant>,
     /// True if the session is to pause before the next message.
-    is_to_pause: bool,
+    pause_requested: bool,
     /// True if the front-end is to read the configuration space again after the pause.
-    has_changed: bool,
+    config_changed: bool,
 }
 
 enum Stage {
@@ -91,7 +91,7 @@ enum Stage {
     Ending(End),
     /// The connection is closed. The front-end's memory is unmapped before the next one is
     /// accepted.
-    Leaving {
+    Unmapping {
         end: End,
         unmapped: Pending<()>,
         since: Instant,
@@ -105,14 +105,14 @@ impl Session {
     pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
         let mut connection = Connection::new(setup);
-        connection.own = channel.own();
+        connection.id = channel.connection_id();
         Self {
             channel,
             connection,
             stage: Stage::Ready,
             silence: Some(now + SILENCE_LIMIT),
-            is_to_pause: false,
-            has_changed: false,
+            pause_requested: false,
+            config_changed: false,
         }
     }
 
@@ -125,19 +125,20 @@ impl Session {
     pub(crate) fn take_over(
         state: SessionState,
         setup: SessionSetup,
-        fds: &mut HandedFds,
+        fds: &mut PassedFds,
         now: Instant,
     ) -> io::Result<Self> {
         let silence = (!state.is_patient).then_some(now + SILENCE_LIMIT);
-        let TakenOver { channel, connection, has_changed } = state.take_over(setup, fds, now)?;
+        let RestoredSession { channel, connection, config_changed } =
+            state.take_over(setup, fds, now)?;
         let stage = Stage::Paused;
-        Ok(Self { channel, connection, stage, silence, is_to_pause: true, has_changed })
+        Ok(Self { channel, connection, stage, silence, pause_requested: true, config_changed })
     }
 
     /// Begins to pause: the session finishes its current message, stops reading, and stops its
     /// queues. The front-end notices only the pause.
     pub(crate) fn begin_pause(&mut self) {
-        self.is_to_pause = true;
+        self.pause_requested = true;
     }
 
     /// Returns true if waiting requests do not delay a pause.
@@ -153,7 +154,7 @@ impl Session {
     /// Ends a pause, or cancels one that was to come.
     pub(crate) fn begin_resume(&mut self) {
         self.channel.lend(false);
-        self.is_to_pause = false;
+        self.pause_requested = false;
     }
 
     /// Returns true if all rings that were to start again have.
@@ -166,21 +167,21 @@ impl Session {
     /// # Errors
     ///
     /// If no descriptor is left.
-    pub(crate) fn hand_over(&self, fds: &mut HandedFds) -> io::Result<SessionState> {
+    pub(crate) fn hand_over(&self, fds: &mut PassedFds) -> io::Result<SessionState> {
         assert!(self.is_paused(), "a queue may run");
-        SessionState::of(&self.channel, &self.connection, self.silence.is_none(), fds)
+        SessionState::new(&self.channel, &self.connection, self.silence.is_none(), fds)
     }
 
     /// Lets the front-end be silent for ever, because no other waits for its place.
     #[must_use]
-    pub fn with_patience(self) -> Self {
+    pub fn without_silence_limit(self) -> Self {
         Self { silence: None, ..self }
     }
 
     /// Does the work that is due, at most one message of it. Never waits.
-    pub fn progress(&mut self, now: Instant) -> Progress {
+    pub fn progress(&mut self, now: Instant) -> SessionProgress {
         match std::mem::replace(&mut self.stage, Stage::Ended) {
-            Stage::Ready if self.is_to_pause => {
+            Stage::Ready if self.pause_requested => {
                 self.connection.begin_pause();
                 self.stage = Stage::Pausing;
                 self.progress(now)
@@ -197,38 +198,38 @@ impl Session {
             Stage::Working { header, work, since } => {
                 self.conclude(header, Outcome::Later(work), since, now)
             }
-            Stage::Ending(end) if self.connection.end(self.channel.is_hung_up()) => {
-                let unmapped = self.connection.let_go();
+            Stage::Ending(end) if self.connection.stop_for_good(self.channel.is_hung_up()) => {
+                let unmapped = self.connection.release();
                 self.channel.shut_down();
-                let Some(unmapped) = unmapped else { return Progress::Ended(end) };
-                self.stage = Stage::Leaving { end, unmapped, since: now };
+                let Some(unmapped) = unmapped else { return SessionProgress::Ended(end) };
+                self.stage = Stage::Unmapping { end, unmapped, since: now };
                 self.progress(now)
             }
-            Stage::Leaving { end, unmapped, since } => {
+            Stage::Unmapping { end, unmapped, since } => {
                 if unmapped.check() == Poll::Pending && now < since + MESSAGE_LIMIT {
-                    self.stage = Stage::Leaving { end, unmapped, since };
-                    return Progress::Waiting;
+                    self.stage = Stage::Unmapping { end, unmapped, since };
+                    return SessionProgress::Waiting;
                 }
-                Progress::Ended(end)
+                SessionProgress::Ended(end)
             }
             Stage::Ending(end) => {
                 self.stage = Stage::Ending(end);
-                Progress::Waiting
+                SessionProgress::Waiting
             }
-            Stage::Ended => Progress::Waiting,
+            Stage::Ended => SessionProgress::Waiting,
         }
     }
 
     /// Continues with a pause, or with its end.
-    fn pause(&mut self, stage: Stage, now: Instant) -> Progress {
+    fn pause(&mut self, stage: Stage, now: Instant) -> SessionProgress {
         let is_gone = self.channel.is_hung_up();
-        if self.is_to_pause && !matches!(stage, Stage::Resuming) {
+        if self.pause_requested && !matches!(stage, Stage::Resuming) {
             if is_gone {
-                self.connection.stop_at_once();
+                self.connection.stop_remaining();
             }
             let settled = self.connection.settle();
             self.stage = if settled.is_pending() { stage } else { Stage::Paused };
-            let Poll::Ready(Err(error)) = settled else { return Progress::Waiting };
+            let Poll::Ready(Err(error)) = settled else { return SessionProgress::Waiting };
             self.end(End::Dropped(error.to_string()));
             return self.progress(now);
         }
@@ -236,7 +237,7 @@ impl Session {
             self.end(End::Gone(None));
             return self.progress(now);
         }
-        if std::mem::take(&mut self.has_changed) {
+        if std::mem::take(&mut self.config_changed) {
             self.connection.send_config_change();
         }
         if !matches!(stage, Stage::Resuming) {
@@ -244,11 +245,11 @@ impl Session {
         }
         self.stage = Stage::Resuming;
         match self.connection.resume() {
-            Poll::Pending => return Progress::Waiting,
+            Poll::Pending => return SessionProgress::Waiting,
             Poll::Ready(Ok(())) => {}
-            Poll::Ready(Err(error)) if is_of_ring(&error) => {
+            Poll::Ready(Err(error)) if is_ring_fault(&error) => {
                 self.stage = Stage::Ready;
-                return Progress::RingLost(error.to_string());
+                return SessionProgress::RingLost(error.to_string());
             }
             Poll::Ready(Err(error)) => {
                 self.end(End::Dropped(error.to_string()));
@@ -256,7 +257,7 @@ impl Session {
             }
         }
         self.stage = Stage::Ready;
-        Progress::Handled
+        SessionProgress::Handled
     }
 
     /// Begins to disconnect the front-end. The hang-up comes only when all its requests are
@@ -268,7 +269,7 @@ impl Session {
     /// Closes the connection of an ending session before its requests are answered. They are
     /// finished regardless; a front-end that reads from the rings where to continue may repeat
     /// them.
-    pub(crate) fn cut_off(&self) {
+    pub(crate) fn disconnect(&self) {
         self.channel.shut_down();
     }
 
@@ -282,7 +283,7 @@ impl Session {
             Stage::Working { .. } | Stage::Pausing | Stage::Resuming | Stage::Ending(_) => {
                 (!self.channel.was_hung_up()).then_some(PollFlags::empty())
             }
-            Stage::Paused | Stage::Leaving { .. } | Stage::Ended => None,
+            Stage::Paused | Stage::Unmapping { .. } | Stage::Ended => None,
         }
     }
 
@@ -290,9 +291,9 @@ impl Session {
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         match &self.stage {
-            Stage::Ready => self.patience_ends().map(|(deadline, _)| deadline),
+            Stage::Ready => self.next_deadline().map(|(deadline, _)| deadline),
             Stage::Working { work: Work::Map(..) | Work::Unmap(_), since, .. }
-            | Stage::Leaving { since, .. } => Some(*since + MESSAGE_LIMIT),
+            | Stage::Unmapping { since, .. } => Some(*since + MESSAGE_LIMIT),
             Stage::Pausing | Stage::Paused | Stage::Resuming => None,
             Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
         }
@@ -300,7 +301,7 @@ impl Session {
 
     /// Returns true if the session has begun to end.
     pub(crate) fn is_ending(&self) -> bool {
-        matches!(self.stage, Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended)
+        matches!(self.stage, Stage::Ending(_) | Stage::Unmapping { .. } | Stage::Ended)
     }
 
     /// The number of open descriptors of the front-end's rings, memory and inflight region.
@@ -338,17 +339,17 @@ impl Session {
     }
 
     fn end(&mut self, end: End) {
-        if !matches!(self.stage, Stage::Ending(_) | Stage::Leaving { .. }) {
+        if !matches!(self.stage, Stage::Ending(_) | Stage::Unmapping { .. }) {
             self.stage = Stage::Ending(end);
         }
     }
 
-    fn patience_ends(&self) -> Option<(Instant, &'static str)> {
+    fn next_deadline(&self) -> Option<(Instant, &'static str)> {
         let silence = self.silence.map(|deadline| (deadline, "it has sent no message"));
         self.channel.deadline().or(silence)
     }
 
-    fn listen(&mut self, now: Instant) -> Progress {
+    fn listen(&mut self, now: Instant) -> SessionProgress {
         let received = match self.channel.flush(now) {
             Ok(true) => self.channel.receive(now, self.connection.descriptors()),
             Ok(false) => Received::Nothing,
@@ -361,12 +362,12 @@ impl Session {
                 let outcome = self.connection.handle(message);
                 return self.conclude(header, outcome, now, now);
             }
-            Received::Nothing => match self.patience_ends() {
+            Received::Nothing => match self.next_deadline() {
                 Some((deadline, what)) if now >= deadline => End::Dropped(what.to_owned()),
-                _ => return Progress::Waiting,
+                _ => return SessionProgress::Waiting,
             },
             Received::Closed(error) => End::Gone(error.map(|error| error.to_string())),
-            Received::Nonsense(what) => End::Dropped(what),
+            Received::Invalid(what) => End::Dropped(what),
         };
         self.end(end);
         self.progress(now)
@@ -379,19 +380,19 @@ impl Session {
         mut outcome: Outcome,
         since: Instant,
         now: Instant,
-    ) -> Progress {
+    ) -> SessionProgress {
         let refusal = loop {
             if !matches!(outcome, Outcome::Later(_))
                 && let Some(inflight) = &self.connection.inflight
             {
-                inflight.note(&self.connection.setup.device);
+                inflight.store_writeback(&self.connection.setup.device);
             }
             match outcome {
                 Outcome::Later(work) => match self.step(work, since, now) {
                     Ok(next) => outcome = next,
                     Err(work) => {
                         self.stage = Stage::Working { header, work, since };
-                        return Progress::Waiting;
+                        return SessionProgress::Waiting;
                     }
                 },
                 Outcome::Answer(body) => return self.answer(header, &body, None, now),
@@ -403,7 +404,7 @@ impl Session {
                 }
                 Outcome::Done => {
                     self.stage = Stage::Ready;
-                    return Progress::Handled;
+                    return SessionProgress::Handled;
                 }
                 Outcome::Refuse(refusal) => break refusal,
                 Outcome::End(why) => {
@@ -412,7 +413,7 @@ impl Session {
                 }
             }
         };
-        let Refusal { text, must_be_heard } = refusal;
+        let Refusal { text, needs_ack } = refusal;
         if header.code == code::GET_CONFIG {
             // An answer without data refuses a read.
             return self.answer(header, &[], Some(text), now);
@@ -420,12 +421,12 @@ impl Session {
         if self.wants_ack(header) && !header.has_answer() {
             return self.answer(header, &NACK, Some(text), now);
         }
-        if must_be_heard || header.has_answer() {
+        if needs_ack || header.has_answer() {
             self.end(End::Dropped(text));
             return self.progress(now);
         }
         self.stage = Stage::Ready;
-        Progress::Refused(text)
+        SessionProgress::Refused(text)
     }
 
     /// Takes the next step of the work. Returns it as an error while it still has to wait.
@@ -437,7 +438,7 @@ impl Session {
                 Poll::Ready(Some(Err(error))) => Ok(Outcome::Refuse(error.into())),
                 Poll::Pending | Poll::Ready(None) => {
                     let text = "its memory does not answer: the file system behind it hangs";
-                    Ok(Outcome::Refuse(Refusal::to_be_heard(text)))
+                    Ok(Outcome::Refuse(Refusal::needing_ack(text)))
                 }
             },
             Work::Unmap(unmapped) => match unmapped.check() {
@@ -466,7 +467,7 @@ impl Session {
         body: &[u8],
         refused: Option<String>,
         now: Instant,
-    ) -> Progress {
+    ) -> SessionProgress {
         self.answer_with(header, body, None, refused, now)
     }
 
@@ -477,13 +478,13 @@ impl Session {
         fd: Option<OwnedFd>,
         refused: Option<String>,
         now: Instant,
-    ) -> Progress {
+    ) -> SessionProgress {
         self.stage = Stage::Ready;
         if let Err(error) = self.channel.send(header.reply(body.len()), body, fd, now) {
             self.end(End::Gone(Some(error.to_string())));
             return self.progress(now);
         }
-        refused.map_or(Progress::Handled, Progress::Refused)
+        refused.map_or(SessionProgress::Handled, SessionProgress::Refused)
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use virtqueue::{GuestMemory, MappingRules, MemoryError, RegionConfig};
 
-use super::foreign::{ForeignFd, HeldFile};
 use super::message::Region;
+use super::peer_fds::{HeldFile, PeerFd};
 use crate::memory_limits;
 
 /// The memory of one front-end.
@@ -40,7 +40,7 @@ impl SharedMemory {
     pub(super) fn map(
         before: Option<(Arc<GuestMemory>, Vec<MemoryFile>)>,
         regions: &[Region],
-        fds: Vec<ForeignFd>,
+        fds: Vec<PeerFd>,
         rules: &MappingRules,
     ) -> io::Result<Self> {
         let held = regions.iter().zip(fds).filter_map(|(region, fd)| {

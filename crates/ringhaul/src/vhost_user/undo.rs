@@ -22,7 +22,7 @@ pub(super) struct Undo {
 
 impl Undo {
     /// Records the settings of these rings, which do not run.
-    pub(super) fn of(
+    pub(super) fn new(
         all: &[RingState],
         rings: Range<usize>,
         device: &Device,

@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul::command::{
     Command, CommandError, DiskState, EndCause, ExportState, ExportStatus, Removal, Reply,
 };
-use ringhaul::ending::Outcome;
-use ringhaul::export::Endpoint;
+use ringhaul::endpoint::Endpoint;
+use ringhaul::shutdown::Outcome;
 use ringhaul::spec::{
     DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitSettings, UnitSpec,
 };
@@ -53,7 +53,7 @@ fn exports_come_and_go_beside_one_under_load() -> Result<()> {
             ensure!(data == pattern(before, 4096), "what was written has gone");
         }
         frontend.write(0, 8, &pattern(turn, 4096))?;
-        let Reply::Removed(status) = scene.handle(Command::Remove(Removal::of(other.name())))?
+        let Reply::Removed(status) = scene.handle(Command::Remove(Removal::new(other.name())))?
         else {
             bail!("another answer");
         };
@@ -94,7 +94,7 @@ fn a_daemon_goes_on_without_exports() -> Result<()> {
     for _ in 0..2 {
         ensure!(scene.show()?.is_empty(), "something is left");
         scene.add(&[&export])?;
-        scene.handle(Command::Remove(Removal::of(export.name())))?;
+        scene.handle(Command::Remove(Removal::new(export.name())))?;
     }
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     let late = scene.daemon.handle(Command::Add(vec![export]));
@@ -128,7 +128,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
     scene.add(&[&good])?;
     let added = scene.daemon.handle(Command::Add(vec![other.clone(), good.clone()]));
     ensure!(matches!(&added, Err(CommandError::Exists(name)) if *name == good.name()), "{added:?}");
-    let removed = scene.daemon.handle(Command::Remove(Removal::of(other.name())));
+    let removed = scene.daemon.handle(Command::Remove(Removal::new(other.name())));
     ensure!(matches!(removed, Err(CommandError::Unknown(_))), "{removed:?}");
     scene.add(&[&other])?;
     let names: Vec<String> = scene.show()?.into_iter().map(|status| status.name()).collect();
@@ -175,7 +175,7 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
             let exports = scene.show()?;
             let states: Vec<_> = exports.iter().map(|export| export.state).collect();
             ensure!(states == [ExportState::Serving, ExportState::Opening], "{exports:?}");
-            let removal = Removal { deadline_ms: Some(0), ..Removal::of(hung.name()) };
+            let removal = Removal { deadline_ms: Some(0), ..Removal::new(hung.name()) };
             let removed = scene.daemon.handle(Command::Remove(removal));
             ensure!(matches!(removed, Err(CommandError::NotEnded(..))), "{removed:?}");
             let again = scene.daemon.handle(Command::Add(vec![hung.clone()]));
@@ -186,7 +186,7 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
         fuse.release();
         let added = added.join().expect("no panic");
         served?;
-        ensure!(matches!(added, Err(CommandError::Unwanted(_))), "{added:?}");
+        ensure!(matches!(added, Err(CommandError::Cancelled(_))), "{added:?}");
         Ok(())
     })?;
     scene.add(&[&hung])?;
@@ -205,7 +205,7 @@ fn a_disk_that_hangs_while_it_is_closed_holds_up_no_other() -> Result<()> {
     fuse.withhold(rustix::process::getpid(), &[opcode::FLUSH]);
     std::thread::scope(|threads| -> Result<()> {
         let removed =
-            threads.spawn(|| scene.daemon.handle(Command::Remove(Removal::of(hung.name()))));
+            threads.spawn(|| scene.daemon.handle(Command::Remove(Removal::new(hung.name()))));
         let serves_other = || -> Result<()> {
             fuse.wait_for(opcode::FLUSH)?;
             Frontend::attach(&scene.socket("other"), &Setup::default())?.write(0, 0, &[1; 512])?;
@@ -266,7 +266,7 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
     let [first, ..] = &exports;
     std::thread::scope(|threads| -> Result<()> {
         let removed =
-            threads.spawn(|| scene.daemon.handle(Command::Remove(Removal::of(first.name()))));
+            threads.spawn(|| scene.daemon.handle(Command::Remove(Removal::new(first.name()))));
         let states = || -> Vec<ExportState> {
             scene.show().unwrap_or_default().iter().map(|export| export.state).collect()
         };
@@ -275,7 +275,7 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
             scene.wait_until(|| states() == [Stopping, Serving, Serving])?;
             // Its IoThread may not know of the end yet.
             scene.wait_until(|| {
-                let again = Removal { deadline_ms: Some(0), ..Removal::of(first.name()) };
+                let again = Removal { deadline_ms: Some(0), ..Removal::new(first.name()) };
                 let again = scene.daemon.handle(Command::Remove(again));
                 again.is_err_and(|error| {
                     error.to_string().contains("has not ended: queue 0: 1 request is not answered")
@@ -314,7 +314,7 @@ fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()>
     fuse.withhold(rustix::process::getpid(), &[opcode::READ]);
     scene::begin_read(&mut frontend)?;
     scene.wait_until(|| scene.show().is_ok_and(|exports| exports[0].unfinished == 1))?;
-    let removal = |force| Removal { deadline_ms: Some(0), force, ..Removal::of(export.name()) };
+    let removal = |force| Removal { deadline_ms: Some(0), force, ..Removal::new(export.name()) };
     let mut cut_off = || -> Result<()> {
         for force in [false, true] {
             ensure!(!frontend.channel.is_closed()?, "the front-end saw the end too early");
@@ -336,7 +336,7 @@ fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()>
     fuse.release();
     cut_off?;
     frontend.rings[0].wait_used().context("the request was not answered")?;
-    let removed = scene.daemon.handle(Command::Remove(Removal::of(export.name())));
+    let removed = scene.daemon.handle(Command::Remove(Removal::new(export.name())));
     // The export may have ended already.
     ensure!(matches!(removed, Ok(_) | Err(CommandError::Unknown(_))), "{removed:?}");
     ensure!(scene.show()?.is_empty(), "it is still there");

@@ -16,7 +16,9 @@ use device::{Device, LogEvents};
 use ringhaul::vhost_user::message::{
     F_PROTOCOL_FEATURES, HEADER_BYTES, Header, Region, Request, RingAddresses,
 };
-use ringhaul::vhost_user::{End, Examiner, PROTOCOL_FEATURES, Progress, Session, SessionSetup};
+use ringhaul::vhost_user::{
+    End, Examiner, PROTOCOL_FEATURES, Session, SessionProgress, SessionSetup,
+};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use virtqueue::MappingRules;
@@ -74,10 +76,12 @@ impl Scene {
     pub(crate) fn drive(&mut self, session: &mut Session) -> Option<End> {
         loop {
             match session.progress(self.now) {
-                Progress::Waiting => return None,
-                Progress::Handled => {}
-                Progress::Refused(text) | Progress::RingLost(text) => self.refused.push(text),
-                Progress::Ended(end) => return Some(end),
+                SessionProgress::Waiting => return None,
+                SessionProgress::Handled => {}
+                SessionProgress::Refused(text) | SessionProgress::RingLost(text) => {
+                    self.refused.push(text)
+                }
+                SessionProgress::Ended(end) => return Some(end),
             }
         }
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blockio::Wait;
 use ringhaul::vhost_user::message::{Config, Header, Region, Request, RingAddresses, code};
-use ringhaul::vhost_user::{End, PROTOCOL_FEATURES, Progress};
+use ringhaul::vhost_user::{End, PROTOCOL_FEATURES, SessionProgress};
 use rustix::event::PollFlags;
 
 use crate::scene::{Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
@@ -99,7 +99,7 @@ fn a_silent_front_end_has_a_time_limit_unless_nobody_waits() {
     assert!(is_dropped(scene.drive(&mut session).as_ref(), "it has sent no message"));
 
     let (session, _frontend) = scene.attach();
-    let mut session = session.with_patience();
+    let mut session = session.without_silence_limit();
     scene.now += 1000 * SILENCE_LIMIT;
     assert_eq!((scene.drive(&mut session), session.deadline()), (None, None));
 }
@@ -251,9 +251,9 @@ fn a_message_that_waits_for_a_queue() {
         scene.set_up(&mut session, &mut frontend);
         frontend.send(&request, true, &[]);
         // The IoThread is busy.
-        assert_eq!(session.progress(scene.now), Progress::Waiting);
+        assert_eq!(session.progress(scene.now), SessionProgress::Waiting);
         assert_eq!((session.interest(), session.deadline()), (Some(PollFlags::empty()), None));
-        assert!(!session.load().has_heard);
+        assert!(!session.load().has_taken_commands);
         // Further messages wait for their turn.
         frontend.send(&Request::GetFeatures, false, &[]);
         scene.now += SILENCE_LIMIT;
@@ -276,9 +276,9 @@ fn a_hang_up_is_seen_while_a_queue_stops() {
     let (mut session, mut frontend) = scene.attach();
     scene.set_up(&mut session, &mut frontend);
     frontend.send(&get_base(0), false, &[]);
-    assert_eq!(session.progress(scene.now), Progress::Waiting);
+    assert_eq!(session.progress(scene.now), SessionProgress::Waiting);
     drop(frontend);
-    assert_eq!(session.progress(scene.now), Progress::Waiting);
+    assert_eq!(session.progress(scene.now), SessionProgress::Waiting);
     // The socket is polled no longer, and all queues stop, not just the one.
     assert_eq!(session.interest(), None);
     assert_eq!(scene.drive_all(&mut session), Some(End::Gone(None)));
@@ -294,7 +294,7 @@ fn an_end_waits_for_the_queues_and_is_seen_then() {
     frontend.send(&get_base(1), false, &[]);
     scene.drive_all(&mut session);
     frontend.send(&Request::SetVringKick { index: 1, has_fd: true }, false, &[&new_eventfd()]);
-    assert_eq!(session.progress(scene.now), Progress::Waiting);
+    assert_eq!(session.progress(scene.now), SessionProgress::Waiting);
     session.begin_end();
     assert_eq!(scene.drive(&mut session), None);
     frontend.receive();

@@ -14,7 +14,7 @@ use blockio::Remote;
 use blockio::engine::kernel::sim::is_readable;
 use device::Device;
 use ringhaul::vhost_user::message::{HEADER_BYTES, Header, Request};
-use ringhaul::vhost_user::{Examiner, Progress, Session, SessionSetup};
+use ringhaul::vhost_user::{Examiner, Session, SessionProgress, SessionSetup};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -87,10 +87,10 @@ impl Link {
         self.woken.0.load(Ordering::Relaxed) || is_due() || has_come()
     }
 
-    pub(super) fn progress(&mut self, now: Instant) -> Progress {
+    pub(super) fn progress(&mut self, now: Instant) -> SessionProgress {
         self.woken.0.store(false, Ordering::Relaxed);
         let progress = self.session.progress(now);
-        if progress != Progress::Waiting {
+        if progress != SessionProgress::Waiting {
             self.woken.0.store(true, Ordering::Relaxed);
         }
         progress

@@ -5,15 +5,15 @@ use blockio::DiskSource;
 use device::Device;
 
 use super::Export;
+use crate::cancellation::CancelToken;
 use crate::command::{CommandError, ExportState};
-use crate::control::changing::{Changing, Kind};
+use crate::control::disk_change::{DiskChange, DiskChangeKind};
 use crate::control::order::{
     Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
 };
-use crate::disk_rules::{DiskRules, RulesChange, ShownRules};
+use crate::qos::{FullQosSpec, QosChange, QosSpec};
 use crate::spec::{DeviceSpec, UnitPlace};
-use crate::subscribers::What;
-use crate::wanted::Wanted;
+use crate::subscribers::EventDetails;
 
 impl Export {
     /// Begins to change a logical unit.
@@ -34,9 +34,9 @@ impl Export {
         }
         match (busy, change) {
             // A unit whose disk is open is about to be added: too late to cancel it.
-            (Some(busy), UnitChange::Remove) if busy.adds() && !busy.keeps_here => {
-                busy.give_up_adding();
-                return Err(CommandError::UnitGivenUp(name, place));
+            (Some(busy), UnitChange::Remove) if busy.adds() && !busy.blocks_hand_over => {
+                busy.cancel_addition();
+                return Err(CommandError::UnitBeingCancelled(name, place));
             }
             (Some(_), _) => return Err(CommandError::UnitBusy(name, place)),
             (None, _) => {}
@@ -51,12 +51,12 @@ impl Export {
             }
             (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
         };
-        let wanted = Wanted::default();
-        let (kind, keeps_here) = match change {
-            UnitChange::Add => (Kind::Adding(wanted.clone()), false),
-            UnitChange::Remove => (Kind::Removing, true),
+        let cancel_token = CancelToken::default();
+        let (kind, blocks_hand_over) = match change {
+            UnitChange::Add => (DiskChangeKind::Adding(cancel_token.clone()), false),
+            UnitChange::Remove => (DiskChangeKind::Removing, true),
         };
-        self.changing.push(Changing { place: Some(place), kind, keeps_here });
+        self.changing.push(DiskChange { place: Some(place), kind, blocks_hand_over });
         let mut settings = self.spec.settings.clone();
         // The limits in the settings are from the start, and the group's may have changed since.
         self.groups.fill(&mut settings.rules.limits);
@@ -69,22 +69,22 @@ impl Export {
             device,
             settings,
             endpoint,
-            wanted,
+            cancel_token,
             removed,
         })
     }
 
     /// Blocks or allows hand-overs during the change at this place. Returns false if the change was
     /// cancelled.
-    pub(in crate::control) fn keep_here(
+    pub(in crate::control) fn block_hand_over(
         &mut self,
         place: Option<UnitPlace>,
-        keeps_here: bool,
+        blocks_hand_over: bool,
     ) -> bool {
         let mut changing = self.changing.iter_mut();
         let changing = changing.find(|other| other.place == place).expect("its place is kept");
-        changing.keeps_here = keeps_here;
-        changing.is_wanted()
+        changing.blocks_hand_over = blocks_hand_over;
+        changing.is_active()
     }
 
     fn is_changing(&self, place: Option<UnitPlace>) -> bool {
@@ -108,8 +108,8 @@ impl Export {
         }
         let (device, disk) = (self.setup.device.clone(), self.disks[index].clone());
         let (identity, is_local) = (disk.identity().to_owned(), disk.has_engine());
-        let kind = Kind::Resizing { identity, is_local };
-        self.changing.push(Changing { place, kind, keeps_here: true });
+        let kind = DiskChangeKind::Resizing { identity, is_local };
+        self.changing.push(DiskChange { place, kind, blocks_hand_over: true });
         let log_name = self.log.name().to_owned();
         Ok(ResizingDisk { id: self.id, log_name, device, disk })
     }
@@ -144,17 +144,17 @@ impl Export {
     pub(in crate::control) fn set_rules(
         &mut self,
         place: Option<UnitPlace>,
-        change: &RulesChange,
-    ) -> Answered<(ShownRules, String)> {
+        change: &QosChange,
+    ) -> Answered<(FullQosSpec, String)> {
         let index = self.index_of(place)?;
         let log_name = self.log.name().to_owned();
         if change.is_empty() {
             return Ok((self.rules(index).into(), log_name));
         }
-        let rules = self.rules(index).changed(change);
+        let rules = self.rules(index).with_change(change);
         let name = self.spec.name();
         let wrong = || format!("cannot change the disk of {name}");
-        rules.check().with_context(wrong).map_err(CommandError::Wrong)?;
+        rules.check().with_context(wrong).map_err(CommandError::Invalid)?;
         self.groups.apply_change(&self.disks[index], &rules, change).with_context(wrong)?;
         match &mut self.spec.device {
             DeviceSpec::Blk(_) => self.spec.settings.rules = rules,
@@ -166,7 +166,7 @@ impl Export {
     }
 
     /// The rules that hold for one of its disks.
-    pub(super) fn rules(&self, index: usize) -> DiskRules {
+    pub(super) fn rules(&self, index: usize) -> QosSpec {
         let usual = &self.spec.settings.rules;
         let mut rules = match &self.spec.device {
             DeviceSpec::Blk(_) => usual.clone(),
@@ -185,11 +185,11 @@ impl Export {
         let has_ended = self.has_ended();
         match (changed, &mut self.spec.device) {
             (Changed::Unit(unit, disk, asked), DeviceSpec::Scsi(units)) if !has_ended => {
-                self.log.report(|| What::LunAdded { unit: unit.place() });
+                self.log.report(|| EventDetails::LunAdded { unit: unit.place() });
                 if unit.settings.names_limits() {
                     let mut usual = self.spec.settings.rules.clone();
                     self.groups.fill(&mut usual.limits);
-                    self.groups.name_limits(&unit.settings.rules(&usual).limits, asked);
+                    self.groups.apply_group_limits(&unit.settings.rules(&usual).limits, asked);
                 }
                 units.push(*unit);
                 self.disks.push(disk);
@@ -202,7 +202,7 @@ impl Export {
             }
             (Changed::Removed, _) => {
                 if let Some(unit) = place {
-                    self.log.report(|| What::LunRemoved { unit });
+                    self.log.report(|| EventDetails::LunRemoved { unit });
                 }
                 None
             }
@@ -213,10 +213,10 @@ impl Export {
     /// itself.
     fn report_size(&self, unit: Option<UnitPlace>) {
         if let Some(disk) = self.disk_at(unit) {
-            self.log.report(|| What::Resized { unit, size_bytes: disk.info().size_bytes });
+            self.log.report(|| EventDetails::Resized { unit, size_bytes: disk.info().size_bytes });
         }
         if matches!(self.spec.device, DeviceSpec::Blk(_)) {
-            self.tell_front_end();
+            self.notify_front_end();
         }
     }
 
@@ -254,7 +254,7 @@ impl Export {
     }
 
     /// Notifies the front-end that the configuration space has changed.
-    fn tell_front_end(&self) {
+    fn notify_front_end(&self) {
         if self.session.as_ref().is_some_and(|session| !session.send_config_change()) {
             tracing::warn!(
                 export = self.log.name(),

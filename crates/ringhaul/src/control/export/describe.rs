@@ -7,8 +7,8 @@ use device::Device;
 use device::scsi::address::UnitAddress;
 
 use super::Export;
-use crate::disk_rules::DiskRules;
 use crate::peer::Peer;
+use crate::qos::QosSpec;
 use crate::spec::{DeviceSpec, UnitPlace};
 use crate::stats::{ExportStats, QueueServed};
 use crate::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
@@ -18,7 +18,7 @@ impl Export {
     pub(in crate::control) fn details(&self, now: Instant) -> ExportDetails {
         let front_end = self.session.as_ref().map(|session| FrontEndDetails {
             connected_seconds: now.saturating_duration_since(self.connected).as_secs(),
-            peer: Peer::of(session).ok(),
+            peer: Peer::from_socket(session).ok(),
             session: session.describe(),
         });
         let places: Vec<Option<UnitPlace>> = match &self.spec.device {
@@ -50,7 +50,7 @@ fn missing((UnitAddress { target, lun }, waiting_requests): (UnitAddress, usize)
     MissingUnit { unit: UnitPlace { target, lun }, waiting_requests }
 }
 
-fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: DiskRules) -> DiskDetails {
+fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: QosSpec) -> DiskDetails {
     let info = disk.info();
     let engine = disk.preference().filter(|_| disk.has_engine());
     DiskDetails {

@@ -16,7 +16,7 @@ const HOW_TO_SHARE: &str = "with QEMU, give it \
 pub(super) struct MemoryWatch {
     /// The time at which a queue was first seen to wait for memory.
     since: Option<Instant>,
-    is_told: bool,
+    is_logged: bool,
 }
 
 impl MemoryWatch {
@@ -27,21 +27,21 @@ impl MemoryWatch {
 
     /// Returns the time of the next check that is due without an event.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.since.filter(|_| !self.is_told).map(|since| since + PATIENCE)
+        self.since.filter(|_| !self.is_logged).map(|since| since + PATIENCE)
     }
 
     /// Records that `queue` waits for memory, or that no queue does. Returns a message for the log,
     /// once for each front-end.
-    pub(super) fn look(&mut self, queue: Option<usize>, now: Instant) -> Option<String> {
+    pub(super) fn update(&mut self, queue: Option<usize>, now: Instant) -> Option<String> {
         let Some(queue) = queue else {
             self.since = None;
             return None;
         };
         let since = *self.since.get_or_insert(now);
-        if self.is_told || now < since + PATIENCE {
+        if self.is_logged || now < since + PATIENCE {
             return None;
         }
-        self.is_told = true;
+        self.is_logged = true;
         Some(format!(
             "the front-end has started queue {queue} and shares no memory, so the guest waits for \
              its disk; {HOW_TO_SHARE}"
@@ -57,20 +57,20 @@ mod tests {
     fn a_front_end_has_some_seconds_to_share_memory() {
         let mut watch = MemoryWatch::default();
         let start = Instant::now();
-        assert_eq!((watch.look(None, start), watch.deadline()), (None, None));
-        assert_eq!(watch.look(Some(1), start), None);
+        assert_eq!((watch.update(None, start), watch.deadline()), (None, None));
+        assert_eq!(watch.update(Some(1), start), None);
         assert!(watch.is_lacking());
         assert_eq!(watch.deadline(), Some(start + PATIENCE));
         // Memory came, and went.
-        assert_eq!(watch.look(None, start + PATIENCE), None);
+        assert_eq!(watch.update(None, start + PATIENCE), None);
         assert!(!watch.is_lacking() && watch.deadline().is_none());
         let start = start + 2 * PATIENCE;
-        assert_eq!(watch.look(Some(1), start), None);
-        let message = watch.look(Some(1), start + PATIENCE).unwrap();
+        assert_eq!(watch.update(Some(1), start), None);
+        let message = watch.update(Some(1), start + PATIENCE).unwrap();
         for part in ["queue 1", "share=on", "<memoryBacking>"] {
             assert!(message.contains(part), "{message}");
         }
-        assert_eq!(watch.look(Some(1), start + 2 * PATIENCE), None, "once");
+        assert_eq!(watch.update(Some(1), start + 2 * PATIENCE), None, "once");
         assert!(watch.is_lacking() && watch.deadline().is_none());
     }
 }

@@ -5,17 +5,17 @@ use std::time::Instant;
 use blockio::DiskSource;
 use device::{Answer, Pending};
 
-use super::{Exports, Then};
+use super::{Exports, Next};
 use crate::command::{CommandError, ExportState};
 use crate::control::export::Export;
 use crate::control::hand_over::HandOver;
-use crate::control::handed::{Described, ExportProgress, Paused};
-use crate::control::opening::Opening;
+use crate::control::hand_over_state::{Described, ExportProgress, Paused};
+use crate::control::opening::PendingExport;
 use crate::control::order::{ExportSetup, HandOverOrder};
-use crate::handed_fds::HandedFds;
+use crate::passed_fds::PassedFds;
 
 impl Exports {
-    pub(super) fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Then {
+    pub(super) fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Next {
         match order {
             HandOverOrder::Describe(answer) => answer.send(self.describe()),
             HandOverOrder::Pause(_, answer) if self.hand_over.is_some() => {
@@ -27,7 +27,7 @@ impl Exports {
             HandOverOrder::Pause(_, answer) => {
                 if let Err(error) = self.list.iter().try_for_each(Export::check_disks) {
                     answer.send(Err(error));
-                    return Then::GoOn;
+                    return Next::Continue;
                 }
                 self.list.iter_mut().for_each(Export::begin_pause);
                 self.hand_over = Some(HandOver::Pausing { since: now, answer });
@@ -37,20 +37,20 @@ impl Exports {
             HandOverOrder::Resume(answer) if !self.is_paused() => answer.send(()),
             HandOverOrder::Resume(answer) => self.begin_resume(answer),
             HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
-            HandOverOrder::Leave => {
+            HandOverOrder::Release => {
                 // Dropping the exports would end what the new process serves. The end of this
                 // process closes everything.
                 std::mem::forget(std::mem::take(&mut self.list));
-                self.opening.iter().for_each(Opening::give_up);
-                return Then::End;
+                self.opening.iter().for_each(PendingExport::cancel);
+                return Next::End;
             }
         }
-        Then::GoOn
+        Next::Continue
     }
 
     fn describe(&self) -> Result<Described, CommandError> {
-        let mut fds = HandedFds::default();
-        if self.stopping.is_some() || self.is_given_up {
+        let mut fds = PassedFds::default();
+        if self.stopping.is_some() || self.is_start_cancelled {
             return Err(CommandError::Ending);
         }
         if let Some(opening) = self.opening.iter().find(|opening| opening.is_claimed) {
@@ -61,21 +61,21 @@ impl Exports {
         }
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;
-        let opening = self.opening.iter().filter(|it| it.goes_along && it.is_wanted());
+        let opening = self.opening.iter().filter(|it| it.follows_hand_over && it.is_active());
         let opening = opening.map(|opening| (opening.spec.clone(), opening.since)).collect();
         // Checked after the disks: one of them may be the reason that an earlier hand-over still
         // waits.
         match self.hand_over {
-            Some(HandOver::Resuming(_)) => Err(self.not_done(Export::has_resumed)),
+            Some(HandOver::Resuming(_)) => Err(self.unfinished_error(Export::has_resumed)),
             Some(_) => Err(CommandError::HandingOver),
             None => Ok(Described { exports, opening, fds, generation: self.generation }),
         }
     }
 
     /// Describes the unfinished work of the exports for which `is_done` is false.
-    fn not_done(&self, is_done: impl Fn(&Export) -> bool) -> CommandError {
+    fn unfinished_error(&self, is_done: impl Fn(&Export) -> bool) -> CommandError {
         let others = self.list.iter().filter(|export| !is_done(export));
-        let left = others.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
+        let left = others.map(|export| format!("{}: {}", export.name(), export.unfinished_work()));
         CommandError::NotPaused(left.collect::<Vec<_>>().join(", "))
     }
 
@@ -95,7 +95,9 @@ impl Exports {
                     answer.send(paused);
                 } else if is_late {
                     let why = self.list.iter().find_map(|export| export.check_disks().err());
-                    answer.send(Err(why.unwrap_or_else(|| self.not_done(Export::has_paused))));
+                    answer.send(Err(
+                        why.unwrap_or_else(|| self.unfinished_error(Export::has_paused))
+                    ));
                     self.begin_resume(Pending::new().0);
                 } else {
                     self.hand_over = Some(HandOver::Pausing { since, answer });
@@ -115,7 +117,7 @@ impl Exports {
     fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
         // A request to a server may have been abandoned while queues stopped.
         self.list.iter().try_for_each(Export::check_changes)?;
-        let mut fds = HandedFds::default();
+        let mut fds = PassedFds::default();
         let exports = self.list.iter().map(|export| export.progress_so_far(&mut fds));
         let exports = exports.collect::<std::io::Result<_>>().map_err(|error| {
             CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
@@ -131,16 +133,16 @@ impl Exports {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
         }
-        self.hand_over = Some(HandOver::Theirs);
+        self.hand_over = Some(HandOver::Committed);
         Ok(self.list.iter().flat_map(|export| export.disks.clone()).collect())
     }
 
     fn is_paused(&self) -> bool {
-        matches!(self.hand_over, Some(HandOver::Paused | HandOver::Theirs))
+        matches!(self.hand_over, Some(HandOver::Paused | HandOver::Committed))
     }
 
     /// Cancels a hand-over and resumes the exports, which are about to stop.
-    pub(super) fn give_up_hand_over(&mut self) {
+    pub(super) fn cancel_hand_over(&mut self) {
         match self.hand_over.take() {
             Some(HandOver::Pausing { answer, .. }) => answer.send(Err(CommandError::Ending)),
             Some(HandOver::Paused) => {}
@@ -160,7 +162,7 @@ impl Exports {
     fn take_over(
         &mut self,
         taken: Vec<(ExportSetup, ExportProgress)>,
-        mut fds: HandedFds,
+        mut fds: PassedFds,
     ) -> anyhow::Result<()> {
         assert!(self.list.is_empty(), "a process takes over before it has exports");
         let now = Instant::now();
@@ -171,7 +173,7 @@ impl Exports {
             .map(|(id, export)| Export::take_over(export, id, &self.waker, &mut fds, now));
         self.list = exports.collect::<anyhow::Result<_>>()?;
         self.next_id += self.list.len() as u64;
-        self.hand_over = Some(HandOver::Theirs);
+        self.hand_over = Some(HandOver::Committed);
         self.share_descriptors();
         Ok(())
     }

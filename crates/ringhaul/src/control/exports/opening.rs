@@ -3,21 +3,21 @@
 use std::time::Instant;
 
 use super::Exports;
+use crate::cancellation::CancelToken;
 use crate::command::CommandError;
 use crate::control::closing::Closing;
-use crate::control::opening::Opening;
+use crate::control::opening::PendingExport;
 use crate::control::order::Answered;
 use crate::spec::ExportSpec;
-use crate::wanted::Wanted;
 
 impl Exports {
     pub(super) fn reserve(
         &mut self,
         specs: Vec<ExportSpec>,
-        goes_along: bool,
+        follows_hand_over: bool,
         now: Instant,
-    ) -> Answered<Vec<Wanted>> {
-        if self.stopping.is_some() || self.is_given_up {
+    ) -> Answered<Vec<CancelToken>> {
+        if self.stopping.is_some() || self.is_start_cancelled {
             return Err(CommandError::Ending);
         }
         let before = self.opening.len();
@@ -30,9 +30,9 @@ impl Exports {
                 self.opening.truncate(before);
                 return Err(CommandError::Exists(name));
             }
-            self.opening.push(Opening::new(spec, goes_along, now));
+            self.opening.push(PendingExport::new(spec, follows_hand_over, now));
         }
-        Ok(self.opening[before..].iter().map(Opening::wanted).collect())
+        Ok(self.opening[before..].iter().map(PendingExport::cancel_token).collect())
     }
 
     pub(super) fn claim(&mut self, name: &str) -> Answered<()> {
@@ -44,21 +44,21 @@ impl Exports {
     }
 
     pub(super) fn release(&mut self, names: &[String]) {
-        let is_of = |opening: &mut Opening| names.contains(&opening.spec.name());
-        self.opening.extract_if(.., is_of).for_each(Opening::released);
+        let is_of = |opening: &mut PendingExport| names.contains(&opening.spec.name());
+        self.opening.extract_if(.., is_of).for_each(PendingExport::released);
     }
 
     /// Removes and returns the entry of an export that is served from now on.
-    pub(super) fn opened(&mut self, spec: &ExportSpec) -> Option<Opening> {
+    pub(super) fn opened(&mut self, spec: &ExportSpec) -> Option<PendingExport> {
         let place = self.opening.iter().position(|opening| opening.spec == *spec);
         place.map(|place| self.opening.remove(place))
     }
 
-    pub(super) fn give_up_start(&mut self, names: &[String]) -> bool {
+    pub(super) fn cancel_start(&mut self, names: &[String]) -> bool {
         // A daemon that has served an export continues without exports.
         let is_alone = self.next_id == 0
             && self.opening.iter().all(|opening| names.contains(&opening.spec.name()));
-        self.is_given_up |= is_alone;
+        self.is_start_cancelled |= is_alone;
         is_alone
     }
 }

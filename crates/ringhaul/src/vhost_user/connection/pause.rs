@@ -50,14 +50,14 @@ impl Connection {
         let mut has_started = false;
         let control = self.control_ring;
         for ring in (0..self.rings.len()).filter(|ring| Some(*ring) != control) {
-            if self.rings[ring].take_due() {
+            if self.rings[ring].take_paused() {
                 self.start_ring(ring);
                 has_started = true;
             }
         }
         if let Some(control) = control {
             let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
-            if !others.any(|(_, ring)| ring.is_missing()) && self.rings[control].take_due() {
+            if !others.any(|(_, ring)| ring.should_resume()) && self.rings[control].take_paused() {
                 self.start_ring(control);
                 has_started = true;
             }

@@ -10,7 +10,7 @@ use device::StopKind;
 use super::Connection;
 use crate::vhost_user::message::protocol_feature;
 use crate::vhost_user::outcome::Change;
-use crate::vhost_user::ring::{Progress, note};
+use crate::vhost_user::ring::{RingProgress, keep_first};
 
 impl Connection {
     /// The handling of waiting requests when rings stop for a change.
@@ -43,12 +43,12 @@ impl Connection {
             self.rings[control].begin_stop(*kind, waker);
             return;
         }
-        self.stop_at_once();
+        self.stop_remaining();
     }
 
     /// Stops the remaining rings without waiting for the control ring: the front-end is gone, and
     /// another process may serve its guest.
-    pub(in crate::vhost_user) fn stop_at_once(&mut self) {
+    pub(in crate::vhost_user) fn stop_remaining(&mut self) {
         let waker = &self.setup.waker;
         for ring in std::mem::take(&mut self.to_stop.0) {
             self.rings[ring].begin_stop(self.to_stop.1, waker);
@@ -58,7 +58,7 @@ impl Connection {
     /// Takes the answers of IoThreads. Returns true while one is missing.
     pub(super) fn progress(&mut self) -> bool {
         loop {
-            let is_busy = self.hear();
+            let is_busy = self.poll_rings();
             if is_busy || self.to_stop.0.is_empty() {
                 return is_busy;
             }
@@ -66,13 +66,13 @@ impl Connection {
         }
     }
 
-    fn hear(&mut self) -> bool {
+    fn poll_rings(&mut self) -> bool {
         let mut is_busy = false;
         for ring in &mut self.rings {
             match ring.progress() {
-                Progress::Settled => {}
-                Progress::Busy => is_busy = true,
-                Progress::Failed(error) => note(&mut self.failure, error),
+                RingProgress::Settled => {}
+                RingProgress::Busy => is_busy = true,
+                RingProgress::Failed(error) => keep_first(&mut self.failure, error),
             }
         }
         is_busy
@@ -80,7 +80,7 @@ impl Connection {
 
     /// Stops all rings for good, in any state. If the front-end is gone, all stop at once, because
     /// another process may serve its guest. Returns true when all have stopped.
-    pub(in crate::vhost_user) fn end(&mut self, is_gone: bool) -> bool {
+    pub(in crate::vhost_user) fn stop_for_good(&mut self, is_gone: bool) -> bool {
         self.to_stop.0 = 0..0;
         if let Some(control) = self.control_ring
             && !is_gone
@@ -97,7 +97,7 @@ impl Connection {
         // A ring that was starting is stopped when it has started.
         while {
             ring.begin_end(&self.setup.waker);
-            !matches!(ring.progress(), Progress::Busy) && ring.is_running()
+            !matches!(ring.progress(), RingProgress::Busy) && ring.is_running()
         } {}
         ring.is_stopped()
     }

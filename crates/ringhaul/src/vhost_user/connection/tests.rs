@@ -34,7 +34,7 @@ struct Scene {
     connection: Connection,
     memory: OwnedFd,
     /// The descriptor that came with the last answer that had one.
-    brought: Option<OwnedFd>,
+    peer_fd: Option<OwnedFd>,
 }
 
 /// The outcome of a message.
@@ -44,7 +44,7 @@ enum Ended {
     Done,
     Refused {
         text: String,
-        must_be_heard: bool,
+        needs_ack: bool,
     },
     /// The connection ends.
     Over(String),
@@ -73,7 +73,7 @@ impl Scene {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
         let memory = rustix::fs::memfd_create("test", flags).unwrap();
         rustix::fs::ftruncate(&memory, MEMORY_BYTES).unwrap();
-        let mut scene = Self { io, device, examiner, connection, memory, brought: None };
+        let mut scene = Self { io, device, examiner, connection, memory, peer_fd: None };
         let request = Request::SetProtocolFeatures(protocol_features);
         assert_eq!(scene.tell(&request, vec![]), Ended::Done);
         scene
@@ -83,19 +83,19 @@ impl Scene {
     fn tell(&mut self, request: &Request, fds: Vec<OwnedFd>) -> Ended {
         let (code, body) = request.encode();
         let header = Header::new(code, body.len());
-        let own = |fd| ForeignFd::new(fd, Arc::clone(&self.examiner));
+        let own = |fd| PeerFd::new(fd, Arc::clone(&self.examiner));
         let fds = fds.into_iter().map(own).collect();
         let mut outcome = self.connection.handle(Message { header, body, fds, lost_fds: None });
         loop {
             outcome = match outcome {
                 Outcome::Answer(body) => return Ended::Answer(body),
                 Outcome::AnswerWith(body, fd) => {
-                    self.brought = Some(fd);
+                    self.peer_fd = Some(fd);
                     return Ended::Answer(body);
                 }
                 Outcome::Done => return Ended::Done,
-                Outcome::Refuse(Refusal { text, must_be_heard }) => {
-                    return Ended::Refused { text, must_be_heard };
+                Outcome::Refuse(Refusal { text, needs_ack }) => {
+                    return Ended::Refused { text, needs_ack };
                 }
                 Outcome::End(why) => return Ended::Over(why),
                 Outcome::Later(Work::Stop(change)) => {
@@ -181,10 +181,10 @@ impl Scene {
 
     /// Stops all queues and drops the descriptors of the front-end.
     fn end(mut self) {
-        while !self.connection.end(false) {
+        while !self.connection.stop_for_good(false) {
             self.io.turn(Wait::Never).unwrap();
         }
-        assert!(self.connection.let_go().is_none(), "little memory is unmapped at once");
+        assert!(self.connection.release().is_none(), "little memory is unmapped at once");
         assert_eq!(self.connection.descriptors(), 0);
         assert_eq!((self.io.io().ops(), self.io.io().tasks()), (0, 0));
     }
@@ -321,10 +321,8 @@ fn messages_that_are_refused() {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
         let before = scene.state();
         let ended = scene.tell(&request, vec![]);
-        let Ended::Refused { text, must_be_heard } = &ended else {
-            panic!("{request:?}: {ended:?}")
-        };
-        assert!(text.contains(words) && *must_be_heard == is_grave, "{request:?}: {ended:?}");
+        let Ended::Refused { text, needs_ack } = &ended else { panic!("{request:?}: {ended:?}") };
+        assert!(text.contains(words) && *needs_ack == is_grave, "{request:?}: {ended:?}");
         assert_eq!(scene.state(), before, "{request:?}");
         scene.end();
     }
@@ -349,7 +347,7 @@ fn messages_of_features_that_were_not_negotiated() {
     ] {
         let mut scene = Scene::new(PROTOCOL_FEATURES & !feature);
         let ended = scene.tell(&request, vec![]);
-        let Ended::Refused { text, must_be_heard: false } = &ended else {
+        let Ended::Refused { text, needs_ack: false } = &ended else {
             panic!("{request:?}: {ended:?}");
         };
         assert!(text.contains("which was not offered"), "{text}");
@@ -379,7 +377,7 @@ fn a_queue_runs_when_all_has_been_said_in_whatever_order() {
         }
         assert!(scene.connection.rings[1].is_running(), "from step {first} on");
         let load = scene.connection.load();
-        assert!(load.requests() == 0 && load.has_heard, "{load:?}");
+        assert!(load.requests() == 0 && load.has_taken_commands, "{load:?}");
         let base = scene.tell(&GetVringBase { index: 1 }, vec![]);
         assert_eq!(base, Ended::Answer([1_u32, 0].map(u32::to_ne_bytes).concat()));
         assert!(scene.connection.rings[1].is_stopped());

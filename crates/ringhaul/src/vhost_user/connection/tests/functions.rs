@@ -10,7 +10,7 @@ use virtqueue::{GuestMemory, QueueConfig};
 
 use super::*;
 use crate::export_log::ExportLog;
-use crate::subscribers::{ExportEvent, Subscribers, What};
+use crate::subscribers::{EventDetails, ExportEvent, Subscribers};
 
 /// Entries of each ring.
 const SIZE: u16 = 128;
@@ -63,13 +63,13 @@ fn driver(scene: &Scene, ring: u64) -> Driver<Arc<GuestMemory>> {
 #[test]
 fn a_subscriber_that_reads_nothing_holds_up_no_request() {
     let subscribers = Subscribers::default();
-    let log = ExportLog::new("test").telling(subscribers.clone());
+    let log = ExportLog::new("test").with_subscribers(subscribers.clone());
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
     let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
     let mut scene = Scene::of(Device::blk(source, options, Arc::new(log)), PROTOCOL_FEATURES);
     scene.start_with(SIZE.into());
     let (_subscription, events) = subscribers.subscribe();
-    let event = || ExportEvent { export: "test".to_owned(), what: What::Added };
+    let event = || ExportEvent { export: "test".to_owned(), details: EventDetails::Added };
     let queued = std::iter::repeat_with(|| subscribers.report(event()));
     let queued = queued.take_while(|()| !subscribers.is_empty()).count();
     drop(events);
@@ -128,7 +128,7 @@ fn a_function_succeeds_whose_ring_stops_with_the_others() {
                 assert_eq!(scene.tell(&features, vec![]), Ended::Done);
             }
             _ => {
-                while !scene.connection.end(false) {
+                while !scene.connection.stop_for_good(false) {
                     scene.io.turn(Wait::Never).unwrap();
                 }
             }

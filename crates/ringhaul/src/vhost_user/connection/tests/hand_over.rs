@@ -9,10 +9,10 @@ use device::scsi::config::ScsiOptions;
 use rustix::event::PollFlags;
 
 use super::super::super::channel::Channel;
-use super::super::super::hand_over::SessionState;
-use super::super::super::session::{End, Progress, Session};
+use super::super::super::session::{End, Session, SessionProgress};
+use super::super::super::session_state::SessionState;
 use super::*;
-use crate::handed_fds::HandedFds;
+use crate::passed_fds::PassedFds;
 
 /// Takes the session of `scene` over in another process, with a disk of `disk_bytes`.
 fn take_over(scene: &mut Scene, disk_bytes: u64) -> (Scene, Session, UnixStream) {
@@ -29,8 +29,8 @@ fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStr
     let mut channel = Channel::new(ours, Arc::clone(&scene.examiner));
     // The old process leaves it lent.
     channel.lend(true);
-    let mut fds = HandedFds::default();
-    let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
+    let mut fds = PassedFds::default();
+    let state = SessionState::new(&channel, &scene.connection, true, &mut fds).unwrap();
     let other = Scene::of(device, 0);
     let setup = other.connection.setup.clone();
     let session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
@@ -38,11 +38,11 @@ fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStr
 }
 
 /// Resumes the session, and returns its first progress.
-fn go_on(scene: &mut Scene, session: &mut Session) -> Progress {
+fn go_on(scene: &mut Scene, session: &mut Session) -> SessionProgress {
     session.begin_resume();
     loop {
         match session.progress(Instant::now()) {
-            Progress::Waiting => drop(scene.io.turn(Wait::Never).unwrap()),
+            SessionProgress::Waiting => drop(scene.io.turn(Wait::Never).unwrap()),
             other => return other,
         }
     }
@@ -50,7 +50,7 @@ fn go_on(scene: &mut Scene, session: &mut Session) -> Progress {
 
 fn end(scene: Scene, mut session: Session) {
     session.begin_end();
-    while !matches!(session.progress(Instant::now()), Progress::Ended(_)) {
+    while !matches!(session.progress(Instant::now()), SessionProgress::Ended(_)) {
         scene.io.turn(Wait::Never).unwrap();
     }
 }
@@ -67,7 +67,7 @@ fn another_size_is_told_when_the_queues_go_on() {
         let (mut other, mut session, _front_end) = take_over(&mut scene, bytes);
         let nothing = news.read(&mut [0; 64]).unwrap_err();
         assert_eq!(nothing.kind(), ErrorKind::WouldBlock);
-        assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
+        assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
         assert_eq!(news.read(&mut [0; 64]).is_ok_and(|bytes| bytes == 12), is_told);
         end(other, session);
         scene.end();
@@ -87,7 +87,7 @@ fn calls_reach_a_socket_before_and_after() {
     read_call(&mut calls);
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
     scene.end();
-    assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
+    assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
     other.io.turn(Wait::Never).unwrap();
     read_call(&mut calls);
     end(other, session);
@@ -110,7 +110,7 @@ fn a_ring_outside_the_memory_stops_alone() {
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
     let lost = go_on(&mut other, &mut session);
     assert!(
-        matches!(&lost, Progress::RingLost(why) if why.contains("not in its memory")),
+        matches!(&lost, SessionProgress::RingLost(why) if why.contains("not in its memory")),
         "{lost:?}"
     );
     assert_eq!(session.next_avail(0), Some(0));
@@ -125,7 +125,7 @@ fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let made = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]);
     let Ended::Answer(body) = made else { panic!("it was refused: {made:?}") };
-    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.brought.take().unwrap());
+    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
     let brought = file.try_clone().unwrap();
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
@@ -134,7 +134,7 @@ fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     rustix::io::pwrite(&file, &[77, 0], (area.size - 64) / 2 + 8).unwrap();
     let ended = go_on(&mut other, &mut session);
     assert!(
-        matches!(&ended, Progress::Ended(End::Dropped(why)) if why.contains("version 77")),
+        matches!(&ended, SessionProgress::Ended(End::Dropped(why)) if why.contains("version 77")),
         "{ended:?}"
     );
     assert_eq!((other.io.io().ops(), other.io.io().tasks()), (0, 0));
@@ -159,10 +159,10 @@ fn a_hang_up_is_seen_before_all_rings_go_on() {
     scene.start();
     let (other, mut session, front_end) = take_over(&mut scene, 1 << 20);
     session.begin_resume();
-    assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+    assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
     assert_eq!(session.interest(), Some(PollFlags::empty()));
     drop(front_end);
-    assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+    assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
     assert!(session.is_ending());
     end(other, session);
     scene.end();
@@ -175,24 +175,24 @@ fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
         let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
         scene.start();
         let (mut other, mut session, front_end) = take_over_with(&mut scene, scsi());
-        assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
+        assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
         let begin = if is_end { Session::begin_end } else { Session::begin_pause };
         begin(&mut session);
-        assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+        assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
         assert_eq!(states(&session), ["Stopping", "Running", "Running", "Running"]);
         assert_eq!(session.interest(), Some(PollFlags::empty()), "nobody would see the hang-up");
         drop(front_end);
-        assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+        assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
         assert_eq!(states(&session), ["Stopping"; 4]);
         assert_eq!(session.interest(), None, "it would be seen again and again");
         while !(is_end || session.is_paused()) {
             other.io.turn(Wait::Never).unwrap();
-            assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+            assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
         }
         if !is_end {
             // No ring may start again, not even for a moment.
             session.begin_resume();
-            assert!(matches!(session.progress(Instant::now()), Progress::Ended(_)));
+            assert!(matches!(session.progress(Instant::now()), SessionProgress::Ended(_)));
         }
         end(other, session);
         scene.end();
@@ -208,7 +208,7 @@ fn task_management_goes_on_without_a_ring_that_is_lost() {
     scene.connection.rings[3].settings.addresses = Some(nowhere);
     let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
     let lost = go_on(&mut other, &mut session);
-    assert!(matches!(lost, Progress::RingLost(_)), "{lost:?}");
+    assert!(matches!(lost, SessionProgress::RingLost(_)), "{lost:?}");
     assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
     end(other, session);
     scene.end();
@@ -227,14 +227,14 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
             let header = Header::new(code, body.len()).encode();
             front_end.write_all(&[&header[..], &body].concat()).unwrap();
         }
-        let expected = if has_spoken { Progress::Handled } else { Progress::Waiting };
+        let expected = if has_spoken { SessionProgress::Handled } else { SessionProgress::Waiting };
         assert_eq!(session.progress(now), expected);
         assert_eq!(session.deadline().is_none(), has_spoken);
         session.begin_pause();
         while !session.is_paused() {
             let _ = session.progress(now);
         }
-        let mut fds = HandedFds::default();
+        let mut fds = PassedFds::default();
         let state = session.hand_over(&mut fds).unwrap();
         // The state is serialised, as between processes.
         let state = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
@@ -247,7 +247,7 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
         }
         assert_eq!(next.deadline().is_none(), has_spoken);
         let later = next.progress(now + Duration::from_secs(3600));
-        let is_over = matches!(later, Progress::Ended(End::Dropped(_)));
+        let is_over = matches!(later, SessionProgress::Ended(End::Dropped(_)));
         assert_eq!(is_over, !has_spoken, "{later:?}");
         if has_spoken {
             end(other, next);
@@ -264,8 +264,8 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     scene.settle().unwrap();
     let mut channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&scene.examiner));
     channel.lend(true);
-    let mut fds = HandedFds::default();
-    let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
+    let mut fds = PassedFds::default();
+    let state = SessionState::new(&channel, &scene.connection, true, &mut fds).unwrap();
     // This device has no configuration space that a driver changes.
     let other = Scene::of(scsi(), 0);
     let setup = other.connection.setup.clone();
@@ -282,7 +282,7 @@ fn in_use() -> (Scene, Channel) {
     let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
     };
-    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.brought.take().unwrap());
+    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
     let news = UnixStream::pair().unwrap().0;
     let set = [(Request::SetInflightFd(area), file), (Request::SetBackendReqFd, news.into())];
     for (request, fd) in set {
@@ -306,7 +306,7 @@ fn in_use() -> (Scene, Channel) {
     let mut channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&scene.examiner));
     channel.lend(true);
     channel.input = vec![1, 2, 3];
-    channel.fds.push(ForeignFd::new(new_eventfd(), Arc::clone(&scene.examiner)));
+    channel.fds.push(PeerFd::new(new_eventfd(), Arc::clone(&scene.examiner)));
     channel.lost_fds = Some("no descriptor was left".to_owned());
     channel.output = vec![4, 5];
     channel.output_fd = Some(new_eventfd());
@@ -332,14 +332,14 @@ fn fields(value: &serde_json::Value, path: &str, all: &mut BTreeMap<String, Vec<
 #[test]
 fn no_field_of_a_session_is_lost_on_its_way() {
     let (scene, channel) = in_use();
-    let mut fds = HandedFds::default();
-    let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
+    let mut fds = PassedFds::default();
+    let state = SessionState::new(&channel, &scene.connection, true, &mut fds).unwrap();
     let (first, names) = (serde_json::to_value(&state).unwrap(), fds.names());
 
     // A field with the value of a new session would prove nothing.
     let new = Scene::new(0);
     let channel = Channel::new(UnixStream::pair().unwrap().0, Arc::clone(&new.examiner));
-    let of_new = SessionState::of(&channel, &new.connection, false, &mut HandedFds::default());
+    let of_new = SessionState::new(&channel, &new.connection, false, &mut PassedFds::default());
     let of_new = serde_json::to_value(of_new.unwrap()).unwrap();
     let (mut used, mut unused) = (BTreeMap::new(), BTreeMap::new());
     fields(&first, "", &mut used);
@@ -351,7 +351,7 @@ fn no_field_of_a_session_is_lost_on_its_way() {
     let other = Scene::new(0);
     let setup = other.connection.setup.clone();
     let session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
-    let mut next = HandedFds::default();
+    let mut next = PassedFds::default();
     let second = serde_json::to_value(session.hand_over(&mut next).unwrap()).unwrap();
     assert_eq!(second, first);
     assert_eq!(next.names(), names);

@@ -12,7 +12,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     };
     let area = InflightArea::decode(&body).unwrap();
     assert_eq!(InflightArea { size: 0, ..area }, inflight_area());
-    let file = scene.brought.take().unwrap();
+    let file = scene.peer_fd.take().unwrap();
     assert_eq!(rustix::fs::fstat(&file).unwrap().st_size, i64::try_from(area.size).unwrap());
     assert!(rustix::fs::ftruncate(&file, 0).is_err(), "nobody can take it away");
     // An area without padding is accepted too.
@@ -26,7 +26,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
         InflightArea { queues: 0, ..area },
         InflightArea { file_offset: area.size, ..area },
     ] {
-        assert!(matches!(bring(&mut scene, wrong), Ended::Refused { must_be_heard: true, .. }));
+        assert!(matches!(bring(&mut scene, wrong), Ended::Refused { needs_ack: true, .. }));
         assert!(scene.connection.inflight.is_none());
     }
     assert_eq!(bring(&mut scene, area), Ended::Done);
@@ -34,7 +34,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     // The driver's choice is kept in the region for the next process.
     for kept in [0, 1, 0] {
         scene.device.write_config(WRITEBACK_OFFSET, &[kept]).unwrap();
-        scene.connection.inflight.as_ref().unwrap().note(&scene.device);
+        scene.connection.inflight.as_ref().unwrap().store_writeback(&scene.device);
         scene.device.write_config(WRITEBACK_OFFSET, &[1 - kept]).unwrap();
         assert_eq!(scene.device.read_config(WRITEBACK_OFFSET, 1), [1 - kept]);
         assert_eq!(bring(&mut scene, area), Ended::Done);
@@ -50,7 +50,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     // A region that running queues cannot use is refused, and they run as before.
     let small = InflightArea { queue_size: 8, ..area };
     let before = scene.state();
-    let Ended::Refused { text, must_be_heard: true } = bring(&mut scene, small) else {
+    let Ended::Refused { text, needs_ack: true } = bring(&mut scene, small) else {
         panic!("it was taken");
     };
     assert!(text.contains("a ring of 16 entries has an inflight region for 8"), "{text}");
@@ -67,7 +67,7 @@ fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
         panic!("it was refused");
     };
     let area = InflightArea::decode(&body).unwrap();
-    let file = scene.brought.take().unwrap();
+    let file = scene.peer_fd.take().unwrap();
     let brought = file.try_clone().unwrap();
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
@@ -90,7 +90,7 @@ fn requests_are_left_only_where_there_can_be_a_region() {
         panic!("it was refused");
     };
     let area = InflightArea::decode(&body).unwrap();
-    let file = scene.brought.take().unwrap();
+    let file = scene.peer_fd.take().unwrap();
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![file]), Ended::Done);
     assert_eq!(stop(&scene), StopKind::KeepInflight);
     let (region, base) =
@@ -99,7 +99,7 @@ fn requests_are_left_only_where_there_can_be_a_region() {
         scene.tell(&Request::SetProtocolFeatures(PROTOCOL_FEATURES & !features), vec![])
     };
     let refused = negotiate(&mut scene, region);
-    assert!(matches!(refused, Ended::Refused { must_be_heard: true, .. }), "{refused:?}");
+    assert!(matches!(refused, Ended::Refused { needs_ack: true, .. }), "{refused:?}");
     assert_eq!(negotiate(&mut scene, base), Ended::Done);
     assert_eq!(stop(&scene), StopKind::Final, "the front-end does not know of it");
     assert_eq!(negotiate(&mut scene, region | base), Ended::Done);

@@ -1,0 +1,91 @@
+//! The state with which a process takes over exports: first the description of each, while the old
+//! process serves it, then its progress, when its queues do not run.
+
+use std::time::{Duration, Instant};
+
+use blockio::DiskSource;
+use device::DeviceState;
+use serde::{Deserialize, Serialize};
+
+use crate::endpoint::EndpointState;
+use crate::passed_fds::{FdIndex, PassedFds};
+use crate::spec::ExportSpec;
+use crate::vhost_user::SessionState;
+
+/// An export, as far as it can be opened while the old process serves it.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct HandedExport {
+    pub(crate) spec: ExportSpec,
+    /// In the order of [`ExportSpec::disks`].
+    pub(crate) disks: Vec<HandedDisk>,
+    /// `None`: its one connection has come.
+    pub(crate) endpoint: Option<EndpointState>,
+}
+
+/// A disk that is open.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct HandedDisk {
+    /// `None`: the disk has no open file to be handed over, such as a null disk.
+    pub(crate) file: Option<FdIndex>,
+    pub(crate) size_bytes: u64,
+    /// The name of its engine.
+    pub(crate) engine: Option<String>,
+}
+
+/// An export with disks that are being opened.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct HandedOpening {
+    pub(crate) spec: ExportSpec,
+    /// `None`: the socket is to be made.
+    pub(crate) endpoint: Option<EndpointState>,
+}
+
+/// The progress of an export.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct ExportProgress {
+    pub(super) session: Option<SessionState>,
+    /// The time since the front-end connected.
+    pub(super) connected: Duration,
+    /// The number of sessions so far.
+    pub(super) sessions: u64,
+    /// For each disk the errno of the loss of data, if there was one.
+    pub(super) losses: Vec<Option<i32>>,
+    /// For each disk, true if all answered writes are known to be flushed.
+    pub(super) flushed: Vec<bool>,
+    /// The debts of the limits of each disk, in nanoseconds. Empty: no disk has limits.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) debts: Vec<Vec<u64>>,
+    pub(super) device: DeviceState,
+    /// The device's files with reservations.
+    pub(super) reservations: Vec<Option<FdIndex>>,
+}
+
+impl ExportProgress {
+    /// Drops the debts, for a process that does not understand them.
+    pub(crate) fn forget_debts(&mut self) {
+        self.debts.clear();
+    }
+}
+
+/// The present exports. They are current as long as the generation is `generation`.
+pub(crate) struct Described {
+    pub(crate) exports: Vec<HandedExport>,
+    /// Exports that another process opens too, with the times of their requests.
+    pub(crate) opening: Vec<(ExportSpec, Instant)>,
+    pub(crate) fds: PassedFds,
+    pub(crate) generation: u64,
+}
+
+/// The exports while none of their queues runs.
+pub(crate) struct Paused {
+    pub(crate) exports: Vec<ExportProgress>,
+    pub(crate) fds: PassedFds,
+    /// Disks that are to be [written back](DiskSource::write_back).
+    pub(crate) disks: Vec<DiskSource>,
+    /// The time at which the first queue was told to stop.
+    pub(crate) since: Instant,
+}

@@ -1,0 +1,225 @@
+//! Runs one call per item on a few threads, some of which may hang.
+
+use std::cell::Cell;
+use std::collections::{BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The time without a result after which another thread is added, because a call may hang on a
+/// disk.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Calls that run side by side. As long as calls end, there are at most as many threads as CPUs (or
+/// two), so that a call that measures time need not wait for a CPU. Dropping this leaves threads
+/// with hanging calls behind.
+pub(crate) struct ParallelCalls<T, R> {
+    work: Arc<Work<T, R>>,
+    done: Option<mpsc::Sender<Message<R>>>,
+    results: mpsc::Receiver<Message<R>>,
+    unanswered: usize,
+    /// The calls in progress that have given way.
+    waiting: BTreeSet<usize>,
+}
+
+/// The error of a call that panicked.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("ringhaul has a bug: it panicked here, as the log says; please report it")]
+pub(crate) struct Panicked;
+
+/// A message from a thread about the call with this number.
+enum Message<R> {
+    Done(usize, Result<R, Panicked>),
+    Yielded(usize),
+}
+
+/// The number of a call, and its result.
+pub(crate) type Outcome<R> = (usize, Result<R, Panicked>);
+
+/// Reports that the calling closure waits: it keeps its thread, and another thread takes the next
+/// item.
+pub(crate) type Yield<'a> = &'a dyn Fn();
+
+struct Work<T, R> {
+    queue: Mutex<VecDeque<(usize, T)>>,
+    call: Box<dyn Fn(T, Yield<'_>) -> R + Send + Sync>,
+}
+
+impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
+    /// Begins to call `call` for each item of `list`.
+    pub(crate) fn begin(
+        list: Vec<T>,
+        call: impl Fn(T, Yield<'_>) -> R + Send + Sync + 'static,
+    ) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let (unanswered, threads) = (list.len(), list.len().min(cpus.max(2)));
+        let queue = Mutex::new(list.into_iter().enumerate().collect());
+        let work = Arc::new(Work { queue, call: Box::new(call) });
+        let (done, results) = mpsc::channel();
+        let mut this =
+            Self { work, done: Some(done), results, unanswered, waiting: BTreeSet::new() };
+        (0..threads).for_each(|_| this.add_thread());
+        this
+    }
+
+    /// Returns the next result, with its number in the list. `None`: no result is left, or none
+    /// came in time.
+    pub(crate) fn next(&mut self, until: Option<Instant>) -> Option<Outcome<R>> {
+        self.next_of(until, false)
+    }
+
+    /// Like [`next`](Self::next), but does not wait for calls that have given way.
+    pub(crate) fn next_running(&mut self, until: Option<Instant>) -> Option<Outcome<R>> {
+        self.next_of(until, true)
+    }
+
+    /// Returns true if all unfinished calls have given way.
+    pub(crate) fn all_yielded(&self) -> bool {
+        self.unanswered == self.waiting.len()
+    }
+
+    fn next_of(&mut self, until: Option<Instant>, is_running: bool) -> Option<Outcome<R>> {
+        while self.unanswered > 0 && !(is_running && self.all_yielded()) {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let help = self.done.is_some().then_some(PATIENCE);
+            let result = match left.into_iter().chain(help).min() {
+                Some(wait) => self.results.recv_timeout(wait),
+                None => self.results.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match result {
+                Ok(Message::Done(number, result)) => {
+                    self.unanswered -= 1;
+                    self.waiting.remove(&number);
+                    return Some((number, result));
+                }
+                Ok(Message::Yielded(number)) => drop(self.waiting.insert(number)),
+                Err(RecvTimeoutError::Timeout) if left.is_some_and(|left| left.is_zero()) => {
+                    return None;
+                }
+                Err(RecvTimeoutError::Timeout) => self.add_thread(),
+                Err(RecvTimeoutError::Disconnected) => {
+                    unreachable!("a thread has ended without an answer")
+                }
+            }
+        }
+        None
+    }
+
+    /// Adds a thread for the remaining items.
+    fn add_thread(&mut self) {
+        if self.work.is_empty() {
+            self.done = None;
+        }
+        let Some(done) = &self.done else { return };
+        if Work::start(&self.work, done).is_err() {
+            // Without a thread, the caller runs the items itself.
+            Work::run(&self.work, done);
+        }
+    }
+}
+
+impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
+    fn start(this: &Arc<Self>, done: &mpsc::Sender<Message<R>>) -> std::io::Result<()> {
+        let (work, sender) = (Arc::clone(this), done.clone());
+        let thread = std::thread::Builder::new().name("ringhaul-side".into());
+        thread.spawn(move || Self::run(&work, &sender)).map(drop)
+    }
+
+    fn run(this: &Arc<Self>, done: &mpsc::Sender<Message<R>>) {
+        let mut is_replaced = false;
+        while !is_replaced && let Some((number, item)) = this.take() {
+            let has_yielded = Cell::new(false);
+            let give_way = || {
+                let _ = done.send(Message::Yielded(number));
+                // If no thread can be started, `next` adds one after a while without results.
+                has_yielded.set(!this.is_empty() && Self::start(this, done).is_ok());
+            };
+            // A panic leaves no broken state behind, because each call owns its item.
+            let result = catch_unwind(AssertUnwindSafe(|| (this.call)(item, &give_way)));
+            let result = result.map_err(|_| Panicked);
+            is_replaced = has_yielded.get();
+            // The receiver may be gone if the call took too long.
+            let _ = done.send(Message::Done(number, result));
+        }
+    }
+
+    fn take(&self) -> Option<(usize, T)> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn all_are_called_once() {
+        for count in [0, 1, 2, 100] {
+            let mut calls =
+                ParallelCalls::begin((0..count).collect(), |number: usize, _| number * 2);
+            let mut results: Vec<_> = std::iter::from_fn(|| calls.next(None)).collect();
+            results.sort_unstable_by_key(|(number, _)| *number);
+            let doubled = (0..count).map(|number| (number, Ok(number * 2)));
+            assert_eq!(results, doubled.collect::<Vec<_>>());
+        }
+    }
+
+    /// For builds in which a panic does not end the process.
+    #[test]
+    fn one_that_panics_is_answered_and_holds_up_no_other() {
+        let call = |panics: bool, _: Yield<'_>| assert!(!panics, "on purpose");
+        let mut calls = ParallelCalls::begin([vec![true; 9], vec![false]].concat(), call);
+        let results: Vec<_> = std::iter::from_fn(|| calls.next(None)).collect();
+        assert_eq!(results.len(), 10);
+        for (number, result) in results {
+            assert_eq!(result.is_ok(), number == 9);
+        }
+    }
+
+    #[test]
+    fn those_that_hang_hold_up_no_other() {
+        let count = std::thread::available_parallelism().map_or(1, usize::from) + 3;
+        let all = Arc::new(Barrier::new(count + 1));
+        let gate = Arc::clone(&all);
+        let call = move |hangs: bool, _: Yield<'_>| {
+            if hangs {
+                gate.wait();
+            }
+            hangs
+        };
+        let list = [vec![true; count], vec![false]].concat();
+        let mut calls = ParallelCalls::begin(list, call);
+        assert_eq!(calls.next(None), Some((count, Ok(false))));
+        assert_eq!(calls.next(Some(Instant::now())), None);
+        all.wait();
+        assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), count);
+    }
+
+    #[test]
+    fn those_that_wait_give_their_threads_back() {
+        let count = 100;
+        let all = Arc::new(Barrier::new(count + 1));
+        let gate = Arc::clone(&all);
+        let call = move |waits: bool, give_way: Yield<'_>| {
+            if waits {
+                give_way();
+                gate.wait();
+            }
+            waits
+        };
+        let list = [vec![true; count], vec![false]].concat();
+        let mut calls = ParallelCalls::begin(list, call);
+        assert_eq!(calls.next_running(None), Some((count, Ok(false))));
+        assert_eq!(calls.next_running(None), None);
+        assert!(calls.all_yielded());
+        all.wait();
+        assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), count);
+    }
+}

@@ -1,0 +1,195 @@
+//! Protects the daemon's sockets from other users: checks of their folders, their owner and mode.
+
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, chmod, chownat, fstat, openat};
+use rustix::process::{getegid, geteuid};
+
+const STICKY: u32 = 0o1000;
+const ALL_WRITE: u32 = 0o002;
+const GROUP_WRITE: u32 = 0o020;
+
+/// Checks that not every user can replace the socket at `path`.
+///
+/// # Errors
+///
+/// When the folder does not exist, or all users can write to it and it has no sticky bit.
+pub(crate) fn check_folder(path: &Path) -> Result<()> {
+    let folder = folder_of(path);
+    let mode = metadata_of(folder)?.mode();
+    if mode & ALL_WRITE != 0 && mode & STICKY == 0 {
+        bail!(
+            "every user can replace what is in {0}; take that right away (chmod o-w {0}) or \
+             choose another folder",
+            folder.display()
+        );
+    }
+    Ok(())
+}
+
+/// Checks that only root, this user and the members of `group` can replace the socket at `path`.
+///
+/// # Errors
+///
+/// When the folder does not exist, belongs to another user, or strangers can write to it. A sticky
+/// bit keeps strangers from files that are not theirs.
+pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()> {
+    check_folder(path)?;
+    let folder = folder_of(path);
+    let (shown, found) = (folder.display(), metadata_of(folder)?);
+    let (user, own_group) = (geteuid().as_raw(), getegid().as_raw());
+    if ![0, user].contains(&found.uid()) {
+        bail!(
+            "{shown} belongs to user {}, who can replace what is in it; choose a folder of root \
+             or of user {user}",
+            found.uid()
+        );
+    }
+    // Many systems give each user a private group with the number of the user.
+    let is_private = found.gid() == own_group && own_group == user;
+    let is_trusted = found.gid() == 0 || Some(found.gid()) == group || is_private;
+    if found.mode() & GROUP_WRITE != 0 && found.mode() & STICKY == 0 && !is_trusted {
+        bail!(
+            "the members of group {} can replace what is in {shown}; take that right away (chmod \
+             g-w {shown}) or choose another folder",
+            found.gid()
+        );
+    }
+    Ok(())
+}
+
+/// Gives the socket that this process has made at `path` to `group`, if there is one, with mode
+/// 0660. Follows no link, and leaves any other file that lies there by now unchanged.
+///
+/// # Errors
+///
+/// When the socket is gone, or the kernel refuses.
+pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> Result<()> {
+    let shown = path.display();
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let node = openat(CWD, path, flags, Mode::empty())
+        .with_context(|| format!("cannot look at the new socket {shown}"))?;
+    let stat = fstat(&node).with_context(|| format!("cannot look at the new socket {shown}"))?;
+    let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::Socket
+        && (stat.st_dev, stat.st_ino) == identity
+        && stat.st_uid == geteuid().as_raw();
+    if !is_ours {
+        bail!("another file has taken the place of the new socket {shown}; look at its folder");
+    }
+    let Some(group) = group else { return Ok(()) };
+    chownat(&node, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH).with_context(
+        || format!("cannot give {shown} to the --control-group; be root or a member of it"),
+    )?;
+    // chmod does not work on a descriptor opened with `O_PATH`, but on its link in /proc.
+    let link = format!("/proc/self/fd/{}", node.as_raw_fd());
+    chmod(&link, Mode::from_raw_mode(0o660))
+        .with_context(|| format!("cannot let the --control-group connect to {shown}"))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
+}
+
+fn metadata_of(folder: &Path) -> Result<std::fs::Metadata> {
+    let shown = folder.display();
+    let found = std::fs::metadata(folder).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            anyhow::anyhow!("the folder {shown} does not exist; create it (mkdir -p {shown})")
+        }
+        _ => anyhow::anyhow!("cannot look at the folder {shown}: {error}"),
+    })?;
+    if !found.is_dir() {
+        bail!("{shown} is not a folder");
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn mode_of(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().mode() & 0o777
+    }
+
+    fn identity_of(path: &Path) -> (u64, u64) {
+        let found = fs::symlink_metadata(path).unwrap();
+        (found.dev(), found.ino())
+    }
+
+    #[test]
+    fn folders_that_others_can_write_to_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let is_root = geteuid().is_root();
+        // Gives the folder to a group of strangers where that is possible.
+        let stranger = 54_321;
+        if is_root {
+            std::os::unix::fs::chown(folder.path(), None, Some(stranger)).unwrap();
+        }
+        for (mode, is_safe, is_private) in [
+            (0o755, true, true),
+            (0o775, true, !is_root),
+            (0o1775, true, true),
+            (0o777, false, false),
+            (0o1777, true, true),
+        ] {
+            fs::set_permissions(folder.path(), Permissions::from_mode(mode)).unwrap();
+            assert_eq!(check_folder(&socket).is_ok(), is_safe, "{mode:o}");
+            if is_root {
+                let checked = check_private_folder(&socket, None);
+                assert_eq!(checked.is_ok(), is_private, "{mode:o}: {checked:?}");
+                let checked = check_private_folder(&socket, Some(stranger));
+                assert_eq!(checked.is_ok(), is_safe, "{mode:o}: {checked:?}");
+            }
+        }
+        if is_root {
+            std::os::unix::fs::chown(folder.path(), Some(stranger), None).unwrap();
+            let error = check_private_folder(&socket, None).unwrap_err().to_string();
+            assert!(error.contains("belongs to user 54321"), "{error}");
+        }
+        let missing = check_folder(&folder.path().join("no/socket")).unwrap_err().to_string();
+        assert!(missing.contains("does not exist"), "{missing}");
+    }
+
+    /// Simulates a lost race in the folder: another file lies there when the socket gets its owner.
+    #[test]
+    fn nothing_but_the_socket_gets_its_owner_and_mode() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let (socket, secret) = (path("socket"), path("secret"));
+        fs::write(&secret, "").unwrap();
+        fs::set_permissions(&secret, Permissions::from_mode(0o600)).unwrap();
+        let listener = UnixListener::bind(&socket).unwrap();
+        let (identity, own) = (identity_of(&socket), Some(getegid().as_raw()));
+        give_to(&socket, identity, own).unwrap();
+        assert_eq!(mode_of(&socket), 0o660);
+
+        fs::rename(&socket, path("moved")).unwrap();
+        fs::set_permissions(path("moved"), Permissions::from_mode(0o600)).unwrap();
+        symlink(&secret, &socket).unwrap();
+        assert!(give_to(&socket, identity, own).is_err());
+        fs::remove_file(&socket).unwrap();
+        symlink(path("moved"), &socket).unwrap();
+        assert!(give_to(&socket, identity, own).is_err(), "a link to it is not it");
+        fs::remove_file(&socket).unwrap();
+        fs::hard_link(&secret, &socket).unwrap();
+        assert!(give_to(&socket, identity, own).is_err());
+        fs::remove_file(&socket).unwrap();
+        let _other = UnixListener::bind(&socket).unwrap();
+        fs::set_permissions(&socket, Permissions::from_mode(0o600)).unwrap();
+        assert!(give_to(&socket, identity, own).is_err());
+        for name in ["secret", "moved", "socket"] {
+            assert_eq!(mode_of(&path(name)), 0o600, "{name}");
+        }
+        drop(listener);
+    }
+}

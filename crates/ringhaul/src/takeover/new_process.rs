@@ -1,0 +1,290 @@
+//! The new process: opens the exports that the old one describes, and continues them when that has
+//! stopped.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use rustix::time::{ClockId, clock_gettime};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use virtqueue::InflightRegion;
+
+use super::format::{
+    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, ProcessOptions,
+    Request, TAKE,
+};
+use super::wire::Receiver;
+use crate::command::{Command, CommandError};
+use crate::control::hand_over_state::{HandedExport, HandedOpening};
+use crate::daemon::Daemon;
+use crate::daemon::hand_over::ExpectedExports;
+use crate::endpoint::Endpoint;
+use crate::ownership::{PASS_ON, PassedOn};
+use crate::passed_fds::PassedFds;
+use crate::settings::SettingsChange;
+use crate::spec::ExportSpec;
+
+/// The time that the old process may take to answer while it serves, and to stop its queues.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// The process that this one takes over from. It resumes if this is dropped before
+/// [`take`](Self::take).
+pub(crate) struct Predecessor {
+    receiver: Receiver,
+    version: String,
+    process: u32,
+    /// The start of the old process.
+    pub(crate) options: ProcessOptions,
+    /// Its control socket.
+    pub(crate) control: Option<Endpoint>,
+    exports: Vec<HandedExport>,
+    opening: Vec<HandedOpening>,
+    fds: PassedFds,
+}
+
+/// A takeover that has succeeded.
+pub(crate) struct Taken {
+    receiver: Receiver,
+    since_ns: u64,
+    version: String,
+    process: u32,
+    exports: usize,
+    /// The exports of the configuration file, if the old process had one.
+    pub(crate) of_file: Option<Vec<ExportSpec>>,
+    /// Exports that the old process has been opening, for this process to open.
+    pub(crate) opening: Vec<ExportSpec>,
+}
+
+/// Reports to the old process the reason that this one does not take over.
+pub(crate) struct RefusalSender(UnixStream);
+
+impl RefusalSender {
+    pub(crate) fn send(&self, error: &anyhow::Error) {
+        // The old process may have gone.
+        let _ = send(&self.0, GIVE_UP, &json!({ "why": format!("{error:#}") }));
+    }
+}
+
+impl Predecessor {
+    /// Keeps a way to report the reason that this process does not take over.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn refusal_sender(&self) -> Result<RefusalSender> {
+        let stream = self.receiver.stream().try_clone();
+        Ok(RefusalSender(stream.context("cannot keep the connection to the old process")?))
+    }
+
+    /// Requests the description of the daemon behind this control socket.
+    ///
+    /// # Errors
+    ///
+    /// When no daemon listens, or it refuses, or its answer is not understood.
+    pub(crate) fn ask(socket: &Path) -> Result<Self> {
+        let asking = || format!("cannot take over from the daemon at {}", socket.display());
+        let stream = UnixStream::connect(socket).with_context(|| {
+            format!(
+                "{}; name the --control socket of a daemon that runs, or start without --takeover",
+                asking()
+            )
+        })?;
+        stream.set_read_timeout(Some(ANSWER_MAX))?;
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        let (formats, inflight_versions) = (FORMATS.to_vec(), vec![InflightRegion::VERSION]);
+        let begin = serde_json::to_value(Begin { formats, inflight_versions, version })?;
+        let mut receiver = Receiver::new(stream);
+        let asked = ask::<Description>(&mut receiver, BEGIN, &begin);
+        let (description, mut fds) = asked.with_context(asking)?;
+        let Description { version, process, options, control, exports, opening } = description;
+        let control = control.map(|control| Endpoint::take_over(control, &mut fds)).transpose()?;
+        Ok(Self { receiver, version, process, options, control, exports, opening, fds })
+    }
+
+    /// Takes over, into a daemon that has no exports. When this returns, neither process serves,
+    /// and [`Taken::resume`] must be called. `last` is called before the old process is told to
+    /// leave.
+    ///
+    /// # Errors
+    ///
+    /// When that fails. The old process resumes.
+    pub(crate) fn take<T>(
+        mut self,
+        daemon: &Daemon,
+        last: impl FnOnce() -> Result<T>,
+    ) -> Result<(Taken, T)> {
+        match self.try_take(daemon, last) {
+            Ok((exports, opening, paused_state, result)) => {
+                let Self { receiver, version, process, .. } = self;
+                let PausedState { since_ns, of_file, .. } = paused_state;
+                let taken =
+                    Taken { receiver, since_ns, version, process, exports, of_file, opening };
+                Ok((taken, result))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the number of exports, the exports to be opened, the state of the old process, and
+    /// the result of `last`.
+    fn try_take<T>(
+        &mut self,
+        daemon: &Daemon,
+        last: impl FnOnce() -> Result<T>,
+    ) -> Result<(usize, Vec<ExportSpec>, PausedState, T)> {
+        let handed = std::mem::take(&mut self.exports);
+        let exports = handed.len();
+        let expected: ExpectedExports =
+            daemon.expect(handed, &mut self.fds).map_err(CommandError::into_error)?;
+        let opening = std::mem::take(&mut self.opening);
+        let opening = daemon.expect_opening(opening, &mut self.fds)?;
+        tracing::info!("ready to take over {} from process {}", counted(exports), self.process);
+        let paused = ask::<PausedState>(&mut self.receiver, PAUSE, &Value::Null);
+        let (mut paused_state, fds) = paused.context("the old process does not stop")?;
+        if paused_state.changes != self.options.changes {
+            set(daemon, &paused_state.changes)?;
+        }
+        daemon.take_over(expected, std::mem::take(&mut paused_state.exports), fds)?;
+        daemon.add_group_debts(&paused_state.debts);
+        let result = last()?;
+        // No time-out: this process must know if the old one has received the request.
+        self.receiver.stream().set_read_timeout(None)?;
+        ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
+            .context("the old process has not said that it leaves")?;
+        Ok((exports, opening, paused_state, result))
+    }
+}
+
+impl Taken {
+    /// Serves. Returns the source of the requests that the old process still passes on.
+    pub(crate) fn resume(self, daemon: &Daemon) -> PassedOnRequests {
+        daemon.resume();
+        let now = clock_gettime(ClockId::Monotonic);
+        let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
+        let still = Duration::from_nanos(now.saturating_sub(self.since_ns));
+        let Self { receiver, version, process, exports, .. } = self;
+        tracing::info!(
+            "took over {} from process {process}, ringhaul {version}; queues stood \
+             still for {:.1} ms",
+            counted(exports),
+            still.as_secs_f64() * 1e3
+        );
+        PassedOnRequests(receiver)
+    }
+}
+
+/// A number of exports, in words.
+fn counted(exports: usize) -> String {
+    if exports == 1 { "1 export".to_owned() } else { format!("{exports} exports") }
+}
+
+/// Requests that the old process passes on until it has ended, because they came too late for it.
+pub(crate) struct PassedOnRequests(Receiver);
+
+impl PassedOnRequests {
+    /// Calls `carry_out` for each request, on a thread.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(crate) fn listen(mut self, carry_out: impl Fn(PassedOn) + Send + 'static) -> Result<()> {
+        let listen = move || {
+            while let Ok(Some(line)) = self.0.line() {
+                match serde_json::from_slice::<Request>(&line) {
+                    Ok(Request { method, params, .. }) if method == PASS_ON => {
+                        match serde_json::from_value(params) {
+                            Ok(what) => carry_out(what),
+                            Err(error) => tracing::warn!("the old process asks for more: {error}"),
+                        }
+                    }
+                    _ => tracing::warn!("the old process says what is not understood"),
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-heir".into()).spawn(listen);
+        thread.context("cannot start the thread that listens to the old process").map(drop)
+    }
+}
+
+/// Applies the settings that were changed in the old process.
+///
+/// # Errors
+///
+/// When one is out of its range here.
+pub(crate) fn set(daemon: &Daemon, changes: &SettingsChange) -> Result<()> {
+    let changed = daemon.handle(Command::Set(changes.clone()));
+    changed.map_err(CommandError::into_error).context("cannot set what was set before").map(drop)
+}
+
+fn send(mut stream: &UnixStream, method: &str, params: &Value) -> Result<()> {
+    let line = json!({ "jsonrpc": "2.0", "id": method, "method": method, "params": params });
+    Ok(stream.write_all(format!("{line}\n").as_bytes())?)
+}
+
+/// Sends a request, and waits for the answer with its descriptors.
+fn ask<T: DeserializeOwned>(
+    receiver: &mut Receiver,
+    method: &str,
+    params: &Value,
+) -> Result<(T, PassedFds)> {
+    // A process that refuses sends its reason and hangs up, so that sending may fail.
+    let sent = send(receiver.stream(), method, params);
+    let line = match receiver.line() {
+        Ok(Some(line)) => line,
+        nothing => {
+            sent?;
+            nothing.context("it says nothing")?;
+            bail!("it has hung up");
+        }
+    };
+    let mut answer: Value = serde_json::from_slice(&line)?;
+    if let Some(why) = answer["error"]["message"].as_str() {
+        return Err(anyhow!("it refuses: {why}"));
+    }
+    let answer: Answer<T> = serde_json::from_value(answer["result"].take())
+        .context("its answer is not understood, although the formats fit")?;
+    let fds = receiver.fds(answer.descriptors.len())?;
+    Ok((answer.says, PassedFds::new(answer.descriptors, fds)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::ownership::Ownership;
+
+    #[test]
+    fn a_refusal_is_heard_of_a_process_that_has_hung_up() {
+        let (new, mut old) = UnixStream::pair().unwrap();
+        let refusal = json!({ "error": { "code": 7, "message": "only root may" } });
+        old.write_all(format!("{refusal}\n").as_bytes()).unwrap();
+        drop(old);
+        let mut receiver = Receiver::new(new);
+        let ask = |receiver: &mut _| ask::<Value>(receiver, BEGIN, &Value::Null);
+        let refused = ask(&mut receiver).map(drop).unwrap_err().to_string();
+        assert_eq!(refused, "it refuses: only root may");
+        let gone = format!("{:#}", ask(&mut receiver).map(drop).unwrap_err());
+        assert!(gone.contains("Broken pipe"), "{gone}");
+    }
+
+    #[test]
+    fn what_the_old_process_passes_on_is_heeded() {
+        let (new, old) = UnixStream::pair().unwrap();
+        let (heeds, heeded) = mpsc::channel();
+        let heed = move |what| heeds.send(what).unwrap();
+        PassedOnRequests(Receiver::new(new)).listen(heed).unwrap();
+        let ownership = Ownership::default();
+        send(&old, "more", &Value::Null).unwrap();
+        send(&old, PASS_ON, &json!("dance")).unwrap();
+        ownership.transfer(7, old, |_| {});
+        for what in [PassedOn::Reload, PassedOn::End] {
+            ownership.run_or_pass_on(what, || panic!("it is passed on"));
+        }
+        drop(ownership);
+        assert_eq!(heeded.iter().collect::<Vec<_>>(), [PassedOn::Reload, PassedOn::End]);
+    }
+}

@@ -1,0 +1,209 @@
+//! The old process: describes its exports, stops its queues, and leaves or resumes.
+
+use std::io::{BufRead, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+use serde_json::{Value, json};
+use virtqueue::InflightRegion;
+
+use super::format::{
+    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, Request, TAKE,
+    common_format,
+};
+use super::wire::send_fds;
+use crate::command::CommandError;
+use crate::daemon::Daemon;
+use crate::ownership::Refusal;
+use crate::passed_fds::PassedFds;
+use crate::peer::Peer;
+use crate::saved_state::{SavedState, WritesBlocked};
+use crate::service_manager;
+
+/// The time that the new process may take to open the exports.
+const OPEN_MAX: Duration = Duration::from_secs(300);
+/// The time that the new process may take while queues are stopped: guests wait.
+const TAKE_MAX: Duration = Duration::from_secs(5);
+/// The codes of a refusal, like on the control socket: try again later, or not.
+const LATER: i32 = 10;
+const FAILED: i32 = 1;
+/// The longest request, in bytes.
+const LINE_MAX: u64 = 64 << 10;
+
+/// Returns the takeover that a client's request begins, if it is such a request.
+pub(crate) fn parse_request(line: &[u8]) -> Option<TakeoverRequest> {
+    let Request { id, method, params, .. } = serde_json::from_slice(line).ok()?;
+    (method == BEGIN).then_some(TakeoverRequest { id, params })
+}
+
+/// A request that begins a takeover.
+pub(crate) struct TakeoverRequest {
+    id: Value,
+    params: Value,
+}
+
+/// Hands everything over to the process at the other end. If a step fails before that process has
+/// announced the takeover, this one resumes.
+///
+/// # Errors
+///
+/// The failure. The new process has received it, if possible.
+pub(crate) fn hand_over(
+    daemon: &Daemon,
+    TakeoverRequest { id, params }: TakeoverRequest,
+    reader: &mut dyn BufRead,
+    stream: &UnixStream,
+) -> Result<()> {
+    let mut conversation = Conversation { reader, stream, id };
+    let peer = Peer::from_socket(stream).context("cannot tell who it is")?;
+    let process = peer.pid.context("it is in a PID namespace that is not visible from here")?;
+    let ownership = daemon.ownership();
+    let given = ownership.begin_hand_over(process).map_err(anyhow::Error::from);
+    let given = given.and_then(|_running| {
+        let described = describe(daemon, params, process, &mut conversation)?;
+        stop(daemon, described, process, &mut conversation)
+    });
+    if let Err(error) = &given {
+        tracing::warn!("process {process} does not take over: {error:#}");
+        let why = format!("{error:#}");
+        let refusal = error.downcast_ref::<CommandError>();
+        let is_transient = refusal.is_some_and(CommandError::is_transient);
+        // The command that has started the process must know first: the process ends when it
+        // receives the refusal.
+        ownership.refuse(process, Refusal { why: why.clone(), is_transient });
+        conversation.refuse(&why, is_transient);
+    }
+    given
+}
+
+/// The generation of the described exports, and the format of the description.
+struct DescribedState {
+    generation: u64,
+    format: u32,
+}
+
+/// Describes this process and its exports.
+fn describe(
+    daemon: &Daemon,
+    params: Value,
+    process: u32,
+    conversation: &mut Conversation<'_>,
+) -> Result<DescribedState> {
+    let Begin { formats, inflight_versions, version } = serde_json::from_value(params)?;
+    let format = check_fits(&formats, &inflight_versions, &version)?;
+    tracing::info!("process {process}, ringhaul {version}, wants to take over");
+    let described = daemon.describe()?;
+    let mut fds = described.fds;
+    let (options, control) = daemon.process_options(&mut fds)?;
+    let opening = daemon.hand_over_opening(described.opening, &mut fds)?;
+    let description = Description {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        process: std::process::id(),
+        options,
+        control,
+        exports: described.exports,
+        opening,
+    };
+    conversation.answer(&description, &fds)?;
+    Ok(DescribedState { generation: described.generation, format })
+}
+
+/// Checks that a process of another version can continue here. Returns the format that both
+/// understand.
+fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Result<u32> {
+    let own = env!("CARGO_PKG_VERSION");
+    let Some(format) = common_format(formats) else {
+        bail!(
+            "ringhaul {own} describes itself in one of the formats {FORMATS:?}, and ringhaul \
+             {version} understands {formats:?} only; restart it instead, or go by way of a version \
+             between the two"
+        );
+    };
+    let inflight = InflightRegion::VERSION;
+    if !inflight_versions.contains(&inflight) {
+        bail!(
+            "ringhaul {own} keeps inflight regions of version {inflight}, and ringhaul {version} \
+             understands {inflight_versions:?} only; go by way of a version that understands both"
+        );
+    }
+    Ok(format)
+}
+
+/// Stops the queues, and leaves when the new process takes over.
+fn stop(
+    daemon: &Daemon,
+    described: DescribedState,
+    process: u32,
+    conversation: &mut Conversation<'_>,
+) -> Result<()> {
+    conversation.expect(PAUSE, OPEN_MAX)?;
+    let (paused_queues, paused) = daemon.pause(described.generation)?;
+    let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
+    let (of_file, debts) = (daemon.config_exports(), daemon.group_debts());
+    let paused_state = PausedState { since_ns, changes, of_file, exports: paused.exports, debts };
+    conversation.answer(&paused_state.for_format(described.format), &paused.fds)?;
+    drop(paused.fds);
+    conversation.expect(TAKE, TAKE_MAX)?;
+    let closed = daemon.saved_state().map(SavedState::block_writes);
+    let stream = conversation.stream.try_clone()?;
+    let disks = paused_queues.commit()?;
+    // From here on only the new process may serve, if it receives this.
+    conversation.answer(&json!({}), &PassedFds::default())?;
+    closed.into_iter().for_each(WritesBlocked::hand_over);
+    service_manager::main_process(process);
+    paused_queues.release(process, stream, disks);
+    Ok(())
+}
+
+/// A moment in nanoseconds of CLOCK_MONOTONIC, which processes share.
+fn monotonic_ns(moment: Instant) -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
+    let ago = u64::try_from(moment.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    now.saturating_sub(ago)
+}
+
+/// The conversation with the new process.
+struct Conversation<'a> {
+    reader: &'a mut dyn BufRead,
+    stream: &'a UnixStream,
+    /// The id of the request that was not answered yet.
+    id: Value,
+}
+
+impl Conversation<'_> {
+    fn answer(&mut self, says: &impl Serialize, fds: &PassedFds) -> Result<()> {
+        let result = Answer { says, descriptors: fds.names() };
+        let line = json!({ "jsonrpc": "2.0", "id": self.id, "result": result });
+        self.stream.write_all(format!("{line}\n").as_bytes())?;
+        Ok(send_fds(self.stream, fds.all())?)
+    }
+
+    fn refuse(&mut self, why: &str, is_transient: bool) {
+        let code = if is_transient { LATER } else { FAILED };
+        let error = json!({ "code": code, "message": why });
+        let line = json!({ "jsonrpc": "2.0", "id": self.id, "error": error });
+        // The process may have gone.
+        let _ = self.stream.write_all(format!("{line}\n").as_bytes());
+    }
+
+    /// Waits for a request, which must be `method`.
+    fn expect(&mut self, method: &str, wait: Duration) -> Result<()> {
+        self.stream.set_read_timeout(Some(wait))?;
+        let mut line = Vec::new();
+        let read = self.reader.take(LINE_MAX).read_until(b'\n', &mut line);
+        if read.context("it says nothing")? == 0 {
+            bail!("it has gone");
+        }
+        let request: Request = serde_json::from_slice(&line).context("it speaks otherwise")?;
+        self.id = request.id;
+        match &*request.method {
+            this if this == method => Ok(()),
+            GIVE_UP => bail!("{}", request.params["why"].as_str().unwrap_or("it does not say why")),
+            other => bail!("it asks for {other} in place of {method}"),
+        }
+    }
+}
