@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::time::Instant;
 
-use blockio::{Activity, IoThread, Pending, Wait};
+use blockio::{Activity, IoThread, Wait, oneshot};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
@@ -82,7 +82,7 @@ pub fn turn(thread: &IoThread) -> Activity {
 /// # Panics
 ///
 /// Like [`turn`], and when waiting for the thread fails.
-pub fn wait<T>(thread: &IoThread, pending: &Pending<T>) -> T {
+pub fn wait<T>(thread: &IoThread, pending: &oneshot::Receiver<T>) -> T {
     loop {
         let activity = turn(thread);
         if let Some(answer) = pending.poll() {

@@ -139,7 +139,7 @@ impl BounceShare {
         }
         self.budget.stats.bounce.waits.add(1);
         let waiter = Waiter { bytes, owner: RefCell::default(), granted: Cell::new(false) };
-        let place = Place { share: self, waiter: Rc::new(waiter) };
+        let place = WaitGuard { share: self, waiter: Rc::new(waiter) };
         self.waiting.borrow_mut().push_back(Rc::clone(&place.waiter));
         poll_fn(|cx| {
             place.waiter.owner.replace(self.budget.running.owner(cx));
@@ -193,12 +193,12 @@ impl Drop for BounceShare {
 }
 
 /// The place of a piece that waits. If its future is dropped, the next piece moves up.
-struct Place<'a> {
+struct WaitGuard<'a> {
     share: &'a BounceShare,
     waiter: Rc<Waiter>,
 }
 
-impl Drop for Place<'_> {
+impl Drop for WaitGuard<'_> {
     fn drop(&mut self) {
         if self.waiter.granted.get() {
             self.share.give_back(self.waiter.bytes);

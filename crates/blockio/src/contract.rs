@@ -191,7 +191,7 @@ async fn moved(io: Rc<Io>, futures: Vec<Pin<Box<dyn Future<Output = ()>>>>) {
         }
         let (place, ended) = (Moved::default(), Rc::new(Cell::new(false)));
         *place.borrow_mut() = Some(future);
-        let (end, this) = (Rc::clone(&ended), io.this_task());
+        let (end, this) = (Rc::clone(&ended), io.current_task());
         let other = Rc::clone(&io);
         io.spawn(async move {
             let future = place.borrow_mut().take().unwrap();

@@ -363,7 +363,7 @@ impl Disk {
         if len == 0 {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        let len = len.min(LOOK_BYTES);
+        let len = len.min(EXTENT_BYTES_MAX);
         let extent = match &self.kind {
             Kind::Null => Extent::data(len),
             Kind::File(disk) => disk.block_status(offset, len).await?,
@@ -435,7 +435,7 @@ impl Disk {
 
 /// The most bytes that one check for holes covers. An image needs a time for the answer that grows
 /// with them.
-const LOOK_BYTES: u64 = 1 << 30;
+const EXTENT_BYTES_MAX: u64 = 1 << 30;
 
 #[cfg(test)]
 pub(crate) mod elsewhere;

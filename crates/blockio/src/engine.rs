@@ -164,23 +164,23 @@ impl Engine {
     }
 
     /// Waits until something happens or `deadline` comes (`None`: for ever). A ring submits up to
-    /// `max` of its queued ops in the same system call. Appends to `happened` the tokens of
+    /// `max` of its queued ops in the same system call. Appends to `events` the tokens of
     /// eventfds that were written; with a ring, only the next harvest finds them.
     pub(crate) fn wait(
         &mut self,
         deadline: Option<Instant>,
         max: usize,
         done: &mut Completer<'_>,
-        happened: &mut Vec<u64>,
+        events: &mut Vec<u64>,
     ) -> Result<(), Error> {
         match &mut self.waiter {
             Waiter::Ring(ring) => ring.wait(deadline, max, done),
-            Waiter::Epoll(epoll) => epoll.wait(deadline, done.now, happened, done.stats),
+            Waiter::Epoll(epoll) => epoll.wait(deadline, done.now, events, done.stats),
         }
     }
 
     /// Returns true if a wait submits queued ops of io_uring, and leaves all events to the harvest.
-    pub(crate) fn waits_in_ring(&self) -> bool {
+    pub(crate) fn waiter_is_ring(&self) -> bool {
         matches!(self.waiter, Waiter::Ring(_))
     }
 
@@ -188,7 +188,7 @@ impl Engine {
     /// ring, and ops of the pool may even fail in their submit.
     #[inline]
     pub(crate) fn may_submit_in_wait(&self) -> bool {
-        self.waits_in_ring()
+        self.waiter_is_ring()
             && self.threads.queued() == 0
             && self.aio.as_ref().is_none_or(|aio| aio.queued() == 0)
     }
@@ -267,15 +267,15 @@ impl Engine {
         more
     }
 
-    /// Finds completions that are visible now, and returns their number. Appends to `happened` the
+    /// Finds completions that are visible now, and returns their number. Appends to `events` the
     /// tokens of written eventfds, as far as they are seen here.
     #[inline]
-    pub(crate) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
+    pub(crate) fn harvest(&mut self, done: &mut Completer<'_>, events: &mut Vec<u64>) -> u64 {
         let mut found = 0;
         // First: the ring takes the events that announce completions of `aio` and the pool, which
         // are visible when announced.
         if let Waiter::Ring(ring) = &mut self.waiter {
-            found += ring.harvest(&mut self.threads, done, happened);
+            found += ring.harvest(&mut self.threads, done, events);
         }
         found += self.threads.harvest(done);
         if let Some(aio) = &mut self.aio {
@@ -310,9 +310,9 @@ impl Engine {
 
     /// Returns true if some work does not make the descriptor readable: entries (of watches, say)
     /// that the next wait submits, or ops whose completions are polled for.
-    pub(crate) fn must_be_asked(&mut self) -> bool {
+    pub(crate) fn has_unannounced_work(&mut self) -> bool {
         match &mut self.waiter {
-            Waiter::Ring(ring) => ring.must_be_asked(),
+            Waiter::Ring(ring) => ring.has_unannounced_work(),
             Waiter::Epoll(_) => false,
         }
     }

@@ -79,7 +79,7 @@ pub enum Error {
         reason: String,
         /// True if the user is known. Otherwise it may be operations of a killed process; the disk
         /// can be opened when they have ended.
-        is_seen: bool,
+        is_user_known: bool,
     },
     /// A disk that is no file, or a layer over another disk, cannot be opened.
     #[error("cannot use {disk}: {reason}")]

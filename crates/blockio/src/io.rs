@@ -88,7 +88,7 @@ impl Io {
             if std::mem::replace(&mut suspended, true) {
                 return Poll::Ready(());
             }
-            if !self.running.polls(cx) {
+            if !self.running.is_polled_by_task(cx) {
                 let waker = cx.waker().clone();
                 self.executor.borrow_mut().suspend(self.running.current(), waker);
             }
@@ -99,7 +99,7 @@ impl Io {
 
     /// Yields the thread once if outside of a turn, where ops may complete at once, one after the
     /// next. In a turn an op completes at the end of the round at the earliest, so no yield is due.
-    pub(crate) async fn give_way(&self) {
+    pub(crate) async fn yield_once(&self) {
         let mut is_polled_again = self.in_turn.get();
         poll_fn(|cx| {
             if std::mem::replace(&mut is_polled_again, true) {
@@ -133,7 +133,7 @@ impl Io {
 
     /// Returns the name of the calling task for [`wake`](Self::wake).
     #[must_use]
-    pub(crate) fn this_task(&self) -> TaskRef {
+    pub(crate) fn current_task(&self) -> TaskRef {
         TaskRef(self.running.current())
     }
 
@@ -151,7 +151,7 @@ impl Io {
             }
             let owner = self.running.owner(cx);
             // One timer for each owner, however often it is polled.
-            if !waits.as_ref().is_some_and(|waits| waits.is(&owner)) {
+            if !waits.as_ref().is_some_and(|waits| waits.wakes_same(&owner)) {
                 self.reactor.borrow_mut().add_timer(when, owner.clone());
                 waits = Some(owner);
             }
@@ -178,7 +178,7 @@ impl Io {
     ) -> Result<SourceId, Error> {
         let kick = kick.map(|kick| (kick, Interest::Readable));
         let engine = &mut self.ops.borrow_mut().engine;
-        self.reactor.borrow_mut().add(engine, source, kick, self.this_task().0)
+        self.reactor.borrow_mut().add(engine, source, kick, self.current_task().0)
     }
 
     /// Like [`add_source`](Self::add_source), but watches a socket for `interest`.
@@ -191,24 +191,24 @@ impl Io {
     ) -> Result<SourceId, Error> {
         let engine = &mut self.ops.borrow_mut().engine;
         let socket = Some((socket, interest));
-        self.reactor.borrow_mut().add(engine, source, socket, self.this_task().0)
+        self.reactor.borrow_mut().add(engine, source, socket, self.current_task().0)
     }
 
     /// Keeps a weak reference to an object that a disk shares on this IoThread. `key` is the
     /// address of the object that the disk shares between all IoThreads.
-    pub(crate) fn keep<T: Any>(&self, key: usize, kept: &Rc<T>) {
-        let mut all = self.kept.borrow_mut();
-        all.retain(|(_, kept)| kept.strong_count() > 0);
-        let kept: Rc<dyn Any> = Rc::<T>::clone(kept);
-        all.push((key, Rc::downgrade(&kept)));
+    pub(crate) fn share<T: Any>(&self, key: usize, object: &Rc<T>) {
+        let mut all = self.shared.borrow_mut();
+        all.retain(|(_, object)| object.strong_count() > 0);
+        let object: Rc<dyn Any> = Rc::<T>::clone(object);
+        all.push((key, Rc::downgrade(&object)));
     }
 
-    /// Returns an object that was [kept](Self::keep), if it still exists.
-    pub(crate) fn kept<T: Any>(&self, key: usize) -> Option<Rc<T>> {
-        let all = self.kept.borrow();
-        let (_, kept) =
-            all.iter().find(|(other, kept)| *other == key && kept.strong_count() > 0)?;
-        kept.upgrade()?.downcast().ok()
+    /// Returns an object that was [shared](Self::share), if it still exists.
+    pub(crate) fn shared<T: Any>(&self, key: usize) -> Option<Rc<T>> {
+        let all = self.shared.borrow();
+        let (_, object) =
+            all.iter().find(|(other, object)| *other == key && object.strong_count() > 0)?;
+        object.upgrade()?.downcast().ok()
     }
 
     /// Ends the service of a source. Closes its kick.
@@ -305,7 +305,7 @@ impl Future for OpFuture<'_> {
                     }
                     slot
                 };
-                io.op_was_queued();
+                io.submit_if_outside();
                 (slot, io.ops.borrow_mut().slots.take(slot))
             }
             OpState::Waiting(slot) => (slot, io.take_completion(slot, cx)),

@@ -39,7 +39,7 @@ impl IoFile {
 
     /// Makes a handle that belongs to no IoThread.
     #[cfg(test)]
-    pub(crate) fn alone(file: Arc<OpenFile>) -> Rc<Self> {
+    pub(crate) fn detached(file: Arc<OpenFile>) -> Rc<Self> {
         Self::new(file, EngineKind::Threads, u32::MAX, Rc::default())
     }
 
@@ -102,8 +102,8 @@ pub(crate) struct Retired(RefCell<Vec<(u32, i32)>>);
 
 impl Retired {
     #[inline]
-    pub(crate) fn any(&self) -> bool {
-        !self.0.borrow().is_empty()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.borrow().is_empty()
     }
 
     pub(crate) fn take(&self) -> Option<(u32, i32)> {

@@ -18,18 +18,18 @@ use crate::clock;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::late::LateOps;
 use crate::mailbox::Mailbox;
 use crate::op::Slots;
 use crate::poll_window::PollWindow;
 use crate::reactor::Reactor;
+use crate::stalled_ops::StalledOps;
 use crate::stats::Stats;
-use crate::task::{Executor, Known, Running};
+use crate::task::{Executor, LoopRegistration, Running};
 use crate::task_key::TaskKey;
 
 /// The part of a round's bytes after which the eventfds are checked. A quarter of them holds the
 /// loop for longer than a check costs.
-const LOOK_PART: usize = 4;
+const CHECK_PART: usize = 4;
 
 /// The state that tasks and disks of one IoThread share.
 pub struct Io {
@@ -37,13 +37,13 @@ pub struct Io {
     pub(crate) ops: RefCell<Ops>,
     pub(crate) reactor: RefCell<Reactor>,
     pub(crate) running: Rc<Running>,
-    _known: Known,
+    _registration: LoopRegistration,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) stats: Arc<Stats>,
     pub(crate) bounce_budget: BounceBudget,
     /// Objects that disks share on this IoThread, by the address of the object that they share
     /// between all IoThreads.
-    pub(crate) kept: RefCell<Vec<(usize, Weak<dyn Any>)>>,
+    pub(crate) shared: RefCell<Vec<(usize, Weak<dyn Any>)>>,
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
     pub(crate) submit_max: usize,
@@ -51,8 +51,8 @@ pub struct Io {
     pub(crate) op_bytes_max: usize,
     /// Bytes of large ops since the last check of the eventfds, and the number of bytes after which
     /// the next check is due.
-    pub(crate) bytes_since_look: Cell<usize>,
-    pub(crate) look_bytes: usize,
+    pub(crate) bytes_since_check: Cell<usize>,
+    pub(crate) check_bytes: usize,
     pub(crate) harvest_on_submit: bool,
     /// Without `harvest_on_submit`: the kernel has announced completions.
     pub(crate) harvest_is_due: Cell<bool>,
@@ -60,19 +60,19 @@ pub struct Io {
     pub(crate) stopped: Cell<bool>,
     /// True if a bound on bytes has kept queued ops back for the next round.
     pub(crate) has_kept_ops: Cell<bool>,
-    pub(crate) rounds_since_look: Cell<u32>,
+    pub(crate) rounds_since_check: Cell<u32>,
     /// When the next check of the eventfds is due; set after some rounds without one.
-    pub(crate) look_at: Cell<Option<Instant>>,
-    /// True once that time has come, or `look_bytes` were given to the kernel.
-    pub(crate) look_is_late: Cell<bool>,
+    pub(crate) check_at: Cell<Option<Instant>>,
+    /// True once that time has come, or `check_bytes` were given to the kernel.
+    pub(crate) check_is_overdue: Cell<bool>,
     /// The time at the last harvest, or at the end of the last sleep.
     pub(crate) recently: Cell<Instant>,
     /// Tasks of sources that have work. Empty between waits; kept so that waits allocate nothing.
     pub(crate) found: RefCell<Vec<TaskKey>>,
     pub(crate) poll_window: PollWindow,
-    pub(crate) late: RefCell<LateOps>,
+    pub(crate) stalled: RefCell<StalledOps>,
     /// When the next check for late ops is due.
-    pub(crate) late_due: Cell<Instant>,
+    pub(crate) stall_check_due: Cell<Instant>,
 }
 
 /// The ops of an IoThread, and their way to the kernel.
@@ -82,7 +82,7 @@ pub(crate) struct Ops {
     pub(crate) slots: Slots,
     pub(crate) woken: Vec<TaskKey>,
     /// Tokens of eventfds that were written; empty except on the way to the reactor.
-    pub(crate) happened: Vec<u64>,
+    pub(crate) events: Vec<u64>,
     pub(crate) mailbox: Arc<Mailbox>,
 }
 
@@ -93,10 +93,10 @@ impl Ops {
         self.engine.may_submit_in_wait() && !self.slots.lanes.keeps_for_next_round()
     }
 
-    /// Asserts that the loop does not sleep on ops that nothing will submit. With `only_looks` the
+    /// Asserts that the loop does not sleep on ops that nothing will submit. With `only_checks` the
     /// loop submits right after this, kept ops included.
-    pub(crate) fn assert_may_sleep(&self, only_looks: bool) {
-        if only_looks {
+    pub(crate) fn assert_may_sleep(&self, only_checks: bool) {
+        if only_checks {
             return;
         }
         let Self { engine, slots, .. } = self;
@@ -161,44 +161,38 @@ impl Io {
         let mut slots = Slots::new(config.depth);
         slots.lanes.set_pacing(config.pacing);
         slots.lanes.set_bytes(config.bytes);
-        let (woken, happened) = (Vec::new(), Vec::new());
+        let (woken, events) = (Vec::new(), Vec::new());
         let now = clock::now();
         let stats = Arc::<Stats>::default();
         let running = Rc::<Running>::default();
         let io = Self {
             executor: RefCell::new(Executor::new(&running)),
-            ops: RefCell::new(Ops {
-                slots,
-                engine,
-                woken,
-                happened,
-                mailbox: Arc::clone(&mailbox),
-            }),
+            ops: RefCell::new(Ops { slots, engine, woken, events, mailbox: Arc::clone(&mailbox) }),
             reactor: RefCell::default(),
             bounce_budget: BounceBudget::new(config.bounce, &running, &stats),
-            kept: RefCell::default(),
-            _known: Known::new(&mailbox, &running),
+            shared: RefCell::default(),
+            _registration: LoopRegistration::new(&mailbox, &running),
             running,
             mailbox,
             stats,
             engine_kind: config.engine.kind(),
             submit_max: config.submit_max.max(1) as usize,
             op_bytes_max: config.bytes.op,
-            bytes_since_look: Cell::new(0),
-            look_bytes: config.bytes.round / LOOK_PART,
+            bytes_since_check: Cell::new(0),
+            check_bytes: config.bytes.round / CHECK_PART,
             harvest_on_submit: config.harvest_on_submit,
             harvest_is_due: Cell::new(false),
             in_turn: Cell::new(false),
             stopped: Cell::new(false),
             has_kept_ops: Cell::new(false),
-            rounds_since_look: Cell::new(0),
-            look_at: Cell::new(None),
-            look_is_late: Cell::new(false),
+            rounds_since_check: Cell::new(0),
+            check_at: Cell::new(None),
+            check_is_overdue: Cell::new(false),
             recently: Cell::new(now),
             found: RefCell::default(),
             poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
-            late: RefCell::new(LateOps::new(now)),
-            late_due: Cell::new(now),
+            stalled: RefCell::new(StalledOps::new(now)),
+            stall_check_due: Cell::new(now),
         };
         Ok((io, descriptor))
     }

@@ -98,14 +98,14 @@ impl IoThread {
     /// a submit to repeat, and, once a second while the kernel has ops, a check for late ops.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
-        earlier(self.io.deadline_of_work(), self.io.deadline_of_look())
+        earlier(self.io.work_deadline(), self.io.next_stall_check())
     }
 
     /// Like [`deadline`](Self::deadline), but without the checks for late ops, so that they end no
     /// sleep.
     #[must_use]
-    pub fn deadline_of_work(&self) -> Option<Instant> {
-        self.io.deadline_of_work()
+    pub fn work_deadline(&self) -> Option<Instant> {
+        self.io.work_deadline()
     }
 }
 
@@ -127,6 +127,6 @@ impl Drop for IoThread {
         // results.
         let slots = &mut self.io.ops.borrow_mut().slots;
         slots.lanes.close();
-        slots.give_up(clock::now());
+        slots.fail_tracked(clock::now());
     }
 }

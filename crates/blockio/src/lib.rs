@@ -16,49 +16,49 @@
 //! # Ok::<(), blockio::Error>(())
 //! ```
 
+mod ab_test;
+mod admission;
 mod bounce;
-pub mod choose;
 pub mod clock;
 mod config;
 #[cfg(test)]
 mod contract;
-mod device;
+mod device_queue;
 pub mod disk;
 pub mod engine;
+pub mod engine_trial;
 mod error;
+mod fairness;
 mod foreign_op;
 mod interest;
 mod io;
 mod io_file;
-mod io_memory;
 mod io_state;
 pub mod io_thread;
-mod lane;
-mod late;
-mod looks;
-mod loss;
 mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]
 mod models;
+pub mod oneshot;
 pub mod op;
 mod op_kind;
 mod open_file;
 mod pacing;
-mod pending;
 mod poll_window;
-mod rare;
+mod rate_limit;
 mod reactor;
+mod registered;
 mod regular_file;
 mod remote;
+mod stall_log;
+mod stalled_ops;
 pub mod stats;
 mod sync;
 mod task;
 mod task_key;
 mod task_set;
 mod time_slice;
-mod trial;
 mod turn;
-mod unanswered;
+mod write_loss;
 
 pub use config::{
     BounceConfig, ByteLimits, CompletionRing, EngineConfig, EngineKind, EngineOptions,
@@ -66,14 +66,13 @@ pub use config::{
 };
 pub use disk::{Disk, DiskOptions, DiskSource, Unfinished};
 pub use error::Error;
+pub use fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 pub use foreign_op::{ForeignCompleter, ForeignOp};
 pub use io::{Io, TaskRef};
-pub use io_memory::RegisteredMemory;
 pub use io_thread::IoThread;
 pub use iomem::{BufferMemory, Buffers};
-pub use looks::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
-pub use pending::{Answer, Pending};
 pub use reactor::{Armed, Source, SourceId};
+pub use registered::RegisteredMemory;
 pub use regular_file::{check_regular, open_regular};
 pub use remote::Remote;
 pub use task_set::TaskSet;

@@ -18,7 +18,7 @@ use crate::task_key::TaskKey;
 pub(crate) struct Mailbox {
     inbox: Mutex<Inbox>,
     /// The content of the inbox: [`POSTED`], [`RESULTS`].
-    holds: AtomicU32,
+    flags: AtomicU32,
     /// The loop may sleep: the next post wakes it.
     armed: AtomicBool,
     eventfd: Eventfd,
@@ -57,7 +57,7 @@ impl Mailbox {
     pub(crate) fn new(eventfd: rustix::fd::OwnedFd) -> Self {
         Self {
             inbox: Mutex::default(),
-            holds: AtomicU32::new(0),
+            flags: AtomicU32::new(0),
             armed: AtomicBool::new(true),
             eventfd: Eventfd::new(eventfd),
         }
@@ -78,7 +78,7 @@ impl Mailbox {
             return false;
         }
         add(&mut inbox.posted);
-        self.now_holds(&inbox, POSTED);
+        self.set_flag(&inbox, POSTED);
         drop(inbox);
         if self.must_wake() {
             self.wake();
@@ -106,17 +106,17 @@ impl Mailbox {
     fn add_result(&self, slot: u32, result: i64) -> bool {
         let mut inbox = self.inbox();
         inbox.results.push((slot, result));
-        self.now_holds(&inbox, RESULTS);
+        self.set_flag(&inbox, RESULTS);
         !inbox.closed
     }
 
     /// Only the holder of the lock writes this, so no read-modify-write is needed.
-    fn now_holds(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
-        self.holds.store(self.holds.load(Ordering::Relaxed) | what, Ordering::Release);
+    fn set_flag(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
+        self.flags.store(self.flags.load(Ordering::Relaxed) | what, Ordering::Release);
     }
 
-    fn holds_no_more(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
-        self.holds.store(self.holds.load(Ordering::Relaxed) & !what, Ordering::Release);
+    fn clear_flag(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
+        self.flags.store(self.flags.load(Ordering::Relaxed) & !what, Ordering::Release);
     }
 
     /// Disarms the mailbox. Returns true if the loop may sleep and no other thread is about to wake
@@ -150,23 +150,23 @@ impl Mailbox {
     /// Returns true if the inbox is not empty.
     #[inline]
     pub(crate) fn has_anything(&self) -> bool {
-        self.holds.load(Ordering::Acquire) != 0
+        self.flags.load(Ordering::Acquire) != 0
     }
 
     #[inline]
     pub(crate) fn is_posted(&self) -> bool {
-        self.holds.load(Ordering::Acquire) & POSTED != 0
+        self.flags.load(Ordering::Acquire) & POSTED != 0
     }
 
     #[inline]
     pub(crate) fn has_results(&self) -> bool {
-        self.holds.load(Ordering::Acquire) & RESULTS != 0
+        self.flags.load(Ordering::Acquire) & RESULTS != 0
     }
 
     /// Takes out all posts, but no results.
     pub(crate) fn take(&self) -> Posted {
         let mut inbox = self.inbox();
-        self.holds_no_more(&inbox, POSTED);
+        self.clear_flag(&inbox, POSTED);
         mem::take(&mut inbox.posted)
     }
 
@@ -174,7 +174,7 @@ impl Mailbox {
     pub(crate) fn take_results(&self, harvested: &mut Vec<OpResult>) {
         let mut inbox = self.inbox();
         mem::swap(&mut inbox.results, harvested);
-        self.holds_no_more(&inbox, RESULTS);
+        self.clear_flag(&inbox, RESULTS);
     }
 
     /// Takes out all posts, and refuses later ones. Results are still accepted.

@@ -24,16 +24,16 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
+use crate::admission::{Admission, Lanes, OpTable};
 pub use crate::io_file::{FileRef, IoFile};
-use crate::lane::{Admission, Lanes, Units};
-use crate::loss::NOT_TRACKED;
 pub use crate::op_kind::OpKind;
 use crate::op_kind::errno_of;
+use crate::open_file::OpTimes;
 pub use crate::open_file::OpenFile;
-use crate::open_file::Times;
 use crate::stats::{OpStats, Stats, nanoseconds};
 use crate::task::Owner;
 use crate::task_key::TaskKey;
+use crate::write_loss::NOT_TRACKED;
 use iomem::Buffers;
 
 /// A kernel operation.
@@ -93,7 +93,7 @@ struct Slot {
     submitted: Option<Instant>,
     /// The units of the op in its lane; 0 while it is not with the engine.
     units: u32,
-    /// The number of [`Loss::begins`](crate::loss::Loss::begins).
+    /// The number of [`WriteLossTracker::begin`](crate::write_loss::WriteLossTracker::begin).
     tracked: u64,
 }
 
@@ -176,7 +176,7 @@ impl Completer<'_> {
     }
 }
 
-impl Units for Table {
+impl OpTable for Table {
     fn ranges(&self, slot: u32) -> &[libc::iovec] {
         let op = self.0.get(slot as usize).and_then(Slot::op);
         op.map_or(&[], |op| op.buffers.iovecs())
@@ -278,7 +278,7 @@ impl Slots {
     }
 
     /// The number of ops of `file` that have not completed, including ops in its lane.
-    pub(crate) fn waiting_for(&self, file: &Arc<OpenFile>) -> usize {
+    pub(crate) fn pending_of(&self, file: &Arc<OpenFile>) -> usize {
         self.pending().filter(|(_, op)| Arc::ptr_eq(op.file.shared(), file)).count()
     }
 
@@ -288,7 +288,7 @@ impl Slots {
         slot.submitted = Some(now);
         let Body::Op(op) = &slot.body else { return None };
         if op.kind.is_for_stable_storage() && slot.tracked == NOT_TRACKED {
-            slot.tracked = op.file.loss().begins(op.kind);
+            slot.tracked = op.file.loss().begin(op.kind);
         }
         Some(op)
     }
@@ -311,11 +311,11 @@ impl Slots {
         );
         match &slot.body {
             Body::Op(op) => {
-                let times = Times { submitted: slot.submitted, now };
-                op.file.answered(op.kind, slot.tracked, result, times);
+                let times = OpTimes { submitted: slot.submitted, now };
+                op.file.record_answer(op.kind, slot.tracked, result, times);
                 if slot.units > 0 {
                     let what = (op.kind, op.buffers.bytes());
-                    self.lanes.leave(op.file.lane(), slot.units, what);
+                    self.lanes.release(op.file.lane(), slot.units, what);
                 }
                 if let Some(stats) = stats_of(stats, op.kind) {
                     record(stats, result, slot.submitted.map(|then| now - then));
@@ -380,11 +380,11 @@ impl Slots {
 
     /// Records `EIO` for the flushes and FUA writes in the kernel, whose results will never be
     /// known. Otherwise flushes of other IoThreads might wait for them forever.
-    pub(crate) fn give_up(&self, now: Instant) {
+    pub(crate) fn fail_tracked(&self, now: Instant) {
         let tracked = self.pending().filter(|(slot, _)| slot.tracked != NOT_TRACKED);
         for (slot, op) in tracked {
-            let times = Times { submitted: slot.submitted, now };
-            op.file.answered(op.kind, slot.tracked, -i64::from(libc::EIO), times);
+            let times = OpTimes { submitted: slot.submitted, now };
+            op.file.record_answer(op.kind, slot.tracked, -i64::from(libc::EIO), times);
         }
     }
 
@@ -440,7 +440,7 @@ mod tests {
 
     fn op(buffers: Buffers) -> Op {
         let file = OwnedFd::from(File::open("/dev/null").unwrap());
-        let file = IoFile::alone(Arc::new(file.into()));
+        let file = IoFile::detached(Arc::new(file.into()));
         Op { kind: OpKind::Read, file, offset: 0, buffers }
     }
 
@@ -473,7 +473,7 @@ mod tests {
         let index = slots.insert(op(Buffers::empty()), Owner::default());
         let owner = TaskKey { home: 3, child: 4 };
         assert!(slots.take(index).is_none());
-        assert!(slots.set_owner(index, Owner::Key(owner)).is(&Owner::default()));
+        assert!(slots.set_owner(index, Owner::Key(owner)).wakes_same(&Owner::default()));
         let woken = slots.complete(index, -i64::from(libc::ENOSPC), Instant::now(), &stats);
         assert_eq!(woken, Some(owner));
         let completion = slots.take(index).unwrap();

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
 
-use crate::device::Device;
-use crate::loss::Loss;
+use crate::device_queue::Device;
 use crate::op_kind::{OpKind, errno_of};
+use crate::write_loss::WriteLossTracker;
 
 /// The time of an op's submission, and of its answer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Times {
+pub(crate) struct OpTimes {
     pub(crate) submitted: Option<Instant>,
     pub(crate) now: Instant,
 }
@@ -29,14 +29,14 @@ pub struct OpenFile {
     path: PathBuf,
     /// The reason against polling for completions; unset while polling is allowed.
     not_polled: OnceLock<&'static str>,
-    is_told: AtomicBool,
+    is_logged: AtomicBool,
     is_block_device: bool,
     /// The device of its requests, if it takes a bounded number of them and direct I/O leads there.
     device: Option<Arc<Device>>,
     /// True after a submit of Linux AIO has waited for the file, until that engine is tried again.
-    blocks: AtomicBool,
+    blocks_submits: AtomicBool,
     waits: Mutex<SubmitWaits>,
-    loss: Loss,
+    loss: WriteLossTracker,
     /// The time since when the oldest late op is in the kernel; `None` if no late op is known.
     stalled_since: Mutex<Option<Instant>>,
 }
@@ -74,13 +74,13 @@ impl OpenFile {
         }
         let is_block_device =
             file.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
-        let device = if direct { Device::of(&file) } else { None };
+        let device = if direct { Device::for_file(&file) } else { None };
         Self {
             path: path.to_owned(),
             not_polled: place,
             is_block_device,
             device,
-            loss: Loss::new(!(direct && is_block_device)),
+            loss: WriteLossTracker::new(!(direct && is_block_device)),
             ..Self::from(OwnedFd::from(file))
         }
     }
@@ -101,63 +101,63 @@ impl OpenFile {
 
     /// Returns true if submits of Linux AIO have waited for it.
     #[inline]
-    pub(crate) fn blocks(&self) -> bool {
-        self.blocks.load(Ordering::Relaxed)
+    pub(crate) fn blocks_submits(&self) -> bool {
+        self.blocks_submits.load(Ordering::Relaxed)
     }
 
     /// Keeps the file's ops away from Linux AIO for a time, on all IoThreads. Returns that time, or
     /// `None` if it was so already.
     #[cold]
-    pub(crate) fn set_blocks(&self, now: Instant) -> Option<Duration> {
+    pub(crate) fn set_blocks_submits(&self, now: Instant) -> Option<Duration> {
         let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.blocks() {
+        if self.blocks_submits() {
             return None;
         }
         let longer = POOL_TIME_GROWS.saturating_pow(waits.times);
         let time = POOL_TIME.saturating_mul(longer).min(POOL_TIME_MAX);
         waits.times += 1;
         waits.until = Some(now + time);
-        self.blocks.store(true, Ordering::Relaxed);
+        self.blocks_submits.store(true, Ordering::Relaxed);
         Some(time)
     }
 
     /// Returns true if the file keeps its pool threads. When the time for them is over and no op is
     /// late, the next ops go to Linux AIO again.
     #[cold]
-    pub(crate) fn still_blocks(&self, now: Instant) -> bool {
+    pub(crate) fn still_blocks_submits(&self, now: Instant) -> bool {
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         if waits.until.is_some_and(|until| now < until) || self.stalled_since().is_some() {
             return true;
         }
-        self.blocks.store(false, Ordering::Relaxed);
+        self.blocks_submits.store(false, Ordering::Relaxed);
         false
     }
 
     /// The record of lost data.
     #[inline]
-    pub(crate) fn loss(&self) -> &Loss {
+    pub(crate) fn loss(&self) -> &WriteLossTracker {
         &self.loss
     }
 
     /// Notes the kernel's answer to an op: `result` is bytes or a negative errno, `tracked` the
-    /// number of [`Loss::begins`].
+    /// number of [`WriteLossTracker::begin`].
     #[inline]
-    pub(crate) fn answered(&self, kind: OpKind, tracked: u64, result: i64, times: Times) {
+    pub(crate) fn record_answer(&self, kind: OpKind, tracked: u64, result: i64, times: OpTimes) {
         let is_lost = match kind {
             OpKind::Read | OpKind::FindExtent { .. } => false,
             OpKind::Flush | OpKind::Write { fua: true } => {
                 let errno = if result < 0 { errno_of(result) } else { 0 };
-                self.loss.ended(tracked, kind, errno, times.now)
+                self.loss.end_op(tracked, kind, errno, times.now)
             }
-            _ => result >= 0 && self.loss.written(times.submitted),
+            _ => result >= 0 && self.loss.note_write(times.submitted),
         };
         if is_lost {
-            self.tell_loss(kind);
+            self.log_loss(kind);
         }
     }
 
     #[cold]
-    fn tell_loss(&self, kind: OpKind) {
+    fn log_loss(&self, kind: OpKind) {
         let Err(error) = self.loss.check() else { return };
         let what = if kind == OpKind::Flush { "flush" } else { "FUA write" };
         tracing::error!(
@@ -172,7 +172,7 @@ impl OpenFile {
         *self.stalled_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn set_late_since(&self, since: Option<Instant>) {
+    pub(crate) fn set_stalled_since(&self, since: Option<Instant>) {
         *self.stalled_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 
@@ -186,7 +186,7 @@ impl OpenFile {
     pub(crate) fn stop_polling(&self, why: &'static str) {
         // The first reason stays.
         let _ = self.not_polled.set(why);
-        self.tell();
+        self.log_not_polled();
     }
 
     #[cfg(test)]
@@ -200,9 +200,9 @@ impl OpenFile {
     }
 
     /// Logs once if completions are not polled for.
-    pub(crate) fn tell(&self) {
+    pub(crate) fn log_not_polled(&self) {
         if let Some(why) = self.not_polled.get()
-            && !self.is_told.swap(true, Ordering::Relaxed)
+            && !self.is_logged.swap(true, Ordering::Relaxed)
         {
             tracing::info!("{}: completions are not polled for: {why}", self.path.display());
         }
@@ -211,17 +211,17 @@ impl OpenFile {
 
 impl From<OwnedFd> for OpenFile {
     fn from(file: OwnedFd) -> Self {
-        let (not_polled, is_told) = (OnceLock::new(), AtomicBool::new(false));
+        let (not_polled, is_logged) = (OnceLock::new(), AtomicBool::new(false));
         Self {
             file,
             path: PathBuf::new(),
             not_polled,
-            is_told,
+            is_logged,
             is_block_device: false,
             device: None,
-            blocks: AtomicBool::new(false),
+            blocks_submits: AtomicBool::new(false),
             waits: Mutex::default(),
-            loss: Loss::new(true),
+            loss: WriteLossTracker::new(true),
             stalled_since: Mutex::default(),
         }
     }
@@ -280,19 +280,19 @@ mod tests {
         let mut now = Instant::now();
         let second = Duration::from_secs(1);
         for times in [1, 6, 36] {
-            assert_eq!(file.set_blocks(now), Some(times * POOL_TIME));
-            assert_eq!(file.set_blocks(now + second), None, "it is known");
+            assert_eq!(file.set_blocks_submits(now), Some(times * POOL_TIME));
+            assert_eq!(file.set_blocks_submits(now + second), None, "it is known");
             now += times * POOL_TIME;
-            assert!(file.still_blocks(now - second) && file.blocks());
-            file.set_late_since(Some(now));
-            assert!(file.still_blocks(now), "it is hanging just now");
-            file.set_late_since(None);
-            assert!(!file.still_blocks(now) && !file.blocks());
+            assert!(file.still_blocks_submits(now - second) && file.blocks_submits());
+            file.set_stalled_since(Some(now));
+            assert!(file.still_blocks_submits(now), "it is hanging just now");
+            file.set_stalled_since(None);
+            assert!(!file.still_blocks_submits(now) && !file.blocks_submits());
         }
         let longest = (0..40).filter_map(|_| {
-            let time = file.set_blocks(now);
+            let time = file.set_blocks_submits(now);
             now += POOL_TIME_MAX;
-            assert!(!file.still_blocks(now));
+            assert!(!file.still_blocks_submits(now));
             time
         });
         assert_eq!(longest.max(), Some(POOL_TIME_MAX));

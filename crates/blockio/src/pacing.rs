@@ -10,8 +10,8 @@
 
 use std::time::Instant;
 
+use crate::ab_test::{AbTest, Step};
 use crate::config::PacingConfig;
-use crate::trial::{Step, Trial};
 use iomem::fits;
 
 /// The number of harvests after which a limit follows the demand.
@@ -24,7 +24,7 @@ pub(crate) struct Pacing {
     /// runs or its outcome holds.
     watched: Option<u32>,
     /// The comparison of no limit (first) with a limit (second).
-    trial: Trial,
+    trial: AbTest,
     /// The most ops at once that were queued or in the kernel, since the limit was set.
     demand: usize,
     limit: usize,
@@ -39,7 +39,7 @@ impl Pacing {
         Self {
             config,
             watched: Some(0),
-            trial: Trial::new(config.span_ops, config.period_ops),
+            trial: AbTest::new(config.span_ops, config.period_ops),
             demand: 0,
             limit: usize::MAX,
             arriving: 0,
@@ -68,7 +68,7 @@ impl Pacing {
     /// Takes in a harvest that has found `found` completions of `in_kernel` ops. `submitted`: a
     /// submit came right before it.
     #[inline]
-    pub(crate) fn harvested(
+    pub(crate) fn after_harvest(
         &mut self,
         found: u64,
         in_kernel: usize,
@@ -163,7 +163,7 @@ mod tests {
                 done += in_kernel;
                 client_comes.push((at + pause, in_kernel));
                 let now = start + Duration::from_micros(at);
-                pacing.harvested(in_kernel as u64, in_kernel, false, now);
+                pacing.after_harvest(in_kernel as u64, in_kernel, false, now);
                 in_kernel = 0;
             }
             let limit = pacing.limit(queued + in_kernel);
@@ -206,7 +206,7 @@ mod tests {
         for at in 0..10_000 {
             let few = 1 + usize::try_from(at / 2500).unwrap();
             assert!(pacing.limit(few) >= few, "after {at} harvests");
-            pacing.harvested(few as u64, few, false, start + Duration::from_micros(at));
+            pacing.after_harvest(few as u64, few, false, start + Duration::from_micros(at));
         }
     }
 
@@ -217,8 +217,8 @@ mod tests {
         for at in 0..100_000 {
             assert_eq!(pacing.limit(64), usize::MAX);
             let now = start + Duration::from_micros(at);
-            pacing.harvested(10, 64, false, now);
-            pacing.harvested(0, 64, true, now);
+            pacing.after_harvest(10, 64, false, now);
+            pacing.after_harvest(0, 64, true, now);
         }
     }
 }

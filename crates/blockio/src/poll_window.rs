@@ -3,8 +3,8 @@
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
+use crate::ab_test::{AbTest, Step};
 use crate::clock;
-use crate::trial::{Step, Trial};
 
 /// The first window, when polling for sources might pay.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
@@ -29,7 +29,7 @@ const SPAN_OPS: usize = 256;
 const PERIOD_OPS: usize = 64 * SPAN_OPS;
 
 /// Sleeps without a foreign op after which no library seems to need the CPU.
-const SLEEPS_ALONE: u32 = 256;
+const SLEEPS_UNTIL_ALONE: u32 = 256;
 
 /// The most unused budget that is kept: the share of this time.
 const BUDGET_SPAN: Duration = Duration::from_millis(10);
@@ -49,7 +49,7 @@ pub(crate) enum Awaited {
 impl Awaited {
     /// Makes the kind from the number of ops; `many_bytes`: they are large.
     #[inline]
-    pub(crate) fn with(ops: usize, many_bytes: bool) -> Self {
+    pub(crate) fn new(ops: usize, many_bytes: bool) -> Self {
         match ops {
             0 => Self::Source,
             _ if many_bytes => Self::ManyBytes,
@@ -70,15 +70,15 @@ pub(crate) struct Sleep {
 /// The time of busy-polling for each kind of wait, and a budget that bounds the sum. The peer of a
 /// source that was called comes after its wake-up; a disk answers at any time.
 pub(crate) struct PollWindow {
-    sources: Sources,
-    beside: Beside,
-    disk: Disk,
+    sources: SourceWindow,
+    foreign: ForeignTrial,
+    disk: LatencyAccount,
     budget: Budget,
 }
 
 /// A time that grows while events come soon after the loop has run out of work, and shrinks when
 /// they come late: a loop that waits for long sleeps at once.
-struct Sources {
+struct SourceWindow {
     window: Cell<Duration>,
     max: Cell<Duration>,
 }
@@ -86,9 +86,9 @@ struct Sources {
 /// The decision to poll for sources while threads of another library complete ops. These threads,
 /// the peers of the sources and a server on this machine may need the CPU that polling takes.
 /// Nothing here can see that, so both ways are tried.
-struct Beside {
+struct ForeignTrial {
     /// The comparison of sleeping (first) with polling (second). `None` without foreign ops.
-    trial: RefCell<Option<Trial>>,
+    trial: RefCell<Option<AbTest>>,
     is_shut: Cell<bool>,
     /// Sleeps since the last foreign op.
     sleeps: Cell<u32>,
@@ -97,7 +97,7 @@ struct Beside {
 /// An account of latency. Its income is the saving of polling: the latency that a sleep adds to the
 /// wait, and the price of the CPU time that the sleep would have cost. Its expense is the price of
 /// the CPU time that polling takes. The loop polls while the balance is positive.
-struct Disk {
+struct LatencyAccount {
     max: Cell<Duration>,
     /// A recent mean of the length of waits with a sleep, wake-up included.
     asleep: Cell<Duration>,
@@ -127,10 +127,13 @@ impl PollWindow {
             left: Cell::new(Duration::ZERO),
             since: Cell::new(now),
         };
-        let sources = Sources { window: Cell::default(), max: Cell::new(max) };
-        let beside =
-            Beside { trial: RefCell::default(), is_shut: Cell::new(false), sleeps: Cell::new(0) };
-        Self { sources, beside, disk: Disk::new(max), budget }
+        let sources = SourceWindow { window: Cell::default(), max: Cell::new(max) };
+        let foreign = ForeignTrial {
+            trial: RefCell::default(),
+            is_shut: Cell::new(false),
+            sleeps: Cell::new(0),
+        };
+        Self { sources, foreign, disk: LatencyAccount::new(max), budget }
     }
 
     /// Sets the longest window and the budget from now on.
@@ -146,7 +149,7 @@ impl PollWindow {
     /// Returns true if the loop sleeps without polling.
     pub(crate) fn is_closed(&self, awaited: Awaited) -> bool {
         match awaited {
-            Awaited::Source => self.sources.window.get().is_zero() || self.beside.is_shut.get(),
+            Awaited::Source => self.sources.window.get().is_zero() || self.foreign.is_shut.get(),
             Awaited::Op => self.disk.is_closed(),
             Awaited::ManyBytes => true,
         }
@@ -155,7 +158,7 @@ impl PollWindow {
     /// The time to poll from `now` on.
     pub(crate) fn at(&self, awaited: Awaited, now: Instant) -> Duration {
         let window = match awaited {
-            Awaited::Source if self.beside.is_shut.get() => Duration::ZERO,
+            Awaited::Source if self.foreign.is_shut.get() => Duration::ZERO,
             Awaited::Source => self.sources.window.get(),
             Awaited::Op => self.disk.window(),
             Awaited::ManyBytes => Duration::ZERO,
@@ -167,46 +170,46 @@ impl PollWindow {
     }
 
     /// Notes the time of polling, and if it has found an event.
-    pub(crate) fn polled(&self, awaited: Awaited, time: Duration, found: bool) {
+    pub(crate) fn record_poll(&self, awaited: Awaited, time: Duration, found: bool) {
         self.budget.left.set(self.budget.left.get().saturating_sub(time));
         if awaited == Awaited::Op {
-            self.disk.polled(time, found);
+            self.disk.record_poll(time, found);
         }
     }
 
     /// Notes the number of foreign ops that have completed.
     #[inline]
-    pub(crate) fn others_completed(&self, ops: usize, now: Instant) {
+    pub(crate) fn record_foreign_ops(&self, ops: usize, now: Instant) {
         if ops > 0 && !self.sources.max.get().is_zero() {
-            self.beside.others_completed(ops, now);
+            self.foreign.record_foreign_ops(ops, now);
         }
     }
 
     /// Begins a sleep, after polling has found nothing since `since`.
-    pub(crate) fn falls_asleep(&self, awaited: Awaited, since: Instant) -> Sleep {
+    pub(crate) fn begin_sleep(&self, awaited: Awaited, since: Instant) -> Sleep {
         let is_measured = awaited == Awaited::Op && self.disk.measures_sleep();
         Sleep { awaited, since, cpu: is_measured.then(clock::thread_cpu) }
     }
 
     /// Learns from a sleep that ends at `now`.
-    pub(crate) fn slept(&self, sleep: &Sleep, now: Instant) {
+    pub(crate) fn end_sleep(&self, sleep: &Sleep, now: Instant) {
         let waited = now.saturating_duration_since(sleep.since);
         match sleep.awaited {
             Awaited::Source => {
-                self.sources.slept(waited);
-                self.beside.slept();
+                self.sources.end_sleep(waited);
+                self.foreign.end_sleep();
             }
             Awaited::Op => {
                 let cost = sleep.cpu.map(|before| clock::thread_cpu().saturating_sub(before));
-                self.disk.slept(waited, cost);
+                self.disk.end_sleep(waited, cost);
             }
             Awaited::ManyBytes => {}
         }
     }
 }
 
-impl Sources {
-    fn slept(&self, waited: Duration) {
+impl SourceWindow {
+    fn end_sleep(&self, waited: Duration) {
         let window = self.window.get();
         let max = self.max.get();
         let next = if waited > max { window / 2 } else { (window * 2).max(WINDOW_MIN).min(max) };
@@ -214,12 +217,12 @@ impl Sources {
     }
 }
 
-impl Beside {
+impl ForeignTrial {
     #[cold]
-    fn others_completed(&self, ops: usize, now: Instant) {
+    fn record_foreign_ops(&self, ops: usize, now: Instant) {
         self.sleeps.set(0);
         let mut trial = self.trial.borrow_mut();
-        let trial = trial.get_or_insert_with(|| Trial::new(SPAN_OPS, PERIOD_OPS));
+        let trial = trial.get_or_insert_with(|| AbTest::new(SPAN_OPS, PERIOD_OPS));
         match trial.advance(ops, now) {
             Some(Step::Over) => trial.begin(),
             Some(Step::Decided { percent }) => {
@@ -230,9 +233,9 @@ impl Beside {
         self.is_shut.set(!trial.is_second());
     }
 
-    fn slept(&self) {
+    fn end_sleep(&self) {
         let sleeps = self.sleeps.get() + 1;
-        if sleeps >= SLEEPS_ALONE {
+        if sleeps >= SLEEPS_UNTIL_ALONE {
             self.trial.take();
             self.is_shut.set(false);
             return;
@@ -241,7 +244,7 @@ impl Beside {
     }
 }
 
-impl Disk {
+impl LatencyAccount {
     fn new(max: Duration) -> Self {
         Self {
             max: Cell::new(max),
@@ -271,7 +274,7 @@ impl Disk {
             .min((self.asleep.get() + price_of(self.sleep_cost.get())) * of / (price + of))
     }
 
-    fn polled(&self, time: Duration, found: bool) {
+    fn record_poll(&self, time: Duration, found: bool) {
         let saved = if found {
             self.asleep.get().saturating_sub(time) + price_of(self.sleep_cost.get())
         } else {
@@ -298,7 +301,7 @@ impl Disk {
         sleeps == 0 && !self.max.get().is_zero()
     }
 
-    fn slept(&self, waited: Duration, cost: Option<Duration>) {
+    fn end_sleep(&self, waited: Duration, cost: Option<Duration>) {
         // Longer waits are all alike: polling does not pay.
         follow(&self.asleep, waited.min(4 * self.max.get()));
         if let Some(cost) = cost {
@@ -345,11 +348,11 @@ mod tests {
         let now = Instant::now();
         let window = PollWindow::new(MAX, 100, now);
         for micros in [4, 8, 16, 32, 32] {
-            window.sources.slept(us(20));
+            window.sources.end_sleep(us(20));
             assert_eq!(window.at(Awaited::Source, now), us(micros));
         }
         for micros in [16, 8, 4, 0, 0] {
-            window.sources.slept(Duration::from_millis(5));
+            window.sources.end_sleep(Duration::from_millis(5));
             assert_eq!(window.at(Awaited::Source, now), us(micros));
         }
         assert!(window.is_closed(Awaited::Source));
@@ -367,11 +370,11 @@ mod tests {
             if !time.is_zero() {
                 polled += 1;
                 let time = time.min(takes);
-                window.polled(Awaited::Op, time, found);
+                window.record_poll(Awaited::Op, time, found);
                 spent += time;
             }
             if !found {
-                window.disk.slept(takes + wake, window.disk.measures_sleep().then_some(cost));
+                window.disk.end_sleep(takes + wake, window.disk.measures_sleep().then_some(cost));
             }
         }
         (spent, polled)
@@ -421,7 +424,7 @@ mod tests {
         wait(&window, [8, 29, 9], 2 * WAITS_MIN);
         assert!(window.is_closed(Awaited::Source) && !window.is_closed(Awaited::Op));
         let window = PollWindow::new(MAX, 100, now);
-        window.sources.slept(MAX);
+        window.sources.end_sleep(MAX);
         assert!(!window.is_closed(Awaited::Source) && window.is_closed(Awaited::Op));
     }
 
@@ -435,7 +438,7 @@ mod tests {
             assert_eq!(is_open, !window.at(Awaited::Source, *now).is_zero());
             open += usize::from(is_open);
             *now += us(micros[usize::from(is_open)]);
-            window.others_completed(1, *now);
+            window.record_foreign_ops(1, *now);
         }
         open
     }
@@ -445,7 +448,7 @@ mod tests {
         const TRIAL: usize = 6 * SPAN_OPS;
         for (micros, pays) in [([60, 40], true), ([60, 59], false), ([60, 90], false)] {
             let (window, mut now) = (PollWindow::new(MAX, 100, Instant::now()), Instant::now());
-            window.sources.slept(us(20));
+            window.sources.end_sleep(us(20));
             complete(&window, micros, TRIAL, &mut now);
             let open = complete(&window, micros, PERIOD_OPS - 1, &mut now);
             assert_eq!(open, if pays { PERIOD_OPS - 1 } else { 0 }, "{micros:?}");
@@ -461,20 +464,20 @@ mod tests {
     #[test]
     fn when_others_have_no_more_ops_it_polls_again() {
         let (window, mut now) = (PollWindow::new(MAX, 100, Instant::now()), Instant::now());
-        window.sources.slept(us(20));
+        window.sources.end_sleep(us(20));
         complete(&window, [60, 90], 8 * SPAN_OPS, &mut now);
-        for _ in 1..SLEEPS_ALONE {
-            window.beside.slept();
+        for _ in 1..SLEEPS_UNTIL_ALONE {
+            window.foreign.end_sleep();
             assert!(window.is_closed(Awaited::Source));
         }
-        window.beside.slept();
+        window.foreign.end_sleep();
         assert!(!window.is_closed(Awaited::Source));
     }
 
     #[test]
     fn a_bound_of_zero_is_no_polling() {
         let window = PollWindow::new(Duration::ZERO, 100, Instant::now());
-        window.sources.slept(Duration::ZERO);
+        window.sources.end_sleep(Duration::ZERO);
         assert!(window.is_closed(Awaited::Source));
         assert_eq!(wait(&window, [8, 29, 9], 10 * WAITS_MIN).1, 0);
     }
@@ -486,7 +489,7 @@ mod tests {
         let disk = [8, 29, 9];
         let polled = |window: &PollWindow| wait(window, disk, 1000).1;
         assert!(polled(&window) > 900);
-        (0..4).for_each(|_| window.sources.slept(us(20)));
+        (0..4).for_each(|_| window.sources.end_sleep(us(20)));
         assert!(!window.is_closed(Awaited::Source));
         window.set_limits(Duration::ZERO, 100);
         assert!(window.is_closed(Awaited::Source) && window.is_closed(Awaited::Op));
@@ -494,7 +497,7 @@ mod tests {
         window.set_limits(MAX, 100);
         assert!(polled(&window) > 900);
         window.set_limits(MAX, 50);
-        window.sources.slept(us(20));
+        window.sources.end_sleep(us(20));
         assert_eq!(window.at(Awaited::Source, now), Duration::ZERO, "there is a budget now");
     }
 
@@ -520,10 +523,10 @@ mod tests {
             std::hint::spin_loop();
         }
         let since = clock::now();
-        let sleep = window.falls_asleep(Awaited::Op, since);
+        let sleep = window.begin_sleep(Awaited::Op, since);
         std::thread::sleep(us(100));
-        window.slept(&sleep, clock::now());
-        let Disk { asleep, sleep_cost, .. } = &window.disk;
+        window.end_sleep(&sleep, clock::now());
+        let LatencyAccount { asleep, sleep_cost, .. } = &window.disk;
         assert!(asleep.get() >= us(100));
         assert!(!sleep_cost.get().is_zero() && sleep_cost.get() < before);
     }
@@ -535,9 +538,9 @@ mod tests {
         let (mut now, mut polled) = (start, Duration::ZERO);
         // Events come 20 us after each poll, so polling would always pay.
         for _ in 0..10_000 {
-            window.sources.slept(Duration::from_micros(20));
+            window.sources.end_sleep(Duration::from_micros(20));
             let time = window.at(Awaited::Source, now);
-            window.polled(Awaited::Source, time, false);
+            window.record_poll(Awaited::Source, time, false);
             polled += time;
             now += time + Duration::from_micros(20);
         }
@@ -546,7 +549,7 @@ mod tests {
         // Budget that was unused for a long time is not kept.
         now += Duration::from_secs(60);
         assert!(window.at(Awaited::Source, now) <= MAX);
-        window.polled(Awaited::Source, Duration::from_secs(1), false);
+        window.record_poll(Awaited::Source, Duration::from_secs(1), false);
         assert_eq!(window.at(Awaited::Source, now), Duration::ZERO);
     }
 }

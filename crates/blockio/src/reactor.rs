@@ -33,7 +33,7 @@ pub trait Source {
     /// armed.
     fn has_work(&self) -> bool;
     /// Notes that the eventfd was written, or that the socket has become ready.
-    fn happened(&self) {}
+    fn on_event(&self) {}
 }
 
 /// The result of arming a source.
@@ -177,7 +177,7 @@ impl Reactor {
 
     /// Calls `found` with the tasks of unarmed sources that have work.
     #[inline]
-    pub(crate) fn look(&self, mut found: impl FnMut(TaskKey)) {
+    pub(crate) fn poll_unarmed(&self, mut found: impl FnMut(TaskKey)) {
         for &id in &self.disarmed {
             if let Some(Some(entry)) = self.sources.get(id as usize)
                 && entry.source.has_work()
@@ -220,14 +220,14 @@ impl Reactor {
     }
 
     /// Takes in events of the eventfds. Appends tasks to wake.
-    pub(crate) fn dispatch(&mut self, happened: &mut Vec<u64>, woken: &mut Vec<TaskKey>) {
-        for token in happened.drain(..) {
+    pub(crate) fn dispatch(&mut self, events: &mut Vec<u64>, woken: &mut Vec<TaskKey>) {
+        for token in events.drain(..) {
             // The loop checks for completions and posts in any case, so its own token needs nothing
             // more.
             let index: usize = fits(token, "a token");
             if let Some(Some(entry)) = self.sources.get_mut(index) {
                 woken.push(entry.task);
-                entry.source.happened();
+                entry.source.on_event();
                 if entry.armed {
                     entry.armed = false;
                     entry.source.disarm();
@@ -312,7 +312,7 @@ mod tests {
             told.has_work.set(true);
             quiet.has_work.set(true);
             let mut found = 0;
-            reactor.look(|_| found += 1);
+            reactor.poll_unarmed(|_| found += 1);
             assert_eq!(found, u32::from(polls));
         }
     }

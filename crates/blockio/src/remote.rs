@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::io::Io;
 use crate::mailbox::Mailbox;
-use crate::pending::Pending;
+use crate::oneshot;
 use crate::stats::Stats;
 
 /// A handle with which other threads reach an IoThread.
@@ -47,8 +47,8 @@ impl Remote {
     pub fn begin_call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&Rc<Io>) -> T + Send + 'static,
-    ) -> Pending<T> {
-        let (answer, pending) = Pending::new();
+    ) -> oneshot::Receiver<T> {
+        let (answer, pending) = oneshot::channel();
         self.post(move |io| answer.send(call(io)));
         pending
     }

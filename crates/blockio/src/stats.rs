@@ -62,7 +62,7 @@ pub struct Histogram<const BITS: u32> {
 }
 
 /// Times: to within 3%.
-pub type Times = Histogram<5>;
+pub type Latencies = Histogram<5>;
 /// Numbers of things: exact below 256, to within 1% above.
 pub type Sizes = Histogram<7>;
 
@@ -242,7 +242,7 @@ pub struct OpStats {
     pub errors: Counter,
     /// Nanoseconds from submit to harvest. The clock is read once for each submit and harvest, so
     /// operations of one batch share their times.
-    pub latency_ns: Times,
+    pub latency_ns: Latencies,
 }
 
 /// The use of memory for data that devices cannot take as it is (see

@@ -41,7 +41,7 @@ impl Default for Owner {
 
 impl Owner {
     /// Returns true if both wake the same future.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn wakes_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Key(key), Self::Key(other)) => key == other,
             (Self::Waker(waker), Self::Waker(other)) => waker.will_wake(other),
@@ -89,8 +89,8 @@ pub(crate) struct Running {
     current: Cell<TaskKey>,
     /// The data pointer of the waker of the current poll.
     waker: Cell<*const ()>,
-    woken: RefCell<Vec<Owner>>,
-    has_woken: Cell<bool>,
+    noted_wakes: RefCell<Vec<Owner>>,
+    has_noted_wakes: Cell<bool>,
     /// True if a task may be ready or an owner was woken.
     is_due: Cell<bool>,
     /// True if the future outside of any task, in `block_on` for example, was woken.
@@ -100,15 +100,15 @@ pub(crate) struct Running {
 }
 
 /// An address that no waker has as its data.
-static NOBODY: u8 = 0;
+static NO_WAKER: u8 = 0;
 
 impl Default for Running {
     fn default() -> Self {
         Self {
             current: Cell::new(NO_TASK),
-            waker: Cell::new((&raw const NOBODY).cast()),
-            woken: RefCell::default(),
-            has_woken: Cell::new(false),
+            waker: Cell::new((&raw const NO_WAKER).cast()),
+            noted_wakes: RefCell::default(),
+            has_noted_wakes: Cell::new(false),
             is_due: Cell::new(false),
             is_root_woken: Cell::new(false),
             is_entered: Cell::new(false),
@@ -136,14 +136,14 @@ impl Running {
     /// Returns true if `cx` comes from the running task itself, not from a combinator. Wakers that
     /// exist at the same time have different data.
     #[inline]
-    pub(crate) fn polls(&self, cx: &Context<'_>) -> bool {
+    pub(crate) fn is_polled_by_task(&self, cx: &Context<'_>) -> bool {
         ptr::eq(cx.waker().data(), self.waker.get())
     }
 
     /// The owner to wake for a future that is polled with `cx`.
     #[inline]
     pub(crate) fn owner(&self, cx: &Context<'_>) -> Owner {
-        if self.polls(cx) { Owner::Key(self.current.get()) } else { other(cx) }
+        if self.is_polled_by_task(cx) { Owner::Key(self.current.get()) } else { other(cx) }
     }
 
     /// Runs `turn` within the loop. Wakers of its tasks need no mailbox there, because the loop has
@@ -170,9 +170,9 @@ impl Running {
 
     /// Wakes `owner` before the loop checks for ready tasks the next time.
     pub(crate) fn wake(&self, owner: Owner) {
-        self.has_woken.set(true);
+        self.has_noted_wakes.set(true);
         self.is_due.set(true);
-        self.woken.borrow_mut().push(owner);
+        self.noted_wakes.borrow_mut().push(owner);
     }
 
     #[cold]
@@ -180,9 +180,9 @@ impl Running {
         self.wake(Owner::Waker(waker.clone()));
     }
 
-    fn take_woken(&self) -> Vec<Owner> {
-        self.has_woken.set(false);
-        self.woken.take()
+    fn take_noted_wakes(&self) -> Vec<Owner> {
+        self.has_noted_wakes.set(false);
+        self.noted_wakes.take()
     }
 }
 
@@ -194,13 +194,13 @@ fn other(cx: &Context<'_>) -> Owner {
 /// Returns true if any task is ready.
 #[inline(always)]
 pub(crate) fn has_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
-    running.is_due.get() && look_for_ready(executor, running)
+    running.is_due.get() && check_ready(executor, running)
 }
 
 #[inline]
-fn look_for_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
-    if running.has_woken.get() {
-        take_woken(executor, running);
+fn check_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
+    if running.has_noted_wakes.get() {
+        take_noted_wakes(executor, running);
     }
     let has_ready = !executor.borrow().ready.is_empty();
     running.is_due.set(has_ready);
@@ -209,9 +209,9 @@ fn look_for_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
 
 /// Passes on the wakes that came without the executor. Foreign wakers may run any code.
 #[cold]
-fn take_woken(executor: &RefCell<Executor>, running: &Running) {
-    while running.has_woken.get() {
-        for owner in running.take_woken() {
+fn take_noted_wakes(executor: &RefCell<Executor>, running: &Running) {
+    while running.has_noted_wakes.get() {
+        for owner in running.take_noted_wakes() {
             match owner {
                 Owner::Key(key) => executor.borrow_mut().wake(key),
                 Owner::Waker(waker) => {
@@ -232,9 +232,9 @@ thread_local! {
 }
 
 /// Keeps a loop known to its thread, so that wakers of its tasks find it there.
-pub(crate) struct Known(*const Mailbox);
+pub(crate) struct LoopRegistration(*const Mailbox);
 
-impl Known {
+impl LoopRegistration {
     /// `mailbox` is that of the loop.
     pub(crate) fn new(mailbox: &Arc<Mailbox>, running: &Rc<Running>) -> Self {
         let mailbox = Arc::as_ptr(mailbox);
@@ -243,7 +243,7 @@ impl Known {
     }
 }
 
-impl Drop for Known {
+impl Drop for LoopRegistration {
     fn drop(&mut self) {
         // A thread that ends has dropped the list already.
         let forget = |loops: &RefCell<Loops>| {
@@ -333,9 +333,9 @@ impl Executor {
             let Some(set) = self.sets.get_mut(key.home as usize) else {
                 return;
             };
-            let is_told = !set.woken.is_empty();
+            let is_owner_woken = !set.woken.is_empty();
             set.woken.push(key.child);
-            if is_told {
+            if is_owner_woken {
                 return;
             }
             match &set.owner {

@@ -19,13 +19,13 @@ pub struct TaskSet<F> {
     set: u32,
     /// The last poller of the set: a task or future, or `None` for a combinator.
     owner: Option<TaskKey>,
-    places: Vec<Place<F>>,
+    places: Vec<TaskPlace<F>>,
     free: Vec<u32>,
     woken: Vec<u32>,
 }
 
 /// A place for one future at a time.
-struct Place<F> {
+struct TaskPlace<F> {
     future: Pin<Box<Option<F>>>,
     /// Wakes the future in this place, regardless of the set's owner.
     waker: Waker,
@@ -96,7 +96,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
         let child = u32::try_from(self.places.len())
             .unwrap_or_else(|_| unreachable!("2^32 futures in a set"));
         let waker = task::waker(&self.io.mailbox, TaskKey { home: self.set, child });
-        self.places.push(Place { future: Box::pin(None), waker });
+        self.places.push(TaskPlace { future: Box::pin(None), waker });
         child
     }
 
@@ -104,7 +104,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     #[inline]
     fn adopt(&mut self, cx: &Context<'_>) {
         let running = &self.io.running;
-        let owner = running.polls(cx).then(|| running.current());
+        let owner = running.is_polled_by_task(cx).then(|| running.current());
         if owner.is_none() || owner != self.owner {
             self.owner = owner;
             self.io.executor.borrow_mut().set_owner_of(self.set, running.owner(cx));

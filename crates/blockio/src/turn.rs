@@ -31,8 +31,8 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::engine::{Engine, TOKEN_ENGINE};
 use crate::error::Error;
+use crate::fairness::ROUNDS_BETWEEN_SOURCES;
 use crate::io_state::{Io, Ops};
-use crate::looks::ROUNDS_BETWEEN_SOURCES;
 use crate::op::{Completer, Slots};
 use crate::poll_window::Awaited;
 use crate::reactor::Reactor;
@@ -74,9 +74,9 @@ impl Io {
     fn turn_inside(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
         assert!(!self.in_turn.get(), "invariant 2: a task takes no turn of its own IoThread");
         self.in_turn.set(true);
-        while self.has_work() && !self.look_is_due() {
+        while self.has_work() && !self.check_is_due() {
             if self.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
-                self.look_at_sources();
+                self.poll_sources();
             }
             if self.run_ready_tasks() > 1 {
                 // Otherwise deferred notifies of one task would wait for the submits of all.
@@ -153,7 +153,7 @@ impl Io {
             // Submits and harvests: all ops of one poll share a submit, like those of a turn.
             self.submit_and_harvest();
             if let Poll::Ready(value) = poll {
-                self.leave_announced();
+                self.announce_turn();
                 return Ok(value);
             }
             self.turn(Wait::ForEvent)?;
@@ -164,18 +164,18 @@ impl Io {
 
     /// Notes that an op was queued. In a turn, the end of the round submits all queued ops.
     #[inline]
-    pub(crate) fn op_was_queued(&self) {
+    pub(crate) fn submit_if_outside(&self) {
         if !self.in_turn.get() {
             // Submits and harvests: no turn would. The op may complete here, so that its future is
             // ready at the first poll.
             self.submit_and_harvest();
-            self.leave_announced();
+            self.announce_turn();
         }
     }
 
     /// Announces a turn if one is needed. A harvest outside of a turn may have taken the event that
     /// made the descriptor readable.
-    fn leave_announced(&self) {
+    fn announce_turn(&self) {
         if self.running.is_due() || self.mailbox.has_anything() || self.has_kept_ops.get() {
             self.mailbox.wake();
         }
@@ -184,7 +184,7 @@ impl Io {
     /// Submits all queued ops with one system call, then harvests visible completions without one.
     fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
-        let Ops { slots, engine, woken, happened, .. } = &mut *ops;
+        let Ops { slots, engine, woken, events, .. } = &mut *ops;
         let foreign = slots.foreign();
         if engine.is_quiet() && foreign == 0 {
             return;
@@ -196,9 +196,9 @@ impl Io {
             let more = engine.submit(self.submit_max, &mut done);
             let submitted = engine.queued() < queued;
             let harvests = self.harvest_on_submit || self.harvest_is_due.take();
-            let found = if harvests { engine.harvest(&mut done, happened) } else { 0 };
+            let found = if harvests { engine.harvest(&mut done, events) } else { 0 };
             if found > 0 || submitted {
-                done.slots.lanes.harvested(submitted, done.now);
+                done.slots.lanes.after_harvest(submitted, done.now);
             }
             // Completions have made room for ops that wait in lanes.
             let moved = done.slots.lanes.has_backlog()
@@ -211,9 +211,9 @@ impl Io {
             }
         }
         self.recently.set(done.now);
-        self.poll_window.others_completed(foreign - done.slots.foreign(), done.now);
+        self.poll_window.record_foreign_ops(foreign - done.slots.foreign(), done.now);
         let was_full = done.slots.lanes.keeps_for_next_round() || moves == MOVES_MAX;
-        self.round_ends(done.now, done.slots.lanes.begin_round());
+        self.end_round(done.now, done.slots.lanes.begin_round());
         // The next round has room for ops that have waited. They come before its tasks.
         let keeps = was_full && queue_from_lanes(engine, done.slots);
         self.has_kept_ops.set(keeps);
@@ -231,11 +231,11 @@ impl Io {
 
     /// Wakes the tasks of completed ops, and the tasks of sources whose eventfds were written.
     fn take_in(&self, ops: &mut Ops) {
-        if !ops.happened.is_empty() {
-            if ops.happened.contains(&TOKEN_ENGINE) {
+        if !ops.events.is_empty() {
+            if ops.events.contains(&TOKEN_ENGINE) {
                 self.harvest_is_due.set(true);
             }
-            self.reactor.borrow_mut().dispatch(&mut ops.happened, &mut ops.woken);
+            self.reactor.borrow_mut().dispatch(&mut ops.events, &mut ops.woken);
         }
         ops.detach_files();
         for waker in ops.slots.wakers.drain(..) {
@@ -276,29 +276,29 @@ impl Io {
             busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
         }
         if busy {
-            self.look_at_sources();
+            self.poll_sources();
         } else {
             clock::preempt();
             self.reactor.borrow_mut().arm(since, woken);
             busy = self.arm_mailbox() || !woken.is_empty();
         }
-        let look_is_due = self.look_is_due();
-        if look_is_due && !self.harvest_on_submit {
+        let check_is_due = self.check_is_due();
+        if check_is_due && !self.harvest_on_submit {
             // A loop that is never idle arms no mailbox, and results are announced only once.
             self.harvest_is_due.set(true);
         }
-        let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
+        let checks = check_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
         let sleeps = !busy && wait == Wait::ForEvent;
-        let sleep = since.filter(|_| sleeps).map(|s| self.poll_window.falls_asleep(awaited, s));
-        if !busy || looks {
+        let sleep = since.filter(|_| sleeps).map(|s| self.poll_window.begin_sleep(awaited, s));
+        if !busy || checks {
             self.sleep(sleeps)?;
         }
-        if !busy || look_is_due {
-            self.looked();
+        if !busy || check_is_due {
+            self.note_check();
         }
         if let Some(sleep) = sleep {
             let now = clock::now();
-            self.poll_window.slept(&sleep, now);
+            self.poll_window.end_sleep(&sleep, now);
             self.recently.set(now);
         }
         self.reactor.borrow_mut().expire_timers(&self.recently, |owner| self.running.wake(owner));
@@ -309,17 +309,17 @@ impl Io {
         // Submits and harvests: completions and events of the sleep, which the kernel has only
         // announced; and ops that the sleep was to submit, if there was no sleep.
         self.submit_and_harvest();
-        if wait == Wait::Never && self.late.borrow().any() {
+        if wait == Wait::Never && !self.stalled.borrow().is_empty() {
             // If all late ops are answered, no harvest sets the time.
             self.recently.set(clock::now());
         }
-        if self.recently.get() >= self.late_due.get() {
-            self.look_for_late_ops();
+        if self.recently.get() >= self.stall_check_due.get() {
+            self.check_stalled_ops();
         }
         // A wake outside of tasks has kept the sources from being armed, too.
         let is_ready = self.run_foreign() || self.has_work() || was_root_woken;
         let is_busy =
-            is_ready || self.ops.borrow_mut().engine.must_be_asked() || self.arm_mailbox();
+            is_ready || self.ops.borrow_mut().engine.has_unannounced_work() || self.arm_mailbox();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
     }
 
@@ -347,7 +347,7 @@ impl Io {
         // A watcher outside of the thread ends this sleep now and then, to check for late ops.
         let deadline = earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at());
         let is_idle =
-            ops.engine.in_kernel() + ops.engine.queued() == 0 && !self.late.borrow().any();
+            ops.engine.in_kernel() + ops.engine.queued() == 0 && self.stalled.borrow().is_empty();
         if !is_idle {
             return self.wait_in_kernel(&mut ops, deadline, clock::now());
         }
@@ -363,10 +363,10 @@ impl Io {
         deadline: Option<Instant>,
         now: Instant,
     ) -> Result<(), Error> {
-        let Ops { slots, engine, woken, happened, .. } = &mut *ops;
+        let Ops { slots, engine, woken, events, .. } = &mut *ops;
         let mut done = Completer { slots, stats: &self.stats, woken, now };
-        engine.wait(deadline, usize::MAX, &mut done, happened)?;
-        if engine.waits_in_ring() {
+        engine.wait(deadline, usize::MAX, &mut done, events)?;
+        if engine.waiter_is_ring() {
             self.harvest_is_due.set(true);
         }
         self.take_in(ops);
@@ -377,7 +377,7 @@ impl Io {
     fn awaited(&self) -> Awaited {
         let Ops { engine, slots, .. } = &*self.ops.borrow();
         let ops = engine.in_kernel() + engine.queued() + slots.foreign();
-        Awaited::with(ops, slots.lanes.have_many_bytes())
+        Awaited::new(ops, slots.lanes.are_busy_with_bytes())
     }
 
     /// Spins on the rings. Returns true if there is something to do.
@@ -393,7 +393,7 @@ impl Io {
             return false;
         }
         loop {
-            reactor.look(|task| woken.push(task));
+            reactor.poll_unarmed(|task| woken.push(task));
             let now = clock::now();
             let engine = &mut self.ops.borrow_mut().engine;
             let found = !woken.is_empty()
@@ -401,7 +401,7 @@ impl Io {
                 || self.mailbox.is_posted();
             let polled = now.saturating_duration_since(since);
             if found || polled >= window {
-                self.poll_window.polled(awaited, polled, found);
+                self.poll_window.record_poll(awaited, polled, found);
                 return found;
             }
             clock::spin();
@@ -409,7 +409,7 @@ impl Io {
     }
 
     /// The time at which a turn has something to do, regardless of the kernel's answers.
-    pub(crate) fn deadline_of_work(&self) -> Option<Instant> {
+    pub(crate) fn work_deadline(&self) -> Option<Instant> {
         earlier(self.reactor.borrow().next_timer(), self.ops.borrow().engine.retry_at())
     }
 
@@ -444,9 +444,9 @@ impl Io {
         self.has_ready();
     }
 
-    fn drain_until(&self, foreign_too: bool) {
+    fn drain_until(&self, includes_foreign: bool) {
         loop {
-            if foreign_too {
+            if includes_foreign {
                 drop(self.mailbox.take());
             }
             self.harvest_is_due.set(true);
@@ -456,12 +456,12 @@ impl Io {
                 continue;
             }
             let mut ops = self.ops.borrow_mut();
-            let foreign = if foreign_too { ops.slots.foreign() } else { 0 };
+            let foreign = if includes_foreign { ops.slots.foreign() } else { 0 };
             if ops.engine.queued() + ops.engine.in_kernel() + foreign == 0 {
                 return;
             }
             self.mailbox.arm();
-            if self.mailbox.has_results() || (foreign_too && self.mailbox.has_anything()) {
+            if self.mailbox.has_results() || (includes_foreign && self.mailbox.has_anything()) {
                 continue;
             }
             let retry = ops.engine.retry_at();

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockio::{DiskSource, EngineKind, Io, Pending, RegisteredMemory, Remote};
+use blockio::{DiskSource, EngineKind, Io, RegisteredMemory, Remote, oneshot};
 use serde::{Deserialize, Serialize};
 
 use crate::blk::config::BlkOptions;
@@ -260,7 +260,7 @@ impl Device {
         index: u16,
         thread: &Remote,
         setup: QueueSetup,
-    ) -> Pending<Result<QueueHandle, StartError>> {
+    ) -> oneshot::Receiver<Result<QueueHandle, StartError>> {
         let device = self.clone();
         thread.begin_call(move |io| device.start_here(index, io, setup))
     }

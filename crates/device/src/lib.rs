@@ -33,7 +33,7 @@ mod stats;
 #[cfg(test)]
 mod testing;
 
-pub use blockio::{Answer, Pending};
+pub use blockio::oneshot;
 pub use call_watch::{CallWatch, WatchError, prepare_calls};
 pub use data_budget::SMALL_REQUEST_BYTES;
 pub use device::{Device, Negotiated, QueueRole};

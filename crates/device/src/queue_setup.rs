@@ -3,8 +3,8 @@
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
-use blockio::Answer;
 use blockio::disk::Waits;
+use blockio::oneshot;
 use rustix::fd::OwnedFd;
 use virtqueue::{
     AnswerPlace, GuestMemory, InflightAccount, LocalMemory, QueueConfig, QueueError, SplitQueue,
@@ -134,7 +134,7 @@ impl StopKind {
 pub(crate) struct Stop {
     pub(crate) kind: StopKind,
     /// Receives the next avail entry to pop.
-    pub(crate) answer: Answer<u16>,
+    pub(crate) answer: oneshot::Sender<u16>,
 }
 
 /// The reasons why a queue does not start.

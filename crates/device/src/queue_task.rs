@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use blockio::{Answer, Io, Source, SourceId, TaskSet, clock};
+use blockio::{Io, Source, SourceId, TaskSet, clock, oneshot};
 use virtqueue::Chain;
 
 use crate::events::QueueFault;
@@ -228,7 +228,7 @@ impl Drop for Registration {
 
 /// The answer to a stop request, not yet sent.
 pub(crate) struct StopAnswer {
-    answer: Answer<u16>,
+    answer: oneshot::Sender<u16>,
     next_avail: u16,
 }
 

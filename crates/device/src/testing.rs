@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blockio::{EngineKind, IoThread, IoThreadConfig, Pending, Wait};
+use blockio::{EngineKind, IoThread, IoThreadConfig, Wait, oneshot};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
@@ -205,7 +205,7 @@ impl Scene {
         &self,
         device: &Device,
         index: u16,
-    ) -> Pending<Result<QueueHandle, StartError>> {
+    ) -> oneshot::Receiver<Result<QueueHandle, StartError>> {
         device.begin_start_queue(index, &self.thread.remote(), self.setup())
     }
 
@@ -236,7 +236,7 @@ impl Scene {
     }
 
     /// Takes turns until there is an answer.
-    pub(crate) fn wait<T>(&self, pending: &Pending<T>) -> T {
+    pub(crate) fn wait<T>(&self, pending: &oneshot::Receiver<T>) -> T {
         let start = Instant::now();
         loop {
             self.turn(1);

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
-use device::{Answer, Pending};
+use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::cancellation::CancelToken;
@@ -116,7 +116,7 @@ impl Control {
     /// When no export has this name, or it has not ended by the deadline.
     pub(crate) fn remove(&self, removal: Removal) -> Answered<ExportStatus> {
         let Removal { export, force, deadline_ms } = removal;
-        let (answer, pending) = Pending::new();
+        let (answer, pending) = oneshot::channel();
         self.order(Order::Remove(export.clone(), force, answer));
         let Some(time) = deadline_ms else {
             return pending.wait().ok_or_else(|| self.end_reason())?;
@@ -297,8 +297,8 @@ impl Control {
     /// Abandons exports that have not ended: logs them, removes their sockets and lets the thread
     /// end while queues run. The process must end afterwards. The answer is true if any export was
     /// abandoned.
-    pub(crate) fn abandon(&self) -> Pending<bool> {
-        let (answer, pending) = Pending::new();
+    pub(crate) fn abandon(&self) -> oneshot::Receiver<bool> {
+        let (answer, pending) = oneshot::channel();
         self.order(Order::Abandon(answer));
         pending
     }
@@ -317,8 +317,8 @@ impl Control {
         self.alarm.ring();
     }
 
-    fn ask<T>(&self, order: impl FnOnce(Answer<T>) -> Order) -> Answered<T> {
-        let (answer, pending) = Pending::new();
+    fn ask<T>(&self, order: impl FnOnce(oneshot::Sender<T>) -> Order) -> Answered<T> {
+        let (answer, pending) = oneshot::channel();
         self.order(order(answer));
         pending.wait().ok_or_else(|| self.end_reason())
     }

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockio::choose::best_engine;
 use blockio::disk::ExtentKind;
+use blockio::engine_trial::best_engine;
 use blockio::{DiskSource, IoThread, IoThreadConfig};
 use clap::Args;
 use serde::Serialize;

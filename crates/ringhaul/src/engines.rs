@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use blockio::choose::{Alike, Choice, best_engine};
+use blockio::engine_trial::{Choice, TrialKey, best_engine};
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
 use ringhaul_options::ineffective_warning;
@@ -64,8 +64,9 @@ pub(crate) fn choose(
     {
         return chosen;
     }
-    let alike: Vec<Option<Alike>> = disks.iter().map(|disk| Alike::of(&disk.source)).collect();
-    let of_index: Vec<usize> = (0..disks.len()).map(|index| trial_disk(&alike, index)).collect();
+    let keys: Vec<Option<TrialKey>> =
+        disks.iter().map(|disk| TrialKey::from_source(&disk.source)).collect();
+    let of_index: Vec<usize> = (0..disks.len()).map(|index| trial_disk(&keys, index)).collect();
     let mut tried = of_index.clone();
     tried.sort_unstable();
     tried.dedup();
@@ -109,9 +110,9 @@ fn from_previous(name: &str) -> Option<EngineChoice> {
 
 /// Returns the index of the disk whose trial stands for disk `index`: the one with the most data of
 /// all disks that are alike.
-fn trial_disk(alike: &[Option<Alike>], index: usize) -> usize {
-    let Some(this) = &alike[index] else { return index };
-    let others = alike.iter().enumerate();
+fn trial_disk(keys: &[Option<TrialKey>], index: usize) -> usize {
+    let Some(this) = &keys[index] else { return index };
+    let others = keys.iter().enumerate();
     let others = others.filter_map(|(index, other)| Some((index, other.as_ref()?)));
     let like_this = others.filter(|(_, other)| other.is_like(this));
     like_this.max_by_key(|(_, other)| other.allocated()).map_or(index, |(index, _)| index)
@@ -168,7 +169,7 @@ fn set_up_engine(
         Err(other) => return Err(other),
     };
     // The trial needed one small ring or context; the threads need more and larger ones.
-    for engine in blockio::choose::fallbacks(engine, &disk.source) {
+    for engine in blockio::engine_trial::fallbacks(engine, &disk.source) {
         tracing::warn!(export, "{name}: {failed:#}; falling back to engine {engine}");
         match add(args, threads, engine) {
             Ok(()) => return Ok((engine, format!("{failed:#}"))),

@@ -177,7 +177,7 @@ fn is_in_use(error: &anyhow::Error) -> bool {
 }
 
 fn has_no_visible_holder(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_seen: false, .. }))
+    matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_user_known: false, .. }))
 }
 
 /// The role of a file in a disk.

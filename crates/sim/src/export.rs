@@ -9,7 +9,7 @@ use std::sync::Arc;
 use blockio::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED, Remote};
 use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET};
 use device::scsi::RemovedUnit;
-use device::{Device, Pending, QueueHandle, QueueSetup, StartError, StopKind};
+use device::{Device, QueueHandle, QueueSetup, StartError, StopKind, oneshot};
 use virtio_bindings::virtio_scsi::{VIRTIO_SCSI_F_CHANGE, VIRTIO_SCSI_F_HOTPLUG};
 use virtqueue::{GuestMemory, InflightRegion};
 
@@ -46,9 +46,9 @@ pub(crate) struct ThreadProgress {
 /// inner values.
 enum QueueState {
     Stopped(u16),
-    Starting(Option<Pending<Result<QueueHandle, StartError>>>),
+    Starting(Option<oneshot::Receiver<Result<QueueHandle, StartError>>>),
     Running(Option<QueueHandle>),
-    Stopping(Option<Pending<u16>>),
+    Stopping(Option<oneshot::Receiver<u16>>),
 }
 
 pub(crate) struct Export {

@@ -242,13 +242,13 @@ impl Run {
 
     fn is_due(&self, thread: &IoThread) -> bool {
         let now = self.world.now_nanoseconds();
-        thread.deadline_of_work().is_some_and(|when| self.world.nanoseconds(when) <= now)
+        thread.work_deadline().is_some_and(|when| self.world.nanoseconds(when) <= now)
     }
 
     /// The time of the next event that needs no step: an event of the kernel, or a deadline.
     fn next_time(&self) -> Option<u64> {
         let now = self.world.now_nanoseconds();
-        let deadlines = self.stack.threads.iter().filter_map(|t| t.io_thread.deadline_of_work());
+        let deadlines = self.stack.threads.iter().filter_map(|t| t.io_thread.work_deadline());
         let deadlines = deadlines.map(|when| self.world.nanoseconds(when)).filter(|&w| w > now);
         deadlines.chain(self.world.next_event()).min()
     }

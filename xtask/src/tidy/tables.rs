@@ -83,7 +83,7 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/clock.rs", "chooses the clock"),
     ("crates/blockio/src/engine/kernel.rs", "chooses the kernel"),
     ("crates/blockio/src/disk.rs", "disks of a simulated kernel"),
-    ("crates/blockio/src/loss.rs", "a disk is opened anew, which the simulation only plays"),
+    ("crates/blockio/src/write_loss.rs", "a disk is opened anew, which the simulation only plays"),
     ("crates/blockio/src/task.rs", "other threads, which the simulation only plays"),
     ("crates/virtqueue/src/death.rs", "a process dies, which the simulation only plays"),
     ("crates/blockio/src/contract.rs", "tests: futures on a simulated kernel"),
@@ -112,17 +112,18 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/blockio/src",
         modules: &[
             // Basics for all modules.
-            (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
-            (0, &["regular_file", "task_key", "time_slice", "trial", "unanswered"]),
-            (1, &["clock", "pending"]),
-            (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
+            (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "sync"]),
+            (0, &["ab_test", "rate_limit", "regular_file", "stall_log", "task_key", "time_slice"]),
+            (1, &["clock", "oneshot", "stats", "write_loss"]),
+            (1, &["config", "device_queue", "mailbox", "pacing", "poll_window"]),
             // Files, tasks.
             (2, &["open_file", "task"]),
             (3, &["bounce", "io_file"]),
             // Ops and their slots.
-            (4, &["lane", "lane::backlog", "lane::bytes", "lane::devices", "lane::shares"]),
+            (4, &["admission", "admission::backlog", "admission::bytes"]),
+            (4, &["admission::devices", "admission::shares"]),
             (5, &["op"]),
-            (6, &["late"]),
+            (6, &["stalled_ops"]),
             // Engines and their interfaces to the kernel.
             (7, &["engine::pool"]),
             (7, &["engine::kernel::aio_abi", "engine::kernel::ring_abi"]),
@@ -142,7 +143,7 @@ pub(super) const FLOORS: &[Floors] = &[
             // The loop.
             (16, &["reactor"]),
             (17, &["io_state"]),
-            (18, &["io_memory", "looks"]),
+            (18, &["fairness", "registered"]),
             (19, &["turn"]),
             // The API for tasks.
             (20, &["io"]),
@@ -198,7 +199,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (32, &["disk::qcow2::owner::clear", "disk::qcow2::owner::commit"]),
             (32, &["disk::qcow2::owner::rest"]),
             (33, &["disk::qcow2", "disk::qcow2::owner::ahead", "disk::qcow2::owner::unpacked"]),
-            (27, &["choose", "disk::qcow2::order::entries", "disk::qcow2::placing"]),
+            (27, &["disk::qcow2::order::entries", "disk::qcow2::placing", "engine_trial"]),
         ],
     },
     Floors {

@@ -33,9 +33,9 @@ impl Bulk {
     /// The line of a disk on this IoThread, which all of its queues share.
     pub(super) fn of(io: &Io, disk: &Arc<Shared>) -> Rc<Self> {
         let key = Arc::as_ptr(disk).addr();
-        io.kept(key).unwrap_or_else(|| {
+        io.shared(key).unwrap_or_else(|| {
             let line = Rc::<Self>::default();
-            io.keep(key, &line);
+            io.share(key, &line);
             line
         })
     }

@@ -88,7 +88,7 @@ impl Drop for Attached {
 impl FileDisk {
     #[cfg(test)]
     pub(super) fn is_known_to_block(&self) -> bool {
-        self.file.blocks()
+        self.file.blocks_submits()
     }
 
     /// Returns true if written data may be lost, so that flushes fail.
@@ -191,7 +191,7 @@ impl FileDisk {
         loss.check()?;
         self.simple(OpKind::Flush, 0).await?;
         // A flush at the same time may have received the report of a loss.
-        if let Some(others) = loss.others() {
+        if let Some(others) = loss.flushes_to_await() {
             Box::pin(loss.wait_for(others)).await;
         }
         loss.check()
@@ -250,7 +250,7 @@ impl FileDisk {
             }
             buffers.advance(bytes);
             offset += bytes as u64;
-            self.io.give_way().await;
+            self.io.yield_once().await;
         }
         self.transfer_piece(kind, offset, buffers).await
     }

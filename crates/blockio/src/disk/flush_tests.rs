@@ -17,7 +17,7 @@ fn a_flush_waits_for_what_another_one_was_told() {
             let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
             let SourceKind::File(inner) = &source.kind else { panic!("not a file") };
             let loss = inner.file.loss();
-            let other = loss.begins(OpKind::Flush);
+            let other = loss.begin(OpKind::Flush);
             let config =
                 IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() };
             let thread = IoThread::new(&config).unwrap();
@@ -28,7 +28,7 @@ fn a_flush_waits_for_what_another_one_was_told() {
                     while stats.flush.ops.get() == 0 {
                         std::thread::yield_now();
                     }
-                    loss.ended(other, OpKind::Flush, errno, std::time::Instant::now());
+                    loss.end_op(other, OpKind::Flush, errno, std::time::Instant::now());
                 });
                 let result = thread.block_on(disk.flush()).unwrap();
                 assert_eq!(

@@ -79,7 +79,7 @@ pub(super) enum Attempt {
 }
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
-    let (by, is_seen) =
+    let (by, is_user_known) =
         match (conflict, holder::holders(path, matches!(conflict, Conflict::Locked))) {
             // Further users may have the file open, too.
             (Conflict::SameUser, _) => (String::new(), false),
@@ -103,7 +103,7 @@ fn in_use(path: &Path, conflict: &Conflict) -> Error {
                                from it into shared memory; they end when the disk answers"
             .to_owned(),
     };
-    Error::InUse { path: path.to_owned(), reason, is_seen }
+    Error::InUse { path: path.to_owned(), reason, is_user_known }
 }
 
 /// Locks the byte of a user in `file`, which must be open for reading.
@@ -237,7 +237,7 @@ mod tests {
             tries += 1;
             Err::<(), _>(Attempt::Conflict(Conflict::SameUser))
         });
-        assert!(matches!(refused, Err(Error::InUse { is_seen: false, .. })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::InUse { is_user_known: false, .. })), "{refused:?}");
         assert_eq!(tries, 1);
     }
 }

@@ -59,7 +59,7 @@ use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
 use crate::error::Error;
 use crate::io::Io;
 use crate::io_thread::IoThread;
-use crate::pending::Pending;
+use crate::oneshot;
 use crate::remote::Remote;
 use answer::Failure;
 use disk::NbdDisk;
@@ -177,10 +177,10 @@ impl NbdSource {
     /// Flushes on the IoThread that has the only connection. `None` if that thread no longer has
     /// it.
     fn flush_at(&self, home: &Remote) -> Option<Result<(), i32>> {
-        let (answer, pending) = Pending::new();
+        let (answer, pending) = oneshot::channel();
         let key = key_of(self.shared());
         home.post(move |io| {
-            if let Some(pipe) = io.kept::<Pipe>(key) {
+            if let Some(pipe) = io.shared::<Pipe>(key) {
                 let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
                 let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
                 io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });

@@ -33,7 +33,7 @@ use crate::clock;
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
-use crate::unanswered::{Line, Unanswered};
+use crate::stall_log::{Line, StallLog};
 
 /// The interval of checks that the cluster answers.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -252,7 +252,7 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.waiting()), shared.name.clone());
     let work = move || {
-        let mut unanswered = Unanswered::default();
+        let mut unanswered = StallLog::default();
         while ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };
             waiting.look();
@@ -268,8 +268,8 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     Ok(end)
 }
 
-fn tell(name: &str, unanswered: &mut Unanswered, away: Option<Oldest>) {
-    match unanswered.look(clock::now(), away.map(|oldest| oldest.since)) {
+fn tell(name: &str, unanswered: &mut StallLog, away: Option<Oldest>) {
+    match unanswered.next_line(clock::now(), away.map(|oldest| oldest.since)) {
         Some(Line::Waits(age)) => tracing::warn!(
             "rbd {name}: the cluster has not answered an operation for {} s; {} operations wait \
              and go on when it answers; check it (`ceph -s`)",

@@ -83,7 +83,7 @@ impl FileSource {
         let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
         let is_locked = !options.no_lock && !options.read_only && is_still_locked(&file);
         let (source, info) = Self::of_open((file, is_locked), path, options, is_block_device)?;
-        source.file.loss().others_have_written();
+        source.file.loss().note_foreign_writes();
         Ok((source, info))
     }
 

@@ -180,7 +180,7 @@ impl Aio {
     /// since they were queued, here or on another IoThread. Returns true if so.
     fn divert(&mut self, threads: &mut Threads, slots: &Slots) -> bool {
         let first = self.queued.front().and_then(|&slot| slots.file(slot));
-        let Some(file) = first.filter(|file| file.blocks()) else { return false };
+        let Some(file) = first.filter(|file| file.blocks_submits()) else { return false };
         self.queued.retain(|&slot| {
             let is_other = !slots.file(slot).is_some_and(|other| std::ptr::eq(other, file));
             if !is_other {
@@ -294,12 +294,12 @@ impl Aio {
 
 #[inline]
 fn has_pool_threads(file: &OpenFile) -> bool {
-    file.blocks() && file.still_blocks(clock::now())
+    file.blocks_submits() && file.still_blocks_submits(clock::now())
 }
 
 #[cold]
 fn tell_of_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
-    if let Some(time) = file.set_blocks(now) {
+    if let Some(time) = file.set_blocks_submits(now) {
         tracing::warn!(
             "{}: a submit waited {} ms for it, and every disk of the IoThread waited too (or this \
              process was stopped); pool threads serve it for {} minutes, then Linux AIO \
@@ -426,7 +426,7 @@ mod tests {
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let file =
             std::fs::File::options().read(true).write(true).custom_flags(flags).open(path.path());
-        (path, IoFile::alone(Arc::new(OwnedFd::from(file.unwrap()).into())))
+        (path, IoFile::detached(Arc::new(OwnedFd::from(file.unwrap()).into())))
     }
 
     #[test]
@@ -453,7 +453,7 @@ mod tests {
         let slots: Vec<u32> = (0..20)
             .map(|i| bench.queue(if i % 2 == 0 { &hung } else { &well }, OpKind::Read, 0))
             .collect();
-        assert!(hung.set_blocks(Instant::now()).is_some());
+        assert!(hung.set_blocks_submits(Instant::now()).is_some());
         bench.finish();
         for slot in slots {
             assert_eq!(bench.result(slot).unwrap(), 4096);
@@ -466,7 +466,7 @@ mod tests {
     fn a_rejected_op_fails_alone() {
         let (_path, file) = file(true);
         let write_only = std::fs::File::options().write(true).open(_path.path()).unwrap();
-        let write_only = IoFile::alone(Arc::new(OwnedFd::from(write_only).into()));
+        let write_only = IoFile::detached(Arc::new(OwnedFd::from(write_only).into()));
         let mut bench = Bench::new(64);
         let slots: Vec<u32> = (0..9)
             .map(|i| bench.queue(if i % 4 == 0 { &write_only } else { &file }, OpKind::Read, 0))

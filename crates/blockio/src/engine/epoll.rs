@@ -54,7 +54,7 @@ impl Epoll {
         &mut self,
         deadline: Option<Instant>,
         now: Instant,
-        happened: &mut Vec<u64>,
+        events: &mut Vec<u64>,
         stats: &Stats,
     ) -> Result<(), Error> {
         let timeout = deadline.map(|deadline| timeout(deadline, now));
@@ -65,7 +65,7 @@ impl Epoll {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(Error::system("wait for events")(errno)),
         }
-        happened.extend(self.events.drain(..).map(|event| event.data.u64()));
+        events.extend(self.events.drain(..).map(|event| event.data.u64()));
         Ok(())
     }
 }

@@ -109,7 +109,7 @@ impl IoUring {
 
     pub(super) fn register_file(&mut self, file: &IoFile) {
         if self.polled.is_some() {
-            file.tell();
+            file.log_not_polled();
         }
         let Some(index) = self.files.take_index() else { return };
         let fd = file.as_raw_fd();
@@ -185,7 +185,7 @@ impl IoUring {
             && self.watches.arm_at().is_none()
     }
 
-    pub(super) fn must_be_asked(&mut self) -> bool {
+    pub(super) fn has_unannounced_work(&mut self) -> bool {
         self.polled_in_kernel() > 0 || self.rings().any(|ring| ring.ring.is_untold())
     }
 
@@ -296,7 +296,7 @@ impl IoUring {
         &mut self,
         threads: &mut Threads,
         done: &mut Completer<'_>,
-        happened: &mut Vec<u64>,
+        events: &mut Vec<u64>,
     ) -> u64 {
         self.run_deferred(done);
         let mut found = 0;
@@ -307,7 +307,7 @@ impl IoUring {
                     found += 1;
                     self.complete(slot, entry.result(), threads, done);
                 }
-                Seen::Event(token) => happened.push(token),
+                Seen::Event(token) => events.push(token),
                 Seen::Nothing => {}
             }
         }
@@ -455,12 +455,12 @@ mod tests {
         drop(watched);
         let mut slots = Slots::new(16);
         let stats = Stats::default();
-        let (mut woken, mut happened) = (Vec::<TaskKey>::new(), Vec::new());
+        let (mut woken, mut events) = (Vec::<TaskKey>::new(), Vec::new());
         let mut round = |engine: &mut IoUring, now| {
             let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };
             engine.submit(usize::MAX, &mut done);
-            engine.harvest(&mut threads, &mut done, &mut happened);
-            happened.contains(&7)
+            engine.harvest(&mut threads, &mut done, &mut events);
+            events.contains(&7)
         };
         let mut now = Instant::now();
         while engine.retry_at().is_none() {

@@ -11,11 +11,11 @@ use std::thread::JoinHandle;
 
 use super::kernel;
 use super::pool::{Job, OpView, Pool, THREADS_MAX, pool_thread};
+use crate::admission::pool_threads;
 use crate::clock;
-use crate::lane::pool_threads;
 use crate::mailbox::{Mailbox, OpResult};
 use crate::op::Completer;
-use crate::rare::Rare;
+use crate::rate_limit::RateLimit;
 
 /// Small, because a thread only makes system calls.
 const STACK_BYTES: usize = 128 << 10;
@@ -27,7 +27,7 @@ pub(crate) struct Threads {
     in_kernel: usize,
     harvested: Vec<OpResult>,
     handles: Vec<JoinHandle<()>>,
-    no_thread: Rare,
+    no_thread: RateLimit,
     stack_bytes: usize,
 }
 
@@ -39,7 +39,7 @@ impl Threads {
             in_kernel: 0,
             harvested: Vec::new(),
             handles: Vec::new(),
-            no_thread: Rare::default(),
+            no_thread: RateLimit::default(),
             stack_bytes: STACK_BYTES,
         }
     }
@@ -193,7 +193,7 @@ mod tests {
             let file = OwnedFd::from(tempfile::tempfile().unwrap());
             Self {
                 engine: Threads::new(&new_mailbox()),
-                file: IoFile::alone(Arc::new(file.into())),
+                file: IoFile::detached(Arc::new(file.into())),
                 slots: Slots::new(64),
                 stats: Stats::default(),
                 woken: Vec::new(),

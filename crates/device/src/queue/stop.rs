@@ -1,6 +1,6 @@
 //! The stop of a queue, and its cancellation.
 
-use blockio::{Answer, Pending};
+use blockio::oneshot;
 use virtqueue::ChainFault;
 
 use super::{Queue, QueueHandle};
@@ -20,15 +20,15 @@ impl QueueHandle {
     /// Like [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
     /// queue.
     #[must_use]
-    pub fn begin_final_stop(&self) -> Pending<u16> {
+    pub fn begin_final_stop(&self) -> oneshot::Receiver<u16> {
         self.begin_stop(StopKind::Final)
     }
 
     /// Like [`begin_final_stop`](Self::begin_final_stop), with another treatment of waiting
     /// requests.
     #[must_use]
-    pub fn begin_stop(&self, kind: StopKind) -> Pending<u16> {
-        let (answer, next_avail) = Pending::new();
+    pub fn begin_stop(&self, kind: StopKind) -> oneshot::Receiver<u16> {
+        let (answer, next_avail) = oneshot::channel();
         self.post(move |queue| *queue.stop.borrow_mut() = Some(Stop { kind, answer }));
         next_avail
     }
@@ -37,8 +37,8 @@ impl QueueHandle {
     /// requested, and the stop is ready with `None`. If the queue has stopped, or the IoThread has
     /// ended, the cancellation is ready with `None`.
     #[must_use]
-    pub fn begin_resume(&self) -> Pending<()> {
-        let (answer, resumed) = Pending::new();
+    pub fn begin_resume(&self) -> oneshot::Receiver<()> {
+        let (answer, resumed) = oneshot::channel();
         self.post(|queue| {
             if queue.stop.take().is_some() {
                 answer.send(());
@@ -79,7 +79,7 @@ impl Queue {
     }
 
     /// Takes the means to answer the stop request, now that the queue has stopped.
-    pub(crate) fn take_stop(&self) -> Option<Answer<u16>> {
+    pub(crate) fn take_stop(&self) -> Option<oneshot::Sender<u16>> {
         Some(self.stop.take()?.answer)
     }
 

@@ -5,7 +5,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
-use device::{Answer, Device, Pending};
+use device::{Device, oneshot};
 
 use super::disk_change::DiskChange;
 use super::order::{Answered, ExportSetup};
@@ -31,10 +31,10 @@ pub(super) struct Closing {
     /// Changes that have a disk of the export open.
     pub(super) changing: Vec<DiskChange>,
     /// Requests that wait for its end.
-    pub(super) removal_waiters: Vec<Answer<Answered<ExportStatus>>>,
+    pub(super) removal_waiters: Vec<oneshot::Sender<Answered<ExportStatus>>>,
     /// The time at which closing began.
     pub(super) since: Instant,
-    closed: Pending<()>,
+    closed: oneshot::Receiver<()>,
     /// The end of the wait in a forced removal.
     force_deadline: Option<Instant>,
     was_forced: bool,
@@ -48,7 +48,7 @@ impl Closing {
         disks: (Vec<DiskSource>, Device),
         waker: &Waker,
     ) -> Self {
-        let (answer, closed) = Pending::new();
+        let (answer, closed) = oneshot::channel();
         closed.wake(waker);
         close(disks, answer);
         let since = Instant::now();
@@ -144,12 +144,12 @@ impl Closing {
 pub(super) fn refuse(setup: ExportSetup) {
     let ExportSetup { disks, device, endpoint, .. } = setup;
     drop(endpoint);
-    let (answer, _) = Pending::new();
+    let (answer, _) = oneshot::channel();
     close((disks, device), answer);
 }
 
 /// Closes the disks of an export on a thread, so that a hang delays no other export.
-fn close(disks: (Vec<DiskSource>, Device), closed: Answer<()>) {
+fn close(disks: (Vec<DiskSource>, Device), closed: oneshot::Sender<()>) {
     let close = move || {
         drop(disks);
         closed.send(());

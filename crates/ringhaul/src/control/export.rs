@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use std::{io, iter};
 
 use blockio::DiskSource;
-use device::Answer;
+use device::oneshot;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
@@ -69,7 +69,7 @@ pub(super) struct Export {
     /// True if its removal must not wait for a disk that does not close.
     is_forced: bool,
     /// Requests that wait for its end.
-    pub(super) removal_waiters: Vec<Answer<Answered<ExportStatus>>>,
+    pub(super) removal_waiters: Vec<oneshot::Sender<Answered<ExportStatus>>>,
     /// True if the connection was logged, so that the disconnection is logged too.
     pub(super) is_connection_logged: bool,
     /// The rate limit of log lines about waiting front-ends.

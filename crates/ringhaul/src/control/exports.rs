@@ -9,7 +9,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
-use device::Answer;
+use device::oneshot;
 use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -62,7 +62,7 @@ pub(super) struct Exports {
 enum Next {
     Continue,
     /// Abandons unfinished exports. The answer is true if there were any.
-    Abandon(Answer<bool>),
+    Abandon(oneshot::Sender<bool>),
     /// Ends the thread: nothing is left, or another process has all exports.
     End,
 }
@@ -263,7 +263,7 @@ impl Exports {
         Ok(())
     }
 
-    fn remove(&mut self, name: &str, force: bool, answer: Answer<Answered<ExportStatus>>) {
+    fn remove(&mut self, name: &str, force: bool, answer: oneshot::Sender<Answered<ExportStatus>>) {
         if let Some(opening) = self.opening.iter_mut().find(|it| it.spec.is_called(name)) {
             if force {
                 let export = opening.spec.name();

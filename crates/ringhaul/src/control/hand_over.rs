@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use blockio::DiskSource;
-use device::Answer;
+use device::oneshot;
 
 use super::export::Export;
 use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
@@ -23,14 +23,14 @@ const STOP_MAX: Duration = Duration::from_secs(2);
 /// The phase of a hand-over.
 pub(super) enum HandOver {
     /// Queues stop.
-    Pausing { since: Instant, answer: Answer<Answered<Paused>> },
+    Pausing { since: Instant, answer: oneshot::Sender<Answered<Paused>> },
     /// Queues have stopped, and the new process has not yet confirmed the takeover.
     Paused,
     /// Only the new process may serve, unless an order resumes the exports here. The old process
     /// has committed, or the new one waits for that.
     Committed,
     /// Queues start in this process.
-    Resuming(Answer<()>),
+    Resuming(oneshot::Sender<()>),
 }
 
 impl HandOver {

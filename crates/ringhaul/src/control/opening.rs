@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use device::Answer;
+use device::oneshot;
 
 use crate::cancellation::CancelToken;
 use crate::command::{CommandError, ExportState, ExportStatus};
@@ -21,7 +21,7 @@ pub(super) struct PendingExport {
     pub(super) is_claimed: bool,
     cancel_token: CancelToken,
     /// Requests that wait for its end.
-    removal_waiters: Vec<Answer<Result<ExportStatus, CommandError>>>,
+    removal_waiters: Vec<oneshot::Sender<Result<ExportStatus, CommandError>>>,
 }
 
 impl PendingExport {
@@ -51,7 +51,7 @@ impl PendingExport {
 
     /// Cancels the opening. Answers when it has ended or, if it is too late for that, when the
     /// export has ended.
-    pub(super) fn remove(&mut self, answer: Answer<Result<ExportStatus, CommandError>>) {
+    pub(super) fn remove(&mut self, answer: oneshot::Sender<Result<ExportStatus, CommandError>>) {
         self.cancel();
         self.removal_waiters.push(answer);
     }
@@ -81,7 +81,9 @@ impl PendingExport {
     }
 
     /// Returns the requests that wait for the end of an export that is served after all.
-    pub(super) fn into_removal_waiters(self) -> Vec<Answer<Result<ExportStatus, CommandError>>> {
+    pub(super) fn into_removal_waiters(
+        self,
+    ) -> Vec<oneshot::Sender<Result<ExportStatus, CommandError>>> {
         self.removal_waiters
     }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use blockio::disk::{DiskState, Outside};
 use blockio::{DiskSource, Remote};
 use device::scsi::ScsiDevice;
-use device::{Answer, Device};
+use device::{Device, oneshot};
 use rustix::fd::OwnedFd;
 
 use super::hand_over_state::{Described, ExportProgress, Paused};
@@ -113,43 +113,48 @@ pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 pub(super) enum Order {
     /// Reserves the names of exports while these are opened. If true, a process that takes over
     /// opens them too.
-    Reserve(Vec<ExportSpec>, bool, Answer<Answered<Vec<CancelToken>>>),
+    Reserve(Vec<ExportSpec>, bool, oneshot::Sender<Answered<Vec<CancelToken>>>),
     /// Announces that the export with this name is about to be served, if it is still wanted. No
     /// other process takes over before.
-    Claim(String, Answer<Answered<()>>),
+    Claim(String, oneshot::Sender<Answered<()>>),
     /// Releases names: the exports will not be served.
     Release(Vec<String>),
     /// Refuses further exports if there are none but these, which are being opened.
-    CancelStart(Vec<String>, Answer<bool>),
-    Serve(Vec<ExportSetup>, Answer<Answered<()>>),
+    CancelStart(Vec<String>, oneshot::Sender<bool>),
+    Serve(Vec<ExportSetup>, oneshot::Sender<Answered<()>>),
     /// Ends an export, and answers when it has ended. If true, disconnects its front-end at once.
-    Remove(String, bool, Answer<Answered<ExportStatus>>),
-    Show(Answer<Vec<ExportStatus>>),
-    Details(String, Answer<Answered<ExportDetails>>),
-    Stats(Answer<Vec<ExportStats>>),
+    Remove(String, bool, oneshot::Sender<Answered<ExportStatus>>),
+    Show(oneshot::Sender<Vec<ExportStatus>>),
+    Details(String, oneshot::Sender<Answered<ExportDetails>>),
+    Stats(oneshot::Sender<Vec<ExportStats>>),
     /// Begins to change a unit of an export. No other change of this place begins until the end of
     /// this one.
-    BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
+    BeginUnit(String, UnitPlace, UnitChange, oneshot::Sender<Answered<ChangingUnit>>),
     /// Blocks (true) or allows hand-overs during the change at this place of this export. The
     /// answer is false if the export has ended, or the change was cancelled.
-    BlockHandOver(u64, Option<UnitPlace>, bool, Answer<bool>),
+    BlockHandOver(u64, Option<UnitPlace>, bool, oneshot::Sender<bool>),
     /// Begins to change the size of a disk: of a unit or, without a place, of virtio-blk.
-    BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),
+    BeginResize(String, Option<UnitPlace>, oneshot::Sender<Answered<ResizingDisk>>),
     /// Reports that the change at this place of this export was made. If the export has ended, the
     /// answer is the disk of a unit that was to be added, for the caller to close.
-    ApplyChange(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
+    ApplyChange(u64, Option<UnitPlace>, Changed, oneshot::Sender<Option<DiskSource>>),
     /// Reports the end of the change at this place of this export: its thread has no disk open.
-    EndChange(u64, Option<UnitPlace>, Answer<()>),
+    EndChange(u64, Option<UnitPlace>, oneshot::Sender<()>),
     /// Changes the limits and the error policy of a disk. The answer also has the export's name in
     /// the log.
-    SetDisk(String, Option<UnitPlace>, Box<QosChange>, Answer<Answered<(FullQosSpec, String)>>),
+    SetDisk(
+        String,
+        Option<UnitPlace>,
+        Box<QosChange>,
+        oneshot::Sender<Answered<(FullQosSpec, String)>>,
+    ),
     /// Retries the requests that a disk, or any disk of the export, has failed.
-    ResumeDisks(String, Option<UnitPlace>, Answer<Answered<()>>),
+    ResumeDisks(String, Option<UnitPlace>, oneshot::Sender<Answered<()>>),
     /// Lists the disks of all exports, to be watched.
-    ListDisks(Answer<Vec<WatchedDisk>>),
+    ListDisks(oneshot::Sender<Vec<WatchedDisk>>),
     Stop,
     /// Abandons all unfinished exports. The answer is true if there were any.
-    Abandon(Answer<bool>),
+    Abandon(oneshot::Sender<bool>),
     HandOver(HandOverOrder),
 }
 
@@ -171,15 +176,15 @@ impl Order {
 /// An order of a hand-over between processes.
 pub(super) enum HandOverOrder {
     /// Describes the exports.
-    Describe(Answer<Answered<Described>>),
+    Describe(oneshot::Sender<Answered<Described>>),
     /// Stops all queues, if the exports are the described ones.
-    Pause(u64, Answer<Answered<Paused>>),
+    Pause(u64, oneshot::Sender<Answered<Paused>>),
     /// Leaves the exports to the new process. An error: they end.
-    Commit(Answer<Answered<Vec<DiskSource>>>),
+    Commit(oneshot::Sender<Answered<Vec<DiskSource>>>),
     /// Resumes the exports. The answer comes when they have resumed.
-    Resume(Answer<()>),
+    Resume(oneshot::Sender<()>),
     /// Takes over the exports of another process, paused.
-    TakeOver(Vec<(ExportSetup, ExportProgress)>, PassedFds, Answer<anyhow::Result<()>>),
+    TakeOver(Vec<(ExportSetup, ExportProgress)>, PassedFds, oneshot::Sender<anyhow::Result<()>>),
     /// Ends the control thread without ending the exports, which another process serves.
     Release,
 }

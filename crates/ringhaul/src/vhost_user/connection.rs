@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::task::Poll;
 
-use device::{Pending, QueueRole, StopKind};
+use device::{QueueRole, StopKind, oneshot};
 use iomem::fits;
 use virtqueue::{MAX_REGIONS, MemoryFiles};
 
@@ -472,7 +472,7 @@ impl Connection {
 
     /// Drops everything that the front-end has brought and its driver has negotiated. The result
     /// comes when its memory is unmapped; `None`: it is.
-    pub(super) fn release(&mut self) -> Option<Pending<()>> {
+    pub(super) fn release(&mut self) -> Option<oneshot::Receiver<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
         self.relay = CallRelay::default();
@@ -484,7 +484,7 @@ impl Connection {
         self.unmap(memory)
     }
 
-    fn unmap(&self, memory: SharedMemory) -> Option<Pending<()>> {
+    fn unmap(&self, memory: SharedMemory) -> Option<oneshot::Receiver<()>> {
         let unmapped = self.setup.examiner.unmap(memory.map);
         unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use device::Pending;
+use device::oneshot;
 use virtqueue::GuestMemory;
 
 /// The maximum of descriptors that are still open after their messages because a thread hangs. At
@@ -97,8 +97,8 @@ impl Examiner {
     pub(super) fn map<T: Send + 'static>(
         &self,
         map: impl FnOnce() -> T + Send + 'static,
-    ) -> Pending<T> {
-        let (answer, pending) = Pending::new();
+    ) -> oneshot::Receiver<T> {
+        let (answer, pending) = oneshot::channel();
         self.maps.run(Box::new(move || {
             if answer.is_awaited() {
                 answer.send(map());
@@ -109,11 +109,11 @@ impl Examiner {
 
     /// Unmaps memory of which the caller has the last reference, on a thread if it is large. The
     /// result comes when it is unmapped; `None`: it is unmapped on return.
-    pub(super) fn unmap(&self, memory: Arc<GuestMemory>) -> Option<Pending<()>> {
+    pub(super) fn unmap(&self, memory: Arc<GuestMemory>) -> Option<oneshot::Receiver<()>> {
         if memory.bytes() <= UNMAP_AT_ONCE_BYTES {
             return None;
         }
-        let (answer, pending) = Pending::new();
+        let (answer, pending) = oneshot::channel();
         self.unmaps.run(Box::new(move || {
             drop(memory);
             answer.send(());
@@ -233,7 +233,7 @@ pub(super) mod tests {
         sender
     }
 
-    fn answer_of<T>(pending: &Pending<T>) -> T {
+    fn answer_of<T>(pending: &oneshot::Receiver<T>) -> T {
         let mut answer = None;
         wait_until(|| {
             answer = answer.take().or_else(|| pending.poll());

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use device::Pending;
+use device::oneshot;
 
 use super::inflight::Inflight;
 use super::message::{InflightArea, RingAddresses};
@@ -64,14 +64,14 @@ impl From<io::Error> for Refusal {
 /// The work that a message waits for.
 pub(super) enum Work {
     /// A thread examines and maps memory.
-    Map(Pending<io::Result<SharedMemory>>, Purpose),
+    Map(oneshot::Receiver<io::Result<SharedMemory>>, Purpose),
     /// Rings stop; then the change is made.
     Stop(Change),
     /// Rings start, as far as they can; then the message is answered.
     Start(Start),
     /// The previous memory is unmapped, and counts as mapped until then. Then the message is
     /// answered.
-    Unmap(Pending<()>),
+    Unmap(oneshot::Receiver<()>),
 }
 
 /// The use of mapped memory.
@@ -128,7 +128,7 @@ pub(super) struct Start {
     /// failed start is not the fault of this message.
     pub(super) undo: Option<Undo>,
     /// Pending until the previous memory is unmapped.
-    pub(super) unmapped: Option<Pending<()>>,
+    pub(super) unmapped: Option<oneshot::Receiver<()>>,
 }
 
 impl Start {

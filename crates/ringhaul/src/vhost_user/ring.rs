@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockio::Remote;
-use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError, StopKind};
+use device::{Device, QueueHandle, QueueSetup, Ring, StartError, StopKind, oneshot};
 use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError};
 
 use super::call::Call;
@@ -45,11 +45,11 @@ pub(super) struct RingSettings {
 enum Service {
     #[default]
     Stopped,
-    Starting(Pending<Result<QueueHandle, StartError>>),
+    Starting(oneshot::Receiver<Result<QueueHandle, StartError>>),
     Running(QueueHandle),
-    Stopping(Pending<u16>, QueueHandle, StopKind),
+    Stopping(oneshot::Receiver<u16>, QueueHandle, StopKind),
     /// A queue that was told to stop and then to resume. It resumes unless it has stopped already.
-    Resuming(Pending<()>, Pending<u16>, QueueHandle),
+    Resuming(oneshot::Receiver<()>, oneshot::Receiver<u16>, QueueHandle),
 }
 
 /// The progress of a start or a stop.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use device::Pending;
+use device::oneshot;
 use rustix::event::PollFlags;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
@@ -93,7 +93,7 @@ enum Stage {
     /// accepted.
     Unmapping {
         end: End,
-        unmapped: Pending<()>,
+        unmapped: oneshot::Receiver<()>,
         since: Instant,
     },
     Ended,

@@ -116,7 +116,7 @@ impl NbdDisk {
         let who = Borrower::new(completer);
         // If that IoThread has ended, the call is dropped with its arguments.
         remote.post(move |io| {
-            if let Some(pipe) = io.kept::<Pipe>(key) {
+            if let Some(pipe) = io.shared::<Pipe>(key) {
                 pipe.start_for(made, lent, who);
             }
         });

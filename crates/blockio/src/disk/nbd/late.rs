@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::pipe::Pipe;
 use super::shared::Condition;
-use crate::unanswered::{Line, is_late};
+use crate::stall_log::{Line, is_late};
 
 impl Pipe {
     /// Publishes the condition of the connections.

@@ -46,7 +46,7 @@ fn offer(shared: &Arc<Shared>, orphan: Orphan) {
     shared.put_orphan(orphan);
     let key = key_of(shared);
     shared.on_pipes(move |io| {
-        if let Some(pipe) = io.kept::<Pipe>(key) {
+        if let Some(pipe) = io.shared::<Pipe>(key) {
             adopt(&pipe);
         }
     });
@@ -99,7 +99,7 @@ impl Drop for Leaving {
 
 async fn wait(mut leaving: Leaving) {
     let pipe = Rc::clone(&leaving.pipe);
-    let task = pipe.io.this_task();
+    let task = pipe.io.current_task();
     pipe.leaving.borrow_mut().push(task);
     if let Some(left) = &mut leaving.left {
         left.wait(&pipe).await;

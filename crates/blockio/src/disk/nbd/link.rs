@@ -18,7 +18,7 @@ use super::wire::Framing;
 use crate::clock;
 use crate::interest::Interest;
 use crate::io::Io;
-use crate::unanswered::LATE;
+use crate::stall_log::LATE;
 
 /// The longest wait of requests for a connection that replaces a new one.
 const REPLACE_MAX: Duration = Duration::from_millis(250);
@@ -171,7 +171,7 @@ impl Pipe {
         }
         let inbox = Arc::new(Mutex::new(None));
         let (sent, shared) = (Arc::clone(&inbox), Arc::clone(&self.shared));
-        let (task, remote) = (self.io.this_task(), self.io.remote());
+        let (task, remote) = (self.io.current_task(), self.io.remote());
         let work = move || {
             let made = connect(&shared.options);
             let made = made.and_then(|(made, asked)| check(&shared, made, asked));

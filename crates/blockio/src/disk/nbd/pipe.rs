@@ -56,7 +56,7 @@ impl Pipe {
             leaving: RefCell::default(),
         });
         pipe.requests.borrow_mut().links.resize_with(links, Link::default);
-        io.keep(key_of(shared), &pipe);
+        io.share(key_of(shared), &pipe);
         pipe
     }
 
@@ -201,7 +201,7 @@ impl Pipe {
 
     /// Records the calling task as that of a link.
     pub(super) fn set_task(&self, index: usize) {
-        self.requests.borrow_mut().links[index].task = Some(self.io.this_task());
+        self.requests.borrow_mut().links[index].task = Some(self.io.current_task());
     }
 
     /// Wakes all tasks, which then check the state of the disk.
@@ -355,7 +355,7 @@ pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64, asked: Asked) ->
     if before < size_bytes {
         let key = key_of(shared);
         shared.on_pipes(move |io| {
-            if let Some(pipe) = io.kept::<Pipe>(key) {
+            if let Some(pipe) = io.shared::<Pipe>(key) {
                 pipe.wake_links();
             }
         });

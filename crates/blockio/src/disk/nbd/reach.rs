@@ -20,7 +20,7 @@ impl Handle {
     pub(super) fn wake(&self) {
         let key = key_of(&self.shared);
         self.shared.on_pipes(move |io| {
-            if let Some(pipe) = io.kept::<Pipe>(key) {
+            if let Some(pipe) = io.shared::<Pipe>(key) {
                 pipe.wake_links();
             }
         });
@@ -47,7 +47,7 @@ pub(super) enum Reach {
 impl Reach {
     /// Finds existing connections, or makes new ones, as far as the server allows that.
     pub(super) fn find(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
-        if let Some(pipe) = io.kept::<Pipe>(key_of(shared)) {
+        if let Some(pipe) = io.shared::<Pipe>(key_of(shared)) {
             return Self::Here(pipe);
         }
         let (number, links) = if shared.flushes_are_common() {

@@ -49,7 +49,7 @@ pub(super) fn let_go(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
     shared.held.replace(holder, left);
     let key = key_of(shared);
     shared.on_pipes(move |io| {
-        if let Some(pipe) = io.kept::<Pipe>(key) {
+        if let Some(pipe) = io.shared::<Pipe>(key) {
             pipe.try_waiting();
         }
     });

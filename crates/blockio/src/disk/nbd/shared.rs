@@ -12,9 +12,9 @@ use super::held::Held;
 use super::target::NbdOptions;
 use crate::disk::info::DiskState;
 use crate::io::Io;
-use crate::rare::Rare;
+use crate::rate_limit::RateLimit;
 use crate::remote::Remote;
-use crate::unanswered::{Line, Unanswered};
+use crate::stall_log::{Line, StallLog};
 
 /// The state that all IoThreads share.
 pub(super) struct Shared {
@@ -56,10 +56,10 @@ struct State {
     home: Option<u64>,
     next_pipe: u64,
     /// Limits for log lines about an unusable server, and about broken connections.
-    log: Rare,
-    breaks: Rare,
+    log: RateLimit,
+    breaks: RateLimit,
     /// The log lines about a server that does not answer.
-    unanswered: Unanswered,
+    unanswered: StallLog,
     /// Pipes that were late since the last of these lines, and have received no answer since.
     unheard: BTreeSet<u64>,
 }
@@ -141,9 +141,9 @@ impl Shared {
             pipes: BTreeMap::new(),
             home: None,
             next_pipe: 0,
-            log: Rare::default(),
-            breaks: Rare::few(BREAKS_TOLD),
-            unanswered: Unanswered::default(),
+            log: RateLimit::default(),
+            breaks: RateLimit::new(BREAKS_TOLD),
+            unanswered: StallLog::default(),
             unheard: BTreeSet::new(),
         };
         Self {
@@ -435,6 +435,6 @@ impl Shared {
         if late.is_empty() && !state.unheard.is_empty() {
             return None;
         }
-        state.unanswered.look(now, late.iter().map(|(_, since)| *since).min())
+        state.unanswered.next_line(now, late.iter().map(|(_, since)| *since).min())
     }
 }

@@ -27,7 +27,7 @@ impl Source for Readiness {
         false
     }
 
-    fn happened(&self) {
+    fn on_event(&self) {
         self.0.set(true);
     }
 }

@@ -40,8 +40,8 @@ use crate::error::Error;
 use crate::foreign_op::ForeignCompleter;
 use crate::io::Io;
 use crate::io_thread::IoThread;
-use crate::pending::{Answer, Pending};
-use crate::rare::Rare;
+use crate::oneshot;
+use crate::rate_limit::RateLimit;
 use crate::remote::Remote;
 
 /// The most ops of an owner in the kernel at once. Each image has its own context of Linux AIO, and
@@ -52,9 +52,9 @@ const DEPTH: u32 = 64;
 const UNITS_AHEAD: u64 = 256;
 
 /// Starts the thread of an image.
-pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, Pending<()>), Error> {
-    let (answer, pending) = Pending::new();
-    let (end, ended) = Pending::new();
+pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, oneshot::Receiver<()>), Error> {
+    let (answer, pending) = oneshot::channel();
+    let (end, ended) = oneshot::channel();
     let core = Arc::clone(core);
     let run = Box::new(move || {
         own(core, answer);
@@ -67,7 +67,7 @@ pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, Pending<()>), Error> {
     Ok((owner, ended))
 }
 
-fn own(core: Arc<Core>, answer: Answer<Result<Remote, Error>>) {
+fn own(core: Arc<Core>, answer: oneshot::Sender<Result<Remote, Error>>) {
     let with = |engine: EngineKind| {
         // Jobs come with requests, and busy-polling for them takes the CPU from the IoThread.
         let (engine, poll_max) = (engine.into(), Duration::ZERO);
@@ -113,7 +113,7 @@ pub(super) fn ask(
 
 /// Like [`ask`], for threads that may wait.
 pub(super) fn ask_and_wait(remote: &Remote, job: Job) -> io::Result<()> {
-    let (answer, pending) = Pending::new();
+    let (answer, pending) = oneshot::channel();
     begin(remote, job, move |result| answer.send(result.map(drop)));
     let gone = || Err(io::Error::from_raw_os_error(libc::ECANCELED));
     pending.wait().unwrap_or_else(gone)
@@ -155,7 +155,7 @@ pub(super) struct Image {
     pub(super) core: Arc<Core>,
     pub(super) owner: Remote,
     /// The end of the owner's thread, until a caller has waited for it.
-    pub(super) ended: SyncMutex<Option<Pending<()>>>,
+    pub(super) ended: SyncMutex<Option<oneshot::Receiver<()>>>,
 }
 
 impl Image {
@@ -163,7 +163,7 @@ impl Image {
     pub(super) fn end(&mut self) {
         self.owner.post(end);
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let _ = ended.and_then(Pending::wait);
+        let _ = ended.and_then(oneshot::Receiver::wait);
     }
 }
 
@@ -183,7 +183,7 @@ struct Owner {
     /// Held while clusters are counted ahead beside requests.
     counting: Mutex<()>,
     turns: Semaphore,
-    rare: RefCell<Rare>,
+    log_limit: RefCell<RateLimit>,
     /// Jobs that have not ended.
     jobs: Cell<usize>,
     /// True if another process may have used the image since the last change here.
@@ -200,7 +200,7 @@ impl Owner {
             changes: Changes::default(),
             counting: Mutex::default(),
             turns,
-            rare: RefCell::default(),
+            log_limit: RefCell::default(),
             jobs: Cell::new(0),
             is_left: Cell::new(false),
         }
@@ -257,7 +257,7 @@ impl Owner {
     /// Logs an error without an errno, since requests get only a number.
     fn tell(&self, error: &io::Error) {
         if error.raw_os_error().is_none()
-            && let Some(left_out) = self.rare.borrow_mut().permit(Instant::now())
+            && let Some(left_out) = self.log_limit.borrow_mut().permit(Instant::now())
         {
             let image = self.core.name();
             tracing::error!(

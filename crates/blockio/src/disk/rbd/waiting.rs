@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::clock;
 use crate::foreign_op::ForeignCompleter;
-use crate::unanswered::is_late;
+use crate::stall_log::is_late;
 
 /// The operations of one image, of all threads.
 #[derive(Default)]
@@ -130,8 +130,8 @@ mod tests {
     use super::*;
     use crate::config::IoThreadConfig;
     use crate::io_thread::IoThread;
+    use crate::stall_log::LATE;
     use crate::turn::{Activity, Wait};
-    use crate::unanswered::LATE;
     use iomem::Buffers;
 
     #[test]

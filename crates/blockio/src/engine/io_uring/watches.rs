@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::engine::kernel::Ring;
 use crate::interest::Interest;
-use crate::rare::Rare;
+use crate::rate_limit::RateLimit;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
 const WATCH: u64 = 1 << 63;
@@ -55,7 +55,7 @@ pub(super) struct Watches {
     lost: Option<Lost>,
     /// The delay before the next lost watches are armed again.
     wait: Duration,
-    log: Rare,
+    log: RateLimit,
     /// An epoll instance that watches nothing, but shows which descriptors can be polled. It is
     /// kept, so that a queue which starts again needs no new descriptor.
     probe: Option<OwnedFd>,

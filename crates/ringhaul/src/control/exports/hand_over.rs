@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use blockio::DiskSource;
-use device::{Answer, Pending};
+use device::oneshot;
 
 use super::{Exports, Next};
 use crate::command::{CommandError, ExportState};
@@ -90,7 +90,7 @@ impl Exports {
                     if paused.is_ok() {
                         self.hand_over = Some(HandOver::Paused);
                     } else {
-                        self.begin_resume(Pending::new().0);
+                        self.begin_resume(oneshot::channel().0);
                     }
                     answer.send(paused);
                 } else if is_late {
@@ -98,7 +98,7 @@ impl Exports {
                     answer.send(Err(
                         why.unwrap_or_else(|| self.unfinished_error(Export::has_paused))
                     ));
-                    self.begin_resume(Pending::new().0);
+                    self.begin_resume(oneshot::channel().0);
                 } else {
                     self.hand_over = Some(HandOver::Pausing { since, answer });
                 }
@@ -151,10 +151,10 @@ impl Exports {
                 return;
             }
         }
-        self.begin_resume(Pending::new().0);
+        self.begin_resume(oneshot::channel().0);
     }
 
-    fn begin_resume(&mut self, answer: Answer<()>) {
+    fn begin_resume(&mut self, answer: oneshot::Sender<()>) {
         self.list.iter_mut().for_each(Export::begin_resume);
         self.hand_over = Some(HandOver::Resuming(answer));
     }

@@ -19,7 +19,7 @@ use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
 use crate::disk::DiskState;
 use crate::disk::info::Extent;
 use crate::io_thread::IoThread;
-use crate::unanswered::Line;
+use crate::stall_log::Line;
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -5,16 +5,16 @@ use std::ops::{Index, IndexMut};
 use crate::config::EngineKind;
 use iomem::fits;
 
-/// The most units of a lane that are its own.
-const OWN_MAX: u32 = 64;
+/// The most units that are guaranteed to a lane.
+const GUARANTEED_MAX: u32 = 64;
 /// A lane may have this many times the common room that is free.
-const PART: u32 = 4;
+const COMMON_FACTOR: u32 = 4;
 
 /// The division of an engine's room.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Shares {
     /// The room of each lane alone.
-    pub(super) own: u32,
+    pub(super) guaranteed: u32,
     /// The room that all lanes share.
     common: u32,
     /// The taken part of the common room.
@@ -23,30 +23,35 @@ pub(super) struct Shares {
 
 impl Shares {
     /// Divides the room among `lanes` lanes and one that is to come.
-    pub(super) fn of(capacity: u32, lanes: usize) -> Self {
+    pub(super) fn new(capacity: u32, lanes: usize) -> Self {
         let lanes = fits::<_, u32>(lanes, "a count of disks").saturating_add(1);
-        let own = (capacity / lanes.saturating_mul(2)).clamp(1, OWN_MAX);
-        Self { own, common: capacity.saturating_sub(own.saturating_mul(lanes)), taken: 0 }
+        let guaranteed = (capacity / lanes.saturating_mul(2)).clamp(1, GUARANTEED_MAX);
+        Self {
+            guaranteed,
+            common: capacity.saturating_sub(guaranteed.saturating_mul(lanes)),
+            taken: 0,
+        }
     }
 
-    pub(super) fn beyond(&self, units: u32) -> u32 {
-        units.saturating_sub(self.own)
+    pub(super) fn common_part(&self, units: u32) -> u32 {
+        units.saturating_sub(self.guaranteed)
     }
 
-    pub(super) fn allow(&self, before: u32, after: u32) -> bool {
-        let (mine, more) = (self.beyond(after), self.beyond(after) - self.beyond(before));
+    pub(super) fn have_room(&self, before: u32, after: u32) -> bool {
+        let (mine, more) =
+            (self.common_part(after), self.common_part(after) - self.common_part(before));
         let free = self.common.saturating_sub(self.taken);
-        mine == 0 || (more <= free && mine <= free.saturating_mul(PART))
+        mine == 0 || (more <= free && mine <= free.saturating_mul(COMMON_FACTOR))
     }
 
     /// Counts a lane that grows from `before` to `after`.
-    pub(super) fn takes(&mut self, before: u32, after: u32) {
-        self.taken += self.beyond(after) - self.beyond(before);
+    pub(super) fn charge(&mut self, before: u32, after: u32) {
+        self.taken += self.common_part(after) - self.common_part(before);
     }
 
     /// Counts a lane that shrinks from `before` to `after`.
-    pub(super) fn gets_back(&mut self, before: u32, after: u32) {
-        self.taken -= self.beyond(before) - self.beyond(after);
+    pub(super) fn release(&mut self, before: u32, after: u32) {
+        self.taken -= self.common_part(before) - self.common_part(after);
     }
 }
 

@@ -31,7 +31,7 @@ pub(crate) enum Step {
 
 /// Compares two ways by the time that they take for each op.
 #[derive(Debug)]
-pub(crate) struct Trial {
+pub(crate) struct AbTest {
     span_ops: usize,
     period_ops: usize,
     phase: Phase,
@@ -43,7 +43,7 @@ pub(crate) struct Trial {
     sums: [u128; 2],
 }
 
-impl Trial {
+impl AbTest {
     /// Makes a trial that begins with spans of `span_ops`. Its outcome holds for `period_ops`.
     pub(crate) fn new(span_ops: usize, period_ops: usize) -> Self {
         let phase = Phase::Trying { span: 0 };
@@ -115,7 +115,7 @@ mod tests {
     /// The first op after a pause begins the trial, and is an op of the first way.
     #[test]
     fn a_pause_before_a_trial_is_held_against_neither_way() {
-        let mut trial = Trial::new(512, 1 << 20);
+        let mut trial = AbTest::new(512, 1 << 20);
         let (mut now, each) = (Instant::now(), Duration::from_micros(20));
         for pause in [Duration::ZERO, Duration::from_secs(1)] {
             now += pause;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::device::Device;
+use crate::device_queue::Device;
 use iomem::fits;
 
 /// The place of a lane without a bounded device.
@@ -26,12 +26,12 @@ impl DeviceUse {
     }
 
     /// Gives a lane the next room, unless another lane waits for it already.
-    pub(super) fn stand_in_line(&mut self, lane: u32) {
+    pub(super) fn set_next(&mut self, lane: u32) {
         self.next.get_or_insert(lane);
     }
 
     /// Takes a lane out of the line.
-    pub(super) fn leave_line(&mut self, lane: u32) {
+    pub(super) fn clear_next(&mut self, lane: u32) {
         self.next = self.next.filter(|&next| next != lane);
     }
 }
@@ -76,7 +76,7 @@ impl Devices {
     pub(super) fn detach(&mut self, place: u32, lane: u32) {
         let Some(used) = self.get_mut(place) else { return };
         used.lanes -= 1;
-        used.leave_line(lane);
+        used.clear_next(lane);
         if used.lanes == 0 {
             used.device.remove_user();
             self.0[place as usize] = None;

@@ -50,16 +50,16 @@ static DEVICES: Mutex<Vec<Weak<Device>>> = Mutex::new(Vec::new());
 
 impl Device {
     /// Finds the device that `file` is or lies on. `None` if no bound of it is known.
-    pub(crate) fn of(file: &File) -> Option<Arc<Self>> {
+    pub(crate) fn for_file(file: &File) -> Option<Arc<Self>> {
         let metadata = file.metadata().ok()?;
         if metadata.file_type().is_block_device() {
-            return Self::of_number(metadata.rdev());
+            return Self::for_number(metadata.rdev());
         }
         // The number of a file system over several devices (btrfs) names none of them.
-        Self::of_number(metadata.dev()).or_else(|| Self::of_number(mounted_device(file)?))
+        Self::for_number(metadata.dev()).or_else(|| Self::for_number(mounted_device(file)?))
     }
 
-    fn of_number(number: u64) -> Option<Arc<Self>> {
+    fn for_number(number: u64) -> Option<Arc<Self>> {
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
         let folder = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
         let queue = queue_below(&folder, 0)?;
@@ -372,13 +372,13 @@ mod tests {
     fn partitions_of_a_disk_are_one_device() {
         let Some(disk) = Loop::new() else { return };
         let whole =
-            Device::of(&File::open(&disk.path).unwrap()).expect("a loop device has a bound");
+            Device::for_file(&File::open(&disk.path).unwrap()).expect("a loop device has a bound");
         for number in [1, 2] {
-            let partition = Device::of_number(disk.add_partition(number)).unwrap();
+            let partition = Device::for_number(disk.add_partition(number)).unwrap();
             assert!(Arc::ptr_eq(&whole, &partition), "partition {number} counts for itself");
         }
         if let Some(other) = Loop::new() {
-            let other = Device::of(&File::open(&other.path).unwrap()).unwrap();
+            let other = Device::for_file(&File::open(&other.path).unwrap()).unwrap();
             assert!(!Arc::ptr_eq(&whole, &other), "two disks count as one");
         }
     }
@@ -395,9 +395,9 @@ mod tests {
             eprintln!("skipped: there is no btrfs, or no mkfs.btrfs");
             return;
         }
-        let found = File::create(place.path().join("disk")).map(|file| Device::of(&file));
+        let found = File::create(place.path().join("disk")).map(|file| Device::for_file(&file));
         run("umount", &[folder]).unwrap();
-        let whole = Device::of(&File::open(&disk.path).unwrap()).unwrap();
+        let whole = Device::for_file(&File::open(&disk.path).unwrap()).unwrap();
         let found = found.unwrap().expect("a file on btrfs has no bound");
         assert!(Arc::ptr_eq(&whole, &found));
     }

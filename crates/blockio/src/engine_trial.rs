@@ -56,7 +56,7 @@ impl Choice {
 /// so one trial serves all of them. It should use the disk with the most data: the file system
 /// alone answers reads of data that was never written.
 #[derive(Debug, Clone)]
-pub struct Alike {
+pub struct TrialKey {
     /// The block device, or the device of the file system.
     device: u64,
     is_block_device: bool,
@@ -67,11 +67,11 @@ pub struct Alike {
     allocated: i64,
 }
 
-impl Alike {
+impl TrialKey {
     /// Reads the traits of a disk. `None` if it is like no other disk, or the kernel does not
     /// report them.
     #[must_use]
-    pub fn of(source: &DiskSource) -> Option<Self> {
+    pub fn from_source(source: &DiskSource) -> Option<Self> {
         let status = rustix::fs::fstat(source.open_file()?).ok()?;
         let is_block_device = source.is_block_device();
         let device = if is_block_device { status.st_rdev } else { status.st_dev };
@@ -145,7 +145,7 @@ pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = 
 
 /// The fastest time of a round of one load, for each engine.
 #[derive(Debug, Clone, Copy)]
-struct Times {
+struct RoundTimes {
     io_uring: Duration,
     aio: Duration,
 }
@@ -156,19 +156,19 @@ fn times(
     aio: &Trial,
     load: Load,
     start: Instant,
-) -> Result<Option<Times>, Choice> {
-    let mut best: Option<Times> = None;
+) -> Result<Option<RoundTimes>, Choice> {
+    let mut best: Option<RoundTimes> = None;
     for round in 0..load.rounds {
         if start.elapsed() > load.until {
             break;
         }
         match (io_uring.round(load, round), aio.round(load, round)) {
             (Ok(io_uring), Ok(aio)) => {
-                let Times { io_uring: first, aio: second } =
-                    best.unwrap_or(Times { io_uring, aio });
-                best = Some(Times { io_uring: io_uring.min(first), aio: aio.min(second) });
+                let RoundTimes { io_uring: first, aio: second } =
+                    best.unwrap_or(RoundTimes { io_uring, aio });
+                best = Some(RoundTimes { io_uring: io_uring.min(first), aio: aio.min(second) });
             }
-            (first, second) => return Err(of_failed_trials(first.err(), second.err())),
+            (first, second) => return Err(choice_after_failure(first.err(), second.err())),
         }
     }
     Ok(best)
@@ -209,16 +209,16 @@ fn faster(io_uring: &Trial, aio: &Trial, is_block_device: bool) -> Choice {
 
 /// Returns true if Linux AIO is enough faster for a disk to get it: in the geometric mean of all
 /// loads. `any_gain_counts`: any advantage is enough.
-fn is_aio_worth_it(all: &[Times], any_gain_counts: bool) -> bool {
+fn is_aio_worth_it(all: &[RoundTimes], any_gain_counts: bool) -> bool {
     let percent = if any_gain_counts { 100 } else { OTHERWISE_PERCENT };
-    let ratio = |times: &Times| times.aio.as_secs_f64() / times.io_uring.as_secs_f64();
+    let ratio = |times: &RoundTimes| times.aio.as_secs_f64() / times.io_uring.as_secs_f64();
     let product: f64 = all.iter().map(ratio).product();
     !all.is_empty() && product < (f64::from(percent) / 100.0).powf(all.len() as f64)
 }
 
 /// Makes the choice after a failed trial, which counts against its engine. If both failed, the disk
 /// is at fault.
-fn of_failed_trials(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
+fn choice_after_failure(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
     let why = |engine, error| format!("the trial with {engine} failed: {error}");
     let choice = match (io_uring, aio) {
         (Some(error), None) => Choice::new(EngineKind::Aio, why(EngineKind::IoUring, error)),
@@ -331,7 +331,7 @@ mod tests {
         let of = |file: &tempfile::NamedTempFile, direct, block| {
             let logical_block_bytes = Some(block);
             let options = DiskOptions { direct, logical_block_bytes, ..DiskOptions::default() };
-            Alike::of(&DiskSource::file(file.path(), &options).unwrap())
+            TrialKey::from_source(&DiskSource::file(file.path(), &options).unwrap())
         };
         let new = || {
             let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
@@ -339,7 +339,7 @@ mod tests {
             file
         };
         let (one, other) = (new(), new());
-        let is_like = |a: Option<Alike>, b: Option<Alike>| a.unwrap().is_like(&b.unwrap());
+        let is_like = |a: Option<TrialKey>, b: Option<TrialKey>| a.unwrap().is_like(&b.unwrap());
         assert!(is_like(of(&one, true, 512), of(&other, true, 512)));
         assert!(!is_like(of(&one, true, 512), of(&other, false, 512)));
         assert!(!is_like(of(&one, false, 4096), of(&other, false, 8192)));
@@ -348,22 +348,22 @@ mod tests {
         let allocated = |file| of(file, false, 512).unwrap().allocated();
         assert!(allocated(&other) > allocated(&one));
         let null = DiskSource::null(4096, &DiskOptions::default()).unwrap();
-        assert!(Alike::of(&null).is_none());
+        assert!(TrialKey::from_source(&null).is_none());
     }
 
     #[test]
     fn an_engine_whose_trial_failed_is_not_chosen() {
         let error = || Some(Error::Options("it does not work".into()));
-        assert_eq!(of_failed_trials(error(), None).engine, EngineKind::Aio);
-        assert_eq!(of_failed_trials(None, error()).engine, EngineKind::IoUring);
-        assert_eq!(of_failed_trials(error(), error()).engine, EngineKind::IoUring);
+        assert_eq!(choice_after_failure(error(), None).engine, EngineKind::Aio);
+        assert_eq!(choice_after_failure(None, error()).engine, EngineKind::IoUring);
+        assert_eq!(choice_after_failure(error(), error()).engine, EngineKind::IoUring);
     }
 
     #[test]
     fn linux_aio_must_win_by_more_where_its_submits_may_wait() {
         let ms = Duration::from_millis;
         let is_worth_it = |small, large, any| {
-            let times = |aio| Times { io_uring: ms(500), aio: ms(aio) };
+            let times = |aio| RoundTimes { io_uring: ms(500), aio: ms(aio) };
             is_aio_worth_it(&[times(small), times(large)], any)
         };
         assert!(is_worth_it(499, 500, true) && is_worth_it(500, 499, true));

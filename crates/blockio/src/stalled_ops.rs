@@ -8,53 +8,53 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::op::{OpKind, OpenFile, Slots};
+use crate::stall_log::{Line, StallLog, is_late};
 use crate::stats::Stats;
-use crate::unanswered::{Line, Unanswered, is_late};
 
 /// The least time between two checks.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The disks of an IoThread that have late ops.
-pub(crate) struct LateOps {
-    looked: Instant,
-    disks: Vec<LateDisk>,
+pub(crate) struct StalledOps {
+    checked: Instant,
+    disks: Vec<StalledDisk>,
 }
 
-struct LateDisk {
+struct StalledDisk {
     file: Arc<OpenFile>,
     /// The oldest late op: its time of submission, and its kind.
     oldest: (Instant, OpKind),
-    unanswered: Unanswered,
+    log: StallLog,
     is_found: bool,
 }
 
 /// A line for the log.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum StallReport {
     /// The oldest late op has this kind and age; `waiting` ops of this IoThread wait for the disk.
     Late { path: PathBuf, kind: &'static str, age: Duration, waiting: usize },
     /// No late op is left. `after` counts from the submission of the oldest op in the first report.
     Answers { path: PathBuf, after: Duration },
 }
 
-impl LateOps {
+impl StalledOps {
     pub(crate) fn new(now: Instant) -> Self {
-        Self { looked: now, disks: Vec::new() }
+        Self { checked: now, disks: Vec::new() }
     }
 
     /// The time of the next check.
     pub(crate) fn due(&self) -> Instant {
-        self.looked + LOOK_INTERVAL
+        self.checked + CHECK_INTERVAL
     }
 
-    /// True if any disk has late ops.
-    pub(crate) fn any(&self) -> bool {
-        !self.disks.is_empty()
+    /// True if no disk has late ops.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.disks.is_empty()
     }
 
     /// Checks all ops, and counts each that has become late since the last check.
-    pub(crate) fn look(&mut self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<News> {
-        let before = std::mem::replace(&mut self.looked, now);
+    pub(crate) fn check(&mut self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<StallReport> {
+        let before = std::mem::replace(&mut self.checked, now);
         self.disks.iter_mut().for_each(|disk| disk.is_found = false);
         for (file, kind, submitted) in slots.submitted() {
             if !is_late(submitted, now) {
@@ -65,15 +65,15 @@ impl LateOps {
             }
             self.found(file, kind, submitted);
         }
-        let mut news = Vec::new();
+        let mut reports = Vec::new();
         self.disks.retain_mut(|disk| {
             // Another IoThread may have a late op of this disk. It sets the time again at its next
             // check.
-            disk.file.set_late_since(disk.is_found.then_some(disk.oldest.0));
-            news.extend(disk.news(now, slots));
+            disk.file.set_stalled_since(disk.is_found.then_some(disk.oldest.0));
+            reports.extend(disk.report(now, slots));
             disk.is_found
         });
-        news
+        reports
     }
 
     fn found(&mut self, file: &Arc<OpenFile>, kind: OpKind, submitted: Instant) {
@@ -83,32 +83,32 @@ impl LateOps {
                 (disk.oldest, disk.is_found) = (oldest, true);
             }
             Some(_) => {}
-            None => self.disks.push(LateDisk {
+            None => self.disks.push(StalledDisk {
                 file: Arc::clone(file),
                 oldest,
-                unanswered: Unanswered::default(),
+                log: StallLog::default(),
                 is_found: true,
             }),
         }
     }
 }
 
-impl LateDisk {
-    fn news(&mut self, now: Instant, slots: &Slots) -> Option<News> {
+impl StalledDisk {
+    fn report(&mut self, now: Instant, slots: &Slots) -> Option<StallReport> {
         let (submitted, kind) = self.oldest;
-        let line = self.unanswered.look(now, self.is_found.then_some(submitted))?;
+        let line = self.log.next_line(now, self.is_found.then_some(submitted))?;
         let path = self.file.path().to_owned();
         Some(match line {
             Line::Waits(age) => {
-                let waiting = slots.waiting_for(&self.file);
-                News::Late { path, kind: kind.noun(), age, waiting }
+                let waiting = slots.pending_of(&self.file);
+                StallReport::Late { path, kind: kind.noun(), age, waiting }
             }
-            Line::Answers(after) => News::Answers { path, after },
+            Line::Answers(after) => StallReport::Answers { path, after },
         })
     }
 }
 
-impl fmt::Display for News {
+impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Late { path, kind, age, waiting } => write!(
@@ -138,13 +138,13 @@ mod tests {
 
     fn file() -> FileRef {
         let file = OwnedFd::from(File::open("/dev/null").unwrap());
-        IoFile::alone(Arc::new(file.into()))
+        IoFile::detached(Arc::new(file.into()))
     }
 
     struct Bench {
         slots: Slots,
         stats: Stats,
-        late: LateOps,
+        stalled: StalledOps,
         start: Instant,
     }
 
@@ -152,7 +152,7 @@ mod tests {
         fn new() -> Self {
             let start = Instant::now();
             let slots = Slots::new(64);
-            Self { slots, stats: Stats::default(), late: LateOps::new(start), start }
+            Self { slots, stats: Stats::default(), stalled: StalledOps::new(start), start }
         }
 
         fn start(&mut self, file: &FileRef, kind: OpKind) -> u32 {
@@ -170,11 +170,11 @@ mod tests {
             self.slots.complete(slot, 0, self.start + second * SECOND, &self.stats);
         }
 
-        fn look(&mut self, second: u32) -> Vec<String> {
+        fn check(&mut self, second: u32) -> Vec<String> {
             let now = self.start + second * SECOND;
-            assert!(now >= self.late.due());
-            let news = self.late.look(now, &self.slots, &self.stats);
-            news.iter().map(ToString::to_string).collect()
+            assert!(now >= self.stalled.due());
+            let reports = self.stalled.check(now, &self.slots, &self.stats);
+            reports.iter().map(ToString::to_string).collect()
         }
     }
 
@@ -185,25 +185,25 @@ mod tests {
         let flush = bench.submit(&hung, OpKind::Flush, 2);
         bench.start(&hung, OpKind::Read);
         bench.submit(&well, OpKind::Read, 4);
-        assert!(bench.look(5).is_empty() && !bench.late.any());
+        assert!(bench.check(5).is_empty() && bench.stalled.is_empty());
         let told = "a write has not been answered for 5 s; operations of this IoThread that wait \
                     for the disk: 3";
-        assert_eq!(bench.look(6), [format!(": {told}")]);
-        assert!(bench.look(7).is_empty(), "it was told a second ago");
+        assert_eq!(bench.check(6), [format!(": {told}")]);
+        assert!(bench.check(7).is_empty(), "it was told a second ago");
         assert_eq!(hung.stalled_since(), Some(bench.start + SECOND));
         assert_eq!(well.stalled_since(), None);
         bench.complete(write, 8);
-        assert!(bench.look(8).is_empty(), "the flush is late");
+        assert!(bench.check(8).is_empty(), "the flush is late");
         assert_eq!(hung.stalled_since(), Some(bench.start + 2 * SECOND));
         assert_eq!(bench.stats.late.get(), 2, "each is counted once");
-        let lines = bench.look(66).join("\n");
+        let lines = bench.check(66).join("\n");
         assert!(lines.contains("a flush has not been answered for 64 s"), "{lines}");
         bench.complete(flush, 67);
-        assert_eq!(bench.look(67), [": answers again, after 66 s"]);
+        assert_eq!(bench.check(67), [": answers again, after 66 s"]);
         assert_eq!(hung.stalled_since(), None);
         // The late op of this disk has a report of its own.
         assert_eq!(bench.stats.late.get(), 3);
-        assert!(bench.late.any());
+        assert!(!bench.stalled.is_empty());
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
         let (mut bench, slow) = (Bench::new(), file());
         for second in 1..100 {
             let slot = bench.submit(&slow, OpKind::Read, second);
-            assert!(bench.look(second + 4).is_empty());
+            assert!(bench.check(second + 4).is_empty());
             bench.complete(slot, second + 4);
         }
         assert_eq!(bench.stats.late.get(), 0);

@@ -7,7 +7,7 @@
 //! * a number of ops of its own, regardless of other lanes;
 //! * beyond that, a part of the common rest: four times as much as stays free, so that a disk alone
 //!   gets most of it, and one that comes later still finds some;
-//! * for ops that need a kernel worker or a pool thread in any case, [`SLOW_MAX`] of them;
+//! * for ops that need a kernel worker or a pool thread in any case, [`NON_TRANSFER_MAX`] of them;
 //! * below the number of requests of the device, beyond which a submit waits for it;
 //! * as much as its pacing allows;
 //! * a number of bytes, and all lanes together a number of bytes in each round of the loop.
@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::config::{ByteLimits, EngineKind, PacingConfig};
-use crate::device::RequestLimits;
+use crate::device_queue::RequestLimits;
 use crate::io_file::{FileRef, IoFile, Retired};
 use crate::op_kind::OpKind;
 use crate::open_file::OpenFile;
@@ -40,7 +40,7 @@ use iomem::fits;
 use shares::{ByEngine, Shares};
 
 /// The most ops of a lane in the engine that are neither reads nor writes.
-const SLOW_MAX: u32 = 16;
+const NON_TRANSFER_MAX: u32 = 16;
 /// The most ops in the engine of a lane whose ops block submits: each holds a pool thread.
 const BLOCKING_MAX: u32 = 16;
 /// The most ops in the engine of a regular file: if it hangs, each write holds a kernel worker.
@@ -48,7 +48,7 @@ const FILE_MAX: u32 = 256;
 
 /// The pool threads of an IoThread with `lanes` disks: enough for the ops that lanes admit.
 pub(crate) fn pool_threads(lanes: usize) -> usize {
-    64 + lanes * (SLOW_MAX + BLOCKING_MAX) as usize
+    64 + lanes * (NON_TRANSFER_MAX + BLOCKING_MAX) as usize
 }
 
 /// A mark in the units of an op that takes no room of its device: a pool thread waits for the
@@ -64,30 +64,30 @@ struct Lane {
     /// The limits that turn an op into several requests of the device; `None`: each op is one unit.
     limits: Option<RequestLimits>,
     /// The most units in the engine, however much is free.
-    most: u32,
+    cap: u32,
     /// The units that the lane may have in the engine regardless of other lanes.
-    own: u32,
+    guaranteed: u32,
     /// The units in the engine below which an op enters without further checks; 0 if checks are
     /// needed.
-    quick: u32,
+    fast_path: u32,
     /// The units in the engine.
     units: u32,
     /// The units in the engine minus the ops there: some ops count as several.
-    surplus: u32,
+    extra_units: u32,
     /// Counted bytes of the ops in the engine (see [`RoundBytes`]).
     bytes: usize,
     /// The ops in the engine that are neither reads nor writes.
-    slow: u32,
-    /// Ops that have completed since the last [`Lanes::harvested`].
-    found: u32,
+    non_transfers: u32,
+    /// Ops that have completed since the last [`Lanes::after_harvest`].
+    completed: u32,
     /// True if ops went to the engine since then.
-    is_given: bool,
+    has_submitted: bool,
     is_touched: bool,
     is_waiting: bool,
     backlog: Backlog,
     pacing: Pacing,
     /// The most ops that pacing allows.
-    paced: u32,
+    pacing_cap: u32,
 }
 
 pub(crate) struct Lanes {
@@ -117,7 +117,7 @@ pub(crate) enum Admission {
 }
 
 /// The memory and the units of ops, by slot.
-pub(crate) trait Units {
+pub(crate) trait OpTable {
     /// The memory of the op in a slot.
     fn ranges(&self, slot: u32) -> &[libc::iovec];
     /// The bytes of that memory.
@@ -165,8 +165,8 @@ impl Lanes {
     }
 
     /// True while disks have work for longer than a wake-up takes.
-    pub(crate) fn have_many_bytes(&self) -> bool {
-        self.bytes.are_many()
+    pub(crate) fn are_busy_with_bytes(&self) -> bool {
+        self.bytes.is_busy()
     }
 
     /// The number of lanes.
@@ -188,7 +188,7 @@ impl Lanes {
     /// Ends admission: no op is admitted from now on.
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
-        self.lanes.iter_mut().flatten().for_each(|lane| lane.quick = 0);
+        self.lanes.iter_mut().flatten().for_each(|lane| lane.fast_path = 0);
     }
 
     /// Returns the handle of `file`: the existing one, or a new one for `engine` with a lane. True
@@ -212,20 +212,20 @@ impl Lanes {
             handle: Rc::downgrade(&handle),
             limits: device.map(|device| device.limits()),
             device: device.map_or(NO_DEVICE, |device| self.devices.attach(device)),
-            most: if is_regular { FILE_MAX } else { u32::MAX },
-            own: 0,
-            quick: 0,
+            cap: if is_regular { FILE_MAX } else { u32::MAX },
+            guaranteed: 0,
+            fast_path: 0,
             units: 0,
-            surplus: 0,
+            extra_units: 0,
             bytes: 0,
-            slow: 0,
-            found: 0,
-            is_given: false,
+            non_transfers: 0,
+            completed: 0,
+            has_submitted: false,
             is_touched: false,
             is_waiting: false,
             backlog: Backlog::default(),
             pacing: Pacing::new(self.pacing),
-            paced: u32::MAX,
+            pacing_cap: u32::MAX,
         });
         self.share_out();
         (handle, true)
@@ -234,7 +234,7 @@ impl Lanes {
     /// Returns true if handles were dropped, which [`take_retired`](Self::take_retired) finds.
     #[inline]
     pub(crate) fn has_retired(&self) -> bool {
-        self.retired.any()
+        !self.retired.is_empty()
     }
 
     /// Removes a lane whose handle is gone, and thus all of its ops. Returns the index of the
@@ -257,13 +257,13 @@ impl Lanes {
                 EngineKind::Threads => fits(pool_threads(count), "a count of threads"),
                 _ => self.depth,
             };
-            self.shares[engine] = Shares::of(capacity, count);
+            self.shares[engine] = Shares::new(capacity, count);
         }
         for lane in self.lanes.iter_mut().flatten() {
             let shares = &mut self.shares[lane.engine];
-            shares.taken += shares.beyond(lane.units);
-            lane.own = shares.own;
-            lane.set_quick(self.is_closed);
+            shares.taken += shares.common_part(lane.units);
+            lane.guaranteed = shares.guaranteed;
+            lane.set_fast_path(self.is_closed);
         }
     }
 
@@ -275,16 +275,16 @@ impl Lanes {
         lane: u32,
         slot: u32,
         (kind, bytes): (OpKind, usize),
-        ops: &impl Units,
+        ops: &impl OpTable,
     ) -> Admission {
         let is_transfer = kind.is_transfer();
         if let Some(Some(place)) = self.lanes.get_mut(lane as usize)
             && is_transfer
-            && place.units < place.quick
+            && place.units < place.fast_path
             && !self.bytes.counts(bytes)
         {
             place.units += 1;
-            place.is_given = true;
+            place.has_submitted = true;
             if !place.is_touched {
                 place.is_touched = true;
                 self.touched.push(lane);
@@ -299,20 +299,20 @@ impl Lanes {
         lane: u32,
         slot: u32,
         is_transfer: bool,
-        ops: &impl Units,
+        ops: &impl OpTable,
     ) -> Admission {
         let Some(Some(place)) = self.lanes.get(lane as usize) else { return Admission::Never };
         if self.is_closed {
             return Admission::Never;
         }
-        let is_first = !place.backlog.has_transfers() && !place.has_other_to_go();
+        let is_first = !place.backlog.has_transfers() && !place.has_non_transfer_to_go();
         let size = self.size_of(place, slot, ops);
         if is_first && self.may_enter(lane, size, is_transfer) {
-            return Admission::Now(self.enter(lane, size, is_transfer));
+            return Admission::Now(self.take_room(lane, size, is_transfer));
         }
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return Admission::Never };
         place.backlog.push(slot, is_transfer);
-        place.quick = if is_transfer { 0 } else { place.quick };
+        place.fast_path = if is_transfer { 0 } else { place.fast_path };
         if !place.is_waiting {
             place.is_waiting = true;
             self.waiting.push_back(lane);
@@ -320,7 +320,7 @@ impl Lanes {
         Admission::Later
     }
 
-    fn size_of(&self, lane: &Lane, slot: u32, ops: &impl Units) -> Size {
+    fn size_of(&self, lane: &Lane, slot: u32, ops: &impl OpTable) -> Size {
         let units = lane.limits.map_or(1, |limits| limits.requests_of(ops.ranges(slot)));
         Size { units, bytes: self.bytes.counted(ops.bytes(slot)) }
     }
@@ -329,55 +329,56 @@ impl Lanes {
         let Some(Some(lane)) = self.lanes.get(number as usize) else { return false };
         let Size { units, bytes } = size;
         let after = lane.units.saturating_add(units);
-        let blocks = if lane.file.blocks() { BLOCKING_MAX } else { u32::MAX };
-        if !is_transfer && lane.slow >= SLOW_MAX {
+        let blocks = if lane.file.blocks_submits() { BLOCKING_MAX } else { u32::MAX };
+        if !is_transfer && lane.non_transfers >= NON_TRANSFER_MAX {
             return false;
         }
         let fits = lane.units == 0
-            || (after <= lane.most.min(blocks)
-                && lane.ops() < lane.paced
+            || (after <= lane.cap.min(blocks)
+                && lane.ops() < lane.pacing_cap
                 && self.bytes.disk_has_room(lane.engine, lane.bytes, bytes)
-                && self.shares[lane.engine].allow(lane.units, after));
+                && self.shares[lane.engine].have_room(lane.units, after));
         fits && self.device_has_room(lane, number, units) && self.bytes.has_room(bytes)
     }
 
     /// Returns true if the device of a lane has room for the op and no other lane is ahead of it.
     fn device_has_room(&self, lane: &Lane, number: u32, units: u32) -> bool {
-        let used = self.devices.get(lane.device).filter(|_| !lane.file.blocks());
+        let used = self.devices.get(lane.device).filter(|_| !lane.file.blocks_submits());
         used.is_none_or(|used| used.has_room(number, units))
     }
 
     /// Puts the lane of a waiting op next in line at its device, if the op waits for room there and
     /// no lane is next.
-    fn stand_in_line(&mut self, number: u32, units: u32) {
+    fn set_next_lane(&mut self, number: u32, units: u32) {
         let Some(Some(lane)) = self.lanes.get(number as usize) else { return };
-        let (has_room, blocks) = (self.device_has_room(lane, number, units), lane.file.blocks());
+        let (has_room, blocks) =
+            (self.device_has_room(lane, number, units), lane.file.blocks_submits());
         let Some(used) = self.devices.get_mut(lane.device) else { return };
         if blocks {
-            used.leave_line(number);
+            used.clear_next(number);
         } else if !has_room {
-            used.stand_in_line(number);
+            used.set_next(number);
         }
     }
 
     /// Returns the units of the op, perhaps with a mark.
-    fn enter(&mut self, lane: u32, Size { units, bytes }: Size, is_transfer: bool) -> u32 {
+    fn take_room(&mut self, lane: u32, Size { units, bytes }: Size, is_transfer: bool) -> u32 {
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return units };
         let before = place.units;
         place.units += units;
-        place.surplus += units - 1;
+        place.extra_units += units - 1;
         place.bytes += bytes;
-        self.bytes.give(bytes);
-        place.slow += u32::from(!is_transfer);
-        place.is_given = true;
+        self.bytes.charge(bytes);
+        place.non_transfers += u32::from(!is_transfer);
+        place.has_submitted = true;
         if !place.is_touched {
             place.is_touched = true;
             self.touched.push(lane);
         }
-        self.shares[place.engine].takes(before, place.units);
+        self.shares[place.engine].charge(before, place.units);
         let Some(used) = self.devices.get_mut(place.device) else { return units };
-        used.leave_line(lane);
-        if place.file.blocks() {
+        used.clear_next(lane);
+        if place.file.blocks_submits() {
             return units | IN_POOL;
         }
         used.units += units;
@@ -386,73 +387,76 @@ impl Lanes {
 
     /// Gives back the room of a completed op, which counted as `units`.
     #[inline]
-    pub(crate) fn leave(&mut self, lane: u32, mut units: u32, (kind, bytes): (OpKind, usize)) {
+    pub(crate) fn release(&mut self, lane: u32, mut units: u32, (kind, bytes): (OpKind, usize)) {
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return };
         if place.device != NO_DEVICE
             && let Some(used) = self.devices.get_mut(place.device)
         {
             used.units -= if units & IN_POOL == 0 { units } else { 0 };
             units &= !IN_POOL;
-            place.surplus -= units - 1;
+            place.extra_units -= units - 1;
         }
         let before = place.units;
         place.units -= units;
         let counted = self.bytes.counted(bytes);
         if counted > 0 {
             place.bytes -= counted;
-            self.bytes.take_back(counted);
+            self.bytes.release(counted);
         }
-        place.found += 1;
+        place.completed += 1;
         if !place.is_touched {
             place.is_touched = true;
             self.touched.push(lane);
         }
-        if before > place.own {
-            self.shares[place.engine].gets_back(before, place.units);
+        if before > place.guaranteed {
+            self.shares[place.engine].release(before, place.units);
         }
         if !kind.is_transfer() {
-            place.slow -= 1;
+            place.non_transfers -= 1;
         }
     }
 
     /// Paces the lanes that had completions, after a harvest. `submitted`: a submit came right
     /// before it.
-    pub(crate) fn harvested(&mut self, submitted: bool, now: Instant) {
+    pub(crate) fn after_harvest(&mut self, submitted: bool, now: Instant) {
         for number in self.touched.drain(..) {
             let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
             lane.is_touched = false;
-            let (found, is_given) = (std::mem::take(&mut lane.found), lane.is_given && submitted);
-            lane.is_given = false;
-            let in_kernel = lane.ops() + found;
+            let (completed, has_submitted) =
+                (std::mem::take(&mut lane.completed), lane.has_submitted && submitted);
+            lane.has_submitted = false;
+            let in_kernel = lane.ops() + completed;
             let demand = in_kernel as usize + lane.backlog.len();
-            lane.pacing.harvested(u64::from(found), in_kernel as usize, is_given, now);
-            lane.paced = u32::try_from(lane.pacing.limit(demand)).unwrap_or(u32::MAX);
-            lane.set_quick(self.is_closed);
+            lane.pacing.after_harvest(u64::from(completed), in_kernel as usize, has_submitted, now);
+            lane.pacing_cap = u32::try_from(lane.pacing.limit(demand)).unwrap_or(u32::MAX);
+            lane.set_fast_path(self.is_closed);
         }
     }
 
     /// Takes an op that has room now out of its backlog. Lanes take turns.
-    pub(crate) fn next(&mut self, ops: &mut impl Units) -> Option<u32> {
+    pub(crate) fn next(&mut self, ops: &mut impl OpTable) -> Option<u32> {
         for _ in 0..self.waiting.len() {
             let number = self.waiting.pop_front()?;
             let Some(Some(lane)) = self.lanes.get(number as usize) else { continue };
-            let Some((slot, is_transfer)) = lane.backlog.first(lane.slow < SLOW_MAX) else {
+            let Some((slot, is_transfer)) =
+                lane.backlog.first(lane.non_transfers < NON_TRANSFER_MAX)
+            else {
                 self.waiting.push_back(number);
                 continue;
             };
             let size = self.size_of(lane, slot, ops);
             let enters = self.may_enter(number, size, is_transfer);
             if enters {
-                ops.set(slot, self.enter(number, size, is_transfer));
+                ops.set(slot, self.take_room(number, size, is_transfer));
             } else {
-                self.stand_in_line(number, size.units);
+                self.set_next_lane(number, size.units);
             }
             let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
             if enters {
                 lane.backlog.take(is_transfer);
             }
             lane.is_waiting = !lane.backlog.is_empty();
-            lane.set_quick(self.is_closed);
+            lane.set_fast_path(self.is_closed);
             if lane.is_waiting {
                 self.waiting.push_back(number);
             }
@@ -473,36 +477,38 @@ struct Size {
 }
 
 impl Lane {
-    /// Returns true if an op waits that is neither a read nor a write, and [`SLOW_MAX`] permits it.
-    fn has_other_to_go(&self) -> bool {
-        self.backlog.has_others() && self.slow < SLOW_MAX
+    /// Returns true if an op waits that is neither a read nor a write, and [`NON_TRANSFER_MAX`]
+    /// permits it.
+    fn has_non_transfer_to_go(&self) -> bool {
+        self.backlog.has_non_transfers() && self.non_transfers < NON_TRANSFER_MAX
     }
 
     /// The number of ops in the engine.
     fn ops(&self) -> u32 {
-        self.units - self.surplus
+        self.units - self.extra_units
     }
 
-    fn set_quick(&mut self, is_closed: bool) {
+    fn set_fast_path(&mut self, is_closed: bool) {
         let is_simple = !is_closed
             && self.device == NO_DEVICE
             && !self.backlog.has_transfers()
-            && !self.file.blocks();
-        self.quick = if is_simple { self.own.min(self.most).min(self.paced) } else { 0 };
+            && !self.file.blocks_submits();
+        self.fast_path =
+            if is_simple { self.guaranteed.min(self.cap).min(self.pacing_cap) } else { 0 };
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Device;
+    use crate::device_queue::Device;
     use std::os::fd::OwnedFd;
 
     /// Ops by number: true for a read, its memory, and its units.
     #[derive(Default)]
     struct Ops(Vec<(bool, Vec<libc::iovec>, u32)>);
 
-    impl Units for Ops {
+    impl OpTable for Ops {
         fn ranges(&self, slot: u32) -> &[libc::iovec] {
             &self.0[slot as usize].1
         }
@@ -580,8 +586,8 @@ mod tests {
             let &(is_transfer, _, units) = &self.ops.0[slot as usize];
             let kind = if is_transfer { OpKind::Read } else { OpKind::Flush };
             let what = (kind, self.ops.bytes(slot));
-            self.lanes.leave(self.files[disk].lane(), units, what);
-            self.lanes.harvested(true, Instant::now());
+            self.lanes.release(self.files[disk].lane(), units, what);
+            self.lanes.after_harvest(true, Instant::now());
             self.take_in()
         }
 
@@ -669,8 +675,8 @@ mod tests {
     fn a_read_does_not_wait_for_flushes_without_end() {
         let mut bench = Bench::new(EngineKind::Aio, 64);
         let disk = bench.attach(None);
-        bench.files[disk].set_blocks(Instant::now());
-        for _ in 0..3 * SLOW_MAX {
+        bench.files[disk].set_blocks_submits(Instant::now());
+        for _ in 0..3 * NON_TRANSFER_MAX {
             bench.start(disk, OpKind::Flush, 0);
         }
         assert_eq!(bench.start(disk, OpKind::Read, 512), Admission::Later);
@@ -696,7 +702,7 @@ mod tests {
             // The hung disk is next in line when its submits are found to block.
             assert_eq!(bench.start(hung, OpKind::Read, 40 * 4096), Admission::Later);
             bench.complete(well);
-            bench.files[hung].set_blocks(Instant::now());
+            bench.files[hung].set_blocks_submits(Instant::now());
             for _ in 0..100 {
                 bench.start(hung, OpKind::Write { fua: false }, 4096);
             }
@@ -783,7 +789,7 @@ mod tests {
     fn ops_that_need_a_thread_are_few_and_hold_no_read_back() {
         let mut bench = Bench::new(EngineKind::IoUring, 1024);
         let disk = bench.attach(None);
-        for _ in 0..SLOW_MAX {
+        for _ in 0..NON_TRANSFER_MAX {
             assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Now(1));
         }
         for _ in 0..100 {

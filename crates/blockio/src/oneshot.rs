@@ -12,26 +12,26 @@ fn set(slot: &WakerSlot, waker: Option<Waker>) -> Option<Waker> {
 }
 
 /// The receiving side of an answer from another thread.
-pub struct Pending<T> {
+pub struct Receiver<T> {
     answer: mpsc::Receiver<T>,
     waker: WakerSlot,
 }
 
 /// The side that answers, once. Dropping it without an answer means that there will be none.
-pub struct Answer<T> {
+pub struct Sender<T> {
     sender: Option<mpsc::SyncSender<T>>,
     waker: WakerSlot,
 }
 
-impl<T> Pending<T> {
-    /// Makes both sides of one answer.
-    #[must_use]
-    pub fn new() -> (Answer<T>, Self) {
-        let (sender, answer) = mpsc::sync_channel(1);
-        let waker = WakerSlot::default();
-        (Answer { sender: Some(sender), waker: Arc::clone(&waker) }, Self { answer, waker })
-    }
+/// Makes both sides of one answer.
+#[must_use]
+pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
+    let (sender, answer) = mpsc::sync_channel(1);
+    let waker = WakerSlot::default();
+    (Sender { sender: Some(sender), waker: Arc::clone(&waker) }, Receiver { answer, waker })
+}
 
+impl<T> Receiver<T> {
     /// Waits for the answer. `None` if the IoThread has ended.
     #[must_use]
     pub fn wait(self) -> Option<T> {
@@ -70,7 +70,7 @@ impl<T> Pending<T> {
     }
 }
 
-impl<T> Answer<T> {
+impl<T> Sender<T> {
     /// Returns true if the receiving side still exists.
     #[must_use]
     pub fn is_awaited(&self) -> bool {
@@ -86,7 +86,7 @@ impl<T> Answer<T> {
     }
 }
 
-impl<T> Drop for Answer<T> {
+impl<T> Drop for Sender<T> {
     fn drop(&mut self) {
         // First, so that the woken thread finds that there will be no answer if none was sent.
         self.sender = None;
@@ -115,13 +115,13 @@ mod tests {
     #[test]
     fn an_answer_wakes_once_and_is_there_by_then() {
         let count = Arc::new(Count::default());
-        let (answer, pending) = Pending::new();
+        let (answer, pending) = channel();
         pending.wake(&Waker::from(Arc::clone(&count)));
         assert_eq!(pending.check(), Poll::Pending);
         answer.send(7);
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
         assert_eq!(pending.check(), Poll::Ready(Some(7)));
-        let (answer, pending) = Pending::new();
+        let (answer, pending) = channel();
         assert_eq!(pending.wait_for(Duration::ZERO), Poll::Pending);
         answer.send(8);
         assert_eq!(pending.wait_for(Duration::MAX), Poll::Ready(Some(8)));
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn an_answer_that_will_never_come_wakes_too() {
         let count = Arc::new(Count::default());
-        let (answer, pending) = Pending::<u16>::new();
+        let (answer, pending) = channel::<u16>();
         pending.wake(&Waker::from(Arc::clone(&count)));
         drop(answer);
         assert_eq!(count.0.load(Ordering::Relaxed), 1);

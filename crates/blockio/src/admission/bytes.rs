@@ -10,10 +10,10 @@ use crate::config::{ByteLimits, EngineKind};
 
 /// The part of a round's bytes up to which ops are not counted. 1,024 of them in an engine make two
 /// rounds' worth.
-const SMALL_PART: usize = 512;
+const UNCOUNTED_DIVISOR: usize = 512;
 
 /// The bytes on which a disk that moves 5 GB a second works for 100 µs.
-const MANY: usize = 512 << 10;
+const BUSY_BYTES: usize = 512 << 10;
 
 /// The bounds of an IoThread, and the bytes given in this round.
 pub(super) struct RoundBytes {
@@ -28,7 +28,7 @@ pub(super) struct RoundBytes {
 
 impl RoundBytes {
     pub(super) fn new(limits: ByteLimits) -> Self {
-        let small = limits.round / SMALL_PART;
+        let small = limits.round / UNCOUNTED_DIVISOR;
         Self { limits, small, given: 0, in_engines: 0, is_full: Cell::new(false) }
     }
 
@@ -62,20 +62,20 @@ impl RoundBytes {
     }
 
     /// Counts an op that goes to an engine.
-    pub(super) fn give(&mut self, counted: usize) {
+    pub(super) fn charge(&mut self, counted: usize) {
         self.given += counted;
         self.in_engines += counted;
     }
 
     /// Takes back the counted bytes of an op that has completed.
     #[inline]
-    pub(super) fn take_back(&mut self, counted: usize) {
+    pub(super) fn release(&mut self, counted: usize) {
         self.in_engines -= counted;
     }
 
     /// Returns true while disks have work for longer than a wake-up takes.
-    pub(super) fn are_many(&self) -> bool {
-        self.in_engines >= MANY
+    pub(super) fn is_busy(&self) -> bool {
+        self.in_engines >= BUSY_BYTES
     }
 
     /// Returns true once an op was kept for the next round.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// The age from which an unanswered operation is late.
 pub(crate) const LATE: Duration = Duration::from_secs(5);
 /// The time between two reports that there is still no answer.
-const TELL_INTERVAL: Duration = Duration::from_secs(60);
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Returns true if an operation that began at `since` and has not ended is late.
 pub(crate) fn is_late(since: Instant, now: Instant) -> bool {
@@ -14,10 +14,10 @@ pub(crate) fn is_late(since: Instant, now: Instant) -> bool {
 
 /// The reports about one file, server or cluster.
 #[derive(Debug, Default)]
-pub(crate) struct Unanswered(Option<Told>);
+pub(crate) struct StallLog(Option<LastReport>);
 
 #[derive(Debug)]
-struct Told {
+struct LastReport {
     /// The start of the oldest late operation at the first report.
     since: Instant,
     last: Instant,
@@ -32,19 +32,19 @@ pub(crate) enum Line {
     Answers(Duration),
 }
 
-impl Unanswered {
+impl StallLog {
     /// Returns the line that is due now: one at first, then one a minute, and one at the end.
     /// `late`: the start of the oldest operation that [is late](is_late).
-    pub(crate) fn look(&mut self, now: Instant, late: Option<Instant>) -> Option<Line> {
+    pub(crate) fn next_line(&mut self, now: Instant, late: Option<Instant>) -> Option<Line> {
         let age = |since| now.saturating_duration_since(since);
         let Some(oldest) = late else {
-            return self.0.take().map(|told| Line::Answers(age(told.since)));
+            return self.0.take().map(|last_report| Line::Answers(age(last_report.since)));
         };
-        if self.0.as_ref().is_some_and(|told| age(told.last) < TELL_INTERVAL) {
+        if self.0.as_ref().is_some_and(|last_report| age(last_report.last) < REPORT_INTERVAL) {
             return None;
         }
-        let since = self.0.as_ref().map_or(oldest, |told| told.since);
-        self.0 = Some(Told { since, last: now });
+        let since = self.0.as_ref().map_or(oldest, |last_report| last_report.since);
+        self.0 = Some(LastReport { since, last: now });
         Some(Line::Waits(age(oldest)))
     }
 }
@@ -57,25 +57,25 @@ mod tests {
     fn a_line_is_due_at_first_then_each_minute_and_at_the_end() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let look = |unanswered: &mut Unanswered, second, since: u64| {
+        let next = |log: &mut StallLog, second, since: u64| {
             let late = Some(at(since)).filter(|since| is_late(*since, at(second)));
-            unanswered.look(at(second), late)
+            log.next_line(at(second), late)
         };
         let (waits, answers) = (
             |seconds| Some(Line::Waits(Duration::from_secs(seconds))),
             |seconds| Some(Line::Answers(Duration::from_secs(seconds))),
         );
-        let mut unanswered = Unanswered::default();
-        assert_eq!(look(&mut unanswered, 4, 0), None, "it is not late");
-        assert_eq!(look(&mut unanswered, 5, 0), waits(5));
+        let mut log = StallLog::default();
+        assert_eq!(next(&mut log, 4, 0), None, "it is not late");
+        assert_eq!(next(&mut log, 5, 0), waits(5));
         for second in 6..65 {
-            assert_eq!(look(&mut unanswered, second, 0), None, "{second}");
+            assert_eq!(next(&mut log, second, 0), None, "{second}");
         }
-        assert_eq!(look(&mut unanswered, 65, 60), waits(5), "a later one, a minute after the line");
-        assert_eq!(look(&mut unanswered, 124, 60), None);
-        assert_eq!(look(&mut unanswered, 125, 60), waits(65));
-        assert_eq!(look(&mut unanswered, 126, 125), answers(126), "since the first");
-        assert_eq!(look(&mut unanswered, 127, 125), None);
-        assert_eq!(look(&mut unanswered, 130, 125), waits(5), "it is another time");
+        assert_eq!(next(&mut log, 65, 60), waits(5), "a later one, a minute after the line");
+        assert_eq!(next(&mut log, 124, 60), None);
+        assert_eq!(next(&mut log, 125, 60), waits(65));
+        assert_eq!(next(&mut log, 126, 125), answers(126), "since the first");
+        assert_eq!(next(&mut log, 127, 125), None);
+        assert_eq!(next(&mut log, 130, 125), waits(5), "it is another time");
     }
 }

@@ -33,13 +33,13 @@ pub(crate) const NOT_TRACKED: u64 = 0;
 /// The number of a tracked FUA write. Numbers of flushes are greater.
 const FUA: u64 = 1;
 
-/// The parts of [`Loss::fua`]: the number of FUA writes in the kernel, and a flag. The flag is set
-/// if data was reported as stable since there last was none.
+/// The parts of [`WriteLossTracker::fua`]: the number of FUA writes in the kernel, and a flag. The
+/// flag is set if data was reported as stable since there last was none.
 const COUNT: u64 = u32::MAX as u64;
-const SAID: u64 = 1 << 63;
+const STABLE_REPORTED: u64 = 1 << 63;
 
 #[derive(Debug)]
-pub(crate) struct Loss {
+pub(crate) struct WriteLossTracker {
     /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
     errno: AtomicI32,
     /// True if an op may receive an error about data of other ops.
@@ -66,7 +66,7 @@ struct Flushes {
     fua_failed: Option<(Instant, i32)>,
 }
 
-impl Loss {
+impl WriteLossTracker {
     /// `is_shared`: an op may receive an error about data of other ops.
     pub(crate) fn new(is_shared: bool) -> Self {
         let flushes = Flushes {
@@ -96,8 +96,8 @@ impl Loss {
     }
 
     /// Notes that a flush or FUA write goes to the kernel. Returns its number for
-    /// [`ended`](Self::ended).
-    pub(crate) fn begins(&self, kind: OpKind) -> u64 {
+    /// [`end_op`](Self::end_op).
+    pub(crate) fn begin(&self, kind: OpKind) -> u64 {
         match kind {
             OpKind::Flush => {
                 let mut flushes = self.flushes();
@@ -119,43 +119,43 @@ impl Loss {
     /// Notes the kernel's answer to a flush or FUA write; `errno` is 0 for success. Called at the
     /// harvest, so that earlier completions are known before any task continues. Returns true if
     /// data may be lost from now on, and was not before.
-    pub(crate) fn ended(&self, tracked: u64, kind: OpKind, errno: i32, now: Instant) -> bool {
+    pub(crate) fn end_op(&self, tracked: u64, kind: OpKind, errno: i32, now: Instant) -> bool {
         match kind {
-            OpKind::Flush => self.flush_ended(tracked, errno),
-            _ => self.fua_ended(tracked, errno, now),
+            OpKind::Flush => self.end_flush(tracked, errno),
+            _ => self.end_fua(tracked, errno, now),
         }
     }
 
-    fn flush_ended(&self, number: u64, errno: i32) -> bool {
+    fn end_flush(&self, number: u64, errno: i32) -> bool {
         let is_new = errno != 0 && !never_reached_the_file(errno) && self.remember(errno);
         if errno == 0 && self.is_shared {
             // Before the flush counts as a success: a FUA write that fails checks in the opposite
             // order.
-            self.said_stable();
+            self.mark_stable_reports();
         }
         let mut flushes = self.flushes();
         if errno == 0 {
             flushes.succeeded = flushes.succeeded.max(number);
         }
         flushes.in_kernel.retain(|&other| other != number);
-        let wakers = flushes.who_may_go_on();
+        let wakers = flushes.ready_waiters();
         drop(flushes);
         wakers.into_iter().for_each(Waker::wake);
         is_new
     }
 
-    fn said_stable(&self) {
-        let with_it = |word: u64| (word & COUNT > 0).then_some(word | SAID);
+    fn mark_stable_reports(&self) {
+        let with_it = |word: u64| (word & COUNT > 0).then_some(word | STABLE_REPORTED);
         // An error means that there are no FUA writes.
         let _ = self.fua.fetch_update(Ordering::AcqRel, Ordering::Acquire, with_it);
     }
 
-    fn fua_ended(&self, tracked: u64, errno: i32, now: Instant) -> bool {
-        let is_told = errno != 0 && errno != libc::EFBIG && !never_reached_the_file(errno);
-        let mut flushes = is_told.then(|| self.flushes());
-        let is_unflushed = flushes.as_ref().is_some_and(|flushes| flushes.are_outdone());
-        let is_beside = tracked == FUA && self.fua_leaves(errno == 0);
-        if !is_told {
+    fn end_fua(&self, tracked: u64, errno: i32, now: Instant) -> bool {
+        let is_report = errno != 0 && errno != libc::EFBIG && !never_reached_the_file(errno);
+        let mut flushes = is_report.then(|| self.flushes());
+        let is_unflushed = flushes.as_ref().is_some_and(|flushes| flushes.has_uncovered_writes());
+        let is_beside = tracked == FUA && self.uncount_fua(errno == 0);
+        if !is_report {
             return false;
         }
         if is_unflushed || is_beside {
@@ -170,25 +170,25 @@ impl Loss {
 
     /// Takes a FUA write out of the count. Returns true if other FUA writes are in the kernel with
     /// it, or data was reported as stable while it was there.
-    fn fua_leaves(&self, succeeds: bool) -> bool {
+    fn uncount_fua(&self, succeeds: bool) -> bool {
         let without_it = |word: u64| {
             let left = (word & COUNT).saturating_sub(1);
-            let said = if succeeds { SAID } else { word & SAID };
-            Some(if left == 0 { 0 } else { left | said })
+            let reported = if succeeds { STABLE_REPORTED } else { word & STABLE_REPORTED };
+            Some(if left == 0 { 0 } else { left | reported })
         };
         let before = self.fua.fetch_update(Ordering::AcqRel, Ordering::Acquire, without_it);
-        before.is_ok_and(|word| word & SAID != 0 || word & COUNT > 1)
+        before.is_ok_and(|word| word & STABLE_REPORTED != 0 || word & COUNT > 1)
     }
 
     /// Notes the kernel's answer to a write that may not be on stable storage. Returns true if data
     /// may be lost from now on, and was not before.
     #[inline]
-    pub(crate) fn written(&self, submitted: Option<Instant>) -> bool {
-        !self.is_noted.load(Ordering::SeqCst) && self.note_written(submitted)
+    pub(crate) fn note_write(&self, submitted: Option<Instant>) -> bool {
+        !self.is_noted.load(Ordering::SeqCst) && self.record_write(submitted)
     }
 
     #[cold]
-    fn note_written(&self, submitted: Option<Instant>) -> bool {
+    fn record_write(&self, submitted: Option<Instant>) -> bool {
         let mut flushes = self.flushes();
         flushes.written = flushes.begun;
         match (flushes.fua_failed, submitted) {
@@ -204,7 +204,7 @@ impl Loss {
 
     /// Returns the number up to which a flush that has succeeded must wait for the flushes in the
     /// kernel: one of them may have received the report. `None` if there is none to wait for.
-    pub(crate) fn others(&self) -> Option<u64> {
+    pub(crate) fn flushes_to_await(&self) -> Option<u64> {
         let flushes = self.flushes();
         (self.is_shared && !flushes.in_kernel.is_empty()).then_some(flushes.begun)
     }
@@ -227,8 +227,8 @@ impl Loss {
     }
 
     /// Notes that another process used the file: perhaps no flush has covered its writes.
-    pub(crate) fn others_have_written(&self) {
-        self.note_written(None);
+    pub(crate) fn note_foreign_writes(&self) {
+        self.record_write(None);
     }
 
     /// Records a loss that another process found.
@@ -257,7 +257,7 @@ impl Loss {
 
 impl Flushes {
     /// Returns true if writes were noted that no flush has covered.
-    fn are_outdone(&self) -> bool {
+    fn has_uncovered_writes(&self) -> bool {
         self.written >= self.succeeded
     }
 
@@ -265,7 +265,7 @@ impl Flushes {
         self.in_kernel.iter().all(|&other| other > number)
     }
 
-    fn who_may_go_on(&mut self) -> Vec<Waker> {
+    fn ready_waiters(&mut self) -> Vec<Waker> {
         let waiting = std::mem::take(&mut self.waiting);
         let (over, waiting): (Vec<_>, _) =
             waiting.into_iter().partition(|(number, _)| self.are_over(*number));
@@ -302,13 +302,13 @@ mod tests {
 
     /// A file whose ops may receive errors about data of other ops, and a clock.
     struct Scene {
-        loss: Loss,
+        loss: WriteLossTracker,
         now: Instant,
     }
 
     impl Scene {
         fn new() -> Self {
-            Self { loss: Loss::new(true), now: Instant::now() }
+            Self { loss: WriteLossTracker::new(true), now: Instant::now() }
         }
 
         fn tick(&mut self) -> Instant {
@@ -318,17 +318,17 @@ mod tests {
 
         fn end(&mut self, kind: OpKind, tracked: u64, errno: i32) -> bool {
             let now = self.tick();
-            self.loss.ended(tracked, kind, errno, now)
+            self.loss.end_op(tracked, kind, errno, now)
         }
 
         fn run(&mut self, kind: OpKind, errno: i32) -> bool {
-            let tracked = self.loss.begins(kind);
+            let tracked = self.loss.begin(kind);
             self.end(kind, tracked, errno)
         }
 
         fn write(&mut self) -> bool {
             let submitted = self.tick();
-            self.loss.written(Some(submitted))
+            self.loss.note_write(Some(submitted))
         }
 
         fn is_lost(&self) -> bool {
@@ -360,7 +360,7 @@ mod tests {
             scene.write();
             scene.run(FLUSH, 0);
             assert!(!scene.run(FUA_WRITE, errno) && !scene.is_lost(), "all else was flushed");
-            let flush = scene.loss.begins(FLUSH);
+            let flush = scene.loss.begin(FLUSH);
             scene.write();
             scene.end(FLUSH, flush, 0);
             assert!(scene.run(FUA_WRITE, errno) && scene.is_lost(), "the flush began too early");
@@ -373,15 +373,15 @@ mod tests {
         let submitted = [scene.tick(), scene.tick()];
         scene.run(FUA_WRITE, libc::EIO);
         assert!(!scene.write() && !scene.write(), "they came later");
-        assert!(scene.loss.written(Some(submitted[0])) && scene.is_lost());
-        assert!(!scene.loss.written(Some(submitted[1])), "it is told once");
+        assert!(scene.loss.note_write(Some(submitted[0])) && scene.is_lost());
+        assert!(!scene.loss.note_write(Some(submitted[1])), "it is told once");
     }
 
     #[test]
     fn fua_writes_that_are_in_the_kernel_together_may_be_told_of_each_other() {
         for fails_first in [true, false] {
             let mut scene = Scene::new();
-            let both = [scene.loss.begins(FUA_WRITE), scene.loss.begins(FUA_WRITE)];
+            let both = [scene.loss.begin(FUA_WRITE), scene.loss.begin(FUA_WRITE)];
             if !fails_first {
                 assert!(!scene.end(FUA_WRITE, both[0], 0));
             }
@@ -389,13 +389,13 @@ mod tests {
         }
         // The same with a flush that has succeeded in between.
         let mut scene = Scene::new();
-        let fua = scene.loss.begins(FUA_WRITE);
+        let fua = scene.loss.begin(FUA_WRITE);
         scene.write();
         scene.run(FLUSH, 0);
         assert!(scene.end(FUA_WRITE, fua, libc::EIO));
         // On a device each op receives only its own errors.
-        let mut scene = Scene { loss: Loss::new(false), ..Scene::new() };
-        let both = [scene.loss.begins(FUA_WRITE), scene.loss.begins(FUA_WRITE)];
+        let mut scene = Scene { loss: WriteLossTracker::new(false), ..Scene::new() };
+        let both = [scene.loss.begin(FUA_WRITE), scene.loss.begin(FUA_WRITE)];
         scene.end(FUA_WRITE, both[0], 0);
         assert!(!scene.end(FUA_WRITE, both[1], libc::EIO));
     }
@@ -415,11 +415,11 @@ mod tests {
         let wakes = Arc::new(Wakes::default());
         let waker = Waker::from(Arc::clone(&wakes));
         let mut cx = Context::from_waker(&waker);
-        let flushes = [(); 3].map(|()| scene.loss.begins(FLUSH));
+        let flushes = [(); 3].map(|()| scene.loss.begin(FLUSH));
         scene.end(FLUSH, flushes[1], 0);
-        let others = scene.loss.others().expect("two are in the kernel");
-        let later = scene.loss.begins(FLUSH);
-        let mut poll = |loss: &Loss| {
+        let others = scene.loss.flushes_to_await().expect("two are in the kernel");
+        let later = scene.loss.begin(FLUSH);
+        let mut poll = |loss: &WriteLossTracker| {
             let mut future = std::pin::pin!(loss.wait_for(others));
             future.as_mut().poll(&mut cx)
         };
@@ -431,6 +431,6 @@ mod tests {
         assert_eq!(wakes.0.load(Ordering::Relaxed), 1, "it waits once");
         assert!(poll(&scene.loss).is_ready());
         scene.end(FLUSH, later, 0);
-        assert_eq!(scene.loss.others(), None);
+        assert_eq!(scene.loss.flushes_to_await(), None);
     }
 }
