@@ -21,12 +21,12 @@ use crate::io_thread::IoThread;
 use crate::task_set::TaskSet;
 use crate::turn::{Activity, Wait};
 
-mod elsewhere;
-mod outside;
+mod foreign;
+mod remote_disk;
 #[cfg(ringhaul_sim)]
 mod simulated;
 
-use outside::{Outside, foreign, other_thread};
+use foreign::{CompleteForeign, foreign, other_thread};
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 const BYTES: usize = 64 << 10;
@@ -46,7 +46,7 @@ struct Scene {
     /// Dropped before the thread.
     disk: Rc<Disk>,
     thread: IoThread,
-    outside: Outside,
+    complete: CompleteForeign,
     _file: tempfile::NamedTempFile,
     #[cfg(ringhaul_sim)]
     _installed: Option<crate::engine::kernel::sim::Installed>,
@@ -72,7 +72,7 @@ impl Scene {
         Self {
             disk: Rc::new(disk),
             thread,
-            outside: other_thread(),
+            complete: other_thread(),
             _file: file,
             #[cfg(ringhaul_sim)]
             _installed: None,
@@ -208,14 +208,14 @@ async fn moved(io: Rc<Io>, futures: Vec<Pin<Box<dyn Future<Output = ()>>>>) {
 fn moved_futures(
     io: &Rc<Io>,
     disk: &Rc<Disk>,
-    outside: &Outside,
+    complete: &CompleteForeign,
 ) -> Vec<Pin<Box<dyn Future<Output = ()>>>> {
     let own = Rc::clone(disk);
     let mut set = TaskSet::new(Rc::clone(io));
     let of_set = Rc::clone(disk);
     let sleeper = Rc::clone(io);
     vec![
-        Box::pin(foreign(Rc::clone(io), Rc::clone(outside))),
+        Box::pin(foreign(Rc::clone(io), Rc::clone(complete))),
         Box::pin(async move { read(&own, 6, 0).await }),
         Box::pin(unordered(Rc::clone(disk))),
         Box::pin(async move {
@@ -276,17 +276,17 @@ async fn suspended(io: Rc<Io>) {
 }
 
 fn check(scene: &Scene) {
-    let (io, disk, outside) = (scene.io(), &scene.disk, &scene.outside);
+    let (io, disk, complete) = (scene.io(), &scene.disk, &scene.complete);
     scene.run(unordered(Rc::clone(disk)));
     scene.run(joined(Rc::clone(io), Rc::clone(disk)));
     scene.run(selected(Rc::clone(io), Rc::clone(disk)));
-    scene.run(moved(Rc::clone(io), moved_futures(io, disk, outside)));
-    scene.run(foreign(Rc::clone(io), Rc::clone(outside)));
+    scene.run(moved(Rc::clone(io), moved_futures(io, disk, complete)));
+    scene.run(foreign(Rc::clone(io), Rc::clone(complete)));
     scene.run(nested(Rc::clone(io), Rc::clone(disk)));
     scene.run(suspended(Rc::clone(io)));
     scene.thread.block_on(unordered(Rc::clone(disk))).unwrap();
     scene.thread.block_on(joined(Rc::clone(io), Rc::clone(disk))).unwrap();
-    scene.thread.block_on(foreign(Rc::clone(io), Rc::clone(outside))).unwrap();
+    scene.thread.block_on(foreign(Rc::clone(io), Rc::clone(complete))).unwrap();
     scene.thread.block_on(nested(Rc::clone(io), Rc::clone(disk))).unwrap();
     scene.settle();
     assert_eq!((io.ops(), io.tasks()), (0, 0), "something is left");
@@ -303,7 +303,7 @@ fn futures_keep_their_contract_with_each_engine() {
             let part = DiskSource::raw(file, BLOCK as u64, None).unwrap();
             DiskSource::raw(part, 2 * BLOCK as u64, Some(BYTES as u64)).unwrap()
         }));
-        check(&Scene::with(engine, &content(), |_| elsewhere::disk(&content())));
+        check(&Scene::with(engine, &content(), |_| remote_disk::disk(&content())));
     }
 }
 

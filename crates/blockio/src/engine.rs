@@ -346,14 +346,14 @@ fn ring(config: &IoThreadConfig, sqpoll: bool, iopoll: bool) -> Result<Waiter, E
 }
 
 #[cfg(test)]
-mod embedded;
+mod embedding_tests;
+#[cfg(test)]
+mod hung_disk_tests;
 #[cfg(test)]
 mod kernel_tests;
 #[cfg(test)]
-mod lifetimes;
+mod lifetime_tests;
 #[cfg(test)]
-mod neighbours;
+mod mixed_engines_tests;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod together;

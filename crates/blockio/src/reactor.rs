@@ -266,13 +266,13 @@ mod tests {
 
     /// Counts the calls of its methods.
     #[derive(Default)]
-    struct Told {
+    struct CallCounts {
         notified: Cell<u32>,
         disarmed: Cell<u32>,
         has_work: Cell<bool>,
     }
 
-    impl Source for Told {
+    impl Source for CallCounts {
         fn notify(&self) {
             self.notified.set(self.notified.get() + 1);
         }
@@ -295,10 +295,11 @@ mod tests {
     #[test]
     fn a_notified_source_is_looked_at_by_a_loop_that_polls() {
         for polls in [false, true] {
-            let (told, quiet) = (Rc::new(Told::default()), Rc::new(Told::default()));
+            let (notified, quiet) =
+                (Rc::new(CallCounts::default()), Rc::new(CallCounts::default()));
             let mut reactor = Reactor::default();
-            for source in [&told, &quiet] {
-                let source: Rc<dyn Source> = Rc::<Told>::clone(source);
+            for source in [&notified, &quiet] {
+                let source: Rc<dyn Source> = Rc::<CallCounts>::clone(source);
                 let entry =
                     Entry { source, kick: None, task: NO_TASK, armed: false, to_notify: false };
                 reactor.sources.push(Some(entry));
@@ -307,9 +308,9 @@ mod tests {
             reactor.arm(None, &mut Vec::new());
             reactor.notify_at_end(SourceId(0));
             reactor.notify(polls);
-            assert_eq!((told.notified.get(), quiet.notified.get()), (1, 0));
-            assert_eq!((told.disarmed.get(), quiet.disarmed.get()), (u32::from(polls), 0));
-            told.has_work.set(true);
+            assert_eq!((notified.notified.get(), quiet.notified.get()), (1, 0));
+            assert_eq!((notified.disarmed.get(), quiet.disarmed.get()), (u32::from(polls), 0));
+            notified.has_work.set(true);
             quiet.has_work.set(true);
             let mut found = 0;
             reactor.poll_unarmed(|_| found += 1);

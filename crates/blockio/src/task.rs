@@ -266,7 +266,7 @@ fn entered(mailbox: &Arc<Mailbox>) -> Option<Rc<Running>> {
 
 /// Runs `act` as another thread would: a simulation plays several threads on this one.
 #[cfg(ringhaul_sim)]
-pub(crate) fn as_other<T>(act: impl FnOnce() -> T) -> T {
+pub(crate) fn as_other_thread<T>(act: impl FnOnce() -> T) -> T {
     let loops = LOOPS.take();
     let result = act();
     // `act` may have added loops.

@@ -278,7 +278,7 @@ impl Io {
         if busy {
             self.poll_sources();
         } else {
-            clock::preempt();
+            clock::yield_to_simulation();
             self.reactor.borrow_mut().arm(since, woken);
             busy = self.arm_mailbox() || !woken.is_empty();
         }

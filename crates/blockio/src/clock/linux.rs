@@ -25,4 +25,4 @@ pub(crate) fn spin() {
 /// A point at which other threads, the kernel and the peer of a ring may act. Only a simulation
 /// uses it: in reality they act at any time.
 #[inline]
-pub(crate) fn preempt() {}
+pub(crate) fn yield_to_simulation() {}

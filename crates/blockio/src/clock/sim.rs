@@ -10,7 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 pub(crate) struct Hooks {
     pub(crate) now: fn() -> Option<Instant>,
     pub(crate) spin: fn(),
-    pub(crate) preempt: fn(),
+    pub(crate) yield_to_simulation: fn(),
 }
 
 thread_local! {
@@ -52,8 +52,8 @@ pub(crate) fn spin() {
 /// A point at which other threads, the kernel and the peer of a ring may act. Only a simulation
 /// uses it: in reality they act at any time.
 #[inline]
-pub(crate) fn preempt() {
+pub(crate) fn yield_to_simulation() {
     if let Some(hooks) = HOOKS.get() {
-        (hooks.preempt)();
+        (hooks.yield_to_simulation)();
     }
 }

@@ -132,9 +132,10 @@ fn scene(engine: EngineKind, seed: u64) -> Scene {
     };
     let descriptor = OwnedFd::from(file.reopen().unwrap());
     let disk = DiskSource::simulated(descriptor, info, false, 512, 512).attach(thread.io());
-    let outside: Outside = Rc::new(move |completer| kernel.foreign.borrow_mut().push(completer));
+    let complete: CompleteForeign =
+        Rc::new(move |completer| kernel.foreign.borrow_mut().push(completer));
     let disk = Rc::new(disk);
-    Scene { disk, thread, outside, _file: file, _installed: Some(installed) }
+    Scene { disk, thread, complete, _file: file, _installed: Some(installed) }
 }
 
 #[test]

@@ -113,7 +113,7 @@ impl Aio {
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
-        let times = [self.retry.retry_at(), self.announcements.look_at()];
+        let times = [self.retry.retry_at(), self.announcements.check_at()];
         times.into_iter().flatten().min()
     }
 
@@ -129,7 +129,7 @@ impl Aio {
         }
         let room = self.depth - self.in_kernel;
         if room == 0 {
-            self.retry.full();
+            self.retry.on_full();
             return false;
         }
         let goes_on = self.submit_batch(self.queued.len().min(room).min(max), threads, done);
@@ -161,11 +161,11 @@ impl Aio {
         if done.now >= blocks_at
             && let Some(file) = self.queued.front().and_then(|&slot| done.slots.file(slot))
         {
-            tell_of_blocked_submit(file, done.now, done.now - began);
+            log_blocked_submit(file, done.now, done.now - began);
         }
         match result {
             Ok(accepted) => {
-                self.retry.accepted();
+                self.retry.on_accepted();
                 self.queued.drain(..accepted.min(count));
                 self.in_kernel += accepted;
                 self.announcements.submitted(accepted);
@@ -196,7 +196,7 @@ impl Aio {
     fn prepare(&mut self, count: usize, wake: RawFd, done: &mut Completer<'_>) -> RawFd {
         self.iocbs.clear();
         self.iocb_addresses.clear();
-        let announced = !self.announcements.are_left_out();
+        let announced = !self.announcements.are_off();
         let mut file = None;
         for &slot in self.queued.iter().take(count) {
             // Queued slots hold ops: only a completion empties them.
@@ -230,14 +230,14 @@ impl Aio {
             return true;
         }
         if error != libc::EAGAIN {
-            self.retry.accepted();
+            self.retry.on_accepted();
             if let Some(slot) = self.queued.pop_front() {
                 done.complete(slot, -i64::from(error));
             }
             return true;
         }
         done.stats.submit_again.add(1);
-        if self.retry.refused(self.in_kernel, done.now) {
+        if self.retry.on_refused(self.in_kernel, done.now) {
             tracing::warn!("Linux AIO has had no room for a while; pool threads take over");
             self.queued.drain(..).for_each(|slot| threads.queue(slot));
             return true;
@@ -285,7 +285,7 @@ impl Aio {
         assert!(completed <= in_kernel, "Linux AIO has completed {completed} ops of {in_kernel}");
         self.in_kernel -= completed;
         if count > 0 {
-            self.retry.completed();
+            self.retry.on_completion();
         }
         self.announcements.harvested(self.in_kernel, done.now);
         count
@@ -298,7 +298,7 @@ fn has_pool_threads(file: &OpenFile) -> bool {
 }
 
 #[cold]
-fn tell_of_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
+fn log_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
     if let Some(time) = file.set_blocks_submits(now) {
         tracing::warn!(
             "{}: a submit waited {} ms for it, and every disk of the IoThread waited too (or this \

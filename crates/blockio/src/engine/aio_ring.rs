@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::kernel::aio_abi::IoEvent;
-use crate::clock::preempt;
+use crate::clock::yield_to_simulation;
 
 const MAGIC: u32 = 0xa10a_10a1;
 const HEADER_BYTES: u32 = 32;
@@ -100,7 +100,7 @@ impl AioRing {
         let events = self.header.wrapping_add(1).cast::<IoEvent>();
         let mut count = 0;
         while self.head != tail {
-            preempt();
+            yield_to_simulation();
             // SAFETY: head < nr, and nr events follow the header. Volatile: the kernel writes
             // there, though not to places between head and tail.
             visit(unsafe { events.add(self.head as usize).read_volatile() });

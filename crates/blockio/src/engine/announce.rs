@@ -13,8 +13,8 @@ const ROW_MIN: u32 = 8;
 const ROW_MAX: u32 = 1 << 20;
 /// The first delay before the loop checks for unannounced completions. It doubles while there are
 /// none, so an op takes at most twice its time.
-const LOOK_MIN: Duration = Duration::from_micros(20);
-const LOOK_MAX: Duration = Duration::from_millis(10);
+const CHECK_DELAY_MIN: Duration = Duration::from_micros(20);
+const CHECK_DELAY_MAX: Duration = Duration::from_millis(10);
 
 /// The mark in the token of an op that is not announced.
 pub(super) const UNANNOUNCED: u64 = 1 << 32;
@@ -24,12 +24,12 @@ pub(super) struct Announcements {
     row_wanted: u32,
     /// Ops in the kernel that are not announced.
     missing: usize,
-    look: Duration,
-    look_at: Option<Instant>,
+    check_delay: Duration,
+    check_at: Option<Instant>,
     /// True if a submit came since the last harvest.
     submitted: bool,
     /// False if no harvest follows a submit.
-    may_be_left_out: bool,
+    may_be_off: bool,
 }
 
 impl Announcements {
@@ -38,24 +38,24 @@ impl Announcements {
             row: 0,
             row_wanted: ROW_MIN,
             missing: 0,
-            look: LOOK_MIN,
-            look_at: None,
+            check_delay: CHECK_DELAY_MIN,
+            check_at: None,
             submitted: false,
-            may_be_left_out: harvest_on_submit,
+            may_be_off: harvest_on_submit,
         }
     }
 
     /// Returns true if the next submit leaves announcements out.
     #[inline]
-    pub(super) fn are_left_out(&self) -> bool {
-        self.may_be_left_out && self.row >= self.row_wanted
+    pub(super) fn are_off(&self) -> bool {
+        self.may_be_off && self.row >= self.row_wanted
     }
 
     /// Records that the kernel has taken `accepted` ops of a submit.
     #[inline]
     pub(super) fn submitted(&mut self, accepted: usize) {
         self.submitted = true;
-        if self.are_left_out() {
+        if self.are_off() {
             self.missing += accepted;
         }
     }
@@ -65,7 +65,7 @@ impl Announcements {
     pub(super) fn completed(&mut self, token: u64) -> u64 {
         if token & UNANNOUNCED != 0 {
             self.missing = self.missing.saturating_sub(1);
-            self.look = LOOK_MIN;
+            self.check_delay = CHECK_DELAY_MIN;
         }
         token & !UNANNOUNCED
     }
@@ -73,9 +73,9 @@ impl Announcements {
     /// Records that a harvest has left `in_kernel` ops in the kernel.
     #[inline]
     pub(super) fn harvested(&mut self, in_kernel: usize, now: Instant) {
-        self.look_at = (self.missing > 0).then(|| now + self.look);
+        self.check_at = (self.missing > 0).then(|| now + self.check_delay);
         if self.missing > 0 {
-            self.look = (self.look * 2).min(LOOK_MAX);
+            self.check_delay = (self.check_delay * 2).min(CHECK_DELAY_MAX);
         }
         if !std::mem::take(&mut self.submitted) {
             return;
@@ -84,7 +84,7 @@ impl Announcements {
             self.row = self.row.saturating_add(1);
             return;
         }
-        if self.are_left_out() {
+        if self.are_off() {
             self.row_wanted = (self.row_wanted * 2).min(ROW_MAX);
         }
         self.row = 0;
@@ -92,8 +92,8 @@ impl Announcements {
 
     /// The time to check for unannounced completions.
     #[inline]
-    pub(super) fn look_at(&self) -> Option<Instant> {
-        self.look_at
+    pub(super) fn check_at(&self) -> Option<Instant> {
+        self.check_at
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
 
     /// Makes one submit of `ops` ops, of which the harvest behind it misses `late`.
     fn submit(announcements: &mut Announcements, ops: usize, late: usize, now: Instant) {
-        let mark = if announcements.are_left_out() { UNANNOUNCED } else { 0 };
+        let mark = if announcements.are_off() { UNANNOUNCED } else { 0 };
         announcements.submitted(ops);
         for slot in 0..ops - late {
             assert_eq!(announcements.completed(slot as u64 | mark), slot as u64);
@@ -115,26 +115,26 @@ mod tests {
     fn they_are_left_out_after_a_row_and_come_back() {
         let (mut announcements, now) = (Announcements::new(true), Instant::now());
         for _ in 0..ROW_MIN {
-            assert!(!announcements.are_left_out());
+            assert!(!announcements.are_off());
             submit(&mut announcements, 16, 0, now);
         }
-        assert!(announcements.are_left_out());
+        assert!(announcements.are_off());
         submit(&mut announcements, 16, 2, now);
-        assert!(!announcements.are_left_out());
-        assert_eq!(announcements.look_at(), Some(now + LOOK_MIN));
+        assert!(!announcements.are_off());
+        assert_eq!(announcements.check_at(), Some(now + CHECK_DELAY_MIN));
         announcements.harvested(2, now);
-        assert_eq!(announcements.look_at(), Some(now + 2 * LOOK_MIN));
+        assert_eq!(announcements.check_at(), Some(now + 2 * CHECK_DELAY_MIN));
         // Completions are found one by one. The timer stays until the last one.
         for left in [1, 0] {
             announcements.completed(7 | UNANNOUNCED);
             announcements.harvested(left, now);
-            assert_eq!(announcements.look_at().is_some(), left > 0);
+            assert_eq!(announcements.check_at().is_some(), left > 0);
         }
         for _ in 0..2 * ROW_MIN {
-            assert!(!announcements.are_left_out(), "after half of the row that is wanted now");
+            assert!(!announcements.are_off(), "after half of the row that is wanted now");
             submit(&mut announcements, 16, 0, now);
         }
-        assert!(announcements.are_left_out());
+        assert!(announcements.are_off());
     }
 
     #[test]
@@ -142,7 +142,7 @@ mod tests {
         let (mut announcements, now) = (Announcements::new(false), Instant::now());
         for _ in 0..4 * ROW_MIN {
             submit(&mut announcements, 1, 0, now);
-            assert!(!announcements.are_left_out());
+            assert!(!announcements.are_off());
         }
     }
 }

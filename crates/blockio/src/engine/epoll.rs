@@ -58,7 +58,7 @@ impl Epoll {
         stats: &Stats,
     ) -> Result<(), Error> {
         let timeout = deadline.map(|deadline| timeout(deadline, now));
-        clock::preempt();
+        clock::yield_to_simulation();
         let timeout = kernel::sleep(&self.epoll, deadline, timeout);
         stats.syscalls.epoll_wait.add(1);
         match epoll::wait(&self.epoll, spare_capacity(&mut self.events), timeout.as_ref()) {

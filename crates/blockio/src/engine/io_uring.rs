@@ -29,7 +29,7 @@ use crate::op::{Completer, IoFile, Op, OpKind};
 use crate::stats::Stats;
 use fixed::FixedFiles;
 use op_ring::OpRing;
-use watches::{Seen, Watches};
+use watches::{EntryMeaning, Watches};
 
 /// The result of a discard in the ring that the pool must do instead.
 const BUSY: i32 = -libc::EBUSY;
@@ -181,12 +181,12 @@ impl IoUring {
     pub(super) fn is_quiet(&self) -> bool {
         self.queued() == 0
             && self.in_kernel() == 0
-            && !self.main.ring.has_anything()
+            && !self.main.ring.has_work()
             && self.watches.arm_at().is_none()
     }
 
     pub(super) fn has_unannounced_work(&mut self) -> bool {
-        self.polled_in_kernel() > 0 || self.rings().any(|ring| ring.ring.is_untold())
+        self.polled_in_kernel() > 0 || self.rings().any(|ring| ring.ring.has_unseen_entries())
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
@@ -194,7 +194,7 @@ impl IoUring {
     }
 
     pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
-        self.watches.arm_lost(&mut self.main.ring, done.now);
+        self.watches.rearm_due(&mut self.main.ring, done.now);
         if self.retry.is_blocked(done.now) {
             return false;
         }
@@ -206,7 +206,7 @@ impl IoUring {
         done.now = clock::now();
         match result {
             Ok(()) => {
-                self.retry.accepted();
+                self.retry.on_accepted();
                 pushed > 0 && self.queued() > 0
             }
             Err(error) => self.refused(&error, done),
@@ -220,7 +220,7 @@ impl IoUring {
         let pushed = self.rings().fold(0, |sum, ring| sum + ring.push(room - sum, done));
         // Entries that an interrupted submit left behind complete only when they are submitted.
         if pushed == 0 && in_kernel >= self.depth && self.queued() > 0 && self.unsubmitted() == 0 {
-            self.retry.full();
+            self.retry.on_full();
         }
         pushed
     }
@@ -250,7 +250,7 @@ impl IoUring {
         // EBUSY: completions that found the ring full wait for a harvest. Entries in the submission
         // ring cannot be taken back, so the pool never takes over: the submit is tried again.
         let others = self.in_kernel().saturating_sub(self.unsubmitted());
-        if self.retry.refused(others, done.now) {
+        if self.retry.on_refused(others, done.now) {
             tracing::warn!("io_uring does not accept operations: {error}; trying again");
         }
         false
@@ -281,12 +281,12 @@ impl IoUring {
     }
 
     /// Makes the kernel post deferred completions, unless busy-polling still lets them gather.
-    fn run_deferred(&mut self, done: &Completer<'_>) {
+    fn post_deferred(&mut self, done: &Completer<'_>) {
         match self.deferred_since {
             Some(since) if done.now.saturating_duration_since(since) < self.grace() => {}
             _ => {
                 self.deferred_since = None;
-                self.main.ring.run_deferred(done.stats);
+                self.main.ring.post_deferred(done.stats);
             }
         }
     }
@@ -298,23 +298,23 @@ impl IoUring {
         done: &mut Completer<'_>,
         events: &mut Vec<u64>,
     ) -> u64 {
-        self.run_deferred(done);
+        self.post_deferred(done);
         let mut found = 0;
         let mut entries = self.main.begin_harvest();
         for entry in entries.drain(..) {
-            match self.watches.take_in(&mut self.main.ring, &entry, done.now) {
-                Seen::Op(slot) => {
+            match self.watches.classify(&mut self.main.ring, &entry, done.now) {
+                EntryMeaning::Op(slot) => {
                     found += 1;
                     self.complete(slot, entry.result(), threads, done);
                 }
-                Seen::Event(token) => events.push(token),
-                Seen::Nothing => {}
+                EntryMeaning::Event(token) => events.push(token),
+                EntryMeaning::Nothing => {}
             }
         }
         self.main.end_harvest(entries, found);
         found += self.harvest_polled(done);
         if found > 0 {
-            self.retry.completed();
+            self.retry.on_completion();
         }
         found as u64
     }
@@ -376,7 +376,7 @@ impl IoUring {
         }
         match self.wait_for_rings(deadline, done.stats) {
             Ok(()) => {
-                self.retry.accepted();
+                self.retry.on_accepted();
                 Ok(())
             }
             Err(error) => match error.raw_os_error() {
@@ -385,7 +385,7 @@ impl IoUring {
                     self.refused(&error, done);
                     let soon = clock::now() + REFUSED_WAIT;
                     let until = deadline.map_or(soon, |deadline| deadline.min(soon));
-                    self.main.ring.only_wait(until, done.stats);
+                    self.main.ring.wait_without_submit(until, done.stats);
                     Ok(())
                 }
                 _ => Err(Error::System { action: "wait for events in io_uring", error }),
@@ -407,7 +407,7 @@ impl IoUring {
             let found = polled.has_polled_completions(stats);
             let until = clock::now() + if found { Duration::ZERO } else { pause };
             let until = deadline.map_or(until, |deadline| deadline.min(until));
-            if !pause.is_zero() || main.has_anything() {
+            if !pause.is_zero() || main.has_work() {
                 match main.submit_and_wait(Some(until), stats) {
                     Err(error) if error.raw_os_error() == Some(libc::ETIME) => {}
                     result => result?,

@@ -1,7 +1,7 @@
 //! The kernel under the engines: Linux, or with `--cfg ringhaul_sim` a simulated one.
 //!
 //! Both sides offer the same: [`AioContext`], [`Ring`], [`sleep`], [`start_thread`] and
-//! [`takes_jobs`].
+//! [`simulate_jobs`].
 
 pub(super) mod aio_abi;
 #[cfg(not(ringhaul_sim))]
@@ -13,8 +13,8 @@ pub mod sim;
 #[cfg(not(ringhaul_sim))]
 pub(crate) use linux::start_thread;
 #[cfg(not(ringhaul_sim))]
-pub(super) use linux::{AioContext, Ring, sleep, takes_jobs};
+pub(super) use linux::{AioContext, Ring, simulate_jobs, sleep};
 #[cfg(ringhaul_sim)]
 pub(crate) use sim::start_thread;
 #[cfg(ringhaul_sim)]
-pub(super) use sim::{AioContext, Ring, sleep, takes_jobs};
+pub(super) use sim::{AioContext, Ring, simulate_jobs, sleep};

@@ -27,7 +27,7 @@ pub(crate) struct OpView {
 }
 
 impl OpView {
-    pub(super) fn of(op: &Op) -> Self {
+    pub(super) fn new(op: &Op) -> Self {
         let (fd, iovecs) = (op.file.as_raw_fd(), op.iovecs());
         let (iovecs, iovecs_len) = (iovecs.as_ptr(), iovecs.len());
         Self { kind: op.kind, fd, offset: op.offset, iovecs, iovecs_len }

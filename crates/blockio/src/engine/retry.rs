@@ -41,23 +41,23 @@ impl Retry {
     }
 
     /// Records that the limit of ops in the kernel is reached.
-    pub(super) fn full(&mut self) {
+    pub(super) fn on_full(&mut self) {
         self.blocked = Blocked::UntilCompletion;
     }
 
     /// Records that a completion has made room.
-    pub(super) fn completed(&mut self) {
+    pub(super) fn on_completion(&mut self) {
         self.blocked = Blocked::No;
     }
 
     /// Records that the kernel had room: it has taken ops, or has rejected one.
-    pub(super) fn accepted(&mut self) {
+    pub(super) fn on_accepted(&mut self) {
         *self = Self::default();
     }
 
     /// Records that the kernel refused a submit (EAGAIN) with `in_kernel` ops there. Returns true
     /// if, with none there, it has refused for long enough that the pool should take over.
-    pub(super) fn refused(&mut self, in_kernel: usize, now: Instant) -> bool {
+    pub(super) fn on_refused(&mut self, in_kernel: usize, now: Instant) -> bool {
         if in_kernel > 0 {
             self.blocked = Blocked::Until(now + RETRY_BESIDE_OPS);
             return false;
@@ -89,11 +89,11 @@ mod tests {
     fn a_refusal_beside_ops_that_may_hang_has_a_timer() {
         let (mut retry, now) = (Retry::default(), Instant::now());
         for _ in 0..100 {
-            assert!(!retry.refused(3, now), "the pool takes over although ops are there");
+            assert!(!retry.on_refused(3, now), "the pool takes over although ops are there");
         }
         let when = retry.retry_at().unwrap();
         assert!(when > now && retry.is_blocked(now) && !retry.is_blocked(when));
-        retry.completed();
+        retry.on_completion();
         assert!(!retry.is_blocked(now) && retry.retry_at().is_none());
     }
 }

@@ -75,12 +75,12 @@ impl Threads {
         let (slots, in_kernel) = (&mut *done.slots, &mut self.in_kernel);
         let now = done.now;
         let wanted = self.pool.put(self.queued.drain(..count).filter_map(|slot| {
-            let view = OpView::of(slots.submit(slot, now)?);
+            let view = OpView::new(slots.submit(slot, now)?);
             *in_kernel += 1;
             Some(Job { slot, view })
         }));
         done.stats.submitted_at_once.record(count as u64);
-        if kernel::takes_jobs(&self.pool) {
+        if kernel::simulate_jobs(&self.pool) {
             return !self.queued.is_empty();
         }
         self.grow(wanted, done);

@@ -12,13 +12,13 @@ use crate::disk::{
 };
 
 /// A kernel without space until a given time.
-struct Full {
+struct FullDisk {
     until: Instant,
     now: Cell<Instant>,
     writes: Cell<u32>,
 }
 
-impl World for Full {
+impl World for FullDisk {
     fn now(&self) -> Instant {
         self.now.get()
     }
@@ -88,8 +88,8 @@ fn write_when_full(
 ) -> (u64, Result<(), Option<i32>>) {
     let start = Instant::now();
     let until = start + Duration::from_secs(seconds);
-    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<Full>::clone(&world));
+    let world = Rc::new(FullDisk { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
     let file = tempfile::NamedTempFile::new().unwrap();
     let thread = thread(EngineKind::Threads);
     let source = simulated_file(&file);
@@ -133,14 +133,14 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
 
 /// A request that may be cancelled, and the calls that it got.
 #[derive(Default)]
-struct Wanted {
+struct CancellableRequester {
     is_over: Cell<bool>,
     /// True if the request may not continue.
     is_refused: Cell<bool>,
     asked: RefCell<Vec<&'static str>>,
 }
 
-impl Requester for Wanted {
+impl Requester for CancellableRequester {
     fn waits(&self) {
         self.asked.borrow_mut().push("waits");
     }
@@ -166,12 +166,12 @@ impl Requester for Wanted {
 /// got.
 fn wait_for(
     what: &str,
-    happens: impl Fn(&DiskSource, &Disk, &Wanted) + 'static,
+    happens: impl Fn(&DiskSource, &Disk, &CancellableRequester) + 'static,
 ) -> (Result<(), Option<i32>>, u64, Vec<&'static str>) {
     let start = Instant::now();
     let until = start + Duration::from_secs(if what == "limits" { 0 } else { 60 });
-    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<Full>::clone(&world));
+    let world = Rc::new(FullDisk { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
     let thread = thread(EngineKind::Threads);
     let file = tempfile::NamedTempFile::new().unwrap();
     let source = simulated_file(&file);
@@ -182,7 +182,7 @@ fn wait_for(
         let write = ErrorAction::Hold;
         source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
     }
-    let (disk, wanted) = (source.attach(thread.io()), Wanted::default());
+    let (disk, wanted) = (source.attach(thread.io()), CancellableRequester::default());
     let write = disk.asking(&wanted).write(0, Buffers::aligned(8192, 512), true);
     let result = thread.block_on(async {
         if what == "limits" {
@@ -233,7 +233,7 @@ fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
         scene.run(async move {
             let write = |bytes| disk.write(0, Buffers::aligned(bytes, 512), false);
             write(5120).await.unwrap();
-            let wanted = Wanted::default();
+            let wanted = CancellableRequester::default();
             let unwanted = disk.asking(&wanted).write(0, Buffers::aligned(1 << 18, 512), false);
             let ends = async {
                 io.sleep_until(start + Duration::from_secs(1)).await;
@@ -266,8 +266,8 @@ fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
 #[test]
 fn a_write_that_nothing_can_make_good_is_not_tried_again() {
     let start = Instant::now();
-    let world = Rc::new(Full { until: start, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<Full>::clone(&world));
+    let world = Rc::new(FullDisk { until: start, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
     let thread = thread(EngineKind::Threads);
     let file = tempfile::NamedTempFile::new().unwrap();
     let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();

@@ -27,7 +27,7 @@ pub(super) struct OpRing {
     /// Empty between harvests. Kept so that a harvest allocates nothing.
     entries: Vec<cqueue::Entry>,
     /// True if the kernel was entered since the last harvest.
-    is_asked: bool,
+    was_entered: bool,
 }
 
 impl OpRing {
@@ -38,7 +38,7 @@ impl OpRing {
             in_kernel: 0,
             buffers: FixedBuffers::default(),
             entries: Vec::new(),
-            is_asked: false,
+            was_entered: false,
         }
     }
 
@@ -94,13 +94,13 @@ impl OpRing {
         if self.ring.unsubmitted() == 0 {
             return Ok(());
         }
-        self.ask(stats)
+        self.enter(stats)
     }
 
     /// Enters the kernel without waiting: it takes entries, and posts completions. A polled ring
     /// posts completions only when it is entered.
-    pub(super) fn ask(&mut self, stats: &Stats) -> io::Result<()> {
-        self.is_asked = true;
+    pub(super) fn enter(&mut self, stats: &Stats) -> io::Result<()> {
+        self.was_entered = true;
         self.ring.submit(stats)
     }
 
@@ -110,13 +110,13 @@ impl OpRing {
             return false;
         }
         // Entries that the kernel refuses now are submitted again in any case.
-        self.ring.has_entries() || (self.ask(stats).is_ok() && self.ring.has_entries())
+        self.ring.has_entries() || (self.enter(stats).is_ok() && self.ring.has_entries())
     }
 
     /// Like `has_polled_completions`, but does nothing if the kernel was entered since the last
     /// harvest.
     pub(super) fn poll_once(&mut self, stats: &Stats) {
-        if !self.is_asked {
+        if !self.was_entered {
             self.has_polled_completions(stats);
         }
     }
@@ -124,7 +124,7 @@ impl OpRing {
     /// Takes the completion entries that are visible. [`end_harvest`](Self::end_harvest) must
     /// follow.
     pub(super) fn begin_harvest(&mut self) -> Vec<cqueue::Entry> {
-        self.is_asked = false;
+        self.was_entered = false;
         let mut entries = std::mem::take(&mut self.entries);
         self.ring.take(&mut entries);
         entries

@@ -32,13 +32,13 @@ struct Watch {
 }
 
 /// Watches without a poll in the ring: the kernel refused it, or there was no room.
-struct Lost {
+struct Disarmed {
     indices: Vec<usize>,
     arm_at: Instant,
 }
 
 /// The meaning of a completion entry.
-pub(super) enum Seen {
+pub(super) enum EntryMeaning {
     /// The op in this slot has completed.
     Op(u32),
     /// The eventfd with this token was written.
@@ -52,8 +52,8 @@ pub(super) struct Watches {
     /// The last serial number, which identifies completions of an earlier watch with the same
     /// index.
     serial: u32,
-    lost: Option<Lost>,
-    /// The delay before the next lost watches are armed again.
+    disarmed: Option<Disarmed>,
+    /// The delay before the next disarmed watches are armed again.
     wait: Duration,
     log: RateLimit,
     /// An epoll instance that watches nothing, but shows which descriptors can be polled. It is
@@ -116,7 +116,9 @@ impl Watches {
         let has_token = |watch: &Option<Watch>| watch.as_ref().is_some_and(|w| w.token == token);
         let Some(index) = self.watches.iter().position(has_token) else { return };
         let Some(watch) = self.watches[index].take() else { return };
-        self.lost.iter_mut().for_each(|lost| lost.indices.retain(|&other| other != index));
+        self.disarmed
+            .iter_mut()
+            .for_each(|disarmed| disarmed.indices.retain(|&other| other != index));
         if !ring.make_room(None) {
             // The poll continues until the ring ends; its result is ignored.
             tracing::debug!("io_uring has no room for an entry; an eventfd stays watched");
@@ -128,23 +130,28 @@ impl Watches {
         unsafe { ring.push(&entry) };
     }
 
-    pub(super) fn take_in(&mut self, ring: &mut Ring, entry: &cqueue::Entry, now: Instant) -> Seen {
+    pub(super) fn classify(
+        &mut self,
+        ring: &mut Ring,
+        entry: &cqueue::Entry,
+        now: Instant,
+    ) -> EntryMeaning {
         let user_data = entry.user_data();
         if let Ok(slot) = u32::try_from(user_data) {
-            return Seen::Op(slot);
+            return EntryMeaning::Op(slot);
         }
         if user_data == IGNORED {
-            return Seen::Nothing;
+            return EntryMeaning::Nothing;
         }
         let (index, serial) = index_and_serial(user_data);
-        let Some(Some(watch)) = self.watches.get(index) else { return Seen::Nothing };
+        let Some(Some(watch)) = self.watches.get(index) else { return EntryMeaning::Nothing };
         if watch.serial != serial {
-            return Seen::Nothing;
+            return EntryMeaning::Nothing;
         }
         let watch = *watch;
         if entry.result() < 0 {
-            self.lose(index, &format!("it returned errno {}", -entry.result()), now);
-            return Seen::Nothing;
+            self.schedule_rearm(index, &format!("it returned errno {}", -entry.result()), now);
+            return EntryMeaning::Nothing;
         }
         self.wait = REARM_MIN;
         if !cqueue::more(entry.flags()) {
@@ -152,15 +159,15 @@ impl Watches {
             if ring.make_room(None) {
                 self.arm(ring, index, watch);
             } else {
-                self.lose(index, "it has no room for an entry", now);
+                self.schedule_rearm(index, "it has no room for an entry", now);
             }
         }
-        Seen::Event(watch.token)
+        EntryMeaning::Event(watch.token)
     }
 
     /// Schedules a watch to be armed again. Events in the meantime are seen then, because a poll
     /// begins with a check.
-    fn lose(&mut self, index: usize, why: &str, now: Instant) {
+    fn schedule_rearm(&mut self, index: usize, why: &str, now: Instant) {
         if let Some(left_out) = self.log.permit(now) {
             let wait = self.wait;
             tracing::error!(
@@ -169,26 +176,28 @@ impl Watches {
             );
         }
         let arm_at = now + self.wait;
-        self.lost.get_or_insert(Lost { indices: Vec::new(), arm_at }).indices.push(index);
+        self.disarmed.get_or_insert(Disarmed { indices: Vec::new(), arm_at }).indices.push(index);
     }
 
-    /// The time to arm lost watches again.
+    /// The time to arm disarmed watches again.
     #[inline]
     pub(super) fn arm_at(&self) -> Option<Instant> {
-        self.lost.as_ref().map(|lost| lost.arm_at)
+        self.disarmed.as_ref().map(|disarmed| disarmed.arm_at)
     }
 
-    /// Arms lost watches again, once their time has come.
-    pub(super) fn arm_lost(&mut self, ring: &mut Ring, now: Instant) {
-        let Some(lost) = self.lost.take_if(|lost| lost.arm_at <= now) else { return };
+    /// Arms disarmed watches again, once their time has come.
+    pub(super) fn rearm_due(&mut self, ring: &mut Ring, now: Instant) {
+        let Some(disarmed) = self.disarmed.take_if(|disarmed| disarmed.arm_at <= now) else {
+            return;
+        };
         self.wait = (self.wait * 2).clamp(REARM_MIN, REARM_MAX);
-        for index in lost.indices {
+        for index in disarmed.indices {
             let Some(Some(watch)) = self.watches.get(index) else { continue };
             let watch = *watch;
             if ring.make_room(None) {
                 self.arm(ring, index, watch);
             } else {
-                self.lose(index, "it has no room for an entry", now);
+                self.schedule_rearm(index, "it has no room for an entry", now);
             }
         }
     }

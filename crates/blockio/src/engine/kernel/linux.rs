@@ -18,7 +18,7 @@ use crate::engine::pool::Pool;
 
 /// Returns true if the kernel has taken the jobs of the pool, which then needs no threads: never.
 #[inline]
-pub(in crate::engine) fn takes_jobs(_: &Arc<Pool>) -> bool {
+pub(in crate::engine) fn simulate_jobs(_: &Arc<Pool>) -> bool {
     false
 }
 

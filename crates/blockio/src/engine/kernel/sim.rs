@@ -15,7 +15,7 @@ mod ring;
 mod world;
 
 pub(in crate::engine) use aio::AioContext;
-pub(in crate::engine) use pool::takes_jobs;
+pub(in crate::engine) use pool::simulate_jobs;
 pub(in crate::engine) use ring::Ring;
 pub(in crate::engine) use world::sleep;
 pub(crate) use world::start_thread;

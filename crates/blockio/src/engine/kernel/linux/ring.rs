@@ -126,7 +126,7 @@ impl Ring {
     }
 
     /// Returns true if there are entries that the kernel does not know about.
-    pub(in crate::engine) fn is_untold(&mut self) -> bool {
+    pub(in crate::engine) fn has_unseen_entries(&mut self) -> bool {
         self.unsubmitted() > 0 && (!self.sqpoll || self.ring.submission().need_wakeup())
     }
 
@@ -160,7 +160,7 @@ impl Ring {
     }
 
     /// Waits for a completion without a submit, which the kernel has just refused.
-    pub(in crate::engine) fn only_wait(&mut self, until: Instant, stats: &Stats) {
+    pub(in crate::engine) fn wait_without_submit(&mut self, until: Instant, stats: &Stats) {
         let _ = self.wait(0, Some(until), stats);
     }
 
@@ -228,13 +228,13 @@ impl Ring {
     }
 
     /// Returns true if there are completions, deferred work or entries that were not submitted.
-    pub(in crate::engine) fn has_anything(&self) -> bool {
+    pub(in crate::engine) fn has_work(&self) -> bool {
         // SAFETY: as in `has_completions`.
         self.has_completions() || unsafe { !self.ring.submission_shared().is_empty() }
     }
 
     /// Makes the kernel post deferred completions, if no completion is visible.
-    pub(in crate::engine) fn run_deferred(&mut self, stats: &Stats) {
+    pub(in crate::engine) fn post_deferred(&mut self, stats: &Stats) {
         if !self.ring.completion().is_empty() {
             return;
         }
@@ -336,16 +336,16 @@ mod tests {
     fn entries_are_untold_until_they_are_submitted() {
         let setup = Setup { depth: 4, sqpoll: false, embedded: false, polled_beside: None };
         let mut ring = Ring::new(&setup).unwrap();
-        assert!(!ring.is_untold());
+        assert!(!ring.has_unseen_entries());
         let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         let events = u32::from(libc::POLLIN.unsigned_abs());
         let entry = opcode::PollAdd::new(types::Fd(kick.as_raw_fd()), events).build();
         // SAFETY: a poll points to no memory.
         unsafe { ring.push(&entry.user_data(1)) };
-        assert!(ring.is_untold() && ring.has_anything());
+        assert!(ring.has_unseen_entries() && ring.has_work());
         ring.submit(&Stats::default()).unwrap();
-        assert!(!ring.is_untold() && !ring.has_anything());
+        assert!(!ring.has_unseen_entries() && !ring.has_work());
         rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
-        assert!(ring.has_anything(), "the kernel does not know the poll");
+        assert!(ring.has_work(), "the kernel does not know the poll");
     }
 }

@@ -13,7 +13,7 @@ use super::super::aio_abi::{
     IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV,
     IOCB_FLAG_RESFD, IoEvent, Iocb,
 };
-use super::world::{Home, KernelOp, RingSetup, Signal, World, world};
+use super::world::{Destination, KernelOp, RingSetup, Signal, World, world};
 use crate::clock;
 use crate::error::Error;
 use crate::op_kind::OpKind;
@@ -81,7 +81,7 @@ impl AioContext {
         &self,
         iocbs: &mut [*mut Iocb],
     ) -> Result<usize, libc::c_int> {
-        clock::preempt();
+        clock::yield_to_simulation();
         let used = self.unread() + self.0.in_kernel.get();
         let room = (self.0.setup.events - 1).saturating_sub(used) as usize;
         // SAFETY: the caller promises that each address is that of a filled iocb.
@@ -101,7 +101,7 @@ impl AioContext {
             // SAFETY: the caller promises that the memory stays until the completion.
             self.0.world.start(unsafe { self.op(&iocb) });
         }
-        clock::preempt();
+        clock::yield_to_simulation();
         taken
     }
 
@@ -127,10 +127,10 @@ impl AioContext {
             },
         };
         let wake = (iocb.flags & IOCB_FLAG_RESFD != 0).then(|| self.wake(iocb.resfd));
-        let home = RingHome { context: self.clone(), data: iocb.data, wake };
+        let destination = RingDestination { context: self.clone(), data: iocb.data, wake };
         let offset = fits(iocb.offset, "the offset of an op");
         // SAFETY: the caller promises that the memory stays until the completion.
-        unsafe { KernelOp::new(kind, iocb.fd, offset, iovecs, Box::new(home)) }
+        unsafe { KernelOp::new(kind, iocb.fd, offset, iovecs, Box::new(destination)) }
     }
 
     /// Duplicates the eventfd of an op for the kernel, because the engine may close its own early.
@@ -190,14 +190,14 @@ fn to_usize(value: u64) -> usize {
 }
 
 /// The destination of the result of an op.
-struct RingHome {
+struct RingDestination {
     context: AioContext,
     data: u64,
     /// The eventfd to write with the completion, if the op asks for that.
     wake: Option<Rc<OwnedFd>>,
 }
 
-impl Home for RingHome {
+impl Destination for RingDestination {
     fn post(self: Box<Self>, result: i64) -> Signal {
         self.context.post(self.data, result);
         let Some(wake) = self.wake else { return Signal::none() };

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use libc::iovec;
 
-use super::world::{Home, KernelOp, Signal, world};
+use super::world::{Destination, KernelOp, Signal, world};
 use crate::engine::pool::{Job, Pool};
 use crate::mailbox::Mailbox;
 
 /// Gives jobs to the simulated kernel instead of pool threads. Returns false if nothing is
 /// simulated.
-pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
+pub(in crate::engine) fn simulate_jobs(pool: &Arc<Pool>) -> bool {
     let Some(world) = world() else {
         return false;
     };
@@ -20,20 +20,20 @@ pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
             // SAFETY: the slot owns the iovecs until its completion (see `op.rs`).
             len => unsafe { std::slice::from_raw_parts(view.iovecs, len) },
         };
-        let home = Box::new(PoolHome { mailbox: Arc::clone(&pool.mailbox), slot });
+        let destination = Box::new(PoolDestination { mailbox: Arc::clone(&pool.mailbox), slot });
         // SAFETY: the slot owns the memory until its completion (see `op.rs`).
-        world.start(unsafe { KernelOp::new(view.kind, view.fd, view.offset, iovecs, home) });
+        world.start(unsafe { KernelOp::new(view.kind, view.fd, view.offset, iovecs, destination) });
     }
     true
 }
 
 /// The destination of the result of a job.
-struct PoolHome {
+struct PoolDestination {
     mailbox: Arc<Mailbox>,
     slot: u32,
 }
 
-impl Home for PoolHome {
+impl Destination for PoolDestination {
     fn holds_submitter(&self) -> bool {
         false
     }

@@ -18,8 +18,8 @@ use rustix::fd::AsFd;
 
 use super::super::ring_abi::{ENTER_SQ_WAKEUP, Setup, WaitFor, enter_flags, entries_for};
 use super::world::{
-    Home, KernelOp, NOW, RingSetup, Signal, SqThread, TakesEntries, World, is_readable, sleep_in,
-    world,
+    Destination, KernelOp, NOW, RingSetup, Signal, SqThread, SubmissionRing, World, is_readable,
+    sleep_in, world,
 };
 use crate::op_kind::OpKind;
 use crate::stats::Stats;
@@ -170,7 +170,7 @@ impl Ring {
         self.state.inner.borrow().entries.len()
     }
 
-    pub(in crate::engine) fn is_untold(&self) -> bool {
+    pub(in crate::engine) fn has_unseen_entries(&self) -> bool {
         let inner = self.state.inner.borrow();
         !inner.entries.is_empty() && (!self.state.sqpoll || inner.asleep)
     }
@@ -205,7 +205,7 @@ impl Ring {
         self.wait(deadline)
     }
 
-    pub(in crate::engine) fn only_wait(&mut self, until: Instant, stats: &Stats) {
+    pub(in crate::engine) fn wait_without_submit(&mut self, until: Instant, stats: &Stats) {
         let _ = self.enter(0, WaitFor::Completion, Some(stats));
         let _ = self.wait(Some(until));
     }
@@ -224,13 +224,13 @@ impl Ring {
 
     /// Like `io_uring_enter` with `IORING_ENTER_GETEVENTS`, without a wait.
     fn enter(&mut self, to_submit: usize, waits: WaitFor, stats: Option<&Stats>) -> io::Result<()> {
-        crate::clock::preempt();
+        crate::clock::yield_to_simulation();
         let asleep = self.state.sqpoll.then(|| self.state.inner.borrow().asleep);
         let Some(flags) = enter_flags(asleep, waits) else { return Ok(()) };
         if let Some(stats) = stats {
             stats.syscalls.io_uring_enter.add(1);
         }
-        crate::clock::preempt();
+        crate::clock::yield_to_simulation();
         if self.state.sqpoll {
             self.enter_with_thread(flags, waits);
             return Ok(());
@@ -281,18 +281,18 @@ impl Ring {
         !self.state.inner.borrow().visible.is_empty()
     }
 
-    pub(in crate::engine) fn has_anything(&self) -> bool {
+    pub(in crate::engine) fn has_work(&self) -> bool {
         self.has_completions() || self.unsubmitted() > 0
     }
 
-    pub(in crate::engine) fn run_deferred(&mut self, stats: &Stats) {
+    pub(in crate::engine) fn post_deferred(&mut self, stats: &Stats) {
         if self.state.inner.borrow().visible.is_empty() && self.has_completions() {
             let _ = self.enter(0, WaitFor::Nothing, Some(stats));
         }
     }
 
     pub(in crate::engine) fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
-        crate::clock::preempt();
+        crate::clock::yield_to_simulation();
         self.post_events();
         let mut inner = self.state.inner.borrow_mut();
         entries.extend(inner.visible.drain(..).map(|words| {
@@ -317,7 +317,7 @@ fn sq_thread(ring: &Rc<RingState>) -> SqThread {
     SqThread::new(ring)
 }
 
-impl TakesEntries for RingState {
+impl SubmissionRing for RingState {
     fn take_entry(self: Rc<Self>, world: &dyn World) -> Option<bool> {
         self.next_entry(world)
     }
@@ -330,12 +330,12 @@ impl TakesEntries for RingState {
 }
 
 /// The destination of the result of an entry.
-struct EntryHome {
+struct EntryDestination {
     ring: Rc<RingState>,
     user_data: u64,
 }
 
-impl Home for EntryHome {
+impl Destination for EntryDestination {
     fn post(self: Box<Self>, result: i64) -> Signal {
         self.ring.post(self.user_data, fits(result, "the result of an op"), 0);
         // The ring's own descriptor is readable now.
@@ -436,9 +436,9 @@ impl RingState {
             _ if matches!(kind, OpKind::Read | OpKind::Write { .. }) => &single,
             _ => &[],
         };
-        let home = Box::new(EntryHome { ring: Rc::clone(self), user_data });
+        let destination = Box::new(EntryDestination { ring: Rc::clone(self), user_data });
         // SAFETY: the caller promises that the memory stays until the completion.
-        unsafe { KernelOp::new(kind, fd, offset, iovecs, home) }
+        unsafe { KernelOp::new(kind, fd, offset, iovecs, destination) }
     }
 
     /// Like the kernel, checks that memory which an entry names is registered.

@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::clock::{self, Hooks};
 use crate::op_kind::OpKind;
-use crate::task::as_other;
+use crate::task::as_other_thread;
 use iomem::{Buffers, Memory};
 
 /// A substitute for the kernel and for time.
@@ -85,7 +85,7 @@ thread_local! {
 #[must_use = "the world goes when this is dropped"]
 pub fn install(world: Rc<dyn World>) -> Installed {
     WORLD.set(Some(world));
-    clock::simulate(Some(Hooks { now, spin, preempt }));
+    clock::simulate(Some(Hooks { now, spin, yield_to_simulation: preempt }));
     Installed(())
 }
 
@@ -113,14 +113,14 @@ fn preempt() {
     if let Some(world) = world()
         && !PREEMPTING.replace(true)
     {
-        as_other(|| world.preempt());
+        as_other_thread(|| world.preempt());
         PREEMPTING.set(false);
     }
 }
 
 fn spin() {
     if let Some(world) = world() {
-        as_other(|| world.spin());
+        as_other_thread(|| world.spin());
     }
 }
 
@@ -151,7 +151,7 @@ pub(in crate::engine) fn sleep(
 
 /// Calls [`World::sleep`], which is over when `fd` is readable.
 pub(super) fn sleep_in(world: &dyn World, deadline: Option<Instant>, fd: BorrowedFd<'_>) {
-    as_other(|| world.sleep(deadline, &|| is_readable(fd)));
+    as_other_thread(|| world.sleep(deadline, &|| is_readable(fd)));
 }
 
 pub(super) const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -168,11 +168,11 @@ pub struct KernelOp {
     fd: RawFd,
     offset: u64,
     buffers: Buffers,
-    home: Box<dyn Home>,
+    destination: Box<dyn Destination>,
 }
 
 /// The destination of the result of an op.
-pub(super) trait Home {
+pub(super) trait Destination {
     /// Posts the result, bytes or a negative errno.
     fn post(self: Box<Self>, result: i64) -> Signal;
 
@@ -197,11 +197,11 @@ impl KernelOp {
         fd: RawFd,
         offset: u64,
         iovecs: &[iovec],
-        home: Box<dyn Home>,
+        destination: Box<dyn Destination>,
     ) -> Self {
         // SAFETY: the caller promises that the memory stays, and nothing makes references to it.
         let buffers = unsafe { Buffers::from_raw_parts(iovecs.to_vec().into(), Memory::new(())) };
-        Self { kind, fd, offset, buffers, home }
+        Self { kind, fd, offset, buffers, destination }
     }
 
     /// The kind of the op.
@@ -231,21 +231,21 @@ impl KernelOp {
     /// Returns true if the op was an entry of io_uring.
     #[must_use]
     pub fn is_ring_entry(&self) -> bool {
-        self.home.is_ring_entry()
+        self.destination.is_ring_entry()
     }
 
     /// Returns true if the kernel's part of the op takes the IoThread's time in the submit, and not
     /// the time of a pool thread.
     #[must_use]
     pub fn holds_submitter(&self) -> bool {
-        self.home.holds_submitter()
+        self.destination.holds_submitter()
     }
 
     /// Posts the result, bytes or a negative errno, to the place that the engine harvests. Sending
     /// the signal afterwards writes the eventfd.
     #[must_use = "the loop may sleep until the signal is sent"]
     pub fn answer(self, result: i64) -> Signal {
-        self.home.post(result)
+        self.destination.post(result)
     }
 }
 
@@ -271,10 +271,10 @@ impl Signal {
 }
 
 /// The submission thread of a ring of io_uring.
-pub struct SqThread(Weak<dyn TakesEntries>);
+pub struct SqThread(Weak<dyn SubmissionRing>);
 
 /// A ring whose entries a thread takes.
-pub(super) trait TakesEntries {
+pub(super) trait SubmissionRing {
     /// Takes an entry, if there is one. `Some(false)` means that it is bad.
     fn take_entry(self: Rc<Self>, world: &dyn World) -> Option<bool>;
 
@@ -284,7 +284,7 @@ pub(super) trait TakesEntries {
 }
 
 impl SqThread {
-    pub(super) fn new(ring: Weak<dyn TakesEntries>) -> Self {
+    pub(super) fn new(ring: Weak<dyn SubmissionRing>) -> Self {
         Self(ring)
     }
 

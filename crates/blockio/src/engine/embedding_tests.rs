@@ -59,9 +59,9 @@ fn what_comes_between_turns_is_announced_whatever_is_done_there() {
 }
 
 /// A source that records if it is armed.
-struct Noting(Cell<bool>);
+struct ArmedFlag(Cell<bool>);
 
-impl Source for Noting {
+impl Source for ArmedFlag {
     fn notify(&self) {}
 
     fn arm(&self, _: Instant) -> Armed {
@@ -83,8 +83,8 @@ impl Source for Noting {
 fn sources_are_armed_when_there_is_nothing_to_do() {
     let thread = thread(EngineKind::Threads);
     let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-    let source = Rc::new(Noting(Cell::new(false)));
-    let (io, adds) = (Rc::clone(thread.io()), Rc::<Noting>::clone(&source));
+    let source = Rc::new(ArmedFlag(Cell::new(false)));
+    let (io, adds) = (Rc::clone(thread.io()), Rc::<ArmedFlag>::clone(&source));
     let kicked = kick.try_clone().unwrap();
     thread.io().spawn(async move {
         io.add_source(adds, Some(kicked)).unwrap();
@@ -105,9 +105,9 @@ fn sources_are_armed_when_there_is_nothing_to_do() {
 }
 
 /// Records, when it is dropped, the number of completed reads.
-struct Told(Arc<Stats>, Arc<AtomicU64>);
+struct ReadsAtDrop(Arc<Stats>, Arc<AtomicU64>);
 
-impl Drop for Told {
+impl Drop for ReadsAtDrop {
     fn drop(&mut self) {
         self.1.store(self.0.read.ops.get(), Ordering::Relaxed);
     }
@@ -125,7 +125,7 @@ fn a_call_that_is_dropped_at_the_end_leaves_no_op_behind() {
         let thread = thread(engine);
         let disk = source.attach(thread.io());
         let reads = Arc::new(AtomicU64::new(u64::MAX));
-        let told = Told(Arc::clone(thread.io().stats()), Arc::clone(&reads));
+        let told = ReadsAtDrop(Arc::clone(thread.io().stats()), Arc::clone(&reads));
         let mut read = pin!(disk.read(0, Buffers::aligned(1 << 20, 4096)));
         let _ = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
         assert!(thread.remote().post(move |_| drop(told)));

@@ -12,10 +12,10 @@ use crate::foreign_op::ForeignCompleter;
 use crate::io::Io;
 
 /// A function that completes a foreign op at some time.
-pub(super) type Outside = Rc<dyn Fn(ForeignCompleter)>;
+pub(super) type CompleteForeign = Rc<dyn Fn(ForeignCompleter)>;
 
 /// Starts a thread that completes the ops that it gets, the last first.
-pub(super) fn other_thread() -> Outside {
+pub(super) fn other_thread() -> CompleteForeign {
     let (sender, receiver) = std::sync::mpsc::channel::<ForeignCompleter>();
     std::thread::spawn(move || {
         while let Ok(first) = receiver.recv() {
@@ -29,10 +29,10 @@ pub(super) fn other_thread() -> Outside {
     Rc::new(move |completer| sender.send(completer).unwrap())
 }
 
-pub(super) async fn foreign(io: Rc<Io>, outside: Outside) {
+pub(super) async fn foreign(io: Rc<Io>, complete: CompleteForeign) {
     let start = || {
         let (op, completer) = io.foreign_op(Buffers::aligned(BLOCK, BLOCK));
-        outside(completer);
+        complete(completer);
         async move {
             let completion = op.await;
             assert_eq!((completion.result.unwrap(), completion.buffers.bytes()), (BLOCK, BLOCK));

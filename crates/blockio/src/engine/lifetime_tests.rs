@@ -71,9 +71,9 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
 }
 
 /// The owner of memory is the caller's, and its drop may do anything.
-struct UsesIo(Rc<Io>, Rc<Cell<bool>>);
+struct DropUsesIo(Rc<Io>, Rc<Cell<bool>>);
 
-impl Drop for UsesIo {
+impl Drop for DropUsesIo {
     fn drop(&mut self) {
         self.1.set(self.0.ops.try_borrow_mut().is_ok());
         self.0.stop();
@@ -89,7 +89,7 @@ fn memory_that_nobody_waits_for_may_use_the_io_thread_when_it_goes() {
         let thread = IoThread::new(&config).unwrap();
         let disk = open(&file).attach(thread.io());
         let gone = Rc::new(Cell::new(false));
-        let owner = UsesIo(Rc::clone(thread.io()), Rc::clone(&gone));
+        let owner = DropUsesIo(Rc::clone(thread.io()), Rc::clone(&gone));
         let memory = Buffers::uninitialized(4096, 4096, owner).unwrap();
         let read = async { poll_once(disk.read(0, memory)).is_pending() };
         assert!(thread.block_on(read).unwrap());
