@@ -5,26 +5,25 @@
 //! and bounces memory that the device cannot take as it is.
 
 mod alignment;
-mod blocks;
-mod bulk;
+mod bulk_turns;
 mod content;
-mod facts;
+mod driver;
+mod error_policy;
 mod file;
 mod folder;
 mod foreign;
-mod gate;
-mod governed;
-mod holder;
 mod identity;
 mod info;
 mod limits;
 mod lock;
+mod lock_holder;
 #[cfg(feature = "luks")]
 pub mod luks;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 mod null;
-mod outside;
+mod partial_blocks;
+mod properties;
 #[cfg(feature = "qcow2")]
 pub mod qcow2;
 mod raw;
@@ -32,14 +31,15 @@ mod raw;
 mod rbd;
 mod requests;
 mod retries;
-mod seam;
 mod shared;
 #[cfg(ringhaul_sim)]
 mod simulated;
+mod size_probe;
+mod slow_path;
 mod source;
 mod sysfs;
-mod trouble;
-mod waiting;
+mod throttle;
+mod wait_queue;
 
 use std::fs::File;
 use std::io;
@@ -53,25 +53,25 @@ use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use crate::op::OpKind;
-use bulk::Bulk;
+use bulk_turns::BulkTurns;
+use driver::{AttachedDriver, DriverSource, FilePosition, Route};
+pub use error_policy::{ErrorAction, ErrorPolicy};
 use file::FileDisk;
 pub use folder::Folder;
 pub use foreign::format_warning;
-use gate::Gate;
-pub use gate::{Requester, Waits};
 pub use info::{
-    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Place, Unfinished,
-    check_logical_block,
+    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
+    TransferError, check_logical_block,
 };
 pub use limits::{Burst, Direction, Limits, Rate, Rates};
-pub use outside::Outside;
 #[cfg(feature = "rbd")]
 pub use rbd::name::RbdImage;
-use seam::{AttachedOther, InFile, OtherSource, Way};
 pub use shared::LimitGroup;
 use shared::Shared;
+pub use size_probe::SizeProbe;
 use source::FileSource;
-pub use trouble::{ErrorAction, ErrorPolicy};
+use throttle::Gate;
+pub use throttle::{Requester, WaitMode};
 
 /// An open disk, for any number of IoThreads. Clones are of the same disk.
 #[derive(Debug, Clone)]
@@ -89,8 +89,8 @@ pub struct DiskSource {
 enum SourceKind {
     File(FileSource),
     Null,
-    /// All other kinds: see the module `seam`.
-    Other(Arc<dyn OtherSource>),
+    /// All other kinds: see the module `driver`.
+    Driver(Arc<dyn DriverSource>),
 }
 
 impl DiskSource {
@@ -130,8 +130,8 @@ impl DiskSource {
 
     fn adopt_size(&self, size_bytes: u64) {
         match &self.kind {
-            SourceKind::Other(source) => source.adopt_size(size_bytes),
-            SourceKind::File(source) => source.end.forget(),
+            SourceKind::Driver(source) => source.adopt_size(size_bytes),
+            SourceKind::File(source) => source.end.invalidate(),
             SourceKind::Null => {}
         }
         self.shared.set_size_bytes(size_bytes);
@@ -142,16 +142,16 @@ impl DiskSource {
     }
 
     /// Returns the disk for reading its content before it has requests. The disk itself learns
-    /// nothing from these reads: see `OtherSource::apart`.
-    fn for_a_look(&self) -> Result<Self, Error> {
-        Ok(self.apart()?.unwrap_or_else(|| self.clone()))
+    /// nothing from these reads: see `DriverSource::reopen_for_probe`.
+    fn for_probe(&self) -> Result<Self, Error> {
+        Ok(self.reopen_for_probe()?.unwrap_or_else(|| self.clone()))
     }
 
-    fn apart(&self) -> Result<Option<Self>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<Self>, Error> {
         match &self.kind {
-            SourceKind::Other(source) => {
-                let opened = source.apart()?;
-                Ok(opened.map(|(info, source)| Self::new(info, SourceKind::Other(source))))
+            SourceKind::Driver(source) => {
+                let opened = source.reopen_for_probe()?;
+                Ok(opened.map(|(info, source)| Self::new(info, SourceKind::Driver(source))))
             }
             SourceKind::File(_) | SourceKind::Null => Ok(None),
         }
@@ -182,16 +182,16 @@ impl DiskSource {
     /// If the size cannot be determined, or is invalid for a disk, as on opening. Then the disk is
     /// unchanged.
     pub fn refresh(&self) -> Result<u64, Error> {
-        let look = self.shared.begin_look();
-        self.shared.has_found(look, self.find_size()?);
+        let probe = self.shared.begin_probe();
+        self.shared.finish_probe(probe, self.probe_size()?);
         Ok(self.shared.size_bytes())
     }
 
     /// Finds the size that [`refresh`](Self::refresh) takes over.
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         match &self.kind {
             SourceKind::File(source) => source.size_bytes(&self.info),
-            SourceKind::Other(source) => source.find_size(),
+            SourceKind::Driver(source) => source.probe_size(),
             SourceKind::Null => Ok(self.shared.size_bytes()),
         }
     }
@@ -202,10 +202,10 @@ impl DiskSource {
     /// # Errors
     ///
     /// If there is no answer.
-    pub fn find_space(&self) -> Result<(), Error> {
+    pub fn probe_space(&self) -> Result<(), Error> {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => Ok(()),
-            SourceKind::Other(source) => source.find_space(),
+            SourceKind::Driver(source) => source.probe_space(),
         }
     }
 
@@ -219,7 +219,7 @@ impl DiskSource {
         let size_bytes = self.shared.size_bytes();
         match &self.kind {
             SourceKind::File(source) => Ok(source.any_size_bytes()?.max(size_bytes)),
-            SourceKind::Other(source) => Ok(source.known_size()?.max(size_bytes)),
+            SourceKind::Driver(source) => Ok(source.known_size()?.max(size_bytes)),
             SourceKind::Null => Ok(size_bytes),
         }
     }
@@ -242,7 +242,7 @@ impl DiskSource {
         let resized = match &self.kind {
             SourceKind::Null => Ok(()),
             SourceKind::File(source) => source.truncate(size_bytes),
-            SourceKind::Other(source) => source.set_size(size_bytes),
+            SourceKind::Driver(source) => source.set_size(size_bytes),
         };
         self.shared.set_size_bytes(if resized.is_ok() { size_bytes } else { before });
         resized
@@ -261,7 +261,7 @@ impl DiskSource {
         match &self.kind {
             SourceKind::Null => null::check_size(size_bytes, self.info.logical_block_bytes),
             SourceKind::File(source) => source.check_new_size(size_bytes, &self.info),
-            SourceKind::Other(source) => source.check_new_size(size_bytes),
+            SourceKind::Driver(source) => source.check_new_size(size_bytes),
         }
     }
 
@@ -286,11 +286,11 @@ impl DiskSource {
                 Kind::File(source.attach(Rc::clone(io), io.engine_for(engine)))
             }
             SourceKind::Null => Kind::Null,
-            SourceKind::Other(source) => Kind::Other(AttachedOther::new(source, io, engine)),
+            SourceKind::Driver(source) => Kind::Driver(AttachedDriver::new(source, io, engine)),
         };
         let block_mask = u64::from(self.info.logical_block_bytes) - 1;
         let gate = Gate::new(io, &self.shared);
-        let bulk = Bulk::of(io, &self.shared);
+        let bulk = BulkTurns::for_disk(io, &self.shared);
         Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind, gate, bulk }
     }
 }
@@ -307,7 +307,7 @@ pub struct Disk {
     /// The place where requests wait for limits, and after errors.
     gate: Gate,
     /// The queue for pieces of commands that move much data.
-    bulk: Rc<Bulk>,
+    bulk: Rc<BulkTurns>,
 }
 
 /// A disk for a requester that is consulted while a request waits for limits, or for another try.
@@ -320,7 +320,7 @@ pub struct Requests<'a> {
 enum Kind {
     File(FileDisk),
     Null,
-    Other(AttachedOther),
+    Driver(AttachedDriver),
 }
 
 impl Disk {
@@ -347,7 +347,7 @@ impl Disk {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,
             Kind::Null => Ok(()),
-            Kind::Other(other) => other.disk.flush().await,
+            Kind::Driver(driver) => driver.disk.flush().await,
         }
     }
 
@@ -367,7 +367,7 @@ impl Disk {
         let extent = match &self.kind {
             Kind::Null => Extent::data(len),
             Kind::File(disk) => disk.block_status(offset, len).await?,
-            Kind::Other(other) => other.disk.block_status(offset, len).await?,
+            Kind::Driver(driver) => driver.disk.block_status(offset, len).await?,
         };
         Ok(extent.in_blocks(len, self.info.logical_block_bytes))
     }
@@ -386,19 +386,24 @@ impl Disk {
 
     /// The target of a direct transfer of the bytes of `buffers` from `offset` on.
     #[inline(always)]
-    fn way(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Way<'_> {
+    fn route(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Route<'_> {
         match &self.kind {
-            Kind::File(file) => Way::File(file, offset),
-            Kind::Null => Way::Nowhere,
-            Kind::Other(other) => other.way(kind, offset, buffers),
+            Kind::File(file) => Route::File(file, offset),
+            Kind::Null => Route::Done,
+            Kind::Driver(driver) => driver.route(kind, offset, buffers),
         }
     }
 
-    /// Like [`OtherDisk::straight`](seam::OtherDisk::straight), for a layer over this disk.
-    fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
+    /// Like [`Driver::route_to_file`](driver::Driver::route_to_file), for a layer over this disk.
+    fn route_to_file(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        buffers: &mut Buffers,
+    ) -> Option<FilePosition<'_>> {
         let end = offset.wrapping_add(buffers.bytes() as u64);
-        match self.is_direct(offset, end).then(|| self.way(kind, offset, buffers)) {
-            Some(Way::File(file, offset)) => Some((file, offset)),
+        match self.is_direct(offset, end).then(|| self.route(kind, offset, buffers)) {
+            Some(Route::File(file, offset)) => Some((file, offset)),
             _ => None,
         }
     }
@@ -408,16 +413,16 @@ impl Disk {
         match &self.kind {
             Kind::File(file) => file.may_have_lost(),
             Kind::Null => false,
-            Kind::Other(other) => other.may_have_lost(),
+            Kind::Driver(driver) => driver.may_have_lost(),
         }
     }
 
-    fn has(&self, (offset, len): (u64, u64)) -> bool {
+    fn contains(&self, (offset, len): (u64, u64)) -> bool {
         offset.checked_add(len).is_some_and(|end| end <= self.shared.size_bytes())
     }
 
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
-        if self.has((offset, len)) && (offset | len) & self.block_mask == 0 {
+        if self.contains((offset, len)) && (offset | len) & self.block_mask == 0 {
             Ok(())
         } else {
             Err(io::Error::from_raw_os_error(libc::EINVAL))
@@ -438,11 +443,11 @@ impl Disk {
 const EXTENT_BYTES_MAX: u64 = 1 << 30;
 
 #[cfg(test)]
-pub(crate) mod elsewhere;
-#[cfg(test)]
 mod flush_tests;
 #[cfg(test)]
 mod kinds_tests;
+#[cfg(test)]
+pub(crate) mod remote_stub;
 #[cfg(test)]
 mod size_tests;
 #[cfg(test)]

@@ -64,7 +64,7 @@ pub use config::{
     BounceConfig, ByteLimits, CompletionRing, EngineConfig, EngineKind, EngineOptions,
     IoThreadConfig, PacingConfig,
 };
-pub use disk::{Disk, DiskOptions, DiskSource, Unfinished};
+pub use disk::{Disk, DiskOptions, DiskSource, TransferError};
 pub use error::Error;
 pub use fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 pub use foreign_op::{ForeignCompleter, ForeignOp};

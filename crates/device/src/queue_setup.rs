@@ -3,7 +3,7 @@
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
-use blockio::disk::Waits;
+use blockio::disk::WaitMode;
 use blockio::oneshot;
 use rustix::fd::OwnedFd;
 use virtqueue::{
@@ -121,11 +121,11 @@ pub enum StopKind {
 
 impl StopKind {
     /// The way in which requests wait during the stop.
-    pub(crate) fn waits(self) -> Waits {
+    pub(crate) fn wait_mode(self) -> WaitMode {
         match self {
-            Self::Final | Self::DriverGone => Waits::Never,
-            Self::Pause => Waits::ForTries,
-            Self::KeepInflight => Waits::UntilLater,
+            Self::Final | Self::DriverGone => WaitMode::Never,
+            Self::Pause => WaitMode::RetriesOnly,
+            Self::KeepInflight => WaitMode::Frozen,
         }
     }
 }

@@ -458,11 +458,11 @@ fn close_unit(close: impl FnOnce(), lock: &DiskLock<'_>) {
 /// data beyond the new size.
 fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) -> Result<u64> {
     let Some(size) = wanted.size_bytes else {
-        disk.find_space()?;
+        disk.probe_space()?;
         return Ok(disk.refresh()?);
     };
     // Another program may have enlarged the disk a moment ago.
-    let outside = disk.outside().map(|outside| outside.size_bytes()).transpose()?.flatten();
+    let outside = disk.size_probe().map(|outside| outside.size_bytes()).transpose()?.flatten();
     let covered = disk.covered_bytes()?.max(outside.unwrap_or(0));
     if size < covered && !wanted.shrink {
         bail!(

@@ -121,7 +121,7 @@ impl Checks {
                 daemon.subscribers().report(event);
             }
         }
-        for disk in watched.into_iter().filter(|disk| disk.outside.is_some()) {
+        for disk in watched.into_iter().filter(|disk| disk.size_probe.is_some()) {
             self.check_one(disk);
         }
     }
@@ -293,7 +293,7 @@ fn start_checker() -> io::Result<mpsc::Sender<Check>> {
 /// Checks the size of a disk, and resizes it for its guest if it has grown. Blocks for as long as
 /// the file system does.
 fn check(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
-    let size = match disk.outside.as_ref()?.size_bytes() {
+    let size = match disk.size_probe.as_ref()?.size_bytes() {
         Ok(size) => size?,
         Err(error) => return Some(Finding::Failed(error.to_string())),
     };
@@ -328,7 +328,7 @@ mod tests {
         let mut watched = WatchedDisk {
             export: "vm".into(),
             place: None,
-            outside: disk.outside(),
+            size_probe: disk.size_probe(),
             size_bytes: 512,
             state: disk.state(),
             waiting: None,
@@ -394,7 +394,7 @@ mod tests {
         let mut watched = WatchedDisk {
             export: "vm".into(),
             place: None,
-            outside: None,
+            size_probe: None,
             size_bytes: 512,
             state: disk::DiskState::Ready,
             waiting: None,

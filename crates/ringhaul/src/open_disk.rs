@@ -99,7 +99,7 @@ impl OpenDisk {
         let (source, cache) = open(disk, &mut open_file, how)?;
         if disk.has_unnamed_content() {
             token.while_reading(&source, || {
-                source.look_for_format();
+                source.detect_format();
                 Ok(())
             })?;
         }

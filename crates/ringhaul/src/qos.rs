@@ -302,7 +302,7 @@ impl LimitGroups {
     pub(crate) fn add_debts(&self, debts: &BTreeMap<String, Vec<u64>>) {
         for (name, group) in &*self.groups() {
             if let Some(debts) = debts.get(name) {
-                group.limits.owe(debts);
+                group.limits.set_debts(debts);
             }
         }
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use blockio::DiskSource;
-use blockio::disk::Place;
+use blockio::disk::Placement;
 use device::scsi::access::DiskAccess;
 
 /// The time that a new export waits for a resize of its disk, before it is refused.
@@ -49,7 +49,7 @@ struct SharedDisk {
     identity: String,
     /// The name of the disk in messages.
     name: String,
-    place: Place,
+    place: Placement,
     /// True if any of its exports may write.
     is_written: bool,
     access: Weak<DiskAccess>,

@@ -1,9 +1,9 @@
 //! A disk of another thread.
 
 use crate::disk::DiskSource;
-use crate::disk::elsewhere::Elsewhere;
+use crate::disk::remote_stub::RemoteStub;
 
 /// Returns a disk with this content.
 pub(super) fn disk(content: &[u8]) -> DiskSource {
-    Elsewhere::new(content).source()
+    RemoteStub::new(content).source()
 }

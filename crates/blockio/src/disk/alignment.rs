@@ -22,7 +22,7 @@ impl Alignment {
     pub(super) const ANY: Self = Self { memory: 1, request: 1, range: 1 };
 
     /// Finds the alignment for a file. `None` if the file cannot be used with direct I/O.
-    pub(super) fn of(file: &File, direct: bool, is_block_device: bool) -> Option<Self> {
+    pub(super) fn probe(file: &File, direct: bool, is_block_device: bool) -> Option<Self> {
         let block = is_block_device.then(|| rustix::fs::ioctl_blksszget(file).ok()).flatten();
         let range = if is_block_device { block.unwrap_or(512) } else { 1 };
         if !direct {
@@ -90,7 +90,7 @@ pub(super) struct Window {
 impl Window {
     /// Cuts a piece from `left` bytes at `offset`, as long as its units fit `most` bytes. `unit` is
     /// their size in bytes: a power of two that divides `most`.
-    pub(super) fn of(offset: u64, left: usize, most: usize, unit: usize) -> Self {
+    pub(super) fn new(offset: u64, left: usize, most: usize, unit: usize) -> Self {
         let start = offset & !(unit as u64 - 1);
         let lead = usize::try_from(offset - start)
             .unwrap_or_else(|_| unreachable!("a unit of {unit} bytes"));
@@ -184,12 +184,12 @@ mod tests {
     #[test]
     fn a_window_is_the_units_around_a_piece() {
         let window = |start, lead, piece, bytes| Window { start, lead, piece, bytes };
-        let of = |offset, left| Window::of(offset, left, 16_384, 4096);
+        let of = |offset, left| Window::new(offset, left, 16_384, 4096);
         assert_eq!(of(8192, 4096), window(8192, 0, 4096, 4096));
         assert_eq!(of(8704, 512), window(8192, 512, 512, 4096));
         assert_eq!(of(8704, 8192), window(8192, 512, 8192, 12_288));
         assert_eq!(of(8704, 1 << 20), window(8192, 512, 15_872, 16_384));
         assert!(of(8704, 512).is_part() && !of(8192, 4096).is_part());
-        assert_eq!(Window::of(9, 5, 8, 1), window(9, 0, 5, 5));
+        assert_eq!(Window::new(9, 5, 8, 1), window(9, 0, 5, 5));
     }
 }

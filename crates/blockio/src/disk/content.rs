@@ -13,7 +13,7 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(source) => format_of_file(source.file.as_ref()),
             SourceKind::Null => None,
-            SourceKind::Other(source) => {
+            SourceKind::Driver(source) => {
                 source.local()?;
                 self.format_of_content()
             }
@@ -22,7 +22,7 @@ impl DiskSource {
 
     fn format_of_content(&self) -> Option<&'static str> {
         let thread = IoThread::new(&IoThreadConfig::default()).ok()?;
-        let disk = self.for_a_look().ok()?.attach(thread.io());
+        let disk = self.for_probe().ok()?.attach(thread.io());
         let size = self.info().size_bytes;
         let block = (BYTES as u64).max(self.info().logical_block_bytes.into()).min(size);
         let read = |offset| {
@@ -34,7 +34,7 @@ impl DiskSource {
 
     /// Marks the disk as used without a format. If it has the [header](Self::foreign_format) of an
     /// image, [`warning`](Self::warning) reports that from then on.
-    pub fn look_for_format(&self) {
+    pub fn detect_format(&self) {
         if let Some(format) = self.foreign_format() {
             self.shared.set_foreign_format(format);
         }
@@ -46,7 +46,7 @@ impl DiskSource {
     pub fn warning(&self) -> Option<String> {
         let of_kind = match &self.kind {
             SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Other(source) => source.warning(),
+            SourceKind::Driver(source) => source.warning(),
         };
         of_kind.or_else(|| self.shared.foreign_format().map(warning))
     }
@@ -77,13 +77,13 @@ mod tests {
                     }
                     opened => opened.unwrap(),
                 };
-                source.look_for_format();
+                source.detect_format();
                 assert_eq!(source.warning(), None);
                 file.as_file().write_all_at(VHD, bytes - 512).unwrap();
                 assert_eq!(source.foreign_format(), Some("VHD"), "{bytes} {direct}");
                 let part = DiskSource::raw(source.clone(), bytes - 512, None).unwrap();
                 assert_eq!(part.foreign_format(), Some("VHD"), "{bytes} {direct}");
-                source.look_for_format();
+                source.detect_format();
                 assert!(source.clone().warning().unwrap().contains("header of a VHD image"));
                 file.as_file().write_all_at(&[0; 8], bytes - 512).unwrap();
             }

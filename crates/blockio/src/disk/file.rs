@@ -9,10 +9,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::alignment::{Alignment, Window};
-use super::blocks::{Blocks, Claimed};
-use super::info::{Extent, ExtentKind, Unfinished};
-use super::outside::FileEnd;
-use super::retries::Retries;
+use super::info::{Extent, ExtentKind, TransferError};
+use super::partial_blocks::{Blocks, Claimed};
+use super::retries::OpRetries;
+use super::size_probe::FileEnd;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
 use crate::config::EngineKind;
@@ -96,7 +96,7 @@ impl FileDisk {
         self.file.loss().check().is_err()
     }
 
-    pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+    pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
         let wanted = buffers.bytes();
         if !self.is_one_op(wanted) || !self.is_aligned(offset, &buffers) {
             return Box::pin(self.move_by_way(OpKind::Read, offset, buffers, None)).await;
@@ -135,14 +135,14 @@ impl FileDisk {
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         if fua && let Err(error) = self.file.loss().check() {
-            return Err(Unfinished::new(error, buffers));
+            return Err(TransferError::new(error, buffers));
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
-        if self.end.is_before(offset, wanted as u64) {
-            return Err(Unfinished::new(behind_the_end(), buffers));
+        if self.end.is_exceeded_by(offset, wanted as u64) {
+            return Err(TransferError::new(behind_the_end(), buffers));
         }
         if self.is_one_op(wanted) && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
             let completion = self.io.op(kind, &self.file, offset, buffers).await;
@@ -157,7 +157,7 @@ impl FileDisk {
             true if self.has_dsync.get() => self.file.loss().check(),
             true => Box::pin(self.flush()).await,
         };
-        settled.map_err(|error| Unfinished::new(error, Buffers::empty()))
+        settled.map_err(|error| TransferError::new(error, Buffers::empty()))
     }
 
     /// Writes a request that is misaligned, claims its blocks, or takes several ops.
@@ -166,7 +166,7 @@ impl FileDisk {
         kind: OpKind,
         offset: u64,
         buffers: Buffers,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         let claimed = self.claim(offset, buffers.bytes() as u64).await;
         self.move_by_way(kind, offset, buffers, claimed).await
     }
@@ -178,7 +178,7 @@ impl FileDisk {
         offset: u64,
         buffers: Buffers,
         claimed: Option<Rc<Claimed>>,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         if self.is_aligned(offset, &buffers) {
             self.transfer(kind, offset, buffers).await
         } else {
@@ -221,11 +221,11 @@ impl FileDisk {
     }
 
     async fn simple(&self, kind: OpKind, offset: u64) -> io::Result<usize> {
-        let mut retries = Retries::default();
+        let mut retries = OpRetries::default();
         loop {
             match self.io.op(kind, &self.file, offset, Buffers::empty()).await.result {
                 Err(error)
-                    if Retries::are_for(&error) && Box::pin(retries.wait(&self.io)).await => {}
+                    if OpRetries::are_for(&error) && Box::pin(retries.wait(&self.io)).await => {}
                 other => return other,
             }
         }
@@ -238,7 +238,7 @@ impl FileDisk {
         kind: OpKind,
         mut offset: u64,
         mut buffers: Buffers,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         let unit = self.memory_align.max(self.request_align);
         while buffers.bytes() > self.op_bytes_max {
             let piece = buffers.prefix(self.op_bytes_max, unit);
@@ -246,7 +246,7 @@ impl FileDisk {
             if let Err(unfinished) = self.transfer_piece(kind, offset, piece).await {
                 let (error, rest) = unfinished.into_parts();
                 buffers.advance(bytes - rest.bytes());
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             buffers.advance(bytes);
             offset += bytes as u64;
@@ -261,7 +261,7 @@ impl FileDisk {
         mut kind: OpKind,
         offset: u64,
         buffers: Buffers,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         if kind == (OpKind::Write { fua: true }) && !self.has_dsync.get() {
             // An earlier piece found that out; the caller flushes after the write.
             kind = OpKind::Write { fua: false };
@@ -282,13 +282,13 @@ impl FileDisk {
         mut offset: u64,
         mut wanted: usize,
         mut completion: Completion,
-    ) -> Result<(), Unfinished> {
-        let mut retries = Retries::default();
+    ) -> Result<(), TransferError> {
+        let mut retries = OpRetries::default();
         loop {
             let mut buffers = completion.buffers;
             match completion.result {
                 Ok(moved) => {
-                    retries = Retries::default();
+                    retries = OpRetries::default();
                     let moved = moved.min(wanted);
                     if kind == OpKind::Read {
                         buffers.wrote(moved);
@@ -298,13 +298,13 @@ impl FileDisk {
                     let usable = if moved == wanted { moved } else { part };
                     if usable == 0 {
                         let result = self.nothing_moved(kind, offset, moved, &buffers);
-                        return result.map_err(|error| Unfinished::new(error, buffers));
+                        return result.map_err(|error| TransferError::new(error, buffers));
                     }
                     buffers.advance(usable);
                     offset += usable as u64;
                 }
                 Err(error) => {
-                    let waits = Retries::are_for(&error);
+                    let waits = OpRetries::are_for(&error);
                     if waits && Box::pin(retries.wait(&self.io)).await {
                         // Try again.
                     } else if kind == (OpKind::Write { fua: true }) && is_unsupported(&error) {
@@ -312,7 +312,7 @@ impl FileDisk {
                         self.has_dsync.set(false);
                         kind = OpKind::Write { fua: false };
                     } else {
-                        return Err(Unfinished::new(error, buffers));
+                        return Err(TransferError::new(error, buffers));
                     }
                 }
             }
@@ -338,7 +338,7 @@ impl FileDisk {
             OpKind::Read => {
                 // The file ends here. Zeroes complete its last block. Beyond that they would be
                 // wrong: the file was cut while in use.
-                let last_block_end = self.end.of_block(offset + moved as u64);
+                let last_block_end = self.end.round_up(offset + moved as u64);
                 if offset + buffers.bytes() as u64 > last_block_end {
                     return Err(behind_the_end());
                 }
@@ -361,7 +361,7 @@ impl FileDisk {
         let unit = self.request_align.max(block as usize);
         let most = self.share.piece_bytes(unit);
         let left = usize::try_from(len).unwrap_or(usize::MAX);
-        let window = Window::of(offset, left, most, unit);
+        let window = Window::new(offset, left, most, unit);
         let memory = self.own_memory(window.bytes, None).await?;
         let mut part = memory.duplicate();
         self.transfer(OpKind::Read, window.start, memory).await?;
@@ -379,16 +379,16 @@ impl FileDisk {
         mut offset: u64,
         mut buffers: Buffers,
         claimed: Option<Rc<Claimed>>,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         if buffers.bytes() > 0 {
             self.io.stats().bounced.add(1);
         }
         while buffers.bytes() > 0 {
             let most = self.share.piece_bytes(self.request_align);
-            let window = Window::of(offset, buffers.bytes(), most, self.request_align);
+            let window = Window::new(offset, buffers.bytes(), most, self.request_align);
             let bounce = match self.own_memory(window.bytes, claimed.clone()).await {
                 Ok(bounce) => bounce,
-                Err(error) => return Err(Unfinished::new(error, buffers)),
+                Err(error) => return Err(TransferError::new(error, buffers)),
             };
             // The transfer uses up its list, but not the memory: keep a second list of it.
             let mut view = bounce.duplicate();
@@ -411,7 +411,7 @@ impl FileDisk {
             }
             if let Err(unfinished) = result {
                 let (error, _) = unfinished.into_parts();
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             if kind == OpKind::Read {
                 buffers.copy_from_buffers(&view, window.piece);

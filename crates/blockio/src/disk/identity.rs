@@ -19,7 +19,7 @@ struct FsUuid {
 }
 
 /// The id of the file system and the inode.
-pub(super) fn of_file(file: &File) -> String {
+pub(super) fn file_identity(file: &File) -> String {
     let (device, inode) = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
     let id = rustix::fs::fstatvfs(file).map_or(0, |stat| stat.f_fsid);
     // Most file systems derive their id from their UUID, and some from more, since btrfs has
@@ -46,7 +46,7 @@ fn file_system_uuid(file: &File) -> Option<String> {
 
 /// The id that the device reports, and the number of the partition. Devices that report no id are
 /// known by their path.
-pub(super) fn of_device(file: &File, path: &Path) -> String {
+pub(super) fn device_identity(file: &File, path: &Path) -> String {
     let names = ["dm/uuid", "wwid", "device/wwid", "device/serial", "serial", "loop/backing_file"];
     let said = names.into_iter().filter_map(|name| device_attribute(file, name));
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());

@@ -104,7 +104,7 @@ impl fmt::Display for Link {
 
 /// Bytes of a disk that may be a disk of their own.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct Placement {
     /// The [identity](super::DiskSource::identity) of the whole disk; empty if it stores nothing.
     pub disk: String,
     /// The first byte.
@@ -115,7 +115,7 @@ pub struct Place {
     pub is_spread: bool,
 }
 
-impl Place {
+impl Placement {
     /// The place of a part that begins at this offset; `size_bytes` as in
     /// [`DiskSource::raw`](super::DiskSource::raw).
     pub(super) fn part(self, offset_bytes: u64, size_bytes: Option<u64>) -> Self {
@@ -176,9 +176,9 @@ impl Extent {
 /// registers.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.error())]
-pub struct Unfinished(Box<(io::Error, Buffers)>);
+pub struct TransferError(Box<(io::Error, Buffers)>);
 
-impl Unfinished {
+impl TransferError {
     /// A transfer that ended with `error` before `rest` was transferred. An empty `rest`: all of a
     /// write was transferred, and may be lost. Releases everything [kept](Buffers::keep) for the
     /// transfer, since a retry of the rest may be far off.
@@ -208,8 +208,8 @@ impl Unfinished {
     }
 }
 
-impl From<Unfinished> for io::Error {
-    fn from(unfinished: Unfinished) -> Self {
+impl From<TransferError> for io::Error {
+    fn from(unfinished: TransferError) -> Self {
         unfinished.into_parts().0
     }
 }

@@ -7,8 +7,8 @@ use std::time::Instant;
 use iomem::Buffers;
 use tempfile::NamedTempFile;
 
-use super::elsewhere::Elsewhere;
-use super::trouble::Tries;
+use super::error_policy::RetryState;
+use super::remote_stub::RemoteStub;
 use super::*;
 use crate::config::{EngineConfig, IoThreadConfig};
 use crate::io_thread::IoThread;
@@ -31,8 +31,8 @@ fn open(file: &NamedTempFile, direct: bool) -> DiskSource {
     DiskSource::file(file.path(), &options).unwrap()
 }
 
-fn elsewhere(bytes: u64) -> Elsewhere {
-    Elsewhere::new(&vec![0; usize::try_from(bytes).unwrap()])
+fn elsewhere(bytes: u64) -> RemoteStub {
+    RemoteStub::new(&vec![0; usize::try_from(bytes).unwrap()])
 }
 
 /// Runs `test` with a disk of 4 MiB of each kind, and layers of them.
@@ -198,7 +198,7 @@ fn holes_of_a_file_are_known() {
 fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     let file = temp_file(4 * MIB);
     let source = DiskSource::raw(open(&file, false), MIB, None).unwrap();
-    let outside = source.outside().unwrap();
+    let outside = source.size_probe().unwrap();
     file.as_file().set_len(5 * MIB).unwrap();
     assert_eq!(outside.size_bytes().unwrap(), Some(4 * MIB));
     assert_eq!(source.info().size_bytes, 3 * MIB, "nobody has taken it over");
@@ -216,12 +216,12 @@ fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     let cut = taken.read_part(3 * MIB, 512);
     assert_eq!(thread.block_on(cut).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
     let fixed = DiskSource::raw(open_again(&file), MIB, Some(MIB)).unwrap();
-    assert!(fixed.outside().is_none() && !fixed.abilities().resize);
+    assert!(fixed.size_probe().is_none() && !fixed.abilities().resize);
     assert!(fixed.set_size(512, || ()).unwrap_err().to_string().contains("its size was given"));
     let end = elsewhere(MIB);
     let told = DiskSource::raw(end.clone().source(), 512, None).unwrap();
     end.tell_size(2 * MIB);
-    assert_eq!(told.outside().unwrap().size_bytes().unwrap(), Some(2 * MIB - 512));
+    assert_eq!(told.size_probe().unwrap().size_bytes().unwrap(), Some(2 * MIB - 512));
     assert_eq!(told.refresh().unwrap(), 2 * MIB - 512);
 }
 
@@ -275,13 +275,13 @@ fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
     let file = temp_file(MIB);
     let source = open(&file, false);
     source.inherit(Some(libc::EIO), false);
-    let mut tries = Tries::new(&source.shared.troubles);
+    let mut tries = RetryState::new(&source.shared.retry_stats);
     let no_space = io::Error::from_raw_os_error(libc::ENOSPC);
-    assert!(tries.failed(ErrorAction::Hold, &no_space, Instant::now()).is_some());
+    assert!(tries.record_failure(ErrorAction::Hold, &no_space, Instant::now()).is_some());
     assert_eq!(source.state(), DiskState::Lost);
-    assert!(matches!(source.failed_waiting(), Some(DiskState::Held(_))));
+    assert!(matches!(source.retry_state(), Some(DiskState::Held(_))));
     drop(tries);
-    assert_eq!(source.failed_waiting(), None);
+    assert_eq!(source.retry_state(), None);
 }
 
 /// Requests wait for an end that is away: they are neither lost nor failed, until the disk is given

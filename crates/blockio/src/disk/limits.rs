@@ -187,7 +187,7 @@ impl Buckets {
 
     /// Takes over the debts of buckets in another process, which had the same limits. A different
     /// number of debts belongs to different limits, and is ignored.
-    pub(super) fn owe(&self, debts: &[u64], now: Instant) {
+    pub(super) fn set_debts(&self, debts: &[u64], now: Instant) {
         if debts.len() != self.all.len() {
             return;
         }
@@ -278,17 +278,17 @@ mod tests {
         let debts = before.debts(later);
         assert_eq!(debts, [12_000_000_000, 6_000_000_000, 120_000_000]);
         let after = Buckets::new(&limits, later);
-        after.owe(&debts, later);
+        after.set_debts(&debts, later);
         assert_eq!(after.debts(later), debts);
         let next = |buckets: &Buckets| buckets.take(Read, 1, later) - later;
         assert_eq!(next(&after), next(&before));
         assert_eq!(before.debts(later + Duration::from_mins(1)), [0; 3]);
         let other = Buckets::new(&of_requests(rate(10)), later);
-        other.owe(&debts, later);
+        other.set_debts(&debts, later);
         assert_eq!(other.debts(later), [0]);
         // An absurd debt does not overflow, and a smaller one forgives nothing.
-        after.owe(&[u64::MAX; 3], later);
-        after.owe(&[0; 3], later);
+        after.set_debts(&[u64::MAX; 3], later);
+        after.set_debts(&[0; 3], later);
         assert_eq!(after.debts(later)[0], u64::MAX.div_ceil(TICKS_PER_NANOSECOND));
     }
 

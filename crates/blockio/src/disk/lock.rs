@@ -16,7 +16,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::holder::{self, Holders};
+use super::lock_holder::{self, LockHolders};
 use crate::error::Error;
 use iomem::fits;
 
@@ -48,21 +48,21 @@ pub(super) enum Conflict {
 
 /// Runs `open` until it meets no conflict, for two seconds at most. Does not retry if `at_once`, or
 /// if this very process is in the way. The same user is always another process.
-pub(super) fn patiently<T>(
+pub(super) fn retry_open<T>(
     path: &Path,
     at_once: bool,
-    mut open: impl FnMut() -> Result<T, Attempt>,
+    mut open: impl FnMut() -> Result<T, OpenError>,
 ) -> Result<T, Error> {
     let end = Instant::now() + PATIENCE;
     loop {
         let conflict = match open() {
             Ok(value) => return Ok(value),
-            Err(Attempt::Failed(error)) => return Err(error),
-            Err(Attempt::Conflict(conflict)) => conflict,
+            Err(OpenError::Failed(error)) => return Err(error),
+            Err(OpenError::Conflict(conflict)) => conflict,
         };
         let is_own = match conflict {
-            Conflict::Locked => holder::is_this_process(path, true),
-            Conflict::Claimed => holder::is_this_process(path, false),
+            Conflict::Locked => lock_holder::is_this_process(path, true),
+            Conflict::Claimed => lock_holder::is_this_process(path, false),
             Conflict::SameUser => false,
         };
         if Instant::now() >= end || is_own || at_once {
@@ -73,19 +73,19 @@ pub(super) fn patiently<T>(
 }
 
 /// The failure of one attempt to open a file.
-pub(super) enum Attempt {
+pub(super) enum OpenError {
     Conflict(Conflict),
     Failed(Error),
 }
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
     let (by, is_user_known) =
-        match (conflict, holder::holders(path, matches!(conflict, Conflict::Locked))) {
+        match (conflict, lock_holder::holders(path, matches!(conflict, Conflict::Locked))) {
             // Further users may have the file open, too.
             (Conflict::SameUser, _) => (String::new(), false),
-            (_, Holders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
-            (_, Holders::Others(names)) => (names, true),
-            (_, Holders::Unknown) => {
+            (_, LockHolders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
+            (_, LockHolders::Programs(names)) => (names, true),
+            (_, LockHolders::Unknown) => {
                 let who =
                     "a program that is not visible here, or operations of one that was killed";
                 (who.to_owned(), false)
@@ -233,9 +233,9 @@ mod tests {
     fn a_disk_that_is_in_use_is_tried_once_by_those_who_ask_for_that() {
         let named = tempfile::NamedTempFile::new().unwrap();
         let mut tries = 0;
-        let refused = patiently(named.path(), true, || {
+        let refused = retry_open(named.path(), true, || {
             tries += 1;
-            Err::<(), _>(Attempt::Conflict(Conflict::SameUser))
+            Err::<(), _>(OpenError::Conflict(Conflict::SameUser))
         });
         assert!(matches!(refused, Err(Error::InUse { is_user_known: false, .. })), "{refused:?}");
         assert_eq!(tries, 1);

@@ -27,9 +27,9 @@ use iomem::{Buffers, fits};
 
 use self::header::{Header, MAGIC, Payload};
 use self::xts::{CHUNK_BYTES, Cipher, Direction};
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
-use super::outside::Outside;
-use super::seam::{Opened, OtherDisk, OtherSource, Request};
+use super::driver::{Driver, DriverSource, Opened, Request};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use super::{Disk, DiskSource, SourceKind};
 use crate::bounce::BounceShare;
@@ -93,7 +93,7 @@ impl DiskSource {
         let volume = Arc::new(Volume { cipher, header, block: logical_block_bytes });
         let source = LuksSource { info, below, volume, discard: options.discard };
         source.check(info.size_bytes)?;
-        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+        Ok(Self::new(info, SourceKind::Driver(Arc::new(source))))
     }
 }
 
@@ -143,7 +143,7 @@ impl Reader {
         let config =
             IoThreadConfig { engine: EngineConfig::Threads, depth: 8, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config)?;
-        let source = source.for_a_look()?;
+        let source = source.for_probe()?;
         let disk = source.attach(thread.io());
         Ok(Self { thread, disk, _source: source })
     }
@@ -208,8 +208,8 @@ impl LuksSource {
     }
 }
 
-impl OtherSource for LuksSource {
-    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
+impl DriverSource for LuksSource {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
         Box::new(LuksDisk {
             below: self.below.attach_with(io, engine),
             volume: Arc::clone(&self.volume),
@@ -219,11 +219,11 @@ impl OtherSource for LuksSource {
         })
     }
 
-    fn apart(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
         let Self { info, discard, .. } = *self;
-        Ok(self.below.apart()?.map(|below| {
+        Ok(self.below.reopen_for_probe()?.map(|below| {
             let source = Self { info, below, volume: Arc::clone(&self.volume), discard };
-            (info, Arc::new(source) as Arc<dyn OtherSource>)
+            (info, Arc::new(source) as Arc<dyn DriverSource>)
         }))
     }
 
@@ -245,7 +245,7 @@ impl OtherSource for LuksSource {
         self.below.identity()
     }
 
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<Placement> {
         Some(self.below.place())
     }
 
@@ -304,19 +304,19 @@ impl OtherSource for LuksSource {
         self.below.leave();
     }
 
-    fn outside(&self) -> Option<Arc<Outside>> {
-        let (block, below) = (u64::from(self.volume.block), self.below.outside()?);
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
+        let (block, below) = (u64::from(self.volume.block), self.below.size_probe()?);
         let look = move || Ok(below.size_bytes()?.filter(|size| size.is_multiple_of(block)));
-        Some(Arc::new(Outside::other(look)))
+        Some(Arc::new(SizeProbe::other(look)))
     }
 
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         let size_bytes = self.below.refresh()?;
         self.check(size_bytes).map(|()| size_bytes)
     }
 
-    fn find_space(&self) -> Result<(), Error> {
-        self.below.find_space()
+    fn probe_space(&self) -> Result<(), Error> {
+        self.below.probe_space()
     }
 
     fn known_size(&self) -> Result<u64, Error> {
@@ -372,7 +372,11 @@ impl LuksDisk {
         }
     }
 
-    async fn read_pieces(&self, mut offset: u64, mut buffers: Buffers) -> Result<(), Unfinished> {
+    async fn read_pieces(
+        &self,
+        mut offset: u64,
+        mut buffers: Buffers,
+    ) -> Result<(), TransferError> {
         while !buffers.is_empty() {
             let read = async {
                 let memory = self.own_memory(buffers.bytes() as u64).await?;
@@ -382,7 +386,7 @@ impl LuksDisk {
             };
             let piece = match read.await {
                 Ok(piece) => piece,
-                Err(error) => return Err(Unfinished::new(error, buffers)),
+                Err(error) => return Err(TransferError::new(error, buffers)),
             };
             self.convert(Direction::Decrypt, offset, &piece, &buffers);
             buffers.advance(piece.bytes());
@@ -396,11 +400,11 @@ impl LuksDisk {
         mut offset: u64,
         mut buffers: Buffers,
         fua: bool,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         while !buffers.is_empty() {
             let memory = match self.own_memory(buffers.bytes() as u64).await {
                 Ok(memory) => memory,
-                Err(error) => return Err(Unfinished::new(error, buffers)),
+                Err(error) => return Err(TransferError::new(error, buffers)),
             };
             let bytes = memory.bytes();
             self.convert(Direction::Encrypt, offset, &buffers, &memory);
@@ -409,7 +413,7 @@ impl LuksDisk {
             buffers.advance(bytes - left);
             if let Err(unfinished) = result {
                 let (error, _) = unfinished.into_parts();
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             offset += bytes as u64;
         }
@@ -439,8 +443,8 @@ impl LuksDisk {
 }
 
 /// All requests are of whole sectors: the logical block is at least one.
-impl OtherDisk for LuksDisk {
-    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+impl Driver for LuksDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
         Box::pin(self.read_pieces(offset, buffers))
     }
 
@@ -449,7 +453,7 @@ impl OtherDisk for LuksDisk {
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'_, Result<(), TransferError>> {
         Box::pin(self.write_pieces(offset, buffers, fua))
     }
 

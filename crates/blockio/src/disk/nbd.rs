@@ -50,9 +50,9 @@ use std::time::Duration;
 
 use iomem::Buffers;
 
+use super::driver::{Driver, DriverSource};
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
-use super::outside::Outside;
-use super::seam::{OtherDisk, OtherSource};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
 use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
@@ -100,7 +100,7 @@ impl DiskSource {
         let shared = Arc::new(Shared::new(nbd, options.read_only, silence, connected));
         let (handle, taken) = (Arc::new(Handle { shared }), AtomicU64::new(info.size_bytes));
         let source = NbdSource { handle, name, info, taken };
-        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+        Ok(Self::new(info, SourceKind::Driver(Arc::new(source))))
     }
 }
 
@@ -207,8 +207,8 @@ impl NbdSource {
     }
 }
 
-impl OtherSource for NbdSource {
-    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn OtherDisk> {
+impl DriverSource for NbdSource {
+    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn Driver> {
         Box::new(NbdDisk::new(&self.handle, io))
     }
 
@@ -298,15 +298,15 @@ impl OtherSource for NbdSource {
         Ok(())
     }
 
-    fn outside(&self) -> Option<Arc<Outside>> {
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         let shared = Arc::clone(self.shared());
         // The size that each new connection receives. A server asked every second would need room
         // for one more connection.
         let look = move || Ok(Some(shared.size_bytes()));
-        Some(Arc::new(Outside::other(look)))
+        Some(Arc::new(SizeProbe::other(look)))
     }
 
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         let shared = self.shared();
         let (facts, asked) = match connect::ask(&shared.options) {
             Ok(answer) => answer,

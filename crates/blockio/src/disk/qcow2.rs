@@ -60,9 +60,9 @@ use room::Room;
 use storage::Store;
 use table::{LAYERS_MAX, Table};
 
-use super::info::{Abilities, DiskInfo, DiskState, Link, Place};
-use super::outside::Outside;
-use super::seam::{Opened, OtherDisk, OtherSource};
+use super::driver::{Driver, DriverSource, Opened};
+use super::info::{Abilities, DiskInfo, DiskState, Link, Placement};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
@@ -79,7 +79,7 @@ impl DiskSource {
     /// If the image is damaged, or has more than 32 layers.
     pub fn qcow2(layers: Vec<Layer>, is_deferred: bool) -> Result<Self, Error> {
         let (info, source) = open_image(layers, is_deferred)?;
-        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+        Ok(Self::new(info, SourceKind::Driver(Arc::new(source))))
     }
 }
 
@@ -119,7 +119,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         true => None,
         false => look_if_marked(&source, &header, is_deferred)?,
     };
-    let may_be_marked = !below.read_only && header.may_be_marked() && source.is_held_alone();
+    let may_be_marked = !below.read_only && header.may_be_marked() && source.is_exclusive();
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
     let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
@@ -173,7 +173,7 @@ fn look_if_marked(
         return Ok(None);
     }
     // A process that hands the image over has marked it, unless its counts are only in memory.
-    if !header.may_be_marked() || !(source.is_held_alone() || is_deferred) {
+    if !header.may_be_marked() || !(source.is_exclusive() || is_deferred) {
         return Err(refused(source, header.why_not_written().to_owned()));
     }
     if is_deferred { Ok(None) } else { leaks::find(source, header) }
@@ -267,17 +267,17 @@ impl Qcow2Source {
     }
 }
 
-impl OtherSource for Qcow2Source {
-    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
+impl DriverSource for Qcow2Source {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
         Box::new(Qcow2Disk::new(&self.image, io, engine))
     }
 
-    fn apart(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
         if !self.is_deferred {
             return Ok(None);
         }
         let layers = self.image.core.layers.iter().map(|Layer { source, header }| {
-            let source = source.for_a_look()?.for_reading();
+            let source = source.for_probe()?.for_reading();
             Ok(Layer { source, header: header.clone() })
         });
         let (info, source) = open_image(layers.collect::<Result<_, Error>>()?, false)?;
@@ -304,8 +304,8 @@ impl OtherSource for Qcow2Source {
         &self.identity
     }
 
-    fn place(&self) -> Option<Place> {
-        Some(Place { is_spread: true, ..self.below().place() })
+    fn place(&self) -> Option<Placement> {
+        Some(Placement { is_spread: true, ..self.below().place() })
     }
 
     fn abilities(&self) -> Abilities {
@@ -384,21 +384,21 @@ impl OtherSource for Qcow2Source {
     }
 
     /// Probes the space for the image. The disk in it never changes its size by itself.
-    fn outside(&self) -> Option<Arc<Outside>> {
-        let below = self.below().outside().filter(|_| self.has_given_space())?;
-        Some(Arc::new(Outside::other(move || below.size_bytes().map(|_| None))))
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
+        let below = self.below().size_probe().filter(|_| self.has_given_space())?;
+        Some(Arc::new(SizeProbe::other(move || below.size_bytes().map(|_| None))))
     }
 
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         self.known_size()
     }
 
-    fn find_space(&self) -> Result<(), Error> {
-        self.below().find_space()?;
+    fn probe_space(&self) -> Result<(), Error> {
+        self.below().probe_space()?;
         if self.has_given_space() {
             // The owner takes over more space. Less space is not taken over: tables behind its end
             // would read as zeroes.
-            self.below().find_size()?;
+            self.below().probe_size()?;
         }
         Ok(())
     }

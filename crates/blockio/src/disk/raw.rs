@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use iomem::Buffers;
 
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
-use super::outside::Outside;
-use super::seam::{InFile, Opened, OtherDisk, OtherSource, Request};
+use super::driver::{Driver, DriverSource, FilePosition, Opened, Request};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use super::{Disk, DiskSource, SourceKind};
 use crate::config::EngineKind;
@@ -30,7 +30,7 @@ impl DiskSource {
         size_bytes: Option<u64>,
     ) -> Result<Self, Error> {
         let (info, source) = open(below, offset_bytes, size_bytes)?;
-        Ok(Self::new(info, SourceKind::Other(source)))
+        Ok(Self::new(info, SourceKind::Driver(source)))
     }
 }
 
@@ -109,15 +109,15 @@ struct RawSource {
     identity: String,
 }
 
-impl OtherSource for RawSource {
-    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
+impl DriverSource for RawSource {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
         let below = self.below.attach_with(io, engine);
         Box::new(RawDisk { below, offset_bytes: self.part.offset_bytes })
     }
 
-    fn apart(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
-        let below = self.below.apart()?;
+        let below = self.below.reopen_for_probe()?;
         below.map(|below| open(below, offset_bytes, size_bytes)).transpose()
     }
 
@@ -134,7 +134,7 @@ impl OtherSource for RawSource {
         &self.identity
     }
 
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<Placement> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
         // The part was checked to lie there.
         Some(self.below.place().part(offset_bytes, size_bytes))
@@ -200,23 +200,23 @@ impl OtherSource for RawSource {
         self.below.leave();
     }
 
-    fn outside(&self) -> Option<Arc<Outside>> {
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         if self.part.size_bytes.is_some() {
             return None;
         }
-        let (part, below) = (self.part, self.below.outside()?);
+        let (part, below) = (self.part, self.below.size_probe()?);
         // A disk that ends before the part begins has no size to report.
         let look = move || Ok(below.size_bytes()?.and_then(|size| part.size_within(size).ok()));
-        Some(Arc::new(Outside::other(look)))
+        Some(Arc::new(SizeProbe::other(look)))
     }
 
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         let size = self.part.size_within(self.below.refresh()?);
         size.map_err(|reason| refused(&self.below, reason))
     }
 
-    fn find_space(&self) -> Result<(), Error> {
-        self.below.find_space()
+    fn probe_space(&self) -> Result<(), Error> {
+        self.below.probe_space()
     }
 
     fn known_size(&self) -> Result<u64, Error> {
@@ -261,12 +261,17 @@ struct RawDisk {
 
 /// Offsets do not overflow: [`Disk`] has checked that they lie on this disk, which lies on the disk
 /// below.
-impl OtherDisk for RawDisk {
-    fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
-        self.below.straight(kind, self.offset_bytes + offset, buffers)
+impl Driver for RawDisk {
+    fn route_to_file(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        buffers: &mut Buffers,
+    ) -> Option<FilePosition<'_>> {
+        self.below.route_to_file(kind, self.offset_bytes + offset, buffers)
     }
 
-    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
         Box::pin(self.below.read(self.offset_bytes + offset, buffers))
     }
 
@@ -275,7 +280,7 @@ impl OtherDisk for RawDisk {
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'_, Result<(), TransferError>> {
         Box::pin(self.below.write(self.offset_bytes + offset, buffers, fua))
     }
 

@@ -8,9 +8,9 @@ mod api;
 mod image;
 pub(super) mod name;
 mod open;
+mod pending_ops;
 mod requests;
 mod shared;
-mod waiting;
 
 use std::io;
 use std::rc::Rc;
@@ -20,13 +20,13 @@ use std::time::Duration;
 use std::{fmt, thread};
 
 use self::name::RbdImage;
-use self::open::Facts;
+use self::open::ImageProperties;
+use self::pending_ops::AwayState;
 use self::requests::RbdDisk;
 use self::shared::Shared;
-use self::waiting::Oldest;
+use super::driver::{Driver, DriverSource};
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link};
-use super::outside::Outside;
-use super::seam::{OtherDisk, OtherSource};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
 use crate::clock;
@@ -60,13 +60,13 @@ impl DiskSource {
             info,
             _end: end,
         };
-        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+        Ok(Self::new(info, SourceKind::Driver(Arc::new(source))))
     }
 }
 
 struct RbdSource {
     shared: Arc<Shared>,
-    facts: Facts,
+    facts: ImageProperties,
     image: RbdImage,
     options: DiskOptions,
     /// The properties at open.
@@ -81,8 +81,8 @@ impl fmt::Debug for RbdSource {
     }
 }
 
-impl OtherSource for RbdSource {
-    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn OtherDisk> {
+impl DriverSource for RbdSource {
+    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn Driver> {
         Box::new(RbdDisk::new(&self.shared, io))
     }
 
@@ -120,13 +120,13 @@ impl OtherSource for RbdSource {
     fn state(&self) -> DiskState {
         match self.shared.image.waiting().away() {
             _ if self.shared.loss().is_err() => DiskState::Lost,
-            Some(Oldest { since, .. }) => DiskState::Away(since),
+            Some(AwayState { since, .. }) => DiskState::Away(since),
             None => DiskState::Ready,
         }
     }
 
     fn remark(&self) -> Option<String> {
-        let Oldest { ops, .. } = self.shared.image.waiting().away()?;
+        let AwayState { ops, .. } = self.shared.image.waiting().away()?;
         Some(format!("{ops} operations wait for the cluster"))
     }
 
@@ -169,23 +169,23 @@ impl OtherSource for RbdSource {
         }
     }
 
-    fn outside(&self) -> Option<Arc<Outside>> {
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         if self.has_snapshot() {
             return None;
         }
         let shared = Arc::downgrade(&self.shared);
-        Some(Arc::new(Outside::other(move || {
+        Some(Arc::new(SizeProbe::other(move || {
             let Some(shared) = shared.upgrade() else { return Ok(None) };
             // After an error, the next probe asks again.
-            shared.known_size().map_or_else(|| shared.find_size(), Ok).map(Some)
+            shared.known_size().map_or_else(|| shared.probe_size(), Ok).map(Some)
         })))
     }
 
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         if self.info.read_only && !self.has_snapshot() {
-            return self.look_at_size();
+            return self.reopen_for_size();
         }
-        let size = self.shared.find_size();
+        let size = self.shared.probe_size();
         let size = size.map_err(|error| {
             self.shared.refused(&format!("the cluster does not say how large it is: {error}"))
         })?;
@@ -207,7 +207,7 @@ impl OtherSource for RbdSource {
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
         let resized = self.shared.image.resize(size_bytes);
-        let found = resized.and_then(|()| self.shared.find_size()).map_err(|error| {
+        let found = resized.and_then(|()| self.shared.probe_size()).map_err(|error| {
             self.shared.refused(&format!("it cannot be given {size_bytes} bytes: {error}"))
         })?;
         if found == size_bytes {
@@ -233,7 +233,7 @@ impl RbdSource {
 
     /// Opens the image once more to find its size. While an image is open for reading only, librbd
     /// learns of no new size, and reads nothing beyond the old one.
-    fn look_at_size(&self) -> Result<u64, Error> {
+    fn reopen_for_size(&self) -> Result<u64, Error> {
         let (_, now, _) = open::open(&self.image, &self.options)?;
         if now.size_bytes == self.info.size_bytes {
             return Ok(now.size_bytes);
@@ -268,7 +268,7 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     Ok(end)
 }
 
-fn tell(name: &str, unanswered: &mut StallLog, away: Option<Oldest>) {
+fn tell(name: &str, unanswered: &mut StallLog, away: Option<AwayState>) {
     match unanswered.next_line(clock::now(), away.map(|oldest| oldest.since)) {
         Some(Line::Waits(age)) => tracing::warn!(
             "rbd {name}: the cluster has not answered an operation for {} s; {} operations wait \

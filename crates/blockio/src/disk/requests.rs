@@ -6,10 +6,10 @@ use std::rc::Rc;
 
 use iomem::Buffers;
 
-use super::gate::{Anybody, Requester, STEP_BYTES};
-use super::info::Unfinished;
+use super::driver::Route;
+use super::info::TransferError;
 use super::limits::Direction;
-use super::seam::Way;
+use super::throttle::{NoRequester, Requester, STEP_BYTES};
 use super::{Disk, Kind, Requests, null};
 use crate::op::OpKind;
 
@@ -23,15 +23,15 @@ impl Disk {
     /// The disk for requests about which `requester` is consulted.
     #[inline]
     #[must_use]
-    pub fn asking<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
+    pub fn with_requester<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
         Requests { disk: self, requester }
     }
 
     /// The disk for requests without a requester.
     #[inline]
     #[must_use]
-    pub fn asking_nobody(&self) -> Requests<'_> {
-        self.asking(&Anybody)
+    pub fn without_requester(&self) -> Requests<'_> {
+        self.with_requester(&NoRequester)
     }
 
     /// See [`Requests::read`].
@@ -44,8 +44,8 @@ impl Disk {
         &self,
         offset: u64,
         buffers: Buffers,
-    ) -> impl Future<Output = Result<(), Unfinished>> {
-        self.asking_nobody().read(offset, buffers)
+    ) -> impl Future<Output = Result<(), TransferError>> {
+        self.without_requester().read(offset, buffers)
     }
 
     /// See [`Requests::write`].
@@ -59,8 +59,8 @@ impl Disk {
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> impl Future<Output = Result<(), Unfinished>> {
-        self.asking_nobody().write(offset, buffers, fua)
+    ) -> impl Future<Output = Result<(), TransferError>> {
+        self.without_requester().write(offset, buffers, fua)
     }
 
     /// See [`Requests::read_part`].
@@ -69,7 +69,7 @@ impl Disk {
     ///
     /// As for [`Requests::read_part`].
     pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
-        self.asking_nobody().read_part(offset, len).await
+        self.without_requester().read_part(offset, len).await
     }
 
     /// See [`Requests::discard`].
@@ -78,7 +78,7 @@ impl Disk {
     ///
     /// As for [`Requests::discard`].
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.asking_nobody().discard(offset, len).await
+        self.without_requester().discard(offset, len).await
     }
 
     /// See [`Requests::write_zeroes`].
@@ -87,7 +87,7 @@ impl Disk {
     ///
     /// As for [`Requests::write_zeroes`].
     pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
-        self.asking_nobody().write_zeroes(offset, len, may_unmap).await
+        self.without_requester().write_zeroes(offset, len, may_unmap).await
     }
 }
 
@@ -109,22 +109,22 @@ impl<'a> Requests<'a> {
         self,
         offset: u64,
         buffers: Buffers,
-    ) -> impl Future<Output = Result<(), Unfinished>> + use<'a> {
+    ) -> impl Future<Output = Result<(), TransferError>> + use<'a> {
         async move {
             let mut buffers = buffers;
             let end = offset.wrapping_add(buffers.bytes() as u64);
             let is_short = buffers.bytes() <= STEP_BYTES;
-            let way = match is_short && self.disk.is_direct(offset, end) {
-                true => self.disk.way(OpKind::Read, offset, &mut buffers),
-                false => Way::Otherwise,
+            let route = match is_short && self.disk.is_direct(offset, end) {
+                true => self.disk.route(OpKind::Read, offset, &mut buffers),
+                false => Route::SlowPath,
             };
-            match way {
-                Way::Otherwise => self.read_otherwise(offset, buffers).await,
-                Way::Nowhere => {
+            match route {
+                Route::SlowPath => self.read_slow(offset, buffers).await,
+                Route::Done => {
                     buffers.wrote(buffers.bytes());
                     Ok(())
                 }
-                Way::File(file, offset) => match file.read(offset, buffers).await {
+                Route::File(file, offset) => match file.read(offset, buffers).await {
                     Err(unfinished) => self.read_again(end, unfinished).await,
                     done => done,
                 },
@@ -155,7 +155,7 @@ impl<'a> Requests<'a> {
             let mut part = match &self.disk.kind {
                 Kind::File(disk) => disk.read_part(offset, len, block).await,
                 Kind::Null => null::read_part(len, block),
-                Kind::Other(other) => other.read_part(offset, len, block).await,
+                Kind::Driver(driver) => driver.read_part(offset, len, block).await,
             }?;
             part.keep(Rc::new(turn));
             Ok(part)
@@ -178,17 +178,18 @@ impl<'a> Requests<'a> {
         offset: u64,
         mut buffers: Buffers,
         fua: bool,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         let end = offset.wrapping_add(buffers.bytes() as u64);
         let is_short = buffers.bytes() <= STEP_BYTES;
-        let way = match is_short && !self.disk.info.read_only && self.disk.is_direct(offset, end) {
-            true => self.disk.way(OpKind::Write { fua }, offset, &mut buffers),
-            false => Way::Otherwise,
+        let route = match is_short && !self.disk.info.read_only && self.disk.is_direct(offset, end)
+        {
+            true => self.disk.route(OpKind::Write { fua }, offset, &mut buffers),
+            false => Route::SlowPath,
         };
-        match way {
-            Way::Otherwise => self.write_otherwise(offset, buffers, fua).await,
-            Way::Nowhere => Ok(()),
-            Way::File(file, offset) => match file.write(offset, buffers, fua).await {
+        match route {
+            Route::SlowPath => self.write_slow(offset, buffers, fua).await,
+            Route::Done => Ok(()),
+            Route::File(file, offset) => match file.write(offset, buffers, fua).await {
                 Err(unfinished) => self.write_again(end, fua, unfinished).await,
                 done => done,
             },
@@ -207,7 +208,7 @@ impl<'a> Requests<'a> {
         self.govern(Direction::Write, (offset, len), 0, || async move {
             match &self.disk.kind {
                 Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
-                Kind::Other(other) if len > 0 => other.disk.discard(offset, len).await,
+                Kind::Driver(driver) if len > 0 => driver.disk.discard(offset, len).await,
                 _ => Ok(()),
             }
         })
@@ -235,7 +236,9 @@ impl<'a> Requests<'a> {
                 match &self.disk.kind {
                     Kind::File(disk) => disk.write_zeroes(start, piece.1, may_unmap).await,
                     Kind::Null => Ok(()),
-                    Kind::Other(other) => other.disk.write_zeroes(start, piece.1, may_unmap).await,
+                    Kind::Driver(driver) => {
+                        driver.disk.write_zeroes(start, piece.1, may_unmap).await
+                    }
                 }
             })
             .await?;

@@ -16,15 +16,15 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 /// The retries of one op. Progress starts a new count. Few ops have any, so they are kept out of
 /// its future.
 #[derive(Debug, Default)]
-pub(super) struct Retries(Option<Box<Tries>>);
+pub(super) struct OpRetries(Option<Box<Attempts>>);
 
 #[derive(Debug)]
-struct Tries {
+struct Attempts {
     since: Instant,
     pause: Duration,
 }
 
-impl Retries {
+impl OpRetries {
     /// Returns true if an op that ended with `error` may be retried at all.
     #[inline]
     pub(super) fn are_for(error: &io::Error) -> bool {
@@ -34,7 +34,7 @@ impl Retries {
     /// Waits for the next try of an op. Returns false if it was tried for long enough.
     pub(super) async fn wait(&mut self, io: &Io) -> bool {
         let now = clock::now();
-        let first = || Box::new(Tries { since: now, pause: Duration::ZERO });
+        let first = || Box::new(Attempts { since: now, pause: Duration::ZERO });
         let tries = self.0.get_or_insert_with(first);
         if now.saturating_duration_since(tries.since) >= PATIENCE {
             return false;
@@ -58,7 +58,7 @@ mod tests {
         let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         let pauses = async {
-            let (mut retries, mut pauses) = (Retries::default(), Vec::new());
+            let (mut retries, mut pauses) = (OpRetries::default(), Vec::new());
             loop {
                 let began = Instant::now();
                 if !retries.wait(thread.io()).await {

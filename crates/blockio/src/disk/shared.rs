@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use super::error_policy::{ErrorPolicy, RetryStats};
 use super::info::DiskInfo;
 use super::limits::{Buckets, Limits};
-use super::trouble::{ErrorPolicy, Troubles};
-use super::waiting::{Bell, Turns};
+use super::wait_queue::{Bell, FairSemaphore};
 use crate::clock;
 use crate::error::Error;
 
@@ -21,8 +21,8 @@ pub(super) struct Shared {
     direct_bytes: AtomicU64,
     /// The number of probes for the size that have begun, and the number of the probe that found
     /// it. The latter changes with the size, under the lock of the rules.
-    looks: AtomicU64,
-    found_by: AtomicU64,
+    probes: AtomicU64,
+    found_by_probe: AtomicU64,
     /// The rules. Queues keep references to them.
     rules: Mutex<Arc<Rules>>,
     /// The number of changes of the rules.
@@ -32,8 +32,8 @@ pub(super) struct Shared {
     /// Rings when waiting requests must check again: after a change of these, or when queues stop.
     pub(super) bell: Bell,
     /// Reads and writes that wait for the limits of a group, one of each on this disk at a time.
-    pub(super) turns: [Turns; 2],
-    pub(super) troubles: Troubles,
+    pub(super) turns: [FairSemaphore; 2],
+    pub(super) retry_stats: RetryStats,
     /// The format of the image that a disk without a format seems to be.
     foreign_format: OnceLock<&'static str>,
     /// True if the disk is no longer needed.
@@ -56,14 +56,14 @@ impl Shared {
         Self {
             size_bytes: AtomicU64::new(size_bytes),
             direct_bytes: AtomicU64::new(size_bytes),
-            looks: AtomicU64::new(0),
-            found_by: AtomicU64::new(0),
+            probes: AtomicU64::new(0),
+            found_by_probe: AtomicU64::new(0),
             rules: Mutex::default(),
             generation: AtomicU64::new(0),
             resumed: AtomicU64::new(0),
             bell: Bell::default(),
             turns: Default::default(),
-            troubles: Troubles::default(),
+            retry_stats: RetryStats::default(),
             foreign_format: OnceLock::new(),
             is_given_up: AtomicBool::new(false),
         }
@@ -89,19 +89,19 @@ impl Shared {
     }
 
     pub(super) fn set_size_bytes(&self, size_bytes: u64) {
-        self.has_found(self.begin_look(), size_bytes);
+        self.finish_probe(self.begin_probe(), size_bytes);
     }
 
     /// Begins a probe for the present size, which may take long. Returns its number.
-    pub(super) fn begin_look(&self) -> u64 {
-        self.looks.fetch_add(1, Ordering::Relaxed) + 1
+    pub(super) fn begin_probe(&self) -> u64 {
+        self.probes.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Takes over the size that a probe has found, unless a later probe has found one.
-    pub(super) fn has_found(&self, look: u64, size_bytes: u64) {
+    pub(super) fn finish_probe(&self, probe: u64, size_bytes: u64) {
         let rules = self.lock();
-        if look >= self.found_by.load(Ordering::Relaxed) {
-            self.found_by.store(look, Ordering::Relaxed);
+        if probe >= self.found_by_probe.load(Ordering::Relaxed) {
+            self.found_by_probe.store(probe, Ordering::Relaxed);
             self.size_bytes.store(size_bytes, Ordering::Relaxed);
             self.set_direct(&rules);
         }
@@ -144,8 +144,8 @@ impl Shared {
         debts(self.lock().own.as_ref())
     }
 
-    pub(super) fn owe(&self, debts: &[u64]) {
-        owe(self.lock().own.as_ref(), debts);
+    pub(super) fn set_debts(&self, debts: &[u64]) {
+        set_debts(self.lock().own.as_ref(), debts);
     }
 
     pub(super) fn set_errors(&self, errors: ErrorPolicy) {
@@ -195,9 +195,9 @@ fn debts(buckets: Option<&Arc<Buckets>>) -> Vec<u64> {
     buckets.map_or(Vec::new(), |buckets| buckets.debts(clock::now()))
 }
 
-fn owe(buckets: Option<&Arc<Buckets>>, debts: &[u64]) {
+fn set_debts(buckets: Option<&Arc<Buckets>>, debts: &[u64]) {
     if let Some(buckets) = buckets {
-        buckets.owe(debts, clock::now());
+        buckets.set_debts(debts, clock::now());
     }
 }
 
@@ -253,8 +253,8 @@ impl LimitGroup {
 
     /// Makes requests wait as long as in a process that had these [debts](Self::debts) with the
     /// same limits.
-    pub fn owe(&self, debts: &[u64]) {
-        owe(self.lock().buckets.as_ref(), debts);
+    pub fn set_debts(&self, debts: &[u64]) {
+        set_debts(self.lock().buckets.as_ref(), debts);
     }
 
     /// Returns true if a disk that is in use is in the group.

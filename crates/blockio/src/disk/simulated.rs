@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::alignment::Alignment;
-use super::blocks::Blocks;
-use super::outside::FileEnd;
+use super::partial_blocks::Blocks;
+use super::size_probe::FileEnd;
 use super::source::FileSource;
 use super::{DiskInfo, DiskSource, SourceKind};
 
@@ -31,10 +31,10 @@ impl DiskSource {
             discard_bytes: Some(info.logical_block_bytes),
             align,
             identity: "".into(),
-            outside: None,
+            size_probe: None,
             end: Arc::new(FileEnd::unseen(info.logical_block_bytes.max(request_align))),
             blocks,
-            is_held_alone: false,
+            is_exclusive: false,
         };
         Self::new(info, SourceKind::File(file))
     }

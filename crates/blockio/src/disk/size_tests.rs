@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 
 use iomem::Buffers;
 
-use super::elsewhere::Elsewhere;
+use super::remote_stub::RemoteStub;
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::io_thread::IoThread;
@@ -72,7 +72,7 @@ fn a_file_that_was_cut_fails_beyond_its_end() {
         };
         let zero =
             |offset: u64| errno(thread.block_on(disk.write_zeroes(offset, 4096, false)).unwrap());
-        let look = || source.outside().unwrap().size_bytes().unwrap();
+        let look = || source.size_probe().unwrap().size_bytes().unwrap();
 
         let (cut, eio) = (MIB / 2 + 8192, Some(libc::EIO));
         file.as_file().set_len(cut).unwrap();
@@ -105,7 +105,7 @@ fn a_file_that_was_cut_fails_beyond_its_end() {
 /// The answer to an earlier query may come later.
 #[test]
 fn the_size_is_that_of_the_look_that_began_last() {
-    let other_end = Elsewhere::new(&[0; 4096]);
+    let other_end = RemoteStub::new(&[0; 4096]);
     let source = other_end.clone().source();
     other_end.keep_back(1);
     let asking = source.clone();

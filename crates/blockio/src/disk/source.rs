@@ -10,12 +10,12 @@ use rustix::fd::AsFd;
 use rustix::fs::{Mode, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
 
 use super::alignment::Alignment;
-use super::blocks::Blocks;
 use super::foreign;
 use super::identity;
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
-use super::lock::{Attempt, Conflict, is_still_locked, lock, lock_for, patiently};
-use super::outside::{FileEnd, Outside};
+use super::lock::{Conflict, OpenError, is_still_locked, lock, lock_for, retry_open};
+use super::partial_blocks::Blocks;
+use super::size_probe::{FileEnd, SizeProbe};
 use super::sysfs;
 use crate::error::Error;
 use crate::op::OpenFile;
@@ -32,13 +32,13 @@ pub(super) struct FileSource {
     /// See [`DiskSource::identity`](super::DiskSource::identity).
     pub(super) identity: Arc<str>,
     /// See [`DiskSource::outside`](super::DiskSource::outside).
-    pub(super) outside: Option<Arc<Outside>>,
+    pub(super) size_probe: Option<Arc<SizeProbe>>,
     pub(super) end: Arc<FileEnd>,
     /// Present if requests may be smaller than the unit of direct I/O.
     pub(super) blocks: Option<Arc<Blocks>>,
-    /// See [`DiskSource::is_held_alone`](super::DiskSource::is_held_alone).
+    /// See [`DiskSource::is_exclusive`](super::DiskSource::is_exclusive).
     #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "images ask"))]
-    pub(super) is_held_alone: bool,
+    pub(super) is_exclusive: bool,
 }
 
 impl FileSource {
@@ -54,13 +54,13 @@ impl FileSource {
         let found = found.map_err(open_error(path, options))?.file_type();
         check_type(found, options).map_err(unusable)?;
         let is_block_device = found.is_block_device();
-        let (file, is_locked) = patiently(path, options.at_once, || {
+        let (file, is_locked) = retry_open(path, options.at_once, || {
             open_alone((name, path), options, is_block_device)
         })?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
-        Self::of_open((file, is_locked), path, options, is_block_device)
+        Self::from_open((file, is_locked), path, options, is_block_device)
     }
 
     /// A file that another process has opened and locked with these options.
@@ -82,12 +82,12 @@ impl FileSource {
         }
         let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
         let is_locked = !options.no_lock && !options.read_only && is_still_locked(&file);
-        let (source, info) = Self::of_open((file, is_locked), path, options, is_block_device)?;
+        let (source, info) = Self::from_open((file, is_locked), path, options, is_block_device)?;
         source.file.loss().note_foreign_writes();
         Ok((source, info))
     }
 
-    fn of_open(
+    fn from_open(
         (file, is_locked): (File, bool),
         path: &Path,
         options: &DiskOptions,
@@ -95,7 +95,7 @@ impl FileSource {
     ) -> Result<(Self, DiskInfo), Error> {
         let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
         let mut size_bytes = size_of(&file).map_err(unusable)?;
-        let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
+        let align = Alignment::probe(&file, options.direct, is_block_device).ok_or_else(|| {
             unusable("its file system does not support direct I/O; use the page cache".into())
         })?;
         // The blocks of a device are fixed. The blocks of a file must not change with the file
@@ -119,21 +119,20 @@ impl FileSource {
             direct: options.direct,
         };
         let identity = if is_block_device {
-            identity::of_device(&file, path)
+            identity::device_identity(&file, path)
         } else {
-            identity::of_file(&file)
+            identity::file_identity(&file)
         };
         let end = Arc::new(FileEnd::unseen(logical_block_bytes.max(align.request)));
-        let outside = |data| Arc::new(Outside::new(path, &data, is_block_device, &end));
-        let outside = file.metadata().ok().map(outside);
+        let probe = |data| Arc::new(SizeProbe::new(path, &data, is_block_device, &end));
+        let size_probe = file.metadata().ok().map(probe);
         let is_rotational = sysfs::is_rotational(&file);
         let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         let identity = identity.into();
         // Opening a block device for writing has claimed it.
-        let is_held_alone =
-            !options.read_only && !options.no_lock && (is_locked || is_block_device);
+        let is_exclusive = !options.read_only && !options.no_lock && (is_locked || is_block_device);
         let source = Self {
             file,
             is_block_device,
@@ -141,10 +140,10 @@ impl FileSource {
             discard_bytes,
             align,
             identity,
-            outside,
+            size_probe,
             end,
             blocks,
-            is_held_alone,
+            is_exclusive,
         };
         Ok((source, info))
     }
@@ -153,7 +152,7 @@ impl FileSource {
     pub(super) fn size_bytes(&self, info: &DiskInfo) -> Result<u64, Error> {
         let size_bytes = size_of(self.file.as_ref()).map_err(|reason| self.unusable(reason))?;
         self.check_size(size_bytes, info)?;
-        self.end.forget();
+        self.end.invalidate();
         Ok(size_bytes)
     }
 
@@ -192,7 +191,7 @@ impl FileSource {
             size_bytes,
             error: errno.into(),
         })?;
-        self.end.forget();
+        self.end.invalidate();
         Ok(())
     }
 
@@ -232,7 +231,7 @@ impl FileSource {
 
     /// A character device, which `open` would refuse: some of them fail in useful ways.
     #[cfg(test)]
-    pub(super) fn of_device(path: &str) -> Self {
+    pub(super) fn from_device(path: &str) -> Self {
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = Arc::new(rustix::fs::open(path, flags, Mode::empty()).unwrap().into());
         let (align, identity) = (Alignment::ANY, "".into());
@@ -243,10 +242,10 @@ impl FileSource {
             discard_bytes: None,
             align,
             identity,
-            outside: None,
+            size_probe: None,
             end: Arc::new(FileEnd::unseen(512)),
             blocks: None,
-            is_held_alone: false,
+            is_exclusive: false,
         }
     }
 
@@ -312,12 +311,12 @@ fn open_alone(
     (name, path): (&Path, &Path),
     options: &DiskOptions,
     is_block: bool,
-) -> Result<(File, bool), Attempt> {
-    let failed = |error| Attempt::Failed(open_error(path, options)(error));
+) -> Result<(File, bool), OpenError> {
+    let failed = |error| OpenError::Failed(open_error(path, options)(error));
     let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
-        Some(libc::EBUSY) => Attempt::Conflict(Conflict::Claimed),
+        Some(libc::EBUSY) => OpenError::Conflict(Conflict::Claimed),
         // Another program has a lease, which the kernel has asked it to give up.
-        Some(libc::EWOULDBLOCK) => Attempt::Conflict(Conflict::Locked),
+        Some(libc::EWOULDBLOCK) => OpenError::Conflict(Conflict::Locked),
         _ => failed(error),
     })?;
     let opened = file.metadata().map_err(failed)?.file_type();
@@ -326,16 +325,17 @@ fn open_alone(
         true => check_type(opened, options),
         false => Err("it has become something else while it was opened; try again".into()),
     };
-    checked.map_err(|reason| Attempt::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
+    checked
+        .map_err(|reason| OpenError::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
     // io_uring reads a file with `O_NONBLOCK` in another way.
     let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
     fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
     let is_locked = match options.no_lock {
         true => false,
-        false => lock(&file, path, options.read_only).map_err(Attempt::Conflict)?,
+        false => lock(&file, path, options.read_only).map_err(OpenError::Conflict)?,
     };
     if let Some(user) = options.user {
-        lock_for(&file, user).map_err(Attempt::Conflict)?;
+        lock_for(&file, user).map_err(OpenError::Conflict)?;
     }
     Ok((file, is_locked))
 }
@@ -443,7 +443,7 @@ mod tests {
         for (path, is_block) in
             [(&*pipe, false), (&folder, false), (&root.path().join("secret"), true)]
         {
-            let Err(Attempt::Failed(error)) = open_alone((path, path), &options, is_block) else {
+            let Err(OpenError::Failed(error)) = open_alone((path, path), &options, is_block) else {
                 panic!("{} was opened", path.display())
             };
             assert!(matches!(error, Error::Unusable { .. }), "{error}");

@@ -2,7 +2,7 @@
 
 use iomem::Buffers;
 
-use super::elsewhere::{Elsewhere, Event};
+use super::remote_stub::{Event, RemoteStub};
 use super::*;
 use crate::config::IoThreadConfig;
 use crate::io_thread::IoThread;
@@ -10,11 +10,11 @@ use crate::io_thread::IoThread;
 const MIB: usize = 1 << 20;
 
 /// A layer of 4 MiB over a disk that keeps a journal.
-fn layers() -> Vec<(&'static str, Elsewhere, DiskSource)> {
+fn layers() -> Vec<(&'static str, RemoteStub, DiskSource)> {
     let new = |start: Vec<u8>, opened: &dyn Fn(DiskSource) -> DiskSource, name| {
         let mut content = start;
         content.resize(content.len() + 4 * MIB, 0);
-        let below = Elsewhere::new(&content);
+        let below = RemoteStub::new(&content);
         (name, below.clone(), opened(below.source()))
     };
     vec![

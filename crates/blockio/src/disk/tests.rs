@@ -1,6 +1,6 @@
 //! Disks over the real kernel, with each engine.
 
-use super::blocks::Blocks;
+use super::partial_blocks::Blocks;
 use super::*;
 use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use crate::io_thread::IoThread;
@@ -319,7 +319,7 @@ fn zeroes_are_written_where_the_file_system_has_no_call_for_it() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_full_file_system_is_reported_as_such() {
     let info = DiskSource::null(MIB, &options(false)).unwrap().info();
-    let source = DiskSource::new(info, SourceKind::File(FileSource::of_device("/dev/full")));
+    let source = DiskSource::new(info, SourceKind::File(FileSource::from_device("/dev/full")));
     // Linux AIO does not take this device.
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
@@ -334,7 +334,7 @@ fn a_full_file_system_is_reported_as_such() {
 fn a_flush_is_an_fdatasync_with_every_engine() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let info = DiskSource::null(MIB, &options(false)).unwrap().info();
-        let file = FileSource::of_device("/dev/null");
+        let file = FileSource::from_device("/dev/null");
         let source = DiskSource::new(info, SourceKind::File(file));
         let thread = thread(engine);
         let disk = source.attach(thread.io());
@@ -353,7 +353,7 @@ fn what_is_put_off_is_tried_again_and_fails_in_the_end() {
     }
     let info =
         DiskInfo { size_bytes: 1 << 30, ..DiskSource::null(MIB, &options(false)).unwrap().info() };
-    let source = DiskSource::new(info, SourceKind::File(FileSource::of_device("/dev/kmsg")));
+    let source = DiskSource::new(info, SourceKind::File(FileSource::from_device("/dev/kmsg")));
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
     let result = thread.block_on(disk.read(0, Buffers::aligned(64 << 20, 512))).unwrap();

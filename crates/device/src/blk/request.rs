@@ -5,8 +5,8 @@ use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 
-use blockio::disk::{Direction, Requester, Requests, Waits};
-use blockio::{Disk, Io, Unfinished};
+use blockio::disk::{Direction, Requester, Requests, WaitMode};
+use blockio::{Disk, Io, TransferError};
 use iomem::Buffers;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
@@ -95,8 +95,8 @@ impl Blk {
 
 impl Handler for Blk {
     fn stop(&self, _: &Queue, kind: StopKind) {
-        self.disk.set_waits(kind.waits());
-        if kind.waits() == Waits::Never {
+        self.disk.set_wait_mode(kind.wait_mode());
+        if kind.wait_mode() == WaitMode::Never {
             self.device.access().recheck_waiting();
         }
     }
@@ -106,7 +106,7 @@ impl Handler for Blk {
     }
 
     fn resume(&self) {
-        self.disk.set_waits(Waits::Usual);
+        self.disk.set_wait_mode(WaitMode::All);
     }
 
     /// Serves one chain: reads the header, carries out the request, writes the status, pushes the
@@ -242,7 +242,8 @@ async fn admit_class(
     if let Some(class) = class {
         if access.is_exclusive() {
             queue.barrier.add_waiting(queue.not_done());
-            let check = || if blk.disk.is_ending() { Err(RequestError::Held) } else { Ok(()) };
+            let check =
+                || if blk.disk.is_stopping_for_good() { Err(RequestError::Held) } else { Ok(()) };
             let passed = access.pass(check).await;
             queue.barrier.resume();
             passed?;
@@ -269,12 +270,12 @@ impl DiskRequest<'_> {
     /// The disk, for this request. Call it at the place of use, because a kept value is copied.
     #[inline]
     fn disk(&self) -> Requests<'_> {
-        self.blk.disk.asking(self)
+        self.blk.disk.with_requester(self)
     }
 }
 
 impl Requester for DiskRequest<'_> {
-    fn waits(&self) {
+    fn on_wait(&self) {
         self.queue.barrier.suspend(self.head, self.queue.not_done());
     }
 
@@ -282,7 +283,10 @@ impl Requester for DiskRequest<'_> {
         Ok(())
     }
 
-    fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+    fn on_resume(
+        &self,
+        direction: Direction,
+    ) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
         Box::pin(async move {
             let class = match direction {
                 Direction::Read => CommandClass::Reads,
@@ -300,7 +304,7 @@ impl Requester for DiskRequest<'_> {
         })
     }
 
-    fn ends(&self) {
+    fn on_cancel(&self) {
         self.queue.barrier.resume();
     }
 
@@ -344,7 +348,7 @@ async fn write(
     let bytes = readable.bytes() as u64;
     let fua = disk_request.blk.device.write_through();
     let result = disk_request.disk().write(offset, readable, fua).await;
-    let failed = |unfinished: Unfinished| RequestError::Disk {
+    let failed = |unfinished: TransferError| RequestError::Disk {
         action: "write",
         offset,
         source: unfinished.into(),

@@ -3,7 +3,7 @@
 use std::io;
 
 use blockio::disk::Requests;
-use blockio::{Disk, Unfinished};
+use blockio::{Disk, TransferError};
 use iomem::{Buffers, RepeatedBlock};
 
 use super::cdb::{Cdb, UNMAP};
@@ -125,7 +125,7 @@ fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure 
 /// A read that failed before the `rest` of `wanted` bytes. The initiator gets the blocks before the
 /// failure and may use them: the residual and the address delimit them.
 #[cold]
-fn failed_read(range: Range, block: u32, wanted: usize, unfinished: Unfinished) -> Failure {
+fn failed_read(range: Range, block: u32, wanted: usize, unfinished: TransferError) -> Failure {
     let (source, rest) = unfinished.into_parts();
     let block: usize = iomem::fits(block, "a logical block");
     let blocks = (wanted - rest.bytes()) / block;
@@ -136,7 +136,7 @@ fn failed_read(range: Range, block: u32, wanted: usize, unfinished: Unfinished) 
 /// A write that failed before the `rest` of its range. The initiator learns the first block that
 /// was not written. If all were written, the lost block is unknown.
 #[cold]
-fn not_written(range: Range, block: u32, unfinished: Unfinished) -> Failure {
+fn not_written(range: Range, block: u32, unfinished: TransferError) -> Failure {
     let (error, rest) = unfinished.into_parts();
     let blocks = (range.bytes - rest.bytes() as u64) / u64::from(block);
     let at = DiskUse::writes("write", range.lba + blocks);
@@ -189,7 +189,7 @@ pub(super) fn begin_read(
 pub(super) fn end_read(
     local: &LocalUnit,
     range: Range,
-    result: Result<(), Unfinished>,
+    result: Result<(), TransferError>,
 ) -> Transferred {
     let bytes: usize = iomem::fits(range.bytes, "bytes of a command");
     match result {
@@ -209,8 +209,8 @@ pub(super) async fn retry_blocks(
     requests: Requests<'_>,
     task: TaskHandle<'_>,
     range: Range,
-    unfinished: Unfinished,
-) -> Unfinished {
+    unfinished: TransferError,
+) -> TransferError {
     let block: usize = iomem::fits(requests.disk().info().logical_block_bytes, "a logical block");
     let is_exact = !unfinished.rest().bytes().is_multiple_of(block);
     if is_exact || !Sense::may_be_single_block(unfinished.error()) {
@@ -240,7 +240,7 @@ pub(super) async fn retry_blocks(
             }
         }
     }
-    Unfinished::new(error, if rest.is_empty() { failed } else { rest })
+    TransferError::new(error, if rest.is_empty() { failed } else { rest })
 }
 
 /// A read that may wait. With FUA, newer cached data is written to the medium first (SBC-4).
@@ -255,7 +255,7 @@ pub(super) async fn read(
         write_back(local, task, range).await?;
     }
     let disk_task = DiskTask::new(local, task);
-    let disk = local.disk.asking(&disk_task);
+    let disk = local.disk.with_requester(&disk_task);
     let mut result = disk.read(range.offset, into).await;
     if let Err(unfinished) = result {
         result = Err(retry_blocks(disk, task, range, unfinished).await);
@@ -293,7 +293,7 @@ pub(super) fn begin_write(
 pub(super) fn end_write(
     local: &LocalUnit,
     range: Range,
-    result: Result<(), Unfinished>,
+    result: Result<(), TransferError>,
 ) -> Transferred {
     if let Err(unfinished) = result {
         if !unfinished.rest().is_empty() {
@@ -312,7 +312,7 @@ pub(super) async fn write(
 ) -> Transferred {
     let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
     let disk_task = DiskTask::new(local, task);
-    let result = local.disk.asking(&disk_task).write(range.offset, out, fua).await;
+    let result = local.disk.with_requester(&disk_task).write(range.offset, out, fua).await;
     let moved = end_write(local, range, result)?;
     if needs_flush(local, fua) {
         flush(local).await?;
@@ -387,7 +387,7 @@ pub(super) async fn write_same(
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
     let disk_task = DiskTask::new_long(local, task);
-    let disk = local.disk.asking(&disk_task);
+    let disk = local.disk.with_requester(&disk_task);
     if has_none || is_zero(&data.out, block) {
         let mut left = whole;
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
@@ -463,7 +463,7 @@ mod tests {
         let range = Range { lba: 100, offset: 51_200, bytes: 2048 };
         let cut = |rest: usize| {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            failed_read(range, 512, 2048, Unfinished::new(error, Buffers::aligned(rest, 1)))
+            failed_read(range, 512, 2048, TransferError::new(error, Buffers::aligned(rest, 1)))
         };
         for (rest, blocks) in [(2048, 0), (1024, 2), (1000, 2), (1, 3)] {
             let failure = cut(rest);
@@ -482,7 +482,7 @@ mod tests {
             [(2048, Some(100)), (1024, Some(102)), (1000, Some(102)), (1, Some(103)), (0, None)]
         {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            let unfinished = Unfinished::new(error, Buffers::aligned(rest, 1));
+            let unfinished = TransferError::new(error, Buffers::aligned(rest, 1));
             let failure = not_written(range, 512, unfinished);
             assert_eq!(failure.moved(), 0, "{rest}");
             let Failure::Disk { asked, .. } = failure else { unreachable!() };

@@ -5,7 +5,7 @@ mod earlier;
 use std::rc::Rc;
 
 use blockio::Io;
-use blockio::disk::Waits;
+use blockio::disk::WaitMode;
 use iomem::{Buffers, SharedBytes};
 use virtqueue::Chain;
 
@@ -377,7 +377,7 @@ impl Handler for RequestHandler {
     }
 
     fn stop(&self, _: &Queue, kind: StopKind) {
-        self.queue.set_waits(kind.waits());
+        self.queue.set_wait_mode(kind.wait_mode());
     }
 
     fn waiting_count(&self, _: &Queue) -> usize {
@@ -385,7 +385,7 @@ impl Handler for RequestHandler {
     }
 
     fn resume(&self) {
-        self.queue.set_waits(Waits::Usual);
+        self.queue.set_wait_mode(WaitMode::All);
     }
 
     /// Serves one chain: reads the header, executes the CDB, writes the response, pushes the chain.
@@ -405,7 +405,7 @@ impl Handler for RequestHandler {
                     let local = request.local();
                     let task = TaskHandle { tasks, number: task };
                     let disk_task = DiskTask::new(local, task);
-                    let disk = local.disk.asking(&disk_task);
+                    let disk = local.disk.with_requester(&disk_task);
                     let mut result = disk.read(request.range.offset, chain.writable).await;
                     if let Err(failed) = result {
                         let retried = block::retry_blocks(disk, task, request.range, failed);
@@ -417,7 +417,7 @@ impl Handler for RequestHandler {
                 Begun::Write { task, fua } => {
                     let local = request.local();
                     let disk_task = DiskTask::new(local, TaskHandle { tasks, number: task });
-                    let disk = local.disk.asking(&disk_task);
+                    let disk = local.disk.with_requester(&disk_task);
                     let result = disk.write(request.range.offset, chain.readable, fua).await;
                     let mut moved = block::end_write(local, request.range, result).map_err(refused);
                     if moved.is_ok()

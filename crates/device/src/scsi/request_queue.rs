@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
-use blockio::disk::Waits;
+use blockio::disk::WaitMode;
 use blockio::{Disk, Io};
 use virtqueue::AvailIdx;
 
@@ -43,7 +43,7 @@ pub(crate) struct RequestQueue {
     /// The generation of `units` when `local` was compared with them.
     generation: Cell<u64>,
     /// The current rule for waits of commands.
-    waits: Cell<Waits>,
+    waits: Cell<WaitMode>,
     /// Commands that wait for a unit to be added.
     pub(super) held: LocalHeldCommands,
     ring: OnceCell<Weak<Queue>>,
@@ -54,9 +54,9 @@ impl LocalUnit {
         Self { address: unit.address, unit: Arc::clone(unit), disk: unit.source.attach(io) }
     }
 
-    fn set_waits(&self, waits: Waits) {
-        self.disk.set_waits(waits);
-        if waits == Waits::Never {
+    fn set_wait_mode(&self, waits: WaitMode) {
+        self.disk.set_wait_mode(waits);
+        if waits == WaitMode::Never {
             self.unit.access.recheck_waiting();
         }
     }
@@ -107,7 +107,7 @@ impl RequestQueue {
     #[cold]
     fn attach(&self, unit: &Arc<Unit>) -> Rc<LocalUnit> {
         let local = LocalUnit::new(unit, &self.io);
-        local.disk.set_waits(self.waits.get());
+        local.disk.set_wait_mode(self.waits.get());
         Rc::new(local)
     }
 
@@ -121,13 +121,13 @@ impl RequestQueue {
         };
         let (there, gone) = self.local.take().into_iter().partition::<Vec<_>, _>(is_there);
         self.local.replace(there);
-        gone.iter().for_each(|gone| gone.set_waits(Waits::Never));
+        gone.iter().for_each(|gone| gone.set_wait_mode(WaitMode::Never));
     }
 
     /// Sets the rule for waits of commands at their disks, for limits and for retries.
-    pub(crate) fn set_waits(&self, waits: Waits) {
+    pub(crate) fn set_wait_mode(&self, waits: WaitMode) {
         self.waits.set(waits);
-        self.local.borrow().iter().for_each(|local| local.set_waits(waits));
+        self.local.borrow().iter().for_each(|local| local.set_wait_mode(waits));
         self.held.wake_all();
     }
 
@@ -152,8 +152,8 @@ impl RequestQueue {
                 return Poll::Ready(Ok(local));
             }
             match self.waits.get() {
-                Waits::Usual | Waits::UntilLater => {}
-                Waits::ForTries | Waits::Never => return Poll::Ready(Err(Failure::Busy)),
+                WaitMode::All | WaitMode::Frozen => {}
+                WaitMode::RetriesOnly | WaitMode::Never => return Poll::Ready(Err(Failure::Busy)),
             }
             self.held.register(cx.waker());
             Poll::Pending

@@ -122,7 +122,7 @@ impl<'a> DiskTask<'a> {
     /// wait with it, maybe forever.
     fn check_waiting(self) -> Result<(), Failure> {
         self.task.check()?;
-        if self.local.disk.is_ending() { Err(Failure::Busy) } else { Ok(()) }
+        if self.local.disk.is_stopping_for_good() { Err(Failure::Busy) } else { Ok(()) }
     }
 
     fn is_to_end(&self) -> bool {
@@ -136,7 +136,7 @@ impl<'a> DiskTask<'a> {
 }
 
 impl Requester for DiskTask<'_> {
-    fn waits(&self) {
+    fn on_wait(&self) {
         self.task.tasks.suspend(self.task.number);
         if let Some(exclusive) = self.exclusive {
             exclusive.set_owner_waits(true);
@@ -147,7 +147,10 @@ impl Requester for DiskTask<'_> {
         self.check_aborted()
     }
 
-    fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+    fn on_resume(
+        &self,
+        direction: Direction,
+    ) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
         Box::pin(async move {
             let TaskHandle { tasks, number } = self.task;
             let unit = &self.local.unit;
@@ -174,7 +177,7 @@ impl Requester for DiskTask<'_> {
         })
     }
 
-    fn ends(&self) {
+    fn on_cancel(&self) {
         self.task.tasks.end_suspended();
         if let Some(exclusive) = self.exclusive {
             exclusive.set_owner_waits(false);

@@ -35,7 +35,7 @@ pub(super) async fn unmap(
     let ranges = ranges(&local.disk, length, &data)?;
     let medium_bytes = ranges.iter().map(|range| range.bytes).sum();
     let disk_task = DiskTask::new(local, task);
-    let disk = local.disk.asking(&disk_task);
+    let disk = local.disk.with_requester(&disk_task);
     for range @ Range { lba, offset, bytes } in ranges {
         task.check()?;
         check_still(&local.disk, range)?;

@@ -40,7 +40,7 @@ pub(super) async fn write_and_verify(
     }
     let again = out.duplicate();
     let disk_task = DiskTask::new(local, task);
-    let disk = local.disk.asking(&disk_task);
+    let disk = local.disk.with_requester(&disk_task);
     end_write(local, range, disk.write(range.offset, out, true).await)?;
     compare(disk, range, how, (task, None), &again).await?;
     Ok(bytes)
@@ -76,7 +76,8 @@ pub(super) async fn compare_and_write(
     // Before the medium is taken: otherwise all other tasks would wait for these limits.
     let uses = [DiskUse::reads("read", range.lba), DiskUse::writes("write", range.lba)];
     for (direction, action) in [Direction::Read, Direction::Write].into_iter().zip(uses) {
-        let passed = local.disk.asking(&disk_task).pass_limits(direction, range.bytes).await;
+        let passed =
+            local.disk.with_requester(&disk_task).pass_limits(direction, range.bytes).await;
         passed.map_err(|error| disk_error(action, error))?;
     }
     let exclusive = disk_task.take_medium().await?;
@@ -85,7 +86,7 @@ pub(super) async fn compare_and_write(
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
     let disk_task = disk_task.with_medium(&exclusive);
-    let disk = local.disk.asking(&disk_task);
+    let disk = local.disk.with_requester(&disk_task);
     compare(disk, range, Check::Blocks, (task, None), &out).await?;
     check_still(&local.disk, range)?;
     end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
@@ -136,7 +137,7 @@ pub(super) async fn verify(
         write_back(local, task, range).await?;
     }
     let disk_task = DiskTask::new_long(local, task);
-    let disk = local.disk.asking(&disk_task);
+    let disk = local.disk.with_requester(&disk_task);
     compare(disk, range, how, (task, Some(disk_task)), &data.out).await?;
     Ok(Effect { moved, medium_bytes: range.bytes })
 }
@@ -256,7 +257,7 @@ mod tests {
         let data = Buffers::empty();
         let ended = thread.block_on(async {
             let mut compare =
-                pin!(compare(disk.asking_nobody(), range, Check::Medium, (task, None), &data));
+                pin!(compare(disk.without_requester(), range, Check::Medium, (task, None), &data));
             let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
             assert!(first.is_pending());
             let (_waiting, token) = WaitGroup::new();
@@ -286,7 +287,7 @@ mod tests {
             let mut polls = 0;
             let compared = thread.block_on(async {
                 let mut compare =
-                    pin!(compare(disk.asking_nobody(), range, how, (task, None), &data));
+                    pin!(compare(disk.without_requester(), range, how, (task, None), &data));
                 poll_fn(|cx| {
                     polls += 1;
                     compare.as_mut().poll(cx)

@@ -458,7 +458,7 @@ impl Export {
         if let Some(since) = self.setup.device.stalled_since() {
             return format!("its disk has not answered for {} s", since.elapsed().as_secs());
         }
-        let has_failed = self.disks.iter().any(|disk| disk.failed_waiting().is_some());
+        let has_failed = self.disks.iter().any(|disk| disk.retry_state().is_some());
         let awaited = match has_failed {
             true => "requests wait that its disk has failed",
             false => "the answer of its disk is awaited",

@@ -103,7 +103,7 @@ impl Export {
                  does"
             )
         } else if !self.leaves_waiting()
-            && self.disks.iter().any(|disk| disk.failed_waiting().is_some())
+            && self.disks.iter().any(|disk| disk.retry_state().is_some())
         {
             format!(
                 "requests of {name} wait because its disk has failed them, and its front-end keeps \
@@ -209,7 +209,7 @@ impl Export {
         for (disk, (loss, is_flushed)) in export.disks.iter().zip(known) {
             disk.inherit(loss, is_flushed);
         }
-        export.disks.iter().zip(&progress.debts).for_each(|(disk, debts)| disk.owe(debts));
+        export.disks.iter().zip(&progress.debts).for_each(|(disk, debts)| disk.set_debts(debts));
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.resume(progress.device, files));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::Wake;
 use std::time::Instant;
 
-use blockio::disk::{DiskState, Outside};
+use blockio::disk::{DiskState, SizeProbe};
 use blockio::{DiskSource, Remote};
 use device::scsi::ScsiDevice;
 use device::{Device, oneshot};
@@ -83,7 +83,7 @@ pub(crate) struct WatchedDisk {
     /// The unit. `None`: the disk of a virtio-blk device.
     pub(crate) place: Option<UnitPlace>,
     /// `None`: its size changes by commands only.
-    pub(crate) outside: Option<Arc<Outside>>,
+    pub(crate) size_probe: Option<Arc<SizeProbe>>,
     /// The size that drivers know.
     pub(crate) size_bytes: u64,
     pub(crate) state: DiskState,

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::*;
-use crate::disk::{LimitGroup, Limits, Rate, Rates, Waits};
+use crate::disk::{LimitGroup, Limits, Rate, Rates, WaitMode};
 
 const SECONDS: u64 = 10;
 
@@ -181,7 +181,7 @@ fn requests_that_wait_for_limits_go_on_when_these_change_or_their_queue_stops() 
     let took = waits(&scene, &disk, move |_| source.set_limits(&none).unwrap());
     assert!((second..soon).contains(&took), "{took:?}");
     disk.set_limits(&slow).unwrap();
-    let took = waits(&scene, &disk, |disk| disk.set_waits(Waits::Never));
+    let took = waits(&scene, &disk, |disk| disk.set_wait_mode(WaitMode::Never));
     assert!((second..soon).contains(&took), "{took:?}");
     let group = LimitGroup::default();
     group.set_limits(slow).unwrap();
@@ -272,10 +272,10 @@ fn what_begins_because_its_queue_stops_is_waited_for_by_what_comes_later() {
                 count.set(count.get() + 1);
             };
             for _ in 0..10 {
-                stopped.set_waits(Waits::Usual);
+                stopped.set_wait_mode(WaitMode::All);
                 let stops = async {
                     io.sleep_until(clock::now() + Duration::from_micros(100)).await;
-                    stopped.set_waits(Waits::Never);
+                    stopped.set_wait_mode(WaitMode::Never);
                     stopped.read(0, Buffers::aligned(512, 512)).await.unwrap();
                 };
                 let mut all: FuturesUnordered<_> = (0..30).map(|_| one()).collect();
@@ -311,13 +311,13 @@ fn what_stays_at_a_gate_that_is_shut_holds_up_nobody_and_has_taken_nothing() {
         }
         let shut = async {
             until(50).await;
-            left.set_waits(Waits::UntilLater);
+            left.set_wait_mode(WaitMode::Frozen);
             read(&other).await.unwrap();
             assert_eq!((clock::now() - start).as_millis(), 100);
             until(1000).await;
         };
         assert!(matches!(select(waiting.next(), pin!(shut)).await, Either::Right(_)));
-        left.set_waits(Waits::Usual);
+        left.set_wait_mode(WaitMode::All);
         waiting.next().await.unwrap().unwrap();
         assert_eq!((clock::now() - start).as_millis(), 1000);
         drop(waiting);

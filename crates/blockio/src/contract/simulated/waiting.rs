@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::limits::{null, per_second};
 use super::*;
 use crate::disk::{
-    Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester, Waits,
+    Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester, WaitMode,
 };
 
 /// A kernel without space until a given time.
@@ -118,11 +118,11 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
     assert_eq!(write_when_full(ErrorAction::HoldBriefly, 10, nothing).1, Ok(()));
     let stops = |source: &DiskSource, disk: &Disk| {
         assert!(matches!(source.state(), DiskState::Held(_)));
-        disk.set_waits(Waits::Never);
+        disk.set_wait_mode(WaitMode::Never);
     };
     assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));
     // The queue stops, but will continue.
-    let pauses = |_: &DiskSource, disk: &Disk| disk.set_waits(Waits::ForTries);
+    let pauses = |_: &DiskSource, disk: &Disk| disk.set_wait_mode(WaitMode::RetriesOnly);
     assert_eq!(write_when_full(ErrorAction::Hold, 10, pauses), (10, Ok(())));
     for action in [ErrorAction::Hold, ErrorAction::Retry] {
         let (took, result) = write_when_full(action, 100, |source, _| source.resume());
@@ -141,7 +141,7 @@ struct CancellableRequester {
 }
 
 impl Requester for CancellableRequester {
-    fn waits(&self) {
+    fn on_wait(&self) {
         self.asked.borrow_mut().push("waits");
     }
 
@@ -150,13 +150,13 @@ impl Requester for CancellableRequester {
         if self.is_over.get() { Err(error()) } else { Ok(()) }
     }
 
-    fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
         self.asked.borrow_mut().push("goes on");
         let error = io::Error::from_raw_os_error(libc::EBADE);
         Box::pin(ready(if self.is_refused.get() { Err(error) } else { Ok(()) }))
     }
 
-    fn ends(&self) {
+    fn on_cancel(&self) {
         self.asked.borrow_mut().push("ends");
     }
 }
@@ -183,7 +183,7 @@ fn wait_for(
         source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
     }
     let (disk, wanted) = (source.attach(thread.io()), CancellableRequester::default());
-    let write = disk.asking(&wanted).write(0, Buffers::aligned(8192, 512), true);
+    let write = disk.with_requester(&wanted).write(0, Buffers::aligned(8192, 512), true);
     let result = thread.block_on(async {
         if what == "limits" {
             // This write empties the bucket.
@@ -234,7 +234,8 @@ fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
             let write = |bytes| disk.write(0, Buffers::aligned(bytes, 512), false);
             write(5120).await.unwrap();
             let wanted = CancellableRequester::default();
-            let unwanted = disk.asking(&wanted).write(0, Buffers::aligned(1 << 18, 512), false);
+            let unwanted =
+                disk.with_requester(&wanted).write(0, Buffers::aligned(1 << 18, 512), false);
             let ends = async {
                 io.sleep_until(start + Duration::from_secs(1)).await;
                 wanted.is_over.set(true);
@@ -281,7 +282,7 @@ fn a_write_that_nothing_can_make_good_is_not_tried_again() {
         };
         let ends = async {
             thread.io().sleep_until(start + Duration::from_secs(5)).await;
-            disk.set_waits(Waits::Never);
+            disk.set_wait_mode(WaitMode::Never);
         };
         join(write, ends).await.0
     });

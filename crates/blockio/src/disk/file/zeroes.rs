@@ -6,7 +6,7 @@ use std::io;
 use std::rc::Rc;
 
 use super::{FileDisk, behind_the_end, is_unsupported};
-use crate::disk::blocks::Claimed;
+use crate::disk::partial_blocks::Claimed;
 use crate::op::OpKind;
 
 impl FileDisk {
@@ -31,7 +31,7 @@ impl FileDisk {
         len: u64,
         may_unmap: bool,
     ) -> io::Result<()> {
-        if self.end.is_before(offset, len) {
+        if self.end.is_exceeded_by(offset, len) {
             return Err(behind_the_end());
         }
         let claimed = self.claim(offset, len).await;

@@ -16,8 +16,8 @@ use super::requests::Made;
 use super::wire::{
     Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request,
 };
-use crate::disk::info::{Extent, Unfinished};
-use crate::disk::seam::{OtherDisk, Request as Answer};
+use crate::disk::driver::{Driver, Request as Answer};
+use crate::disk::info::{Extent, TransferError};
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
@@ -139,7 +139,7 @@ impl NbdDisk {
         way: Way,
         offset: u64,
         mut buffers: Buffers,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         let most = self.facts.payload_bytes_max as usize;
         if buffers.bytes() <= most {
             let made = way.part(&self.io, offset, buffers.bytes());
@@ -173,11 +173,11 @@ impl NbdDisk {
     }
 
     /// Makes a durable write to a server that cannot flush, or one without data.
-    async fn write_and_flush(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+    async fn write_and_flush(&self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
         if !buffers.is_empty() {
             self.transfer(Way::WRITE, offset, buffers).await?;
         }
-        self.flush().await.map_err(|error| Unfinished::new(error, Buffers::empty()))
+        self.flush().await.map_err(|error| TransferError::new(error, Buffers::empty()))
     }
 
     /// Applies a command to a range of the disk, in as many requests as it takes.
@@ -214,13 +214,13 @@ impl NbdDisk {
     }
 }
 
-fn unfinished<T>(result: Result<T, Failure>, rest: Buffers) -> Result<(), Unfinished> {
+fn unfinished<T>(result: Result<T, Failure>, rest: Buffers) -> Result<(), TransferError> {
     match result {
         Ok(_) => Ok(()),
         Err(failure) if failure.is_of_flush => {
-            Err(Unfinished::new(failure.into(), Buffers::empty()))
+            Err(TransferError::new(failure.into(), Buffers::empty()))
         }
-        Err(failure) => Err(Unfinished::new(failure.into(), rest)),
+        Err(failure) => Err(TransferError::new(failure.into(), rest)),
     }
 }
 
@@ -230,8 +230,8 @@ impl From<Failure> for io::Error {
     }
 }
 
-impl OtherDisk for NbdDisk {
-    fn read(&self, offset: u64, buffers: Buffers) -> Answer<'_, Result<(), Unfinished>> {
+impl Driver for NbdDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Answer<'_, Result<(), TransferError>> {
         if buffers.is_empty() {
             return Box::pin(std::future::ready(Ok(())));
         }
@@ -243,7 +243,7 @@ impl OtherDisk for NbdDisk {
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Answer<'_, Result<(), Unfinished>> {
+    ) -> Answer<'_, Result<(), TransferError>> {
         let (has_fua, has_flush) = (self.facts.can(can::FUA), self.facts.can(can::FLUSH));
         let way = match (fua, buffers.is_empty()) {
             (false, true) => return Box::pin(std::future::ready(Ok(()))),

@@ -112,7 +112,7 @@ fn read(thread: &IoThread, disk: &Disk, offset: u64) -> u8 {
 
 /// The size that the server has reported last.
 fn told_size(source: &DiskSource) -> u64 {
-    source.outside().unwrap().size_bytes().unwrap().unwrap()
+    source.size_probe().unwrap().size_bytes().unwrap().unwrap()
 }
 
 /// Runs the IoThread until the server has seen an event.

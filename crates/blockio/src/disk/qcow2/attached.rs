@@ -17,8 +17,8 @@ use super::uses::{Use, Uses};
 use crate::bounce::BounceShare;
 use crate::config::EngineKind;
 use crate::disk::Disk;
-use crate::disk::info::{Extent, ExtentKind, Unfinished};
-use crate::disk::seam::{InFile, OtherDisk, Request};
+use crate::disk::driver::{Driver, FilePosition, Request};
+use crate::disk::info::{Extent, ExtentKind, TransferError};
 use crate::io::Io;
 use crate::op::OpKind;
 
@@ -85,14 +85,14 @@ impl Qcow2Disk {
         }
     }
 
-    async fn read_parts(&self, mut offset: u64, mut rest: Buffers) -> Result<(), Unfinished> {
+    async fn read_parts(&self, mut offset: u64, mut rest: Buffers) -> Result<(), TransferError> {
         while !rest.is_empty() {
             match self.read_part(offset, &rest).await {
                 Ok(bytes) => {
                     rest.advance(bytes);
                     offset += bytes as u64;
                 }
-                Err(error) => return Err(Unfinished::new(error, rest)),
+                Err(error) => return Err(TransferError::new(error, rest)),
             }
         }
         Ok(())
@@ -130,18 +130,18 @@ impl Qcow2Disk {
         mut offset: u64,
         mut rest: Buffers,
         fua: bool,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         while !rest.is_empty() {
             match self.write_part(offset, &rest).await {
                 Ok(bytes) => {
                     rest.advance(bytes);
                     offset += bytes as u64;
                 }
-                Err(error) => return Err(Unfinished::new(error, rest)),
+                Err(error) => return Err(TransferError::new(error, rest)),
             }
         }
         match fua {
-            true => self.flush_all().await.map_err(|error| Unfinished::new(error, rest)),
+            true => self.flush_all().await.map_err(|error| TransferError::new(error, rest)),
             false => Ok(()),
         }
     }
@@ -225,8 +225,13 @@ fn range(offset: u64, bytes: usize) -> Range<u64> {
     offset..offset + bytes as u64
 }
 
-impl OtherDisk for Qcow2Disk {
-    fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
+impl Driver for Qcow2Disk {
+    fn route_to_file(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        buffers: &mut Buffers,
+    ) -> Option<FilePosition<'_>> {
         let len = buffers.bytes() as u64;
         let Run { place: Place::Data { layer, offset, writable }, bytes } = self.run(offset, len)
         else {
@@ -239,12 +244,12 @@ impl OtherDisk for Qcow2Disk {
         if bytes < len || !is_possible {
             return None;
         }
-        let in_file = self.layers[layer].straight(kind, offset, buffers)?;
+        let in_file = self.layers[layer].route_to_file(kind, offset, buffers)?;
         self.keep_use(buffers);
         Some(in_file)
     }
 
-    fn read(&self, offset: u64, mut buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+    fn read(&self, offset: u64, mut buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
         let len = buffers.bytes() as u64;
         if let Run { place: Place::Data { layer, offset, .. }, bytes } = self.run(offset, len)
             && bytes == len
@@ -260,7 +265,7 @@ impl OtherDisk for Qcow2Disk {
         offset: u64,
         mut buffers: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'_, Result<(), TransferError>> {
         let len = buffers.bytes() as u64;
         if let Run { place: Place::Data { layer, offset, writable: true }, bytes } =
             self.run(offset, len)

@@ -75,7 +75,7 @@ impl DiskSource {
     /// Reads bytes before there are requests. The end is rounded up to a logical block.
     pub(super) fn read_front(&self, start: u64, bytes: u64) -> Result<Vec<u8>, Error> {
         let thread = IoThread::new(&IoThreadConfig::default())?;
-        let source = self.for_a_look()?;
+        let source = self.for_probe()?;
         let disk = source.attach(thread.io());
         let (block, size) = (u64::from(self.info().logical_block_bytes), self.info().size_bytes);
         let end = start.saturating_add(bytes).checked_next_multiple_of(block);

@@ -20,7 +20,7 @@ use super::core::Layer;
 use super::mark;
 use super::order::Tables;
 use crate::config::IoThreadConfig;
-use crate::disk::elsewhere::{Elsewhere, Event};
+use crate::disk::remote_stub::{Event, RemoteStub};
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::io_thread::IoThread;
 use kinds::{Below, KINDS, Kind};
@@ -72,7 +72,7 @@ struct Moment {
 struct World {
     folder: TempDir,
     thread: IoThread,
-    file: Elsewhere,
+    file: RemoteStub,
     /// The content of the file at the beginning.
     content: Vec<u8>,
     image: DiskSource,
@@ -104,7 +104,7 @@ fn qemu_img(arguments: &[&str]) {
     assert!(output.status.success(), "{arguments:?}: {output:?}");
 }
 
-fn open(folder: &TempDir, file: &Elsewhere, below: bool) -> DiskSource {
+fn open(folder: &TempDir, file: &RemoteStub, below: bool) -> DiskSource {
     let mut layers = vec![Layer::qcow2(file.clone().source()).unwrap()];
     if below {
         let options = DiskOptions { read_only: true, ..DiskOptions::default() };
@@ -135,7 +135,7 @@ impl World {
         }
         let mut content = std::fs::read(&image).unwrap();
         content.resize(content.len().next_multiple_of(4096), 0);
-        let file = if is_held { Elsewhere::held_alone } else { Elsewhere::new }(&content);
+        let file = if is_held { RemoteStub::exclusive } else { RemoteStub::new }(&content);
         let below = matches!(kind.below, Below::Raw);
         let first = if let Below::Nothing = kind.below { 0 } else { BELOW };
         let now = Expected(vec![vec![first]; usize::try_from(sectors).unwrap()]);
@@ -312,7 +312,7 @@ impl World {
         assert!(is_clean || !self.is_marked || mark::is_set(content), "{what}: it is not marked");
         let mut content = content.to_vec();
         content.resize(content.len().next_multiple_of(4096), 0);
-        let file = if self.is_marked { Elsewhere::held_alone } else { Elsewhere::new }(&content);
+        let file = if self.is_marked { RemoteStub::exclusive } else { RemoteStub::new }(&content);
         let opened = open(&self.folder, &file, self.below);
         let disk = opened.attach(self.thread.io());
         let size = disk.info().size_bytes;

@@ -7,9 +7,9 @@ use iomem::Buffers;
 use super::core::Layer;
 use crate::config::IoThreadConfig;
 use crate::disk::DiskSource;
-use crate::disk::elsewhere::Elsewhere;
 #[cfg(feature = "luks")]
 use crate::disk::luks::tests::{header, options};
+use crate::disk::remote_stub::RemoteStub;
 use crate::io_thread::IoThread;
 
 /// The size of a cluster: 64 KiB.
@@ -92,7 +92,7 @@ fn what_lies_over_an_image_sees_what_is_written_to_it_until_requests_come() {
     for Kind { name, start, open } in kinds() {
         let mut bytes = new_image("preallocation=off", DISK_BYTES);
         bytes.resize(8 << 20, 0);
-        let file = Elsewhere::new(&bytes);
+        let file = RemoteStub::new(&bytes);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let old = image(file.clone().source(), false);
         assert!(!old.is_flushed(), "tables may be written back at any time");

@@ -6,7 +6,7 @@ use iomem::Buffers;
 
 use super::core::Layer;
 use crate::config::IoThreadConfig;
-use crate::disk::elsewhere::Elsewhere;
+use crate::disk::remote_stub::RemoteStub;
 use crate::disk::{Disk, DiskSource};
 use crate::io_thread::IoThread;
 
@@ -28,12 +28,12 @@ fn new_file(bytes: usize) -> Option<Vec<u8>> {
 }
 
 /// A new image on storage of a fixed size.
-fn new_image(bytes: usize) -> Option<Elsewhere> {
-    new_file(bytes).map(|content| Elsewhere::of_fixed_size(&content))
+fn new_image(bytes: usize) -> Option<RemoteStub> {
+    new_file(bytes).map(|content| RemoteStub::fixed_size(&content))
 }
 
 /// The disk in an image, with a layer below it and one over it.
-fn disk_of(end: &Elsewhere) -> DiskSource {
+fn disk_of(end: &RemoteStub) -> DiskSource {
     let part = DiskSource::raw(end.clone().source(), 0, None).unwrap();
     let image = DiskSource::qcow2(vec![Layer::qcow2(part).unwrap()], false).unwrap();
     DiskSource::raw(image, 0, None).unwrap()
@@ -73,7 +73,7 @@ fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn writes_that_fail_over_and_over_make_the_image_no_longer() {
     let Some(content) = new_file(MIB) else { return };
-    let end = Elsewhere::new(&content);
+    let end = RemoteStub::new(&content);
     let source = disk_of(&end);
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let disk = source.attach(thread.io());
@@ -96,9 +96,13 @@ fn writes_that_fail_over_and_over_make_the_image_no_longer() {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn an_image_has_the_space_that_another_end_has_found_for_it() {
-    let asked = |source: &DiskSource| source.find_space().unwrap();
+    let asked = |source: &DiskSource| source.probe_space().unwrap();
     let seen = |source: &DiskSource| {
-        assert_eq!(source.outside().unwrap().size_bytes().unwrap(), None, "the disk is as it was");
+        assert_eq!(
+            source.size_probe().unwrap().size_bytes().unwrap(),
+            None,
+            "the disk is as it was"
+        );
     };
     for learn in [asked, seen] {
         let Some(end) = new_image(2 * MIB) else { return };

@@ -12,7 +12,7 @@ use super::counts;
 use super::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, find, free};
 use super::mark;
 use crate::config::IoThreadConfig;
-use crate::disk::elsewhere::{Elsewhere, Event};
+use crate::disk::remote_stub::{Event, RemoteStub};
 use crate::disk::{DiskOptions, DiskSource};
 use crate::error::Error;
 use crate::io_thread::IoThread;
@@ -434,7 +434,7 @@ fn counts_fall_between_flushes() {
     let block = image.at(image.at(COUNTS));
     let mut content = image.content.clone();
     content.resize(content.len().next_multiple_of(4096), 0);
-    let end = Elsewhere::held_alone(&content);
+    let end = RemoteStub::exclusive(&content);
     free_within(&end.clone().source(), &BOUNDS).unwrap();
     let place = |event: &Event| match event {
         Event::Write(place, _) => Some(*place),
@@ -456,7 +456,7 @@ fn leaks_are_freed_with_the_first_write_and_not_before() {
         }
         let mut content = image.content.clone();
         content.resize(content.len().next_multiple_of(4096), 0);
-        let elsewhere = Elsewhere::held_alone(&content);
+        let elsewhere = RemoteStub::exclusive(&content);
         let layer = || Layer::qcow2(elsewhere.clone().source()).unwrap();
         let header = layer().header.unwrap();
         assert_eq!(find(&elsewhere.clone().source(), &header).unwrap(), Some(leaked));

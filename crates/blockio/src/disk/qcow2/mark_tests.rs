@@ -11,7 +11,7 @@ use tempfile::NamedTempFile;
 use super::core::Layer;
 use super::mark;
 use crate::config::IoThreadConfig;
-use crate::disk::elsewhere::{Elsewhere, Event};
+use crate::disk::remote_stub::{Event, RemoteStub};
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::error::Error;
 use crate::io_thread::IoThread;
@@ -41,13 +41,13 @@ fn open(source: DiskSource, is_deferred: bool) -> Result<DiskSource, Error> {
 /// A disk in an image, and the storage of the image.
 struct World {
     thread: IoThread,
-    end: Elsewhere,
+    end: RemoteStub,
     source: Option<DiskSource>,
 }
 
 impl World {
     fn new(content: &[u8]) -> Self {
-        let end = Elsewhere::held_alone(content);
+        let end = RemoteStub::exclusive(content);
         let source = open(end.clone().source(), false).unwrap();
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         Self { thread, end, source: Some(source) }
@@ -169,13 +169,13 @@ fn a_header_that_is_written_anew_keeps_the_mark() {
 fn an_image_that_is_opened_anew_stays_marked() {
     let Some(content) = new_image("compat=1.1") else { return };
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-    let end = Elsewhere::held_alone(&content);
+    let end = RemoteStub::exclusive(&content);
     let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
     let (_, source) = super::open_image(layers, false).unwrap();
     let core = std::sync::Arc::clone(&source.image.core);
     let disk = DiskSource::new(
         end.clone().source().info(),
-        crate::disk::SourceKind::Other(std::sync::Arc::new(source)),
+        crate::disk::SourceKind::Driver(std::sync::Arc::new(source)),
     );
     let write = |cluster: u64| {
         let (attached, data) = (disk.attach(thread.io()), Buffers::from_vec(vec![7; 512]));
@@ -224,7 +224,7 @@ fn images_that_others_could_write_to_are_not_marked() {
         [("compat=1.1", false), ("lazy_refcounts=on", true), ("compat=0.10", true)]
     {
         let Some(content) = new_image(options) else { return };
-        let end = if is_held { Elsewhere::held_alone } else { Elsewhere::new }(&content);
+        let end = if is_held { RemoteStub::exclusive } else { RemoteStub::new }(&content);
         let source = open(end.clone().source(), false).unwrap();
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let mut world = World { thread, end, source: Some(source) };
@@ -252,7 +252,7 @@ fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
     ] {
         let Some(mut content) = new_image(options) else { return };
         mark::set(&mut content, true);
-        let end = if is_held { Elsewhere::held_alone } else { Elsewhere::new }(&content);
+        let end = if is_held { RemoteStub::exclusive } else { RemoteStub::new }(&content);
         for is_deferred in [false, true] {
             match open(end.clone().source(), is_deferred) {
                 // The process that hands the image over has marked it.
@@ -278,7 +278,7 @@ fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
 fn an_image_that_is_marked_as_corrupt_is_only_read() {
     let Some(mut content) = new_image("compat=1.1") else { return };
     content[79] |= 2;
-    let end = Elsewhere::held_alone(&content);
+    let end = RemoteStub::exclusive(&content);
     let error = open(end.clone().source(), false).unwrap_err().to_string();
     assert!(error.contains("open it read-only to save what is in it"), "{error}");
     let source = open(end.clone().source().for_reading(), false).unwrap();
@@ -443,9 +443,9 @@ fn an_image_is_left_when_nothing_is_written_any_more() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_lies_below_an_image_has_no_mark() {
     let Some(content) = new_image("compat=1.1") else { return };
-    let base = Elsewhere::new(&[0xff; 1 << 20]);
+    let base = RemoteStub::new(&[0xff; 1 << 20]);
     let layers = vec![
-        Layer::qcow2(Elsewhere::held_alone(&content).source()).unwrap(),
+        Layer::qcow2(RemoteStub::exclusive(&content).source()).unwrap(),
         Layer::raw(base.source()),
     ];
     let source = DiskSource::qcow2(layers, false).unwrap();

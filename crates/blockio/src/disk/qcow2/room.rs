@@ -117,7 +117,7 @@ mod tests {
         let source = DiskSource::file(file.path(), &options).unwrap();
         let (info, source) = open_image(vec![Layer::qcow2(source).unwrap()], false).unwrap();
         let room = Arc::clone(&source.image.core.room);
-        let source = DiskSource::new(info, SourceKind::Other(Arc::new(source)));
+        let source = DiskSource::new(info, SourceKind::Driver(Arc::new(source)));
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let disk = source.attach(thread.io());
         for part in 0..PARTS {

@@ -29,7 +29,7 @@ macro_rules! functions {
         }
 
         impl Api {
-            fn of(library: &Library) -> Result<Self, libloading::Error> {
+            fn load(library: &Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
                     // SAFETY: the types are those of the headers, and the library stays loaded.
                     $($name: unsafe { *library.get(concat!(stringify!($name), "\0"))? },)*
@@ -138,7 +138,7 @@ pub(super) fn api() -> Result<&'static Api, String> {
              librbd1)"
         )
     })?;
-    let api = Api::of(&library).map_err(|error| {
+    let api = Api::load(&library).map_err(|error| {
         format!("the library of Ceph is too old ({error}); install that of Ceph 16 or later")
     })?;
     std::mem::forget(library);

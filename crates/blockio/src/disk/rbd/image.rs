@@ -12,7 +12,7 @@ use std::thread;
 use iomem::{Buffers, LentBlock};
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
-use super::waiting::Waiting;
+use super::pending_ops::PendingOps;
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
@@ -122,14 +122,14 @@ impl Drop for Pool {
 
 /// An open image. Dropping it waits for its operations, unless they were given up.
 pub(super) struct Image {
-    open: ManuallyDrop<Open>,
-    waiting: Arc<Waiting>,
+    open: ManuallyDrop<OpenImage>,
+    waiting: Arc<PendingOps>,
     /// The number of changes of the image that librbd has reported.
     changes: Arc<AtomicU64>,
 }
 
 /// The parts of an image that its drop closes.
-struct Open {
+struct OpenImage {
     api: &'static Api,
     handle: Handle,
     watch: Option<u64>,
@@ -139,11 +139,11 @@ struct Open {
 }
 
 // SAFETY: librbd lets any thread use its images, several at once too.
-unsafe impl Send for Open {}
+unsafe impl Send for OpenImage {}
 // SAFETY: as above.
-unsafe impl Sync for Open {}
+unsafe impl Sync for OpenImage {}
 
-impl Drop for Open {
+impl Drop for OpenImage {
     fn drop(&mut self) {
         // SAFETY: the handle is ours, and has no other users left. Errors were reported to the
         // requests whose operations failed.
@@ -157,9 +157,9 @@ impl Drop for Open {
 }
 
 /// State that is kept for an operation until it has ended.
-struct Begun {
+struct OpState {
     api: &'static Api,
-    waiting: Arc<Waiting>,
+    waiting: Arc<PendingOps>,
     number: usize,
     /// The memory that librbd reads or writes. It is ours: an operation that was given up may end
     /// after its request was answered with a failure.
@@ -181,9 +181,9 @@ impl Image {
         // null, and the handle is written to memory of ours.
         checked(unsafe { function(pool.handle, name.as_ptr(), &raw mut handle, snapshot) })?;
         let changes = Arc::new(AtomicU64::new(0));
-        let waiting = Arc::new(Waiting::default());
+        let waiting = Arc::new(PendingOps::default());
         let of_watch = Arc::clone(&changes);
-        let mut open = Open { api, handle, watch: None, _changes: of_watch, _pool: pool };
+        let mut open = OpenImage { api, handle, watch: None, _changes: of_watch, _pool: pool };
         let (mut watch, argument) = (0, Arc::as_ptr(&changes).cast_mut().cast());
         // SAFETY: the counter lives until the watch has ended, in `drop`.
         let watched =
@@ -193,7 +193,7 @@ impl Image {
         Ok(Self { open: ManuallyDrop::new(open), waiting, changes })
     }
 
-    pub(super) fn waiting(&self) -> &Arc<Waiting> {
+    pub(super) fn waiting(&self) -> &Arc<PendingOps> {
         &self.waiting
     }
 
@@ -265,7 +265,7 @@ impl Image {
     ) -> ForeignOp {
         let (start, bytes) = (memory.start(), buffers.bytes());
         // SAFETY: the memory has that many bytes. It stays until the operation has ended, because
-        // its `Begun` owns it, even if no task waits.
+        // its `OpState` owns it, even if no task waits.
         self.begin(io, Some(memory), buffers, |api, image, completion| unsafe {
             (api.rbd_aio_read)(image, offset, bytes, start.cast(), completion)
         })
@@ -325,7 +325,7 @@ impl Image {
     ) -> ForeignOp {
         let (op, completer) = io.foreign_op(buffers);
         let Some(number) = self.waiting.begin(completer) else { return op };
-        let begun = Begun {
+        let begun = OpState {
             api: self.open.api,
             waiting: Arc::clone(&self.waiting),
             number,
@@ -371,7 +371,7 @@ impl Drop for Image {
 /// Called by a thread of librbd that has ended an operation.
 unsafe extern "C" fn on_answer(completion: Handle, argument: Handle) {
     // SAFETY: the argument is that of `begin`, and librbd calls this once for each.
-    let begun = unsafe { Box::from_raw(argument.cast::<Begun>()) };
+    let begun = unsafe { Box::from_raw(argument.cast::<OpState>()) };
     // SAFETY: the completion is ours to release from here on.
     let result = unsafe {
         let result = (begun.api.rbd_aio_get_return_value)(completion);

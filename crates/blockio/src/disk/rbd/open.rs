@@ -30,7 +30,7 @@ const WORKERS: &CStr = c"librados_thread_count";
 const LIBRARY_WORKERS: &str = "2";
 
 /// The properties of an image, found when it is opened.
-pub(super) struct Facts {
+pub(super) struct ImageProperties {
     pub(super) identity: String,
     pub(super) discard_bytes: u32,
     pub(super) optimal_bytes: Option<u32>,
@@ -44,7 +44,7 @@ pub(super) struct Facts {
 pub(super) fn open(
     name: &RbdImage,
     options: &DiskOptions,
-) -> Result<(Image, DiskInfo, Facts), Error> {
+) -> Result<(Image, DiskInfo, ImageProperties), Error> {
     let refused = |reason| Error::Disk { disk: format!("rbd {name}"), reason };
     let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
     if name.snapshot.is_some() && !options.read_only {
@@ -78,7 +78,10 @@ pub(super) fn open(
     opening.recv_timeout(patience).unwrap_or_else(no_answer).map_err(refused)
 }
 
-fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, Facts), String> {
+fn open_patiently(
+    name: &RbdImage,
+    info: DiskInfo,
+) -> Result<(Image, DiskInfo, ImageProperties), String> {
     let text = |text: &str| {
         c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
     };
@@ -105,7 +108,7 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     let object_bytes = unit.checked_mul(count).filter(|bytes| *bytes > 0).ok_or_else(|| {
         format!("its stripes of {count} times {unit} bytes cannot be; check it (`rbd info`)")
     })?;
-    let facts = Facts {
+    let facts = ImageProperties {
         identity: format!("Ceph {cluster_id}, image {id}{snapshot}"),
         discard_bytes,
         // A size beyond `u32` is more than any write has.

@@ -13,8 +13,8 @@ use iomem::{Buffers, LentBlock, fits};
 
 use super::shared::Shared;
 use crate::bounce::BounceShare;
-use crate::disk::info::{Extent, Unfinished};
-use crate::disk::seam::{OtherDisk, Request};
+use crate::disk::driver::{Driver, Request};
+use crate::disk::info::{Extent, TransferError};
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
@@ -114,7 +114,7 @@ impl RbdDisk {
             && self.shared.await_size(number)
         {
             let shared = Arc::clone(&self.shared);
-            let ask = move || shared.answer_all(|| shared.find_size());
+            let ask = move || shared.answer_all(|| shared.probe_size());
             if let Err(error) = self.io.start_thread("ringhaul-rbd", ask) {
                 let errno = error.raw_os_error().unwrap_or(libc::EAGAIN);
                 self.shared.answer_all(|| Err(io::Error::from_raw_os_error(errno)));
@@ -185,8 +185,8 @@ fn is_invalid(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EINVAL)
 }
 
-impl OtherDisk for RbdDisk {
-    fn read(&self, mut offset: u64, mut rest: Buffers) -> Request<'_, Result<(), Unfinished>> {
+impl Driver for RbdDisk {
+    fn read(&self, mut offset: u64, mut rest: Buffers) -> Request<'_, Result<(), TransferError>> {
         Box::pin(async move {
             while !rest.is_empty() {
                 match self.read_piece(offset, &rest).await {
@@ -194,7 +194,7 @@ impl OtherDisk for RbdDisk {
                         rest.advance(bytes);
                         offset += bytes as u64;
                     }
-                    Err(error) => return Err(Unfinished::new(error, rest)),
+                    Err(error) => return Err(TransferError::new(error, rest)),
                 }
             }
             Ok(())
@@ -206,7 +206,7 @@ impl OtherDisk for RbdDisk {
         mut offset: u64,
         mut rest: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'_, Result<(), TransferError>> {
         Box::pin(async move {
             while !rest.is_empty() {
                 match self.write_piece(offset, &rest).await {
@@ -214,12 +214,12 @@ impl OtherDisk for RbdDisk {
                         rest.advance(bytes);
                         offset += bytes as u64;
                     }
-                    Err(error) => return Err(Unfinished::new(error, rest)),
+                    Err(error) => return Err(TransferError::new(error, rest)),
                 }
             }
             if fua {
                 let flushed = self.flush_all().await;
-                flushed.map_err(|error| Unfinished::new(error, rest))?;
+                flushed.map_err(|error| TransferError::new(error, rest))?;
             }
             Ok(())
         })

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use iomem::fits;
 
 use super::image::Image;
-use crate::disk::waiting::Turns;
+use crate::disk::wait_queue::FairSemaphore;
 use crate::error::Error;
 
 /// The most pieces of discards that the cluster has at once for one image.
@@ -22,7 +22,7 @@ pub(super) struct Shared {
     /// spread.
     pub(super) object_bytes: u64,
     /// The line in which pieces of discards wait for their turn.
-    pub(super) discards: Turns,
+    pub(super) discards: FairSemaphore,
     /// An errno after which the data in the cluster is unknown; 0 for none.
     lost: AtomicI32,
     /// The size as last found, and the number of changes that librbd had reported before.
@@ -30,12 +30,12 @@ pub(super) struct Shared {
     changes: AtomicU64,
     /// Locked while these two change.
     finding: Mutex<()>,
-    asking: Mutex<Asking>,
+    asking: Mutex<SizeQueries>,
 }
 
 /// Operations that wait for the size.
 #[derive(Default)]
-struct Asking {
+struct SizeQueries {
     /// True while a thread asks for the size, and continues until no operation waits.
     is_asked: bool,
     /// Operations that wait for a query not yet made.
@@ -48,7 +48,7 @@ impl Shared {
             image,
             name,
             object_bytes,
-            discards: Turns::of(DISCARDS_AT_ONCE),
+            discards: FairSemaphore::new(DISCARDS_AT_ONCE),
             lost: AtomicI32::new(0),
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
@@ -134,12 +134,12 @@ impl Shared {
         }
     }
 
-    fn asking(&self) -> MutexGuard<'_, Asking> {
+    fn asking(&self) -> MutexGuard<'_, SizeQueries> {
         self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks for the size, and waits for the cluster.
-    pub(super) fn find_size(&self) -> io::Result<u64> {
+    pub(super) fn probe_size(&self) -> io::Result<u64> {
         let changes = self.image.changes();
         let size = self.image.size_bytes()?;
         let _turn = self.finding.lock().unwrap_or_else(PoisonError::into_inner);

@@ -235,17 +235,17 @@ fn one_that_has_the_medium_says_that_it_waits() {
     let unit = all[0].local_unit();
     let disk_task = DiskTask::new(&unit, TaskHandle { tasks: &tasks, number }).with_medium(&held);
     let goes_on = |disk_task: &DiskTask<'_>| {
-        disk_task.waits();
-        let goes_on = all[0].scene.thread.block_on(disk_task.goes_on(Direction::Write));
+        disk_task.on_wait();
+        let goes_on = all[0].scene.thread.block_on(disk_task.on_resume(Direction::Write));
         goes_on.unwrap().unwrap();
         all[1].scene.turn(10);
         stopped.poll()
     };
     assert_eq!(goes_on(&disk_task), None, "it waits no more");
-    disk_task.waits();
+    disk_task.on_wait();
     all[1].scene.wait(&stopped);
     assert_eq!(all[1].end().status, BUSY);
-    disk_task.ends();
+    disk_task.on_cancel();
     assert!(tasks.suspended() == 0);
 }
 

@@ -269,14 +269,14 @@ impl Export {
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
-            let (waited, trouble) = disk.troubles();
+            let (waited, trouble) = disk.retry_totals();
             WatchedDisk {
                 export,
                 place,
-                outside: disk.outside(),
+                size_probe: disk.size_probe(),
                 size_bytes,
                 state: disk.state(),
-                waiting: disk.failed_waiting(),
+                waiting: disk.retry_state(),
                 loss: disk.loss(),
                 waited,
                 trouble,

@@ -109,9 +109,9 @@ fn sizes_are_whole_sectors() {
     let refused = DiskSource::luks(below(&file), &options(false)).unwrap_err().to_string();
     assert!(refused.contains("extend the disk below by 3584 bytes"), "{refused}");
     assert!(source.refresh().is_err() && source.info().size_bytes == MIB - DATA_OFFSET);
-    assert_eq!(source.outside().unwrap().size_bytes().unwrap(), None);
+    assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), None);
     file.as_file().set_len(2 * MIB).unwrap();
-    assert_eq!(source.outside().unwrap().size_bytes().unwrap(), Some(2 * MIB - DATA_OFFSET));
+    assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), Some(2 * MIB - DATA_OFFSET));
     assert_eq!(source.refresh().unwrap(), 2 * MIB - DATA_OFFSET);
     assert!(source.set_size(512, || ()).is_err());
     source.set_size(MIB, || ()).unwrap();
@@ -120,5 +120,5 @@ fn sizes_are_whole_sectors() {
     let start = header(|metadata| metadata["segments"]["0"]["size"] = json!("4096"));
     let fixed = DiskSource::luks(below(&image(&start, MIB)), &options(false)).unwrap();
     assert!(fixed.info().size_bytes == 4096 && !fixed.abilities().resize);
-    assert!(fixed.set_size(8192, || ()).is_err() && fixed.outside().is_none());
+    assert!(fixed.set_size(8192, || ()).is_err() && fixed.size_probe().is_none());
 }

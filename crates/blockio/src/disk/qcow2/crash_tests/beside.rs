@@ -9,10 +9,10 @@ use futures_util::future::join;
 use iomem::Buffers;
 
 use super::{KINDS, SECTOR, World, filled};
-use crate::disk::elsewhere::Elsewhere;
 use crate::disk::info::ExtentKind;
 use crate::disk::qcow2::order::{L1_OFFSET, Tables};
 use crate::disk::qcow2::{Layer, mark, open_image};
+use crate::disk::remote_stub::RemoteStub;
 use crate::disk::{DiskSource, SourceKind};
 
 const CLUSTER: u64 = 64 << 10;
@@ -88,11 +88,11 @@ fn clusters_of_entries_stay_counted_when_imago_is_closed() {
     }
     let world = World::new(&KINDS[KINDS.len() - 1], true);
     for is_opened_again in [false, true] {
-        let end = Elsewhere::held_alone(&world.content);
+        let end = RemoteStub::exclusive(&world.content);
         let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
         let (info, source) = open_image(layers, false).unwrap();
         let core = Arc::clone(&source.image.core);
-        let source = DiskSource::new(info, SourceKind::Other(Arc::new(source)));
+        let source = DiskSource::new(info, SourceKind::Driver(Arc::new(source)));
         let disk = source.attach(world.thread.io());
         for cluster in 0..8 {
             if is_opened_again && cluster == 4 {

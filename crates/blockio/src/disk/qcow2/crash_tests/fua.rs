@@ -6,7 +6,7 @@ use iomem::Buffers;
 
 use super::{KINDS, Moment, SECTOR, World, filled, open};
 use crate::config::IoThreadConfig;
-use crate::disk::elsewhere::Event;
+use crate::disk::remote_stub::Event;
 use crate::io_thread::IoThread;
 
 /// The previous process has not flushed the pointers to its data. The image was not marked, so it

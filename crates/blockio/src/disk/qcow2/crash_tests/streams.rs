@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use iomem::Buffers;
 
 use super::{KINDS, Moment, SECTOR, World, filled};
-use crate::disk::elsewhere::Elsewhere;
 use crate::disk::qcow2::{Layer, open_image};
+use crate::disk::remote_stub::RemoteStub;
 use crate::disk::{DiskSource, SourceKind};
 
 const CLUSTER: u64 = 64 << 10;
@@ -69,11 +69,11 @@ fn a_writer_waits_for_few_commits() {
         return;
     }
     let world = World::new(&KINDS[KINDS.len() - 1], true);
-    let end = Elsewhere::held_alone(&world.content);
+    let end = RemoteStub::exclusive(&world.content);
     let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
     let (info, source) = open_image(layers, false).unwrap();
     let core = Arc::clone(&source.image.core);
-    let source = DiskSource::new(info, SourceKind::Other(Arc::new(source)));
+    let source = DiskSource::new(info, SourceKind::Driver(Arc::new(source)));
     let disk = source.attach(world.thread.io());
     let commits = || core.committed.load(Ordering::Relaxed);
     let write = |cluster: u64| {

@@ -35,7 +35,7 @@ pub(in crate::disk::qcow2) fn look(
     header: &ImageHeader,
 ) -> Result<Option<String>, Error> {
     let thread = IoThread::new(&IoThreadConfig::default())?;
-    let source = source.for_a_look()?;
+    let source = source.for_probe()?;
     let disk = source.attach(thread.io());
     let until = Instant::now() + BOUNDS.time;
     let mut reader = Reader { source: &source, disk, left_bytes: BOUNDS.read_bytes, until };

@@ -37,25 +37,25 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 impl ErrorAction {
     /// The reason for which a request that failed with `error` waits. `None` if it is reported.
-    fn on(self, error: &io::Error) -> Option<Why> {
+    fn on(self, error: &io::Error) -> Option<WaitReason> {
         let errno = error.raw_os_error()?;
         match self {
             Self::Report => None,
-            Self::Retry => may_pass(errno).then_some(Why::Retried),
+            Self::Retry => is_transient(errno).then_some(WaitReason::Retried),
             Self::Hold | Self::HoldBriefly => {
-                matches!(errno, libc::ENOSPC | libc::EDQUOT).then_some(Why::Held)
+                matches!(errno, libc::ENOSPC | libc::EDQUOT).then_some(WaitReason::Held)
             }
         }
     }
 
-    fn patience(self) -> Option<Duration> {
+    fn limit(self) -> Option<Duration> {
         (self == Self::HoldBriefly).then_some(BRIEFLY)
     }
 }
 
 /// Returns true if an error may be gone at the next try. The listed errors will not be: they
 /// concern the request, or this process.
-fn may_pass(errno: i32) -> bool {
+fn is_transient(errno: i32) -> bool {
     use libc::{
         EBADE, EBADF, ECANCELED, EFAULT, EFBIG, EINVAL, ENOSYS, ENOTTY, EOPNOTSUPP, EOVERFLOW,
         EPERM, EROFS, ESHUTDOWN, ESPIPE,
@@ -81,19 +81,19 @@ fn may_pass(errno: i32) -> bool {
 
 /// The reason for which requests wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Why {
+pub(super) enum WaitReason {
     Retried,
     Held,
 }
 
 /// The requests of a disk that wait because it failed them.
 #[derive(Debug, Default)]
-pub(super) struct Troubles(Mutex<State>);
+pub(super) struct RetryStats(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    retried: Waiting,
-    held: Waiting,
+    retried: WaitCount,
+    held: WaitCount,
     /// The number of requests that have waited.
     count: u64,
     /// The errno of the last request that began to wait.
@@ -101,46 +101,46 @@ struct State {
 }
 
 #[derive(Debug, Default, Clone, Copy)]
-struct Waiting {
+struct WaitCount {
     now: usize,
     since: Option<Instant>,
 }
 
 impl State {
-    fn of(&mut self, why: Why) -> &mut Waiting {
+    fn count_mut(&mut self, why: WaitReason) -> &mut WaitCount {
         match why {
-            Why::Retried => &mut self.retried,
-            Why::Held => &mut self.held,
+            WaitReason::Retried => &mut self.retried,
+            WaitReason::Held => &mut self.held,
         }
     }
 }
 
-impl Troubles {
+impl RetryStats {
     /// The reason for which requests wait now, and since when. Held requests take precedence.
-    pub(super) fn now(&self) -> Option<(Why, Instant)> {
+    pub(super) fn current(&self) -> Option<(WaitReason, Instant)> {
         let state = self.state();
-        let waiting = [(Why::Held, state.held), (Why::Retried, state.retried)];
+        let waiting = [(WaitReason::Held, state.held), (WaitReason::Retried, state.retried)];
         waiting.into_iter().find_map(|(why, waiting)| Some((why, waiting.since?)))
     }
 
     /// The number of requests that have waited so far, and the errno of the last.
-    pub(super) fn so_far(&self) -> (u64, Option<i32>) {
+    pub(super) fn totals(&self) -> (u64, Option<i32>) {
         let state = self.state();
         (state.count, state.errno)
     }
 
-    fn begin(&self, why: Why, errno: i32, now: Instant) {
+    fn begin(&self, why: WaitReason, errno: i32, now: Instant) {
         let mut state = self.state();
         state.count += 1;
         state.errno = Some(errno);
-        let waiting = state.of(why);
+        let waiting = state.count_mut(why);
         waiting.now += 1;
         waiting.since.get_or_insert(now);
     }
 
-    fn end(&self, why: Why) {
+    fn end(&self, why: WaitReason) {
         let mut state = self.state();
-        let waiting = state.of(why);
+        let waiting = state.count_mut(why);
         waiting.now -= 1;
         if waiting.now == 0 {
             waiting.since = None;
@@ -153,21 +153,21 @@ impl Troubles {
 }
 
 /// The tries of one request that a disk failed.
-pub(super) struct Tries<'a> {
-    troubles: &'a Troubles,
+pub(super) struct RetryState<'a> {
+    retry_stats: &'a RetryStats,
     since: Option<Instant>,
     pause: Duration,
-    counted: Option<Why>,
+    counted: Option<WaitReason>,
 }
 
-impl<'a> Tries<'a> {
-    pub(super) fn new(troubles: &'a Troubles) -> Self {
-        Self { troubles, since: None, pause: Duration::ZERO, counted: None }
+impl<'a> RetryState<'a> {
+    pub(super) fn new(retry_stats: &'a RetryStats) -> Self {
+        Self { retry_stats, since: None, pause: Duration::ZERO, counted: None }
     }
 
     /// Counts a failure with `error`. Returns the pause before the next try, or `None` if the error
     /// is to be reported.
-    pub(super) fn failed(
+    pub(super) fn record_failure(
         &mut self,
         action: ErrorAction,
         error: &io::Error,
@@ -175,8 +175,8 @@ impl<'a> Tries<'a> {
     ) -> Option<Duration> {
         let why = action.on(error)?;
         let since = *self.since.get_or_insert(now);
-        let left = match action.patience() {
-            Some(patience) => (since + patience).checked_duration_since(now)?,
+        let left = match action.limit() {
+            Some(limit) => (since + limit).checked_duration_since(now)?,
             None => PAUSE_MAX,
         };
         if left.is_zero() {
@@ -184,7 +184,7 @@ impl<'a> Tries<'a> {
         }
         if self.counted != Some(why) {
             self.end();
-            self.troubles.begin(why, error.raw_os_error().unwrap_or(0), now);
+            self.retry_stats.begin(why, error.raw_os_error().unwrap_or(0), now);
             self.counted = Some(why);
         }
         self.pause = (2 * self.pause).clamp(PAUSE_MIN, PAUSE_MAX);
@@ -193,12 +193,12 @@ impl<'a> Tries<'a> {
 
     fn end(&mut self) {
         if let Some(why) = self.counted.take() {
-            self.troubles.end(why);
+            self.retry_stats.end(why);
         }
     }
 }
 
-impl Drop for Tries<'_> {
+impl Drop for RetryState<'_> {
     fn drop(&mut self) {
         self.end();
     }
@@ -211,8 +211,8 @@ mod tests {
     #[test]
     fn a_client_that_was_locked_out_does_not_try_again() {
         // A cluster locks a client out for good; space comes back.
-        assert!(!may_pass(libc::ESHUTDOWN));
-        assert!(may_pass(libc::ENOSPC) && may_pass(libc::EIO));
+        assert!(!is_transient(libc::ESHUTDOWN));
+        assert!(is_transient(libc::ENOSPC) && is_transient(libc::EIO));
     }
 
     fn errno(number: i32) -> io::Error {
@@ -230,34 +230,36 @@ mod tests {
             (libc::EROFS, [false; 4]),
             (libc::ECANCELED, [false; 4]),
         ] {
-            let troubles = Troubles::default();
+            let retry_stats = RetryStats::default();
             let seen = [Report, Retry, Hold, HoldBriefly].map(|action| {
-                let mut tries = Tries::new(&troubles);
-                tries.failed(action, &errno(number), Instant::now()).is_some()
+                let mut tries = RetryState::new(&retry_stats);
+                tries.record_failure(action, &errno(number), Instant::now()).is_some()
             });
             assert_eq!(seen, kept, "{number}");
-            assert_eq!(troubles.now(), None, "they have ended");
+            assert_eq!(retry_stats.current(), None, "they have ended");
         }
     }
 
     #[test]
     fn pauses_double_and_what_is_held_briefly_is_reported_in_the_end() {
-        let (troubles, start) = (Troubles::default(), Instant::now());
-        let mut tries = Tries::new(&troubles);
+        let (retry_stats, start) = (RetryStats::default(), Instant::now());
+        let mut tries = RetryState::new(&retry_stats);
         let mut now = start;
         let mut pauses = Vec::new();
-        while let Some(pause) = tries.failed(ErrorAction::HoldBriefly, &errno(libc::ENOSPC), now) {
+        while let Some(pause) =
+            tries.record_failure(ErrorAction::HoldBriefly, &errno(libc::ENOSPC), now)
+        {
             pauses.push(pause);
             now += pause;
         }
         assert_eq!(pauses[..3], [10, 20, 40].map(Duration::from_millis));
         assert_eq!(now - start, BRIEFLY);
-        assert_eq!(troubles.now(), Some((Why::Held, start)));
+        assert_eq!(retry_stats.current(), Some((WaitReason::Held, start)));
         // The reason has changed.
-        let pause = tries.failed(ErrorAction::Retry, &errno(libc::EIO), now).unwrap();
+        let pause = tries.record_failure(ErrorAction::Retry, &errno(libc::EIO), now).unwrap();
         assert_eq!(pause, PAUSE_MAX);
-        assert_eq!(troubles.now(), Some((Why::Retried, now)));
+        assert_eq!(retry_stats.current(), Some((WaitReason::Retried, now)));
         drop(tries);
-        assert_eq!((troubles.now(), troubles.so_far()), (None, (2, Some(libc::EIO))));
+        assert_eq!((retry_stats.current(), retry_stats.totals()), (None, (2, Some(libc::EIO))));
     }
 }

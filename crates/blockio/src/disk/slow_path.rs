@@ -6,12 +6,12 @@ use std::io;
 
 use iomem::Buffers;
 
-use super::bulk::BulkTurn;
-use super::gate::{REST_BYTES, STEP_BYTES, Waits};
-use super::info::Unfinished;
+use super::bulk_turns::BulkTurn;
+use super::driver::Request;
+use super::error_policy::RetryState;
+use super::info::TransferError;
 use super::limits::Direction;
-use super::seam::Request;
-use super::trouble::Tries;
+use super::throttle::{REST_BYTES, STEP_BYTES, WaitMode};
 use super::{Disk, Kind, Requests};
 
 /// Steps begin at multiples of this, as far as ranges of the list allow.
@@ -19,20 +19,20 @@ const STEP_UNIT: usize = 64 << 10;
 
 impl Disk {
     /// Sets the treatment of requests that would wait, from now on. May be reverted.
-    pub fn set_waits(&self, waits: Waits) {
-        self.gate.set_waits(waits);
+    pub fn set_wait_mode(&self, mode: WaitMode) {
+        self.gate.set_wait_mode(mode);
     }
 
     /// Returns true if the queue of the disk stops, whether its requests wait or not.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
-        self.gate.waits() != Waits::Usual
+        self.gate.wait_mode() != WaitMode::All
     }
 
     /// Returns true if the queue of the disk stops, and its requests do not wait.
     #[must_use]
-    pub fn is_ending(&self) -> bool {
-        self.gate.waits() == Waits::Never
+    pub fn is_stopping_for_good(&self) -> bool {
+        self.gate.wait_mode() == WaitMode::Never
     }
 
     /// Makes all requests that wait for limits or a retry [check](super::Requester::check) if they
@@ -56,25 +56,25 @@ impl<'a> Requests<'a> {
     /// Reads on the slow path. Not inlined, so that the straight path stays short.
     #[cold]
     #[inline(never)]
-    pub(super) fn read_otherwise(
+    pub(super) fn read_slow(
         self,
         offset: u64,
         buffers: Buffers,
-    ) -> Request<'a, Result<(), Unfinished>> {
+    ) -> Request<'a, Result<(), TransferError>> {
         let bytes = buffers.bytes() as u64;
         if let Err(error) = self.disk.check(offset, bytes) {
-            return Box::pin(ready(Err(Unfinished::new(error, buffers))));
+            return Box::pin(ready(Err(TransferError::new(error, buffers))));
         }
         Box::pin(async move {
             if let Err(error) = self.pass(Direction::Read, (offset, bytes), bytes).await {
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             let read = |offset, buffers| self.read_step(offset, buffers);
             self.in_steps(Direction::Read, offset, buffers, read).await
         })
     }
 
-    async fn read_step(self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+    async fn read_step(self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
         match &self.disk.kind {
             Kind::Null => {
                 buffers.wrote(buffers.bytes());
@@ -87,36 +87,41 @@ impl<'a> Requests<'a> {
                     done => done,
                 }
             }
-            Kind::Other(other) => {
-                let read = |buffers| other.read(offset, buffers);
-                self.until_done(Direction::Read, offset, buffers, || false, read).await
+            Kind::Driver(driver) => {
+                let read = |buffers| driver.read(offset, buffers);
+                self.with_retries(Direction::Read, offset, buffers, || false, read).await
             }
         }
     }
 
-    /// Writes on the slow path, like [`read_otherwise`](Self::read_otherwise).
+    /// Writes on the slow path, like [`read_slow`](Self::read_slow).
     #[cold]
     #[inline(never)]
-    pub(super) fn write_otherwise(
+    pub(super) fn write_slow(
         self,
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Request<'a, Result<(), Unfinished>> {
+    ) -> Request<'a, Result<(), TransferError>> {
         let bytes = buffers.bytes() as u64;
         if let Err(error) = self.disk.check_write(offset, bytes) {
-            return Box::pin(ready(Err(Unfinished::new(error, buffers))));
+            return Box::pin(ready(Err(TransferError::new(error, buffers))));
         }
         Box::pin(async move {
             if let Err(error) = self.pass(Direction::Write, (offset, bytes), bytes).await {
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             let write = |offset, buffers| self.write_step(offset, buffers, fua);
             self.in_steps(Direction::Write, offset, buffers, write).await
         })
     }
 
-    async fn write_step(self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
+    async fn write_step(
+        self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Result<(), TransferError> {
         match &self.disk.kind {
             Kind::Null => Ok(()),
             Kind::File(disk) => {
@@ -126,10 +131,10 @@ impl<'a> Requests<'a> {
                     done => done,
                 }
             }
-            Kind::Other(other) => {
-                let write = |buffers| other.disk.write(offset, buffers, fua);
+            Kind::Driver(driver) => {
+                let write = |buffers| driver.disk.write(offset, buffers, fua);
                 let is_vain = || fua && self.disk.may_have_lost();
-                self.until_done(Direction::Write, offset, buffers, is_vain, write).await
+                self.with_retries(Direction::Write, offset, buffers, is_vain, write).await
             }
         }
     }
@@ -137,22 +142,22 @@ impl<'a> Requests<'a> {
     /// Transfers all of `buffers` from byte `offset`, a long list step by step. Nothing is in
     /// progress between two steps: there a stopping queue leaves the request, if it may, or fails
     /// it.
-    async fn in_steps<F: Future<Output = Result<(), Unfinished>>>(
+    async fn in_steps<F: Future<Output = Result<(), TransferError>>>(
         self,
         direction: Direction,
         mut offset: u64,
         mut buffers: Buffers,
         transfer: impl Fn(u64, Buffers) -> F,
-    ) -> Result<(), Unfinished> {
+    ) -> Result<(), TransferError> {
         while buffers.bytes() > STEP_BYTES {
             let has_much = buffers.bytes() > REST_BYTES && self.disk.gate.finishes();
             let checked = if has_much { self.requester.check_rest() } else { Ok(()) };
             let rested = match checked {
-                Ok(()) => self.disk.gate.rest(self.requester, direction).await,
+                Ok(()) => self.disk.gate.wait_while_shut(self.requester, direction).await,
                 given_up => given_up,
             };
             if let Err(error) = rested {
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             let mut step = buffers.prefix(STEP_BYTES, STEP_UNIT);
             let block = usize::try_from(self.disk.block_mask).unwrap_or(0);
@@ -165,7 +170,7 @@ impl<'a> Requests<'a> {
             if let Err(unfinished) = transfer(offset, step).await {
                 let (error, rest) = unfinished.into_parts();
                 buffers.advance(bytes - rest.bytes());
-                return Err(Unfinished::new(error, buffers));
+                return Err(TransferError::new(error, buffers));
             }
             buffers.advance(bytes);
             offset += bytes as u64;
@@ -179,17 +184,18 @@ impl<'a> Requests<'a> {
     pub(super) fn read_again(
         self,
         end: u64,
-        mut unfinished: Unfinished,
-    ) -> Request<'a, Result<(), Unfinished>> {
+        mut unfinished: TransferError,
+    ) -> Request<'a, Result<(), TransferError>> {
         Box::pin(async move {
-            let mut tries = Tries::new(&self.disk.shared.troubles);
+            let mut tries = RetryState::new(&self.disk.shared.retry_stats);
             loop {
-                let rest = self.what_is_tried(&mut tries, Direction::Read, end, unfinished).await?;
+                let rest =
+                    self.await_retry_of_rest(&mut tries, Direction::Read, end, unfinished).await?;
                 let offset = end - rest.bytes() as u64;
                 let result = match &self.disk.kind {
                     Kind::File(disk) => disk.read(offset, rest).await,
                     Kind::Null => unreachable!("a null disk reads nothing that could fail"),
-                    Kind::Other(other) => other.read(offset, rest).await,
+                    Kind::Driver(driver) => driver.read(offset, rest).await,
                 };
                 match result {
                     Err(again) => unfinished = again,
@@ -207,19 +213,19 @@ impl<'a> Requests<'a> {
         self,
         end: u64,
         fua: bool,
-        mut unfinished: Unfinished,
-    ) -> Request<'a, Result<(), Unfinished>> {
+        mut unfinished: TransferError,
+    ) -> Request<'a, Result<(), TransferError>> {
         Box::pin(async move {
-            let mut tries = Tries::new(&self.disk.shared.troubles);
+            let mut tries = RetryState::new(&self.disk.shared.retry_stats);
             let is_vain = || fua && self.disk.may_have_lost();
             while !unfinished.rest().is_empty() && !is_vain() {
                 let rest =
-                    self.what_is_tried(&mut tries, Direction::Write, end, unfinished).await?;
+                    self.await_retry_of_rest(&mut tries, Direction::Write, end, unfinished).await?;
                 let offset = end - rest.bytes() as u64;
                 let result = match &self.disk.kind {
                     Kind::File(disk) => disk.write(offset, rest, fua).await,
                     Kind::Null => unreachable!("a null disk writes nothing that could fail"),
-                    Kind::Other(other) => other.disk.write(offset, rest, fua).await,
+                    Kind::Driver(driver) => driver.disk.write(offset, rest, fua).await,
                 };
                 match result {
                     Err(again) => unfinished = again,
@@ -232,40 +238,40 @@ impl<'a> Requests<'a> {
 
     /// Waits until the rest of a transfer that was to end at byte `end` is to be retried. Fails if
     /// it is not.
-    async fn what_is_tried(
+    async fn await_retry_of_rest(
         self,
-        tries: &mut Tries<'_>,
+        tries: &mut RetryState<'_>,
         direction: Direction,
         end: u64,
-        unfinished: Unfinished,
-    ) -> Result<Buffers, Unfinished> {
+        unfinished: TransferError,
+    ) -> Result<Buffers, TransferError> {
         let bytes = unfinished.rest().bytes() as u64;
         let range = (end - bytes, bytes);
-        match self.tries_again(tries, direction, range, unfinished.error()).await {
+        match self.await_retry(tries, direction, range, unfinished.error()).await {
             Ok(true) => Ok(unfinished.into_parts().1),
             Ok(false) => Err(unfinished),
-            Err(error) => Err(Unfinished::new(error, unfinished.into_parts().1)),
+            Err(error) => Err(TransferError::new(error, unfinished.into_parts().1)),
         }
     }
 
     /// Transfers all of `buffers` on a disk of another kind, with retries unless they are in vain.
-    async fn until_done<'b>(
+    async fn with_retries<'b>(
         self,
         direction: Direction,
         offset: u64,
         buffers: Buffers,
         is_vain: impl Fn() -> bool,
-        transfer: impl Fn(Buffers) -> Request<'b, Result<(), Unfinished>>,
-    ) -> Result<(), Unfinished> {
-        if !self.disk.gate.may_try_again(direction) {
+        transfer: impl Fn(Buffers) -> Request<'b, Result<(), TransferError>>,
+    ) -> Result<(), TransferError> {
+        if !self.disk.gate.may_retry(direction) {
             return transfer(buffers).await;
         }
         let end = offset + buffers.bytes() as u64;
-        let mut tries = Tries::new(&self.disk.shared.troubles);
+        let mut tries = RetryState::new(&self.disk.shared.retry_stats);
         loop {
             match transfer(buffers.duplicate()).await {
                 Err(unfinished) if !unfinished.rest().is_empty() && !is_vain() => {
-                    self.what_is_tried(&mut tries, direction, end, unfinished).await?;
+                    self.await_retry_of_rest(&mut tries, direction, end, unfinished).await?;
                 }
                 done => return done,
             }
@@ -279,30 +285,30 @@ impl<'a> Requests<'a> {
     ///
     /// As for [`write`](Self::write), and the error with which the requester
     /// [ends](super::Requester::check_piece) the command.
-    pub async fn write_piece(self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+    pub async fn write_piece(self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
         let bytes = buffers.bytes() as u64;
         let passed = match self.disk.check_write(offset, bytes) {
             Ok(()) => self.pass(Direction::Write, (offset, bytes), bytes).await,
             refused => refused,
         };
         if let Err(error) = passed {
-            return Err(Unfinished::new(error, buffers));
+            return Err(TransferError::new(error, buffers));
         }
-        let write = |buffers: Buffers| -> Request<'_, Result<(), Unfinished>> {
+        let write = |buffers: Buffers| -> Request<'_, Result<(), TransferError>> {
             Box::pin(async move {
                 let _turn = match self.take_turn(bytes).await {
                     Ok(turn) => turn,
-                    Err(error) => return Err(Unfinished::new(error, buffers)),
+                    Err(error) => return Err(TransferError::new(error, buffers)),
                 };
                 match &self.disk.kind {
                     Kind::Null => Ok(()),
                     Kind::File(disk) => disk.write(offset, buffers, false).await,
-                    Kind::Other(other) => other.disk.write(offset, buffers, false).await,
+                    Kind::Driver(driver) => driver.disk.write(offset, buffers, false).await,
                 }
             })
         };
         let is_vain = || self.requester.check_piece().is_err();
-        self.until_done(Direction::Write, offset, buffers, is_vain, write).await
+        self.with_retries(Direction::Write, offset, buffers, is_vain, write).await
     }
 
     /// Waits for the turn of a piece. Fails if the requester ends the command.
@@ -320,11 +326,11 @@ impl<'a> Requests<'a> {
         bytes: u64,
         request: impl Fn(BulkTurn) -> F,
     ) -> io::Result<T> {
-        let mut tries = Tries::new(&self.disk.shared.troubles);
+        let mut tries = RetryState::new(&self.disk.shared.retry_stats);
         loop {
             let turn = self.take_turn(bytes).await?;
             match request(turn).await {
-                Err(error) if self.tries_again(&mut tries, direction, range, &error).await? => {}
+                Err(error) if self.await_retry(&mut tries, direction, range, &error).await? => {}
                 done => return done,
             }
         }
@@ -339,10 +345,10 @@ impl<'a> Requests<'a> {
         request: impl Fn() -> F,
     ) -> io::Result<T> {
         self.pass(direction, range, bytes).await?;
-        let mut tries = Tries::new(&self.disk.shared.troubles);
+        let mut tries = RetryState::new(&self.disk.shared.retry_stats);
         loop {
             match request().await {
-                Err(error) if self.tries_again(&mut tries, direction, range, &error).await? => {}
+                Err(error) if self.await_retry(&mut tries, direction, range, &error).await? => {}
                 done => return done,
             }
         }
@@ -363,16 +369,16 @@ impl<'a> Requests<'a> {
     }
 
     /// Waits until a failed request is to be retried. Returns false if it is to be reported.
-    async fn tries_again(
+    async fn await_retry(
         self,
-        tries: &mut Tries<'_>,
+        tries: &mut RetryState<'_>,
         direction: Direction,
         range: (u64, u64),
         error: &io::Error,
     ) -> io::Result<bool> {
         let gate = &self.disk.gate;
-        let again = Box::pin(gate.tries_again(self.requester, tries, direction, error)).await?;
-        if again && !self.disk.has(range) {
+        let again = Box::pin(gate.await_retry(self.requester, tries, direction, error)).await?;
+        if again && !self.disk.contains(range) {
             // The disk has shrunk while the request waited.
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }

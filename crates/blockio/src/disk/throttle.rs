@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use super::error_policy::{ErrorAction, RetryState};
 use super::limits::{Buckets, Direction};
 use super::shared::{Rules, Shared};
-use super::trouble::{ErrorAction, Tries};
-use super::waiting::{Turn, Turns};
+use super::wait_queue::{FairSemaphore, Ticket};
 use crate::clock;
 use crate::io::Io;
 
@@ -31,7 +31,7 @@ pub(super) const REST_BYTES: usize = 64 << 20;
 /// progress then.
 pub trait Requester {
     /// Called when the request begins to wait.
-    fn waits(&self);
+    fn on_wait(&self);
 
     /// Checks that the request is still to be done. Called before it waits, and for each
     /// [`recheck_waiting`](super::Disk::recheck_waiting).
@@ -47,10 +47,11 @@ pub trait Requester {
     /// # Errors
     ///
     /// The error that the request ends with.
-    fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
+    fn on_resume(&self, direction: Direction)
+    -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
 
     /// Called when the request ends while it waits.
-    fn ends(&self);
+    fn on_cancel(&self);
 
     /// Checks that a command that moves much data is to move another piece. Called at the turn of
     /// that piece.
@@ -79,65 +80,65 @@ pub trait Requester {
 }
 
 /// A requester that refuses nothing.
-pub(super) struct Anybody;
+pub(super) struct NoRequester;
 
-impl Requester for Anybody {
-    fn waits(&self) {}
+impl Requester for NoRequester {
+    fn on_wait(&self) {}
 
     fn check(&self) -> io::Result<()> {
         Ok(())
     }
 
-    fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
         Box::pin(std::future::ready(Ok(())))
     }
 
-    fn ends(&self) {}
+    fn on_cancel(&self) {}
 }
 
 /// A request at the gate, which may be waiting.
-struct Place<'a> {
+struct WaitingRequest<'a> {
     requester: &'a dyn Requester,
     waits: Cell<bool>,
 }
 
-impl<'a> Place<'a> {
-    fn of(requester: &'a dyn Requester) -> Self {
+impl<'a> WaitingRequest<'a> {
+    fn new(requester: &'a dyn Requester) -> Self {
         Self { requester, waits: Cell::new(false) }
     }
 
     fn wait(&self) {
         if !self.waits.replace(true) {
-            self.requester.waits();
+            self.requester.on_wait();
         }
     }
 
-    async fn go_on(&self, direction: Direction) -> io::Result<()> {
-        if self.waits.replace(false) { self.requester.goes_on(direction).await } else { Ok(()) }
+    async fn resume(&self, direction: Direction) -> io::Result<()> {
+        if self.waits.replace(false) { self.requester.on_resume(direction).await } else { Ok(()) }
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for WaitingRequest<'_> {
     fn drop(&mut self) {
         if self.waits.get() {
-            self.requester.ends();
+            self.requester.on_cancel();
         }
     }
 }
 
 /// The treatment of requests of a queue that would wait, for limits or for a retry.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub enum Waits {
+pub enum WaitMode {
     /// By the limits and the error policy.
     #[default]
-    Usual,
+    All,
     /// No wait for limits. For a queue that stops and will continue.
-    ForTries,
+    RetriesOnly,
     /// No wait: errors are reported, regardless of the policy. For a queue that stops for good.
     Never,
     /// Requests that wait or would wait are kept until this changes. For a queue that stops and
     /// leaves them to its next server.
-    UntilLater,
+    Frozen,
 }
 
 /// The gate of one queue.
@@ -146,13 +147,13 @@ pub(super) struct Gate {
     shared: Arc<Shared>,
     /// A recent copy of the rules, with its generation.
     rules: RefCell<(u64, Arc<Rules>)>,
-    turns: [Turns; 2],
-    waits: Cell<Waits>,
+    turns: [FairSemaphore; 2],
+    wait_mode: Cell<WaitMode>,
 }
 
 /// The share of limits that a request has taken. Dropping it gives the share back, unless the
 /// request has begun.
-struct Taken {
+struct Charge {
     buckets: Arc<Buckets>,
     direction: Direction,
     bytes: u64,
@@ -160,8 +161,8 @@ struct Taken {
     has_begun: bool,
 }
 
-impl Taken {
-    fn of(buckets: Arc<Buckets>, direction: Direction, bytes: u64) -> Self {
+impl Charge {
+    fn new(buckets: Arc<Buckets>, direction: Direction, bytes: u64) -> Self {
         let begins = buckets.take(direction, bytes, clock::now());
         Self { buckets, direction, bytes, begins, has_begun: false }
     }
@@ -171,7 +172,7 @@ impl Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for Charge {
     fn drop(&mut self) {
         if !self.has_begun {
             self.buckets.give_back(self.direction, self.bytes);
@@ -186,27 +187,27 @@ impl Gate {
             shared: Arc::clone(shared),
             rules: RefCell::new(shared.rules()),
             turns: Default::default(),
-            waits: Cell::default(),
+            wait_mode: Cell::default(),
         }
     }
 
-    pub(super) fn set_waits(&self, waits: Waits) {
-        if self.waits.replace(waits) != waits {
+    pub(super) fn set_wait_mode(&self, mode: WaitMode) {
+        if self.wait_mode.replace(mode) != mode {
             self.shared.bell.ring();
         }
     }
 
-    pub(super) fn waits(&self) -> Waits {
-        self.waits.get()
+    pub(super) fn wait_mode(&self) -> WaitMode {
+        self.wait_mode.get()
     }
 
     /// Returns true if the queue stops, and leaves no request to the next process.
     pub(super) fn finishes(&self) -> bool {
-        matches!(self.waits.get(), Waits::ForTries | Waits::Never)
+        matches!(self.wait_mode.get(), WaitMode::RetriesOnly | WaitMode::Never)
     }
 
     fn is_shut(&self) -> bool {
-        self.waits.get() == Waits::UntilLater
+        self.wait_mode.get() == WaitMode::Frozen
     }
 
     fn rules(&self) -> (u64, Arc<Rules>) {
@@ -217,13 +218,13 @@ impl Gate {
     }
 
     /// Returns true if a failed request could be retried.
-    pub(super) fn may_try_again(&self, direction: Direction) -> bool {
+    pub(super) fn may_retry(&self, direction: Direction) -> bool {
         self.action(&self.rules().1, direction) != ErrorAction::Report
     }
 
     fn action(&self, rules: &Rules, direction: Direction) -> ErrorAction {
         match direction {
-            _ if self.waits.get() == Waits::Never => ErrorAction::Report,
+            _ if self.wait_mode.get() == WaitMode::Never => ErrorAction::Report,
             Direction::Read => rules.errors.read,
             Direction::Write => rules.errors.write,
         }
@@ -241,18 +242,18 @@ impl Gate {
         if rules.own.is_none() && rules.shared.is_none() {
             return Ok(());
         }
-        let place = Place::of(requester);
+        let place = WaitingRequest::new(requester);
         while !self.take_turn(&place, direction, bytes).await? {
-            self.stay(&place).await?;
+            self.wait_until_open(&place).await?;
         }
-        place.go_on(direction).await
+        place.resume(direction).await
     }
 
     /// Waits for the turn of a request and its share of the limits. Returns false if the gate was
     /// shut first: then it holds up no other request.
     async fn take_turn(
         &self,
-        place: &Place<'_>,
+        place: &WaitingRequest<'_>,
         direction: Direction,
         bytes: u64,
     ) -> io::Result<bool> {
@@ -268,7 +269,7 @@ impl Gate {
         if self.is_shut() {
             return Ok(false);
         }
-        [own, shared].into_iter().flatten().for_each(Taken::begin);
+        [own, shared].into_iter().flatten().for_each(Charge::begin);
         Ok(true)
     }
 
@@ -276,12 +277,12 @@ impl Gate {
     /// too, so later ones wait longer: stopping queues gain nothing.
     async fn take(
         &self,
-        place: &Place<'_>,
+        place: &WaitingRequest<'_>,
         direction: Direction,
         bytes: u64,
         which: impl Fn(&Rules) -> Option<Arc<Buckets>>,
-    ) -> io::Result<Option<Taken>> {
-        let mut taken: Option<Taken> = None;
+    ) -> io::Result<Option<Charge>> {
+        let mut taken: Option<Charge> = None;
         loop {
             let (generation, rules) = self.rules();
             let meant = which(&rules);
@@ -290,8 +291,8 @@ impl Gate {
                 .take_if(|taken| !meant.as_ref().is_some_and(|it| Arc::ptr_eq(it, &taken.buckets)));
             let Some(buckets) = meant else { break };
             // The share is kept if something else has changed.
-            let begins = taken.get_or_insert_with(|| Taken::of(buckets, direction, bytes)).begins;
-            let is_waited_for = || self.waits.get() == Waits::Usual;
+            let begins = taken.get_or_insert_with(|| Charge::new(buckets, direction, bytes)).begins;
+            let is_waited_for = || self.wait_mode.get() == WaitMode::All;
             let changed = || self.shared.generation() != generation || !is_waited_for();
             if self.wait_until(place, begins, changed).await? || !is_waited_for() {
                 break;
@@ -302,36 +303,36 @@ impl Gate {
 
     /// Waits until a failed request is to be retried. Returns false if `error` is to be reported.
     /// Fails with an error to report instead.
-    pub(super) async fn tries_again(
+    pub(super) async fn await_retry(
         &self,
         requester: &dyn Requester,
-        tries: &mut Tries<'_>,
+        tries: &mut RetryState<'_>,
         direction: Direction,
         error: &io::Error,
     ) -> io::Result<bool> {
         let (generation, rules) = self.rules();
         let (action, resumed) = (self.action(&rules, direction), self.shared.resumed());
         let now = clock::now();
-        let Some(pause) = tries.failed(action, error, now) else { return Ok(false) };
+        let Some(pause) = tries.record_failure(action, error, now) else { return Ok(false) };
         let changed = || {
             self.shared.resumed() != resumed
                 || self.shared.generation() != generation
-                || matches!(self.waits.get(), Waits::Never | Waits::UntilLater)
+                || matches!(self.wait_mode.get(), WaitMode::Never | WaitMode::Frozen)
         };
-        let place = Place::of(requester);
+        let place = WaitingRequest::new(requester);
         self.wait_until(&place, now + pause, changed).await?;
-        self.stay(&place).await?;
-        if self.waits.get() == Waits::Never {
+        self.wait_until_open(&place).await?;
+        if self.wait_mode.get() == WaitMode::Never {
             return Ok(false);
         }
-        place.go_on(direction).await?;
+        place.resume(direction).await?;
         Ok(true)
     }
 
     /// Waits until `when`, or until something has `changed`. Returns true if `when` has come.
     async fn wait_until(
         &self,
-        place: &Place<'_>,
+        place: &WaitingRequest<'_>,
         when: Instant,
         changed: impl Fn() -> bool,
     ) -> io::Result<bool> {
@@ -353,30 +354,35 @@ impl Gate {
     /// # Errors
     ///
     /// The error with which the requester ends the request.
-    pub(super) async fn rest(
+    pub(super) async fn wait_while_shut(
         &self,
         requester: &dyn Requester,
         direction: Direction,
     ) -> io::Result<()> {
-        let place = Place::of(requester);
-        self.stay(&place).await?;
-        place.go_on(direction).await
+        let place = WaitingRequest::new(requester);
+        self.wait_until_open(&place).await?;
+        place.resume(direction).await
     }
 
     /// Waits while the gate is shut.
-    async fn stay(&self, place: &Place<'_>) -> io::Result<()> {
+    async fn wait_until_open(&self, place: &WaitingRequest<'_>) -> io::Result<()> {
         self.wait(place, |_| !self.is_shut()).await
     }
 
     /// Waits for a turn, unless requests do not wait for limits.
-    async fn wait_for(&self, place: &Place<'_>, turn: &Turn<&Turns>) -> io::Result<()> {
-        self.wait(place, |cx| self.waits.get() != Waits::Usual || turn.poll(cx).is_ready()).await
+    async fn wait_for(
+        &self,
+        place: &WaitingRequest<'_>,
+        turn: &Ticket<&FairSemaphore>,
+    ) -> io::Result<()> {
+        self.wait(place, |cx| self.wait_mode.get() != WaitMode::All || turn.poll(cx).is_ready())
+            .await
     }
 
     /// Waits until `is_over`, which is checked after each ring of the bell.
     async fn wait(
         &self,
-        place: &Place<'_>,
+        place: &WaitingRequest<'_>,
         mut is_over: impl FnMut(&mut Context<'_>) -> bool,
     ) -> io::Result<()> {
         let listener = self.shared.bell.listener();

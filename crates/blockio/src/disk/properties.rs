@@ -4,12 +4,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::info::{Abilities, DiskInfo, DiskState, Link, Place};
+use super::error_policy::{ErrorPolicy, WaitReason};
+use super::info::{Abilities, DiskInfo, DiskState, Link, Placement};
 use super::limits::Limits;
-use super::outside::Outside;
 use super::shared::{LimitGroup, join};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
-use super::trouble::{ErrorPolicy, Why};
 use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
 use crate::error::Error;
@@ -31,7 +31,7 @@ impl DiskSource {
             SourceKind::Null => {
                 Abilities { discard: true, zeroes: true, resize: true, ..Abilities::default() }
             }
-            SourceKind::Other(source) => source.abilities(),
+            SourceKind::Driver(source) => source.abilities(),
         }
     }
 
@@ -41,7 +41,7 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(source) => vec![source.link()],
             SourceKind::Null => vec![Link { kind: "null", place: String::new() }],
-            SourceKind::Other(source) => source.chain(),
+            SourceKind::Driver(source) => source.chain(),
         }
     }
 
@@ -74,11 +74,11 @@ impl DiskSource {
     /// A probe for the possible size of the disk, which does not use the disk. `None` if the size
     /// never changes without a call of [`set_size`](Self::set_size).
     #[must_use]
-    pub fn outside(&self) -> Option<Arc<Outside>> {
+    pub fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         match &self.kind {
-            SourceKind::File(source) => source.outside.clone(),
+            SourceKind::File(source) => source.size_probe.clone(),
             SourceKind::Null => None,
-            SourceKind::Other(source) => source.outside(),
+            SourceKind::Driver(source) => source.size_probe(),
         }
     }
 
@@ -88,10 +88,10 @@ impl DiskSource {
         let state = match &self.kind {
             SourceKind::File(source) => source.state(),
             SourceKind::Null => DiskState::Ready,
-            SourceKind::Other(source) => source.state(),
+            SourceKind::Driver(source) => source.state(),
         };
         match state {
-            DiskState::Ready => self.failed_waiting().unwrap_or(state),
+            DiskState::Ready => self.retry_state().unwrap_or(state),
             worse => worse,
         }
     }
@@ -99,17 +99,17 @@ impl DiskSource {
     /// The number of requests so far that waited because the disk failed them, and the errno of the
     /// last.
     #[must_use]
-    pub fn troubles(&self) -> (u64, Option<i32>) {
-        self.shared.troubles.so_far()
+    pub fn retry_totals(&self) -> (u64, Option<i32>) {
+        self.shared.retry_stats.totals()
     }
 
     /// [Held](DiskState::Held) or [retried](DiskState::Retried) if requests wait now because the
     /// disk failed them, regardless of its [state](Self::state).
     #[must_use]
-    pub fn failed_waiting(&self) -> Option<DiskState> {
-        Some(match self.shared.troubles.now()? {
-            (Why::Held, since) => DiskState::Held(since),
-            (Why::Retried, since) => DiskState::Retried(since),
+    pub fn retry_state(&self) -> Option<DiskState> {
+        Some(match self.shared.retry_stats.current()? {
+            (WaitReason::Held, since) => DiskState::Held(since),
+            (WaitReason::Retried, since) => DiskState::Retried(since),
         })
     }
 
@@ -137,9 +137,9 @@ impl DiskSource {
         self.shared.debts()
     }
 
-    /// Like [`LimitGroup::owe`], for the limits of the disk itself.
-    pub fn owe(&self, debts: &[u64]) {
-        self.shared.owe(debts);
+    /// Like [`LimitGroup::set_debts`], for the limits of the disk itself.
+    pub fn set_debts(&self, debts: &[u64]) {
+        self.shared.set_debts(debts);
     }
 
     /// Makes the disk a member of this group alone: its limits then apply, too.
@@ -190,7 +190,7 @@ impl DiskSource {
     pub fn remark(&self) -> Option<String> {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Other(source) => source.remark(),
+            SourceKind::Driver(source) => source.remark(),
         }
     }
 
@@ -202,7 +202,7 @@ impl DiskSource {
     /// kernel cannot be cancelled: those of a file continue.
     pub fn give_up(&self) {
         self.shared.give_up();
-        if let SourceKind::Other(source) = &self.kind {
+        if let SourceKind::Driver(source) = &self.kind {
             source.give_up();
         }
     }
@@ -219,7 +219,7 @@ impl DiskSource {
     pub fn is_written_back(&self) -> bool {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => false,
-            SourceKind::Other(source) => source.is_written_back(),
+            SourceKind::Driver(source) => source.is_written_back(),
         }
     }
 
@@ -233,7 +233,7 @@ impl DiskSource {
     pub fn write_back(&self) -> Result<(), Error> {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => Ok(()),
-            SourceKind::Other(source) => source.write_back(),
+            SourceKind::Driver(source) => source.write_back(),
         }
     }
 
@@ -241,7 +241,7 @@ impl DiskSource {
     /// takes over. No request may be in progress. May wait for the remote end. Later requests
     /// acquire the lock again.
     pub fn leave(&self) {
-        if let SourceKind::Other(source) = &self.kind {
+        if let SourceKind::Driver(source) = &self.kind {
             source.leave();
         }
     }
@@ -261,7 +261,7 @@ impl DiskSource {
     #[must_use]
     pub fn is_flushed(&self) -> bool {
         match &self.kind {
-            SourceKind::Other(source) => source.is_flushed(),
+            SourceKind::Driver(source) => source.is_flushed(),
             SourceKind::File(_) | SourceKind::Null => false,
         }
     }
@@ -271,7 +271,7 @@ impl DiskSource {
     #[must_use]
     pub fn may_still_change(&self) -> bool {
         match &self.kind {
-            SourceKind::Other(source) => source.may_still_change(),
+            SourceKind::Driver(source) => source.may_still_change(),
             SourceKind::File(_) | SourceKind::Null => false,
         }
     }
@@ -283,7 +283,7 @@ impl DiskSource {
         match (self.open_file(), &self.kind) {
             // Pending reports of the kernel come with the file.
             (Some(file), _) => loss.into_iter().for_each(|errno| file.loss().inherit(errno)),
-            (None, SourceKind::Other(source)) => source.inherit(loss, is_flushed),
+            (None, SourceKind::Driver(source)) => source.inherit(loss, is_flushed),
             (None, SourceKind::File(_) | SourceKind::Null) => {}
         }
     }
@@ -304,19 +304,19 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(source) => &source.identity,
             SourceKind::Null => "",
-            SourceKind::Other(source) => source.identity(),
+            SourceKind::Driver(source) => source.identity(),
         }
     }
 
     /// The bytes of the bottom disk that make up this disk.
     #[must_use]
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> Placement {
         let part = match &self.kind {
             SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Other(source) => source.place(),
+            SourceKind::Driver(source) => source.place(),
         };
         let disk = || self.identity().to_owned();
-        let whole = || Place { disk: disk(), start: 0, end: None, is_spread: false };
+        let whole = || Placement { disk: disk(), start: 0, end: None, is_spread: false };
         part.unwrap_or_else(whole)
     }
 
@@ -335,7 +335,7 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(source) => source.discard_bytes,
             SourceKind::Null => Some(self.info.logical_block_bytes),
-            SourceKind::Other(source) => source.discard_bytes(),
+            SourceKind::Driver(source) => source.discard_bytes(),
         }
     }
 
@@ -345,18 +345,18 @@ impl DiskSource {
     pub fn optimal_bytes(&self) -> Option<u32> {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Other(source) => source.optimal_bytes(),
+            SourceKind::Driver(source) => source.optimal_bytes(),
         }
     }
 
     /// Returns true if no other program writes to the disk: its file is in fact locked, or its
     /// block device claimed. A remote end may have other users.
     #[cfg(feature = "qcow2")]
-    pub(super) fn is_held_alone(&self) -> bool {
+    pub(super) fn is_exclusive(&self) -> bool {
         match &self.kind {
-            SourceKind::File(source) => source.is_held_alone,
+            SourceKind::File(source) => source.is_exclusive,
             SourceKind::Null => false,
-            SourceKind::Other(source) => source.is_held_alone(),
+            SourceKind::Driver(source) => source.is_exclusive(),
         }
     }
 
@@ -370,7 +370,7 @@ impl DiskSource {
     pub(super) fn sets_size_at_once(&self) -> bool {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => true,
-            SourceKind::Other(source) => source.sets_size_at_once(),
+            SourceKind::Driver(source) => source.sets_size_at_once(),
         }
     }
 
@@ -406,7 +406,7 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(source) => Some(source),
             SourceKind::Null => None,
-            SourceKind::Other(source) => source.local(),
+            SourceKind::Driver(source) => source.local(),
         }
     }
 }

@@ -31,30 +31,30 @@ impl FileEnd {
 
     /// Returns true if a range goes beyond the end.
     #[inline]
-    pub(super) fn is_before(&self, offset: u64, len: u64) -> bool {
+    pub(super) fn is_exceeded_by(&self, offset: u64, len: u64) -> bool {
         offset.saturating_add(len) > self.bytes.load(Ordering::Relaxed)
     }
 
     /// The end of the block in which a file of this length ends.
-    pub(super) fn of_block(&self, file_bytes: u64) -> u64 {
+    pub(super) fn round_up(&self, file_bytes: u64) -> u64 {
         file_bytes.next_multiple_of(self.block_bytes)
     }
 
     /// Makes the end unknown until the next probe: the disk gets, or has got, another size.
-    pub(super) fn forget(&self) {
+    pub(super) fn invalidate(&self) {
         let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         *changes += 1;
         self.bytes.store(UNSEEN, Ordering::Relaxed);
     }
 
     /// Stores the result of a probe, unless the disk has got another size since the probe began.
-    fn see<E>(&self, look: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
+    fn probe<E>(&self, probe: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
         let changes = || self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let before = *changes();
-        let len = look()?;
+        let len = probe()?;
         let now = changes();
         if *now == before {
-            self.bytes.store(self.of_block(len), Ordering::Relaxed);
+            self.bytes.store(self.round_up(len), Ordering::Relaxed);
         }
         Ok(len)
     }
@@ -62,15 +62,15 @@ impl FileEnd {
 
 /// A probe for the possible size of a disk in use. It neither keeps the file open nor depends on
 /// the disk.
-pub struct Outside(Look);
+pub struct SizeProbe(Probe);
 
-enum Look {
+enum Probe {
     Device(u64),
     File { path: PathBuf, device: u64, inode: u64, end: Arc<FileEnd> },
     Other(Box<dyn Fn() -> io::Result<Option<u64>> + Send + Sync>),
 }
 
-impl Outside {
+impl SizeProbe {
     /// A probe of a block device, or of a file, where each probe updates `end`.
     pub(super) fn new(
         path: &Path,
@@ -79,10 +79,10 @@ impl Outside {
         end: &Arc<FileEnd>,
     ) -> Self {
         Self(match is_block_device {
-            true => Look::Device(metadata.rdev()),
+            true => Probe::Device(metadata.rdev()),
             false => {
                 let (device, inode) = (metadata.dev(), metadata.ino());
-                Look::File { path: path.to_owned(), device, inode, end: Arc::clone(end) }
+                Probe::File { path: path.to_owned(), device, inode, end: Arc::clone(end) }
             }
         })
     }
@@ -90,9 +90,9 @@ impl Outside {
     /// A probe of a disk of another kind. A kind that learns of a new size from its remote end
     /// stores it where this probe finds it.
     pub(super) fn other(
-        look: impl Fn() -> io::Result<Option<u64>> + Send + Sync + 'static,
+        probe: impl Fn() -> io::Result<Option<u64>> + Send + Sync + 'static,
     ) -> Self {
-        Self(Look::Other(Box::new(look)))
+        Self(Probe::Other(Box::new(probe)))
     }
 
     /// The size in bytes. `None` if it is unknown, for example because the file has lost its name.
@@ -103,30 +103,30 @@ impl Outside {
     /// If the kernel does not report the size.
     pub fn size_bytes(&self) -> io::Result<Option<u64>> {
         match &self.0 {
-            Look::Device(number) => Ok(sysfs::size_bytes(*number)),
-            Look::File { path, device, inode, end } => {
-                let look = || match std::fs::metadata(path) {
+            Probe::Device(number) => Ok(sysfs::size_bytes(*number)),
+            Probe::File { path, device, inode, end } => {
+                let probe = || match std::fs::metadata(path) {
                     Ok(data) if (data.dev(), data.ino()) == (*device, *inode) => Ok(data.len()),
                     Ok(_) => Err(None),
                     Err(error) if error.kind() == io::ErrorKind::NotFound => Err(None),
                     Err(error) => Err(Some(error)),
                 };
-                match end.see(look) {
+                match end.probe(probe) {
                     Ok(len) => Ok(Some(len)),
                     Err(error) => error.map_or(Ok(None), Err),
                 }
             }
-            Look::Other(look) => look(),
+            Probe::Other(probe) => probe(),
         }
     }
 }
 
-impl fmt::Debug for Outside {
+impl fmt::Debug for SizeProbe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Look::Device(number) => write!(f, "Outside(device {number})"),
-            Look::File { path, .. } => write!(f, "Outside({})", path.display()),
-            Look::Other(_) => f.write_str("Outside(other)"),
+            Probe::Device(number) => write!(f, "SizeProbe(device {number})"),
+            Probe::File { path, .. } => write!(f, "SizeProbe({})", path.display()),
+            Probe::Other(_) => f.write_str("SizeProbe(other)"),
         }
     }
 }
@@ -142,7 +142,7 @@ mod tests {
         let [path, other] = ["disk", "other"].map(|name| folder.path().join(name));
         std::fs::write(&path, [0; 512]).unwrap();
         let source = DiskSource::file(&path, &DiskOptions::default()).unwrap();
-        let outside = source.outside().unwrap();
+        let outside = source.size_probe().unwrap();
         assert_eq!(outside.size_bytes().unwrap(), Some(512));
         std::fs::write(&path, [0; 1024]).unwrap();
         assert_eq!(outside.size_bytes().unwrap(), Some(1024));
@@ -152,6 +152,6 @@ mod tests {
         std::fs::write(&path, [0; 2048]).unwrap();
         assert_eq!(outside.size_bytes().unwrap(), None, "it is another file");
         let null = DiskSource::null(512, &DiskOptions::default()).unwrap();
-        assert!(null.outside().is_none());
+        assert!(null.size_probe().is_none());
     }
 }

@@ -4,9 +4,9 @@
 //! Such a kind is one file of this folder. It has
 //!
 //! - a function that opens it, like `DiskSource::raw`. It may take long, since disks are opened by
-//!   threads of their own. It ends with `DiskSource::new`, a [`DiskInfo`] and `SourceKind::Other`;
-//! - an [`OtherSource`], for all threads: the properties of the disk, its size, its state;
-//! - an [`OtherDisk`] for each IoThread: the requests.
+//!   threads of their own. It ends with `DiskSource::new`, a [`DiskInfo`] and `SourceKind::Driver`;
+//! - a [`DriverSource`], for all threads: the properties of the disk, its size, its state;
+//! - a [`Driver`] for each IoThread: the requests.
 //!
 //! A layer opens the disk below first, keeps that [`DiskSource`](super::DiskSource), and attaches
 //! it with the engine that it is given. It passes on the answers of that disk that it does not
@@ -15,8 +15,8 @@
 //!
 //! Files and null disks do not come this way: [`Disk`](super::Disk) knows them by name, and nothing
 //! is virtual there. A request to a disk of another kind costs two allocations, for futures, and
-//! virtual calls. A [straight](OtherDisk::straight) request goes to the file below as if it were a
-//! request to the file, after one virtual call.
+//! virtual calls. A [straight](Driver::route_to_file) request goes to the file below as if it were
+//! a request to the file, after one virtual call.
 //!
 //! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
 //! that is read-only. Memory may have any alignment. Operations of another library or thread go
@@ -33,8 +33,8 @@ use std::{fmt, io};
 use iomem::Buffers;
 
 use super::file::FileDisk;
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
-use super::outside::Outside;
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
 use crate::config::EngineKind;
@@ -46,18 +46,18 @@ use crate::op::OpKind;
 pub(super) type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// The properties of a disk of another kind at open, and its source.
-pub(super) type Opened = (DiskInfo, Arc<dyn OtherSource>);
+pub(super) type Opened = (DiskInfo, Arc<dyn DriverSource>);
 
 /// An open disk of another kind, for all threads. Its methods are called by threads that may wait,
 /// except for methods that only report known facts.
-pub(super) trait OtherSource: fmt::Debug + Send + Sync {
+pub(super) trait DriverSource: fmt::Debug + Send + Sync {
     /// Attaches the disk for tasks on `io`. Does not wait: a task makes connections, and requests
     /// wait for that. A layer passes `engine` on to the disk below.
-    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk>;
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver>;
 
     /// Opens the disk again for a probe, if this one reads the disk below only at its first
     /// request: the content below may change between the probe and that request.
-    fn apart(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
         Ok(None)
     }
 
@@ -70,7 +70,7 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
 
     /// See [`DiskSource::place`](super::DiskSource::place); for a layer that of the disk below.
     /// `None`: all of a disk.
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<Placement> {
         None
     }
 
@@ -88,10 +88,10 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// The file or block device at the bottom, if there is one in this process.
     fn local(&self) -> Option<&FileSource>;
 
-    /// See [`DiskSource::is_held_alone`](super::DiskSource::is_held_alone).
+    /// See [`DiskSource::is_exclusive`](super::DiskSource::is_exclusive).
     #[cfg(feature = "qcow2")]
-    fn is_held_alone(&self) -> bool {
-        self.local().is_some_and(|file| file.is_held_alone)
+    fn is_exclusive(&self) -> bool {
+        self.local().is_some_and(|file| file.is_exclusive)
     }
 
     /// The state of the disk.
@@ -136,13 +136,13 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     fn leave(&self) {}
 
     /// A probe that notices another size.
-    fn outside(&self) -> Option<Arc<Outside>>;
+    fn size_probe(&self) -> Option<Arc<SizeProbe>>;
 
     /// Finds the present size: one that a disk can have. It is the known size from then on.
-    fn find_size(&self) -> Result<u64, Error>;
+    fn probe_size(&self) -> Result<u64, Error>;
 
-    /// See [`DiskSource::find_space`](super::DiskSource::find_space). A layer passes it on.
-    fn find_space(&self) -> Result<(), Error> {
+    /// See [`DiskSource::probe_space`](super::DiskSource::probe_space). A layer passes it on.
+    fn probe_space(&self) -> Result<(), Error> {
         Ok(())
     }
 
@@ -166,36 +166,36 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
 }
 
 /// A file, and the byte of it at which a transfer begins.
-pub(super) type InFile<'a> = (&'a FileDisk, u64);
+pub(super) type FilePosition<'a> = (&'a FileDisk, u64);
 
 /// The route of a transfer that needs no check of limits.
-pub(super) enum Way<'a> {
+pub(super) enum Route<'a> {
     /// To this file, from this byte on.
     File(&'a FileDisk, u64),
     /// To no file: the transfer is done.
-    Nowhere,
-    /// Through the methods of [`OtherDisk`].
-    Otherwise,
+    Done,
+    /// Through the methods of [`Driver`].
+    SlowPath,
 }
 
 /// A disk of another kind on one IoThread. See [`Disk`](super::Disk) for the promises of its
 /// methods.
-pub(super) trait OtherDisk {
+pub(super) trait Driver {
     /// The target of the transfer of `buffers`, if all of it goes to one file and nothing is left
     /// to do here. State that must last as long as the memory is in use is [kept](Buffers::keep)
     /// with it. The caller begins the transfer at once: another request may move the data.
-    fn straight(&self, _: OpKind, _offset: u64, _: &mut Buffers) -> Option<InFile<'_>> {
+    fn route_to_file(&self, _: OpKind, _offset: u64, _: &mut Buffers) -> Option<FilePosition<'_>> {
         None
     }
 
-    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>>;
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>>;
 
     fn write(
         &self,
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>>;
+    ) -> Request<'_, Result<(), TransferError>>;
 
     fn flush(&self) -> Request<'_, io::Result<()>>;
 
@@ -210,16 +210,16 @@ pub(super) trait OtherDisk {
 }
 
 /// A disk of another kind on one IoThread, with its share of the memory there.
-pub(super) struct AttachedOther {
-    pub(super) disk: Box<dyn OtherDisk>,
-    source: Arc<dyn OtherSource>,
+pub(super) struct AttachedDriver {
+    pub(super) disk: Box<dyn Driver>,
+    source: Arc<dyn DriverSource>,
     share: Rc<BounceShare>,
     io: Rc<Io>,
 }
 
-impl AttachedOther {
+impl AttachedDriver {
     pub(super) fn new(
-        source: &Arc<dyn OtherSource>,
+        source: &Arc<dyn DriverSource>,
         io: &Rc<Io>,
         engine: Option<EngineKind>,
     ) -> Self {
@@ -234,7 +234,7 @@ impl AttachedOther {
         &self,
         offset: u64,
         buffers: Buffers,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'_, Result<(), TransferError>> {
         let Some(logged) = buffers.duplicate_if_logged() else {
             return self.disk.read(offset, buffers);
         };
@@ -245,11 +245,11 @@ impl AttachedOther {
         })
     }
 
-    /// Like [`Disk::way`](super::Disk::way).
-    pub(super) fn way(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Way<'_> {
-        match self.disk.straight(kind, offset, buffers) {
-            Some((file, offset)) => Way::File(file, offset),
-            None => Way::Otherwise,
+    /// Like [`Disk::route`](super::Disk::route).
+    pub(super) fn route(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Route<'_> {
+        match self.disk.route_to_file(kind, offset, buffers) {
+            Some((file, offset)) => Route::File(file, offset),
+            None => Route::SlowPath,
         }
     }
 

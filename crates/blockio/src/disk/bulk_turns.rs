@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use super::shared::Shared;
-use super::waiting::{Turn, Turns};
+use super::wait_queue::{FairSemaphore, Ticket};
 use crate::io::Io;
 
 /// The most bytes that such commands of a disk move in one round of the loop, unless one piece is
@@ -20,18 +20,18 @@ const ROUND_BYTES: u64 = 1 << 20;
 
 /// The line in which the pieces of a disk wait for their turn.
 #[derive(Default)]
-pub(super) struct Bulk {
-    turns: Rc<Turns>,
+pub(super) struct BulkTurns {
+    turns: Rc<FairSemaphore>,
     /// Bytes of the pieces in this round.
     moved: Cell<u64>,
 }
 
 /// The turn of a piece. Another piece may begin once this is dropped.
-pub(super) type BulkTurn = Turn<Rc<Turns>>;
+pub(super) type BulkTurn = Ticket<Rc<FairSemaphore>>;
 
-impl Bulk {
+impl BulkTurns {
     /// The line of a disk on this IoThread, which all of its queues share.
-    pub(super) fn of(io: &Io, disk: &Arc<Shared>) -> Rc<Self> {
+    pub(super) fn for_disk(io: &Io, disk: &Arc<Shared>) -> Rc<Self> {
         let key = Arc::as_ptr(disk).addr();
         io.shared(key).unwrap_or_else(|| {
             let line = Rc::<Self>::default();
@@ -42,7 +42,7 @@ impl Bulk {
 
     /// Waits for the turn of a piece of this many bytes.
     pub(super) async fn turn(&self, bytes: u64) -> BulkTurn {
-        let turn = Turn::of(Rc::clone(&self.turns));
+        let turn = Ticket::new(Rc::clone(&self.turns));
         poll_fn(|cx| turn.poll(cx)).await;
         let moved = self.moved.get() + bytes;
         if moved <= ROUND_BYTES {
@@ -112,7 +112,7 @@ mod tests {
                         }
                         _ => {
                             let zeroes = Buffers::aligned(64 << 10, 512);
-                            disk.asking_nobody().write_piece(0, zeroes).await.unwrap();
+                            disk.without_requester().write_piece(0, zeroes).await.unwrap();
                             64 << 10
                         }
                     };
@@ -136,17 +136,17 @@ mod tests {
     struct Ends(Cell<u32>);
 
     impl Requester for Ends {
-        fn waits(&self) {}
+        fn on_wait(&self) {}
 
         fn check(&self) -> io::Result<()> {
             Ok(())
         }
 
-        fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
             Box::pin(ready(Ok(())))
         }
 
-        fn ends(&self) {}
+        fn on_cancel(&self) {}
 
         fn check_piece(&self) -> io::Result<()> {
             let Some(left) = self.0.get().checked_sub(1) else {
@@ -169,11 +169,11 @@ mod tests {
             let disk = source.attach(thread.io());
             let is_busy = |error: io::Error| error.raw_os_error() == Some(libc::EBUSY);
             let ends = Ends(Cell::new(3));
-            let zeroed = disk.asking(&ends).write_zeroes(MIB, 40 * MIB, false);
+            let zeroed = disk.with_requester(&ends).write_zeroes(MIB, 40 * MIB, false);
             assert!(is_busy(thread.block_on(zeroed).unwrap().unwrap_err()));
-            let read = disk.asking(&ends).read_part(0, MIB);
+            let read = disk.with_requester(&ends).read_part(0, MIB);
             assert!(is_busy(thread.block_on(read).unwrap().unwrap_err()));
-            let write = disk.asking(&ends).write_piece(0, Buffers::aligned(4096, 4096));
+            let write = disk.with_requester(&ends).write_piece(0, Buffers::aligned(4096, 4096));
             let (error, rest) = thread.block_on(write).unwrap().unwrap_err().into_parts();
             assert!(is_busy(error) && rest.bytes() == 4096);
             // The next command gets its turn.

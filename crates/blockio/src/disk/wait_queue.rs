@@ -7,14 +7,14 @@ use std::task::{Context, Poll, Waker};
 
 /// A fair semaphore: members of a line go one by one, or a few at once.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct FairSemaphore {
     line: Mutex<Line>,
     at_once: usize,
 }
 
-impl Default for Turns {
+impl Default for FairSemaphore {
     fn default() -> Self {
-        Self::of(1)
+        Self::new(1)
     }
 }
 
@@ -33,20 +33,20 @@ impl Line {
 }
 
 /// A place in a line, until it is dropped.
-pub(super) struct Turn<T: Deref<Target = Turns>> {
+pub(super) struct Ticket<T: Deref<Target = FairSemaphore>> {
     turns: T,
     number: u64,
 }
 
-impl Turns {
+impl FairSemaphore {
     /// A line of which this many members go at once.
-    pub(super) fn of(at_once: usize) -> Self {
+    pub(super) fn new(at_once: usize) -> Self {
         Self { line: Mutex::default(), at_once }
     }
 
     /// Takes a place at the end.
-    pub(super) fn enter(&self) -> Turn<&Self> {
-        Turn::of(self)
+    pub(super) fn enter(&self) -> Ticket<&Self> {
+        Ticket::new(self)
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
@@ -54,9 +54,9 @@ impl Turns {
     }
 }
 
-impl<T: Deref<Target = Turns>> Turn<T> {
+impl<T: Deref<Target = FairSemaphore>> Ticket<T> {
     /// Takes a place at the end, for an owner of the line.
-    pub(super) fn of(turns: T) -> Self {
+    pub(super) fn new(turns: T) -> Self {
         let mut line = turns.line();
         let number = line.next;
         line.next += 1;
@@ -80,7 +80,7 @@ impl<T: Deref<Target = Turns>> Turn<T> {
     }
 }
 
-impl<T: Deref<Target = Turns>> Drop for Turn<T> {
+impl<T: Deref<Target = FairSemaphore>> Drop for Ticket<T> {
     fn drop(&mut self) {
         let mut line = self.turns.line();
         let place = line.place_of(self.number);
@@ -177,9 +177,9 @@ mod tests {
             let woken = Arc::new(Woken(AtomicU32::new(0)));
             let waker = Waker::from(Arc::clone(&woken));
             let cx = Context::from_waker(&waker);
-            let turns = Turns::of(at_once);
+            let turns = FairSemaphore::new(at_once);
             let mut line: Vec<_> = (0..8).map(|_| turns.enter()).collect();
-            let ready = |line: &[Turn<&Turns>]| {
+            let ready = |line: &[Ticket<&FairSemaphore>]| {
                 line.iter().take_while(|turn| turn.poll(&cx).is_ready()).count()
             };
             assert_eq!(ready(&line), at_once);

@@ -9,9 +9,9 @@ use std::time::Instant;
 
 use iomem::Buffers;
 
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Unfinished};
-use super::outside::Outside;
-use super::seam::{OtherDisk, OtherSource, Request};
+use super::driver::{Driver, DriverSource, Request};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, TransferError};
+use super::size_probe::SizeProbe;
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
@@ -21,7 +21,7 @@ use crate::io::Io;
 
 /// A handle on the thread with the content: the remote end.
 #[derive(Clone)]
-pub(crate) struct Elsewhere(Arc<Handle>);
+pub(crate) struct RemoteStub(Arc<Handle>);
 
 /// Ends the thread when the disk has no users left.
 struct Handle(Arc<End>);
@@ -43,7 +43,7 @@ struct End {
     has_own_size: bool,
     /// True if no other program writes to it, as if it were a locked file.
     #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "images ask"))]
-    is_held_alone: bool,
+    is_exclusive: bool,
 }
 
 impl End {
@@ -97,23 +97,23 @@ pub(crate) enum Event {
     Stable,
 }
 
-impl Elsewhere {
+impl RemoteStub {
     pub(crate) fn new(content: &[u8]) -> Self {
         Self::start(content, false, false)
     }
 
     /// A disk with a size that its users cannot change.
-    pub(crate) fn of_fixed_size(content: &[u8]) -> Self {
+    pub(crate) fn fixed_size(content: &[u8]) -> Self {
         Self::start(content, true, false)
     }
 
     /// A disk to which no other program writes.
     #[cfg(feature = "qcow2")]
-    pub(crate) fn held_alone(content: &[u8]) -> Self {
+    pub(crate) fn exclusive(content: &[u8]) -> Self {
         Self::start(content, false, true)
     }
 
-    fn start(content: &[u8], has_own_size: bool, is_held_alone: bool) -> Self {
+    fn start(content: &[u8], has_own_size: bool, is_exclusive: bool) -> Self {
         let state = State { content: content.to_vec(), ..State::default() };
         let size_bytes = AtomicU64::new(content.len() as u64);
         let end = Arc::new(End {
@@ -121,7 +121,7 @@ impl Elsewhere {
             changed: Condvar::new(),
             size_bytes,
             has_own_size,
-            is_held_alone,
+            is_exclusive,
         });
         let served = Arc::clone(&end);
         std::thread::spawn(move || serve(&served));
@@ -136,7 +136,7 @@ impl Elsewhere {
             read_only: false,
             direct: false,
         };
-        DiskSource::new(info, SourceKind::Other(Arc::new(ElsewhereSource(self))))
+        DiskSource::new(info, SourceKind::Driver(Arc::new(RemoteStubSource(self))))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -226,17 +226,17 @@ fn serve(end: &End) {
     }
 }
 
-struct ElsewhereSource(Elsewhere);
+struct RemoteStubSource(RemoteStub);
 
-impl std::fmt::Debug for ElsewhereSource {
+impl std::fmt::Debug for RemoteStubSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("ElsewhereSource")
+        f.write_str("RemoteStubSource")
     }
 }
 
-impl OtherSource for ElsewhereSource {
-    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn OtherDisk> {
-        Box::new(ElsewhereDisk { end: self.0.clone(), io: Rc::clone(io) })
+impl DriverSource for RemoteStubSource {
+    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn Driver> {
+        Box::new(RemoteStubDisk { end: self.0.clone(), io: Rc::clone(io) })
     }
 
     fn chain(&self) -> Vec<Link> {
@@ -260,8 +260,8 @@ impl OtherSource for ElsewhereSource {
     }
 
     #[cfg(feature = "qcow2")]
-    fn is_held_alone(&self) -> bool {
-        self.0.0.0.is_held_alone
+    fn is_exclusive(&self) -> bool {
+        self.0.0.0.is_exclusive
     }
 
     fn state(&self) -> DiskState {
@@ -278,13 +278,13 @@ impl OtherSource for ElsewhereSource {
         self.0.change(|state| state.was_given_up = true);
     }
 
-    fn outside(&self) -> Option<Arc<Outside>> {
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         let end = Arc::clone(&self.0.0.0);
         let look = move || Ok(Some(end.tell_size(&end.state.lock().unwrap())));
-        Some(Arc::new(Outside::other(look)))
+        Some(Arc::new(SizeProbe::other(look)))
     }
 
-    fn find_size(&self) -> Result<u64, Error> {
+    fn probe_size(&self) -> Result<u64, Error> {
         let (end, mut state) = (&*self.0.0.0, self.0.state());
         let size_bytes = end.tell_size(&state);
         state.asked += 1;
@@ -316,12 +316,12 @@ impl OtherSource for ElsewhereSource {
     fn adopt_size(&self, _: u64) {}
 }
 
-struct ElsewhereDisk {
-    end: Elsewhere,
+struct RemoteStubDisk {
+    end: RemoteStub,
     io: Rc<Io>,
 }
 
-impl ElsewhereDisk {
+impl RemoteStubDisk {
     /// Writes to the content, on its thread.
     async fn put(&self, offset: u64, data: Vec<u8>, fua: bool) -> io::Result<()> {
         let range = range(offset, data.len() as u64);
@@ -358,8 +358,8 @@ fn range(offset: u64, len: u64) -> std::ops::Range<usize> {
     start..start + usize::try_from(len).unwrap()
 }
 
-impl OtherDisk for ElsewhereDisk {
-    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+impl Driver for RemoteStubDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
         Box::pin(async move {
             let data = Arc::new(Mutex::new(Vec::new()));
             let (filled, range) = (Arc::clone(&data), range(offset, buffers.bytes() as u64));
@@ -373,7 +373,7 @@ impl OtherDisk for ElsewhereDisk {
                     buffers.wrote(bytes);
                     Ok(())
                 }
-                Err(error) => Err(Unfinished::new(error, buffers)),
+                Err(error) => Err(TransferError::new(error, buffers)),
             }
         })
     }
@@ -383,10 +383,10 @@ impl OtherDisk for ElsewhereDisk {
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'_, Result<(), TransferError>> {
         Box::pin(async move {
             let written = self.put(offset, buffers.to_vec(), fua).await;
-            written.map_err(|error| Unfinished::new(error, buffers))
+            written.map_err(|error| TransferError::new(error, buffers))
         })
     }
 

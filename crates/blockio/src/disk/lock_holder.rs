@@ -6,10 +6,10 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 /// The programs that use a file.
-pub(super) enum Holders {
+pub(super) enum LockHolders {
     ThisProcess,
     /// Programs with their process ids, or the use of a device by the kernel, as text.
-    Others(String),
+    Programs(String),
     Unknown,
 }
 
@@ -23,10 +23,10 @@ pub(super) fn is_this_process(path: &Path, is_locked: bool) -> bool {
 
 /// Finds the programs that have `path` open, and locked if `is_locked`, as far as this process may
 /// see them.
-pub(super) fn holders(path: &Path, is_locked: bool) -> Holders {
-    let Ok(path) = fs::canonicalize(path) else { return Holders::Unknown };
+pub(super) fn holders(path: &Path, is_locked: bool) -> LockHolders {
+    let Ok(path) = fs::canonicalize(path) else { return LockHolders::Unknown };
     if has_open("self", &path, is_locked) {
-        return Holders::ThisProcess;
+        return LockHolders::ThisProcess;
     }
     let mut names: Vec<String> = use_by_kernel(&path).into_iter().collect();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -41,7 +41,7 @@ pub(super) fn holders(path: &Path, is_locked: bool) -> Holders {
         }
     }
     names.truncate(NAMED_MAX);
-    if names.is_empty() { Holders::Unknown } else { Holders::Others(names.join(", ")) }
+    if names.is_empty() { LockHolders::Unknown } else { LockHolders::Programs(names.join(", ")) }
 }
 
 /// The kernel's use of a block device: a mount visible here, or a device that it is a part of.

@@ -10,7 +10,7 @@ use crate::stall_log::is_late;
 
 /// The operations of one image, of all threads.
 #[derive(Default)]
-pub(super) struct Waiting(Mutex<State>);
+pub(super) struct PendingOps(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -28,13 +28,13 @@ struct Op {
 
 /// A summary of the operations that wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Oldest {
+pub(super) struct AwayState {
     pub(super) since: Instant,
     /// The number of operations.
     pub(super) ops: usize,
 }
 
-impl Waiting {
+impl PendingOps {
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -107,16 +107,16 @@ impl Waiting {
 
     /// The oldest operation and the number of all, if the cluster counts as away because of its
     /// age.
-    pub(super) fn away(&self) -> Option<Oldest> {
+    pub(super) fn away(&self) -> Option<AwayState> {
         self.state().away()
     }
 }
 
 impl State {
-    fn away(&self) -> Option<Oldest> {
+    fn away(&self) -> Option<AwayState> {
         let since = self.ops.iter().flatten().map(|op| op.since).min()?;
         let ops = self.ops.iter().flatten().count();
-        is_late(since, clock::now()).then_some(Oldest { since, ops })
+        is_late(since, clock::now()).then_some(AwayState { since, ops })
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn what_waits_ends_or_is_given_up() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-        let waiting = Waiting::default();
+        let waiting = PendingOps::default();
         let begin = || {
             let (op, completer) = thread.io().foreign_op(Buffers::aligned(512, 512));
             (op, waiting.begin(completer))
@@ -183,9 +183,9 @@ mod tests {
         };
         let now = clock::now();
         let old = now.checked_sub(LATE).unwrap();
-        let waiting = Waiting::default();
+        let waiting = PendingOps::default();
         waiting.state().ops.extend([op(now), None, op(old)]);
-        assert_eq!(waiting.away(), Some(Oldest { since: old, ops: 2 }));
+        assert_eq!(waiting.away(), Some(AwayState { since: old, ops: 2 }));
         waiting.state().ops[2] = None;
         assert_eq!(waiting.away(), None);
         waiting.state().ops.clear();
