@@ -9,7 +9,7 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use blockio::disk::luks::{KeyWork, LuksOptions, Passphrase};
+use blockio::disk::luks::{KdfLimits, LuksOptions, Passphrase};
 use blockio::{Buffers, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd};
@@ -19,7 +19,8 @@ const DISK_BYTES: u64 = 1 << 20;
 const HEADER_BYTES: usize = 16_384;
 const JSON_AT: usize = 4096;
 /// A bound on key derivation that keeps runs short.
-const MOST_WORK: KeyWork = KeyWork { pbkdf2_rounds: 64, argon2_kib: 64, argon2_passes_kib: 256 };
+const MOST_WORK: KdfLimits =
+    KdfLimits { pbkdf2_rounds: 64, argon2_kib: 64, argon2_passes_kib: 256 };
 
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);

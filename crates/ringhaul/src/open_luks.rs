@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use blockio::disk::luks::{KeyWork, LuksOptions, Passphrase};
+use blockio::disk::luks::{KdfLimits, LuksOptions, Passphrase};
 use blockio::{DiskOptions, DiskSource, open_regular};
 use rustix::io::Errno;
 
@@ -25,7 +25,7 @@ pub(crate) fn open_luks(
 ) -> Result<DiskSource> {
     let passphrase = read_key(key)?;
     let header = header.map(open_header).transpose()?;
-    let most_work = KeyWork::default();
+    let most_work = KdfLimits::default();
     Ok(DiskSource::luks(below, &LuksOptions { passphrase, discard, header, most_work })?)
 }
 

@@ -11,10 +11,10 @@
 mod hash;
 mod header;
 mod memory;
+mod no_dump;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;
-mod undumped;
 mod version1;
 mod version2;
 mod xts;
@@ -38,7 +38,7 @@ use crate::error::Error;
 use crate::io::Io;
 use crate::io_thread::IoThread;
 
-pub use self::header::KeyWork;
+pub use self::header::KdfLimits;
 pub use self::secret::Passphrase;
 
 /// Options for opening a LUKS disk.
@@ -51,7 +51,7 @@ pub struct LuksOptions {
     /// The disk with the header, if it is detached. It is read and not kept.
     pub header: Option<DiskSource>,
     /// The most work of key derivation that the header may demand.
-    pub most_work: KeyWork,
+    pub most_work: KdfLimits,
 }
 
 /// The unit in which positions of sectors count, in bytes.

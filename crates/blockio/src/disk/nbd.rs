@@ -15,32 +15,32 @@
 //! If the server reports that its connections agree with each other, each IoThread has its own
 //! connection. Otherwise one connection carries all requests, on the IoThread that came first.
 
+mod abandoned;
 mod answer;
 mod connect;
+mod connection_choice;
 mod disk;
+mod drain;
 mod flow;
 mod handshake;
-mod held;
-mod late;
-mod leaving;
-mod lent;
 mod link;
-mod names;
+mod loaned_op;
+mod options;
 mod pipe;
-mod reach;
-mod remains;
 mod requests;
+mod resolver;
 mod retry;
 #[cfg(test)]
 mod scripted;
 mod shared;
-mod target;
+mod socket_source;
+mod stalled;
 #[cfg(test)]
 mod tests;
 mod tls;
 mod transport;
-mod watched;
 mod wire;
+mod write_fence;
 
 use std::fmt;
 use std::rc::Rc;
@@ -62,15 +62,15 @@ use crate::io_thread::IoThread;
 use crate::oneshot;
 use crate::remote::Remote;
 use answer::Failure;
+use connection_choice::Handle;
 use disk::NbdDisk;
+use drain::release_closed_orphans;
 use handshake::{Facts, can};
-use leaving::look_at_orphans;
-use link::refuse_less;
-use pipe::{Pipe, key_of, learn_size};
-use reach::Handle;
-use requests::Made;
+use link::check_not_less;
+pub use options::{NbdAddress, NbdOptions, NbdTls};
+use pipe::{Pipe, key_of, record_size};
+use requests::IssuedRequest;
 use shared::Shared;
-pub use target::{NbdAddress, NbdOptions, NbdTls};
 use wire::Request;
 
 /// A server with a machine that is silent for this long counts as gone.
@@ -181,7 +181,7 @@ impl NbdSource {
         let key = key_of(self.shared());
         home.post(move |io| {
             if let Some(pipe) = io.shared::<Pipe>(key) {
-                let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
+                let flush = pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty());
                 let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
                 io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
             }
@@ -263,7 +263,7 @@ impl DriverSource for NbdSource {
     }
 
     fn may_still_change(&self) -> bool {
-        look_at_orphans(self.shared());
+        release_closed_orphans(self.shared());
         self.shared().held.has_any()
     }
 
@@ -308,15 +308,15 @@ impl DriverSource for NbdSource {
 
     fn probe_size(&self) -> Result<u64, Error> {
         let shared = self.shared();
-        let (facts, asked) = match connect::ask(&shared.options) {
+        let (facts, asked) = match connect::query_export(&shared.options) {
             Ok(answer) => answer,
             // A server that lets no further client in has sent the size to the present connection.
             Err(reason) => return self.told_size().ok_or_else(|| self.refused(reason)),
         };
         let check = |size_bytes| check_size(size_bytes, self.info.logical_block_bytes);
-        let checked = refuse_less(shared, &facts).and_then(|()| check(facts.size_bytes));
+        let checked = check_not_less(shared, &facts).and_then(|()| check(facts.size_bytes));
         checked.map_err(|reason| self.refused(reason))?;
-        learn_size(shared, facts.size_bytes, asked);
+        record_size(shared, facts.size_bytes, asked);
         // Another answer may be newer.
         let size_bytes = shared.size_bytes();
         check(size_bytes).map_err(|reason| self.refused(reason))?;

@@ -25,7 +25,7 @@ const NAMES: [(&str, Hash); 5] = [
 ];
 
 impl Hash {
-    pub(super) fn named(name: &str) -> Result<Self, String> {
+    pub(super) fn from_name(name: &str) -> Result<Self, String> {
         let known = NAMES.iter().find(|(known, _)| *known == name);
         known.map(|(_, hash)| *hash).ok_or_else(|| {
             let names = NAMES.map(|(name, _)| name).join(", ");
@@ -34,7 +34,7 @@ impl Hash {
     }
 
     /// Hashes all parts, one after another.
-    pub(super) fn of(self, parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
+    pub(super) fn digest(self, parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
         fn of<D: Digest>(parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
             let hash = parts.iter().fold(D::new(), |hash, part| hash.chain_update(part));
             Zeroizing::new(hash.finalize().to_vec())
@@ -91,7 +91,7 @@ impl Hash {
     fn diffuse(self, key: &mut [u8]) {
         for (number, part) in key.chunks_mut(self.bytes()).enumerate() {
             let number: u32 = fits(number, "a part of a key");
-            let hash = self.of(&[&number.to_be_bytes(), part]);
+            let hash = self.digest(&[&number.to_be_bytes(), part]);
             part.copy_from_slice(&hash[..part.len()]);
         }
     }
@@ -107,11 +107,11 @@ mod tests {
     #[test]
     fn hashes_have_the_size_that_is_said() {
         for (name, hash) in NAMES {
-            assert_eq!(Hash::named(name), Ok(hash));
-            assert_eq!(hash.of(&[b"a", b"b"]).len(), hash.bytes());
-            assert_eq!(hash.of(&[b"a", b"b"]), hash.of(&[b"ab"]));
+            assert_eq!(Hash::from_name(name), Ok(hash));
+            assert_eq!(hash.digest(&[b"a", b"b"]).len(), hash.bytes());
+            assert_eq!(hash.digest(&[b"a", b"b"]), hash.digest(&[b"ab"]));
         }
-        assert!(Hash::named("whirlpool").unwrap_err().contains("sha1, sha224"));
+        assert!(Hash::from_name("whirlpool").unwrap_err().contains("sha1, sha224"));
     }
 
     /// Splits like the specification: all stripes but the last one are arbitrary.

@@ -8,12 +8,12 @@ use iomem::fits;
 use zeroize::Zeroizing;
 
 use super::hash::{Hash, Key};
-use super::memory::{ALL_KIB, Blocks, MEMORY};
+use super::memory::{Blocks, LIMIT_KIB, MEMORY};
 use super::xts::{CHUNK_BYTES, Cipher, Direction};
 
 /// The most work that a header may demand for a passphrase, in all key slots together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KeyWork {
+pub struct KdfLimits {
     /// Rounds of PBKDF2, for each hash that the key has room for.
     pub pbkdf2_rounds: u64,
     /// KiB of memory for Argon2 at a time.
@@ -22,16 +22,16 @@ pub struct KeyWork {
     pub argon2_passes_kib: u64,
 }
 
-impl Default for KeyWork {
+impl Default for KdfLimits {
     /// Each limit allows some minutes. `cryptsetup` aims at two seconds for a key slot, of which
     /// there are at most 32, and never takes more than 1 GiB without being asked. With ten passes
     /// over that for each, twelve key slots can be tried.
     fn default() -> Self {
-        Self { pbkdf2_rounds: 1 << 29, argon2_kib: ALL_KIB, argon2_passes_kib: 1 << 27 }
+        Self { pbkdf2_rounds: 1 << 29, argon2_kib: LIMIT_KIB, argon2_passes_kib: 1 << 27 }
     }
 }
 
-impl KeyWork {
+impl KdfLimits {
     /// Takes the rounds of PBKDF2 for `bytes` bytes from the work that is left.
     fn take_pbkdf2(&mut self, hash: Hash, rounds: u32, bytes: usize) -> Result<(), String> {
         let all = u64::from(rounds) * bytes.div_ceil(hash.bytes()) as u64;
@@ -78,7 +78,7 @@ pub(super) struct Header {
     /// In the order in which they are tried.
     pub(super) slots: Vec<Slot>,
     /// Key slots that cannot be tried, with reasons.
-    pub(super) left_out: String,
+    pub(super) skipped: String,
     /// A remark on the state of the header itself.
     pub(super) remark: Option<String>,
 }
@@ -149,7 +149,7 @@ pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const CIPHER: &str = "aes-xts-plain64";
 
 /// The text of a field, up to a zero or to the end.
-pub(super) fn text(field: &[u8]) -> Result<&str, String> {
+pub(super) fn parse_text(field: &[u8]) -> Result<&str, String> {
     let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());
     std::str::from_utf8(&field[..end]).map_err(|_| "its header has a text that is none".to_owned())
 }
@@ -174,22 +174,22 @@ impl Header {
     pub(super) fn unlock(
         &self,
         passphrase: &[u8],
-        most: &KeyWork,
+        most: &KdfLimits,
         read: &ReadAt<'_>,
     ) -> Result<Key, String> {
         if self.slots.is_empty() {
             return Err(format!(
                 "it has no key slot that could be used{}; add a key to it with `cryptsetup \
                  luksAddKey`",
-                self.left_out
+                self.skipped
             ));
         }
-        let (mut left, mut left_out) = (*most, self.left_out.clone());
+        let (mut left, mut skipped) = (*most, self.skipped.clone());
         for slot in &self.slots {
             match slot.unlock(passphrase, &mut left, read) {
                 Ok(Some(key)) => return Ok(key),
                 Ok(None) => {}
-                Err(reason) => left_out += &format!("; key slot {} {reason}", slot.number),
+                Err(reason) => skipped += &format!("; key slot {} {reason}", slot.number),
             }
         }
         let newline = match passphrase.last() {
@@ -197,7 +197,7 @@ impl Header {
             _ => "",
         };
         Err(format!(
-            "the key{newline} opens none of the {} key slots that can be tried{left_out}; check \
+            "the key{newline} opens none of the {} key slots that can be tried{skipped}; check \
              whether it is the key of this disk",
             self.slots.len()
         ))
@@ -214,7 +214,7 @@ impl Slot {
     fn unlock(
         &self,
         passphrase: &[u8],
-        left: &mut KeyWork,
+        left: &mut KdfLimits,
         read: &ReadAt<'_>,
     ) -> Result<Option<Key>, String> {
         left.take_pbkdf2(self.check.hash, self.check.rounds, self.check.digest.len())?;
@@ -236,7 +236,7 @@ impl Slot {
 const CHUNK_SECTORS: usize = CHUNK_BYTES / AREA_SECTOR_BYTES;
 
 impl Kdf {
-    fn derive(&self, passphrase: &[u8], bytes: usize, left: &mut KeyWork) -> Result<Key, String> {
+    fn derive(&self, passphrase: &[u8], bytes: usize, left: &mut KdfLimits) -> Result<Key, String> {
         match self {
             Self::Pbkdf2 { hash, rounds, salt } => {
                 left.take_pbkdf2(*hash, *rounds, bytes)?;

@@ -6,17 +6,17 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use zeroize::Zeroize;
 
-use super::undumped::Undumped;
+use super::no_dump::NoDump;
 
 /// The bound for all disks of the process, in KiB: enough for the largest demand that a header may
 /// make, or for several smaller ones.
-pub(super) const ALL_KIB: u32 = 1 << 20;
+pub(super) const LIMIT_KIB: u32 = 1 << 20;
 
 /// The memory of this process.
-pub(super) static MEMORY: Memory = Memory::new(ALL_KIB);
+pub(super) static MEMORY: KibBudget = KibBudget::new(LIMIT_KIB);
 
-pub(super) struct Memory {
-    all_kib: u32,
+pub(super) struct KibBudget {
+    limit_kib: u32,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -30,13 +30,13 @@ struct State {
 }
 
 impl State {
-    fn ask(&mut self) -> u64 {
+    fn take_number(&mut self) -> u64 {
         self.next += 1;
         self.next - 1
     }
 
     /// Returns true if the demand with this number may begin, which then has the memory.
-    fn begin(&mut self, number: u64, kib: u32) -> bool {
+    fn try_reserve(&mut self, number: u64, kib: u32) -> bool {
         if self.turn != number || self.free_kib < kib {
             return false;
         }
@@ -46,22 +46,22 @@ impl State {
     }
 }
 
-impl Memory {
-    const fn new(all_kib: u32) -> Self {
-        let state = State { free_kib: all_kib, next: 0, turn: 0 };
-        Self { all_kib, state: Mutex::new(state), changed: Condvar::new() }
+impl KibBudget {
+    const fn new(limit_kib: u32) -> Self {
+        let state = State { free_kib: limit_kib, next: 0, turn: 0 };
+        Self { limit_kib, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// Waits until `kib` KiB are free. A demand for more than there is gets all of it.
-    pub(super) fn take(&self, kib: u32) -> Taken<'_> {
-        let kib = kib.min(self.all_kib);
+    pub(super) fn take(&self, kib: u32) -> Reservation<'_> {
+        let kib = kib.min(self.limit_kib);
         let mut state = self.state();
-        let number = state.ask();
-        let state = self.changed.wait_while(state, |state| !state.begin(number, kib));
+        let number = state.take_number();
+        let state = self.changed.wait_while(state, |state| !state.try_reserve(number, kib));
         drop(state.unwrap_or_else(PoisonError::into_inner));
         // The rest may be enough for the next demand.
         self.changed.notify_all();
-        Taken { memory: self, kib }
+        Reservation { memory: self, kib }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -70,12 +70,12 @@ impl Memory {
 }
 
 /// Memory that is in use until this is dropped.
-pub(super) struct Taken<'a> {
-    memory: &'a Memory,
+pub(super) struct Reservation<'a> {
+    memory: &'a KibBudget,
     kib: u32,
 }
 
-impl Drop for Taken<'_> {
+impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         self.memory.state().free_kib += self.kib;
         self.memory.changed.notify_all();
@@ -84,11 +84,11 @@ impl Drop for Taken<'_> {
 
 /// The memory itself, which is left out of core dumps, and wiped when dropped. Its content after
 /// the last pass gives the key without the passphrase.
-pub(super) struct Blocks<T: Zeroize>(Undumped<[T]>);
+pub(super) struct Blocks<T: Zeroize>(NoDump<[T]>);
 
 impl<T: Zeroize + Copy + Default> Blocks<T> {
     pub(super) fn new(count: usize) -> io::Result<Self> {
-        Undumped::filled(T::default(), count).map(Self)
+        NoDump::filled(T::default(), count).map(Self)
     }
 
     pub(super) fn all(&mut self) -> &mut [T] {
@@ -112,13 +112,14 @@ mod tests {
     #[test]
     fn those_that_fit_begin_side_by_side_and_in_turn() {
         let mut state = State { free_kib: 1000, next: 0, turn: 0 };
-        let [first, second, third] = [state.ask(), state.ask(), state.ask()];
-        assert!(state.begin(first, 600));
-        assert!(!state.begin(second, 500), "there is not so much");
-        assert!(!state.begin(third, 100), "it is not its turn");
+        let [first, second, third] =
+            [state.take_number(), state.take_number(), state.take_number()];
+        assert!(state.try_reserve(first, 600));
+        assert!(!state.try_reserve(second, 500), "there is not so much");
+        assert!(!state.try_reserve(third, 100), "it is not its turn");
         state.free_kib += 600;
-        assert!(state.begin(second, 500));
-        assert!(state.begin(third, 100), "it fits beside the second one");
+        assert!(state.try_reserve(second, 500));
+        assert!(state.try_reserve(third, 100), "it fits beside the second one");
     }
 
     #[test]
@@ -140,7 +141,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_ever_and_no_more_is_in_use() {
-        let (memory, used) = (Memory::new(1000), AtomicU32::new(0));
+        let (memory, used) = (KibBudget::new(1000), AtomicU32::new(0));
         std::thread::scope(|scope| {
             for kib in [300, 400, 1000, 5000, 500, 200, 1, 700] {
                 let (memory, used) = (&memory, &used);

@@ -83,13 +83,13 @@ fn binary(metadata: &Value, is_copy: bool, sequence: u64) -> Vec<u8> {
 /// Corrects the checksum.
 fn seal(header: &mut [u8]) {
     header[448..512].fill(0);
-    let checksum = Hash::Sha256.of(&[header]);
+    let checksum = Hash::Sha256.digest(&[header]);
     header[448..480].copy_from_slice(&checksum);
 }
 
 pub(in crate::disk) fn options(discard: bool) -> LuksOptions {
     let passphrase = Passphrase::read(PASSPHRASE).unwrap();
-    LuksOptions { passphrase, discard, header: None, most_work: KeyWork::default() }
+    LuksOptions { passphrase, discard, header: None, most_work: KdfLimits::default() }
 }
 
 /// A file that begins with these bytes.
@@ -246,7 +246,7 @@ fn work_is_bounded_for_all_slots_together() {
         });
         let file = image(&start, MIB);
         let open = |pbkdf2_rounds, argon2_passes_kib| {
-            let most_work = KeyWork { pbkdf2_rounds, argon2_kib: 8, argon2_passes_kib };
+            let most_work = KdfLimits { pbkdf2_rounds, argon2_kib: 8, argon2_passes_kib };
             let options = LuksOptions { most_work, ..options(false) };
             DiskSource::luks(below(&file), &options).map_err(|error| error.to_string())
         };

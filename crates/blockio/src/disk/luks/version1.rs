@@ -2,7 +2,8 @@
 
 use super::hash::Hash;
 use super::header::{
-    Header, Kdf, KeyCheck, Payload, STRIPES_MAX, Slot, check_cipher, check_key_bytes, overlap, text,
+    Header, Kdf, KeyCheck, Payload, STRIPES_MAX, Slot, check_cipher, check_key_bytes, overlap,
+    parse_text,
 };
 
 /// The start of the header while the disk is being re-encrypted.
@@ -19,39 +20,39 @@ const DISABLED: u32 = 0x0000_dead;
 
 /// Parses a header. If it is detached, the data may begin anywhere.
 pub(super) fn parse(bytes: &[u8; HEADER_BYTES], is_detached: bool) -> Result<Header, String> {
-    let cipher = format!("{}-{}", text(&bytes[8..40])?, text(&bytes[40..72])?);
+    let cipher = format!("{}-{}", parse_text(&bytes[8..40])?, parse_text(&bytes[40..72])?);
     check_cipher(&cipher)?;
-    let hash = Hash::named(text(&bytes[72..104])?)?;
-    let key_bytes = check_key_bytes(number(bytes, 108).into())?;
+    let hash = Hash::from_name(parse_text(&bytes[72..104])?)?;
+    let key_bytes = check_key_bytes(read_be(bytes, 108).into())?;
     let check = KeyCheck {
         hash,
         digest: bytes[112..132].to_vec(),
         salt: bytes[132..164].to_vec(),
-        rounds: number(bytes, 164),
+        rounds: read_be(bytes, 164),
     };
     let payload = Payload {
-        offset_bytes: u64::from(number(bytes, 104)) * UNIT_BYTES,
+        offset_bytes: u64::from(read_be(bytes, 104)) * UNIT_BYTES,
         size_bytes: None,
         sector_bytes: 512,
         first_position: 0,
     };
     let mut slots = Vec::new();
     for (index, at) in (0..SLOTS).zip((SLOTS_AT..).step_by(SLOT_BYTES)) {
-        match number(bytes, at) {
+        match read_be(bytes, at) {
             ENABLED => {}
             DISABLED => continue,
             other => return Err(format!("its key slot {index} is neither on nor off: {other:#x}")),
         }
-        let stripes = number(bytes, at + 44);
+        let stripes = read_be(bytes, at + 44);
         if !(1..=STRIPES_MAX).contains(&stripes) {
             return Err(format!("its key slot {index} has {stripes} stripes, and 4000 are usual"));
         }
         let salt = bytes[at + 8..at + 40].to_vec();
         slots.push(Slot {
             number: index,
-            kdf: Kdf::Pbkdf2 { hash, rounds: number(bytes, at + 4), salt },
+            kdf: Kdf::Pbkdf2 { hash, rounds: read_be(bytes, at + 4), salt },
             slot_key_bytes: key_bytes,
-            area_offset: u64::from(number(bytes, at + 40)) * UNIT_BYTES,
+            area_offset: u64::from(read_be(bytes, at + 40)) * UNIT_BYTES,
             stripes,
             split_hash: hash,
             key_bytes,
@@ -65,14 +66,14 @@ pub(super) fn parse(bytes: &[u8; HEADER_BYTES], is_detached: bool) -> Result<Hea
     }
     Ok(Header {
         version: 1,
-        uuid: text(&bytes[168..208])?.to_owned(),
+        uuid: parse_text(&bytes[168..208])?.to_owned(),
         payload,
         slots,
-        left_out: String::new(),
+        skipped: String::new(),
         remark: None,
     })
 }
 
-fn number(bytes: &[u8; HEADER_BYTES], at: usize) -> u32 {
+fn read_be(bytes: &[u8; HEADER_BYTES], at: usize) -> u32 {
     u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }

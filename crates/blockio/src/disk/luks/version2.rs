@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::hash::Hash;
 use super::header::{
     Header, Kdf, KeyCheck, MAGIC, Payload, ReadAt, SLOTS_MAX, STRIPES_MAX, Slot, check_cipher,
-    check_key_bytes, overlap, text,
+    check_key_bytes, overlap, parse_text,
 };
 
 /// The start of the copy of a header.
@@ -95,16 +95,16 @@ impl Binary {
         if number(256) != place {
             return Err(format!("the header at byte {place} belongs at {}", number(256)));
         }
-        let hash = Hash::named(text(&start[72..104])?)?;
+        let hash = Hash::from_name(parse_text(&start[72..104])?)?;
         let whole = usize::try_from(bytes).map_err(|_| "its header is too large".to_owned())?;
         let all = read(place, whole)?;
         let (before, behind) = (&all[..CHECKSUM.start], &all[CHECKSUM.end..]);
-        let checksum = hash.of(&[before, &[0; CHECKSUM.end - CHECKSUM.start], behind]);
+        let checksum = hash.digest(&[before, &[0; CHECKSUM.end - CHECKSUM.start], behind]);
         if all[CHECKSUM][..hash.bytes()] != checksum[..] {
             return Err(format!("the checksum of the header at byte {place} is wrong"));
         }
         let json = all[BINARY_BYTES..].split(|byte| *byte == 0).next().unwrap_or_default().to_vec();
-        Ok(Self { bytes, sequence, uuid: text(&start[168..208])?.to_owned(), json })
+        Ok(Self { bytes, sequence, uuid: parse_text(&start[168..208])?.to_owned(), json })
     }
 }
 
@@ -220,8 +220,8 @@ fn parse(header: &Binary, is_detached: bool) -> Result<Header, String> {
     if !is_detached && payload.offset_bytes < end {
         return Err(overlap(payload.offset_bytes, end));
     }
-    let (slots, left_out) = key_slots(&metadata.keyslots, digest, &check);
-    Ok(Header { version: 2, uuid: header.uuid.clone(), payload, slots, left_out, remark: None })
+    let (slots, skipped) = key_slots(&metadata.keyslots, digest, &check);
+    Ok(Header { version: 2, uuid: header.uuid.clone(), payload, slots, skipped, remark: None })
 }
 
 /// Returns the end of the area of a key slot, if it is known, even for an unsupported slot: data
@@ -244,7 +244,7 @@ fn key_slots(
     digest: &Digest,
     check: &KeyCheck,
 ) -> (Vec<Slot>, String) {
-    let (mut slots, mut left_out) = (Vec::new(), String::new());
+    let (mut slots, mut skipped) = (Vec::new(), String::new());
     for (&number, value) in keyslots {
         let is_known = value.get("type").and_then(Value::as_str) == Some("luks2");
         if !is_known || !digest.keyslots.contains(&number.to_string()) {
@@ -259,12 +259,12 @@ fn key_slots(
             // Priority 0: the slot is used only on request, and no option requests one.
             Ok((0, _)) => {}
             Ok(slot) => slots.push(slot),
-            Err(why) => left_out += &format!("; key slot {number} cannot be used: {why}"),
+            Err(why) => skipped += &format!("; key slot {number} cannot be used: {why}"),
         }
     }
     // The sort is stable: slots of one priority stay in the order of their numbers.
     slots.sort_by_key(|(priority, _)| std::cmp::Reverse(*priority));
-    (slots.into_iter().map(|(_, slot)| slot).collect(), left_out)
+    (slots.into_iter().map(|(_, slot)| slot).collect(), skipped)
 }
 
 impl Segment {
@@ -303,13 +303,13 @@ impl Digest {
         if self.r#type != "pbkdf2" {
             return Err(format!("its digest is of type {:?}, which is not supported", self.r#type));
         }
-        let digest = binary(&self.digest)?;
+        let digest = parse_base64(&self.digest)?;
         // Every key would match a digest of no bytes.
         if !(16..=64).contains(&digest.len()) {
             return Err(format!("its digest has {} bytes, which cannot be", digest.len()));
         }
-        let hash = Hash::named(&self.hash)?;
-        Ok(KeyCheck { hash, rounds: self.iterations, salt: binary(&self.salt)?, digest })
+        let hash = Hash::from_name(&self.hash)?;
+        Ok(KeyCheck { hash, rounds: self.iterations, salt: parse_base64(&self.salt)?, digest })
     }
 }
 
@@ -330,7 +330,7 @@ impl Keyslot {
             slot_key_bytes: check_key_bytes(area.key_size)?,
             area_offset: bytes_of(&area.offset)?,
             stripes: af.stripes,
-            split_hash: Hash::named(&af.hash)?,
+            split_hash: Hash::from_name(&af.hash)?,
             key_bytes: check_key_bytes(self.key_size)?,
             check,
         };
@@ -345,12 +345,12 @@ impl Keyslot {
 impl KdfFields {
     fn kdf(&self) -> Result<Kdf, String> {
         let argon2 = |algorithm, &passes: &u32, &kib: &u32, &lanes: &u32, salt: &str| {
-            Ok(Kdf::Argon2 { algorithm, passes, kib, lanes, salt: binary(salt)? })
+            Ok(Kdf::Argon2 { algorithm, passes, kib, lanes, salt: parse_base64(salt)? })
         };
         match self {
             Self::Pbkdf2 { hash, iterations, salt } => {
-                let hash = Hash::named(hash)?;
-                Ok(Kdf::Pbkdf2 { hash, rounds: *iterations, salt: binary(salt)? })
+                let hash = Hash::from_name(hash)?;
+                Ok(Kdf::Pbkdf2 { hash, rounds: *iterations, salt: parse_base64(salt)? })
             }
             Self::Argon2i { time, memory, cpus, salt } => {
                 argon2(Algorithm::Argon2i, time, memory, cpus, salt)
@@ -367,6 +367,6 @@ fn bytes_of(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("{text:?} in its header is not a number"))
 }
 
-fn binary(text: &str) -> Result<Vec<u8>, String> {
+fn parse_base64(text: &str) -> Result<Vec<u8>, String> {
     Base64::decode_vec(text).map_err(|_| format!("{text:?} in its header is not Base64"))
 }

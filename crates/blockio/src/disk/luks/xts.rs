@@ -11,7 +11,7 @@ use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
 use aes::{Aes128, Aes256, Block};
 use zeroize::zeroize_stack;
 
-use super::undumped::Undumped;
+use super::no_dump::NoDump;
 
 /// The bytes that are worked on at once: with their tweaks they stay in the nearest cache. A
 /// multiple of every sector.
@@ -37,12 +37,12 @@ pub(super) enum Direction {
 
 /// A cipher with its key, which is left out of core dumps, and wiped when this is dropped.
 pub(super) enum Cipher {
-    Aes128(Undumped<Pair<Aes128>>),
-    Aes256(Undumped<Pair<Aes256>>),
+    Aes128(NoDump<KeyPair<Aes128>>),
+    Aes256(NoDump<KeyPair<Aes256>>),
 }
 
 /// The keys for the data and for its position.
-pub(super) struct Pair<C> {
+pub(super) struct KeyPair<C> {
     data: C,
     tweak: C,
 }
@@ -59,17 +59,17 @@ impl fmt::Debug for Cipher {
 impl Cipher {
     /// Makes a cipher from a key of 32 or 64 bytes.
     pub(super) fn new(key: &[u8]) -> Result<Self, String> {
-        let cipher = Self::of(key);
+        let cipher = Self::expand(key);
         zeroize_stack::<KEY_STACK_BYTES>();
         cipher.map_err(|error| format!("there is no memory for its key: {error}"))
     }
 
     /// Runs in a frame of its own: its remains on the stack lie where `new` wipes them.
     #[inline(never)]
-    fn of(key: &[u8]) -> io::Result<Self> {
+    fn expand(key: &[u8]) -> io::Result<Self> {
         match key.len() {
-            32 => Undumped::new(Pair::new(key)).map(Self::Aes128),
-            64 => Undumped::new(Pair::new(key)).map(Self::Aes256),
+            32 => NoDump::new(KeyPair::new(key)).map(Self::Aes128),
+            64 => NoDump::new(KeyPair::new(key)).map(Self::Aes256),
             bytes => unreachable!("a key of {bytes} bytes: headers were checked"),
         }
     }
@@ -90,7 +90,7 @@ impl Cipher {
     }
 }
 
-impl<C> Pair<C>
+impl<C> KeyPair<C>
 where
     C: KeyInit + BlockCipherEncrypt<BlockSize = U16> + BlockCipherDecrypt<BlockSize = U16>,
 {
@@ -104,7 +104,7 @@ where
         assert!(chunk.len() <= CHUNK_BYTES && chunk.len().is_multiple_of(sector_bytes));
         let mut tweaks = [0; CHUNK_BYTES / BLOCK_BYTES];
         let tweaks = &mut tweaks[..chunk.len() / BLOCK_BYTES];
-        self.find_tweaks(tweaks, sector_bytes, position);
+        self.compute_tweaks(tweaks, sector_bytes, position);
         let (blocks, _) = Block::slice_as_chunks_mut(chunk);
         mask(blocks, tweaks);
         self.run_blocks(direction, blocks);
@@ -124,7 +124,7 @@ where
     /// Computes the tweaks of all blocks. The first tweak of a sector is its position, encrypted.
     /// Runs in a frame of its own, too.
     #[inline(never)]
-    fn find_tweaks(&self, tweaks: &mut [u128], sector_bytes: usize, position: u64) {
+    fn compute_tweaks(&self, tweaks: &mut [u128], sector_bytes: usize, position: u64) {
         let mut firsts = [Block::default(); CHUNK_BYTES / POSITION_BYTES];
         let in_sector = sector_bytes / BLOCK_BYTES;
         let firsts = &mut firsts[..tweaks.len() / in_sector];
@@ -140,7 +140,7 @@ where
                 tweak = double(tweak);
             }
             for at in FIRST_TWEAKS..tweaks.len() {
-                tweaks[at] = double_as_often(tweaks[at - FIRST_TWEAKS]);
+                tweaks[at] = double_repeatedly(tweaks[at - FIRST_TWEAKS]);
             }
         }
     }
@@ -152,7 +152,7 @@ fn double(tweak: u128) -> u128 {
 }
 
 /// Doubles a tweak [`FIRST_TWEAKS`] times.
-fn double_as_often(tweak: u128) -> u128 {
+fn double_repeatedly(tweak: u128) -> u128 {
     let over = tweak >> (128 - FIRST_TWEAKS);
     (tweak << FIRST_TWEAKS) ^ over ^ (over << 1) ^ (over << 2) ^ (over << 7)
 }
@@ -233,7 +233,7 @@ mod tests {
         let mut tweak = 0xc3a5_5a3c_9669_f00f_0123_4567_89ab_cdef_u128;
         for _ in 0..1000 {
             let doubled = (0..FIRST_TWEAKS).fold(tweak, |tweak, _| double(tweak));
-            assert_eq!(double_as_often(tweak), doubled);
+            assert_eq!(double_repeatedly(tweak), doubled);
             tweak = doubled ^ (tweak >> 3);
         }
     }

@@ -1,7 +1,7 @@
 //! The progress of a request while parts of its reply come in: replies that it may have, and the
 //! places of their data. Nothing here reads or writes a socket.
 
-use super::wire::{Command, Framing, Reply, Request, Says, Violation, errno};
+use super::wire::{Command, Framing, Reply, ReplyContent, Request, Violation, errno};
 use crate::disk::info::{Extent, ExtentKind};
 
 /// The most pieces of a read that is not complete: a bound for the memory that a server can claim.
@@ -50,7 +50,7 @@ impl Progress {
     /// # Errors
     ///
     /// If this request cannot have that reply.
-    pub(super) fn take_in(
+    pub(super) fn record(
         &mut self,
         request: &Request,
         reply: &Reply,
@@ -58,26 +58,26 @@ impl Progress {
         context: Option<u32>,
     ) -> Result<Action, Violation> {
         let is_read = request.command == Command::Read;
-        match reply.says {
-            Says::Nothing => Ok(Action::Nothing),
-            Says::Error(error) => {
+        match reply.content {
+            ReplyContent::Nothing => Ok(Action::Nothing),
+            ReplyContent::Error(error) => {
                 self.errno.get_or_insert(errno(error));
                 Ok(Action::Nothing)
             }
-            Says::Simple if !is_read => Ok(Action::Nothing),
-            Says::Simple if framing == Framing::Simple => {
+            ReplyContent::Simple if !is_read => Ok(Action::Nothing),
+            ReplyContent::Simple if framing == Framing::Simple => {
                 self.cover(0, request.len)?;
                 Ok(Action::Receive { at: 0, len: request.len })
             }
-            Says::Data { offset, len } if is_read => {
+            ReplyContent::Data { offset, len } if is_read => {
                 let at = self.place(request, offset, len)?;
                 Ok(Action::Receive { at, len })
             }
-            Says::Hole { offset, len } if is_read => {
+            ReplyContent::Hole { offset, len } if is_read => {
                 let at = self.place(request, offset, len)?;
                 Ok(Action::Zero { at, len })
             }
-            Says::Status { context: told, len, flags }
+            ReplyContent::Status { context: told, len, flags }
                 if request.command == Command::BlockStatus =>
             {
                 if Some(told) == context {
@@ -160,24 +160,28 @@ mod tests {
     const READ: Request = Request { command: Command::Read, flags: 0, offset: 4096, len: 4096 };
 
     fn data(offset: u64, len: u64) -> Reply {
-        Reply { cookie: 0, says: Says::Data { offset, len }, is_last: false }
+        Reply { cookie: 0, content: ReplyContent::Data { offset, len }, is_last: false }
     }
 
-    fn take(progress: &mut Progress, request: &Request, says: Says) -> Result<Action, Violation> {
-        let reply = Reply { cookie: 0, says, is_last: true };
-        progress.take_in(request, &reply, Framing::Structured, Some(5))
+    fn take(
+        progress: &mut Progress,
+        request: &Request,
+        content: ReplyContent,
+    ) -> Result<Action, Violation> {
+        let reply = Reply { cookie: 0, content, is_last: true };
+        progress.record(request, &reply, Framing::Structured, Some(5))
     }
 
     #[test]
     fn a_read_is_complete_when_all_of_it_has_come_once() {
         let mut progress = Progress::default();
         for (offset, at) in [(6144, 2048), (4096, 0), (5120, 1024), (7168, 3072)] {
-            let action = progress.take_in(&READ, &data(offset, 1024), Framing::Structured, None);
+            let action = progress.record(&READ, &data(offset, 1024), Framing::Structured, None);
             assert_eq!(action, Ok(Action::Receive { at, len: 1024 }));
             let is_done = offset == 7168;
             assert_eq!(progress.finish(&READ).is_ok(), is_done, "after {offset}");
         }
-        let hole = Says::Hole { offset: 4096, len: 4096 };
+        let hole = ReplyContent::Hole { offset: 4096, len: 4096 };
         let mut progress = Progress::default();
         assert_eq!(take(&mut progress, &READ, hole), Ok(Action::Zero { at: 0, len: 4096 }));
         assert!(progress.finish(&READ).unwrap().is_ok());
@@ -186,26 +190,26 @@ mod tests {
     #[test]
     fn what_a_request_cannot_be_answered_with_is_a_violation() {
         let flush = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
-        let at = |offset, len| Says::Data { offset, len };
-        for (request, says) in [
+        let at = |offset, len| ReplyContent::Data { offset, len };
+        for (request, content) in [
             (READ, at(4095, 1)),
             (READ, at(8192, 1)),
             (READ, at(4096, 4097)),
             (READ, at(u64::MAX, 2)),
             (READ, at(8000, u64::MAX)),
-            (READ, Says::Simple),
-            (READ, Says::Status { context: 5, len: 1, flags: 0 }),
+            (READ, ReplyContent::Simple),
+            (READ, ReplyContent::Status { context: 5, len: 1, flags: 0 }),
             (flush, at(0, 1)),
-            (flush, Says::Hole { offset: 0, len: 1 }),
+            (flush, ReplyContent::Hole { offset: 0, len: 1 }),
         ] {
-            assert!(take(&mut Progress::default(), &request, says).is_err(), "{says:?}");
+            assert!(take(&mut Progress::default(), &request, content).is_err(), "{content:?}");
         }
         let mut progress = Progress::default();
         assert!(take(&mut progress, &READ, at(4096, 2048)).is_ok());
         assert!(take(&mut progress, &READ, at(6143, 10)).is_err(), "a byte came twice");
-        assert!(take(&mut progress, &READ, Says::Nothing).is_ok());
+        assert!(take(&mut progress, &READ, ReplyContent::Nothing).is_ok());
         assert!(progress.finish(&READ).is_err(), "a half is missing");
-        assert!(take(&mut progress, &READ, Says::Error(28)).is_ok());
+        assert!(take(&mut progress, &READ, ReplyContent::Error(28)).is_ok());
         assert_eq!(progress.finish(&READ), Ok(Err(libc::ENOSPC)));
     }
 
@@ -219,15 +223,15 @@ mod tests {
             (3, ExtentKind::Hole),
         ] {
             let mut progress = Progress::default();
-            let says = Says::Status { context: 5, len: 4000, flags };
-            assert!(take(&mut progress, &asked, says).is_ok());
+            let content = ReplyContent::Status { context: 5, len: 4000, flags };
+            assert!(take(&mut progress, &asked, content).is_ok());
             assert_eq!(progress.finish(&asked), Ok(Ok(Extent { bytes: 1000, kind })));
         }
         let mut progress = Progress::default();
-        let other = Says::Status { context: 6, len: 10, flags: 3 };
+        let other = ReplyContent::Status { context: 6, len: 10, flags: 3 };
         assert!(take(&mut progress, &asked, other).is_ok());
         assert_eq!(progress.finish(&asked), Ok(Ok(Extent::data(1000))));
-        let none = Says::Status { context: 5, len: 0, flags: 0 };
+        let none = ReplyContent::Status { context: 5, len: 0, flags: 0 };
         assert!(take(&mut progress, &asked, none).is_err());
     }
 
@@ -241,7 +245,7 @@ mod tests {
             for (at, len) in parts {
                 let range = usize::try_from(at).unwrap()..usize::try_from(at + len).unwrap();
                 let is_new = !seen[range.clone()].iter().any(|seen| *seen);
-                let taken = progress.take_in(&request, &data(at, len), Framing::Structured, None);
+                let taken = progress.record(&request, &data(at, len), Framing::Structured, None);
                 prop_assert_eq!(taken.is_ok(), is_new);
                 if !is_new {
                     break;

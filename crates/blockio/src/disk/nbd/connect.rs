@@ -14,8 +14,8 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 use rustls::ClientConnection;
 
 use super::handshake::{Facts, Purpose, greet, negotiate, start_tls};
-use super::names::NAMES;
-use super::target::{NbdAddress, NbdOptions};
+use super::options::{NbdAddress, NbdOptions};
+use super::resolver::NAMES;
 use super::tls::{Unproven, advised, client};
 use super::transport::Transport;
 
@@ -46,14 +46,14 @@ static ASKED: AtomicU64 = AtomicU64::new(0);
 /// Numbers the answers of servers in the order of the questions. An answer may be on its way for
 /// long, and its size is then older than the size in other answers.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Asked(u64);
+pub(super) struct QuestionNumber(u64);
 
 /// Connects, and makes the server begin to serve.
 ///
 /// # Errors
 ///
 /// The reason why there is no connection, and advice.
-pub(super) fn connect(options: &NbdOptions) -> Result<(Connected, Asked), String> {
+pub(super) fn connect(options: &NbdOptions) -> Result<(Connected, QuestionNumber), String> {
     let (socket, tls, facts, asked) = shake_hands(options, Purpose::Serve)?;
     let transport = Transport::new(socket, tls);
     let transport = transport.map_err(|error| format!("cannot set up its socket: {error}"))?;
@@ -65,18 +65,18 @@ pub(super) fn connect(options: &NbdOptions) -> Result<(Connected, Asked), String
 /// # Errors
 ///
 /// As for [`connect`].
-pub(super) fn ask(options: &NbdOptions) -> Result<(Facts, Asked), String> {
+pub(super) fn query_export(options: &NbdOptions) -> Result<(Facts, QuestionNumber), String> {
     shake_hands(options, Purpose::Ask).map(|(_, _, facts, asked)| (facts, asked))
 }
 
-type Hand = (OwnedFd, Option<ClientConnection>, Facts, Asked);
+type Hand = (OwnedFd, Option<ClientConnection>, Facts, QuestionNumber);
 
 fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
     let until = Instant::now() + PATIENCE;
     let socket = reach(&options.address, until)?;
-    let mut stream = Patient { socket, until };
+    let mut stream = DeadlineSocket { socket, until };
     let greeted = greet(&mut stream)?;
-    let asked = Asked(1 + ASKED.fetch_add(1, Ordering::Relaxed));
+    let asked = QuestionNumber(1 + ASKED.fetch_add(1, Ordering::Relaxed));
     let export = &options.export;
     let (tls, facts) = match &options.tls {
         None => (None, negotiate(&mut stream, greeted, export, purpose)?),
@@ -152,8 +152,8 @@ fn reach_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
     let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-    let patient = Patient { socket, until };
-    patient.wait_at_most(Timeout::Send)?;
+    let patient = DeadlineSocket { socket, until };
+    patient.set_timeout(Timeout::Send)?;
     rustix::net::connect(&patient.socket, &address)?;
     Ok(patient.socket)
 }
@@ -173,13 +173,13 @@ fn watched(socket: TcpStream) -> Result<OwnedFd, String> {
 }
 
 /// A socket with a deadline for its peer, however that spreads its bytes.
-struct Patient {
+struct DeadlineSocket {
     socket: OwnedFd,
     until: Instant,
 }
 
-impl Patient {
-    fn wait_at_most(&self, which: Timeout) -> io::Result<()> {
+impl DeadlineSocket {
+    fn set_timeout(&self, which: Timeout) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(ErrorKind::TimedOut.into());
@@ -189,24 +189,24 @@ impl Patient {
     }
 }
 
-fn patiently<T>(result: rustix::io::Result<T>) -> io::Result<T> {
+fn map_timeout<T>(result: rustix::io::Result<T>) -> io::Result<T> {
     result.map_err(|errno| match errno {
         rustix::io::Errno::AGAIN => ErrorKind::TimedOut.into(),
         errno => errno.into(),
     })
 }
 
-impl Read for Patient {
+impl Read for DeadlineSocket {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.wait_at_most(Timeout::Recv)?;
-        patiently(rustix::net::recv(&self.socket, bytes, RecvFlags::empty()).map(|(_, len)| len))
+        self.set_timeout(Timeout::Recv)?;
+        map_timeout(rustix::net::recv(&self.socket, bytes, RecvFlags::empty()).map(|(_, len)| len))
     }
 }
 
-impl Write for Patient {
+impl Write for DeadlineSocket {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.wait_at_most(Timeout::Send)?;
-        patiently(rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL))
+        self.set_timeout(Timeout::Send)?;
+        map_timeout(rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL))
     }
 
     fn flush(&mut self) -> io::Result<()> {

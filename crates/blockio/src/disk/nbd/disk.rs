@@ -8,11 +8,11 @@ use std::sync::Arc;
 use iomem::Buffers;
 
 use super::answer::Failure;
+use super::connection_choice::{ConnectionChoice, Handle};
 use super::handshake::{Facts, can};
-use super::lent::{Borrower, Lent, decode};
+use super::loaned_op::{Borrower, Lent, decode};
 use super::pipe::{Pipe, Ticket, key_of};
-use super::reach::{Handle, Reach};
-use super::requests::Made;
+use super::requests::IssuedRequest;
 use super::wire::{
     Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request,
 };
@@ -29,24 +29,24 @@ const ZEROES_BYTES: u64 = 1 << 20;
 
 /// The kind of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Way {
+struct TransferKind {
     command: Command,
     flags: u16,
-    /// See [`Made`].
+    /// See [`IssuedRequest`].
     is_flushed: bool,
 }
 
-impl Way {
+impl TransferKind {
     const READ: Self = Self { command: Command::Read, flags: 0, is_flushed: false };
     const WRITE: Self = Self { command: Command::Write, flags: 0, is_flushed: false };
     const DURABLE: Self = Self { flags: FLAG_FUA, ..Self::WRITE };
     /// A durable write, for a server without FUA.
     const FLUSHED: Self = Self { is_flushed: true, ..Self::WRITE };
 
-    fn part(self, io: &Io, offset: u64, bytes: usize) -> Made {
+    fn part(self, io: &Io, offset: u64, bytes: usize) -> IssuedRequest {
         let Self { command, flags, is_flushed } = self;
         let request = Request { command, flags, offset, len: bytes as u64 };
-        Made { is_flushed, ..Made::now(io, request) }
+        IssuedRequest { is_flushed, ..IssuedRequest::now(io, request) }
     }
 }
 
@@ -54,26 +54,26 @@ impl Way {
 pub(super) struct NbdDisk {
     handle: Arc<Handle>,
     io: Rc<Io>,
-    reach: RefCell<Reach>,
+    reach: RefCell<ConnectionChoice>,
     facts: Facts,
 }
 
 /// A request that was started.
 enum Started {
-    Here(Ticket, Made),
+    Local(Ticket, IssuedRequest),
     /// Carried out by the IoThread that has the pipe with this number.
-    There(ForeignOp, u64, Made),
+    Remote(ForeignOp, u64, IssuedRequest),
 }
 
 impl Started {
     async fn wait(mut self, disk: &NbdDisk) -> (Result<Extent, Failure>, Buffers) {
         loop {
             self = match self {
-                Self::Here(ticket, made) => match ticket.wait().await {
+                Self::Local(ticket, made) => match ticket.wait().await {
                     (Some(result), buffers) => return (result, buffers),
                     (None, buffers) => disk.start_made(made, buffers),
                 },
-                Self::There(op, number, made) => {
+                Self::Remote(op, number, made) => {
                     let completion = op.await;
                     if let Some(result) = decode(completion.result) {
                         return (result, completion.buffers);
@@ -89,27 +89,27 @@ impl Started {
 impl NbdDisk {
     pub(super) fn new(handle: &Arc<Handle>, io: &Rc<Io>) -> Self {
         let shared = &handle.shared;
-        let reach = RefCell::new(Reach::find(io, shared));
+        let reach = RefCell::new(ConnectionChoice::find(io, shared));
         let facts = shared.facts;
         Self { handle: Arc::clone(handle), io: Rc::clone(io), reach, facts }
     }
 
     fn start(&self, request: Request, buffers: Buffers) -> Started {
-        self.start_made(Made::now(&self.io, request), buffers)
+        self.start_made(IssuedRequest::now(&self.io, request), buffers)
     }
 
-    fn start_made(&self, made: Made, buffers: Buffers) -> Started {
+    fn start_made(&self, made: IssuedRequest, buffers: Buffers) -> Started {
         let (reach, shared) = (self.reach.borrow(), &self.handle.shared);
         let other;
         let (number, remote) = match &*reach {
-            Reach::Here(pipe) => {
+            ConnectionChoice::Local(pipe) => {
                 other = if pipe.is_up() { None } else { shared.other(pipe.number) };
                 match &other {
                     Some((number, remote)) => (*number, remote),
-                    None => return Started::Here(pipe.ticket(made, buffers), made),
+                    None => return Started::Local(pipe.ticket(made, buffers), made),
                 }
             }
-            Reach::There(number, remote) => (*number, remote),
+            ConnectionChoice::Remote(number, remote) => (*number, remote),
         };
         let (lent, key) = (Lent::new(&buffers), key_of(shared));
         let (op, completer) = self.io.foreign_op(buffers);
@@ -120,23 +120,23 @@ impl NbdDisk {
                 pipe.start_for(made, lent, who);
             }
         });
-        Started::There(op, number, made)
+        Started::Remote(op, number, made)
     }
 
     /// Finds another way, because the IoThread of the pipe with this number has ended.
     fn look_elsewhere(&self, number: u64) {
         let shared = &self.handle.shared;
         let mut reach = self.reach.borrow_mut();
-        if matches!(&*reach, Reach::There(other, _) if *other == number) {
+        if matches!(&*reach, ConnectionChoice::Remote(other, _) if *other == number) {
             shared.remove_pipe(number);
-            *reach = Reach::find(&self.io, shared);
+            *reach = ConnectionChoice::find(&self.io, shared);
         }
     }
 
     /// Moves data, in as many requests as it takes.
     async fn transfer(
         &self,
-        way: Way,
+        way: TransferKind,
         offset: u64,
         mut buffers: Buffers,
     ) -> Result<(), TransferError> {
@@ -175,13 +175,13 @@ impl NbdDisk {
     /// Makes a durable write to a server that cannot flush, or one without data.
     async fn write_and_flush(&self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
         if !buffers.is_empty() {
-            self.transfer(Way::WRITE, offset, buffers).await?;
+            self.transfer(TransferKind::WRITE, offset, buffers).await?;
         }
         self.flush().await.map_err(|error| TransferError::new(error, Buffers::empty()))
     }
 
     /// Applies a command to a range of the disk, in as many requests as it takes.
-    async fn treat(
+    async fn apply_range(
         &self,
         command: Command,
         flags: u16,
@@ -207,7 +207,7 @@ impl NbdDisk {
             let part = len.min(ZEROES_BYTES);
             let bytes = usize::try_from(part).unwrap_or(usize::MAX);
             let zeroes = self.io.bounce_budget.zeroes(bytes, ())?;
-            self.transfer(Way::WRITE, offset, zeroes).await?;
+            self.transfer(TransferKind::WRITE, offset, zeroes).await?;
             (offset, len) = (offset + part, len - part);
         }
         Ok(())
@@ -235,7 +235,7 @@ impl Driver for NbdDisk {
         if buffers.is_empty() {
             return Box::pin(std::future::ready(Ok(())));
         }
-        Box::pin(self.transfer(Way::READ, offset, buffers))
+        Box::pin(self.transfer(TransferKind::READ, offset, buffers))
     }
 
     fn write(
@@ -247,9 +247,9 @@ impl Driver for NbdDisk {
         let (has_fua, has_flush) = (self.facts.can(can::FUA), self.facts.can(can::FLUSH));
         let way = match (fua, buffers.is_empty()) {
             (false, true) => return Box::pin(std::future::ready(Ok(()))),
-            (false, false) => Way::WRITE,
-            (true, false) if has_fua => Way::DURABLE,
-            (true, false) if has_flush => Way::FLUSHED,
+            (false, false) => TransferKind::WRITE,
+            (true, false) if has_fua => TransferKind::DURABLE,
+            (true, false) if has_flush => TransferKind::FLUSHED,
             (true, _) => return Box::pin(self.write_and_flush(offset, buffers)),
         };
         Box::pin(self.transfer(way, offset, buffers))
@@ -269,14 +269,14 @@ impl Driver for NbdDisk {
 
     fn discard(&self, offset: u64, len: u64) -> Answer<'_, io::Result<()>> {
         if self.facts.can(can::TRIM) {
-            return Box::pin(self.treat(Command::Trim, 0, offset, len));
+            return Box::pin(self.apply_range(Command::Trim, 0, offset, len));
         }
         if !self.facts.can(can::FAST_ZERO) {
             return Box::pin(std::future::ready(Ok(())));
         }
         // A server that is not faster with zeroes than with data refuses, and nothing is done.
         Box::pin(async move {
-            match self.treat(Command::WriteZeroes, FLAG_FAST_ZERO, offset, len).await {
+            match self.apply_range(Command::WriteZeroes, FLAG_FAST_ZERO, offset, len).await {
                 Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
                 result => result,
             }
@@ -288,7 +288,7 @@ impl Driver for NbdDisk {
             return Box::pin(self.write_zero_bytes(offset, len));
         }
         let flags = if may_unmap { 0 } else { FLAG_NO_HOLE };
-        Box::pin(self.treat(Command::WriteZeroes, flags, offset, len))
+        Box::pin(self.apply_range(Command::WriteZeroes, flags, offset, len))
     }
 
     fn block_status(&self, offset: u64, len: u64) -> Answer<'_, io::Result<Extent>> {

@@ -11,9 +11,9 @@ use super::connect::Connected;
 use super::handshake::Facts;
 use super::requests::{Requests, State, is_large_read};
 use super::shared::Shared;
-use super::transport::{Gathered, Moved, Ranges, Scattered, Transport};
+use super::transport::{Ranges, ReceiveRanges, SendRanges, Transferred, Transport};
 use super::wire::{
-    Command, Header, Parsed, REPLY_BYTES_MAX, Reply, Request, Says, Violation, parse,
+    Command, Header, Parsed, REPLY_BYTES_MAX, Reply, ReplyContent, Request, Violation, parse,
 };
 
 /// Memory for received bytes without a place yet: many replies with little data.
@@ -76,9 +76,9 @@ pub(super) struct Flow {
     end: usize,
     /// The place of the next bytes.
     data: Option<Data>,
-    has_answered: bool,
-    /// True if an answer came since the last `take_heard`.
-    is_heard: bool,
+    was_answered: bool,
+    /// True if an answer came since the last `take_answered`.
+    answered_since_check: bool,
     headers: Vec<Header>,
     storage: Vec<iovec>,
 }
@@ -106,8 +106,8 @@ impl Flow {
             start: 0,
             end: 0,
             data: None,
-            has_answered: false,
-            is_heard: false,
+            was_answered: false,
+            answered_since_check: false,
             headers: Vec::new(),
             storage: Vec::new(),
         }
@@ -149,13 +149,13 @@ impl Flow {
     }
 
     /// Returns true if any request was answered.
-    pub(super) fn has_answered(&self) -> bool {
-        self.has_answered
+    pub(super) fn was_answered(&self) -> bool {
+        self.was_answered
     }
 
     /// Returns true if an answer came since the last call.
-    pub(super) fn take_heard(&mut self) -> bool {
-        std::mem::take(&mut self.is_heard)
+    pub(super) fn take_answered(&mut self) -> bool {
+        std::mem::take(&mut self.answered_since_check)
     }
 
     /// Returns true if there are requests without an answer.
@@ -165,10 +165,10 @@ impl Flow {
     }
 
     /// Announces the end of the requests.
-    pub(super) fn say_goodbye(&mut self) {
+    pub(super) fn send_disconnect(&mut self) {
         let request = Request { command: Command::Disconnect, flags: 0, offset: 0, len: 0 };
         let header = request.encode(0, self.facts.framing);
-        let mut gathered = Gathered(Ranges::new(Vec::new()));
+        let mut gathered = SendRanges(Ranges::new(Vec::new()));
         gathered.push_bytes(header.as_bytes());
         // Without it, the server sees the socket close.
         let _ = self.transport.send(&gathered);
@@ -199,7 +199,7 @@ impl Flow {
     }
 
     /// Sends by one system call.
-    fn send_some(&mut self, requests: &Requests) -> io::Result<Moved> {
+    fn send_some(&mut self, requests: &Requests) -> io::Result<Transferred> {
         let sending = &requests.links[self.index].sending;
         let framing = self.facts.framing;
         self.headers.clear();
@@ -208,7 +208,7 @@ impl Flow {
             slot.request().encode(cookie(number, slot.serial), framing)
         }));
         let storage = std::mem::take(&mut self.storage);
-        let mut gathered = Gathered(Ranges::new(storage));
+        let mut gathered = SendRanges(Ranges::new(storage));
         let mut skip = self.begun;
         for (&number, header) in sending.iter().zip(&self.headers) {
             let header = header.as_bytes();
@@ -267,7 +267,7 @@ impl Flow {
             }
             match self.receive_some(requests) {
                 Ok((0, _)) => return Err(Broken::Gone(CLOSED.to_owned())),
-                Ok((bytes, direct)) => self.sort(bytes, direct),
+                Ok((bytes, direct)) => self.account_received(bytes, direct),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.is_readable = false;
                     return Ok(false);
@@ -275,7 +275,7 @@ impl Flow {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(Broken::by("receive from", &error)),
             }
-            self.take_apart(requests, shared).map_err(|violation| match violation {
+            self.parse_staged(requests, shared).map_err(|violation| match violation {
                 SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
                 Violation(what) => {
                     Broken::Unusable(format!("the server breaks the protocol: {what}"))
@@ -316,7 +316,7 @@ impl Flow {
         self.staging.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
         let storage = std::mem::take(&mut self.storage);
-        let mut scattered = Scattered(Ranges::new(storage));
+        let mut scattered = ReceiveRanges(Ranges::new(storage));
         if let Some(data) = &self.data {
             let buffers = &requests.slots[data.slot as usize].buffers;
             scattered.push_memory(buffers, data.at, data.left);
@@ -343,7 +343,7 @@ impl Flow {
     }
 
     /// Accounts for received bytes, which fill the place of the data first.
-    fn sort(&mut self, bytes: usize, direct: usize) {
+    fn account_received(&mut self, bytes: usize, direct: usize) {
         let direct = direct.min(bytes);
         if let Some(data) = &mut self.data {
             data.at += direct;
@@ -352,7 +352,7 @@ impl Flow {
         self.end += bytes - direct;
     }
 
-    fn take_apart(&mut self, requests: &mut Requests, shared: &Shared) -> Result<(), Violation> {
+    fn parse_staged(&mut self, requests: &mut Requests, shared: &Shared) -> Result<(), Violation> {
         loop {
             if let Some(data) = &mut self.data {
                 let here = self.staging.get(self.start..self.end).unwrap_or_default();
@@ -379,14 +379,14 @@ impl Flow {
                 }
                 Parsed::Reply(reply, used) => {
                     self.start += used;
-                    self.obey(requests, &reply, shared)?;
+                    self.handle_part(requests, &reply, shared)?;
                 }
             }
         }
     }
 
     /// Handles a part of a reply.
-    fn obey(
+    fn handle_part(
         &mut self,
         requests: &mut Requests,
         reply: &Reply,
@@ -399,12 +399,12 @@ impl Flow {
         let Some(slot) = slot else {
             return Err(Violation("it answered a request that nobody has made"));
         };
-        if reply.says == Says::Error(SHUTDOWN) {
+        if reply.content == ReplyContent::Error(SHUTDOWN) {
             return Err(SHUTS_DOWN);
         }
         let (framing, context) = (self.facts.framing, self.facts.context);
         let len = |len: u64| usize::try_from(len).unwrap_or(usize::MAX);
-        match slot.progress.take_in(&slot.request(), reply, framing, context)? {
+        match slot.progress.record(&slot.request(), reply, framing, context)? {
             Action::Receive { at, len: bytes } => {
                 let is_last = reply.is_last;
                 self.data = Some(Data { slot: number, at: len(at), left: len(bytes), is_last });
@@ -428,7 +428,7 @@ impl Flow {
     ) -> Result<(), Violation> {
         let slot = &requests.slots[number as usize];
         let result = slot.progress.finish(&slot.request())?;
-        (self.has_answered, self.is_heard) = (true, true);
+        (self.was_answered, self.answered_since_check) = (true, true);
         requests.was_answered(number, result, shared);
         Ok(())
     }

@@ -139,12 +139,12 @@ pub(super) fn start_tls(stream: &mut (impl Read + Write)) -> Result<(), String> 
     send_option(stream, OPTION_START_TLS, &[])?;
     let mut replies = Replies::new(OPTION_START_TLS);
     match replies.next(stream)? {
-        Told::Ack => Ok(()),
-        Told::Refused(ERROR_UNSUPPORTED | ERROR_POLICY, _) => {
+        OptionReply::Ack => Ok(()),
+        OptionReply::Refused(ERROR_UNSUPPORTED | ERROR_POLICY, _) => {
             Err("the server offers no TLS; start it with TLS, or use nbd:// to do without".into())
         }
-        Told::Refused(error, text) => Err(refused("TLS", error, &text)),
-        Told::Info(_) | Told::Context(_) => Err(unexpected()),
+        OptionReply::Refused(error, text) => Err(refused("TLS", error, &text)),
+        OptionReply::Info(_) | OptionReply::Context(_) => Err(unexpected()),
     }
 }
 
@@ -186,12 +186,12 @@ fn settle_framing(stream: &mut (impl Read + Write)) -> Result<Framing, String> {
     ] {
         send_option(stream, option, &[])?;
         match Replies::new(option).next(stream)? {
-            Told::Ack => return Ok(framing),
-            Told::Refused(error @ (ERROR_TLS_REQUIRED | ERROR_SHUTDOWN), text) => {
+            OptionReply::Ack => return Ok(framing),
+            OptionReply::Refused(error @ (ERROR_TLS_REQUIRED | ERROR_SHUTDOWN), text) => {
                 return Err(refused("the connection", error, &text));
             }
-            Told::Refused(..) => {}
-            Told::Info(_) | Told::Context(_) => return Err(unexpected()),
+            OptionReply::Refused(..) => {}
+            OptionReply::Info(_) | OptionReply::Context(_) => return Err(unexpected()),
         }
     }
     Ok(Framing::Simple)
@@ -206,24 +206,24 @@ fn settle_context(stream: &mut (impl Read + Write), export: &str) -> Result<Opti
     let (mut replies, mut context) = (Replies::new(OPTION_SET_META_CONTEXT), None);
     loop {
         match replies.next(stream)? {
-            Told::Ack => return Ok(context),
+            OptionReply::Ack => return Ok(context),
             // The export may be unknown: the next option for it has a better error.
-            Told::Refused(..) => return Ok(None),
-            Told::Context(data) => {
+            OptionReply::Refused(..) => return Ok(None),
+            OptionReply::Context(data) => {
                 if let Some((number, name)) = data.split_first_chunk()
                     && name == CONTEXT.as_bytes()
                 {
                     context = Some(u32::from_be_bytes(*number));
                 }
             }
-            Told::Info(_) => return Err(unexpected()),
+            OptionReply::Info(_) => return Err(unexpected()),
         }
     }
 }
 
 /// A server's description of an export, not yet checked.
 #[derive(Debug)]
-struct Found {
+struct ExportInfo {
     export: Option<(u64, u16)>,
     blocks: Option<[u32; 3]>,
     framing: Framing,
@@ -234,23 +234,23 @@ fn ask_for_export(
     stream: &mut (impl Read + Write),
     option: u32,
     export: &str,
-) -> Result<Option<Found>, String> {
+) -> Result<Option<ExportInfo>, String> {
     let mut data = Vec::new();
     put_text(&mut data, export)?;
     data.extend(1u16.to_be_bytes());
     data.extend(INFO_BLOCK_SIZE.to_be_bytes());
     send_option(stream, option, &data)?;
     let mut replies = Replies::new(option);
-    let mut found = Found { export: None, blocks: None, framing: Framing::Simple };
+    let mut found = ExportInfo { export: None, blocks: None, framing: Framing::Simple };
     loop {
         match replies.next(stream)? {
-            Told::Ack => return Ok(Some(found)),
-            Told::Info(data) => found.take_in(&data),
-            Told::Refused(ERROR_UNSUPPORTED, _) => return Ok(None),
-            Told::Refused(error, text) => {
+            OptionReply::Ack => return Ok(Some(found)),
+            OptionReply::Info(data) => found.record(&data),
+            OptionReply::Refused(ERROR_UNSUPPORTED, _) => return Ok(None),
+            OptionReply::Refused(error, text) => {
                 return Err(refused(&format!("the export '{export}'"), error, &text));
             }
-            Told::Context(_) => return Err(unexpected()),
+            OptionReply::Context(_) => return Err(unexpected()),
         }
     }
 }
@@ -261,7 +261,7 @@ fn old_export(
     greeted: Greeted,
     export: &str,
     framing: Framing,
-) -> Result<Found, String> {
+) -> Result<ExportInfo, String> {
     send_option(stream, OPTION_EXPORT_NAME, export.as_bytes())?;
     let gone =
         |error| format!("the server ended the connection: does it have '{export}'? ({error})");
@@ -270,11 +270,11 @@ fn old_export(
     if !greeted.no_zeroes {
         read_exactly::<124>(stream)?;
     }
-    Ok(Found { export: Some((size_bytes, flags)), blocks: None, framing })
+    Ok(ExportInfo { export: Some((size_bytes, flags)), blocks: None, framing })
 }
 
-impl Found {
-    fn take_in(&mut self, data: &[u8]) {
+impl ExportInfo {
+    fn record(&mut self, data: &[u8]) {
         let Some((kind, rest)) = data.split_first_chunk() else { return };
         match u16::from_be_bytes(*kind) {
             INFO_EXPORT => {
@@ -324,7 +324,7 @@ impl Found {
 }
 
 /// A server's reply to an option.
-enum Told {
+enum OptionReply {
     Ack,
     Info(Vec<u8>),
     Context(Vec<u8>),
@@ -342,7 +342,7 @@ impl Replies {
         Self { option, left: REPLIES_MAX }
     }
 
-    fn next(&mut self, stream: &mut impl Read) -> Result<Told, String> {
+    fn next(&mut self, stream: &mut impl Read) -> Result<OptionReply, String> {
         let Some(left) = self.left.checked_sub(1) else {
             return Err("the server does not stop answering an option".to_owned());
         };
@@ -355,10 +355,10 @@ impl Replies {
         let mut data = vec![0; len as usize];
         stream.read_exact(&mut data).map_err(|error| cannot("hear from", &error))?;
         match kind {
-            REPLY_ACK => Ok(Told::Ack),
-            REPLY_INFO => Ok(Told::Info(data)),
-            REPLY_META_CONTEXT => Ok(Told::Context(data)),
-            _ if kind & REPLY_IS_ERROR != 0 => Ok(Told::Refused(kind, printable(&data))),
+            REPLY_ACK => Ok(OptionReply::Ack),
+            REPLY_INFO => Ok(OptionReply::Info(data)),
+            REPLY_META_CONTEXT => Ok(OptionReply::Context(data)),
+            _ if kind & REPLY_IS_ERROR != 0 => Ok(OptionReply::Refused(kind, printable(&data))),
             _ => Err(unexpected()),
         }
     }

@@ -5,15 +5,15 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::connect::{Asked, Connected, connect};
+use super::connect::{Connected, QuestionNumber, connect};
+use super::drain::{DrainSignal, TICK, adopt_orphans, drain, hand_to_another};
 use super::flow::{Broken, Flow};
 use super::handshake::{Facts, can};
-use super::leaving::{Hears, TICK, adopt, pass_on, see_off};
-use super::pipe::{Pipe, learn_size};
-use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, tell_unflushed};
+use super::pipe::{Pipe, record_size};
+use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, log_unflushed};
 use super::shared::Shared;
-use super::transport::Pulse;
-use super::watched::Watched;
+use super::socket_source::Watched;
+use super::transport::TcpHealth;
 use super::wire::Framing;
 use crate::clock;
 use crate::interest::Interest;
@@ -29,7 +29,7 @@ pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize
     for index in 0..links {
         io.spawn(serve_link(Service { pipe: Rc::clone(&pipe) }, index));
     }
-    adopt(&pipe);
+    adopt_orphans(&pipe);
     pipe
 }
 
@@ -40,7 +40,7 @@ struct Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        self.pipe.has_left();
+        self.pipe.on_link_ended();
     }
 }
 
@@ -54,7 +54,7 @@ async fn serve_link(service: Service, index: usize) {
             Some(Ok(connected)) => connected,
             Some(Err(why)) => {
                 retry.note(&pipe, &why);
-                pipe.use_others();
+                pipe.reroute_waiting();
                 pipe.pause(&mut retry).await;
                 continue;
             }
@@ -74,7 +74,7 @@ async fn serve_link(service: Service, index: usize) {
             // The next connection knows the present size of the export.
             pipe.link_is_down(index);
             // Otherwise other IoThreads would send their requests here, and get them back.
-            pipe.tell_condition(None);
+            pipe.publish_condition(None);
             // While an export grows, each new connection knows a larger size.
             if clock::now().saturating_duration_since(begun) < RETRY_MAX {
                 retry.wait = retry.wait.min(REPLACE_MAX);
@@ -114,9 +114,9 @@ impl Drop for Lease<'_> {
             return;
         };
         if !is_idle && !shared.is_over() {
-            tell_unflushed(&shared.options, shared.has_broken(), true);
-            if let Some(remains) = pipe.leave_behind(self.index) {
-                pass_on(pipe, flow, remains, Hears::End);
+            log_unflushed(&shared.options, shared.on_break(), true);
+            if let Some(remains) = pipe.abandon_link(self.index) {
+                hand_to_another(pipe, flow, remains, DrainSignal::Close);
             }
         } else if !pipe.is_unneeded() {
             shared.put_spare(flow.into_connected());
@@ -127,20 +127,20 @@ impl Drop for Lease<'_> {
 /// Takes the requests from a connection that can no longer be used. A task of its own waits for the
 /// changes that the server may still make.
 fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Broken>) -> Ended {
-    let was_useful = flow.has_answered();
+    let was_useful = flow.was_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
-    let unflushed = pipe.shared.has_broken();
-    let (why, hears) = match broken {
+    let unflushed = pipe.shared.on_break();
+    let (why, signal) = match broken {
         None => (String::new(), None),
         Some(Broken::Gone(why)) => (why, None),
-        Some(Broken::Unusable(why)) => (why, Some(Hears::End)),
-        Some(Broken::Late(why) | Broken::Silent(why)) => (why, Some(Hears::Answers)),
-        Some(Broken::Cut(why)) => (why, Some(Hears::Nothing)),
+        Some(Broken::Unusable(why)) => (why, Some(DrainSignal::Close)),
+        Some(Broken::Late(why) | Broken::Silent(why)) => (why, Some(DrainSignal::Answers)),
+        Some(Broken::Cut(why)) => (why, Some(DrainSignal::Nothing)),
     };
-    let left = hears.and_then(|hears| Some((hears, pipe.leave_behind(index)?)));
+    let left = signal.and_then(|signal| Some((signal, pipe.abandon_link(index)?)));
     let held = left.as_ref().map_or(0, |(_, remains)| remains.changes());
-    if let Some((hears, remains)) = left {
-        see_off(pipe, flow, remains, hears);
+    if let Some((signal, remains)) = left {
+        drain(pipe, flow, remains, signal);
     }
     let again = pipe.link_is_down(index);
     Ended { why, was_useful, unflushed, again, held }
@@ -161,7 +161,7 @@ impl Pipe {
             self.io.suspend().await;
         }
         self.expire();
-        self.use_others();
+        self.reroute_waiting();
     }
 
     /// Takes the spare connection, or makes one by a thread. `None`: none is needed.
@@ -177,7 +177,7 @@ impl Pipe {
             let made = made.and_then(|(made, asked)| check(&shared, made, asked));
             let made = match made {
                 Ok(unneeded) if shared.is_over() => {
-                    Flow::new(0, unneeded).say_goodbye();
+                    Flow::new(0, unneeded).send_disconnect();
                     return;
                 }
                 made => made,
@@ -203,16 +203,20 @@ impl Pipe {
             }
             self.io.suspend().await;
             self.expire();
-            self.use_others();
+            self.reroute_waiting();
         }
     }
 }
 
 /// Refuses a connection that offers less than when the disk was opened. Takes its size over.
-fn check(shared: &Arc<Shared>, made: Connected, asked: Asked) -> Result<Connected, String> {
+fn check(
+    shared: &Arc<Shared>,
+    made: Connected,
+    asked: QuestionNumber,
+) -> Result<Connected, String> {
     let (then, now) = (&shared.facts, &made.facts);
-    refuse_less(shared, now)?;
-    let known = learn_size(shared, now.size_bytes, asked);
+    check_not_less(shared, now)?;
+    let known = record_size(shared, now.size_bytes, asked);
     if now.size_bytes < then.size_bytes && known.is_some_and(|known| known != now.size_bytes) {
         tracing::warn!(
             "{}: the export has shrunk to {} bytes; its server decides about requests beyond them",
@@ -225,7 +229,7 @@ fn check(shared: &Arc<Shared>, made: Connected, asked: Asked) -> Result<Connecte
 
 /// Refuses facts that offer less than when the disk was opened. The export may be a different one,
 /// so none of its facts count.
-pub(super) fn refuse_less(shared: &Shared, now: &Facts) -> Result<(), String> {
+pub(super) fn check_not_less(shared: &Shared, now: &Facts) -> Result<(), String> {
     let then = &shared.facts;
     // Without MULTI_CONN a flush covers its own connection alone.
     let needed = match shared.read_only {
@@ -269,7 +273,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             tick = None;
             // The end of a stream that comes with data is announced only once, with the data.
             flow.may_receive();
-            look_for_silence(pipe, flow)?;
+            check_silence(pipe, flow)?;
             pipe.expire();
         }
         let (went_on, is_busy) = {
@@ -285,11 +289,11 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
         }
         if is_look_due {
             // An answer that came while this thread did not run is neither late nor overdue.
-            look_at_deadline(pipe, index)?;
-            pipe.look_for_late(index, begun, flow.take_heard());
+            check_deadline(pipe, index)?;
+            pipe.check_stalled(index, begun, flow.take_answered());
         }
         if !is_busy && pipe.shared.is_over() {
-            flow.say_goodbye();
+            flow.send_disconnect();
             return Ok(());
         }
         if pipe.is_retiring(index) && !is_busy {
@@ -317,12 +321,12 @@ fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
         pipe.flush_link(index);
         return false;
     }
-    flow.say_goodbye();
+    flow.send_disconnect();
     true
 }
 
 /// Breaks a connection if its oldest request is overdue.
-fn look_at_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
+fn check_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
     let Some((since, deadline)) = pipe.oldest_of(index).zip(pipe.deadline()) else { return Ok(()) };
     let age = pipe.io.recently.get().saturating_duration_since(since);
     if age < deadline {
@@ -332,8 +336,8 @@ fn look_at_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
 }
 
 /// Breaks a connection if the server's machine is silent.
-fn look_for_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
-    match Pulse::of(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
+fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
+    match TcpHealth::read(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
         Some(pulse) => {
             let seconds = pulse.quiet_for.as_secs();
             Err(Broken::Silent(format!("its machine has been silent for {seconds} s")))

@@ -21,10 +21,10 @@ use std::time::Instant;
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
-use super::connect::Asked;
+use super::connect::QuestionNumber;
 use super::handshake::Facts;
-use super::lent::{Borrower, Lent};
-use super::requests::{Done, Link, Made, Requests, Slot, State, Who};
+use super::loaned_op::{Borrower, Lent};
+use super::requests::{Done, IssuedRequest, Link, Requests, Slot, State, Waiter};
 use super::shared::Shared;
 use super::wire::{Command, Request};
 use crate::clock;
@@ -61,19 +61,19 @@ impl Pipe {
     }
 
     /// Starts a request of another IoThread, which waits for it.
-    pub(super) fn start_for(&self, made: Made, lent: Lent, who: Borrower) {
+    pub(super) fn start_for(&self, made: IssuedRequest, lent: Lent, waiter: Borrower) {
         // SAFETY: `finish` drops the list before it notifies the borrower. A slot that is dropped
         // drops its list before its borrower. Lists made of it last no longer than a call of this
         // module.
         let buffers = unsafe { lent.into_buffers() };
-        let slot = self.begin(made, buffers, Who::There(who));
+        let slot = self.begin(made, buffers, Waiter::Borrower(waiter));
         self.assign_or_refuse(slot);
         self.settle();
     }
 
     /// Starts a request at once; the ticket waits for its end.
-    pub(super) fn ticket(self: &Rc<Self>, made: Made, buffers: Buffers) -> Ticket {
-        let slot = self.begin(made, buffers, Who::Here(Owner::default()));
+    pub(super) fn ticket(self: &Rc<Self>, made: IssuedRequest, buffers: Buffers) -> Ticket {
+        let slot = self.begin(made, buffers, Waiter::Local(Owner::default()));
         if let Some(errno) = self.refuses(&made) {
             self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
             self.settle();
@@ -83,7 +83,7 @@ impl Pipe {
         Ticket { pipe: Rc::clone(self), slot: Some(slot) }
     }
 
-    fn refuses(&self, made: &Made) -> Option<i32> {
+    fn refuses(&self, made: &IssuedRequest) -> Option<i32> {
         if self.is_overdue(made) {
             return Some(libc::ETIMEDOUT);
         }
@@ -93,7 +93,7 @@ impl Pipe {
     }
 
     /// Returns true if a request is past its deadline: it may have begun elsewhere long ago.
-    fn is_overdue(&self, made: &Made) -> bool {
+    fn is_overdue(&self, made: &IssuedRequest) -> bool {
         let age = self.io.recently.get().saturating_duration_since(made.since);
         self.deadline().is_some_and(|deadline| age >= deadline)
     }
@@ -104,7 +104,7 @@ impl Pipe {
         request.changed_range().is_some_and(|range| held.has(&range)) || !self.is_up()
     }
 
-    fn begin(&self, made: Made, buffers: Buffers, who: Who) -> u32 {
+    fn begin(&self, made: IssuedRequest, buffers: Buffers, waiter: Waiter) -> u32 {
         let mut requests = self.requests.borrow_mut();
         let slot = Slot {
             serial: requests.next_serial(),
@@ -114,7 +114,7 @@ impl Pipe {
             buffers,
             progress: Progress::default(),
             covers: if made.request.command == Command::Flush { self.shared.changes() } else { 0 },
-            who,
+            waiter,
         };
         if let Some(index) = requests.free.pop() {
             requests.slots[index as usize] = slot;
@@ -170,7 +170,7 @@ impl Pipe {
 
     /// Called when the task of a connection has ended, perhaps because its loop has. After the last
     /// one, other IoThreads make their requests elsewhere.
-    pub(super) fn has_left(&self) {
+    pub(super) fn on_link_ended(&self) {
         self.serving.set(self.serving.get() - 1);
         if self.serving.get() > 0 {
             return;
@@ -188,7 +188,7 @@ impl Pipe {
     }
 
     /// Turns waiting requests away, if another IoThread has a connection.
-    pub(super) fn use_others(&self) {
+    pub(super) fn reroute_waiting(&self) {
         if !self.is_up() && self.shared.other(self.number).is_some() {
             self.requests.borrow_mut().turn_away();
             self.settle();
@@ -222,7 +222,7 @@ impl Pipe {
             (link.size_bytes, link.knows_holes) = (facts.size_bytes, facts.context.is_some());
         }
         self.try_waiting();
-        self.tell_condition(None);
+        self.publish_condition(None);
     }
 
     /// Returns true if a link takes no further requests, because its connection knows only a
@@ -235,7 +235,11 @@ impl Pipe {
 
     /// Makes a link flush its writes.
     pub(super) fn flush_link(&self, index: usize) {
-        let slot = self.begin(Made::now(&self.io, Request::FLUSH), Buffers::empty(), Who::Nobody);
+        let slot = self.begin(
+            IssuedRequest::now(&self.io, Request::FLUSH),
+            Buffers::empty(),
+            Waiter::None,
+        );
         let requests = &mut *self.requests.borrow_mut();
         requests.slots[slot as usize].state = State::Queued(index);
         requests.links[index].sending.push_back(slot);
@@ -350,7 +354,11 @@ impl Pipe {
 /// Takes over the size of the export that the server has reported. Connections with a smaller one
 /// are replaced: each has its own size. Returns the size before, or `None` if a newer answer
 /// counts.
-pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64, asked: Asked) -> Option<u64> {
+pub(super) fn record_size(
+    shared: &Arc<Shared>,
+    size_bytes: u64,
+    asked: QuestionNumber,
+) -> Option<u64> {
     let before = shared.swap_size(size_bytes, asked)?;
     if before < size_bytes {
         let key = key_of(shared);
@@ -399,7 +407,7 @@ impl Ticket {
                     self.slot = None;
                     (None, Some((result, requests.release(number))))
                 } else {
-                    (Some(std::mem::replace(&mut slot.who, Who::Here(owner))), None)
+                    (Some(std::mem::replace(&mut slot.waiter, Waiter::Local(owner))), None)
                 }
             };
             drop(before);
@@ -415,9 +423,9 @@ impl Drop for Ticket {
         let left = {
             let mut requests = self.pipe.requests.borrow_mut();
             let slot = &mut requests.slots[number as usize];
-            let who = std::mem::replace(&mut slot.who, Who::Nobody);
+            let waiter = std::mem::replace(&mut slot.waiter, Waiter::None);
             let is_done = matches!(slot.state, State::Done(_) | State::TurnedAway);
-            (who, is_done.then(|| requests.release(number)))
+            (waiter, is_done.then(|| requests.release(number)))
         };
         drop(left);
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
-use super::lent::Borrower;
+use super::loaned_op::Borrower;
 use super::shared::Shared;
 use super::wire::{Command, FLAG_FUA, Request};
 use crate::disk::info::Extent;
@@ -16,14 +16,14 @@ use crate::task::Owner;
 
 /// A request as it was made.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Made {
+pub(super) struct IssuedRequest {
     pub(super) request: Request,
     pub(super) since: Instant,
     /// True for a write that has ended only when a flush has, too.
     pub(super) is_flushed: bool,
 }
 
-impl Made {
+impl IssuedRequest {
     pub(super) fn now(io: &Io, request: Request) -> Self {
         Self { request, since: io.recently.get(), is_flushed: false }
     }
@@ -73,7 +73,7 @@ pub(super) struct Slot {
     /// Distinguishes answers to it from answers to earlier requests.
     pub(super) serial: u32,
     pub(super) state: State,
-    pub(super) made: Made,
+    pub(super) made: IssuedRequest,
     /// True if the write was answered, and its flush is on the way. The flush goes by the
     /// connection of the write, for another may lead to a server that has come back without the
     /// write. If the connection breaks before the answer, both are made again. Until then the write
@@ -83,7 +83,7 @@ pub(super) struct Slot {
     pub(super) progress: Progress,
     /// The number of changes that a flush covers.
     pub(super) covers: u64,
-    pub(super) who: Who,
+    pub(super) waiter: Waiter,
 }
 
 impl Slot {
@@ -107,11 +107,11 @@ pub(super) enum State {
 }
 
 /// The waiter for a request.
-pub(super) enum Who {
-    Nobody,
-    Here(Owner),
+pub(super) enum Waiter {
+    None,
+    Local(Owner),
     /// A request of another IoThread.
-    There(Borrower),
+    Borrower(Borrower),
 }
 
 pub(super) enum Done {
@@ -126,7 +126,7 @@ pub(super) const LARGE_BYTES: u64 = 16 << 10;
 
 impl Requests {
     /// Returns the requests that a link has sent, without their memory: data for them goes nowhere.
-    pub(super) fn left_by(&mut self, index: usize) -> Self {
+    pub(super) fn sent_by(&mut self, index: usize) -> Self {
         let mut left = Self::default();
         left.links.resize_with(self.links.len(), Link::default);
         for slot in &mut self.slots {
@@ -143,7 +143,7 @@ impl Requests {
                     Progress::default()
                 },
                 covers: 0,
-                who: Who::Nobody,
+                waiter: Waiter::None,
             });
         }
         let link = &self.links[index];
@@ -187,11 +187,11 @@ impl Requests {
     ) {
         let slot = &self.slots[number as usize];
         if let (Command::Flush, Err(errno)) = (slot.request().command, result) {
-            shared.lose(errno);
+            shared.record_failed_flush(errno);
         }
         let is_written = slot.made.is_flushed && !slot.is_flushing && result.is_ok();
         match slot.state {
-            State::Sent(index) if is_written && !matches!(slot.who, Who::Nobody) => {
+            State::Sent(index) if is_written && !matches!(slot.waiter, Waiter::None) => {
                 self.flush_by(index, number, shared);
             }
             _ => self.finish(number, result, shared),
@@ -225,23 +225,23 @@ impl Requests {
         let result = if is_broken { result.and(Err(libc::EIO)) } else { result };
         if result.is_ok() {
             match request.command {
-                Command::Flush => shared.has_flushed(slot.covers),
-                command if command.changes() && !slot.made.promises() => shared.has_changed(),
+                Command::Flush => shared.record_flush(slot.covers),
+                command if command.changes() && !slot.made.promises() => shared.count_change(),
                 _ => {}
             }
         }
         let is_of_flush = slot.is_flushing;
         let result = result.map_err(|errno| Failure { errno, is_of_flush });
-        match std::mem::replace(&mut slot.who, Who::Nobody) {
-            Who::Here(owner) => {
+        match std::mem::replace(&mut slot.waiter, Waiter::None) {
+            Waiter::Local(owner) => {
                 slot.state = State::Done(result);
                 self.done.push(Done::Wake(owner));
             }
-            who => {
+            waiter => {
                 // The list is dropped before the owner of its memory is notified.
                 let buffers = self.release(number);
                 self.done.push(Done::Drop(buffers));
-                if let Who::There(borrower) = who {
+                if let Waiter::Borrower(borrower) = waiter {
                     self.done.push(Done::Complete(borrower, result));
                 }
             }
@@ -252,13 +252,13 @@ impl Requests {
     pub(super) fn turn_away(&mut self) {
         for number in std::mem::take(&mut self.waiting) {
             let slot = &mut self.slots[number as usize];
-            match std::mem::replace(&mut slot.who, Who::Nobody) {
-                Who::Nobody => self.waiting.push_back(number),
-                Who::Here(owner) => {
+            match std::mem::replace(&mut slot.waiter, Waiter::None) {
+                Waiter::None => self.waiting.push_back(number),
+                Waiter::Local(owner) => {
                     slot.state = State::TurnedAway;
                     self.done.push(Done::Wake(owner));
                 }
-                Who::There(borrower) => {
+                Waiter::Borrower(borrower) => {
                     let buffers = self.release(number);
                     self.done.extend([Done::Drop(buffers), Done::TurnAway(borrower)]);
                 }
@@ -267,13 +267,13 @@ impl Requests {
     }
 
     /// Takes the requests of other IoThreads, with their memory, which must be dropped first.
-    pub(super) fn take_borrowed(&mut self) -> Vec<(Buffers, Who)> {
+    pub(super) fn take_borrowed(&mut self) -> Vec<(Buffers, Waiter)> {
         let mut taken = Vec::new();
         for number in 0..self.slots.len() {
             let slot = &mut self.slots[number];
-            if matches!(slot.who, Who::There(_)) {
-                let who = std::mem::replace(&mut slot.who, Who::Nobody);
-                taken.push((self.release(fits(number, "the requests of a disk")), who));
+            if matches!(slot.waiter, Waiter::Borrower(_)) {
+                let waiter = std::mem::replace(&mut slot.waiter, Waiter::None);
+                taken.push((self.release(fits(number, "the requests of a disk")), waiter));
             }
         }
         taken

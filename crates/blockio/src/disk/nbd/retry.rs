@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::options::NbdOptions;
 use super::pipe::Pipe;
-use super::shared::Unflushed;
-use super::target::NbdOptions;
+use super::shared::UnflushedChanges;
 use crate::clock;
 
 /// The wait before the server is tried again. It doubles from the first to the second.
@@ -16,7 +16,7 @@ pub(super) struct Ended {
     pub(super) why: String,
     /// True if it has answered a request.
     pub(super) was_useful: bool,
-    pub(super) unflushed: Unflushed,
+    pub(super) unflushed: UnflushedChanges,
     /// The number of requests to send again.
     pub(super) again: usize,
     /// The number of changes that the server may still make because of it.
@@ -48,7 +48,7 @@ impl Retry {
 
     pub(super) fn note(&mut self, pipe: &Pipe, why: &str) {
         let since = *self.since.get_or_insert_with(clock::now);
-        pipe.tell_condition(Some((since, why)));
+        pipe.publish_condition(Some((since, why)));
         if self.told != why
             && let Some(left_out) = pipe.shared.permit_line(clock::now())
         {
@@ -75,7 +75,7 @@ impl Retry {
         let name = &pipe.shared.options;
         let Ended { why, again, held, .. } = ended;
         let since = *self.since.get_or_insert_with(clock::now);
-        pipe.tell_condition(Some((since, why)));
+        pipe.publish_condition(Some((since, why)));
         let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
         self.is_told = permit.is_some();
         if let Some(left_out) = permit {
@@ -90,7 +90,7 @@ impl Retry {
                 );
             }
         }
-        tell_unflushed(name, ended.unflushed, self.is_told);
+        log_unflushed(name, ended.unflushed, self.is_told);
     }
 
     pub(super) fn is_over(&mut self, pipe: &Pipe) {
@@ -104,16 +104,16 @@ impl Retry {
 }
 
 /// Logs the state of changes that were not flushed; a loss in any case.
-pub(super) fn tell_unflushed(name: &NbdOptions, unflushed: Unflushed, is_told: bool) {
+pub(super) fn log_unflushed(name: &NbdOptions, unflushed: UnflushedChanges, is_told: bool) {
     match unflushed {
-        Unflushed::Lost => tracing::error!(
+        UnflushedChanges::Lost => tracing::error!(
             "{name}: what was written and not flushed may be lost, so all further flushes \
              fail; check the disk, then restart the export"
         ),
-        Unflushed::Trusted if is_told => tracing::warn!(
+        UnflushedChanges::Trusted if is_told => tracing::warn!(
             "{name}: what was written and not flushed is lost if the server's machine has \
              restarted"
         ),
-        Unflushed::Trusted | Unflushed::Nothing => {}
+        UnflushedChanges::Trusted | UnflushedChanges::Nothing => {}
     }
 }

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::connect::{Asked, Connected};
+use super::connect::{Connected, QuestionNumber};
 use super::handshake::{Facts, can};
-use super::held::Held;
-use super::target::NbdOptions;
+use super::options::NbdOptions;
+use super::write_fence::Held;
 use crate::disk::info::DiskState;
 use crate::io::Io;
 use crate::rate_limit::RateLimit;
@@ -44,7 +44,7 @@ pub(super) struct Shared {
 
 struct State {
     /// The question to which the size was the answer.
-    asked: Asked,
+    asked: QuestionNumber,
     /// A connection without an IoThread, for the next one that needs it. The first was made when
     /// the disk was opened.
     spare: Option<Connected>,
@@ -59,7 +59,7 @@ struct State {
     log: RateLimit,
     breaks: RateLimit,
     /// The log lines about a server that does not answer.
-    unanswered: StallLog,
+    stall_log: StallLog,
     /// Pipes that were late since the last of these lines, and have received no answer since.
     unheard: BTreeSet<u64>,
 }
@@ -78,7 +78,7 @@ impl State {
 
 /// The state of changes that were answered and not flushed when a connection broke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Unflushed {
+pub(super) enum UnflushedChanges {
     /// There are none, or they are known to be lost already.
     Nothing,
     /// The server is trusted to have kept them.
@@ -91,7 +91,7 @@ pub(super) enum Unflushed {
 pub(super) struct Orphan {
     pub(super) connected: Connected,
     /// True if the server can still report the end of the connection.
-    pub(super) is_heard: bool,
+    pub(super) close_is_visible: bool,
     /// The holder of the changes that the server may still make.
     pub(super) holder: u64,
 }
@@ -99,8 +99,8 @@ pub(super) struct Orphan {
 /// The place of the pipe for all IoThreads.
 pub(super) enum Home {
     /// To be made here, with this number.
-    Here(u64),
-    There(u64, Remote),
+    Local(u64),
+    Remote(u64, Remote),
 }
 
 /// The condition of the connections of an IoThread.
@@ -135,7 +135,7 @@ impl Shared {
         let facts = connected.facts;
         let state = State {
             // Any answer is newer.
-            asked: Asked::default(),
+            asked: QuestionNumber::default(),
             spare: Some(connected),
             orphans: Vec::new(),
             pipes: BTreeMap::new(),
@@ -143,7 +143,7 @@ impl Shared {
             next_pipe: 0,
             log: RateLimit::default(),
             breaks: RateLimit::new(BREAKS_TOLD),
-            unanswered: StallLog::default(),
+            stall_log: StallLog::default(),
             unheard: BTreeSet::new(),
         };
         Self {
@@ -198,11 +198,11 @@ impl Shared {
         if let Some(number) = state.home
             && let Some((remote, _)) = state.pipes.get(&number)
         {
-            return Home::There(number, remote.clone());
+            return Home::Remote(number, remote.clone());
         }
         let number = state.add_pipe(here);
         state.home = Some(number);
-        Home::Here(number)
+        Home::Local(number)
     }
 
     /// Returns true if a flush on one connection covers writes on all. Only then are there several.
@@ -239,7 +239,7 @@ impl Shared {
     }
 
     /// Records a reported size. Returns the size before; `None` if a newer answer counts.
-    pub(super) fn swap_size(&self, size_bytes: u64, asked: Asked) -> Option<u64> {
+    pub(super) fn swap_size(&self, size_bytes: u64, asked: QuestionNumber) -> Option<u64> {
         let mut state = self.state();
         if asked < state.asked {
             return None;
@@ -296,7 +296,7 @@ impl Shared {
     }
 
     /// Counts an answered change with data that may still be in a cache of the server.
-    pub(super) fn has_changed(&self) {
+    pub(super) fn count_change(&self) {
         self.changes.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -306,24 +306,26 @@ impl Shared {
     }
 
     /// Records the answer to a flush that has covered this many changes.
-    pub(super) fn has_flushed(&self, changes: u64) {
+    pub(super) fn record_flush(&self, changes: u64) {
         self.flushed.fetch_max(changes, Ordering::Relaxed);
     }
 
     /// Called when a connection broke. Returns the state of the changes that were answered before.
-    pub(super) fn has_broken(&self) -> Unflushed {
+    pub(super) fn on_break(&self) -> UnflushedChanges {
         match (self.is_flushed() || self.is_lost(), self.options.distrust) {
-            (true, _) => Unflushed::Nothing,
-            (false, false) => Unflushed::Trusted,
-            (false, true) if self.is_lost.swap(true, Ordering::Relaxed) => Unflushed::Nothing,
-            (false, true) => Unflushed::Lost,
+            (true, _) => UnflushedChanges::Nothing,
+            (false, false) => UnflushedChanges::Trusted,
+            (false, true) if self.is_lost.swap(true, Ordering::Relaxed) => {
+                UnflushedChanges::Nothing
+            }
+            (false, true) => UnflushedChanges::Lost,
         }
     }
 
     /// Records that the server has failed a flush: the next one may succeed without the data of
     /// this one. Any error counts: servers send `EINVAL` for errors that the protocol does not
     /// have.
-    pub(super) fn lose(&self, errno: i32) {
+    pub(super) fn record_failed_flush(&self, errno: i32) {
         if !self.is_lost.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 "{}: the server has failed a flush: {}; what was written since the last one that \
@@ -414,16 +416,16 @@ impl Shared {
 
     /// Returns the log line on a server that does not answer, for all connections of all IoThreads
     /// together. It answers again when each late pipe has received an answer: a connection that
-    /// breaks leaves nothing late, and proves nothing. `has_answered`: this pipe received an answer
+    /// breaks leaves nothing late, and proves nothing. `was_answered`: this pipe received an answer
     /// since its last check.
-    pub(super) fn look_for_late(
+    pub(super) fn check_stalled(
         &self,
         pipe: u64,
         now: Instant,
-        has_answered: bool,
+        was_answered: bool,
     ) -> Option<Line> {
         let mut state = self.state();
-        if has_answered {
+        if was_answered {
             state.unheard.remove(&pipe);
         }
         let since = |(number, (_, condition)): (&u64, &(Remote, Condition))| match condition {
@@ -435,6 +437,6 @@ impl Shared {
         if late.is_empty() && !state.unheard.is_empty() {
             return None;
         }
-        state.unanswered.next_line(now, late.iter().map(|(_, since)| *since).min())
+        state.stall_log.next_line(now, late.iter().map(|(_, since)| *since).min())
     }
 }

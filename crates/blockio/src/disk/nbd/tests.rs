@@ -18,8 +18,8 @@ use std::time::Duration;
 use iomem::{Buffers, Memory, WriteLog};
 
 use super::handshake::can;
+use super::options::NbdOptions;
 use super::scripted::{Event, FLUSH, READ, STATUS, Server, WRITE};
-use super::target::NbdOptions;
 use crate::clock;
 use crate::config::IoThreadConfig;
 use crate::disk::info::{Extent, ExtentKind};

@@ -11,7 +11,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
-use super::target::{NbdAddress, NbdOptions, NbdTls};
+use super::options::{NbdAddress, NbdOptions, NbdTls};
 use crate::regular_file::open_regular;
 
 /// The places where distributions keep the certificates of trusted authorities.

@@ -52,9 +52,9 @@ impl<'a> Ranges<'a> {
 }
 
 /// The ranges of a send.
-pub(super) struct Gathered<'a>(pub(super) Ranges<'a>);
+pub(super) struct SendRanges<'a>(pub(super) Ranges<'a>);
 
-impl<'a> Gathered<'a> {
+impl<'a> SendRanges<'a> {
     pub(super) fn push_bytes(&mut self, bytes: &'a [u8]) {
         self.0.push(bytes.as_ptr().cast_mut().cast(), bytes.len());
     }
@@ -66,9 +66,9 @@ impl<'a> Gathered<'a> {
 }
 
 /// The ranges of a receive.
-pub(super) struct Scattered<'a>(pub(super) Ranges<'a>);
+pub(super) struct ReceiveRanges<'a>(pub(super) Ranges<'a>);
 
-impl<'a> Scattered<'a> {
+impl<'a> ReceiveRanges<'a> {
     pub(super) fn push_bytes(&mut self, bytes: &'a mut [u8]) {
         self.0.push(bytes.as_mut_ptr().cast(), bytes.len());
     }
@@ -103,7 +103,7 @@ pub(super) struct Transport {
 }
 
 /// The number of bytes that were moved, and true if more could be at once.
-pub(super) type Moved = (usize, bool);
+pub(super) type Transferred = (usize, bool);
 
 impl Transport {
     /// Makes a transport with TLS, or without.
@@ -128,7 +128,7 @@ impl Transport {
     /// # Errors
     ///
     /// Errors of the socket; `WouldBlock` if it has no room.
-    pub(super) fn send(&mut self, gathered: &Gathered<'_>) -> io::Result<Moved> {
+    pub(super) fn send(&mut self, gathered: &SendRanges<'_>) -> io::Result<Transferred> {
         if self.tls.is_some() {
             return self.send_encrypted(gathered);
         }
@@ -144,7 +144,7 @@ impl Transport {
         bytes_of(sent).map(|sent| (sent, sent == gathered.0.bytes))
     }
 
-    fn send_encrypted(&mut self, gathered: &Gathered<'_>) -> io::Result<Moved> {
+    fn send_encrypted(&mut self, gathered: &SendRanges<'_>) -> io::Result<Transferred> {
         let Self { socket, tls: Some(tls), clear } = self else { return Ok((0, true)) };
         tls.push(socket.as_fd())?;
         clear.clear();
@@ -169,9 +169,9 @@ impl Transport {
     /// # Errors
     ///
     /// As for [`send`](Self::send).
-    pub(super) fn receive(&mut self, scattered: &mut Scattered<'_>) -> io::Result<Moved> {
+    pub(super) fn receive(&mut self, scattered: &mut ReceiveRanges<'_>) -> io::Result<Transferred> {
         if let Some(tls) = &mut self.tls {
-            let mut filled = Filled { iovecs: &scattered.0.iovecs, at: 0 };
+            let mut filled = IovecWriter { iovecs: &scattered.0.iovecs, at: 0 };
             let taken = tls.pull(self.socket.as_fd(), |bytes| filled.take(bytes))?;
             return Ok((taken, true));
         }
@@ -190,7 +190,7 @@ impl Transport {
 
 /// The state of the machine behind a TCP connection, as far as the kernel knows it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Pulse {
+pub(super) struct TcpHealth {
     /// The time since its last acknowledgement.
     pub(super) quiet_for: Duration,
     /// The kernel's present wait until it sends unacknowledged bytes again.
@@ -202,9 +202,9 @@ pub(super) struct Pulse {
 /// Unanswered tries from this number on are no accident.
 const TRIES: u8 = 3;
 
-impl Pulse {
+impl TcpHealth {
     /// Reads the kernel's state; `None` if this is no TCP connection.
-    pub(super) fn of(socket: BorrowedFd<'_>) -> Option<Self> {
+    pub(super) fn read(socket: BorrowedFd<'_>) -> Option<Self> {
         // SAFETY: the structure has numbers only, all of which may be zero.
         let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
         let mut len = fits(size_of::<libc::tcp_info>(), "the size of a structure");
@@ -229,13 +229,13 @@ impl Pulse {
 }
 
 /// Ranges that are filled from the front.
-struct Filled<'a> {
+struct IovecWriter<'a> {
     iovecs: &'a [iovec],
     /// The number of bytes of the first range that are filled.
     at: usize,
 }
 
-impl Filled<'_> {
+impl IovecWriter<'_> {
     /// Takes as many bytes as there is room for.
     fn take(&mut self, bytes: &[u8]) -> usize {
         let mut taken = 0;
@@ -270,7 +270,7 @@ mod tests {
         let is_silent = |quiet, patience, tries| {
             let seconds = Duration::from_secs;
             let (quiet_for, patience) = (seconds(quiet), seconds(patience));
-            Pulse { quiet_for, patience, tries }.is_silent(limit)
+            TcpHealth { quiet_for, patience, tries }.is_silent(limit)
         };
         assert!(is_silent(21, 13, 6));
         assert!(!is_silent(21, 13, 2), "nobody has asked it");

@@ -142,13 +142,13 @@ impl Header {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Reply {
     pub(super) cookie: u64,
-    pub(super) says: Says,
+    pub(super) content: ReplyContent,
     /// True if nothing more comes for this cookie.
     pub(super) is_last: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Says {
+pub(super) enum ReplyContent {
     /// The request is done; after a read, all its data follows.
     Simple,
     /// Nothing: the part only marks the end.
@@ -201,8 +201,8 @@ fn parse_simple(bytes: &[u8]) -> Parsed {
     let (Some(error), Some(cookie)) = (u32_at(bytes, 4), u64_at(bytes, 8)) else {
         return Parsed::Needs(16);
     };
-    let says = if error == 0 { Says::Simple } else { Says::Error(error) };
-    Parsed::Reply(Reply { cookie, says, is_last: true }, 16)
+    let content = if error == 0 { ReplyContent::Simple } else { ReplyContent::Error(error) };
+    Parsed::Reply(Reply { cookie, content, is_last: true }, 16)
 }
 
 /// Parses a part of a structured or extended reply, with a payload of `len` bytes.
@@ -211,13 +211,13 @@ fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parse
         return Ok(Parsed::Needs(head));
     };
     let is_last = flags & REPLY_FLAG_DONE != 0;
-    let found = |says, used| Ok(Parsed::Reply(Reply { cookie, says, is_last }, used));
+    let found = |content, used| Ok(Parsed::Reply(Reply { cookie, content, is_last }, used));
     if kind == CHUNK_DATA {
         let Some(len) = len.checked_sub(8).filter(|len| *len > 0) else {
             return Err(Violation("it sent data of no bytes"));
         };
         return match u64_at(bytes, head) {
-            Some(offset) => found(Says::Data { offset, len }, head + 8),
+            Some(offset) => found(ReplyContent::Data { offset, len }, head + 8),
             None => Ok(Parsed::Needs(head + 8)),
         };
     }
@@ -227,36 +227,41 @@ fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parse
     };
     let Some(bytes) = bytes.get(..whole) else { return Ok(Parsed::Needs(whole)) };
     let payload = bytes.get(head..).unwrap_or_default();
-    match says(kind, payload) {
-        Some(says) => found(says, whole),
+    match content(kind, payload) {
+        Some(content) => found(content, whole),
         None => Err(Violation("it sent a reply of an unknown kind or a wrong length")),
     }
 }
 
 /// Parses the payload of a part without data.
-fn says(kind: u16, payload: &[u8]) -> Option<Says> {
+fn content(kind: u16, payload: &[u8]) -> Option<ReplyContent> {
     match kind {
-        CHUNK_NONE => payload.is_empty().then_some(Says::Nothing),
+        CHUNK_NONE => payload.is_empty().then_some(ReplyContent::Nothing),
         CHUNK_HOLE => {
             let (offset, len) = (u64_at(payload, 0)?, u32_at(payload, 8)?);
-            (payload.len() == 12 && len > 0).then_some(Says::Hole { offset, len: len.into() })
+            (payload.len() == 12 && len > 0)
+                .then_some(ReplyContent::Hole { offset, len: len.into() })
         }
         CHUNK_STATUS => {
             let (context, len) = (u32_at(payload, 0)?, u32_at(payload, 4)?);
             let flags = u32_at(payload, 8)?;
             let is_whole = (payload.len() - 4).is_multiple_of(8);
-            is_whole.then_some(Says::Status { context, len: len.into(), flags: flags.into() })
+            is_whole.then_some(ReplyContent::Status {
+                context,
+                len: len.into(),
+                flags: flags.into(),
+            })
         }
         CHUNK_STATUS_EXTENDED => {
             let (context, count) = (u32_at(payload, 0)?, u32_at(payload, 4)?);
             let (len, flags) = (u64_at(payload, 8)?, u64_at(payload, 16)?);
             let is_whole = u64::from(count) * 16 + 8 == payload.len() as u64;
-            is_whole.then_some(Says::Status { context, len, flags })
+            is_whole.then_some(ReplyContent::Status { context, len, flags })
         }
         // All parts of this kind begin with the number and a text.
         _ if kind & CHUNK_IS_ERROR != 0 => {
             let (error, text) = (u32_at(payload, 0)?, u16_at(payload, 4)?);
-            (payload.len() - 6 >= text.into()).then_some(Says::Error(error))
+            (payload.len() - 6 >= text.into()).then_some(ReplyContent::Error(error))
         }
         _ => None,
     }
@@ -337,44 +342,48 @@ mod tests {
         let status = [0, 0, 0, 3, 0, 0, 2, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0, 0, 0, 0];
         let status64 = bytes_of(&[&[0, 0, 0, 3, 0, 0, 0, 1], &at_512, &3u64.to_be_bytes()]);
         let error = [0, 0, 0, 28, 0, 2, b'n', b'o'];
-        for (bytes, framing, says, is_last) in [
-            (simple(0), Framing::Simple, Says::Simple, true),
-            (simple(5), Framing::Structured, Says::Error(5), true),
-            (structured(1, [0, 0], &[]), Framing::Structured, Says::Nothing, true),
+        for (bytes, framing, content, is_last) in [
+            (simple(0), Framing::Simple, ReplyContent::Simple, true),
+            (simple(5), Framing::Structured, ReplyContent::Error(5), true),
+            (structured(1, [0, 0], &[]), Framing::Structured, ReplyContent::Nothing, true),
             (
                 structured(0, [0, 2], &hole),
                 Framing::Structured,
-                Says::Hole { offset: 512, len: 512 },
+                ReplyContent::Hole { offset: 512, len: 512 },
                 false,
             ),
             (
                 structured(1, [0, 5], &status),
                 Framing::Structured,
-                Says::Status { context: 3, len: 512, flags: 3 },
+                ReplyContent::Status { context: 3, len: 512, flags: 3 },
                 true,
             ),
-            (structured(1, [0x80, 1], &error), Framing::Structured, Says::Error(28), true),
-            (structured(1, [0x90, 9], &error), Framing::Structured, Says::Error(28), true),
+            (structured(1, [0x80, 1], &error), Framing::Structured, ReplyContent::Error(28), true),
+            (structured(1, [0x90, 9], &error), Framing::Structured, ReplyContent::Error(28), true),
             (
                 extended([0, 6], &status64),
                 Framing::Extended,
-                Says::Status { context: 3, len: 512, flags: 3 },
+                ReplyContent::Status { context: 3, len: 512, flags: 3 },
                 true,
             ),
         ] {
-            let reply = Reply { cookie: 7, says, is_last };
+            let reply = Reply { cookie: 7, content, is_last };
             assert_eq!(parse(&bytes, framing), Ok(Parsed::Reply(reply, bytes.len())));
             let longer = bytes_of(&[&bytes, &[0; 40]]);
             assert_eq!(parse(&longer, framing), Ok(Parsed::Reply(reply, bytes.len())));
             for end in 0..bytes.len() {
                 let Ok(Parsed::Needs(needs)) = parse(&bytes[..end], framing) else {
-                    panic!("{says:?} is complete after {end} bytes");
+                    panic!("{content:?} is complete after {end} bytes");
                 };
-                assert!(end < needs && needs <= bytes.len().max(20), "{says:?}: {end} {needs}");
+                assert!(end < needs && needs <= bytes.len().max(20), "{content:?}: {end} {needs}");
             }
         }
         let data = structured(1, [0, 1], &bytes_of(&[&at_512, &[1; 100]]));
-        let reply = Reply { cookie: 7, says: Says::Data { offset: 512, len: 100 }, is_last: true };
+        let reply = Reply {
+            cookie: 7,
+            content: ReplyContent::Data { offset: 512, len: 100 },
+            is_last: true,
+        };
         assert_eq!(parse(&data[..28], Framing::Structured), Ok(Parsed::Reply(reply, 28)));
         assert_eq!(parse(&data[..27], Framing::Structured), Ok(Parsed::Needs(28)));
     }

@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use super::super::handshake::can;
+use super::super::options::NbdOptions;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
-use super::super::target::NbdOptions;
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn, wait_for};
 use crate::disk::{Disk, DiskSource, DiskState, ErrorAction, ErrorPolicy};
 use crate::io_thread::IoThread;

@@ -5,8 +5,8 @@ use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant};
 
 use super::super::handshake::can;
+use super::super::options::NbdOptions;
 use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
-use super::super::target::NbdOptions;
 use super::others::end;
 use super::{DEADLINE, FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
 use crate::disk::DiskState;

@@ -8,12 +8,12 @@ use iomem::Buffers;
 
 use super::super::connect::connect;
 use super::super::handshake::{Facts, can};
-use super::super::link::refuse_less;
+use super::super::link::check_not_less;
+use super::super::options::NbdOptions;
 use super::super::pipe::Pipe;
-use super::super::requests::Made;
+use super::super::requests::IssuedRequest;
 use super::super::scripted::{READ, Server};
 use super::super::shared::{Condition, Shared};
-use super::super::target::NbdOptions;
 use super::super::wire::{Framing, Request};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
 use crate::disk::DiskState;
@@ -58,7 +58,7 @@ fn each_offer_that_is_less_than_before_is_refused() {
         (Facts { flags: flags | can::TRIM, ..then }, false),
         (Facts { size_bytes: then.size_bytes / 2, ..then }, false),
     ] {
-        assert_eq!(refuse_less(&shared, &now).is_err(), is_less, "{now:?}");
+        assert_eq!(check_not_less(&shared, &now).is_err(), is_less, "{now:?}");
     }
 }
 
@@ -105,22 +105,23 @@ fn one_connection_that_answers_does_not_hide_that_another_is_late() {
     let (thread, shared) = (new_thread(), shared(&server));
     let (pipe, io) = (pipe_of(&thread, &shared, 2), thread.io());
     let begun = io.recently.get();
-    let _flushes = [(); 2].map(|()| pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty()));
+    let _flushes =
+        [(); 2].map(|()| pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty()));
     io.recently.set(begun + 5 * SECOND);
-    pipe.look_for_late(0, begun, false);
+    pipe.check_stalled(0, begun, false);
     assert_eq!(shared.remark(), "connections: 2, late: 1");
-    pipe.look_for_late(1, begun, false);
+    pipe.check_stalled(1, begun, false);
     assert_eq!(shared.remark(), "connections: 2, late: 2");
     pipe.requests.borrow_mut().finish(0, Ok(Extent::data(0)), &shared);
-    pipe.look_for_late(0, begun, true);
+    pipe.check_stalled(0, begun, true);
     assert_eq!(shared.remark(), "connections: 2, late: 1");
     assert_eq!(shared.disk_state(), DiskState::Late(begun));
     // Neither does a connection that breaks.
     assert_eq!(pipe.link_is_down(0), 0);
-    pipe.tell_condition(Some((begun, "it broke")));
+    pipe.publish_condition(Some((begun, "it broke")));
     assert_eq!(shared.remark(), "connections: 1, late: 1");
     pipe.requests.borrow_mut().finish(1, Ok(Extent::data(0)), &shared);
-    pipe.look_for_late(1, begun, true);
+    pipe.check_stalled(1, begun, true);
     assert_eq!(shared.remark(), "connections: 1");
     assert_eq!(shared.disk_state(), DiskState::Ready);
 }
@@ -133,14 +134,14 @@ fn a_server_that_is_back_is_not_late_with_what_is_sent_again() {
     let (thread, shared) = (new_thread(), shared(&server));
     let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
     let begun = io.recently.get();
-    let _flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
+    let _flush = pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty());
     assert_eq!(pipe.link_is_down(0), 1);
     let back = begun + 60 * SECOND;
     io.recently.set(back);
     pipe.link_is_up(0, &shared.facts);
     for (seconds, state) in [(1, DiskState::Ready), (5, DiskState::Late(back))] {
         io.recently.set(back + seconds * SECOND);
-        pipe.look_for_late(0, back, false);
+        pipe.check_stalled(0, back, false);
         assert_eq!(shared.disk_state(), state, "after {seconds} s");
     }
 }
@@ -155,8 +156,8 @@ fn the_log_has_one_line_for_all_iothreads() {
         let since = start + second * SECOND;
         shared.set_condition(pipe, Condition::Late { since, up, late: 1 });
     };
-    let look = |pipe, second, has_answered| {
-        shared.look_for_late(pipe, start + second * SECOND, has_answered)
+    let look = |pipe, second, was_answered| {
+        shared.check_stalled(pipe, start + second * SECOND, was_answered)
     };
     late(one, 1, 1);
     assert_eq!(look(one, 6, false), Some(Line::Waits(5 * SECOND)));

@@ -4,9 +4,9 @@ use std::rc::Rc;
 
 use super::super::handshake::{Facts, can};
 use super::super::info;
+use super::super::options::NbdOptions;
 use super::super::retry::RETRY_MIN;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
-use super::super::target::NbdOptions;
 use super::super::wire::Framing;
 use super::{FLAGS, MIB, Running, new_thread, open, read, told_size, wait_a_turn, wait_for};
 use crate::clock;

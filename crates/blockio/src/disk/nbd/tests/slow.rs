@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::connect::connect;
+use super::super::connection_choice::Handle;
 use super::super::disk::NbdDisk;
 use super::super::handshake::can;
-use super::super::reach::Handle;
+use super::super::options::NbdOptions;
 use super::super::scripted::{Event, READ, Server, WRITE};
 use super::super::shared::Shared;
-use super::super::target::NbdOptions;
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 use crate::disk::{DiskOptions, DiskSource, DiskState};
 use crate::io_thread::IoThread;

@@ -4,9 +4,9 @@
 use std::rc::Rc;
 
 use super::super::handshake::can;
+use super::super::options::NbdOptions;
 use super::super::retry::{RETRY_MAX, RETRY_MIN, Retry};
 use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
-use super::super::target::NbdOptions;
 use super::{FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 use crate::disk::{Disk, DiskState};
 use crate::io_thread::IoThread;

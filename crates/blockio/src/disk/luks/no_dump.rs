@@ -7,16 +7,16 @@ use std::ptr::{self, NonNull};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// A value on pages of its own, which are left out of core dumps (`MADV_DONTDUMP`).
-pub(super) struct Undumped<T: ?Sized> {
+pub(super) struct NoDump<T: ?Sized> {
     place: NonNull<T>,
 }
 
 // SAFETY: the type owns its value as a `Box` does, and nothing else points to the value.
-unsafe impl<T: ?Sized + Send> Send for Undumped<T> {}
-// SAFETY: as above; a shared `Undumped` only lends its value, shared.
-unsafe impl<T: ?Sized + Sync> Sync for Undumped<T> {}
+unsafe impl<T: ?Sized + Send> Send for NoDump<T> {}
+// SAFETY: as above; a shared `NoDump` only lends its value, shared.
+unsafe impl<T: ?Sized + Sync> Sync for NoDump<T> {}
 
-impl<T> Undumped<T> {
+impl<T> NoDump<T> {
     pub(super) fn new(value: T) -> io::Result<Self> {
         let place = map(1)?;
         // SAFETY: `map` has room for one value there, and nothing else uses it.
@@ -25,7 +25,7 @@ impl<T> Undumped<T> {
     }
 }
 
-impl<T: Copy> Undumped<[T]> {
+impl<T: Copy> NoDump<[T]> {
     /// Makes `count` copies of a value, at least one.
     pub(super) fn filled(value: T, count: usize) -> io::Result<Self> {
         let start = map(count)?;
@@ -54,7 +54,7 @@ fn map<T>(count: usize) -> io::Result<NonNull<T>> {
     Ok(NonNull::new(start.cast::<T>()).ok_or(io::ErrorKind::OutOfMemory)?)
 }
 
-impl<T: ?Sized> Deref for Undumped<T> {
+impl<T: ?Sized> Deref for NoDump<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -64,14 +64,14 @@ impl<T: ?Sized> Deref for Undumped<T> {
     }
 }
 
-impl<T: ?Sized> DerefMut for Undumped<T> {
+impl<T: ?Sized> DerefMut for NoDump<T> {
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as above, and `self` is borrowed exclusively.
         unsafe { self.place.as_mut() }
     }
 }
 
-impl<T: ?Sized> Drop for Undumped<T> {
+impl<T: ?Sized> Drop for NoDump<T> {
     fn drop(&mut self) {
         let bytes = size_of_val(&**self);
         // SAFETY: the value was put there on pages of its own, and nothing uses them after this.
@@ -106,15 +106,15 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn values_and_lists_of_them_are_in_no_core_dump() {
-        let one = Undumped::new(7_u64).unwrap();
-        let mut many = Undumped::filled([7_u64; 128], 100).unwrap();
+        let one = NoDump::new(7_u64).unwrap();
+        let mut many = NoDump::filled([7_u64; 128], 100).unwrap();
         assert!(is_left_out((&raw const *one).addr()));
         for place in [0, 99] {
             assert!(is_left_out((&raw const many[place]).addr()));
         }
         many[99] = [8; 128];
         assert_eq!((*one, many[98][127], many[99][127]), (7, 7, 8));
-        assert!(Undumped::filled([0_u64; 128], usize::MAX / 512).is_err());
+        assert!(NoDump::filled([0_u64; 128], usize::MAX / 512).is_err());
         let other = Box::new(7_u64);
         assert!(!is_left_out((&raw const *other).addr()));
     }

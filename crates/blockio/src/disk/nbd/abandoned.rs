@@ -33,8 +33,8 @@ impl Remains {
     }
 
     /// Prepares the rest for another IoThread, which does not read answers.
-    pub(super) fn orphan(self, connected: Connected, is_heard: bool) -> Orphan {
-        Orphan { connected, is_heard, holder: self.holder }
+    pub(super) fn orphan(self, connected: Connected, close_is_visible: bool) -> Orphan {
+        Orphan { connected, close_is_visible, holder: self.holder }
     }
 
     /// Holds all changes until the connection has ended.
@@ -45,7 +45,7 @@ impl Remains {
 }
 
 /// Reduces the ranges of a holder to `left`, and tries waiting requests again.
-pub(super) fn let_go(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
+pub(super) fn release_except(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
     shared.held.replace(holder, left);
     let key = key_of(shared);
     shared.on_pipes(move |io| {
@@ -58,8 +58,8 @@ pub(super) fn let_go(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
 impl Pipe {
     /// Holds the changes that the server may still make for an abandoned link; `None` if there are
     /// none. To be called before the link is down.
-    pub(super) fn leave_behind(&self, index: usize) -> Option<Remains> {
-        let requests = self.requests.borrow_mut().left_by(index);
+    pub(super) fn abandon_link(&self, index: usize) -> Option<Remains> {
+        let requests = self.requests.borrow_mut().sent_by(index);
         let mut ranges = requests.changed_ranges();
         let changes = ranges.len();
         if changes == 0 {
@@ -85,7 +85,7 @@ impl Pipe {
         if remains.holds_all && remains.changes > 0 {
             ranges.push(ALL);
         }
-        let_go(&self.shared, remains.holder, ranges);
+        release_except(&self.shared, remains.holder, ranges);
         remains.changes == 0
     }
 

@@ -8,7 +8,7 @@ use crate::stall_log::{Line, is_late};
 
 impl Pipe {
     /// Publishes the condition of the connections.
-    pub(super) fn tell_condition(&self, why: Option<(Instant, &str)>) {
+    pub(super) fn publish_condition(&self, why: Option<(Instant, &str)>) {
         let now = self.io.recently.get();
         let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
         let (up, late, since, is_idle) = {
@@ -30,17 +30,17 @@ impl Pipe {
 
     /// Checks if the server is late with requests of a link. Its connection exists since `begun`,
     /// and has received all bytes that had come. Publishes the condition; the log has a line for
-    /// all connections together. `has_answered`: the link received something since the last check.
-    pub(super) fn look_for_late(&self, index: usize, begun: Instant, has_answered: bool) {
+    /// all connections together. `was_answered`: the link received something since the last check.
+    pub(super) fn check_stalled(&self, index: usize, begun: Instant, was_answered: bool) {
         let now = self.io.recently.get();
         // A request that is sent again has waited for a server that was away, and not for an
         // answer.
         let oldest = self.oldest_of(index).map(|since| since.max(begun));
         let stalled_since = oldest.filter(|since| is_late(*since, now));
         self.requests.borrow_mut().links[index].stalled_since = stalled_since;
-        self.tell_condition(None);
+        self.publish_condition(None);
         let name = &self.shared.options;
-        match self.shared.look_for_late(self.number, now, has_answered) {
+        match self.shared.check_stalled(self.number, now, was_answered) {
             Some(Line::Waits(age)) => tracing::warn!(
                 "{name}: the server has not answered an operation for {} s; requests wait for it; \
                  check the server, its storage and the network",

@@ -31,33 +31,33 @@ impl Drop for Handle {
     fn drop(&mut self) {
         self.shared.end();
         if let Some(unused) = self.shared.take_spare() {
-            Flow::new(0, unused).say_goodbye();
+            Flow::new(0, unused).send_disconnect();
         }
         self.wake();
     }
 }
 
 /// The place of the connections that an IoThread uses.
-pub(super) enum Reach {
-    Here(Rc<Pipe>),
+pub(super) enum ConnectionChoice {
+    Local(Rc<Pipe>),
     /// On the IoThread that has the pipe with this number.
-    There(u64, Remote),
+    Remote(u64, Remote),
 }
 
-impl Reach {
+impl ConnectionChoice {
     /// Finds existing connections, or makes new ones, as far as the server allows that.
     pub(super) fn find(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
         if let Some(pipe) = io.shared::<Pipe>(key_of(shared)) {
-            return Self::Here(pipe);
+            return Self::Local(pipe);
         }
         let (number, links) = if shared.flushes_are_common() {
             (shared.add_pipe(&io.remote()), shared.options.connections.max(1) as usize)
         } else {
             match shared.home(&io.remote()) {
-                Home::Here(number) => (number, 1),
-                Home::There(number, remote) => return Self::There(number, remote),
+                Home::Local(number) => (number, 1),
+                Home::Remote(number, remote) => return Self::Remote(number, remote),
             }
         };
-        Self::Here(link::start(io, shared, number, links))
+        Self::Local(link::start(io, shared, number, links))
     }
 }

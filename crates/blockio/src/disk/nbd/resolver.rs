@@ -17,7 +17,7 @@ type Ask = fn(&str, u16) -> io::Result<Vec<SocketAddr>>;
 /// callers wait for its answer.
 pub(super) struct Names {
     ask: Ask,
-    sought: Mutex<BTreeMap<(String, u16), Arc<Sought>>>,
+    sought: Mutex<BTreeMap<(String, u16), Arc<Lookup>>>,
 }
 
 /// The look-ups of all disks.
@@ -25,7 +25,7 @@ pub(super) static NAMES: Names =
     Names::new(|host, port| Ok((host, port).to_socket_addrs()?.collect()));
 
 #[derive(Default)]
-struct Sought {
+struct Lookup {
     answer: Mutex<Option<Answer>>,
     is_there: Condvar,
 }
@@ -44,7 +44,7 @@ impl Names {
         if let Ok(address) = host.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(address, port)]);
         }
-        let sought = self.seek(host, port)?;
+        let sought = self.start_lookup(host, port)?;
         sought.wait(until).unwrap_or_else(|| {
             Err(format!(
                 "cannot find {host}: no name server answers; use its address, or mend the resolver"
@@ -52,18 +52,18 @@ impl Names {
         })
     }
 
-    fn sought(&self) -> MutexGuard<'_, BTreeMap<(String, u16), Arc<Sought>>> {
+    fn sought(&self) -> MutexGuard<'_, BTreeMap<(String, u16), Arc<Lookup>>> {
         self.sought.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a thread that looks a name up, unless there is one.
-    fn seek(&'static self, host: &str, port: u16) -> Result<Arc<Sought>, String> {
+    fn start_lookup(&'static self, host: &str, port: u16) -> Result<Arc<Lookup>, String> {
         let mut all = self.sought();
         let key = (host.to_owned(), port);
         if let Some(sought) = all.get(&key) {
             return Ok(Arc::clone(sought));
         }
-        let sought = Arc::<Sought>::default();
+        let sought = Arc::<Lookup>::default();
         let (found, name) = (Arc::clone(&sought), key.clone());
         let work = move || {
             let (host, port) = &name;
@@ -72,7 +72,7 @@ impl Names {
             });
             // Later callers start a new look-up.
             self.sought().remove(&name);
-            found.is_found(answer);
+            found.finish(answer);
         };
         let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
         started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
@@ -81,12 +81,12 @@ impl Names {
     }
 }
 
-impl Sought {
+impl Lookup {
     fn answer(&self) -> MutexGuard<'_, Option<Answer>> {
         self.answer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn is_found(&self, answer: Answer) {
+    fn finish(&self, answer: Answer) {
         *self.answer() = Some(answer);
         self.is_there.notify_all();
     }

@@ -4,11 +4,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::abandoned::{Remains, release_except};
 use super::flow::{Broken, Flow};
 use super::pipe::{Pipe, key_of};
-use super::remains::{Remains, let_go};
 use super::shared::{Orphan, Shared};
-use super::watched::Watched;
+use super::socket_source::Watched;
 use crate::interest::Interest;
 
 /// The interval at which requests without an answer are checked.
@@ -16,71 +16,75 @@ pub(super) const TICK: Duration = Duration::from_secs(1);
 
 /// The information that an abandoned connection can still give.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Hears {
+pub(super) enum DrainSignal {
     /// Answers, and the end of the connection.
     Answers,
     /// Only the end of the connection by the server.
-    End,
+    Close,
     /// Nothing: the server's changes will never be known.
     Nothing,
 }
 
 /// Starts a task that waits until the server has answered the changes of an abandoned connection,
 /// or has closed it. If answers cannot be read, only the close shows that the changes have ended.
-pub(super) fn see_off(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, hears: Hears) {
-    let left = Some(Left { flow, remains, hears });
+pub(super) fn drain(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, signal: DrainSignal) {
+    let left = Some(Left { flow, remains, signal });
     pipe.io.spawn(wait(Leaving { pipe: Rc::clone(pipe), left }));
 }
 
 /// Passes that wait on to another IoThread, because this loop ends. Even if there is none, the
 /// server ends the connection, which is half closed.
-pub(super) fn pass_on(pipe: &Pipe, mut flow: Flow, remains: Remains, hears: Hears) {
-    let is_heard = hears != Hears::Nothing;
-    if is_heard {
+pub(super) fn hand_to_another(pipe: &Pipe, mut flow: Flow, remains: Remains, signal: DrainSignal) {
+    let close_is_visible = signal != DrainSignal::Nothing;
+    if close_is_visible {
         flow.half_close();
     }
-    offer(&pipe.shared, remains.orphan(flow.into_connected(), is_heard));
+    publish_orphan(&pipe.shared, remains.orphan(flow.into_connected(), close_is_visible));
 }
 
-fn offer(shared: &Arc<Shared>, orphan: Orphan) {
+fn publish_orphan(shared: &Arc<Shared>, orphan: Orphan) {
     shared.put_orphan(orphan);
     let key = key_of(shared);
     shared.on_pipes(move |io| {
         if let Some(pipe) = io.shared::<Pipe>(key) {
-            adopt(&pipe);
+            adopt_orphans(&pipe);
         }
     });
 }
 
 /// Releases the changes of connections without a task, if the server has ended them.
-pub(super) fn look_at_orphans(shared: &Arc<Shared>) {
-    for Orphan { connected, is_heard, holder } in shared.take_orphans() {
+pub(super) fn release_closed_orphans(shared: &Arc<Shared>) {
+    for Orphan { connected, close_is_visible, holder } in shared.take_orphans() {
         let mut flow = Flow::new(0, connected);
-        let is_heard = match flow.discard() {
-            Err(Broken::Gone(_)) if is_heard => {
-                let_go(shared, holder, Vec::new());
+        let close_is_visible = match flow.discard() {
+            Err(Broken::Gone(_)) if close_is_visible => {
+                release_except(shared, holder, Vec::new());
                 continue;
             }
             Err(Broken::Cut(_)) => false,
-            _ => is_heard,
+            _ => close_is_visible,
         };
-        offer(shared, Orphan { connected: flow.into_connected(), is_heard, holder });
+        publish_orphan(
+            shared,
+            Orphan { connected: flow.into_connected(), close_is_visible, holder },
+        );
     }
 }
 
 /// Takes over the waits of IoThreads that have ended.
-pub(super) fn adopt(pipe: &Rc<Pipe>) {
+pub(super) fn adopt_orphans(pipe: &Rc<Pipe>) {
     for orphan in pipe.shared.take_orphans() {
-        let hears = if orphan.is_heard { Hears::End } else { Hears::Nothing };
+        let signal =
+            if orphan.close_is_visible { DrainSignal::Close } else { DrainSignal::Nothing };
         let (remains, connected) = Remains::adopt(orphan);
-        see_off(pipe, Flow::new(0, connected), remains, hears);
+        drain(pipe, Flow::new(0, connected), remains, signal);
     }
 }
 
 struct Left {
     flow: Flow,
     remains: Remains,
-    hears: Hears,
+    signal: DrainSignal,
 }
 
 struct Leaving {
@@ -91,8 +95,8 @@ struct Leaving {
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        if let Some(Left { flow, remains, hears }) = self.left.take() {
-            pass_on(&self.pipe, flow, remains, hears);
+        if let Some(Left { flow, remains, signal }) = self.left.take() {
+            hand_to_another(&self.pipe, flow, remains, signal);
         }
     }
 }
@@ -113,10 +117,10 @@ async fn wait(mut leaving: Leaving) {
 impl Left {
     /// Waits for the answers or the end of the connection, or for the end of the disk.
     async fn wait(&mut self, pipe: &Pipe) {
-        let Self { flow, remains, hears } = self;
+        let Self { flow, remains, signal } = self;
         // A socket that cannot be watched is checked at each tick.
         let incoming = Watched::new(&pipe.io, flow, Interest::Readable).ok();
-        if *hears == Hears::End {
+        if *signal == DrainSignal::Close {
             flow.half_close();
         }
         let mut tick: Option<Instant> = None;
@@ -133,21 +137,21 @@ impl Left {
                 flow.may_receive();
             }
             let requests = &mut remains.requests;
-            let went_on = match *hears {
-                Hears::Answers => {
+            let went_on = match *signal {
+                DrainSignal::Answers => {
                     flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
                 }
-                Hears::End => flow.discard(),
-                Hears::Nothing => Ok(false),
+                DrainSignal::Close => flow.discard(),
+                DrainSignal::Nothing => Ok(false),
             };
             match went_on {
-                Ok(_) if *hears == Hears::Answers && pipe.release_answered(remains) => break,
+                Ok(_) if *signal == DrainSignal::Answers && pipe.release_answered(remains) => break,
                 Ok(true) => pipe.io.wake_me(),
                 Ok(false) => {}
                 Err(Broken::Gone(_)) => break,
-                Err(Broken::Cut(_)) => *hears = Hears::Nothing,
+                Err(Broken::Cut(_)) => *signal = DrainSignal::Nothing,
                 Err(Broken::Unusable(_) | Broken::Late(_) | Broken::Silent(_)) => {
-                    *hears = Hears::End;
+                    *signal = DrainSignal::Close;
                     flow.half_close();
                     pipe.io.wake_me();
                 }
