@@ -31,7 +31,7 @@ pub(super) struct FileSource {
     pub(super) align: Alignment,
     /// See [`DiskSource::identity`](super::DiskSource::identity).
     pub(super) identity: Arc<str>,
-    /// See [`DiskSource::outside`](super::DiskSource::outside).
+    /// See [`DiskSource::size_probe`](super::DiskSource::size_probe).
     pub(super) size_probe: Option<Arc<SizeProbe>>,
     pub(super) end: Arc<FileEnd>,
     /// Present if requests may be smaller than the unit of direct I/O.

@@ -112,7 +112,7 @@ where
         zeroize_stack::<STACK_BYTES>();
     }
 
-    /// Runs in a frame of its own, like [`Cipher::of`].
+    /// Runs in a frame of its own, like [`Cipher::expand`].
     #[inline(never)]
     fn run_blocks(&self, direction: Direction, blocks: &mut [Block]) {
         match direction {
