@@ -610,6 +610,24 @@ mod tests {
         }
     }
 
+    #[test]
+    fn all_that_is_kept_goes_with_the_last_list() {
+        let tokens = [(); 3].map(|()| Rc::new(()));
+        let are_kept = || tokens.each_ref().map(|token| Rc::strong_count(token) > 1);
+        let mut list = scattered(&[8, 8]);
+        list.keep(Rc::<()>::clone(&tokens[0]));
+        let front = list.prefix(8, 1);
+        list.keep(Rc::<()>::clone(&tokens[1]));
+        list.keep(Rc::<()>::clone(&tokens[2]));
+        let mut again = list.duplicate();
+        drop(list);
+        assert_eq!(are_kept(), [true; 3]);
+        again.drop_kept();
+        assert_eq!(are_kept(), [true, false, false], "the front has the first one");
+        drop(front);
+        assert_eq!(are_kept(), [false; 3]);
+    }
+
     proptest! {
         #[test]
         fn a_scattered_list_behaves_like_one_slice(

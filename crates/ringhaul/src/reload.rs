@@ -544,6 +544,29 @@ mod tests {
         assert_eq!(by_socket(std::slice::from_ref(export)), exports(&[&aim]));
     }
 
+    /// The usual limits of an export change with a unit that is added and has none of its own.
+    #[test]
+    fn a_unit_that_is_added_has_the_usual_rules_of_the_file() {
+        let scsi = |iops: u32, units: &str| {
+            format!(
+                r#"{{"endpoint": {{"path": "/b"}}, "device": {{"scsi": [{units}]}},
+                    "limits": {{"iops-total": {iops}}}, "rerror": "retry"}}"#
+            )
+        };
+        let unit =
+            |lun: u16| format!(r#"{{"lun": {lun}, "disk": {{"null": {{"size-bytes": 512}}}}}}"#);
+        let (before, after) = (scsi(5, &unit(0)), scsi(9, &(unit(0) + "," + &unit(1))));
+        let made = differences(&exports(&[&before]), &exports(&[&after]));
+        let [(_, Change::Alter(commands, _))] = &made[..] else { panic!("{made:?}") };
+        let added = commands.iter().find_map(|command| match command {
+            Command::AddUnit(_, unit) => Some(unit),
+            _ => None,
+        });
+        let settings = serde_json::to_value(&added.unwrap().settings).unwrap();
+        assert_eq!(settings["limits"]["iops-total"], 9, "{settings}");
+        assert_eq!(settings["rerror"], "retry", "{settings}");
+    }
+
     /// A daemon with the exports of a file, and the reloader of the file.
     struct Scene {
         folder: tempfile::TempDir,

@@ -212,7 +212,7 @@ pub(super) fn wait_for_load(scene: &Scene) -> Result<()> {
     })
 }
 
-fn taking_over(scene: &Scene) -> Result<Command> {
+pub(super) fn taking_over(scene: &Scene) -> Result<Command> {
     let mut command = ringhaul()?;
     command.args(["serve", "--takeover"]).arg(scene.socket("control"));
     Ok(command)

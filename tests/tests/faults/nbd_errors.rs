@@ -12,7 +12,7 @@ use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::nbd::{VERIFIED, scene, serve, wait_for_load};
+use super::nbd::{VERIFIED, scene, serve, taking_over, wait_for_load};
 
 /// Starts a server that fails requests according to `errors`.
 fn failing(scene: &Scene, errors: &[&str]) -> Result<Peer> {
@@ -154,4 +154,37 @@ fn serve_unit(vm: &Path, disk: &str) -> Result<Running> {
     let mut command = ringhaul()?;
     command.args(["serve", "--device", "scsi", "--werror", "report", "--socket-path"]).arg(vm);
     Running::serve(command.args(["--lun", &format!("0,disk={disk}")]))
+}
+
+/// Without connections that share their flushes, the next process could not flush the writes of
+/// this one.
+#[test]
+fn a_disk_whose_server_does_not_flush_is_not_handed_over() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let (disk, fails) = (scene.disk("disk.img", 1 << 20)?, scene.path("fails"));
+    let (disk, sign) = (disk.display(), fails.display());
+    let read =
+        format!("pread=dd if={disk} skip=$4 count=$3 iflag=skip_bytes,count_bytes status=none");
+    let write = format!("pwrite=dd of={disk} seek=$4 oflag=seek_bytes conv=notrunc status=none");
+    let flush = format!("flush=[ ! -e {sign} ] || {{ echo EIO no >&2; exit 1; }}");
+    let size = format!("get_size=stat -c %s {disk}");
+    let can = ["can_write=exit 0", "can_flush=exit 0"];
+    let peer = Peer::nbdkit(&scene, &[&["eval", &size, &read, &write, &flush][..], &can].concat())?;
+    let mut daemon = serve(&scene, &peer.uri(""), &[])?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    frontend.write(0, 8, &[7; 4096])?;
+    File::create(&fails)?;
+    let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+    let why = "what was written cannot be flushed";
+    ensure!(refused.contains(why), "{refused}");
+    daemon.wait_for("does not take over")?;
+    // The old process goes on, and knows of the loss.
+    ensure!(frontend.read(0, 8, 4096)? == [7; 4096], "the data is gone");
+    let flushed = frontend.request(0, blk::FLUSH, 0, &[], 0)?;
+    ensure!(flushed.status == blk::IOERR, "{flushed:?}");
+    drop(frontend);
+    end(daemon)
 }

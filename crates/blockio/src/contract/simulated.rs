@@ -10,6 +10,7 @@ use crate::foreign_op::ForeignCompleter;
 use crate::op::OpKind;
 
 mod limits;
+mod stable;
 mod waiting;
 
 /// A kernel that answers reads and flushes in any order, at any time.

@@ -72,7 +72,8 @@ async fn next_round() {
 mod tests {
     use std::future::{Future, ready};
     use std::io;
-    use std::pin::Pin;
+    use std::pin::{Pin, pin};
+    use std::task::{Context, Waker};
 
     use iomem::Buffers;
 
@@ -130,6 +131,26 @@ mod tests {
         let rounds = u64::from(crate::ROUNDS_UNTIL_SERVED);
         assert!(most <= (rounds + 1) * ROUND_BYTES, "{most} bytes in a turn");
         assert!(moved.get() > 8 * most, "it shows nothing: {most} of {}", moved.get());
+    }
+
+    /// The number of polls until a piece of so many bytes has its turn: one more in the next round.
+    fn polls(bulk: &BulkTurns, bytes: u64) -> u32 {
+        let (mut turn, mut polls) = (pin!(bulk.turn(bytes)), 1);
+        while turn.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            polls += 1;
+        }
+        polls
+    }
+
+    #[test]
+    fn the_first_piece_of_each_round_counts_as_much_as_later_ones() {
+        let bulk = BulkTurns::default();
+        for round in 1..4 {
+            let pieces = [MIB, MIB / 2, MIB / 4, MIB / 4, 512, MIB / 2, MIB / 2 - 512];
+            let seen = pieces.map(|bytes| polls(&bulk, bytes));
+            let first = if round == 1 { 1 } else { 2 };
+            assert_eq!(seen, [first, 2, 1, 1, 2, 1, 1], "round {round}");
+        }
     }
 
     /// A command that ends after this many pieces.

@@ -62,6 +62,8 @@ struct State {
     /// True if it does not answer and does not count as away.
     is_silent: bool,
     was_given_up: bool,
+    /// A write-back of its users' caches fails.
+    fails_write_back: bool,
     is_over: bool,
     journal: Vec<Event>,
     /// Makes one in this many changes fail; 0 for none.
@@ -165,6 +167,11 @@ impl RemoteStub {
     /// Makes one in this many writes and flushes fail; 0 for none.
     pub(crate) fn have_some_fail(&self, one_fails_in: u64) {
         self.change(|state| state.one_fails_in = one_fails_in);
+    }
+
+    /// Has each write-back of its users' caches fail from now on.
+    pub(crate) fn fail_write_back(&self) {
+        self.change(|state| state.fails_write_back = true);
     }
 
     pub(crate) fn set_away(&self, is_away: bool) {
@@ -276,6 +283,13 @@ impl DriverSource for RemoteStubSource {
 
     fn give_up(&self) {
         self.0.change(|state| state.was_given_up = true);
+    }
+
+    fn write_back(&self) -> Result<(), Error> {
+        match self.0.state().fails_write_back {
+            false => Ok(()),
+            true => Err(Error::Options("its cache cannot be written".to_owned())),
+        }
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {

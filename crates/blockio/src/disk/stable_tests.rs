@@ -58,3 +58,32 @@ fn each_piece_of_a_durable_write_is_stable_and_of_no_other() {
         assert!(matches!(last, Some(Event::Flush)), "{name}: {last:?}");
     }
 }
+
+/// Another process is about to go on with the disk.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_layer_says_that_the_disk_below_cannot_be_written_back() {
+    for (name, below, source) in layers() {
+        assert!(source.is_written_back(), "{name}");
+        source.write_back().unwrap();
+        below.fail_write_back();
+        let error = source.write_back().unwrap_err().to_string();
+        assert!(error.contains("its cache cannot be written"), "{name}: {error}");
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_that_fails_has_all_pieces_left_that_were_not_written() {
+    for (name, below, source) in layers() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        below.have_some_fail(1);
+        for fua in [false, true] {
+            let memory = Buffers::from_vec(vec![7; 4 * MIB]);
+            let unfinished = thread.block_on(disk.write(0, memory, fua)).unwrap().unwrap_err();
+            assert_eq!(unfinished.error().raw_os_error(), Some(libc::EIO), "{name}");
+            assert_eq!(unfinished.rest().bytes(), 4 * MIB, "{name}");
+        }
+    }
+}

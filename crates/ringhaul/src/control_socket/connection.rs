@@ -211,15 +211,20 @@ mod tests {
         assert_eq!(connection.receive(&mut Input::default()).unwrap(), Line::TooLong);
     }
 
+    /// The start of the line comes by itself, or behind a whole one.
     #[test]
     fn a_client_that_trickles_is_dropped() {
-        let (connection, mut client) = pair(|limits| limits.line_time = Duration::ZERO);
-        let mut input = Input::default();
-        client.write_all(b"one\n").unwrap();
-        assert_eq!(connection.receive(&mut input).unwrap(), whole("one"));
-        client.write_all(b"tw").unwrap();
-        let error = connection.receive(&mut input).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        for starts in [&["one\n", "tw"][..], &["one\ntw", ""], &["one\nt", "w"]] {
+            let (connection, mut client) = pair(|limits| limits.line_time = Duration::ZERO);
+            let mut input = Input::default();
+            client.write_all(starts[0].as_bytes()).unwrap();
+            assert_eq!(connection.receive(&mut input).unwrap(), whole("one"));
+            client.write_all(starts[1].as_bytes()).unwrap();
+            // A wait without a limit finds the end.
+            drop(client);
+            let error = connection.receive(&mut input).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{starts:?}");
+        }
     }
 
     #[test]

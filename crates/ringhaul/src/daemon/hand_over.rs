@@ -352,3 +352,21 @@ fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
     }
     Ok(disks.into_iter().flatten().collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_are_written_back_when_each_of_them_is() {
+        let write = |disk: &u32| match disk {
+            2 => Err(blockio::Error::Options("disk 2 is not written".to_owned())),
+            _ => Ok(()),
+        };
+        write_back(vec![0, 1, 3], write).unwrap();
+        for disks in [vec![2], vec![0, 2, 3], vec![2, 0], vec![1, 2]] {
+            let error = write_back(disks, write).unwrap_err().to_string();
+            assert_eq!(error, "disk 2 is not written");
+        }
+    }
+}

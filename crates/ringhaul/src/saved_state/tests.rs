@@ -125,6 +125,35 @@ fn limits_of_a_group_are_kept_for_all_of_it() {
     assert_eq!(limits, [of_group(200), of_group(200), json!({ "iops-total": 1 })]);
 }
 
+/// One command changes the limits of an export of the base, and the next one removes it.
+#[test]
+fn an_export_that_was_changed_and_then_removed_stays_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, none) = (folder.path().join("state"), settings(None, 0, 1));
+    let limits = |iops: u32| json!({ "iops-total": iops });
+    let base = [blk("one", limits(1)), blk("two", limits(2))];
+    let (state, _) = start(&path, &base, &none);
+    let live = [blk("one", limits(5)), blk("two", limits(2))];
+    state.record(&ChangedPart::Disk("one".to_owned(), None), || live.to_vec()).unwrap();
+    let exports = ChangedPart::Exports(vec!["one".to_owned()]);
+    state.record(&exports, || base[1..].to_vec()).unwrap();
+    drop(state);
+    for _ in 0..2 {
+        let (_state, merged) = start(&path, &base, &none);
+        assert_eq!((&merged.exports[..], merged.dropped), (&base[1..], vec![]));
+        assert_eq!(merged.log_lines.len(), 1, "{:?}", merged.log_lines);
+    }
+    // It is added again, first with other limits, and then as it was.
+    let (state, _) = start(&path, &base, &none);
+    for export in [&live[0], &base[0]] {
+        let now = [base[1].clone(), export.clone()];
+        state.record(&exports, || now.to_vec()).unwrap();
+    }
+    drop(state);
+    let (_state, merged) = start(&path, &base, &none);
+    assert_eq!((&merged.exports[..], merged.log_lines), (&base[..], vec![]));
+}
+
 /// A process that takes over writes the file. If it does not take over, the changes in the meantime
 /// are written.
 #[test]

@@ -252,9 +252,14 @@ fn ask<T: DeserializeOwned>(
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader};
     use std::sync::mpsc;
 
+    use clap::{Args, FromArgMatches};
+
     use super::*;
+    use crate::command::Reply;
+    use crate::options::ServeArgs;
     use crate::ownership::Ownership;
 
     #[test]
@@ -286,5 +291,59 @@ mod tests {
         }
         drop(ownership);
         assert_eq!(heeded.iter().collect::<Vec<_>>(), [PassedOn::Reload, PassedOn::End]);
+    }
+
+    /// An old process without exports, with its settings as it described itself.
+    fn predecessor(stream: UnixStream, changes: &SettingsChange) -> Predecessor {
+        let options =
+            ProcessOptions { directory: "/".into(), arguments: vec![], changes: changes.clone() };
+        Predecessor {
+            receiver: Receiver::new(stream),
+            version: String::new(),
+            process: 1,
+            options,
+            control: None,
+            exports: Vec::new(),
+            opening: Vec::new(),
+            fds: PassedFds::default(),
+        }
+    }
+
+    /// Answers as an old process without exports that has these settings when it stops.
+    fn stop_and_leave(mut stream: &UnixStream, changes: &SettingsChange) {
+        let mut lines = BufReader::new(stream).lines();
+        let (of_file, exports, debts) = (None, Vec::new(), Default::default());
+        let stands = PausedState { since_ns: 0, changes: changes.clone(), of_file, exports, debts };
+        for (method, says) in [(PAUSE, json!(stands)), (TAKE, json!({}))] {
+            let request: Request = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+            assert_eq!(request.method, method);
+            let answer = Answer { says, descriptors: Vec::new() };
+            let answer = json!({ "jsonrpc": "2.0", "id": request.id, "result": answer });
+            writeln!(stream, "{answer}").unwrap();
+        }
+    }
+
+    /// Commands that set something do not wait for a takeover.
+    #[test]
+    fn settings_hold_that_the_old_process_got_after_it_described_itself() {
+        let set = |poll_max_us, poll_budget| SettingsChange { log: None, poll_max_us, poll_budget };
+        let before = set(Some(7), None);
+        for late in [before.clone(), set(Some(9), None), set(Some(7), Some(3))] {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+            let (daemon, _ending) = Daemon::start(args, None).unwrap();
+            super::set(&daemon, &before).unwrap();
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let (taken, ()) = std::thread::scope(|scope| {
+                scope.spawn(|| stop_and_leave(&theirs, &late));
+                predecessor(ours, &before).take(&daemon, || Ok(())).unwrap()
+            });
+            let _last_words = taken.resume(&daemon);
+            let reply = daemon.handle(Command::Set(SettingsChange::default())).unwrap();
+            let Reply::Settings(now) = reply else { panic!("{reply:?}") };
+            assert_eq!(Some(now.poll_max_us.into()), late.poll_max_us);
+            assert_eq!(now.poll_budget == 3, late.poll_budget.is_some());
+            assert_eq!(daemon.changes(), late, "a further process hears of them");
+        }
     }
 }

@@ -226,6 +226,33 @@ fn discards_count_as_requests_and_not_by_their_bytes() {
     assert!(near(written, 1), "the third request has its turn: {written:?}");
 }
 
+/// Otherwise zeroes would be a way around the limit on bytes.
+#[test]
+fn zeroes_count_by_their_bytes_as_other_writes_do() {
+    let scene = scene(EngineKind::Threads, 6);
+    let second = Duration::from_secs(1);
+    for requests in [Rates::default(), per_second(1000)] {
+        let disk = null();
+        disk.set_limits(&Limits { requests, bytes: per_second(65_536), request_bytes: None })
+            .unwrap();
+        let (disk, start) = (disk.attach(scene.io()), clock::now());
+        let took = Rc::new(Cell::new([Duration::ZERO; 3]));
+        let ended = Rc::clone(&took);
+        scene.run(async move {
+            disk.write_zeroes(0, 1 << 18, true).await.unwrap();
+            let zeroed = clock::now() - start;
+            disk.write_zeroes(0, 1 << 16, false).await.unwrap();
+            let again = clock::now() - start;
+            disk.write(0, Buffers::aligned(512, 512), false).await.unwrap();
+            ended.set([zeroed, again, clock::now() - start]);
+        });
+        let [zeroed, again, written] = took.get();
+        assert!(zeroed < second, "a burst has room for the first: {zeroed:?}");
+        assert!((3 * second..5 * second).contains(&again), "{again:?}");
+        assert!((4 * second..6 * second).contains(&written), "{written:?}");
+    }
+}
+
 /// A request of one disk in a group waits for half a minute; its disk leaves after a second.
 #[test]
 fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {

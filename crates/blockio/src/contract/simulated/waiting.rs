@@ -67,7 +67,7 @@ impl World for FullDisk {
     }
 }
 
-fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
+pub(super) fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
     let info = DiskInfo {
         size_bytes: BYTES as u64,
         logical_block_bytes: 512,
@@ -85,7 +85,7 @@ fn write_when_full(
     action: ErrorAction,
     seconds: u64,
     happens: impl Fn(&DiskSource, &Disk) + 'static,
-) -> (u64, Result<(), Option<i32>>) {
+) -> (Duration, Result<(), Option<i32>>) {
     let start = Instant::now();
     let until = start + Duration::from_secs(seconds);
     let world = Rc::new(FullDisk { until, now: Cell::new(start), writes: Cell::new(0) });
@@ -106,28 +106,45 @@ fn write_when_full(
     let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
     assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
     drop(disk);
-    ((clock::now() - start).as_secs(), result)
+    (clock::now() - start, result)
 }
 
 #[test]
 fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
-    let nothing = |_: &DiskSource, _: &Disk| ();
+    type Happens = Box<dyn Fn(&DiskSource, &Disk)>;
+    let write = |action: ErrorAction, until: u64, happens: Happens| {
+        let (took, result) = write_when_full(action, until, happens);
+        (took.as_secs(), result)
+    };
+    let nothing = || -> Happens { Box::new(|_, _| ()) };
     let no_space = Err(Some(libc::ENOSPC));
-    assert_eq!(write_when_full(ErrorAction::Report, 100, nothing), (5, no_space));
-    assert_eq!(write_when_full(ErrorAction::HoldBriefly, 100, nothing), (20, no_space));
-    assert_eq!(write_when_full(ErrorAction::HoldBriefly, 10, nothing).1, Ok(()));
+    assert_eq!(write(ErrorAction::Report, 100, nothing()), (5, no_space));
+    assert_eq!(write(ErrorAction::HoldBriefly, 100, nothing()), (20, no_space));
+    assert_eq!(write(ErrorAction::HoldBriefly, 10, nothing()).1, Ok(()));
     let stops = |source: &DiskSource, disk: &Disk| {
         assert!(matches!(source.state(), DiskState::Held(_)));
         disk.set_wait_mode(WaitMode::Never);
     };
-    assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));
+    assert_eq!(write(ErrorAction::Hold, 100, Box::new(stops)), (5, no_space));
     // The queue stops, but will continue.
     let pauses = |_: &DiskSource, disk: &Disk| disk.set_wait_mode(WaitMode::RetriesOnly);
-    assert_eq!(write_when_full(ErrorAction::Hold, 10, pauses), (10, Ok(())));
+    assert_eq!(write(ErrorAction::Hold, 10, Box::new(pauses)), (10, Ok(())));
     for action in [ErrorAction::Hold, ErrorAction::Retry] {
-        let (took, result) = write_when_full(action, 100, |source, _| source.resume());
+        let (took, result) = write(action, 100, Box::new(|source, _| source.resume()));
         assert_eq!(result, Ok(()));
         assert!((100..102).contains(&took), "{took}");
+    }
+}
+
+/// By themselves such writes are tried again each second.
+#[test]
+fn a_write_that_is_resumed_is_tried_again_at_once() {
+    for action in [ErrorAction::Hold, ErrorAction::HoldBriefly, ErrorAction::Retry] {
+        let resumed = write_when_full(action, 5, |source, _| source.resume());
+        let waits = write_when_full(action, 5, |_, _| ());
+        assert_eq!((&resumed.1, &waits.1), (&Ok(()), &Ok(())));
+        let sooner = waits.0.checked_sub(resumed.0);
+        assert!(sooner > Some(Duration::from_millis(100)), "{resumed:?} {waits:?}");
     }
 }
 

@@ -15,7 +15,7 @@ use crate::interest::Interest;
 pub(super) const TICK: Duration = Duration::from_secs(1);
 
 /// The information that an abandoned connection can still give.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DrainSignal {
     /// Answers, and the end of the connection.
     Answers,

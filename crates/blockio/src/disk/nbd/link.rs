@@ -130,13 +130,7 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     let was_useful = flow.was_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
     let unflushed = pipe.shared.on_break();
-    let (why, signal) = match broken {
-        None => (String::new(), None),
-        Some(Broken::Gone(why)) => (why, None),
-        Some(Broken::Unusable(why)) => (why, Some(DrainSignal::Close)),
-        Some(Broken::Late(why) | Broken::Silent(why)) => (why, Some(DrainSignal::Answers)),
-        Some(Broken::Cut(why)) => (why, Some(DrainSignal::Nothing)),
-    };
+    let (why, signal) = broken.map_or((String::new(), None), Broken::into_left);
     let left = signal.and_then(|signal| Some((signal, pipe.abandon_link(index)?)));
     let held = left.as_ref().map_or(0, |(_, remains)| remains.changes());
     if let Some((signal, remains)) = left {
@@ -144,6 +138,19 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     }
     let again = pipe.link_is_down(index);
     Ended { why, was_useful, unflushed, again, held }
+}
+
+impl Broken {
+    /// The reason, and the information that the connection can still give about changes of its
+    /// requests. `None`: there are no changes any more.
+    fn into_left(self) -> (String, Option<DrainSignal>) {
+        match self {
+            Self::Gone(why) => (why, None),
+            Self::Unusable(why) => (why, Some(DrainSignal::Close)),
+            Self::Late(why) | Self::Silent(why) => (why, Some(DrainSignal::Answers)),
+            Self::Cut(why) => (why, Some(DrainSignal::Nothing)),
+        }
+    }
 }
 
 impl Pipe {
@@ -343,5 +350,25 @@ fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
             Err(Broken::Silent(format!("its machine has been silent for {seconds} s")))
         }
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A newer change of the same place must not overtake one that the server may still make.
+    #[test]
+    fn only_a_server_that_has_gone_makes_no_changes_any_more() {
+        let why = || "why".to_owned();
+        for (broken, left) in [
+            (Broken::Gone(why()), None),
+            (Broken::Unusable(why()), Some(DrainSignal::Close)),
+            (Broken::Late(why()), Some(DrainSignal::Answers)),
+            (Broken::Silent(why()), Some(DrainSignal::Answers)),
+            (Broken::Cut(why()), Some(DrainSignal::Nothing)),
+        ] {
+            assert_eq!(broken.into_left(), (why(), left));
+        }
     }
 }

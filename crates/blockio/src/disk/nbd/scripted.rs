@@ -56,6 +56,8 @@ pub(super) struct State {
     pub(super) fails: Option<(u16, u32)>,
     /// The bytes by which the export grows with each connection.
     pub(super) growth: usize,
+    /// The most bytes of a request, if it is announced.
+    pub(super) payload_max: Option<u32>,
     /// True to accept no further clients.
     pub(super) is_full: bool,
     /// True if zeroes take as long as data, so that fast ones are refused.
@@ -150,6 +152,7 @@ impl Server {
             failing_flushes: 0,
             fails: None,
             growth: 0,
+            payload_max: None,
             is_full: false,
             is_slow_with_zeroes: false,
             events: Vec::new(),
@@ -414,6 +417,10 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                     state = shared.wait_while(state, is_kept);
                 }
                 reply(3, &[&[0, 0][..], &size.to_be_bytes(), &flags].concat())?;
+                if let Some(most) = state.payload_max {
+                    let sizes = [1, 4096, most].map(u32::to_be_bytes).concat();
+                    reply(3, &[&[0, 3][..], &sizes].concat())?;
+                }
                 reply(1, &[])?;
                 if option == 6 {
                     continue;

@@ -71,6 +71,8 @@ mod tests {
         assert!(held.has_any());
         assert!(held.has(&(9..10)) && held.has(&(0..100)) && held.has(&(39..41)));
         assert!(!held.has(&(10..20)) && !held.has(&(40..50)));
+        // Ranges around a held one, and one within it.
+        assert!(held.has(&(15..21)) && held.has(&(15..50)) && held.has(&(22..23)));
         held.replace(first, vec![0..5, 5..10]);
         assert!(held.has(&(25..26)) && !held.has(&(20..25)));
         held.replace(second, Vec::new());

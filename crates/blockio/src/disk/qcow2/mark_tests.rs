@@ -316,6 +316,18 @@ fn an_image_is_handed_over_without_a_mark() {
     assert!(!new.is_marked_at_end());
 }
 
+/// Answered writes would be missing in the other process.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_is_not_handed_over_whose_file_cannot_be_written_back() {
+    let Some(content) = new_image("compat=1.1") else { return };
+    let world = World::new(&content);
+    world.write(0).unwrap();
+    world.end.fail_write_back();
+    let error = world.source().write_back().unwrap_err().to_string();
+    assert!(error.contains("its cache cannot be written"), "{error}");
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_mark_that_is_handed_over_stays() {

@@ -453,6 +453,34 @@ impl fmt::Display for Store {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::IoThreadConfig;
+    use crate::disk::qcow2::order::counted::Risen;
+    use crate::disk::remote_stub::RemoteStub;
+    use crate::io_thread::IoThread;
+
+    /// Their counts and their zeroes may be lost, and no later flush says so.
+    #[test]
+    fn clusters_whose_flush_has_failed_are_not_ready_after_the_next_one() {
+        let (end, order) = (RemoteStub::new(&[0; 8192]), Arc::<Order>::default());
+        let room = Arc::new(Room::new(vec![512]));
+        let store = Store::new(0, (end.clone().source(), None), &order, &room);
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let share = thread.io().bounce_budget.share(&order);
+        attach(&[end.clone().source()], &share, thread.io());
+        let (wanted, file): (Arc<[u8]>, Arc<[u8]>) = (vec![0; 512].into(), vec![1; 512].into());
+        let risen =
+            Risen { place: 512, first: 0, cluster_bytes: 512, bits: 8, wanted, file: file.clone() };
+        for fails in [false, true] {
+            order.add_ahead(&risen, &file, vec![1024, 1536]);
+            end.have_some_fail(u64::from(fails));
+            assert_eq!(thread.block_on(store.sync()).unwrap().is_err(), fails);
+            end.have_some_fail(0);
+            thread.block_on(store.sync()).unwrap().unwrap();
+            assert_eq!((order.has_ahead(), order.ahead()), (!fails, if fails { 0 } else { 2 }));
+            assert_eq!(order.take_ahead(&(1024..2048)), !fails);
+        }
+        detach();
+    }
 
     #[test]
     fn a_file_that_would_be_too_long_is_no_lack_of_space() {

@@ -278,6 +278,7 @@ fn digits(text: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::when_free;
     use super::*;
     use std::fs::{self, File};
     use std::os::unix::fs::PermissionsExt;
@@ -343,7 +344,7 @@ mod tests {
         assert_eq!(files(&directory), 0);
         file.save(&with(None)).unwrap();
         drop(file);
-        let (mut file, _) = StateFile::load(path).unwrap();
+        let (mut file, _) = when_free(|| StateFile::load(path.clone()));
         file.save(&volatile).unwrap();
         assert_eq!(files(&directory), 0);
     }
@@ -359,7 +360,7 @@ mod tests {
         let (_open, before) = (File::open(&path).unwrap(), inode());
         file.save(&with(None)).unwrap();
         drop(file);
-        let (mut file, registry) = StateFile::load(path.clone()).unwrap();
+        let (mut file, registry) = when_free(|| StateFile::load(path.clone()));
         file.save(&registry).unwrap();
         assert_eq!(inode(), before);
         file.save(&with(Some(ReservationType::WriteExclusive))).unwrap();

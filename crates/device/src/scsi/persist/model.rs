@@ -4,7 +4,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 
-use super::tests::load;
+use super::tests::{load, when_free};
 use super::*;
 
 /// Ports 0 to 2 are attached, and port 3 is unknown.
@@ -250,7 +250,7 @@ fn status(result: &Result<ReserveEffects, Refusal>) -> Status {
 
 /// Checks that a restart finds the state of the model.
 fn check_restart(path: &Path, model: &Model) {
-    let found = load(path.to_owned()).unwrap();
+    let found = when_free(|| load(path.to_owned()));
     let expected = if model.aptpl { model.registered() } else { Vec::new() };
     assert_eq!(full_status(&found), (0, expected));
     assert_eq!(path.exists(), model.aptpl);

@@ -1,8 +1,11 @@
 //! Tests of reservations through exports.
 
+use std::fmt::Display;
 use std::fs;
+use std::time::Instant;
 
 use super::*;
+use crate::testing::TIMEOUT;
 
 const PORTS: [PortName; 3] = [PortName([0x31; 8]), PortName([0x32; 8]), PortName([0x33; 8])];
 const REGISTER: u8 = 0;
@@ -18,6 +21,22 @@ pub(super) fn load(path: PathBuf) -> Result<Arc<Reservations>, FileError> {
     let reservations = Arc::<Reservations>::default();
     drop(reservations.store_in(ReservationStorage::File(path))?);
     Ok(reservations)
+}
+
+/// Takes a file that was closed. A child that another test starts has its lock, too, until it runs
+/// its program.
+pub(super) fn when_free<T, E: Display>(take: impl Fn() -> Result<T, E>) -> T {
+    let start = Instant::now();
+    loop {
+        match take() {
+            Ok(taken) => return taken,
+            Err(error) => {
+                let is_busy = error.to_string().contains("keeps its own there");
+                assert!(is_busy && start.elapsed() < TIMEOUT, "{error}");
+            }
+        }
+        std::thread::yield_now();
+    }
 }
 
 /// Sends a command with the bits of byte 20.
@@ -157,7 +176,7 @@ fn a_restart_forgets_all_but_what_is_to_persist() {
         assert_eq!(read(&reservations, 2)[2..4], [1, 0xb0 | bits]);
         drop((nexuses, reservations));
 
-        let reservations = load(path).unwrap();
+        let reservations = when_free(|| load(path.clone()));
         assert_eq!(keys(&reservations), expected);
         assert_eq!(generation(&reservations), 0);
         assert_eq!(read(&reservations, 2)[2..4], [1, 0xb0 | bits]);
@@ -255,7 +274,7 @@ fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
     assert!(find().is_err(), "another program has it");
     drop((before, nexuses));
-    let found = find().unwrap();
+    let found = when_free(find);
     assert!(found.excludes_unregistered(CommandClass::Writes));
     assert!(
         found.store_in(ReservationStorage::File(other)).is_err(),
@@ -263,8 +282,11 @@ fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     );
     drop(found.store_in(ReservationStorage::Shared(Some(path.clone()))).unwrap());
     drop(found);
+    // Another file, of which nobody has had the lock.
+    fs::remove_file(&path).unwrap();
     fs::write(&path, "{}").unwrap();
-    assert!(find().unwrap_err().to_string().contains("remove it when no host"));
+    let error = find().unwrap_err().to_string();
+    assert!(error.contains("remove it when no host"), "{error}");
 }
 
 #[test]
@@ -280,7 +302,7 @@ fn two_programs_do_not_keep_theirs_in_one_file() {
     assert!(matches!(refused, Err(Refusal::NotSaved(_))), "{refused:?}");
     assert!(keys(&other).is_empty());
     drop((one, nexuses));
-    assert_eq!(keys(&load(path).unwrap()), [1, 2]);
+    assert_eq!(keys(&when_free(|| load(path.clone()))), [1, 2]);
 }
 
 /// The export was attached before the place of the reservations was chosen.
@@ -295,7 +317,7 @@ fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
     let reservations = Arc::<Reservations>::default();
     let early = reservations.attach(PORTS[2]).unwrap();
     assert!(!early.conflicts(CommandClass::Writes));
-    drop(reservations.store_in(ReservationStorage::File(path)).unwrap());
+    drop(when_free(|| reservations.store_in(ReservationStorage::File(path.clone()))));
     assert!(early.conflicts(CommandClass::Writes));
 }
 

@@ -1,5 +1,6 @@
 //! Commands that an earlier process took for a unit that is not there yet.
 
+use super::limits::compare_and_write;
 use super::sharing::{
     ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
     write,
@@ -10,6 +11,7 @@ use crate::queue_setup::StopKind;
 const BUSY: u8 = 0x08;
 const INQUIRY: [u8; 6] = [0x12, 0, 0, 0, 36, 0];
 const POWER_ON: [u8; 3] = [6, 0x29, 0];
+const PERHAPS_DONE: [u8; 3] = [0xb, 0x00, 0x06];
 
 impl Initiator {
     fn remove_unit(&mut self) {
@@ -52,6 +54,25 @@ fn a_command_of_an_earlier_process_waits_for_its_unit() {
         assert_eq!(initiator.run(&cdb, &out, room).status, 0);
     }
     assert_eq!(initiator.on_disk(0), [7; BLOCK]);
+}
+
+/// Another queue may hear first that the unit is new.
+#[test]
+fn a_command_that_has_waited_for_its_unit_is_in_doubt_if_its_success_makes_it_fail() {
+    for was_done in [false, true] {
+        let mut initiator = Initiator::new();
+        let pair = [[0; BLOCK], [7; BLOCK]].concat();
+        if was_done {
+            initiator.good(&compare_and_write(), &pair, 0);
+        }
+        initiator.begin_held(&compare_and_write(), &pair, 0);
+        initiator.add_unit();
+        assert!(initiator.unit().attentions.take().is_some());
+        let answer = initiator.end();
+        let expected = if was_done { (2, PERHAPS_DONE) } else { (0, [0; 3]) };
+        assert_eq!((answer.status, answer.sense), expected);
+        assert_eq!(initiator.on_disk(0), [7; BLOCK]);
+    }
 }
 
 /// An interrupted scan asks for units that never existed.

@@ -416,3 +416,33 @@ fn a_queue_that_stops_and_leaves_nothing_answers_a_giant_command_with_busy() {
         assert_eq!(status, [BUSY], "{kind:?}");
     }
 }
+
+/// The command waits for its turn among the commands that move much data.
+#[test]
+fn no_piece_of_a_command_is_moved_that_was_aborted_before_its_turn() {
+    let fill = (cdb16(0x93, 0, 0, 8), vec![0x5a; BLOCK]);
+    let zero = (cdb16(0x93, 0, 0, 8), vec![0; BLOCK]);
+    let unmap = (cdb16(0x93, 8, 0, 8), vec![0; BLOCK]);
+    for (cdb, data) in [fill, zero, unmap] {
+        let mut initiator = Initiator::new();
+        initiator.good(&write(), &[1; BLOCK], 0);
+        let local = initiator.local_unit();
+        // A part that was read keeps the turn until it is dropped.
+        let part = initiator.scene.thread.block_on(local.disk.read_part(0, 512)).unwrap().unwrap();
+        initiator.begin(UNIT.bytes(), &cdb, &data, 0);
+        initiator.scene.turn(10);
+        assert!(!initiator.has_answer(), "{cdb:x?}: it waits");
+        let stats = Arc::clone(initiator.scene.thread.io().stats());
+        let ops = || [&stats.read, &stats.write, &stats.deallocate].map(|ops| ops.ops.get());
+        let before = ops();
+        let mut control = Control::start(&initiator.device);
+        control.begin(ABORT_TASK_SET);
+        for _ in 0..10 {
+            assert_eq!(control.turn(&[&initiator.scene]), None, "{cdb:x?}: its turn comes soon");
+        }
+        drop(part);
+        assert_eq!(control.end(&[&initiator.scene]), OK, "{cdb:x?}");
+        assert_eq!(initiator.end().response, ABORTED, "{cdb:x?}");
+        assert_eq!((ops(), initiator.on_disk(0)), (before, vec![1; BLOCK]), "{cdb:x?}");
+    }
+}

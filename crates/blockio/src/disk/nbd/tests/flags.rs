@@ -1,11 +1,12 @@
 //! The requests to a server, depending on its abilities.
 
+use std::cell::Cell;
 use std::rc::Rc;
 
 use super::super::handshake::can;
 use super::super::scripted::{FLUSH, Server, TRIM, WRITE, ZEROES};
 use super::super::wire::{FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE};
-use super::{MIB, filled, new_thread, open};
+use super::{FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn};
 
 /// A request to the disk.
 #[derive(Debug, Clone, Copy)]
@@ -100,5 +101,36 @@ fn a_range_that_is_too_long_for_one_request_is_cut_and_has_no_gap() {
         let disk = Rc::new(source.attach(thread.io()));
         thread.block_on(disk.discard(4096, 2 * MOST + 512)).unwrap().unwrap();
         assert_eq!(server.state().ranges, expected);
+    }
+}
+
+/// All parts are in progress at once. The initiator writes again from the first failure on.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn parts_of_a_request_behind_one_that_fails_count_as_failed() {
+    const PART: u32 = 4096;
+    for (held, failing, left) in [(1, WRITE, 3), (3, WRITE, 3), (0, ZEROES, 0)] {
+        let server = Server::start(MIB, FLAGS);
+        server.change(|state| {
+            state.payload_max = Some(PART);
+            state.holds = (WRITE, held);
+        });
+        let (thread, source) = (new_thread(), open(server.options()));
+        let (disk, rest) = (Rc::new(source.attach(thread.io())), Rc::new(Cell::new(0)));
+        let seen = Rc::clone(&rest);
+        let write = Running::start(thread.io(), async move {
+            let written = disk.write(0, filled(1, 3 * PART as usize), false).await;
+            written.map_err(|unfinished| {
+                seen.set(unfinished.rest().bytes() / PART as usize);
+                unfinished.error().raw_os_error()
+            })
+        });
+        while server.state().seen.len() < 3 {
+            wait_a_turn(&thread);
+        }
+        server.change(|state| state.fails = Some((failing, 5)));
+        server.answer_held();
+        let expected = (left > 0).then_some(libc::EIO);
+        assert_eq!((write.end(&thread), rest.get()), (expected, left), "{held} held");
     }
 }

@@ -77,3 +77,41 @@ fn a_write_with_fua_flushes_what_a_commit_wrote_during_a_flush() {
     let flushes = journal[before..].iter().filter(|event| matches!(event, Event::Flush)).count();
     assert_eq!(flushes, 1, "the entry that leads to the data may be lost");
 }
+
+/// Its parts lie apart in the file, and a flush has covered all changes of the tables.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn each_part_of_a_write_with_fua_is_stable() {
+    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    for kind in &KINDS {
+        let world = World::new(kind, true);
+        let disk = world.image.attach(world.thread.io());
+        let cluster = 1u64 << world.content[23];
+        let sectors = cluster / SECTOR as u64;
+        // The last one has the first place.
+        for number in (0..4).rev() {
+            let data = Buffers::from_vec(filled(number + 1, sectors));
+            let written = disk.write(number * cluster, data, false);
+            world.thread.block_on(written).unwrap().unwrap();
+        }
+        let all = Buffers::aligned(4 * usize::try_from(cluster).unwrap(), 4096);
+        world.thread.block_on(disk.read(0, all)).unwrap().unwrap();
+        world.thread.block_on(disk.flush()).unwrap().unwrap();
+        let before = world.file.events();
+        let data = Buffers::from_vec(filled(9, 2 * sectors));
+        world.thread.block_on(disk.write(cluster, data, true)).unwrap().unwrap();
+        let journal = world.file.journal();
+        let journal = &journal[before..];
+        let last = journal.iter().rposition(|event| matches!(event, Event::Write(..))).unwrap();
+        let is_stable = |(index, event): (usize, &Event)| {
+            !matches!(event, Event::Write(..))
+                || matches!(journal.get(index + 1), Some(Event::Stable))
+        };
+        let is_flushed = journal[last..].iter().any(|event| matches!(event, Event::Flush));
+        let are_stable = journal.iter().enumerate().all(is_stable);
+        assert!(is_flushed || are_stable, "{}: {} events", kind.options, journal.len());
+    }
+}
