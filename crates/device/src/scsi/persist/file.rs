@@ -91,7 +91,7 @@ impl StateFile {
     ///
     /// # Errors
     ///
-    /// If there is a file that cannot be read, was not written by [`keep`](Self::keep), or is in
+    /// If there is a file that cannot be read, was not written by [`save`](Self::save), or is in
     /// use.
     pub(super) fn load(path: PathBuf) -> Result<(Self, Registry), FileError> {
         let failed = |(reason, advice)| FileError::new("load", &path, reason, advice);
