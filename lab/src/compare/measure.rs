@@ -202,7 +202,7 @@ impl Bench {
             format!("{pinned}{program} {options}")
         });
         let times = times_on(target, self.runtime).options().join(" ");
-        let cpu = (!target.is_elsewhere()).then_some(cpu);
+        let cpu = (!target.is_elsewhere()).then_some(self.lab.client_cpu);
         let devices = [Device::Blk, Device::Inflight, Device::Scsi].into_iter();
         let is_driven = |device: &Device| Server::on(target).iter().any(|s| s.device() == *device);
         let loads = devices.filter(is_driven).map(|device| {
