@@ -577,6 +577,34 @@ mod tests {
         assert_eq!(scene.wait(&handle.begin_final_stop()), count);
     }
 
+    /// Zeroes and discards change data as writes do.
+    #[test]
+    fn each_change_is_flushed_before_its_answer_where_there_is_no_cache() {
+        let (discard, zeroes) = (VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES);
+        for write_cache in [false, true] {
+            let mut scene = Scene::new();
+            let file = tempfile::NamedTempFile::new().unwrap();
+            file.as_file().set_len(SECTORS * SECTOR_BYTES).unwrap();
+            let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+            let options = BlkOptions { write_cache, ..BlkOptions::default() };
+            let device = Device::blk(source, options, scene.events.clone());
+            device.set_features(1 << F_VERSION_1 | 1 << F_FLUSH).unwrap();
+            let handle = scene.start_queue_of(&device, 0);
+            let flushes = |scene: &Scene| scene.thread.io().stats().flush.ops.get();
+            for (request, flags) in [(discard, 0), (zeroes, 0), (zeroes, 1)] {
+                let before = flushes(&scene);
+                let sent = [header(request, 0), segment_of(8, 8, flags)].concat();
+                scene.memory.write(DATA, &sent).unwrap();
+                let length = u32::try_from(sent.len()).unwrap();
+                scene.offer(&[Desc::readable(DATA, length), Desc::writable(DATA + 0x1000, 1)]);
+                scene.answer();
+                let expected = before + u64::from(!write_cache);
+                assert_eq!(flushes(&scene), expected, "request {request} with {write_cache}");
+            }
+            assert_eq!(scene.wait(&handle.begin_final_stop()), 3);
+        }
+    }
+
     /// The IoThread and the driver see a new size at once, and no queue stops for it.
     #[test]
     fn a_disk_may_grow_and_shrink_while_it_is_served() {

@@ -243,6 +243,39 @@ fn an_account_of_another_ring_is_begun_anew() {
     }
 }
 
+/// Some of its old marks are left, and are those of no request.
+#[test]
+fn an_account_that_was_half_begun_anew_has_no_requests() {
+    for (used_idx, ahead) in (0..12).flat_map(|used| [0, 1, 2].map(|ahead| (used, ahead))) {
+        let of_other_ring = || {
+            let world = fresh();
+            world.driver.ring().put_used_idx(used_idx);
+            world.driver.ring().put_avail_idx(used_idx + ahead);
+            world
+        };
+        if !matches!(of_other_ring().open().unwrap().1, Recovery::Stale { .. }) {
+            continue;
+        }
+        for stores in 0.. {
+            let world = of_other_ring();
+            death::after(Some(stores));
+            let opened = catch_unwind(AssertUnwindSafe(|| drop(world.open())));
+            death::after(None);
+            match opened {
+                Ok(()) => break,
+                Err(panic) if !panic.is::<death::SimulatedDeath>() => resume_unwind(panic),
+                Err(_) => {}
+            }
+            let (queue, recovery) = world.open().unwrap();
+            let has_some = matches!(recovery, Recovery::Known { requests: 1.. });
+            assert!(
+                !has_some && !queue.has_recovered(),
+                "{used_idx} {ahead} {stores}: {recovery:?}"
+            );
+        }
+    }
+}
+
 #[test]
 fn an_account_that_makes_no_sense_is_refused() {
     type Spoil = fn(&Account);

@@ -280,6 +280,36 @@ fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
     }
 }
 
+/// The next process begins with it.
+#[test]
+fn a_request_that_is_left_does_not_begin_before_its_queue_goes_on() {
+    let start = Instant::now();
+    let world = Rc::new(FullDisk { until: start, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let source = null();
+    let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
+    source.set_limits(&slow).unwrap();
+    let disk = source.attach(thread.io());
+    let write = || disk.write(0, Buffers::aligned(8192, 512), false);
+    let at = |seconds| thread.io().sleep_until(start + Duration::from_secs(seconds));
+    let goes_on = thread.block_on(async {
+        write().await.unwrap();
+        let leaves = async {
+            at(5).await;
+            disk.set_wait_mode(WaitMode::Frozen);
+            at(100).await;
+            disk.set_wait_mode(WaitMode::All);
+        };
+        let one = async {
+            write().await.unwrap();
+            clock::now() - start
+        };
+        join(one, leaves).await.0
+    });
+    assert!(goes_on.is_ok_and(|waited| waited >= Duration::from_secs(100)));
+}
+
 /// A disk that is no file: its writes fail for good when data is lost.
 #[test]
 fn a_write_that_nothing_can_make_good_is_not_tried_again() {

@@ -4,8 +4,8 @@ use blockio::disk::{Limits, Rate, Rates};
 
 use super::blk_guests::{BLK_ERROR, BLK_OUT, BlkGuest};
 use super::sharing::{
-    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
-    switch_cache, three, turn_until, write,
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, hold,
+    read, switch_cache, three, turn_until, write,
 };
 use super::*;
 
@@ -89,17 +89,31 @@ fn a_reservation_holds_for_tasks_that_wait_for_limits() {
     assert_eq!(all[1].on_disk(0), [1; BLOCK]);
 }
 
+/// One write has waited for the medium before, and goes another way since.
 #[test]
 fn a_write_that_waits_while_the_cache_is_switched_off_is_stable_when_it_is_answered() {
-    let mut all = throttled();
-    let flushes = |all: &[Initiator]| all[1].scene.thread.io().stats().flush.ops.get();
-    switch_cache(&mut all, 0, false);
-    let before = flushes(&all);
-    assert!(!all[1].has_answer(), "it waits");
-    all[1].unit().source.set_limits(&limit(false)).unwrap();
-    assert_eq!(all[1].end().status, 0);
-    assert_eq!(flushes(&all), before + 1);
-    assert_eq!(all[1].on_disk(0), [2; BLOCK]);
+    for waits_for_medium in [false, true] {
+        let mut all = three();
+        if waits_for_medium {
+            all[1].unit().source.set_limits(&limit(true)).unwrap();
+            all[1].good(&write(), &[1; BLOCK], 0);
+            let held = hold(&mut all);
+            all[1].begin(UNIT.bytes(), &write(), &[2; BLOCK], 0);
+            all[1].scene.turn(10);
+            drop(held);
+            all[1].scene.turn(10);
+        } else {
+            begin_write(&mut all[1]);
+        }
+        let flushes = |all: &[Initiator]| all[1].scene.thread.io().stats().flush.ops.get();
+        switch_cache(&mut all, 0, false);
+        let before = flushes(&all);
+        assert!(!all[1].has_answer(), "it waits");
+        all[1].unit().source.set_limits(&limit(false)).unwrap();
+        assert_eq!(all[1].end().status, 0);
+        assert_eq!(flushes(&all), before + 1, "{waits_for_medium}");
+        assert_eq!(all[1].on_disk(0), [2; BLOCK]);
+    }
 }
 
 #[test]
