@@ -30,7 +30,6 @@ compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram
 
 experiments: rust ## Measure the value of steps and settings; root for zram and loop devices
 	@$(LAB) experiments
-	@$(LAB) runs
 
 clean: ## Remove all build results
 	@$(CARGO) clean

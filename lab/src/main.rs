@@ -9,7 +9,6 @@ mod experiments;
 mod instructions;
 mod neighbours;
 mod rig;
-mod runs;
 
 use std::process::ExitCode;
 
@@ -37,8 +36,6 @@ enum Command {
     Load(rig::load::Args),
     /// Measure the speed of an export while another one misbehaves
     Neighbours(neighbours::Args),
-    /// Measure the setting that adapts to the load against fixed ones
-    Runs(runs::Args),
 }
 
 fn main() -> ExitCode {
@@ -49,7 +46,6 @@ fn main() -> ExitCode {
         Command::Instructions(args) => instructions::run(&args),
         Command::Load(args) => rig::load::play(&args),
         Command::Neighbours(args) => neighbours::run(&args),
-        Command::Runs(args) => runs::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,7 +6,6 @@ pub(crate) mod load;
 pub(crate) mod machine;
 pub(crate) mod progress;
 mod runner;
-mod side_by_side;
 pub(crate) mod spread;
 pub(crate) mod targets;
 pub(crate) mod thin;
@@ -14,4 +13,3 @@ pub(crate) mod trace;
 mod wakeup;
 
 pub(crate) use runner::{Lab, Program, Times, pinning};
-pub(crate) use side_by_side::Servers;

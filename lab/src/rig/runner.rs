@@ -23,9 +23,6 @@ const BENCH_MARGIN: Duration = Duration::from_secs(60);
 /// The seconds that a run with counted system calls should take without the tracer.
 const TRACED_S: f64 = 0.5;
 
-/// The place of a server that runs alone.
-const ALONE: usize = 0;
-
 /// The parts that all measurements share.
 pub(crate) struct Lab {
     pub(crate) binary: PathBuf,
@@ -126,12 +123,7 @@ impl Lab {
 
     /// The path of the socket of a server that runs alone.
     pub(crate) fn socket(&self) -> String {
-        self.socket_of(ALONE)
-    }
-
-    /// The path of the socket of the server at `place` among servers that run at the same time.
-    pub(crate) fn socket_of(&self, place: usize) -> String {
-        self.folder.path().join(format!("socket-{place}")).to_string_lossy().into_owned()
+        self.folder.path().join("socket").to_string_lossy().into_owned()
     }
 
     /// Starts `server` on its CPU, calls `action` with its process id, and stops it.
@@ -151,46 +143,41 @@ impl Lab {
     ) -> Result<Served<T>> {
         let counts = self.folder.path().join("system-calls");
         let prefix = tracer.map_or(Vec::new(), |tracer| tracer.prefix(&counts));
-        let result = self.start(server, &prefix, ALONE).and_then(|mut running| {
+        let result = self.start(server, &prefix).and_then(|mut running| {
             let value = action(running.id())?;
-            self.stop(&mut running, &server.name, ALONE)?;
+            self.stop(&mut running, &server.name)?;
             Ok(value)
         });
-        let value = self.explain(result, &server.name, ALONE)?;
-        let messages = std::fs::read_to_string(self.messages(ALONE)).unwrap_or_default();
+        let value = self.explain(result, &server.name)?;
+        let messages = std::fs::read_to_string(self.messages()).unwrap_or_default();
         let system_calls = tracer.map(|tracer| tracer.read(&counts)).transpose()?;
         Ok(Served { value, messages, system_calls })
     }
 
     /// Starts `server` behind the words of a tracer in `prefix`, which may be empty, and waits
     /// until it listens.
-    pub(super) fn start(
-        &self,
-        server: &Program,
-        prefix: &[String],
-        place: usize,
-    ) -> Result<Running> {
+    pub(super) fn start(&self, server: &Program, prefix: &[String]) -> Result<Running> {
         let pinned = match server.is_free {
             true => Vec::new(),
             false => pinning(self.server_cpu).to_vec(),
         };
         let words: Vec<&String> = prefix.iter().chain(&pinned).chain(&server.words).collect();
-        let messages = File::create(self.messages(place)).context("making a file for messages")?;
+        let messages = File::create(self.messages()).context("making a file for messages")?;
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(messages);
         let mut running = match prefix.is_empty() {
             true => Running::start(&server.name, &mut command, &self.interrupt)?,
             false => Running::start_traced(&server.name, &mut command, &self.interrupt)?,
         };
-        running.wait_for_socket(Path::new(&self.socket_of(place)), START_LIMIT)?;
+        running.wait_for_socket(Path::new(&self.socket()), START_LIMIT)?;
         Ok(running)
     }
 
     /// Ends a server, which must exit successfully, and removes its socket.
-    pub(super) fn stop(&self, running: &mut Running, name: &str, place: usize) -> Result<()> {
+    pub(super) fn stop(&self, running: &mut Running, name: &str) -> Result<()> {
         let status = running.stop()?;
         ensure!(status.success(), "{name} ended with {}", describe(status));
-        match std::fs::remove_file(self.socket_of(place)) {
+        match std::fs::remove_file(self.socket()) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(error).context("removing the socket")
             }
@@ -256,13 +243,13 @@ impl Lab {
     }
 
     /// Adds the stderr of the server to an error.
-    pub(super) fn explain<T>(&self, result: Result<T>, name: &str, place: usize) -> Result<T> {
+    pub(super) fn explain<T>(&self, result: Result<T>, name: &str) -> Result<T> {
         if result.is_err() {
             // After Ctrl-C the messages of the server are of no interest.
             self.interrupt.check()?;
         }
         result.with_context(|| {
-            let messages = std::fs::read_to_string(self.messages(place)).unwrap_or_default();
+            let messages = std::fs::read_to_string(self.messages()).unwrap_or_default();
             match messages.trim() {
                 "" => format!("measuring {name}, which said nothing"),
                 said => format!("measuring {name}, which said: {said}"),
@@ -270,23 +257,8 @@ impl Lab {
         })
     }
 
-    fn messages(&self, place: usize) -> PathBuf {
-        self.folder.path().join(format!("messages-{place}"))
-    }
-
-    /// Makes a lab for tests that calls `binary` in place of Ringhaul.
-    #[cfg(test)]
-    pub(super) fn for_tests(binary: &str) -> Self {
-        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
-        let cpu = (0..).find(|&cpu| allowed.is_set(cpu)).unwrap();
-        Self {
-            binary: PathBuf::from(binary),
-            tracer: None,
-            server_cpu: cpu,
-            client_cpu: cpu,
-            interrupt: Interrupt::never(),
-            folder: tempfile::tempdir().unwrap(),
-        }
+    fn messages(&self) -> PathBuf {
+        self.folder.path().join("messages")
     }
 }
 
