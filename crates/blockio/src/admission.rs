@@ -8,8 +8,7 @@
 //! * beyond that, a part of the common rest: four times as much as stays free, so that a disk alone
 //!   gets most of it, and one that comes later still finds some;
 //! * for ops that need a kernel worker or a pool thread in any case, [`NON_TRANSFER_MAX`] of them;
-//! * below the number of requests of the device, beyond which a submit waits for it;
-//! * as much as its pacing allows;
+//! * below its pacing's limit, and the device's number of requests, beyond which a submit waits;
 //! * a number of bytes, and all lanes together a number of bytes in each round of the loop.
 //!
 //! A lane without ops in the engine always has room for one. So a backlog waits only for

@@ -9,9 +9,8 @@ use libc::iovec;
 use crate::copy::{copy_across, copy_in, copy_out, zero};
 use crate::memory::{IOVECS_MAX, Memory, Parts, Ranges};
 
-/// A list of memory ranges. Its [`Memory`] keeps them mapped, and takes back its storage on drop.
-///
-/// Copies into the list are reported to a log, other writes only by [`wrote`](Self::wrote).
+/// A list of memory ranges. Its [`Memory`] keeps them mapped, and takes back its storage on drop. A
+/// log receives copies into the list, and other writes only by [`wrote`](Self::wrote).
 pub struct Buffers(ManuallyDrop<Box<Parts>>);
 
 impl std::fmt::Debug for Buffers {

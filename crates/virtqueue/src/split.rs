@@ -151,8 +151,7 @@ impl SplitQueue {
         self.translator.set_answer_place(place);
     }
 
-    /// Returns true if chains that an earlier process took are still to be popped. The avail ring
-    /// no longer has them: only this queue and the region know about them.
+    /// Returns true if chains of an earlier process, which only the region has, are to be popped.
     #[inline]
     pub fn has_recovered(&self) -> bool {
         self.recovered > 0
