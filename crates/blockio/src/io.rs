@@ -24,7 +24,6 @@ use crate::task::Owner;
 use crate::task_key::TaskKey;
 
 /// The largest logical block in bytes, which is never cut.
-#[cfg_attr(not(debug_assertions), expect(dead_code, reason = "for an assertion"))]
 const LOGICAL_BLOCK_MAX: usize = 65_536;
 
 /// The name of a task on its IoThread.
