@@ -9,7 +9,7 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use blockio::disk::luks::{KdfLimits, LuksOptions, Passphrase};
+use disks::luks::{KdfLimits, LuksOptions, Passphrase};
 use blockio::{Buffers, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd};
@@ -34,7 +34,7 @@ fuzz_target!(|bytes: &[u8]| {
     let below = DiskSource::file(Path::new(&path), &options).expect("a disk");
     let passphrase = Passphrase::read(&b"passphrase"[..]).expect("a key");
     let options = LuksOptions { passphrase, discard: true, header: None, most_work: MOST_WORK };
-    let Ok(source) = DiskSource::luks(below, &options) else { return };
+    let Ok(source) = disks::luks::open(below, &options) else { return };
     let info = source.info();
     assert!(info.size_bytes <= DISK_BYTES && info.size_bytes > 0);
     let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };

@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
-use blockio::disk::nbd::{NbdAddress, NbdOptions};
+use disks::nbd::{NbdAddress, NbdOptions};
 use blockio::disk::{Disk, DiskState};
 use blockio::{
     Activity, BufferMemory, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait,
@@ -88,7 +88,7 @@ fuzz_target!(|bytes: &[u8]| {
         distrust: kind & 0x80 != 0,
         tls: None,
     };
-    if let Ok(source) = DiskSource::nbd(nbd, &DiskOptions::default()) {
+    if let Ok(source) = disks::nbd::open(nbd, &DiskOptions::default()) {
         drive(source);
     }
     server.join().expect("the server does not panic");

@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use blockio::disk::Disk;
-use blockio::disk::qcow2::Layer;
+use disks::qcow2::Layer;
 use blockio::{Buffers, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd};
@@ -50,7 +50,7 @@ fuzz_target!(|bytes: &[u8]| {
         let Some(layer) = layer else { return };
         layers.push(layer);
     }
-    let Ok(source) = DiskSource::qcow2(layers, false) else { return };
+    let Ok(source) = disks::qcow2::open(layers, false) else { return };
     let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
     let thread = IoThread::new(&config).expect("an IoThread");
     let disk = source.attach(thread.io());

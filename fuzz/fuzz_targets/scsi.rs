@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig};
 use device::scsi::ScsiDevice;
-use device::scsi::access::DiskAccess;
-use device::scsi::address::UnitAddress;
+use device::access::DiskAccess;
+use device::unit_address::UnitAddress;
 use device::scsi::config::ScsiOptions;
 use device::scsi::unit::{Identifiers, UnitOptions};
 use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};

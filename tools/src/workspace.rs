@@ -41,11 +41,11 @@ pub fn ringhaul_binary() -> Result<PathBuf> {
         return Ok(absolute);
     }
     let status = cargo()
-        .args(["build", "--release", "--package", "ringhaul"])
+        .args(["build", "--release", "--package", "ringhaul-cli"])
         .status()
         .context("running cargo build")?;
     if !status.success() {
-        bail!("cargo build --release --package ringhaul failed; its messages are above");
+        bail!("cargo build --release --package ringhaul-cli failed; its messages are above");
     }
     let binary = target_dir()?.join("release/ringhaul");
     if !binary.is_file() {

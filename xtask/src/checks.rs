@@ -67,7 +67,7 @@ const STEPS: &[Step] = &[
             "--package",
             "blockio",
             "--package",
-            "ringhaul",
+            "ringhaul-cli",
             "--",
             "--deny",
             "warnings",
@@ -98,7 +98,7 @@ const STEPS: &[Step] = &[
     },
     Step {
         name: "release build",
-        cargo: &["build", "--release", "--package", "ringhaul"],
+        cargo: &["build", "--release", "--package", "ringhaul-cli"],
         essential: true,
         slow: true,
         minutes: 120,
@@ -168,7 +168,7 @@ const QUICK_TESTS: &[Step] = &[
     Step { name: "rings", cargo: &["test", "--package", "virtqueue", "--test", "it"], ..STEP },
     Step {
         name: "sessions",
-        cargo: &["test", "--package", "ringhaul", "--test", "vhost_user"],
+        cargo: &["test", "--package", "vhost-user", "--test", "session"],
         ..STEP
     },
 ];

@@ -265,7 +265,7 @@ impl Copy {
 }
 
 /// The build of the daemon for an end-to-end suite.
-const BUILD_DAEMON: &[&str] = &["build", "--package", "ringhaul"];
+const BUILD_DAEMON: &[&str] = &["build", "--package", "ringhaul-cli"];
 
 fn is_end_to_end(suite: &str) -> bool {
     suite.split_ascii_whitespace().next().is_some_and(|name| END_TO_END.contains(&name))

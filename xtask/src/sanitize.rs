@@ -23,7 +23,7 @@ const UNDER_VALGRIND: [(&str, &[&str]); 5] = [
     ("blockio", &["op::", "stats::", "poll_window::", "task::", "engine::threads::"]),
     ("virtqueue", &["--test", "it", "queue::", "chains::"]),
     ("ringhaul-device", &["blk::", "buffer_budget::"]),
-    ("ringhaul", &["options::", "log_limit::"]),
+    ("ringhaul", &["options::", "rate_limit::"]),
 ];
 
 /// Tests that are too slow under valgrind, or unsupported since they wait for the kernel.
@@ -65,7 +65,7 @@ fn tests(mut cargo: Command, interrupt: &Interrupt) -> Result<()> {
     cargo
         .args(["test", "--no-fail-fast", "--lib", "--test", "it"])
         .args(["--package", "blockio", "--package", "virtqueue"])
-        .args(["--package", "ringhaul-device", "--package", "ringhaul"])
+        .args(["--package", "ringhaul-device", "--package", "ringhaul", "--package", "disks"])
         .env("PROPTEST_CASES", "64");
     address_sanitizer("the tests", cargo, "", &[], interrupt)
 }

@@ -191,7 +191,7 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
 fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchError> {
     let engine = match args.engine.engine.kind() {
         Some(engine) => engine,
-        None => blockio::engine_trial::best_engine(&source).engine,
+        None => blockio::disk::engine_trial::best_engine(&source).engine,
     };
     let engine = match try_engine(args, engine) {
         Ok(()) => engine,

@@ -27,11 +27,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::config::{ByteLimits, EngineKind, PacingConfig};
-use crate::device_queue::RequestLimits;
-use crate::io_file::{FileRef, IoFile, Retired};
-use crate::op_kind::OpKind;
-use crate::open_file::OpenFile;
-use crate::pacing::Pacing;
+use crate::file::device_queue::RequestLimits;
+use crate::file::io_file::{FileRef, IoFile, Retired};
+use crate::file::op_kind::OpKind;
+use crate::file::open_file::OpenFile;
+use crate::file::pacing::Pacing;
 use backlog::Backlog;
 use bytes::RoundBytes;
 use devices::{Devices, NO_DEVICE};
@@ -500,7 +500,7 @@ impl Lane {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device_queue::Device;
+    use crate::file::device_queue::Device;
     use std::os::fd::OwnedFd;
 
     /// Ops by number: true for a read, its memory, and its units.

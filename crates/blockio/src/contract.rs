@@ -16,10 +16,10 @@ use iomem::Buffers;
 use crate::clock;
 use crate::config::{BounceConfig, EngineKind, IoThreadConfig};
 use crate::disk::{Disk, DiskOptions, DiskSource};
-use crate::io::Io;
-use crate::io_thread::IoThread;
-use crate::task_set::TaskSet;
-use crate::turn::{Activity, Wait};
+use crate::thread::io::Io;
+use crate::thread::io_thread::IoThread;
+use crate::thread::task_set::TaskSet;
+use crate::thread::turn::{Activity, Wait};
 
 mod foreign;
 mod remote_disk;
@@ -328,7 +328,8 @@ fn wakes_within_a_turn_need_no_mailbox() {
         .await;
     });
     // Outside of a turn, the loop may sleep.
-    let waker = crate::task::waker(&scene.io().mailbox, crate::task_key::NO_TASK);
+    let waker =
+        crate::executor::task::waker(&scene.io().mailbox, crate::executor::task_key::NO_TASK);
     waker.wake();
     assert!(scene.io().mailbox.is_posted());
 }

@@ -4,42 +4,21 @@
 //! is all or error: this module finishes short reads and writes, reads zeroes at the end of a file,
 //! and bounces memory that the device cannot take as it is.
 
-mod alignment;
-mod bulk_turns;
 mod content;
-mod driver;
-mod error_policy;
-mod file;
+pub(crate) mod driver;
+pub mod engine_trial;
+pub(crate) mod file;
 mod folder;
-mod foreign;
-mod identity;
+pub(crate) mod foreign;
 mod info;
-mod limits;
-mod lock;
-mod lock_holder;
-#[cfg(feature = "luks")]
-pub mod luks;
-#[cfg(feature = "nbd")]
-pub mod nbd;
 mod null;
-mod partial_blocks;
 mod properties;
-#[cfg(feature = "qcow2")]
-pub mod qcow2;
+pub(crate) mod qos;
 mod raw;
-#[cfg(feature = "rbd")]
-mod rbd;
 mod requests;
-mod retries;
-mod shared;
 #[cfg(ringhaul_sim)]
 mod simulated;
-mod size_probe;
 mod slow_path;
-mod source;
-mod sysfs;
-mod throttle;
-mod wait_queue;
 
 use std::fs::File;
 use std::io;
@@ -51,27 +30,25 @@ use iomem::Buffers;
 
 use crate::config::EngineKind;
 use crate::error::Error;
-use crate::io::Io;
 use crate::op::OpKind;
-use bulk_turns::BulkTurns;
+use crate::thread::io::Io;
 use driver::{AttachedDriver, DriverSource, FilePosition, Route};
-pub use error_policy::{ErrorAction, ErrorPolicy};
 use file::FileDisk;
+pub use file::size_probe::SizeProbe;
+use file::source::FileSource;
 pub use folder::Folder;
 pub use foreign::format_warning;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
     TransferError, check_logical_block,
 };
-pub use limits::{Burst, Direction, Limits, Rate, Rates};
-#[cfg(feature = "rbd")]
-pub use rbd::name::RbdImage;
-pub use shared::LimitGroup;
-use shared::Shared;
-pub use size_probe::SizeProbe;
-use source::FileSource;
-use throttle::Gate;
-pub use throttle::{Requester, WaitMode};
+use qos::bulk_turns::BulkTurns;
+pub use qos::error_policy::{ErrorAction, ErrorPolicy};
+pub use qos::limits::{Burst, Direction, Limits, Rate, Rates};
+pub use qos::shared::LimitGroup;
+use qos::shared::Shared;
+use qos::throttle::Gate;
+pub use qos::throttle::{Requester, WaitMode};
 
 /// An open disk, for any number of IoThreads. Clones are of the same disk.
 #[derive(Debug, Clone)]
@@ -128,7 +105,8 @@ impl DiskSource {
         self
     }
 
-    fn adopt_size(&self, size_bytes: u64) {
+    /// Sets the size in bytes by which users know the disk from another process.
+    pub fn adopt_size(&self, size_bytes: u64) {
         match &self.kind {
             SourceKind::Driver(source) => source.adopt_size(size_bytes),
             SourceKind::File(source) => source.end.invalidate(),
@@ -137,17 +115,34 @@ impl DiskSource {
         self.shared.set_size_bytes(size_bytes);
     }
 
+    /// The disk behind a driver of another crate, with its properties at open. The function that
+    /// opens a disk of that kind ends with it.
+    #[must_use]
+    pub fn from_driver(info: DiskInfo, source: Arc<dyn DriverSource>) -> Self {
+        Self::new(info, SourceKind::Driver(source))
+    }
+
     fn new(info: DiskInfo, kind: SourceKind) -> Self {
         Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
     }
 
     /// Returns the disk for reading its content before it has requests. The disk itself learns
     /// nothing from these reads: see `DriverSource::reopen_for_probe`.
-    fn for_probe(&self) -> Result<Self, Error> {
+    ///
+    /// # Errors
+    ///
+    /// If the disk cannot be opened again.
+    pub fn for_probe(&self) -> Result<Self, Error> {
         Ok(self.reopen_for_probe()?.unwrap_or_else(|| self.clone()))
     }
 
-    fn reopen_for_probe(&self) -> Result<Option<Self>, Error> {
+    /// Opens the disk again if a read for a probe would change it. `None`: the disk itself can be
+    /// probed.
+    ///
+    /// # Errors
+    ///
+    /// If the disk cannot be opened again.
+    pub fn reopen_for_probe(&self) -> Result<Option<Self>, Error> {
         match &self.kind {
             SourceKind::Driver(source) => {
                 let opened = source.reopen_for_probe()?;
@@ -158,8 +153,8 @@ impl DiskSource {
     }
 
     /// Returns the same disk, read-only.
-    #[cfg(feature = "qcow2")]
-    fn for_reading(self) -> Self {
+    #[must_use]
+    pub fn for_reading(self) -> Self {
         Self { info: DiskInfo { read_only: true, ..self.info }, ..self }
     }
 
@@ -188,7 +183,7 @@ impl DiskSource {
     }
 
     /// Finds the size that [`refresh`](Self::refresh) takes over.
-    fn probe_size(&self) -> Result<u64, Error> {
+    pub fn probe_size(&self) -> Result<u64, Error> {
         match &self.kind {
             SourceKind::File(source) => source.size_bytes(&self.info),
             SourceKind::Driver(source) => source.probe_size(),
@@ -257,7 +252,12 @@ impl DiskSource {
         }
     }
 
-    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+    /// Checks that users can change the disk to this size.
+    ///
+    /// # Errors
+    ///
+    /// If they cannot, with the reason.
+    pub fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         match &self.kind {
             SourceKind::Null => null::check_size(size_bytes, self.info.logical_block_bytes),
             SourceKind::File(source) => source.check_new_size(size_bytes, &self.info),
@@ -280,7 +280,7 @@ impl DiskSource {
     }
 
     /// Attaches the disk below another one, which chooses the preferred engine.
-    fn attach_with(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Disk {
+    pub fn attach_with(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Disk {
         let kind = match &self.kind {
             SourceKind::File(source) => {
                 Kind::File(source.attach(Rc::clone(io), io.engine_for(engine)))
@@ -395,7 +395,7 @@ impl Disk {
     }
 
     /// Like [`Driver::route_to_file`](driver::Driver::route_to_file), for a layer over this disk.
-    fn route_to_file(
+    pub fn route_to_file(
         &self,
         kind: OpKind,
         offset: u64,
@@ -403,7 +403,7 @@ impl Disk {
     ) -> Option<FilePosition<'_>> {
         let end = offset.wrapping_add(buffers.bytes() as u64);
         match self.is_direct(offset, end).then(|| self.route(kind, offset, buffers)) {
-            Some(Route::File(file, offset)) => Some((file, offset)),
+            Some(Route::File(file, offset)) => Some(FilePosition { file, offset }),
             _ => None,
         }
     }
@@ -445,12 +445,6 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 #[cfg(test)]
 mod flush_tests;
 #[cfg(test)]
-mod kinds_tests;
-#[cfg(test)]
-pub(crate) mod remote_stub;
-#[cfg(test)]
 mod size_tests;
-#[cfg(test)]
-mod stable_tests;
 #[cfg(test)]
 mod tests;

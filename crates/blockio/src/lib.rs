@@ -16,49 +16,24 @@
 //! # Ok::<(), blockio::Error>(())
 //! ```
 
-mod ab_test;
 mod admission;
-mod bounce;
 pub mod clock;
 mod config;
 #[cfg(test)]
 mod contract;
-mod device_queue;
 pub mod disk;
+pub mod driver;
 pub mod engine;
-pub mod engine_trial;
 mod error;
-mod fairness;
-mod foreign_op;
-mod interest;
-mod io;
-mod io_file;
-mod io_state;
-pub mod io_thread;
-mod mailbox;
-#[cfg(all(test, any(loom, shuttle)))]
-mod models;
-pub mod oneshot;
+mod executor;
+mod file;
 pub mod op;
-mod op_kind;
-mod open_file;
-mod pacing;
-mod poll_window;
-mod rate_limit;
-mod reactor;
-mod registered;
-mod regular_file;
-mod remote;
-mod stall_log;
-mod stalled_ops;
 pub mod stats;
-mod sync;
-mod task;
-mod task_key;
-mod task_set;
-mod time_slice;
-mod turn;
-mod write_loss;
+#[cfg(any(test, feature = "testing"))]
+#[allow(clippy::unwrap_used)]
+pub mod testing;
+mod thread;
+mod watchdog;
 
 pub use config::{
     BounceConfig, ByteLimits, CompletionRing, EngineConfig, EngineKind, EngineOptions,
@@ -66,17 +41,18 @@ pub use config::{
 };
 pub use disk::{Disk, DiskOptions, DiskSource, TransferError};
 pub use error::Error;
-pub use fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
-pub use foreign_op::{ForeignCompleter, ForeignOp};
-pub use io::{Io, TaskRef};
-pub use io_thread::IoThread;
+pub use executor::oneshot;
+pub use file::regular_file::{check_regular, open_regular};
 pub use iomem::{BufferMemory, Buffers};
-pub use reactor::{Armed, Source, SourceId};
-pub use registered::RegisteredMemory;
-pub use regular_file::{check_regular, open_regular};
-pub use remote::Remote;
-pub use task_set::TaskSet;
-pub use turn::{Activity, Wait};
+pub use thread::fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
+pub use thread::foreign_op::{ForeignCompleter, ForeignOp};
+pub use thread::io::{Io, TaskRef};
+pub use thread::io_thread::IoThread;
+pub use thread::reactor::{Armed, Source, SourceId};
+pub use thread::registered::RegisteredMemory;
+pub use thread::remote::Remote;
+pub use thread::task_set::TaskSet;
+pub use thread::turn::{Activity, Wait};
 
 /// Compiles the examples of docs/internals/embedding.md.
 #[cfg(doctest)]

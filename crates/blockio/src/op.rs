@@ -19,21 +19,23 @@
 //! that owns its memory in the same way. SAFETY comments of engines and pool threads point here;
 //! `tests::an_abandoned_op_keeps_its_memory_until_it_completes` tests it.
 
+pub(crate) mod bounce;
+
 use std::io;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
 use crate::admission::{Admission, Lanes, OpTable};
-pub use crate::io_file::{FileRef, IoFile};
-pub use crate::op_kind::OpKind;
-use crate::op_kind::errno_of;
-use crate::open_file::OpTimes;
-pub use crate::open_file::OpenFile;
+use crate::executor::task::Owner;
+use crate::executor::task_key::TaskKey;
+pub use crate::file::io_file::{FileRef, IoFile};
+pub use crate::file::op_kind::OpKind;
+use crate::file::op_kind::errno_of;
+use crate::file::open_file::OpTimes;
+pub use crate::file::open_file::OpenFile;
+use crate::file::write_loss::NOT_TRACKED;
 use crate::stats::{OpStats, Stats, nanoseconds};
-use crate::task::Owner;
-use crate::task_key::TaskKey;
-use crate::write_loss::NOT_TRACKED;
 use iomem::Buffers;
 
 /// A kernel operation.
@@ -93,7 +95,7 @@ struct Slot {
     submitted: Option<Instant>,
     /// The units of the op in its lane; 0 while it is not with the engine.
     units: u32,
-    /// The number of [`WriteLossTracker::begin`](crate::write_loss::WriteLossTracker::begin).
+    /// The number of [`WriteLossTracker::begin`](crate::file::write_loss::WriteLossTracker::begin).
     tracked: u64,
 }
 

@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::executor::sync::atomic::{AtomicU64, Ordering};
 use iomem::fits;
 
 /// A count that one thread writes and any thread reads.

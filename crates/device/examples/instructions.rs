@@ -20,9 +20,9 @@ use blockio::{Activity, DiskOptions, DiskSource, EngineKind, IoThread, IoThreadC
 use device::blk::config::{
     BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1, SECTOR_BYTES,
 };
-use device::scsi::address::UnitAddress;
 use device::scsi::config::ScsiOptions;
 use device::scsi::unit::{Identifiers, UnitOptions};
+use device::unit_address::UnitAddress;
 use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};

@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtqueue::AnswerPlace;
 
-use crate::call_watch::CallTrust;
-use crate::data_budget::DataBudget;
 use crate::events::Events;
-use crate::queue_setup::QueueOptions;
+use crate::queue::call_watch::CallTrust;
+use crate::queue::data_budget::DataBudget;
+use crate::queue::queue_setup::QueueOptions;
 use crate::stats::{QueueStats, RequestTotals};
 
 /// A status or response code as a byte: the ring has one byte for it, the headers of Linux have

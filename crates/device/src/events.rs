@@ -5,7 +5,7 @@ use std::io;
 
 use virtqueue::{ChainFault, QueueError, Recovery};
 
-use crate::scsi::address::UnitAddress;
+use crate::unit_address::UnitAddress;
 
 /// Receives failures and notable events of a device. Guests can cause most of them at will, so an
 /// implementation that logs them should limit the rate.

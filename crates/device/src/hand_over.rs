@@ -8,10 +8,10 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
+use crate::access::AccessState;
 use crate::device::Device;
-use crate::scsi::access::AccessState;
-use crate::scsi::address::UnitAddress;
 use crate::scsi::event_queue::Event;
+use crate::unit_address::UnitAddress;
 
 /// The state of a device without running queues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,38 +10,29 @@
 //! Where other processes may make the call eventfds block, it keeps a [`CallWatch`]. The library
 //! installs no signal handler on its own.
 
-mod batching;
+pub mod access;
 pub mod blk;
-mod buffer_budget;
-mod call_watch;
 mod config_space;
-mod data_budget;
 mod device;
 mod device_core;
-mod eventfd;
 mod events;
 mod hand_over;
-mod ordered_completion;
-mod per_thread;
 mod queue;
-mod queue_setup;
-mod queue_status;
-mod queue_task;
-mod request_barrier;
 pub mod scsi;
 mod stats;
 #[cfg(test)]
 mod testing;
+pub mod unit_address;
 
 pub use blockio::oneshot;
-pub use call_watch::{CallWatch, WatchError, prepare_calls};
-pub use data_budget::SMALL_REQUEST_BYTES;
 pub use device::{Device, Negotiated, QueueRole};
 pub use events::{
     Events, KICK_NOT_WATCHED_TEXT, LogEvents, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT,
 };
 pub use hand_over::DeviceState;
 pub use queue::QueueHandle;
-pub use queue_setup::{QueueSetup, Ring, StartError, StopKind};
-pub use queue_status::QueueView;
+pub use queue::call_watch::{CallWatch, WatchError, prepare_calls};
+pub use queue::data_budget::SMALL_REQUEST_BYTES;
+pub use queue::queue_setup::{QueueSetup, Ring, StartError, StopKind};
+pub use queue::queue_status::QueueView;
 pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};

@@ -1,5 +1,16 @@
 //! One virtqueue of a device: the ring, its eventfds, and the commands that it carries out.
 
+pub(crate) mod batching;
+pub(crate) mod buffer_budget;
+pub(crate) mod call_watch;
+pub(crate) mod data_budget;
+pub(crate) mod eventfd;
+pub(crate) mod ordered_completion;
+pub(crate) mod per_thread;
+pub(crate) mod queue_setup;
+pub(crate) mod queue_status;
+pub(crate) mod queue_task;
+pub(crate) mod request_barrier;
 mod room;
 mod stop;
 
@@ -17,15 +28,15 @@ use blockio::{Armed, Io, RegisteredMemory, Remote, Source, clock};
 use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 
-use crate::batching::{Batching, QueueState, Run};
-use crate::buffer_budget::ListBudget;
-use crate::call_watch::Caller;
-use crate::data_budget::QueueDataBudget;
 use crate::events::{Events, QueueFault};
-use crate::ordered_completion::OrderedCompletion;
-use crate::queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
-use crate::queue_status::{PendingCommand, QueueStatus, QueueView};
-use crate::request_barrier::RequestBarrier;
+use crate::queue::batching::{Batching, QueueState, Run};
+use crate::queue::buffer_budget::ListBudget;
+use crate::queue::call_watch::Caller;
+use crate::queue::data_budget::QueueDataBudget;
+use crate::queue::ordered_completion::OrderedCompletion;
+use crate::queue::queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
+use crate::queue::queue_status::{PendingCommand, QueueStatus, QueueView};
+use crate::queue::request_barrier::RequestBarrier;
 use crate::stats::{QueueStats, RequestKind};
 
 thread_local! {

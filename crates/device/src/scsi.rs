@@ -1,7 +1,5 @@
 //! virtio-scsi (virtio 1.3, section 5.6).
 
-pub mod access;
-pub mod address;
 pub(crate) mod answer;
 pub(crate) mod block;
 pub(crate) mod cdb;
@@ -12,24 +10,17 @@ pub(crate) mod event_queue;
 pub(crate) mod fields;
 pub(crate) mod held;
 mod inquiry;
-pub(crate) mod medium;
 pub(crate) mod mode;
 pub(crate) mod outcome;
-pub(crate) mod persist;
 pub(crate) mod report;
 pub(crate) mod request;
 pub(crate) mod request_queue;
 pub(crate) mod reserve;
-pub(crate) mod semaphore;
-pub(crate) mod sense;
-pub(crate) mod task_resources;
-pub(crate) mod task_set;
 pub(crate) mod task_wait;
 pub mod unit;
 pub(crate) mod units;
 pub(crate) mod unmap;
 pub(crate) mod verify;
-pub(crate) mod wait_group;
 
 pub use device::{RemovedUnit, ScsiDevice, UnitError};
 

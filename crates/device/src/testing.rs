@@ -18,16 +18,16 @@ use virtqueue::{
     RegionConfig,
 };
 
-use crate::buffer_budget::LONG_LISTS_BYTES;
-use crate::call_watch::CallTrust;
-use crate::data_budget::DataBudget;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
+use crate::queue::buffer_budget::LONG_LISTS_BYTES;
+use crate::queue::call_watch::CallTrust;
+use crate::queue::data_budget::DataBudget;
+use crate::queue::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
+use crate::queue::queue_task::{self, Handler};
 use crate::queue::{Queue, QueueHandle};
-use crate::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
-use crate::queue_task::{self, Handler};
-use crate::scsi::address::UnitAddress;
 use crate::stats::QueueStats;
+use crate::unit_address::UnitAddress;
 
 pub(crate) const RING: Ring =
     Ring { size: 64, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };

@@ -7,11 +7,13 @@
 mod closing;
 mod disk_change;
 mod export;
+pub(crate) mod export_log;
 mod exports;
 mod hand_over;
 pub(crate) mod hand_over_state;
 mod opening;
 mod order;
+pub(crate) mod subscribers;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::task::{Poll, Waker};
@@ -23,18 +25,18 @@ use blockio::DiskSource;
 use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::cancellation::CancelToken;
-use crate::command::{CommandError, ExportStatus, Removal};
-use crate::passed_fds::PassedFds;
-use crate::qos::{FullQosSpec, QosChange};
+use crate::open::cancellation::CancelToken;
+use crate::spec::command::{CommandError, ExportStatus, Removal};
+use crate::spec::qos::{FullQosSpec, QosChange};
+use crate::spec::stats::ExportStats;
+use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
-use crate::stats::ExportStats;
-use crate::status::ExportDetails;
 use exports::Exports;
 use hand_over_state::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
+use vhost_user::PassedFds;
 
 /// The wait of an export that has not yet received its order to end.
 const NOT_BEGUN: &str = "another process may be taking over";

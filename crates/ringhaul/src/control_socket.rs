@@ -27,8 +27,8 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 
 use crate::daemon::Daemon;
-use crate::endpoint::Endpoint;
-use crate::peer::{Peer, peer_is_in_group};
+use crate::socket::endpoint::Endpoint;
+use crate::socket::peer::{Peer, peer_is_in_group};
 use crate::takeover;
 use client::Client;
 use client_quota::ClientQuota;
@@ -36,7 +36,7 @@ use connection::{Connection, Input, LIMITS, Line};
 use message::{Code, Request, RpcError, answer_line};
 use methods::Entry;
 
-pub(crate) use methods::schema;
+pub use methods::schema;
 
 /// The time that a handing-over process takes to send the outcome of pending requests to its
 /// clients.

@@ -1,44 +1,46 @@
 //! The daemon: named exports, and the commands that add, change and remove them.
 
 mod adding;
+pub(crate) mod arguments;
+pub(crate) mod disk_monitor;
+pub(crate) mod format;
 pub(crate) mod hand_over;
 mod keeping;
 mod opening;
+pub(crate) mod reload;
+pub(crate) mod saved_state;
+mod unit_closing;
 
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
-use device::scsi::access::DiskAccess;
+use device::access::DiskAccess;
 use device::{CallWatch, Device};
 
-use crate::command::{Command, CommandError, NewSize, Reply};
-use crate::control::{
-    ChangingUnit, Control, DiskLock, ExportSetup, ResizingDisk, UnitChange, WatchedDisk,
-};
-use crate::endpoint::Endpoint;
-use crate::engines::{EngineChoice, Thread, Threads, choose, set_up};
-use crate::export_log::ExportLog;
-use crate::lease_id::lease_id;
-use crate::memory_limits::MemoryLimits;
-use crate::open_disk::OpenDisk;
+use crate::control::export_log::ExportLog;
+use crate::control::subscribers::Subscribers;
+use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
+use crate::daemon::format::ProcessOptions;
+use crate::daemon::saved_state::{ChangedPart, SavedState};
+use crate::daemon::unit_closing::close_unit;
+use crate::open::disk::OpenDisk;
+use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
-use crate::ownership::{Ownership, PassedOn};
-use crate::qos::{LimitGroups, QosChange};
-use crate::saved_state::{ChangedPart, SavedState};
-use crate::settings::{Settings, SettingsChange};
-use crate::shared_disks::SharedDisks;
-use crate::shutdown::{Event, Outcome, wait_for_shutdown};
+use crate::process::memory_limits::MemoryLimits;
+use crate::socket::endpoint::Endpoint;
+use crate::spec::command::{Command, CommandError, NewSize, Reply};
+use crate::spec::lease_id::lease_id;
+use crate::spec::qos::{LimitGroups, QosChange};
+use crate::spec::settings::{Settings, SettingsChange};
+use crate::spec::stats::DaemonStats;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
-use crate::stats::DaemonStats;
-use crate::subscribers::Subscribers;
-use crate::takeover::format::ProcessOptions;
-use crate::thread_watch::ThreadWatch;
-
-/// The time that closing a unit may block takeovers.
-const CLOSE_MAX: Duration = Duration::from_secs(1);
+use crate::threads::engines::{EngineChoice, Thread, Threads, choose, set_up};
+use crate::threads::ownership::{Ownership, PassedOn};
+use crate::threads::shutdown::{Event, Outcome, wait_for_shutdown};
+use crate::threads::thread_watch::ThreadWatch;
 
 /// A daemon that serves disks on any number of named exports.
 ///
@@ -434,24 +436,6 @@ impl Shutdown {
         }
         Ok(outcome)
     }
-}
-
-/// Calls `close` to close a removed unit. If its requests or its file system take longer than
-/// [`CLOSE_MAX`], another process may take over in the meantime. It does not have the unit.
-fn close_unit(close: impl FnOnce(), lock: &DiskLock<'_>) {
-    let (closing, closes) = mpsc::channel::<()>();
-    let watch = move || {
-        if closes.recv_timeout(CLOSE_MAX) == Err(RecvTimeoutError::Timeout) {
-            lock.unblock_take_over();
-        }
-    };
-    std::thread::scope(|scope| {
-        // Without the thread, takeovers stay blocked until the unit is closed.
-        let watch_close = std::thread::Builder::new().name("ringhaul-unit".into());
-        let _ = watch_close.spawn_scoped(scope, watch);
-        close();
-        drop(closing);
-    });
 }
 
 /// Resizes a disk, unless that would cut off data without permission. `cut_off` stops the use of

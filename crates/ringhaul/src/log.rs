@@ -5,6 +5,8 @@
 
 mod filter;
 mod queue;
+pub(crate) mod rate_limit;
+pub mod redact;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Write as _};
@@ -29,7 +31,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 use queue::Lines;
 
-use crate::redact::{printable, redact};
+use crate::log::redact::{printable, redact};
 pub use queue::flush;
 
 /// Values of `--log-format`.

@@ -1,9 +1,9 @@
 //! The options of `ringhaul serve`.
 
+pub mod config;
 mod disk;
 pub(crate) mod export;
-pub mod switches;
-pub(crate) mod unit;
+pub mod unit;
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -18,12 +18,12 @@ use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
 
+use crate::spec::switches::Switches;
 use disk::parse_limits;
-use switches::Switches;
 
-use crate::disk_spec::completions;
-use crate::qos::{LimitSpec, OnError};
-use crate::settings::{POLL_MAX_US, PollLimits};
+use crate::spec::disk::completions;
+use crate::spec::qos::{LimitSpec, OnError};
+use crate::spec::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
 /// The limits of Linux for a time slice, in microseconds.

@@ -10,24 +10,24 @@ use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
-use crate::command::{Command, CommandError, EndCause, Reply};
-use crate::config::{Config, ConfigFile};
 use crate::control_socket::ControlSocket;
 use crate::daemon::Daemon;
-use crate::disk_monitor::DiskMonitor;
-use crate::endpoint::Endpoint;
-use crate::group;
+use crate::daemon::arguments::ParsedOptions;
+use crate::daemon::disk_monitor::DiskMonitor;
+use crate::daemon::format::ProcessOptions;
+use crate::daemon::reload::Reload;
+use crate::daemon::saved_state::SavedState;
 use crate::log;
 use crate::options::ServeArgs;
-use crate::ownership::PassedOn;
-use crate::reload::Reload;
-use crate::saved_state::SavedState;
-use crate::settings::Settings;
-use crate::shutdown::Outcome;
+use crate::options::config::{Config, ConfigFile};
+use crate::process::group;
+use crate::socket::endpoint::Endpoint;
+use crate::spec::command::{Command, CommandError, EndCause, Reply};
+use crate::spec::settings::Settings;
 use crate::spec::{EndpointSpec, ExportSpec};
-use crate::takeover::arguments::ParsedOptions;
-use crate::takeover::format::ProcessOptions;
 use crate::takeover::new_process::{self, Predecessor};
+use crate::threads::ownership::PassedOn;
+use crate::threads::shutdown::Outcome;
 use start::{PreviousState, Start};
 
 /// A second signal has ended the daemon before its requests were finished.
@@ -45,7 +45,7 @@ const EXIT_THREAD_FAILED: u8 = 4;
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
     // Before another process hands over more descriptors than the present limit allows.
-    crate::descriptor_limit::raise();
+    crate::process::descriptor_limit::raise();
     match &args.takeover {
         None => begin(args, config),
         Some(socket) => {

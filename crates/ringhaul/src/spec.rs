@@ -1,6 +1,15 @@
 //! The specification of an export, as plain data that the command line or another program makes.
 
+pub mod command;
+pub mod disk;
+pub(crate) mod disk_names;
+pub(crate) mod lease_id;
+pub mod qos;
 mod rules;
+pub mod settings;
+pub mod stats;
+pub mod status;
+pub mod switches;
 mod validation;
 mod values;
 
@@ -10,15 +19,15 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
-use device::scsi::address::LUN_MAX;
 use device::scsi::config::REQUEST_QUEUES_MAX;
 use device::scsi::unit;
+use device::unit_address::LUN_MAX;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use crate::disk_spec::DiskSpec;
-use crate::options::switches::RUN_MAX;
-use crate::qos::{LimitSpec, OnError, QosChange, QosSpec};
+pub use crate::spec::disk::DiskSpec;
+use crate::spec::qos::{LimitSpec, OnError, QosChange, QosSpec};
+use crate::spec::switches::RUN_MAX;
 pub use values::{CacheMode, Wwn};
 
 /// The longest name of an export.

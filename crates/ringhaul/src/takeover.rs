@@ -8,8 +8,6 @@
 //! has read that, only the new one may serve, and does so after its confirmation. Before that point
 //! any failure lets the old process resume with everything that it had.
 
-pub(crate) mod arguments;
-pub(crate) mod format;
 pub(crate) mod new_process;
 pub(crate) mod old_process;
 pub(crate) mod upgrade;

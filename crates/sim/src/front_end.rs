@@ -13,8 +13,8 @@ use std::rc::Rc;
 use blockio::Remote;
 use blockio::engine::kernel::sim::{World as _, is_readable};
 use device::Device;
-use ringhaul::vhost_user::message::{Header, Request, code};
-use ringhaul::vhost_user::{End, SessionProgress};
+use vhost_user::message::{Header, Request, code};
+use vhost_user::{End, SessionProgress};
 use virtqueue::MappingBudget;
 
 use crate::failure::Failure;

@@ -7,8 +7,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use iomem::fits;
-use ringhaul::vhost_user::message::InflightArea;
 use rustix::fs::{MemfdFlags, SeekFrom};
+use vhost_user::message::InflightArea;
 use virtqueue::{GuestMemory, InflightRegion, MappingRules, RegionConfig, RingLayout};
 
 use crate::plan::Plan;

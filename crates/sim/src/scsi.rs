@@ -10,7 +10,7 @@ pub(crate) mod reservations;
 pub(crate) mod shared;
 pub(crate) mod unit;
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 /// The first request queue, behind the control queue and the event queue.
 pub(crate) const FIRST_REQUEST_QUEUE: usize = 2;

@@ -65,11 +65,13 @@ pub enum MemoryError {
     /// to files without seals may wait for a program or a server.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x}: its descriptor is not of \
-         memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device)"
+         memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device){advice}"
     )]
     NotMemory {
         /// Start of the region.
         guest_addr: u64,
+        /// The advice of [`MappingRules`](crate::MappingRules).
+        advice: &'static str,
     },
     /// The file cannot be examined.
     #[error(

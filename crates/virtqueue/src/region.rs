@@ -37,6 +37,9 @@ pub struct RegionConfig {
 pub struct MappingRules {
     /// The files that may be mapped.
     pub files: MemoryFiles,
+    /// The end of the error about a file that may not be mapped, such as "; use memfd". Empty for
+    /// none.
+    pub advice: &'static str,
     /// The limit on mapped bytes.
     pub budget: MappingBudget,
 }
@@ -44,7 +47,7 @@ pub struct MappingRules {
 impl Default for MappingRules {
     /// Allows files that cannot make an access wait, without a limit on bytes.
     fn default() -> Self {
-        Self { files: MemoryFiles::default(), budget: MappingBudget::unlimited() }
+        Self { files: MemoryFiles::default(), advice: "", budget: MappingBudget::unlimited() }
     }
 }
 
@@ -82,8 +85,8 @@ impl Region {
         let wrap = || MemoryError::AddressWrap { guest_addr, user_addr, file_offset, size };
         check_addresses(guest_addr, user_addr, size, file_offset)?;
         let end = file_offset.checked_add(size).ok_or_else(wrap)?;
-        let status = examine(config, rules.files)?;
-        check_file(guest_addr, &status, end)?;
+        let status = examine(config, rules)?;
+        check_file(guest_addr, &status, end, rules.advice)?;
 
         // hugetlbfs reports its page size as the block size, and neither maps nor unmaps parts of a
         // page. The mapping may pass the end of the file, but nothing beyond the region is touched.
@@ -192,20 +195,20 @@ fn check_addresses(
 
 /// Returns the status of the file, if it may be mapped. A FUSE file system need not answer, so no
 /// call may reach it before the file is known to be memory.
-fn examine(config: &RegionConfig, files: MemoryFiles) -> Result<Statx, MemoryError> {
+fn examine(config: &RegionConfig, rules: &MappingRules) -> Result<Statx, MemoryError> {
     let RegionConfig { guest_addr, file, .. } = config;
     let status = |flags| {
         statx(file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::BASIC_STATS)
             .map_err(|errno| MemoryError::Stat { guest_addr: *guest_addr, cause: errno.into() })
     };
-    if files == MemoryFiles::Any {
+    if rules.files == MemoryFiles::Any {
         return status(AtFlags::empty());
     }
     let known = status(AtFlags::STATX_DONT_SYNC)?;
     if fcntl_get_seals(file).is_ok() || is_dax(&known).unwrap_or(false) {
         return Ok(known);
     }
-    Err(MemoryError::NotMemory { guest_addr: *guest_addr })
+    Err(MemoryError::NotMemory { guest_addr: *guest_addr, advice: rules.advice })
 }
 
 /// Returns true for a DAX device, which is memory with a name in /dev.
@@ -222,14 +225,19 @@ fn file_type(status: &Statx) -> FileType {
     FileType::from_raw_mode(u32::from(status.stx_mode))
 }
 
-fn check_file(guest_addr: u64, status: &Statx, end: u64) -> Result<(), MemoryError> {
+fn check_file(
+    guest_addr: u64,
+    status: &Statx,
+    end: u64,
+    advice: &'static str,
+) -> Result<(), MemoryError> {
     match file_type(status) {
         FileType::RegularFile if status.stx_size < end => {
             let length = status.stx_size;
             Err(MemoryError::FileTooShort { guest_addr, needed: end, length })
         }
         FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => {
-            Err(MemoryError::NotMemory { guest_addr })
+            Err(MemoryError::NotMemory { guest_addr, advice })
         }
         // DAX devices and anonymous inodes have no length to check. The kernel refuses to map them
         // past their end.

@@ -413,7 +413,7 @@ pub fn ringhaul_binary() -> Result<PathBuf> {
     match path {
         Some(path) if path.is_file() => Ok(path),
         _ => bail!(
-            "there is no ringhaul binary for {}; run cargo build --package ringhaul with the \
+            "there is no ringhaul binary for {}; run cargo build --package ringhaul-cli with the \
              same profile, or set RINGHAUL_BIN",
             test.display()
         ),

@@ -1,4 +1,5 @@
-//! The floors of each crate: imports never point upward and never form a circle.
+//! The floors of each crate: its folders and files, of which a lower one imports nothing from a
+//! higher one. No modules import each other in a circle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,42 +25,38 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
 fn check_crate(floors: &Floors, sources: &[Source]) -> Vec<Problem> {
     let modules = modules_of(floors.folder, sources);
     let mut problems = Vec::new();
-    let floor_of: BTreeMap<&str, u32> = floors
-        .modules
-        .iter()
-        .flat_map(|&(floor, names)| names.iter().map(move |&name| (name, floor)))
-        .collect();
-    for name in floor_of.keys().filter(|name| !modules.contains_key(&path_of(name))) {
+    let floor_of = |path: &Path| {
+        floors.floors.iter().position(|floor| path.first().is_some_and(|first| first == floor))
+    };
+    let is_there =
+        |floor: &str| modules.keys().any(|path| path.first().is_some_and(|p| p == floor));
+    for floor in floors.floors.iter().filter(|floor| !is_there(floor)) {
         problems.push(Problem {
             file: TABLE.to_owned(),
             line: 1,
-            what: format!("`{name}` of {} has a floor", floors.folder),
-            advice: "there is no such module: take the row out".to_owned(),
+            what: format!("`{floor}` is a floor of {}", floors.folder),
+            advice: "the crate has no such file or folder: remove the floor".to_owned(),
         });
     }
     let mut drawing = BTreeMap::new();
     for (path, module) in modules.iter().filter(|(path, _)| !path.is_empty()) {
         let name = path.join("::");
-        let Some(&floor) = floor_of.get(name.as_str()) else {
-            let advice = format!("give it one in {TABLE}, above all that it imports");
+        let Some(floor) = floor_of(path) else {
+            let advice = format!("insert it in {TABLE}, above all that it imports");
             problems.push(module.source.problem(1, format!("`{name}` has no floor"), advice));
             continue;
         };
         let mut targets = BTreeSet::new();
         for (line, target) in module.imports(path, &modules) {
             let other = target.join("::");
-            match floor_of.get(other.as_str()) {
-                Some(&above) if above > floor => {
-                    let what = format!("`{name}` (floor {floor}) imports `{other}` ({above})");
-                    let advice = "import what is below, and move down what both need";
-                    problems.push(module.source.problem(line, what, advice));
-                }
-                None if target.is_empty() => {
-                    let what = format!("`{name}` imports from the crate's root");
-                    let advice = "import from the module that has it";
-                    problems.push(module.source.problem(line, what, advice));
-                }
-                _ => {}
+            if target.is_empty() {
+                let what = format!("`{name}` imports from the crate's root");
+                let advice = "import from the module of the item";
+                problems.push(module.source.problem(line, what, advice));
+            } else if floor_of(&target).is_some_and(|above| above > floor) {
+                let what = format!("`{name}` imports `{other}` from a higher floor");
+                let advice = "move the item to a lower floor";
+                problems.push(module.source.problem(line, what, advice));
             }
             targets.insert(target);
         }
@@ -69,13 +66,9 @@ fn check_crate(floors: &Floors, sources: &[Source]) -> Vec<Problem> {
         let names: Vec<String> = circle.iter().map(|path| path.join("::")).collect();
         let source = modules[&circle[0]].source;
         let what = format!("modules import each other: {}", names.join(" > "));
-        source.problem(1, what, "move down what they both need")
+        source.problem(1, what, "move the shared items to a lower module")
     }));
     problems
-}
-
-fn path_of(name: &str) -> Path {
-    name.split("::").map(ToOwned::to_owned).collect()
 }
 
 /// A file and its imports.
@@ -277,8 +270,7 @@ mod tests {
     use super::super::workspace;
     use super::*;
 
-    const FLOORS: Floors =
-        Floors { folder: "a/src", modules: &[(0, &["ground"]), (1, &["op", "op::slot"])] };
+    const FLOORS: Floors = Floors { folder: "a/src", floors: &["ground", "op"] };
 
     /// The problems of a crate with these files.
     fn found(files: &[(&str, &str)]) -> Vec<String> {
@@ -316,7 +308,7 @@ mod tests {
         ] {
             let problems = found(&[("ground.rs", text)]);
             assert_eq!(problems.len(), 1, "{text}: {problems:?}");
-            assert!(problems[0].starts_with("a/src/ground.rs: `ground` (floor 0) imports `op"));
+            assert!(problems[0].starts_with("a/src/ground.rs: `ground` imports `op"));
         }
     }
 
@@ -347,8 +339,8 @@ mod tests {
         let what = "a/src/new.rs: `new` has no floor";
         assert_eq!(found(&[("new.rs", ""), ("lib.rs", "pub use crate::op::Op;")]), [what]);
         let none = check_crate(&FLOORS, &[]);
-        assert_eq!(none.len(), 3);
-        assert!(none[0].what.contains("has a floor") && none[0].file == TABLE);
+        assert_eq!(none.len(), 2);
+        assert!(none[0].what.contains("is a floor") && none[0].file == TABLE);
     }
 
     #[test]

@@ -273,7 +273,7 @@ mod tests {
     fn a_simulation_of_other_code() {
         let code = "//! Doc.\nconst A: bool = cfg!(ringhaul_sim);\n";
         let what = ["2 `cfg(ringhaul_sim)` in this file"];
-        assert_eq!(found("crates/blockio/src/bounce.rs", code), what);
+        assert_eq!(found("crates/blockio/src/op/bounce.rs", code), what);
         for free in ["crates/blockio/src/clock.rs", "crates/sim/src/a.rs", "xtask/src/a.rs"] {
             assert!(found(free, code).is_empty(), "{free}");
         }

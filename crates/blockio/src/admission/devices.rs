@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::device_queue::Device;
+use crate::file::device_queue::Device;
 use iomem::fits;
 
 /// The place of a lane without a bounded device.

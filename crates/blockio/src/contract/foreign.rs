@@ -8,8 +8,8 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use iomem::Buffers;
 
 use super::BLOCK;
-use crate::foreign_op::ForeignCompleter;
-use crate::io::Io;
+use crate::thread::foreign_op::ForeignCompleter;
+use crate::thread::io::Io;
 
 /// A function that completes a foreign op at some time.
 pub(super) type CompleteForeign = Rc<dyn Fn(ForeignCompleter)>;

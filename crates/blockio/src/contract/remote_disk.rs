@@ -1,7 +1,7 @@
 //! A disk of another thread.
 
 use crate::disk::DiskSource;
-use crate::disk::remote_stub::RemoteStub;
+use crate::testing::RemoteStub;
 
 /// Returns a disk with this content.
 pub(super) fn disk(content: &[u8]) -> DiskSource {

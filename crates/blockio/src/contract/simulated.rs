@@ -6,8 +6,8 @@ use std::time::Instant;
 use super::*;
 use crate::disk::DiskInfo;
 use crate::engine::kernel::sim::{KernelOp, RingSetup, SqThread, World, install};
-use crate::foreign_op::ForeignCompleter;
 use crate::op::OpKind;
+use crate::thread::foreign_op::ForeignCompleter;
 
 mod limits;
 mod stable;

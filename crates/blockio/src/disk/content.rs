@@ -3,7 +3,7 @@
 use super::foreign::{BYTES, format_of, format_of_file, warning};
 use super::{DiskSource, SourceKind};
 use crate::config::IoThreadConfig;
-use crate::io_thread::IoThread;
+use crate::thread::io_thread::IoThread;
 
 impl DiskSource {
     /// The format of the image header that the disk has. `None` if there is none, it cannot be

@@ -34,23 +34,23 @@ use iomem::Buffers;
 
 use super::file::FileDisk;
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
-use super::size_probe::SizeProbe;
-use super::source::FileSource;
-use crate::bounce::BounceShare;
 use crate::config::EngineKind;
+use crate::disk::file::size_probe::SizeProbe;
+use crate::disk::file::source::FileSource;
 use crate::error::Error;
-use crate::io::Io;
 use crate::op::OpKind;
+use crate::op::bounce::BounceShare;
+use crate::thread::io::Io;
 
 /// A request to a disk of another kind.
-pub(super) type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+pub type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// The properties of a disk of another kind at open, and its source.
-pub(super) type Opened = (DiskInfo, Arc<dyn DriverSource>);
+pub type Opened = (DiskInfo, Arc<dyn DriverSource>);
 
 /// An open disk of another kind, for all threads. Its methods are called by threads that may wait,
 /// except for methods that only report known facts.
-pub(super) trait DriverSource: fmt::Debug + Send + Sync {
+pub trait DriverSource: fmt::Debug + Send + Sync {
     /// Attaches the disk for tasks on `io`. Does not wait: a task makes connections, and requests
     /// wait for that. A layer passes `engine` on to the disk below.
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver>;
@@ -89,7 +89,6 @@ pub(super) trait DriverSource: fmt::Debug + Send + Sync {
     fn local(&self) -> Option<&FileSource>;
 
     /// See [`DiskSource::is_exclusive`](super::DiskSource::is_exclusive).
-    #[cfg(feature = "qcow2")]
     fn is_exclusive(&self) -> bool {
         self.local().is_some_and(|file| file.is_exclusive)
     }
@@ -166,7 +165,10 @@ pub(super) trait DriverSource: fmt::Debug + Send + Sync {
 }
 
 /// A file, and the byte of it at which a transfer begins.
-pub(super) type FilePosition<'a> = (&'a FileDisk, u64);
+pub struct FilePosition<'a> {
+    pub(super) file: &'a FileDisk,
+    pub(super) offset: u64,
+}
 
 /// The route of a transfer that needs no check of limits.
 pub(super) enum Route<'a> {
@@ -180,7 +182,7 @@ pub(super) enum Route<'a> {
 
 /// A disk of another kind on one IoThread. See [`Disk`](super::Disk) for the promises of its
 /// methods.
-pub(super) trait Driver {
+pub trait Driver {
     /// The target of the transfer of `buffers`, if all of it goes to one file and nothing is left
     /// to do here. State that must last as long as the memory is in use is [kept](Buffers::keep)
     /// with it. The caller begins the transfer at once: another request may move the data.
@@ -188,8 +190,10 @@ pub(super) trait Driver {
         None
     }
 
+    /// Reads all of `buffers`.
     fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>>;
 
+    /// Writes all of `buffers`, with `fua` onto stable storage.
     fn write(
         &self,
         offset: u64,
@@ -197,6 +201,7 @@ pub(super) trait Driver {
         fua: bool,
     ) -> Request<'_, Result<(), TransferError>>;
 
+    /// Makes all answered writes stable.
     fn flush(&self) -> Request<'_, io::Result<()>>;
 
     /// Discards a range of at least one block.
@@ -248,7 +253,7 @@ impl AttachedDriver {
     /// Like [`Disk::route`](super::Disk::route).
     pub(super) fn route(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Route<'_> {
         match self.disk.route_to_file(kind, offset, buffers) {
-            Some((file, offset)) => Route::File(file, offset),
+            Some(FilePosition { file, offset }) => Route::File(file, offset),
             None => Route::SlowPath,
         }
     }

@@ -1,5 +1,14 @@
 //! Disk `file`: a regular file or a block device.
 
+pub(crate) mod alignment;
+pub(crate) mod identity;
+pub(crate) mod lock;
+pub(crate) mod lock_holder;
+pub(crate) mod partial_blocks;
+pub(crate) mod retries;
+pub(crate) mod size_probe;
+pub(crate) mod source;
+pub(crate) mod sysfs;
 mod zeroes;
 
 use std::cell::Cell;
@@ -8,16 +17,16 @@ use std::ops::Deref;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::alignment::{Alignment, Window};
 use super::info::{Extent, ExtentKind, TransferError};
-use super::partial_blocks::{Blocks, Claimed};
-use super::retries::OpRetries;
-use super::size_probe::FileEnd;
-use super::source::FileSource;
-use crate::bounce::BounceShare;
 use crate::config::EngineKind;
-use crate::io::Io;
+use crate::disk::file::alignment::{Alignment, Window};
+use crate::disk::file::partial_blocks::{Blocks, Claimed};
+use crate::disk::file::retries::OpRetries;
+use crate::disk::file::size_probe::FileEnd;
+use crate::disk::file::source::FileSource;
+use crate::op::bounce::BounceShare;
 use crate::op::{Completion, FileRef, OpKind};
+use crate::thread::io::Io;
 use iomem::Buffers;
 
 impl FileSource {

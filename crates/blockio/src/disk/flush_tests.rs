@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
-use crate::io_thread::IoThread;
 use crate::op::OpKind;
+use crate::thread::io_thread::IoThread;
 use std::sync::Arc;
 
 /// A flush waits for an earlier flush of another IoThread, which may receive the report of a loss.

@@ -76,8 +76,7 @@ pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<Stri
 
 /// The reason why a disk without a qcow2 image is refused. It may have an image of another
 /// `format`.
-#[cfg(feature = "qcow2")]
-pub(super) fn not_qcow2(format: Option<&str>) -> String {
+pub fn not_qcow2(format: Option<&str>) -> String {
     match format {
         Some(format) => format!(
             "it is no qcow2 image, but has the header of a {format} image; convert it with \

@@ -157,7 +157,7 @@ pub enum ExtentKind {
 
 impl Extent {
     /// Bytes of unknown content.
-    pub(super) fn data(bytes: u64) -> Self {
+    pub fn data(bytes: u64) -> Self {
         Self { bytes, kind: ExtentKind::Data }
     }
 

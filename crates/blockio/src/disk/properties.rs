@@ -4,17 +4,17 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::error_policy::{ErrorPolicy, WaitReason};
 use super::info::{Abilities, DiskInfo, DiskState, Link, Placement};
-use super::limits::Limits;
-use super::shared::{LimitGroup, join};
-use super::size_probe::SizeProbe;
-use super::source::FileSource;
 use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
+use crate::disk::file::size_probe::SizeProbe;
+use crate::disk::file::source::FileSource;
+use crate::disk::qos::error_policy::{ErrorPolicy, WaitReason};
+use crate::disk::qos::limits::Limits;
+use crate::disk::qos::shared::{LimitGroup, join};
 use crate::error::Error;
-use crate::io::Io;
 use crate::op::OpenFile;
+use crate::thread::io::Io;
 
 impl DiskSource {
     /// The properties of the disk, with its present size.
@@ -54,7 +54,7 @@ impl DiskSource {
 
     /// The error for a disk that cannot be used, or for a layer on it, which `what` names, as in "a
     /// part of ".
-    pub(super) fn refused(&self, what: &str, reason: &str) -> Error {
+    pub fn refused(&self, what: &str, reason: &str) -> Error {
         // The reason may contain text of a header, which is untrusted.
         let is_shown = |character: &char| !character.is_control();
         let reason = reason.chars().filter(is_shown).collect();
@@ -208,8 +208,7 @@ impl DiskSource {
     }
 
     /// Returns true if the disk was [given up](Self::give_up).
-    #[cfg(feature = "qcow2")]
-    pub(super) fn is_given_up(&self) -> bool {
+    pub fn is_given_up(&self) -> bool {
         self.shared.is_given_up()
     }
 
@@ -351,8 +350,7 @@ impl DiskSource {
 
     /// Returns true if no other program writes to the disk: its file is in fact locked, or its
     /// block device claimed. A remote end may have other users.
-    #[cfg(feature = "qcow2")]
-    pub(super) fn is_exclusive(&self) -> bool {
+    pub fn is_exclusive(&self) -> bool {
         match &self.kind {
             SourceKind::File(source) => source.is_exclusive,
             SourceKind::Null => false,
@@ -367,7 +365,7 @@ impl DiskSource {
     }
 
     /// Returns true if a thread that must not wait can [set the size](Self::set_size).
-    pub(super) fn sets_size_at_once(&self) -> bool {
+    pub fn sets_size_at_once(&self) -> bool {
         match &self.kind {
             SourceKind::File(_) | SourceKind::Null => true,
             SourceKind::Driver(source) => source.sets_size_at_once(),
@@ -397,12 +395,12 @@ impl DiskSource {
     }
 
     /// Returns true if the disk is on a block device, not in a file of a file system.
-    pub(crate) fn is_block_device(&self) -> bool {
+    pub fn is_block_device(&self) -> bool {
         self.local().is_some_and(|source| source.is_block_device)
     }
 
     /// The file or block device under all layers.
-    pub(super) fn local(&self) -> Option<&FileSource> {
+    pub fn local(&self) -> Option<&FileSource> {
         match &self.kind {
             SourceKind::File(source) => Some(source),
             SourceKind::Null => None,

@@ -8,13 +8,13 @@ use iomem::Buffers;
 
 use super::driver::{Driver, DriverSource, FilePosition, Opened, Request};
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
-use super::size_probe::SizeProbe;
-use super::source::FileSource;
 use super::{Disk, DiskSource, SourceKind};
 use crate::config::EngineKind;
+use crate::disk::file::size_probe::SizeProbe;
+use crate::disk::file::source::FileSource;
 use crate::error::Error;
-use crate::io::Io;
 use crate::op::OpKind;
+use crate::thread::io::Io;
 
 impl DiskSource {
     /// Opens the part of a disk that begins at `offset_bytes` and has `size_bytes`, or all bytes

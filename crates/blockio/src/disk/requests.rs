@@ -8,9 +8,9 @@ use iomem::Buffers;
 
 use super::driver::Route;
 use super::info::TransferError;
-use super::limits::Direction;
-use super::throttle::{NoRequester, Requester, STEP_BYTES};
 use super::{Disk, Kind, Requests, null};
+use crate::disk::qos::limits::Direction;
+use crate::disk::qos::throttle::{NoRequester, Requester, STEP_BYTES};
 use crate::op::OpKind;
 
 /// The most bytes of a part that count for limits: the most that a part has by default.

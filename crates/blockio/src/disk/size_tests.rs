@@ -4,10 +4,10 @@ use std::os::unix::fs::MetadataExt;
 
 use iomem::Buffers;
 
-use super::remote_stub::RemoteStub;
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
-use crate::io_thread::IoThread;
+use crate::testing::RemoteStub;
+use crate::thread::io_thread::IoThread;
 
 const MIB: u64 = 1 << 20;
 
@@ -197,4 +197,23 @@ fn an_open_disk_can_be_handed_over() {
     assert!(matches!(error, Error::InUse { .. }), "{error}");
     drop(other);
     DiskSource::file(file.path(), &options).unwrap();
+}
+
+/// The caller that stops queues makes these requests fail.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(MIB).unwrap();
+    let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+    source.inherit(Some(libc::EIO), false);
+    let mut tries = crate::disk::qos::error_policy::RetryState::new(&source.shared.retry_stats);
+    let no_space = io::Error::from_raw_os_error(libc::ENOSPC);
+    assert!(
+        tries.record_failure(ErrorAction::Hold, &no_space, std::time::Instant::now()).is_some()
+    );
+    assert_eq!(source.state(), DiskState::Lost);
+    assert!(matches!(source.retry_state(), Some(DiskState::Held(_))));
+    drop(tries);
+    assert_eq!(source.retry_state(), None);
 }

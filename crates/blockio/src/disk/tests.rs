@@ -1,9 +1,9 @@
 //! Disks over the real kernel, with each engine.
 
-use super::partial_blocks::Blocks;
 use super::*;
 use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
-use crate::io_thread::IoThread;
+use crate::disk::file::partial_blocks::Blocks;
+use crate::thread::io_thread::IoThread;
 use iomem::Buffers;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;

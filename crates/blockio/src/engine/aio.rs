@@ -345,11 +345,11 @@ fn getevents_from_now_on(depth: u32) -> Completions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mailbox::Mailbox;
+    use crate::executor::mailbox::Mailbox;
+    use crate::executor::task::Owner;
+    use crate::executor::task_key::TaskKey;
     use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;
-    use crate::task::Owner;
-    use crate::task_key::TaskKey;
     use iomem::Buffers;
     use rustix::event::{EventfdFlags, eventfd};
     use std::io;

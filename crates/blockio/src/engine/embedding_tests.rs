@@ -12,11 +12,11 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::*;
 use crate::disk::{DiskOptions, DiskSource};
-use crate::io::Io;
-use crate::io_thread::IoThread;
-use crate::reactor::{Armed, Source};
-use crate::task::Owner;
-use crate::turn::{Activity, Wait};
+use crate::executor::task::Owner;
+use crate::thread::io::Io;
+use crate::thread::io_thread::IoThread;
+use crate::thread::reactor::{Armed, Source};
+use crate::thread::turn::{Activity, Wait};
 use iomem::Buffers;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];

@@ -10,8 +10,8 @@ use rustix::io::Errno;
 
 use super::kernel;
 use crate::clock;
+use crate::engine::interest::Interest;
 use crate::error::Error;
-use crate::interest::Interest;
 use crate::stats::Stats;
 
 /// The most events taken by one epoll_wait.

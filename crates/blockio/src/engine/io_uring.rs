@@ -22,9 +22,9 @@ use super::retry::Retry;
 use super::threads::Threads;
 use crate::clock;
 use crate::config::IoThreadConfig;
+use crate::engine::interest::Interest;
 use crate::error::Error;
-use crate::interest::Interest;
-use crate::io_file::NOT_REGISTERED;
+use crate::file::io_file::NOT_REGISTERED;
 use crate::op::{Completer, IoFile, Op, OpKind};
 use crate::stats::Stats;
 use fixed::FixedFiles;
@@ -432,9 +432,9 @@ impl AsFd for IoUring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mailbox::Mailbox;
+    use crate::executor::mailbox::Mailbox;
+    use crate::executor::task_key::TaskKey;
     use crate::op::Slots;
-    use crate::task_key::TaskKey;
     use rustix::event::{EventfdFlags, eventfd};
     use std::sync::Arc;
 

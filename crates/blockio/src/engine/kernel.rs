@@ -11,10 +11,10 @@ pub(super) mod ring_abi;
 pub mod sim;
 
 #[cfg(not(ringhaul_sim))]
-pub(crate) use linux::start_thread;
+pub use linux::start_thread;
 #[cfg(not(ringhaul_sim))]
 pub(super) use linux::{AioContext, Ring, simulate_jobs, sleep};
 #[cfg(ringhaul_sim)]
-pub(crate) use sim::start_thread;
+pub use sim::start_thread;
 #[cfg(ringhaul_sim)]
 pub(super) use sim::{AioContext, Ring, simulate_jobs, sleep};

@@ -15,9 +15,9 @@ use tempfile::NamedTempFile;
 
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::disk::{DiskOptions, DiskSource};
-use crate::io_thread::IoThread;
-use crate::reactor::{Armed, Source};
-use crate::turn::{Activity, Wait};
+use crate::thread::io_thread::IoThread;
+use crate::thread::reactor::{Armed, Source};
+use crate::thread::turn::{Activity, Wait};
 use iomem::Buffers;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];

@@ -6,9 +6,9 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use crate::mailbox::Mailbox;
+use crate::executor::mailbox::Mailbox;
+use crate::executor::sync::{Condvar, Mutex, MutexGuard};
 use crate::op::{Op, OpKind};
-use crate::sync::{Condvar, Mutex, MutexGuard};
 use iomem::fits;
 
 /// The size of QEMU's thread pool: enough to keep a disk array busy. More disks raise the limit.

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::config::EngineKind;
 use crate::disk::{DiskOptions, DiskSource};
-use crate::fairness::{ROUNDS_BETWEEN_SOURCES, ROUNDS_UNTIL_SERVED};
-use crate::io_thread::IoThread;
 use crate::op::OpKind;
-use crate::reactor::{Armed, Source};
-use crate::turn::{Activity, Wait};
+use crate::thread::fairness::{ROUNDS_BETWEEN_SOURCES, ROUNDS_UNTIL_SERVED};
+use crate::thread::io_thread::IoThread;
+use crate::thread::reactor::{Armed, Source};
+use crate::thread::turn::{Activity, Wait};
 use iomem::Buffers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 

@@ -13,9 +13,9 @@ use super::kernel;
 use super::pool::{Job, OpView, Pool, THREADS_MAX, pool_thread};
 use crate::admission::pool_threads;
 use crate::clock;
-use crate::mailbox::{Mailbox, OpResult};
+use crate::executor::mailbox::{Mailbox, OpResult};
 use crate::op::Completer;
-use crate::rate_limit::RateLimit;
+use crate::watchdog::rate_limit::RateLimit;
 
 /// Small, because a thread only makes system calls.
 const STACK_BYTES: usize = 128 << 10;
@@ -170,10 +170,10 @@ mod tests {
 
     use super::*;
     use crate::engine::pool::{Jobs, next_job};
+    use crate::executor::task::Owner;
+    use crate::executor::task_key::TaskKey;
     use crate::op::{FileRef, IoFile, Op, OpKind, Slots};
     use crate::stats::Stats;
-    use crate::task::Owner;
-    use crate::task_key::TaskKey;
     use iomem::Buffers;
 
     fn new_mailbox() -> Arc<Mailbox> {

@@ -4,7 +4,7 @@ use std::num::NonZeroU16;
 
 use blockio::disk::DiskInfo;
 
-use crate::buffer_budget::LONG_LISTS_BYTES;
+use crate::queue::buffer_budget::LONG_LISTS_BYTES;
 
 pub use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE as F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE as F_CONFIG_WCE,

@@ -11,12 +11,12 @@ use blockio::{DiskSource, Io};
 use virtqueue::AnswerPlace;
 
 use super::config::{self, BlkOptions};
+use crate::access::task_set::{WaitGroup, WaitToken};
+use crate::access::{DiskAccess, DiskUser};
 use crate::device_core::{CoreOptions, DeviceCore};
 use crate::events::Events;
-use crate::per_thread::PerThread;
 use crate::queue::Queue;
-use crate::scsi::access::{DiskAccess, DiskUser};
-use crate::scsi::task_set::{WaitGroup, WaitToken};
+use crate::queue::per_thread::PerThread;
 
 /// A virtio-blk device: the part beside the state that both kinds of device have.
 #[derive(Clone)]
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
     use crate::device::{Device, QueueRole};
     use crate::events::LogEvents;
-    use crate::queue_setup::StartError;
+    use crate::queue::queue_setup::StartError;
     use crate::testing::Scene;
 
     fn device() -> Device {

@@ -19,11 +19,11 @@ use super::config::{
     DISCARD_SECTORS_MAX, SECTOR_BYTES, SEGMENTS_MAX, SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX,
 };
 use super::device::BlkDevice;
+use crate::access::persist::CommandClass;
 use crate::device_core::byte;
 use crate::queue::Queue;
-use crate::queue_setup::StopKind;
-use crate::queue_task::Handler;
-use crate::scsi::persist::CommandClass;
+use crate::queue::queue_setup::StopKind;
+use crate::queue::queue_task::Handler;
 use crate::stats::RequestKind;
 
 /// Statuses of one byte each (virtio 1.3, section 5.2.6).

@@ -5,7 +5,7 @@ use virtqueue::ChainFault;
 
 use super::{Queue, QueueHandle};
 use crate::events::QueueFault;
-use crate::queue_setup::{Stop, StopKind};
+use crate::queue::queue_setup::{Stop, StopKind};
 use crate::stats::RequestKind;
 
 impl QueueHandle {

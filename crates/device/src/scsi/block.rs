@@ -9,9 +9,9 @@ use iomem::{Buffers, RepeatedBlock};
 use super::cdb::{Cdb, UNMAP};
 use super::outcome::{Data, Effect, Failure, Refused, TaskHandle, Transferred, refused};
 use super::request_queue::LocalUnit;
-use super::sense::{DiskUse, Sense};
 use super::task_wait::{self, DiskTask};
 use super::unit::Unit;
+use crate::access::sense::{DiskUse, Sense};
 
 /// The most bytes of one WRITE SAME: 32 MiB. If the disk has no operation for it, the blocks are
 /// written, and one request should not take seconds.

@@ -1,7 +1,7 @@
 //! Command descriptor blocks: the supported commands and their fields (SPC-5, SBC-4).
 
 use super::fields;
-use super::sense::Sense;
+use crate::access::sense::Sense;
 
 /// The bytes of a CDB that are evaluated: no supported command has more.
 pub(crate) const KEPT_BYTES: usize = 16;

@@ -12,8 +12,8 @@ pub(crate) use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_F_CHANGE as F_CHANGE, VIRTIO_SCSI_F_HOTPLUG as F_HOTPLUG,
 };
 
-use super::address::LUN_MAX;
-use crate::buffer_budget::LONG_LISTS_BYTES;
+use crate::queue::buffer_budget::LONG_LISTS_BYTES;
+use crate::unit_address::LUN_MAX;
 
 /// Bytes of the configuration space.
 const CONFIG_BYTES: usize = 36;

@@ -15,16 +15,16 @@ use virtio_bindings::virtio_scsi::{
 };
 use virtqueue::{Chain, ChainFault};
 
-use super::access::{self, EndedTasks};
-use super::address::{Address, UnitAddress};
 use super::device::ScsiDevice;
-use super::sense::Sense;
-use super::task_set::{Abort, TaskSelector, Treatment};
 use super::units::UnitNexus;
+use crate::access::sense::Sense;
+use crate::access::task_set::{Abort, TaskSelector, Treatment};
+use crate::access::{self, EndedTasks};
 use crate::device_core::byte;
 use crate::queue::Queue;
-use crate::queue_task::Handler;
+use crate::queue::queue_task::Handler;
 use crate::stats::RequestKind;
+use crate::unit_address::{Address, UnitAddress};
 
 /// Bytes of a task management request: type, function, LUN, tag.
 const FUNCTION_BYTES: usize = 24;

@@ -11,19 +11,19 @@ use std::time::Instant;
 use blockio::{DiskSource, Io};
 use virtqueue::AnswerPlace;
 
-use super::access::{DiskAccess, Peer};
-use super::address::{LUN_MAX, UnitAddress, UnitNumber};
 use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
 use super::event_queue::EventSink;
 use super::held::HeldCommands;
 use super::request_queue::{RequestQueue, RequestQueues};
-use super::sense::Sense;
-use super::task_set::{TaskId, TaskSelector, Treatment, WaitGroup};
 use super::unit::{Attentions, Unit, UnitOptions};
 use super::units::{AddUnitError, Units};
+use crate::access::sense::Sense;
+use crate::access::task_set::{TaskId, TaskSelector, Treatment, WaitGroup};
+use crate::access::{DiskAccess, Peer};
 use crate::device_core::{CoreOptions, DeviceCore};
 use crate::events::Events;
 use crate::queue::Queue;
+use crate::unit_address::{LUN_MAX, UnitAddress, UnitNumber};
 
 /// A virtio-scsi device: its own state, and the state common to devices of all kinds.
 #[derive(Clone)]

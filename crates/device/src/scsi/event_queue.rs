@@ -13,10 +13,10 @@ use virtio_bindings::virtio_scsi::{
 };
 use virtqueue::Chain;
 
-use super::address::UnitAddress;
 use crate::queue::Queue;
-use crate::queue_setup::StopKind;
-use crate::queue_task::Handler;
+use crate::queue::queue_setup::StopKind;
+use crate::queue::queue_task::Handler;
+use crate::unit_address::UnitAddress;
 
 /// Bytes of an event: kind, LUN, reason.
 const EVENT_BYTES: usize = 16;

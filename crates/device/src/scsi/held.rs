@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
-use super::address::UnitAddress;
 use super::cdb::{Cdb, Op};
+use crate::unit_address::UnitAddress;
 
 /// The number of waiting commands per unit, in all queues of a device.
 #[derive(Default)]

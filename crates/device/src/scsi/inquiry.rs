@@ -5,11 +5,11 @@ use blockio::disk::DiskInfo;
 use super::block::WRITE_SAME_BYTES_MAX;
 use super::cdb::Cdb;
 use super::outcome::{Data, Transferred};
-use super::persist::TARGET_PORT;
-use super::sense::Sense;
 use super::unit::{Identifiers, Unit, UnitOptions};
 use super::unmap;
 use super::verify::COMPARE_BLOCKS_MAX;
+use crate::access::persist::TARGET_PORT;
+use crate::access::sense::Sense;
 
 /// Bytes of the standard data: up to the version descriptors.
 const STANDARD_BYTES: usize = 74;

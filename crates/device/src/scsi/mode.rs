@@ -6,9 +6,9 @@ use super::fields::{self, WHOLE_BYTE};
 use super::outcome::{Data, Failure, TaskHandle, Transferred};
 use super::request_queue::LocalUnit;
 use super::reserve;
-use super::sense::{Format, Sense};
 use super::task_wait::DiskTask;
 use super::unit::Unit;
+use crate::access::sense::{Format, Sense};
 
 const CACHING: u8 = 0x08;
 const CONTROL: u8 = 0x0a;

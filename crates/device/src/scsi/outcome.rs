@@ -3,9 +3,9 @@
 use iomem::Buffers;
 use virtqueue::ChainFault;
 
-use super::persist::FileError;
-use super::sense::{DiskUse, Sense};
-use super::task_set::{Abort, TaskId, Tasks};
+use crate::access::persist::FileError;
+use crate::access::sense::{DiskUse, Sense};
+use crate::access::task_set::{Abort, TaskId, Tasks};
 
 /// The most bytes that are read of a parameter list.
 const DATA_MAX: usize = 64 << 10;

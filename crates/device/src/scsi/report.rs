@@ -3,15 +3,15 @@
 
 use blockio::disk::{DiskInfo, ExtentKind};
 
-use super::address::UnitAddress;
 use super::block;
 use super::cdb::{COMMANDS, Cdb, Command, Op, find};
 use super::inquiry;
 use super::outcome::{Data, Failure, Transferred};
 use super::request_queue::LocalUnit;
-use super::sense::{Format, Sense};
 use super::unit::Unit;
 use super::units::Units;
+use crate::access::sense::{Format, Sense};
+use crate::unit_address::UnitAddress;
 
 /// The LUN of the well-known unit.
 const REPORT_LUNS_LUN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];

@@ -9,22 +9,22 @@ use blockio::disk::WaitMode;
 use iomem::{Buffers, SharedBytes};
 use virtqueue::Chain;
 
-use super::address::Address;
 use super::answer::{Outcome, Request, response_bytes};
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
 use super::outcome::{Data, Effect, Failure, Refused, TaskHandle, Transferred, refused};
 use super::request_queue::{LocalUnit, RequestQueue};
-use super::sense::Sense;
-use super::task_set::Ended;
 use super::task_wait::DiskTask;
 use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve, unmap, verify};
+use crate::access::sense::Sense;
+use crate::access::task_set::Ended;
 use crate::queue::Queue;
-use crate::queue_setup::StopKind;
-use crate::queue_task::Handler;
+use crate::queue::queue_setup::StopKind;
+use crate::queue::queue_task::Handler;
 use crate::stats::RequestKind;
+use crate::unit_address::Address;
 
 /// Bytes before the CDB.
 const FIXED_HEADER_BYTES: usize = 19;

@@ -14,14 +14,14 @@ use blockio::disk::WaitMode;
 use blockio::{Disk, Io};
 use virtqueue::AvailIdx;
 
-use super::address::{UnitAddress, UnitNumber};
 use super::held::{HeldCommands, LocalHeldCommands};
 use super::outcome::{Failure, TaskHandle};
-use super::task_set::{TaskSelector, Tasks, Treatment, WaitGroup, WaitToken};
 use super::unit::Unit;
 use super::units::Units;
-use crate::per_thread::PerThread;
+use crate::access::task_set::{TaskSelector, Tasks, Treatment, WaitGroup, WaitToken};
 use crate::queue::Queue;
+use crate::queue::per_thread::PerThread;
+use crate::unit_address::{UnitAddress, UnitNumber};
 
 /// A logical unit with its disk on this IoThread.
 pub(crate) struct LocalUnit {

@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use blockio::{Buffers, Io};
 
-use super::access;
 use super::cdb::{Cdb, Op};
 use super::outcome::{Data, Failure, TaskHandle, Transferred};
-use super::persist::{CDB_BYTES, CommandClass, Refusal, ReserveEffects, list_bytes};
 use super::request_queue::LocalUnit;
-use super::sense::Sense;
-use super::task_set::TaskId;
 use super::unit::Unit;
+use crate::access;
+use crate::access::persist::{CDB_BYTES, CommandClass, Refusal, ReserveEffects, list_bytes};
+use crate::access::sense::Sense;
+use crate::access::task_set::TaskId;
 
 /// The START bit of START STOP UNIT.
 const START: u8 = 0x01;

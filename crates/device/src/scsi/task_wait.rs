@@ -9,10 +9,10 @@ use std::pin::Pin;
 
 use blockio::disk::{Direction, Requester};
 
-use super::access::MediumGuard;
 use super::outcome::{Failure, TaskHandle};
-use super::persist::CommandClass;
 use super::request_queue::LocalUnit;
+use crate::access::MediumGuard;
+use crate::access::persist::CommandClass;
 
 /// A task, and the unit on which it works.
 #[derive(Clone, Copy)]

@@ -6,14 +6,14 @@ use blockio::{DiskOptions, DiskSource};
 use tempfile::NamedTempFile;
 use virtqueue::driver::{Desc, Used};
 
-use super::access::DiskAccess;
-use super::address::UnitAddress;
 use super::config::ScsiOptions;
 use super::unit::{Identifiers, UnitOptions};
 use super::{ScsiDevice, UnitError};
+use crate::access::DiskAccess;
 use crate::device::Device;
 use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
+use crate::unit_address::UnitAddress;
 
 mod bad_blocks;
 mod blk_guests;

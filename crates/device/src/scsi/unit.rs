@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blockio::DiskSource;
 use blockio::disk::DiskInfo;
 
-use super::access::DiskAccess;
-use super::address::{UnitAddress, UnitNumber};
-use super::persist::{Attached, PortInUse, PortName};
-use super::sense::{Format, Sense};
+use crate::access::DiskAccess;
+use crate::access::persist::{Attached, PortInUse, PortName};
+use crate::access::sense::{Format, Sense};
+use crate::unit_address::{UnitAddress, UnitNumber};
 
 /// The most pending attentions. A driver that never reads them loses the oldest.
 const ATTENTIONS_MAX: usize = 16;

@@ -6,12 +6,12 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use super::access::DiskAccess;
-use super::address::UnitAddress;
-use super::persist::Nexus;
-use super::sense::Sense;
-use super::task_set::{WaitGroup, WaitToken};
 use super::unit::Unit;
+use crate::access::DiskAccess;
+use crate::access::persist::Nexus;
+use crate::access::sense::Sense;
+use crate::access::task_set::{WaitGroup, WaitToken};
+use crate::unit_address::UnitAddress;
 
 /// The logical units of a device, for any thread.
 #[derive(Default)]

@@ -6,8 +6,8 @@ use super::block::{Range, check_still, check_writable, make_durable, range, rang
 use super::cdb::Cdb;
 use super::outcome::{Data, Effect, Failure, TaskHandle};
 use super::request_queue::LocalUnit;
-use super::sense::{DiskUse, Sense};
 use super::task_wait::DiskTask;
+use crate::access::sense::{DiskUse, Sense};
 
 /// The most descriptors of one UNMAP.
 pub(super) const DESCRIPTORS_MAX: u32 = 256;

@@ -11,8 +11,8 @@ use super::cdb::{Cdb, Op};
 use super::outcome::{Data, Effect, Failure, TaskHandle, Transferred};
 use super::request_queue::LocalUnit;
 use super::reserve;
-use super::sense::{DiskUse, Sense};
 use super::task_wait::DiskTask;
+use crate::access::sense::{DiskUse, Sense};
 
 /// The most bytes of one read. After a failure they are read again, block by block.
 const PIECE_BYTES: u64 = 256 << 10;
@@ -237,8 +237,8 @@ mod tests {
     use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 
     use super::*;
-    use crate::scsi::address::UnitAddress;
-    use crate::scsi::task_set::{Abort, TaskSelector, Tasks, Treatment, WaitGroup};
+    use crate::access::task_set::{Abort, TaskSelector, Tasks, Treatment, WaitGroup};
+    use crate::unit_address::UnitAddress;
 
     #[test]
     fn what_takes_long_ends_soon_when_its_task_is_aborted() {

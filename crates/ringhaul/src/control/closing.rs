@@ -9,9 +9,9 @@ use device::{Device, oneshot};
 
 use super::disk_change::DiskChange;
 use super::order::{Answered, ExportSetup};
-use crate::command::ExportStatus;
-use crate::export_log::ExportLog;
+use crate::control::export_log::ExportLog;
 use crate::spec::ExportSpec;
+use crate::spec::command::ExportStatus;
 
 /// The wait of an export that has ended.
 pub(super) const NOT_CLOSED: &str = "its disk is not closed";

@@ -1,7 +1,7 @@
 //! Changes in progress of an export's disks. The export ends only after they do: until then a disk
 //! is open, and its file may still change.
 
-use crate::cancellation::CancelToken;
+use crate::open::cancellation::CancelToken;
 use crate::spec::UnitPlace;
 
 /// A disk of an export, or the place for one, that is being changed.

@@ -18,16 +18,16 @@ use rustix::fd::AsFd;
 use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
 use super::order::{Answered, ExportSetup};
-use crate::command::{DiskState, ExportState, ExportStatus, Served};
-use crate::endpoint::Endpoint;
-use crate::export_log::ExportLog;
-use crate::memory_limits::MemoryLimits;
-use crate::peer::Peer;
-use crate::qos::LimitGroups;
-use crate::rate_limit::RateLimit;
+use crate::control::export_log::ExportLog;
+use crate::control::subscribers::EventDetails;
+use crate::log::rate_limit::RateLimit;
+use crate::process::memory_limits::MemoryLimits;
+use crate::socket::endpoint::Endpoint;
+use crate::socket::peer::Peer;
 use crate::spec::ExportSpec;
-use crate::subscribers::EventDetails;
-use crate::vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
+use crate::spec::command::{DiskState, ExportState, ExportStatus, Served};
+use crate::spec::qos::LimitGroups;
+use vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
 
 use memory_watch::MemoryWatch;
 
@@ -489,8 +489,8 @@ mod tests {
     use virtqueue::MemoryFiles;
 
     use super::*;
-    use crate::command::CommandError;
     use crate::control::order::UnitChange;
+    use crate::spec::command::CommandError;
     use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace};
 
     struct Scene {

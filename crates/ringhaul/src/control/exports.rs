@@ -20,12 +20,12 @@ use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
 use super::opening::PendingExport;
 use super::order::{Alarm, Answered, Changed, ExportSetup, Order, ResizingDisk};
-use crate::command::{CommandError, ExportState, ExportStatus};
-use crate::descriptor_limit;
-use crate::rate_limit::RateLimit;
+use crate::control::subscribers::EventDetails;
+use crate::log::rate_limit::RateLimit;
+use crate::process::descriptor_limit;
 use crate::spec::UnitPlace;
-use crate::status::ExportDetails;
-use crate::subscribers::EventDetails;
+use crate::spec::command::{CommandError, ExportState, ExportStatus};
+use crate::spec::status::ExportDetails;
 
 /// The interval of log lines about exports that have not ended.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);

@@ -12,10 +12,10 @@ use device::oneshot;
 use super::export::Export;
 use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
 use super::order::{Answered, ExportSetup, Order};
-use crate::command::{CommandError, ExportState};
-use crate::endpoint::Endpoint;
-use crate::passed_fds::PassedFds;
-use crate::vhost_user::Session;
+use crate::socket::endpoint::Endpoint;
+use crate::spec::command::{CommandError, ExportState};
+use vhost_user::PassedFds;
+use vhost_user::Session;
 
 /// The time that queues may take to stop. Guests of all exports wait, even with fast disks.
 const STOP_MAX: Duration = Duration::from_secs(2);

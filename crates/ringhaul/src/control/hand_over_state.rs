@@ -7,10 +7,10 @@ use blockio::DiskSource;
 use device::DeviceState;
 use serde::{Deserialize, Serialize};
 
-use crate::endpoint::EndpointState;
-use crate::passed_fds::{FdIndex, PassedFds};
+use crate::socket::endpoint::EndpointState;
 use crate::spec::ExportSpec;
-use crate::vhost_user::SessionState;
+use vhost_user::SessionState;
+use vhost_user::{FdIndex, PassedFds};
 
 /// An export, as far as it can be opened while the old process serves it.
 #[derive(Debug, Serialize, Deserialize)]

@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use device::oneshot;
 
-use crate::cancellation::CancelToken;
-use crate::command::{CommandError, ExportState, ExportStatus};
+use crate::open::cancellation::CancelToken;
 use crate::spec::ExportSpec;
+use crate::spec::command::{CommandError, ExportState, ExportStatus};
 
 /// The wait of an export that is removed while its disk is being opened.
 const NOT_OPEN: &str = "its disk is being opened";

@@ -12,16 +12,16 @@ use device::{Device, oneshot};
 use rustix::fd::OwnedFd;
 
 use super::hand_over_state::{Described, ExportProgress, Paused};
-use crate::cancellation::CancelToken;
-use crate::command::{CommandError, ExportStatus};
-use crate::endpoint::Endpoint;
-use crate::export_log::ExportLog;
-use crate::memory_limits::MemoryLimits;
-use crate::passed_fds::PassedFds;
-use crate::qos::{FullQosSpec, LimitGroups, QosChange};
+use crate::control::export_log::ExportLog;
+use crate::open::cancellation::CancelToken;
+use crate::process::memory_limits::MemoryLimits;
+use crate::socket::endpoint::Endpoint;
+use crate::spec::command::{CommandError, ExportStatus};
+use crate::spec::qos::{FullQosSpec, LimitGroups, QosChange};
+use crate::spec::stats::ExportStats;
+use crate::spec::status::ExportDetails;
 use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
-use crate::stats::ExportStats;
-use crate::status::ExportDetails;
+use vhost_user::PassedFds;
 
 /// One device and the source of its front-ends.
 pub struct ExportSetup {

@@ -9,10 +9,12 @@ use anyhow::{Context, Result};
 use super::client_quota::ClientSlot;
 use super::connection::{Connection, LIMITS};
 use super::message::{Code, RpcError, event_line};
-use crate::command::{Command, CommandError, Reply};
+use crate::control::subscribers::{
+    EventKind, EventReceiver, ExportEvent, QUEUED_MAX, Subscription,
+};
 use crate::daemon::Daemon;
-use crate::peer::Peer;
-use crate::subscribers::{EventKind, EventReceiver, ExportEvent, QUEUED_MAX, Subscription};
+use crate::socket::peer::Peer;
+use crate::spec::command::{Command, CommandError, Reply};
 use crate::takeover;
 
 /// A client.

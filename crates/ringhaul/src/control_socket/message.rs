@@ -6,9 +6,9 @@ use serde_json::{Map, Value, json};
 
 use super::unique_keys;
 
-use crate::command::CommandError;
-use crate::redact::redact;
-use crate::subscribers::ExportEvent;
+use crate::control::subscribers::ExportEvent;
+use crate::log::redact::redact;
+use crate::spec::command::CommandError;
 
 /// A request of a client.
 #[derive(Debug, PartialEq)]

@@ -10,14 +10,14 @@ use serde_json::{Map, Value, json};
 use super::client::Client;
 use super::message::{Code, RpcError};
 use super::schema::Schemas;
-use crate::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
-use crate::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
-use crate::settings::{Settings, SettingsChange};
+use crate::control::subscribers::{EventKind, ExportEvent};
+use crate::process::version;
+use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
+use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
+use crate::spec::settings::{Settings, SettingsChange};
+use crate::spec::stats::DaemonStats;
+use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
-use crate::stats::DaemonStats;
-use crate::status::ExportDetails;
-use crate::subscribers::{EventKind, ExportEvent};
-use crate::version;
 
 /// All methods.
 const METHODS: [Entry; 15] = [
@@ -124,7 +124,7 @@ fn schema_of<M: Method>(schemas: &mut Schemas) -> Value {
 }
 
 /// All methods with their parameters and answers, events and errors, by JSON Schema.
-pub(crate) fn schema() -> Value {
+pub fn schema() -> Value {
     let mut schemas = Schemas::new();
     let methods = METHODS.iter().map(|entry| (entry.name.to_owned(), (entry.schema)(&mut schemas)));
     let methods: Map<String, Value> = methods.collect();

@@ -7,15 +7,15 @@ use anyhow::{Context, Result};
 
 use super::opening::{ExportOpener, LateError, OPEN_MAX, Restoring, Taken};
 use super::{Daemon, OpenedExport};
-use crate::command::{CommandError, Reply};
 use crate::control::Reservation;
-use crate::endpoint::Endpoint;
-use crate::engines::{EngineChoice, choose};
-use crate::open_disk::OpenDisk;
-use crate::service_manager;
-use crate::shutdown::Event;
+use crate::control::subscribers::{EventDetails, ExportEvent};
+use crate::open::disk::OpenDisk;
+use crate::process::service_manager;
+use crate::socket::endpoint::Endpoint;
+use crate::spec::command::{CommandError, Reply};
 use crate::spec::{EndpointSpec, ExportSpec};
-use crate::subscribers::{EventDetails, ExportEvent};
+use crate::threads::engines::{EngineChoice, choose};
+use crate::threads::shutdown::Event;
 
 /// Exports that are being opened.
 pub(crate) struct OpeningThread(mpsc::Receiver<()>);
@@ -371,11 +371,11 @@ mod tests {
 
     use super::super::opening::tests::{export, leave};
     use super::*;
-    use crate::command::{Command, EndCause, NewSize, Removal};
+    use crate::control::subscribers::Subscription;
     use crate::daemon::Shutdown;
     use crate::options::ServeArgs;
-    use crate::shutdown::Outcome;
-    use crate::subscribers::Subscription;
+    use crate::spec::command::{Command, EndCause, NewSize, Removal};
+    use crate::threads::shutdown::Outcome;
 
     /// Exports may be added while another one is waited for. Its late failure does not end them.
     #[test]

@@ -11,20 +11,20 @@ use anyhow::{Context, Result};
 use blockio::DiskSource;
 
 use super::{Daemon, OpenedExport};
-use crate::command::CommandError;
 use crate::control::ExportSetup;
 use crate::control::hand_over_state::{
     Described, ExportProgress, HandedDisk, HandedExport, HandedOpening, Paused,
 };
-use crate::endpoint::{Endpoint, EndpointState};
-use crate::engines::choose;
-use crate::open_disk::OpenDisk;
-use crate::parallel::ParallelCalls;
-use crate::passed_fds::PassedFds;
-use crate::settings::{PollLimits, SettingsChange};
-use crate::shutdown::Event;
+use crate::daemon::format::ProcessOptions;
+use crate::open::disk::OpenDisk;
+use crate::open::parallel::ParallelCalls;
+use crate::socket::endpoint::{Endpoint, EndpointState};
+use crate::spec::command::CommandError;
+use crate::spec::settings::{PollLimits, SettingsChange};
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
-use crate::takeover::format::ProcessOptions;
+use crate::threads::engines::choose;
+use crate::threads::shutdown::Event;
+use vhost_user::PassedFds;
 
 /// The time that the release of all disks may take. The new process serves them already. Its
 /// requests wait if they need a lock that is released late.

@@ -8,15 +8,15 @@ use anyhow::Result;
 use super::Daemon;
 use super::adding::OpeningThread;
 use super::opening::{LateError, Restoring};
-use crate::cancellation::CancelToken;
-use crate::command::{Command, CommandError, ExportState, Reply};
-use crate::lease_id::lease_id;
-use crate::open_disk::OpenDisk;
-use crate::saved_state::changes::Merged;
-use crate::saved_state::{ChangedPart, SavedState};
-use crate::settings::{Settings, SettingsChange};
-use crate::shutdown::Event;
+use crate::daemon::saved_state::changes::Merged;
+use crate::daemon::saved_state::{ChangedPart, SavedState};
+use crate::open::cancellation::CancelToken;
+use crate::open::disk::OpenDisk;
+use crate::spec::command::{Command, CommandError, ExportState, Reply};
+use crate::spec::lease_id::lease_id;
+use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
+use crate::threads::shutdown::Event;
 
 impl Daemon {
     /// Begins to keep the changes by commands.

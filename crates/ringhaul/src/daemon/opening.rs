@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::cancellation::CancelToken;
-use crate::command::CommandError;
-use crate::open_disk::OpenDisk;
-use crate::parallel::{ParallelCalls, Yield};
+use crate::open::cancellation::CancelToken;
+use crate::open::disk::OpenDisk;
+use crate::open::parallel::{ParallelCalls, Yield};
+use crate::spec::command::CommandError;
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec, UnitPlace};
 
 /// The time without a newly opened disk after which the remaining disks are taken to hang.

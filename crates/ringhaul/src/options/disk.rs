@@ -4,9 +4,9 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
-use crate::disk_spec::{DiskSpec, Keys, redact_spec, split_at_commas};
-use crate::qos::{LIMIT_KEYS, LimitSpec};
 use crate::spec::CacheMode;
+use crate::spec::disk::{DiskSpec, Keys, redact_spec, split_at_commas};
+use crate::spec::qos::{LIMIT_KEYS, LimitSpec};
 
 /// Takes the disk of an export or a unit out of its keys: `disk=DISK`, which includes all keys
 /// after it, or one of the short forms `blk-file=PATH` and `null=SIZE`.

@@ -9,8 +9,8 @@ use super::unit::{parse_all, parse_units};
 use super::{
     DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
 };
-use crate::disk_spec::{Keys, redact_spec, split_at_commas};
-use crate::qos::{QosChange, QosSpec};
+use crate::spec::disk::{Keys, redact_spec, split_at_commas};
+use crate::spec::qos::{QosChange, QosSpec};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 /// Options that hold for exports which do not set them.
@@ -89,7 +89,7 @@ impl ExportArgs {
     /// # Errors
     ///
     /// When there is none, or one makes no sense.
-    pub(crate) fn specs(&self, fd: Option<i32>) -> Result<Vec<ExportSpec>> {
+    pub fn specs(&self, fd: Option<i32>) -> Result<Vec<ExportSpec>> {
         let mut exports = Vec::new();
         if self.names_plain_export(fd) || self.export.is_empty() {
             exports.push(self.main_export(fd)?);

@@ -1,13 +1,13 @@
 //! Logical units: `--lun`, and `lun=` in `--export`.
 
 use anyhow::{Context, Result, bail};
-use device::scsi::address::LUN_MAX;
 use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYTES};
+use device::unit_address::LUN_MAX;
 
 use super::disk::{parse_cache, take_disk};
 use super::parse_on_off;
-use crate::disk_spec::{Keys, redact_spec, split_at_commas};
-use crate::qos::QosChange;
+use crate::spec::disk::{Keys, redact_spec, split_at_commas};
+use crate::spec::qos::QosChange;
 use crate::spec::{
     LikeDisk, StopRule, UnitNames, UnitPlace, UnitSettings, UnitSpec, check_apart, check_text,
 };
@@ -25,7 +25,7 @@ pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
 /// # Errors
 ///
 /// When it makes no sense.
-pub(crate) fn parse_lun(text: &str) -> Result<UnitSpec> {
+pub fn parse_lun(text: &str) -> Result<UnitSpec> {
     parse_unit(text).with_context(|| format!("cannot understand the unit {}", redact_spec(text)))
 }
 
@@ -34,7 +34,7 @@ pub(crate) fn parse_lun(text: &str) -> Result<UnitSpec> {
 /// # Errors
 ///
 /// When it is no address.
-pub(crate) fn parse_place(text: &str) -> Result<UnitPlace> {
+pub fn parse_place(text: &str) -> Result<UnitPlace> {
     let (target, lun) = text.split_once(':').unwrap_or(("0", text));
     let target = target.parse().context("the target must be a number from 0 to 255")?;
     match lun.parse() {
@@ -147,7 +147,7 @@ impl UnitSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk_spec::DiskSpec;
+    use crate::spec::disk::DiskSpec;
 
     #[test]
     fn units_have_addresses_disks_and_settings_of_their_own() {

@@ -5,17 +5,17 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
+use crate::daemon::arguments::ParsedOptions;
+use crate::daemon::format::ProcessOptions;
+use crate::daemon::saved_state::changes::{Changes, Merged};
+use crate::daemon::saved_state::file::{Locked, StateFile};
+use crate::daemon::saved_state::{self, SavedState};
 use crate::log;
 use crate::options::ServeArgs;
-use crate::saved_state::changes::{Changes, Merged};
-use crate::saved_state::file::{Locked, StateFile};
-use crate::saved_state::{self, SavedState};
-use crate::settings::Settings;
+use crate::options::config::{Config, ConfigFile};
 use crate::spec::ExportSpec;
-use crate::takeover::arguments::ParsedOptions;
-use crate::takeover::format::ProcessOptions;
+use crate::spec::settings::Settings;
 
 /// A start.
 pub(super) struct Start {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::{DeviceSpec, ExportSpec, UnitSettings};
-use crate::qos::{LimitGroups, LimitSpec, QosChange, QosSpec};
+use crate::spec::qos::{LimitGroups, LimitSpec, QosChange, QosSpec};
 
 impl ExportSpec {
     /// Applies its limits to the groups that its disks have joined. Limits that units name

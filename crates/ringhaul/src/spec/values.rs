@@ -21,7 +21,7 @@ pub enum CacheMode {
 
 impl CacheMode {
     /// The name of the mode among the values of `--cache`.
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Directsync => "directsync",

@@ -12,20 +12,20 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use virtqueue::InflightRegion;
 
-use super::format::{
+use super::wire::Receiver;
+use crate::control::hand_over_state::{HandedExport, HandedOpening};
+use crate::daemon::Daemon;
+use crate::daemon::format::{
     Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, ProcessOptions,
     Request, TAKE,
 };
-use super::wire::Receiver;
-use crate::command::{Command, CommandError};
-use crate::control::hand_over_state::{HandedExport, HandedOpening};
-use crate::daemon::Daemon;
 use crate::daemon::hand_over::ExpectedExports;
-use crate::endpoint::Endpoint;
-use crate::ownership::{PASS_ON, PassedOn};
-use crate::passed_fds::PassedFds;
-use crate::settings::SettingsChange;
+use crate::socket::endpoint::Endpoint;
 use crate::spec::ExportSpec;
+use crate::spec::command::{Command, CommandError};
+use crate::spec::settings::SettingsChange;
+use crate::threads::ownership::{PASS_ON, PassedOn};
+use vhost_user::PassedFds;
 
 /// The time that the old process may take to answer while it serves, and to stop its queues.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
@@ -258,9 +258,9 @@ mod tests {
     use clap::{Args, FromArgMatches};
 
     use super::*;
-    use crate::command::Reply;
     use crate::options::ServeArgs;
-    use crate::ownership::Ownership;
+    use crate::spec::command::Reply;
+    use crate::threads::ownership::Ownership;
 
     #[test]
     fn a_refusal_is_heard_of_a_process_that_has_hung_up() {

@@ -10,18 +10,18 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use virtqueue::InflightRegion;
 
-use super::format::{
+use super::wire::send_fds;
+use crate::daemon::Daemon;
+use crate::daemon::format::{
     Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, Request, TAKE,
     common_format,
 };
-use super::wire::send_fds;
-use crate::command::CommandError;
-use crate::daemon::Daemon;
-use crate::ownership::Refusal;
-use crate::passed_fds::PassedFds;
-use crate::peer::Peer;
-use crate::saved_state::{SavedState, WritesBlocked};
-use crate::service_manager;
+use crate::daemon::saved_state::{SavedState, WritesBlocked};
+use crate::process::service_manager;
+use crate::socket::peer::Peer;
+use crate::spec::command::CommandError;
+use crate::threads::ownership::Refusal;
+use vhost_user::PassedFds;
 
 /// The time that the new process may take to open the exports.
 const OPEN_MAX: Duration = Duration::from_secs(300);

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::command::{CommandError, check_is_path};
 use crate::daemon::Daemon;
-use crate::ownership::Refusal;
+use crate::spec::command::{CommandError, check_is_path};
+use crate::threads::ownership::Refusal;
 
 /// The time that the new process may take until it serves.
 const START_MAX: Duration = Duration::from_secs(600);

@@ -6,18 +6,18 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul::command::{
+use ringhaul::socket::endpoint::Endpoint;
+use ringhaul::spec::command::{
     Command, CommandError, DiskState, EndCause, ExportState, ExportStatus, Removal, Reply,
 };
-use ringhaul::endpoint::Endpoint;
-use ringhaul::shutdown::Outcome;
 use ringhaul::spec::{
     DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitSettings, UnitSpec,
 };
-use ringhaul::status::{QueueState, SessionDetails};
+use ringhaul::threads::shutdown::Outcome;
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use vhost_user::{QueueState, SessionDetails};
 
 use scene::Scene;
 

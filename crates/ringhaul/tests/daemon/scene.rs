@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
-use ringhaul::command::{Command, EndCause, ExportStatus, Reply};
 use ringhaul::daemon::Daemon;
-use ringhaul::endpoint::Endpoint;
 use ringhaul::options::ServeArgs;
-use ringhaul::shutdown::Outcome;
+use ringhaul::socket::endpoint::Endpoint;
+use ringhaul::spec::command::{Command, EndCause, ExportStatus, Reply};
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use ringhaul::threads::shutdown::Outcome;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, blk};
 use ringhaul_kit::fuse::Fuse;

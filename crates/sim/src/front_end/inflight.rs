@@ -1,6 +1,6 @@
 //! The inflight region, which the front-end keeps and sends over each connection.
 
-use ringhaul::vhost_user::message::{InflightArea, Request};
+use vhost_user::message::{InflightArea, Request};
 
 use super::{FrontEnd, OnReply};
 use crate::inflight::Region;

@@ -13,13 +13,13 @@ use std::time::Instant;
 use blockio::Remote;
 use blockio::engine::kernel::sim::is_readable;
 use device::Device;
-use ringhaul::vhost_user::message::{HEADER_BYTES, Header, Request};
-use ringhaul::vhost_user::{Examiner, Session, SessionProgress, SessionSetup};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+use vhost_user::message::{HEADER_BYTES, Header, Request};
+use vhost_user::{Examiner, Session, SessionProgress, SessionSetup};
 use virtqueue::{MappingBudget, MappingRules};
 
 /// Set if the session has work that its socket does not show.

@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 
 use device::blk::config::WRITEBACK_OFFSET;
 use iomem::fits;
-use ringhaul::vhost_user::PROTOCOL_FEATURES;
-use ringhaul::vhost_user::message::{
+use vhost_user::PROTOCOL_FEATURES;
+use vhost_user::message::{
     Config, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,
 };
 

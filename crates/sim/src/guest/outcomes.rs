@@ -2,7 +2,7 @@
 
 use std::cell::Ref;
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 use super::scsi::{CommandRecord, Scsi};
 use super::{Guest, Outstanding, State};

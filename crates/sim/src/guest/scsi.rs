@@ -1,6 +1,6 @@
 //! The knowledge of a virtio-scsi guest about its device, and its requests.
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 use super::{Guest, State};
 use crate::chain_request::ChainRequest;

@@ -1,6 +1,6 @@
 //! Commands, and their effects on the disk.
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 use iomem::fits;
 
 use super::reservations::{Needs, Order};

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 /// The least number of events that a device keeps while it has no buffer for them.
 const KEPT: usize = 64;

@@ -1,6 +1,6 @@
 //! Task management: the tasks that a function covers, and their responses.
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 use super::{ABORTED, COMMANDS_CLEARED, Code, NEXUS_LOST, RESET, UNIT_RESET, lun_bytes};
 use crate::message::Message;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use device::scsi::access::DiskAccess;
+use device::access::DiskAccess;
 
 use super::attentions::{Attentions, CauseOutcome};
 use super::command::{Command, Kind};

@@ -1,6 +1,6 @@
 //! A logical unit as its guest knows it.
 
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 use crate::timeline::Timeline;
 

@@ -6,7 +6,7 @@ use std::io;
 use std::rc::Rc;
 
 use super::{FileDisk, behind_the_end, is_unsupported};
-use crate::disk::partial_blocks::Claimed;
+use crate::disk::file::partial_blocks::Claimed;
 use crate::op::OpKind;
 
 impl FileDisk {

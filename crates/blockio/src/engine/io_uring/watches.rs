@@ -8,9 +8,9 @@ use iomem::fits;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
+use crate::engine::interest::Interest;
 use crate::engine::kernel::Ring;
-use crate::interest::Interest;
-use crate::rate_limit::RateLimit;
+use crate::watchdog::rate_limit::RateLimit;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
 const WATCH: u64 = 1 << 63;

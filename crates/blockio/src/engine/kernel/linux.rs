@@ -33,6 +33,6 @@ pub(in crate::engine) fn sleep(
 }
 
 /// Starts a thread for work that may block.
-pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+pub fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }

@@ -1,14 +1,14 @@
 //! Commands that an earlier process took for a unit that is not there yet.
 
 use super::{Header, RequestHandler, Route, judge_recovered};
+use crate::access::task_set::Ended;
 use crate::queue::Queue;
-use crate::scsi::address::Address;
 use crate::scsi::answer::Outcome;
 use crate::scsi::cdb::{Cdb, Op};
 use crate::scsi::held;
 use crate::scsi::outcome::{Data, Effect, TaskHandle, refused};
-use crate::scsi::task_set::Ended;
 use crate::stats::RequestKind;
+use crate::unit_address::Address;
 
 impl RequestHandler {
     /// True if an earlier process took the command and may have had its unit.

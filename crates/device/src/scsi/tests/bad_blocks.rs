@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Instant;
 
-use blockio::disk::nbd::{NbdAddress, NbdOptions};
+use disks::nbd::{NbdAddress, NbdOptions};
 
 use super::*;
 use crate::testing::TIMEOUT;
@@ -58,7 +58,7 @@ fn initiator(folder: &Path) -> Option<(Initiator, Server)> {
         tls: None,
     };
     let options = DiskOptions { read_only: true, ..DiskOptions::default() };
-    let source = DiskSource::nbd(nbd, &options).unwrap();
+    let source = disks::nbd::open(nbd, &options).unwrap();
     let scene = Scene::new();
     let device = Device::scsi(ScsiOptions::default(), scene.events.clone());
     Initiator::scsi(&device).add_unit(UNIT, source, self::options()).unwrap();

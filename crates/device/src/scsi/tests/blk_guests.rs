@@ -6,8 +6,8 @@ use blockio::disk::Limits;
 
 use super::sharing::{hold, three, turn_until};
 use super::*;
+use crate::access::task_set::TaskId;
 use crate::blk::config::BlkOptions;
-use crate::scsi::task_set::TaskId;
 
 /// A guest with a virtio-blk device on the disk of initiators.
 pub(super) struct BlkGuest {

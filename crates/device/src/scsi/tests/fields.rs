@@ -1,7 +1,7 @@
 //! Fields with unsupported values, and lengths that are too short.
 
 use super::*;
-use crate::scsi::sense::Sense;
+use crate::access::sense::Sense;
 
 const WELL_KNOWN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];
 

@@ -10,8 +10,8 @@ use super::sharing::{
     UNIT_RESET, hold, read, three, turn_until,
 };
 use super::*;
-use crate::scsi::access::{FUNCTIONS_MAX, MediumGuard};
-use crate::scsi::task_set::{Abort, TaskSelector, Treatment};
+use crate::access::task_set::{Abort, TaskSelector, Treatment};
+use crate::access::{FUNCTIONS_MAX, MediumGuard};
 use crate::testing::RING;
 
 const ABORT_TASK: u32 = 0;

@@ -1,7 +1,7 @@
 //! All state that a device hands over to another process, as its initiators see it.
 
 use super::*;
-use crate::scsi::sense::Sense;
+use crate::access::sense::Sense;
 
 /// A device in another process that continues `before`, through a text.
 fn after(before: &Initiator) -> Initiator {

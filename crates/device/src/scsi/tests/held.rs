@@ -6,7 +6,7 @@ use super::sharing::{
     write,
 };
 use super::*;
-use crate::queue_setup::StopKind;
+use crate::queue::queue_setup::StopKind;
 
 const BUSY: u8 = 0x08;
 const INQUIRY: [u8; 6] = [0x12, 0, 0, 0, 36, 0];

@@ -11,10 +11,10 @@ use super::sharing::{
     read, three, turn_until, write,
 };
 use super::*;
-use crate::queue_setup::StopKind;
-use crate::scsi::access::MediumGuard;
+use crate::access::MediumGuard;
+use crate::access::task_set::Tasks;
+use crate::queue::queue_setup::StopKind;
 use crate::scsi::outcome::TaskHandle;
-use crate::scsi::task_set::Tasks;
 use crate::scsi::task_wait::DiskTask;
 
 const BUSY: u8 = 0x08;

@@ -4,10 +4,10 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use super::*;
-use crate::scsi::access::MediumGuard;
-use crate::scsi::persist::CommandClass;
+use crate::access::MediumGuard;
+use crate::access::persist::CommandClass;
+use crate::access::task_set::TaskId;
 use crate::scsi::request_queue::LocalUnit;
-use crate::scsi::task_set::TaskId;
 use crate::scsi::units::Borrowed;
 use crate::testing::TIMEOUT;
 

@@ -5,15 +5,15 @@ use blockio::DiskSource;
 use device::Device;
 
 use super::Export;
-use crate::cancellation::CancelToken;
-use crate::command::{CommandError, ExportState};
 use crate::control::disk_change::{DiskChange, DiskChangeKind};
 use crate::control::order::{
     Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
 };
-use crate::qos::{FullQosSpec, QosChange, QosSpec};
+use crate::control::subscribers::EventDetails;
+use crate::open::cancellation::CancelToken;
+use crate::spec::command::{CommandError, ExportState};
+use crate::spec::qos::{FullQosSpec, QosChange, QosSpec};
 use crate::spec::{DeviceSpec, UnitPlace};
-use crate::subscribers::EventDetails;
 
 impl Export {
     /// Begins to change a logical unit.

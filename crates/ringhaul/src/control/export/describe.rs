@@ -4,14 +4,14 @@ use std::time::Instant;
 
 use blockio::DiskSource;
 use device::Device;
-use device::scsi::address::UnitAddress;
+use device::unit_address::UnitAddress;
 
 use super::Export;
-use crate::peer::Peer;
-use crate::qos::QosSpec;
+use crate::socket::peer::Peer;
+use crate::spec::qos::QosSpec;
+use crate::spec::stats::{ExportStats, QueueServed};
+use crate::spec::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
 use crate::spec::{DeviceSpec, UnitPlace};
-use crate::stats::{ExportStats, QueueServed};
-use crate::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
 
 impl Export {
     /// Describes the export in detail.

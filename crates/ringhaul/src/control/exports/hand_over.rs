@@ -6,13 +6,13 @@ use blockio::DiskSource;
 use device::oneshot;
 
 use super::{Exports, Next};
-use crate::command::{CommandError, ExportState};
 use crate::control::export::Export;
 use crate::control::hand_over::HandOver;
 use crate::control::hand_over_state::{Described, ExportProgress, Paused};
 use crate::control::opening::PendingExport;
 use crate::control::order::{ExportSetup, HandOverOrder};
-use crate::passed_fds::PassedFds;
+use crate::spec::command::{CommandError, ExportState};
+use vhost_user::PassedFds;
 
 impl Exports {
     pub(super) fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Next {

@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use super::Exports;
-use crate::cancellation::CancelToken;
-use crate::command::CommandError;
 use crate::control::closing::Closing;
 use crate::control::opening::PendingExport;
 use crate::control::order::Answered;
+use crate::open::cancellation::CancelToken;
 use crate::spec::ExportSpec;
+use crate::spec::command::CommandError;
 
 impl Exports {
     pub(super) fn reserve(

@@ -16,7 +16,7 @@ use super::super::aio_abi::{
 use super::world::{Destination, KernelOp, RingSetup, Signal, World, world};
 use crate::clock;
 use crate::error::Error;
-use crate::op_kind::OpKind;
+use crate::file::op_kind::OpKind;
 
 /// A context of simulated Linux AIO. Clones share it.
 #[derive(Clone)]

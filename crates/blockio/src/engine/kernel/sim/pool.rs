@@ -6,7 +6,7 @@ use libc::iovec;
 
 use super::world::{Destination, KernelOp, Signal, world};
 use crate::engine::pool::{Job, Pool};
-use crate::mailbox::Mailbox;
+use crate::executor::mailbox::Mailbox;
 
 /// Gives jobs to the simulated kernel instead of pool threads. Returns false if nothing is
 /// simulated.

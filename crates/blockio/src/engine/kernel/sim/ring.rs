@@ -21,7 +21,7 @@ use super::world::{
     Destination, KernelOp, NOW, RingSetup, Signal, SqThread, SubmissionRing, World, is_readable,
     sleep_in, world,
 };
-use crate::op_kind::OpKind;
+use crate::file::op_kind::OpKind;
 use crate::stats::Stats;
 
 /// `IORING_CQE_F_MORE`.

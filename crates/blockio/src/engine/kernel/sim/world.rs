@@ -11,8 +11,8 @@ use libc::iovec;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::clock::{self, Hooks};
-use crate::op_kind::OpKind;
-use crate::task::as_other_thread;
+use crate::executor::task::as_other_thread;
+use crate::file::op_kind::OpKind;
 use iomem::{Buffers, Memory};
 
 /// A substitute for the kernel and for time.
@@ -125,7 +125,7 @@ fn spin() {
 }
 
 /// Gives the work of a thread to the simulated kernel, or to a real thread if nothing is simulated.
-pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+pub fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
     match world() {
         Some(world) => world.run_thread(work),
         None => drop(thread::Builder::new().name(name.to_owned()).spawn(work)?),

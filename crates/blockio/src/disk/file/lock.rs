@@ -1,0 +1,243 @@
+//! Locks that keep other writers away from a disk.
+//!
+//! They are compatible with QEMU's programs: byte locks of the open file description
+//! (`F_OFD_SETLK`) on the image itself. Byte 100 + n says "I use permission n", byte 200 + n "I do
+//! not share permission n"; n is 0 for reading, 1 for writing, 3 for resizing. A program takes read
+//! locks on the bytes of its uses and its refusals to share. Only then does it check for locks of
+//! other programs on the opposite bytes. So of two programs that come at once, at least one sees
+//! the conflict.
+//!
+//! Far behind these, and behind all data, there is a byte for each user of the disk (see
+//! [`DiskOptions::user`](crate::disk::DiskOptions::user)). It excludes only the same user.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::lock_holder::{self, LockHolders};
+use crate::error::Error;
+use iomem::fits;
+
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+/// The byte for the use of permission 0, and the byte for not sharing it.
+const USED: i64 = 100;
+const UNSHARED: i64 = 200;
+
+/// The byte of user 0.
+const USERS: i64 = 1 << 62;
+
+/// The time for retries. The kernel may keep the file of a killed program open for a while
+/// (io_uring does, for some 100 ms), and a device claimed.
+const PATIENCE: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// A conflict with another user of a file.
+#[derive(Debug)]
+pub(crate) enum Conflict {
+    /// A lock on the file.
+    Locked,
+    /// A block device that is mounted, or was opened for one program alone.
+    Claimed,
+    /// An open file of the same user.
+    SameUser,
+}
+
+/// Runs `open` until it meets no conflict, for two seconds at most. Does not retry if `at_once`, or
+/// if this very process is in the way. The same user is always another process.
+pub(crate) fn retry_open<T>(
+    path: &Path,
+    at_once: bool,
+    mut open: impl FnMut() -> Result<T, OpenError>,
+) -> Result<T, Error> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let conflict = match open() {
+            Ok(value) => return Ok(value),
+            Err(OpenError::Failed(error)) => return Err(error),
+            Err(OpenError::Conflict(conflict)) => conflict,
+        };
+        let is_own = match conflict {
+            Conflict::Locked => lock_holder::is_this_process(path, true),
+            Conflict::Claimed => lock_holder::is_this_process(path, false),
+            Conflict::SameUser => false,
+        };
+        if Instant::now() >= end || is_own || at_once {
+            return Err(in_use(path, &conflict));
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// The failure of one attempt to open a file.
+pub(crate) enum OpenError {
+    Conflict(Conflict),
+    Failed(Error),
+}
+
+fn in_use(path: &Path, conflict: &Conflict) -> Error {
+    let (by, is_user_known) =
+        match (conflict, lock_holder::holders(path, matches!(conflict, Conflict::Locked))) {
+            // Further users may have the file open, too.
+            (Conflict::SameUser, _) => (String::new(), false),
+            (_, LockHolders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
+            (_, LockHolders::Programs(names)) => (names, true),
+            (_, LockHolders::Unknown) => {
+                let who =
+                    "a program that is not visible here, or operations of one that was killed";
+                (who.to_owned(), false)
+            }
+        };
+    let reason = match conflict {
+        Conflict::Locked => format!(
+            "it is locked by {by}; stop that first, open it read-only in both, or use --lock off \
+             if no other program writes to it"
+        ),
+        Conflict::Claimed => {
+            format!("it is busy, mounted or used by another program ({by}); stop that first")
+        }
+        Conflict::SameUser => "operations of an earlier process of this very user may still read \
+                               from it into shared memory; they end when the disk answers"
+            .to_owned(),
+    };
+    Error::InUse { path: path.to_owned(), reason, is_user_known }
+}
+
+/// Locks the byte of a user in `file`, which must be open for reading.
+pub(crate) fn lock_for(file: &File, user: u64) -> Result<(), Conflict> {
+    let byte = i64::try_from(user).ok().and_then(|user| USERS.checked_add(user));
+    let byte = byte.expect("a user is a number of 62 bits");
+    match set_read_lock(file, byte) {
+        Ok(()) if is_locked(file, byte) => Err(Conflict::SameUser),
+        Err(error) if is_conflict(&error) => Err(Conflict::SameUser),
+        // Without locks, users cannot be told apart, as the documentation says.
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Returns true for the error of a byte that another program has locked exclusively.
+fn is_conflict(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
+}
+
+/// The bytes that a program locks, and the bytes on which locks of other programs are in its way.
+fn bytes(read_only: bool) -> [Vec<i64>; 2] {
+    let (used, unshared): (&[i64], &[i64]) =
+        if read_only { (&[READ], &[WRITE]) } else { (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]) };
+    [[USED, UNSHARED], [UNSHARED, USED]].map(|[of_used, of_unshared]| {
+        let used = used.iter().map(|n| of_used + n);
+        used.chain(unshared.iter().map(|n| of_unshared + n)).collect()
+    })
+}
+
+/// Locks `file`, which must be open for reading. Returns false if its file system has no locks.
+pub(crate) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
+    let [own, opposite] = bytes(read_only);
+    for byte in own {
+        match set_read_lock(file, byte) {
+            Ok(()) => {}
+            Err(error) if is_conflict(&error) => return Err(Conflict::Locked),
+            Err(error) => {
+                // Some network file systems have no locks; that alone does not make the file
+                // unusable.
+                tracing::warn!(
+                    "{}: it cannot be locked: {error}; other programs are not kept from writing \
+                     to it",
+                    path.display()
+                );
+                return Ok(false);
+            }
+        }
+    }
+    if opposite.into_iter().any(|byte| is_locked(file, byte)) {
+        return Err(Conflict::Locked);
+    }
+    Ok(true)
+}
+
+/// Returns true if `file` is locked for writing, as another process was to lock it when it opened
+/// it. Sets its locks again, which fails if the file system has none. Waits for programs that hold
+/// locks for a moment while they try to lock the file.
+pub(crate) fn is_still_locked(file: &File) -> bool {
+    let [own, opposite] = bytes(false);
+    if own.into_iter().any(|byte| set_read_lock(file, byte).is_err()) {
+        return false;
+    }
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if !opposite.iter().any(|byte| is_locked(file, *byte)) {
+            return true;
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
+    libc::flock {
+        l_type: fits(kind, "a kind of lock"),
+        l_whence: 0,
+        l_start: byte,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+fn set_read_lock(file: &File, byte: i64) -> io::Result<()> {
+    let lock = byte_lock(libc::F_RDLCK, byte);
+    // SAFETY: the descriptor is open, and the kernel reads the structure only during the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// Returns true if another open file has a lock on the byte.
+fn is_locked(file: &File, byte: i64) -> bool {
+    let mut lock = byte_lock(libc::F_WRLCK, byte);
+    // SAFETY: the descriptor is open, and the kernel uses the structure only during the call.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    result != -1 && libc::c_int::from(lock.l_type) != libc::F_UNLCK
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_user_keeps_away_nobody_but_himself() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::open(named.path()).unwrap();
+        let (first, second) = (open(), open());
+        let last = (1 << 62) - 1;
+        for user in [0, 7, last] {
+            lock_for(&first, user).unwrap();
+        }
+        lock(&first, named.path(), true).unwrap();
+        lock(&second, named.path(), true).unwrap();
+        lock_for(&second, 8).unwrap();
+        for user in [0, 7, last] {
+            assert!(matches!(lock_for(&second, user), Err(Conflict::SameUser)), "{user}");
+        }
+        drop(first);
+        lock_for(&second, 7).unwrap();
+    }
+
+    #[test]
+    fn a_disk_that_is_in_use_is_tried_once_by_those_who_ask_for_that() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let mut tries = 0;
+        let refused = retry_open(named.path(), true, || {
+            tries += 1;
+            Err::<(), _>(OpenError::Conflict(Conflict::SameUser))
+        });
+        assert!(matches!(refused, Err(Error::InUse { is_user_known: false, .. })), "{refused:?}");
+        assert_eq!(tries, 1);
+    }
+}

@@ -1,0 +1,171 @@
+//! Writes to parts of blocks, on files with direct I/O for whole blocks only.
+//!
+//! The rest of the block is read first and written back with the new part. A write to that rest in
+//! between would be lost. So on such a file every change of data first claims the blocks that it
+//! touches, across all IoThreads.
+
+use std::future::poll_fn;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+/// The blocks of a file that are being written or waited for.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    /// Bytes of a block: a power of two.
+    bytes: u64,
+    claims: Mutex<Claims>,
+}
+
+#[derive(Debug, Default)]
+struct Claims {
+    /// In order of arrival: a claim waits for earlier claims that it overlaps.
+    list: Vec<Claim>,
+    next_id: u64,
+}
+
+#[derive(Debug)]
+struct Claim {
+    id: u64,
+    range: Range<u64>,
+    /// Wakes the task that waits for the claim.
+    waker: Option<Waker>,
+}
+
+/// Blocks to which no other task writes until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Claimed {
+    blocks: Arc<Blocks>,
+    id: u64,
+}
+
+impl Blocks {
+    pub(crate) fn new(bytes: u32) -> Self {
+        Self { bytes: u64::from(bytes), claims: Mutex::default() }
+    }
+
+    /// Claims the blocks that `len` bytes from `offset` touch. Waits for earlier claims that
+    /// overlap.
+    pub(crate) async fn claim(self: &Arc<Self>, offset: u64, len: u64) -> Claimed {
+        let start = offset & !(self.bytes - 1);
+        // The end is on the disk, which is made of whole blocks.
+        let end = (offset + len).next_multiple_of(self.bytes);
+        let claimed = Claimed { blocks: Arc::clone(self), id: self.claims().add(start..end) };
+        poll_fn(|cx| {
+            let mut claims = self.claims();
+            if claims.is_first(claimed.id) {
+                return Poll::Ready(());
+            }
+            claims.wake_with(claimed.id, cx.waker());
+            Poll::Pending
+        })
+        .await;
+        claimed
+    }
+
+    fn claims(&self) -> MutexGuard<'_, Claims> {
+        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Claims {
+    fn add(&mut self, range: Range<u64>) -> u64 {
+        self.next_id += 1;
+        self.list.push(Claim { id: self.next_id, range, waker: None });
+        self.next_id
+    }
+
+    fn is_first(&self, id: u64) -> bool {
+        let before = self.list.iter().take_while(|claim| claim.id != id);
+        let of_id = self.list.iter().find(|claim| claim.id == id);
+        of_id.is_some_and(|own| before.into_iter().all(|other| !other.overlaps(&own.range)))
+    }
+
+    fn wake_with(&mut self, id: u64, waker: &Waker) {
+        if let Some(claim) = self.list.iter_mut().find(|claim| claim.id == id) {
+            claim.waker = Some(waker.clone());
+        }
+    }
+
+    /// Removes a claim. Returns the wakers of later claims that overlap it.
+    fn remove(&mut self, id: u64) -> Vec<Waker> {
+        let Some(index) = self.list.iter().position(|claim| claim.id == id) else {
+            return Vec::new();
+        };
+        let gone = self.list.remove(index);
+        let behind = self.list[index..].iter_mut().filter(|other| other.overlaps(&gone.range));
+        behind.filter_map(|other| other.waker.take()).collect()
+    }
+}
+
+impl Claim {
+    fn overlaps(&self, range: &Range<u64>) -> bool {
+        self.range.start < range.end && range.start < self.range.end
+    }
+}
+
+impl Drop for Claimed {
+    fn drop(&mut self) {
+        let wakers = self.blocks.claims().remove(self.id);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::pin::Pin;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Context, Wake};
+
+    #[derive(Default)]
+    struct Wakes(AtomicUsize);
+
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    type Waiting<'a> = Pin<Box<dyn Future<Output = Claimed> + 'a>>;
+
+    fn poll(future: &mut Waiting<'_>, wakes: &Arc<Wakes>) -> Option<Claimed> {
+        let waker = Waker::from(Arc::clone(wakes));
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(claimed) => Some(claimed),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn who_touches_the_same_block_waits_in_order() {
+        let (blocks, wakes) = (Arc::new(Blocks::new(4096)), Arc::new(Wakes::default()));
+        let claim = |offset, len| -> Waiting<'_> { Box::pin(blocks.claim(offset, len)) };
+        let first = poll(&mut claim(512, 512), &wakes).unwrap();
+        let apart = poll(&mut claim(4096, 512), &wakes).expect("another block is free");
+        let (mut both, mut behind) = (claim(3584, 1024), claim(0, 512));
+        assert!(poll(&mut both, &wakes).is_none() && poll(&mut behind, &wakes).is_none());
+        drop(apart);
+        assert_eq!(wakes.0.load(Ordering::Relaxed), 1, "one waits for both blocks");
+        assert!(poll(&mut both, &wakes).is_none());
+        drop(first);
+        let both = poll(&mut both, &wakes).unwrap();
+        assert!(poll(&mut behind, &wakes).is_none(), "it came later");
+        drop(both);
+        assert!(poll(&mut behind, &wakes).is_some());
+        assert!(blocks.claims().list.is_empty());
+    }
+
+    #[test]
+    fn who_goes_away_is_waited_for_no_more() {
+        let (blocks, wakes) = (Arc::new(Blocks::new(4096)), Arc::new(Wakes::default()));
+        let first = poll(&mut (Box::pin(blocks.claim(0, 512)) as Waiting<'_>), &wakes).unwrap();
+        let mut gone: Waiting<'_> = Box::pin(blocks.claim(0, 8192));
+        let mut last: Waiting<'_> = Box::pin(blocks.claim(4096, 4096));
+        assert!(poll(&mut gone, &wakes).is_none() && poll(&mut last, &wakes).is_none());
+        drop(gone);
+        assert_eq!(wakes.0.load(Ordering::Relaxed), 1);
+        assert!(poll(&mut last, &wakes).is_some());
+        drop(first);
+    }
+}

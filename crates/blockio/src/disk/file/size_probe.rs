@@ -1,0 +1,155 @@
+//! Probes the possible size of a disk without using it: a file by its name, a device by its number.
+
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::{fmt, io};
+
+use super::sysfs;
+
+/// The end of a regular file as the last probe saw it. A write beyond it would lengthen a file that
+/// was cut while in use, and zeroes would replace the data that is gone.
+#[derive(Debug)]
+pub(crate) struct FileEnd {
+    /// The block that counts as whole if a file ends within it, with zeroes at its end.
+    block_bytes: u64,
+    bytes: AtomicU64,
+    /// The number of times that the size of the disk has changed.
+    changes: Mutex<u64>,
+}
+
+/// Stands for an end that no probe has seen since the disk got its size.
+const UNSEEN: u64 = u64::MAX;
+
+impl FileEnd {
+    pub(crate) fn unseen(block_bytes: u32) -> Self {
+        let block_bytes = block_bytes.into();
+        Self { block_bytes, bytes: AtomicU64::new(UNSEEN), changes: Mutex::default() }
+    }
+
+    /// Returns true if a range goes beyond the end.
+    #[inline]
+    pub(crate) fn is_exceeded_by(&self, offset: u64, len: u64) -> bool {
+        offset.saturating_add(len) > self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// The end of the block in which a file of this length ends.
+    pub(crate) fn round_up(&self, file_bytes: u64) -> u64 {
+        file_bytes.next_multiple_of(self.block_bytes)
+    }
+
+    /// Makes the end unknown until the next probe: the disk gets, or has got, another size.
+    pub(crate) fn invalidate(&self) {
+        let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        *changes += 1;
+        self.bytes.store(UNSEEN, Ordering::Relaxed);
+    }
+
+    /// Stores the result of a probe, unless the disk has got another size since the probe began.
+    fn probe<E>(&self, probe: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
+        let changes = || self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = *changes();
+        let len = probe()?;
+        let now = changes();
+        if *now == before {
+            self.bytes.store(self.round_up(len), Ordering::Relaxed);
+        }
+        Ok(len)
+    }
+}
+
+/// A probe for the possible size of a disk in use. It neither keeps the file open nor depends on
+/// the disk.
+pub struct SizeProbe(Probe);
+
+enum Probe {
+    Device(u64),
+    File { path: PathBuf, device: u64, inode: u64, end: Arc<FileEnd> },
+    Other(Box<dyn Fn() -> io::Result<Option<u64>> + Send + Sync>),
+}
+
+impl SizeProbe {
+    /// A probe of a block device, or of a file, where each probe updates `end`.
+    pub(crate) fn new(
+        path: &Path,
+        metadata: &Metadata,
+        is_block_device: bool,
+        end: &Arc<FileEnd>,
+    ) -> Self {
+        Self(match is_block_device {
+            true => Probe::Device(metadata.rdev()),
+            false => {
+                let (device, inode) = (metadata.dev(), metadata.ino());
+                Probe::File { path: path.to_owned(), device, inode, end: Arc::clone(end) }
+            }
+        })
+    }
+
+    /// A probe of a disk of another kind. A kind that learns of a new size from its remote end
+    /// stores it where this probe finds it.
+    pub fn other(probe: impl Fn() -> io::Result<Option<u64>> + Send + Sync + 'static) -> Self {
+        Self(Probe::Other(Box::new(probe)))
+    }
+
+    /// The size in bytes. `None` if it is unknown, for example because the file has lost its name.
+    /// May wait for as long as a file system does.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not report the size.
+    pub fn size_bytes(&self) -> io::Result<Option<u64>> {
+        match &self.0 {
+            Probe::Device(number) => Ok(sysfs::size_bytes(*number)),
+            Probe::File { path, device, inode, end } => {
+                let probe = || match std::fs::metadata(path) {
+                    Ok(data) if (data.dev(), data.ino()) == (*device, *inode) => Ok(data.len()),
+                    Ok(_) => Err(None),
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => Err(None),
+                    Err(error) => Err(Some(error)),
+                };
+                match end.probe(probe) {
+                    Ok(len) => Ok(Some(len)),
+                    Err(error) => error.map_or(Ok(None), Err),
+                }
+            }
+            Probe::Other(probe) => probe(),
+        }
+    }
+}
+
+impl fmt::Debug for SizeProbe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Probe::Device(number) => write!(f, "SizeProbe(device {number})"),
+            Probe::File { path, .. } => write!(f, "SizeProbe({})", path.display()),
+            Probe::Other(_) => f.write_str("SizeProbe(other)"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::disk::{DiskOptions, DiskSource};
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_is_known_by_its_name_for_as_long_as_it_has_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, other] = ["disk", "other"].map(|name| folder.path().join(name));
+        std::fs::write(&path, [0; 512]).unwrap();
+        let source = DiskSource::file(&path, &DiskOptions::default()).unwrap();
+        let outside = source.size_probe().unwrap();
+        assert_eq!(outside.size_bytes().unwrap(), Some(512));
+        std::fs::write(&path, [0; 1024]).unwrap();
+        assert_eq!(outside.size_bytes().unwrap(), Some(1024));
+        assert_eq!(source.info().size_bytes, 512, "it was only looked at");
+        std::fs::rename(&path, &other).unwrap();
+        assert_eq!(outside.size_bytes().unwrap(), None);
+        std::fs::write(&path, [0; 2048]).unwrap();
+        assert_eq!(outside.size_bytes().unwrap(), None, "it is another file");
+        let null = DiskSource::null(512, &DiskOptions::default()).unwrap();
+        assert!(null.size_probe().is_none());
+    }
+}

@@ -1,0 +1,465 @@
+//! Opens a regular file or a block device, and finds its properties.
+
+use std::fs::{File, FileType};
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fd::AsFd;
+use rustix::fs::{Mode, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
+
+use super::alignment::Alignment;
+use super::identity;
+use super::lock::{Conflict, OpenError, is_still_locked, lock, lock_for, retry_open};
+use super::partial_blocks::Blocks;
+use super::size_probe::{FileEnd, SizeProbe};
+use super::sysfs;
+use crate::disk::foreign;
+use crate::disk::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
+use crate::error::Error;
+use crate::op::OpenFile;
+
+/// An open file.
+#[derive(Debug, Clone)]
+pub struct FileSource {
+    pub(crate) file: Arc<OpenFile>,
+    pub(crate) is_block_device: bool,
+    pub(crate) is_rotational: bool,
+    /// See [`DiskSource::discard_bytes`](crate::disk::DiskSource::discard_bytes).
+    pub(crate) discard_bytes: Option<u32>,
+    pub(crate) align: Alignment,
+    /// See [`DiskSource::identity`](crate::disk::DiskSource::identity).
+    pub(crate) identity: Arc<str>,
+    /// See [`DiskSource::size_probe`](crate::disk::DiskSource::size_probe).
+    pub(crate) size_probe: Option<Arc<SizeProbe>>,
+    pub(crate) end: Arc<FileEnd>,
+    /// Present if requests may be smaller than the unit of direct I/O.
+    pub(crate) blocks: Option<Arc<Blocks>>,
+    /// See [`DiskSource::is_exclusive`](crate::disk::DiskSource::is_exclusive).
+    pub(crate) is_exclusive: bool,
+}
+
+impl FileSource {
+    pub(crate) fn open(name: &Path, options: &DiskOptions) -> Result<(Self, DiskInfo), Error> {
+        let shown = options.within.as_ref().map(|folder| folder.join(name));
+        let path = shown.as_deref().unwrap_or(name);
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        // Checked before it is opened, since opening has effects on some devices.
+        let found = match &options.within {
+            None => std::fs::metadata(name),
+            Some(folder) => folder.find(name).and_then(|place| place.metadata()),
+        };
+        let found = found.map_err(open_error(path, options))?.file_type();
+        check_type(found, options).map_err(unusable)?;
+        let is_block_device = found.is_block_device();
+        let (file, is_locked) = retry_open(path, options.at_once, || {
+            open_alone((name, path), options, is_block_device)
+        })?;
+        if is_block_device {
+            check_device(&file, options).map_err(unusable)?;
+        }
+        Self::from_open((file, is_locked), path, options, is_block_device)
+    }
+
+    /// A file that another process has opened and locked with these options.
+    pub(crate) fn handed_over(
+        file: File,
+        path: &Path,
+        options: &DiskOptions,
+    ) -> Result<(Self, DiskInfo), Error> {
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        let no_status = |error| unusable(format!("nothing is known of its descriptor: {error}"));
+        let flags = fcntl_getfl(&file).map_err(|errno| no_status(errno.into()))?;
+        let is_direct = flags.contains(OFlags::DIRECT);
+        let is_writable = flags & OFlags::RWMODE == OFlags::RDWR;
+        if is_direct != options.direct || !(is_writable || options.read_only) {
+            return Err(unusable(format!(
+                "it was handed over open with flags {:#x}, which do not fit its options",
+                flags.bits()
+            )));
+        }
+        let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
+        let is_locked = !options.no_lock && !options.read_only && is_still_locked(&file);
+        let (source, info) = Self::from_open((file, is_locked), path, options, is_block_device)?;
+        source.file.loss().note_foreign_writes();
+        Ok((source, info))
+    }
+
+    fn from_open(
+        (file, is_locked): (File, bool),
+        path: &Path,
+        options: &DiskOptions,
+        is_block_device: bool,
+    ) -> Result<(Self, DiskInfo), Error> {
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        let mut size_bytes = size_of(&file).map_err(unusable)?;
+        let align = Alignment::probe(&file, options.direct, is_block_device).ok_or_else(|| {
+            unusable("its file system does not support direct I/O; use the page cache".into())
+        })?;
+        // The blocks of a device are fixed. The blocks of a file must not change with the file
+        // system on which it lies today, or its partitions are not found.
+        let default = if is_block_device { align.request.max(512) } else { 512 };
+        let wanted = options.logical_block_bytes.unwrap_or(default);
+        let logical_block_bytes = check_logical_block(wanted)?;
+        if options.holds_image && !is_block_device {
+            size_bytes = size_bytes.next_multiple_of(align.request.max(logical_block_bytes).into());
+        }
+        let has_parts = logical_block_bytes < align.request && !options.read_only;
+        check_size(size_bytes, logical_block_bytes, has_parts.then_some(align.request))
+            .map_err(|reason| unusable(foreign::wrong_size(&file, size_bytes).unwrap_or(reason)))?;
+        let physical =
+            if is_block_device { rustix::fs::ioctl_blkpbszget(&file).ok() } else { None };
+        let info = DiskInfo {
+            size_bytes,
+            logical_block_bytes,
+            physical_block_bytes: physical.unwrap_or(0).max(logical_block_bytes).max(align.request),
+            read_only: options.read_only,
+            direct: options.direct,
+        };
+        let identity = if is_block_device {
+            identity::device_identity(&file, path)
+        } else {
+            identity::file_identity(&file)
+        };
+        let end = Arc::new(FileEnd::unseen(logical_block_bytes.max(align.request)));
+        let probe = |data| Arc::new(SizeProbe::new(path, &data, is_block_device, &end));
+        let size_probe = file.metadata().ok().map(probe);
+        let is_rotational = sysfs::is_rotational(&file);
+        let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
+        let file = Arc::new(OpenFile::new(file, path, options.direct));
+        let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
+        let identity = identity.into();
+        // Opening a block device for writing has claimed it.
+        let is_exclusive = !options.read_only && !options.no_lock && (is_locked || is_block_device);
+        let source = Self {
+            file,
+            is_block_device,
+            is_rotational,
+            discard_bytes,
+            align,
+            identity,
+            size_probe,
+            end,
+            blocks,
+            is_exclusive,
+        };
+        Ok((source, info))
+    }
+
+    /// The present size, if the disk that was opened with `info` can have it.
+    pub(crate) fn size_bytes(&self, info: &DiskInfo) -> Result<u64, Error> {
+        let size_bytes = size_of(self.file.as_ref()).map_err(|reason| self.unusable(reason))?;
+        self.check_size(size_bytes, info)?;
+        self.end.invalidate();
+        Ok(size_bytes)
+    }
+
+    /// The present size of the file or device, even if a disk cannot have it.
+    pub(crate) fn any_size_bytes(&self) -> Result<u64, Error> {
+        let end = rustix::fs::seek(self.file.as_ref(), SeekFrom::End(0));
+        end.map_err(|errno| self.unusable(format!("its size cannot be determined: {errno}")))
+    }
+
+    /// Checks that the disk that was opened with `info` can be given this size.
+    pub(crate) fn check_new_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
+        let reason = if self.is_block_device {
+            "a block device is resized by what made it (lvextend, losetup --set-capacity); do \
+             that, and ask again without a size"
+        } else if info.read_only {
+            "it is open for reading only; resize it yourself, and ask again without a size"
+        } else if size_bytes == 0 {
+            "a disk of no bytes is not possible; choose another size"
+        } else {
+            // If only whole blocks of the file can be written, they are larger than logical blocks.
+            let block =
+                self.blocks.as_ref().map_or(info.logical_block_bytes, |_| self.align.request);
+            if size_bytes.is_multiple_of(block.into()) {
+                return Ok(());
+            }
+            let text = format!("{size_bytes} bytes are not a multiple of {block}; choose others");
+            return Err(self.unusable(text));
+        };
+        Err(self.unusable(reason.into()))
+    }
+
+    /// Gives the file this length.
+    pub(crate) fn truncate(&self, size_bytes: u64) -> Result<(), Error> {
+        rustix::fs::ftruncate(self.file.as_ref(), size_bytes).map_err(|errno| Error::Length {
+            path: self.file.path().to_owned(),
+            size_bytes,
+            error: errno.into(),
+        })?;
+        self.end.invalidate();
+        Ok(())
+    }
+
+    fn check_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
+        let blocks = self.blocks.as_ref().map(|_| self.align.request);
+        let checked = check_size(size_bytes, info.logical_block_bytes, blocks);
+        checked.map_err(|reason| self.unusable(reason))
+    }
+
+    pub(crate) fn state(&self) -> DiskState {
+        match self.file.stalled_since() {
+            _ if self.file.loss().check().is_err() => DiskState::Lost,
+            Some(since) => DiskState::Late(since),
+            None => DiskState::Ready,
+        }
+    }
+
+    pub(crate) fn abilities(&self) -> Abilities {
+        Abilities {
+            flush: true,
+            discard: self.discard_bytes.is_some(),
+            zeroes: true,
+            resize: !self.is_block_device,
+            lock: true,
+            snapshots: false,
+        }
+    }
+
+    pub(crate) fn link(&self) -> Link {
+        let kind = if self.is_block_device { "block device" } else { "file" };
+        Link { kind, place: self.file.path().display().to_string() }
+    }
+
+    fn unusable(&self, reason: String) -> Error {
+        Error::Unusable { path: self.file.path().to_owned(), reason }
+    }
+
+    /// A character device, which `open` would refuse: some of them fail in useful ways.
+    #[cfg(test)]
+    pub(crate) fn from_device(path: &str) -> Self {
+        let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = Arc::new(rustix::fs::open(path, flags, Mode::empty()).unwrap().into());
+        let (align, identity) = (Alignment::ANY, "".into());
+        Self {
+            file,
+            is_block_device: false,
+            is_rotational: false,
+            discard_bytes: None,
+            align,
+            identity,
+            size_probe: None,
+            end: Arc::new(FileEnd::unseen(512)),
+            blocks: None,
+            is_exclusive: false,
+        }
+    }
+
+    /// Forgets all knowledge about polling: only the kernel's answers to ops count.
+    #[cfg(test)]
+    pub(crate) fn forget_polling(&mut self) {
+        Arc::get_mut(&mut self.file).unwrap().forget_polling();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn may_be_polled(&self) -> bool {
+        self.file.may_be_polled()
+    }
+}
+
+/// The length of a file, or the size of a device, in bytes. Moves the position, which is not used.
+fn size_of(file: impl AsFd) -> Result<u64, String> {
+    let size_bytes = rustix::fs::seek(file, SeekFrom::End(0))
+        .map_err(|errno| format!("its size cannot be determined: {errno}"))?;
+    if size_bytes == 0 {
+        return Err("its size is zero; give it one, for example with `truncate -s 10G`".into());
+    }
+    Ok(size_bytes)
+}
+
+/// The unit in which a disk gives back space, if it does: that of the device, or the block of the
+/// file system. The logical block if these report no unit that requests could keep to.
+fn discard_bytes(file: &File, is_block_device: bool, logical_block_bytes: u32) -> Option<u32> {
+    let said = if is_block_device {
+        sysfs::discard_bytes(file)?
+    } else {
+        let block = rustix::fs::fstatvfs(file).map_or(0, |stat| stat.f_frsize);
+        u32::try_from(block).unwrap_or(0)
+    };
+    Some(if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes })
+}
+
+/// Checks the size of a disk. With `request_bytes`, parts of such blocks may be written.
+fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Result<(), String> {
+    if let Some(request_bytes) = request_bytes
+        && !size_bytes.is_multiple_of(request_bytes.into())
+    {
+        // A part of the last block would be written as a whole, and the file would grow.
+        return Err(format!(
+            "it supports direct I/O only in units of {request_bytes} bytes, and its size of \
+             {size_bytes} bytes is not a multiple; extend it, or use the page cache"
+        ));
+    }
+    if !size_bytes.is_multiple_of(logical.into()) {
+        // No overflow: no file is longer than 2^63 bytes.
+        let rounded = size_bytes.next_multiple_of(logical.into());
+        return Err(format!(
+            "its size of {size_bytes} bytes is not a multiple of the logical block of {logical}; \
+             extend it with `truncate -s {rounded}`"
+        ));
+    }
+    Ok(())
+}
+
+/// Opens the file and locks it, if it has locks. For a block device that is written to, the open
+/// itself is the claim.
+fn open_alone(
+    (name, path): (&Path, &Path),
+    options: &DiskOptions,
+    is_block: bool,
+) -> Result<(File, bool), OpenError> {
+    let failed = |error| OpenError::Failed(open_error(path, options)(error));
+    let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
+        Some(libc::EBUSY) => OpenError::Conflict(Conflict::Claimed),
+        // Another program has a lease, which the kernel has asked it to give up.
+        Some(libc::EWOULDBLOCK) => OpenError::Conflict(Conflict::Locked),
+        _ => failed(error),
+    })?;
+    let opened = file.metadata().map_err(failed)?.file_type();
+    // The name may have been given to another file after the check.
+    let checked = match opened.is_block_device() == is_block {
+        true => check_type(opened, options),
+        false => Err("it has become something else while it was opened; try again".into()),
+    };
+    checked
+        .map_err(|reason| OpenError::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
+    // io_uring reads a file with `O_NONBLOCK` in another way.
+    let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
+    fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
+    let is_locked = match options.no_lock {
+        true => false,
+        false => lock(&file, path, options.read_only).map_err(OpenError::Conflict)?,
+    };
+    if let Some(user) = options.user {
+        lock_for(&file, user).map_err(OpenError::Conflict)?;
+    }
+    Ok((file, is_locked))
+}
+
+/// Fails for a type of file that cannot be a disk.
+fn check_type(found: FileType, options: &DiskOptions) -> Result<(), String> {
+    if found.is_dir() {
+        return Err("it is a directory; name a file or a block device".into());
+    }
+    if options.within.is_some() && !found.is_file() {
+        return Err("it is not a regular file".into());
+    }
+    if !found.is_file() && !found.is_block_device() {
+        return Err("it is neither a regular file nor a block device; name one of these".into());
+    }
+    Ok(())
+}
+
+fn open(name: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result<File> {
+    let mut flags = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
+    if options.direct {
+        flags |= OFlags::DIRECT;
+    }
+    if !is_block_device {
+        // A named pipe in its place must not make this wait for a writer or reader.
+        flags |= OFlags::NONBLOCK;
+    } else if !options.read_only && !options.no_lock {
+        // Fails if the device is mounted or claimed by another program.
+        flags |= OFlags::EXCL;
+    }
+    match &options.within {
+        Some(folder) => folder.open_beneath(name, flags),
+        None => {
+            let open = || rustix::fs::open(name, flags, Mode::empty());
+            Ok(File::from(rustix::io::retry_on_intr(open)?))
+        }
+    }
+}
+
+fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error {
+    let path = path.to_owned();
+    let options = options.clone();
+    move |error| {
+        let advice = match error.raw_os_error() {
+            Some(libc::EINVAL) if options.direct => {
+                "; the file system may not allow direct I/O: use the page cache"
+            }
+            Some(libc::EACCES | libc::EPERM) if !options.read_only => {
+                "; check its permissions, or open it read-only"
+            }
+            Some(libc::EACCES | libc::EPERM) => "; check its permissions",
+            Some(libc::ENOENT) => "; check the path",
+            Some(libc::EROFS) => "; open it read-only",
+            Some(libc::EMFILE) => "; raise the limit on open files (ulimit -n)",
+            _ => "",
+        };
+        Error::Open { path: path.clone(), error, advice }
+    }
+}
+
+/// Refuses devices that could be opened, but would fail requests.
+fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
+    let said = |name: &str| sysfs::device_attribute(file, name).unwrap_or_default();
+    // Linux lets a read-only device be opened for writing, and fails each write.
+    if !options.read_only && !["", "0"].contains(&said("ro").as_str()) {
+        return Err("it is a read-only device; open it read-only".into());
+    }
+    check_zones(&said("queue/zoned"))
+}
+
+/// Refuses a device with zones that take sequential writes only; `zoned` is its attribute of this
+/// name.
+fn check_zones(zoned: &str) -> Result<(), String> {
+    match zoned {
+        "host-managed" => Err("it is a zoned device, which takes sequential writes only; put a \
+                               layer with random writes on it (dm-zoned), or serve a file on a \
+                               file system for zoned devices"
+            .into()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::folder::Folder;
+
+    /// A name may be exchanged between its check and its opening.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_opening_of_a_file_checks_what_it_has_opened() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("folder");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(root.path().join("secret"), [9; 512]).unwrap();
+        std::os::unix::fs::symlink("../secret", folder.join("out")).unwrap();
+        let within = Some(Folder::open(&folder).unwrap());
+        let options = DiskOptions { read_only: true, within, ..DiskOptions::default() };
+        let error = open(Path::new("out"), &options, false).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EXDEV));
+        let pipe = folder.join("pipe");
+        let mode = Mode::RUSR | Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+        for (path, is_block) in
+            [(&*pipe, false), (&folder, false), (&root.path().join("secret"), true)]
+        {
+            let Err(OpenError::Failed(error)) = open_alone((path, path), &options, is_block) else {
+                panic!("{} was opened", path.display())
+            };
+            assert!(matches!(error, Error::Unusable { .. }), "{error}");
+        }
+        let secret = root.path().join("secret");
+        let Ok((file, _)) = open_alone((&secret, &secret), &options, false) else {
+            panic!("it was not opened")
+        };
+        let flags = fcntl_getfl(&file).unwrap();
+        assert!(!flags.contains(OFlags::NONBLOCK), "io_uring would read it otherwise: {flags:?}");
+    }
+
+    #[test]
+    fn devices_that_take_sequential_writes_only_are_refused() {
+        assert!(check_zones("host-managed").unwrap_err().contains("sequential"));
+        for zoned in ["none", "host-aware", ""] {
+            assert!(check_zones(zoned).is_ok(), "{zoned}");
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! Memory for data that devices cannot take as it is, within a budget for each IoThread.
+//!
+//! A request with misaligned buffers goes piece by piece through memory that is aligned, and zeroes
+//! to write go in pieces too. Each piece takes a [`Permit`] first. The budget is shared equally
+//! among the disks of the IoThread, so that a disk that hangs with all of its share takes nothing
+//! from its neighbours. The pieces of one disk wait in order.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::io;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::task::Poll;
+
+use crate::config::BounceConfig;
+use crate::executor::task::{Owner, Running};
+use crate::stats::Stats;
+use iomem::{Buffers, RepeatedBlock};
+
+/// Bytes of the block that is repeated for any number of zeroes.
+const ZEROES_BYTES: usize = 64 << 10;
+
+/// The budget of one IoThread.
+pub(crate) struct BounceBudget {
+    state: Rc<Budget>,
+    /// The shares of disks that are attached, or have pieces in the kernel, by the disk's address.
+    shares: RefCell<Vec<(*const (), Weak<BounceShare>)>>,
+    zeroes: RefCell<Option<RepeatedBlock>>,
+}
+
+struct Budget {
+    config: BounceConfig,
+    disks: Cell<usize>,
+    in_use: Cell<usize>,
+    running: Rc<Running>,
+    stats: Arc<Stats>,
+}
+
+/// The part of the budget for one disk.
+pub struct BounceShare {
+    budget: Rc<Budget>,
+    in_use: Cell<usize>,
+    waiting: RefCell<VecDeque<Rc<Waiter>>>,
+}
+
+struct Waiter {
+    bytes: usize,
+    owner: RefCell<Owner>,
+    granted: Cell<bool>,
+}
+
+/// Bytes of a share, in use until the permit is dropped. It is kept with the memory, so that memory
+/// in the kernel counts even after its future was dropped.
+pub struct Permit {
+    share: Rc<BounceShare>,
+    bytes: usize,
+}
+
+impl BounceBudget {
+    pub(crate) fn new(config: BounceConfig, running: &Rc<Running>, stats: &Arc<Stats>) -> Self {
+        let state = Budget {
+            config,
+            disks: Cell::new(0),
+            in_use: Cell::new(0),
+            running: Rc::clone(running),
+            stats: Arc::clone(stats),
+        };
+        Self { state: Rc::new(state), shares: RefCell::default(), zeroes: RefCell::default() }
+    }
+
+    /// Returns the share of a disk, which is identified by the address of its open file, or of the
+    /// shared object of another kind of disk. Each disk has one share.
+    pub(crate) fn share<T: ?Sized>(&self, disk: &Arc<T>) -> Rc<BounceShare> {
+        let budget = &self.state;
+        let mut shares = self.shares.borrow_mut();
+        shares.retain(|(_, share)| share.strong_count() > 0);
+        let address = Arc::as_ptr(disk).cast::<()>();
+        let known = shares.iter().find(|(other, _)| *other == address);
+        if let Some(share) = known.and_then(|(_, share)| share.upgrade()) {
+            return share;
+        }
+        budget.disks.set(budget.disks.get() + 1);
+        let share = Rc::new(BounceShare {
+            budget: Rc::clone(budget),
+            in_use: Cell::new(0),
+            waiting: RefCell::default(),
+        });
+        shares.push((address, Rc::downgrade(&share)));
+        share
+    }
+
+    /// Returns a list of zeroes, to be read by the kernel only. `kept` is dropped with the list.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub(crate) fn zeroes(&self, bytes: usize, kept: impl Any) -> io::Result<Buffers> {
+        let mut zeroes = self.zeroes.borrow_mut();
+        let zeroes = match &mut *zeroes {
+            Some(zeroes) => zeroes,
+            none => none.insert(RepeatedBlock::zeroes(ZEROES_BYTES, ZEROES_BYTES)?),
+        };
+        zeroes.buffers(bytes, kept)
+    }
+}
+
+impl BounceShare {
+    /// The largest piece to request, a multiple of `align` (a power of two up to the largest
+    /// logical block).
+    pub fn piece_bytes(&self, align: usize) -> usize {
+        let piece = self.part_bytes(self.budget.config.piece_bytes_max);
+        (piece & !(align - 1)).max(align)
+    }
+
+    /// The smaller of `most` and the bytes of the whole share.
+    pub fn part_bytes(&self, most: usize) -> usize {
+        self.limit().min(most)
+    }
+
+    fn limit(&self) -> usize {
+        let BounceConfig { budget_bytes, share_bytes_min, .. } = self.budget.config;
+        let equal = budget_bytes / self.budget.disks.get().max(1);
+        equal.max(share_bytes_min) / share_bytes_min * share_bytes_min
+    }
+
+    /// A single piece always has room, regardless of its size: the share may have shrunk since.
+    fn has_room(&self, bytes: usize) -> bool {
+        let in_use = self.in_use.get();
+        in_use == 0 || in_use + bytes <= self.limit()
+    }
+
+    /// Waits until `bytes` more may be in use, behind all earlier pieces.
+    pub async fn take(self: &Rc<Self>, bytes: usize) -> Permit {
+        if self.waiting.borrow().is_empty() && self.has_room(bytes) {
+            self.count(bytes);
+            return Permit { share: Rc::clone(self), bytes };
+        }
+        self.budget.stats.bounce.waits.add(1);
+        let waiter = Waiter { bytes, owner: RefCell::default(), granted: Cell::new(false) };
+        let place = WaitGuard { share: self, waiter: Rc::new(waiter) };
+        self.waiting.borrow_mut().push_back(Rc::clone(&place.waiter));
+        poll_fn(|cx| {
+            place.waiter.owner.replace(self.budget.running.owner(cx));
+            if place.waiter.granted.get() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        place.waiter.granted.set(false);
+        Permit { share: Rc::clone(self), bytes }
+    }
+
+    fn count(&self, bytes: usize) {
+        self.in_use.set(self.in_use.get() + bytes);
+        self.budget.set_in_use(self.budget.in_use.get() + bytes);
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.in_use.set(self.in_use.get() - bytes);
+        self.budget.set_in_use(self.budget.in_use.get() - bytes);
+        self.grant();
+    }
+
+    /// Grants, in order, the waiting pieces that have room now.
+    fn grant(&self) {
+        loop {
+            let next = {
+                let mut waiting = self.waiting.borrow_mut();
+                let has_room = waiting.front().is_some_and(|first| self.has_room(first.bytes));
+                if has_room { waiting.pop_front() } else { None }
+            };
+            let Some(waiter) = next else { return };
+            self.count(waiter.bytes);
+            waiter.granted.set(true);
+            self.budget.running.wake(waiter.owner.take());
+        }
+    }
+}
+
+impl Budget {
+    fn set_in_use(&self, bytes: usize) {
+        self.in_use.set(bytes);
+        let stats = &self.stats.bounce;
+        stats.bytes.set(bytes as u64);
+        stats.bytes_most.set(stats.bytes_most.get().max(bytes as u64));
+    }
+}
+
+impl Drop for BounceShare {
+    fn drop(&mut self) {
+        self.budget.disks.set(self.budget.disks.get() - 1);
+    }
+}
+
+/// The place of a piece that waits. If its future is dropped, the next piece moves up.
+struct WaitGuard<'a> {
+    share: &'a BounceShare,
+    waiter: Rc<Waiter>,
+}
+
+impl Drop for WaitGuard<'_> {
+    fn drop(&mut self) {
+        if self.waiter.granted.get() {
+            self.share.give_back(self.waiter.bytes);
+            return;
+        }
+        self.share.waiting.borrow_mut().retain(|other| !Rc::ptr_eq(other, &self.waiter));
+        self.share.grant();
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.share.give_back(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::Pin;
+    use std::task::{Context, Waker};
+
+    use super::*;
+    use crate::{IoThread, IoThreadConfig};
+
+    const KIB: usize = 1 << 10;
+
+    fn thread(budget_bytes: usize) -> IoThread {
+        let bounce = BounceConfig { budget_bytes, ..BounceConfig::default() };
+        IoThread::new(&IoThreadConfig { bounce, ..IoThreadConfig::default() }).unwrap()
+    }
+
+    fn file() -> Arc<crate::file::open_file::OpenFile> {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        Arc::new(std::os::fd::OwnedFd::from(file).into())
+    }
+
+    fn poll<F: Future>(future: Pin<&mut F>) -> Option<F::Output> {
+        match future.poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(output) => Some(output),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn pieces_wait_in_order_and_who_goes_away_is_passed_over() {
+        let thread = thread(128 * KIB);
+        let io = thread.io();
+        let share = io.bounce_budget.share(&file());
+        let take = |kib: usize| Box::pin(share.take(kib * KIB));
+        let first = poll(take(100).as_mut()).unwrap();
+        let mut gone = take(50);
+        assert!(poll(gone.as_mut()).is_none());
+        let mut waiting = [take(60), take(10), take(60), take(8)];
+        // Behind a piece without room, a piece that would have room waits too.
+        assert!(waiting.iter_mut().all(|future| poll(future.as_mut()).is_none()));
+        drop(gone);
+        drop(first);
+        let [mut second, third, mut fourth, mut fifth] = waiting;
+        let second = poll(second.as_mut()).unwrap();
+        assert!(poll(fourth.as_mut()).is_none() && poll(fifth.as_mut()).is_none());
+        // It was granted, and is never polled again.
+        drop(third);
+        drop(fourth);
+        let fifth = poll(fifth.as_mut()).expect("the one who went away is in the way");
+        let stats = &io.stats().bounce;
+        assert_eq!((stats.bytes.get(), stats.waits.get()), (68 << 10, 5));
+        assert_eq!(stats.bytes_most.get(), 128 << 10);
+        drop((second, fifth));
+        assert_eq!(stats.bytes.get(), 0);
+    }
+
+    #[test]
+    fn a_disk_that_hangs_keeps_nothing_from_its_neighbours() {
+        let thread = thread(256 * KIB);
+        let io = thread.io();
+        let files = [file(), file()];
+        let hung = io.bounce_budget.share(&files[0]);
+        let taken: Vec<Permit> = (0..4)
+            .map(|_| poll(Box::pin(hung.take(64 * KIB)).as_mut()).expect("its own share"))
+            .collect();
+        // A neighbour comes: it has its part at once, and the parts of both are smaller.
+        let good = io.bounce_budget.share(&files[1]);
+        assert!(Rc::ptr_eq(&good, &io.bounce_budget.share(&files[1])));
+        let all = poll(Box::pin(good.take(128 * KIB)).as_mut()).expect("its share");
+        let (mut more, mut next) = (Box::pin(good.take(4 * KIB)), Box::pin(hung.take(64 * KIB)));
+        assert!(poll(more.as_mut()).is_none() && poll(next.as_mut()).is_none());
+        drop(all);
+        assert!(poll(more.as_mut()).is_some());
+        drop(taken);
+        assert!(poll(next.as_mut()).is_some());
+        assert_eq!(io.stats().bounce.bytes.get(), 0);
+    }
+
+    #[test]
+    fn shares_are_whole_units_and_never_nothing() {
+        let thread = thread(1 << 20);
+        let io = thread.io();
+        let files: Vec<_> = (0..100).map(|_| file()).collect();
+        let shares: Vec<_> = files.iter().map(|file| io.bounce_budget.share(file)).collect();
+        let BounceConfig { share_bytes_min, piece_bytes_max, .. } = BounceConfig::default();
+        assert_eq!(shares[0].piece_bytes(512), share_bytes_min);
+        assert_eq!(shares[99].piece_bytes(1 << 16), 1 << 16);
+        drop(shares);
+        let alone = io.bounce_budget.share(&files[7]);
+        assert_eq!((alone.piece_bytes(512), alone.limit()), (piece_bytes_max, 1 << 20));
+    }
+
+    #[test]
+    fn zeroes_are_one_block_over_and_over() {
+        let thread = thread(1 << 20);
+        let io = thread.io();
+        let share = io.bounce_budget.share(&file());
+        for bytes in [512, ZEROES_BYTES, ZEROES_BYTES + 512, 4 * ZEROES_BYTES] {
+            let permit = poll(Box::pin(share.take(bytes)).as_mut()).unwrap();
+            let zeroes = io.bounce_budget.zeroes(bytes, permit).unwrap();
+            assert_eq!(zeroes.to_vec(), vec![0; bytes]);
+            let starts = zeroes.iovecs().iter().map(|range| range.iov_base.addr());
+            assert_eq!(starts.collect::<std::collections::BTreeSet<_>>().len(), 1);
+            assert_eq!(io.stats().bounce.bytes.get(), bytes as u64);
+        }
+        assert_eq!(io.stats().bounce.bytes.get(), 0);
+    }
+}

@@ -1,0 +1,132 @@
+//! IoThread: the owner of a loop, for one OS thread.
+
+use std::future::Future;
+use std::rc::Rc;
+use std::time::Instant;
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use crate::clock;
+use crate::config::IoThreadConfig;
+use crate::error::Error;
+use crate::thread::io::Io;
+use crate::thread::remote::Remote;
+use crate::thread::time_slice;
+use crate::thread::turn::{Activity, Wait, earlier};
+
+/// A loop, owned by the thread that made it. For programs that embed it in a loop of their own, its
+/// descriptor ([`AsFd`]) is readable when a turn with [`Wait::Never`] has something to do. Such a
+/// program sets [`IoThreadConfig::embedded`], takes a first turn, and then waits for the
+/// descriptor.
+///
+/// Dropping it waits for the ops in the kernel, drops the tasks, and waits for [foreign
+/// ops](Io::foreign_op).
+pub struct IoThread {
+    io: Rc<Io>,
+    descriptor: OwnedFd,
+}
+
+impl IoThread {
+    /// Sets up a loop for the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// If an option is out of range, the kernel does not offer the engine, or a limit on
+    /// descriptors or AIO is reached.
+    pub fn new(config: &IoThreadConfig) -> Result<Self, Error> {
+        if config.depth == 0 || config.depth > 65_535 {
+            let depth = config.depth;
+            return Err(Error::Options(format!("an IoThread's depth is 1 to 65535, not {depth}")));
+        }
+        if config.bounce.share_bytes_min == 0 {
+            return Err(Error::Options("a disk's share of bounced memory is at least 1".into()));
+        }
+        if !config.slice.is_zero()
+            && let Err(errno) = time_slice::set(config.slice)
+        {
+            // A filter of system calls may refuse it. Then the loop is slower beside other
+            // programs.
+            tracing::warn!("an IoThread keeps the kernel's time slice: sched_setattr: {errno}");
+        }
+        let (io, descriptor) = Io::new(config)?;
+        Ok(Self { io: Rc::new(io), descriptor })
+    }
+
+    /// The handle for tasks and disks on this thread.
+    #[must_use]
+    pub fn io(&self) -> &Rc<Io> {
+        &self.io
+    }
+
+    /// Returns a handle with which other threads reach this one.
+    #[must_use]
+    pub fn remote(&self) -> Remote {
+        self.io.remote()
+    }
+
+    /// Runs until [`Io::stop`] is called.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to wait for events.
+    pub fn run(&self) -> Result<(), Error> {
+        while !self.io.stopped.get() {
+            self.turn(Wait::ForEvent)?;
+        }
+        Ok(())
+    }
+
+    /// Runs one turn of the loop; `turn.rs` describes its phases.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to wait for events.
+    pub fn turn(&self, wait: Wait) -> Result<Activity, Error> {
+        self.io.turn(wait)
+    }
+
+    /// Runs the loop until `future` is done: for set-up and tests.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel refuses to wait for events.
+    pub fn block_on<T>(&self, future: impl Future<Output = T>) -> Result<T, Error> {
+        self.io.block_on(future)
+    }
+
+    /// The time at which a turn is due even if the descriptor is not readable. Reasons are a timer,
+    /// a submit to repeat, and, once a second while the kernel has ops, a check for late ops.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        earlier(self.io.work_deadline(), self.io.next_stall_check())
+    }
+
+    /// Like [`deadline`](Self::deadline), but without the checks for late ops, so that they end no
+    /// sleep.
+    #[must_use]
+    pub fn work_deadline(&self) -> Option<Instant> {
+        self.io.work_deadline()
+    }
+}
+
+impl AsFd for IoThread {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+impl Drop for IoThread {
+    fn drop(&mut self) {
+        self.io.drain();
+        // Tasks hold the `Io` that holds them; taking them out ends that cycle.
+        let tasks = self.io.executor.borrow_mut().clear();
+        drop(tasks);
+        self.io.drain_all();
+        drop(self.io.mailbox.close());
+        // A disk may outlive its IoThread, which can no longer submit its ops or take their
+        // results.
+        let slots = &mut self.io.ops.borrow_mut().slots;
+        slots.lanes.close();
+        slots.fail_tracked(clock::now());
+    }
+}

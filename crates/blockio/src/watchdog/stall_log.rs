@@ -1,0 +1,81 @@
+//! The times at which the log reports that a file, a server or a cluster does not answer.
+
+use std::time::{Duration, Instant};
+
+/// The age from which an unanswered operation is late.
+pub const LATE: Duration = Duration::from_secs(5);
+/// The time between two reports that there is still no answer.
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Returns true if an operation that began at `since` and has not ended is late.
+pub fn is_late(since: Instant, now: Instant) -> bool {
+    now.saturating_duration_since(since) >= LATE
+}
+
+/// The reports about one file, server or cluster.
+#[derive(Debug, Default)]
+pub struct StallLog(Option<LastReport>);
+
+#[derive(Debug)]
+struct LastReport {
+    /// The start of the oldest late operation at the first report.
+    since: Instant,
+    last: Instant,
+}
+
+/// A line for the log.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Line {
+    /// The oldest operation has not been answered for this time.
+    Waits(Duration),
+    /// No late operation is left. The time counts from the start of the oldest at the first report.
+    Answers(Duration),
+}
+
+impl StallLog {
+    /// Returns the line that is due now: one at first, then one a minute, and one at the end.
+    /// `late`: the start of the oldest operation that [is late](is_late).
+    pub fn next_line(&mut self, now: Instant, late: Option<Instant>) -> Option<Line> {
+        let age = |since| now.saturating_duration_since(since);
+        let Some(oldest) = late else {
+            return self.0.take().map(|last_report| Line::Answers(age(last_report.since)));
+        };
+        if self.0.as_ref().is_some_and(|last_report| age(last_report.last) < REPORT_INTERVAL) {
+            return None;
+        }
+        let since = self.0.as_ref().map_or(oldest, |last_report| last_report.since);
+        self.0 = Some(LastReport { since, last: now });
+        Some(Line::Waits(age(oldest)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_due_at_first_then_each_minute_and_at_the_end() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let next = |log: &mut StallLog, second, since: u64| {
+            let late = Some(at(since)).filter(|since| is_late(*since, at(second)));
+            log.next_line(at(second), late)
+        };
+        let (waits, answers) = (
+            |seconds| Some(Line::Waits(Duration::from_secs(seconds))),
+            |seconds| Some(Line::Answers(Duration::from_secs(seconds))),
+        );
+        let mut log = StallLog::default();
+        assert_eq!(next(&mut log, 4, 0), None, "it is not late");
+        assert_eq!(next(&mut log, 5, 0), waits(5));
+        for second in 6..65 {
+            assert_eq!(next(&mut log, second, 0), None, "{second}");
+        }
+        assert_eq!(next(&mut log, 65, 60), waits(5), "a later one, a minute after the line");
+        assert_eq!(next(&mut log, 124, 60), None);
+        assert_eq!(next(&mut log, 125, 60), waits(65));
+        assert_eq!(next(&mut log, 126, 125), answers(126), "since the first");
+        assert_eq!(next(&mut log, 127, 125), None);
+        assert_eq!(next(&mut log, 130, 125), waits(5), "it is another time");
+    }
+}

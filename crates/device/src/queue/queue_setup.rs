@@ -1,0 +1,157 @@
+//! Start options of a queue, the errors of a start, and the kinds of stop.
+
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+use blockio::disk::WaitMode;
+use blockio::oneshot;
+use rustix::fd::OwnedFd;
+use virtqueue::{
+    AnswerPlace, GuestMemory, InflightAccount, LocalMemory, QueueConfig, QueueError, SplitQueue,
+};
+
+use crate::events::Events;
+use crate::queue::call_watch::CallTrust;
+use crate::queue::data_budget::DataBudget;
+use crate::stats::QueueStats;
+
+/// Memory, ring and eventfds of a queue that starts.
+pub struct QueueSetup {
+    /// The memory of the ring's addresses and the driver's buffers.
+    pub memory: Arc<GuestMemory>,
+    /// The place of the ring.
+    pub ring: Ring,
+    /// The region that marks requests while they are in the device, for the next process.
+    pub inflight: Option<InflightAccount>,
+    /// Written by the driver after it has made chains available. `None`: the driver never kicks.
+    pub kick: Option<OwnedFd>,
+    /// An eventfd to add to when the driver should check the used ring. `None`: the driver polls.
+    pub call: Option<OwnedFd>,
+    /// An eventfd to add to when the ring is bad.
+    pub err: Option<OwnedFd>,
+}
+
+/// Negotiated features and options of a queue.
+pub(crate) struct QueueOptions {
+    pub(crate) index: u16,
+    /// True if chains are requests, false if they are buffers for events.
+    pub(crate) takes_requests: bool,
+    pub(crate) event_idx: bool,
+    pub(crate) indirect: bool,
+    pub(crate) notify_batch: bool,
+    pub(crate) prefetch: bool,
+    pub(crate) in_order: bool,
+    pub(crate) run_max: Option<NonZeroU16>,
+    pub(crate) long_lists_bytes: u64,
+    pub(crate) data_budget: Arc<DataBudget>,
+    pub(crate) answer_place: AnswerPlace,
+    pub(crate) events: Arc<dyn Events>,
+    pub(crate) trust: Arc<CallTrust>,
+    pub(crate) stats: Arc<QueueStats>,
+    /// True if the queue was neither started here before nor handed over by another process.
+    pub(crate) is_new: bool,
+}
+
+impl QueueSetup {
+    /// Opens the ring at its last state: the state of an earlier process, if there is an inflight
+    /// region.
+    pub(crate) fn open_ring(
+        &self,
+        memory: LocalMemory,
+        options: &QueueOptions,
+    ) -> Result<SplitQueue, QueueError> {
+        let config = self.ring.config(options.event_idx, options.indirect);
+        let Some(inflight) = &self.inflight else {
+            let ring = SplitQueue::new(memory, config)?;
+            if options.is_new && !options.in_order && self.ring.next_avail != 0 {
+                options.events.queue_continued(options.index, self.ring.next_avail);
+            }
+            return Ok(ring);
+        };
+        let (ring, recovery) = SplitQueue::with_inflight(memory, config, inflight)?;
+        // Buffers for events need no recovery: they merely become available again.
+        if options.takes_requests {
+            options.events.queue_recovered(options.index, recovery);
+        }
+        Ok(ring)
+    }
+}
+
+/// The place of a split virtqueue in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ring {
+    /// Entries: a power of two, at most 1024.
+    pub size: u16,
+    /// Guest address of the descriptor table.
+    pub desc_table: u64,
+    /// Guest address of the avail ring.
+    pub avail_ring: u64,
+    /// Guest address of the used ring.
+    pub used_ring: u64,
+    /// The first avail entry to pop, unless the inflight region has a later state.
+    pub next_avail: u16,
+}
+
+impl Ring {
+    /// The configuration for either side of the ring, with or without these two features.
+    pub const fn config(self, event_idx: bool, indirect: bool) -> QueueConfig {
+        let Self { size, desc_table, avail_ring, used_ring, next_avail } = self;
+        QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, indirect, next_avail }
+    }
+}
+
+/// The treatment of waiting requests when their queue stops. They wait for limits, for another try
+/// at a disk that has failed them, or for requests that wait so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopKind {
+    /// The queue stops for good. Waiting requests begin in spite of limits, and fail if their disk
+    /// fails them.
+    Final,
+    /// The queue stops for a moment. Waiting requests begin in spite of limits, and none fails
+    /// because of the stop: it ends only after their disk has carried them out.
+    Pause,
+    /// Waiting requests stay in the inflight region for the next start of the queue, here or in
+    /// another process. Without a region, or if the ring is bad, this is [`Final`](Self::Final).
+    KeepInflight,
+    /// The device ends, or its driver has gone. Like [`KeepInflight`](Self::KeepInflight), where
+    /// that is possible. Otherwise like [`Final`](Self::Final), and a transfer with more than 64
+    /// MiB left ends with an error.
+    DriverGone,
+}
+
+impl StopKind {
+    /// The way in which requests wait during the stop.
+    pub(crate) fn wait_mode(self) -> WaitMode {
+        match self {
+            Self::Final | Self::DriverGone => WaitMode::Never,
+            Self::Pause => WaitMode::RetriesOnly,
+            Self::KeepInflight => WaitMode::Frozen,
+        }
+    }
+}
+
+/// A request to stop a queue.
+pub(crate) struct Stop {
+    pub(crate) kind: StopKind,
+    /// Receives the next avail entry to pop.
+    pub(crate) answer: oneshot::Sender<u16>,
+}
+
+/// The reasons why a queue does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The device has no queue of this number.
+    #[error("queue {index} is started, but there are {count}")]
+    NoSuchQueue {
+        /// The number.
+        index: u16,
+        /// The number of queues.
+        count: u16,
+    },
+    /// The ring violates the specification.
+    #[error(transparent)]
+    Ring(#[from] QueueError),
+    /// The queue's IoThread has ended.
+    #[error("the IoThread of the queue has ended")]
+    ThreadEnded,
+}

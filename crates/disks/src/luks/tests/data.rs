@@ -1,0 +1,124 @@
+//! The handling of data and requests.
+
+use super::*;
+use blockio::BounceConfig;
+use blockio::disk::ExtentKind;
+
+fn filled(bytes: usize) -> Buffers {
+    let buffers = Buffers::aligned(bytes, 4096);
+    let data: Vec<u8> = (0..=250).cycle().take(bytes).collect();
+    buffers.copy_from(0, &data);
+    buffers
+}
+
+/// Requests go piece by piece. The size of pieces does not change the content of the disk.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn pieces_and_whole_requests_are_the_same_on_the_disk() {
+    let bytes = 200 << 10;
+    let written = [4096, 12_288, 256 << 10].map(|piece_bytes_max| {
+        let file = image(&header(|_| ()), MIB);
+        let source = crate::luks::open(below(&file), &options(false)).unwrap();
+        let bounce = BounceConfig { piece_bytes_max, ..BounceConfig::default() };
+        let config = IoThreadConfig { bounce, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.write(1536, filled(bytes), true)).unwrap().unwrap();
+        let read = Buffers::aligned(bytes, 512);
+        let view = read.duplicate();
+        thread.block_on(disk.read(1536, read)).unwrap().unwrap();
+        assert_eq!(view.to_vec(), filled(bytes).to_vec());
+        assert_eq!(thread.io().stats().bounce.bytes.get(), 0, "memory is left over");
+        std::fs::read(file.path()).unwrap()
+    });
+    assert!(written[0] == written[1] && written[0] == written[2]);
+    // The fourth sector of the data, encrypted on its own.
+    let mut sector = filled(512).to_vec();
+    Cipher::new(&volume_key()).unwrap().run(Direction::Encrypt, &mut sector, 512, 3);
+    let at = usize::try_from(DATA_OFFSET).unwrap() + 1536;
+    assert_eq!(written[0][at..at + 512], sector);
+}
+
+/// The header determines the position of the first sector and the end of the data.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn positions_begin_and_data_ends_where_the_header_says() {
+    let start = header(|metadata| {
+        metadata["segments"]["0"]["iv_tweak"] = json!("8");
+        metadata["segments"]["0"]["size"] = json!("8192");
+    });
+    let file = image(&start, MIB);
+    let source = crate::luks::open(below(&file), &options(false)).unwrap();
+    assert_eq!(source.info().size_bytes, 8192);
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    thread.block_on(disk.write(4096, filled(4096), true)).unwrap().unwrap();
+    let read = Buffers::aligned(4096, 512);
+    let view = read.duplicate();
+    thread.block_on(disk.read(4096, read)).unwrap().unwrap();
+    assert_eq!(view.to_vec(), filled(4096).to_vec());
+    let mut expected = filled(4096).to_vec();
+    let cipher = Cipher::new(&volume_key()).unwrap();
+    for (chunk, position) in expected.chunks_mut(CHUNK_BYTES).zip((16..).step_by(CHUNK_BYTES / 512))
+    {
+        cipher.run(Direction::Encrypt, chunk, 512, position);
+    }
+    let written = std::fs::read(file.path()).unwrap();
+    let at = usize::try_from(DATA_OFFSET).unwrap() + 4096;
+    assert_eq!(written[at..at + 4096], expected);
+    for offset in [8192, 4608] {
+        let beyond = thread.block_on(disk.write(offset, filled(4096), false)).unwrap();
+        assert_eq!(beyond.unwrap_err().error().raw_os_error(), Some(libc::EINVAL));
+    }
+    assert!(std::fs::read(file.path()).unwrap() == written, "nothing was written beyond the end");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn discards_are_passed_on_only_if_that_is_allowed() {
+    for allowed in [false, true] {
+        let file = image(&header(|_| ()), MIB);
+        let source = crate::luks::open(below(&file), &options(allowed)).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.write(0, filled(65_536), false)).unwrap().unwrap();
+        thread.block_on(disk.discard(0, 65_536)).unwrap().unwrap();
+        let at = usize::try_from(DATA_OFFSET).unwrap();
+        let is_gone = std::fs::read(file.path()).unwrap()[at..at + 65_536] == [0; 65_536];
+        assert!(allowed || !is_gone, "a discard was passed on");
+        assert_eq!(source.abilities().discard, allowed && below(&file).abilities().discard);
+        assert_eq!(is_gone, source.abilities().discard);
+        // Zeroes are no hole, even if discards are allowed.
+        thread.block_on(disk.write_zeroes(0, 4096, true)).unwrap().unwrap();
+        assert_ne!(std::fs::read(file.path()).unwrap()[at..at + 4096], [0; 4096]);
+        let extent = thread.block_on(disk.block_status(0, 4096)).unwrap().unwrap();
+        assert_eq!(extent.kind, ExtentKind::Data);
+    }
+}
+
+/// The sector is the logical block. A size with a part of a sector is refused.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn sizes_are_whole_sectors() {
+    let start = header(|metadata| metadata["segments"]["0"]["sector_size"] = json!(4096));
+    let file = image(&start, MIB);
+    let source = crate::luks::open(below(&file), &options(false)).unwrap();
+    let info = source.info();
+    assert_eq!((info.size_bytes, info.logical_block_bytes), (MIB - DATA_OFFSET, 4096));
+    file.as_file().set_len(MIB + 512).unwrap();
+    let refused = crate::luks::open(below(&file), &options(false)).unwrap_err().to_string();
+    assert!(refused.contains("extend the disk below by 3584 bytes"), "{refused}");
+    assert!(source.refresh().is_err() && source.info().size_bytes == MIB - DATA_OFFSET);
+    assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), None);
+    file.as_file().set_len(2 * MIB).unwrap();
+    assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), Some(2 * MIB - DATA_OFFSET));
+    assert_eq!(source.refresh().unwrap(), 2 * MIB - DATA_OFFSET);
+    assert!(source.set_size(512, || ()).is_err());
+    source.set_size(MIB, || ()).unwrap();
+    assert_eq!(file.as_file().metadata().unwrap().len(), MIB + DATA_OFFSET);
+    // A size that the header fixes cannot be changed.
+    let start = header(|metadata| metadata["segments"]["0"]["size"] = json!("4096"));
+    let fixed = crate::luks::open(below(&image(&start, MIB)), &options(false)).unwrap();
+    assert!(fixed.info().size_bytes == 4096 && !fixed.abilities().resize);
+    assert!(fixed.set_size(8192, || ()).is_err() && fixed.size_probe().is_none());
+}

@@ -1,0 +1,346 @@
+//! NBD: an export of a server, over sockets that the loop watches.
+//!
+//! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
+//! - `connect.rs` makes a connection on a thread that may wait, with TLS by `tls.rs`; `names.rs`
+//!   finds the addresses of servers;
+//! - `flow.rs` moves bytes over a connection, `transport.rs` has the system calls;
+//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` drains a
+//!   connection that was given up, and `remains.rs` keeps its requests; `late.rs` reports a server
+//!   that does not answer;
+//! - `pipe.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
+//!   the state common to all IoThreads;
+//! - `reach.rs` finds the connections of an IoThread, and `disk.rs` turns requests to a disk into
+//!   requests to the server.
+//!
+//! If the server reports that its connections agree with each other, each IoThread has its own
+//! connection. Otherwise one connection carries all requests, on the IoThread that came first.
+
+mod abandoned;
+mod answer;
+mod connect;
+mod connection_choice;
+mod disk;
+mod drain;
+mod flow;
+mod handshake;
+mod link;
+mod loaned_op;
+mod options;
+mod pipe;
+mod requests;
+mod resolver;
+mod retry;
+#[cfg(test)]
+mod scripted;
+mod shared;
+mod socket_source;
+mod stalled;
+#[cfg(test)]
+mod tests;
+#[cfg_attr(not(feature = "nbd-tls"), path = "nbd/no_tls.rs")]
+mod tls;
+mod transport;
+mod wire;
+mod write_fence;
+
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use iomem::Buffers;
+
+use answer::Failure;
+use blockio::DiskOptions;
+use blockio::DiskSource;
+use blockio::Error;
+use blockio::Io;
+use blockio::IoThread;
+use blockio::Remote;
+use blockio::disk::SizeProbe;
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, check_logical_block};
+use blockio::driver::FileSource;
+use blockio::driver::{Driver, DriverSource};
+use blockio::oneshot;
+use blockio::{EngineConfig, EngineKind, IoThreadConfig};
+use connection_choice::Handle;
+use disk::NbdDisk;
+use drain::release_closed_orphans;
+use handshake::{Facts, can};
+use link::check_not_less;
+pub use options::{NbdAddress, NbdOptions, NbdTls};
+use pipe::{Pipe, key_of, record_size};
+use requests::IssuedRequest;
+use shared::Shared;
+use wire::Request;
+
+/// A server with a machine that is silent for this long counts as gone.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// Opens the export of an NBD server. Waits for the server, for ten seconds at most.
+///
+/// # Errors
+///
+/// If the server cannot be reached or has no such export; if the export is read-only and the
+/// options are not; if its size or its blocks do not fit the options.
+pub fn open(nbd: NbdOptions, options: &DiskOptions) -> Result<DiskSource, Error> {
+    open_with_silence(nbd, options, SILENCE)
+}
+
+fn open_with_silence(
+    nbd: NbdOptions,
+    options: &DiskOptions,
+    silence: Duration,
+) -> Result<DiskSource, Error> {
+    let name = nbd.to_string();
+    let refused = |reason| Error::Disk { disk: name.clone(), reason };
+    let (connected, _) = connect::connect(&nbd).map_err(refused)?;
+    let info = info(&connected.facts, options).map_err(refused)?;
+    if !info.read_only && !connected.facts.can(can::FLUSH) {
+        tracing::warn!(
+            "{name}: the server cannot flush; what it has answered may be lost with its power"
+        );
+    }
+    let shared = Arc::new(Shared::new(nbd, options.read_only, silence, connected));
+    let (handle, taken) = (Arc::new(Handle { shared }), AtomicU64::new(info.size_bytes));
+    let source = NbdSource { handle, name, info, taken };
+    Ok(DiskSource::from_driver(info, Arc::new(source)))
+}
+
+fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
+    if facts.can(can::READ_ONLY) && !options.read_only {
+        return Err(
+            "the export is read-only; open it so, with --read-only, or with --rw read for \
+                    `disk bench`"
+                .to_owned(),
+        );
+    }
+    let least = facts.block_bytes_min.max(512);
+    let logical = options.logical_block_bytes.unwrap_or(least);
+    let logical_block_bytes = check_logical_block(logical).map_err(|error| error.to_string())?;
+    if logical_block_bytes < least {
+        return Err(format!(
+            "the server takes blocks of at least {least} bytes, and a logical block of \
+             {logical_block_bytes} was asked for; choose a larger one"
+        ));
+    }
+    check_size(facts.size_bytes, logical_block_bytes)?;
+    let preferred = facts.block_bytes_preferred.clamp(logical_block_bytes, 65_536);
+    Ok(DiskInfo {
+        size_bytes: facts.size_bytes,
+        logical_block_bytes,
+        physical_block_bytes: preferred,
+        read_only: options.read_only,
+        direct: false,
+    })
+}
+
+fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), String> {
+    if size_bytes == 0 {
+        return Err("its size is zero; give it one on the server".to_owned());
+    }
+    if i64::try_from(size_bytes).is_err() {
+        return Err(format!(
+            "its size of {size_bytes} bytes is 2^63 or more, which no disk can have; correct it on \
+             the server"
+        ));
+    }
+    if !size_bytes.is_multiple_of(logical_block_bytes.into()) {
+        return Err(format!(
+            "its size of {size_bytes} bytes is not a multiple of the logical block of \
+             {logical_block_bytes}; extend it on the server"
+        ));
+    }
+    Ok(())
+}
+
+struct NbdSource {
+    handle: Arc<Handle>,
+    name: String,
+    info: DiskInfo,
+    /// The size that the disk has taken over last.
+    taken: AtomicU64,
+}
+
+impl fmt::Debug for NbdSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NbdSource({})", self.name)
+    }
+}
+
+impl NbdSource {
+    fn shared(&self) -> &Arc<Shared> {
+        &self.handle.shared
+    }
+
+    fn refused(&self, reason: String) -> Error {
+        Error::Disk { disk: self.name.clone(), reason }
+    }
+
+    /// Flushes on the IoThread that has the only connection. `None` if that thread no longer has
+    /// it.
+    fn flush_at(&self, home: &Remote) -> Option<Result<(), i32>> {
+        let (answer, pending) = oneshot::channel();
+        let key = key_of(self.shared());
+        home.post(move |io| {
+            if let Some(pipe) = io.shared::<Pipe>(key) {
+                let flush = pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty());
+                let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
+                io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
+            }
+        });
+        Some(pending.wait()?.map(|_| ()).map_err(|failure| failure.errno))
+    }
+
+    /// Flushes on the connection that no IoThread serves, by a loop of this thread.
+    fn flush_spare(&self) -> Result<Result<(), i32>, Error> {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config)?;
+        let disk = NbdDisk::new(&self.handle, thread.io());
+        let flushed = thread.block_on(disk.flush())?;
+        Ok(flushed.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)))
+    }
+
+    /// The size that a connection received last, unless it was taken over already or no disk can
+    /// have it.
+    fn told_size(&self) -> Option<u64> {
+        let told = self.shared().size_bytes();
+        check_size(told, self.info.logical_block_bytes).ok()?;
+        (self.taken.swap(told, Ordering::Relaxed) != told).then_some(told)
+    }
+}
+
+impl DriverSource for NbdSource {
+    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn Driver> {
+        Box::new(NbdDisk::new(&self.handle, io))
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        vec![Link { kind: "nbd", place: self.name.clone() }]
+    }
+
+    fn identity(&self) -> &str {
+        &self.name
+    }
+
+    fn abilities(&self) -> Abilities {
+        let facts = &self.shared().facts;
+        Abilities {
+            flush: facts.can(can::FLUSH),
+            discard: self.discard_bytes().is_some(),
+            zeroes: facts.can(can::WRITE_ZEROES),
+            ..Abilities::default()
+        }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        let facts = &self.shared().facts;
+        let can_discard = facts.can(can::TRIM) || facts.can(can::FAST_ZERO);
+        can_discard.then_some(self.info.physical_block_bytes)
+    }
+
+    fn optimal_bytes(&self) -> Option<u32> {
+        // A smaller one is the physical block.
+        let preferred = self.shared().facts.block_bytes_preferred;
+        (preferred > self.info.physical_block_bytes).then_some(preferred)
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        None
+    }
+
+    fn state(&self) -> DiskState {
+        self.shared().disk_state()
+    }
+
+    fn remark(&self) -> Option<String> {
+        Some(self.shared().remark())
+    }
+
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
+        self.shared().inherit(loss.is_some(), is_flushed);
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.shared().is_flushed()
+    }
+
+    fn may_still_change(&self) -> bool {
+        release_closed_orphans(self.shared());
+        self.shared().held.has_any()
+    }
+
+    fn give_up(&self) {
+        self.shared().give_up();
+        self.handle.wake();
+    }
+
+    /// Flushes for the next process: without multi-conn, none of its flushes covers writes made
+    /// here.
+    fn write_back(&self) -> Result<(), Error> {
+        let shared = self.shared();
+        while !self.info.read_only && shared.needs_flush_of_its_own() {
+            let flushed = match shared.home_remote() {
+                Some((number, home)) => match self.flush_at(&home) {
+                    Some(flushed) => flushed,
+                    None => {
+                        // The IoThread has ended, or has left its connection because that was idle.
+                        shared.remove_pipe(number);
+                        continue;
+                    }
+                },
+                None if shared.has_spare() => self.flush_spare()?,
+                // Without a connection there is nothing that could be flushed.
+                None => return Ok(()),
+            };
+            return flushed.map_err(|errno| {
+                let error = std::io::Error::from_raw_os_error(errno);
+                self.refused(format!("what was written cannot be flushed: {error}"))
+            });
+        }
+        Ok(())
+    }
+
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
+        let shared = Arc::clone(self.shared());
+        // The size that each new connection receives. A server asked every second would need room
+        // for one more connection.
+        let look = move || Ok(Some(shared.size_bytes()));
+        Some(Arc::new(SizeProbe::other(look)))
+    }
+
+    fn probe_size(&self) -> Result<u64, Error> {
+        let shared = self.shared();
+        let (facts, asked) = match connect::query_export(&shared.options) {
+            Ok(answer) => answer,
+            // A server that lets no further client in has sent the size to the present connection.
+            Err(reason) => return self.told_size().ok_or_else(|| self.refused(reason)),
+        };
+        let check = |size_bytes| check_size(size_bytes, self.info.logical_block_bytes);
+        let checked = check_not_less(shared, &facts).and_then(|()| check(facts.size_bytes));
+        checked.map_err(|reason| self.refused(reason))?;
+        record_size(shared, facts.size_bytes, asked);
+        // Another answer may be newer.
+        let size_bytes = shared.size_bytes();
+        check(size_bytes).map_err(|reason| self.refused(reason))?;
+        self.taken.store(size_bytes, Ordering::Relaxed);
+        Ok(size_bytes)
+    }
+
+    fn known_size(&self) -> Result<u64, Error> {
+        Ok(self.shared().size_bytes())
+    }
+
+    fn check_new_size(&self, _: u64) -> Result<(), Error> {
+        let reason =
+            "an NBD export is resized on its server; do that, and ask again without a size";
+        Err(self.refused(reason.to_owned()))
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        self.check_new_size(size_bytes)
+    }
+
+    fn adopt_size(&self, _: u64) {}
+}

@@ -1,0 +1,162 @@
+//! Abandoned connections, until the server has ended the changes that it was sent.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::abandoned::{Remains, release_except};
+use super::flow::{Broken, Flow};
+use super::pipe::{Pipe, key_of};
+use super::shared::{Orphan, Shared};
+use super::socket_source::Watched;
+use blockio::driver::Interest;
+
+/// The interval at which requests without an answer are checked.
+pub(super) const TICK: Duration = Duration::from_secs(1);
+
+/// The information that an abandoned connection can still give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DrainSignal {
+    /// Answers, and the end of the connection.
+    Answers,
+    /// Only the end of the connection by the server.
+    Close,
+    /// Nothing: the server's changes will never be known.
+    Nothing,
+}
+
+/// Starts a task that waits until the server has answered the changes of an abandoned connection,
+/// or has closed it. If answers cannot be read, only the close shows that the changes have ended.
+pub(super) fn drain(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, signal: DrainSignal) {
+    let left = Some(Left { flow, remains, signal });
+    pipe.io.spawn(wait(Leaving { pipe: Rc::clone(pipe), left }));
+}
+
+/// Passes that wait on to another IoThread, because this loop ends. Even if there is none, the
+/// server ends the connection, which is half closed.
+pub(super) fn hand_to_another(pipe: &Pipe, mut flow: Flow, remains: Remains, signal: DrainSignal) {
+    let close_is_visible = signal != DrainSignal::Nothing;
+    if close_is_visible {
+        flow.half_close();
+    }
+    publish_orphan(&pipe.shared, remains.orphan(flow.into_connected(), close_is_visible));
+}
+
+fn publish_orphan(shared: &Arc<Shared>, orphan: Orphan) {
+    shared.put_orphan(orphan);
+    let key = key_of(shared);
+    shared.on_pipes(move |io| {
+        if let Some(pipe) = io.shared::<Pipe>(key) {
+            adopt_orphans(&pipe);
+        }
+    });
+}
+
+/// Releases the changes of connections without a task, if the server has ended them.
+pub(super) fn release_closed_orphans(shared: &Arc<Shared>) {
+    for Orphan { connected, close_is_visible, holder } in shared.take_orphans() {
+        let mut flow = Flow::new(0, connected);
+        let close_is_visible = match flow.discard() {
+            Err(Broken::Gone(_)) if close_is_visible => {
+                release_except(shared, holder, Vec::new());
+                continue;
+            }
+            Err(Broken::Cut(_)) => false,
+            _ => close_is_visible,
+        };
+        publish_orphan(
+            shared,
+            Orphan { connected: flow.into_connected(), close_is_visible, holder },
+        );
+    }
+}
+
+/// Takes over the waits of IoThreads that have ended.
+pub(super) fn adopt_orphans(pipe: &Rc<Pipe>) {
+    for orphan in pipe.shared.take_orphans() {
+        let signal =
+            if orphan.close_is_visible { DrainSignal::Close } else { DrainSignal::Nothing };
+        let (remains, connected) = Remains::adopt(orphan);
+        drain(pipe, Flow::new(0, connected), remains, signal);
+    }
+}
+
+struct Left {
+    flow: Flow,
+    remains: Remains,
+    signal: DrainSignal,
+}
+
+struct Leaving {
+    pipe: Rc<Pipe>,
+    /// `None` once the wait has ended.
+    left: Option<Left>,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        if let Some(Left { flow, remains, signal }) = self.left.take() {
+            hand_to_another(&self.pipe, flow, remains, signal);
+        }
+    }
+}
+
+async fn wait(mut leaving: Leaving) {
+    let pipe = Rc::clone(&leaving.pipe);
+    let task = pipe.io.current_task();
+    pipe.leaving.borrow_mut().push(task);
+    if let Some(left) = &mut leaving.left {
+        left.wait(&pipe).await;
+    }
+    if let Some(mut left) = leaving.left.take() {
+        pipe.release_all(&mut left.remains);
+    }
+    pipe.leaving.borrow_mut().retain(|other| *other != task);
+}
+
+impl Left {
+    /// Waits for the answers or the end of the connection, or for the end of the disk.
+    async fn wait(&mut self, pipe: &Pipe) {
+        let Self { flow, remains, signal } = self;
+        // A socket that cannot be watched is checked at each tick.
+        let incoming = Watched::new(&pipe.io, flow, Interest::Readable).ok();
+        if *signal == DrainSignal::Close {
+            flow.half_close();
+        }
+        let mut tick: Option<Instant> = None;
+        while !pipe.shared.is_over() {
+            let now = pipe.io.recently();
+            if tick.is_none_or(|tick| tick <= now) {
+                flow.may_receive();
+                flow.may_send();
+                pipe.expire();
+                tick = Some(now + TICK);
+                pipe.io.wake_me_at(now + TICK);
+            }
+            if incoming.as_ref().is_some_and(Watched::take) {
+                flow.may_receive();
+            }
+            let requests = &mut remains.requests;
+            let went_on = match *signal {
+                DrainSignal::Answers => {
+                    flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
+                }
+                DrainSignal::Close => flow.discard(),
+                DrainSignal::Nothing => Ok(false),
+            };
+            match went_on {
+                Ok(_) if *signal == DrainSignal::Answers && pipe.release_answered(remains) => break,
+                Ok(true) => pipe.io.wake_me(),
+                Ok(false) => {}
+                Err(Broken::Gone(_)) => break,
+                Err(Broken::Cut(_)) => *signal = DrainSignal::Nothing,
+                Err(Broken::Unusable(_) | Broken::Late(_) | Broken::Silent(_)) => {
+                    *signal = DrainSignal::Close;
+                    flow.half_close();
+                    pipe.io.wake_me();
+                }
+            }
+            pipe.io.suspend().await;
+        }
+    }
+}

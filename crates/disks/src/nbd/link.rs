@@ -1,0 +1,374 @@
+//! A connection to an NBD server, which is made, carries requests until it breaks, and is made
+//! again. All requests at hand share a send, and all answers at hand a receive.
+
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::connect::{Connected, QuestionNumber, connect};
+use super::drain::{DrainSignal, TICK, adopt_orphans, drain, hand_to_another};
+use super::flow::{Broken, Flow};
+use super::handshake::{Facts, can};
+use super::pipe::{Pipe, record_size};
+use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, log_unflushed};
+use super::shared::Shared;
+use super::socket_source::Watched;
+use super::transport::TcpHealth;
+use super::wire::Framing;
+use blockio::Io;
+use blockio::clock;
+use blockio::driver::Interest;
+use blockio::driver::LATE;
+
+/// The longest wait of requests for a connection that replaces a new one.
+const REPLACE_MAX: Duration = Duration::from_millis(250);
+
+/// Makes the connections of an IoThread, in tasks.
+pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Pipe> {
+    let pipe = Pipe::new(io, shared, number, links);
+    for index in 0..links {
+        io.spawn(serve_link(Service { pipe: Rc::clone(&pipe) }, index));
+    }
+    adopt_orphans(&pipe);
+    pipe
+}
+
+/// The task of a connection, which may end with its loop.
+struct Service {
+    pipe: Rc<Pipe>,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.pipe.on_link_ended();
+    }
+}
+
+/// Serves requests over one connection after another, until the last user of the disk is gone.
+async fn serve_link(service: Service, index: usize) {
+    let pipe = Rc::clone(&service.pipe);
+    pipe.set_task(index);
+    let mut retry = Retry::new();
+    while !pipe.is_unneeded() {
+        let connected = match pipe.next_connection().await {
+            Some(Ok(connected)) => connected,
+            Some(Err(why)) => {
+                retry.note(&pipe, &why);
+                pipe.reroute_waiting();
+                pipe.pause(&mut retry).await;
+                continue;
+            }
+            None => break,
+        };
+        retry.is_over(&pipe);
+        let begun = clock::now();
+        let flow = Flow::new(index, connected);
+        pipe.link_is_up(index, flow.facts());
+        let mut lease = Lease { pipe: &pipe, index, flow: Some(flow) };
+        let carried = match &mut lease.flow {
+            Some(flow) => carry(&pipe, index, flow).await,
+            None => Ok(()),
+        };
+        let Some(flow) = lease.flow.take() else { break };
+        if carried.is_ok() && !pipe.shared.is_over() {
+            // The next connection knows the present size of the export.
+            pipe.link_is_down(index);
+            // Otherwise other IoThreads would send their requests here, and get them back.
+            pipe.publish_condition(None);
+            // While an export grows, each new connection knows a larger size.
+            if clock::now().saturating_duration_since(begun) < RETRY_MAX {
+                retry.wait = retry.wait.min(REPLACE_MAX);
+                pipe.pause(&mut retry).await;
+            } else {
+                retry.wait = RETRY_MIN;
+            }
+            continue;
+        }
+        let ended = end_connection(&pipe, index, flow, carried.err());
+        if pipe.is_unneeded() {
+            break;
+        }
+        if ended.was_useful {
+            retry.wait = RETRY_MIN;
+        }
+        retry.broke(&pipe, &ended);
+        pipe.expire();
+        pipe.pause(&mut retry).await;
+    }
+    pipe.fail(libc::EIO, None);
+}
+
+/// A connection in use. If its loop ends before the disk is gone, the next IoThread has it: the
+/// server may allow no second one. A connection with requests is abandoned.
+struct Lease<'a> {
+    pipe: &'a Pipe,
+    index: usize,
+    flow: Option<Flow>,
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        let Some(flow) = self.flow.take() else { return };
+        let (pipe, shared) = (self.pipe, &self.pipe.shared);
+        let Ok(is_idle) = pipe.requests.try_borrow().map(|requests| flow.is_idle(&requests)) else {
+            return;
+        };
+        if !is_idle && !shared.is_over() {
+            log_unflushed(&shared.options, shared.on_break(), true);
+            if let Some(remains) = pipe.abandon_link(self.index) {
+                hand_to_another(pipe, flow, remains, DrainSignal::Close);
+            }
+        } else if !pipe.is_unneeded() {
+            shared.put_spare(flow.into_connected());
+        }
+    }
+}
+
+/// Takes the requests from a connection that can no longer be used. A task of its own waits for the
+/// changes that the server may still make.
+fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Broken>) -> Ended {
+    let was_useful = flow.was_answered();
+    // Before requests go to other connections: some are refused now, or have to wait.
+    let unflushed = pipe.shared.on_break();
+    let (why, signal) = broken.map_or((String::new(), None), Broken::into_left);
+    let left = signal.and_then(|signal| Some((signal, pipe.abandon_link(index)?)));
+    let held = left.as_ref().map_or(0, |(_, remains)| remains.changes());
+    if let Some((signal, remains)) = left {
+        drain(pipe, flow, remains, signal);
+    }
+    let again = pipe.link_is_down(index);
+    Ended { why, was_useful, unflushed, again, held }
+}
+
+impl Broken {
+    /// The reason, and the information that the connection can still give about changes of its
+    /// requests. `None`: there are no changes any more.
+    fn into_left(self) -> (String, Option<DrainSignal>) {
+        match self {
+            Self::Gone(why) => (why, None),
+            Self::Unusable(why) => (why, Some(DrainSignal::Close)),
+            Self::Late(why) | Self::Silent(why) => (why, Some(DrainSignal::Answers)),
+            Self::Cut(why) => (why, Some(DrainSignal::Nothing)),
+        }
+    }
+}
+
+impl Pipe {
+    /// The longest time of a request.
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        let late = self.is_unneeded().then_some(LATE);
+        self.shared.options.deadline.into_iter().chain(late).min()
+    }
+
+    /// Waits before the server is tried again.
+    async fn pause(&self, retry: &mut Retry) {
+        let until = clock::now() + retry.next_pause();
+        self.io.wake_me_at(until);
+        while clock::now() < until && !self.is_unneeded() {
+            self.io.suspend().await;
+        }
+        self.expire();
+        self.reroute_waiting();
+    }
+
+    /// Takes the spare connection, or makes one by a thread. `None`: none is needed.
+    async fn next_connection(&self) -> Option<Result<Connected, String>> {
+        if let Some(spare) = self.shared.take_spare() {
+            return Some(Ok(spare));
+        }
+        let inbox = Arc::new(Mutex::new(None));
+        let (sent, shared) = (Arc::clone(&inbox), Arc::clone(&self.shared));
+        let (task, remote) = (self.io.current_task(), self.io.remote());
+        let work = move || {
+            let made = connect(&shared.options);
+            let made = made.and_then(|(made, asked)| check(&shared, made, asked));
+            let made = match made {
+                Ok(unneeded) if shared.is_over() => {
+                    Flow::new(0, unneeded).send_disconnect();
+                    return;
+                }
+                made => made,
+            };
+            *sent.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+            remote.post(move |io| io.wake(task));
+        };
+        if let Err(error) = self.io.start_thread("nbd-connect", work) {
+            return Some(Err(format!("cannot start a thread that connects: {error}")));
+        }
+        let mut tick: Option<Instant> = None;
+        loop {
+            if let Some(made) = inbox.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                return Some(made);
+            }
+            if self.is_unneeded() {
+                return None;
+            }
+            let now = self.io.recently();
+            if tick.is_none_or(|tick| tick <= now) {
+                tick = Some(now + TICK);
+                self.io.wake_me_at(now + TICK);
+            }
+            self.io.suspend().await;
+            self.expire();
+            self.reroute_waiting();
+        }
+    }
+}
+
+/// Refuses a connection that offers less than when the disk was opened. Takes its size over.
+fn check(
+    shared: &Arc<Shared>,
+    made: Connected,
+    asked: QuestionNumber,
+) -> Result<Connected, String> {
+    let (then, now) = (&shared.facts, &made.facts);
+    check_not_less(shared, now)?;
+    let known = record_size(shared, now.size_bytes, asked);
+    if now.size_bytes < then.size_bytes && known.is_some_and(|known| known != now.size_bytes) {
+        tracing::warn!(
+            "{}: the export has shrunk to {} bytes; its server decides about requests beyond them",
+            shared.options,
+            now.size_bytes
+        );
+    }
+    Ok(made)
+}
+
+/// Refuses facts that offer less than when the disk was opened. The export may be a different one,
+/// so none of its facts count.
+pub(super) fn check_not_less(shared: &Shared, now: &Facts) -> Result<(), String> {
+    let then = &shared.facts;
+    // Without MULTI_CONN a flush covers its own connection alone.
+    let needed = match shared.read_only {
+        true => can::FLUSH | can::MULTI_CONN,
+        false => can::NEEDED,
+    };
+    let needed = then.flags & needed;
+    let is_less = now.flags & needed != needed
+        || (now.framing != then.framing && then.framing == Framing::Extended)
+        || (now.can(can::READ_ONLY) && !shared.read_only)
+        || now.block_bytes_min > then.block_bytes_min
+        || now.payload_bytes_max < then.payload_bytes_max;
+    if is_less {
+        return Err("the export offers less than before; restart it as it was, or restart the \
+                    export of this disk"
+            .to_owned());
+    }
+    Ok(())
+}
+
+/// Carries requests until the connection breaks, or is not needed.
+async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Broken> {
+    let io = &*pipe.io;
+    let incoming = Watched::new(io, flow, Interest::Readable)?;
+    // Only while the socket has no room: otherwise each byte that leaves it would be announced.
+    let mut room: Option<Watched<'_>> = None;
+    let (begun, mut tick) = (io.recently(), None);
+    loop {
+        if pipe.shared.is_unwanted() {
+            pipe.fail(libc::EIO, None);
+        }
+        if incoming.take() {
+            flow.may_receive();
+        }
+        if room.as_ref().is_some_and(Watched::take) {
+            flow.may_send();
+            room = None;
+        }
+        let is_look_due = tick.is_some_and(|tick| tick <= io.recently());
+        if is_look_due {
+            tick = None;
+            // The end of a stream that comes with data is announced only once, with the data.
+            flow.may_receive();
+            check_silence(pipe, flow)?;
+            pipe.expire();
+        }
+        let (went_on, is_busy) = {
+            let requests = &mut *pipe.requests.borrow_mut();
+            let went_on = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
+            // An answer may have queued a flush.
+            let went_on = went_on.and_then(|has_more| flow.send(requests).map(|()| has_more));
+            (went_on, flow.is_busy(requests))
+        };
+        pipe.settle();
+        if went_on? {
+            io.wake_me();
+        }
+        if is_look_due {
+            // An answer that came while this thread did not run is neither late nor overdue.
+            check_deadline(pipe, index)?;
+            pipe.check_stalled(index, begun, flow.take_answered());
+        }
+        if !is_busy && pipe.shared.is_over() {
+            flow.send_disconnect();
+            return Ok(());
+        }
+        if pipe.is_retiring(index) && !is_busy {
+            if retire(pipe, index, flow) {
+                return Ok(());
+            }
+            continue;
+        }
+        if flow.is_full() && room.is_none() {
+            room = Some(Watched::new(io, flow, Interest::Writable)?);
+        }
+        if tick.is_none() && (is_busy || pipe.oldest_waiting().is_some()) {
+            let when = io.recently() + TICK;
+            io.wake_me_at(when);
+            tick = Some(when);
+        }
+        io.suspend().await;
+    }
+}
+
+/// Ends a connection that knows only a smaller size of the export, as if it had never been. Returns
+/// false if it has to flush first.
+fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
+    if pipe.shared.needs_flush_of_its_own() {
+        pipe.flush_link(index);
+        return false;
+    }
+    flow.send_disconnect();
+    true
+}
+
+/// Breaks a connection if its oldest request is overdue.
+fn check_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
+    let Some((since, deadline)) = pipe.oldest_of(index).zip(pipe.deadline()) else { return Ok(()) };
+    let age = pipe.io.recently().saturating_duration_since(since);
+    if age < deadline {
+        return Ok(());
+    }
+    Err(Broken::Late(format!("the server has not answered for {} s", age.as_secs())))
+}
+
+/// Breaks a connection if the server's machine is silent.
+fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
+    match TcpHealth::read(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
+        Some(pulse) => {
+            let seconds = pulse.quiet_for.as_secs();
+            Err(Broken::Silent(format!("its machine has been silent for {seconds} s")))
+        }
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A newer change of the same place must not overtake one that the server may still make.
+    #[test]
+    fn only_a_server_that_has_gone_makes_no_changes_any_more() {
+        let why = || "why".to_owned();
+        for (broken, left) in [
+            (Broken::Gone(why()), None),
+            (Broken::Unusable(why()), Some(DrainSignal::Close)),
+            (Broken::Late(why()), Some(DrainSignal::Answers)),
+            (Broken::Silent(why()), Some(DrainSignal::Answers)),
+            (Broken::Cut(why()), Some(DrainSignal::Nothing)),
+        ] {
+            assert_eq!(broken.into_left(), (why(), left));
+        }
+    }
+}

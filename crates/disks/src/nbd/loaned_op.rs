@@ -1,0 +1,105 @@
+//! Memory and result of a request that another IoThread carries out.
+
+use std::io;
+
+use iomem::{Buffers, Memory};
+use libc::iovec;
+
+use super::answer::Failure;
+use blockio::ForeignCompleter;
+use blockio::disk::{Extent, ExtentKind};
+
+/// The memory of a foreign op, for another thread. It is valid until the op is completed.
+pub(super) struct Lent {
+    ranges: Vec<iovec>,
+}
+
+// SAFETY: the ranges are addresses of memory that any thread may read and write, as long as the
+// foreign op owns it.
+unsafe impl Send for Lent {}
+
+impl Lent {
+    pub(super) fn new(buffers: &Buffers) -> Self {
+        Self { ranges: buffers.iovecs().to_vec() }
+    }
+
+    /// Returns the memory as a list of this thread.
+    ///
+    /// # Safety
+    ///
+    /// The list, and all lists that are made of it, must be gone when the op that owns the memory
+    /// is completed.
+    pub(super) unsafe fn into_buffers(self) -> Buffers {
+        // SAFETY: the slot of the foreign op keeps the ranges mapped until its completion, which
+        // the caller makes last.
+        unsafe { Buffers::from_raw_parts(self.ranges.into(), Memory::new(())) }
+    }
+}
+
+/// The waiter for a request on another IoThread. If this is dropped, that IoThread makes the
+/// request elsewhere.
+pub(super) struct Borrower(Option<ForeignCompleter>);
+
+/// The lowest bits of a result that is no extent. The errno of a failed flush follows, or none.
+const NO_EXTENT: usize = 3;
+
+impl Borrower {
+    pub(super) fn new(completer: ForeignCompleter) -> Self {
+        Self(Some(completer))
+    }
+
+    /// Completes the request. From now on its memory may go.
+    pub(super) fn complete(mut self, result: Result<Extent, Failure>) {
+        if let Some(completer) = self.0.take() {
+            completer.complete(encode(result));
+        }
+    }
+}
+
+impl Drop for Borrower {
+    fn drop(&mut self) {
+        if let Some(completer) = self.0.take() {
+            completer.complete(Ok(NO_EXTENT));
+        }
+    }
+}
+
+/// Encodes a result as that of a foreign op.
+fn encode(result: Result<Extent, Failure>) -> io::Result<usize> {
+    let extent = match result {
+        Ok(extent) => extent,
+        Err(Failure { errno, is_of_flush: true }) => {
+            return Ok(usize::try_from(errno).unwrap_or(0) << 2 | NO_EXTENT);
+        }
+        Err(failure) => return Err(io::Error::from_raw_os_error(failure.errno)),
+    };
+    let kind = match extent.kind {
+        ExtentKind::Data => 0,
+        ExtentKind::Zero => 1,
+        ExtentKind::Hole => 2,
+    };
+    let bytes = usize::try_from(extent.bytes).unwrap_or(usize::MAX).min(usize::MAX >> 3);
+    Ok(bytes << 2 | kind)
+}
+
+/// Decodes the result that a [`Borrower`] got. `None`: the request is to be made elsewhere.
+pub(super) fn decode(result: io::Result<usize>) -> Option<Result<Extent, Failure>> {
+    let code = match result {
+        Ok(NO_EXTENT) => return None,
+        Ok(code) => code,
+        Err(error) => {
+            let errno = error.raw_os_error().unwrap_or(libc::EIO);
+            return Some(Err(Failure { errno, is_of_flush: false }));
+        }
+    };
+    let kind = match code & 3 {
+        0 => ExtentKind::Data,
+        1 => ExtentKind::Zero,
+        2 => ExtentKind::Hole,
+        _ => {
+            let errno = i32::try_from(code >> 2).unwrap_or(libc::EIO);
+            return Some(Err(Failure { errno, is_of_flush: true }));
+        }
+    };
+    Some(Ok(Extent { bytes: (code >> 2) as u64, kind }))
+}

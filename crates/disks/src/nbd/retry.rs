@@ -1,0 +1,119 @@
+//! Retries of a server that is away, and the log lines about it.
+
+use std::time::{Duration, Instant};
+
+use super::options::NbdOptions;
+use super::pipe::Pipe;
+use super::shared::UnflushedChanges;
+use blockio::clock;
+
+/// The wait before the server is tried again. It doubles from the first to the second.
+pub(super) const RETRY_MIN: Duration = Duration::from_millis(50);
+pub(super) const RETRY_MAX: Duration = Duration::from_secs(1);
+
+/// The end of a connection.
+pub(super) struct Ended {
+    pub(super) why: String,
+    /// True if it has answered a request.
+    pub(super) was_useful: bool,
+    pub(super) unflushed: UnflushedChanges,
+    /// The number of requests to send again.
+    pub(super) again: usize,
+    /// The number of changes that the server may still make because of it.
+    pub(super) held: usize,
+}
+
+/// The retries of a server.
+pub(super) struct Retry {
+    /// The time since which it is away.
+    since: Option<Instant>,
+    /// The reason in the log.
+    told: String,
+    /// True if the log reports it as away.
+    is_told: bool,
+    pub(super) wait: Duration,
+}
+
+impl Retry {
+    pub(super) fn new() -> Self {
+        Self { since: None, told: String::new(), is_told: false, wait: RETRY_MIN }
+    }
+
+    /// The time to wait before the next attempt.
+    pub(super) fn next_pause(&mut self) -> Duration {
+        let pause = self.wait;
+        self.wait = (pause * 2).min(RETRY_MAX);
+        pause
+    }
+
+    pub(super) fn note(&mut self, pipe: &Pipe, why: &str) {
+        let since = *self.since.get_or_insert_with(clock::now);
+        pipe.publish_condition(Some((since, why)));
+        if self.told != why
+            && let Some(left_out) = pipe.shared.permit_line(clock::now())
+        {
+            why.clone_into(&mut self.told);
+            self.is_told = true;
+            let name = &pipe.shared.options;
+            match pipe.shared.other(pipe.number) {
+                Some(_) => tracing::warn!(
+                    left_out,
+                    "{name} lets an IoThread have no connection: {why}; its requests go by those \
+                     of others, and it is tried again"
+                ),
+                None => tracing::warn!(
+                    left_out,
+                    "{name} is away: {why}; requests wait, and it is tried again"
+                ),
+            }
+        }
+    }
+
+    /// Logs a broken connection. Repeated breaks get a line now and then, but a loss of data always
+    /// does: it happens once.
+    pub(super) fn broke(&mut self, pipe: &Pipe, ended: &Ended) {
+        let name = &pipe.shared.options;
+        let Ended { why, again, held, .. } = ended;
+        let since = *self.since.get_or_insert_with(clock::now);
+        pipe.publish_condition(Some((since, why)));
+        let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
+        self.is_told = permit.is_some();
+        if let Some(left_out) = permit {
+            tracing::warn!(
+                left_out,
+                "{name}: a connection broke: {why}; requests to be sent again: {again}"
+            );
+            if *held > 0 {
+                tracing::warn!(
+                    "{name}: the server may still make changes without an answer, {held} of them; \
+                     others to the same places wait until it has answered or closed the connection"
+                );
+            }
+        }
+        log_unflushed(name, ended.unflushed, self.is_told);
+    }
+
+    pub(super) fn is_over(&mut self, pipe: &Pipe) {
+        self.told.clear();
+        let is_told = std::mem::take(&mut self.is_told);
+        if let Some(since) = self.since.take().filter(|_| is_told) {
+            let seconds = since.elapsed().as_secs();
+            tracing::info!("{} is back after {seconds} s", pipe.shared.options);
+        }
+    }
+}
+
+/// Logs the state of changes that were not flushed; a loss in any case.
+pub(super) fn log_unflushed(name: &NbdOptions, unflushed: UnflushedChanges, is_told: bool) {
+    match unflushed {
+        UnflushedChanges::Lost => tracing::error!(
+            "{name}: what was written and not flushed may be lost, so all further flushes \
+             fail; check the disk, then restart the export"
+        ),
+        UnflushedChanges::Trusted if is_told => tracing::warn!(
+            "{name}: what was written and not flushed is lost if the server's machine has \
+             restarted"
+        ),
+        UnflushedChanges::Trusted | UnflushedChanges::Nothing => {}
+    }
+}

@@ -1,0 +1,118 @@
+//! Durable writes to a server without FUA: a write, and a flush by the same connection.
+
+use std::rc::Rc;
+
+use super::super::handshake::can;
+use super::super::options::NbdOptions;
+use super::super::scripted::{Event, FLUSH, Server, WRITE};
+use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn, wait_for};
+use blockio::IoThread;
+use blockio::disk::{DiskState, ErrorAction, ErrorPolicy};
+use blockio::{Disk, DiskSource};
+
+/// Makes a durable write that fails. Returns the bytes that are left of it, and its errno.
+fn failed(threads: [&IoThread; 2], disk: &Rc<Disk>) -> (usize, Option<i32>) {
+    let (writer, rest) = (Rc::clone(disk), Rc::<std::cell::Cell<_>>::default());
+    let seen = Rc::clone(&rest);
+    let write = Running::start(threads[0].io(), async move {
+        let written = writer.write(0, filled(1, 4096), true).await;
+        written.map_err(|unfinished| {
+            seen.set(unfinished.rest().bytes());
+            unfinished.error().raw_os_error()
+        })
+    });
+    while write.0.get().is_none() {
+        threads.into_iter().for_each(wait_a_turn);
+    }
+    (rest.get(), write.0.get().and_then(|outcome| outcome.err().flatten()))
+}
+
+fn try_again(source: &DiskSource) {
+    source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
+}
+
+/// A second connection may lead to a server that has come back, before this one is known to break.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_connection_that_has_written_flushes() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(NbdOptions { connections: 2, ..server.options() }));
+    let disk = Rc::new(source.attach(thread.io()));
+    while source.remark().is_none_or(|remark| !remark.ends_with(" 2")) {
+        wait_a_turn(&thread);
+    }
+    // The first connection has a write, so the second gets the next one.
+    server.change(|state| state.holds = (WRITE, 2));
+    let write = Running::write(&thread, &disk, 4096, 1);
+    wait_for(&thread, &server, Event::Request(0, WRITE));
+    let durable = Running::write_durably(&thread, &disk, 0, 2);
+    wait_for(&thread, &server, Event::Request(1, WRITE));
+    server.answer_held();
+    assert_eq!((write.end(&thread), durable.end(&thread)), (None, None));
+    let events = server.state().events.clone();
+    let expected = [(0, WRITE), (1, WRITE), (1, FLUSH)];
+    assert_eq!(events, expected.map(|(of, command)| Event::Request(of, command)));
+}
+
+/// The next try makes both again.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_whose_flush_is_late_is_tried_again() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.holds = (FLUSH, 1));
+    assert_eq!(failed([&thread; 2], &disk), (4096, Some(libc::ETIMEDOUT)));
+    try_again(&source);
+    server.change(|state| state.holds = (FLUSH, 1));
+    assert_eq!(Running::write_durably(&thread, &disk, 0, 1).end(&thread), None);
+    let seen = server.state().seen.clone();
+    assert_eq!(seen[2..], [WRITE, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
+}
+
+/// The next flush may succeed, and other writers would not know of the loss.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_whose_flush_the_server_fails_is_reported_and_a_loss() {
+    for is_home in [true, false] {
+        let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
+        let (thread, home, source) = (new_thread(), new_thread(), open(server.options()));
+        try_again(&source);
+        let disk = Rc::new(source.attach(home.io()));
+        assert_eq!(Running::write(&home, &disk, 4096, 2).end(&home), None);
+        server.change(|state| state.failing_flushes = 1);
+        let by = if is_home { &home } else { &thread };
+        let writer = Rc::new(source.attach(by.io()));
+        assert_eq!(failed([by, &home], &writer), (0, Some(libc::EIO)));
+        assert_eq!(server.state().seen.len(), 3);
+        assert_eq!((source.state(), source.loss()), (DiskState::Lost, Some(libc::EIO)));
+        assert_eq!(Running::flush(&home, &disk).end(&home), Some(libc::EIO));
+        let later = Running::write_durably(&home, &disk, 0, 1);
+        assert_eq!(later.end(&home), Some(libc::EIO));
+    }
+}
+
+/// The deadline is the same, however often the write is made again.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_that_breaks_again_and_again_has_one_deadline() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.holds_first_flushes = true);
+    let write = Running::write_durably(&thread, &disk, 0, 1);
+    let mut breaks = 0;
+    while write.0.get().is_none() {
+        let writes = server.state().seen.iter().filter(|seen| seen.0 == WRITE).count();
+        let is_held = server.state().seen.last().is_some_and(|seen| seen.0 == FLUSH);
+        if is_held && writes > breaks {
+            assert!(breaks < 100, "it goes on for ever");
+            server.hang_up();
+            breaks = writes;
+        }
+        wait_a_turn(&thread);
+    }
+    assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
+}

@@ -1,0 +1,192 @@
+//! Servers that do not answer, in the log and in the state of the disk.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use iomem::Buffers;
+
+use super::super::connect::connect;
+use super::super::handshake::{Facts, can};
+use super::super::link::check_not_less;
+use super::super::options::NbdOptions;
+use super::super::pipe::Pipe;
+use super::super::requests::IssuedRequest;
+use super::super::scripted::{READ, Server};
+use super::super::shared::{Condition, Shared};
+use super::super::wire::{Framing, Request};
+use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
+use blockio::IoThread;
+use blockio::disk::DiskState;
+use blockio::disk::Extent;
+use blockio::driver::Line;
+use blockio::testing::set_recently;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn shared(server: &Server) -> Arc<Shared> {
+    let (connected, _) = connect(&server.options()).unwrap();
+    Arc::new(Shared::new(server.options(), false, 20 * SECOND, connected))
+}
+
+/// The connections of an IoThread, which carry nothing.
+fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
+    let number = shared.add_pipe(&thread.io().remote());
+    let pipe = Pipe::new(thread.io(), shared, number, links);
+    (0..links).for_each(|index| pipe.link_is_up(index, &shared.facts));
+    pipe
+}
+
+/// A disk is used with the offer of the server from when it was opened.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn each_offer_that_is_less_than_before_is_refused() {
+    let server = Server::start(MIB, FLAGS);
+    server.change(|state| state.is_extended = true);
+    let shared = shared(&server);
+    let then = shared.facts;
+    let (block, payload, flags) = (then.block_bytes_min, then.payload_bytes_max, then.flags);
+    for (now, is_less) in [
+        (then, false),
+        (Facts { block_bytes_min: 2 * block, ..then }, true),
+        (Facts { block_bytes_min: block / 2, ..then }, false),
+        (Facts { payload_bytes_max: payload - block, ..then }, true),
+        (Facts { payload_bytes_max: payload + block, ..then }, false),
+        (Facts { framing: Framing::Simple, ..then }, true),
+        (Facts { flags: flags | can::READ_ONLY, ..then }, true),
+        (Facts { flags: flags & !can::FLUSH, ..then }, true),
+        (Facts { flags: flags & !can::MULTI_CONN, ..then }, true),
+        (Facts { flags: flags | can::TRIM, ..then }, false),
+        (Facts { size_bytes: then.size_bytes / 2, ..then }, false),
+    ] {
+        assert_eq!(check_not_less(&shared, &now).is_err(), is_less, "{now:?}");
+    }
+}
+
+/// The whole way, with two connections of each of two IoThreads.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_that_does_not_answer_is_late_until_each_connection_has_its_answers() {
+    let server = Server::start(MIB, FLAGS);
+    let source = open(NbdOptions { connections: 2, ..server.options() });
+    let threads = [(); 2].map(|()| new_thread());
+    let disks = threads.each_ref().map(|thread| Rc::new(source.attach(thread.io())));
+    let wait_until = |remark: &str, is_late: bool| {
+        let hopeless = Instant::now() + 60 * SECOND;
+        while source.remark().as_deref() != Some(remark) {
+            assert!(Instant::now() < hopeless, "not {remark}, but {:?}", source.remark());
+            threads.iter().for_each(wait_a_turn);
+            let state = source.state();
+            assert!(!is_late || matches!(state, DiskState::Late(_)), "it looks {state:?}");
+        }
+    };
+    wait_until("connections: 4", false);
+    server.change(|state| state.holds = (READ, 4));
+    let reads: Vec<_> = [0, 0, 1, 1]
+        .into_iter()
+        .map(|which| Running::start_one(&threads[which], &disks[which], READ))
+        .collect();
+    wait_until("connections: 4, late: 4", false);
+    for (connection, remark) in [(0, "connections: 4, late: 3"), (2, "connections: 4, late: 2")] {
+        server.answer_held_of(connection);
+        wait_until(remark, true);
+    }
+    server.answer_held();
+    wait_until("connections: 4", false);
+    assert_eq!(source.state(), DiskState::Ready);
+    for (read, which) in reads.into_iter().zip([0, 0, 1, 1]) {
+        assert_eq!(read.end(&threads[which]), None);
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn one_connection_that_answers_does_not_hide_that_another_is_late() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared) = (new_thread(), shared(&server));
+    let (pipe, io) = (pipe_of(&thread, &shared, 2), thread.io());
+    let begun = io.recently();
+    let _flushes =
+        [(); 2].map(|()| pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty()));
+    set_recently(io, begun + 5 * SECOND);
+    pipe.check_stalled(0, begun, false);
+    assert_eq!(shared.remark(), "connections: 2, late: 1");
+    pipe.check_stalled(1, begun, false);
+    assert_eq!(shared.remark(), "connections: 2, late: 2");
+    pipe.requests.borrow_mut().finish(0, Ok(Extent::data(0)), &shared);
+    pipe.check_stalled(0, begun, true);
+    assert_eq!(shared.remark(), "connections: 2, late: 1");
+    assert_eq!(shared.disk_state(), DiskState::Late(begun));
+    // Neither does a connection that breaks.
+    assert_eq!(pipe.link_is_down(0), 0);
+    pipe.publish_condition(Some((begun, "it broke")));
+    assert_eq!(shared.remark(), "connections: 1, late: 1");
+    pipe.requests.borrow_mut().finish(1, Ok(Extent::data(0)), &shared);
+    pipe.check_stalled(1, begun, true);
+    assert_eq!(shared.remark(), "connections: 1");
+    assert_eq!(shared.disk_state(), DiskState::Ready);
+}
+
+/// The server was away while the request waited, as the log has reported.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_that_is_back_is_not_late_with_what_is_sent_again() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared) = (new_thread(), shared(&server));
+    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let begun = io.recently();
+    let _flush = pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty());
+    assert_eq!(pipe.link_is_down(0), 1);
+    let back = begun + 60 * SECOND;
+    set_recently(io, back);
+    pipe.link_is_up(0, &shared.facts);
+    for (seconds, state) in [(1, DiskState::Ready), (5, DiskState::Late(back))] {
+        set_recently(io, back + seconds * SECOND);
+        pipe.check_stalled(0, back, false);
+        assert_eq!(shared.disk_state(), state, "after {seconds} s");
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_log_has_one_line_for_all_iothreads() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared, start) = (new_thread(), shared(&server), Instant::now());
+    let [one, two] = [(); 2].map(|()| shared.add_pipe(&thread.io().remote()));
+    let late = |pipe, second, up| {
+        let since = start + second * SECOND;
+        shared.set_condition(pipe, Condition::Late { since, up, late: 1 });
+    };
+    let look = |pipe, second, was_answered| {
+        shared.check_stalled(pipe, start + second * SECOND, was_answered)
+    };
+    late(one, 1, 1);
+    assert_eq!(look(one, 6, false), Some(Line::Waits(5 * SECOND)));
+    late(two, 0, 1);
+    assert_eq!((look(two, 7, false), look(one, 65, true)), (None, None), "it was told");
+    assert_eq!(look(two, 66, false), Some(Line::Waits(66 * SECOND)), "a minute later");
+    // The first connection breaks, and is made again.
+    shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
+    assert_eq!(look(one, 71, false), None, "the other one is late");
+    assert_eq!(shared.remark(), "connections: 1, late: 1; not all IoThreads have one: it broke");
+    let of_other = || shared.other(one).map(|(number, _)| number);
+    assert_eq!((of_other(), shared.disk_state()), (None, DiskState::Away(start + 70 * SECOND)));
+    late(two, 0, 2);
+    assert_eq!((of_other(), shared.disk_state()), (Some(two), DiskState::Late(start)));
+    shared.set_condition(one, Condition::Up(1));
+    shared.set_condition(two, Condition::Up(2));
+    assert_eq!(look(two, 72, false), None, "nothing was answered");
+    assert_eq!(look(two, 74, true), None, "nothing was answered to the other one");
+    assert_eq!(look(one, 75, true), Some(Line::Answers(74 * SECOND)));
+    assert_eq!((look(one, 76, true), look(two, 77, false)), (None, None));
+    // A pipe whose requests have failed waits for nothing, and neither does a removed one.
+    let forgets: [fn(&Shared, u64); 2] = [Shared::expects_nothing, Shared::remove_pipe];
+    for forget in forgets {
+        late(two, 80, 2);
+        assert_eq!(look(two, 86, false), Some(Line::Waits(6 * SECOND)));
+        shared.set_condition(two, Condition::Up(2));
+        assert_eq!(look(one, 87, true), None);
+        forget(&shared, two);
+        assert_eq!(look(one, 87, false), Some(Line::Answers(7 * SECOND)));
+    }
+}

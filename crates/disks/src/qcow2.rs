@@ -1,0 +1,557 @@
+//! Layer `qcow2`: images of QEMU's format, with their backing files.
+//!
+//! The library imago handles the format. Its images are bound to one thread, so each image has an
+//! owner, a thread with a loop (`owner.rs`). Most requests never get there: a table that all
+//! threads read maps plain data, and requests for it go straight to the file, by the engine of
+//! their IoThread (`attached.rs`). The owner looks positions up, and makes all changes to them: it
+//! allocates space before data is written, and gives space back.
+
+mod ahead;
+mod attached;
+mod bitmaps;
+#[cfg(test)]
+mod bitmaps_tests;
+mod core;
+mod counts;
+#[cfg(test)]
+mod crash_tests;
+#[cfg(test)]
+mod deferred_tests;
+mod format;
+#[cfg(test)]
+mod full_tests;
+mod header;
+#[cfg(test)]
+mod hostile_tests;
+mod known;
+mod leaks;
+#[cfg(test)]
+mod leaks_tests;
+mod mark;
+#[cfg(test)]
+mod mark_tests;
+mod order;
+mod owner;
+mod places;
+mod placing;
+mod room;
+mod storage;
+mod table;
+#[cfg(test)]
+mod tables_tests;
+mod uses;
+mod zstd;
+#[cfg(test)]
+mod zstd_tests;
+
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use attached::Qcow2Disk;
+use core::{Core, TOO_LONG_BELOW, refused};
+pub use core::{Layer, image_header};
+pub use header::{BackingFile, ImageHeader};
+use mark::MarkState;
+use order::Order;
+use owner::{Image, Job};
+use room::Room;
+use storage::Store;
+use table::{LAYERS_MAX, Table};
+
+use blockio::DiskSource;
+use blockio::EngineKind;
+use blockio::Error;
+use blockio::Io;
+use blockio::disk::SizeProbe;
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement};
+use blockio::driver::FileSource;
+use blockio::driver::{Driver, DriverSource, Opened};
+
+/// Opens the disk in a qcow2 image. The first layer is the image, the next one its backing
+/// file, and so on. With `is_deferred` the image is not read until the first request: another
+/// process may still write to it.
+///
+/// # Errors
+///
+/// If the image is damaged, or has more than 32 layers.
+pub fn open(layers: Vec<Layer>, is_deferred: bool) -> Result<DiskSource, Error> {
+    let (info, source) = open_image(layers, is_deferred)?;
+    Ok(DiskSource::from_driver(info, Arc::new(source)))
+}
+
+fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2Source), Error> {
+    let Some(Layer { source, header: Some(header) }) = layers.first() else {
+        return Err(Error::Options("an image has a header".to_owned()));
+    };
+    let (source, header) = (source.clone(), header.clone());
+    if layers.len() > LAYERS_MAX {
+        let reason = format!(
+            "it has {} layers of backing files, and at most {LAYERS_MAX} can be; merge some \
+                 with `qemu-img commit`",
+            layers.len()
+        );
+        return Err(refused(&source, reason));
+    }
+    let below = source.info();
+    let blocks = layers.iter().map(|layer| layer.source.info().logical_block_bytes);
+    let block = blocks.max().unwrap_or(below.logical_block_bytes);
+    header.check_size(block).map_err(|reason| refused(&source, reason))?;
+    let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
+    let unit = headers.map(|header| header.cluster_bytes).min();
+    // The table maps whole blocks of a layer.
+    let table = Table::new(unit.unwrap_or(header.cluster_bytes).max(block));
+    if header.size_bytes > table.bytes_max() {
+        let reason = format!("a disk of {} bytes is too large", header.size_bytes);
+        return Err(refused(&source, reason));
+    }
+    let info = DiskInfo {
+        size_bytes: header.size_bytes,
+        logical_block_bytes: block,
+        physical_block_bytes: below.physical_block_bytes.max(block),
+        ..below
+    };
+    let cut = if is_deferred { None } else { look_at_tables(&layers)? };
+    let leaked = match below.read_only {
+        true => None,
+        false => look_if_marked(&source, &header, is_deferred)?,
+    };
+    let may_be_marked = !below.read_only && header.may_be_marked() && source.is_exclusive();
+    let clusters =
+        |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
+    let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
+    let order = new_order(&layers, &header);
+    let core = Arc::new(Core {
+        table,
+        top: Store::new(0, (source.clone(), Some(&header)), &order, &room),
+        order,
+        room,
+        layers,
+        block_bytes: block,
+        cluster_bytes: header.cluster_bytes.into(),
+        has_zero_clusters: header.has_zero_clusters(),
+        may_be_marked,
+        leaked,
+        size_bytes: AtomicU64::new(header.size_bytes),
+        // The previous process may have left changes without a flush.
+        committed: AtomicU64::new(1),
+        stable: AtomicU64::new(0),
+        users: Mutex::default(),
+    });
+    let (owner, ended) = owner::start(&core)?;
+    let mut image = Image { owner, ended: Mutex::new(Some(ended)), core };
+    if !is_deferred && let Err(error) = owner::ask_and_wait(&image.owner, Job::Open) {
+        // The next try must find the file closed.
+        image.end();
+        let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
+        return Err(refused(&source, reason));
+    }
+    let mut source = Qcow2Source::new(image, &header, is_deferred);
+    source.cut = cut;
+    Ok((info, source))
+}
+
+fn new_order(layers: &[Layer], header: &ImageHeader) -> Arc<Order> {
+    let order = Order::default();
+    if layers.iter().any(Layer::has_zstd) {
+        order.set_disk_bytes(header.size_bytes);
+    }
+    Arc::new(order)
+}
+
+/// The number of leaked clusters of an image that was left marked. An image that another process
+/// still writes to is not checked.
+fn look_if_marked(
+    source: &DiskSource,
+    header: &ImageHeader,
+    is_deferred: bool,
+) -> Result<Option<u64>, Error> {
+    if !header.is_dirty() {
+        return Ok(None);
+    }
+    // A process that hands the image over has marked it, unless its counts are only in memory.
+    if !header.may_be_marked() || !(source.is_exclusive() || is_deferred) {
+        return Err(refused(source, header.why_not_written().to_owned()));
+    }
+    if is_deferred { Ok(None) } else { leaks::find(source, header) }
+}
+
+/// Checks for missing tables. Returns a warning about the first layer that lacks one.
+fn look_at_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
+    let mut cut = None;
+    for (index, Layer { source, header }) in layers.iter().enumerate() {
+        let Some(header) = header else { continue };
+        let found = leaks::tables::look(source, header)?;
+        let named = |found| match index {
+            0 => found,
+            _ => format!("of its backing file, {}: {found}", source.chain_text()),
+        };
+        cut = cut.or(found.map(named));
+    }
+    Ok(cut)
+}
+
+/// The names of the bitmaps in a list, or a text in their place.
+fn bitmap_names(source: &DiskSource, list: &Range<u64>, is_deferred: bool) -> String {
+    let bytes = list.end.saturating_sub(list.start).min(bitmaps::LIST_BYTES_MAX);
+    let content = if is_deferred { None } else { core::read_front(source, list.start, bytes).ok() };
+    let list = content.map(|mut content| {
+        content.truncate(iomem::fits(bytes, "bytes in memory"));
+        content
+    });
+    let parsed = list.and_then(|list| bitmaps::parse(&list));
+    let names = parsed.into_iter().flatten().map(|bitmap| bitmap.name).collect::<Vec<_>>();
+    match names.is_empty() {
+        true => "names cannot be read".to_owned(),
+        false => names.join(", "),
+    }
+}
+
+const CORRUPT: &str = "it is marked as corrupt, so its data may be wrong; save what can be saved, \
+                       and repair it with `qemu-img check -r all`";
+
+struct Qcow2Source {
+    image: Arc<Image>,
+    identity: String,
+    is_deferred: bool,
+    /// Names of the bitmaps that were valid when the image was opened for writing.
+    bitmaps: Option<String>,
+    /// True if a layer is marked as corrupt.
+    is_corrupt: bool,
+    /// A warning about a file that was cut off.
+    cut: Option<String>,
+}
+
+impl std::fmt::Debug for Qcow2Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Qcow2Source").field(&self.image.core.layers).finish()
+    }
+}
+
+impl Drop for Qcow2Source {
+    /// Waits until the owner has closed the image, since the file may be opened again at once. If a
+    /// disk on an IoThread is left, its drop closes the image, and does not wait.
+    fn drop(&mut self) {
+        if let Some(image) = Arc::get_mut(&mut self.image) {
+            image.end();
+        }
+    }
+}
+
+impl Qcow2Source {
+    fn new(image: Image, header: &ImageHeader, is_deferred: bool) -> Self {
+        let source = image.core.source();
+        let identity = match source.identity() {
+            "" => String::new(),
+            file => format!("{file}, qcow2"),
+        };
+        let bitmaps = match header.bitmaps() {
+            Some(list) if image.core.is_writable() => Some(bitmap_names(source, list, is_deferred)),
+            _ => None,
+        };
+        let is_corrupt = image.core.layers.iter().any(Layer::is_corrupt);
+        Self { image: Arc::new(image), identity, is_deferred, bitmaps, is_corrupt, cut: None }
+    }
+
+    fn below(&self) -> &DiskSource {
+        self.image.core.source()
+    }
+
+    /// Returns true if the owner of the image cannot extend the file itself. A server or a cluster
+    /// provides the space, and must be asked how much there is.
+    fn has_given_space(&self) -> bool {
+        !self.below().sets_size_at_once()
+    }
+}
+
+impl DriverSource for Qcow2Source {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
+        Box::new(Qcow2Disk::new(&self.image, io, engine))
+    }
+
+    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
+        if !self.is_deferred {
+            return Ok(None);
+        }
+        let layers = self.image.core.layers.iter().map(|Layer { source, header }| {
+            let source = source.for_probe()?.for_reading();
+            Ok(Layer { source, header: header.clone() })
+        });
+        let (info, source) = open_image(layers.collect::<Result<_, Error>>()?, false)?;
+        Ok(Some((info, Arc::new(source))))
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        let mut chain = Vec::new();
+        for (index, layer) in self.image.core.layers.iter().enumerate() {
+            let role = if index == 0 { "" } else { ", backing file" };
+            match &layer.header {
+                Some(header) => {
+                    let place = format!("clusters of {} bytes{role}", header.cluster_bytes);
+                    chain.push(Link { kind: "qcow2", place });
+                }
+                None => chain.push(Link { kind: "raw", place: "backing file".to_owned() }),
+            }
+            chain.extend(layer.source.chain());
+        }
+        chain
+    }
+
+    fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    fn place(&self) -> Option<Placement> {
+        Some(Placement { is_spread: true, ..self.below().place() })
+    }
+
+    fn abilities(&self) -> Abilities {
+        let below = self.below().abilities();
+        Abilities { discard: true, zeroes: true, resize: true, snapshots: false, ..below }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        // Clusters may be smaller than the blocks below.
+        let core = &self.image.core;
+        u32::try_from(core.cluster_bytes).ok().map(|bytes| bytes.max(core.block_bytes))
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        self.below().local()
+    }
+
+    fn state(&self) -> DiskState {
+        let states = self.image.core.layers.iter().map(|layer| layer.source.state());
+        states.into_iter().find(|state| *state != DiskState::Ready).unwrap_or(DiskState::Ready)
+    }
+
+    fn remark(&self) -> Option<String> {
+        self.below().remark()
+    }
+
+    fn warning(&self) -> Option<String> {
+        let mark = &self.image.core.order.mark;
+        let is_valid = mark.has_autoclear() || mark.state() == MarkState::Unknown;
+        let bitmaps = self.bitmaps.as_ref().filter(|_| is_valid).map(|names| {
+            format!(
+                "it has persistent bitmaps ({names}), which become invalid with the first change: \
+                 the next incremental backup then needs a full one before it"
+            )
+        });
+        let corrupt = self.is_corrupt.then(|| CORRUPT.to_owned());
+        let below = self.image.core.layers.iter().find_map(|layer| layer.source.warning());
+        [corrupt, self.cut.clone(), bitmaps, below]
+            .into_iter()
+            .flatten()
+            .reduce(|one, other| format!("{one}; {other}"))
+    }
+
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
+        self.below().inherit(loss, is_flushed);
+    }
+
+    fn is_flushed(&self) -> bool {
+        // Tables of a writable image may be written back after this call.
+        self.below().info().read_only
+    }
+
+    fn may_still_change(&self) -> bool {
+        self.below().may_still_change()
+    }
+
+    fn give_up(&self) {
+        self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
+    }
+
+    fn is_written_back(&self) -> bool {
+        let core = &self.image.core;
+        core.may_be_marked || core.layers.iter().any(|layer| layer.source.is_written_back())
+    }
+
+    fn write_back(&self) -> Result<(), Error> {
+        if self.image.core.may_be_marked {
+            // If this fails, the next process finds the mark.
+            let _ = owner::ask_and_wait(&self.image.owner, Job::Rest);
+        }
+        self.image.core.layers.iter().try_for_each(|layer| layer.source.write_back())
+    }
+
+    fn leave(&self) {
+        self.image.core.layers.iter().for_each(|layer| layer.source.leave());
+    }
+
+    /// Probes the space for the image. The disk in it never changes its size by itself.
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
+        let below = self.below().size_probe().filter(|_| self.has_given_space())?;
+        Some(Arc::new(SizeProbe::other(move || below.size_bytes().map(|_| None))))
+    }
+
+    fn probe_size(&self) -> Result<u64, Error> {
+        self.known_size()
+    }
+
+    fn probe_space(&self) -> Result<(), Error> {
+        self.below().probe_space()?;
+        if self.has_given_space() {
+            // The owner takes over more space. Less space is not taken over: tables behind its end
+            // would read as zeroes.
+            self.below().probe_size()?;
+        }
+        Ok(())
+    }
+
+    fn known_size(&self) -> Result<u64, Error> {
+        Ok(self.image.core.size_bytes.load(Ordering::Relaxed))
+    }
+
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+        let core = &self.image.core;
+        let (info, now) = (self.below().info(), core.size_bytes.load(Ordering::Relaxed));
+        let reason = if info.read_only {
+            "it is open for reading only; resize it with `qemu-img resize`, and open it again"
+                .to_owned()
+        } else if size_bytes < now {
+            "an image that is in use can only grow; shrink it with `qemu-img resize --shrink` when \
+             it is not"
+                .to_owned()
+        } else if !size_bytes.is_multiple_of(core.block_bytes.into()) {
+            let block = core.block_bytes;
+            format!("{size_bytes} bytes are not a multiple of the logical block of {block}")
+        } else if size_bytes > core.table.bytes_max() {
+            format!("a disk of {size_bytes} bytes is too large")
+        } else if size_bytes > now && core.bytes_below() > now {
+            TOO_LONG_BELOW.to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(refused(self.below(), reason))
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        owner::ask_and_wait(&self.image.owner, Job::Grow(size_bytes)).map_err(|error| {
+            refused(self.below(), format!("it cannot be given {size_bytes} bytes: {error}"))
+        })?;
+        self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn adopt_size(&self, size_bytes: u64) {
+        self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+    use std::path::Path;
+    use std::process::Command;
+
+    use iomem::Buffers;
+
+    use crate::qcow2::Layer;
+    use blockio::IoThread;
+    use blockio::IoThreadConfig;
+    use blockio::{DiskOptions, DiskSource};
+
+    /// The number of times that this process has a file open. Locks do not show that: a child that
+    /// another test starts has them too, until it runs its program.
+    fn opened(path: &Path) -> usize {
+        let all = std::fs::read_dir("/proc/self/fd").unwrap();
+        let is_it =
+            |fd: &std::fs::DirEntry| std::fs::read_link(fd.path()).is_ok_and(|to| to == path);
+        all.filter(|fd| fd.as_ref().is_ok_and(is_it)).count()
+    }
+
+    /// Makes an image. `None` without qemu-img.
+    fn image() -> Option<tempfile::NamedTempFile> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut make = Command::new("qemu-img");
+        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("8M").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+        }
+        made.is_ok().then_some(file)
+    }
+
+    /// The owner has a thread, which has the file open, too.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn whoever_has_closed_an_image_has_closed_its_file() {
+        let Some(file) = image() else { return };
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        for _ in 0..50 {
+            let source = DiskSource::file(file.path(), &options).unwrap();
+            let layers = vec![Layer::qcow2(source).unwrap()];
+            let image = crate::qcow2::open(layers, false).unwrap();
+            assert!(opened(file.path()) > 1);
+            drop(image);
+            assert_eq!(opened(file.path()), 1);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_that_cannot_be_opened_has_its_file_closed() {
+        let Some(file) = image() else { return };
+        // There is no table of reference counts.
+        file.as_file().write_all_at(&[0; 12], 48).unwrap();
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        for _ in 0..50 {
+            let source = DiskSource::file(file.path(), &options).unwrap();
+            let layers = vec![Layer::qcow2(source).unwrap()];
+            assert!(crate::qcow2::open(layers, false).is_err());
+            assert_eq!(opened(file.path()), 1);
+        }
+    }
+
+    /// Each layer may have a part of a block.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_block_is_that_of_the_layer_with_the_largest() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, top] = ["base", "top"].map(|name| folder.path().join(name));
+        for cluster in ["512", "64k"] {
+            let mut expected: Vec<u8> = (0..1u32 << 18).flat_map(u32::to_le_bytes).collect();
+            std::fs::write(&base, &expected).unwrap();
+            let mut make = Command::new("qemu-img");
+            let options = format!("cluster_size={cluster}");
+            let make = make.args(["create", "-q", "-f", "qcow2", "-o", &options]);
+            if make.args(["-b", "base", "-F", "raw"]).arg(&top).status().is_err() {
+                eprintln!("skipped: qemu-img is not installed");
+                return;
+            }
+            let mut write = Command::new("qemu-io");
+            let write = write.args(["-f", "qcow2", "-c", "write -q -P 7 6656 1024"]).arg(&top);
+            assert!(write.status().unwrap().success());
+            expected[6656..7680].fill(7);
+            let image = DiskOptions { holds_image: true, ..DiskOptions::default() };
+            let below = DiskOptions {
+                read_only: true,
+                logical_block_bytes: Some(4096),
+                ..DiskOptions::default()
+            };
+            let layers = vec![
+                Layer::qcow2(DiskSource::file(&top, &image).unwrap()).unwrap(),
+                Layer::raw(DiskSource::file(&base, &below).unwrap()),
+            ];
+            let source = crate::qcow2::open(layers, false).unwrap();
+            let info = source.info();
+            assert_eq!((info.logical_block_bytes, info.physical_block_bytes), (4096, 4096));
+            let unit = if cluster == "512" { 4096 } else { 65_536 };
+            assert_eq!(source.discard_bytes(), Some(unit), "it has whole blocks");
+            assert!(source.set_size(expected.len() as u64 + 512, || ()).is_err());
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            let disk = source.attach(thread.io());
+            let data = Buffers::from_vec(vec![9; 4096]);
+            thread.block_on(disk.write(40_960, data, false)).unwrap().unwrap();
+            expected[40_960..45_056].fill(9);
+            for round in 0..2 {
+                let all = Buffers::aligned(expected.len(), 4096);
+                let read = all.duplicate();
+                thread.block_on(disk.read(0, all)).unwrap().unwrap();
+                assert!(read.to_vec() == expected, "{cluster}, round {round}");
+            }
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Missing tables that show when an image is opened: behind the end of a truncated file, or without
+//! a reference count.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use super::{Bounds, End, L1_OFFSET, ODD_TABLE, Reader};
+use crate::qcow2::core::refused;
+use crate::qcow2::counts::get;
+use crate::qcow2::header::ImageHeader;
+use crate::qcow2::order::{FRONT_BYTES, Tables as Roots, count_bits};
+use blockio::DiskSource;
+use blockio::Error;
+use blockio::IoThread;
+use blockio::IoThreadConfig;
+
+/// The bounds of this check, which runs at each opening. Tables beyond them are not checked.
+const BOUNDS: Bounds = Bounds {
+    clusters_at_once: 0,
+    read_bytes: 256 << 20,
+    time: Duration::from_secs(2),
+    counts: 1 << 16,
+};
+
+/// The bytes of a block that are read for one reference count.
+const PIECE_BYTES: u64 = 4096;
+
+/// Checks the tables of an image that is not open, and returns a warning about it.
+///
+/// # Errors
+///
+/// If the image is to be written to, and a table or the header has the reference count 0.
+pub(in crate::qcow2) fn look(
+    source: &DiskSource,
+    header: &ImageHeader,
+) -> Result<Option<String>, Error> {
+    let thread = IoThread::new(&IoThreadConfig::default())?;
+    let source = source.for_probe()?;
+    let disk = source.attach(thread.io());
+    let until = Instant::now() + BOUNDS.time;
+    let mut reader = Reader { source: &source, disk, left_bytes: BOUNDS.read_bytes, until };
+    let mut found = Found { cluster: header.cluster_bytes.into(), ..Found::default() };
+    let is_writable = !source.info().read_only;
+    // Other oddities show when the image is opened.
+    let _ = thread.block_on(found.look(&mut reader, is_writable))?;
+    if let Some(place) = found.uncounted {
+        let reason = format!(
+            "the table or header at byte {place} of it has the reference count 0, so that each \
+             write which needs space would fail; repair it with `qemu-img check -r all`, or open \
+             it read-only"
+        );
+        return Err(refused(&source, reason));
+    }
+    Ok(found.behind.map(|(first, count)| {
+        format!(
+            "its file ends before {count} of its tables (the first is at byte {first}), as when a \
+             copy was broken off: the data there reads as zeroes; look at it with `qemu-img check`"
+        )
+    }))
+}
+
+/// Tables of an image, and their faults.
+#[derive(Default)]
+struct Found {
+    cluster: u64,
+    /// The first table behind the end of the file, and the number of such tables.
+    behind: Option<(u64, u64)>,
+    /// A cluster of a table or of the header with the reference count 0.
+    uncounted: Option<u64>,
+    /// Clusters with tables, and the header.
+    tables: Vec<u64>,
+    /// Places of blocks of reference counts, by index.
+    blocks: Vec<u64>,
+}
+
+impl Found {
+    async fn look(&mut self, reader: &mut Reader<'_>, is_writable: bool) -> Result<(), End> {
+        let front = reader.read(0, FRONT_BYTES as u64).await?;
+        let front = front.first_chunk().ok_or(ODD_TABLE)?;
+        let Roots { first, counts } = Roots::of(front);
+        self.tables.push(0);
+        for root in [&first, &counts] {
+            let clusters = root.clone().step_by(usize::try_from(self.cluster).unwrap_or(1));
+            self.tables.extend(clusters.take(usize::try_from(BOUNDS.counts).unwrap_or(0)));
+        }
+        for (root, is_first) in [(&first, true), (&counts, false)] {
+            let size = reader.disk.info().size_bytes;
+            self.check_end(root, size);
+            let there = root.start..root.end.min(size).max(root.start);
+            let each = |_: &mut Reader<'_>, _, entry: u64| {
+                let place = if is_first { entry & L1_OFFSET } else { entry & !511 };
+                let table = place..place.saturating_add(self.cluster);
+                if !is_first && (self.blocks.len() as u64) < BOUNDS.counts {
+                    self.blocks.push(place);
+                }
+                if place != 0 && (self.tables.len() as u64) < BOUNDS.counts {
+                    self.check_end(&table, size);
+                    self.tables.push(place);
+                }
+                Ok(())
+            };
+            reader.entries(&there, each).await?;
+        }
+        if is_writable {
+            self.check_counts(reader, count_bits(front)).await?;
+        }
+        Ok(())
+    }
+
+    fn check_end(&mut self, table: &Range<u64>, size: u64) {
+        if table.end > size {
+            let (first, count) = self.behind.unwrap_or((table.start, 0));
+            self.behind = Some((first.min(table.start), count + 1));
+        }
+    }
+
+    async fn check_counts(&mut self, reader: &mut Reader<'_>, bits: u32) -> Result<(), End> {
+        self.tables.sort_unstable();
+        let size = reader.disk.info().size_bytes;
+        let bytes = PIECE_BYTES.min(self.cluster);
+        let (of_block, of_piece) =
+            (self.cluster * 8 / u64::from(bits), bytes * 8 / u64::from(bits));
+        let mut last = (0, Vec::new());
+        for table in &self.tables {
+            let (index, within) =
+                (table / self.cluster / of_block, table / self.cluster % of_block);
+            let block = usize::try_from(index).ok().and_then(|index| self.blocks.get(index));
+            let piece = block.copied().unwrap_or(0) + within / of_piece * bytes;
+            let is_there = block.is_some_and(|block| *block != 0) && piece + bytes <= size;
+            if is_there && last.0 != piece {
+                last = (piece, reader.read(piece, bytes).await?);
+            }
+            let at = iomem::fits(within % of_piece, "an index");
+            if !is_there || get(&last.1, at, bits) == 0 {
+                self.uncounted = Some(*table);
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+}

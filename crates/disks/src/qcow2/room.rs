@@ -1,0 +1,154 @@
+//! The memory of an image's tables. imago keeps up to 160 tables for each layer, each as long as a
+//! cluster, and has no option for that: 10 MiB with clusters of 64 KiB, 320 MiB with clusters of 2
+//! MiB. If that can be too much, reads and writes of tables are counted here, and the owner opens
+//! the image again when the memory is used up.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The most bytes of tables, without the need of running jobs: as much again, or the need of one
+/// job. Tests have less, so that images are opened again in all of them.
+const BYTES_MAX: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
+
+/// The most tables of a layer that imago keeps: L2 tables and blocks of reference counts.
+const TABLES_MAX: u64 = 128 + 32;
+
+/// The most jobs that use tables at once. imago keeps 128 L2 tables and fails if none of them is
+/// unused. A job may need a second one while it uses one.
+const JOBS_MAX: u64 = 64;
+
+#[derive(Debug)]
+pub(super) struct Room {
+    /// Cluster sizes by layer.
+    cluster_bytes: Vec<u64>,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Debug, Default)]
+struct Loaded {
+    /// Layers and places of tables. Data of a whole cluster counts as well.
+    places: HashSet<(usize, u64)>,
+    bytes: u64,
+    #[cfg(test)]
+    most_bytes: u64,
+}
+
+impl Room {
+    /// Takes the cluster size of each layer. 0 for a layer without clusters.
+    pub(super) fn new(cluster_bytes: Vec<u64>) -> Self {
+        Self { cluster_bytes, loaded: Mutex::default() }
+    }
+
+    fn is_bounded_by_imago(&self) -> bool {
+        self.cluster_bytes.iter().sum::<u64>() * TABLES_MAX <= BYTES_MAX
+    }
+
+    /// The number of jobs that may use tables at once.
+    pub(super) fn jobs(&self) -> usize {
+        let of_job = 2 * self.cluster_bytes.iter().sum::<u64>().max(1);
+        iomem::fits((BYTES_MAX / of_job).clamp(1, JOBS_MAX), "a number of jobs")
+    }
+
+    /// Counts a read from a layer or a write to it, if it can be of a table.
+    pub(super) fn note(&self, layer: usize, offset: u64, bytes: usize) {
+        let bytes = bytes as u64;
+        if self.cluster_bytes.get(layer) != Some(&bytes) || self.is_bounded_by_imago() {
+            return;
+        }
+        let mut loaded = self.loaded();
+        if loaded.places.insert((layer, offset)) {
+            loaded.bytes += bytes;
+            #[cfg(test)]
+            (loaded.most_bytes = loaded.most_bytes.max(loaded.bytes));
+        }
+    }
+
+    pub(super) fn is_used_up(&self) -> bool {
+        self.loaded().bytes >= BYTES_MAX
+    }
+
+    /// Starts again with no tables.
+    pub(super) fn clear(&self) {
+        let mut loaded = self.loaded();
+        loaded.places.clear();
+        loaded.bytes = 0;
+    }
+
+    /// Acts as if tables had used up the memory.
+    #[cfg(test)]
+    pub(super) fn use_up(&self) {
+        self.loaded().bytes = BYTES_MAX;
+    }
+
+    fn loaded(&self) -> MutexGuard<'_, Loaded> {
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::sync::Arc;
+
+    use iomem::Buffers;
+
+    use super::*;
+    use crate::qcow2::{Layer, open_image};
+    use blockio::IoThread;
+    use blockio::IoThreadConfig;
+    use blockio::{DiskOptions, DiskSource};
+
+    const CLUSTER: u64 = 64 << 10;
+    /// The bytes of the disk that one table covers.
+    const PART: u64 = CLUSTER * CLUSTER / 8;
+    const PARTS: u64 = 40;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn tables_take_no_more_memory_than_they_may() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut make = Command::new("qemu-img");
+        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("20G").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let (info, source) = open_image(vec![Layer::qcow2(source).unwrap()], false).unwrap();
+        let room = Arc::clone(&source.image.core.room);
+        let source = DiskSource::from_driver(info, Arc::new(source));
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        for part in 0..PARTS {
+            let memory = Buffers::aligned(512, 512);
+            memory.copy_from(0, &part.to_le_bytes());
+            thread.block_on(disk.write(part * PART, memory, false)).unwrap().unwrap();
+        }
+        // The table that exceeds the bound, its block of counts, and data of a cluster.
+        let most = room.loaded().most_bytes;
+        assert!((BYTES_MAX..BYTES_MAX + 4 * CLUSTER).contains(&most), "{most}");
+        drop(disk);
+        drop(source);
+        let check = Command::new("qemu-img").args(["check", "-q"]).arg(file.path()).status();
+        assert!(check.unwrap().success());
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let source = crate::qcow2::open(vec![Layer::qcow2(source).unwrap()], false).unwrap();
+        let disk = source.attach(thread.io());
+        for part in 0..PARTS {
+            let memory = Buffers::aligned(512, 512);
+            let read = memory.duplicate();
+            thread.block_on(disk.read(part * PART, memory)).unwrap().unwrap();
+            let mut data = [0; 8];
+            read.copy_to(0, &mut data);
+            assert_eq!(u64::from_le_bytes(data), part);
+        }
+    }
+
+    #[test]
+    fn few_jobs_use_large_tables_at_once() {
+        for (layers, jobs) in [(&[512][..], 64), (&[64 << 10], 8), (&[2 << 20; 32], 1)] {
+            assert_eq!(Room::new(layers.to_vec()).jobs(), jobs);
+        }
+    }
+}

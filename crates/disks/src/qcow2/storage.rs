@@ -1,0 +1,499 @@
+//! The files of an image as imago sees them: disks of ours, on the owner's thread.
+
+mod packed;
+mod reserve;
+mod writes;
+
+use std::cell::RefCell;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use imago::io_buffers::{IoVector, IoVectorMut};
+use imago::storage::drivers::CommonStorageHelper;
+use imago::{Storage, StorageExt};
+use iomem::Buffers;
+
+use super::header::ImageHeader;
+use super::mark::{self, MarkState};
+use super::order::{FRONT_BYTES, Order, Tables, Way};
+use super::places::Wrong;
+use super::room::Room;
+use super::zstd;
+use blockio::EngineKind;
+use blockio::Error;
+use blockio::Io;
+use blockio::driver::BounceShare;
+use blockio::{Disk, DiskSource};
+
+thread_local! {
+    /// The disks of this thread's image, by layer, and the memory that they may use. imago wants
+    /// storage that may be sent to other threads. A disk cannot be sent, so storage is its number.
+    static DISKS: RefCell<Vec<(Rc<Disk>, Rc<BounceShare>)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Attaches the files of an image to this thread, from the top.
+pub(super) fn attach(layers: &[DiskSource], share: &Rc<BounceShare>, io: &Rc<Io>) {
+    let attach = |source: &DiskSource| {
+        let engine = source.preferred_engine().or_else(|| default_engine(source, io));
+        (Rc::new(source.attach_with(io, engine)), Rc::clone(share))
+    };
+    DISKS.set(layers.iter().map(attach).collect());
+}
+
+/// Linux AIO for block devices, if there is room for another context. io_uring gives writes to a
+/// thread of the kernel if the device cannot take them without a wait, such as zram, and that
+/// thread takes longer than the write.
+fn default_engine(source: &DiskSource, io: &Io) -> Option<EngineKind> {
+    let is_direct = source.is_block_device() && source.info().direct;
+    let has_aio = is_direct && io.add_engine(EngineKind::Aio.into()).is_ok();
+    has_aio.then_some(EngineKind::Aio)
+}
+
+/// Reverts [`attach`].
+pub(super) fn detach() {
+    drop(DISKS.take());
+}
+
+/// The least growth of a file.
+const GROWTH_BYTES: u64 = 1 << 20;
+
+/// The longest table of tables that imago accepts: 4 Mi entries, and the rest of their last
+/// cluster.
+const TABLE_BYTES_MAX: u64 = (32 << 20) + (2 << 20);
+
+/// The bytes of these tables that are read at once.
+const LEARNT_BYTES: usize = 1 << 20;
+
+/// The reason to refuse writes after an error at a bad time.
+pub(super) const MOVED: Wrong = "an error came while its tables moved";
+
+/// Memory for transfers begins at a page.
+const PAGE: usize = 4096;
+
+/// The file of one layer.
+pub(super) struct Store {
+    pub(super) layer: usize,
+    source: DiskSource,
+    /// True for an image with a place for the mark in its header.
+    has_mark: bool,
+    /// True for an image with clusters that imago cannot read.
+    has_zstd: bool,
+    /// The order of the image that is written to. Lower layers have an empty one.
+    order: Arc<Order>,
+    room: Arc<Room>,
+    helper: CommonStorageHelper,
+    /// The length of the file when it last had no space. Each length is logged once: held writes
+    /// are tried again and again.
+    full_at: AtomicU64,
+}
+
+/// A value that is no length.
+const NEVER: u64 = u64::MAX;
+
+impl Store {
+    pub(super) fn new(
+        layer: usize,
+        (source, header): (DiskSource, Option<&ImageHeader>),
+        order: &Arc<Order>,
+        room: &Arc<Room>,
+    ) -> Self {
+        let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
+        let has_mark = header.is_some_and(ImageHeader::has_mark);
+        let has_zstd = header.is_some_and(ImageHeader::has_zstd);
+        let (room, helper) = (Arc::clone(room), CommonStorageHelper::default());
+        let full_at = AtomicU64::new(NEVER);
+        Self { layer, source, has_mark, has_zstd, order, room, helper, full_at }
+    }
+
+    /// True if clusters are compressed with Zstandard: see `zstd.rs`.
+    pub(super) fn has_zstd(&self) -> bool {
+        self.has_zstd
+    }
+
+    /// The length of the file.
+    pub(super) fn bytes(&self) -> u64 {
+        self.source.info().size_bytes
+    }
+
+    /// Releases bytes of the file that are no longer used, if that is possible.
+    pub(super) async fn give_back(&self, offset: u64, len: u64) {
+        let len = len.min(self.bytes().saturating_sub(offset));
+        let give_back = async {
+            self.check_data(offset, len)?;
+            self.disk()?.discard(offset, len).await
+        };
+        if let Err(error) = give_back.await {
+            tracing::debug!("{len} bytes at {offset} of {self} stay: {error}");
+        }
+    }
+
+    /// Fails if the range touches a table: an image with data there as well is malicious.
+    pub(super) fn check_data(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self.order.has_table(&(offset..offset.saturating_add(len))) {
+            false => Ok(()),
+            true => Err(wrong("it has data and a table in one place")),
+        }
+    }
+
+    /// Reads where the tables of the image are. Writes to them have an order from now on.
+    pub(super) async fn learn(&self) -> io::Result<()> {
+        let mut front = [0; FRONT_BYTES];
+        self.read(&mut front[..], 0).await?;
+        let Tables { first, counts } = Tables::of(&front);
+        let (first, counts) = (self.table(first).await?, self.table(counts).await?);
+        self.order.begin(&front, &first, &counts).map_err(wrong)
+    }
+
+    async fn table(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
+        // imago has read the table, and accepts no longer ones. But the file may have changed
+        // since: data may lie over its header.
+        let bytes = range.end - range.start;
+        if bytes > TABLE_BYTES_MAX {
+            return Err(wrong("a table has become too long"));
+        }
+        let mut table = vec![0; iomem::fits(bytes, "bytes in memory")];
+        let pieces = (range.start..).step_by(LEARNT_BYTES).zip(table.chunks_mut(LEARNT_BYTES));
+        for (offset, piece) in pieces {
+            self.read(piece, offset).await?;
+        }
+        Ok(table)
+    }
+
+    /// Reads the mark when the image is opened for the first time. Another process may have written
+    /// to the image until then.
+    pub(super) async fn learn_mark(
+        &self,
+        may_be_marked: bool,
+        was_looked_at: bool,
+    ) -> io::Result<()> {
+        if self.order.mark.state() != MarkState::Unknown {
+            return Ok(());
+        }
+        let front = if self.has_mark { self.front().await? } else { Vec::new() };
+        let is_set = mark::is_set(&front);
+        self.order.mark.set_autoclear(mark::has_autoclear(&front));
+        if self.order.is_rounded() {
+            self.order.set_disk_bytes(zstd::disk_bytes(&front));
+        }
+        self.order.mark.set_state(match (may_be_marked, is_set) {
+            (true, false) => MarkState::Clear,
+            (true, true) if was_looked_at => MarkState::Found,
+            // Pointers to its clusters are right.
+            (_, true) => MarkState::Inherited,
+            (false, false) => MarkState::Never,
+        });
+        Ok(())
+    }
+
+    /// Sets or clears the mark in the file.
+    pub(super) async fn write_mark(&self, is_set: bool) -> io::Result<()> {
+        self.change_front(|front| mark::set(front, is_set)).await
+    }
+
+    /// Changes the header in the file, and clears autoclear features, since this is a change of the
+    /// image.
+    pub(super) async fn change_front(&self, change: impl FnOnce(&mut [u8])) -> io::Result<()> {
+        let mut front = self.front().await?;
+        change(&mut front);
+        mark::clear_autoclear(&mut front);
+        self.write_at(&front, 0).await
+    }
+
+    /// Reads the blocks of the file with the mark.
+    async fn front(&self) -> io::Result<Vec<u8>> {
+        let mut front = vec![0; FRONT_BYTES.next_multiple_of(self.req_align())];
+        self.read_at(&mut front, 0).await?;
+        Ok(front)
+    }
+
+    /// Fails if writes are refused.
+    fn check(&self) -> io::Result<()> {
+        self.order.refuses().map_or(Ok(()), |why| {
+            Err(io::Error::other(format!(
+                "{why}; nothing in its tables changes until the image is opened again"
+            )))
+        })
+    }
+
+    /// Writes a header that moves the table of reference counts.
+    async fn write_header(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.sync().await?;
+        self.write_at(data, offset).await?;
+        self.sync().await?;
+        // The new table may have been written before it was known as one.
+        self.learn().await
+    }
+
+    fn disk(&self) -> io::Result<Rc<Disk>> {
+        self.with_share().map(|(disk, _)| disk)
+    }
+
+    fn with_share(&self) -> io::Result<(Rc<Disk>, Rc<BounceShare>)> {
+        let disk = DISKS.with_borrow(|disks| disks.get(self.layer).cloned());
+        disk.ok_or_else(|| io::Error::from_raw_os_error(libc::ECANCELED))
+    }
+
+    /// Takes memory for a transfer from the budget.
+    async fn memory(&self, bytes: usize) -> io::Result<(Rc<Disk>, Buffers)> {
+        let (disk, share) = self.with_share()?;
+        let permit = share.take(bytes).await;
+        Ok((disk, Buffers::uninitialized(bytes, PAGE, permit)?))
+    }
+
+    /// Adopts the whole blocks of the file, and returns its length. Another process may have
+    /// extended the file before it was handed over. Not every disk has bytes behind its whole
+    /// blocks.
+    pub(super) fn look(&self) -> Result<u64, Error> {
+        let size = self.source.covered_bytes()?;
+        let whole = size - size % u64::from(self.source.info().physical_block_bytes);
+        if whole > self.bytes() {
+            self.source.adopt_size(whole);
+        }
+        Ok(self.bytes())
+    }
+
+    /// Extends the file to `end` if it is shorter.
+    fn reach(&self, end: u64) -> io::Result<()> {
+        if end <= self.bytes() {
+            return Ok(());
+        }
+        let grow = || match self.look()? {
+            size if end <= size => Ok(()),
+            // A server or a cluster may take long to answer, and the loop would wait for it.
+            _ if !self.source.sets_size_at_once() => Err(self.is_full()),
+            size => {
+                let larger = end.next_multiple_of(GROWTH_BYTES).max(size);
+                // If this process cannot extend the file, another process may have done so.
+                let has_room = |_| self.source.refresh().is_ok_and(|size| end <= size);
+                let made = self.source.set_size(larger, || ());
+                made.or_else(|error| if has_room(()) { Ok(()) } else { Err(error) })
+            }
+        };
+        grow().map_err(|error| {
+            if self.full_at.swap(self.bytes(), Relaxed) != self.bytes() {
+                tracing::warn!("an image needs more space: {error}");
+            }
+            io::Error::from_raw_os_error(errno_of_growth(&error))
+        })
+    }
+
+    fn is_full(&self) -> Error {
+        let reason = "it is full; make it larger, then use `ringhaul ctl resize` (an RBD image \
+                      goes on by itself)";
+        self.source.refused("", reason)
+    }
+
+    async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.reach(offset + data.len() as u64)?;
+        let (disk, buffers) = self.memory(data.len()).await?;
+        buffers.copy_from(0, data);
+        Ok(disk.write(offset, buffers, false).await?)
+    }
+
+    /// Reads from the file. Bytes behind its end are zeroes.
+    async fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        let there = self.bytes().saturating_sub(offset).min(data.len() as u64);
+        let (there, rest) = data.split_at_mut(iomem::fits(there, "bytes in memory"));
+        rest.fill(0);
+        if !there.is_empty() {
+            let (disk, buffers) = self.memory(there.len()).await?;
+            let read = buffers.duplicate();
+            disk.read(offset, buffers).await?;
+            read.copy_to(0, there);
+        }
+        Ok(())
+    }
+
+    /// Zeroes data, and no tables: imago does that to the rest of a partly written cluster.
+    async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
+        self.check()?;
+        self.check_data(offset, len)?;
+        if self.order.is_ahead(&(offset..offset + len)) {
+            return Ok(());
+        }
+        let zeroed = async {
+            self.reach(offset + len)?;
+            self.order.spoil_ahead(&(offset..offset + len));
+            let zeroed = self.disk()?.write_zeroes(offset, len, may_unmap).await;
+            self.order.note_written();
+            zeroed
+        };
+        zeroed.await.inspect_err(|_| self.order.mark.doubt())
+    }
+}
+
+/// The errno of a write for which the file cannot grow. A damaged image may ask for a length that
+/// no file can have: that is no lack of space, for which a write would wait.
+fn errno_of_growth(error: &Error) -> i32 {
+    match error.system_error().and_then(io::Error::raw_os_error) {
+        Some(libc::EFBIG) => libc::EFBIG,
+        _ => libc::ENOSPC,
+    }
+}
+
+/// The error of an image that is damaged, or was made to look so.
+fn wrong(what: Wrong) -> io::Error {
+    io::Error::other(format!(
+        "{what}; repair it with `qemu-img check -r all`, or open it read-only"
+    ))
+}
+
+impl Storage for Store {
+    fn req_align(&self) -> usize {
+        iomem::fits(self.source.info().logical_block_bytes, "a block")
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.bytes())
+    }
+
+    // SAFETY: the disk refuses requests that imago has not aligned, and memory is not shared.
+    async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
+        let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
+        self.room.note(self.layer, offset, data.len());
+        let before = self.order.entry_writes();
+        let read = self.read_at(&mut data, offset).await;
+        if read.is_ok() && self.layer == 0 {
+            self.order.learn_read(offset, &data, before);
+        }
+        self.order.cover(offset, &mut data);
+        let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(wrong));
+        checked.inspect_err(|_| self.order.mark.doubt())?;
+        if offset == 0 && self.has_mark {
+            mark::hide(&mut data);
+        }
+        if offset == 0 {
+            zstd::hide(&mut data, self.has_zstd, self.order.is_rounded());
+        }
+        bufv.copy_from_slice(&data);
+        Ok(())
+    }
+
+    // SAFETY: as for `pure_readv`.
+    async unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
+        let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
+        self.room.note(self.layer, offset, data.len());
+        bufv.copy_into_slice(&mut data);
+        if offset == 0 && self.has_mark {
+            self.order.mark.put(&mut data);
+        }
+        if offset == 0 {
+            zstd::put(&mut data, self.has_zstd, self.order.disk_bytes());
+        }
+        let written = match self.order.sort(offset, &data) {
+            Way::Now => self.write_other(&data, offset).await,
+            Way::Kept => Ok(()),
+            Way::Counts => self.write_counts(&data, offset).await,
+            // After an error imago would continue with the old table, even if the file names the
+            // new one.
+            Way::BetweenFlushes => {
+                self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse(MOVED))
+            }
+            Way::Refused => self.check(),
+        };
+        written.inspect_err(|_| self.order.mark.doubt())
+    }
+
+    // SAFETY: as for `pure_readv`.
+    async unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.zero_at(offset, length, true).await
+    }
+
+    // SAFETY: as for `pure_readv`.
+    async unsafe fn pure_write_allocated_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.zero_at(offset, length, false).await
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        let written = self.order.written();
+        self.disk()?.flush().await.inspect_err(|_| self.order.note_unstable())?;
+        self.order.note_stable(written);
+        Ok(())
+    }
+
+    /// Futures of the owner are never dropped before they have ended.
+    async fn settle_writes(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    // SAFETY: nothing is kept in memory.
+    async unsafe fn invalidate_cache(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_storage_helper(&self) -> &CommonStorageHelper {
+        &self.helper
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Store({self})")
+    }
+}
+
+impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.source.chain().first() {
+            Some(link) => write!(f, "{link}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::order::counted::Risen;
+    use blockio::IoThread;
+    use blockio::IoThreadConfig;
+    use blockio::testing::RemoteStub;
+
+    /// Their counts and their zeroes may be lost, and no later flush says so.
+    #[test]
+    fn clusters_whose_flush_has_failed_are_not_ready_after_the_next_one() {
+        let (end, order) = (RemoteStub::new(&[0; 8192]), Arc::<Order>::default());
+        let room = Arc::new(Room::new(vec![512]));
+        let store = Store::new(0, (end.clone().source(), None), &order, &room);
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let share = thread.io().bounce_share(&order);
+        attach(&[end.clone().source()], &share, thread.io());
+        let (wanted, file): (Arc<[u8]>, Arc<[u8]>) = (vec![0; 512].into(), vec![1; 512].into());
+        let risen =
+            Risen { place: 512, first: 0, cluster_bytes: 512, bits: 8, wanted, file: file.clone() };
+        for fails in [false, true] {
+            order.add_ahead(&risen, &file, vec![1024, 1536]);
+            end.have_some_fail(u64::from(fails));
+            assert_eq!(thread.block_on(store.sync()).unwrap().is_err(), fails);
+            end.have_some_fail(0);
+            thread.block_on(store.sync()).unwrap().unwrap();
+            assert_eq!((order.has_ahead(), order.ahead()), (!fails, if fails { 0 } else { 2 }));
+            assert_eq!(order.take_ahead(&(1024..2048)), !fails);
+        }
+        detach();
+    }
+
+    #[test]
+    fn a_file_that_would_be_too_long_is_no_lack_of_space() {
+        let error = |errno| Error::Length {
+            path: "image".into(),
+            size_bytes: 1 << 62,
+            error: io::Error::from_raw_os_error(errno),
+        };
+        for (errno, expected) in
+            [(libc::EFBIG, libc::EFBIG), (libc::EDQUOT, libc::ENOSPC), (libc::EIO, libc::ENOSPC)]
+        {
+            assert_eq!(errno_of_growth(&error(errno)), expected);
+        }
+        assert_eq!(errno_of_growth(&Error::Options(String::new())), libc::ENOSPC);
+    }
+}

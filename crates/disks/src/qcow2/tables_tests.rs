@@ -1,0 +1,72 @@
+//! Tables that are missing when an image is opened.
+
+use std::os::unix::fs::FileExt as _;
+use std::process::Command;
+
+use tempfile::NamedTempFile;
+
+use super::core::Layer;
+use blockio::Error;
+use blockio::{DiskOptions, DiskSource};
+
+const CLUSTER: u64 = 4096;
+
+/// An image with a table for each 2 MiB of a disk of 16 MiB. `None` without qemu-img.
+fn new_image() -> Option<NamedTempFile> {
+    let file = NamedTempFile::new().unwrap();
+    let options = "cluster_size=4k,preallocation=metadata";
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-o", options]).arg(file.path());
+    if create.arg("16M").status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return None;
+    }
+    Some(file)
+}
+
+fn open(file: &NamedTempFile, read_only: bool) -> Result<DiskSource, Error> {
+    let options = DiskOptions { read_only, holds_image: true, ..DiskOptions::default() };
+    let source = DiskSource::file(file.path(), &options)?;
+    crate::qcow2::open(vec![Layer::qcow2(source)?], false)
+}
+
+fn number(file: &NamedTempFile, offset: u64) -> u64 {
+    let mut bytes = [0; 8];
+    file.as_file().read_exact_at(&mut bytes, offset).unwrap();
+    u64::from_be_bytes(bytes)
+}
+
+/// The place of the L2 table with this index.
+fn second(file: &NamedTempFile, index: u64) -> u64 {
+    number(file, number(file, 40) + index * 8) & ((1 << 56) - 512)
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_file_that_was_cut_off_before_a_table_is_warned_of() {
+    let Some(file) = new_image() else { return };
+    assert_eq!(open(&file, false).unwrap().warning(), None);
+    let last = (0..8).map(|index| second(&file, index)).max().unwrap();
+    file.as_file().set_len(last + CLUSTER / 2).unwrap();
+    let warning = open(&file, true).unwrap().warning().unwrap();
+    assert!(warning.contains("of its tables (the first is at byte "), "{warning}");
+    // The last block of reference counts is gone, too.
+    let error = open(&file, false).unwrap_err().to_string();
+    assert!(error.contains("has the reference count 0"), "{error}");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_with_a_table_that_counts_as_free_is_only_read() {
+    for index in 0..4 {
+        let Some(file) = new_image() else { return };
+        let (first, counts) = (number(&file, 40), number(&file, 48));
+        let block = number(&file, counts);
+        let place = [0, first, counts, second(&file, 3)][index];
+        file.as_file().write_all_at(&[0, 0], block + place / CLUSTER * 2).unwrap();
+        open(&file, true).unwrap();
+        let error = open(&file, false).unwrap_err().to_string();
+        let expected = format!("at byte {place} of it has the reference count 0");
+        assert!(error.contains(&expected) && error.contains("qemu-img check -r all"), "{error}");
+    }
+}

@@ -1,0 +1,112 @@
+//! The users of places from the table: requests that go straight to the file of the image. Before
+//! space there is released, the owner waits for requests that may still write to it.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blockio::ForeignCompleter;
+
+/// The requests of one IoThread, counted in two rounds. Only that thread counts.
+#[derive(Debug, Default)]
+pub(super) struct Uses {
+    round: AtomicUsize,
+    counts: [AtomicUsize; 2],
+    waiting: Mutex<Option<Waiting>>,
+}
+
+struct Waiting(ForeignCompleter);
+
+impl std::fmt::Debug for Waiting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Waiting")
+    }
+}
+
+/// A request, until its memory is no longer used.
+pub(super) struct Use {
+    uses: Arc<Uses>,
+    round: usize,
+}
+
+impl Use {
+    pub(super) fn begin(uses: &Arc<Uses>) -> Self {
+        let round = uses.round.load(Ordering::Relaxed);
+        uses.add(round, 1);
+        Self { uses: Arc::clone(uses), round }
+    }
+
+    /// Returns true if no [wait](Uses::wait) for this request has begun.
+    pub(super) fn is_of_this_round(&self) -> bool {
+        self.round == self.uses.round.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        self.uses.end(self.round);
+    }
+}
+
+impl Uses {
+    fn add(&self, round: usize, change: isize) -> usize {
+        let count = self.counts[round].load(Ordering::Relaxed);
+        let count = count.checked_add_signed(change).expect("a use that ends has begun");
+        self.counts[round].store(count, Ordering::Relaxed);
+        count
+    }
+
+    fn end(&self, round: usize) {
+        if self.add(round, -1) == 0 && round != self.round.load(Ordering::Relaxed) {
+            let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(Waiting(completer)) = waiting {
+                completer.complete(Ok(0));
+            }
+        }
+    }
+
+    /// Completes `completer` when all requests so far have ended. Call it on the thread that
+    /// counts, one wait at a time.
+    pub(super) fn wait(&self, completer: ForeignCompleter) {
+        let round = self.round.load(Ordering::Relaxed);
+        let next = 1 - round;
+        assert_eq!(self.counts[next].load(Ordering::Relaxed), 0, "one waits at a time");
+        self.round.store(next, Ordering::Relaxed);
+        if self.counts[round].load(Ordering::Relaxed) == 0 {
+            completer.complete(Ok(0));
+        } else {
+            *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(Waiting(completer));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockio::IoThread;
+    use blockio::IoThreadConfig;
+    use blockio::{Activity, Wait};
+    use iomem::Buffers;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn only_those_are_waited_for_that_have_begun() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let uses = Arc::new(Uses::default());
+        for _ in 0..3 {
+            let before = [Use::begin(&uses), Use::begin(&uses)];
+            let (op, completer) = thread.io().foreign_op(Buffers::empty());
+            uses.wait(completer);
+            let _after = Use::begin(&uses);
+            let [first, second] = before;
+            drop(first);
+            while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+            assert_eq!(thread.io().ops(), 1, "it did not wait for all");
+            drop(second);
+            thread.block_on(op).unwrap().result.unwrap();
+            drop(_after);
+        }
+        let (op, completer) = thread.io().foreign_op(Buffers::empty());
+        uses.wait(completer);
+        thread.block_on(op).unwrap().result.unwrap();
+    }
+}

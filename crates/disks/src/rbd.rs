@@ -1,0 +1,277 @@
+//! Images in Ceph clusters, through librbd.
+//!
+//! librbd works on threads of its own. The IoThread passes an operation to it and does not wait.
+//! The thread that ends the operation posts the result to the mailbox of the IoThread. Operations
+//! have no time limit: while a cluster is away they wait, and continue when it is back.
+
+mod api;
+mod image;
+pub(super) mod name;
+mod open;
+mod pending_ops;
+mod requests;
+mod shared;
+
+use std::io;
+use std::rc::Rc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+use std::{fmt, thread};
+
+pub use self::name::RbdImage;
+use self::open::ImageProperties;
+use self::pending_ops::AwayState;
+use self::requests::RbdDisk;
+use self::shared::Shared;
+use blockio::DiskOptions;
+use blockio::DiskSource;
+use blockio::EngineKind;
+use blockio::Error;
+use blockio::Io;
+use blockio::clock;
+use blockio::disk::SizeProbe;
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link};
+use blockio::driver::FileSource;
+use blockio::driver::{Driver, DriverSource};
+use blockio::driver::{Line, StallLog};
+
+/// The interval of checks that the cluster answers.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Opens an image of a Ceph cluster. With [`DiskOptions::direct`] the cache of librbd is off,
+/// unless the image itself is configured otherwise; without it the configuration of the cluster
+/// decides. Waits for the cluster for 30 seconds, and for the exclusive lock for 60 more.
+///
+/// # Errors
+///
+/// If the libraries of Ceph are not installed, the cluster cannot be reached, or the image
+/// cannot be opened or used with the options.
+pub fn open(name: &RbdImage, options: &DiskOptions) -> Result<DiskSource, Error> {
+    let (image, info, facts) = open::open(name, options)?;
+    let (size_bytes, object_bytes) = (info.size_bytes, facts.object_bytes);
+    let shared = Arc::new(Shared::new(image, name.to_string(), size_bytes, object_bytes));
+    let end = watch(&shared).map_err(|error| shared.refused(&error.to_string()))?;
+    let source =
+        RbdSource { shared, facts, image: name.clone(), options: options.clone(), info, _end: end };
+    Ok(DiskSource::from_driver(info, Arc::new(source)))
+}
+
+struct RbdSource {
+    shared: Arc<Shared>,
+    facts: ImageProperties,
+    image: RbdImage,
+    options: DiskOptions,
+    /// The properties at open.
+    info: DiskInfo,
+    /// Ends the watching thread when dropped.
+    _end: mpsc::Sender<()>,
+}
+
+impl fmt::Debug for RbdSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RbdSource({})", self.shared.name)
+    }
+}
+
+impl DriverSource for RbdSource {
+    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn Driver> {
+        Box::new(RbdDisk::new(&self.shared, io))
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        vec![Link { kind: "rbd", place: self.shared.name.clone() }]
+    }
+
+    fn identity(&self) -> &str {
+        &self.facts.identity
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities {
+            flush: true,
+            discard: true,
+            zeroes: true,
+            resize: !self.has_snapshot(),
+            lock: true,
+            snapshots: true,
+        }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        Some(self.facts.discard_bytes)
+    }
+
+    fn optimal_bytes(&self) -> Option<u32> {
+        self.facts.optimal_bytes
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        None
+    }
+
+    fn state(&self) -> DiskState {
+        match self.shared.image.waiting().away() {
+            _ if self.shared.loss().is_err() => DiskState::Lost,
+            Some(AwayState { since, .. }) => DiskState::Away(since),
+            None => DiskState::Ready,
+        }
+    }
+
+    fn remark(&self) -> Option<String> {
+        let AwayState { ops, .. } = self.shared.image.waiting().away()?;
+        Some(format!("{ops} operations wait for the cluster"))
+    }
+
+    fn inherit(&self, loss: Option<i32>, _: bool) {
+        self.shared.inherit(loss);
+    }
+
+    fn give_up(&self) {
+        self.shared.image.waiting().give_up();
+    }
+
+    /// Flushes librbd's cache, which is local to this process. The next process reads without a
+    /// lock, and would find older data.
+    fn write_back(&self) -> Result<(), Error> {
+        // Even with `direct`, the configuration of the image may have switched a cache on.
+        if self.info.read_only {
+            return Ok(());
+        }
+        let was_lost = self.shared.loss().is_err();
+        match self.shared.image.write_back() {
+            // The next process inherits a loss that is known already.
+            Err(error) if !was_lost => {
+                self.shared.lose(&error);
+                Err(self.shared.refused(&format!(
+                    "what was written cannot be flushed: {error}; check the cluster (`ceph -s`)"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Releases the lock. The next process would otherwise wait for half a minute, until the
+    /// cluster takes this client for dead.
+    fn leave(&self) {
+        if !self.info.read_only
+            && let Err(error) = self.shared.image.unlock()
+        {
+            // The lock is not ours, or there is none.
+            tracing::debug!("rbd {}: its lock is not released: {error}", self.shared.name);
+        }
+    }
+
+    fn size_probe(&self) -> Option<Arc<SizeProbe>> {
+        if self.has_snapshot() {
+            return None;
+        }
+        let shared = Arc::downgrade(&self.shared);
+        Some(Arc::new(SizeProbe::other(move || {
+            let Some(shared) = shared.upgrade() else { return Ok(None) };
+            // After an error, the next probe asks again.
+            shared.known_size().map_or_else(|| shared.probe_size(), Ok).map(Some)
+        })))
+    }
+
+    fn probe_size(&self) -> Result<u64, Error> {
+        if self.info.read_only && !self.has_snapshot() {
+            return self.reopen_for_size();
+        }
+        let size = self.shared.probe_size();
+        let size = size.map_err(|error| {
+            self.shared.refused(&format!("the cluster does not say how large it is: {error}"))
+        })?;
+        open::check_size(size, self.info.logical_block_bytes)
+            .map_err(|reason| self.shared.refused(&reason))?;
+        Ok(size)
+    }
+
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+        let checked = if self.has_snapshot() {
+            Err("a snapshot keeps its size; resize the image".to_owned())
+        } else if self.info.read_only {
+            Err("it is open for reading only; use `rbd resize`, and restart the export".to_owned())
+        } else {
+            open::check_size(size_bytes, self.info.logical_block_bytes)
+        };
+        checked.map_err(|reason| self.shared.refused(&reason))
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        let resized = self.shared.image.resize(size_bytes);
+        let found = resized.and_then(|()| self.shared.probe_size()).map_err(|error| {
+            self.shared.refused(&format!("it cannot be given {size_bytes} bytes: {error}"))
+        })?;
+        if found == size_bytes {
+            return Ok(());
+        }
+        Err(self.shared.refused(&format!(
+            "it was given {size_bytes} bytes, and has {found}: somebody else has resized it, too; \
+             ask again"
+        )))
+    }
+
+    fn adopt_size(&self, _: u64) {}
+
+    fn known_size(&self) -> Result<u64, Error> {
+        Ok(self.shared.last_size())
+    }
+}
+
+impl RbdSource {
+    fn has_snapshot(&self) -> bool {
+        self.image.snapshot.is_some()
+    }
+
+    /// Opens the image once more to find its size. While an image is open for reading only, librbd
+    /// learns of no new size, and reads nothing beyond the old one.
+    fn reopen_for_size(&self) -> Result<u64, Error> {
+        let (_, now, _) = open::open(&self.image, &self.options)?;
+        if now.size_bytes == self.info.size_bytes {
+            return Ok(now.size_bytes);
+        }
+        Err(self.shared.refused(&format!(
+            "it has {} bytes now, of which nothing is learnt while it is open for reading only; \
+             restart the export",
+            now.size_bytes
+        )))
+    }
+}
+
+/// Starts a thread that logs when the cluster does not answer, and gives the image up if that is
+/// wanted. It ends when the image is closed or given up, or the returned sender is dropped.
+fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
+    let (end, ended) = mpsc::channel::<()>();
+    let (waiting, name) = (Arc::downgrade(shared.image.waiting()), shared.name.clone());
+    let work = move || {
+        let mut unanswered = StallLog::default();
+        while ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            let Some(waiting) = Weak::upgrade(&waiting) else { return };
+            waiting.look();
+            let away = waiting.away();
+            // No request waits for an image that was given up.
+            if waiting.was_given_up() {
+                return;
+            }
+            tell(&name, &mut unanswered, away);
+        }
+    };
+    thread::Builder::new().name("ringhaul-rbd".into()).spawn(work)?;
+    Ok(end)
+}
+
+fn tell(name: &str, unanswered: &mut StallLog, away: Option<AwayState>) {
+    match unanswered.next_line(clock::now(), away.map(|oldest| oldest.since)) {
+        Some(Line::Waits(age)) => tracing::warn!(
+            "rbd {name}: the cluster has not answered an operation for {} s; {} operations wait \
+             and go on when it answers; check it (`ceph -s`)",
+            age.as_secs(),
+            away.map_or(0, |oldest| oldest.ops)
+        ),
+        Some(Line::Answers(after)) => {
+            tracing::info!("rbd {name}: the cluster answers again, after {} s", after.as_secs());
+        }
+        None => {}
+    }
+}

@@ -1,0 +1,270 @@
+//! Opens images, and explains failures.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::io;
+use std::path::Path;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use super::image::{Cluster, Image, Pool, c_text};
+use super::name::RbdImage;
+use blockio::DiskOptions;
+use blockio::Error;
+use blockio::disk::{DiskInfo, check_logical_block};
+use blockio::open_regular;
+
+/// The time limit for a cluster. Monitors get less, since their error tells more.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The additional time for the exclusive lock: its owner may have been killed, and counts as alive
+/// for 30 seconds (`osd_client_watch_timeout`).
+const LOCK_PATIENCE: Duration = Duration::from_secs(60);
+const MONITORS_PATIENCE: &str = "20";
+
+/// The unit in which OSDs keep data, except for old ones with rotating disks.
+const PHYSICAL_BLOCK_BYTES: u32 = 4096;
+
+/// The option with the number of threads of a handle that begin and end operations, and its
+/// default.
+const WORKERS: &CStr = c"librados_thread_count";
+const LIBRARY_WORKERS: &str = "2";
+
+/// The properties of an image, found when it is opened.
+pub(super) struct ImageProperties {
+    pub(super) identity: String,
+    pub(super) discard_bytes: u32,
+    pub(super) optimal_bytes: Option<u32>,
+    /// The number of bytes that lie together in one object, or in neighbours over which they are
+    /// spread.
+    pub(super) object_bytes: u64,
+}
+
+/// Opens an image on a thread of its own: if a cluster does not answer, no call of its library
+/// returns. An image that is opened too late is closed by that thread.
+pub(super) fn open(
+    name: &RbdImage,
+    options: &DiskOptions,
+) -> Result<(Image, DiskInfo, ImageProperties), Error> {
+    let refused = |reason| Error::Disk { disk: format!("rbd {name}"), reason };
+    let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
+    if name.snapshot.is_some() && !options.read_only {
+        return Err(refused("a snapshot can only be read; open it read-only".to_owned()));
+    }
+    let info = DiskInfo {
+        size_bytes: 0,
+        logical_block_bytes,
+        physical_block_bytes: PHYSICAL_BLOCK_BYTES.max(logical_block_bytes),
+        read_only: options.read_only,
+        direct: options.direct,
+    };
+    let (opened, opening) = mpsc::channel();
+    let of_thread = name.clone();
+    let work = move || {
+        let result = open_patiently(&of_thread, info);
+        // The caller has left if it took too long. Dropping it closes it, here.
+        drop(opened.send(result));
+    };
+    let started = thread::Builder::new().name("ringhaul-rbd".into()).spawn(work);
+    started.map_err(|error| refused(format!("there is no thread to open it: {error}")))?;
+    let locks = name.exclusive && !options.read_only;
+    let patience = if locks { PATIENCE + LOCK_PATIENCE } else { PATIENCE };
+    let no_answer = |_: RecvTimeoutError| {
+        let seconds = patience.as_secs();
+        Err(format!(
+            "the cluster has not answered for {seconds} s; see whether its OSDs are up \
+             (`ceph -s`), and whether another program holds the lock of the image (`rbd lock ls`)"
+        ))
+    };
+    opening.recv_timeout(patience).unwrap_or_else(no_answer).map_err(refused)
+}
+
+fn open_patiently(
+    name: &RbdImage,
+    info: DiskInfo,
+) -> Result<(Image, DiskInfo, ImageProperties), String> {
+    let text = |text: &str| {
+        c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
+    };
+    let cluster = connect(name, info.direct)?;
+    let [pool_name, namespace, image_name] =
+        [&name.pool, &name.namespace, &name.image].map(|part| text(part));
+    let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");
+    let cluster_id = cluster.id().map_err(said)?;
+    let discard_bytes = discard_bytes(&cluster, info.logical_block_bytes);
+    let pool =
+        Pool::open(cluster, &pool_name?, &namespace?).map_err(|error| no_pool(name, &error))?;
+    let pool_number = pool.number();
+    let snapshot = name.snapshot.as_deref().map(text).transpose()?;
+    let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only)
+        .map_err(|error| no_image(name, &error))?;
+    if name.exclusive && !info.read_only {
+        image.lock().map_err(|error| no_lock(&error))?;
+    }
+    let size_bytes = image.size_bytes().map_err(said)?;
+    check_size(size_bytes, info.logical_block_bytes)?;
+    let id = format!("{pool_number}/{}/{}", name.namespace, image.id().map_err(said)?);
+    let snapshot = name.snapshot.as_ref().map_or(String::new(), |name| format!("@{name}"));
+    let (unit, count) = (image.stripe_unit().map_err(said)?, image.stripe_count().map_err(said)?);
+    let object_bytes = unit.checked_mul(count).filter(|bytes| *bytes > 0).ok_or_else(|| {
+        format!("its stripes of {count} times {unit} bytes cannot be; check it (`rbd info`)")
+    })?;
+    let facts = ImageProperties {
+        identity: format!("Ceph {cluster_id}, image {id}{snapshot}"),
+        discard_bytes,
+        // A size beyond `u32` is more than any write has.
+        optimal_bytes: u32::try_from(object_bytes)
+            .ok()
+            .filter(|bytes| bytes.is_multiple_of(info.physical_block_bytes)),
+        object_bytes,
+    };
+    Ok((image, DiskInfo { size_bytes, ..info }, facts))
+}
+
+/// Checks the size of a disk.
+pub(super) fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), String> {
+    if size_bytes == 0 {
+        return Err("its size is zero; give it one with `rbd resize`".to_owned());
+    }
+    if !size_bytes.is_multiple_of(logical_block_bytes.into()) {
+        return Err(format!(
+            "its size of {size_bytes} bytes is not a multiple of the logical block of \
+             {logical_block_bytes}; change it with `rbd resize`"
+        ));
+    }
+    Ok(())
+}
+
+fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
+    let said = cluster.get(c"rbd_discard_granularity_bytes").ok();
+    let said: u32 = said.and_then(|said| said.parse().ok()).unwrap_or(0);
+    if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes }
+}
+
+/// A connected handle of the image's cluster. It is not shared: when another client takes over the
+/// lock of an image, the cluster locks out the whole handle.
+fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
+    let id = access.id.as_deref().unwrap_or("admin");
+    let user =
+        c_text(&format!("client.{id}")).map_err(|error| format!("the id {id:?}: {error}"))?;
+    let cluster =
+        Cluster::new(&user)?.map_err(|error| format!("the library of Ceph fails: {error}"))?;
+    let conf = access.conf.as_deref().map(c_path).transpose()?;
+    cluster.read_configuration(conf.as_deref()).map_err(|error| no_conf(access, &error))?;
+    let mut options = vec![
+        // Operations wait for the cluster. One that was given up could still be carried out, after
+        // later ones. Operations that take over a lock ask the monitors.
+        (c"rados_osd_op_timeout", c"0".to_owned()),
+        (c"rados_mon_op_timeout", c"0".to_owned()),
+        // The thread that begins operations also ends them: it must not wait for room. The number
+        // of operations of a disk is bounded by its requests (`requests.rs`).
+        (c"objecter_inflight_ops", c"0".to_owned()),
+        (c"objecter_inflight_op_bytes", c"0".to_owned()),
+        // IoThreads do not wait.
+        (c"rbd_non_blocking_aio", c"true".to_owned()),
+        (c"client_mount_timeout", c_text(MONITORS_PATIENCE).map_err(|error| error.to_string())?),
+    ];
+    if direct {
+        options.push((c"rbd_cache", c"false".to_owned()));
+    }
+    if cluster.get(WORKERS).is_ok_and(|count| count == LIBRARY_WORKERS) {
+        // Two threads wake each other for every answer, and wait for each other's locks, which
+        // takes more than one thread alone.
+        options.push((WORKERS, c"1".to_owned()));
+    }
+    if let Some(keyring) = &access.keyring {
+        // librados reports only that access was refused.
+        open_regular(keyring).map_err(|error| {
+            format!("its keyring {} cannot be read: {error}; check keyring", keyring.display())
+        })?;
+        options.push((c"keyring", c_path(keyring)?));
+    }
+    for (option, value) in options {
+        cluster.set(option, &value).map_err(|error| {
+            format!("the library of Ceph refuses its option {option:?}: {error}")
+        })?;
+    }
+    cluster.connect().map_err(|error| not_connected(id, &error))?;
+    Ok(cluster)
+}
+
+fn c_path(path: &Path) -> Result<CString, String> {
+    let bytes = OsStr::as_encoded_bytes(path.as_os_str());
+    CString::new(bytes).map_err(|_| format!("the path {} contains a zero byte", path.display()))
+}
+
+fn no_conf(access: &RbdImage, error: &io::Error) -> String {
+    let is_none = error.raw_os_error() == Some(libc::EINVAL);
+    match &access.conf {
+        Some(path) if is_none => format!(
+            "{} is no configuration of Ceph: {error}; correct it, or name another one with conf",
+            path.display()
+        ),
+        None if is_none => format!(
+            "what $CEPH_CONF names, or /etc/ceph/ceph.conf, is no configuration of Ceph: {error}; \
+             correct it, or name another one with conf=PATH"
+        ),
+        Some(path) => {
+            format!("its configuration {} cannot be read: {error}; check conf", path.display())
+        }
+        None => format!(
+            "there is no configuration of Ceph that can be read where it is looked for \
+             ($CEPH_CONF, /etc/ceph/ceph.conf): {error}; name it with conf=PATH"
+        ),
+    }
+}
+
+fn not_connected(id: &str, error: &io::Error) -> String {
+    let advice = match error.raw_os_error() {
+        Some(libc::ETIMEDOUT) => {
+            "no monitor of the cluster has answered; check mon_host in its configuration, and the \
+             network"
+        }
+        Some(libc::EACCES | libc::EPERM | libc::EINVAL) => {
+            "the cluster does not let this user in; check id and keyring"
+        }
+        Some(libc::ENOENT) => {
+            "neither a key of this user nor a monitor is known; check keyring, id, and mon_host in \
+             the configuration"
+        }
+        _ => "check its configuration",
+    };
+    format!("the cluster cannot be reached as client.{id}: {error}; {advice}")
+}
+
+fn no_pool(name: &RbdImage, error: &io::Error) -> String {
+    let advice = match error.raw_os_error() {
+        Some(libc::ENOENT) => "; `ceph osd pool ls` lists those that there are",
+        _ => "",
+    };
+    format!("its pool {} cannot be opened: {error}{advice}", name.pool)
+}
+
+fn no_image(name: &RbdImage, error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::ENOENT) => match &name.snapshot {
+            Some(snapshot) => format!(
+                "there is no such image, or it has no snapshot {snapshot}: {error}; `rbd ls` and \
+                 `rbd snap ls` list what there is"
+            ),
+            None => format!("there is no such image: {error}; `rbd ls` lists those that there are"),
+        },
+        Some(libc::EACCES | libc::EPERM) => {
+            format!("{error}; give the user rights (profile rbd), or open it read-only")
+        }
+        _ => format!("it cannot be opened: {error}"),
+    }
+}
+
+fn no_lock(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EROFS) => "somebody else has its exclusive lock and keeps it; `rbd status` and \
+                              `rbd lock ls` say who; stop that first"
+            .to_owned(),
+        Some(libc::EINVAL) => format!(
+            "it has no exclusive lock: {error}; `rbd feature enable IMAGE exclusive-lock` gives it \
+             one"
+        ),
+        _ => format!("its exclusive lock cannot be acquired: {error}"),
+    }
+}

@@ -1,0 +1,193 @@
+//! The operations of an image in librbd, with their start times.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use blockio::ForeignCompleter;
+use blockio::clock;
+use blockio::driver::is_late;
+
+/// The operations of one image, of all threads.
+#[derive(Default)]
+pub(super) struct PendingOps(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    ops: Vec<Option<Op>>,
+    free: Vec<usize>,
+    /// True if the image is to be given up when the cluster is away.
+    is_unwanted: bool,
+    was_given_up: bool,
+}
+
+struct Op {
+    completer: ForeignCompleter,
+    since: Instant,
+}
+
+/// A summary of the operations that wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct AwayState {
+    pub(super) since: Instant,
+    /// The number of operations.
+    pub(super) ops: usize,
+}
+
+impl PendingOps {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the completer of an operation that begins, and returns its number. `None` if the image
+    /// was given up: then the operation has failed.
+    pub(super) fn begin(&self, completer: ForeignCompleter) -> Option<usize> {
+        let mut state = self.state();
+        if state.was_given_up {
+            drop(state);
+            completer.complete(Err(failed()));
+            return None;
+        }
+        let op = Some(Op { completer, since: clock::now() });
+        Some(match state.free.pop() {
+            Some(number) => {
+                state.ops[number] = op;
+                number
+            }
+            None => {
+                state.ops.push(op);
+                state.ops.len() - 1
+            }
+        })
+    }
+
+    /// Ends the operation of this number.
+    pub(super) fn end(&self, number: usize, result: io::Result<usize>) {
+        let op = {
+            let mut state = self.state();
+            let op = state.ops.get_mut(number).and_then(Option::take);
+            assert!(
+                op.is_some() || state.was_given_up,
+                "invariant 4: operation {number} ends once"
+            );
+            state.free.push(number);
+            op
+        };
+        if let Some(op) = op {
+            op.completer.complete(result);
+        }
+    }
+
+    /// Fails all operations, present and later, if the cluster is away, or as soon as
+    /// [`look`](Self::look) finds that it is. A cluster that answers carries them out, and they get
+    /// its answers. librbd does not cancel them, and keeps the memory that it was lent for them.
+    pub(super) fn give_up(&self) {
+        self.state().is_unwanted = true;
+        self.look();
+    }
+
+    /// Gives the image up if that is wanted and the cluster is away.
+    pub(super) fn look(&self) {
+        let ops: Vec<Op> = {
+            let mut state = self.state();
+            if !state.is_unwanted || state.away().is_none() {
+                return;
+            }
+            state.was_given_up = true;
+            state.ops.iter_mut().filter_map(Option::take).collect()
+        };
+        for op in ops {
+            op.completer.complete(Err(failed()));
+        }
+    }
+
+    pub(super) fn was_given_up(&self) -> bool {
+        self.state().was_given_up
+    }
+
+    /// The oldest operation and the number of all, if the cluster counts as away because of its
+    /// age.
+    pub(super) fn away(&self) -> Option<AwayState> {
+        self.state().away()
+    }
+}
+
+impl State {
+    fn away(&self) -> Option<AwayState> {
+        let since = self.ops.iter().flatten().map(|op| op.since).min()?;
+        let ops = self.ops.iter().flatten().count();
+        is_late(since, clock::now()).then_some(AwayState { since, ops })
+    }
+}
+
+/// The error of operations that were given up.
+fn failed() -> io::Error {
+    io::Error::from_raw_os_error(libc::EIO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockio::IoThread;
+    use blockio::IoThreadConfig;
+    use blockio::driver::LATE;
+    use blockio::{Activity, Wait};
+    use iomem::Buffers;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn what_waits_ends_or_is_given_up() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let waiting = PendingOps::default();
+        let begin = || {
+            let (op, completer) = thread.io().foreign_op(Buffers::aligned(512, 512));
+            (op, waiting.begin(completer))
+        };
+        let [(first, one), (second, two), (third, three)] = [begin(), begin(), begin()];
+        assert_eq!([one, two, three], [Some(0), Some(1), Some(2)]);
+        waiting.end(1, Ok(512));
+        assert_eq!(thread.block_on(second).unwrap().result.unwrap(), 512);
+        let (fourth, number) = begin();
+        assert_eq!(number, Some(1), "a number is used again");
+        assert_eq!(waiting.away(), None, "they have just begun");
+        // While the cluster answers, operations are waited for.
+        waiting.give_up();
+        assert!(!waiting.was_given_up());
+        waiting.end(0, Ok(512));
+        assert_eq!(thread.block_on(first).unwrap().result.unwrap(), 512);
+        let (last, number) = begin();
+        assert_eq!(number, Some(0));
+        let old = clock::now().checked_sub(LATE).unwrap();
+        waiting.state().ops[0].as_mut().unwrap().since = old;
+        waiting.look();
+        for op in [last, third, fourth] {
+            let done = thread.block_on(op).unwrap();
+            assert_eq!(done.result.unwrap_err().raw_os_error(), Some(libc::EIO));
+        }
+        // librbd ends them later, without effect. No operation begins from now on.
+        (0..3).for_each(|number| waiting.end(number, Ok(512)));
+        let (fifth, number) = begin();
+        assert!(number.is_none() && waiting.was_given_up() && waiting.away().is_none());
+        assert!(thread.block_on(fifth).unwrap().result.is_err());
+        while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+        assert_eq!(thread.io().ops(), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_oldest_says_since_when_the_cluster_is_away() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let op = |since| {
+            let (_, completer) = thread.io().foreign_op(Buffers::empty());
+            Some(Op { completer, since })
+        };
+        let now = clock::now();
+        let old = now.checked_sub(LATE).unwrap();
+        let waiting = PendingOps::default();
+        waiting.state().ops.extend([op(now), None, op(old)]);
+        assert_eq!(waiting.away(), Some(AwayState { since: old, ops: 2 }));
+        waiting.state().ops[2] = None;
+        assert_eq!(waiting.away(), None);
+        waiting.state().ops.clear();
+    }
+}

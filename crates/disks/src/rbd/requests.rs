@@ -1,0 +1,249 @@
+//! Requests to an image.
+//!
+//! The memory of a request is never given to librbd, which cannot cancel an operation, and may
+//! still fill memory after the request was answered, because the image was given up. So data goes
+//! through our own memory, which librbd keeps for as long as it needs it.
+
+use std::future::poll_fn;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use iomem::{Buffers, LentBlock, fits};
+
+use super::shared::Shared;
+use blockio::ForeignOp;
+use blockio::Io;
+use blockio::TransferError;
+use blockio::disk::Extent;
+use blockio::driver::BounceShare;
+use blockio::driver::{Driver, Request};
+
+/// The most objects of an image in a piece of a discard. librbd makes an operation for each at
+/// once, and other requests would have to wait for all of them.
+const DISCARD_OBJECTS: u64 = 16;
+
+/// The most bytes of such a piece.
+const DISCARD_MAX: u64 = 1 << 30;
+
+/// The most bytes of one read or write. Larger ones would hold up the loop, which copies them.
+const TRANSFER_MAX: usize = 1 << 20;
+
+/// An image on one IoThread.
+pub(super) struct RbdDisk {
+    shared: Arc<Shared>,
+    share: Rc<BounceShare>,
+    io: Rc<Io>,
+}
+
+/// A part of a transfer, in our own memory.
+struct Piece {
+    memory: LentBlock,
+    /// A list of the memory.
+    buffers: Buffers,
+}
+
+impl RbdDisk {
+    pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
+        let share = io.bounce_share(shared);
+        Self { shared: Arc::clone(shared), share, io: Rc::clone(io) }
+    }
+
+    /// Allocates memory for as much of `left` bytes as goes at once.
+    async fn piece(&self, left: usize) -> io::Result<Piece> {
+        let bytes = left.min(self.share.part_bytes(TRANSFER_MAX));
+        let permit = self.share.take(bytes).await;
+        let piece = LentBlock::try_new(bytes).and_then(|memory| {
+            let buffers = memory.buffers(permit)?;
+            Ok(Piece { memory, buffers })
+        });
+        piece.inspect_err(|_| self.io.stats().bounce.failed.add(1))
+    }
+
+    /// Reads the first part of `buffers`, and returns its length.
+    async fn read_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
+        let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
+        let bytes = ours.bytes();
+        let done = self.shared.image.read(&self.io, offset, memory, ours).await;
+        let moved = match done.result {
+            Ok(moved) => moved,
+            // An image that was made smaller ends before this range.
+            Err(error) if is_invalid(&error) => {
+                if offset < self.size().await? {
+                    return Err(error);
+                }
+                0
+            }
+            Err(error) => return Err(self.seen(error)),
+        };
+        // The image may end within the range, too. Zeroes complete the last sector, and would be
+        // wrong beyond.
+        let end = offset + moved as u64;
+        if offset + bytes as u64 > end.next_multiple_of(512) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        done.buffers.zero_from(moved);
+        buffers.copy_from_buffers(&done.buffers, bytes);
+        Ok(bytes)
+    }
+
+    /// Writes the first part of `buffers`, and returns its length.
+    async fn write_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
+        let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
+        let bytes = ours.bytes();
+        ours.copy_from_buffers(buffers, bytes);
+        let done = self.shared.image.write(&self.io, offset, memory, ours).await;
+        let is_beyond = done.result.as_ref().is_err_and(is_invalid);
+        let result = done.result.map_err(|error| self.seen(error));
+        // An image that was made smaller ends before the range, or within it: then librbd leaves
+        // out the bytes beyond, and does not report it.
+        let end = offset + bytes as u64;
+        if (result.is_ok() || is_beyond) && self.size().await? < end {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        result.map(|_| bytes)
+    }
+
+    /// The present size in bytes.
+    async fn size(&self) -> io::Result<u64> {
+        if let Some(size) = self.shared.known_size() {
+            return Ok(size);
+        }
+        // The query may take as long as the cluster does, or be given up.
+        let (op, completer) = self.io.foreign_op(Buffers::empty());
+        if let Some(number) = self.shared.image.waiting().begin(completer)
+            && self.shared.await_size(number)
+        {
+            let shared = Arc::clone(&self.shared);
+            let ask = move || shared.answer_all(|| shared.probe_size());
+            if let Err(error) = self.io.start_thread("ringhaul-rbd", ask) {
+                let errno = error.raw_os_error().unwrap_or(libc::EAGAIN);
+                self.shared.answer_all(|| Err(io::Error::from_raw_os_error(errno)));
+            }
+        }
+        op.await.result.map(|size| size as u64)
+    }
+
+    /// Records a loss if the cluster has locked out this client, which is final. Returns the error.
+    fn seen(&self, error: io::Error) -> io::Error {
+        if error.raw_os_error() == Some(libc::ESHUTDOWN) {
+            self.shared.lose(&error);
+        }
+        error
+    }
+
+    async fn all(&self, op: ForeignOp) -> io::Result<()> {
+        op.await.result.map(|_| ()).map_err(|error| self.seen(error))
+    }
+
+    /// Discards a range, or makes it read as zeroes, in pieces, of which the disk has few at once.
+    /// `begin` begins a piece.
+    async fn clear(
+        &self,
+        mut offset: u64,
+        len: u64,
+        begin: impl Fn(u64, u64) -> ForeignOp,
+    ) -> io::Result<()> {
+        let mut end = offset + len;
+        let most = (self.shared.object_bytes.saturating_mul(DISCARD_OBJECTS)).min(DISCARD_MAX);
+        while offset < end {
+            let turn = self.shared.discards.enter();
+            poll_fn(|cx| turn.poll(cx)).await;
+            // A piece removes the objects that it covers as a whole.
+            let bytes = (most - offset % most).min(end - offset);
+            match self.all(begin(offset, bytes)).await {
+                Ok(()) => offset += bytes,
+                Err(error) if is_invalid(&error) => {
+                    // An image that was made smaller ends before the piece, or within it, and has
+                    // nothing behind its end.
+                    let size = self.size().await?;
+                    if size >= offset + bytes {
+                        return Err(error);
+                    }
+                    end = size;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    async fn flush_all(&self) -> io::Result<()> {
+        let image = &self.shared.image;
+        let result = self.all(image.flush(&self.io)).await;
+        if let Err(error) = &result
+            && !image.waiting().was_given_up()
+        {
+            self.shared.lose(error);
+        }
+        result.and_then(|()| self.shared.loss())
+    }
+}
+
+/// Returns true for the error of a range that begins beyond the end. librbd uses it in further
+/// cases.
+fn is_invalid(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EINVAL)
+}
+
+impl Driver for RbdDisk {
+    fn read(&self, mut offset: u64, mut rest: Buffers) -> Request<'_, Result<(), TransferError>> {
+        Box::pin(async move {
+            while !rest.is_empty() {
+                match self.read_piece(offset, &rest).await {
+                    Ok(bytes) => {
+                        rest.advance(bytes);
+                        offset += bytes as u64;
+                    }
+                    Err(error) => return Err(TransferError::new(error, rest)),
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn write(
+        &self,
+        mut offset: u64,
+        mut rest: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), TransferError>> {
+        Box::pin(async move {
+            while !rest.is_empty() {
+                match self.write_piece(offset, &rest).await {
+                    Ok(bytes) => {
+                        rest.advance(bytes);
+                        offset += bytes as u64;
+                    }
+                    Err(error) => return Err(TransferError::new(error, rest)),
+                }
+            }
+            if fua {
+                let flushed = self.flush_all().await;
+                flushed.map_err(|error| TransferError::new(error, rest))?;
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> Request<'_, io::Result<()>> {
+        Box::pin(self.flush_all())
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
+        let begin = move |offset, bytes| self.shared.image.discard(&self.io, offset, bytes);
+        Box::pin(self.clear(offset, len, begin))
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>> {
+        let begin = move |offset, bytes| {
+            let bytes = fits(bytes, "a part of a range");
+            self.shared.image.write_zeroes(&self.io, offset, bytes, may_unmap)
+        };
+        Box::pin(self.clear(offset, len, begin))
+    }
+
+    fn block_status(&self, _: u64, len: u64) -> Request<'_, io::Result<Extent>> {
+        Box::pin(async move { Ok(Extent::data(len)) })
+    }
+}

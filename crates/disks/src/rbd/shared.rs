@@ -1,0 +1,153 @@
+//! The state of an image, for all threads that use it.
+
+use std::io;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use iomem::fits;
+
+use super::image::Image;
+use blockio::Error;
+use blockio::driver::FairSemaphore;
+
+/// The most pieces of discards that the cluster has at once for one image.
+const DISCARDS_AT_ONCE: usize = 4;
+
+/// An image, and its known properties.
+pub(super) struct Shared {
+    pub(super) image: Image,
+    /// The name in messages.
+    pub(super) name: String,
+    /// The number of bytes that lie together in one object, or in neighbours over which they are
+    /// spread.
+    pub(super) object_bytes: u64,
+    /// The line in which pieces of discards wait for their turn.
+    pub(super) discards: FairSemaphore,
+    /// An errno after which the data in the cluster is unknown; 0 for none.
+    lost: AtomicI32,
+    /// The size as last found, and the number of changes that librbd had reported before.
+    size_bytes: AtomicU64,
+    changes: AtomicU64,
+    /// Locked while these two change.
+    finding: Mutex<()>,
+    asking: Mutex<SizeQueries>,
+}
+
+/// Operations that wait for the size.
+#[derive(Default)]
+struct SizeQueries {
+    /// True while a thread asks for the size, and continues until no operation waits.
+    is_asked: bool,
+    /// Operations that wait for a query not yet made.
+    ops: Vec<usize>,
+}
+
+impl Shared {
+    pub(super) fn new(image: Image, name: String, size_bytes: u64, object_bytes: u64) -> Self {
+        Self {
+            image,
+            name,
+            object_bytes,
+            discards: FairSemaphore::new(DISCARDS_AT_ONCE),
+            lost: AtomicI32::new(0),
+            size_bytes: AtomicU64::new(size_bytes),
+            changes: AtomicU64::new(0),
+            finding: Mutex::new(()),
+            asking: Mutex::default(),
+        }
+    }
+
+    pub(super) fn refused(&self, reason: &str) -> Error {
+        Error::Disk { disk: format!("rbd {}", self.name), reason: reason.to_owned() }
+    }
+
+    pub(super) fn loss(&self) -> io::Result<()> {
+        match self.lost.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    /// Takes over a loss of data from the previous process.
+    pub(super) fn inherit(&self, loss: Option<i32>) {
+        loss.into_iter().for_each(|errno| self.lost.store(errno, Ordering::Relaxed));
+    }
+
+    /// Marks written data as possibly lost, for ever, and logs the first loss.
+    pub(super) fn lose(&self, error: &io::Error) {
+        let errno = error.raw_os_error().unwrap_or(libc::EIO);
+        if self.lost.swap(errno, Ordering::Relaxed) == 0 {
+            let advice = match errno {
+                libc::ESHUTDOWN => {
+                    "the cluster has locked this process out, because somebody else took over the \
+                     exclusive lock; see to it that nobody else uses the image"
+                }
+                _ => "check the cluster (`ceph -s`)",
+            };
+            tracing::error!(
+                "rbd {}: {error}; what was written since the last flush may be lost, and all \
+                 further flushes fail; {advice}, then restart the export",
+                self.name
+            );
+        }
+    }
+
+    /// The size, if librbd has reported no change since it was found.
+    pub(super) fn known_size(&self) -> Option<u64> {
+        // The size is stored before the number of changes at which it was found.
+        let changes = self.changes.load(Ordering::Acquire);
+        let size = self.size_bytes.load(Ordering::Relaxed);
+        (changes == self.image.changes()).then_some(size)
+    }
+
+    /// The size as last found.
+    pub(super) fn last_size(&self) -> u64 {
+        self.size_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Makes an operation end with the size. Returns true if the caller must start a thread that
+    /// [answers](Self::answer_all), since there is none.
+    #[must_use]
+    pub(super) fn await_size(&self, op: usize) -> bool {
+        let mut asking = self.asking();
+        asking.ops.push(op);
+        !std::mem::replace(&mut asking.is_asked, true)
+    }
+
+    /// Answers all operations that wait for the size, until none is left. `find` asks the cluster.
+    /// An operation that comes during a query may know of a later change, so it gets another query.
+    pub(super) fn answer_all(&self, find: impl Fn() -> io::Result<u64>) {
+        loop {
+            let ops = {
+                let mut asking = self.asking();
+                if asking.ops.is_empty() {
+                    asking.is_asked = false;
+                    return;
+                }
+                std::mem::take(&mut asking.ops)
+            };
+            let size = find().map(|size| fits(size, "a size as a number of bytes"));
+            let size = size.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO));
+            for op in ops {
+                self.image.waiting().end(op, size.map_err(io::Error::from_raw_os_error));
+            }
+        }
+    }
+
+    fn asking(&self) -> MutexGuard<'_, SizeQueries> {
+        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks for the size, and waits for the cluster.
+    pub(super) fn probe_size(&self) -> io::Result<u64> {
+        let changes = self.image.changes();
+        let size = self.image.size_bytes()?;
+        let _turn = self.finding.lock().unwrap_or_else(PoisonError::into_inner);
+        // A later query may have been answered earlier.
+        if changes >= self.changes.load(Ordering::Relaxed) {
+            self.size_bytes.store(size, Ordering::Relaxed);
+            self.changes.store(changes, Ordering::Release);
+        }
+        Ok(size)
+    }
+}

@@ -1,0 +1,170 @@
+//! `ringhaul ctl`: sends commands to a daemon over its control socket.
+
+mod args;
+mod calls;
+mod connection;
+mod names;
+mod show;
+mod sockets;
+
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+pub(crate) use args::{CtlArgs, CtlCommand};
+use connection::{Connection, Refusal};
+use ringhaul::control_socket;
+use ringhaul::log::redact::printable;
+use show::Form;
+use sockets::find_control_socket;
+
+/// The daemon refused the command, or the command failed.
+const EXIT_REFUSED: u8 = 1;
+
+/// The removal was not finished by the deadline and continues.
+const EXIT_UNFINISHED: u8 = 3;
+
+/// No program has taken over; an attempt in a moment may succeed.
+const EXIT_UPGRADE_LATER: u8 = 4;
+
+/// No program has taken over, and another attempt would fail in the same way.
+const EXIT_UPGRADE_REFUSED: u8 = 5;
+
+/// Error codes of answers: handed over to another process, removal continues, and two for upgrades.
+const HANDED_OVER: i64 = 6;
+const UNFINISHED: i64 = 8;
+const UPGRADE_LATER: i64 = 10;
+const UPGRADE_REFUSED: i64 = 11;
+
+/// The pause between two attempts of an upgrade.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
+
+/// Sends the command and prints the answer. The exit code is nonzero if the daemon refused or
+/// failed.
+///
+/// # Errors
+///
+/// When the daemon cannot be reached.
+pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
+    let form = match args.json {
+        true => Form::Json,
+        false if std::io::stdout().is_terminal() => Form::Table,
+        false => Form::Lines,
+    };
+    if let CtlCommand::Schema = args.what {
+        print(&format!("{:#}\n", control_socket::schema()))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    // Invalid words fail here, before any daemon is contacted.
+    let calls = calls::calls_of(&args.what)?;
+    let control = find_control_socket(args.control.clone())?;
+    let mut daemon = Connection::new(&control)?;
+    let retry = match args.what {
+        CtlCommand::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
+        _ => Duration::ZERO,
+    };
+    let retry_until = Instant::now() + retry;
+    // Only `export.add` makes several calls.
+    let names: Vec<String> = calls.iter().map(|(_, params)| calls::export_name(params)).collect();
+    for (number, (method, params)) in calls.into_iter().enumerate() {
+        let unit = params.get("unit").cloned();
+        let mut asked = ask(&mut daemon, method, params.clone(), form)?;
+        while let Err(Refusal { code: UPGRADE_LATER, .. }) = asked
+            && Instant::now() < retry_until
+        {
+            std::thread::sleep(RETRY_PAUSE);
+            asked = ask(&mut daemon, method, params.clone(), form)?;
+        }
+        if let Err(Refusal { code: HANDED_OVER, .. }) = asked
+            && let Ok(next) = Connection::new(&control)
+        {
+            // The command waited for an upgrade, so the new process carries it out.
+            daemon = next;
+            asked = ask(&mut daemon, method, params, form)?;
+        }
+        match asked {
+            Ok(()) if ["export.add", "lun.add"].contains(&method) => {
+                print_warnings(&mut daemon, &names[number], unit.as_ref());
+            }
+            Ok(()) => {}
+            Err(refusal) => {
+                let message = printable(&refusal.message);
+                eprintln!("ringhaul: {message}{}", describe_partial_add(&names, number));
+                return Ok(ExitCode::from(match refusal.code {
+                    UNFINISHED => EXIT_UNFINISHED,
+                    UPGRADE_LATER => EXIT_UPGRADE_LATER,
+                    UPGRADE_REFUSED => EXIT_UPGRADE_REFUSED,
+                    _ => EXIT_REFUSED,
+                }));
+            }
+        }
+    }
+    if let CtlCommand::Shutdown { wait: true } = args.what {
+        daemon.wait_for_end()?;
+    }
+    if let CtlCommand::Events { .. } = args.what {
+        loop {
+            print(&show::event(&daemon.event()?, form))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the daemon's warnings about disks that were just added: of a whole export, or of a
+/// `unit`.
+fn print_warnings(daemon: &mut Connection, export: &str, unit: Option<&Value>) {
+    // The disk was added; a failure here changes nothing.
+    let Ok(Ok(shown)) = daemon.call("export.show", &json!({ "export": export })) else { return };
+    for warning in show::warnings(&shown, unit) {
+        eprintln!("ringhaul: {}", printable(&format!("{export}: warning: {warning}")));
+    }
+}
+
+/// Lists the exports that were added and not added when number `refused` was refused.
+fn describe_partial_add(names: &[String], refused: usize) -> String {
+    if names.len() < 2 {
+        return String::new();
+    }
+    let (added, others) = names.split_at(refused);
+    let added = if added.is_empty() { "nothing".to_owned() } else { added.join(", ") };
+    format!("; added: {added}; not added: {}", others.join(", "))
+}
+
+/// Calls a method, and prints the answer.
+fn ask(
+    daemon: &mut Connection,
+    method: &str,
+    mut params: Value,
+    form: Form,
+) -> Result<Result<(), Refusal>> {
+    if let Some(more) = params.as_object_mut().and_then(|params| params.remove(calls::MORE_BYTES)) {
+        // The daemon accepts absolute sizes only.
+        let shown = daemon.call("export.show", &json!({ "export": params["export"] }))?;
+        let shown = match shown {
+            Ok(shown) => shown,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
+        match calls::grown(&shown, &params, &more)? {
+            Some(size) => params["size-bytes"] = size,
+            // The daemon's refusal explains the missing size.
+            None => match daemon.call(method, &params)? {
+                Ok(_) => bail!("the disk was not there a moment ago; try again"),
+                Err(refusal) => return Ok(Err(refusal)),
+            },
+        }
+    }
+    let answer = match daemon.call(method, &params)? {
+        Ok(answer) => answer,
+        Err(refusal) => return Ok(Err(refusal)),
+    };
+    print(&show::answer(method, &answer, form)).map(Ok)
+}
+
+fn print(text: &str) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    let printed = output.write_all(text.as_bytes()).and_then(|()| output.flush());
+    printed.context("cannot write to standard output")
+}

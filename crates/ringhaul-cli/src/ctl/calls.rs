@@ -1,0 +1,379 @@
+//! The words of a command line, as calls of methods.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use device::unit_address::LUN_MAX;
+use ringhaul_options::parse_size;
+use serde_json::{Map, Value, json};
+
+use super::args::CtlCommand;
+use ringhaul::options::ExportArgs;
+use ringhaul::options::unit::{parse_lun, parse_place};
+use ringhaul::spec::command::check_is_path;
+use ringhaul::spec::disk::Keys;
+use ringhaul::spec::qos::{LIMIT_KEYS, QosChange};
+use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
+
+/// A parameter that the daemon does not have: the bytes by which a disk is to grow.
+pub(super) const MORE_BYTES: &str = "more-bytes";
+
+/// The calls for a request, in order: methods with their parameters.
+pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
+    let call = match what {
+        CtlCommand::Ping => ("ping", json!({})),
+        CtlCommand::List => ("export.list", json!({})),
+        CtlCommand::Show { export } => ("export.show", json!({ "export": export })),
+        CtlCommand::Add(args) => return add(args),
+        CtlCommand::Remove { export, force, deadline } => {
+            let mut params = json!({ "export": export, "force": force });
+            if let Some(deadline) = deadline {
+                params["deadline-ms"] = json!(deadline);
+            }
+            ("export.remove", params)
+        }
+        CtlCommand::AddLun { export, unit } => {
+            let mut unit = parse_lun(unit)?;
+            make_absolute(&mut unit)?;
+            ("lun.add", json!({ "export": export, "unit": unit }))
+        }
+        CtlCommand::RemoveLun { export, unit } => {
+            let place = parse_place(unit)?;
+            let params = json!({ "export": export, "target": place.target, "lun": place.lun });
+            ("lun.remove", params)
+        }
+        CtlCommand::Resize { export, words, shrink } => {
+            ("disk.resize", resize(export, words, *shrink)?)
+        }
+        CtlCommand::SetDisk { export, words } => ("disk.set", set_disk(export, words)?),
+        CtlCommand::Resume { export, unit } => ("disk.resume", at(export, unit.as_deref())?),
+        CtlCommand::Set { changes } => ("set", set(changes)?),
+        CtlCommand::Stats => ("stats", json!({})),
+        CtlCommand::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
+        CtlCommand::Events { kinds } => ("subscribe", json!({ "events": kinds })),
+        CtlCommand::Upgrade { binary, option, .. } => {
+            let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
+            check_is_path(binary)?;
+            ("upgrade", json!({ "binary": absolute(binary)? }))
+        }
+        CtlCommand::Schema => return Ok(Vec::new()),
+        CtlCommand::Shutdown { .. } => ("shutdown", json!({})),
+        CtlCommand::Call { method, params } => {
+            let params = serde_json::from_str(params).context("the parameters are no JSON")?;
+            (&**method, params)
+        }
+    };
+    Ok(vec![call])
+}
+
+fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
+    let mut specs = args.specs(None)?;
+    specs.iter_mut().try_for_each(make_spec_absolute)?;
+    let calls = specs.iter().map(|spec| Ok(("export.add", serde_json::to_value(spec)?)));
+    calls.collect()
+}
+
+/// The name of the export in the parameters of a call.
+pub(super) fn export_name(params: &Value) -> String {
+    let name = params["name"].as_str().or_else(|| params["endpoint"]["path"].as_str());
+    let name = name.or_else(|| params["export"].as_str());
+    name.unwrap_or_default().to_owned()
+}
+
+/// Makes relative paths absolute: a user means the working directory of this command.
+fn make_spec_absolute(spec: &mut ExportSpec) -> Result<()> {
+    if let EndpointSpec::Path(path) = &mut spec.endpoint {
+        *path = absolute(path)?;
+    }
+    match &mut spec.device {
+        DeviceSpec::Blk(disk) => make_disk_absolute(disk)?,
+        DeviceSpec::Scsi(units) => units.iter_mut().try_for_each(make_absolute)?,
+    }
+    Ok(())
+}
+
+fn make_absolute(unit: &mut UnitSpec) -> Result<()> {
+    make_disk_absolute(&mut unit.disk)?;
+    if let Some(path) = &mut unit.settings.reservations {
+        *path = absolute(path)?;
+    }
+    Ok(())
+}
+
+fn make_disk_absolute(disk: &mut DiskSpec) -> Result<()> {
+    disk.change_paths(&mut |path| {
+        *path = absolute(path)?;
+        Ok(())
+    })
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).with_context(|| format!("cannot find out where {path:?} is"))
+}
+
+fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
+    let is_size = |word: &str| {
+        let is_beyond_units = || word.parse().is_ok_and(|number: u64| number > LUN_MAX.into());
+        word.starts_with('+') || word.ends_with(|c: char| c.is_alphabetic()) || is_beyond_units()
+    };
+    let (unit, size) = match words {
+        [] => (None, None),
+        [size] if is_size(size) => (None, Some(size)),
+        [unit] => (Some(unit), None),
+        [unit, size] => (Some(unit), Some(size)),
+        _ => bail!("it takes a unit and a size"),
+    };
+    let mut params = json!({ "export": export });
+    if let Some(unit) = unit {
+        let place = parse_place(unit).with_context(|| {
+            format!("'{unit}' is no unit; as a size, write a small number with a suffix, as in 16K")
+        })?;
+        (params["target"], params["lun"]) = (json!(place.target), json!(place.lun));
+    }
+    if let Some(size) = size {
+        let (key, text) = match size.strip_prefix('+') {
+            Some(more) => (MORE_BYTES, more),
+            None => ("size-bytes", &**size),
+        };
+        params[key] = json!(parse_size(text).map_err(anyhow::Error::msg)?);
+    }
+    if shrink {
+        params["shrink"] = json!(true);
+    }
+    Ok(params)
+}
+
+/// The size of the disk that `params` name, plus `more`. `shown` describes its export. `None`: the
+/// export has no such disk, and the daemon has a better error.
+pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Option<Value>> {
+    let disks = shown["disks"].as_array().context("the daemon lists no disks")?;
+    let is_meant = |disk: &&Value| {
+        let same = |key: &str| disk.get(key) == params.get(key);
+        same("lun") && same("target")
+    };
+    let Some(disk) = disks.iter().find(is_meant) else { return Ok(None) };
+    let sum = disk["size-bytes"].as_u64().zip(more.as_u64());
+    let sum = sum.and_then(|(size, more)| size.checked_add(more));
+    Ok(Some(json!(sum.context("no disk is so large")?)))
+}
+
+/// The parameters that name a disk.
+fn at(export: &str, unit: Option<&str>) -> Result<Value> {
+    let mut params = json!({ "export": export });
+    if let Some(unit) = unit {
+        let place = parse_place(unit)?;
+        (params["target"], params["lun"]) = (json!(place.target), json!(place.lun));
+    }
+    Ok(params)
+}
+
+fn set_disk(export: &str, words: &[String]) -> Result<Value> {
+    let (unit, changes) = match words.split_first() {
+        Some((unit, changes)) if !unit.contains('=') => (Some(&**unit), changes),
+        _ => (None, words),
+    };
+    let mut params = at(export, unit).with_context(|| {
+        let word = unit.unwrap_or_default();
+        format!("'{word}' is no unit; if it is what to change, write it as {word}=VALUE")
+    })?;
+    let (mut rules, mut keys) = (QosChange::default(), Keys::default());
+    for change in changes {
+        let (key, value) = change
+            .split_once('=')
+            .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
+        keys.check(change)?;
+        if !rules.set(key, value)? {
+            bail!("unknown key '{key}' (expected: rerror, werror, {LIMIT_KEYS})");
+        }
+    }
+    if let (Value::Object(params), Value::Object(rules)) =
+        (&mut params, serde_json::to_value(&rules)?)
+    {
+        params.extend(rules);
+    }
+    Ok(params)
+}
+
+fn set(changes: &[String]) -> Result<Value> {
+    let mut params = Map::new();
+    for change in changes {
+        let (key, value) = change
+            .split_once('=')
+            .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
+        // The filter of the log may look like a number.
+        let number = value.parse::<u64>().ok().filter(|_| key != "log");
+        let value = number.map_or_else(|| json!(value), |number| json!(number));
+        if params.insert(key.to_owned(), value).is_some() {
+            bail!("{key} is given twice; leave one of them out");
+        }
+    }
+    Ok(Value::Object(params))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(subcommand)]
+        what: CtlCommand,
+    }
+
+    fn calls(words: &str) -> Result<Vec<(String, Value)>> {
+        let words = ["ctl"].into_iter().chain(words.split_whitespace());
+        let what = Program::try_parse_from(words)?.what;
+        let calls = calls_of(&what)?;
+        Ok(calls.into_iter().map(|(method, params)| (method.to_owned(), params)).collect())
+    }
+
+    #[test]
+    fn words_become_calls() {
+        for (words, method, params) in [
+            ("ping", "ping", json!({})),
+            ("show vm", "export.show", json!({ "export": "vm" })),
+            ("remove vm", "export.remove", json!({ "export": "vm", "force": false })),
+            (
+                "remove vm --force --deadline 1.5",
+                "export.remove",
+                json!({ "export": "vm", "force": true, "deadline-ms": 1500 }),
+            ),
+            ("remove-lun vm 7", "lun.remove", json!({ "export": "vm", "target": 0, "lun": 7 })),
+            ("resize vm", "disk.resize", json!({ "export": "vm" })),
+            (
+                "resize vm +10G",
+                "disk.resize",
+                json!({ "export": "vm", "more-bytes": 10_u64 << 30 }),
+            ),
+            (
+                "resize vm 7340032",
+                "disk.resize",
+                json!({ "export": "vm", "size-bytes": 7_340_032 }),
+            ),
+            ("resize vm 1M", "disk.resize", json!({ "export": "vm", "size-bytes": 1 << 20 })),
+            (
+                "resize vm 2:7 +512",
+                "disk.resize",
+                json!({ "export": "vm", "target": 2, "lun": 7, "more-bytes": 512 }),
+            ),
+            (
+                "resize v 7 4096 --shrink",
+                "disk.resize",
+                json!({ "export": "v", "target": 0, "lun": 7, "size-bytes": 4096, "shrink": true }),
+            ),
+            (
+                "set-disk vm 2:7 iops-total=0 bps-read=1M werror=hold",
+                "disk.set",
+                json!({
+                    "export": "vm", "target": 2, "lun": 7, "werror": "hold",
+                    "limits": { "iops-total": 0, "bps-read": 1 << 20 },
+                }),
+            ),
+            ("set-disk vm", "disk.set", json!({ "export": "vm" })),
+            ("resume vm", "disk.resume", json!({ "export": "vm" })),
+            ("resume vm 7", "disk.resume", json!({ "export": "vm", "target": 0, "lun": 7 })),
+            ("set", "set", json!({})),
+            ("set poll-max-us=7 log=3", "set", json!({ "poll-max-us": 7, "log": "3" })),
+            ("events gone", "subscribe", json!({ "events": ["gone"] })),
+            ("call stats", "stats", json!({})),
+        ] {
+            assert_eq!(calls(words).unwrap(), [(method.to_owned(), params)], "{words}");
+        }
+        for bad in [
+            "resize vm 7 8 9",
+            "resize vm 7 +x",
+            "resize vm -1G",
+            "resize vm 7 -1G --shrink",
+            "remove vm --deadline x",
+            "remove vm --deadline 1.2345",
+            "set log",
+            "set log=a log=b",
+            "remove-lun vm x",
+            "add --socket-path /a",
+            "add --blk-file /a",
+            "call ping {",
+        ] {
+            assert!(calls(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_changes_nothing_of_a_disk_is_refused_with_a_word() {
+        for (words, expected) in [
+            ("iops=1", "unknown key 'iops' (expected: rerror, werror, group, iops-size, and iops"),
+            ("iops-total", "'iops-total' is no unit; if it is what to change, write it as iops-t"),
+            ("7 iops-total", "'iops-total' is not of the form KEY=VALUE"),
+            ("iops-total=x", "iops-total must be a whole number"),
+            ("iops-total=1 iops-total=1", "iops-total is given twice"),
+            ("bps-total=1.5M", "bps-total: '1.5M' is not a size"),
+            ("werror=stop", "werror is 'stop' (expected: report, retry, hold, hold-briefly)"),
+            ("rerror=ignore", "rerror is 'ignore' (expected: report, retry)"),
+        ] {
+            let error = format!("{:#}", calls(&format!("set-disk vm {words}")).unwrap_err());
+            assert!(error.contains(expected), "{words}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_program_is_named_in_two_ways() {
+        let call = [("upgrade".to_owned(), json!({ "binary": "/bin/it" }))];
+        for words in ["upgrade /bin/it", "upgrade --binary /bin/it"] {
+            assert_eq!(calls(words).unwrap(), call, "{words}");
+        }
+        for bad in ["upgrade", "upgrade --binary it", "upgrade /bin/it --binary /bin/it"] {
+            assert!(calls(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_export_is_added_with_the_words_of_serve() {
+        let words = "add --name vm --socket-path vm.sock --blk-file /a.img --cache directsync \
+                     --export socket-path=/b.sock,device=scsi,lun=0,blk-file=b.img";
+        let calls = calls(words).unwrap();
+        let here = std::env::current_dir().unwrap();
+        let paths = [here.join("vm.sock"), here.join("b.img")].map(|path| json!(path));
+        let [(_, blk), (_, scsi)] = &calls[..] else { panic!("{calls:?}") };
+        assert_eq!((&blk["name"], &blk["cache"]), (&json!("vm"), &json!("directsync")));
+        assert_eq!(
+            (&blk["endpoint"]["path"], &blk["device"]["blk"]["file"]),
+            (&paths[0], &json!("/a.img"))
+        );
+        assert_eq!(scsi["device"]["scsi"][0]["disk"]["file"], paths[1]);
+        for (method, params) in calls {
+            assert_eq!(method, "export.add");
+            assert!(serde_json::from_value::<ExportSpec>(params).is_ok());
+        }
+    }
+
+    #[test]
+    fn what_grows_is_found_among_the_disks() {
+        let blk = json!({ "disks": [{ "size-bytes": 512 }] });
+        let scsi = json!({ "disks": [
+            { "target": 0, "lun": 1, "size-bytes": 512 },
+            { "target": 0, "lun": 2, "size-bytes": 1024 },
+            { "target": 1, "lun": 2, "size-bytes": 2048 },
+            { "target": 1, "lun": 0, "size-bytes": 8192 },
+        ] });
+        let of_target =
+            |target: u8, lun: u16| json!({ "export": "vm", "target": target, "lun": lun });
+        let unit = |lun| of_target(0, lun);
+        let more = json!(4096);
+        let of_blk = json!({ "export": "vm" });
+        for (shown, params, size) in [
+            (&blk, &of_blk, Some(json!(4608))),
+            (&scsi, &unit(2), Some(json!(5120))),
+            (&scsi, &of_target(1, 2), Some(json!(6144))),
+            (&scsi, &of_target(1, 0), Some(json!(12288))),
+            (&scsi, &unit(0), None),
+            (&scsi, &of_target(1, 1), None),
+            (&scsi, &unit(3), None),
+            (&scsi, &of_blk, None),
+            (&blk, &unit(1), None),
+        ] {
+            assert_eq!(grown(shown, params, &more).unwrap(), size, "{params}");
+        }
+        assert!(grown(&blk, &json!({ "export": "vm" }), &json!(u64::MAX)).is_err());
+    }
+}

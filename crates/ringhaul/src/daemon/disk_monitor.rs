@@ -1,0 +1,419 @@
+//! Watches disks for changes without a command: a new size of the file or device, no answers, lost
+//! data.
+//!
+//! Growth is passed on to the guest. Shrinking is not: it may be a mistake, and the guest would
+//! discard its data beyond the new size.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use blockio::disk;
+
+use crate::control::WatchedDisk;
+use crate::control::subscribers::{EventDetails, ExportEvent};
+use crate::daemon::Daemon;
+use crate::log::rate_limit::RateLimit;
+use crate::spec::UnitPlace;
+use crate::spec::command::{Command, CommandError, NewSize};
+use crate::spec::status::DiskState;
+
+/// The interval between checks of each disk.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// The time that one slow check may delay checks of more disks. After it, the check continues on
+/// its own.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The thread that checks all disks in turn. Dropping this ends it.
+pub(crate) struct DiskMonitor {
+    end: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DiskMonitor {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(crate) fn start(daemon: Weak<Daemon>) -> Result<Self> {
+        let (end, ended) = mpsc::channel();
+        let watch = move || {
+            let mut checks = Checks { daemon, checker: None, disks: BTreeMap::new() };
+            while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                checks.check_all();
+            }
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-sizes".into()).spawn(watch);
+        let thread = thread.context("cannot start the thread that watches the sizes of disks")?;
+        Ok(Self { end: Some(end), thread: Some(thread) })
+    }
+}
+
+impl Drop for DiskMonitor {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The result of a check, except a size that the guest knows or has just received.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Finding {
+    Shrunk(u64),
+    Failed(String),
+}
+
+/// The known state of a disk.
+#[derive(Default)]
+struct Known {
+    /// A check that has not ended.
+    checking: Option<mpsc::Receiver<Option<Finding>>>,
+    /// The finding of the last check, and true if it was logged.
+    finding: Option<(Finding, bool)>,
+    state: DiskState,
+    /// The reason that failed requests wait.
+    waiting: Option<DiskState>,
+    /// The number of requests that have waited so far.
+    waited: u64,
+    /// Limits on lines about writes without space, and about other waiting requests.
+    limits: [RateLimit; 2],
+    /// True if requests wait and the reason was not reported.
+    is_unreported: bool,
+}
+
+/// The name of an export, and the place of a disk in it.
+type Key = (String, Option<UnitPlace>);
+
+struct Checks {
+    daemon: Weak<Daemon>,
+    /// The thread that checks sizes, which may be waiting for a file system.
+    checker: Option<mpsc::Sender<Check>>,
+    disks: BTreeMap<Key, Known>,
+}
+
+/// A check of one disk, with the channel for its result.
+struct Check {
+    disk: WatchedDisk,
+    daemon: Weak<Daemon>,
+    found: mpsc::Sender<Option<Finding>>,
+}
+
+impl Checks {
+    fn check_all(&mut self) {
+        let Some(daemon) = self.daemon.upgrade() else { return };
+        let Ok(watched) = daemon.watched_disks() else { return };
+        let keys: BTreeSet<Key> = watched.iter().map(key_of).collect();
+        self.disks.retain(|key, _| keys.contains(key));
+        for disk in &watched {
+            let known = self.disks.entry(key_of(disk)).or_default();
+            let worse = known.record_state(disk).map(|message| (message, 0));
+            for (message, left_out) in worse.into_iter().chain(known.record_waiting(disk)) {
+                let details = EventDetails::Error { message, left_out };
+                let event = ExportEvent { export: disk.export.clone(), details };
+                daemon.subscribers().report(event);
+            }
+        }
+        for disk in watched.into_iter().filter(|disk| disk.size_probe.is_some()) {
+            self.check_one(disk);
+        }
+    }
+
+    fn check_one(&mut self, disk: WatchedDisk) {
+        let (key, known) = (key_of(&disk), disk.size_bytes);
+        let begun = self.disks.entry(key.clone()).or_default().checking.take();
+        let (found, patience) = match begun {
+            Some(found) => (found, Duration::ZERO),
+            None => match self.begin(disk) {
+                Ok(found) => (found, PATIENCE),
+                Err(error) => {
+                    tracing::warn!("cannot watch the sizes of disks now: {error}");
+                    return;
+                }
+            },
+        };
+        let state = self.disks.entry(key.clone()).or_default();
+        match found.recv_timeout(patience) {
+            Ok(finding) => state.record(&key, known, finding),
+            Err(RecvTimeoutError::Timeout) => {
+                state.checking = Some(found);
+                if !patience.is_zero() {
+                    // The thread ends when the file system has answered. Other disks get a new one.
+                    self.checker = None;
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => self.checker = None,
+        }
+    }
+
+    fn begin(&mut self, disk: WatchedDisk) -> io::Result<mpsc::Receiver<Option<Finding>>> {
+        let checker = match &self.checker {
+            Some(checker) => checker,
+            None => self.checker.insert(start_checker()?),
+        };
+        let (found, finding) = mpsc::channel();
+        // If the thread has ended, receiving the result fails.
+        let _ = checker.send(Check { disk, daemon: Weak::clone(&self.daemon), found });
+        Ok(finding)
+    }
+}
+
+fn key_of(disk: &WatchedDisk) -> Key {
+    (disk.export.clone(), disk.place)
+}
+
+/// The name of a disk in messages about its export.
+fn name_of(place: Option<UnitPlace>) -> String {
+    place.map_or("its disk".to_owned(), |place| format!("logical unit {place}"))
+}
+
+impl Known {
+    /// Returns the message and the number of suppressed ones, if failed requests of the disk wait
+    /// or have waited since the last check. Logs the message. A disk that fails repeatedly is
+    /// reported a few times a minute.
+    fn record_waiting(&mut self, disk: &WatchedDisk) -> Option<(String, u64)> {
+        let waiting = disk.waiting.map(DiskState::from);
+        let has_waited = std::mem::replace(&mut self.waited, disk.waited) < disk.waited;
+        let is_worse = std::mem::replace(&mut self.waiting, waiting) < waiting;
+        let limit = &self.limits[usize::from(waiting != Some(DiskState::Held))];
+        let is_news = match waiting {
+            Some(_) => is_worse || (self.is_unreported && limit.has_room()),
+            None => has_waited,
+        };
+        if !is_news {
+            return None;
+        }
+        let left_out = limit.permit();
+        self.is_unreported = left_out.is_none();
+        Some((report_waiting(disk, left_out?), left_out?))
+    }
+
+    /// Returns the message for subscribers if the state of the disk is worse than before. The log
+    /// has a line from the code that detected it.
+    fn record_state(&mut self, disk: &WatchedDisk) -> Option<String> {
+        let state = match DiskState::from(disk.state) {
+            DiskState::Retried | DiskState::Held => DiskState::Ready,
+            state => state,
+        };
+        if std::mem::replace(&mut self.state, state) >= state {
+            return None;
+        }
+        let what = name_of(disk.place);
+        match disk.state {
+            disk::DiskState::Ready | disk::DiskState::Retried(_) | disk::DiskState::Held(_) => None,
+            disk::DiskState::Away(since) => Some(format!(
+                "the other end of {what} has not been reached for {} s; its requests wait",
+                since.elapsed().as_secs()
+            )),
+            disk::DiskState::Late(since) => {
+                Some(format!("{what} has not answered for {} s", since.elapsed().as_secs()))
+            }
+            disk::DiskState::Lost => {
+                let why = disk.loss.map(|errno| io::Error::from_raw_os_error(errno).to_string());
+                let why = why.unwrap_or_default();
+                Some(format!(
+                    "{what} may have lost what was written, and all further flushes fail; check \
+                     it, then restart the export ({why})"
+                ))
+            }
+        }
+    }
+
+    /// Records the result of a check, and logs once that the disk has shrunk or cannot be checked.
+    /// A file that other programs write passes through many sizes: a further size, or a failure,
+    /// counts when two checks in a row have found it.
+    fn record(&mut self, (export, place): &Key, known: u64, finding: Option<Finding>) {
+        let Some(finding) = finding else {
+            self.finding = None;
+            return;
+        };
+        let is_first = !matches!(self.finding, Some((Finding::Shrunk(_), _)))
+            && matches!(finding, Finding::Shrunk(_));
+        let before = match &self.finding {
+            Some((last, is_logged)) if *last == finding => Some(*is_logged),
+            _ => None,
+        };
+        let is_due = is_first || before == Some(false);
+        self.finding = Some((finding.clone(), is_due || before == Some(true)));
+        if !is_due {
+            return;
+        }
+        let what = name_of(*place);
+        match finding {
+            Finding::Shrunk(size) => tracing::warn!(
+                export,
+                "{what} has shrunk to {size} bytes, and the guest knows {known}; requests beyond \
+                 that fail until it is enlarged again, or `ringhaul ctl resize` passes the new \
+                 size on"
+            ),
+            Finding::Failed(error) => {
+                tracing::warn!(export, "{what} may have another size: {error}");
+            }
+        }
+    }
+}
+
+/// Logs and returns the message about a disk whose failed requests wait.
+fn report_waiting(disk: &WatchedDisk, left_out: u64) -> String {
+    let (what, export) = (name_of(disk.place), &disk.export);
+    let why = disk.trouble.map(|errno| io::Error::from_raw_os_error(errno).to_string());
+    let why = why.unwrap_or_default();
+    let message = match disk.waiting {
+        None => format!("{what} had failed requests, which were tried again ({why})"),
+        Some(disk::DiskState::Held(_)) => format!(
+            "{what} has no space left, and writes wait for some; make space, or grow what it is on \
+             ({why})"
+        ),
+        _ => format!("{what} fails requests, which are tried again, and the guest waits ({why})"),
+    };
+    tracing::warn!(export, left_out, "{message}");
+    message
+}
+
+/// Starts a thread that checks disks until the sender is dropped.
+fn start_checker() -> io::Result<mpsc::Sender<Check>> {
+    let (requests, checks) = mpsc::channel::<Check>();
+    let work = move || {
+        for Check { disk, daemon, found } in checks {
+            // The receiver may be gone if the check took too long.
+            let _ = found.send(check(&disk, &daemon));
+        }
+    };
+    std::thread::Builder::new().name("ringhaul-size".into()).spawn(work)?;
+    Ok(requests)
+}
+
+/// Checks the size of a disk, and resizes it for its guest if it has grown. Blocks for as long as
+/// the file system does.
+fn check(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
+    let size = match disk.size_probe.as_ref()?.size_bytes() {
+        Ok(size) => size?,
+        Err(error) => return Some(Finding::Failed(error.to_string())),
+    };
+    if size < disk.size_bytes {
+        return Some(Finding::Shrunk(size));
+    }
+    if size == disk.size_bytes {
+        return None;
+    }
+    let daemon: Arc<Daemon> = daemon.upgrade()?;
+    let resize = Command::Resize(disk.export.clone(), disk.place, NewSize::default());
+    match daemon.handle(resize) {
+        Err(CommandError::Failed(error)) => Some(Finding::Failed(format!("{error:#}"))),
+        // The export has changed or ended in the meantime.
+        Ok(_) | Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use blockio::{DiskOptions, DiskSource};
+
+    use super::*;
+
+    #[test]
+    fn subscribers_are_told_when_a_disk_does_worse() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(512).unwrap();
+        let disk = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let mut watched = WatchedDisk {
+            export: "vm".into(),
+            place: None,
+            size_probe: disk.size_probe(),
+            size_bytes: 512,
+            state: disk.state(),
+            waiting: None,
+            loss: None,
+            waited: 0,
+            trouble: None,
+        };
+        let (late, held) = (disk::DiskState::Late, disk::DiskState::Held);
+        let (now, ready) = (Instant::now(), disk::DiskState::Ready);
+        let mut known = Known::default();
+        let mut told = |state, waiting, loss| {
+            (watched.state, watched.waiting, watched.loss) = (state, waiting, loss);
+            watched.trouble = loss;
+            watched.waited += u64::from(loss == Some(libc::ENOSPC));
+            let waits = known.record_waiting(&watched).map(|(message, _)| message);
+            (known.record_state(&watched), waits)
+        };
+        let nothing = (None, None);
+        assert_eq!(told(ready, None, None), nothing);
+        let (is_late, waits) = told(late(now), None, None);
+        assert!(is_late.unwrap().starts_with("its disk has not answered for") && waits.is_none());
+        assert_eq!(told(late(now), None, None), nothing);
+        assert_eq!(told(ready, None, None), nothing);
+        // The requests waited between two checks, or wait at one.
+        for waiting in [None, Some(held(now))] {
+            let (state, waits) = told(waiting.unwrap_or(ready), waiting, Some(libc::ENOSPC));
+            assert!(state.is_none() && waits.unwrap().contains("os error 28"));
+        }
+        assert_eq!(told(held(now), Some(held(now)), None), nothing);
+        assert!(told(late(now), Some(held(now)), None).0.is_some());
+        assert_eq!(told(held(now), Some(held(now)), None), nothing);
+        assert_eq!(told(late(now), None, None).1, None);
+        // A disk that is late, or has lost data, can lack space besides.
+        let (state, waits) = told(late(now), Some(held(now)), None);
+        assert!(state.is_none() && waits.unwrap().contains("has no space left"));
+        let (lost, _) = told(disk::DiskState::Lost, None, Some(libc::EIO));
+        let lost = lost.unwrap();
+        assert!(lost.contains("lost") && lost.contains("os error 5"), "{lost}");
+        let (state, waits) = told(disk::DiskState::Lost, Some(held(now)), Some(libc::EIO));
+        assert!(state.is_none() && waits.unwrap().contains("has no space left"));
+        assert_eq!(told(late(now), None, None), nothing);
+    }
+
+    #[test]
+    fn the_log_says_at_once_that_a_disk_has_shrunk() {
+        let key: Key = ("vm".into(), None);
+        let mut known = Known::default();
+        let mut is_logged = |finding| {
+            known.record(&key, 1024, finding);
+            known.finding.as_ref().is_some_and(|(_, is_logged)| *is_logged)
+        };
+        let shrunk = |size| Some(Finding::Shrunk(size));
+        assert!(is_logged(shrunk(512)));
+        // Another program writes the file: intermediate sizes are not logged.
+        assert!(!is_logged(shrunk(600)) && !is_logged(shrunk(700)) && is_logged(shrunk(700)));
+        assert!(!is_logged(None) && is_logged(shrunk(512)));
+        let failed = || Some(Finding::Failed("no".into()));
+        assert!(!is_logged(failed()) && is_logged(failed()));
+    }
+
+    #[test]
+    fn a_disk_that_fails_again_and_again_is_reported_a_few_times() {
+        let mut watched = WatchedDisk {
+            export: "vm".into(),
+            place: None,
+            size_probe: None,
+            size_bytes: 512,
+            state: disk::DiskState::Ready,
+            waiting: None,
+            loss: None,
+            waited: 0,
+            trouble: Some(libc::EIO),
+        };
+        let mut known = Known::default();
+        let mut told = |waiting| {
+            watched.waited += 1;
+            watched.waiting = waiting;
+            known.record_waiting(&watched)
+        };
+        let retried = disk::DiskState::Retried(Instant::now());
+        let times = (0..1000).filter_map(|check| told((check % 2 == 0).then_some(retried))).count();
+        assert_eq!(times, 5);
+        // The lack of space is still reported, since it has its own limit.
+        let held = disk::DiskState::Held(Instant::now());
+        assert!(told(Some(held)).unwrap().0.contains("has no space left"));
+        assert_eq!(told(Some(held)), None);
+    }
+}

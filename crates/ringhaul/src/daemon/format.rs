@@ -1,0 +1,161 @@
+//! The messages between the two processes of a takeover.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::control::hand_over_state::{ExportProgress, HandedExport, HandedOpening};
+use crate::socket::endpoint::EndpointState;
+use crate::spec::ExportSpec;
+use crate::spec::settings::SettingsChange;
+
+/// The format in which this version describes itself. Raise it whenever the stored sample is no
+/// longer understood, or written in another way, and store a new sample. Versions that do not fit
+/// are then refused before any queue stops.
+pub(crate) const FORMAT: u32 = 5;
+/// The previous format, which lacks only the debts of limits.
+const WITHOUT_DEBTS: u32 = 4;
+/// The formats that this version understands and writes, the best one first.
+pub(crate) const FORMATS: [u32; 2] = [FORMAT, WITHOUT_DEBTS];
+
+/// The method that begins a takeover.
+pub(crate) const BEGIN: &str = "takeover";
+pub(crate) const PAUSE: &str = "takeover.pause";
+pub(crate) const TAKE: &str = "takeover.take";
+pub(crate) const GIVE_UP: &str = "takeover.give-up";
+
+/// The first message of the new process.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Begin {
+    /// Formats that the new process understands.
+    pub(crate) formats: Vec<u32>,
+    /// Versions of inflight regions that the new process can continue.
+    #[serde(default)]
+    pub(crate) inflight_versions: Vec<u16>,
+    /// The version of the program, for the log.
+    pub(crate) version: String,
+}
+
+/// The old process and its exports.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Description {
+    pub(crate) version: String,
+    pub(crate) process: u32,
+    #[serde(rename = "life")]
+    pub(crate) options: ProcessOptions,
+    pub(crate) control: Option<EndpointState>,
+    pub(crate) exports: Vec<HandedExport>,
+    pub(crate) opening: Vec<HandedOpening>,
+}
+
+/// The start of a process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct ProcessOptions {
+    /// The working directory, at which relative paths begin.
+    pub(crate) directory: PathBuf,
+    /// Arguments of `ringhaul serve`.
+    pub(crate) arguments: Vec<String>,
+    /// The settings that have changed since the start.
+    pub(crate) changes: SettingsChange,
+}
+
+/// The state of the old process while its queues do not run.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct PausedState {
+    /// The time at which the first queue was told to stop, in nanoseconds of CLOCK_MONOTONIC.
+    pub(crate) since_ns: u64,
+    /// The settings that have changed since the start, perhaps after the description.
+    pub(crate) changes: SettingsChange,
+    /// The exports as the configuration file has made them, if there is one.
+    pub(crate) of_file: Option<Vec<ExportSpec>>,
+    pub(crate) exports: Vec<ExportProgress>,
+    /// The debts of groups' limits, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) debts: BTreeMap<String, Vec<u64>>,
+}
+
+impl PausedState {
+    /// Leaves out the parts that a process of this format does not understand.
+    pub(crate) fn for_format(mut self, format: u32) -> Self {
+        if format == WITHOUT_DEBTS {
+            self.debts.clear();
+            self.exports.iter_mut().for_each(ExportProgress::forget_debts);
+        }
+        self
+    }
+}
+
+/// The best of these formats that this version understands and writes.
+pub(crate) fn common_format(formats: &[u32]) -> Option<u32> {
+    FORMATS.into_iter().find(|format| formats.contains(format))
+}
+
+/// A line of the new process.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Request {
+    pub(crate) jsonrpc: String,
+    #[serde(default)]
+    pub(crate) id: Value,
+    pub(crate) method: String,
+    #[serde(default)]
+    pub(crate) params: Value,
+}
+
+/// The content of an answer, and the names of the descriptors that follow it.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Answer<T> {
+    pub(crate) says: T,
+    pub(crate) descriptors: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAMPLE: &str = include_str!("format/sample.json");
+    /// The sample of the previous format.
+    const SAMPLE_4: &str = include_str!("format/sample-4.json");
+
+    fn parsed<T: for<'a> Deserialize<'a>>(sample: &str, part: &str) -> (T, Value) {
+        let sample: Value = serde_json::from_str(sample).unwrap();
+        (serde_json::from_value(sample[part].clone()).unwrap(), sample[part].clone())
+    }
+
+    /// A failure means that another version would not understand this one: raise [`FORMAT`].
+    #[test]
+    fn the_formats_are_those_of_the_stored_samples() {
+        for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_4, WITHOUT_DEBTS)] {
+            let (description, stored): (Description, _) = parsed(sample, "description");
+            assert_eq!(serde_json::to_value(description).unwrap(), stored);
+            let (paused_state, stored): (PausedState, _) = parsed(sample, "standstill");
+            let written = serde_json::to_value(paused_state.for_format(format)).unwrap();
+            assert_eq!(written, stored);
+        }
+        assert_eq!(FORMAT, 5, "the sample is of this format");
+    }
+
+    #[test]
+    fn a_process_of_the_format_before_hears_nothing_of_debts() {
+        let (paused_state, _): (PausedState, Value) = parsed(SAMPLE, "standstill");
+        let (_, stored): (PausedState, Value) = parsed(SAMPLE_4, "standstill");
+        let written = serde_json::to_value(paused_state.for_format(WITHOUT_DEBTS)).unwrap();
+        assert_eq!(written, stored);
+        for (formats, common) in [
+            (&[5, 4][..], Some(5)),
+            (&[4], Some(4)),
+            (&[6, 5], Some(5)),
+            (&[3], None),
+            (&[6], None),
+        ] {
+            assert_eq!(common_format(formats), common, "{formats:?}");
+        }
+    }
+}

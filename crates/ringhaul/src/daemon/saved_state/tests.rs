@@ -1,0 +1,252 @@
+//! Changes that one process writes to the file and the next one reads, without a daemon.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::daemon::saved_state::file::Locked;
+
+/// An export of a null disk for virtio-blk, with these limits.
+fn blk(name: &str, limits: Value) -> ExportSpec {
+    let endpoint = json!({ "path": format!("/run/{name}") });
+    let device = json!({ "blk": { "null": { "size-bytes": 512 } } });
+    let spec = json!({ "name": name, "endpoint": endpoint, "device": device, "limits": limits });
+    serde_json::from_value(spec).unwrap()
+}
+
+/// An export `vm` for virtio-scsi, with units of these LUNs and sizes in bytes.
+fn scsi(units: &[(u16, u64)]) -> ExportSpec {
+    let unit = |&(lun, size): &(u16, u64)| {
+        let disk = json!({ "null": { "size-bytes": size } });
+        json!({ "lun": lun, "disk": disk })
+    };
+    let units: Vec<Value> = units.iter().map(unit).collect();
+    let endpoint = json!({ "path": "/run/vm" });
+    let spec = json!({ "name": "vm", "endpoint": endpoint, "device": { "scsi": units } });
+    serde_json::from_value(spec).unwrap()
+}
+
+fn settings(log: Option<&str>, poll_max_us: u16, poll_budget: u8) -> Settings {
+    Settings { log: log.map(str::to_owned), poll_max_us, poll_budget }
+}
+
+/// Starts a process with this base.
+fn start(path: &Path, base: &[ExportSpec], settings: &Settings) -> (SavedState, Merged) {
+    let (file, changes, locked): (_, _, Option<Locked>) = StateFile::open(path).unwrap();
+    let begun = SavedState::begin(file, changes, base.to_vec(), settings.clone()).unwrap();
+    drop(locked);
+    begun
+}
+
+fn limits_of(export: &ExportSpec) -> Value {
+    serde_json::to_value(export).unwrap()["limits"].clone()
+}
+
+/// LUNs and sizes of the units of an export.
+fn units_of(export: &ExportSpec) -> Vec<(u64, u64)> {
+    let spec = serde_json::to_value(export).unwrap();
+    let units = spec["device"]["scsi"].as_array().unwrap();
+    let unit = |unit: &Value| {
+        let size = unit["disk"]["null"]["size-bytes"].as_u64();
+        (unit["lun"].as_u64().unwrap(), size.unwrap())
+    };
+    units.iter().map(unit).collect()
+}
+
+fn place(lun: u16) -> UnitPlace {
+    UnitPlace { target: 0, lun }
+}
+
+/// A base with another value of one setting drops the change of this setting alone.
+#[test]
+fn each_setting_holds_until_the_base_says_another_one_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let base = settings(Some("info"), 32, 20);
+    let set = SettingsChange {
+        log: Some("debug".to_owned()),
+        poll_max_us: Some(7),
+        poll_budget: Some(3),
+    };
+    for (now, kept) in [
+        (base.clone(), set.clone()),
+        (settings(Some("warn"), 32, 20), SettingsChange { log: None, ..set.clone() }),
+        (settings(None, 32, 20), SettingsChange { log: None, ..set.clone() }),
+        (settings(Some("info"), 33, 20), SettingsChange { poll_max_us: None, ..set.clone() }),
+        (settings(Some("info"), 32, 21), SettingsChange { poll_budget: None, ..set.clone() }),
+    ] {
+        let (state, merged) = start(&path, &[], &base);
+        assert_eq!(merged.settings, SettingsChange::default());
+        state.record(&ChangedPart::Settings(set.clone()), Vec::new).unwrap();
+        drop(state);
+        let (state, merged) = start(&path, &[], &now);
+        assert_eq!(merged.settings, kept, "{now:?}");
+        assert_eq!(merged.dropped.len(), usize::from(kept != set), "{now:?}");
+        drop(state);
+        fs::remove_file(&path).unwrap();
+    }
+}
+
+#[test]
+fn settings_of_the_configuration_file_end_those_of_commands() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let base = settings(None, 32, 20);
+    let (state, _) = start(&path, &[], &base);
+    let change = |poll_max_us, poll_budget| SettingsChange { log: None, poll_max_us, poll_budget };
+    state.record(&ChangedPart::Settings(change(Some(7), Some(3))), Vec::new).unwrap();
+    let of_file = settings(None, 50, 20);
+    state.adopt_base_settings(&change(Some(50), None), of_file.clone()).unwrap();
+    drop(state);
+    let (_state, merged) = start(&path, &[], &of_file);
+    assert_eq!((merged.settings, merged.dropped), (change(None, Some(3)), vec![]), "it is no loss");
+}
+
+/// A command names one disk, and all of its group have the limits.
+#[test]
+fn limits_of_a_group_are_kept_for_all_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let of_group = |iops: u32| json!({ "group": "g", "iops-total": iops });
+    let exports = |iops: u32, own: u32| {
+        let other = blk("other", json!({ "iops-total": own }));
+        [blk("one", of_group(iops)), blk("two", of_group(iops)), other]
+    };
+    let base = exports(100, 1);
+    let (state, _) = start(&path, &base, &settings(None, 0, 1));
+    let part = ChangedPart::Disk("one".to_owned(), None);
+    // Only what the command has changed is kept.
+    state.record(&part, || exports(200, 2).to_vec()).unwrap();
+    drop(state);
+    let (_state, merged) = start(&path, &base, &settings(None, 0, 1));
+    let limits: Vec<Value> = merged.exports.iter().map(limits_of).collect();
+    assert_eq!(limits, [of_group(200), of_group(200), json!({ "iops-total": 1 })]);
+}
+
+/// One command changes the limits of an export of the base, and the next one removes it.
+#[test]
+fn an_export_that_was_changed_and_then_removed_stays_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, none) = (folder.path().join("state"), settings(None, 0, 1));
+    let limits = |iops: u32| json!({ "iops-total": iops });
+    let base = [blk("one", limits(1)), blk("two", limits(2))];
+    let (state, _) = start(&path, &base, &none);
+    let live = [blk("one", limits(5)), blk("two", limits(2))];
+    state.record(&ChangedPart::Disk("one".to_owned(), None), || live.to_vec()).unwrap();
+    let exports = ChangedPart::Exports(vec!["one".to_owned()]);
+    state.record(&exports, || base[1..].to_vec()).unwrap();
+    drop(state);
+    for _ in 0..2 {
+        let (_state, merged) = start(&path, &base, &none);
+        assert_eq!((&merged.exports[..], merged.dropped), (&base[1..], vec![]));
+        assert_eq!(merged.log_lines.len(), 1, "{:?}", merged.log_lines);
+    }
+    // It is added again, first with other limits, and then as it was.
+    let (state, _) = start(&path, &base, &none);
+    for export in [&live[0], &base[0]] {
+        let now = [base[1].clone(), export.clone()];
+        state.record(&exports, || now.to_vec()).unwrap();
+    }
+    drop(state);
+    let (_state, merged) = start(&path, &base, &none);
+    assert_eq!((&merged.exports[..], merged.log_lines), (&base[..], vec![]));
+}
+
+/// A process that takes over writes the file. If it does not take over, the changes in the meantime
+/// are written.
+#[test]
+fn a_state_that_is_left_to_another_process_is_written_if_that_gives_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let (state, _) = start(&path, &[], &settings(None, 0, 1));
+    let add = |name: &str, live: &[ExportSpec]| {
+        state.record(&ChangedPart::Exports(vec![name.to_owned()]), || live.to_vec()).unwrap();
+    };
+    let text = || fs::read_to_string(&path).unwrap();
+    let (one, two, three) = (blk("one", json!({})), blk("two", json!({})), blk("three", json!({})));
+    let closed = state.block_writes();
+    add("one", std::slice::from_ref(&one));
+    assert!(!text().contains("one"), "the file is another process's");
+    drop(closed);
+    assert!(text().contains("one"));
+    add("two", &[one.clone(), two.clone()]);
+    assert!(text().contains("two"), "it is this process's again");
+    state.block_writes().hand_over();
+    add("three", &[one, two, three]);
+    assert!(!text().contains("three"));
+}
+
+#[test]
+fn a_change_that_cannot_be_written_is_no_success() {
+    let folder = tempfile::tempdir().unwrap();
+    let inner = folder.path().join("inner");
+    fs::create_dir(&inner).unwrap();
+    let (state, _) = start(&inner.join("state"), &[], &settings(None, 0, 1));
+    fs::remove_dir_all(&inner).unwrap();
+    let part = ChangedPart::Exports(vec!["one".to_owned()]);
+    let error = state.record(&part, || vec![blk("one", json!({}))]).unwrap_err();
+    assert!(format!("{error:#}").contains("choose another --state"), "{error:#}");
+}
+
+/// The configuration file changes one unit. Commands had changed that unit and two more.
+#[test]
+fn a_unit_that_the_configuration_file_changes_is_its_own_and_others_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let (base, none) = (scsi(&[(0, 512), (1, 512)]), settings(None, 0, 1));
+    let (state, _) = start(&path, std::slice::from_ref(&base), &none);
+    // A command had put other disks at 0 and 1, and added 2.
+    let live = scsi(&[(0, 1024), (1, 1024), (2, 1024)]);
+    for lun in 0..3 {
+        let part = ChangedPart::Disk("vm".to_owned(), Some(place(lun)));
+        state.record(&part, || vec![live.clone()]).unwrap();
+    }
+    let of_file = scsi(&[(0, 2048), (1, 512)]);
+    let changed = BTreeSet::from([Some(place(0))]);
+    state.adopt_base_change("vm", Some(&of_file), Some(&changed)).unwrap();
+    drop(state);
+    let (state, merged) = start(&path, std::slice::from_ref(&of_file), &none);
+    let mut units = units_of(&merged.exports[0]);
+    units.sort_unstable();
+    assert_eq!(units, [(0, 2048), (1, 1024), (2, 1024)]);
+    assert_eq!(merged.units, [("vm".to_owned(), place(2))]);
+    // The file has removed the export, and with it all changes.
+    state.adopt_base_change("vm", None, None).unwrap();
+    drop(state);
+    let (_state, merged) = start(&path, std::slice::from_ref(&of_file), &none);
+    assert_eq!(units_of(&merged.exports[0]), [(0, 2048), (1, 512)]);
+}
+
+/// The file names disks, so a user who can write to it could have them served.
+#[test]
+fn a_state_file_of_strangers_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let (state, _) = start(&path, &[], &settings(None, 0, 1));
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    drop(state);
+    let refused = || match StateFile::open(&path) {
+        Ok(_) => panic!("it was opened"),
+        Err(error) => format!("{error:#}"),
+    };
+    for mode in [0o620, 0o602] {
+        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        let error = refused();
+        assert!(error.contains("can be written by other users"), "{mode:o}: {error}");
+    }
+    fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+    assert!(StateFile::open(&path).is_ok(), "others may read it");
+    let real = folder.path().join("real");
+    fs::rename(&path, &real).unwrap();
+    symlink(&real, &path).unwrap();
+    assert!(refused().contains("cannot read"), "a link was followed");
+    if rustix::process::geteuid().is_root() {
+        fs::remove_file(&path).unwrap();
+        fs::rename(&real, &path).unwrap();
+        chown(&path, Some(12_345), None).unwrap();
+        let error = refused();
+        assert!(error.contains("belongs to another user"), "{error}");
+    }
+}

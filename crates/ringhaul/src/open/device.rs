@@ -1,0 +1,285 @@
+//! Makes the device of an export on its disks.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use blockio::disk::format_warning;
+use device::access::{DiskAccess, ReservationStorage};
+use device::blk::config::{BlkOptions, QUEUES_MAX};
+use device::scsi::ScsiDevice;
+use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
+use device::scsi::unit::{Identifiers, UnitOptions};
+use device::unit_address::UnitAddress;
+use device::{Device, Events};
+
+use crate::open::disk::OpenDisk;
+use crate::open::shared_disks::SharedDisks;
+use crate::spec::disk_names;
+use crate::spec::qos::LimitGroups;
+use crate::spec::{
+    DeviceSpec, DiskSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames, UnitPlace,
+    UnitSpec,
+};
+
+/// The version in at most 4 bytes, for INQUIRY.
+const VERSION: &str =
+    concat!(env!("CARGO_PKG_VERSION_MAJOR"), ".", env!("CARGO_PKG_VERSION_MINOR"));
+
+impl ExportSpec {
+    /// The disks of the export, each with the settings to open it.
+    pub(crate) fn disks(&self) -> Vec<(DiskSpec, ExportSettings)> {
+        let settings = &self.settings;
+        match &self.device {
+            DeviceSpec::Blk(disk) => vec![(disk.clone(), settings.clone())],
+            DeviceSpec::Scsi(units) => units.iter().map(|unit| unit.disk(settings)).collect(),
+        }
+    }
+
+    /// Returns warnings about plain files with the header of an image, without opening them as
+    /// disks.
+    pub(crate) fn content_warnings(&self) -> Vec<String> {
+        let disks = self.disks();
+        let paths = disks.iter().filter_map(|(disk, _)| match disk {
+            DiskSpec::File(path) => Some(path),
+            _ => None,
+        });
+        paths.filter_map(|path| format_warning(path)).collect()
+    }
+
+    /// Makes the device, on disks in the order of [`disks`](Self::disks).
+    ///
+    /// # Errors
+    ///
+    /// When a logical unit cannot be made as requested.
+    pub(crate) fn make_device(
+        &self,
+        disks: &[OpenDisk],
+        events: Arc<dyn Events>,
+        shared_disks: &SharedDisks,
+        groups: &LimitGroups,
+    ) -> Result<Device> {
+        let settings = &self.settings;
+        for ((_, settings), disk) in self.disks().iter().zip(disks) {
+            groups.join(&disk.source, &settings.rules)?;
+        }
+        match &self.device {
+            DeviceSpec::Blk(spec) => {
+                let disk = disks.first().context("virtio-blk without a disk")?;
+                let source = disk.source.clone();
+                let default_serial = || disk_names::serial(source.identity());
+                let options = BlkOptions {
+                    serial: settings.serial.clone().unwrap_or_else(default_serial),
+                    num_queues: settings.num_queues.unwrap_or(QUEUES_MAX),
+                    queue_size: settings.queue_size,
+                    write_cache: disk.cache.has_write_cache(),
+                    notify_batch: settings.notify_batch,
+                    prefetch: settings.prefetch,
+                    in_order: settings.in_order,
+                    run_max: settings.run_max,
+                    fixed_buffers: settings.fixed_buffers,
+                    ..BlkOptions::default()
+                };
+                let access = shared_disks.access(&source)?;
+                // Reservations that initiators left behind apply before any of them returns.
+                if let Some(path) = default_reservations(spec) {
+                    drop(access.store_reservations(ReservationStorage::Existing(path))?);
+                }
+                let held = Arc::clone(&access);
+                let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;
+                Ok(Device::blk_with_access(source, options, access, events))
+            }
+            DeviceSpec::Scsi(units) => {
+                let options = ScsiOptions {
+                    num_queues: settings.num_queues.unwrap_or(REQUEST_QUEUES_MAX),
+                    queue_size: settings.queue_size,
+                    notify_batch: settings.notify_batch,
+                    prefetch: settings.prefetch,
+                    run_max: settings.run_max,
+                    fixed_buffers: settings.fixed_buffers,
+                    ..ScsiOptions::default()
+                };
+                let device = Device::scsi(options, events);
+                if let Device::Scsi(scsi) = &device {
+                    for (unit, disk) in units.iter().zip(disks) {
+                        unit.add_to(scsi, &self.name(), disk, shared_disks)?;
+                    }
+                }
+                Ok(device)
+            }
+        }
+    }
+}
+
+impl UnitPlace {
+    /// The address of the place within the device.
+    pub(crate) fn address(self) -> UnitAddress {
+        UnitAddress { target: self.target, lun: self.lun }
+    }
+}
+
+impl UnitSpec {
+    fn address(&self) -> UnitAddress {
+        self.place().address()
+    }
+
+    /// Adds the unit to the device of the export with this name.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be added as requested.
+    pub(crate) fn add_to(
+        &self,
+        device: &ScsiDevice,
+        export: &str,
+        disk: &OpenDisk,
+        shared_disks: &SharedDisks,
+    ) -> Result<()> {
+        let access = shared_disks.access(&disk.source)?;
+        let _kept = access.store_reservations(self.reservations())?;
+        let options = self.options(disk, export, access)?;
+        let held = Arc::clone(&options.access);
+        let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;
+        let adding = || format!("cannot export {} as a unit", self.address());
+        device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
+    }
+
+    /// The disk behind the unit, with the settings to open it.
+    pub(crate) fn disk(&self, export: &ExportSettings) -> (DiskSpec, ExportSettings) {
+        let own = &self.settings;
+        let settings = ExportSettings {
+            read_only: own.read_only.unwrap_or(export.read_only),
+            no_lock: own.no_lock.unwrap_or(export.no_lock),
+            cache: own.cache.or(export.cache),
+            logical_block_bytes: own.logical_block_bytes.or(export.logical_block_bytes),
+            rules: own.rules(&export.rules),
+            ..export.clone()
+        };
+        (self.disk.clone(), settings)
+    }
+
+    /// The properties that initiators see, in the export with this name.
+    fn options(
+        &self,
+        disk: &OpenDisk,
+        export: &str,
+        access: Arc<DiskAccess>,
+    ) -> Result<UnitOptions> {
+        let own = &self.settings;
+        let path = format!("{export} {}", self.address());
+        let identity = match disk.source.identity() {
+            // Disks without content are told apart by their places.
+            "" => path.clone(),
+            identity => identity.to_owned(),
+        };
+        let text = |own: &Option<String>, usual: &str| own.clone().unwrap_or(usual.to_owned());
+        let (vendor, product, revision, names) = match own.like {
+            Some(LikeDisk::Qemu) => ("QEMU", "QEMU HARDDISK", "2.5+", UnitNames::Serial),
+            None => ("Ringhaul", "Virtual Disk", VERSION, UnitNames::Wwn),
+        };
+        let identifiers = match (own.names.unwrap_or(names), own.wwn) {
+            (UnitNames::Wwn, _) => Identifiers::Standard,
+            (UnitNames::Serial, None) => Identifiers::VendorSpecific,
+            (UnitNames::Serial, Some(_)) => Identifiers::VendorSpecificAndNaa,
+        };
+        Ok(UnitOptions {
+            vendor: text(&own.vendor, vendor),
+            product: text(&own.product, product),
+            revision: text(&own.revision, revision),
+            identifiers,
+            obeys_stop: own.stop == Some(StopRule::Obey),
+            serial: own.serial.clone().unwrap_or_else(|| disk_names::serial(&identity)),
+            naa: own.wwn.map_or_else(|| disk_names::naa(&identity), |wwn| wwn.0),
+            rotational: own.rotational.unwrap_or_else(|| disk.source.is_rotational()),
+            discard: self.discard(disk)?,
+            write_cache: disk.cache.has_write_cache(),
+            access,
+            port: disk_names::naa(&path),
+        })
+    }
+
+    /// Returns true if the guest may discard blocks: by the setting, or else if the disk takes
+    /// discards.
+    fn discard(&self, disk: &OpenDisk) -> Result<bool> {
+        let is_taken = disk.source.discard_bytes().is_some();
+        if self.settings.discard == Some(true) && !is_taken {
+            bail!("{}: the device takes no discards; leave out discard=on", disk.name);
+        }
+        Ok(self.settings.discard.unwrap_or(is_taken))
+    }
+
+    /// The place where persistent reservations are kept.
+    fn reservations(&self) -> ReservationStorage {
+        match &self.settings.reservations {
+            Some(path) => ReservationStorage::File(by_one_name(path)),
+            None => ReservationStorage::Shared(default_reservations(&self.disk)),
+        }
+    }
+}
+
+/// The default place for the persistent reservations of a disk: beside its file. A block device has
+/// no such place.
+fn default_reservations(disk: &DiskSpec) -> Option<PathBuf> {
+    match disk.whole_file() {
+        Some(path) if path.is_file() => {
+            let path = path.canonicalize().unwrap_or(path.to_owned());
+            let mut beside = path.into_os_string();
+            beside.push(".reservations");
+            Some(beside.into())
+        }
+        _ => None,
+    }
+}
+
+/// Normalises the path of a file that need not exist.
+fn by_one_name(path: &Path) -> PathBuf {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match (folder.unwrap_or(Path::new(".")).canonicalize(), path.file_name()) {
+        (Ok(folder), Some(name)) => folder.join(name),
+        // An invalid path fails when it is used.
+        _ => path.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::control::export_log::ExportLog;
+    use crate::open::cancellation::CancelToken;
+    use crate::spec::{EndpointSpec, UnitSettings};
+
+    fn make(device: DeviceSpec, shared_disks: &SharedDisks) -> Result<Device> {
+        let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
+        let endpoint = EndpointSpec::Path("test.sock".into());
+        let spec = ExportSpec { name: None, endpoint, device, settings };
+        let disks = spec
+            .disks()
+            .iter()
+            .map(|disk| OpenDisk::open(disk, None, &CancelToken::default()))
+            .collect::<Result<Vec<_>>>()?;
+        let groups = LimitGroups::default();
+        spec.make_device(&disks, Arc::new(ExportLog::new("test")), shared_disks, &groups)
+    }
+
+    #[test]
+    fn virtio_blk_finds_reservations_beside_its_disk_and_makes_no_file_for_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, beside, other] =
+            ["disk", "disk.reservations", "other"].map(|name| folder.path().join(name));
+        fs::write(&disk, [0; 4096]).unwrap();
+        let blk = DeviceSpec::Blk(DiskSpec::File(disk.clone()));
+        let settings = UnitSettings { reservations: Some(other), ..UnitSettings::default() };
+        let unit = UnitSpec { target: 0, lun: 0, disk: DiskSpec::File(disk), settings };
+        let shared_disks = SharedDisks::default();
+        let first = make(blk.clone(), &shared_disks).unwrap();
+        let second = make(DeviceSpec::Scsi(vec![unit]), &shared_disks).unwrap();
+        assert!(!beside.exists());
+        drop((first, second));
+        fs::write(&beside, "{}").unwrap();
+        let error = make(blk, &SharedDisks::default()).err().unwrap().to_string();
+        assert!(error.contains("cannot load the persistent reservations in"), "{error}");
+        assert!(error.contains("disk.reservations"), "{error}");
+    }
+}

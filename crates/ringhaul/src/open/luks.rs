@@ -1,0 +1,67 @@
+//! Opens encrypted disks: reads their keys and headers.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use blockio::{DiskOptions, DiskSource, open_regular};
+use disks::luks::{KdfLimits, LuksOptions, Passphrase};
+use rustix::io::Errno;
+
+use crate::process::inherit;
+use crate::spec::disk::KeySpec;
+
+/// Opens the encrypted disk on `below`.
+///
+/// # Errors
+///
+/// When its key or its header cannot be read, or do not match.
+pub(crate) fn open_luks(
+    below: DiskSource,
+    key: &KeySpec,
+    header: Option<&Path>,
+    discard: bool,
+) -> Result<DiskSource> {
+    let passphrase = read_key(key)?;
+    let header = header.map(open_header).transpose()?;
+    let most_work = KdfLimits::default();
+    Ok(disks::luks::open(below, &LuksOptions { passphrase, discard, header, most_work })?)
+}
+
+fn read_key(key: &KeySpec) -> Result<Passphrase> {
+    match key {
+        KeySpec::File(path) => {
+            let what = |error: io::Error| {
+                anyhow!("cannot read the key in {}: {error}; check key-file", path.display())
+            };
+            Passphrase::read(open_regular(path).map_err(what)?).map_err(what)
+        }
+        &KeySpec::Fd(fd) => {
+            read_inherited(fd).with_context(|| format!("cannot read the key from descriptor {fd}"))
+        }
+    }
+}
+
+fn read_inherited(fd: i32) -> Result<Passphrase> {
+    ensure!(fd > 2, "it is not for a key; choose one above 2");
+    let file = inherit::take_over(fd).map_err(|error| {
+        let why = match Errno::from_io_error(&error) {
+            Some(Errno::BADF) => "it is not open".to_owned(),
+            _ => error.to_string(),
+        };
+        // A descriptor that was read before is closed, or its number belongs to the program by now.
+        anyhow!(
+            "{why}; start ringhaul with {fd}< KEYFILE, or use key-file for a disk that is opened \
+             more than once, since a descriptor can only be read once"
+        )
+    })?;
+    Passphrase::read(File::from(file))
+        .map_err(|error| anyhow!("{error}; start ringhaul with {fd}< KEYFILE"))
+}
+
+/// Opens a header without a lock, because other disks may use it. It is only read.
+fn open_header(path: &Path) -> Result<DiskSource> {
+    let options = DiskOptions { read_only: true, no_lock: true, ..DiskOptions::default() };
+    Ok(DiskSource::file(path, &options)?)
+}

@@ -1,0 +1,286 @@
+//! The configuration file: exports in the form that other programs write, and options of `serve`.
+
+use std::any::TypeId;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use blockio::open_regular;
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, FromArgMatches};
+use serde::Deserialize;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+
+use crate::options::{ServeArgs, one_line};
+use crate::process::group;
+use crate::socket::endpoint::Endpoint;
+use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
+
+/// The key of exports. Every other key is an option.
+const EXPORT: &str = "export";
+
+/// Options without a key in the file.
+const COMMAND_LINE_ONLY: &[&str] =
+    &["config", "fd", "help", "print-capabilities", "takeover", "version"];
+
+/// Options that belong to one export.
+const EXPORT_OPTIONS: &[&str] =
+    &["socket-path", "name", "device", "lun", "blk-file", "disk", "serial", "iothread"];
+
+/// A file and the command line that it extends.
+#[derive(Clone)]
+pub struct ConfigFile {
+    path: PathBuf,
+    program: clap::Command,
+    arguments: Vec<OsString>,
+    /// The number of arguments before the options of `serve`.
+    options_at: usize,
+}
+
+/// The merged content of a file and the command line.
+#[derive(Debug)]
+pub struct Config {
+    /// All options of the program.
+    pub matches: ArgMatches,
+    /// The options of `serve`.
+    pub args: ServeArgs,
+    /// The exports of the file.
+    pub exports: Vec<ExportSpec>,
+    /// The options of the file that take effect, in command-line form.
+    pub(crate) options: BTreeMap<String, String>,
+}
+
+/// A parsed value and its place in the file.
+struct Placed<T> {
+    at: Range<usize>,
+    what: T,
+}
+
+impl ConfigFile {
+    /// Creates a reader of the file at `path`, for a program that was called with `arguments`, the
+    /// first `options_at` of which stand before the options of `serve`.
+    #[must_use]
+    pub fn new(
+        path: &Path,
+        mut program: clap::Command,
+        arguments: Vec<OsString>,
+        options_at: usize,
+    ) -> Self {
+        // Propagates global options to every subcommand.
+        program.build();
+        Self { path: path.to_owned(), program, arguments, options_at }
+    }
+
+    /// The path of the file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads the file.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read, or a part of it is invalid. The error names line and column.
+    pub fn read(&self) -> Result<Config> {
+        let path = self.path.display();
+        let text = open_regular(&self.path).and_then(std::io::read_to_string);
+        let text = text.with_context(|| format!("cannot read the configuration file {path}"))?;
+        self.parse(&text)
+    }
+
+    fn parse(&self, text: &str) -> Result<Config> {
+        let error_at = |at: Range<usize>, said: &str| {
+            let (line, column) = place(text, at.start);
+            anyhow!("{}:{line}:{column}: {said}", self.path.display())
+        };
+        let toml_error = |error: toml::de::Error| {
+            let mut said = error.message().trim().replace('\n', "; ");
+            // The parser takes an unquoted word for a number.
+            if said.starts_with("invalid float") {
+                said += "; text stands in quotes, as in \"none\"";
+            }
+            error_at(error.span().unwrap_or(0..0), &said)
+        };
+        let table = DeTable::parse(text).map_err(toml_error)?.into_inner();
+        let (mut options, mut written) = (BTreeMap::new(), Vec::new());
+        for (key, value) in table {
+            let at = key.span();
+            if key.get_ref() == EXPORT {
+                written = exports(value).map_err(toml_error)?;
+                continue;
+            }
+            let option = self.option(key.get_ref(), value);
+            let option = option.map_err(|error| error_at(at, &format!("{error:#}")))?;
+            options.extend(option.map(|option| (key.get_ref().to_string(), option)));
+        }
+        self.add_to_command_line(options, written, (error_at, &|byte| place(text, byte).0))
+    }
+
+    /// Converts a key and its value to a command-line option. `None` if that is the default, or the
+    /// command line sets the option itself.
+    fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<String>> {
+        let serve = self.program.find_subcommand("serve").context("the program has no `serve`")?;
+        if EXPORT_OPTIONS.contains(&key) {
+            return Err(anyhow!("{key} belongs to one export; write it under [[export]]"));
+        }
+        let known = |arg: &&Arg| arg.get_long() == Some(key) && !COMMAND_LINE_ONLY.contains(&key);
+        let arg = serve.get_arguments().find(known);
+        let arg = arg.with_context(|| format!("unknown option '{key}'; see `serve --help`"))?;
+        let value = toml::Value::deserialize(ValueDeserializer::from(value))
+            .map_err(|error| anyhow!("{}", error.message()))?;
+        let Some(option) = option(key, arg, value)? else { return Ok(None) };
+        match serve.clone().try_get_matches_from(["serve", &option]) {
+            // A missing companion option may come from another key or from the command line.
+            Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => {
+                return Err(anyhow!("{}", one_line(&error)));
+            }
+            _ => {}
+        }
+        let given = self.program.clone().try_get_matches_from(&self.arguments)?;
+        let given = given.subcommand_matches("serve").context("the command is not `serve`")?;
+        let is_given = given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
+        Ok((!is_given).then_some(option))
+    }
+
+    fn add_to_command_line(
+        &self,
+        options: BTreeMap<String, String>,
+        written: Vec<Placed<WrittenExport>>,
+        (error_at, line_of): (
+            impl Fn(Range<usize>, &str) -> anyhow::Error,
+            &dyn Fn(usize) -> usize,
+        ),
+    ) -> Result<Config> {
+        let path = || format!("{}, with the command line", self.path.display());
+        let mut arguments = self.arguments.clone();
+        let at = self.options_at..self.options_at;
+        arguments.splice(at, options.values().map(OsString::from));
+        let matches = self.program.clone().try_get_matches_from(arguments);
+        let matches = matches.map_err(|error| anyhow!("{}: {}", path(), one_line(&error)))?;
+        let of_serve = matches.subcommand_matches("serve").context("the command is not `serve`")?;
+        let args = ServeArgs::from_arg_matches(of_serve)?;
+        args.check().with_context(path)?;
+        let (mut all, usual) = (args.exports()?, args.default_settings());
+        let of_command_line = all.len();
+        let mut lines = Vec::new();
+        for Placed { at, what } in written {
+            let export = what.with_defaults(&usual);
+            let clash = all.iter().enumerate().find_map(|(number, other)| {
+                Some((number, export.clashes_with(other)?, other.name()))
+            });
+            if let Some((number, what, other)) = clash {
+                let line = number.checked_sub(of_command_line).and_then(|number| lines.get(number));
+                let of = line.map_or("the command line".to_owned(), |line| format!("line {line}"));
+                let said = format!("{what} is that of another export, {other} of {of}");
+                return Err(error_at(at, &said));
+            }
+            lines.push(line_of(at.start));
+            if let (EndpointSpec::Path(path), Some(control)) = (&export.endpoint, &args.control)
+                && path == control
+            {
+                let path = path.display();
+                return Err(error_at(at, &format!("{path} is the control socket; choose another")));
+            }
+            if let EndpointSpec::Fd(_) = export.endpoint {
+                return Err(error_at(at, "a descriptor is inherited by --fd alone; name a path"));
+            }
+            let checked = export.check(args.iothreads);
+            checked.map_err(|error| error_at(at, &format!("{error:#}")))?;
+            all.push(export);
+        }
+        let exports = all.split_off(of_command_line);
+        Ok(Config { matches, args, exports, options })
+    }
+}
+
+/// The exports of a file, each with the range of its text.
+fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, toml::de::Error> {
+    let written = |value: Spanned<DeValue<'_>>| {
+        let at = value.span();
+        let what = WrittenExport::deserialize(ValueDeserializer::from(value))?;
+        Ok(Placed { at, what })
+    };
+    if let DeValue::Array(_) = value.get_ref()
+        && let DeValue::Array(array) = value.into_inner()
+    {
+        return array.into_iter().map(written).collect();
+    }
+    Err(serde::de::Error::custom("exports are written as [[export]], one after the other"))
+}
+
+/// Converts a key and its value to a command-line option. `None`: a switch that is off.
+fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
+    let is_switch = !arg.get_action().takes_values();
+    let text = match (value, is_switch) {
+        (toml::Value::Boolean(true), true) => return Ok(Some(format!("--{key}"))),
+        (toml::Value::Boolean(false), true) => return Ok(None),
+        (_, true) => return Err(anyhow!("{key} is true or false")),
+        (toml::Value::Boolean(is_on), false) => if is_on { "on" } else { "off" }.to_owned(),
+        (toml::Value::String(_), false) if is_number(arg) => {
+            return Err(anyhow!("{key} is a number; write it without quotes"));
+        }
+        (toml::Value::String(text), false) => text,
+        (toml::Value::Integer(number), false) => number.to_string(),
+        (toml::Value::Float(number), false) => {
+            return Err(anyhow!("{key} is no number with a fraction; write {number:.0}"));
+        }
+        (_, false) => return Err(anyhow!("{key} is one value: a string, a number, true or false")),
+    };
+    Ok(Some(format!("--{key}={text}")))
+}
+
+/// Returns true if the values of an option are numbers without a unit.
+fn is_number(arg: &Arg) -> bool {
+    let kind = arg.get_value_parser().type_id();
+    [TypeId::of::<u8>(), TypeId::of::<u16>(), TypeId::of::<u32>()].iter().any(|of| kind == *of)
+}
+
+/// The line and the column of a byte, both from 1.
+fn place(text: &str, byte: usize) -> (usize, usize) {
+    let before = text.get(..byte).unwrap_or(text);
+    let line_starts = before.rfind('\n').map_or(0, |end| end + 1);
+    (before.matches('\n').count() + 1, before[line_starts..].chars().count() + 1)
+}
+
+impl Config {
+    /// Checks the conditions that `serve` would check on start, as far as that opens nothing.
+    ///
+    /// # Errors
+    ///
+    /// When the control group does not exist, or a path is too long for a socket.
+    pub fn check_here(&self) -> Result<()> {
+        if let Some(group) = &self.args.control_group {
+            group::id_of(group).context("cannot use --control-group")?;
+        }
+        if let Some(path) = &self.args.control {
+            Endpoint::check_length(path, "--control")?;
+        }
+        let exports = self.args.exports()?;
+        for export in exports.iter().chain(&self.exports) {
+            if let EndpointSpec::Path(path) = &export.endpoint {
+                Endpoint::check_length(path, "--socket-path")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A summary with one line for each export, followed by its warnings.
+    #[must_use]
+    pub fn summary(&self) -> String {
+        if self.exports.is_empty() {
+            return "no exports\n".to_owned();
+        }
+        let lines = self.exports.iter().flat_map(|export| {
+            let name = export.name();
+            let warnings = export.content_warnings();
+            let warnings =
+                warnings.into_iter().map(move |warning| format!("{name}: warning: {warning}\n"));
+            std::iter::once(format!("{}\n", export.summary())).chain(warnings)
+        });
+        lines.collect()
+    }
+}

@@ -1,0 +1,251 @@
+//! The specification of a disk.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use schemars::{JsonSchema, Schema};
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::backing::BackingFiles;
+use super::nbd::NbdSpec;
+use super::rbd::RbdSpec;
+
+/// A disk by its kind. The text form of `--disk` is accepted too.
+// `remote` lets serde make functions for the variants, which the implementations below call.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(remote = "Self", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+#[serde(deny_unknown_fields, expecting = "the keys of this kind of disk and their values")]
+#[schemars(transform = or_text)]
+pub enum DiskSpec {
+    /// A regular file or a block device.
+    File(PathBuf),
+    /// A disk that answers at once and keeps nothing.
+    Null {
+        /// The size in bytes.
+        size_bytes: u64,
+    },
+    /// An export of an NBD server.
+    Nbd(NbdSpec),
+    /// An image in a Ceph cluster.
+    Rbd(RbdSpec),
+    /// A part of another disk.
+    Raw {
+        /// The start of the part, in bytes.
+        #[serde(default)]
+        offset_bytes: u64,
+        /// The size of the part, in bytes. `None`: up to the end of the disk.
+        #[serde(default)]
+        size_bytes: Option<u64>,
+        /// The disk that the part is taken from.
+        over: Box<DiskSpec>,
+    },
+    /// A disk that is encrypted with LUKS on another disk.
+    Luks {
+        /// The place of its key (passphrase).
+        key: KeySpec,
+        /// A file with its header, if that is detached.
+        #[serde(default)]
+        header: Option<PathBuf>,
+        /// Pass discards on. A reader of the disk below can then see which parts of it are in use.
+        #[serde(default)]
+        discard: bool,
+        /// The disk below, with the encrypted data.
+        over: Box<DiskSpec>,
+    },
+    /// The disk in a qcow2 image.
+    Qcow2 {
+        /// Backing files that it may have.
+        #[serde(default)]
+        backing: BackingFiles,
+        /// The disk that contains the image.
+        over: Box<DiskSpec>,
+    },
+    /// The disk in an image with a format that is detected.
+    Image {
+        /// The format.
+        format: ImageFormat,
+        /// Backing files that it may have.
+        #[serde(default)]
+        backing: BackingFiles,
+        /// The disk that contains the image.
+        over: Box<DiskSpec>,
+    },
+}
+
+/// The place of a secret. All bytes there belong to it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum KeySpec {
+    /// A file.
+    File(PathBuf),
+    /// A descriptor that was inherited. It is read once.
+    Fd(i32),
+}
+
+/// Reads the place of a key. Errors do not repeat any other value, which may be a key itself.
+struct Place;
+
+impl Place {
+    fn refused<E: serde::de::Error>() -> E {
+        E::custom("the key of a LUKS disk is in a file, { file = \"PATH\" }, or { fd = NUMBER }")
+    }
+}
+
+impl<'de> Deserialize<'de> for KeySpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Place).map_err(|_| Place::refused())
+    }
+}
+
+impl<'de> Visitor<'de> for Place {
+    type Value = KeySpec;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("where a key is")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<KeySpec, A::Error> {
+        let key = match map.next_key::<String>()?.as_deref() {
+            Some("file") => KeySpec::File(map.next_value()?),
+            Some("fd") => KeySpec::Fd(map.next_value()?),
+            _ => return Err(Self::refused()),
+        };
+        match map.next_key::<String>()? {
+            None => Ok(key),
+            Some(_) => Err(Self::refused()),
+        }
+    }
+}
+
+/// The source of an image's format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageFormat {
+    /// The content. A disk without a known format can only be read.
+    Auto,
+}
+
+impl DiskSpec {
+    /// The name of the disk in the log.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Null { .. } => "null disk".to_owned(),
+            other => other.to_string(),
+        }
+    }
+
+    /// The number of layers, this one included.
+    pub(crate) fn layers(&self) -> usize {
+        match self {
+            Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => 1,
+            Self::Raw { over, .. }
+            | Self::Luks { over, .. }
+            | Self::Qcow2 { over, .. }
+            | Self::Image { over, .. } => 1 + over.layers(),
+        }
+    }
+
+    /// Returns true if the specification leaves the format of the content open, so that an image
+    /// may be served by mistake as a disk without a format. A layer `raw` fixes the format.
+    pub(crate) fn has_unnamed_content(&self) -> bool {
+        match self {
+            Self::File(_) | Self::Luks { .. } => true,
+            Self::Null { .. }
+            | Self::Nbd(_)
+            | Self::Rbd(_)
+            | Self::Raw { .. }
+            | Self::Qcow2 { .. }
+            | Self::Image { .. } => false,
+        }
+    }
+
+    /// The path of a file or device, if the disk is all of it and nothing else.
+    pub(crate) fn whole_file(&self) -> Option<&Path> {
+        match self {
+            Self::File(path) => Some(path),
+            Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
+            Self::Null { .. }
+            | Self::Nbd(_)
+            | Self::Rbd(_)
+            | Self::Raw { .. }
+            | Self::Luks { .. }
+            | Self::Qcow2 { .. }
+            | Self::Image { .. } => None,
+        }
+    }
+
+    /// Refuses values that cannot be written in words either.
+    ///
+    /// # Errors
+    ///
+    /// With the reason.
+    pub(super) fn check(&self) -> Result<()> {
+        match self {
+            Self::File(_) | Self::Null { .. } | Self::Rbd(_) => Ok(()),
+            Self::Nbd(nbd) => nbd.check(),
+            Self::Raw { over, .. }
+            | Self::Luks { over, .. }
+            | Self::Qcow2 { over, .. }
+            | Self::Image { over, .. } => over.check(),
+        }
+    }
+
+    /// Calls `change` for all paths in it.
+    ///
+    /// # Errors
+    ///
+    /// The first error of `change`.
+    pub fn change_paths(
+        &mut self,
+        change: &mut dyn FnMut(&mut PathBuf) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::File(path) => change(path),
+            Self::Null { .. } => Ok(()),
+            Self::Nbd(nbd) => nbd.paths().try_for_each(change),
+            Self::Rbd(image) => {
+                image.conf.iter_mut().chain(&mut image.keyring).try_for_each(change)
+            }
+            Self::Luks { key, header, over, .. } => {
+                if let KeySpec::File(path) = key {
+                    change(path)?;
+                }
+                header.iter_mut().try_for_each(&mut *change)?;
+                over.change_paths(change)
+            }
+            Self::Raw { over, .. } | Self::Qcow2 { over, .. } | Self::Image { over, .. } => {
+                over.change_paths(change)
+            }
+        }
+    }
+}
+
+impl fmt::Display for DiskSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Nbd(nbd) => nbd.fmt(f),
+            Self::Rbd(image) => image.fmt(f),
+            Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
+            Self::Raw { offset_bytes, size_bytes: Some(size), over } => {
+                write!(f, "{size} bytes from {offset_bytes} on of {over}")
+            }
+            Self::Raw { offset_bytes, size_bytes: None, over } => {
+                write!(f, "all from byte {offset_bytes} on of {over}")
+            }
+            Self::Luks { over, .. } => write!(f, "LUKS on {over}"),
+            Self::Qcow2 { over, .. } => write!(f, "qcow2 image {over}"),
+            Self::Image { over, .. } => write!(f, "image {over}"),
+        }
+    }
+}
+
+/// Adds the text form of `--disk` to a schema.
+fn or_text(schema: &mut Schema) {
+    if let Some(kinds) = schema.get_mut("oneOf").and_then(|kinds| kinds.as_array_mut()) {
+        let text = "The same as a text, as `--disk` has it.";
+        kinds.push(serde_json::json!({ "type": "string", "description": text }));
+    }
+}

@@ -1,0 +1,215 @@
+//! The counters of a daemon at one moment, as data.
+
+use blockio::stats::{BounceStats, Histogram, ListStats, OpStats, Stats};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::spec::status::Served;
+
+/// All counters of a daemon. Each begins at 0 when its export, queue or thread begins.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct DaemonStats {
+    /// In the order in which the exports were added.
+    pub exports: Vec<ExportStats>,
+    /// In the order of their numbers; none before the first export.
+    pub iothreads: Vec<LoopStats>,
+}
+
+/// The work of an export.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct ExportStats {
+    /// Its name.
+    pub name: String,
+    /// The sum of all its queues, earlier front-ends included.
+    pub served: Served,
+    /// The queues that were started at least once.
+    pub queues: Vec<QueueServed>,
+}
+
+/// The work of a queue.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct QueueServed {
+    /// Its number.
+    pub index: u16,
+    /// The requests that it has answered.
+    pub served: Served,
+}
+
+/// The counters of an IoThread's loop.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct LoopStats {
+    /// The name of the thread.
+    pub name: String,
+    /// Turns of the loop.
+    pub turns: u64,
+    /// Passes over all ready tasks.
+    pub rounds: u64,
+    /// Operations of the kernel, not requests.
+    pub reads: Operations,
+    #[expect(missing_docs, reason = "see above")]
+    pub writes: Operations,
+    #[expect(missing_docs, reason = "see above")]
+    pub flushes: Operations,
+    /// Discards and zeroing.
+    pub deallocations: Operations,
+    /// Operations that went unanswered for 5 seconds.
+    pub late: u64,
+    /// Reads and writes completed by polling.
+    pub polled: u64,
+    /// Submits that the kernel refused because it lacked resources.
+    pub submits_refused: u64,
+    /// Completions that one harvest found.
+    pub harvested_at_once: Percentiles,
+    /// Operations that a library has completed instead of the kernel, such as that of Ceph.
+    pub foreign: u64,
+    /// Completions of these operations that were found at once.
+    pub foreign_at_once: Percentiles,
+    /// Wake-ups of the loop by another thread, for these operations or any other reason.
+    pub woken: u64,
+    /// Operations in one submit.
+    pub submitted_at_once: Percentiles,
+    /// Requests with memory that the disk cannot take as it is.
+    pub bounced: u64,
+    /// Memory for bounced requests.
+    pub bounce_memory: MemoryUse,
+    /// Memory for long lists of buffers.
+    pub list_memory: MemoryUse,
+    /// System calls by their names.
+    pub system_calls: SystemCalls,
+}
+
+/// The counters of one kind of operation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct Operations {
+    /// Operations that the kernel has answered.
+    pub count: u64,
+    /// Operations that failed, a part of `count`.
+    pub errors: u64,
+    /// Bytes moved.
+    pub bytes: u64,
+    /// Nanoseconds from submit to harvest.
+    pub latency_ns: Percentiles,
+}
+
+/// The distribution of numbers, each to within 3%.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct Percentiles {
+    /// Half of the numbers are not larger.
+    pub median: u64,
+    /// 99 of 100 numbers are not larger.
+    pub p99: u64,
+    /// 999 of 1000 numbers are not larger.
+    pub p999: u64,
+    /// The largest number.
+    pub max: u64,
+}
+
+/// The use of memory with a limit.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct MemoryUse {
+    /// Bytes in use.
+    pub bytes: u64,
+    /// The largest number of bytes in use at once.
+    pub bytes_most: u64,
+    /// Waits for memory.
+    pub waits: u64,
+    /// Failures of the system to provide memory.
+    pub failed: u64,
+}
+
+/// System calls of an IoThread.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct SystemCalls {
+    /// Submits of Linux AIO.
+    pub io_submit: u64,
+    /// Harvests of Linux AIO that went through the kernel.
+    pub io_getevents: u64,
+    /// Submits and waits of io_uring.
+    pub io_uring_enter: u64,
+    /// Waits of a loop that has no ring to wait in.
+    pub epoll_wait: u64,
+    /// Calls to drivers.
+    pub eventfd_write: u64,
+}
+
+impl LoopStats {
+    /// The counters of the thread with this name.
+    pub(crate) fn new(name: String, stats: &Stats) -> Self {
+        let calls = &stats.syscalls;
+        Self {
+            name,
+            turns: stats.turns.get(),
+            rounds: stats.rounds.get(),
+            reads: Operations::from(&stats.read),
+            writes: Operations::from(&stats.write),
+            flushes: Operations::from(&stats.flush),
+            deallocations: Operations::from(&stats.deallocate),
+            late: stats.late.get(),
+            polled: stats.polled.get(),
+            submits_refused: stats.submit_again.get(),
+            harvested_at_once: Percentiles::from(&stats.harvested_at_once),
+            foreign: stats.foreign_at_once.sum(),
+            foreign_at_once: Percentiles::from(&stats.foreign_at_once),
+            woken: stats.woken.get(),
+            submitted_at_once: Percentiles::from(&stats.submitted_at_once),
+            bounced: stats.bounced.get(),
+            bounce_memory: MemoryUse::from(&stats.bounce),
+            list_memory: MemoryUse::from(&stats.lists),
+            system_calls: SystemCalls {
+                io_submit: calls.io_submit.get(),
+                io_getevents: calls.io_getevents.get(),
+                io_uring_enter: calls.io_uring_enter.get(),
+                epoll_wait: calls.epoll_wait.get(),
+                eventfd_write: calls.eventfd_write.get(),
+            },
+        }
+    }
+}
+
+impl From<&OpStats> for Operations {
+    fn from(stats: &OpStats) -> Self {
+        Self {
+            count: stats.ops.get(),
+            errors: stats.errors.get(),
+            bytes: stats.bytes.get(),
+            latency_ns: Percentiles::from(&stats.latency_ns),
+        }
+    }
+}
+
+impl<const BITS: u32> From<&Histogram<BITS>> for Percentiles {
+    fn from(histogram: &Histogram<BITS>) -> Self {
+        let values = histogram.values();
+        Self {
+            median: values.percentile(50.0),
+            p99: values.percentile(99.0),
+            p999: values.percentile(99.9),
+            max: values.bounds().map_or(0, |(_, max)| max),
+        }
+    }
+}
+
+impl From<&BounceStats> for MemoryUse {
+    fn from(stats: &BounceStats) -> Self {
+        Self {
+            bytes: stats.bytes.get(),
+            bytes_most: stats.bytes_most.get(),
+            waits: stats.waits.get(),
+            failed: stats.failed.get(),
+        }
+    }
+}
+
+impl From<&ListStats> for MemoryUse {
+    fn from(stats: &ListStats) -> Self {
+        let (bytes, bytes_most) = (stats.bytes.get(), stats.bytes_most.get());
+        Self { bytes, bytes_most, waits: stats.waits.get(), failed: 0 }
+    }
+}

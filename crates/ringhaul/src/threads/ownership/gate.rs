@@ -1,0 +1,252 @@
+//! Commands, changes and hand-overs, which wait for each other.
+
+use std::collections::BTreeMap;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::spec::command::CommandError;
+
+/// The longest wait of a hand-over for commands that run. Some wait for a disk or a guest.
+const COMMANDS_MAX: Duration = Duration::from_secs(2);
+
+/// The longest wait of a command for a hand-over. A process that takes over may hang.
+const HAND_OVER_MAX: Duration = Duration::from_secs(30);
+
+/// The longest wait for the reason of a process that has ended.
+const REASON_MAX: Duration = Duration::from_secs(2);
+
+/// The gate between commands and changes on one side and hand-overs on the other. A change is `T`
+/// until it begins.
+pub(super) struct Gate<T> {
+    state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+struct State<T> {
+    /// The number of commands that run.
+    commands: usize,
+    /// The number of changes that are made.
+    changes: usize,
+    /// True while a hand-over runs.
+    is_closed: bool,
+    /// Changes that wait for the end of the hand-over.
+    queued: Vec<T>,
+    /// Processes that were started to take over, with the refusals of their takeovers.
+    started: BTreeMap<u32, Start>,
+}
+
+/// A process that was started to take over.
+#[derive(Default)]
+struct Start {
+    /// True if the process has asked to take over.
+    has_asked: bool,
+    refusal: Option<Refusal>,
+}
+
+/// The reason that a process has not taken over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub(crate) why: String,
+    /// True if the process may take over in a moment.
+    pub(crate) is_transient: bool,
+}
+
+impl<T> Default for Gate<T> {
+    fn default() -> Self {
+        let (started, queued) = (BTreeMap::new(), Vec::new());
+        let state = State { commands: 0, changes: 0, is_closed: false, queued, started };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+}
+
+impl<T> Gate<T> {
+    /// Begins a command, when no hand-over runs, or after a long wait for one.
+    pub(super) fn begin_command(&self) {
+        let is_closed = |state: &mut State<T>| state.is_closed;
+        let waited = self.changed.wait_timeout_while(self.lock(), HAND_OVER_MAX, is_closed);
+        waited.unwrap_or_else(PoisonError::into_inner).0.commands += 1;
+    }
+
+    pub(super) fn end_command(&self) {
+        self.lock().commands -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Returns a change that begins now. The [end](Self::end_hand_over) of a hand-over returns the
+    /// changes that came while it ran.
+    pub(super) fn begin_change(&self, change: T) -> Option<T> {
+        let mut state = self.lock();
+        if state.is_closed {
+            state.queued.push(change);
+            return None;
+        }
+        state.changes += 1;
+        Some(change)
+    }
+
+    pub(super) fn end_change(&self) {
+        self.lock().changes -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Returns true if a change is being made.
+    pub(super) fn has_changes(&self) -> bool {
+        self.lock().changes > 0
+    }
+
+    /// Changes that wait for the end of the hand-over, and for which another process is asked.
+    pub(super) fn take_queued(&self) -> Vec<T> {
+        std::mem::take(&mut self.lock().queued)
+    }
+
+    /// Begins a hand-over by this process, when no command runs and nothing is changed, or after a
+    /// wait for that.
+    ///
+    /// # Errors
+    ///
+    /// When a hand-over runs.
+    pub(super) fn begin_hand_over(&self, process: u32) -> Result<(), CommandError> {
+        let mut state = self.lock();
+        if let Some(start) = state.started.get_mut(&process) {
+            start.has_asked = true;
+        }
+        if std::mem::replace(&mut state.is_closed, true) {
+            return Err(CommandError::HandingOver);
+        }
+        let is_busy = |state: &mut State<T>| state.commands > 0 || state.changes > 0;
+        let waited = self.changed.wait_timeout_while(state, COMMANDS_MAX, is_busy);
+        drop(waited);
+        Ok(())
+    }
+
+    /// Ends a hand-over. Returns the changes that begin now.
+    pub(super) fn end_hand_over(&self) -> Vec<T> {
+        let mut state = self.lock();
+        state.is_closed = false;
+        state.changes += state.queued.len();
+        let queued = std::mem::take(&mut state.queued);
+        drop(state);
+        self.changed.notify_all();
+        queued
+    }
+
+    /// Starts a process that is to take over. Returns it with its id.
+    pub(super) fn start<S>(&self, start: impl FnOnce() -> (u32, S)) -> (u32, S) {
+        let mut state = self.lock();
+        let (process, started) = start();
+        state.started.insert(process, Start::default());
+        (process, started)
+    }
+
+    /// Notes that a process does not take over.
+    pub(super) fn refuse(&self, process: u32, refusal: Refusal) {
+        if let Some(start) = self.lock().started.get_mut(&process) {
+            start.refusal = Some(refusal);
+        }
+        self.changed.notify_all();
+    }
+
+    /// The reason that a process has not taken over, if it was started for that and has ended.
+    /// `None`: it has not asked.
+    pub(super) fn reason(&self, process: u32) -> Option<Refusal> {
+        let is_awaited = |state: &mut State<T>| {
+            let start = state.started.get(&process);
+            start.is_some_and(|start| start.has_asked && start.refusal.is_none())
+        };
+        let waited = self.changed.wait_timeout_while(self.lock(), REASON_MAX, is_awaited);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        state.started.remove(&process)?.refusal
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn commands_and_hand_overs_wait_for_each_other() {
+        let gate = Gate::<u32>::default();
+        gate.begin_command();
+        std::thread::scope(|threads| {
+            let (begun, begins) = mpsc::channel();
+            let hand_over = threads.spawn({
+                let (gate, begun) = (&gate, begun.clone());
+                move || {
+                    gate.begin_hand_over(7).unwrap();
+                    begun.send("hand-over").unwrap();
+                }
+            });
+            while !gate.lock().is_closed {
+                std::thread::yield_now();
+            }
+            assert!(matches!(gate.begin_hand_over(8), Err(CommandError::HandingOver)));
+            threads.spawn({
+                let gate = &gate;
+                move || {
+                    gate.begin_command();
+                    begun.send("command").unwrap();
+                }
+            });
+            assert!(begins.try_recv().is_err(), "a command runs");
+            gate.end_command();
+            hand_over.join().unwrap();
+            assert_eq!(begins.recv().unwrap(), "hand-over");
+            assert!(begins.try_recv().is_err(), "a hand-over runs");
+            gate.end_hand_over();
+            assert_eq!(begins.recv().unwrap(), "command");
+        });
+    }
+
+    #[test]
+    fn changes_and_hand_overs_wait_for_each_other() {
+        let gate = Gate::default();
+        assert_eq!(gate.begin_change(1), Some(1));
+        assert!(gate.has_changes());
+        std::thread::scope(|threads| {
+            let (begun, begins) = mpsc::channel();
+            let hand_over = threads.spawn({
+                let gate = &gate;
+                move || {
+                    gate.begin_hand_over(7).unwrap();
+                    begun.send(()).unwrap();
+                }
+            });
+            while !gate.lock().is_closed {
+                std::thread::yield_now();
+            }
+            assert_eq!(gate.begin_change(2), None, "a hand-over is about to run");
+            assert!(begins.try_recv().is_err(), "something is changed");
+            gate.end_change();
+            hand_over.join().unwrap();
+        });
+        assert_eq!(gate.begin_change(3), None);
+        assert!(!gate.has_changes());
+        assert_eq!(gate.end_hand_over(), [2, 3]);
+        assert!(gate.has_changes());
+        (0..2).for_each(|_| gate.end_change());
+        assert!(!gate.has_changes());
+    }
+
+    #[test]
+    fn a_process_that_was_started_has_its_reason() {
+        let gate = Gate::<u32>::default();
+        let refusal = Refusal { why: "it is early".to_owned(), is_transient: true };
+        gate.refuse(5, refusal.clone());
+        assert_eq!(gate.reason(5), None, "it was not started");
+        assert_eq!(gate.start(|| (6, ())), (6, ()));
+        assert_eq!(gate.reason(6), None, "it has not asked");
+        gate.start(|| (7, ()));
+        gate.begin_hand_over(7).unwrap();
+        std::thread::scope(|threads| {
+            let reason = threads.spawn(|| gate.reason(7));
+            gate.refuse(7, refusal.clone());
+            assert_eq!(reason.join().unwrap(), Some(refusal));
+        });
+    }
+}

@@ -1,0 +1,494 @@
+//! The device as one front-end has set it up, and the effect of its messages.
+
+mod pause;
+mod stop;
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::task::Poll;
+
+use device::{QueueRole, StopKind, oneshot};
+use iomem::fits;
+use virtqueue::{MAX_REGIONS, MemoryFiles};
+
+use super::call::{Call, CallRelay};
+use super::channel::Message;
+use super::config;
+use super::describe::describe;
+use super::details::SessionDetails;
+use super::inflight::{self, Inflight};
+use super::load::Load;
+use super::message::{
+    DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
+};
+use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
+use super::peer_fds::{ConnectionId, PeerFd};
+use super::ring::{RingState, invalid, is_ring_fault, keep_first, ring_size};
+use super::setup::SessionSetup;
+use super::shared_memory::SharedMemory;
+use super::undo::Undo;
+
+/// A front-end's device.
+pub(super) struct Connection {
+    pub(super) setup: SessionSetup,
+    pub(super) memory: SharedMemory,
+    /// The region that marks requests while they are in the device, if the front-end keeps one.
+    pub(super) inflight: Option<Inflight>,
+    pub(super) rings: Vec<RingState>,
+    pub(super) protocol_features: u64,
+    /// True if protocol features were negotiated, so that rings start disabled.
+    pub(super) rings_need_enable: bool,
+    /// The device status (virtio 1.3, section 2.1) that the front-end has set.
+    pub(super) status: u8,
+    /// The socket for messages from the back-end.
+    pub(super) backend_channel: Option<OwnedFd>,
+    /// The socket that messages come from.
+    pub(super) id: ConnectionId,
+    /// The relay for call descriptors that are not eventfds.
+    pub(super) relay: CallRelay,
+    /// The ring of requests that concern the requests in all rings.
+    control_ring: Option<usize>,
+    /// True if the control ring may have to start once the request rings have.
+    control_is_due: bool,
+    /// Rings that stop after the control ring, and the kind of their stop.
+    to_stop: (Range<usize>, StopKind),
+    /// The first failure of a ring to start or stop. A failure that is not the ring's fault has
+    /// precedence.
+    failure: Option<io::Error>,
+}
+
+impl Connection {
+    pub(super) fn new(setup: SessionSetup) -> Self {
+        let roles = (0..setup.device.num_queues()).map(|index| setup.device.queue_role(index));
+        let control_ring = roles.clone().position(|role| role == Some(QueueRole::Control));
+        let rings = roles.map(|_| RingState::default()).collect();
+        Self {
+            setup,
+            memory: SharedMemory::empty(),
+            inflight: None,
+            rings,
+            protocol_features: 0,
+            rings_need_enable: false,
+            status: 0,
+            backend_channel: None,
+            id: ConnectionId::default(),
+            relay: CallRelay::default(),
+            control_ring,
+            control_is_due: false,
+            to_stop: (0..0, StopKind::Final),
+            failure: None,
+        }
+    }
+
+    /// Returns true if the front-end receives the acknowledgements that it requests.
+    pub(super) fn has_reply_ack(&self) -> bool {
+        self.protocol_features & protocol_feature::REPLY_ACK != 0
+    }
+
+    /// Requests that were taken and are not answered.
+    pub(super) fn load(&self) -> Load {
+        Load::from_rings(self.rings.iter().map(RingState::load))
+    }
+
+    /// Returns a ring that the front-end has started without sharing any memory.
+    pub(super) fn ring_without_memory(&self) -> Option<usize> {
+        let has_none = self.memory.map.num_regions() == 0;
+        self.rings.iter().position(RingState::is_up).filter(|_| has_none)
+    }
+
+    /// Describes the front-end's set-up.
+    pub(super) fn describe(&self) -> SessionDetails {
+        describe(&self.setup.device, self.protocol_features, &self.rings, &self.memory.map)
+    }
+
+    /// The number of open descriptors of the front-end's rings, memory and inflight region.
+    pub(super) fn descriptors(&self) -> usize {
+        let of_rings: usize = self.rings.iter().map(RingState::descriptors).sum();
+        let of_inflight = self.inflight.as_ref().map_or(0, |inflight| inflight.files.len());
+        of_rings + self.memory.files.len() + of_inflight
+    }
+
+    pub(super) fn next_avail(&self, queue: usize) -> Option<u16> {
+        self.rings.get(queue)?.next_avail_now()
+    }
+
+    /// Notifies the front-end that the configuration has changed. Returns false if it has not
+    /// negotiated that, or does not read such messages.
+    pub(super) fn send_config_change(&self) -> bool {
+        let channel = self.backend_channel.as_ref();
+        channel.is_some_and(|channel| config::send_change(channel, self.protocol_features))
+    }
+
+    /// Carries out a message.
+    pub(super) fn handle(&mut self, message: Message) -> Outcome {
+        let Message { header, body, fds, lost_fds } = message;
+        if let Some(why) = lost_fds {
+            let text = format!("descriptors of message {} are lost; {why}", header.code);
+            return Outcome::Refuse(Refusal::needing_ack(text));
+        }
+        let request = match Request::decode(header.code, &body) {
+            Ok(request) => request,
+            Err(DecodeError::UnknownCode) => return Outcome::not_offered(header.code),
+            Err(DecodeError::BadBody) => {
+                let text = format!("message {} with {} bytes", header.code, body.len());
+                return Outcome::Refuse(Refusal::needing_ack(text));
+            }
+        };
+        if request.needed_features() & !self.protocol_features != 0 {
+            return Outcome::not_offered(header.code);
+        }
+        let expected = request.expected_fds();
+        if !expected.contains(&fds.len()) {
+            let text = format!("message {} with {} descriptors", header.code, fds.len());
+            return Outcome::Refuse(Refusal::needing_ack(text));
+        }
+        self.carry_out(request, fds).unwrap_or_else(Outcome::Refuse)
+    }
+
+    fn carry_out(&mut self, request: Request, fds: Vec<PeerFd>) -> Result<Outcome, Refusal> {
+        let number = |value: u64| Ok(Outcome::Answer(value.to_ne_bytes().to_vec()));
+        match request {
+            Request::SetOwner => Ok(Outcome::Done),
+            Request::GetFeatures => number(self.setup.device.features() | F_PROTOCOL_FEATURES),
+            Request::GetProtocolFeatures => number(config::protocol_features(&self.setup.device)),
+            Request::GetQueueNum => number(self.rings.len() as u64),
+            Request::GetMaxMemSlots => number(MAX_REGIONS as u64),
+            Request::GetStatus => number(u64::from(self.status)),
+            Request::GetConfig(config) => {
+                Ok(Outcome::Answer(config::read(&self.setup.device, &config)?))
+            }
+            Request::SetConfig(config) => {
+                config::write(&self.setup.device, &config).map(|()| Outcome::Done)
+            }
+            Request::SetProtocolFeatures(features) => self.set_protocol_features(features),
+            Request::SetBackendReqFd => {
+                let channel = fds.into_iter().next().map(|fd| fd.into_unix_socket(&self.id));
+                let channel = channel.transpose()?;
+                if let Some(before) = std::mem::replace(&mut self.backend_channel, channel) {
+                    drop(PeerFd::new(before, Arc::clone(&self.setup.examiner)));
+                }
+                Ok(Outcome::Done)
+            }
+            Request::SetStatus(status) => self.set_status(status),
+            Request::ResetDevice => Ok(self.begin(Change::Reset { keep_writeback: false })),
+            Request::ResetOwner => Ok(self.begin(Change::ResetOwner)),
+            Request::SetFeatures(features) => self.set_features(features),
+            Request::SetMemTable(regions) => Ok(self.map(false, regions, fds, Purpose::Guest)),
+            Request::AddMemReg(region) => Ok(self.map(true, vec![region], fds, Purpose::Guest)),
+            Request::GetInflightFd(area) => {
+                let (area, file) = inflight::make(area, &self.setup.device)?;
+                Ok(Outcome::AnswerWith(area.encode().to_vec(), file))
+            }
+            Request::SetInflightFd(area) => {
+                let InflightArea { size, file_offset, .. } = area;
+                let region = Region { guest_addr: 0, size, user_addr: 0, file_offset };
+                Ok(self.map(false, vec![region], fds, Purpose::Inflight(area)))
+            }
+            Request::RemMemReg(region) => {
+                let memory = self.memory.without(&region).map_err(Refusal::needing_ack)?;
+                Ok(self.begin(Change::Memory(memory)))
+            }
+            ring => self.change_ring(ring, fds.into_iter().next()),
+        }
+    }
+
+    fn change_ring(&mut self, request: Request, fd: Option<PeerFd>) -> Result<Outcome, Refusal> {
+        let eventfd = |fd: Option<PeerFd>, what: &str, index: u8| {
+            fd.map(|fd| fd.into_eventfd(&format!("a {what} of queue {index}"))).transpose()
+        };
+        let change = match request {
+            Request::SetVringNum { index, size } => {
+                Change::Size(self.ring(index)?, ring_size(size)?)
+            }
+            Request::SetVringAddr { index, addresses } => {
+                let index = self.ring(index)?;
+                if self.rings[index].settings.addresses == Some(addresses) {
+                    let undo = self.undo(index..index + 1);
+                    return Ok(self.start(index..index + 1, Start::without_answer(undo)));
+                }
+                Change::Addresses(index, addresses)
+            }
+            Request::SetVringBase { index, base } => {
+                let index = self.ring(index)?;
+                let base = u16::try_from(base).map_err(|_| invalid(format!("ring base {base}")))?;
+                Change::Base(index, base)
+            }
+            Request::GetVringBase { index } => Change::GetBase(self.ring(index)?),
+            Request::SetVringKick { index, .. } => {
+                let ring = self.ring(index.into())?;
+                Change::Kick(ring, eventfd(fd, "kick", index)?.map(Arc::new))
+            }
+            Request::SetVringCall { index, .. } => {
+                let ring = self.ring(index.into())?;
+                let (relay, examiner) = (&mut self.relay, &self.setup.examiner);
+                let call = |fd| Call::new(fd, &format!("a call of queue {index}"), relay, examiner);
+                self.rings[ring].set_call(fd.map(call).transpose()?)?;
+                return Ok(Outcome::Done);
+            }
+            Request::SetVringErr { index, .. } => {
+                let ring = self.ring(index.into())?;
+                self.rings[ring].set_err(eventfd(fd, "err", index)?)?;
+                return Ok(Outcome::Done);
+            }
+            Request::SetVringEnable { index, value } => {
+                let index = self.ring(index)?;
+                match value {
+                    _ if !self.rings_need_enable => {
+                        let text = "a ring is enabled or disabled, and protocol features were \
+                                    not negotiated";
+                        return Err(Refusal::needing_ack(text));
+                    }
+                    0 => Change::Disable(index),
+                    1 => {
+                        let undo = self.undo(index..index + 1);
+                        self.rings[index].settings.enabled = true;
+                        return Ok(self.start(index..index + 1, Start::without_answer(undo)));
+                    }
+                    _ => return Err(Refusal::needing_ack(format!("ring enable {value}"))),
+                }
+            }
+            _ => unreachable!("it is about a ring"),
+        };
+        Ok(self.begin(change))
+    }
+
+    /// The index of a ring, if the ring exists.
+    fn ring(&self, index: u32) -> io::Result<usize> {
+        let count = self.rings.len();
+        let ring = index as usize;
+        if ring < count {
+            Ok(ring)
+        } else {
+            Err(invalid(format!("queue {index}, but there are {count}")))
+        }
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
+        let unknown = features & !config::protocol_features(&self.setup.device);
+        if unknown != 0 {
+            let text = format!("protocol features {unknown:#x}, which were not offered");
+            return Err(Refusal::needing_ack(text));
+        }
+        let region = protocol_feature::INFLIGHT_SHMFD;
+        if features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0 && features & region == 0 {
+            let text = "requests may be left in an inflight region, and there can be none";
+            return Err(Refusal::needing_ack(text));
+        }
+        self.protocol_features = features;
+        Ok(Outcome::Done)
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
+        let unknown = features & !(self.setup.device.features() | F_PROTOCOL_FEATURES);
+        if unknown != 0 {
+            let text = format!("features {unknown:#x}, which were not offered");
+            return Err(Refusal::needing_ack(text));
+        }
+        Ok(self.begin(Change::Features(features)))
+    }
+
+    fn set_status(&mut self, status: u64) -> Result<Outcome, Refusal> {
+        let status = u8::try_from(status)
+            .map_err(|_| Refusal::needing_ack(format!("device status {status:#x}")))?;
+        if status == 0 {
+            // Front-ends also send status 0 to pause their guest. Its driver does not notice, and
+            // keeps its `writeback`.
+            return Ok(self.begin(Change::Reset { keep_writeback: true }));
+        }
+        self.status = status;
+        Ok(Outcome::Done)
+    }
+
+    /// Maps regions: alone, or beside the present ones.
+    fn map(
+        &mut self,
+        beside: bool,
+        regions: Vec<Region>,
+        fds: Vec<PeerFd>,
+        purpose: Purpose,
+    ) -> Outcome {
+        // With all other rules no file system is asked before the file is known to be memory.
+        let waits =
+            self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(PeerFd::is_sealable);
+        let rules = self.setup.rules.clone();
+        let SharedMemory { map, files } = &self.memory;
+        let before = beside.then(|| (Arc::clone(map), files.clone()));
+        let map = move || SharedMemory::map(before, &regions, fds, &rules);
+        if waits {
+            let map = self.setup.examiner.map(map);
+            map.wake(&self.setup.waker);
+            return Outcome::Later(Work::Map(map, purpose));
+        }
+        match map() {
+            Ok(memory) => self.mapped(memory, purpose),
+            Err(error) => Outcome::Refuse(error.into()),
+        }
+    }
+
+    /// Continues with memory that was mapped.
+    pub(super) fn mapped(&mut self, memory: SharedMemory, purpose: Purpose) -> Outcome {
+        let Purpose::Inflight(area) = purpose else { return self.begin(Change::Memory(memory)) };
+        match Inflight::new(area, memory) {
+            Ok(inflight) => self.begin(Change::Inflight(inflight)),
+            Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
+        }
+    }
+
+    /// Begins a change: the rings that it concerns stop first.
+    pub(super) fn begin(&mut self, change: Change) -> Outcome {
+        self.begin_stop(change.rings(self.rings.len()), self.stop_kind(&change));
+        Outcome::Later(Work::Stop(change))
+    }
+
+    /// Makes a change, now that its rings have stopped, and begins to start the rings that should
+    /// run.
+    pub(super) fn apply(&mut self, change: Change) -> Outcome {
+        let rings = change.rings(self.rings.len());
+        let mut undo = Some(self.undo(rings.clone()));
+        let (mut answer, mut unmapped) = (Ok(None), None);
+        match change {
+            Change::Features(features) => {
+                let device = &self.setup.device;
+                if let Err(error) = device.set_features(features & !F_PROTOCOL_FEATURES) {
+                    return Outcome::Refuse(error.into());
+                }
+                self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
+                let enables = !self.rings_need_enable;
+                self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
+            }
+            Change::Memory(memory) => {
+                let before = std::mem::replace(&mut self.memory, memory);
+                unmapped = self.unmap(before);
+                // Rings may not fit: a region that grows is removed and added again.
+                undo = None;
+            }
+            Change::Inflight(region) => {
+                self.inflight = Some(region.restore_writeback(&self.setup.device))
+            }
+            Change::Size(index, size) => self.rings[index].settings.size = size,
+            Change::Addresses(index, addresses) => {
+                self.rings[index].settings.addresses = Some(addresses);
+            }
+            Change::Base(index, base) => {
+                let before = std::mem::replace(&mut self.rings[index].next_avail, base);
+                undo = undo.map(|undo| undo.with_base(before));
+            }
+            Change::Kick(index, kick) => {
+                let ring = &mut self.rings[index].settings;
+                ring.kick = kick;
+                ring.started = true;
+                ring.enabled |= !self.rings_need_enable;
+            }
+            Change::GetBase(index) => {
+                let ring = &mut self.rings[index];
+                ring.set_stopped();
+                let state = [fits(index, "the number of a queue"), ring.next_avail.into()];
+                answer = Ok(Some(state.map(u32::to_ne_bytes).concat()));
+            }
+            Change::Disable(index) => self.rings[index].settings.enabled = false,
+            Change::ResetOwner => self.rings.iter_mut().for_each(RingState::set_stopped),
+            Change::Reset { keep_writeback } => {
+                self.rings.iter_mut().for_each(RingState::reset);
+                self.status = 0;
+                if !keep_writeback {
+                    self.setup.device.reset();
+                }
+            }
+            Change::Restore(before, refusal) => {
+                self.inflight = (*before.inflight).clone();
+                self.rings_need_enable = before.restore(&mut self.rings, &self.setup.device);
+                (undo, answer) = (None, Err(refusal));
+            }
+        }
+        self.start(rings, Start { answer, undo, unmapped })
+    }
+
+    fn undo(&self, rings: Range<usize>) -> Undo {
+        let Self { inflight, setup, rings_need_enable, .. } = self;
+        Undo::new(&self.rings, rings, &setup.device, inflight.as_ref(), *rings_need_enable)
+    }
+
+    fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
+        let control = self.control_ring;
+        rings.filter(|ring| Some(*ring) != control).for_each(|ring| self.start_ring(ring));
+        self.control_is_due = true;
+        Outcome::Later(Work::Start(start))
+    }
+
+    fn start_ring(&mut self, ring: usize) {
+        let SessionSetup { device, threads, waker, .. } = &self.setup;
+        let index = fits(ring, "the number of a queue");
+        let thread = &threads[ring % threads.len()];
+        let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
+        let (memory, ring) = (&self.memory.map, &mut self.rings[ring]);
+        if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
+            keep_first(&mut self.failure, error);
+        }
+    }
+
+    /// Begins to start the control ring, if there is one, once all other started rings run: task
+    /// management concerns the tasks in them.
+    fn start_control(&mut self) {
+        let Some(control) = self.control_ring else { return };
+        let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
+        if others.all(|(_, ring)| !ring.settings.started || ring.is_running()) {
+            self.start_ring(control);
+        }
+    }
+
+    /// Ready once all rings have started or stopped, as requested. An error: one has not.
+    pub(super) fn settle(&mut self) -> Poll<io::Result<()>> {
+        if self.progress() {
+            return Poll::Pending;
+        }
+        if std::mem::take(&mut self.control_is_due) && self.failure.is_none() {
+            self.start_control();
+            if self.progress() {
+                return Poll::Pending;
+            }
+        }
+        Poll::Ready(self.failure.take().map_or(Ok(()), Err))
+    }
+
+    /// The outcome for the front-end when rings have started.
+    pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
+        match (result, start) {
+            (Err(error), Start { undo: Some(undo), .. }) => {
+                self.begin(Change::Restore(undo, error.into()))
+            }
+            // Without the queue the guest would hang. If the ring itself does not fit, the memory
+            // may still change.
+            (Err(error), Start { undo: None, .. }) if !is_ring_fault(&error) => {
+                Outcome::End(error.to_string())
+            }
+            (_, Start { unmapped: Some(unmapped), .. }) => Outcome::Later(Work::Unmap(unmapped)),
+            (_, Start { answer: Ok(Some(answer)), .. }) => Outcome::Answer(answer),
+            (_, Start { answer: Ok(None), .. }) => Outcome::Done,
+            (_, Start { answer: Err(refusal), .. }) => Outcome::Refuse(refusal),
+        }
+    }
+
+    /// Drops everything that the front-end has brought and its driver has negotiated. The result
+    /// comes when its memory is unmapped; `None`: it is.
+    pub(super) fn release(&mut self) -> Option<oneshot::Receiver<()>> {
+        let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
+        self.rings.clear();
+        self.relay = CallRelay::default();
+        self.inflight = None;
+        if let Some(channel) = self.backend_channel.take() {
+            drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
+        }
+        self.setup.device.reset();
+        self.unmap(memory)
+    }
+
+    fn unmap(&self, memory: SharedMemory) -> Option<oneshot::Receiver<()>> {
+        let unmapped = self.setup.examiner.unmap(memory.map);
+        unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
+    }
+}
+
+#[cfg(test)]
+mod tests;

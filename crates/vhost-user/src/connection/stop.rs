@@ -1,0 +1,104 @@
+//! The order in which rings stop: the control ring before the request rings.
+//!
+//! Task management waits for the requests in the request rings, also for chains that are not popped
+//! yet. If these rings stopped first, it would fail, and the driver would escalate.
+
+use std::ops::Range;
+
+use device::StopKind;
+
+use super::Connection;
+use crate::message::protocol_feature;
+use crate::outcome::Change;
+use crate::ring::{RingProgress, keep_first};
+
+impl Connection {
+    /// The handling of waiting requests when rings stop for a change.
+    pub(super) fn stop_kind(&self, change: &Change) -> StopKind {
+        let negotiated = self.protocol_features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0;
+        match change {
+            // QEMU disables a ring before it asks for its base.
+            Change::GetBase(_) | Change::Disable(_) if negotiated && self.inflight.is_some() => {
+                StopKind::KeepInflight
+            }
+            // Waiting requests have their buffers in the previous memory. They begin again in the
+            // new one.
+            Change::Memory(_) if self.inflight.is_some() => StopKind::KeepInflight,
+            _ => StopKind::Final,
+        }
+    }
+
+    /// Begins to stop these rings, the control ring first if it is one of them.
+    pub(super) fn begin_stop(&mut self, rings: Range<usize>, kind: StopKind) {
+        self.to_stop = (rings, kind);
+        self.continue_stop();
+    }
+
+    fn continue_stop(&mut self) {
+        let (waker, (to_stop, kind)) = (&self.setup.waker, &self.to_stop);
+        if let Some(control) = self.control_ring
+            && to_stop.contains(&control)
+            && !self.rings[control].is_stopped()
+        {
+            self.rings[control].begin_stop(*kind, waker);
+            return;
+        }
+        self.stop_remaining();
+    }
+
+    /// Stops the remaining rings without waiting for the control ring: the front-end is gone, and
+    /// another process may serve its guest.
+    pub(crate) fn stop_remaining(&mut self) {
+        let waker = &self.setup.waker;
+        for ring in std::mem::take(&mut self.to_stop.0) {
+            self.rings[ring].begin_stop(self.to_stop.1, waker);
+        }
+    }
+
+    /// Takes the answers of IoThreads. Returns true while one is missing.
+    pub(super) fn progress(&mut self) -> bool {
+        loop {
+            let is_busy = self.poll_rings();
+            if is_busy || self.to_stop.0.is_empty() {
+                return is_busy;
+            }
+            self.continue_stop();
+        }
+    }
+
+    fn poll_rings(&mut self) -> bool {
+        let mut is_busy = false;
+        for ring in &mut self.rings {
+            match ring.progress() {
+                RingProgress::Settled => {}
+                RingProgress::Busy => is_busy = true,
+                RingProgress::Failed(error) => keep_first(&mut self.failure, error),
+            }
+        }
+        is_busy
+    }
+
+    /// Stops all rings for good, in any state. If the front-end is gone, all stop at once, because
+    /// another process may serve its guest. Returns true when all have stopped.
+    pub(crate) fn stop_for_good(&mut self, is_gone: bool) -> bool {
+        self.to_stop.0 = 0..0;
+        if let Some(control) = self.control_ring
+            && !is_gone
+            && !self.end_ring(control)
+        {
+            return false;
+        }
+        let ended = (0..self.rings.len()).filter(|&ring| self.end_ring(ring));
+        ended.count() == self.rings.len()
+    }
+
+    fn end_ring(&mut self, ring: usize) -> bool {
+        let ring = &mut self.rings[ring];
+        // A ring that was starting is stopped when it has started.
+        while {
+            ring.begin_end(&self.setup.waker);
+            !matches!(ring.progress(), RingProgress::Busy) && ring.is_running()
+        } {}
+        ring.is_stopped()
+    }
+}

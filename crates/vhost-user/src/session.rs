@@ -1,0 +1,495 @@
+//! One front-end's connection, from its first byte to its end, as a state machine that never waits.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use device::oneshot;
+use rustix::event::PollFlags;
+
+use super::channel::{Channel, MESSAGE_LIMIT, Received};
+use super::connection::Connection;
+use super::details::SessionDetails;
+use super::load::Load;
+use super::message::{Header, code};
+use super::outcome::{Outcome, Refusal, Work};
+use super::passed_fds::PassedFds;
+use super::ring::is_ring_fault;
+use super::session_state::{RestoredSession, SessionState};
+use super::setup::SessionSetup;
+
+/// The time that a front-end may be connected without a message, because another may wait for its
+/// place.
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+
+/// The acknowledgement of a message that was carried out.
+const ACK: [u8; 8] = 0_u64.to_ne_bytes();
+/// The answer to a message that was not carried out.
+const NACK: [u8; 8] = 1_u64.to_ne_bytes();
+
+/// The result of a call of [`Session::progress`].
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub enum SessionProgress {
+    /// Nothing to do until the socket is ready as [`Session::interest`] says, the waker is woken or
+    /// [`Session::deadline`] has come.
+    Waiting,
+    /// A message was answered. More may have come.
+    Handled,
+    /// A message was refused, for this reason, and the connection continues. More may have come.
+    Refused(String),
+    /// After a pause a ring cannot start again, for this reason, and the connection continues.
+    RingLost(String),
+    /// The session is over: all requests are answered, and the connection is closed.
+    Ended(End),
+}
+
+/// The reason that a session has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum End {
+    /// The export ended it.
+    Asked,
+    /// The front-end has disconnected, perhaps by an error.
+    Gone(Option<String>),
+    /// The front-end violated the protocol, was too slow, or cannot be served any longer.
+    Dropped(String),
+}
+
+/// A connected front-end. A session has no thread and no clock: its driver calls
+/// [`progress`](Self::progress) whenever work may be due.
+pub struct Session {
+    channel: Channel,
+    connection: Connection,
+    stage: Stage,
+    /// The deadline of the first message. `None` once it has come.
+    silence: Option<Instant>,
+    /// True if the session is to pause before the next message.
+    pause_requested: bool,
+    /// True if the front-end is to read the configuration space again after the pause.
+    config_changed: bool,
+}
+
+enum Stage {
+    /// The next message may come.
+    Ready,
+    /// A message waits for queues to stop or start, or for its memory. The front-end waits too.
+    Working {
+        header: Header,
+        work: Work,
+        since: Instant,
+    },
+    /// Queues stop, between two messages.
+    Pausing,
+    /// No queue runs, and no message is read.
+    Paused,
+    /// Queues start again as they were.
+    Resuming,
+    /// Queues stop for good.
+    Ending(End),
+    /// The connection is closed. The front-end's memory is unmapped before the next one is
+    /// accepted.
+    Unmapping {
+        end: End,
+        unmapped: oneshot::Receiver<()>,
+        since: Instant,
+    },
+    Ended,
+}
+
+impl Session {
+    /// Starts a session on a connected socket, which may be blocking.
+    #[must_use]
+    pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
+        let channel = Channel::new(socket, Arc::clone(&setup.examiner));
+        let mut connection = Connection::new(setup);
+        connection.id = channel.connection_id();
+        Self {
+            channel,
+            connection,
+            stage: Stage::Ready,
+            silence: Some(now + SILENCE_LIMIT),
+            pause_requested: false,
+            config_changed: false,
+        }
+    }
+
+    /// Takes over a session that another process has [paused](Self::begin_pause) and [handed
+    /// over](Self::hand_over). The new session is paused too.
+    ///
+    /// # Errors
+    ///
+    /// If this device or process cannot continue the session.
+    pub fn take_over(
+        state: SessionState,
+        setup: SessionSetup,
+        fds: &mut PassedFds,
+        now: Instant,
+    ) -> io::Result<Self> {
+        let silence = (!state.is_patient).then_some(now + SILENCE_LIMIT);
+        let RestoredSession { channel, connection, config_changed } =
+            state.take_over(setup, fds, now)?;
+        let stage = Stage::Paused;
+        Ok(Self { channel, connection, stage, silence, pause_requested: true, config_changed })
+    }
+
+    /// Begins to pause: the session finishes its current message, stops reading, and stops its
+    /// queues. The front-end notices only the pause.
+    pub fn begin_pause(&mut self) {
+        self.pause_requested = true;
+    }
+
+    /// Returns true if waiting requests do not delay a pause.
+    pub fn leaves_waiting(&self) -> bool {
+        self.connection.leaves_waiting()
+    }
+
+    /// Returns true if the session has paused.
+    pub fn is_paused(&self) -> bool {
+        matches!(self.stage, Stage::Paused)
+    }
+
+    /// Ends a pause, or cancels one that was to come.
+    pub fn begin_resume(&mut self) {
+        self.channel.lend(false);
+        self.pause_requested = false;
+    }
+
+    /// Returns true if all rings that were to start again have.
+    pub fn has_resumed(&self) -> bool {
+        !matches!(self.stage, Stage::Pausing | Stage::Paused | Stage::Resuming)
+    }
+
+    /// Describes the session, which is paused, for another process.
+    ///
+    /// # Errors
+    ///
+    /// If no descriptor is left.
+    pub fn hand_over(&self, fds: &mut PassedFds) -> io::Result<SessionState> {
+        assert!(self.is_paused(), "a queue may run");
+        SessionState::new(&self.channel, &self.connection, self.silence.is_none(), fds)
+    }
+
+    /// Lets the front-end be silent for ever, because no other waits for its place.
+    #[must_use]
+    pub fn without_silence_limit(self) -> Self {
+        Self { silence: None, ..self }
+    }
+
+    /// Does the work that is due, at most one message of it. Never waits.
+    pub fn progress(&mut self, now: Instant) -> SessionProgress {
+        match std::mem::replace(&mut self.stage, Stage::Ended) {
+            Stage::Ready if self.pause_requested => {
+                self.connection.begin_pause();
+                self.stage = Stage::Pausing;
+                self.progress(now)
+            }
+            Stage::Ready => {
+                self.stage = Stage::Ready;
+                self.listen(now)
+            }
+            Stage::Working { .. } | Stage::Resuming if self.channel.is_hung_up() => {
+                self.end(End::Gone(None));
+                self.progress(now)
+            }
+            stage @ (Stage::Pausing | Stage::Paused | Stage::Resuming) => self.pause(stage, now),
+            Stage::Working { header, work, since } => {
+                self.conclude(header, Outcome::Later(work), since, now)
+            }
+            Stage::Ending(end) if self.connection.stop_for_good(self.channel.is_hung_up()) => {
+                let unmapped = self.connection.release();
+                self.channel.shut_down();
+                let Some(unmapped) = unmapped else { return SessionProgress::Ended(end) };
+                self.stage = Stage::Unmapping { end, unmapped, since: now };
+                self.progress(now)
+            }
+            Stage::Unmapping { end, unmapped, since } => {
+                if unmapped.check() == Poll::Pending && now < since + MESSAGE_LIMIT {
+                    self.stage = Stage::Unmapping { end, unmapped, since };
+                    return SessionProgress::Waiting;
+                }
+                SessionProgress::Ended(end)
+            }
+            Stage::Ending(end) => {
+                self.stage = Stage::Ending(end);
+                SessionProgress::Waiting
+            }
+            Stage::Ended => SessionProgress::Waiting,
+        }
+    }
+
+    /// Continues with a pause, or with its end.
+    fn pause(&mut self, stage: Stage, now: Instant) -> SessionProgress {
+        let is_gone = self.channel.is_hung_up();
+        if self.pause_requested && !matches!(stage, Stage::Resuming) {
+            if is_gone {
+                self.connection.stop_remaining();
+            }
+            let settled = self.connection.settle();
+            self.stage = if settled.is_pending() { stage } else { Stage::Paused };
+            let Poll::Ready(Err(error)) = settled else { return SessionProgress::Waiting };
+            self.end(End::Dropped(error.to_string()));
+            return self.progress(now);
+        }
+        if is_gone {
+            self.end(End::Gone(None));
+            return self.progress(now);
+        }
+        if std::mem::take(&mut self.config_changed) {
+            self.connection.send_config_change();
+        }
+        if !matches!(stage, Stage::Resuming) {
+            self.connection.begin_resume();
+        }
+        self.stage = Stage::Resuming;
+        match self.connection.resume() {
+            Poll::Pending => return SessionProgress::Waiting,
+            Poll::Ready(Ok(())) => {}
+            Poll::Ready(Err(error)) if is_ring_fault(&error) => {
+                self.stage = Stage::Ready;
+                return SessionProgress::RingLost(error.to_string());
+            }
+            Poll::Ready(Err(error)) => {
+                self.end(End::Dropped(error.to_string()));
+                return self.progress(now);
+            }
+        }
+        self.stage = Stage::Ready;
+        SessionProgress::Handled
+    }
+
+    /// Begins to disconnect the front-end. The hang-up comes only when all its requests are
+    /// answered, because the front-end then reads from the rings where to continue.
+    pub fn begin_end(&mut self) {
+        self.end(End::Asked);
+    }
+
+    /// Closes the connection of an ending session before its requests are answered. They are
+    /// finished regardless; a front-end that reads from the rings where to continue may repeat
+    /// them.
+    pub fn disconnect(&self) {
+        self.channel.shut_down();
+    }
+
+    /// The events to poll the socket for. If empty, only a hang-up shows; `None`: do not poll.
+    #[must_use]
+    pub fn interest(&self) -> Option<PollFlags> {
+        match self.stage {
+            Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
+            Stage::Ready => Some(PollFlags::IN),
+            // Rings may run. If the front-end goes away, they must stop.
+            Stage::Working { .. } | Stage::Pausing | Stage::Resuming | Stage::Ending(_) => {
+                (!self.channel.was_hung_up()).then_some(PollFlags::empty())
+            }
+            Stage::Paused | Stage::Unmapping { .. } | Stage::Ended => None,
+        }
+    }
+
+    /// The time at which [`progress`](Self::progress) must be called even without an event.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        match &self.stage {
+            Stage::Ready => self.next_deadline().map(|(deadline, _)| deadline),
+            Stage::Working { work: Work::Map(..) | Work::Unmap(_), since, .. }
+            | Stage::Unmapping { since, .. } => Some(*since + MESSAGE_LIMIT),
+            Stage::Pausing | Stage::Paused | Stage::Resuming => None,
+            Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
+        }
+    }
+
+    /// Returns true if the session has begun to end.
+    pub fn is_ending(&self) -> bool {
+        matches!(self.stage, Stage::Ending(_) | Stage::Unmapping { .. } | Stage::Ended)
+    }
+
+    /// The number of open descriptors of the front-end's rings, memory and inflight region.
+    pub fn descriptors(&self) -> usize {
+        self.connection.descriptors()
+    }
+
+    /// Describes the front-end's set-up.
+    pub fn describe(&self) -> SessionDetails {
+        self.connection.describe()
+    }
+
+    /// Returns a ring that the front-end has started without sharing any memory.
+    pub fn ring_without_memory(&self) -> Option<usize> {
+        self.connection.ring_without_memory()
+    }
+
+    /// The requests that the session has to finish.
+    #[must_use]
+    pub fn load(&self) -> Load {
+        self.connection.load()
+    }
+
+    /// Notifies the front-end that the configuration space has changed. Returns false if it has not
+    /// negotiated that (`BACKEND_REQ`, `CONFIG`), or does not read such messages.
+    pub fn send_config_change(&self) -> bool {
+        self.connection.send_config_change()
+    }
+
+    /// The avail entry that a queue pops next. `None` while the queue is started or stopped, or has
+    /// no room for chains.
+    #[must_use]
+    pub fn next_avail(&self, queue: usize) -> Option<u16> {
+        self.connection.next_avail(queue)
+    }
+
+    fn end(&mut self, end: End) {
+        if !matches!(self.stage, Stage::Ending(_) | Stage::Unmapping { .. }) {
+            self.stage = Stage::Ending(end);
+        }
+    }
+
+    fn next_deadline(&self) -> Option<(Instant, &'static str)> {
+        let silence = self.silence.map(|deadline| (deadline, "it has sent no message"));
+        self.channel.deadline().or(silence)
+    }
+
+    fn listen(&mut self, now: Instant) -> SessionProgress {
+        let received = match self.channel.flush(now) {
+            Ok(true) => self.channel.receive(now, self.connection.descriptors()),
+            Ok(false) => Received::Nothing,
+            Err(error) => Received::Closed(Some(error)),
+        };
+        let end = match received {
+            Received::Message(message) => {
+                self.silence = None;
+                let header = message.header;
+                let outcome = self.connection.handle(message);
+                return self.conclude(header, outcome, now, now);
+            }
+            Received::Nothing => match self.next_deadline() {
+                Some((deadline, what)) if now >= deadline => End::Dropped(what.to_owned()),
+                _ => return SessionProgress::Waiting,
+            },
+            Received::Closed(error) => End::Gone(error.map(|error| error.to_string())),
+            Received::Invalid(what) => End::Dropped(what),
+        };
+        self.end(end);
+        self.progress(now)
+    }
+
+    /// Continues with a message until it is answered or has to wait.
+    fn conclude(
+        &mut self,
+        header: Header,
+        mut outcome: Outcome,
+        since: Instant,
+        now: Instant,
+    ) -> SessionProgress {
+        let refusal = loop {
+            if !matches!(outcome, Outcome::Later(_))
+                && let Some(inflight) = &self.connection.inflight
+            {
+                inflight.store_writeback(&self.connection.setup.device);
+            }
+            match outcome {
+                Outcome::Later(work) => match self.step(work, since, now) {
+                    Ok(next) => outcome = next,
+                    Err(work) => {
+                        self.stage = Stage::Working { header, work, since };
+                        return SessionProgress::Waiting;
+                    }
+                },
+                Outcome::Answer(body) => return self.answer(header, &body, None, now),
+                Outcome::AnswerWith(body, fd) => {
+                    return self.answer_with(header, &body, Some(fd), None, now);
+                }
+                Outcome::Done if self.wants_ack(header) => {
+                    return self.answer(header, &ACK, None, now);
+                }
+                Outcome::Done => {
+                    self.stage = Stage::Ready;
+                    return SessionProgress::Handled;
+                }
+                Outcome::Refuse(refusal) => break refusal,
+                Outcome::End(why) => {
+                    self.end(End::Dropped(why));
+                    return self.progress(now);
+                }
+            }
+        };
+        let Refusal { text, needs_ack } = refusal;
+        if header.code == code::GET_CONFIG {
+            // An answer without data refuses a read.
+            return self.answer(header, &[], Some(text), now);
+        }
+        if self.wants_ack(header) && !header.has_answer() {
+            return self.answer(header, &NACK, Some(text), now);
+        }
+        if needs_ack || header.has_answer() {
+            self.end(End::Dropped(text));
+            return self.progress(now);
+        }
+        self.stage = Stage::Ready;
+        SessionProgress::Refused(text)
+    }
+
+    /// Takes the next step of the work. Returns it as an error while it still has to wait.
+    fn step(&mut self, work: Work, since: Instant, now: Instant) -> Result<Outcome, Work> {
+        match work {
+            Work::Map(map, purpose) => match map.check() {
+                Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Map(map, purpose)),
+                Poll::Ready(Some(Ok(memory))) => Ok(self.connection.mapped(memory, purpose)),
+                Poll::Ready(Some(Err(error))) => Ok(Outcome::Refuse(error.into())),
+                Poll::Pending | Poll::Ready(None) => {
+                    let text = "its memory does not answer: the file system behind it hangs";
+                    Ok(Outcome::Refuse(Refusal::needing_ack(text)))
+                }
+            },
+            Work::Unmap(unmapped) => match unmapped.check() {
+                Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Unmap(unmapped)),
+                _ => Ok(Outcome::Done),
+            },
+            Work::Stop(change) => match self.connection.settle() {
+                Poll::Pending => Err(Work::Stop(change)),
+                Poll::Ready(Ok(())) => Ok(self.connection.apply(change)),
+                Poll::Ready(Err(error)) => Ok(Outcome::Refuse(error.into())),
+            },
+            Work::Start(start) => match self.connection.settle() {
+                Poll::Pending => Err(Work::Start(start)),
+                Poll::Ready(result) => Ok(self.connection.started(start, result)),
+            },
+        }
+    }
+
+    fn wants_ack(&self, header: Header) -> bool {
+        header.needs_reply() && self.connection.has_reply_ack()
+    }
+
+    fn answer(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        refused: Option<String>,
+        now: Instant,
+    ) -> SessionProgress {
+        self.answer_with(header, body, None, refused, now)
+    }
+
+    fn answer_with(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        fd: Option<OwnedFd>,
+        refused: Option<String>,
+        now: Instant,
+    ) -> SessionProgress {
+        self.stage = Stage::Ready;
+        if let Err(error) = self.channel.send(header.reply(body.len()), body, fd, now) {
+            self.end(End::Gone(Some(error.to_string())));
+            return self.progress(now);
+        }
+        refused.map_or(SessionProgress::Handled, SessionProgress::Refused)
+    }
+}
+
+impl AsFd for Session {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+}

@@ -1,0 +1,284 @@
+//! The state of a session that is handed over to another process. The front-end does not notice.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use device::Negotiated;
+use serde::{Deserialize, Serialize};
+
+use super::call::{Call, CallRelay};
+use super::channel::Channel;
+use super::config;
+use super::connection::Connection;
+use super::inflight::Inflight;
+use super::message::{InflightArea, Region, RingAddresses};
+use super::passed_fds::{FdIndex, PassedFds};
+use super::peer_fds::PeerFd;
+use super::ring::{RingState, invalid};
+use super::setup::SessionSetup;
+use super::shared_memory::{MemoryFile, SharedMemory};
+
+/// A session whose queues do not run, between two messages.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct SessionState {
+    channel: ChannelState,
+    /// True if the front-end may be silent.
+    pub(super) is_patient: bool,
+    protocol_features: u64,
+    rings_need_enable: bool,
+    status: u8,
+    negotiated: Negotiated,
+    memory: Vec<RegionState>,
+    inflight: Option<InflightState>,
+    backend_channel: Option<FdIndex>,
+    rings: Vec<RingFields>,
+}
+
+/// The connection, with the read part of the next message and the unsent part of the last answer.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct ChannelState {
+    socket: FdIndex,
+    input: Vec<u8>,
+    fds: Vec<FdIndex>,
+    lost_fds: Option<String>,
+    output: Vec<u8>,
+    output_fd: Option<FdIndex>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct RegionState {
+    guest_addr: u64,
+    size: u64,
+    user_addr: u64,
+    file_offset: u64,
+    file: FdIndex,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct InflightState {
+    memory: Vec<RegionState>,
+    queues: u16,
+    queue_size: u16,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct RingFields {
+    size: u16,
+    /// Addresses of the descriptor table, the avail ring and the used ring.
+    addresses: Option<[u64; 3]>,
+    started: bool,
+    enabled: bool,
+    next_avail: u16,
+    kick: Option<FdIndex>,
+    call: Option<FdIndex>,
+    err: Option<FdIndex>,
+}
+
+/// The parts of a session that was taken over.
+pub(super) struct RestoredSession {
+    pub(super) channel: Channel,
+    pub(super) connection: Connection,
+    /// True if the front-end should read the configuration again.
+    pub(super) config_changed: bool,
+}
+
+impl SessionState {
+    /// Describes a session whose queues do not run.
+    pub(super) fn new(
+        channel: &Channel,
+        connection: &Connection,
+        is_patient: bool,
+        fds: &mut PassedFds,
+    ) -> io::Result<Self> {
+        let memory = RegionState::all(&connection.memory.files, fds)?;
+        let inflight =
+            connection.inflight.as_ref().map(|inflight| InflightState::from_region(inflight, fds));
+        let inflight = inflight.transpose()?;
+        let rings = connection.rings.iter().map(|ring| RingFields::from_ring(ring, fds));
+        let rings = rings.collect::<io::Result<_>>()?;
+        Ok(Self {
+            channel: ChannelState::from_channel(channel, fds)?,
+            is_patient,
+            protocol_features: connection.protocol_features,
+            rings_need_enable: connection.rings_need_enable,
+            status: connection.status,
+            negotiated: connection.setup.device.negotiated(),
+            memory,
+            inflight,
+            backend_channel: fds
+                .put_some("back-end channel", connection.backend_channel.as_ref())?,
+            rings,
+        })
+    }
+
+    /// Takes the session over, as far as that has no effect: no queue runs yet.
+    ///
+    /// # Errors
+    ///
+    /// If this device or process cannot continue the session.
+    pub(super) fn take_over(
+        self,
+        setup: SessionSetup,
+        fds: &mut PassedFds,
+        now: Instant,
+    ) -> io::Result<RestoredSession> {
+        let offered = config::protocol_features(&setup.device);
+        if self.protocol_features & !offered != 0 {
+            let unknown = self.protocol_features & !offered;
+            return Err(invalid(format!("protocol features {unknown:#x} are not offered here")));
+        }
+        let mut connection = Connection::new(setup);
+        if self.rings.len() != connection.rings.len() {
+            let (theirs, ours) = (self.rings.len(), connection.rings.len());
+            return Err(invalid(format!("the device has {ours} queues and not {theirs}")));
+        }
+        let config_changed = connection.setup.device.take_over(&self.negotiated)?;
+        connection.protocol_features = self.protocol_features;
+        connection.rings_need_enable = self.rings_need_enable;
+        connection.status = self.status;
+        connection.backend_channel = fds.take_some(self.backend_channel)?;
+        connection.memory = RegionState::map(self.memory, &connection.setup, fds)?;
+        if let Some(inflight) = self.inflight {
+            connection.inflight = Some(inflight.map(&connection.setup, fds)?);
+        }
+        let Connection { rings, relay, setup, .. } = &mut connection;
+        for (ring, fields) in rings.iter_mut().zip(self.rings) {
+            // A ring that does not fit into the memory did not run in the old process either.
+            fields.take_over(ring, relay, setup, fds)?;
+            ring.set_paused();
+        }
+        let channel = self.channel.take_over(&connection.setup, fds, now)?;
+        connection.id = channel.connection_id();
+        Ok(RestoredSession { channel, connection, config_changed })
+    }
+}
+
+impl ChannelState {
+    fn from_channel(channel: &Channel, fds: &mut PassedFds) -> io::Result<Self> {
+        let socket = fds.put("connection", channel)?;
+        let of_message = channel.fds.iter().map(|fd| fds.put("of a message", fd));
+        Ok(Self {
+            socket,
+            input: channel.input.clone(),
+            fds: of_message.collect::<io::Result<_>>()?,
+            lost_fds: channel.lost_fds.clone(),
+            output: channel.output.clone(),
+            output_fd: fds.put_some("of an answer", channel.output_fd.as_ref())?,
+        })
+    }
+
+    fn take_over(
+        self,
+        setup: &SessionSetup,
+        fds: &mut PassedFds,
+        now: Instant,
+    ) -> io::Result<Channel> {
+        let examiner = &setup.examiner;
+        let socket = UnixStream::from(fds.take(self.socket)?);
+        let mut channel = Channel::new(socket, Arc::clone(examiner));
+        channel.lend(true);
+        for place in self.fds {
+            channel.fds.push(PeerFd::new(fds.take(place)?, Arc::clone(examiner)));
+        }
+        channel.lost_fds = self.lost_fds;
+        channel.output_fd = fds.take_some(self.output_fd)?;
+        channel.restore(self.input, self.output, now);
+        Ok(channel)
+    }
+}
+
+impl InflightState {
+    fn from_region(inflight: &Inflight, fds: &mut PassedFds) -> io::Result<Self> {
+        let InflightArea { queues, queue_size, .. } = inflight.area;
+        Ok(Self { memory: RegionState::all(&inflight.files, fds)?, queues, queue_size })
+    }
+
+    fn map(self, setup: &SessionSetup, fds: &mut PassedFds) -> io::Result<Inflight> {
+        let Self { memory, queues, queue_size } = self;
+        let memory = RegionState::map(memory, setup, fds)?;
+        let [file] = &memory.files[..] else {
+            return Err(invalid("an inflight region is one".to_owned()));
+        };
+        let Region { size, file_offset, .. } = file.region;
+        let area = InflightArea { size, file_offset, queues, queue_size };
+        Inflight::new(area, memory).map_err(|error| invalid(error.to_string()))
+    }
+}
+
+impl RegionState {
+    fn all(files: &[MemoryFile], fds: &mut PassedFds) -> io::Result<Vec<Self>> {
+        files.iter().map(|file| Self::from_file(file, fds)).collect()
+    }
+
+    fn from_file(memory: &MemoryFile, fds: &mut PassedFds) -> io::Result<Self> {
+        let Region { guest_addr, size, user_addr, file_offset } = memory.region;
+        let file = fds.put("memory", memory.file.file())?;
+        Ok(Self { guest_addr, size, user_addr, file_offset, file })
+    }
+
+    fn map(list: Vec<Self>, setup: &SessionSetup, fds: &mut PassedFds) -> io::Result<SharedMemory> {
+        let mut files = Vec::new();
+        for region in &list {
+            files.push(PeerFd::new(fds.take(region.file)?, Arc::clone(&setup.examiner)));
+        }
+        let regions = list.into_iter().map(|region| {
+            let Self { guest_addr, size, user_addr, file_offset, .. } = region;
+            Region { guest_addr, size, user_addr, file_offset }
+        });
+        SharedMemory::map(None, &regions.collect::<Vec<_>>(), files, &setup.rules)
+    }
+}
+
+impl RingFields {
+    fn from_ring(ring: &RingState, fds: &mut PassedFds) -> io::Result<Self> {
+        let settings = &ring.settings;
+        let addresses = settings.addresses.map(|addresses| {
+            let RingAddresses { desc_table, avail_ring, used_ring } = addresses;
+            [desc_table, avail_ring, used_ring]
+        });
+        Ok(Self {
+            size: settings.size,
+            addresses,
+            started: settings.started,
+            enabled: settings.enabled,
+            next_avail: ring.next_avail,
+            kick: fds.put_some("kick", settings.kick.as_deref())?,
+            call: fds.put_some("call", ring.call.as_ref().map(Call::peer_fd))?,
+            err: fds.put_some("err", ring.err.as_ref())?,
+        })
+    }
+
+    fn take_over(
+        self,
+        ring: &mut RingState,
+        relay: &mut CallRelay,
+        setup: &SessionSetup,
+        fds: &mut PassedFds,
+    ) -> io::Result<()> {
+        let call = |fd| {
+            let fd = PeerFd::new(fd, Arc::clone(&setup.examiner));
+            Call::new(fd, "a call", relay, &setup.examiner)
+        };
+        let addresses = self.addresses.map(|[desc_table, avail_ring, used_ring]| RingAddresses {
+            desc_table,
+            avail_ring,
+            used_ring,
+        });
+        ring.settings.size = self.size;
+        ring.settings.addresses = addresses;
+        ring.settings.started = self.started;
+        ring.settings.enabled = self.enabled;
+        ring.settings.kick = fds.take_some(self.kick)?.map(Arc::new);
+        ring.next_avail = self.next_avail;
+        ring.call = fds.take_some(self.call)?.map(call).transpose()?;
+        ring.err = fds.take_some(self.err)?;
+        Ok(())
+    }
+}

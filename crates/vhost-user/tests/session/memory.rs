@@ -1,0 +1,75 @@
+//! Memory that comes and goes while a session runs.
+
+use vhost_user::End;
+use vhost_user::message::{InflightArea, Region, Request};
+use virtqueue::{InflightRegion, MappingBudget, RingLayout};
+
+use crate::scene::{QUEUE_SIZE, QUEUES, Scene, region, wait_until};
+
+const ACK: [u8; 8] = [0; 8];
+
+/// The queue cannot start again after the memory has changed, and the change cannot be undone.
+#[test]
+fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
+    for needs_reply in [true, false] {
+        let mut scene = Scene::new();
+        let (mut session, mut frontend) = scene.attach();
+        scene.negotiate(&mut session, &mut frontend);
+        let (queues, queue_size) = (QUEUES, QUEUE_SIZE);
+        let bytes = InflightRegion::bytes(RingLayout::Split, queues, queue_size);
+        let file = rustix::fs::memfd_create("region", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, bytes).unwrap();
+        let area = InflightArea { size: bytes, file_offset: 0, queues, queue_size };
+        scene.tell(&mut session, &mut frontend, &Request::SetInflightFd(area), &[&file]);
+        scene.set_up(&mut session, &mut frontend);
+        assert_eq!(scene.io.io().tasks(), 2);
+        // The version of the first queue's account.
+        rustix::io::pwrite(&file, &[77, 0], 8).unwrap();
+        let other = Region { guest_addr: 1 << 40, user_addr: 1 << 40, ..region() };
+        let memory = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&memory, other.size).unwrap();
+        frontend.send(&Request::AddMemReg(other), needs_reply, &[&memory]);
+        frontend.send(&Request::GetFeatures, false, &[]);
+        let mut end = None;
+        wait_until(|| {
+            end = scene.drive_all(&mut session);
+            end.is_some() || frontend.receive().is_some()
+        });
+        assert!(matches!(&end, Some(End::Dropped(why)) if why.contains("version 77")), "{end:?}");
+        assert!(frontend.is_closed());
+        assert_eq!(scene.io.io().tasks(), 0);
+    }
+}
+
+/// Memory is unmapped on another thread, and counts until then. The front-end waits for that, and
+/// so does the next one.
+#[test]
+fn memory_that_goes_makes_room_for_what_comes_next() {
+    const BYTES: u64 = 1 << 30;
+    let mut scene = Scene::new();
+    let budget = MappingBudget::new("test", BYTES + (1 << 20));
+    scene.rules.budget = budget.clone();
+    let memory = rustix::fs::memfd_create("large", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&memory, BYTES).unwrap();
+    let large = Region { guest_addr: 1 << 40, user_addr: 1 << 40, size: BYTES, file_offset: 0 };
+    for _ in 0..8 {
+        let (mut session, mut frontend) = scene.attach();
+        scene.set_up(&mut session, &mut frontend);
+        for _ in 0..8 {
+            scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
+            frontend.send(&Request::RemMemReg(large), true, &[]);
+            let mut answer = None;
+            wait_until(|| {
+                assert_eq!(scene.drive_all(&mut session), None);
+                answer = frontend.receive();
+                answer.is_some()
+            });
+            assert_eq!(answer.map(|(_, body)| body), Some(ACK.to_vec()), "{:?}", scene.refused);
+            assert_eq!(budget.mapped_bytes(), 1 << 20);
+        }
+        scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
+        drop(frontend);
+        wait_until(|| scene.drive_all(&mut session).is_some());
+        assert_eq!(budget.mapped_bytes(), 0);
+    }
+}
