@@ -179,6 +179,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "connection",
             "session_state",
             "session",
+            "serve",
         ],
     },
     Floors {

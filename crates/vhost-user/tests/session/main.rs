@@ -10,4 +10,6 @@ mod oracle;
 #[cfg(test)]
 mod scene;
 #[cfg(test)]
+mod serve;
+#[cfg(test)]
 mod session;
