@@ -2,7 +2,6 @@
 
 mod checks;
 mod crash;
-mod demo;
 mod fuzz;
 mod lines;
 mod models;
@@ -31,8 +30,6 @@ enum Command {
     Check(checks::Args),
     /// Check the style that rustfmt and clippy do not know
     Tidy(tidy::Args),
-    /// Serve a sample disk and drive it for ten seconds
-    Demo(demo::Args),
     /// Count the lines of product, proof and tools
     Lines(lines::Args),
     /// Run the data path against a simulated kernel and a model guest
@@ -53,7 +50,6 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Check(args) => checks::run(&args),
         Command::Tidy(args) => tidy::run(&args),
-        Command::Demo(args) => demo::run(&args),
         Command::Lines(args) => lines::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),

@@ -1,6 +1,7 @@
 //! The program `ringhaul`: its command line, `ctl`, and the commands about disks.
 
 mod ctl;
+mod demo;
 mod disk_command;
 mod examples;
 #[cfg(feature = "jemalloc")]
@@ -12,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::ctl::CtlArgs;
+use crate::demo::DemoArgs;
 use crate::disk_command::{DiskArgs, InfoArgs};
 use anyhow::{Context, Result, anyhow};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -84,6 +86,8 @@ enum Command {
     /// Report the properties or the speed of a disk without serving it.
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Serve a sample disk, drive it for some seconds, and remove everything.
+    Demo(DemoArgs),
     /// Print a shell script that completes commands, names of exports and keys of disks.
     #[command(after_help = examples::COMPLETIONS)]
     Completions {
@@ -158,6 +162,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Bench { disk, lock, bench }) => {
             bench_disk(&disk, lock.is_on(), &bench)
         }
+        Command::Demo(args) => demo::run(&args),
         Command::Completions { shell } => print_completions(shell),
         Command::Version => print_version(),
     });

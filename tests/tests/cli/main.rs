@@ -8,6 +8,7 @@ mod bench_scsi;
 mod config;
 mod control;
 mod ctl;
+mod demo;
 mod disks;
 mod documented;
 mod ends;

@@ -201,7 +201,7 @@ pub(super) const FLOORS: &[Floors] = &[
     },
     Floors {
         folder: "crates/ringhaul-cli/src",
-        floors: &["heap", "examples", "disk_command", "ctl"],
+        floors: &["heap", "examples", "demo", "disk_command", "ctl"],
     },
 ];
 
