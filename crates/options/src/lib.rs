@@ -1,7 +1,8 @@
-//! Values of options that `ringhaul serve` and `ringhaul bench` share.
+//! Forms and values of options that programs share.
 
 #![forbid(unsafe_code)]
 
+pub mod redact;
 mod size;
 
 use blockio::{CompletionRing, EngineKind};

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 pub(crate) use args::{CtlArgs, CtlCommand};
 use connection::{Connection, Refusal};
 use ringhaul::control_socket;
-use ringhaul::log::redact::printable;
+use ringhaul_options::redact::printable;
 use show::Form;
 use sockets::find_control_socket;
 

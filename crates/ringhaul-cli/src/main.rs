@@ -20,12 +20,12 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use clap_complete::env::{CompleteEnv, Shells};
-use ringhaul::log::redact::printable;
 use ringhaul::log::{self, LogFormat};
 use ringhaul::options::config::{Config, ConfigFile};
 use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
 use ringhaul_bench::{BenchError, DiskBenchArgs};
 use ringhaul_options::OnOff;
+use ringhaul_options::redact::printable;
 
 /// The daemon cannot start, or the command line is invalid.
 const EXIT_USAGE: u8 = 2;

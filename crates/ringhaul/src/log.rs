@@ -6,7 +6,6 @@
 mod filter;
 mod queue;
 pub(crate) mod rate_limit;
-pub mod redact;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Write as _};
@@ -16,6 +15,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
+use ringhaul_options::redact::{printable, redact};
 use rustix::fs::fstat;
 use serde::Serialize;
 use tracing::field::{Field, Visit};
@@ -31,7 +31,6 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 use queue::Lines;
 
-use crate::log::redact::{printable, redact};
 pub use queue::flush;
 
 /// Values of `--log-format`.

@@ -1,5 +1,6 @@
 //! Requests and answers: JSON-RPC 2.0, an object for each line.
 
+use ringhaul_options::redact::redact;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
@@ -7,7 +8,6 @@ use serde_json::{Map, Value, json};
 use super::unique_keys;
 
 use crate::control::subscribers::ExportEvent;
-use crate::log::redact::redact;
 use crate::spec::command::CommandError;
 
 /// A request of a client.

@@ -9,12 +9,13 @@ use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul_options::parse_size;
+use ringhaul_options::redact::redact_part;
 
 use super::backing::BackingFiles;
 use super::data::{DiskSpec, ImageFormat, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
-use super::text::{OVER, redact_part, redact_spec_parts, split_at_commas};
+use super::text::{OVER, redact_spec_parts, split_at_commas};
 
 /// A kind of disk, and the grammar of its name.
 struct Kind {

@@ -1,13 +1,10 @@
 //! The text that names a disk: its parts, and the form in which messages repeat it. Users may put
 //! secrets anywhere in it: messages cover secrets and show typing mistakes.
 
-use crate::log::redact::{is_secret_key, redact};
+use ringhaul_options::redact::{REDACTED, is_secret_key, is_word, redact_part};
 
 /// The key of the disk below.
 pub(super) const OVER: &str = "over";
-
-/// Stands in place of a secret.
-const REDACTED: &str = "***";
 
 /// The parts of a list; two commas stand for one in a part.
 pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
@@ -25,6 +22,7 @@ pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
 }
 
 /// The text without secrets. Words before the disk, as in `--export`, stay as they are.
+#[must_use]
 pub fn redact_spec(text: &str) -> String {
     let (before, disk) = match text.split_once("disk=") {
         Some((before, disk)) if before.is_empty() || before.ends_with(',') => {
@@ -53,31 +51,6 @@ pub(super) fn redact_spec_parts(parts: &[String]) -> String {
         _ => redact_part(part),
     };
     parts.iter().map(of_part).map(|part| part.replace(',', ",,")).collect::<Vec<_>>().join(",")
-}
-
-/// A part of a text without a user and a password, which end with an `@`. In the name of an image
-/// in a Ceph cluster an `@` precedes a snapshot, and in a path it is an ordinary character.
-pub(super) fn redact_part(text: &str) -> String {
-    let is_path = ["/", "./", "../"].iter().any(|start| text.starts_with(start));
-    if is_path || text.starts_with("rbd:") {
-        return redact(text).into_owned();
-    }
-    // A URI may encode the `@`.
-    let end = text.rfind('@').max(text.rfind("%40"));
-    let Some(end) = end else { return redact(text).into_owned() };
-    let scheme = match text.split_once(':') {
-        Some((scheme, rest)) if is_word(scheme) && rest.starts_with("//") => scheme.len() + 3,
-        Some((scheme, _)) if is_word(scheme) => scheme.len() + 1,
-        _ => 0,
-    };
-    let scheme = scheme.min(end);
-    format!("{}{REDACTED}{}", &text[..scheme], redact(&text[end..]))
-}
-
-/// Returns true if the text could be a name.
-fn is_word(text: &str) -> bool {
-    let is_of_word = |at: char| at.is_ascii_alphanumeric() || ['.', '-', '_', '+'].contains(&at);
-    text.chars().all(is_of_word)
 }
 
 /// An error of a parser of tables without secrets in the texts that it did not expect.

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 
 /// The replacement of a secret.
-const REDACTED: &str = "***";
+pub const REDACTED: &str = "***";
 
 /// Keys whose value is a secret, in any program.
 const KEYS: &[&str] = &[
@@ -25,13 +25,13 @@ const KEYS: &[&str] = &[
 ];
 
 /// Returns true if the value of this key is a secret.
-pub(crate) fn is_secret_key(key: &str) -> bool {
+pub fn is_secret_key(key: &str) -> bool {
     KEYS.iter().any(|known| known.eq_ignore_ascii_case(key))
 }
 
 /// Returns the text without users and passwords of URIs, and without values of keys such as `key=`.
 #[must_use]
-pub(crate) fn redact(text: &str) -> Cow<'_, str> {
+pub fn redact(text: &str) -> Cow<'_, str> {
     if !text.contains("://") && !text.contains('=') {
         return Cow::Borrowed(text);
     }
@@ -48,6 +48,31 @@ pub fn printable(text: &str) -> String {
         false => character.to_string(),
     };
     redact(text).chars().map(escape).collect()
+}
+
+/// A part of a text without a user and a password, which end with an `@`. In the name of an image
+/// in a Ceph cluster an `@` precedes a snapshot, and in a path it is an ordinary character.
+pub fn redact_part(text: &str) -> String {
+    let is_path = ["/", "./", "../"].iter().any(|start| text.starts_with(start));
+    if is_path || text.starts_with("rbd:") {
+        return redact(text).into_owned();
+    }
+    // A URI may encode the `@`.
+    let end = text.rfind('@').max(text.rfind("%40"));
+    let Some(end) = end else { return redact(text).into_owned() };
+    let scheme = match text.split_once(':') {
+        Some((scheme, rest)) if is_word(scheme) && rest.starts_with("//") => scheme.len() + 3,
+        Some((scheme, _)) if is_word(scheme) => scheme.len() + 1,
+        _ => 0,
+    };
+    let scheme = scheme.min(end);
+    format!("{}{REDACTED}{}", &text[..scheme], redact(&text[end..]))
+}
+
+/// Returns true if the text could be a name.
+pub fn is_word(text: &str) -> bool {
+    let is_of_word = |at: char| at.is_ascii_alphanumeric() || ['.', '-', '_', '+'].contains(&at);
+    text.chars().all(is_of_word)
 }
 
 /// Returns true if a character ends a word in a sentence.
