@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod key_value;
 pub mod redact;
 mod size;
 

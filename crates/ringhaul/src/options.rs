@@ -9,20 +9,20 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context;
 use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
 use clap_complete::engine::{PathCompleter, ValueCompleter as _};
 use clap_complete::{ArgValueCompleter, CompletionCandidate};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
+use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
 use crate::spec::switches::Switches;
 use disk::parse_limits;
 
 use crate::spec::disk::completions;
-use crate::spec::qos::{LimitSpec, OnError};
+use crate::spec::qos::{LimitSpec, OnError, OnReadError};
 use crate::spec::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
@@ -142,9 +142,8 @@ pub struct ExportArgs {
     pub limits: Option<LimitSpec>,
     /// The handling of reads that a disk fails: `report` reports the error to the guest, `retry`
     /// retries until they succeed, while the guest waits. Default: `report`.
-    #[arg(help_heading = "Disk", long,
-          value_name = "ACTION", value_parser = OnError::read_parser())]
-    pub rerror: Option<OnError>,
+    #[arg(help_heading = "Disk", long, value_name = "ACTION")]
+    pub rerror: Option<OnReadError>,
     /// The handling of writes that a disk fails, discards and zeroes included: like `--rerror`; or
     /// `hold`, which holds writes that lack space until there is some; or `hold-briefly`, the same
     /// for 20 seconds at most. Default: `hold-briefly`.
@@ -261,7 +260,8 @@ pub struct ServeArgs {
 }
 
 /// Values of `--device`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum DeviceKind {
     /// virtio-blk.
     Blk,
@@ -405,11 +405,6 @@ fn parse_serial(text: &str) -> Result<String, String> {
 fn parse_name(text: &str) -> Result<String, String> {
     check_name(text).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
-}
-
-fn parse_on_off(text: &str) -> anyhow::Result<bool> {
-    let value = OnOff::from_str(text, false).map_err(anyhow::Error::msg);
-    Ok(value.context("it must be on or off")?.is_on())
 }
 
 fn parse_slice(text: &str) -> Result<u32, String> {

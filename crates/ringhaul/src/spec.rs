@@ -281,18 +281,7 @@ impl UnitSpec {
         if self.lun > LUN_MAX {
             bail!("there can be no unit {place}; a LUN is a number from 0 to {LUN_MAX}");
         }
-        let own = &self.settings;
-        for (name, text, bytes) in [
-            ("serial", &own.serial, unit::SERIAL_BYTES),
-            ("vendor", &own.vendor, unit::VENDOR_BYTES),
-            ("product", &own.product, unit::PRODUCT_BYTES),
-            ("revision", &own.revision, unit::REVISION_BYTES),
-        ] {
-            if let Some(text) = text {
-                check_text(text, bytes).with_context(|| format!("the {name} of unit {place}"))?;
-            }
-        }
-        Ok(())
+        self.settings.check_texts().with_context(|| format!("unit {place}"))
     }
 }
 
@@ -371,6 +360,23 @@ pub struct UnitSettings {
     /// The handling of writes, discards and zeroes that the disk fails.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub werror: Option<OnError>,
+}
+
+impl UnitSettings {
+    /// Checks the texts that the guest sees.
+    pub(crate) fn check_texts(&self) -> Result<()> {
+        for (name, text, bytes) in [
+            ("serial", &self.serial, unit::SERIAL_BYTES),
+            ("vendor", &self.vendor, unit::VENDOR_BYTES),
+            ("product", &self.product, unit::PRODUCT_BYTES),
+            ("revision", &self.revision, unit::REVISION_BYTES),
+        ] {
+            if let Some(text) = text {
+                check_text(text, bytes).context(name)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Settings with which a disk is exported.

@@ -4,15 +4,16 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use device::unit_address::LUN_MAX;
+use ringhaul_options::key_value::Parts;
 use ringhaul_options::parse_size;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::args::CtlCommand;
 use ringhaul::options::ExportArgs;
 use ringhaul::options::unit::{parse_lun, parse_place};
 use ringhaul::spec::command::check_is_path;
-use ringhaul::spec::disk::Keys;
-use ringhaul::spec::qos::{LIMIT_KEYS, QosChange};
+use ringhaul::spec::qos::QosChange;
+use ringhaul::spec::settings::SettingsChange;
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
 
 /// A parameter that the daemon does not have: the bytes by which a disk is to grow.
@@ -123,13 +124,10 @@ fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
         [unit, size] => (Some(unit), Some(size)),
         _ => bail!("it takes a unit and a size"),
     };
-    let mut params = json!({ "export": export });
-    if let Some(unit) = unit {
-        let place = parse_place(unit).with_context(|| {
-            format!("'{unit}' is no unit; as a size, write a small number with a suffix, as in 16K")
-        })?;
-        (params["target"], params["lun"]) = (json!(place.target), json!(place.lun));
-    }
+    let mut params = at(export, unit.map(String::as_str)).with_context(|| {
+        let word = unit.map_or("", String::as_str);
+        format!("'{word}' is no unit; as a size, write a small number with a suffix, as in 16K")
+    })?;
     if let Some(size) = size {
         let (key, text) = match size.strip_prefix('+') {
             Some(more) => (MORE_BYTES, more),
@@ -176,16 +174,7 @@ fn set_disk(export: &str, words: &[String]) -> Result<Value> {
         let word = unit.unwrap_or_default();
         format!("'{word}' is no unit; if it is what to change, write it as {word}=VALUE")
     })?;
-    let (mut rules, mut keys) = (QosChange::default(), Keys::default());
-    for change in changes {
-        let (key, value) = change
-            .split_once('=')
-            .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
-        keys.check(change)?;
-        if !rules.set(key, value)? {
-            bail!("unknown key '{key}' (expected: rerror, werror, {LIMIT_KEYS})");
-        }
-    }
+    let rules = QosChange::from_parts(Parts::from_words(changes))?;
     if let (Value::Object(params), Value::Object(rules)) =
         (&mut params, serde_json::to_value(&rules)?)
     {
@@ -195,19 +184,12 @@ fn set_disk(export: &str, words: &[String]) -> Result<Value> {
 }
 
 fn set(changes: &[String]) -> Result<Value> {
-    let mut params = Map::new();
-    for change in changes {
-        let (key, value) = change
-            .split_once('=')
-            .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
-        // The filter of the log may look like a number.
-        let number = value.parse::<u64>().ok().filter(|_| key != "log");
-        let value = number.map_or_else(|| json!(value), |number| json!(number));
-        if params.insert(key.to_owned(), value).is_some() {
-            bail!("{key} is given twice; leave one of them out");
-        }
+    let change: SettingsChange = Parts::from_words(changes).finish()?;
+    let mut params = serde_json::to_value(change)?;
+    if let Some(params) = params.as_object_mut() {
+        params.retain(|_, value| !value.is_null());
     }
-    Ok(Value::Object(params))
+    Ok(params)
 }
 
 #[cfg(test)]
@@ -302,10 +284,13 @@ mod tests {
     #[test]
     fn what_changes_nothing_of_a_disk_is_refused_with_a_word() {
         for (words, expected) in [
-            ("iops=1", "unknown key 'iops' (expected: rerror, werror, group, iops-size, and iops"),
+            (
+                "iops=1",
+                "unknown key 'iops' (expected: rerror, werror, group, iops-total, iops-total-max,",
+            ),
             ("iops-total", "'iops-total' is no unit; if it is what to change, write it as iops-t"),
             ("7 iops-total", "'iops-total' is not of the form KEY=VALUE"),
-            ("iops-total=x", "iops-total must be a whole number"),
+            ("iops-total=x", "iops-total: it must be a whole number"),
             ("iops-total=1 iops-total=1", "iops-total is given twice"),
             ("bps-total=1.5M", "bps-total: '1.5M' is not a size"),
             ("werror=stop", "werror is 'stop' (expected: report, retry, hold, hold-briefly)"),

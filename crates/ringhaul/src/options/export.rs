@@ -1,17 +1,17 @@
 //! Exports, each a disk on a socket, from the plain options or from `--export`.
 
-use anyhow::{Context, Result, bail};
-use clap::ValueEnum;
-use device::blk::config::QUEUES_MAX;
+use std::path::PathBuf;
 
-use super::disk::{has_disk_keys, parse_cache, take_disk};
+use anyhow::{Context, Result, bail};
+use ringhaul_options::key_value::{Parts, Size, split_at_commas};
+use serde::Deserialize;
+
+use super::disk::one_disk;
 use super::unit::{parse_all, parse_units};
-use super::{
-    DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
-};
-use crate::spec::disk::{Keys, redact_spec, split_at_commas};
-use crate::spec::qos::{QosChange, QosSpec};
-use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use super::{DeviceKind, ExportArgs, ServeArgs};
+use crate::spec::disk::redact_spec;
+use crate::spec::qos::{OnError, QosChange, QosSpec};
+use crate::spec::{CacheMode, DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 /// Options that hold for exports which do not set them.
 pub(crate) const OF_EXPORTS: [&str; 14] = [
@@ -153,7 +153,7 @@ impl ExportArgs {
             fixed_buffers: self.fixed_buffers,
             rules: QosSpec::default().with_change(&QosChange {
                 limits: self.limits.clone(),
-                rerror: self.rerror,
+                rerror: self.rerror.map(OnError::from),
                 werror: self.werror,
             }),
             ..ExportSettings::default()
@@ -167,40 +167,18 @@ impl ExportArgs {
     }
 
     fn parse_export(&self, text: &str) -> Result<ExportSpec> {
-        let mut settings = self.default_settings();
-        let (mut name, mut endpoint) = (None, None);
-        let (mut keys, mut rules) = (Keys::default(), QosChange::default());
-        let mut parts = split_at_commas(text);
-        let units = parts.iter().position(|part| part.starts_with("lun="));
-        let units = units.map(|at| parts.split_off(at));
-        let disk = has_disk_keys(&parts).then(|| take_disk(&mut parts)).transpose()?;
-        let mut is_scsi = false;
-        for part in parts {
-            let (key, value) = part
-                .split_once('=')
-                .filter(|(_, value)| !value.is_empty())
-                .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
-            keys.check(&part)?;
-            match key {
-                "name" => name = Some(parse_name(value).map_err(anyhow::Error::msg)?),
-                "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
-                "device" => {
-                    let kind = DeviceKind::from_str(value, false).map_err(anyhow::Error::msg);
-                    is_scsi = kind.context("it must be blk or scsi")? == DeviceKind::Scsi;
-                }
-                _ if rules.set(key, value).with_context(|| format!("in '{part}'"))? => {}
-                _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
-            }
-        }
-        settings.rules = settings.rules.with_change(&rules);
-        let endpoint = endpoint.context("it lacks socket-path=PATH")?;
-        if is_scsi && settings.serial.is_some() {
+        let parts = split_at_commas(text);
+        let mut parts = Parts::new(&parts);
+        let keys: ExportKeys = parts.take(&[])?;
+        let rules = QosChange::from_parts(parts)?;
+        let disk = one_disk(keys.disk, keys.blk_file, keys.null)?;
+        let path = keys.socket_path.context("it lacks socket-path=PATH")?;
+        let is_scsi = keys.device == Some(DeviceKind::Scsi);
+        if is_scsi && keys.serial.is_some() {
             bail!("a serial number is that of one unit; put serial= behind its lun=");
         }
-        let device = match (is_scsi, units, disk) {
-            (true, units, None) => {
-                DeviceSpec::Scsi(units.map_or(Ok(Vec::new()), |units| parse_units(&units))?)
-            }
+        let device = match (is_scsi, keys.lun, disk) {
+            (true, units, None) => DeviceSpec::Scsi(parse_units(&units.unwrap_or_default())?),
             (true, _, Some(_)) => {
                 bail!("a virtio-scsi device has units; put lun=0 before the disk")
             }
@@ -209,53 +187,53 @@ impl ExportArgs {
                 DeviceSpec::Blk(disk.context("it lacks disk=DISK, blk-file=PATH or null=SIZE")?)
             }
         };
-        Ok(ExportSpec { name, endpoint, device, settings })
+        let usual = self.default_settings();
+        let settings = ExportSettings {
+            read_only: keys.read_only.unwrap_or(usual.read_only),
+            no_lock: keys.lock.map_or(usual.no_lock, |is_on| !is_on),
+            in_order: keys.in_order.unwrap_or(usual.in_order),
+            cache: keys.cache.or(usual.cache),
+            serial: keys.serial,
+            logical_block_bytes: keys.logical_block_size.or(usual.logical_block_bytes),
+            num_queues: keys.num_queues.or(usual.num_queues),
+            queue_size: keys.queue_size.unwrap_or(usual.queue_size),
+            iothread: keys.iothread,
+            rules: usual.rules.with_change(&rules),
+            ..usual
+        };
+        let endpoint = EndpointSpec::Path(path);
+        let export = ExportSpec { name: keys.name, endpoint, device, settings };
+        // The daemon knows the number of its IoThreads.
+        export.check(u16::MAX)?;
+        Ok(export)
     }
 }
 
-impl ExportSettings {
-    fn set(&mut self, key: &str, value: &str) -> Result<()> {
-        match key {
-            "read-only" => {
-                self.read_only = parse_on_off(value).context("read-only")?;
-            }
-            "lock" => {
-                self.no_lock = !parse_on_off(value).context("lock")?;
-            }
-            "in-order" => {
-                self.in_order = parse_on_off(value).context("in-order")?;
-            }
-            "cache" => self.cache = Some(parse_cache(value)?),
-            "serial" => self.serial = Some(parse_serial(value).map_err(anyhow::Error::msg)?),
-            "logical-block-size" => {
-                self.logical_block_bytes = Some(value.parse().context("it must be a number")?);
-            }
-            "num-queues" => {
-                self.num_queues = match value.parse() {
-                    Ok(number @ 1..=QUEUES_MAX) => Some(number),
-                    _ => bail!("the number of queues must be 1 to {QUEUES_MAX}"),
-                }
-            }
-            "queue-size" => {
-                self.queue_size = parse_queue_size(value).map_err(anyhow::Error::msg)?;
-            }
-            "iothread" => {
-                self.iothread = Some(value.parse().context("it must be a number")?);
-            }
-            _ => bail!(
-                "unknown key '{key}' (expected: socket-path, name, device, lun, disk, blk-file, \
-                 null, read-only, lock, in-order, cache, serial, logical-block-size, num-queues, \
-                 queue-size, iothread, rerror, werror, and those of --limits)"
-            ),
-        }
-        Ok(())
-    }
+/// The keys of `--export`, without rules.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct ExportKeys {
+    socket_path: Option<PathBuf>,
+    name: Option<String>,
+    device: Option<DeviceKind>,
+    lun: Option<Vec<String>>,
+    disk: Option<Vec<String>>,
+    blk_file: Option<PathBuf>,
+    null: Option<Size>,
+    read_only: Option<bool>,
+    lock: Option<bool>,
+    in_order: Option<bool>,
+    cache: Option<CacheMode>,
+    serial: Option<String>,
+    logical_block_size: Option<u32>,
+    num_queues: Option<u16>,
+    queue_size: Option<u16>,
+    iothread: Option<u16>,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::CacheMode;
     use clap::Parser;
 
     #[derive(Parser)]

@@ -1,16 +1,16 @@
 //! Logical units: `--lun`, and `lun=` in `--export`.
 
-use anyhow::{Context, Result, bail};
-use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYTES};
-use device::unit_address::LUN_MAX;
+use std::path::PathBuf;
 
-use super::disk::{parse_cache, take_disk};
-use super::parse_on_off;
-use crate::spec::disk::{Keys, redact_spec, split_at_commas};
+use anyhow::{Context, Result, bail};
+use device::unit_address::LUN_MAX;
+use ringhaul_options::key_value::{Parts, Size, split_at_commas};
+use serde::Deserialize;
+
+use super::disk::one_disk;
+use crate::spec::disk::redact_spec;
 use crate::spec::qos::QosChange;
-use crate::spec::{
-    LikeDisk, StopRule, UnitNames, UnitPlace, UnitSettings, UnitSpec, check_apart, check_text,
-};
+use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart};
 
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
@@ -49,57 +49,53 @@ fn parse_unit(text: &str) -> Result<UnitSpec> {
     parse(address, keys)
 }
 
-/// The units of an export, each of which begins with `lun=`.
+/// The units of an export: the parts behind the first `lun=`. Each further unit begins with one.
 pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
-    let mut units: Vec<(&str, Vec<String>)> = Vec::new();
-    for part in parts {
-        match (part.strip_prefix("lun="), units.last_mut()) {
-            (Some(address), _) => units.push((address, Vec::new())),
-            (None, Some((_, keys))) => keys.push(part.clone()),
-            (None, None) => bail!("'{part}' stands before the first lun=LUN"),
-        }
+    let starts = |part: &String| part.starts_with("lun=");
+    let mut units = Vec::new();
+    let mut rest = parts;
+    while let Some((address, behind)) = rest.split_first() {
+        let end = behind.iter().position(starts).unwrap_or(behind.len());
+        let (keys, next) = behind.split_at(end);
+        let address = address.strip_prefix("lun=").unwrap_or(address);
+        units.push(parse(address, keys).with_context(|| format!("in lun={address}"))?);
+        rest = next;
     }
-    let unit = |(address, keys): (&str, Vec<String>)| {
-        parse(address, &keys).with_context(|| format!("in lun={address}"))
-    };
-    apart(units.into_iter().map(unit).collect::<Result<_>>()?)
+    apart(units)
 }
+
+/// Keys of a unit with another form than in its settings.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct UnitKeys {
+    disk: Option<Vec<String>>,
+    blk_file: Option<PathBuf>,
+    null: Option<Size>,
+    lock: Option<bool>,
+    logical_block_size: Option<u32>,
+}
+
+/// Settings whose keys `UnitKeys` and the rules have.
+const OTHER_FORM: [&str; 5] = ["no-lock", "logical-block-bytes", "limits", "rerror", "werror"];
 
 fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     let UnitPlace { target, lun } = parse_place(address)?;
-    let (mut settings, mut keys) = (UnitSettings::default(), Keys::default());
-    let mut rules = QosChange::default();
-    let mut parts = parts.to_vec();
-    let disk = take_disk(&mut parts)?;
-    for part in &parts {
-        let (key, value) = part
-            .split_once('=')
-            .filter(|(_, value)| !value.is_empty())
-            .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
-        keys.check(part)?;
-        let within = || format!("in '{part}'");
-        if !rules.set(key, value).with_context(within)? {
-            settings.set(key, value).with_context(within)?;
-        }
-    }
-    let QosChange { limits, rerror, werror } = rules;
-    (settings.limits, settings.rerror, settings.werror) = (limits, rerror, werror);
+    let mut parts = Parts::new(parts);
+    let keys: UnitKeys = parts.take(&[])?;
+    let own: UnitSettings = parts.take(&OTHER_FORM)?;
+    own.check_texts()?;
+    let QosChange { limits, rerror, werror } = QosChange::from_parts(parts)?;
+    let settings = UnitSettings {
+        no_lock: keys.lock.map(|is_on| !is_on),
+        logical_block_bytes: keys.logical_block_size,
+        limits,
+        rerror,
+        werror,
+        ..own
+    };
+    let disk = one_disk(keys.disk, keys.blk_file, keys.null)?;
+    let disk = disk.context("it lacks disk=DISK, blk-file=PATH or null=SIZE")?;
     Ok(UnitSpec { target, lun, disk, settings })
-}
-
-/// A text that the guest sees, if it is valid.
-fn text(value: &str, bytes: usize) -> Result<String> {
-    check_text(value, bytes)?;
-    Ok(value.to_owned())
-}
-
-/// The meaning of a word, from the list of all words.
-fn one_of<T: Copy>(word: &str, all: &[(&str, T)]) -> Result<T> {
-    if let Some((_, meaning)) = all.iter().find(|(name, _)| *name == word) {
-        return Ok(*meaning);
-    }
-    let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
-    bail!("it must be {}", names.join(" or "))
 }
 
 /// Checks that each unit of a device has its own address.
@@ -108,46 +104,11 @@ fn apart(units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>> {
     Ok(units)
 }
 
-impl UnitSettings {
-    fn set(&mut self, key: &str, value: &str) -> Result<()> {
-        match key {
-            "read-only" => self.read_only = Some(parse_on_off(value)?),
-            "lock" => self.no_lock = Some(!parse_on_off(value)?),
-            "cache" => self.cache = Some(parse_cache(value)?),
-            "logical-block-size" => {
-                self.logical_block_bytes = Some(value.parse().context("it must be a number")?);
-            }
-            "serial" => self.serial = Some(text(value, SERIAL_BYTES)?),
-            "wwn" => self.wwn = Some(value.to_owned().try_into()?),
-            "rotational" => self.rotational = Some(parse_on_off(value)?),
-            "discard" => self.discard = Some(parse_on_off(value)?),
-            "reservations" => self.reservations = Some(value.into()),
-            "vendor" => self.vendor = Some(text(value, VENDOR_BYTES)?),
-            "product" => self.product = Some(text(value, PRODUCT_BYTES)?),
-            "revision" => self.revision = Some(text(value, REVISION_BYTES)?),
-            "like" => self.like = Some(one_of(value, &[("qemu", LikeDisk::Qemu)])?),
-            "names" => {
-                let all = [("wwn", UnitNames::Wwn), ("serial", UnitNames::Serial)];
-                self.names = Some(one_of(value, &all)?);
-            }
-            "stop" => {
-                let all = [("ignore", StopRule::Ignore), ("obey", StopRule::Obey)];
-                self.stop = Some(one_of(value, &all)?);
-            }
-            _ => bail!(
-                "unknown key '{key}' (expected: disk, blk-file, null, read-only, lock, cache, \
-                 logical-block-size, serial, wwn, rotational, discard, reservations, vendor, \
-                 product, revision, like, names, stop, rerror, werror, and those of --limits)"
-            ),
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::spec::disk::DiskSpec;
+    use crate::spec::{LikeDisk, StopRule, UnitNames};
 
     #[test]
     fn units_have_addresses_disks_and_settings_of_their_own() {
@@ -164,7 +125,7 @@ mod tests {
         assert_eq!(unit.settings.stop, Some(StopRule::Obey));
         let unit = parse_unit("0,vendor=a,disk=raw,offset=1M,over=/a,,b").unwrap();
         assert_eq!(unit.disk, DiskSpec::parse("raw,offset=1M,over=/a,,b").unwrap());
-        let parts = ["lun=0", "null=1M", "lun=1:5", "blk-file=/x", "rotational=off"];
+        let parts = ["0", "null=1M", "lun=1:5", "blk-file=/x", "rotational=off"];
         let units = parse_units(&parts.map(str::to_owned)).unwrap();
         assert_eq!(units.len(), 2);
         assert_eq!((units[1].target, units[1].lun), (1, 5));

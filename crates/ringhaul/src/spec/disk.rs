@@ -24,11 +24,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use backing::BackingFiles;
 pub use data::{DiskSpec, ImageFormat, KeySpec};
-pub use grammar::{Keys, completions};
+pub(crate) use grammar::completions;
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
 pub use text::redact_spec;
-pub(crate) use text::split_at_commas;
 
 impl Serialize for DiskSpec {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

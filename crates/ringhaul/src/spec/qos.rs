@@ -6,15 +6,14 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::disk::{ErrorAction, ErrorPolicy, LimitGroup, Limits};
 use clap::ValueEnum;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use ringhaul_options::key_value::{self, Parts};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use limit_spec::LIMIT_KEYS;
 pub use limit_spec::LimitSpec;
 
 /// The handling of requests that a disk fails.
@@ -45,23 +44,6 @@ impl OnError {
         *self == Self::WRITE_DEFAULT
     }
 
-    /// Parses the value of a key.
-    ///
-    /// # Errors
-    ///
-    /// When it is no valid action.
-    fn parse(key: &str, value: &str, expected: &str) -> Result<Self> {
-        let parsed = Self::from_str(value, false);
-        parsed.map_err(|_| anyhow!("{key} is '{value}' (expected: {expected})"))
-    }
-
-    /// Returns a parser of the option for reads, which never lack space.
-    pub(crate) fn read_parser() -> impl TypedValueParser<Value = Self> {
-        let names = [Self::Report, Self::Retry].map(|action| action.to_possible_value());
-        PossibleValuesParser::new(names.into_iter().flatten())
-            .try_map(|name| Self::from_str(&name, false))
-    }
-
     fn action(self) -> ErrorAction {
         match self {
             Self::Report => ErrorAction::Report,
@@ -70,6 +52,32 @@ impl OnError {
             Self::HoldBriefly => ErrorAction::HoldBriefly,
         }
     }
+}
+
+/// The handling of failed reads, which never lack space.
+#[derive(Debug, Clone, Copy, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnReadError {
+    /// Report the error to the guest.
+    Report,
+    /// Retry until the request succeeds. The guest waits.
+    Retry,
+}
+
+impl From<OnReadError> for OnError {
+    fn from(action: OnReadError) -> Self {
+        match action {
+            OnReadError::Report => Self::Report,
+            OnReadError::Retry => Self::Retry,
+        }
+    }
+}
+
+/// Keys of a command line for the handling of failed requests.
+#[derive(Deserialize)]
+struct OnErrors {
+    rerror: Option<OnReadError>,
+    werror: Option<OnError>,
 }
 
 /// The rules of one disk.
@@ -149,27 +157,16 @@ impl QosChange {
         }
     }
 
-    /// Takes a `KEY=VALUE` of the command line. Returns false if it is no key of rules.
+    /// Reads all parts that are left.
     ///
     /// # Errors
     ///
-    /// When the value is invalid.
-    pub fn set(&mut self, key: &str, value: &str) -> Result<bool> {
-        match key {
-            "rerror" => self.rerror = Some(OnError::parse(key, value, "report, retry")?),
-            "werror" => {
-                let expected = "report, retry, hold, hold-briefly";
-                self.werror = Some(OnError::parse(key, value, expected)?);
-            }
-            _ => {
-                let mut limits = self.limits.clone().unwrap_or_default();
-                if !limits.set(key, value)? {
-                    return Ok(false);
-                }
-                self.limits = Some(limits);
-            }
-        }
-        Ok(true)
+    /// When a key is no rule, or its value is invalid.
+    pub fn from_parts(mut parts: Parts<'_>) -> Result<Self, key_value::Error> {
+        let OnErrors { rerror, werror } = parts.take(&[])?;
+        let limits: LimitSpec = parts.finish()?;
+        let limits = Some(limits).filter(|limits| !limits.is_empty());
+        Ok(Self { limits, rerror: rerror.map(OnError::from), werror })
     }
 }
 

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail, ensure};
+use ringhaul_options::key_value::split_at_commas;
 use ringhaul_options::parse_size;
 use ringhaul_options::redact::redact_part;
 
@@ -15,7 +16,7 @@ use super::backing::BackingFiles;
 use super::data::{DiskSpec, ImageFormat, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
-use super::text::{OVER, redact_spec_parts, split_at_commas};
+use super::text::{OVER, redact_spec_parts};
 
 /// A kind of disk, and the grammar of its name.
 struct Kind {
@@ -31,7 +32,7 @@ struct Kind {
 }
 
 /// Words that complete the beginning of a disk's name, for a shell.
-pub fn completions(begun: &str) -> Vec<String> {
+pub(crate) fn completions(begun: &str) -> Vec<String> {
     // The keys of the innermost disk come last.
     let inner = begun.rfind("over=").map_or(0, |at| at + "over=".len());
     let (outer, inner) = begun.split_at(inner);
@@ -221,7 +222,7 @@ impl DiskSpec {
     }
 
     /// Like [`parse`](Self::parse), for a text that was split at its commas.
-    pub(crate) fn of_parts(parts: &[String]) -> Result<Self> {
+    pub(crate) fn from_parts(parts: &[String]) -> Result<Self> {
         disk_of_layers(parts)
     }
 }
@@ -369,11 +370,11 @@ impl Words {
 /// The keys of a list that were seen. A repeated key has two meanings, and neither may be chosen in
 /// silence.
 #[derive(Default)]
-pub struct Keys(Vec<String>);
+struct Keys(Vec<String>);
 
 impl Keys {
     /// Refuses a `KEY=VALUE` whose key was seen before.
-    pub fn check(&mut self, part: &str) -> Result<()> {
+    fn check(&mut self, part: &str) -> Result<()> {
         let key = part.split_once('=').map_or(part, |(key, _)| key);
         if self.0.iter().any(|seen| seen == key) {
             bail!("{key} is given twice; leave one of them out");

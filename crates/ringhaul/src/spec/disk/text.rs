@@ -1,25 +1,11 @@
 //! The text that names a disk: its parts, and the form in which messages repeat it. Users may put
 //! secrets anywhere in it: messages cover secrets and show typing mistakes.
 
+use ringhaul_options::key_value::split_at_commas;
 use ringhaul_options::redact::{REDACTED, is_secret_key, is_word, redact_part};
 
 /// The key of the disk below.
 pub(super) const OVER: &str = "over";
-
-/// The parts of a list; two commas stand for one in a part.
-pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut characters = text.chars().peekable();
-    while let Some(character) = characters.next() {
-        match (character, parts.last_mut()) {
-            (',', _) if characters.peek() != Some(&',') => parts.push(String::new()),
-            (',', Some(part)) => part.extend(characters.next()),
-            (_, Some(part)) => part.push(character),
-            (_, None) => {}
-        }
-    }
-    parts
-}
 
 /// The text without secrets. Words before the disk, as in `--export`, stay as they are.
 #[must_use]

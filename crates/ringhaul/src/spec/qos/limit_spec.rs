@@ -5,11 +5,11 @@
 
 use std::num::NonZeroU64;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, bail};
 use blockio::disk::{Burst, Limits, Rate, Rates};
-use ringhaul_options::parse_size;
+use ringhaul_options::key_value::Size;
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Limits of a disk, or of a group of disks. Rates that are left out or 0 are not limited.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -47,46 +47,44 @@ pub struct LimitSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops_write_max_length: Option<u64>,
     /// Bytes in a second.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub bps_total: Option<u64>,
     /// Bytes in a second of a burst.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub bps_total_max: Option<u64>,
     /// The longest burst of bytes, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_total_max_length: Option<u64>,
     /// Bytes that are read in a second.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub bps_read: Option<u64>,
     /// Bytes that are read in a second of a burst.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub bps_read_max: Option<u64>,
     /// The longest burst of bytes that are read, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_read_max_length: Option<u64>,
     /// Bytes that are written or zeroed in a second.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub bps_write: Option<u64>,
     /// Bytes that are written or zeroed in a second of a burst.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub bps_write_max: Option<u64>,
     /// The longest burst of bytes that are written, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_write_max_length: Option<u64>,
     /// A request of more bytes counts as several requests of this size.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "bytes")]
     pub iops_size: Option<u64>,
 }
 
-/// The key of the group on a command line.
-const GROUP: &str = "group";
+/// Reads a number of bytes, which may have a suffix on a command line.
+fn bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    Ok(Option::<Size>::deserialize(deserializer)?.map(|size| size.0))
+}
 
 /// The keys of rates of requests.
 const REQUESTS: [&str; 3] = ["iops-total", "iops-read", "iops-write"];
-
-/// All keys of limits, as an error lists them.
-pub const LIMIT_KEYS: &str = "group, iops-size, and iops or bps with -total, -read or \
-    -write, and then perhaps -max or -max-length";
 
 impl LimitSpec {
     /// All numbers with their keys.
@@ -112,27 +110,6 @@ impl LimitSpec {
             ("bps-write-max-length", &mut self.bps_write_max_length),
             ("iops-size", &mut self.iops_size),
         ]
-    }
-
-    /// Sets a `KEY=VALUE` of a command line. Returns false if it is no key of limits.
-    ///
-    /// # Errors
-    ///
-    /// When the value makes no sense.
-    pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<bool> {
-        if key == GROUP {
-            self.group = Some(value.to_owned());
-            return Ok(true);
-        }
-        let Some((_, number)) = self.numbers().into_iter().find(|(name, _)| *name == key) else {
-            return Ok(false);
-        };
-        let is_size = key == "iops-size" || (key.starts_with("bps") && !key.ends_with("length"));
-        *number = Some(match is_size {
-            true => parse_size(value).map_err(|error| anyhow!("{key}: {error}"))?,
-            false => value.parse().ok().with_context(|| format!("{key} must be a whole number"))?,
-        });
-        Ok(true)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -251,15 +228,13 @@ fn rate(
 
 #[cfg(test)]
 pub(super) mod tests {
+    use ringhaul_options::key_value::Parts;
+
     use super::*;
 
     pub(crate) fn spec(words: &str) -> Result<LimitSpec> {
-        let mut spec = LimitSpec::default();
-        for word in words.split_whitespace() {
-            let (key, value) = word.split_once('=').unwrap();
-            assert!(spec.set(key, value)?, "{key}");
-        }
-        Ok(spec)
+        let parts: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
+        Ok(Parts::from_words(&parts).finish()?)
     }
 
     #[test]
@@ -274,18 +249,19 @@ pub(super) mod tests {
         assert_eq!(seen.bytes.write, Some(Rate { per_second: 1 << 20, burst }));
         assert!(limits("iops-total=0").unwrap().are_none());
         for (bad, expected) in [
-            ("iops-total=x", "iops-total must be a whole number"),
+            ("iops-total=x", "iops-total: it must be a whole number"),
             ("iops-read-max=9", "give iops-read too"),
             ("bps-read=9 bps-read-max-length=9", "give bps-read-max too"),
             ("iops-write=9 iops-write-max=8", "at least the limit"),
             ("iops-size=4K", "needs a limit on requests"),
             ("bps-total=1.5M", "bps-total: '1.5M' is not a size"),
+            ("iops-total=1K", "iops-total: it must be a whole number"),
+            ("iops=1", "unknown key 'iops' (expected: group, iops-total, iops-total-max,"),
             ("bps-total-max=1X", "bps-total-max: '1X' has the unknown size suffix"),
         ] {
             let error = format!("{:#}", limits(bad).unwrap_err());
             assert!(error.contains(expected), "{bad}: {error}");
         }
-        assert!(!LimitSpec::default().set("iops", "1").unwrap());
     }
 
     #[test]
