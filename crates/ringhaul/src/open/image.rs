@@ -291,8 +291,8 @@ impl<'a> BackingSearch<'a> {
     fn key(&self, path: &Path, names: &[PathBuf]) -> String {
         let name = self.within(path).filter(|name| !name.starts_with(".."));
         let name = name.unwrap_or_else(|| path.to_owned());
-        let names = names.iter().cloned().chain([name]).collect();
-        format!("backing={}", BackingFiles::Named(names).to_string().replace(',', ",,"))
+        let names = names.iter().chain([&name]).map(|name| name.display().to_string());
+        format!("backing={}", names.collect::<Vec<_>>().join(":").replace(',', ",,"))
     }
 }
 

@@ -1,11 +1,10 @@
 //! Backing files that an image may have.
 
-use std::fmt;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Separates the names of a list. The first part of a backing file's name has no colon, because the
 /// part before it would be the scheme of a URI.
@@ -13,26 +12,21 @@ const SEPARATOR: char = ':';
 
 /// Backing files that an image may have. The image itself names them, and may have come from
 /// anywhere.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum BackingFiles {
     /// No backing files.
     #[default]
     None,
-    /// These files, including the backing files of backing files. Relative paths begin in the
-    /// folder of the image.
-    Named(Vec<PathBuf>),
     /// All files in the folder of the image, and in folders inside.
     Beside,
     /// All files of this machine: the image is trusted.
     Anywhere,
+    /// These files, including the backing files of backing files. Relative paths begin in the
+    /// folder of the image.
+    #[serde(untagged)]
+    Named(Vec<PathBuf>),
 }
-
-/// Choices that have a word of their own.
-const WORDS: [(&str, BackingFiles); 3] = [
-    ("none", BackingFiles::None),
-    ("beside", BackingFiles::Beside),
-    ("anywhere", BackingFiles::Anywhere),
-];
 
 impl BackingFiles {
     /// Reads the value of the key `backing`.
@@ -41,37 +35,18 @@ impl BackingFiles {
     ///
     /// When one of its names is empty.
     pub(super) fn parse(text: &str) -> Result<Self> {
-        if let Some((_, choice)) = WORDS.iter().find(|(word, _)| *word == text) {
-            return Ok(choice.clone());
+        match text {
+            "none" => return Ok(Self::None),
+            "beside" => return Ok(Self::Beside),
+            "anywhere" => return Ok(Self::Anywhere),
+            _ => {}
         }
         ensure!(
             text.split(SEPARATOR).all(|name| !name.is_empty()),
-            "backing={text} has an empty name (expected: none, beside, anywhere, or names of files \
-             with colons between them)"
+            "'{text}' has an empty name (expected: none, beside, anywhere, or names of files with \
+             colons between them)"
         );
         Ok(Self::Named(text.split(SEPARATOR).map(PathBuf::from).collect()))
-    }
-}
-
-impl fmt::Display for BackingFiles {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self, WORDS.iter().find(|(_, choice)| choice == self)) {
-            (_, Some((word, _))) => f.write_str(word),
-            (Self::Named(names), None) => {
-                let names: Vec<_> = names.iter().map(|name| name.display().to_string()).collect();
-                f.write_str(&names.join(":"))
-            }
-            _ => unreachable!("each other choice has a word"),
-        }
-    }
-}
-
-impl Serialize for BackingFiles {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            Self::Named(names) => names.serialize(serializer),
-            word => serializer.collect_str(word),
-        }
     }
 }
 
@@ -98,13 +73,12 @@ impl JsonSchema for BackingFiles {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        let words = WORDS.map(|(word, _)| word);
         json_schema!({
             "description": "Backing files that an image may have, which the image itself names: \
                             none, all files beside it, files anywhere, or a list of files. \
                             Relative paths of the list begin in the folder of the image.",
             "oneOf": [
-                { "type": "string", "enum": words },
+                { "type": "string", "enum": ["none", "beside", "anywhere"] },
                 { "type": "array", "items": { "type": "string" } },
             ],
         })
@@ -126,7 +100,7 @@ mod tests {
             ("./none:/a/b", named(&["./none", "/a/b"]), r#"["./none","/a/b"]"#),
         ] {
             let read = BackingFiles::parse(text).unwrap();
-            assert_eq!((&read, read.to_string()), (&expected, text.to_owned()));
+            assert_eq!(read, expected);
             assert_eq!(serde_json::to_string(&read).unwrap(), json);
             assert_eq!(serde_json::from_str::<BackingFiles>(json).unwrap(), expected);
         }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use schemars::{JsonSchema, Schema};
-use serde::de::{MapAccess, Visitor};
+use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::backing::BackingFiles;
@@ -44,6 +44,7 @@ pub enum DiskSpec {
     /// A disk that is encrypted with LUKS on another disk.
     Luks {
         /// The place of its key (passphrase).
+        #[serde(deserialize_with = "place_of_key")]
         key: KeySpec,
         /// A file with its header, if that is detached.
         #[serde(default)]
@@ -75,7 +76,7 @@ pub enum DiskSpec {
 }
 
 /// The place of a secret. All bytes there belong to it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KeySpec {
     /// A file.
@@ -85,38 +86,12 @@ pub enum KeySpec {
 }
 
 /// Reads the place of a key. Errors do not repeat any other value, which may be a key itself.
-struct Place;
-
-impl Place {
-    fn refused<E: serde::de::Error>() -> E {
-        E::custom("the key of a LUKS disk is in a file, { file = \"PATH\" }, or { fd = NUMBER }")
-    }
-}
-
-impl<'de> Deserialize<'de> for KeySpec {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Place).map_err(|_| Place::refused())
-    }
-}
-
-impl<'de> Visitor<'de> for Place {
-    type Value = KeySpec;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("where a key is")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<KeySpec, A::Error> {
-        let key = match map.next_key::<String>()?.as_deref() {
-            Some("file") => KeySpec::File(map.next_value()?),
-            Some("fd") => KeySpec::Fd(map.next_value()?),
-            _ => return Err(Self::refused()),
-        };
-        match map.next_key::<String>()? {
-            None => Ok(key),
-            Some(_) => Err(Self::refused()),
-        }
-    }
+fn place_of_key<'de, D: Deserializer<'de>>(deserializer: D) -> Result<KeySpec, D::Error> {
+    KeySpec::deserialize(deserializer).map_err(|_| {
+        D::Error::custom(
+            "the key of a LUKS disk is in a file, { file = \"PATH\" }, or { fd = NUMBER }",
+        )
+    })
 }
 
 /// The source of an image's format.
@@ -136,29 +111,26 @@ impl DiskSpec {
         }
     }
 
-    /// The number of layers, this one included.
-    pub(crate) fn layers(&self) -> usize {
+    /// The disk below a layer.
+    fn over(&self) -> Option<&Self> {
         match self {
-            Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => 1,
+            Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => None,
             Self::Raw { over, .. }
             | Self::Luks { over, .. }
             | Self::Qcow2 { over, .. }
-            | Self::Image { over, .. } => 1 + over.layers(),
+            | Self::Image { over, .. } => Some(over),
         }
+    }
+
+    /// The number of layers, this one included.
+    pub(crate) fn layers(&self) -> usize {
+        1 + self.over().map_or(0, Self::layers)
     }
 
     /// Returns true if the specification leaves the format of the content open, so that an image
     /// may be served by mistake as a disk without a format. A layer `raw` fixes the format.
     pub(crate) fn has_unnamed_content(&self) -> bool {
-        match self {
-            Self::File(_) | Self::Luks { .. } => true,
-            Self::Null { .. }
-            | Self::Nbd(_)
-            | Self::Rbd(_)
-            | Self::Raw { .. }
-            | Self::Qcow2 { .. }
-            | Self::Image { .. } => false,
-        }
+        matches!(self, Self::File(_) | Self::Luks { .. })
     }
 
     /// The path of a file or device, if the disk is all of it and nothing else.
@@ -166,13 +138,7 @@ impl DiskSpec {
         match self {
             Self::File(path) => Some(path),
             Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
-            Self::Null { .. }
-            | Self::Nbd(_)
-            | Self::Rbd(_)
-            | Self::Raw { .. }
-            | Self::Luks { .. }
-            | Self::Qcow2 { .. }
-            | Self::Image { .. } => None,
+            _ => None,
         }
     }
 
@@ -182,14 +148,10 @@ impl DiskSpec {
     ///
     /// With the reason.
     pub(super) fn check(&self) -> Result<()> {
-        match self {
-            Self::File(_) | Self::Null { .. } | Self::Rbd(_) => Ok(()),
-            Self::Nbd(nbd) => nbd.check(),
-            Self::Raw { over, .. }
-            | Self::Luks { over, .. }
-            | Self::Qcow2 { over, .. }
-            | Self::Image { over, .. } => over.check(),
+        if let Self::Nbd(nbd) = self {
+            nbd.check()?;
         }
+        self.over().map_or(Ok(()), Self::check)
     }
 
     /// Calls `change` for all paths in it.

@@ -5,31 +5,36 @@
 //! layers. Commas in values are written twice.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
-use anyhow::{Context, Error, Result, bail, ensure};
-use ringhaul_options::key_value::split_at_commas;
-use ringhaul_options::parse_size;
-use ringhaul_options::redact::redact_part;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use ringhaul_options::key_value::{Error, Parts, Size, split_at_commas};
+use serde::Deserialize;
 
 use super::backing::BackingFiles;
 use super::data::{DiskSpec, ImageFormat, KeySpec};
-use super::nbd::{NbdSpec, keys_of_uri};
-use super::rbd::RbdSpec;
+use super::nbd::{NbdSpec, parts_of_uri};
+use super::rbd::{RbdSpec, parts_of_image};
 use super::text::{OVER, redact_spec_parts};
 
-/// A kind of disk, and the grammar of its name.
-struct Kind {
-    name: &'static str,
-    /// Its keys. A kind with the key `over` is a layer.
-    keys: &'static [&'static str],
-    /// The schemes of its short forms, in addition to its name. A colon follows each.
-    schemes: &'static [&'static str],
-    /// Reads a short form, the part up to the first comma, into keys.
-    read_short: fn(&str, &mut Words) -> Result<()>,
-    /// Makes the disk with these keys.
-    make: fn(Words) -> Result<DiskSpec>,
+type Path = Option<PathBuf>;
+type Below = Vec<String>;
+
+/// The kinds of disks with their keys.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case", deny_unknown_fields)]
+enum Words {
+    File { path: PathBuf },
+    Null { size: Size },
+    Nbd(NbdSpec),
+    Rbd(RbdSpec),
+    Raw { offset: Option<Size>, size: Option<Size>, over: Below },
+    Luks { key_file: Path, key_fd: Option<i32>, header: Path, discard: Option<bool>, over: Below },
+    Qcow2 { path: Path, backing: Option<BackingFiles>, over: Option<Below> },
+    Image { path: Path, format: String, backing: Option<BackingFiles>, over: Option<Below> },
 }
+
+/// The most layers of a disk, far below the limits of a stack or a JSON parser.
+const LAYERS_MAX: usize = 16;
 
 /// Words that complete the beginning of a disk's name, for a shell.
 pub(crate) fn completions(begun: &str) -> Vec<String> {
@@ -38,178 +43,27 @@ pub(crate) fn completions(begun: &str) -> Vec<String> {
     let (outer, inner) = begun.split_at(inner);
     match inner.rsplit_once(',') {
         None => {
-            let kinds = KINDS.iter().filter(|kind| kind.name.starts_with(inner));
-            kinds.map(|kind| format!("{outer}{},", kind.name)).collect()
+            let kinds = expected("").into_iter().filter(|kind| kind.starts_with(inner));
+            kinds.map(|kind| format!("{outer}{kind},")).collect()
         }
         Some((done, last)) => {
-            let name = done.split([',', ':']).next().unwrap_or_default();
-            let kind = KINDS.iter().find(|kind| kind.name == name);
-            let keys = kind.into_iter().flat_map(|kind| kind.keys);
-            let keys = keys.filter(|key| key.starts_with(last));
+            let kind = done.split([',', ':']).next().unwrap_or_default();
+            // An unknown kind has no keys.
+            let is_kind = expected("").contains(&kind);
+            let keys = expected(kind).into_iter().filter(|key| is_kind && key.starts_with(last));
             keys.map(|key| format!("{outer}{done},{key}=")).collect()
         }
     }
 }
 
-/// All kinds.
-const KINDS: &[Kind] = &[
-    Kind {
-        name: "file",
-        keys: &["path"],
-        schemes: &[],
-        read_short: |text, words| words.add("path", after_scheme(text)),
-        make: |mut words| {
-            let path = words.take("path").context("a file needs a path, as in file,path=disk.img");
-            Ok(DiskSpec::File(PathBuf::from(path?)))
-        },
-    },
-    Kind {
-        name: "null",
-        keys: &["size"],
-        schemes: &[],
-        read_short: |text, words| words.add("size", after_scheme(text)),
-        make: |mut words| {
-            let size = words.take_size("size")?;
-            let size_bytes = size.context("a null disk needs a size, as in null,size=64G")?;
-            Ok(DiskSpec::Null { size_bytes })
-        },
-    },
-    Kind {
-        name: "nbd",
-        keys: NBD_KEYS,
-        schemes: &["nbd+unix", "nbds", "nbds+unix"],
-        read_short: |text, words| {
-            keys_of_uri(text)?.iter().try_for_each(|(key, value)| words.add(key, value))
-        },
-        make: |mut words| {
-            let nbd = NbdSpec {
-                socket: words.take("socket").map(PathBuf::from),
-                host: words.take("host"),
-                port: words.take_as("port")?,
-                export: words.take("export").unwrap_or_default(),
-                connections: words.take_as("connections")?,
-                deadline_seconds: words.take_as("deadline")?,
-                unflushed: words.take_as("unflushed")?,
-                tls: words.take_switch("tls")?,
-                tls_certificates: words.take("tls-certificates").map(PathBuf::from),
-                tls_hostname: words.take("tls-hostname"),
-            };
-            nbd.check()?;
-            Ok(DiskSpec::Nbd(nbd))
-        },
-    },
-    Kind {
-        name: "rbd",
-        keys: &["pool", "namespace", "image", "snapshot", "conf", "id", "keyring", "exclusive"],
-        schemes: &[],
-        read_short: |text, words| {
-            let spec = RbdSpec::of_image(after_scheme(text))?;
-            let parts = [("namespace", spec.namespace), ("snapshot", spec.snapshot)];
-            let parts = parts.into_iter().filter_map(|(key, value)| Some((key, value?)));
-            [("pool", spec.pool), ("image", spec.image)]
-                .into_iter()
-                .chain(parts)
-                .try_for_each(|(key, value)| words.add(key, &value))
-        },
-        make: |mut words| {
-            let image = words.take("image");
-            let image = image.context("an image needs a name, as in rbd,pool=vms,image=vm1")?;
-            Ok(DiskSpec::Rbd(RbdSpec {
-                pool: words.take("pool").unwrap_or_else(|| "rbd".to_owned()),
-                namespace: words.take("namespace"),
-                image,
-                snapshot: words.take("snapshot"),
-                conf: words.take("conf").map(PathBuf::from),
-                id: words.take("id"),
-                keyring: words.take("keyring").map(PathBuf::from),
-                exclusive: words.take_switch("exclusive")?,
-            }))
-        },
-    },
-    Kind {
-        name: "raw",
-        keys: &["offset", "size", OVER],
-        schemes: &[],
-        read_short: |_, _| bail!("disk kind raw has no short form"),
-        make: |mut words| {
-            Ok(DiskSpec::Raw {
-                offset_bytes: words.take_size("offset")?.unwrap_or(0),
-                size_bytes: words.take_size("size")?,
-                over: words.take_over("raw,offset=1M,over=file,path=disk.img")?,
-            })
-        },
-    },
-    Kind {
-        name: "luks",
-        keys: &["key-file", "key-fd", "header", "discard", OVER],
-        schemes: &[],
-        read_short: |_, _| bail!("disk kind luks has no short form"),
-        make: |mut words| {
-            let key = match (words.take("key-file"), words.take("key-fd")) {
-                (Some(path), None) => KeySpec::File(path.into()),
-                (None, Some(fd)) => {
-                    KeySpec::Fd(fd.parse().context("key-fd: it is the number of a descriptor")?)
-                }
-                _ => bail!("a LUKS disk needs its key in one place: key-file=PATH or key-fd=N"),
-            };
-            Ok(DiskSpec::Luks {
-                key,
-                header: words.take("header").map(PathBuf::from),
-                discard: words.take_switch("discard")?,
-                over: words.take_over("luks,key-file=disk.key,over=file,path=disk.img")?,
-            })
-        },
-    },
-    Kind {
-        name: "qcow2",
-        keys: &["path", "backing", OVER],
-        schemes: &[],
-        read_short: |text, words| words.add("path", after_scheme(text)),
-        make: |mut words| {
-            Ok(DiskSpec::Qcow2 {
-                backing: words.take_backing()?,
-                over: words.take_file_or_over("qcow2,path=disk.qcow2")?,
-            })
-        },
-    },
-    Kind {
-        name: "image",
-        keys: &["path", "format", "backing", OVER],
-        schemes: &[],
-        read_short: |_, _| bail!("disk kind image has no short form"),
-        make: |mut words| {
-            let format = match words.take("format").as_deref() {
-                Some("auto") => ImageFormat::Auto,
-                Some(other) => bail!(
-                    "format={other}: an image is of a kind only if its format is to be found out \
-                     (format=auto); name other formats as the kind, as in qcow2,path=disk.qcow2"
-                ),
-                None => bail!("it needs a format, as in image,format=auto,path=disk.img"),
-            };
-            Ok(DiskSpec::Image {
-                format,
-                backing: words.take_backing()?,
-                over: words.take_file_or_over("image,format=auto,path=disk.img")?,
-            })
-        },
-    },
-];
-
-const NBD_KEYS: &[&str] = &[
-    "socket",
-    "host",
-    "port",
-    "export",
-    "connections",
-    "deadline",
-    "unflushed",
-    "tls",
-    "tls-certificates",
-    "tls-hostname",
-];
-
-/// The most layers of a disk, far below the limits of a stack or a JSON parser.
-const LAYERS_MAX: usize = 16;
+/// The keys of a kind, or all kinds for an unknown one.
+fn expected(kind: &str) -> Vec<&'static str> {
+    match Parts::new(&["=x".to_owned()]).finish_variant::<Words>(kind) {
+        Err(Error::UnknownKey { expected, .. }) => expected,
+        Err(Error::UnknownWord { expected, .. }) => expected.to_vec(),
+        _ => Vec::new(),
+    }
+}
 
 impl DiskSpec {
     /// Reads the disk that a text names, such as `file,path=disk.img`.
@@ -218,21 +72,16 @@ impl DiskSpec {
     ///
     /// When the text names no disk.
     pub fn parse(text: &str) -> Result<Self> {
-        disk_of_layers(&split_at_commas(text))
+        Self::from_parts(&split_at_commas(text))
     }
 
-    /// Like [`parse`](Self::parse), for a text that was split at its commas.
+    /// Like [`parse`](Self::parse), for a text that was split at its commas. Each layer is a nested
+    /// call, and the words may come from any source, so the number of layers is checked first.
     pub(crate) fn from_parts(parts: &[String]) -> Result<Self> {
-        disk_of_layers(parts)
+        let is_over = |part: &&String| part.split_once('=').is_some_and(|(key, _)| key == OVER);
+        check_layers(1 + parts.iter().filter(is_over).count())?;
+        disk(parts)
     }
-}
-
-/// Reads a disk. Each layer is a nested call, and the words may come from any source, so the number
-/// of layers is checked first.
-fn disk_of_layers(parts: &[String]) -> Result<DiskSpec> {
-    let is_over = |part: &&String| part.split_once('=').is_some_and(|(key, _)| key == OVER);
-    check_layers(1 + parts.iter().filter(is_over).count())?;
-    disk(parts)
 }
 
 /// Checks the number of layers of a disk.
@@ -243,144 +92,122 @@ pub(super) fn check_layers(layers: usize) -> Result<()> {
 
 fn disk(parts: &[String]) -> Result<DiskSpec> {
     let Some((first, rest)) = parts.split_first() else { bail!("no disk is named") };
-    let mut words = Words::default();
-    let kind = if ["/", "./", "../"].iter().any(|start| first.starts_with(start)) {
-        words.add("path", first)?;
-        find("file")?
-    } else if let Some((scheme, _)) = first.split_once(':') {
-        // Schemes of URIs have no case.
-        let is_uri = first.contains("://");
-        let is_same = |name: &str| name == scheme || (is_uri && name.eq_ignore_ascii_case(scheme));
-        let is_meant =
-            |kind: &&Kind| is_same(kind.name) || kind.schemes.iter().any(|name| is_same(name));
-        let kind = KINDS.iter().find(is_meant);
-        let kind = kind.with_context(|| unknown_kind(scheme))?;
-        (kind.read_short)(first, &mut words)?;
-        kind
-    } else {
-        find(first)?
+    let (kind, mut parts) = kind_of(first)?;
+    parts.extend_from_slice(rest);
+    let words = Parts::new(&parts).finish_variant::<Words>(&kind);
+    words.map_err(|error| explain(error, &kind))?.into_disk()
+}
+
+/// The kind of a disk, and the keys that its short form stands for, from the part up to the first
+/// comma.
+fn kind_of(first: &str) -> Result<(String, Vec<String>)> {
+    if ["/", "./", "../"].iter().any(|start| first.starts_with(start)) {
+        return Ok(("file".to_owned(), vec![format!("path={first}")]));
+    }
+    let Some((scheme, rest)) = first.split_once(':') else {
+        return Ok((first.to_owned(), Vec::new()));
     };
-    let mut rest = rest.iter();
-    while let Some(part) = rest.next() {
-        let (key, value) = part.split_once('=').with_context(|| {
-            format!(
-                "'{}' is not of the form KEY=VALUE; write a comma in a value twice",
-                redact_part(part)
-            )
-        })?;
-        if !kind.keys.contains(&key) {
-            let (name, keys) = (kind.name, kind.keys.join(", "));
-            bail!("unknown key '{key}' of disk kind {name} (expected: {keys})");
+    // Schemes of URIs have no case.
+    let kind = if rest.starts_with("//") { scheme.to_ascii_lowercase() } else { scheme.to_owned() };
+    let parts = match &*kind {
+        "file" | "qcow2" => vec![format!("path={rest}")],
+        "null" => vec![format!("size={rest}")],
+        "rbd" => parts_of_image(rest)?,
+        "nbd" | "nbd+unix" | "nbds" | "nbds+unix" => {
+            return Ok(("nbd".to_owned(), parts_of_uri(first)?));
         }
-        if key == OVER {
-            let mut below = vec![value.to_owned()];
-            below.extend(rest.by_ref().cloned());
-            let disk =
-                disk(&below).with_context(|| format!("in {OVER}={}", redact_spec_parts(&below)))?;
-            words.over = Some(Box::new(disk));
-        } else {
-            words.add(key, value)?;
+        "raw" | "luks" | "image" => bail!("disk kind {kind} has no short form"),
+        _ => Vec::new(),
+    };
+    Ok((kind, parts))
+}
+
+/// An error about the words of a disk, with advice.
+fn explain(error: Error, kind: &str) -> anyhow::Error {
+    match error {
+        Error::UnknownWord { word, expected } => {
+            let expected = expected.join(", ");
+            // A name with a slash or a suffix is a file name.
+            let advice = match word.contains(['/', '.']) {
+                true => format!("); for the file of this name, write ./{word}"),
+                false => "; or the path of a file, beginning with /, ./ or ../)".to_owned(),
+            };
+            anyhow!("unknown disk kind '{word}' (expected: {expected}{advice}")
         }
+        Error::UnknownKey { key, expected } => {
+            let expected = expected.join(", ");
+            anyhow!("unknown key '{key}' of disk kind {kind} (expected: {expected})")
+        }
+        Error::MissingKey(_) => anyhow!(match kind {
+            "file" => "a file needs a path, as in file,path=disk.img",
+            "null" => "a null disk needs a size, as in null,size=64G",
+            "rbd" => "an image needs a name, as in rbd,pool=vms,image=vm1",
+            "image" => "it needs a format, as in image,format=auto,path=disk.img",
+            "luks" => {
+                "it lies over a disk; name it, as in \
+                 luks,key-file=disk.key,over=file,path=disk.img"
+            }
+            _ => "it lies over a disk; name it, as in raw,offset=1M,over=file,path=disk.img",
+        }),
+        Error::Other(_) => error.into(),
     }
-    (kind.make)(words)
-}
-
-fn find(name: &str) -> Result<&'static Kind> {
-    KINDS.iter().find(|kind| kind.name == name).with_context(|| unknown_kind(&redact_part(name)))
-}
-
-fn unknown_kind(name: &str) -> String {
-    let kinds: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
-    let expected = format!("unknown disk kind '{name}' (expected: {}", kinds.join(", "));
-    // A name with a slash or a suffix is a file name.
-    match name.contains(['/', '.']) {
-        true => format!("{expected}); for the file of this name, write ./{name}"),
-        false => format!("{expected}; or the path of a file, beginning with /, ./ or ../)"),
-    }
-}
-
-fn after_scheme(text: &str) -> &str {
-    text.split_once(':').map_or(text, |(_, rest)| rest)
-}
-
-/// The keys of one disk with their values.
-#[derive(Default)]
-struct Words {
-    keys: Keys,
-    values: Vec<(String, String)>,
-    over: Option<Box<DiskSpec>>,
 }
 
 impl Words {
-    fn add(&mut self, key: &str, value: &str) -> Result<()> {
-        if value.is_empty() {
-            bail!("{key} has no value");
-        }
-        self.keys.check(key)?;
-        self.values.push((key.to_owned(), value.to_owned()));
-        Ok(())
-    }
-
-    fn take(&mut self, key: &str) -> Option<String> {
-        let at = self.values.iter().position(|(other, _)| other == key)?;
-        Some(self.values.swap_remove(at).1)
-    }
-
-    fn take_size(&mut self, key: &str) -> Result<Option<u64>> {
-        let parse = |text: String| parse_size(&text).map_err(Error::msg);
-        self.take(key).map(parse).transpose().with_context(|| key.to_owned())
-    }
-
-    fn take_as<T>(&mut self, key: &str) -> Result<Option<T>>
-    where
-        T: FromStr<Err: Into<Error>>,
-    {
-        let parse = |text: String| text.parse().map_err(Into::into);
-        self.take(key).map(parse).transpose().with_context(|| key.to_owned())
-    }
-
-    /// Takes `on` or `off`. A missing key is off.
-    fn take_switch(&mut self, key: &str) -> Result<bool> {
-        match self.take(key).as_deref() {
-            None | Some("off") => Ok(false),
-            Some("on") => Ok(true),
-            Some(other) => bail!("{key} is '{other}' (expected: on, off)"),
-        }
-    }
-
-    fn take_backing(&mut self) -> Result<BackingFiles> {
-        let read = |text: String| BackingFiles::parse(&text);
-        self.take("backing").map_or(Ok(BackingFiles::None), read)
-    }
-
-    /// Takes the disk below, which may be named by the path of a file.
-    fn take_file_or_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
-        match self.take("path") {
-            Some(_) if self.over.is_some() => bail!("path and {OVER} are two disks; leave one out"),
-            Some(path) => Ok(Box::new(DiskSpec::File(path.into()))),
-            None => self.take_over(example),
-        }
-    }
-
-    fn take_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
-        self.over.take().with_context(|| format!("it lies over a disk; name it, as in {example}"))
+    fn into_disk(self) -> Result<DiskSpec> {
+        Ok(match self {
+            Self::File { path } => DiskSpec::File(path),
+            Self::Null { size } => DiskSpec::Null { size_bytes: size.0 },
+            Self::Nbd(nbd) => {
+                nbd.check()?;
+                DiskSpec::Nbd(nbd)
+            }
+            Self::Rbd(image) => DiskSpec::Rbd(image),
+            Self::Raw { offset, size, over } => DiskSpec::Raw {
+                offset_bytes: offset.map_or(0, |offset| offset.0),
+                size_bytes: size.map(|size| size.0),
+                over: below(&over)?,
+            },
+            Self::Luks { key_file, key_fd, header, discard, over } => {
+                let key = match (key_file, key_fd) {
+                    (Some(path), None) => KeySpec::File(path),
+                    (None, Some(fd)) => KeySpec::Fd(fd),
+                    _ => bail!("a LUKS disk needs its key in one place: key-file=PATH or key-fd=N"),
+                };
+                let discard = discard.unwrap_or_default();
+                DiskSpec::Luks { key, header, discard, over: below(&over)? }
+            }
+            Self::Qcow2 { path, backing, over } => {
+                let over = file_or_below(path, over, "qcow2,path=disk.qcow2")?;
+                DiskSpec::Qcow2 { backing: backing.unwrap_or_default(), over }
+            }
+            Self::Image { path, format, backing, over } => {
+                ensure!(
+                    format == "auto",
+                    "format={format}: an image is of a kind only if its format is to be found out \
+                     (format=auto); name other formats as the kind, as in qcow2,path=disk.qcow2"
+                );
+                let over = file_or_below(path, over, "image,format=auto,path=disk.img")?;
+                let backing = backing.unwrap_or_default();
+                DiskSpec::Image { format: ImageFormat::Auto, backing, over }
+            }
+        })
     }
 }
 
-/// The keys of a list that were seen. A repeated key has two meanings, and neither may be chosen in
-/// silence.
-#[derive(Default)]
-struct Keys(Vec<String>);
+/// The disk below a layer.
+fn below(parts: &[String]) -> Result<Box<DiskSpec>> {
+    let disk = disk(parts).with_context(|| format!("in {OVER}={}", redact_spec_parts(parts)))?;
+    Ok(Box::new(disk))
+}
 
-impl Keys {
-    /// Refuses a `KEY=VALUE` whose key was seen before.
-    fn check(&mut self, part: &str) -> Result<()> {
-        let key = part.split_once('=').map_or(part, |(key, _)| key);
-        if self.0.iter().any(|seen| seen == key) {
-            bail!("{key} is given twice; leave one of them out");
-        }
-        self.0.push(key.to_owned());
-        Ok(())
+/// The disk below a layer, which may be named by the path of a file.
+fn file_or_below(path: Path, over: Option<Below>, example: &str) -> Result<Box<DiskSpec>> {
+    match (path, over) {
+        (Some(path), None) => Ok(Box::new(DiskSpec::File(path))),
+        (None, Some(over)) => below(&over),
+        (Some(_), Some(_)) => bail!("path and {OVER} are two disks; leave one out"),
+        (None, None) => bail!("it lies over a disk; name it, as in {example}"),
     }
 }
 
@@ -510,15 +337,17 @@ mod tests {
             ("raw,offset=1,offset=1,over=/a", "offset is given twice"),
             ("luks,over=/a", "key-file=PATH or key-fd=N"),
             ("luks,key-file=/k,key-fd=3,over=/a", "key-file=PATH or key-fd=N"),
-            ("luks,key-fd=x,over=/a", "the number of a descriptor"),
+            ("luks,key-fd=x,over=/a", "key-fd: it must be a whole number"),
             ("luks,key-fd=3,discard=yes,over=/a", "discard is 'yes' (expected: on, off)"),
             ("luks,key=secret,over=/a", "unknown key 'key' of disk kind luks"),
-            ("qcow2,backing=a:,path=/a", "backing=a: has an empty name"),
+            ("qcow2,backing=a:,path=/a", "backing: 'a:' has an empty name"),
             ("qcow2,path=/a,over=/b", "path and over are two disks"),
             ("qcow2", "it lies over a disk; name it, as in qcow2,path=disk.qcow2"),
             ("image,path=/a", "it needs a format"),
             ("image,format=qcow2,path=/a", "name other formats as the kind"),
             ("null,size", "'size' is not of the form KEY=VALUE"),
+            ("null,user:hidden@h=1", "unknown key 'user:***@h' of disk kind null"),
+            ("hidden@h", "unknown disk kind '***@h'"),
             ("null,size=x", "size: "),
             ("rbd,pool=p", "an image needs a name"),
             ("rbd:p/n/x/a", "has too many parts"),

@@ -137,34 +137,22 @@ impl fmt::Display for NbdSpec {
     }
 }
 
-impl std::str::FromStr for Unflushed {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "kept" => Ok(Self::Kept),
-            "lost" => Ok(Self::Lost),
-            _ => bail!("unknown value '{text}' (expected: kept, lost)"),
-        }
-    }
-}
-
 /// The keys and values that a URI stands for.
 ///
 /// # Errors
 ///
 /// When it is no URI of NBD.
-pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
+pub(super) fn parts_of_uri(uri: &str) -> Result<Vec<String>> {
     let (scheme, rest) = uri.split_once("://").with_context(|| no_uri(uri))?;
     ensure!(!rest.contains('#'), "an NBD URI has no part behind a #; write it as %23 in a name");
     let scheme = scheme.to_ascii_lowercase();
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
-    let mut keys = Vec::new();
+    let mut parts = Vec::new();
     let is_unix = scheme.ends_with("+unix");
     let is_tls = scheme.starts_with("nbds");
     if is_tls {
-        keys.push(("tls", "on".to_owned()));
+        parts.push("tls=on".to_owned());
     }
     if is_unix {
         ensure!(
@@ -173,25 +161,25 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
         );
     } else {
         let (host, port) = host_and_port(authority)?;
-        keys.push(("host", host));
-        keys.extend(port.map(|port| ("port", port)));
+        parts.push(format!("host={host}"));
+        parts.extend(port.map(|port| format!("port={port}")));
     }
     if !export.is_empty() {
-        keys.push(("export", decoded(export)?));
+        parts.push(format!("export={}", decoded(export)?));
     }
     for part in query.split('&').filter(|part| !part.is_empty()) {
         let (key, value) = part.split_once('=').unwrap_or((part, ""));
         match key {
-            "socket" if is_unix => keys.push(("socket", decoded(value)?)),
-            "tls-certificates" if is_tls => keys.push(("tls-certificates", decoded(value)?)),
-            "tls-hostname" if is_tls => keys.push(("tls-hostname", decoded(value)?)),
+            "socket" if is_unix => {}
+            "tls-certificates" | "tls-hostname" if is_tls => {}
             _ => bail!(
                 "unknown parameter '{key}' of an NBD URI (expected: socket, with +unix; \
                  tls-certificates and tls-hostname, with nbds)"
             ),
         }
+        parts.push(format!("{key}={}", decoded(value)?));
     }
-    Ok(keys)
+    Ok(parts)
 }
 
 /// Advice for a text that is no URI, such as QEMU's own forms.

@@ -45,42 +45,38 @@ fn pool() -> String {
     POOL.to_owned()
 }
 
-impl RbdSpec {
-    /// Reads an image in the form of Ceph's tools, such as `pool/namespace/image@snapshot`. The
-    /// pool, the namespace and the snapshot may be left out.
-    pub(super) fn of_image(text: &str) -> Result<Self> {
-        // The form of QEMU. Its options would be part of the name, and messages would repeat them.
-        ensure!(
-            !text.split_once(':').is_some_and(|(_, rest)| rest.contains('=')),
-            "options of an image stand behind commas, as in rbd:vms/vm1,id=vms; a key is in a file \
-             that keyring=PATH names"
-        );
-        let (path, snapshot) = match text.split_once('@') {
-            Some((path, snapshot)) => (path, Some(snapshot)),
-            None => (text, None),
-        };
-        let parts: Vec<&str> = path.split('/').collect();
-        let all = parts.iter().chain(&snapshot);
-        ensure!(
-            all.into_iter().all(|part| !part.is_empty()),
-            "'{text}' has an empty part; an image is [POOL/[NAMESPACE/]]IMAGE[@SNAPSHOT]"
-        );
-        let (pool, namespace, image) = match parts[..] {
-            [image] => (POOL, None, image),
-            [pool, image] => (pool, None, image),
-            [pool, namespace, image] => (pool, Some(namespace), image),
-            _ => bail!(
-                "'{text}' has too many parts; an image is [POOL/[NAMESPACE/]]IMAGE[@SNAPSHOT]"
-            ),
-        };
-        Ok(Self {
-            pool: pool.to_owned(),
-            namespace: namespace.map(str::to_owned),
-            image: image.to_owned(),
-            snapshot: snapshot.map(str::to_owned),
-            ..Self::default()
-        })
-    }
+/// The keys and values that the name of an image in Ceph's tools stands for, such as
+/// `pool/namespace/image@snapshot`. The pool, the namespace and the snapshot may be left out.
+///
+/// # Errors
+///
+/// When it is no such name.
+pub(super) fn parts_of_image(text: &str) -> Result<Vec<String>> {
+    // The form of QEMU. Its options would be part of the name, and messages would repeat them.
+    ensure!(
+        !text.split_once(':').is_some_and(|(_, rest)| rest.contains('=')),
+        "options of an image stand behind commas, as in rbd:vms/vm1,id=vms; a key is in a file \
+         that keyring=PATH names"
+    );
+    let (path, snapshot) = match text.split_once('@') {
+        Some((path, snapshot)) => (path, Some(snapshot)),
+        None => (text, None),
+    };
+    let names: Vec<&str> = path.split('/').collect();
+    ensure!(
+        names.iter().chain(&snapshot).all(|name| !name.is_empty()),
+        "'{text}' has an empty part; an image is [POOL/[NAMESPACE/]]IMAGE[@SNAPSHOT]"
+    );
+    let mut parts = match names[..] {
+        [image] => vec![format!("pool={POOL}"), format!("image={image}")],
+        [pool, image] => vec![format!("pool={pool}"), format!("image={image}")],
+        [pool, namespace, image] => {
+            vec![format!("pool={pool}"), format!("namespace={namespace}"), format!("image={image}")]
+        }
+        _ => bail!("'{text}' has too many parts; an image is [POOL/[NAMESPACE/]]IMAGE[@SNAPSHOT]"),
+    };
+    parts.extend(snapshot.map(|snapshot| format!("snapshot={snapshot}")));
+    Ok(parts)
 }
 
 impl fmt::Display for RbdSpec {
