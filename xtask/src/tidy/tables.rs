@@ -51,6 +51,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/disks/src/nbd/transport.rs", "sends and receives lists of memory"),
     ("crates/disks/src/rbd/api.rs", "looks up the functions of Ceph's libraries"),
     ("crates/disks/src/rbd/image.rs", "calls the functions of Ceph's libraries"),
+    ("crates/disks/src/rbd/image/fake.rs", "tests: plays the functions of Ceph's libraries"),
     ("crates/disks/src/qcow2/storage.rs", "functions that imago calls unsafe"),
     ("crates/blockio/src/thread/time_slice.rs", "slices of threads, which rustix does not have"),
     ("crates/virtqueue/src/inflight.rs", "an account in memory that the front-end shares"),

@@ -35,6 +35,17 @@ macro_rules! functions {
                     $($name: unsafe { *library.get(concat!(stringify!($name), "\0"))? },)*
                 })
             }
+
+            /// Functions that no test may call.
+            #[cfg(test)]
+            pub(super) const ABSENT: Self = Self {
+                $($name: {
+                    unsafe extern "C" fn absent($(_: $argument),*) $(-> $result)? {
+                        unreachable!(concat!("a test calls ", stringify!($name)))
+                    }
+                    absent
+                },)*
+            };
         }
     };
 }

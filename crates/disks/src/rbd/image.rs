@@ -1,5 +1,8 @@
 //! Open clusters, pools and images, without raw pointers.
 
+#[cfg(test)]
+pub(super) mod fake;
+
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::io;
 use std::mem::ManuallyDrop;

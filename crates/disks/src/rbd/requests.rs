@@ -247,3 +247,163 @@ impl Driver for RbdDisk {
         Box::pin(async move { Ok(Extent::data(len)) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rbd::image::fake::{FakeImage, Op};
+    use blockio::{IoThread, IoThreadConfig};
+
+    const BYTES: usize = 256 << 10;
+    const OBJECT_BYTES: u64 = 4096;
+    /// The most bytes of a piece of a discard.
+    const PIECE: u64 = DISCARD_OBJECTS * OBJECT_BYTES;
+
+    struct Scene {
+        thread: IoThread,
+        fake: FakeImage,
+        disk: RbdDisk,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let fake = FakeImage::new(&[1; BYTES]);
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            let shared = Shared::new(fake.open(), "image".to_owned(), BYTES as u64, OBJECT_BYTES);
+            let disk = RbdDisk::new(&Arc::new(shared), thread.io());
+            Self { thread, fake, disk }
+        }
+
+        /// Makes a request, and returns its errno and the bytes that it has left.
+        fn transfer<'a>(
+            &'a self,
+            request: impl FnOnce(&'a RbdDisk) -> Request<'a, Result<(), TransferError>>,
+        ) -> Result<(), (i32, usize)> {
+            let done = self.thread.block_on(request(&self.disk)).unwrap();
+            done.map_err(|error| {
+                let (error, rest) = error.into_parts();
+                (error.raw_os_error().unwrap(), rest.bytes())
+            })
+        }
+
+        fn write(&self, offset: u64, bytes: usize, fua: bool) -> Result<(), (i32, usize)> {
+            let data = Buffers::from_vec(vec![7; bytes]);
+            self.transfer(|disk| disk.write(offset, data, fua))
+        }
+
+        fn read(&self, offset: u64, bytes: usize) -> Result<Vec<u8>, (i32, usize)> {
+            let buffers = Buffers::from_vec(vec![9; bytes]);
+            let read = buffers.duplicate();
+            self.transfer(|disk| disk.read(offset, buffers))?;
+            Ok(read.to_vec())
+        }
+
+        fn have<'a>(
+            &'a self,
+            request: impl FnOnce(&'a RbdDisk) -> Request<'a, io::Result<()>>,
+        ) -> Result<(), i32> {
+            let done = self.thread.block_on(request(&self.disk)).unwrap();
+            done.map_err(|error| error.raw_os_error().unwrap())
+        }
+    }
+
+    /// librbd reports success for a write that it cuts at the end of an image.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_write_fails_unless_the_image_has_its_whole_range() {
+        let full = Err((libc::ENOSPC, 8192));
+        for (size, offset, expected) in [
+            (BYTES, 0, Ok(())),
+            (BYTES - 4096, 0, Ok(())),
+            (BYTES - 4096, BYTES - 12_288, Ok(())),
+            (BYTES - 4096, BYTES - 8192, full),
+            (BYTES - 1, BYTES - 8192, full),
+            (BYTES - 8192, BYTES - 8192, full),
+            (4096, BYTES - 8192, full),
+        ] {
+            let scene = Scene::new();
+            scene.fake.resize(size);
+            let written = scene.write(offset as u64, 8192, true);
+            assert_eq!(written, expected, "{offset} of {size}");
+            let flushes =
+                scene.fake.take_ops().iter().filter(|(kind, ..)| *kind == "flush").count();
+            assert_eq!(flushes, usize::from(expected.is_ok()));
+            assert!(expected.is_err() || scene.fake.content()[offset..][..8192] == [7; 8192]);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_read_has_zeroes_in_the_last_sector_alone() {
+        for (size, offset, expected) in [
+            (BYTES, 4096, Ok(4096)),
+            (8191, 4096, Ok(4095)),
+            (7681, 4096, Ok(3585)),
+            (7680, 4096, Err((libc::EIO, 4096))),
+            (4096, 4096, Err((libc::EIO, 4096))),
+            (512, 4096, Err((libc::EIO, 4096))),
+        ] {
+            let scene = Scene::new();
+            scene.fake.resize(size);
+            let read = scene.read(offset, 4096);
+            let data = |bytes| [vec![1; bytes], vec![0; 4096 - bytes]].concat();
+            assert_eq!(read, expected.map(data), "{offset} of {size}");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn errors_of_the_cluster_are_reported_and_a_lock_out_is_a_loss() {
+        for (errno, is_lost) in [(libc::EIO, false), (libc::EINVAL, false), (libc::ESHUTDOWN, true)]
+        {
+            let scene = Scene::new();
+            scene.fake.fail_with(errno);
+            assert_eq!(scene.write(0, 512, false), Err((errno, 512)));
+            assert_eq!(scene.read(0, 512), Err((errno, 512)));
+            assert_eq!(scene.have(|disk| disk.discard(0, 512)), Err(errno));
+            assert_eq!(scene.have(|disk| disk.write_zeroes(0, 512, true)), Err(errno));
+            scene.fake.fail_with(0);
+            let flushed = if is_lost { Err(errno) } else { Ok(()) };
+            assert_eq!(scene.have(|disk| disk.flush()), flushed);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_flush_that_fails_is_a_loss_for_all_later_ones() {
+        let scene = Scene::new();
+        assert_eq!(scene.write(0, 512, true), Ok(()));
+        scene.fake.fail_with(libc::EIO);
+        assert_eq!(scene.have(|disk| disk.flush()), Err(libc::EIO));
+        scene.fake.fail_with(0);
+        assert_eq!(scene.have(|disk| disk.flush()), Err(libc::EIO));
+        assert_eq!(scene.write(0, 512, true), Err((libc::EIO, 0)));
+        assert_eq!(scene.write(0, 512, false), Ok(()));
+    }
+
+    /// Pieces end where groups of objects do, and at the end of an image that has shrunk.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_long_range_is_cleared_in_pieces() {
+        type Clear = fn(&RbdDisk, u64, u64) -> Request<'_, io::Result<()>>;
+        let clears: [(&str, Clear); 3] = [
+            ("discard", |disk, offset, len| disk.discard(offset, len)),
+            ("unmap", |disk, offset, len| disk.write_zeroes(offset, len, true)),
+            ("zero", |disk, offset, len| disk.write_zeroes(offset, len, false)),
+        ];
+        for (kind, clear) in clears {
+            let scene = Scene::new();
+            assert_eq!(scene.have(|disk| clear(disk, 4096, 2 * PIECE)), Ok(()));
+            let pieces: Vec<Op> =
+                vec![(kind, 4096, PIECE - 4096), (kind, PIECE, PIECE), (kind, 2 * PIECE, 4096)];
+            assert_eq!(scene.fake.take_ops(), pieces);
+            let end: usize = fits(4096 + 2 * PIECE, "an end");
+            let content = scene.fake.content();
+            assert!(content[..4096] == [1; 4096] && content[end..].iter().all(|byte| *byte == 1));
+            assert!(content[4096..end].iter().all(|byte| *byte == 0));
+            scene.fake.resize(fits(PIECE, "a size"));
+            assert_eq!(scene.have(|disk| clear(disk, 0, 4 * PIECE)), Ok(()));
+            assert_eq!(scene.fake.take_ops(), [(kind, 0, PIECE), (kind, PIECE, PIECE)]);
+        }
+    }
+}
