@@ -463,3 +463,63 @@ impl Owner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+    use crate::qcow2::{Layer, open_image};
+    use blockio::{DiskOptions, DiskSource};
+
+    const CLUSTER: u64 = 512 << 10;
+
+    /// A look for places covers less than a cluster here. A kill would lose data in a place that no
+    /// table of the file has.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn no_part_of_a_cluster_with_new_space_is_used_before_the_commit() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, top] = ["base", "top"].map(|name| folder.path().join(name));
+        let create = |arguments: &[&str], path: &std::path::Path| {
+            let mut create = Command::new("qemu-img");
+            create.args(["create", "-q", "-f", "qcow2"]).args(arguments).arg(path).arg("1M");
+            create.status()
+        };
+        if create(&["-o", "cluster_size=512"], &base).is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let below = base.display().to_string();
+        let over = ["-o", "cluster_size=512k", "-F", "qcow2", "-b", &below];
+        assert!(create(&over, &top).unwrap().success());
+        let layers = [(top, false), (base, true)].map(|(path, read_only)| {
+            let options = DiskOptions { read_only, holds_image: true, ..DiskOptions::default() };
+            Layer::qcow2(DiskSource::file(&path, &options).unwrap()).unwrap()
+        });
+        let (_, source) = open_image(layers.into(), false).unwrap();
+        let (send, found) = oneshot::channel();
+        source.image.owner.post(move |io| {
+            let owner = OWNER.with_borrow(Clone::clone).unwrap();
+            io.spawn(async move {
+                let find = async || {
+                    let mut found = Vec::new();
+                    // Without room a look commits first.
+                    owner.core.room.clear();
+                    for at in [0, 4096, CLUSTER / 2, CLUSTER - 512, CLUSTER] {
+                        found.push(owner.look(&(at..at + 512)).await.unwrap());
+                    }
+                    found
+                };
+                owner.mark().await.unwrap();
+                assert!(owner.write_beside_others(&(4096..4608), &[7; 512]).await.unwrap());
+                let before = find().await;
+                owner.commit().await.unwrap();
+                send.send((before, find().await));
+            });
+        });
+        let (before, after) = found.wait().unwrap();
+        assert_eq!(before, [false, false, false, false, true]);
+        assert_eq!(after, [true; 5]);
+    }
+}
