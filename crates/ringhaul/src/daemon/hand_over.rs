@@ -355,7 +355,40 @@ fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use blockio::DiskOptions;
+    use clap::{Args, FromArgMatches};
+
+    use super::super::opening::tests::export;
     use super::*;
+    use crate::options::ServeArgs;
+    use crate::spec::qos::{LimitSpec, QosChange, QosSpec};
+
+    /// The new process opens its disk with them, and does not know of the change.
+    #[test]
+    fn an_export_that_is_being_opened_has_the_limits_that_its_group_got_since() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, None).unwrap();
+        let limits = |iops_total| LimitSpec {
+            group: Some("a".to_owned()),
+            iops_total: Some(iops_total),
+            ..LimitSpec::default()
+        };
+        let mut spec = export("opening", Path::new("disk"));
+        spec.settings.rules.limits = limits(5);
+        let served = DiskSource::null(512, &DiskOptions::default()).unwrap();
+        let rules = QosSpec { limits: limits(9), ..QosSpec::default() };
+        let change = QosChange { limits: Some(limits(9)), ..QosChange::default() };
+        daemon.groups.apply_change(&served, &rules, &change).unwrap();
+        let (now, minute) = (Instant::now(), Duration::from_mins(1));
+        for (asked, iops_total) in [(now.checked_sub(minute).unwrap(), 9), (now + minute, 5)] {
+            let opening = vec![(spec.clone(), asked)];
+            let handed = daemon.hand_over_opening(opening, &mut PassedFds::default()).unwrap();
+            assert_eq!(handed[0].spec.settings.rules.limits, limits(iops_total));
+        }
+    }
 
     #[test]
     fn disks_are_written_back_when_each_of_them_is() {
