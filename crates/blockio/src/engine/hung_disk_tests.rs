@@ -5,10 +5,9 @@
 use std::cell::Cell;
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, mpsc};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::*;
@@ -24,31 +23,23 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// An ext4 file system in a file, mounted, with one file on it.
 struct Volume {
     folder: tempfile::TempDir,
+    /// Thaws the file system and unmounts it, even if this process is killed.
+    keeper: Child,
 }
+
+/// The keeper waits until its input ends, and for a minute at most: threads that hang keep the
+/// input of a killed process open. A neighbour that hangs as well would hang forever.
+const KEEPER: &str = "timeout 60 cat
+    fsfreeze --unfreeze \"$1/place\" 2>/dev/null
+    umount --lazy \"$1/place\"
+    rm -r \"$1\"";
 
 /// Thaws the file system when dropped, which must be before the IoThread waits for its ops.
-struct Frozen {
-    over: Option<mpsc::Sender<()>>,
-    thaws: Option<JoinHandle<()>>,
-}
-
-impl Frozen {
-    /// Thaws after a minute in any case, since a neighbour that hangs as well would hang forever.
-    /// Then the writes end before they should.
-    fn new(place: PathBuf) -> Self {
-        let (over, is_over) = mpsc::channel();
-        let thaws = std::thread::spawn(move || {
-            let _ = is_over.recv_timeout(Duration::from_secs(60));
-            let _ = Command::new("fsfreeze").arg("--unfreeze").arg(place).status();
-        });
-        Self { over: Some(over), thaws: Some(thaws) }
-    }
-}
+struct Frozen(PathBuf);
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        self.over = None;
-        let _ = self.thaws.take().map(JoinHandle::join);
+        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.0).status();
     }
 }
 
@@ -71,7 +62,11 @@ impl Volume {
             eprintln!("skipped: mounting a file system takes root, mkfs.ext4 and loop devices");
             return None;
         }
-        let volume = Self { folder };
+        // A signal to the process group of the test does not reach another session.
+        let mut keeper = Command::new("setsid");
+        let keeper = keeper.args(["sh", "-c", KEEPER, "sh"]).arg(folder.path());
+        let keeper = keeper.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let volume = Self { folder, keeper };
         std::fs::write(place.join("disk"), vec![1; 16 << 20]).unwrap();
         std::fs::File::open(place.join("disk")).unwrap().sync_all().unwrap();
         Some(volume)
@@ -84,13 +79,14 @@ impl Volume {
     fn freeze(&self) -> Frozen {
         let status = Command::new("fsfreeze").arg("--freeze").arg(self.place()).status().unwrap();
         assert!(status.success(), "fsfreeze fails");
-        Frozen::new(self.place())
+        Frozen(self.place())
     }
 }
 
 impl Drop for Volume {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg(self.place()).status();
+        drop(self.keeper.stdin.take());
+        let _ = self.keeper.wait();
     }
 }
 
