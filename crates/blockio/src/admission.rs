@@ -619,6 +619,28 @@ mod tests {
     }
 
     #[test]
+    fn each_disk_adds_pool_threads_for_the_ops_that_its_lane_admits() {
+        assert_eq!([0, 1, 3].map(pool_threads), [64, 96, 160]);
+    }
+
+    #[test]
+    fn a_flush_that_waits_for_room_goes_before_a_later_read() {
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let disk = bench.attach(None);
+        let mut other = Bench::new(EngineKind::Aio, 64);
+        let twin = other.attach(None);
+        for _ in 0..other.fill(twin) {
+            assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Now(1));
+        }
+        let flush = u32::try_from(bench.ops.0.len()).unwrap();
+        assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Later);
+        // A read ends, and the loop has not looked for waiting ops yet.
+        bench.lanes.release(bench.files[disk].lane(), 1, (OpKind::Read, 4096));
+        assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Later);
+        assert_eq!(bench.take_in(), [(disk, flush)]);
+    }
+
+    #[test]
     fn a_disk_takes_no_room_of_another_engine() {
         let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
         let alone = all.map(|engine| {
@@ -685,6 +707,16 @@ mod tests {
             bench.complete(disk).contains(&(disk, read))
         });
         assert_eq!(begun, Some(1), "flushes that came later went first");
+    }
+
+    #[test]
+    fn a_disk_that_blocks_submits_has_few_threads_of_the_pool() {
+        let mut bench = Bench::new(EngineKind::Aio, 1024);
+        let disk = bench.attach(None);
+        bench.files[disk].set_blocks_submits(Instant::now());
+        bench.start(disk, OpKind::Read, 4096);
+        bench.complete(disk);
+        assert_eq!(bench.fill(disk), BLOCKING_MAX as usize);
     }
 
     /// Two disks on one queue: partitions, one of them with a frozen file system.

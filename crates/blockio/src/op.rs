@@ -470,6 +470,21 @@ mod tests {
     }
 
     #[test]
+    fn lanes_see_the_memory_of_ops_and_of_no_foreign_op() {
+        let mut slots = Slots::new(64);
+        let memory = || Buffers::aligned(1024, 512);
+        let op = slots.insert(op(memory()), Owner::default());
+        let foreign = slots.insert_foreign(memory());
+        let seen = |slot| {
+            let lengths = slots.slots.ranges(slot).iter().map(|range| range.iov_len);
+            (lengths.collect::<Vec<_>>(), slots.slots.bytes(slot))
+        };
+        assert_eq!(seen(op), (vec![1024], 1024));
+        assert_eq!(seen(foreign), (vec![], 0));
+        assert_eq!(seen(7), (vec![], 0));
+    }
+
+    #[test]
     fn a_completion_is_taken_once_and_its_slot_is_used_again() {
         let (mut slots, stats) = (Slots::new(64), Stats::default());
         let index = slots.insert(op(Buffers::empty()), Owner::default());

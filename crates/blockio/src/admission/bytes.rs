@@ -91,3 +91,58 @@ impl RoundBytes {
         std::mem::take(&mut self.given)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROUND: usize = 1 << 20;
+    const DISK: usize = 64 << 10;
+
+    fn new() -> RoundBytes {
+        RoundBytes::new(ByteLimits { op: ROUND, round: ROUND, disk: DISK })
+    }
+
+    #[test]
+    fn small_ops_do_not_count() {
+        for (bytes, counted) in [(0, 0), (2048, 0), (2049, 2049), (ROUND, ROUND)] {
+            assert_eq!(new().counted(bytes), counted);
+        }
+    }
+
+    #[test]
+    fn a_round_takes_its_bytes_or_one_op() {
+        let mut bytes = new();
+        assert!(bytes.has_room(2 * ROUND));
+        bytes.charge(ROUND - 4096);
+        assert!(bytes.has_room(4096) && !bytes.is_full());
+        assert!(!bytes.has_room(4097) && bytes.is_full() && bytes.has_room(0));
+        assert!(bytes.is_full(), "an op was kept");
+        bytes.charge(4096);
+        assert_eq!(bytes.begin(), ROUND);
+        assert!(!bytes.is_full() && bytes.has_room(ROUND));
+        assert_eq!(bytes.begin(), 0);
+    }
+
+    #[test]
+    fn a_disk_has_half_as_much_in_threads() {
+        use EngineKind::{Aio, IoUring, Threads};
+        for (engine, most) in [(IoUring, DISK), (Aio, DISK), (Threads, DISK / 2)] {
+            let has_room = |before, counted| new().disk_has_room(engine, before, counted);
+            assert!(has_room(4096, most - 4096) && !has_room(4096, most - 4095), "{engine}");
+            assert!(has_room(0, 2 * DISK) && has_room(2 * DISK, 0), "{engine}");
+        }
+    }
+
+    #[test]
+    fn disks_are_busy_with_the_bytes_of_100_microseconds() {
+        let mut bytes = new();
+        bytes.charge((512 << 10) - 1);
+        assert!(!bytes.is_busy());
+        bytes.charge(1);
+        bytes.begin();
+        assert!(bytes.is_busy(), "a new round changes nothing");
+        bytes.release(1);
+        assert!(!bytes.is_busy());
+    }
+}

@@ -387,12 +387,14 @@ mod tests {
             }
             assert!(scene.end(FUA_WRITE, both[1], libc::EIO));
         }
-        // The same with a flush that has succeeded in between.
-        let mut scene = Scene::new();
-        let fua = scene.loss.begin(FUA_WRITE);
-        scene.write();
-        scene.run(FLUSH, 0);
-        assert!(scene.end(FUA_WRITE, fua, libc::EIO));
+        // The same with flushes that have succeeded in between.
+        for flushes in 1..4 {
+            let mut scene = Scene::new();
+            let fua = scene.loss.begin(FUA_WRITE);
+            scene.write();
+            (0..flushes).for_each(|_| assert!(!scene.run(FLUSH, 0)));
+            assert!(scene.end(FUA_WRITE, fua, libc::EIO), "{flushes}");
+        }
         // On a device each op receives only its own errors.
         let mut scene = Scene { loss: WriteLossTracker::new(false), ..Scene::new() };
         let both = [scene.loss.begin(FUA_WRITE), scene.loss.begin(FUA_WRITE)];

@@ -308,6 +308,19 @@ mod tests {
     }
 
     #[test]
+    fn pieces_are_whole_blocks() {
+        for (piece_bytes_max, align, expected) in
+            [(10_000, 512, 9728), (10_000, 4096, 8192), (4095, 4096, 4096), (8192, 8192, 8192)]
+        {
+            let bounce = BounceConfig { piece_bytes_max, ..BounceConfig::default() };
+            let config = IoThreadConfig { bounce, ..IoThreadConfig::default() };
+            let thread = IoThread::new(&config).unwrap();
+            let share = thread.io().bounce_budget.share(&file());
+            assert_eq!(share.piece_bytes(align), expected, "{piece_bytes_max} {align}");
+        }
+    }
+
+    #[test]
     fn zeroes_are_one_block_over_and_over() {
         let thread = thread(1 << 20);
         let io = thread.io();
