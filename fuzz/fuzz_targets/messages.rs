@@ -90,8 +90,11 @@ fn run(threads: &IoThreads, mut input: Input) {
         device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
         settings: ExportSettings::default(),
     };
-    let export = ExportSetup {
-        spec,
+    let ended_of_thread = move || sender.send(()).expect("somebody waits");
+    let control = Control::start(ended_of_thread).expect("a control thread");
+    let mut opening = control.begin(vec![spec], false).expect("its name is free");
+    let Ok(export) = opening.remove(0).claim() else { panic!("it is not cancelled") };
+    let setup = ExportSetup {
         log,
         disks: vec![source],
         device,
@@ -99,10 +102,10 @@ fn run(threads: &IoThreads, mut input: Input) {
         threads: threads.remotes().to_vec(),
         limits: MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::Sealable),
         groups: std::sync::Arc::default(),
+        line: String::new(),
+        export,
     };
-    let ended_of_thread = move || sender.send(()).expect("somebody waits");
-    let control = Control::start(ended_of_thread).expect("a control thread");
-    control.serve(vec![export]).expect("an export");
+    control.serve(vec![setup]).expect("an export");
     let guest = FrontEnd::new();
     let stops_early = input.u8() & 1 != 0;
     for _ in 0..MESSAGES_MAX {

@@ -1,7 +1,7 @@
 //! The control thread: one for all exports. It accepts front-ends and drives their sessions.
 //!
 //! The thread sleeps in `poll` and blocks nowhere else, so that a slow disk behind one export
-//! delays no other export's front-ends. Exports are added and removed by orders, and the thread
+//! delays no other export's front-ends. Exports are served and removed by orders, and the thread
 //! answers each.
 
 mod closing;
@@ -11,11 +11,11 @@ pub(crate) mod export_log;
 mod exports;
 mod hand_over;
 pub(crate) mod hand_over_state;
-mod opening;
 mod order;
+mod stages;
 pub(crate) mod subscribers;
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -25,7 +25,6 @@ use blockio::DiskSource;
 use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::open::cancellation::CancelToken;
 use crate::spec::command::{CommandError, ExportStatus, Removal};
 use crate::spec::qos::{FullQosSpec, QosChange};
 use crate::spec::stats::ExportStats;
@@ -36,6 +35,8 @@ use hand_over_state::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
+use stages::Stages;
+pub use stages::{FailedExport, OpeningExport, ReadyExport};
 use vhost_user::PassedFds;
 
 /// The wait of an export that has not yet received its order to end.
@@ -43,11 +44,10 @@ const NOT_BEGUN: &str = "another process may be taking over";
 
 /// The thread that controls all exports. They stop when this value is dropped.
 pub struct Control {
+    stages: Arc<Stages>,
     orders: mpsc::Sender<Order>,
     alarm: Arc<Alarm>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The id of the process that took the exports over.
-    new_owner: OnceLock<u32>,
 }
 
 impl Control {
@@ -63,8 +63,13 @@ impl Control {
         let alarm = Arc::new(Alarm(wake));
         let (orders, received) = mpsc::channel();
         let waker = Waker::from(Arc::clone(&alarm));
-        let mut exports = Exports::new(received, Arc::clone(&alarm), waker);
-        let ended = OnDrop(Some(ended));
+        let stages = Arc::<Stages>::default();
+        let mut exports = Exports::new(Arc::clone(&stages), received, Arc::clone(&alarm), waker);
+        let closed = Arc::clone(&stages);
+        let ended = OnDrop(Some(move || {
+            closed.close(None);
+            ended();
+        }));
         let thread = std::thread::Builder::new()
             .name("ringhaul-control".into())
             .spawn(move || {
@@ -74,34 +79,31 @@ impl Control {
                 drop(exports);
             })
             .context("cannot start the control thread")?;
-        Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)), new_owner: OnceLock::new() })
+        Ok(Self { stages, orders, alarm, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Reserves the names of exports that the caller is about to open, until the reservation is
-    /// dropped. A process that takes over in the meantime opens these exports too if
-    /// `follows_hand_over`; otherwise they are not served.
+    /// Takes the names and the sockets of exports that the caller is about to open, all or none. A
+    /// process that takes over in the meantime opens these exports too if `follows_hand_over`;
+    /// otherwise they are not served.
     ///
     /// # Errors
     ///
-    /// When a name is taken.
-    pub(crate) fn reserve(
+    /// When a name or a socket is taken, or the daemon ends.
+    pub fn begin(
         &self,
-        specs: &[ExportSpec],
+        specs: Vec<ExportSpec>,
         follows_hand_over: bool,
-    ) -> Answered<Reservation<'_>> {
-        let tokens =
-            self.ask(|answer| Order::Reserve(specs.to_vec(), follows_hand_over, answer))??;
-        let names = specs.iter().map(ExportSpec::name).zip(tokens).collect();
-        Ok(Reservation { control: self, names })
+    ) -> Answered<Vec<OpeningExport>> {
+        self.stages.begin(specs, follows_hand_over)
     }
 
-    /// Returns true if no export was ever served, and none is being opened beside these. New
-    /// exports are refused in that case, because the daemon is to end.
-    pub(crate) fn cancel_start(&self, names: &[String]) -> bool {
-        self.ask(|answer| Order::CancelStart(names.to_vec(), answer)).unwrap_or(false)
+    /// Returns true if no export was ever served, and none is being opened except the `own` ones.
+    /// New exports are refused in that case, because the daemon is to end.
+    pub(crate) fn cancel_start(&self, own: &[u64]) -> bool {
+        self.stages.cancel_start(own)
     }
 
-    /// Begins to serve exports.
+    /// Begins to serve exports that are ready.
     ///
     /// # Errors
     ///
@@ -121,10 +123,10 @@ impl Control {
         let (answer, pending) = oneshot::channel();
         self.order(Order::Remove(export.clone(), force, answer));
         let Some(time) = deadline_ms else {
-            return pending.wait().ok_or_else(|| self.end_reason())?;
+            return pending.wait().ok_or_else(|| self.stages.end_reason())?;
         };
         if let Poll::Ready(ended) = pending.wait_for(Duration::from_millis(time)) {
-            return ended.ok_or_else(|| self.end_reason())?;
+            return ended.ok_or_else(|| self.stages.end_reason())?;
         }
         let shown = self.show()?.into_iter().find(|status| status.spec.is_called(&export));
         if let Some(status) = shown {
@@ -135,7 +137,7 @@ impl Control {
         }
         match pending.check() {
             // The export ended between the deadline and the status query.
-            Poll::Ready(ended) => ended.ok_or_else(|| self.end_reason())?,
+            Poll::Ready(ended) => ended.ok_or_else(|| self.stages.end_reason())?,
             Poll::Pending => Err(CommandError::Unknown(export)),
         }
     }
@@ -286,8 +288,7 @@ impl Control {
 
     /// Leaves the paused exports to the process with this id. The calling process must end.
     pub(crate) fn release(&self, process: u32) {
-        self.new_owner.get_or_init(|| process);
-        self.order(Order::HandOver(HandOverOrder::Release));
+        self.order(Order::HandOver(HandOverOrder::Release(process)));
     }
 
     /// Begins to disconnect all front-ends and accepts no new ones. Each front-end sees the end
@@ -322,81 +323,13 @@ impl Control {
     fn ask<T>(&self, order: impl FnOnce(oneshot::Sender<T>) -> Order) -> Answered<T> {
         let (answer, pending) = oneshot::channel();
         self.order(order(answer));
-        pending.wait().ok_or_else(|| self.end_reason())
-    }
-
-    /// The reason that the thread no longer answers.
-    fn end_reason(&self) -> CommandError {
-        self.new_owner
-            .get()
-            .map_or(CommandError::Ending, |process| CommandError::HandedOver(*process))
+        pending.wait().ok_or_else(|| self.stages.end_reason())
     }
 }
 
 impl Drop for Control {
     fn drop(&mut self) {
         self.begin_stop();
-    }
-}
-
-/// Names that are reserved for exports which are being opened.
-pub(crate) struct Reservation<'a> {
-    control: &'a Control,
-    names: Vec<(String, CancelToken)>,
-}
-
-impl<'a> Reservation<'a> {
-    /// Splits off the reservation of these exports.
-    pub(crate) fn split<'s>(
-        &mut self,
-        specs: impl IntoIterator<Item = &'s ExportSpec>,
-    ) -> Reservation<'a> {
-        let specs: Vec<String> = specs.into_iter().map(ExportSpec::name).collect();
-        let is_of = |(name, _): &mut (String, CancelToken)| specs.contains(name);
-        Reservation { control: self.control, names: self.names.extract_if(.., is_of).collect() }
-    }
-
-    /// Calls [`Control::cancel_start`] with the reserved names.
-    pub(crate) fn cancel_start(&self) -> bool {
-        let names: Vec<String> = self.names.iter().map(|(name, _)| name.clone()).collect();
-        self.control.cancel_start(&names)
-    }
-
-    /// Returns the cancellation token of a reserved export.
-    pub(crate) fn cancel_token(&self, spec: &ExportSpec) -> CancelToken {
-        let name = spec.name();
-        let of_name = self.names.iter().find(|(other, _)| *other == name);
-        of_name.expect("its name is kept").1.clone()
-    }
-
-    /// Blocks takeovers until the export is served or its name is released, which must happen soon.
-    /// The export must be one of this reservation.
-    ///
-    /// # Errors
-    ///
-    /// When the export was cancelled, or another process has taken over.
-    pub(crate) fn claim(&self, spec: &ExportSpec) -> Answered<()> {
-        self.control.ask(|answer| Order::Claim(spec.name(), answer))?
-    }
-
-    /// Begins to serve the exports.
-    ///
-    /// # Errors
-    ///
-    /// When the exports were told to stop.
-    pub(crate) fn serve(mut self, exports: Vec<ExportSetup>) -> Answered<()> {
-        // The exports own the names from here on.
-        self.names.clear();
-        self.control.serve(exports)
-    }
-}
-
-impl Drop for Reservation<'_> {
-    fn drop(&mut self) {
-        if !self.names.is_empty() {
-            let names = std::mem::take(&mut self.names);
-            self.control.order(Order::Release(names.into_iter().map(|(name, _)| name).collect()));
-        }
     }
 }
 

@@ -6,7 +6,6 @@ pub(crate) mod disk_monitor;
 pub(crate) mod format;
 pub(crate) mod hand_over;
 mod keeping;
-mod opening;
 pub(crate) mod reload;
 pub(crate) mod saved_state;
 mod unit_closing;
@@ -22,7 +21,10 @@ use device::{CallWatch, Device};
 
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::Subscribers;
-use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
+use crate::control::{
+    ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, ResizingDisk, UnitChange,
+    WatchedDisk,
+};
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::daemon::unit_closing::close_unit;
@@ -73,27 +75,6 @@ pub struct Daemon {
 /// Returns the exports of the configuration file as they are served. The reader of the file sets
 /// it.
 type ConfigExports = Box<dyn Fn() -> Vec<ExportSpec> + Send + Sync>;
-
-/// An export that is ready to be served.
-struct OpenedExport {
-    spec: ExportSpec,
-    disks: Vec<OpenDisk>,
-    log: Arc<ExportLog>,
-    device: Device,
-    threads: Vec<Thread>,
-    /// The log line that announces the export.
-    line: String,
-}
-
-impl OpenedExport {
-    fn into_setup(self, endpoint: Option<Endpoint>, daemon: &Daemon) -> ExportSetup {
-        let Self { spec, disks, log, device, threads, .. } = self;
-        let disks = disks.into_iter().map(|disk| disk.source).collect();
-        let threads = threads.into_iter().map(|thread| thread.remote).collect();
-        let (limits, groups) = (daemon.limits.clone(), Arc::clone(&daemon.groups));
-        ExportSetup { spec, log, disks, device, endpoint, threads, limits, groups }
-    }
-}
 
 /// The threads that serve exports.
 struct Pool {
@@ -212,21 +193,39 @@ impl Daemon {
     /// Makes the device of an export on its disks, and selects its threads.
     fn set_up(
         &self,
-        spec: ExportSpec,
+        export: ReadyExport,
+        disks: Vec<(OpenDisk, EngineChoice)>,
+        endpoint: Option<Endpoint>,
+    ) -> Result<ExportSetup, FailedExport> {
+        let spec = export.spec();
+        let log = Arc::new(ExportLog::new(spec.name()).with_subscribers(self.subscribers.clone()));
+        let (disks, device, threads) = match self.make_device(spec, disks, &log) {
+            Ok(made) => made,
+            Err(error) => return Err(export.fail(error)),
+        };
+        let line = serving(spec, &disks);
+        let disks = disks.into_iter().map(|disk| disk.source).collect();
+        let threads = threads.into_iter().map(|thread| thread.remote).collect();
+        let (limits, groups) = (self.limits.clone(), Arc::clone(&self.groups));
+        Ok(ExportSetup { log, disks, device, endpoint, threads, limits, groups, line, export })
+    }
+
+    fn make_device(
+        &self,
+        spec: &ExportSpec,
         opened: Vec<(OpenDisk, EngineChoice)>,
-    ) -> Result<OpenedExport, CommandError> {
-        let threads = self.threads_for(&spec)?;
+        log: &Arc<ExportLog>,
+    ) -> Result<(Vec<OpenDisk>, Device, Vec<Thread>), CommandError> {
+        let threads = self.threads_for(spec)?;
         let mut disks = Vec::new();
         for (mut disk, choice) in opened {
             // Without the lock of the pool, because one of the threads may be stuck.
             set_up(&self.args, &threads, (&spec.name(), &mut disk), choice)?;
             disks.push(disk);
         }
-        let log = Arc::new(ExportLog::new(spec.name()).with_subscribers(self.subscribers.clone()));
-        let events = Arc::<ExportLog>::clone(&log);
+        let events = Arc::<ExportLog>::clone(log);
         let device = spec.make_device(&disks, events, &self.shared_disks, &self.groups)?;
-        let line = serving(&spec, &disks);
-        Ok(OpenedExport { spec, disks, log, device, threads, line })
+        Ok((disks, device, threads))
     }
 
     /// Marks the first export as about to be served.

@@ -8,9 +8,10 @@ use blockio::DiskSource;
 use device::{Device, oneshot};
 
 use super::disk_change::DiskChange;
-use super::order::{Answered, ExportSetup};
+use super::order::ExportSetup;
+use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
-use crate::spec::ExportSpec;
+use crate::control::subscribers::EventDetails;
 use crate::spec::command::ExportStatus;
 
 /// The wait of an export that has ended.
@@ -23,15 +24,14 @@ const FORCED_CLOSE_MAX: Duration = Duration::from_secs(1);
 /// An export that has ended. Its disks are closed on a thread, because `close` may wait for a file
 /// system (FUSE, NFS) or a block device.
 pub(super) struct Closing {
-    /// The number of the export.
-    pub(super) id: u64,
+    registration: Registration,
     /// The export's last status.
     status: ExportStatus,
     pub(super) log: Arc<ExportLog>,
     /// Changes that have a disk of the export open.
     pub(super) changing: Vec<DiskChange>,
     /// Requests that wait for its end.
-    pub(super) removal_waiters: Vec<oneshot::Sender<Answered<ExportStatus>>>,
+    pub(super) removal_waiters: Vec<RemovalWaiter>,
     /// The time at which closing began.
     pub(super) since: Instant,
     closed: oneshot::Receiver<()>,
@@ -42,7 +42,7 @@ pub(super) struct Closing {
 
 impl Closing {
     pub(super) fn new(
-        id: u64,
+        registration: Registration,
         status: ExportStatus,
         log: Arc<ExportLog>,
         disks: (Vec<DiskSource>, Device),
@@ -55,7 +55,7 @@ impl Closing {
         let (changing, removal_waiters) = (Vec::new(), Vec::new());
         let (force_deadline, was_forced) = (None, false);
         Self {
-            id,
+            registration,
             status,
             log,
             changing,
@@ -67,9 +67,9 @@ impl Closing {
         }
     }
 
-    /// The requested export.
-    pub(super) fn spec(&self) -> &ExportSpec {
-        &self.status.spec
+    /// The number of the export.
+    pub(super) fn id(&self) -> u64 {
+        self.registration.id()
     }
 
     pub(super) fn name(&self) -> String {
@@ -77,7 +77,7 @@ impl Closing {
     }
 
     pub(super) fn is_called(&self, name: &str) -> bool {
-        self.spec().is_called(name)
+        self.status.spec.is_called(name)
     }
 
     /// The export's last status, with the present reason of the wait.
@@ -129,14 +129,16 @@ impl Closing {
         }
     }
 
-    /// Answers the requests that wait for the end. Returns false if there are none.
-    pub(super) fn answer(&mut self) -> bool {
+    /// Frees the name, then reports the end and answers the requests that wait for it. Returns
+    /// their number.
+    pub(super) fn finish(self) -> usize {
         let waits_for = self.was_forced.then(|| self.unfinished_work());
-        let status = ExportStatus { waits_for, ..self.status.clone() };
-        let removal_waiters = std::mem::take(&mut self.removal_waiters);
-        let is_awaited = !removal_waiters.is_empty();
+        let Self { registration, status, log, removal_waiters, .. } = self;
+        drop(registration);
+        log.report(|| EventDetails::Removed);
+        let (status, count) = (ExportStatus { waits_for, ..status }, removal_waiters.len());
         removal_waiters.into_iter().for_each(|answer| answer.send(Ok(status.clone())));
-        is_awaited
+        count
     }
 }
 

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use std::{io, iter};
 
 use blockio::DiskSource;
-use device::oneshot;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
 use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
-use super::order::{Answered, ExportSetup};
+use super::order::ExportSetup;
+use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
@@ -47,8 +47,6 @@ pub(super) enum Polled {
 
 /// One device and its front-ends, which come one at a time.
 pub(super) struct Export {
-    /// The number of the export, never reused by the daemon.
-    pub(super) id: u64,
     pub(super) spec: ExportSpec,
     pub(super) disks: Vec<DiskSource>,
     pub(super) changing: Vec<DiskChange>,
@@ -69,7 +67,7 @@ pub(super) struct Export {
     /// True if its removal must not wait for a disk that does not close.
     is_forced: bool,
     /// Requests that wait for its end.
-    pub(super) removal_waiters: Vec<oneshot::Sender<Answered<ExportStatus>>>,
+    pub(super) removal_waiters: Vec<RemovalWaiter>,
     /// True if the connection was logged, so that the disconnection is logged too.
     pub(super) is_connection_logged: bool,
     /// The rate limit of log lines about waiting front-ends.
@@ -81,16 +79,19 @@ pub(super) struct Export {
     paused_until: Option<Instant>,
     pub(super) listener_is_ready: bool,
     pub(super) session_is_ready: bool,
+    /// Dropped last, because it frees the name.
+    registration: Registration,
 }
 
 impl Export {
-    pub(super) fn new(setup: ExportSetup, id: u64, waker: &Waker) -> Self {
-        let ExportSetup { spec, log, disks, device, endpoint, threads, limits, groups } = setup;
+    pub(super) fn new(setup: ExportSetup, waker: &Waker) -> Self {
+        let ExportSetup { log, disks, device, endpoint, threads, limits, groups, export, .. } =
+            setup;
+        let (spec, registration, removal_waiters) = export.serve();
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.front_end_rules(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
         Self {
-            id,
             spec,
             disks,
             changing: Vec::new(),
@@ -106,14 +107,20 @@ impl Export {
             sessions: 0,
             is_handing_over: false,
             is_forced: false,
-            removal_waiters: Vec::new(),
+            removal_waiters,
             is_connection_logged: false,
             waiting: RateLimit::default(),
             waiting_is_logged: false,
             memory_watch: MemoryWatch::default(),
             paused_until: None,
             session_is_ready: false,
+            registration,
         }
+    }
+
+    /// The number of the export, never reused by the daemon.
+    pub(super) fn id(&self) -> u64 {
+        self.registration.id()
     }
 
     /// The requested export, with the present limits of groups.
@@ -225,8 +232,9 @@ impl Export {
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
         self.changing.iter().for_each(DiskChange::cancel_addition);
-        let Self { id, changing, disks, log, setup, removal_waiters, is_forced, .. } = self;
-        let mut closing = Closing::new(id, status, log, (disks, setup.device), waker);
+        let Self { changing, disks, log, setup, removal_waiters, is_forced, registration, .. } =
+            self;
+        let mut closing = Closing::new(registration, status, log, (disks, setup.device), waker);
         (closing.changing, closing.removal_waiters) = (changing, removal_waiters);
         if is_forced {
             closing.force();
@@ -490,12 +498,15 @@ mod tests {
 
     use super::*;
     use crate::control::order::UnitChange;
+    use crate::control::stages::tests::Removal;
+    use crate::control::stages::{FailedExport, Stages};
     use crate::spec::command::CommandError;
     use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace};
 
     struct Scene {
         _io: IoThread,
         disk: DiskSource,
+        stages: Arc<Stages>,
         setup: Option<ExportSetup>,
     }
 
@@ -514,8 +525,10 @@ mod tests {
                 device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
                 settings: ExportSettings::default(),
             };
+            let stages = Arc::<Stages>::default();
+            let mut opening = stages.begin(vec![spec], false).unwrap();
+            let export = opening.remove(0).claim().map_err(FailedExport::release).unwrap();
             let setup = ExportSetup {
-                spec,
                 log,
                 disks: vec![disk.clone()],
                 device,
@@ -523,13 +536,29 @@ mod tests {
                 threads: vec![io.remote()],
                 limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
                 groups: Arc::default(),
+                line: String::new(),
+                export,
             };
-            Self { _io: io, disk, setup: Some(setup) }
+            Self { _io: io, disk, stages, setup: Some(setup) }
         }
 
         fn export(&mut self) -> Export {
-            Export::new(self.setup.take().unwrap(), 0, Waker::noop())
+            Export::new(self.setup.take().unwrap(), Waker::noop())
         }
+    }
+
+    #[test]
+    fn the_name_is_free_when_the_end_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut scene = Scene::new(Endpoint::bind(&folder.path().join("socket"), "").unwrap());
+        let mut export = scene.export();
+        let removal = Removal::new(&scene.stages, &export.spec);
+        export.removal_waiters.push(removal.waiter());
+        export.begin_stop();
+        let closing = export.close(Waker::noop());
+        assert!(!removal.is_added_again());
+        assert_eq!(closing.finish(), 1);
+        assert!(removal.is_added_again());
     }
 
     /// A removal cancels a unit whose disk is being opened, but not one that is about to be added.
@@ -540,8 +569,9 @@ mod tests {
         let setup = scene.setup.as_mut().unwrap();
         let events = Arc::<ExportLog>::clone(&setup.log);
         setup.device = Device::scsi(ScsiOptions::default(), events);
-        (setup.spec.device, setup.disks) = (DeviceSpec::Scsi(Vec::new()), Vec::new());
+        setup.disks = Vec::new();
         let mut export = scene.export();
+        export.spec.device = DeviceSpec::Scsi(Vec::new());
         let place = UnitPlace { target: 0, lun: 1 };
         let remove = |export: &mut Export| export.begin_unit(place, UnitChange::Remove).err();
         let is_given_up = |error| matches!(error, Some(CommandError::UnitBeingCancelled(..)));

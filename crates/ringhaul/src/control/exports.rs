@@ -1,7 +1,6 @@
 //! All exports, on the control thread.
 
 mod hand_over;
-mod opening;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
@@ -18,8 +17,8 @@ use super::closing::{Closing, refuse};
 use super::disk_change::{DiskChange, DiskChangeKind};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
-use super::opening::PendingExport;
 use super::order::{Alarm, Answered, Changed, ExportSetup, Order, ResizingDisk};
+use super::stages::Stages;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
 use crate::process::descriptor_limit;
@@ -37,12 +36,10 @@ const CLOSE_MAX: Duration = Duration::from_millis(100);
 pub(super) struct Exports {
     /// In the order in which they were added.
     list: Vec<Export>,
-    next_id: u64,
     /// Ended exports with disks that are being closed. Their names are still taken.
     closing: Vec<Closing>,
-    opening: Vec<PendingExport>,
-    /// True if the daemon ends because no export can be served.
-    is_start_cancelled: bool,
+    /// The names of all exports, also of the ones that are being opened.
+    stages: Arc<Stages>,
     orders: mpsc::Receiver<Order>,
     /// Incremented by each change of the exports.
     generation: u64,
@@ -68,13 +65,16 @@ enum Next {
 }
 
 impl Exports {
-    pub(super) fn new(orders: mpsc::Receiver<Order>, alarm: Arc<Alarm>, waker: Waker) -> Self {
+    pub(super) fn new(
+        stages: Arc<Stages>,
+        orders: mpsc::Receiver<Order>,
+        alarm: Arc<Alarm>,
+        waker: Waker,
+    ) -> Self {
         Self {
             list: Vec::new(),
-            next_id: 0,
             closing: Vec::new(),
-            opening: Vec::new(),
-            is_start_cancelled: false,
+            stages,
             orders,
             generation: 0,
             hand_over: None,
@@ -130,12 +130,6 @@ impl Exports {
         }
         match order {
             Order::HandOver(order) => return self.hand_over(order, now),
-            Order::Reserve(specs, follows_hand_over, answer) => {
-                answer.send(self.reserve(specs, follows_hand_over, now));
-            }
-            Order::Claim(name, answer) => answer.send(self.claim(&name)),
-            Order::Release(names) => self.release(&names),
-            Order::CancelStart(names, answer) => answer.send(self.cancel_start(&names)),
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
@@ -145,7 +139,7 @@ impl Exports {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
             Order::BlockHandOver(id, place, blocks_hand_over, answer) => {
-                let export = self.list.iter_mut().find(|export| export.id == id);
+                let export = self.list.iter_mut().find(|export| export.id() == id);
                 answer.send(
                     export.is_some_and(|export| export.block_hand_over(place, blocks_hand_over)),
                 );
@@ -173,6 +167,7 @@ impl Exports {
             }
             Order::Stop if self.stopping.is_none() => {
                 self.cancel_hand_over();
+                self.stages.close(None);
                 (self.stopping, self.reported) = (Some(now), Some(now));
                 self.list.iter_mut().for_each(Export::begin_stop);
             }
@@ -203,10 +198,10 @@ impl Exports {
 
     /// The changes in progress of an export that is served or has ended.
     fn changing(&mut self, id: u64) -> Option<&mut Vec<DiskChange>> {
-        let served = self.list.iter_mut().find(|export| export.id == id);
+        let served = self.list.iter_mut().find(|export| export.id() == id);
         let mut closing = self.closing.iter_mut();
         let served = served.map(|export| &mut export.changing);
-        served.or_else(|| Some(&mut closing.find(|closing| closing.id == id)?.changing))
+        served.or_else(|| Some(&mut closing.find(|closing| closing.id() == id)?.changing))
     }
 
     /// Applies the result of a change at a place of an export. Returns the disk of a unit if its
@@ -220,7 +215,7 @@ impl Exports {
         if let Changed::Size = changed {
             self.report_size_to_others(id, place);
         }
-        match (self.list.iter_mut().find(|export| export.id == id), changed) {
+        match (self.list.iter_mut().find(|export| export.id() == id), changed) {
             (Some(export), changed) => export.changed(place, changed),
             (None, Changed::Unit(_, disk, _)) => Some(disk),
             (None, Changed::Removed | Changed::Size) => None,
@@ -241,21 +236,19 @@ impl Exports {
 
     fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {
         if self.stopping.is_some() {
-            setups.into_iter().for_each(refuse);
+            for setup in setups {
+                tracing::warn!(export = setup.log.name(), "ended before it was served");
+                refuse(setup);
+            }
             return Err(CommandError::Ending);
         }
         for setup in setups {
-            let opening = self.opened(&setup.spec);
             setup.log.report(|| EventDetails::Added);
-            let asked = opening.as_ref().map_or_else(Instant::now, |opening| opening.since);
-            setup.spec.apply_group_limits(&setup.groups, asked);
-            let removal_waiters =
-                opening.map_or_else(Vec::new, PendingExport::into_removal_waiters);
-            let mut export = Export::new(setup, self.next_id, &self.waker);
-            self.next_id += 1;
-            if !removal_waiters.is_empty() {
+            tracing::info!(export = setup.log.name(), "{}", setup.line);
+            setup.export.spec().apply_group_limits(&setup.groups, setup.export.since());
+            let mut export = Export::new(setup, &self.waker);
+            if !export.removal_waiters.is_empty() {
                 export.begin_stop();
-                export.removal_waiters = removal_waiters;
             }
             self.list.push(export);
         }
@@ -264,16 +257,14 @@ impl Exports {
     }
 
     fn remove(&mut self, name: &str, force: bool, answer: oneshot::Sender<Answered<ExportStatus>>) {
-        if let Some(opening) = self.opening.iter_mut().find(|it| it.spec.is_called(name)) {
-            if force {
-                let export = opening.spec.name();
-                tracing::info!(
-                    export,
-                    "is removed when its disk is open, or cannot be, by force too"
-                );
+        let answer = match self.stages.remove(name, answer) {
+            Ok(export) if force => {
+                let text = "is removed when its disk is open, or cannot be, by force too";
+                return tracing::info!(export, "{text}");
             }
-            return opening.remove(answer);
-        }
+            Ok(_) => return,
+            Err(answer) => answer,
+        };
         let mut closing = self.closing.iter_mut();
         if let Some(closing) = closing.find(|closing| closing.is_called(name)) {
             closing.removal_waiters.push(answer);
@@ -302,8 +293,9 @@ impl Exports {
     }
 
     fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
-        if let Some(opening) = self.opening.iter().find(|it| it.spec.is_called(name)) {
-            return Err(CommandError::Busy(name.to_owned(), opening.status().state));
+        let pending = self.stages.statuses();
+        if let Some(pending) = pending.iter().find(|status| status.spec.is_called(name)) {
+            return Err(CommandError::Busy(name.to_owned(), pending.state));
         }
         if self.closing.iter().any(|closing| closing.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Stopping));
@@ -313,9 +305,9 @@ impl Exports {
     }
 
     fn show(&self) -> Vec<ExportStatus> {
-        let opening = self.opening.iter().map(PendingExport::status);
         let closing = self.closing.iter().map(Closing::status);
-        self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
+        let served = self.list.iter().map(Export::status).chain(closing);
+        served.chain(self.stages.statuses()).collect()
     }
 
     /// Describes an export in detail. If it is not served, only its status is known.
@@ -342,19 +334,12 @@ impl Exports {
             self.closing.extend(ended.into_iter().map(|export| export.close(&self.waker)));
             self.share_descriptors();
         }
-        let (mut ended, mut removed, is_stopping) = (0, 0, self.stopping.is_some());
-        self.closing.retain_mut(|closing| {
-            closing.expire(now);
-            if !closing.has_ended(is_stopping) {
-                return true;
-            }
-            ended += 1;
-            closing.log.report(|| EventDetails::Removed);
-            removed += usize::from(closing.answer());
-            false
-        });
+        let is_stopping = self.stopping.is_some();
+        self.closing.iter_mut().for_each(|closing| closing.expire(now));
+        let ended = self.closing.extract_if(.., |closing| closing.has_ended(is_stopping));
+        let answered: Vec<usize> = ended.map(Closing::finish).collect();
         let is_empty = self.list.is_empty() && self.closing.is_empty();
-        is_empty && (is_stopping || ended > removed)
+        is_empty && (is_stopping || answered.contains(&0))
     }
 
     /// Sleeps until an event or a deadline, and marks the exports with events.
@@ -434,9 +419,9 @@ impl Exports {
 
     /// The exports that are still being opened. They do not keep the daemon from ending.
     fn unopened(&self, now: Instant) -> impl Iterator<Item = (String, String)> {
-        self.opening.iter().map(move |opening| {
-            let seconds = now.saturating_duration_since(opening.since).as_secs();
-            (opening.spec.name(), format!("its disk is not open after {seconds} s"))
+        self.stages.unserved().into_iter().map(move |(export, since)| {
+            let seconds = now.saturating_duration_since(since).as_secs();
+            (export, format!("its disk is not open after {seconds} s"))
         })
     }
 

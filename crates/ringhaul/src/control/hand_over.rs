@@ -197,12 +197,11 @@ impl Export {
     /// When this process cannot continue it.
     pub(super) fn take_over(
         (setup, progress): (ExportSetup, ExportProgress),
-        id: u64,
         waker: &Waker,
         fds: &mut PassedFds,
         now: Instant,
     ) -> anyhow::Result<Self> {
-        let mut export = Self::new(setup, id, waker);
+        let mut export = Self::new(setup, waker);
         export.is_handing_over = true;
         export.sessions = progress.sessions;
         let known = progress.losses.into_iter().zip(progress.flushed);

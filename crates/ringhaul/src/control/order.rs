@@ -12,6 +12,7 @@ use device::{Device, oneshot};
 use rustix::fd::OwnedFd;
 
 use super::hand_over_state::{Described, ExportProgress, Paused};
+use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
 use crate::open::cancellation::CancelToken;
 use crate::process::memory_limits::MemoryLimits;
@@ -20,13 +21,11 @@ use crate::spec::command::{CommandError, ExportStatus};
 use crate::spec::qos::{FullQosSpec, LimitGroups, QosChange};
 use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
-use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{EndpointSpec, ExportSettings, UnitPlace, UnitSpec};
 use vhost_user::PassedFds;
 
 /// One device and the source of its front-ends.
 pub struct ExportSetup {
-    /// The requested export. Its name must be unique.
-    pub spec: ExportSpec,
     /// Its place in the log.
     pub log: Arc<ExportLog>,
     /// The disks behind the device.
@@ -41,6 +40,10 @@ pub struct ExportSetup {
     pub limits: MemoryLimits,
     /// The groups that its disks may be in.
     pub groups: Arc<LimitGroups>,
+    /// The log line that announces the export.
+    pub line: String,
+    /// The export. Dropped last, because its end frees the name.
+    pub export: ReadyExport,
 }
 
 /// The change of a logical unit.
@@ -111,16 +114,7 @@ pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 
 /// An order to the control thread.
 pub(super) enum Order {
-    /// Reserves the names of exports while these are opened. If true, a process that takes over
-    /// opens them too.
-    Reserve(Vec<ExportSpec>, bool, oneshot::Sender<Answered<Vec<CancelToken>>>),
-    /// Announces that the export with this name is about to be served, if it is still wanted. No
-    /// other process takes over before.
-    Claim(String, oneshot::Sender<Answered<()>>),
-    /// Releases names: the exports will not be served.
-    Release(Vec<String>),
-    /// Refuses further exports if there are none but these, which are being opened.
-    CancelStart(Vec<String>, oneshot::Sender<bool>),
+    /// Serves exports that are ready.
     Serve(Vec<ExportSetup>, oneshot::Sender<Answered<()>>),
     /// Ends an export, and answers when it has ended. If true, disconnects its front-end at once.
     Remove(String, bool, oneshot::Sender<Answered<ExportStatus>>),
@@ -185,8 +179,8 @@ pub(super) enum HandOverOrder {
     Resume(oneshot::Sender<()>),
     /// Takes over the exports of another process, paused.
     TakeOver(Vec<(ExportSetup, ExportProgress)>, PassedFds, oneshot::Sender<anyhow::Result<()>>),
-    /// Ends the control thread without ending the exports, which another process serves.
-    Release,
+    /// Ends the control thread without ending the exports, which the process with this id serves.
+    Release(u32),
 }
 
 /// The eventfd that wakes the control thread.

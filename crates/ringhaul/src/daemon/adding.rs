@@ -1,30 +1,39 @@
-//! Adds exports: their disks are opened side by side, and one that hangs delays no other.
+//! Adds exports: their disks are opened side by side, and one that hangs delays no other. A start
+//! and a command differ in the consequences of a failure.
 
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::opening::{ExportOpener, LateError, OPEN_MAX, Restoring, Taken};
-use super::{Daemon, OpenedExport};
-use crate::control::Reservation;
+use super::Daemon;
 use crate::control::subscribers::{EventDetails, ExportEvent};
+use crate::control::{ExportSetup, FailedExport, OpeningExport, ReadyExport};
+use crate::open::cancellation::CancelToken;
 use crate::open::disk::OpenDisk;
+use crate::open::parallel::{ParallelCalls, Yield};
 use crate::process::service_manager;
 use crate::socket::endpoint::Endpoint;
 use crate::spec::command::{CommandError, Reply};
-use crate::spec::{EndpointSpec, ExportSpec};
+use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace};
 use crate::threads::engines::{EngineChoice, choose};
 use crate::threads::shutdown::Event;
 
-/// Exports that are being opened.
-pub(crate) struct OpeningThread(mpsc::Receiver<()>);
+/// The time without a newly opened disk after which the remaining disks are taken to hang.
+const OPEN_MAX: Duration = Duration::from_secs(5);
 
 /// The time for which disks may be in use by no visible process before the log reports the wait.
 const LEFT_MAX: Duration = Duration::from_secs(2);
 
 /// The time that the opening thread of an ending daemon takes unless its disk hangs.
 const CLEAN_UP_MAX: Duration = Duration::from_secs(1);
+
+/// Exports that are being opened.
+pub(crate) struct OpeningThread(mpsc::Receiver<()>);
 
 impl OpeningThread {
     /// Waits until sockets are removed that will not be served, unless a disk hangs.
@@ -33,21 +42,51 @@ impl OpeningThread {
     }
 }
 
+/// Exports and units that a control command had added. The daemon continues without the ones that
+/// cannot be restored.
+pub(super) struct Restoring {
+    pub(super) added: BTreeSet<String>,
+    pub(super) units: Vec<(String, UnitPlace)>,
+    /// Takes exports that have failed, to be served without the faulty units.
+    pub(super) again: mpsc::Sender<(ExportSpec, CommandError)>,
+}
+
+impl Restoring {
+    /// Returns true if the export may be served in part, or not at all.
+    fn is_about(&self, export: &ExportSpec) -> bool {
+        let name = export.name();
+        self.added.contains(&name) || self.units.iter().any(|(of, _)| *of == name)
+    }
+}
+
+/// The consequences of a failed export.
+enum OnFailure<'a> {
+    /// No export of the command is served.
+    FailAll,
+    /// Other exports are served, and the failed one is reported. If no export was served so far and
+    /// none is being opened except `own`, the daemon ends.
+    GoOn { own: Vec<u64>, restoring: Option<&'a Restoring> },
+}
+
+/// An export with open disks.
+struct OpenedExport {
+    /// Closed before the name is free.
+    disks: Vec<OpenDisk>,
+    export: OpeningExport,
+}
+
+/// An export with engines for its disks, and its socket. `None`: the inherited one.
+struct BoundExport {
+    disks: Vec<(OpenDisk, EngineChoice)>,
+    endpoint: Option<Endpoint>,
+    export: ReadyExport,
+}
+
 impl Daemon {
     /// Adds exports like `Command::Add`, on a thread: a disk may take long to open, and the daemon
     /// may be asked to end in the meantime. If they cannot be served, and no other exports exist,
     /// the daemon ends with the error. Exports with disks that hang are served once these answer,
-    /// and delay no other.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel has no thread left.
-    pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<OpeningThread> {
-        self.begin_start(specs, None)
-    }
-
-    /// Like [`begin_add`](Self::begin_add). An export that is restored never ends the daemon by its
-    /// failure.
+    /// and delay no other. An export that is restored never ends the daemon by its failure.
     ///
     /// # Errors
     ///
@@ -76,61 +115,204 @@ impl Daemon {
         Ok(OpeningThread(opening))
     }
 
+    /// Calls [`begin_start`](Self::begin_start) for exports that are not restored.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<OpeningThread> {
+        self.begin_start(specs, None)
+    }
+
     /// Adds exports as their disks are opened. An error concerns all of them.
     pub(super) fn add_as_they_open(
         &self,
         specs: Vec<ExportSpec>,
         restoring: Option<&Restoring>,
     ) -> Result<(), CommandError> {
-        let mut names = self.reserve(&specs, true)?;
-        let (specs, taken) = with_free_sockets(specs);
-        self.skip_at_start(&mut names, taken, restoring)?;
-        let specs = specs.into_iter().map(|spec| (names.cancel_token(&spec), spec));
-        let specs = specs.map(|(token, spec)| (spec, token)).collect();
-        let mut opening = ExportOpener::begin(specs, true);
-        let Taken { ready, failed } = opening.take_ready(Some(OPEN_MAX));
-        self.skip_at_start(&mut names, failed, restoring)?;
+        let opening = self.begin_exports(specs, true)?;
+        let own = opening.iter().map(OpeningExport::id).collect();
+        let at_start = OnFailure::GoOn { own, restoring };
+        let opening = self.check_sockets(opening, &at_start)?;
+        let mut opener = ExportOpener::begin(opening, true);
+        let ready = self.without_failed(opener.take_ready(Some(OPEN_MAX)), &at_start)?;
         // A disk that a killed process has left in use is free soon, as a rule.
-        let mut log_at = opening.only_stale_locks().then(|| Instant::now() + LEFT_MAX);
+        let mut log_at = opener.only_stale_locks().then(|| Instant::now() + LEFT_MAX);
         if log_at.is_none() {
-            self.log_waiting(&opening);
+            self.log_waiting(&opener);
         }
-        let (bound, failed) = self.bind(&names, ready)?;
-        self.skip_at_start(&mut names, failed, restoring)?;
-        let (serves, failed) = self.set_up_all(bound)?;
-        self.skip_at_start(&mut names, failed, restoring)?;
-        self.serve(&mut names, serves)?;
+        self.serve_opened(ready, &at_start)?;
         service_manager::ready();
+        let later = OnFailure::GoOn { own: Vec::new(), restoring };
         loop {
-            match opening.next(log_at) {
-                Some(Ok(ready)) => self.serve_late(&mut names, ready, restoring)?,
-                Some(Err(late)) => self.skip(&mut names, late, restoring)?,
-                None if log_at.take().is_some() => self.log_waiting(&opening),
+            match opener.next(log_at) {
+                Some(Ok(ready)) => self.serve_opened(vec![ready], &later)?,
+                Some(Err(failed)) => self.handle_failure(failed, &later)?,
+                None if log_at.take().is_some() => self.log_waiting(&opener),
                 None => return Ok(()),
             }
         }
     }
 
-    fn serve_late(
+    /// Adds an export of the configuration file. A process that takes over opens it too.
+    pub(crate) fn add_from_config(&self, spec: ExportSpec) -> Result<(), CommandError> {
+        self.add(vec![spec], true).map(drop)
+    }
+
+    /// Adds exports, all or none. `follows_hand_over` is as in
+    /// [`Control::begin`](crate::control::Control::begin).
+    pub(super) fn add(
         &self,
-        names: &mut Reservation<'_>,
-        ready: (ExportSpec, Vec<OpenDisk>),
-        restoring: Option<&Restoring>,
+        specs: Vec<ExportSpec>,
+        follows_hand_over: bool,
+    ) -> Result<Reply, CommandError> {
+        let all = OnFailure::FailAll;
+        let opening = self.begin_exports(specs, follows_hand_over)?;
+        let opening = self.check_sockets(opening, &all)?;
+        let ready = ExportOpener::begin(opening, false).take_ready(None);
+        self.serve_opened(self.without_failed(ready, &all)?, &all)?;
+        Ok(Reply::Added)
+    }
+
+    /// Takes the names and the sockets of exports.
+    fn begin_exports(
+        &self,
+        specs: Vec<ExportSpec>,
+        follows_hand_over: bool,
+    ) -> Result<Vec<OpeningExport>, CommandError> {
+        let checked = specs.iter().try_for_each(|spec| spec.check(self.args.iothreads));
+        checked.map_err(CommandError::Invalid)?;
+        self.control.begin(specs, follows_hand_over)
+    }
+
+    /// Returns the exports whose sockets no other program serves. Such a program may also have the
+    /// disks, and the start would wait for them.
+    fn check_sockets(
+        &self,
+        opening: Vec<OpeningExport>,
+        on_failure: &OnFailure<'_>,
+    ) -> Result<Vec<OpeningExport>, CommandError> {
+        let patience = Endpoint::patience();
+        let checked = opening.into_iter().map(|export| match &export.spec().endpoint {
+            EndpointSpec::Path(path) => {
+                match Endpoint::check_free(path, "--socket-path", patience) {
+                    Ok(()) => Ok(export),
+                    Err(error) => Err(export.fail(error.into())),
+                }
+            }
+            EndpointSpec::Fd(_) => Ok(export),
+        });
+        self.without_failed(checked, on_failure)
+    }
+
+    /// Serves exports whose disks are open.
+    fn serve_opened(
+        &self,
+        opened: Vec<OpenedExport>,
+        on_failure: &OnFailure<'_>,
     ) -> Result<(), CommandError> {
-        let (bound, mut failed) = self.bind(names, vec![ready])?;
-        let (serves, not_set_up) = self.set_up_all(bound)?;
-        failed.extend(not_set_up);
-        for late in failed {
-            self.skip(names, late, restoring)?;
+        // Sockets are made after all steps in which disks may hang, so that a hang leaves no socket
+        // behind. They are made before the threads log their choice: a refusal is one line.
+        let bound = self.without_failed(self.bind(opened), on_failure)?;
+        let set_up = bound
+            .into_iter()
+            .map(|BoundExport { disks, endpoint, export }| self.set_up(export, disks, endpoint));
+        self.serve(self.without_failed(set_up, on_failure)?)
+    }
+
+    /// Chooses engines for exports with open disks, and makes their sockets. From here on no other
+    /// process takes over before they are served.
+    fn bind(&self, opened: Vec<OpenedExport>) -> Vec<Result<BoundExport, FailedExport>> {
+        let split = |OpenedExport { disks, export }| (export, disks);
+        let (exports, disks): (Vec<_>, Vec<_>) = opened.into_iter().map(split).unzip();
+        let disks: Vec<OpenDisk> = disks.into_iter().flatten().collect();
+        let choices = choose(&self.args, &disks, &[]);
+        let mut disks = disks.into_iter().zip(choices);
+        let bind = |export: OpeningExport| {
+            let disks = disks.by_ref().take(export.spec().disks().len()).collect();
+            let export = export.claim()?;
+            match self.endpoint(export.spec()) {
+                Ok(endpoint) => Ok(BoundExport { disks, endpoint, export }),
+                Err(error) => Err(export.fail(error.into())),
+            }
+        };
+        exports.into_iter().map(bind).collect()
+    }
+
+    fn serve(&self, mut setups: Vec<ExportSetup>) -> Result<(), CommandError> {
+        if setups.is_empty() {
+            return Ok(());
         }
-        self.serve(names, serves)
+        self.begin_to_serve()?;
+        for setup in setups.iter_mut().filter(|setup| setup.endpoint.is_none()) {
+            setup.endpoint = self.inherited().take().map(|(_, socket)| socket);
+            // The name is taken, so no other export can have taken the descriptor.
+            let endpoint = setup.endpoint.as_ref();
+            endpoint.context("the inherited descriptor serves another export")?;
+        }
+        self.control.serve(setups)
+    }
+
+    /// Returns the results of the exports that have not failed.
+    ///
+    /// # Errors
+    ///
+    /// When the failure of one ends the others, too.
+    fn without_failed<T>(
+        &self,
+        results: impl IntoIterator<Item = Result<T, FailedExport>>,
+        on_failure: &OnFailure<'_>,
+    ) -> Result<Vec<T>, CommandError> {
+        let mut good = Vec::new();
+        for result in results {
+            match result {
+                Ok(result) => good.push(result),
+                Err(failed) => self.handle_failure(failed, on_failure)?,
+            }
+        }
+        Ok(good)
+    }
+
+    /// Reports an export that cannot be served, unless it was removed.
+    ///
+    /// # Errors
+    ///
+    /// When the failure ends other exports, too, or the daemon.
+    fn handle_failure(
+        &self,
+        failed: FailedExport,
+        on_failure: &OnFailure<'_>,
+    ) -> Result<(), CommandError> {
+        let is_active = failed.is_active();
+        let (spec, error) = failed.release();
+        let is_end = matches!(error, CommandError::Ending | CommandError::HandedOver(_));
+        let (own, restoring) = match on_failure {
+            _ if is_end => return Err(error),
+            OnFailure::FailAll if is_active => return Err(error),
+            OnFailure::FailAll => return Err(CommandError::Cancelled(spec.name())),
+            OnFailure::GoOn { own, restoring } => (own, restoring),
+        };
+        if !is_active {
+            tracing::info!(export = spec.name(), "removed before it was served");
+            return Ok(());
+        }
+        if let Some(restoring) = restoring.filter(|all| all.is_about(&spec)) {
+            // The receiver ends with the daemon.
+            let _ = restoring.again.send((spec, error));
+            return Ok(());
+        }
+        if self.control.cancel_start(own) {
+            return Err(error);
+        }
+        self.report_failure(&[spec.name()], error);
+        Ok(())
     }
 
     /// Logs and reports the exports that are waited for, with the reason.
-    fn log_waiting(&self, opening: &ExportOpener) {
-        for export in opening.left() {
+    fn log_waiting(&self, opener: &ExportOpener) {
+        for export in opener.left() {
             let export = export.name();
-            let message = if opening.only_stale_locks() {
+            let message = if opener.only_stale_locks() {
                 "its disk is in use by no program that is visible; it is waited for".to_owned()
             } else {
                 format!("its disk is not open after {} s; it is waited for", OPEN_MAX.as_secs())
@@ -138,62 +320,6 @@ impl Daemon {
             tracing::warn!(export, "{message}");
             self.report_error(export, message);
         }
-    }
-
-    /// Reports exports that cannot be served.
-    ///
-    /// # Errors
-    ///
-    /// When the daemon was started for nothing else, and is to end.
-    fn skip_at_start(
-        &self,
-        names: &mut Reservation<'_>,
-        failed: Vec<LateError>,
-        restoring: Option<&Restoring>,
-    ) -> Result<(), CommandError> {
-        let (failed, unwanted): (Vec<_>, Vec<_>) =
-            failed.into_iter().partition(|late| names.cancel_token(&late.spec).is_active());
-        let is_restored = |late: &LateError| restoring.is_some_and(|all| all.is_about(&late.spec));
-        let (restored, failed): (Vec<_>, Vec<_>) = failed.into_iter().partition(is_restored);
-        for late in unwanted.into_iter().chain(restored) {
-            self.skip(names, late, restoring)?;
-        }
-        if !failed.is_empty() && names.cancel_start() {
-            return Err(failed.into_iter().next().expect("it is not empty").error);
-        }
-        for LateError { spec, error } in failed {
-            drop(names.split([&spec]));
-            self.report_failure(&[spec.name()], error);
-        }
-        Ok(())
-    }
-
-    /// Reports an export that cannot be served, if other exports exist or it was cancelled.
-    ///
-    /// # Errors
-    ///
-    /// When no other exports exist, or the daemon ends anyway.
-    fn skip(
-        &self,
-        names: &mut Reservation<'_>,
-        LateError { spec, error }: LateError,
-        restoring: Option<&Restoring>,
-    ) -> Result<(), CommandError> {
-        let is_active = names.cancel_token(&spec).is_active();
-        drop(names.split([&spec]));
-        if !is_active {
-            tracing::info!(export = spec.name(), "removed before it was served");
-            return Ok(());
-        }
-        if let Some(restoring) = restoring.filter(|all| all.is_about(&spec)) {
-            restoring.retry_in_part(LateError { spec, error });
-            return Ok(());
-        }
-        if self.control.cancel_start(&[]) {
-            return Err(error);
-        }
-        self.report_failure(&[spec.name()], error);
-        Ok(())
     }
 
     fn report_failure(&self, exports: &[String], error: CommandError) {
@@ -208,305 +334,129 @@ impl Daemon {
         self.subscribers
             .report(ExportEvent { export, details: EventDetails::Error { message, left_out: 0 } });
     }
+}
 
-    /// Adds an export of the configuration file. A process that takes over opens it too.
-    pub(crate) fn add_from_config(&self, spec: ExportSpec) -> Result<(), CommandError> {
-        self.add(vec![spec], true).map(drop)
-    }
+/// An export, and its disks that are open so far.
+struct PendingDisks {
+    disks: Vec<Option<OpenDisk>>,
+    export: OpeningExport,
+}
 
-    /// Adds exports, all or none. `follows_hand_over` is as in
-    /// [`Control::reserve`](crate::control::Control).
-    pub(super) fn add(
-        &self,
-        specs: Vec<ExportSpec>,
-        follows_hand_over: bool,
-    ) -> Result<Reply, CommandError> {
-        let mut names = self.reserve(&specs, follows_hand_over)?;
-        let patience = Endpoint::patience();
-        specs.iter().try_for_each(|spec| check_socket(spec, patience))?;
-        let tokens: Vec<_> = specs.iter().map(|spec| names.cancel_token(spec)).collect();
-        let specs = specs.into_iter().zip(tokens).collect();
-        let Taken { ready, failed } = ExportOpener::begin(specs, false).take_ready(None);
-        let failed = failed.into_iter().next();
-        if let Some(LateError { spec, error }) = failed {
-            let is_active = names.cancel_token(&spec).is_active();
-            return Err(if is_active { error } else { CommandError::Cancelled(spec.name()) });
+/// A disk, the settings of its export, its lease id, and its cancellation token.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, CancelToken);
+
+/// All disks of some exports, which are opened side by side.
+struct ExportOpener {
+    /// `None`: the export was taken out.
+    exports: Vec<Option<PendingDisks>>,
+    /// For each disk, its export and its place there.
+    places: Vec<(usize, usize)>,
+    jobs: ParallelCalls<WantedDisk, Result<OpenDisk>>,
+}
+
+impl ExportOpener {
+    /// Begins to open the disks of exports. If `waits_for_stale_locks`, disks that a killed process
+    /// seems to have left in use are waited for.
+    fn begin(opening: Vec<OpeningExport>, waits_for_stale_locks: bool) -> Self {
+        let (mut exports, mut places, mut to_open) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, export) in opening.into_iter().enumerate() {
+            let (disks, lease_ids) = (export.spec().disks(), export.spec().lease_ids());
+            places.extend((0..disks.len()).map(|place| (index, place)));
+            let disks = disks.into_iter().zip(lease_ids);
+            let wanted = disks.map(|(disk, lease_id)| (disk, lease_id, export.cancel_token()));
+            let before = to_open.len();
+            to_open.extend(wanted);
+            let disks = to_open[before..].iter().map(|_| None).collect();
+            exports.push(Some(PendingDisks { disks, export }));
         }
-        let all = |failed: Vec<LateError>| match failed.into_iter().next() {
-            Some(first) => Err(first.error),
-            None => Ok(()),
+        let open = move |(disk, lease_id, token): WantedDisk, give_way: Yield<'_>| {
+            if waits_for_stale_locks {
+                OpenDisk::open_waiting(&disk, lease_id, &token, give_way)
+            } else {
+                anyhow::ensure!(token.is_active(), "it is not wanted any more");
+                OpenDisk::open(&disk, lease_id, &token)
+            }
         };
-        let (bound, failed) = self.bind(&names, ready)?;
-        all(failed)?;
-        let (serves, failed) = self.set_up_all(bound)?;
-        all(failed)?;
-        self.serve(&mut names, serves).map(|()| Reply::Added)
+        Self { exports, places, jobs: ParallelCalls::begin(to_open, open) }
     }
 
-    fn reserve(
-        &self,
-        specs: &[ExportSpec],
-        follows_hand_over: bool,
-    ) -> Result<Reservation<'_>, CommandError> {
-        let checked = specs.iter().try_for_each(|spec| spec.check(self.args.iothreads));
-        checked.map_err(CommandError::Invalid)?;
-        self.control.reserve(specs, follows_hand_over)
-    }
-
-    /// Chooses engines for exports with open disks, and makes their sockets. A failure affects only
-    /// its own export.
-    ///
-    /// # Errors
-    ///
-    /// When the daemon ends.
-    fn bind(
-        &self,
-        names: &Reservation<'_>,
-        opened: Vec<(ExportSpec, Vec<OpenDisk>)>,
-    ) -> Result<(Vec<Bound>, Vec<LateError>), CommandError> {
-        let (specs, disks): (Vec<ExportSpec>, Vec<_>) = opened.into_iter().unzip();
-        let disks: Vec<OpenDisk> = disks.into_iter().flatten().collect();
-        let choices = choose(&self.args, &disks, &[]);
-        let mut disks = disks.into_iter().zip(choices);
-        let (mut bound, mut failed) = (Vec::new(), Vec::new());
-        // Made after all steps in which disks may hang, so that a hang leaves no socket behind.
-        // Made before the threads, which log their choice: a refusal is one line.
-        for spec in specs {
-            let disks = disks.by_ref().take(spec.disks().len()).collect();
-            match names.claim(&spec).and_then(|()| Ok(self.endpoint(&spec)?)) {
-                Ok(endpoint) => bound.push(Bound { spec, disks, endpoint }),
-                Err(error) => failed.push(LateError { spec, error }),
+    /// Takes out exports that have failed, and exports with all disks open. Waits for all disks
+    /// except the ones that a killed process has left in use, until no disk has come for
+    /// `patience`.
+    fn take_ready(
+        &mut self,
+        mut patience: Option<Duration>,
+    ) -> Vec<Result<OpenedExport, FailedExport>> {
+        let mut errors = Vec::new();
+        while let Some((number, disk)) =
+            self.jobs.next_running(patience.map(|max| Instant::now() + max))
+        {
+            match disk.map_err(Into::into).and_then(|disk| disk) {
+                Ok(disk) => self.put(number, disk),
+                Err(error) => {
+                    errors.push((number, error));
+                    patience = Some(OPEN_MAX);
+                }
             }
         }
-        Ok((bound, split_end(failed)?))
+        // Errors have the order of the disks, not of their arrival.
+        errors.sort_by_key(|(number, _)| *number);
+        let fail = |(number, error)| self.fail(number, error);
+        let failed: Vec<FailedExport> = errors.into_iter().filter_map(fail).collect();
+        let ready = self.exports.iter_mut().filter_map(take_if_ready);
+        failed.into_iter().map(Err).chain(ready.map(Ok)).collect()
     }
 
-    /// Makes the devices of exports. A failure affects only its own export.
-    ///
-    /// # Errors
-    ///
-    /// When the daemon ends.
-    fn set_up_all(&self, bound: Vec<Bound>) -> Result<(Vec<Serves>, Vec<LateError>), CommandError> {
-        let (mut serves, mut failed) = (Vec::new(), Vec::new());
-        for Bound { spec, disks, endpoint } in bound {
-            match self.set_up(spec.clone(), disks) {
-                Ok(opened) => serves.push((opened, endpoint)),
-                Err(error) => failed.push(LateError { spec, error }),
+    /// Returns true if none of the remaining disks hangs: a killed process has left all of them in
+    /// use.
+    fn only_stale_locks(&self) -> bool {
+        self.jobs.all_yielded()
+    }
+
+    /// The exports that have not been taken out.
+    fn left(&self) -> impl Iterator<Item = &ExportSpec> {
+        self.exports.iter().flatten().map(|waiting| waiting.export.spec())
+    }
+
+    /// Waits until the next export is open, or has failed. `None`: none is left, or none came in
+    /// time.
+    fn next(&mut self, until: Option<Instant>) -> Option<Result<OpenedExport, FailedExport>> {
+        loop {
+            let (number, disk) = self.jobs.next(until)?;
+            match disk.map_err(Into::into).and_then(|disk| disk) {
+                Ok(disk) => {
+                    self.put(number, disk);
+                    if let Some(ready) = take_if_ready(&mut self.exports[self.places[number].0]) {
+                        return Some(Ok(ready));
+                    }
+                }
+                Err(error) => {
+                    if let Some(failed) = self.fail(number, error) {
+                        return Some(Err(failed));
+                    }
+                }
             }
         }
-        Ok((serves, split_end(failed)?))
     }
 
-    fn serve(&self, names: &mut Reservation<'_>, serves: Vec<Serves>) -> Result<(), CommandError> {
-        if serves.is_empty() {
-            return Ok(());
+    fn put(&mut self, number: usize, disk: OpenDisk) {
+        let (export, place) = self.places[number];
+        if let Some(waiting) = &mut self.exports[export] {
+            waiting.disks[place] = Some(disk);
         }
-        self.begin_to_serve()?;
-        let names = names.split(serves.iter().map(|(opened, _)| &opened.spec));
-        let mut lines = Vec::new();
-        let set_up = serves.into_iter().map(|(opened, endpoint)| {
-            let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
-            // The name is reserved, so no other export can have taken the descriptor.
-            let endpoint = endpoint.context("the inherited descriptor serves another export")?;
-            lines.push((opened.log.name().to_owned(), opened.line.clone()));
-            Ok(opened.into_setup(Some(endpoint), self))
-        });
-        names.serve(set_up.collect::<Result<Vec<_>>>()?)?;
-        for (export, line) in lines {
-            tracing::info!(export, "{line}");
-        }
-        Ok(())
+    }
+
+    /// Takes out the export of a disk. `None`: it has failed already because of another disk.
+    fn fail(&mut self, number: usize, error: anyhow::Error) -> Option<FailedExport> {
+        let PendingDisks { export, .. } = self.exports[self.places[number].0].take()?;
+        Some(export.fail(error.into()))
     }
 }
 
-/// An export with engines for its disks, and its socket. `None`: the inherited one.
-struct Bound {
-    spec: ExportSpec,
-    disks: Vec<(OpenDisk, EngineChoice)>,
-    endpoint: Option<Endpoint>,
-}
-
-/// An export that is ready to be served.
-type Serves = (OpenedExport, Option<Endpoint>);
-
-/// Returns the failures, or an error if one of them is the end of the daemon.
-fn split_end(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandError> {
-    let is_over =
-        |late: &LateError| matches!(late.error, CommandError::Ending | CommandError::HandedOver(_));
-    match failed.iter().position(is_over) {
-        Some(place) => Err(failed.swap_remove(place).error),
-        None => Ok(failed),
+fn take_if_ready(export: &mut Option<PendingDisks>) -> Option<OpenedExport> {
+    if export.as_ref()?.disks.iter().any(Option::is_none) {
+        return None;
     }
-}
-
-/// Separates exports with free sockets from exports that cannot be served.
-fn with_free_sockets(specs: Vec<ExportSpec>) -> (Vec<ExportSpec>, Vec<LateError>) {
-    let (mut free, mut taken) = (Vec::new(), Vec::new());
-    let patience = Endpoint::patience();
-    for spec in specs {
-        match check_socket(&spec, patience) {
-            Ok(()) => free.push(spec),
-            Err(error) => taken.push(LateError { spec, error: error.into() }),
-        }
-    }
-    (free, taken)
-}
-
-/// Checks that no other program serves the socket of an export. Such a program may also have the
-/// disks, and the start would wait for them.
-fn check_socket(spec: &ExportSpec, patience: Instant) -> Result<()> {
-    match &spec.endpoint {
-        EndpointSpec::Path(path) => Endpoint::check_free(path, "--socket-path", patience),
-        EndpointSpec::Fd(_) => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::path::{Path, PathBuf};
-    use std::sync::mpsc::Receiver;
-
-    use blockio::{DiskOptions, DiskSource};
-    use clap::{Args, FromArgMatches};
-
-    use super::super::opening::tests::{export, leave};
-    use super::*;
-    use crate::control::subscribers::Subscription;
-    use crate::daemon::Shutdown;
-    use crate::options::ServeArgs;
-    use crate::spec::command::{Command, EndCause, NewSize, Removal};
-    use crate::threads::shutdown::Outcome;
-
-    /// Exports may be added while another one is waited for. Its late failure does not end them.
-    #[test]
-    fn exports_that_cannot_be_served_end_no_others() {
-        [false, true].into_iter().for_each(fail_beside_others);
-    }
-
-    /// A daemon in a folder with disks.
-    struct Scene {
-        folder: tempfile::TempDir,
-        daemon: Arc<Daemon>,
-        ending: Shutdown,
-        events: Receiver<Arc<ExportEvent>>,
-        _subscription: Subscription,
-    }
-
-    impl Scene {
-        fn new() -> Self {
-            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
-            let args = serve.get_matches_from(["serve"]);
-            let args = ServeArgs::from_arg_matches(&args).unwrap();
-            let (daemon, ending) = Daemon::start(args, None).unwrap();
-            let (_subscription, queued) = daemon.subscribers().subscribe();
-            let events = queued.events;
-            let folder = tempfile::tempdir().unwrap();
-            Self { folder, daemon: Arc::new(daemon), ending, events, _subscription }
-        }
-
-        /// Makes a disk, and returns its path.
-        fn disk(&self, name: &str) -> PathBuf {
-            let path = self.folder.path().join(name);
-            std::fs::write(&path, [0; 512]).unwrap();
-            path
-        }
-
-        /// Makes an export with this socket.
-        fn export(&self, socket: &str, disk: &Path) -> ExportSpec {
-            export(&self.folder.path().join(socket).display().to_string(), disk)
-        }
-
-        /// Waits for an event, long enough for a slow machine.
-        fn wait_for(&self, wanted: impl Fn(&ExportEvent) -> bool) {
-            while !wanted(&self.events.recv_timeout(Duration::from_secs(60)).unwrap()) {}
-        }
-
-        fn wait_for_error(&self, text: &str) {
-            self.wait_for(|event| match &event.details {
-                EventDetails::Error { message, .. } => message.contains(text),
-                _ => false,
-            });
-        }
-
-        fn end(self) {
-            self.daemon.handle(Command::End(EndCause::Control)).unwrap();
-            assert_eq!(self.ending.wait(&self.daemon).unwrap(), Outcome::Clean);
-        }
-    }
-
-    fn fail_beside_others(is_late: bool) {
-        let scene = Scene::new();
-        let [left, other] = ["left", "other"].map(|name| scene.disk(name));
-        let held = leave(DiskSource::file(&left, &DiskOptions::default()).unwrap());
-        let opening = scene.daemon.begin_add(vec![scene.export("vm1", &left)]).unwrap();
-        scene.daemon.handle(Command::Add(vec![scene.export("vm2", &other)])).unwrap();
-        if is_late {
-            scene.wait_for_error("it is waited for");
-        }
-        std::fs::remove_file(&left).unwrap();
-        drop(held);
-        scene.wait_for_error("cannot be served");
-        opening.settle();
-        scene.end();
-    }
-
-    #[test]
-    fn an_export_that_is_waited_for_can_be_removed() {
-        let scene = Scene::new();
-        let left = scene.disk("left");
-        let held = leave(DiskSource::file(&left, &DiskOptions::default()).unwrap());
-        let export = scene.export("vm1", &left);
-        let opening = scene.daemon.begin_add(vec![export.clone()]).unwrap();
-        scene.wait_for_error("it is waited for");
-        let removed = scene.daemon.handle(Command::Remove(Removal::new(export.name()))).unwrap();
-        assert!(matches!(removed, Reply::Removed(status) if status.name() == export.name()));
-        // The wait has ended, and the daemon continues.
-        let OpeningThread(done) = opening;
-        assert_eq!(done.recv(), Err(mpsc::RecvError));
-        drop(held);
-        scene.daemon.handle(Command::Add(vec![export])).unwrap();
-        scene.end();
-    }
-
-    /// Otherwise the guest would write beyond the new end, and the disk would grow again.
-    #[test]
-    fn a_disk_that_is_cut_while_another_export_of_it_is_opened_is_cut_for_that_too() {
-        let scene = Scene::new();
-        let disk = scene.disk("disk");
-        std::fs::File::options().write(true).open(&disk).unwrap().set_len(8192).unwrap();
-        let [served, late] = ["vm1", "vm2"].map(|name| {
-            let mut export = scene.export(name, &disk);
-            export.settings.no_lock = true;
-            export
-        });
-        let daemon = &scene.daemon;
-        daemon.handle(Command::Add(vec![served.clone()])).unwrap();
-        let mut names = daemon.reserve(std::slice::from_ref(&late), false).unwrap();
-        let token = names.cancel_token(&late);
-        let opened = ExportOpener::begin(vec![(late, token)], false).take_ready(None);
-        let (bound, failed) = daemon.bind(&names, opened.ready).unwrap();
-        assert!(opened.failed.is_empty() && failed.is_empty());
-        let size = NewSize { size_bytes: Some(512), shrink: true };
-        daemon.handle(Command::Resize(served.name(), None, size)).unwrap();
-        let (serves, failed) = daemon.set_up_all(bound).unwrap();
-        assert!(failed.is_empty());
-        assert_eq!(serves[0].0.disks[0].source.info().size_bytes, 512);
-        daemon.serve(&mut names, serves).unwrap();
-        drop(names);
-        scene.end();
-    }
-
-    #[test]
-    fn a_socket_that_cannot_be_made_keeps_no_other_export_from_being_served() {
-        let scene = Scene::new();
-        let [first, good, bad] = ["first", "good", "bad"].map(|name| scene.disk(name));
-        scene.daemon.handle(Command::Add(vec![scene.export("vm1", &first)])).unwrap();
-        let exports = vec![scene.export("vm2", &good), scene.export(&"x".repeat(100), &bad)];
-        let good = exports[0].name();
-        let _opening = scene.daemon.begin_add(exports).unwrap();
-        scene.wait_for_error("the path is too long for a socket");
-        scene
-            .wait_for(|event| event.export == good && matches!(event.details, EventDetails::Added));
-        scene.end();
-    }
+    let PendingDisks { disks, export } = export.take()?;
+    Some(OpenedExport { disks: disks.into_iter().flatten().collect(), export })
 }

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockio::DiskSource;
 
-use super::{Daemon, OpenedExport};
-use crate::control::ExportSetup;
+use super::Daemon;
 use crate::control::hand_over_state::{
     Described, ExportProgress, HandedDisk, HandedExport, HandedOpening, Paused,
 };
+use crate::control::{ExportSetup, FailedExport};
 use crate::daemon::format::ProcessOptions;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::ParallelCalls;
@@ -34,7 +34,7 @@ const LEAVE_MAX: Duration = Duration::from_secs(20);
 const WRITE_BACK_MAX: Duration = Duration::from_secs(2);
 
 /// Exports that another process still serves.
-pub(crate) struct ExpectedExports(Vec<(ExportSetup, String)>);
+pub(crate) struct ExpectedExports(Vec<ExportSetup>);
 
 /// Queues that stand still, until this is dropped.
 pub(crate) struct PausedQueues<'a> {
@@ -196,21 +196,17 @@ impl Daemon {
         let disks = take_disks(wanted)?;
         let choices = choose(&self.args, &disks, &engines);
         let mut disks = disks.into_iter().zip(choices);
+        let exports = self.control.begin(specs, false)?.into_iter().zip(endpoints);
         self.shared_disks.set_expects_hand_over(true);
-        let opened = specs.into_iter().map(|spec| {
-            let of_spec = disks.by_ref().take(spec.disks().len()).collect();
-            self.set_up(spec, of_spec)
+        let set_up = exports.map(|(export, endpoint)| {
+            let of_export = disks.by_ref().take(export.spec().disks().len()).collect();
+            self.set_up(export.claim()?, of_export, endpoint)
         });
-        let opened: Result<Vec<OpenedExport>, _> = opened.collect();
+        let set_up: Result<Vec<ExportSetup>, FailedExport> = set_up.collect();
         self.shared_disks.set_expects_hand_over(false);
-        let opened = opened?;
+        let set_up = set_up.map_err(|failed| failed.release().1)?;
         self.begin_to_serve()?;
-        let setups = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
-            let OpenedExport { line, .. } = &opened;
-            let line = line.clone();
-            (opened.into_setup(endpoint, self), line)
-        });
-        Ok(ExpectedExports(setups.collect()))
+        Ok(ExpectedExports(set_up))
     }
 
     /// Takes the sockets of exports whose disks another process has been opening. This process is
@@ -249,12 +245,10 @@ impl Daemon {
         fds: PassedFds,
     ) -> Result<()> {
         anyhow::ensure!(exports.len() == progress.len(), "other exports were described");
-        let mut taken = Vec::new();
-        for ((setup, line), progress) in exports.into_iter().zip(progress) {
-            tracing::info!(export = setup.log.name(), "{line}");
-            taken.push((setup, progress));
+        for setup in &exports {
+            tracing::info!(export = setup.log.name(), "{}", setup.line);
         }
-        self.control.take_over(taken, fds)
+        self.control.take_over(exports.into_iter().zip(progress).collect(), fds)
     }
 
     /// Resumes the exports that were taken over. Returns when all their queues run.

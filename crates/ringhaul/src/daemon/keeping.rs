@@ -6,8 +6,7 @@ use std::sync::{Arc, mpsc};
 use anyhow::Result;
 
 use super::Daemon;
-use super::adding::OpeningThread;
-use super::opening::{LateError, Restoring};
+use super::adding::{OpeningThread, Restoring};
 use crate::daemon::saved_state::changes::Merged;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::open::cancellation::CancelToken;
@@ -129,12 +128,12 @@ impl Daemon {
                 }
             }
         }
-        let restoring = Restoring::new(names, units.clone(), again);
+        let restoring = Restoring { added: names, units: units.clone(), again };
         let opening = self.begin_start(exports, Some(restoring))?;
         let daemon = Arc::clone(self);
         let work = move || {
-            for late in failed {
-                daemon.restore_in_part(late, &units);
+            for failed in failed {
+                daemon.restore_in_part(failed, &units);
             }
         };
         let thread = std::thread::Builder::new().name("ringhaul-restore".into());
@@ -148,7 +147,7 @@ impl Daemon {
     /// Serves an export without the units that a command had added and that cannot be opened.
     fn restore_in_part(
         &self,
-        LateError { mut spec, error }: LateError,
+        (mut spec, error): (ExportSpec, CommandError),
         of_base: &[(String, UnitPlace)],
     ) {
         let name = spec.name();

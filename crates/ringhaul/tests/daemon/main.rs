@@ -283,6 +283,10 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
             })?;
             scene.begin_end(EndCause::Sigterm);
             scene.wait_until(|| states() == [Stopping; 3])?;
+            let device = DeviceSpec::Blk(DiskSpec::File(scene.path("absent.img")));
+            let late = ExportSpec { device, ..scene.export("late", SECTORS)? };
+            let late = scene.daemon.handle(Command::Add(vec![late]));
+            ensure!(matches!(late, Err(CommandError::Ending)), "its disk was opened: {late:?}");
             for frontend in &frontends {
                 ensure!(!frontend.channel.is_closed()?, "a front-end saw the end too early");
             }

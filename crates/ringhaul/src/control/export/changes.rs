@@ -63,7 +63,7 @@ impl Export {
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
         let log_name = self.log.name().to_owned();
         Ok(ChangingUnit {
-            id: self.id,
+            id: self.id(),
             name,
             log_name,
             device,
@@ -111,7 +111,7 @@ impl Export {
         let kind = DiskChangeKind::Resizing { identity, is_local };
         self.changing.push(DiskChange { place, kind, blocks_hand_over: true });
         let log_name = self.log.name().to_owned();
-        Ok(ResizingDisk { id: self.id, log_name, device, disk })
+        Ok(ResizingDisk { id: self.id(), log_name, device, disk })
     }
 
     /// The index of the disk at this place.
@@ -229,7 +229,7 @@ impl Export {
     ) {
         for other in self.places() {
             let is_it = self.disk_at(other).is_some_and(|disk| disk.identity() == identity);
-            if is_it && (self.id, other) != (id, place) {
+            if is_it && (self.id(), other) != (id, place) {
                 self.report_size(other);
             }
         }

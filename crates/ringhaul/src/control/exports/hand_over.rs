@@ -9,7 +9,6 @@ use super::{Exports, Next};
 use crate::control::export::Export;
 use crate::control::hand_over::HandOver;
 use crate::control::hand_over_state::{Described, ExportProgress, Paused};
-use crate::control::opening::PendingExport;
 use crate::control::order::{ExportSetup, HandOverOrder};
 use crate::spec::command::{CommandError, ExportState};
 use vhost_user::PassedFds;
@@ -21,27 +20,20 @@ impl Exports {
             HandOverOrder::Pause(_, answer) if self.hand_over.is_some() => {
                 answer.send(Err(CommandError::HandingOver));
             }
-            HandOverOrder::Pause(generation, answer) if generation != self.generation => {
-                answer.send(Err(CommandError::Changed));
-            }
-            HandOverOrder::Pause(_, answer) => {
-                if let Err(error) = self.list.iter().try_for_each(Export::check_disks) {
-                    answer.send(Err(error));
-                    return Next::Continue;
-                }
-                self.list.iter_mut().for_each(Export::begin_pause);
-                self.hand_over = Some(HandOver::Pausing { since: now, answer });
-            }
+            HandOverOrder::Pause(generation, answer) => match self.begin_pause(generation) {
+                Ok(()) => self.hand_over = Some(HandOver::Pausing { since: now, answer }),
+                Err(error) => answer.send(Err(error)),
+            },
             HandOverOrder::Commit(answer) => answer.send(self.commit()),
             // The hand-over was cancelled.
             HandOverOrder::Resume(answer) if !self.is_paused() => answer.send(()),
             HandOverOrder::Resume(answer) => self.begin_resume(answer),
             HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
-            HandOverOrder::Release => {
+            HandOverOrder::Release(process) => {
                 // Dropping the exports would end what the new process serves. The end of this
                 // process closes everything.
                 std::mem::forget(std::mem::take(&mut self.list));
-                self.opening.iter().for_each(PendingExport::cancel);
+                self.stages.close(Some(process));
                 return Next::End;
             }
         }
@@ -49,27 +41,36 @@ impl Exports {
     }
 
     fn describe(&self) -> Result<Described, CommandError> {
-        let mut fds = PassedFds::default();
-        if self.stopping.is_some() || self.is_start_cancelled {
-            return Err(CommandError::Ending);
-        }
-        if let Some(opening) = self.opening.iter().find(|opening| opening.is_claimed) {
-            return Err(CommandError::Busy(opening.spec.name(), ExportState::Opening));
-        }
+        let (mut fds, (opening, changes)) = (PassedFds::default(), self.stages.describe()?);
         if let Some(closing) = self.closing.first() {
             return Err(CommandError::Busy(closing.name(), ExportState::Stopping));
         }
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;
-        let opening = self.opening.iter().filter(|it| it.follows_hand_over && it.is_active());
-        let opening = opening.map(|opening| (opening.spec.clone(), opening.since)).collect();
         // Checked after the disks: one of them may be the reason that an earlier hand-over still
         // waits.
         match self.hand_over {
             Some(HandOver::Resuming(_)) => Err(self.unfinished_error(Export::has_resumed)),
             Some(_) => Err(CommandError::HandingOver),
-            None => Ok(Described { exports, opening, fds, generation: self.generation }),
+            None => {
+                let generation = self.generation + changes;
+                Ok(Described { exports, opening, fds, generation })
+            }
         }
+    }
+
+    /// Begins to stop all queues, unless the exports have changed since their description.
+    fn begin_pause(&mut self, generation: u64) -> Result<(), CommandError> {
+        let is_current = |changes| self.generation + changes == generation;
+        if !self.stages.begin_hand_over(is_current) {
+            return Err(CommandError::Changed);
+        }
+        if let Err(error) = self.list.iter().try_for_each(Export::check_disks) {
+            self.stages.resume();
+            return Err(error);
+        }
+        self.list.iter_mut().for_each(Export::begin_pause);
+        Ok(())
     }
 
     /// Describes the unfinished work of the exports for which `is_done` is false.
@@ -156,6 +157,7 @@ impl Exports {
 
     fn begin_resume(&mut self, answer: oneshot::Sender<()>) {
         self.list.iter_mut().for_each(Export::begin_resume);
+        self.stages.resume();
         self.hand_over = Some(HandOver::Resuming(answer));
     }
 
@@ -168,11 +170,11 @@ impl Exports {
         let now = Instant::now();
         // All or none: exports that an error drops here are still lent, so that the old process
         // keeps them.
-        let exports = (self.next_id..)
-            .zip(taken)
-            .map(|(id, export)| Export::take_over(export, id, &self.waker, &mut fds, now));
+        let exports =
+            taken.into_iter().map(|taken| Export::take_over(taken, &self.waker, &mut fds, now));
         self.list = exports.collect::<anyhow::Result<_>>()?;
-        self.next_id += self.list.len() as u64;
+        let begins = self.stages.begin_hand_over(|_| true);
+        assert!(begins, "a process takes over before it is asked to end");
         self.hand_over = Some(HandOver::Committed);
         self.share_descriptors();
         Ok(())
