@@ -254,7 +254,9 @@ pub(super) fn ringhaul_options(
     };
     let fixed = ["--num-queues", "1", "--cache", "none", "--engine", engine.name()];
     // The log provides the figures of IoThreads.
-    let counters = ["--log", "info,ringhaul::engines=debug"];
+    // Builds from before the folders have the module at the top.
+    let filter = "info,ringhaul::engines=debug,ringhaul::threads::engines=debug";
+    let counters = ["--log", filter];
     let fixed = fixed.into_iter().chain(counters);
     let start = ["serve", "--socket-path", socket].map(str::to_owned);
     start.into_iter().chain(disk).chain(fixed.map(str::to_owned)).collect()

@@ -211,7 +211,9 @@ fn server_options<'a>(
     let disk = disk.map_or(["--disk", NULL_DISK], |path| ["--blk-file", path]);
     let start = ["serve", "--socket-path", socket, "--cache", "none", "--engine", cell.engine];
     // The log provides the sizes of batches.
-    let counters = ["--log", "info,ringhaul::engines=debug"];
+    // Builds from before the folders have the module at the top.
+    let filter = "info,ringhaul::engines=debug,ringhaul::threads::engines=debug";
+    let counters = ["--log", filter];
     start.into_iter().chain(counters).chain(disk).chain(switches.iter().copied()).collect()
 }
 

@@ -14,7 +14,7 @@ use virtqueue::QueueConfig;
 use crate::{DISK_BYTES, scene, thread_file};
 
 /// Options that make the daemon log the operations of its IoThreads.
-const COUNTERS: [&str; 2] = ["--log", "info,ringhaul::engines=debug"];
+const COUNTERS: [&str; 2] = ["--log", "info,ringhaul::threads::engines=debug"];
 
 #[test]
 fn impossible_options_are_refused() -> Result<()> {

@@ -48,7 +48,7 @@ impl Hung {
         let sockets = ["hung", "healthy"].map(|name| scene.socket(name));
         let mut command = ringhaul()?;
         command.args(["serve", "--engine", engine]).args(options);
-        command.args(["--log", "info,ringhaul::engines=debug", "--export"]);
+        command.args(["--log", "info,ringhaul::threads::engines=debug", "--export"]);
         command.arg(format!("socket-path={},blk-file={}", sockets[0].display(), file.display()));
         command.args(["--export", &format!("socket-path={},null=16M", sockets[1].display())]);
         let daemon = Running::serve(&mut command)?;

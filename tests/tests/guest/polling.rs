@@ -91,7 +91,7 @@ fn polling() -> Result<()> {
         "--cache none --sqpoll",
         "--cache none --fixed-buffers --harvest-on-submit off --submit-batch off",
     ] {
-        let counters = "--log info,ringhaul::engines=debug";
+        let counters = "--log info,ringhaul::threads::engines=debug";
         let outcome = run(&format!("{engine} {more} {counters}"), &format!("{LOAD} --fsync 25"))?;
         outcome.check(500).with_context(|| more.to_owned())?;
         check_server(&outcome).with_context(|| format!("{more}:\n{}", outcome.log))?;
