@@ -113,7 +113,7 @@ fn drive(source: DiskSource) {
             std::thread::yield_now();
         }
     }
-    source.give_up();
+    source.abandon();
     drop((disk, source));
     while thread.io().tasks() > 0 {
         thread.turn(Wait::Never).expect("a turn");

@@ -71,7 +71,7 @@ struct State {
     away_since: Option<Instant>,
     /// True if it does not answer and does not count as away.
     is_silent: bool,
-    was_given_up: bool,
+    was_abandoned: bool,
     /// A write-back of its users' caches fails.
     fails_write_back: bool,
     is_over: bool,
@@ -239,10 +239,10 @@ fn serve(end: &End) {
     let mut state = end.state.lock().unwrap();
     while !state.is_over {
         let answers = state.away_since.is_none() && !state.is_silent;
-        let may_serve = state.was_given_up || answers;
+        let may_serve = state.was_abandoned || answers;
         let job = if may_serve { state.jobs.pop_front() } else { None };
         match job {
-            Some((_, completer)) if state.was_given_up => {
+            Some((_, completer)) if state.was_abandoned => {
                 completer.complete(Err(io::Error::from_raw_os_error(libc::EIO)));
             }
             Some((job, completer)) => {
@@ -301,8 +301,8 @@ impl DriverSource for RemoteStubSource {
 
     fn inherit(&self, _: Option<i32>, _: bool) {}
 
-    fn give_up(&self) {
-        self.0.change(|state| state.was_given_up = true);
+    fn abandon(&self) {
+        self.0.change(|state| state.was_abandoned = true);
     }
 
     fn write_back(&self) -> Result<(), Error> {

@@ -287,7 +287,7 @@ fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
         assert!(matches!(write.as_mut().poll(&mut cx), Poll::Pending));
         assert_eq!(source.remark().unwrap(), "1 jobs");
         if gives_up {
-            source.give_up();
+            source.abandon();
             let error = thread.block_on(write).unwrap().unwrap_err();
             assert_eq!(error.error().raw_os_error(), Some(libc::EIO));
         } else {

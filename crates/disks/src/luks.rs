@@ -83,7 +83,7 @@ pub fn open(below: DiskSource, options: &LuksOptions) -> Result<DiskSource, Erro
         tracing::warn!("{}: {remark}", on.chain_text());
     }
     let Payload { offset_bytes, size_bytes, sector_bytes, .. } = header.payload;
-    check_there(header.payload, below.info().size_bytes)
+    check_data_fits(header.payload, below.info().size_bytes)
         .map_err(|reason| refused(&below, &reason))?;
     let below = DiskSource::raw(below, offset_bytes, size_bytes)?;
     let info = below.info();
@@ -101,7 +101,7 @@ fn refused(on: &DiskSource, reason: &str) -> Error {
 }
 
 /// Checks that a disk of this many bytes has all of the data.
-fn check_there(payload: Payload, disk_bytes: u64) -> Result<(), String> {
+fn check_data_fits(payload: Payload, disk_bytes: u64) -> Result<(), String> {
     let Payload { offset_bytes, size_bytes, .. } = payload;
     let end = offset_bytes.checked_add(size_bytes.unwrap_or(1));
     if end.is_some_and(|end| end <= disk_bytes) {
@@ -287,8 +287,8 @@ impl DriverSource for LuksSource {
         self.below.may_still_change()
     }
 
-    fn give_up(&self) {
-        self.below.give_up();
+    fn abandon(&self) {
+        self.below.abandon();
     }
 
     fn is_written_back(&self) -> bool {
@@ -299,8 +299,8 @@ impl DriverSource for LuksSource {
         self.below.write_back()
     }
 
-    fn leave(&self) {
-        self.below.leave();
+    fn release_lock(&self) {
+        self.below.release_lock();
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {

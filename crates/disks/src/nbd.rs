@@ -1,16 +1,16 @@
 //! NBD: an export of a server, over sockets that the loop watches.
 //!
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
-//! - `connect.rs` makes a connection on a thread that may wait, with TLS by `tls.rs`; `names.rs`
-//!   finds the addresses of servers;
+//! - `connect.rs` makes a connection on a thread that may wait, with TLS by `tls.rs`;
+//!   `resolver.rs` finds the addresses of servers;
 //! - `flow.rs` moves bytes over a connection, `transport.rs` has the system calls;
-//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` drains a
-//!   connection that was given up, and `remains.rs` keeps its requests; `late.rs` reports a server
-//!   that does not answer;
+//! - `link.rs` is the task of a connection, with `retry.rs` and `socket_source.rs`; `drain.rs`
+//!   drains an abandoned connection, and `abandoned.rs` keeps its requests; `stalled.rs` reports a
+//!   server that does not answer;
 //! - `pipe.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
 //!   the state common to all IoThreads;
-//! - `reach.rs` finds the connections of an IoThread, and `disk.rs` turns requests to a disk into
-//!   requests to the server.
+//! - `connection_choice.rs` finds the connections of an IoThread, and `disk.rs` turns
+//!   requests to a disk into requests to the server.
 //!
 //! If the server reports that its connections agree with each other, each IoThread has its own
 //! connection. Otherwise one connection carries all requests, on the IoThread that came first.
@@ -185,7 +185,7 @@ impl NbdSource {
         let key = key_of(self.shared());
         home.post(move |io| {
             if let Some(pipe) = io.shared::<Pipe>(key) {
-                let flush = pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty());
+                let flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
                 let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
                 io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
             }
@@ -204,10 +204,10 @@ impl NbdSource {
 
     /// The size that a connection received last, unless it was taken over already or no disk can
     /// have it.
-    fn told_size(&self) -> Option<u64> {
-        let told = self.shared().size_bytes();
-        check_size(told, self.info.logical_block_bytes).ok()?;
-        (self.taken.swap(told, Ordering::Relaxed) != told).then_some(told)
+    fn announced_size(&self) -> Option<u64> {
+        let size = self.shared().size_bytes();
+        check_size(size, self.info.logical_block_bytes).ok()?;
+        (self.taken.swap(size, Ordering::Relaxed) != size).then_some(size)
     }
 }
 
@@ -271,8 +271,8 @@ impl DriverSource for NbdSource {
         self.shared().held.has_any()
     }
 
-    fn give_up(&self) {
-        self.shared().give_up();
+    fn abandon(&self) {
+        self.shared().abandon();
         self.handle.wake();
     }
 
@@ -280,7 +280,7 @@ impl DriverSource for NbdSource {
     /// here.
     fn write_back(&self) -> Result<(), Error> {
         let shared = self.shared();
-        while !self.info.read_only && shared.needs_flush_of_its_own() {
+        while !self.info.read_only && shared.needs_own_flush() {
             let flushed = match shared.home_remote() {
                 Some((number, home)) => match self.flush_at(&home) {
                     Some(flushed) => flushed,
@@ -315,7 +315,7 @@ impl DriverSource for NbdSource {
         let (facts, asked) = match connect::query_export(&shared.options) {
             Ok(answer) => answer,
             // A server that lets no further client in has sent the size to the present connection.
-            Err(reason) => return self.told_size().ok_or_else(|| self.refused(reason)),
+            Err(reason) => return self.announced_size().ok_or_else(|| self.refused(reason)),
         };
         let check = |size_bytes| check_size(size_bytes, self.info.logical_block_bytes);
         let checked = check_not_less(shared, &facts).and_then(|()| check(facts.size_bytes));

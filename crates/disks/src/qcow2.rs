@@ -3,43 +3,43 @@
 //! The library imago handles the format. Its images are bound to one thread, so each image has an
 //! owner, a thread with a loop (`owner.rs`). Most requests never get there: a table that all
 //! threads read maps plain data, and requests for it go straight to the file, by the engine of
-//! their IoThread (`attached.rs`). The owner looks positions up, and makes all changes to them: it
+//! their IoThread (`disk.rs`). The owner looks positions up, and makes all changes to them: it
 //! allocates space before data is written, and gives space back.
 
-mod ahead;
-mod attached;
+mod ahead_clusters;
 mod bitmaps;
 #[cfg(test)]
 mod bitmaps_tests;
+mod cache_limit;
 mod core;
 mod counts;
 #[cfg(test)]
 mod crash_tests;
 #[cfg(test)]
 mod deferred_tests;
+mod disk;
 mod format;
 #[cfg(test)]
 mod full_tests;
 mod header;
 #[cfg(test)]
 mod hostile_tests;
-mod known;
 mod leaks;
 #[cfg(test)]
 mod leaks_tests;
 mod mark;
 #[cfg(test)]
 mod mark_tests;
-mod order;
+mod metadata_map;
 mod owner;
-mod places;
-mod placing;
-mod room;
+mod place_queries;
+mod place_table;
+mod readers;
 mod storage;
-mod table;
+mod table_cache;
 #[cfg(test)]
 mod tables_tests;
-mod uses;
+mod write_order;
 mod zstd;
 #[cfg(test)]
 mod zstd_tests;
@@ -49,16 +49,16 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use attached::Qcow2Disk;
+use cache_limit::CacheLimit;
 use core::{Core, TOO_LONG_BELOW, refused};
 pub use core::{Layer, image_header};
+use disk::Qcow2Disk;
 pub use header::{BackingFile, ImageHeader};
 use mark::MarkState;
-use order::Order;
 use owner::{Image, Job};
-use room::Room;
+use place_table::{LAYERS_MAX, PlaceTable};
 use storage::Store;
-use table::{LAYERS_MAX, Table};
+use write_order::WriteOrder;
 
 use blockio::DiskSource;
 use blockio::EngineKind;
@@ -101,7 +101,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
     let unit = headers.map(|header| header.cluster_bytes).min();
     // The table maps whole blocks of a layer.
-    let table = Table::new(unit.unwrap_or(header.cluster_bytes).max(block));
+    let table = PlaceTable::new(unit.unwrap_or(header.cluster_bytes).max(block));
     if header.size_bytes > table.bytes_max() {
         let reason = format!("a disk of {} bytes is too large", header.size_bytes);
         return Err(refused(&source, reason));
@@ -112,21 +112,21 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         physical_block_bytes: below.physical_block_bytes.max(block),
         ..below
     };
-    let cut = if is_deferred { None } else { look_at_tables(&layers)? };
+    let truncation = if is_deferred { None } else { check_tables(&layers)? };
     let leaked = match below.read_only {
         true => None,
-        false => look_if_marked(&source, &header, is_deferred)?,
+        false => count_leaks_if_marked(&source, &header, is_deferred)?,
     };
     let may_be_marked = !below.read_only && header.may_be_marked() && source.is_exclusive();
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
-    let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
+    let cache_limit = Arc::new(CacheLimit::new(layers.iter().map(clusters).collect()));
     let order = new_order(&layers, &header);
     let core = Arc::new(Core {
         table,
-        top: Store::new(0, (source.clone(), Some(&header)), &order, &room),
+        top: Store::new(0, (source.clone(), Some(&header)), &order, &cache_limit),
         order,
-        room,
+        cache_limit,
         layers,
         block_bytes: block,
         cluster_bytes: header.cluster_bytes.into(),
@@ -137,23 +137,23 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         // The previous process may have left changes without a flush.
         committed: AtomicU64::new(1),
         stable: AtomicU64::new(0),
-        users: Mutex::default(),
+        threads: Mutex::default(),
     });
     let (owner, ended) = owner::start(&core)?;
     let mut image = Image { owner, ended: Mutex::new(Some(ended)), core };
-    if !is_deferred && let Err(error) = owner::ask_and_wait(&image.owner, Job::Open) {
+    if !is_deferred && let Err(error) = owner::run_job_blocking(&image.owner, Job::Open) {
         // The next try must find the file closed.
         image.end();
         let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
         return Err(refused(&source, reason));
     }
     let mut source = Qcow2Source::new(image, &header, is_deferred);
-    source.cut = cut;
+    source.truncation = truncation;
     Ok((info, source))
 }
 
-fn new_order(layers: &[Layer], header: &ImageHeader) -> Arc<Order> {
-    let order = Order::default();
+fn new_order(layers: &[Layer], header: &ImageHeader) -> Arc<WriteOrder> {
+    let order = WriteOrder::default();
     if layers.iter().any(Layer::has_zstd) {
         order.set_disk_bytes(header.size_bytes);
     }
@@ -162,7 +162,7 @@ fn new_order(layers: &[Layer], header: &ImageHeader) -> Arc<Order> {
 
 /// The number of leaked clusters of an image that was left marked. An image that another process
 /// still writes to is not checked.
-fn look_if_marked(
+fn count_leaks_if_marked(
     source: &DiskSource,
     header: &ImageHeader,
     is_deferred: bool,
@@ -172,24 +172,24 @@ fn look_if_marked(
     }
     // A process that hands the image over has marked it, unless its counts are only in memory.
     if !header.may_be_marked() || !(source.is_exclusive() || is_deferred) {
-        return Err(refused(source, header.why_not_written().to_owned()));
+        return Err(refused(source, header.refusal_when_marked().to_owned()));
     }
     if is_deferred { Ok(None) } else { leaks::find(source, header) }
 }
 
 /// Checks for missing tables. Returns a warning about the first layer that lacks one.
-fn look_at_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
-    let mut cut = None;
+fn check_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
+    let mut truncation = None;
     for (index, Layer { source, header }) in layers.iter().enumerate() {
         let Some(header) = header else { continue };
-        let found = leaks::tables::look(source, header)?;
+        let found = leaks::tables::check(source, header)?;
         let named = |found| match index {
             0 => found,
             _ => format!("of its backing file, {}: {found}", source.chain_text()),
         };
-        cut = cut.or(found.map(named));
+        truncation = truncation.or(found.map(named));
     }
-    Ok(cut)
+    Ok(truncation)
 }
 
 /// The names of the bitmaps in a list, or a text in their place.
@@ -220,7 +220,7 @@ struct Qcow2Source {
     /// True if a layer is marked as corrupt.
     is_corrupt: bool,
     /// A warning about a file that was cut off.
-    cut: Option<String>,
+    truncation: Option<String>,
 }
 
 impl std::fmt::Debug for Qcow2Source {
@@ -251,7 +251,14 @@ impl Qcow2Source {
             _ => None,
         };
         let is_corrupt = image.core.layers.iter().any(Layer::is_corrupt);
-        Self { image: Arc::new(image), identity, is_deferred, bitmaps, is_corrupt, cut: None }
+        Self {
+            image: Arc::new(image),
+            identity,
+            is_deferred,
+            bitmaps,
+            is_corrupt,
+            truncation: None,
+        }
     }
 
     fn below(&self) -> &DiskSource {
@@ -260,7 +267,7 @@ impl Qcow2Source {
 
     /// Returns true if the owner of the image cannot extend the file itself. A server or a cluster
     /// provides the space, and must be asked how much there is.
-    fn has_given_space(&self) -> bool {
+    fn has_remote_space(&self) -> bool {
         !self.below().sets_size_at_once()
     }
 }
@@ -341,7 +348,7 @@ impl DriverSource for Qcow2Source {
         });
         let corrupt = self.is_corrupt.then(|| CORRUPT.to_owned());
         let below = self.image.core.layers.iter().find_map(|layer| layer.source.warning());
-        [corrupt, self.cut.clone(), bitmaps, below]
+        [corrupt, self.truncation.clone(), bitmaps, below]
             .into_iter()
             .flatten()
             .reduce(|one, other| format!("{one}; {other}"))
@@ -360,8 +367,8 @@ impl DriverSource for Qcow2Source {
         self.below().may_still_change()
     }
 
-    fn give_up(&self) {
-        self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
+    fn abandon(&self) {
+        self.image.core.layers.iter().for_each(|layer| layer.source.abandon());
     }
 
     fn is_written_back(&self) -> bool {
@@ -372,18 +379,18 @@ impl DriverSource for Qcow2Source {
     fn write_back(&self) -> Result<(), Error> {
         if self.image.core.may_be_marked {
             // If this fails, the next process finds the mark.
-            let _ = owner::ask_and_wait(&self.image.owner, Job::Rest);
+            let _ = owner::run_job_blocking(&self.image.owner, Job::Quiesce);
         }
         self.image.core.layers.iter().try_for_each(|layer| layer.source.write_back())
     }
 
-    fn leave(&self) {
-        self.image.core.layers.iter().for_each(|layer| layer.source.leave());
+    fn release_lock(&self) {
+        self.image.core.layers.iter().for_each(|layer| layer.source.release_lock());
     }
 
     /// Probes the space for the image. The disk in it never changes its size by itself.
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
-        let below = self.below().size_probe().filter(|_| self.has_given_space())?;
+        let below = self.below().size_probe().filter(|_| self.has_remote_space())?;
         Some(Arc::new(SizeProbe::other(move || below.size_bytes().map(|_| None))))
     }
 
@@ -393,7 +400,7 @@ impl DriverSource for Qcow2Source {
 
     fn probe_space(&self) -> Result<(), Error> {
         self.below().probe_space()?;
-        if self.has_given_space() {
+        if self.has_remote_space() {
             // The owner takes over more space. Less space is not taken over: tables behind its end
             // would read as zeroes.
             self.below().probe_size()?;
@@ -429,7 +436,7 @@ impl DriverSource for Qcow2Source {
     }
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
-        owner::ask_and_wait(&self.image.owner, Job::Grow(size_bytes)).map_err(|error| {
+        owner::run_job_blocking(&self.image.owner, Job::Grow(size_bytes)).map_err(|error| {
             refused(self.below(), format!("it cannot be given {size_bytes} bytes: {error}"))
         })?;
         self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
@@ -456,7 +463,7 @@ mod tests {
 
     /// The number of times that this process has a file open. Locks do not show that: a child that
     /// another test starts has them too, until it runs its program.
-    fn opened(path: &Path) -> usize {
+    fn open_count(path: &Path) -> usize {
         let all = std::fs::read_dir("/proc/self/fd").unwrap();
         let is_it =
             |fd: &std::fs::DirEntry| std::fs::read_link(fd.path()).is_ok_and(|to| to == path);
@@ -477,16 +484,16 @@ mod tests {
     /// The owner has a thread, which has the file open, too.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn whoever_has_closed_an_image_has_closed_its_file() {
+    fn closing_an_image_closes_its_file() {
         let Some(file) = image() else { return };
         let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
         for _ in 0..50 {
             let source = DiskSource::file(file.path(), &options).unwrap();
             let layers = vec![Layer::qcow2(source).unwrap()];
             let image = crate::qcow2::open(layers, false).unwrap();
-            assert!(opened(file.path()) > 1);
+            assert!(open_count(file.path()) > 1);
             drop(image);
-            assert_eq!(opened(file.path()), 1);
+            assert_eq!(open_count(file.path()), 1);
         }
     }
 
@@ -501,14 +508,14 @@ mod tests {
             let source = DiskSource::file(file.path(), &options).unwrap();
             let layers = vec![Layer::qcow2(source).unwrap()];
             assert!(crate::qcow2::open(layers, false).is_err());
-            assert_eq!(opened(file.path()), 1);
+            assert_eq!(open_count(file.path()), 1);
         }
     }
 
     /// Each layer may have a part of a block.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn the_block_is_that_of_the_layer_with_the_largest() {
+    fn the_logical_block_is_the_largest_of_all_layers() {
         let folder = tempfile::tempdir().unwrap();
         let [base, top] = ["base", "top"].map(|name| folder.path().join(name));
         for cluster in ["512", "64k"] {

@@ -37,7 +37,7 @@ use blockio::driver::{Driver, DriverSource};
 use blockio::driver::{Line, StallLog};
 
 /// The interval of checks that the cluster answers.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Opens an image of a Ceph cluster. With [`DiskOptions::direct`] the cache of librbd is off,
 /// unless the image itself is configured otherwise; without it the configuration of the cluster
@@ -111,7 +111,7 @@ impl DriverSource for RbdSource {
     }
 
     fn state(&self) -> DiskState {
-        match self.shared.image.waiting().away() {
+        match self.shared.image.pending_ops().away() {
             _ if self.shared.loss().is_err() => DiskState::Lost,
             Some(AwayState { since, .. }) => DiskState::Away(since),
             None => DiskState::Ready,
@@ -119,7 +119,7 @@ impl DriverSource for RbdSource {
     }
 
     fn remark(&self) -> Option<String> {
-        let AwayState { ops, .. } = self.shared.image.waiting().away()?;
+        let AwayState { ops, .. } = self.shared.image.pending_ops().away()?;
         Some(format!("{ops} operations wait for the cluster"))
     }
 
@@ -127,8 +127,8 @@ impl DriverSource for RbdSource {
         self.shared.inherit(loss);
     }
 
-    fn give_up(&self) {
-        self.shared.image.waiting().give_up();
+    fn abandon(&self) {
+        self.shared.image.pending_ops().abandon();
     }
 
     /// Flushes librbd's cache, which is local to this process. The next process reads without a
@@ -142,7 +142,7 @@ impl DriverSource for RbdSource {
         match self.shared.image.write_back() {
             // The next process inherits a loss that is known already.
             Err(error) if !was_lost => {
-                self.shared.lose(&error);
+                self.shared.record_loss(&error);
                 Err(self.shared.refused(&format!(
                     "what was written cannot be flushed: {error}; check the cluster (`ceph -s`)"
                 )))
@@ -153,7 +153,7 @@ impl DriverSource for RbdSource {
 
     /// Releases the lock. The next process would otherwise wait for half a minute, until the
     /// cluster takes this client for dead.
-    fn leave(&self) {
+    fn release_lock(&self) {
         if !self.info.read_only
             && let Err(error) = self.shared.image.unlock()
         {
@@ -243,25 +243,25 @@ impl RbdSource {
 /// wanted. It ends when the image is closed or given up, or the returned sender is dropped.
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
-    let (waiting, name) = (Arc::downgrade(shared.image.waiting()), shared.name.clone());
+    let (waiting, name) = (Arc::downgrade(shared.image.pending_ops()), shared.name.clone());
     let work = move || {
         let mut unanswered = StallLog::default();
-        while ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        while ended.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };
-            waiting.look();
+            waiting.abandon_if_away();
             let away = waiting.away();
             // No request waits for an image that was given up.
-            if waiting.was_given_up() {
+            if waiting.was_abandoned() {
                 return;
             }
-            tell(&name, &mut unanswered, away);
+            log_state(&name, &mut unanswered, away);
         }
     };
     thread::Builder::new().name("ringhaul-rbd".into()).spawn(work)?;
     Ok(end)
 }
 
-fn tell(name: &str, unanswered: &mut StallLog, away: Option<AwayState>) {
+fn log_state(name: &str, unanswered: &mut StallLog, away: Option<AwayState>) {
     match unanswered.next_line(clock::now(), away.map(|oldest| oldest.since)) {
         Some(Line::Waits(age)) => tracing::warn!(
             "rbd {name}: the cluster has not answered an operation for {} s; {} operations wait \

@@ -117,8 +117,8 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
         false
     }
 
-    /// See [`DiskSource::give_up`](super::DiskSource::give_up).
-    fn give_up(&self);
+    /// See [`DiskSource::abandon`](super::DiskSource::abandon).
+    fn abandon(&self);
 
     /// See [`DiskSource::is_written_back`](super::DiskSource::is_written_back). A layer passes it
     /// on.
@@ -131,8 +131,8 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// See [`DiskSource::leave`](super::DiskSource::leave).
-    fn leave(&self) {}
+    /// See [`DiskSource::release_lock`](super::DiskSource::release_lock).
+    fn release_lock(&self) {}
 
     /// A probe that notices another size.
     fn size_probe(&self) -> Option<Arc<SizeProbe>>;

@@ -200,16 +200,16 @@ impl DiskSource {
     /// Requests that wait for the remote end of a disk that is not local fail, and so do later
     /// ones, as soon as that end is away. While it answers, requests continue. Operations of the
     /// kernel cannot be cancelled: those of a file continue.
-    pub fn give_up(&self) {
-        self.shared.give_up();
+    pub fn abandon(&self) {
+        self.shared.abandon();
         if let SourceKind::Driver(source) = &self.kind {
-            source.give_up();
+            source.abandon();
         }
     }
 
-    /// Returns true if the disk was [given up](Self::give_up).
-    pub fn is_given_up(&self) -> bool {
-        self.shared.is_given_up()
+    /// Returns true if the disk was [abandoned](Self::abandon).
+    pub fn is_abandoned(&self) -> bool {
+        self.shared.is_abandoned()
     }
 
     /// Returns true if [`write_back`](Self::write_back) has anything to do. An open file is passed
@@ -239,9 +239,9 @@ impl DiskSource {
     /// Releases the lock on a disk that is not local, for another process that has opened it and
     /// takes over. No request may be in progress. May wait for the remote end. Later requests
     /// acquire the lock again.
-    pub fn leave(&self) {
+    pub fn release_lock(&self) {
         if let SourceKind::Driver(source) = &self.kind {
-            source.leave();
+            source.release_lock();
         }
     }
 

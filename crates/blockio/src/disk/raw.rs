@@ -184,8 +184,8 @@ impl DriverSource for RawSource {
         self.below.may_still_change()
     }
 
-    fn give_up(&self) {
-        self.below.give_up();
+    fn abandon(&self) {
+        self.below.abandon();
     }
 
     fn is_written_back(&self) -> bool {
@@ -196,8 +196,8 @@ impl DriverSource for RawSource {
         self.below.write_back()
     }
 
-    fn leave(&self) {
-        self.below.leave();
+    fn release_lock(&self) {
+        self.below.release_lock();
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {

@@ -35,16 +35,16 @@ impl Hash {
 
     /// Hashes all parts, one after another.
     pub(super) fn digest(self, parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
-        fn of<D: Digest>(parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
+        fn digest_with<D: Digest>(parts: &[&[u8]]) -> Zeroizing<Vec<u8>> {
             let hash = parts.iter().fold(D::new(), |hash, part| hash.chain_update(part));
             Zeroizing::new(hash.finalize().to_vec())
         }
         match self {
-            Self::Sha1 => of::<Sha1>(parts),
-            Self::Sha224 => of::<Sha224>(parts),
-            Self::Sha256 => of::<Sha256>(parts),
-            Self::Sha384 => of::<Sha384>(parts),
-            Self::Sha512 => of::<Sha512>(parts),
+            Self::Sha1 => digest_with::<Sha1>(parts),
+            Self::Sha224 => digest_with::<Sha224>(parts),
+            Self::Sha256 => digest_with::<Sha256>(parts),
+            Self::Sha384 => digest_with::<Sha384>(parts),
+            Self::Sha512 => digest_with::<Sha512>(parts),
         }
     }
 
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_have_the_size_that_is_said() {
+    fn hashes_have_the_stated_size() {
         for (name, hash) in NAMES {
             assert_eq!(Hash::from_name(name), Ok(hash));
             assert_eq!(hash.digest(&[b"a", b"b"]).len(), hash.bytes());

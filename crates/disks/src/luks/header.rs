@@ -229,7 +229,7 @@ impl Slot {
             cipher.run(Direction::Decrypt, chunk, AREA_SECTOR_BYTES, position);
         }
         let key = self.split_hash.merge(&material[..bytes], self.key_bytes);
-        Ok(self.check.is_of(&key).then_some(key))
+        Ok(self.check.matches(&key).then_some(key))
     }
 }
 
@@ -263,7 +263,7 @@ impl Kdf {
 }
 
 impl KeyCheck {
-    fn is_of(&self, key: &[u8]) -> bool {
+    fn matches(&self, key: &[u8]) -> bool {
         self.hash.pbkdf2(key, &self.salt, self.rounds, self.digest.len())[..] == self.digest[..]
     }
 }

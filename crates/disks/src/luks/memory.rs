@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_that_fit_begin_side_by_side_and_in_turn() {
+    fn reservations_that_fit_begin_together_and_in_order() {
         let mut state = State { free_kib: 1000, next: 0, turn: 0 };
         let [first, second, third] =
             [state.take_number(), state.take_number(), state.take_number()];
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_ever_and_no_more_is_in_use() {
+    fn no_reservation_waits_forever_or_exceeds_the_budget() {
         let (memory, used) = (KibBudget::new(1000), AtomicU32::new(0));
         std::thread::scope(|scope| {
             for kib in [300, 400, 1000, 5000, 500, 200, 1, 700] {

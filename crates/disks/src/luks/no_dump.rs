@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     /// Returns true if the kernel leaves the page with this address out of core dumps.
-    fn is_left_out(address: usize) -> bool {
+    fn is_excluded_from_dumps(address: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut is_there = false;
         for line in maps.lines() {
@@ -108,14 +108,14 @@ mod tests {
     fn values_and_lists_of_them_are_in_no_core_dump() {
         let one = NoDump::new(7_u64).unwrap();
         let mut many = NoDump::filled([7_u64; 128], 100).unwrap();
-        assert!(is_left_out((&raw const *one).addr()));
+        assert!(is_excluded_from_dumps((&raw const *one).addr()));
         for place in [0, 99] {
-            assert!(is_left_out((&raw const many[place]).addr()));
+            assert!(is_excluded_from_dumps((&raw const many[place]).addr()));
         }
         many[99] = [8; 128];
         assert_eq!((*one, many[98][127], many[99][127]), (7, 7, 8));
         assert!(NoDump::filled([0_u64; 128], usize::MAX / 512).is_err());
         let other = Box::new(7_u64);
-        assert!(!is_left_out((&raw const *other).addr()));
+        assert!(!is_excluded_from_dumps((&raw const *other).addr()));
     }
 }

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_of_a_source_is_the_passphrase() {
+    fn the_whole_source_is_the_passphrase() {
         for len in [1, FIRST_BYTES, FIRST_BYTES + 1, 100_000] {
             let text: Vec<u8> = b"abc\n".iter().copied().cycle().take(len).collect();
             assert_eq!(Passphrase::read(&text[..]).unwrap().bytes(), text);

@@ -118,7 +118,7 @@ fn check_refused(start: &[u8], expected: &str) {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_a_header_may_not_say_is_refused() {
+fn a_header_with_forbidden_values_is_refused() {
     let big = "18446744073709551615";
     let argon2 = |kib: u64, passes: u64, lanes: u64| {
         json!({ "type": "argon2id", "time": passes, "memory": kib, "cpus": lanes, "salt":
@@ -183,7 +183,7 @@ fn what_a_header_may_not_say_is_refused() {
 /// The first slot opens the disk, with any use of the second one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
+fn an_unsupported_key_slot_does_not_keep_another_slot_from_opening_the_disk() {
     let with_second = |place: &str, value: Value| {
         header(|metadata| {
             let mut second = metadata["keyslots"]["0"].clone();
@@ -270,7 +270,7 @@ fn work_is_bounded_for_all_slots_together() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn the_newest_header_that_is_whole_counts() {
+fn the_newest_intact_header_counts() {
     let whole = header(|_| ());
     let remark = |start: &[u8]| open(start).unwrap().remark().unwrap_or_default();
     assert_eq!(remark(&whole), "");
@@ -313,7 +313,7 @@ fn the_newest_header_that_is_whole_counts() {
 /// Formatting the disk would destroy its keys.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn nobody_is_told_to_format_a_disk_whose_header_is_missing_or_damaged() {
+fn no_error_advises_to_format_a_disk_with_a_damaged_header() {
     let whole = header(|_| ());
     let damaged = |place: usize| {
         let mut start = whole.clone();

@@ -177,7 +177,7 @@ mod tests {
 
     /// Vectors 4 and 10 of IEEE 1619-2007: their first and their last 16 bytes.
     #[test]
-    fn ciphertexts_are_those_of_the_standard() {
+    fn ciphertexts_match_the_standard() {
         let half = [
             "27182818284590452353602874713526",
             "31415926535897932384626433832795",
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn sectors_are_the_same_alone_and_together() {
+    fn sectors_encrypt_equally_alone_and_together() {
         for key_bytes in [32, 64] {
             let key: Vec<u8> = (1..=key_bytes).collect();
             let cipher = Cipher::new(&key).unwrap();
@@ -229,7 +229,7 @@ mod tests {
 
     /// The tweaks of a long sector, one by one.
     #[test]
-    fn tweaks_that_follow_from_others_are_doubled_tweaks() {
+    fn later_tweaks_are_doubled_tweaks() {
         let mut tweak = 0xc3a5_5a3c_9669_f00f_0123_4567_89ab_cdef_u128;
         for _ in 0..1000 {
             let doubled = (0..FIRST_TWEAKS).fold(tweak, |tweak, _| double(tweak));

@@ -10,7 +10,7 @@ use super::requests::Requests;
 use super::shared::{Orphan, Shared};
 
 /// The requests of an abandoned connection.
-pub(super) struct Remains {
+pub(super) struct AbandonedRequests {
     pub(super) requests: Requests,
     /// The number of changes that were held last, and their holder.
     changes: usize,
@@ -21,12 +21,12 @@ pub(super) struct Remains {
 
 /// The number of abandoned connections, for each one in use, at which no change is sent. So there
 /// will be no further ones.
-const LEAVING_MAX: usize = 2;
+const ABANDONED_MAX: usize = 2;
 
 /// A range that overlaps any change.
 const ALL: Range<u64> = 0..u64::MAX;
 
-impl Remains {
+impl AbandonedRequests {
     /// The number of changes that the server may still make.
     pub(super) fn changes(&self) -> usize {
         self.changes
@@ -44,9 +44,9 @@ impl Remains {
     }
 }
 
-/// Reduces the ranges of a holder to `left`, and tries waiting requests again.
-pub(super) fn release_except(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
-    shared.held.replace(holder, left);
+/// Reduces the ranges of a holder to `remaining`, and tries waiting requests again.
+pub(super) fn release_except(shared: &Arc<Shared>, holder: u64, remaining: Vec<Range<u64>>) {
+    shared.held.replace(holder, remaining);
     let key = key_of(shared);
     shared.on_pipes(move |io| {
         if let Some(pipe) = io.shared::<Pipe>(key) {
@@ -58,40 +58,40 @@ pub(super) fn release_except(shared: &Arc<Shared>, holder: u64, left: Vec<Range<
 impl Pipe {
     /// Holds the changes that the server may still make for an abandoned link; `None` if there are
     /// none. To be called before the link is down.
-    pub(super) fn abandon_link(&self, index: usize) -> Option<Remains> {
+    pub(super) fn abandon_link(&self, index: usize) -> Option<AbandonedRequests> {
         let requests = self.requests.borrow_mut().sent_by(index);
         let mut ranges = requests.changed_ranges();
         let changes = ranges.len();
         if changes == 0 {
             return None;
         }
-        let holds_all = self.leaving.borrow().len() + 1 >= LEAVING_MAX * self.links();
+        let holds_all = self.draining.borrow().len() + 1 >= ABANDONED_MAX * self.links();
         if holds_all {
             ranges.push(ALL);
         }
         let holder = self.shared.held.add(ranges);
-        Some(Remains { requests, changes, holder, holds_all })
+        Some(AbandonedRequests { requests, changes, holder, holds_all })
     }
 
     /// Releases the changes that the server has answered since the last call. Returns true if none
     /// is left.
-    pub(super) fn release_answered(&self, remains: &mut Remains) -> bool {
-        remains.requests.forget_done();
-        let mut ranges = remains.requests.changed_ranges();
-        if ranges.len() == remains.changes {
+    pub(super) fn release_answered(&self, abandoned: &mut AbandonedRequests) -> bool {
+        abandoned.requests.forget_done();
+        let mut ranges = abandoned.requests.changed_ranges();
+        if ranges.len() == abandoned.changes {
             return false;
         }
-        remains.changes = ranges.len();
-        if remains.holds_all && remains.changes > 0 {
+        abandoned.changes = ranges.len();
+        if abandoned.holds_all && abandoned.changes > 0 {
             ranges.push(ALL);
         }
-        release_except(&self.shared, remains.holder, ranges);
-        remains.changes == 0
+        release_except(&self.shared, abandoned.holder, ranges);
+        abandoned.changes == 0
     }
 
     /// Releases all changes: the connection has ended.
-    pub(super) fn release_all(&self, remains: &mut Remains) {
-        remains.requests = Requests::default();
-        self.release_answered(remains);
+    pub(super) fn release_all(&self, abandoned: &mut AbandonedRequests) {
+        abandoned.requests = Requests::default();
+        self.release_answered(abandoned);
     }
 }

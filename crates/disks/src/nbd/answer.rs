@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_is_complete_when_all_of_it_has_come_once() {
+    fn a_read_is_complete_when_each_byte_has_come_once() {
         let mut progress = Progress::default();
         for (offset, at) in [(6144, 2048), (4096, 0), (5120, 1024), (7168, 3072)] {
             let action = progress.record(&READ, &data(offset, 1024), Framing::Structured, None);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_request_cannot_be_answered_with_is_a_violation() {
+    fn an_answer_that_does_not_fit_its_request_is_a_violation() {
         let flush = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
         let at = |offset, len| ReplyContent::Data { offset, len };
         for (request, content) in [
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn states_of_blocks_are_understood() {
+    fn states_of_blocks_are_parsed() {
         let asked = Request { command: Command::BlockStatus, flags: 0, offset: 0, len: 1000 };
         for (flags, kind) in [
             (0, ExtentKind::Data),

@@ -14,7 +14,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 
 use super::handshake::{Facts, Purpose, greet, negotiate, start_tls};
 use super::options::{NbdAddress, NbdOptions};
-use super::resolver::NAMES;
+use super::resolver::RESOLVER;
 use super::tls::{Tls, agree};
 use super::transport::Transport;
 
@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const QUIET: Duration = Duration::from_secs(10);
 
 /// The number of probes until the machine counts as gone.
-const QUESTIONS: u32 = 3;
+const PROBE_COUNT: u32 = 3;
 
 /// The time for which the kernel keeps a connection to a silent machine, in milliseconds: far
 /// longer than any wait. If the kernel ended it, nothing would be known about the server's further
@@ -68,9 +68,9 @@ pub(super) fn query_export(options: &NbdOptions) -> Result<(Facts, QuestionNumbe
     shake_hands(options, Purpose::Ask).map(|(_, _, facts, asked)| (facts, asked))
 }
 
-type Hand = (OwnedFd, Option<Tls>, Facts, QuestionNumber);
+type Handshake = (OwnedFd, Option<Tls>, Facts, QuestionNumber);
 
-fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
+fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Handshake, String> {
     let until = Instant::now() + PATIENCE;
     let socket = reach(&options.address, until)?;
     let mut stream = DeadlineSocket { socket, until };
@@ -99,7 +99,7 @@ fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
             reach_unix(path, until).map_err(|error| not_reached(&path.display(), &error))
         }
         NbdAddress::Tcp { host, port } => {
-            let addresses = NAMES.find(host, *port, until)?;
+            let addresses = RESOLVER.find(host, *port, until)?;
             reach_one(&addresses, until).unwrap_or_else(|| Err(format!("{host} has no address")))
         }
     }
@@ -161,8 +161,8 @@ fn watched(socket: TcpStream) -> Result<OwnedFd, String> {
         sockopt::set_tcp_nodelay(&socket, true)?;
         sockopt::set_socket_keepalive(&socket, true)?;
         sockopt::set_tcp_keepidle(&socket, QUIET)?;
-        sockopt::set_tcp_keepintvl(&socket, QUIET / QUESTIONS)?;
-        sockopt::set_tcp_keepcnt(&socket, QUESTIONS)?;
+        sockopt::set_tcp_keepintvl(&socket, QUIET / PROBE_COUNT)?;
+        sockopt::set_tcp_keepcnt(&socket, PROBE_COUNT)?;
         sockopt::set_tcp_user_timeout(&socket, KEPT_MS)
     };
     set_up().map_err(|error: rustix::io::Errno| format!("cannot set up its socket: {error}"))?;
@@ -221,7 +221,7 @@ mod tests {
     /// the server accepts none.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_server_that_takes_no_connections_is_given_up() {
+    fn connecting_to_a_server_that_accepts_nothing_ends_at_its_deadline() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn the_advice_is_that_for_the_error() {
+    fn the_advice_fits_the_error() {
         let folder = tempfile::tempdir().unwrap();
         let left = folder.path().join("left");
         drop(UnixListener::bind(&left).unwrap());
@@ -269,7 +269,7 @@ mod tests {
     /// A listener with a full queue does not answer at all.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn an_address_that_is_silent_leaves_time_for_the_next() {
+    fn a_silent_address_leaves_time_for_the_next_address() {
         let [silent, good] = [(); 2].map(|()| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
         rustix::net::listen(&silent, 0).unwrap();
         let addresses = [&silent, &good].map(|listener| listener.local_addr().unwrap());

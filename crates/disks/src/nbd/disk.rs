@@ -10,7 +10,7 @@ use iomem::Buffers;
 use super::answer::Failure;
 use super::connection_choice::{ConnectionChoice, Handle};
 use super::handshake::{Facts, can};
-use super::loaned_op::{Borrower, Lent, decode};
+use super::loaned_op::{Borrower, LoanedMemory, decode};
 use super::pipe::{Pipe, Ticket, key_of};
 use super::requests::IssuedRequest;
 use super::wire::{
@@ -47,7 +47,7 @@ impl TransferKind {
     fn part(self, io: &Io, offset: u64, bytes: usize) -> IssuedRequest {
         let Self { command, flags, is_flushed } = self;
         let request = Request { command, flags, offset, len: bytes as u64 };
-        IssuedRequest { is_flushed, ..IssuedRequest::now(io, request) }
+        IssuedRequest { is_flushed, ..IssuedRequest::new(io, request) }
     }
 }
 
@@ -79,7 +79,7 @@ impl Started {
                     if let Some(result) = decode(completion.result) {
                         return (result, completion.buffers);
                     }
-                    disk.look_elsewhere(number);
+                    disk.choose_again(number);
                     disk.start_made(made, completion.buffers)
                 }
             };
@@ -96,7 +96,7 @@ impl NbdDisk {
     }
 
     fn start(&self, request: Request, buffers: Buffers) -> Started {
-        self.start_made(IssuedRequest::now(&self.io, request), buffers)
+        self.start_made(IssuedRequest::new(&self.io, request), buffers)
     }
 
     fn start_made(&self, made: IssuedRequest, buffers: Buffers) -> Started {
@@ -104,7 +104,7 @@ impl NbdDisk {
         let other;
         let (number, remote) = match &*reach {
             ConnectionChoice::Local(pipe) => {
-                other = if pipe.is_up() { None } else { shared.other(pipe.number) };
+                other = if pipe.is_up() { None } else { shared.another_pipe(pipe.number) };
                 match &other {
                     Some((number, remote)) => (*number, remote),
                     None => return Started::Local(pipe.ticket(made, buffers), made),
@@ -112,20 +112,20 @@ impl NbdDisk {
             }
             ConnectionChoice::Remote(number, remote) => (*number, remote),
         };
-        let (lent, key) = (Lent::new(&buffers), key_of(shared));
+        let (lent, key) = (LoanedMemory::new(&buffers), key_of(shared));
         let (op, completer) = self.io.foreign_op(buffers);
-        let who = Borrower::new(completer);
+        let borrower = Borrower::new(completer);
         // If that IoThread has ended, the call is dropped with its arguments.
         remote.post(move |io| {
             if let Some(pipe) = io.shared::<Pipe>(key) {
-                pipe.start_for(made, lent, who);
+                pipe.start_for(made, lent, borrower);
             }
         });
         Started::Remote(op, number, made)
     }
 
     /// Finds another way, because the IoThread of the pipe with this number has ended.
-    fn look_elsewhere(&self, number: u64) {
+    fn choose_again(&self, number: u64) {
         let shared = &self.handle.shared;
         let mut reach = self.reach.borrow_mut();
         if matches!(&*reach, ConnectionChoice::Remote(other, _) if *other == number) {

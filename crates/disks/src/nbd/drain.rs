@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::abandoned::{Remains, release_except};
+use super::abandoned::{AbandonedRequests, release_except};
 use super::flow::{Broken, Flow};
 use super::pipe::{Pipe, key_of};
 use super::shared::{Orphan, Shared};
@@ -27,19 +27,29 @@ pub(super) enum DrainSignal {
 
 /// Starts a task that waits until the server has answered the changes of an abandoned connection,
 /// or has closed it. If answers cannot be read, only the close shows that the changes have ended.
-pub(super) fn drain(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, signal: DrainSignal) {
-    let left = Some(Left { flow, remains, signal });
-    pipe.io.spawn(wait(Leaving { pipe: Rc::clone(pipe), left }));
+pub(super) fn drain(
+    pipe: &Rc<Pipe>,
+    flow: Flow,
+    abandoned: AbandonedRequests,
+    signal: DrainSignal,
+) {
+    let connection = Some(AbandonedConnection { flow, abandoned, signal });
+    pipe.io.spawn(wait(DrainTask { pipe: Rc::clone(pipe), connection }));
 }
 
 /// Passes that wait on to another IoThread, because this loop ends. Even if there is none, the
 /// server ends the connection, which is half closed.
-pub(super) fn hand_to_another(pipe: &Pipe, mut flow: Flow, remains: Remains, signal: DrainSignal) {
+pub(super) fn hand_to_another(
+    pipe: &Pipe,
+    mut flow: Flow,
+    abandoned: AbandonedRequests,
+    signal: DrainSignal,
+) {
     let close_is_visible = signal != DrainSignal::Nothing;
     if close_is_visible {
         flow.half_close();
     }
-    publish_orphan(&pipe.shared, remains.orphan(flow.into_connected(), close_is_visible));
+    publish_orphan(&pipe.shared, abandoned.orphan(flow.into_connected(), close_is_visible));
 }
 
 fn publish_orphan(shared: &Arc<Shared>, orphan: Orphan) {
@@ -76,48 +86,48 @@ pub(super) fn adopt_orphans(pipe: &Rc<Pipe>) {
     for orphan in pipe.shared.take_orphans() {
         let signal =
             if orphan.close_is_visible { DrainSignal::Close } else { DrainSignal::Nothing };
-        let (remains, connected) = Remains::adopt(orphan);
-        drain(pipe, Flow::new(0, connected), remains, signal);
+        let (abandoned, connected) = AbandonedRequests::adopt(orphan);
+        drain(pipe, Flow::new(0, connected), abandoned, signal);
     }
 }
 
-struct Left {
+struct AbandonedConnection {
     flow: Flow,
-    remains: Remains,
+    abandoned: AbandonedRequests,
     signal: DrainSignal,
 }
 
-struct Leaving {
+struct DrainTask {
     pipe: Rc<Pipe>,
     /// `None` once the wait has ended.
-    left: Option<Left>,
+    connection: Option<AbandonedConnection>,
 }
 
-impl Drop for Leaving {
+impl Drop for DrainTask {
     fn drop(&mut self) {
-        if let Some(Left { flow, remains, signal }) = self.left.take() {
-            hand_to_another(&self.pipe, flow, remains, signal);
+        if let Some(AbandonedConnection { flow, abandoned, signal }) = self.connection.take() {
+            hand_to_another(&self.pipe, flow, abandoned, signal);
         }
     }
 }
 
-async fn wait(mut leaving: Leaving) {
-    let pipe = Rc::clone(&leaving.pipe);
+async fn wait(mut drain_task: DrainTask) {
+    let pipe = Rc::clone(&drain_task.pipe);
     let task = pipe.io.current_task();
-    pipe.leaving.borrow_mut().push(task);
-    if let Some(left) = &mut leaving.left {
-        left.wait(&pipe).await;
+    pipe.draining.borrow_mut().push(task);
+    if let Some(connection) = &mut drain_task.connection {
+        connection.wait(&pipe).await;
     }
-    if let Some(mut left) = leaving.left.take() {
-        pipe.release_all(&mut left.remains);
+    if let Some(mut connection) = drain_task.connection.take() {
+        pipe.release_all(&mut connection.abandoned);
     }
-    pipe.leaving.borrow_mut().retain(|other| *other != task);
+    pipe.draining.borrow_mut().retain(|other| *other != task);
 }
 
-impl Left {
+impl AbandonedConnection {
     /// Waits for the answers or the end of the connection, or for the end of the disk.
     async fn wait(&mut self, pipe: &Pipe) {
-        let Self { flow, remains, signal } = self;
+        let Self { flow, abandoned, signal } = self;
         // A socket that cannot be watched is checked at each tick.
         let incoming = Watched::new(&pipe.io, flow, Interest::Readable).ok();
         if *signal == DrainSignal::Close {
@@ -136,7 +146,7 @@ impl Left {
             if incoming.as_ref().is_some_and(Watched::take) {
                 flow.may_receive();
             }
-            let requests = &mut remains.requests;
+            let requests = &mut abandoned.requests;
             let went_on = match *signal {
                 DrainSignal::Answers => {
                     flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
@@ -145,7 +155,9 @@ impl Left {
                 DrainSignal::Nothing => Ok(false),
             };
             match went_on {
-                Ok(_) if *signal == DrainSignal::Answers && pipe.release_answered(remains) => break,
+                Ok(_) if *signal == DrainSignal::Answers && pipe.release_answered(abandoned) => {
+                    break;
+                }
                 Ok(true) => pipe.io.wake_me(),
                 Ok(false) => {}
                 Err(Broken::Gone(_)) => break,

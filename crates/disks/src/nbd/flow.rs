@@ -43,7 +43,7 @@ pub(super) enum Broken {
 
 impl Broken {
     /// Classifies an error of the socket.
-    fn by(verb: &str, error: &io::Error) -> Self {
+    fn from_io_error(verb: &str, error: &io::Error) -> Self {
         let why = format!("cannot {verb} the server: {error}");
         match error.raw_os_error() {
             Some(libc::ECONNRESET | libc::EPIPE | libc::ENOTCONN | libc::ECONNABORTED) => {
@@ -190,10 +190,10 @@ impl Flow {
                     return Ok(());
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(Broken::by("send to", &error)),
+                Err(error) => return Err(Broken::from_io_error("send to", &error)),
             };
             self.is_writable = has_room;
-            self.were_sent(requests, sent);
+            self.record_sent(requests, sent);
         }
         Ok(())
     }
@@ -228,7 +228,7 @@ impl Flow {
     }
 
     /// Records the bytes that were sent.
-    fn were_sent(&mut self, requests: &mut Requests, sent: usize) {
+    fn record_sent(&mut self, requests: &mut Requests, sent: usize) {
         let mut left = self.begun + sent;
         let Requests { slots, links, .. } = requests;
         let link = &mut links[self.index];
@@ -273,7 +273,7 @@ impl Flow {
                     return Ok(false);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Broken::by("receive from", &error)),
+                Err(error) => return Err(Broken::from_io_error("receive from", &error)),
             }
             self.parse_staged(requests, shared).map_err(|violation| match violation {
                 SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
@@ -304,7 +304,7 @@ impl Flow {
                 Ok((_, 0)) => return Err(Broken::Gone(CLOSED.to_owned())),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(false),
-                Err(errno) => return Err(Broken::by("receive from", &errno.into())),
+                Err(errno) => return Err(Broken::from_io_error("receive from", &errno.into())),
             }
         }
         Ok(true)
@@ -429,7 +429,7 @@ impl Flow {
         let slot = &requests.slots[number as usize];
         let result = slot.progress.finish(&slot.request())?;
         (self.was_answered, self.answered_since_check) = (true, true);
-        requests.was_answered(number, result, shared);
+        requests.handle_answer(number, result, shared);
         Ok(())
     }
 }
@@ -454,8 +454,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_end_that_comes_from_the_server_ends_its_requests() {
-        let by = |errno| Broken::by("send to", &io::Error::from_raw_os_error(errno));
+    fn only_a_close_by_the_server_ends_its_requests() {
+        let by = |errno| Broken::from_io_error("send to", &io::Error::from_raw_os_error(errno));
         for errno in [libc::ECONNRESET, libc::EPIPE] {
             assert!(matches!(by(errno), Broken::Gone(_)), "{errno}");
         }
@@ -463,7 +463,7 @@ mod tests {
             assert!(matches!(by(errno), Broken::Cut(_)), "{errno}");
         }
         let garbage = io::Error::new(io::ErrorKind::InvalidData, "no TLS");
-        assert!(matches!(Broken::by("receive from", &garbage), Broken::Unusable(_)));
+        assert!(matches!(Broken::from_io_error("receive from", &garbage), Broken::Unusable(_)));
         assert!(matches!(by(libc::ENOBUFS), Broken::Unusable(_)));
     }
 }

@@ -441,25 +441,25 @@ mod tests {
 
     /// A server that sends given bytes, and keeps the bytes that it gets.
     struct Script {
-        says: Cursor<Vec<u8>>,
-        hears: Vec<u8>,
+        sent: Cursor<Vec<u8>>,
+        received: Vec<u8>,
     }
 
     impl Script {
         fn new(parts: &[&[u8]]) -> Self {
-            Self { says: Cursor::new(parts.concat()), hears: Vec::new() }
+            Self { sent: Cursor::new(parts.concat()), received: Vec::new() }
         }
     }
 
     impl Read for Script {
         fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-            self.says.read(bytes)
+            self.sent.read(bytes)
         }
     }
 
     impl Write for Script {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.hears.write(bytes)
+            self.received.write(bytes)
         }
 
         fn flush(&mut self) -> io::Result<()> {
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handshake_is_what_the_protocol_says_byte_for_byte() {
+    fn a_handshake_follows_the_protocol_byte_for_byte() {
         let blocks = [&[0, 3][..], &[0, 0, 2, 0], &[0, 0, 0x10, 0], &[0, 1, 0, 0]].concat();
         let context = [&[0, 0, 0, 9][..], b"base:allocation"].concat();
         let mut script = Script::new(&[
@@ -522,18 +522,18 @@ mod tests {
         assert_eq!(facts, expected);
         assert!(facts.can(can::MULTI_CONN) && facts.can(can::FLUSH) && !facts.can(can::TRIM));
         let name = [&[0, 0, 0, 4][..], b"disk"].concat();
-        let told = [
+        let expected = [
             &[0, 0, 0, 3][..],
             &option(11, &[]),
             &option(8, &[]),
             &option(10, &[&name[..], &[0, 0, 0, 1, 0, 0, 0, 15], b"base:allocation"].concat()),
             &option(7, &[&name[..], &[0, 1, 0, 3]].concat()),
         ];
-        assert_eq!(script.hears, told.concat());
+        assert_eq!(script.received, expected.concat());
     }
 
     #[test]
-    fn a_server_that_knows_few_options_is_asked_in_the_old_way() {
+    fn a_server_with_few_options_gets_the_old_export_request() {
         let mut script = Script::new(&[
             b"NBDMAGICIHAVEOPT\x00\x01",
             &reply(11, UNSUPPORTED, &[]),
@@ -546,11 +546,11 @@ mod tests {
         assert_eq!((facts.size_bytes, facts.flags), (1 << 20, 1));
         assert_eq!((facts.framing, facts.context), (Framing::Simple, None));
         assert_eq!((facts.block_bytes_min, facts.payload_bytes_max), (1, 32 << 20));
-        assert!(script.hears.ends_with(&option(1, b"disk")));
+        assert!(script.received.ends_with(&option(1, b"disk")));
     }
 
     #[test]
-    fn an_export_is_asked_about_without_being_opened() {
+    fn an_export_is_queried_without_being_opened() {
         let mut script = Script::new(&[
             GREETING,
             &reply(11, ACK, &[]),
@@ -560,11 +560,11 @@ mod tests {
         ]);
         let facts = shake(&mut script, Purpose::Ask).unwrap();
         assert_eq!((facts.framing, facts.context), (Framing::Extended, None));
-        assert!(script.hears.ends_with(&option(2, &[])));
+        assert!(script.received.ends_with(&option(2, &[])));
     }
 
     #[test]
-    fn what_is_wrong_with_a_server_is_said() {
+    fn an_error_names_the_fault_of_the_server() {
         let simple = [reply(11, UNSUPPORTED, &[]), reply(8, UNSUPPORTED, &[])].concat();
         let blocks = |min: u8, max: u8| {
             let sizes = [&[0, 3, 0, 0, 0, min][..], &[0, 0, 0x10, 0, 0, 0, max, 0]].concat();

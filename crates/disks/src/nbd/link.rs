@@ -53,14 +53,14 @@ async fn serve_link(service: Service, index: usize) {
         let connected = match pipe.next_connection().await {
             Some(Ok(connected)) => connected,
             Some(Err(why)) => {
-                retry.note(&pipe, &why);
+                retry.record_failure(&pipe, &why);
                 pipe.reroute_waiting();
                 pipe.pause(&mut retry).await;
                 continue;
             }
             None => break,
         };
-        retry.is_over(&pipe);
+        retry.record_return(&pipe);
         let begun = clock::now();
         let flow = Flow::new(index, connected);
         pipe.link_is_up(index, flow.facts());
@@ -91,7 +91,7 @@ async fn serve_link(service: Service, index: usize) {
         if ended.was_useful {
             retry.wait = RETRY_MIN;
         }
-        retry.broke(&pipe, &ended);
+        retry.record_break(&pipe, &ended);
         pipe.expire();
         pipe.pause(&mut retry).await;
     }
@@ -115,8 +115,8 @@ impl Drop for Lease<'_> {
         };
         if !is_idle && !shared.is_over() {
             log_unflushed(&shared.options, shared.on_break(), true);
-            if let Some(remains) = pipe.abandon_link(self.index) {
-                hand_to_another(pipe, flow, remains, DrainSignal::Close);
+            if let Some(abandoned) = pipe.abandon_link(self.index) {
+                hand_to_another(pipe, flow, abandoned, DrainSignal::Close);
             }
         } else if !pipe.is_unneeded() {
             shared.put_spare(flow.into_connected());
@@ -130,11 +130,11 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     let was_useful = flow.was_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
     let unflushed = pipe.shared.on_break();
-    let (why, signal) = broken.map_or((String::new(), None), Broken::into_left);
+    let (why, signal) = broken.map_or((String::new(), None), Broken::into_reason_and_signal);
     let left = signal.and_then(|signal| Some((signal, pipe.abandon_link(index)?)));
-    let held = left.as_ref().map_or(0, |(_, remains)| remains.changes());
-    if let Some((signal, remains)) = left {
-        drain(pipe, flow, remains, signal);
+    let held = left.as_ref().map_or(0, |(_, abandoned)| abandoned.changes());
+    if let Some((signal, abandoned)) = left {
+        drain(pipe, flow, abandoned, signal);
     }
     let again = pipe.link_is_down(index);
     Ended { why, was_useful, unflushed, again, held }
@@ -143,7 +143,7 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
 impl Broken {
     /// The reason, and the information that the connection can still give about changes of its
     /// requests. `None`: there are no changes any more.
-    fn into_left(self) -> (String, Option<DrainSignal>) {
+    fn into_reason_and_signal(self) -> (String, Option<DrainSignal>) {
         match self {
             Self::Gone(why) => (why, None),
             Self::Unusable(why) => (why, Some(DrainSignal::Close)),
@@ -265,7 +265,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
     let mut room: Option<Watched<'_>> = None;
     let (begun, mut tick) = (io.recently(), None);
     loop {
-        if pipe.shared.is_unwanted() {
+        if pipe.shared.is_abandoned() {
             pipe.fail(libc::EIO, None);
         }
         if incoming.take() {
@@ -275,8 +275,8 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             flow.may_send();
             room = None;
         }
-        let is_look_due = tick.is_some_and(|tick| tick <= io.recently());
-        if is_look_due {
+        let is_check_due = tick.is_some_and(|tick| tick <= io.recently());
+        if is_check_due {
             tick = None;
             // The end of a stream that comes with data is announced only once, with the data.
             flow.may_receive();
@@ -294,7 +294,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
         if went_on? {
             io.wake_me();
         }
-        if is_look_due {
+        if is_check_due {
             // An answer that came while this thread did not run is neither late nor overdue.
             check_deadline(pipe, index)?;
             pipe.check_stalled(index, begun, flow.take_answered());
@@ -324,7 +324,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
 /// Ends a connection that knows only a smaller size of the export, as if it had never been. Returns
 /// false if it has to flush first.
 fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
-    if pipe.shared.needs_flush_of_its_own() {
+    if pipe.shared.needs_own_flush() {
         pipe.flush_link(index);
         return false;
     }
@@ -359,7 +359,7 @@ mod tests {
 
     /// A newer change of the same place must not overtake one that the server may still make.
     #[test]
-    fn only_a_server_that_has_gone_makes_no_changes_any_more() {
+    fn only_a_close_by_the_server_rules_out_further_changes() {
         let why = || "why".to_owned();
         for (broken, left) in [
             (Broken::Gone(why()), None),
@@ -368,7 +368,7 @@ mod tests {
             (Broken::Silent(why()), Some(DrainSignal::Answers)),
             (Broken::Cut(why()), Some(DrainSignal::Nothing)),
         ] {
-            assert_eq!(broken.into_left(), (why(), left));
+            assert_eq!(broken.into_reason_and_signal(), (why(), left));
         }
     }
 }

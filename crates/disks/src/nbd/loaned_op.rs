@@ -10,15 +10,15 @@ use blockio::ForeignCompleter;
 use blockio::disk::{Extent, ExtentKind};
 
 /// The memory of a foreign op, for another thread. It is valid until the op is completed.
-pub(super) struct Lent {
+pub(super) struct LoanedMemory {
     ranges: Vec<iovec>,
 }
 
 // SAFETY: the ranges are addresses of memory that any thread may read and write, as long as the
 // foreign op owns it.
-unsafe impl Send for Lent {}
+unsafe impl Send for LoanedMemory {}
 
-impl Lent {
+impl LoanedMemory {
     pub(super) fn new(buffers: &Buffers) -> Self {
         Self { ranges: buffers.iovecs().to_vec() }
     }

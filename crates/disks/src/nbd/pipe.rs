@@ -6,7 +6,7 @@
 //! done twice. A read or a change without an answer may be done now, later, or twice, but never
 //! after a request that was issued after its answer. Servers end the requests of a connection
 //! before they close it. If the client abandons a connection, the changes that the server may still
-//! make are held until it has answered or closed the connection; see `remains.rs`.
+//! make are held until it has answered or closed the connection; see `abandoned.rs`.
 //!
 //! A flush that is sent again, or comes after a connection broke, is a promise about changes that
 //! were answered on that connection. See [`NbdOptions::distrust`](super::NbdOptions).
@@ -23,7 +23,7 @@ use iomem::{Buffers, fits};
 use super::answer::{Failure, Progress};
 use super::connect::QuestionNumber;
 use super::handshake::Facts;
-use super::loaned_op::{Borrower, Lent};
+use super::loaned_op::{Borrower, LoanedMemory};
 use super::requests::{Done, IssuedRequest, Link, Requests, Slot, State, Waiter};
 use super::shared::Shared;
 use super::wire::{Command, Request};
@@ -41,7 +41,7 @@ pub(super) struct Pipe {
     /// The number of tasks of its connections that have not ended.
     serving: Cell<usize>,
     /// The tasks of abandoned connections that have not ended.
-    pub(super) leaving: RefCell<Vec<TaskRef>>,
+    pub(super) draining: RefCell<Vec<TaskRef>>,
 }
 
 impl Pipe {
@@ -53,7 +53,7 @@ impl Pipe {
             number,
             requests: RefCell::default(),
             serving: Cell::new(links),
-            leaving: RefCell::default(),
+            draining: RefCell::default(),
         });
         pipe.requests.borrow_mut().links.resize_with(links, Link::default);
         io.share(key_of(shared), &pipe);
@@ -61,7 +61,7 @@ impl Pipe {
     }
 
     /// Starts a request of another IoThread, which waits for it.
-    pub(super) fn start_for(&self, made: IssuedRequest, lent: Lent, waiter: Borrower) {
+    pub(super) fn start_for(&self, made: IssuedRequest, lent: LoanedMemory, waiter: Borrower) {
         // SAFETY: `finish` drops the list before it notifies the borrower. A slot that is dropped
         // drops its list before its borrower. Lists made of it last no longer than a call of this
         // module.
@@ -87,8 +87,8 @@ impl Pipe {
         if self.is_overdue(made) {
             return Some(libc::ETIMEDOUT);
         }
-        let refuses = (made.promises() && self.shared.is_lost())
-            || (self.shared.is_unwanted() && self.would_wait(&made.request));
+        let refuses = (made.is_durable() && self.shared.is_lost())
+            || (self.shared.is_abandoned() && self.would_wait(&made.request));
         refuses.then_some(libc::EIO)
     }
 
@@ -175,7 +175,7 @@ impl Pipe {
         if self.serving.get() > 0 {
             return;
         }
-        if !self.shared.is_unwanted() {
+        if !self.shared.is_abandoned() {
             self.shared.remove_pipe(self.number);
         }
         let borrowed = self.requests.try_borrow_mut().map(|mut requests| requests.take_borrowed());
@@ -189,7 +189,7 @@ impl Pipe {
 
     /// Turns waiting requests away, if another IoThread has a connection.
     pub(super) fn reroute_waiting(&self) {
-        if !self.is_up() && self.shared.other(self.number).is_some() {
+        if !self.is_up() && self.shared.another_pipe(self.number).is_some() {
             self.requests.borrow_mut().turn_away();
             self.settle();
         }
@@ -209,7 +209,7 @@ impl Pipe {
         let tasks: Vec<TaskRef> = {
             let requests = self.requests.borrow();
             let links = requests.links.iter().filter_map(|link| link.task);
-            links.chain(self.leaving.borrow().iter().copied()).collect()
+            links.chain(self.draining.borrow().iter().copied()).collect()
         };
         tasks.into_iter().for_each(|task| self.io.wake(task));
     }
@@ -236,7 +236,7 @@ impl Pipe {
     /// Makes a link flush its writes.
     pub(super) fn flush_link(&self, index: usize) {
         let slot = self.begin(
-            IssuedRequest::now(&self.io, Request::FLUSH),
+            IssuedRequest::new(&self.io, Request::FLUSH),
             Buffers::empty(),
             Waiter::None,
         );
@@ -287,7 +287,7 @@ impl Pipe {
 
     /// Returns true if no further connections are to be made.
     pub(super) fn is_unneeded(&self) -> bool {
-        self.shared.is_unwanted() || self.shared.is_over()
+        self.shared.is_abandoned() || self.shared.is_over()
     }
 
     /// Fails requests that have waited for too long without a connection.

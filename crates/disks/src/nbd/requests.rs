@@ -24,12 +24,12 @@ pub(super) struct IssuedRequest {
 }
 
 impl IssuedRequest {
-    pub(super) fn now(io: &Io, request: Request) -> Self {
+    pub(super) fn new(io: &Io, request: Request) -> Self {
         Self { request, since: io.recently(), is_flushed: false }
     }
 
     /// Returns true if the request promises that data is on stable storage.
-    pub(super) fn promises(&self) -> bool {
+    pub(super) fn is_durable(&self) -> bool {
         let Request { command, flags, .. } = self.request;
         self.is_flushed || command == Command::Flush || flags & FLAG_FUA != 0
     }
@@ -179,7 +179,7 @@ impl Requests {
     }
 
     /// Handles the answer to a request. The request ends, unless a task waits for a flush after it.
-    pub(super) fn was_answered(
+    pub(super) fn handle_answer(
         &mut self,
         number: u32,
         result: Result<Extent, i32>,
@@ -221,12 +221,12 @@ impl Requests {
         }
         // Another connection has broken in the meantime, and data that this request promises may be
         // lost.
-        let is_broken = slot.made.promises() && shared.is_lost();
+        let is_broken = slot.made.is_durable() && shared.is_lost();
         let result = if is_broken { result.and(Err(libc::EIO)) } else { result };
         if result.is_ok() {
             match request.command {
                 Command::Flush => shared.record_flush(slot.covers),
-                command if command.changes() && !slot.made.promises() => shared.count_change(),
+                command if command.changes() && !slot.made.is_durable() => shared.count_change(),
                 _ => {}
             }
         }

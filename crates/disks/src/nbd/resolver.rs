@@ -15,14 +15,14 @@ type Ask = fn(&str, u16) -> io::Result<Vec<SocketAddr>>;
 
 /// Look-ups of names. Nothing ends a thread in the resolver, so each name has at most one: further
 /// callers wait for its answer.
-pub(super) struct Names {
+pub(super) struct Resolver {
     ask: Ask,
-    sought: Mutex<BTreeMap<(String, u16), Arc<Lookup>>>,
+    lookups: Mutex<BTreeMap<(String, u16), Arc<Lookup>>>,
 }
 
 /// The look-ups of all disks.
-pub(super) static NAMES: Names =
-    Names::new(|host, port| Ok((host, port).to_socket_addrs()?.collect()));
+pub(super) static RESOLVER: Resolver =
+    Resolver::new(|host, port| Ok((host, port).to_socket_addrs()?.collect()));
 
 #[derive(Default)]
 struct Lookup {
@@ -30,9 +30,9 @@ struct Lookup {
     is_there: Condvar,
 }
 
-impl Names {
+impl Resolver {
     const fn new(ask: Ask) -> Self {
-        Self { ask, sought: Mutex::new(BTreeMap::new()) }
+        Self { ask, lookups: Mutex::new(BTreeMap::new()) }
     }
 
     /// Finds the addresses of a machine.
@@ -44,40 +44,40 @@ impl Names {
         if let Ok(address) = host.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(address, port)]);
         }
-        let sought = self.start_lookup(host, port)?;
-        sought.wait(until).unwrap_or_else(|| {
+        let lookup = self.start_lookup(host, port)?;
+        lookup.wait(until).unwrap_or_else(|| {
             Err(format!(
                 "cannot find {host}: no name server answers; use its address, or mend the resolver"
             ))
         })
     }
 
-    fn sought(&self) -> MutexGuard<'_, BTreeMap<(String, u16), Arc<Lookup>>> {
-        self.sought.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lookups(&self) -> MutexGuard<'_, BTreeMap<(String, u16), Arc<Lookup>>> {
+        self.lookups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a thread that looks a name up, unless there is one.
     fn start_lookup(&'static self, host: &str, port: u16) -> Result<Arc<Lookup>, String> {
-        let mut all = self.sought();
+        let mut all = self.lookups();
         let key = (host.to_owned(), port);
-        if let Some(sought) = all.get(&key) {
-            return Ok(Arc::clone(sought));
+        if let Some(lookup) = all.get(&key) {
+            return Ok(Arc::clone(lookup));
         }
-        let sought = Arc::<Lookup>::default();
-        let (found, name) = (Arc::clone(&sought), key.clone());
+        let lookup = Arc::<Lookup>::default();
+        let (found, name) = (Arc::clone(&lookup), key.clone());
         let work = move || {
             let (host, port) = &name;
             let answer = (self.ask)(host, *port).map_err(|error| {
                 format!("cannot find {host}: {error}; check the name of the server")
             });
             // Later callers start a new look-up.
-            self.sought().remove(&name);
+            self.lookups().remove(&name);
             found.finish(answer);
         };
         let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
         started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
-        all.insert(key, Arc::clone(&sought));
-        Ok(sought)
+        all.insert(key, Arc::clone(&lookup));
+        Ok(lookup)
     }
 }
 
@@ -111,10 +111,10 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_name_without_an_address_is_said() {
-        let found = NAMES.find("127.0.0.1", 7, Instant::now() + PATIENCE).unwrap();
+    fn a_name_without_an_address_is_an_error() {
+        let found = RESOLVER.find("127.0.0.1", 7, Instant::now() + PATIENCE).unwrap();
         assert_eq!(found, ["127.0.0.1:7".parse().unwrap()]);
-        let error = NAMES.find("no host", 7, Instant::now() + PATIENCE).unwrap_err();
+        let error = RESOLVER.find("no host", 7, Instant::now() + PATIENCE).unwrap_err();
         assert!(error.contains("cannot find no host"), "{error}");
     }
 
@@ -130,8 +130,8 @@ mod tests {
     }
 
     #[test]
-    fn those_who_look_for_a_name_share_a_thread() {
-        static HANGING: Names = Names::new(hang);
+    fn lookups_of_one_name_share_a_thread() {
+        static HANGING: Resolver = Resolver::new(hang);
         for _ in 0..3 {
             let error = HANGING.find("host", 7, Instant::now()).unwrap_err();
             assert!(error.contains("no name server answers"), "{error}");
@@ -140,8 +140,8 @@ mod tests {
         let other = thread::spawn(|| HANGING.find("host", 8, Instant::now() + PATIENCE));
         // A waiting caller has a handle, and so do the list and the thread.
         let handles = || {
-            let sought = HANGING.sought();
-            sought.get(&("host".to_owned(), 7)).map_or(0, Arc::strong_count)
+            let lookup = HANGING.lookups();
+            lookup.get(&("host".to_owned(), 7)).map_or(0, Arc::strong_count)
         };
         while handles() < 3 || ASKED.load(Ordering::Relaxed) < 2 {
             thread::yield_now();

@@ -28,15 +28,15 @@ pub(super) struct Retry {
     /// The time since which it is away.
     since: Option<Instant>,
     /// The reason in the log.
-    told: String,
+    logged_reason: String,
     /// True if the log reports it as away.
-    is_told: bool,
+    is_logged: bool,
     pub(super) wait: Duration,
 }
 
 impl Retry {
     pub(super) fn new() -> Self {
-        Self { since: None, told: String::new(), is_told: false, wait: RETRY_MIN }
+        Self { since: None, logged_reason: String::new(), is_logged: false, wait: RETRY_MIN }
     }
 
     /// The time to wait before the next attempt.
@@ -46,16 +46,16 @@ impl Retry {
         pause
     }
 
-    pub(super) fn note(&mut self, pipe: &Pipe, why: &str) {
+    pub(super) fn record_failure(&mut self, pipe: &Pipe, why: &str) {
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.publish_condition(Some((since, why)));
-        if self.told != why
+        if self.logged_reason != why
             && let Some(left_out) = pipe.shared.permit_line(clock::now())
         {
-            why.clone_into(&mut self.told);
-            self.is_told = true;
+            why.clone_into(&mut self.logged_reason);
+            self.is_logged = true;
             let name = &pipe.shared.options;
-            match pipe.shared.other(pipe.number) {
+            match pipe.shared.another_pipe(pipe.number) {
                 Some(_) => tracing::warn!(
                     left_out,
                     "{name} lets an IoThread have no connection: {why}; its requests go by those \
@@ -71,13 +71,13 @@ impl Retry {
 
     /// Logs a broken connection. Repeated breaks get a line now and then, but a loss of data always
     /// does: it happens once.
-    pub(super) fn broke(&mut self, pipe: &Pipe, ended: &Ended) {
+    pub(super) fn record_break(&mut self, pipe: &Pipe, ended: &Ended) {
         let name = &pipe.shared.options;
         let Ended { why, again, held, .. } = ended;
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.publish_condition(Some((since, why)));
         let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
-        self.is_told = permit.is_some();
+        self.is_logged = permit.is_some();
         if let Some(left_out) = permit {
             tracing::warn!(
                 left_out,
@@ -90,13 +90,13 @@ impl Retry {
                 );
             }
         }
-        log_unflushed(name, ended.unflushed, self.is_told);
+        log_unflushed(name, ended.unflushed, self.is_logged);
     }
 
-    pub(super) fn is_over(&mut self, pipe: &Pipe) {
-        self.told.clear();
-        let is_told = std::mem::take(&mut self.is_told);
-        if let Some(since) = self.since.take().filter(|_| is_told) {
+    pub(super) fn record_return(&mut self, pipe: &Pipe) {
+        self.logged_reason.clear();
+        let is_logged = std::mem::take(&mut self.is_logged);
+        if let Some(since) = self.since.take().filter(|_| is_logged) {
             let seconds = since.elapsed().as_secs();
             tracing::info!("{} is back after {seconds} s", pipe.shared.options);
         }
@@ -104,13 +104,13 @@ impl Retry {
 }
 
 /// Logs the state of changes that were not flushed; a loss in any case.
-pub(super) fn log_unflushed(name: &NbdOptions, unflushed: UnflushedChanges, is_told: bool) {
+pub(super) fn log_unflushed(name: &NbdOptions, unflushed: UnflushedChanges, is_logged: bool) {
     match unflushed {
         UnflushedChanges::Lost => tracing::error!(
             "{name}: what was written and not flushed may be lost, so all further flushes \
              fail; check the disk, then restart the export"
         ),
-        UnflushedChanges::Trusted if is_told => tracing::warn!(
+        UnflushedChanges::Trusted if is_logged => tracing::warn!(
             "{name}: what was written and not flushed is lost if the server's machine has \
              restarted"
         ),

@@ -232,7 +232,7 @@ impl Server {
     }
 
     /// Sends bytes that are no reply, on all connections.
-    pub(super) fn talk_nonsense(&self) {
+    pub(super) fn send_garbage(&self) {
         for (_, socket) in &mut self.state().sockets {
             socket.write_all(&[0x55; 64]).unwrap();
         }

@@ -29,7 +29,7 @@ pub(super) struct Shared {
     size_bytes: AtomicU64,
     /// True if requests must not wait for the server: only the ones that an answering server has
     /// begun continue.
-    is_unwanted: AtomicBool,
+    is_abandoned: AtomicBool,
     /// True if the last user of the disk is gone.
     is_over: AtomicBool,
     /// True if written data may be lost, and flushes fail.
@@ -61,11 +61,11 @@ struct State {
     /// The log lines about a server that does not answer.
     stall_log: StallLog,
     /// Pipes that were late since the last of these lines, and have received no answer since.
-    unheard: BTreeSet<u64>,
+    unanswered: BTreeSet<u64>,
 }
 
 /// Broken connections get a line each, unless they break again and again.
-const BREAKS_TOLD: u32 = 20;
+const BREAKS_LOGGED: u32 = 20;
 
 impl State {
     fn add_pipe(&mut self, remote: &Remote) -> u64 {
@@ -142,9 +142,9 @@ impl Shared {
             home: None,
             next_pipe: 0,
             log: RateLimit::default(),
-            breaks: RateLimit::new(BREAKS_TOLD),
+            breaks: RateLimit::new(BREAKS_LOGGED),
             stall_log: StallLog::default(),
-            unheard: BTreeSet::new(),
+            unanswered: BTreeSet::new(),
         };
         Self {
             options,
@@ -152,7 +152,7 @@ impl Shared {
             silence,
             facts,
             size_bytes: AtomicU64::new(facts.size_bytes),
-            is_unwanted: AtomicBool::new(false),
+            is_abandoned: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
             held: Held::default(),
@@ -216,7 +216,7 @@ impl Shared {
 
     /// Returns an IoThread that has connections, and the number of its pipe, for requests of
     /// `pipe`, which has none.
-    pub(super) fn other(&self, pipe: u64) -> Option<(u64, Remote)> {
+    pub(super) fn another_pipe(&self, pipe: u64) -> Option<(u64, Remote)> {
         if !self.flushes_are_common() {
             return None;
         }
@@ -250,7 +250,7 @@ impl Shared {
 
     /// Returns true if a connection must be flushed before it ends, because no other connection
     /// would cover its writes. After a loss no flush succeeds.
-    pub(super) fn needs_flush_of_its_own(&self) -> bool {
+    pub(super) fn needs_own_flush(&self) -> bool {
         let can_flush = self.facts.can(can::FLUSH) && !self.is_lost();
         !self.flushes_are_common() && can_flush && !self.is_flushed()
     }
@@ -264,7 +264,7 @@ impl Shared {
     pub(super) fn remove_pipe(&self, pipe: u64) {
         let mut state = self.state();
         state.pipes.remove(&pipe);
-        state.unheard.remove(&pipe);
+        state.unanswered.remove(&pipe);
         state.home = state.home.filter(|home| *home != pipe);
     }
 
@@ -279,12 +279,12 @@ impl Shared {
         }
     }
 
-    pub(super) fn give_up(&self) {
-        self.is_unwanted.store(true, Ordering::Release);
+    pub(super) fn abandon(&self) {
+        self.is_abandoned.store(true, Ordering::Release);
     }
 
-    pub(super) fn is_unwanted(&self) -> bool {
-        self.is_unwanted.load(Ordering::Acquire)
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.is_abandoned.load(Ordering::Acquire)
     }
 
     pub(super) fn end(&self) {
@@ -410,8 +410,8 @@ impl Shared {
     }
 
     /// Called when a pipe has a connection, and no request that could be answered.
-    pub(super) fn expects_nothing(&self, pipe: u64) {
-        self.state().unheard.remove(&pipe);
+    pub(super) fn forget_stall(&self, pipe: u64) {
+        self.state().unanswered.remove(&pipe);
     }
 
     /// Returns the log line on a server that does not answer, for all connections of all IoThreads
@@ -426,15 +426,15 @@ impl Shared {
     ) -> Option<Line> {
         let mut state = self.state();
         if was_answered {
-            state.unheard.remove(&pipe);
+            state.unanswered.remove(&pipe);
         }
         let since = |(number, (_, condition)): (&u64, &(Remote, Condition))| match condition {
             Condition::Late { since, .. } => Some((*number, *since)),
             _ => None,
         };
         let late: Vec<(u64, Instant)> = state.pipes.iter().filter_map(since).collect();
-        state.unheard.extend(late.iter().map(|(number, _)| *number));
-        if late.is_empty() && !state.unheard.is_empty() {
+        state.unanswered.extend(late.iter().map(|(number, _)| *number));
+        if late.is_empty() && !state.unanswered.is_empty() {
             return None;
         }
         state.stall_log.next_line(now, late.iter().map(|(_, since)| *since).min())

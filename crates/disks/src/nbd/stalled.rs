@@ -24,7 +24,7 @@ impl Pipe {
         };
         self.shared.set_condition(self.number, condition);
         if up > 0 && is_idle {
-            self.shared.expects_nothing(self.number);
+            self.shared.forget_stall(self.number);
         }
     }
 

@@ -1,14 +1,14 @@
 //! Servers that answer late, break off, and come back changed.
 
+mod abandoned;
 mod durable;
 mod flags;
 mod homes;
-mod late;
-mod others;
+mod rerouting;
 mod sizes;
 mod slow;
+mod stalled;
 mod unflushed;
-mod unwanted;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -112,7 +112,7 @@ fn read(thread: &IoThread, disk: &Disk, offset: u64) -> u8 {
 }
 
 /// The size that the server has reported last.
-fn told_size(source: &DiskSource) -> u64 {
+fn announced_size(source: &DiskSource) -> u64 {
     source.size_probe().unwrap().size_bytes().unwrap().unwrap()
 }
 
@@ -162,14 +162,14 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
 /// connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_write_is_sent_again_when_a_connection_of_nonsense_has_ended() {
+fn a_write_is_sent_again_after_a_connection_with_garbage() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));
     server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
     let write = Running::write(&thread, &disk, 0, 1);
     wait_for(&thread, &server, Event::Request(0, WRITE));
-    server.talk_nonsense();
+    server.send_garbage();
     assert_eq!(read(&thread, &disk, 8192), 0, "reads go on");
     wait_for(&thread, &server, Event::HalfClosed(0));
     assert_eq!(read(&thread, &disk, 8192), 0);
@@ -210,7 +210,7 @@ fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
 /// The server may forget data that it could not write, and flush the rest.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_flush_that_the_server_fails_is_a_loss_and_one_that_is_late_is_none() {
+fn a_failed_flush_is_a_loss_and_a_late_flush_is_not() {
     for (is_answered, expected) in [(false, None), (true, Some(libc::EIO))] {
         let server = Server::start(MIB, FLAGS);
         let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
@@ -232,7 +232,7 @@ fn a_flush_that_the_server_fails_is_a_loss_and_one_that_is_late_is_none() {
 /// Nothing relies on the write yet: it is made again, with its flush.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_durable_write_that_a_break_interrupts_is_made_again() {
+fn a_durable_write_that_a_break_interrupts_is_sent_again() {
     for (flags, distrust) in [(FLAGS, true), (FLAGS, false), (FLAGS & !can::MULTI_CONN, true)] {
         let server = Server::start(MIB, flags);
         let (thread, source) = (new_thread(), open(NbdOptions { distrust, ..server.options() }));
@@ -259,7 +259,7 @@ fn a_durable_write_that_a_break_interrupts_is_made_again() {
 /// Data that the previous process left unflushed may be lost, and nothing else.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_break_after_a_takeover_loses_what_was_not_flushed_before() {
+fn a_break_after_a_takeover_loses_unflushed_changes() {
     for is_flushed in [true, false] {
         let server = Server::start(MIB, FLAGS);
         let options = || NbdOptions { distrust: true, ..server.options() };
@@ -289,7 +289,7 @@ fn a_break_after_a_takeover_loses_what_was_not_flushed_before() {
 /// Writes in the meantime wait until the server is as it was.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_server_that_comes_back_with_less_is_not_used() {
+fn a_server_that_returns_with_fewer_features_is_not_used() {
     type Change = fn(&mut super::scripted::State);
     let lesser: [(Change, Change); 4] = [
         (|state| state.flags &= !can::MULTI_CONN, |state| state.flags = FLAGS),
@@ -316,18 +316,18 @@ fn a_server_that_comes_back_with_less_is_not_used() {
         assert!(matches!(source.state(), DiskState::Away(_)));
         let refused = source.refresh().unwrap_err().to_string();
         assert!(refused.contains("offers less than before"), "{refused}");
-        assert_eq!(told_size(&source), MIB as u64, "the size of one that is refused counts");
+        assert_eq!(announced_size(&source), MIB as u64, "the size of one that is refused counts");
         server.change(restore);
         assert_eq!((write.end(&thread), flush.end(&thread)), (None, None));
         assert_eq!(read(&thread, &disk, 4096), 2);
-        assert_eq!(told_size(&source), 2 * MIB as u64);
+        assert_eq!(announced_size(&source), 2 * MIB as u64);
     }
 }
 
 /// Flags that no request depends on may change.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_server_that_comes_back_with_flags_that_nobody_needs_is_used() {
+fn a_server_that_returns_without_unneeded_flags_is_used() {
     const ROTATIONAL: u16 = 1 << 4;
     let server = Server::start(MIB, FLAGS | can::FUA | ROTATIONAL);
     let options = DiskOptions { read_only: true, ..DiskOptions::default() };
@@ -348,7 +348,7 @@ fn a_server_that_comes_back_with_flags_that_nobody_needs_is_used() {
 /// Only the connection that has written can flush.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_was_written_is_flushed_before_another_process_goes_on() {
+fn written_data_is_flushed_before_a_takeover() {
     for (flags, is_needed) in [(FLAGS, false), (FLAGS & !can::MULTI_CONN, true)] {
         let server = Server::start(MIB, flags);
         let (thread, source) = (new_thread(), open(server.options()));
@@ -368,7 +368,7 @@ fn what_was_written_is_flushed_before_another_process_goes_on() {
 /// Until a refresh, the disk keeps its size.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_server_that_comes_back_with_another_size_is_used() {
+fn a_server_that_returns_with_another_size_is_used() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));
@@ -385,7 +385,7 @@ fn a_server_that_comes_back_with_another_size_is_used() {
 /// The whole way of a question about holes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn holes_that_a_server_knows_are_known() {
+fn holes_of_the_server_are_reported() {
     let server = Server::start(MIB, FLAGS);
     for (is_extended, expected) in [
         (true, [(MIB / 2, ExtentKind::Data), (MIB / 2 - 4096, ExtentKind::Hole)]),
@@ -425,7 +425,7 @@ impl WriteLog for Log {
 /// The case of a migration, which logs writes, while another IoThread has the only connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_log_of_writes_hears_of_what_another_iothread_has_received() {
+fn a_log_of_writes_includes_data_that_another_iothread_received() {
     let server = Server::start(MIB, can::HAS_FLAGS | can::FLUSH);
     let source = open(server.options());
     let (ready, is_ready) = mpsc::channel();

@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_is_silent_if_it_was_asked_in_vain() {
+    fn a_machine_is_silent_if_it_answers_no_probe() {
         let limit = Duration::from_secs(20);
         let is_silent = |quiet, patience, tries| {
             let seconds = Duration::from_secs;

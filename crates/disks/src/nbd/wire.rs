@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_encoded_as_the_protocol_has_it() {
+    fn requests_are_encoded_by_the_protocol() {
         let request =
             Request { command: Command::Write, flags: FLAG_FUA, offset: 0x0102, len: 0x0304 };
         let compact = request.encode(0xa1a2_a3a4_a5a6_a7a8, Framing::Structured);
@@ -324,7 +324,7 @@ mod tests {
 
     /// Each reply is parsed from its bytes. Each beginning of them needs more.
     #[test]
-    fn replies_are_parsed_from_their_bytes_and_from_no_fewer() {
+    fn replies_are_parsed_only_from_all_their_bytes() {
         let cookie = 7u64.to_be_bytes();
         let structured = |flags: u8, kind: [u8; 2], payload: &[u8]| {
             let len = u32::try_from(payload.len()).unwrap().to_be_bytes();
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_reply_is_a_violation() {
+    fn bytes_that_form_no_reply_are_a_violation() {
         let chunk = |kind: [u8; 2], len: u32, payload: &[u8]| {
             let magic = [0x66, 0x8e, 0x33, 0xef, 0, 1];
             bytes_of(&[&magic, &kind, &[0; 8], &len.to_be_bytes(), payload])

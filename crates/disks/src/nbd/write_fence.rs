@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_is_held_until_its_last_holder_lets_go() {
+    fn a_range_is_held_until_its_last_holder_releases_it() {
         let held = Held::default();
         assert!(!held.has(&(0..u64::MAX)) && !held.has_any());
         let first = held.add(vec![0..10, 20..30]);

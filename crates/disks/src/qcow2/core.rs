@@ -3,12 +3,12 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use super::cache_limit::CacheLimit;
 use super::header::{self, BackingFile, ImageHeader};
-use super::order::Order;
-use super::room::Room;
+use super::place_table::PlaceTable;
+use super::readers::Readers;
 use super::storage::Store;
-use super::table::Table;
-use super::uses::Uses;
+use super::write_order::WriteOrder;
 use blockio::DiskSource;
 use blockio::Error;
 use blockio::IoThread;
@@ -112,10 +112,10 @@ pub(super) const TOO_LONG_BELOW: &str = "its backing file is longer than the dis
 
 /// The state of an image that all threads share.
 pub(super) struct Core {
-    pub(super) table: Table,
+    pub(super) table: PlaceTable,
     pub(super) top: Store,
-    pub(super) order: Arc<Order>,
-    pub(super) room: Arc<Room>,
+    pub(super) order: Arc<WriteOrder>,
+    pub(super) cache_limit: Arc<CacheLimit>,
     pub(super) layers: Vec<Layer>,
     /// The logical block of the disk: the largest of all layers.
     pub(super) block_bytes: u32,
@@ -133,7 +133,7 @@ pub(super) struct Core {
     pub(super) committed: AtomicU64,
     pub(super) stable: AtomicU64,
     /// The IoThreads that use places from the table.
-    pub(super) users: Mutex<Vec<(Remote, Weak<Uses>)>>,
+    pub(super) threads: Mutex<Vec<(Remote, Weak<Readers>)>>,
 }
 
 impl Core {
@@ -158,14 +158,17 @@ impl Core {
         self.source().chain_text()
     }
 
-    pub(super) fn add_user(&self, remote: Remote, uses: &Arc<Uses>) {
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        users.retain(|(_, uses)| uses.strong_count() > 0);
-        users.push((remote, Arc::downgrade(uses)));
+    pub(super) fn add_thread(&self, remote: Remote, readers: &Arc<Readers>) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|(_, readers)| readers.strong_count() > 0);
+        threads.push((remote, Arc::downgrade(readers)));
     }
 
-    pub(super) fn users(&self) -> Vec<(Remote, Arc<Uses>)> {
-        let users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        users.iter().filter_map(|(remote, uses)| Some((remote.clone(), uses.upgrade()?))).collect()
+    pub(super) fn threads(&self) -> Vec<(Remote, Arc<Readers>)> {
+        let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads
+            .iter()
+            .filter_map(|(remote, readers)| Some((remote.clone(), readers.upgrade()?)))
+            .collect()
     }
 }

@@ -57,7 +57,7 @@ impl Counts {
     }
 
     /// The number of clusters that one block counts.
-    fn of_block(&self) -> u64 {
+    fn clusters_per_block(&self) -> u64 {
         (8 << self.cluster_bits) / u64::from(self.count_bits)
     }
 
@@ -78,7 +78,7 @@ impl Counts {
     /// Adds a block. Blocks come in the order of the table.
     pub(super) fn add_block(&mut self, index: u64, place: u64) -> Result<(), &'static str> {
         let index = u32::try_from(index).map_err(|_| ODD_TABLE)?;
-        if (self.blocks() + 1) * self.of_block() > self.most {
+        if (self.blocks() + 1) * self.clusters_per_block() > self.most {
             return Err(TOO_MUCH);
         }
         let len = fits(index, "an index");
@@ -94,13 +94,13 @@ impl Counts {
     /// Divides all blocks into windows of at most `clusters` clusters, but at least one block.
     /// Without blocks there is one empty window.
     pub(super) fn windows(&self, clusters: u64) -> Vec<Range<u64>> {
-        let (step, end) = ((clusters / self.of_block()).max(1), self.blocks());
+        let (step, end) = ((clusters / self.clusters_per_block()).max(1), self.blocks());
         (0..end.max(1)).step_by(at(step)).map(|start| start..(start + step).min(end)).collect()
     }
 
     /// The number of clusters in a window.
     fn clusters(&self, window: &Range<u64>) -> u64 {
-        (window.end - window.start) * self.of_block()
+        (window.end - window.start) * self.clusters_per_block()
     }
 
     /// Starts to count the uses of a window.
@@ -114,7 +114,7 @@ impl Counts {
     }
 
     /// True if the last counted window was this one.
-    pub(super) fn is_of(&self, window: &Range<u64>) -> bool {
+    pub(super) fn is_current(&self, window: &Range<u64>) -> bool {
         self.window == *window
     }
 
@@ -135,8 +135,8 @@ impl Counts {
     #[inline]
     fn place_in_window(&self, cluster: u64) -> Result<Option<usize>, NoBlock> {
         // A block counts a power of two of clusters.
-        let bits = self.of_block().trailing_zeros();
-        let (index, within) = (cluster >> bits, cluster & (self.of_block() - 1));
+        let bits = self.clusters_per_block().trailing_zeros();
+        let (index, within) = (cluster >> bits, cluster & (self.clusters_per_block() - 1));
         let number = usize::try_from(index).ok().and_then(|index| self.numbers.get(index));
         let number = u64::from(*number.filter(|number| **number != NONE).ok_or(NoBlock)?);
         let is_in = self.window.contains(&number);
@@ -150,12 +150,12 @@ impl Counts {
 
     /// The clusters that a block counts.
     pub(super) fn counted(&self, number: u64) -> Range<u64> {
-        let first = u64::from(self.block(number).0) * self.of_block();
-        first..first + self.of_block()
+        let first = u64::from(self.block(number).0) * self.clusters_per_block();
+        first..first + self.clusters_per_block()
     }
 
     /// The count of a cluster of this block.
-    pub(super) fn of(&self, number: u64, cluster: u64, block: &[u8]) -> u64 {
+    pub(super) fn count_of(&self, number: u64, cluster: u64, block: &[u8]) -> u64 {
         get(block, at(cluster - self.counted(number).start), self.count_bits)
     }
 
@@ -163,8 +163,8 @@ impl Counts {
     /// counts.
     pub(super) fn lower(&self, number: u64, block: &mut [u8]) -> Result<u64, TooLow> {
         let first = self.counted(number).start;
-        let start = at((number - self.window.start) * self.of_block());
-        let uses = &self.uses[start..start + at(self.of_block())];
+        let start = at((number - self.window.start) * self.clusters_per_block());
+        let uses = &self.uses[start..start + at(self.clusters_per_block())];
         let mut lowered = 0;
         for (index, uses) in uses.iter().enumerate() {
             let (count, uses) = (get(block, index, self.count_bits), u64::from(*uses));
@@ -228,25 +228,25 @@ mod tests {
     fn counts_of_all_widths_are_lowered_to_their_uses() {
         for bits in [1, 2, 4, 8, 16, 32, 64] {
             let mut counts = counts(bits);
-            let of_block = counts.of_block();
-            assert_eq!(of_block, 4096 / u64::from(bits));
+            let per_block = counts.clusters_per_block();
+            assert_eq!(per_block, 4096 / u64::from(bits));
             counts.begin(&(1..3)).unwrap();
-            for cluster in [2 * of_block + 5, 3 * of_block, 0, 4 * of_block - 1] {
+            for cluster in [2 * per_block + 5, 3 * per_block, 0, 4 * per_block - 1] {
                 assert_eq!(counts.add(cluster), Added::Counted, "{bits}");
             }
-            let uses = [5, 6].map(|within| counts.uses(2 * of_block + within));
+            let uses = [5, 6].map(|within| counts.uses(2 * per_block + within));
             assert_eq!((uses, counts.uses(0)), ([Some(1), Some(0)], None));
-            for cluster in [of_block, 2 * of_block - 1, 4 * of_block, u64::MAX] {
+            for cluster in [per_block, 2 * per_block - 1, 4 * per_block, u64::MAX] {
                 assert_eq!(counts.add(cluster), Added::NoBlock, "{bits}");
             }
             let mut block = vec![0xff; 512];
-            assert_eq!(counts.lower(1, &mut block), Ok(of_block - u64::from(bits == 1)));
-            let used: Vec<u64> = (0..at(of_block)).map(|index| get(&block, index, bits)).collect();
+            assert_eq!(counts.lower(1, &mut block), Ok(per_block - u64::from(bits == 1)));
+            let used: Vec<u64> = (0..at(per_block)).map(|index| get(&block, index, bits)).collect();
             let expected = |cluster: u64| u64::from(cluster == 5);
-            assert_eq!(used, (0..of_block).map(expected).collect::<Vec<_>>(), "{bits}");
+            assert_eq!(used, (0..per_block).map(expected).collect::<Vec<_>>(), "{bits}");
             assert_eq!(counts.lower(1, &mut block), Ok(0));
             let mut free = vec![0; 512];
-            let too_low = TooLow { cluster: 3 * of_block, count: 0 };
+            let too_low = TooLow { cluster: 3 * per_block, count: 0 };
             assert_eq!(counts.lower(2, &mut free), Err(too_low), "{bits}");
         }
     }
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_too_often_is_not_counted() {
+    fn clusters_with_too_many_uses_are_not_counted() {
         let mut counts = counts(16);
         counts.begin(&(0..3)).unwrap();
         for _ in 0..USES_MAX {

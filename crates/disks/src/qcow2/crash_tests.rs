@@ -2,7 +2,7 @@
 //! clusters, and flushed data is there. The next opening finds these clusters, and the first write
 //! frees them.
 
-mod beside;
+mod first_writes;
 mod fua;
 mod kinds;
 mod streams;
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 use super::core::Layer;
 use super::mark;
-use super::order::Tables;
+use super::write_order::Roots;
 use blockio::IoThread;
 use blockio::IoThreadConfig;
 use blockio::testing::{Event, RemoteStub};
@@ -267,7 +267,7 @@ impl World {
 
     /// Moments just after pointers that come after an entry for a new block of counts.
     fn ends_behind_new_blocks(&self, journal: &[Event]) -> Vec<usize> {
-        let table = Tables::of(self.content.first_chunk().unwrap()).counts;
+        let table = Roots::parse(self.content.first_chunk().unwrap()).counts;
         let is_entry = |event: &Event| {
             matches!(event, Event::Write(offset, data)
                 if table.contains(offset) && data.len() as u64 <= table.end - table.start)

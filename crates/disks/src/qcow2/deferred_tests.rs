@@ -84,7 +84,7 @@ fn content(thread: &IoThread, source: &DiskSource) -> Vec<u8> {
 /// it was probed earlier.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_lies_over_an_image_sees_what_is_written_to_it_until_requests_come() {
+fn a_deferred_disk_reads_all_data_written_before_its_first_request() {
     if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
         eprintln!("skipped: qemu-img is not installed");
         return;

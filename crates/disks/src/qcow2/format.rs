@@ -35,20 +35,20 @@ pub(super) async fn open(core: &Core) -> io::Result<Format> {
     let mut below: Option<Format> = None;
     for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
         let on = (source.clone(), header.as_ref());
-        let store = Store::new(index, on, &core.order, &core.room);
-        store.look().map_err(io::Error::other)?;
+        let store = Store::new(index, on, &core.order, &core.cache_limit);
+        store.adopt_file_size().map_err(io::Error::other)?;
         let opened = match header {
             None => FormatAccess::new(Raw::open_image(store, false).await?),
             Some(_) => {
                 let is_writable = index == 0 && core.is_writable();
                 if is_writable {
-                    core.top.learn_mark(core.may_be_marked, core.leaked.is_some()).await?;
+                    core.top.load_mark(core.may_be_marked, core.leaked.is_some()).await?;
                 }
                 let mut image = Qcow2::<Store>::open_image(store, is_writable).await?;
                 image.set_data_file(None);
                 image.set_backing(below.take());
                 if is_writable {
-                    core.top.learn().await?;
+                    core.top.load_tables().await?;
                 }
                 FormatAccess::new(image)
             }

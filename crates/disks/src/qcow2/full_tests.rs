@@ -54,7 +54,7 @@ fn fill(thread: &IoThread, disk: &Disk, from: u64) -> u64 {
 /// The loop of an image serves all its requests, and a remote end may take long to answer.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
+fn an_image_does_not_wait_for_the_size_of_its_remote_end() {
     let Some(end) = new_image(2 * MIB) else { return };
     let source = disk_of(&end);
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
@@ -71,7 +71,7 @@ fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
 /// Held writes fail again and again until their disk recovers.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn writes_that_fail_over_and_over_make_the_image_no_longer() {
+fn writes_that_fail_repeatedly_do_not_extend_the_image() {
     let Some(content) = new_file(MIB) else { return };
     let end = RemoteStub::new(&content);
     let source = disk_of(&end);
@@ -95,7 +95,7 @@ fn writes_that_fail_over_and_over_make_the_image_no_longer() {
 /// its size.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_has_the_space_that_another_end_has_found_for_it() {
+fn an_image_uses_the_space_that_a_probe_has_found() {
     let asked = |source: &DiskSource| source.probe_space().unwrap();
     let seen = |source: &DiskSource| {
         assert_eq!(
@@ -104,7 +104,7 @@ fn an_image_has_the_space_that_another_end_has_found_for_it() {
             "the disk is as it was"
         );
     };
-    for learn in [asked, seen] {
+    for probe in [asked, seen] {
         let Some(end) = new_image(2 * MIB) else { return };
         let source = disk_of(&end);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
@@ -112,7 +112,7 @@ fn an_image_has_the_space_that_another_end_has_found_for_it() {
         let first = fill(&thread, &disk, 0);
         end.have_size(4 * MIB as u64);
         assert_eq!(fill(&thread, &disk, first), first, "nobody has said so");
-        learn(&source);
+        probe(&source);
         assert!(fill(&thread, &disk, first) > first + 16);
     }
 }
@@ -120,7 +120,7 @@ fn an_image_has_the_space_that_another_end_has_found_for_it() {
 /// Bytes behind the last whole block are no space for a cluster.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_uses_no_more_than_another_end_has() {
+fn an_image_uses_only_whole_blocks_of_its_remote_end() {
     let Some(end) = new_image(2 * MIB) else { return };
     let source = disk_of(&end);
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();

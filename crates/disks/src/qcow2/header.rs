@@ -58,7 +58,7 @@ pub struct ImageHeader {
     is_encrypted: bool,
     snapshots: u32,
     /// The entries of the first table (L1).
-    entries: u32,
+    l1_entries: u32,
 }
 
 /// The backing file of an image, as the image names it.
@@ -127,7 +127,7 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         bitmaps: extensions.bitmaps.filter(|_| autoclear & BITMAPS != 0),
         is_encrypted: u32_at(front, 32)? != 0,
         snapshots: u32_at(front, 60)?,
-        entries: u32_at(front, 36)?,
+        l1_entries: u32_at(front, 36)?,
     })
 }
 
@@ -148,12 +148,12 @@ fn backing_name(front: &[u8]) -> Result<Option<String>, String> {
     let name = name.filter(|name| name.len() <= NAME_BYTES_MAX && !name.contains(&0));
     let name = name.and_then(|name| std::str::from_utf8(name).ok());
     let name = name.ok_or("the name of its backing file is damaged; repair it with qemu-img")?;
-    plain("name", name).map(Some)
+    check_printable("name", name).map(Some)
 }
 
 /// Refuses control characters in a text about the backing file: it may go to logs and terminals,
 /// and the image may come from any source.
-fn plain(what: &str, text: &str) -> Result<String, String> {
+fn check_printable(what: &str, text: &str) -> Result<String, String> {
     match text.contains(char::is_control) {
         false => Ok(text.to_owned()),
         true => Err(format!(
@@ -187,7 +187,7 @@ impl Extensions {
                 EXTENSION_BACKING_FORMAT => {
                     let name = front.get(data.clone());
                     let name = name.and_then(|name| std::str::from_utf8(name).ok());
-                    read.format = Some(plain("format", name.ok_or(TOO_SHORT)?)?);
+                    read.format = Some(check_printable("format", name.ok_or(TOO_SHORT)?)?);
                 }
                 EXTENSION_BITMAPS => {
                     let (bytes, offset) =
@@ -268,7 +268,7 @@ impl ImageHeader {
     }
 
     /// The reason to refuse writes to a marked image that we may not mark.
-    pub(super) fn why_not_written(&self) -> &'static str {
+    pub(super) fn refusal_when_marked(&self) -> &'static str {
         if self.compatible & LAZY == 0 { NOT_CLOSED } else { NOT_CLOSED_LAZY }
     }
 
@@ -296,7 +296,7 @@ impl ImageHeader {
         }
         self.check_size(logical_block_bytes)?;
         let cluster = u64::from(self.cluster_bytes);
-        if (self.size_bytes.div_ceil(cluster * (cluster / 8))) > self.entries.into() {
+        if (self.size_bytes.div_ceil(cluster * (cluster / 8))) > self.l1_entries.into() {
             return Err("its first table (L1) is too small for the disk in it; look at it with \
                         `qemu-img check`"
                 .into());
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_understood() {
+    fn a_header_is_parsed() {
         let header = image(|front| with_backing(front)).unwrap();
         assert_eq!((header.size_bytes, header.cluster_bytes), (1 << 30, 65_536));
         let format = Some("raw".to_owned());
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_refused_with_a_word() {
+    fn an_unusable_image_is_refused_with_a_reason() {
         for (at, byte, expected) in [
             (79, 2, "marked as corrupt"),
             (79, 4, "an external data file"),

@@ -95,7 +95,7 @@ fn writes(source: &DiskSource, offset: u64) -> bool {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn no_place_is_given_out_that_has_a_table() {
+fn the_place_of_a_table_is_never_allocated() {
     let Some(file) = image("refcount_bits=16", |_| ()) else { return };
     let source = open(&file).unwrap();
     // No block of counts was read to allocate a cluster yet, and all were checked at the opening.
@@ -147,7 +147,7 @@ fn no_table_is_zeroed() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn no_space_of_a_table_is_given_back() {
+fn the_space_of_a_table_is_never_released() {
     for field in [L1, COUNTS] {
         let mut place = 0;
         let over = |content: &mut Vec<u8>| {

@@ -20,7 +20,7 @@ use super::core::refused;
 use super::counts::{Added, Counts, NO_MEMORY, ODD_TABLE, TOO_MUCH, TooLow};
 use super::header::ImageHeader;
 use super::mark;
-use super::order::{FRONT_BYTES, Tables as Roots, count_bits};
+use super::write_order::{FRONT_BYTES, Roots, count_bits};
 use blockio::DiskSource;
 use blockio::Error;
 use blockio::Io;
@@ -75,12 +75,12 @@ const COMPRESSED: u64 = 1 << 62;
 ///
 /// # Errors
 ///
-/// If counts are too low, so that the image must not be written to, and if the opening was given
-/// up.
+/// If counts are too low, so that the image must not be written to, and if the disk was
+/// abandoned.
 pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u64>, Error> {
     let thread = IoThread::new(&IoThreadConfig::default())?;
     let begun = Instant::now();
-    let found = look_in(thread.io(), source, header, &Work { bounds: &BOUNDS, frees: false });
+    let found = run_check(thread.io(), source, header, &Work { bounds: &BOUNDS, frees: false });
     let found = thread.block_on(found)??;
     if let Some(leaked) = found {
         tracing::info!(
@@ -106,7 +106,7 @@ pub(super) async fn free(
     bounds: &Bounds,
 ) -> Result<bool, Error> {
     let begun = Instant::now();
-    let Some(freed) = look_in(io, source, header, &Work { bounds, frees: true }).await? else {
+    let Some(freed) = run_check(io, source, header, &Work { bounds, frees: true }).await? else {
         return Ok(false);
     };
     tracing::info!(
@@ -124,7 +124,7 @@ struct Work<'a> {
     frees: bool,
 }
 
-async fn look_in(
+async fn run_check(
     io: &Rc<Io>,
     source: &DiskSource,
     header: &ImageHeader,
@@ -133,9 +133,9 @@ async fn look_in(
     let disk = source.attach(io);
     let until = Instant::now() + work.bounds.time;
     let reader = Reader { source, disk, left_bytes: work.bounds.read_bytes, until };
-    match look(reader, header, work).await {
+    match check(reader, header, work).await {
         Ok(lowered) => Ok(Some(lowered)),
-        Err(End::Left(why)) => {
+        Err(End::Skipped(why)) => {
             tracing::warn!(
                 "{}: it was not closed by its last user, and {why}, so it is used as it is; \
                  clusters may be leaked, which `qemu-img check -r leaks` frees when it is not in \
@@ -152,7 +152,7 @@ async fn look_in(
             );
             Err(refused(source, reason))
         }
-        Err(End::GivenUp) => Err(refused(source, "it is not wanted any more".to_owned())),
+        Err(End::Abandoned) => Err(refused(source, "it is not wanted any more".to_owned())),
     }
 }
 
@@ -160,13 +160,13 @@ impl Reader<'_> {
     /// Fails early if a check of all these tables would exceed the bounds at its end.
     fn check_cost(&self, tables: &Tables, passes: u64) -> Result<(), End> {
         let each = (1 << tables.cluster_bits).max(READ_BYTES_MIN);
-        let reads = passes * tables.second.len() as u64 + tables.counts.blocks();
+        let reads = passes * tables.l2_tables.len() as u64 + tables.counts.blocks();
         if each * reads > self.left_bytes { Err(TOO_MUCH.into()) } else { Ok(()) }
     }
 }
 
 /// Returns the number of counts that were too high.
-async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> Result<u64, End> {
+async fn check(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> Result<u64, End> {
     let bounds = work.bounds;
     if header.has_unknown_extensions() {
         return Err(ODD_EXTENSION.into());
@@ -176,7 +176,7 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> 
     let cluster_bits = header.cluster_bytes.trailing_zeros();
     let mut tables = Tables::read(&mut reader, front, cluster_bits, bounds).await?;
     if let Some(list) = header.bitmaps() {
-        tables.bitmaps = reader.of_bitmaps(list, header.cluster_bytes.into()).await?;
+        tables.bitmaps = reader.bitmap_ranges(list, header.cluster_bytes.into()).await?;
     }
     let windows = tables.counts.windows(bounds.clusters_at_once);
     reader.check_cost(&tables, windows.len() as u64)?;
@@ -201,7 +201,7 @@ async fn look(mut reader: Reader<'_>, header: &ImageHeader, work: &Work<'_>) -> 
     reader.until += bounds.time;
     // The uses of the last window are counted already.
     for window in differing.into_iter().rev() {
-        if !tables.counts.is_of(&window) {
+        if !tables.counts.is_current(&window) {
             tables.count(&mut reader, &window).await?;
         }
         tables.compare(&mut reader, &window, true).await?;
@@ -222,7 +222,7 @@ struct Tables {
     /// Bytes of bitmaps and their tables.
     bitmaps: Vec<Range<u64>>,
     /// The places of L2 tables.
-    second: Vec<u64>,
+    l2_tables: Vec<u64>,
     /// Data clusters of the window with an entry that lacks `COPIED`, in order.
     shared: Vec<u64>,
     counts: Counts,
@@ -239,16 +239,16 @@ impl Tables {
             return Err(ODD_WIDTH.into());
         }
         let cluster = 1u64 << cluster_bits;
-        let Roots { first, counts: blocks } = Roots::of(front);
-        for table in [&first, &blocks] {
+        let Roots { l1, counts: blocks } = Roots::parse(front);
+        for table in [&l1, &blocks] {
             reader.check(table, cluster)?;
             if table.end - table.start > (ENTRIES_MAX * 8).next_multiple_of(cluster) {
                 return Err(ODD_TABLE.into());
             }
         }
-        let mut second = Vec::new();
+        let mut l2_tables = Vec::new();
         reader
-            .entries(&first, |reader, _, entry| {
+            .entries(&l1, |reader, _, entry| {
                 if entry & !(L1_OFFSET | COPIED) != 0 {
                     return Err(ODD_ENTRY.into());
                 }
@@ -258,16 +258,16 @@ impl Tables {
                 }
                 reader.check(&(offset..offset + cluster), cluster)?;
                 // Each of the tables will be read.
-                let cost = cluster.max(READ_BYTES_MIN) * second.len() as u64;
+                let cost = cluster.max(READ_BYTES_MIN) * l2_tables.len() as u64;
                 if cost > bounds.read_bytes {
                     return Err(TOO_MUCH.into());
                 }
-                second.try_reserve(1).map_err(|_| NO_MEMORY)?;
-                second.push(offset);
+                l2_tables.try_reserve(1).map_err(|_| NO_MEMORY)?;
+                l2_tables.push(offset);
                 Ok(())
             })
             .await?;
-        second.sort_unstable();
+        l2_tables.sort_unstable();
         let mut counts = Counts::new(cluster_bits, count_bits(front), bounds.counts);
         reader
             .entries(&blocks, |reader, index, entry| {
@@ -287,8 +287,8 @@ impl Tables {
             })
             .await?;
         let whole = |table: &Range<u64>| table.start..table.end.next_multiple_of(cluster);
-        let (roots, shared) = ([whole(&first), whole(&blocks)], Vec::new());
-        Ok(Self { cluster_bits, roots, bitmaps: Vec::new(), second, shared, counts })
+        let (roots, shared) = ([whole(&l1), whole(&blocks)], Vec::new());
+        Ok(Self { cluster_bits, roots, bitmaps: Vec::new(), l2_tables, shared, counts })
     }
 
     /// Counts the uses of the clusters of a window.
@@ -307,8 +307,8 @@ impl Tables {
             let place = self.counts.place(number);
             self.add(&(place..place + cluster))?;
         }
-        for number in 0..self.second.len() {
-            let place = self.second[number];
+        for number in 0..self.l2_tables.len() {
+            let place = self.l2_tables[number];
             self.add(&(place..place + cluster))?;
             for entry in reader.read(place, cluster).await?.as_chunks().0 {
                 let entry = u64::from_be_bytes(*entry);
@@ -343,7 +343,8 @@ impl Tables {
         let counted = self.counts.counted(number);
         let start = self.shared.partition_point(|cluster| *cluster < counted.start);
         let is_odd = |cluster: u64| {
-            self.counts.uses(cluster) == Some(1) && self.counts.of(number, cluster, counts) > 1
+            self.counts.uses(cluster) == Some(1)
+                && self.counts.count_of(number, cluster, counts) > 1
         };
         let shared = self.shared[start..].iter().take_while(|cluster| **cluster < counted.end);
         if shared.copied().any(is_odd) { Err(SHARED.into()) } else { Ok(()) }
@@ -351,13 +352,14 @@ impl Tables {
 
     /// Fails if a table shares a cluster: its content could be mistaken for a block of counts.
     fn check_places(&self) -> Result<(), End> {
-        let of_roots = self
+        let root_clusters = self
             .roots
             .iter()
             .flat_map(|root| root.start >> self.cluster_bits..root.end >> self.cluster_bits);
         let blocks = (0..self.counts.blocks()).map(|number| self.counts.place(number));
-        let others = blocks.chain(self.second.iter().copied());
-        let mut all = of_roots.chain(others.map(|place| place >> self.cluster_bits)).chain([0]);
+        let others = blocks.chain(self.l2_tables.iter().copied());
+        let mut all =
+            root_clusters.chain(others.map(|place| place >> self.cluster_bits)).chain([0]);
         match all.all(|cluster| self.counts.uses(cluster).is_none_or(|uses| uses == 1)) {
             true => Ok(()),
             false => Err(ODD_PLACE.into()),
@@ -391,13 +393,13 @@ impl Tables {
             let place = self.counts.place(number);
             let mut block = reader.read(place, 1 << self.cluster_bits).await?;
             self.check_shared(number, &block)?;
-            let of_block = self.counts.lower(number, &mut block);
-            let of_block = of_block.map_err(|TooLow { cluster, count }| End::TooLow {
+            let in_block = self.counts.lower(number, &mut block);
+            let in_block = in_block.map_err(|TooLow { cluster, count }| End::TooLow {
                 offset: cluster << self.cluster_bits,
                 count,
             })?;
-            lowered += of_block;
-            if lowers && of_block > 0 {
+            lowered += in_block;
+            if lowers && in_block > 0 {
                 reader.write(place, &block).await?;
             }
         }

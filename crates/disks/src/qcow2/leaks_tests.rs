@@ -57,10 +57,10 @@ impl Image {
             write.args(["-c", what]);
         }
         assert!(write.args(["-f", "qcow2"]).arg(file.path()).status().unwrap().success());
-        Some(Self::of(&file, cluster, bits))
+        Some(Self::from_file(&file, cluster, bits))
     }
 
-    fn of(file: &NamedTempFile, cluster: u64, bits: u32) -> Self {
+    fn from_file(file: &NamedTempFile, cluster: u64, bits: u32) -> Self {
         let mut content = std::fs::read(file.path()).unwrap();
         content.resize(content.len().next_multiple_of(512), 0);
         mark::set(&mut content, true);
@@ -87,11 +87,11 @@ impl Image {
 
     /// The block that counts a cluster, and the index of the count.
     fn count(&mut self, cluster: u64) -> (&mut [u8], usize) {
-        let of_block = self.cluster * 8 / u64::from(self.bits);
-        let block = self.at(self.at(COUNTS) + cluster / of_block * 8);
+        let per_block = self.cluster * 8 / u64::from(self.bits);
+        let block = self.at(self.at(COUNTS) + cluster / per_block * 8);
         assert_ne!(block, 0, "cluster {cluster} has no count");
         let range = iomem::fits(block, "a place")..iomem::fits(block + self.cluster, "a place");
-        (&mut self.content[range], iomem::fits(cluster % of_block, "an index"))
+        (&mut self.content[range], iomem::fits(cluster % per_block, "an index"))
     }
 
     fn get_count(&mut self, cluster: u64) -> u64 {
@@ -113,7 +113,7 @@ impl Image {
     }
 
     /// Returns the bytes after a check, and the result of the check.
-    fn looked_at(&self, bounds: &Bounds) -> (Vec<u8>, Result<(), Error>) {
+    fn run_check(&self, bounds: &Bounds) -> (Vec<u8>, Result<(), Error>) {
         let file = self.file();
         let source = source(&file);
         let result = free_within(&source, bounds);
@@ -122,10 +122,10 @@ impl Image {
     }
 
     /// Asserts that QEMU finds leaks before a check, and no fault after it.
-    fn is_freed(&self, bounds: &Bounds, what: &str) -> Vec<u8> {
+    fn assert_freed(&self, bounds: &Bounds, what: &str) -> Vec<u8> {
         // 2 is for data with `COPIED` and a count above one.
         assert!(matches!(check(&self.content), Some(3 | 2)), "{what}: nothing is leaked");
-        let (content, result) = self.looked_at(bounds);
+        let (content, result) = self.run_check(bounds);
         result.unwrap();
         assert_eq!(check(&content), Some(0), "{what}");
         assert!(!mark::is_set(&content), "{what}");
@@ -134,8 +134,8 @@ impl Image {
 
     /// Asserts that a check changes nothing. The image then opens if `opens` is true, and stays
     /// marked.
-    fn is_left(&self, opens: bool, what: &str) {
-        let (content, result) = self.looked_at(&BOUNDS);
+    fn assert_unchanged(&self, opens: bool, what: &str) {
+        let (content, result) = self.run_check(&BOUNDS);
         result.unwrap();
         assert!(content == self.content, "{what}: something was changed");
         let file = self.file();
@@ -172,12 +172,12 @@ const SMALL: Bounds = Bounds { clusters_at_once: 1, ..BOUNDS };
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_nothing_uses_is_freed() {
+fn unused_clusters_are_freed() {
     for (cluster, bits) in [(512, 1), (512, 64), (4096, 8), (4096, 2), (65_536, 16), (2 << 20, 32)]
     {
         let Some(mut image) = Image::new(cluster, bits) else { return };
         let what = format!("clusters of {cluster}, counts of {bits}");
-        let (clean, result) = image.looked_at(&BOUNDS);
+        let (clean, result) = image.run_check(&BOUNDS);
         result.unwrap();
         let mut unmarked = image.content.clone();
         mark::set(&mut unmarked, false);
@@ -189,14 +189,14 @@ fn what_nothing_uses_is_freed() {
             image.set_count(cluster, 1);
         }
         for bounds in [BOUNDS, SMALL] {
-            let freed = image.is_freed(&bounds, &what);
+            let freed = image.assert_freed(&bounds, &what);
             assert!(freed[..unmarked.len()] == unmarked, "{what}: something else was changed");
         }
         // A table is no longer used, nor are the clusters that it names.
         let first = image.l1();
         set(&mut image.content, first, 0);
         for bounds in [BOUNDS, SMALL] {
-            let freed = image.is_freed(&bounds, &what);
+            let freed = image.assert_freed(&bounds, &what);
             let mut freed = Image { content: freed, ..image };
             assert_eq!(freed.get_count(last + 3), 0, "{what}: behind the end");
         }
@@ -205,11 +205,11 @@ fn what_nothing_uses_is_freed() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_used_less_often_than_it_counts_is_lowered() {
+fn counts_above_the_uses_are_lowered() {
     let Some(mut image) = Image::new(4096, 16) else { return };
     let data = image.at(image.l2()) & PLACE;
     image.set_count(data / 4096, 300);
-    let freed = image.is_freed(&BOUNDS, "data");
+    let freed = image.assert_freed(&BOUNDS, "data");
     let mut freed = Image { content: freed, ..image };
     assert_eq!(freed.get_count(data / 4096), 1);
 }
@@ -217,7 +217,7 @@ fn what_is_used_less_often_than_it_counts_is_lowered() {
 /// The entry lacks `COPIED`, which it needs if the count is one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_counts_as_shared_is_left_as_it_is() {
+fn data_that_counts_as_shared_stays_unchanged() {
     let Some(mut image) = Image::new(4096, 16) else { return };
     let entry = image.l2();
     let data = image.at(entry) & PLACE;
@@ -225,7 +225,7 @@ fn what_counts_as_shared_is_left_as_it_is() {
     set(&mut image.content, entry, data);
     assert_eq!(check(&image.content), Some(3), "nothing is leaked");
     for bounds in [BOUNDS, SMALL] {
-        let (content, result) = image.looked_at(&bounds);
+        let (content, result) = image.run_check(&bounds);
         assert!(result.is_ok() && content == image.content);
     }
 }
@@ -233,7 +233,7 @@ fn what_counts_as_shared_is_left_as_it_is() {
 /// Some clusters of the file hold several compressed clusters, and some of these lie in two.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn compressed_clusters_use_all_that_they_touch() {
+fn compressed_clusters_use_each_cluster_that_they_touch() {
     for cluster in [512, 4096, 65_536, 2 << 20] {
         let (raw, file) = (NamedTempFile::new().unwrap(), NamedTempFile::new().unwrap());
         // A third of it cannot be compressed.
@@ -252,13 +252,13 @@ fn compressed_clusters_use_all_that_they_touch() {
             eprintln!("skipped: qemu-img is not installed");
             return;
         }
-        let mut image = Image::of(&file, cluster, 16);
+        let mut image = Image::from_file(&file, cluster, 16);
         let shared = (0..image.clusters()).find(|cluster| image.get_count(*cluster) > 1);
         let before = image.content.clone();
         for bounds in [BOUNDS, SMALL] {
-            let (looked, result) = image.looked_at(&bounds);
+            let (checked, result) = image.run_check(&bounds);
             result.unwrap();
-            assert!(looked[80..] == before[80..], "clusters of {cluster} bytes");
+            assert!(checked[80..] == before[80..], "clusters of {cluster} bytes");
         }
         let Some(shared) = shared else {
             assert_eq!(cluster, 512, "no cluster is shared");
@@ -266,10 +266,10 @@ fn compressed_clusters_use_all_that_they_touch() {
         };
         let count = image.get_count(shared);
         image.set_count(shared, count + 1);
-        let freed = image.is_freed(&BOUNDS, "a shared cluster");
+        let freed = image.assert_freed(&BOUNDS, "a shared cluster");
         assert!(freed[80..] == before[80..], "clusters of {cluster} bytes");
         image.set_count(shared, count - 1);
-        let (left, result) = image.looked_at(&BOUNDS);
+        let (left, result) = image.run_check(&BOUNDS);
         assert!(result.is_err() && left == image.content);
     }
 }
@@ -285,7 +285,7 @@ fn an_image_whose_counts_are_too_low_is_refused() {
         for cluster in [0, image.l1() / 512, image.l2() / 512, image.at(COUNTS) / 512, data / 512] {
             let mut image = Image { content: image.content.clone(), ..image };
             image.set_count(cluster, 0);
-            let (content, result) = image.looked_at(&bounds);
+            let (content, result) = image.run_check(&bounds);
             let error = result.unwrap_err().to_string();
             assert!(error.contains("qemu-img check -r all"), "{error}");
             assert!(error.contains(&format!("at byte {} ", cluster * 512)), "{error}");
@@ -298,17 +298,17 @@ fn an_image_whose_counts_are_too_low_is_refused() {
         let mut without = Image { content: image.content.clone(), ..image };
         let table = image.at(COUNTS);
         set(&mut without.content, table, 0);
-        assert!(without.looked_at(&bounds).1.is_err());
+        assert!(without.run_check(&bounds).1.is_err());
         let entry = image.l2();
         set(&mut image.content, entry, COPIED | 1 << 40);
-        let error = image.looked_at(&bounds).1.unwrap_err().to_string();
+        let error = image.run_check(&bounds).1.unwrap_err().to_string();
         assert!(error.contains("which is 0"), "{error}");
     }
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_odd_is_left_as_it_is_and_opened() {
+fn an_odd_image_stays_unchanged() {
     let Some(mut image) = Image::new(512, 16) else { return };
     let leaked = image.clusters();
     image.set_count(leaked, 1);
@@ -317,7 +317,7 @@ fn what_is_odd_is_left_as_it_is_and_opened() {
     let odd = |opens: bool, what: &str, at: u64, value: u64| {
         let mut odd = Image { content: image.content.clone(), ..image };
         set(&mut odd.content, at, value);
-        odd.is_left(opens, what);
+        odd.assert_unchanged(opens, what);
     };
     odd(true, "a table behind the end of the file", first + 8, COPIED | end.next_multiple_of(512));
     odd(true, "reserved bits of L2", second, COPIED | second | 1 << 57);
@@ -330,19 +330,19 @@ fn what_is_odd_is_left_as_it_is_and_opened() {
     odd(false, "a block behind the end of the file", table + 8, 1 << 40);
     // The oddities would be found, but the bounds end the check first.
     for bounds in [Bounds { time: Duration::ZERO, ..BOUNDS }, Bounds { counts: 200, ..BOUNDS }] {
-        let (content, result) = image.looked_at(&bounds);
+        let (content, result) = image.run_check(&bounds);
         assert!(result.is_ok() && content == image.content);
     }
     let Some(mut large) = Image::new(65_536, 16) else { return };
     let second = large.l2();
     set(&mut large.content, second, COPIED | 512);
-    large.is_left(true, "data that is unaligned");
+    large.assert_unchanged(true, "data that is unaligned");
 }
 
 /// Lowered counts stay, and the next check continues.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_look_may_end_anywhere() {
+fn a_check_may_end_after_any_read() {
     let Some(mut image) = Image::new(512, 16) else { return };
     let end = image.clusters();
     for leaked in [end, end + 1] {
@@ -352,13 +352,13 @@ fn a_look_may_end_anywhere() {
         let mut left = 0;
         loop {
             let (content, result) =
-                image.looked_at(&Bounds { read_bytes: left * READ_BYTES_MIN, ..bounds });
+                image.run_check(&Bounds { read_bytes: left * READ_BYTES_MIN, ..bounds });
             result.unwrap();
             if !mark::is_set(&content) {
                 break assert!(left > 3, "nothing was read");
             }
             let rest = Image { content, ..image };
-            let (content, result) = rest.looked_at(&BOUNDS);
+            let (content, result) = rest.run_check(&BOUNDS);
             result.unwrap();
             assert_eq!(check(&content), Some(0), "after {left} reads");
             left += 1;
@@ -369,7 +369,7 @@ fn a_look_may_end_anywhere() {
 /// An unknown extension may own clusters, as bitmaps do.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn clusters_of_what_is_not_known_stay() {
+fn clusters_of_unknown_extensions_stay() {
     let Some(image) = Image::new(65_536, 16) else { return };
     let mut content = image.content.clone();
     mark::set(&mut content, false);
@@ -377,23 +377,23 @@ fn clusters_of_what_is_not_known_stay() {
     file.as_file().write_all_at(&content, 0).unwrap();
     let mut bitmap = Command::new("qemu-img");
     assert!(bitmap.args(["bitmap", "--add"]).arg(file.path()).arg("b").status().unwrap().success());
-    let mut image = Image::of(&file, 65_536, 16);
+    let mut image = Image::from_file(&file, 65_536, 16);
     let is_extension = |bytes: &[u8]| bytes == 0x2385_2875_u32.to_be_bytes();
     let place = image.content[..4096].windows(4).position(is_extension).unwrap();
     image.content[place] = 0x12;
-    let (looked, result) = image.looked_at(&BOUNDS);
+    let (checked, result) = image.run_check(&BOUNDS);
     result.unwrap();
-    assert!(looked == image.content);
+    assert!(checked == image.content);
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_look_ends_when_nobody_wants_the_disk() {
+fn a_check_ends_when_the_disk_is_abandoned() {
     let Some(image) = Image::new(512, 16) else { return };
     let file = image.file();
     let source = source(&file);
     let layer = Layer::qcow2(source.clone()).unwrap();
-    source.give_up();
+    source.abandon();
     let error = crate::qcow2::open(vec![layer], false).unwrap_err().to_string();
     assert!(error.contains("not wanted any more"), "{error}");
 }
@@ -401,7 +401,7 @@ fn a_look_ends_when_nobody_wants_the_disk() {
 /// A sparse file may have any length, and all of its tables may lie in holes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_look_at_an_image_of_any_size_ends() {
+fn a_check_of_an_image_of_any_size_ends() {
     let Some(image) = Image::new(512, 1) else { return };
     let file = image.file();
     let entries = 4u64 << 20;

@@ -31,11 +31,11 @@ pub(super) enum MarkState {
     Unknown,
     /// The image must not be marked: other processes could write to it, or no later process could
     /// check it.
-    Never,
+    NotAllowed,
     Clear,
     Set,
     /// Set by an earlier process. Its leaks are freed before the first write.
-    Found,
+    LeaksToFree,
     /// Set by an earlier process, with leaks that were not freed. The mark stays for the next
     /// opening.
     Inherited,
@@ -44,14 +44,14 @@ pub(super) enum MarkState {
 #[derive(Debug)]
 pub(super) struct Mark {
     state: Mutex<MarkState>,
-    is_in_doubt: AtomicBool,
+    must_stay_set: AtomicBool,
     has_autoclear: AtomicBool,
 }
 
 impl Default for Mark {
     fn default() -> Self {
-        let [is_in_doubt, has_autoclear] = [false; 2].map(AtomicBool::new);
-        Self { state: Mutex::new(MarkState::Unknown), is_in_doubt, has_autoclear }
+        let [must_stay_set, has_autoclear] = [false; 2].map(AtomicBool::new);
+        Self { state: Mutex::new(MarkState::Unknown), must_stay_set, has_autoclear }
     }
 }
 
@@ -66,12 +66,12 @@ impl Mark {
 
     /// Keeps the mark from now on, since imago may have leaked clusters: a table was not read or
     /// written.
-    pub(super) fn doubt(&self) {
-        self.is_in_doubt.store(true, Ordering::Relaxed);
+    pub(super) fn keep_set(&self) {
+        self.must_stay_set.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn is_in_doubt(&self) -> bool {
-        self.is_in_doubt.load(Ordering::Relaxed)
+    pub(super) fn must_stay_set(&self) -> bool {
+        self.must_stay_set.load(Ordering::Relaxed)
     }
 
     /// True if the header has features that must be cleared before the first change.
@@ -82,7 +82,7 @@ impl Mark {
     /// True if any write must wait for the leaks or features to be cleared, even to data that has
     /// its place.
     pub(super) fn delays_writes(&self) -> bool {
-        self.has_autoclear() || self.state() == MarkState::Found
+        self.has_autoclear() || self.state() == MarkState::LeaksToFree
     }
 
     pub(super) fn set_autoclear(&self, has_autoclear: bool) {
@@ -90,11 +90,11 @@ impl Mark {
     }
 
     /// Puts the mark of the image into a header that imago writes.
-    pub(super) fn put(&self, header: &mut [u8]) {
+    pub(super) fn restore(&self, header: &mut [u8]) {
         match self.state() {
-            MarkState::Unknown | MarkState::Never => {}
+            MarkState::Unknown | MarkState::NotAllowed => {}
             MarkState::Clear => set(header, false),
-            MarkState::Set | MarkState::Found | MarkState::Inherited => set(header, true),
+            MarkState::Set | MarkState::LeaksToFree | MarkState::Inherited => set(header, true),
         }
     }
 }
@@ -111,7 +111,7 @@ pub(super) fn has_autoclear(header: &[u8]) -> bool {
 
 /// Makes a header look as if the image were neither marked nor corrupt, and had no autoclear
 /// features.
-pub(super) fn hide(header: &mut [u8]) {
+pub(super) fn mask(header: &mut [u8]) {
     if let Some(byte) = header.get_mut(BYTE) {
         *byte &= !(BIT | CORRUPT);
     }

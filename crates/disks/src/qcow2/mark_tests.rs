@@ -110,7 +110,7 @@ const CHANGES: [(&str, Change); 5] = [
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn the_mark_is_stable_before_anything_changes_and_goes_at_the_end() {
+fn the_mark_is_stable_before_any_change_and_is_removed_at_the_end() {
     let options = format!("preallocation=metadata,cluster_size={CLUSTER}");
     for (name, change) in CHANGES {
         let Some(content) = new_image(if name == "write" { "compat=1.1" } else { &options }) else {
@@ -149,7 +149,7 @@ fn the_mark_is_stable_before_anything_changes_and_goes_at_the_end() {
 /// imago does not know the mark, and writes headers when tables move.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_header_that_is_written_anew_keeps_the_mark() {
+fn a_rewritten_header_keeps_the_mark() {
     let Some(content) = new_image("cluster_size=512,refcount_bits=64") else { return };
     let mut world = World::new(&content);
     // The table of counts has to move.
@@ -166,7 +166,7 @@ fn a_header_that_is_written_anew_keeps_the_mark() {
 /// The image is opened again in between, as its tables take too much memory.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_that_is_opened_anew_stays_marked() {
+fn a_reopened_image_stays_marked() {
     let Some(content) = new_image("compat=1.1") else { return };
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let end = RemoteStub::exclusive(&content);
@@ -180,9 +180,9 @@ fn an_image_that_is_opened_anew_stays_marked() {
     };
     write(0);
     assert!(mark::is_set(&end.content()));
-    core.room.use_up();
+    core.cache_limit.reach();
     write(1);
-    assert!(!core.room.is_used_up(), "it was opened anew");
+    assert!(!core.cache_limit.is_reached(), "it was opened anew");
     assert!(mark::is_set(&end.content()));
     drop(core);
     drop(disk);
@@ -191,7 +191,7 @@ fn an_image_that_is_opened_anew_stays_marked() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_stays_marked_when_something_may_be_left_behind() {
+fn an_image_stays_marked_when_clusters_may_be_leaked() {
     let Some(content) = new_image("compat=1.1") else { return };
     let mut world = World::new(&content);
     let disk = world.disk();
@@ -216,7 +216,7 @@ fn an_image_stays_marked_when_something_may_be_left_behind() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn images_that_others_could_write_to_are_not_marked() {
+fn images_without_exclusive_use_or_later_checks_are_not_marked() {
     for (options, is_held) in
         [("compat=1.1", false), ("lazy_refcounts=on", true), ("compat=0.10", true)]
     {
@@ -242,7 +242,7 @@ fn images_that_others_could_write_to_are_not_marked() {
 /// Images that another process has left marked.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_marked_image_that_cannot_be_looked_at_is_only_read() {
+fn a_marked_image_that_cannot_be_checked_is_only_read() {
     for (options, is_held, expected) in [
         ("compat=1.1", false, "where its file can be locked"),
         ("lazy_refcounts=on", true, "(lazy_refcounts); repair it"),
@@ -295,10 +295,10 @@ fn an_image_is_handed_over_without_a_mark() {
     let mut old = World::new(&content);
     old.write(0).unwrap();
     let new = || open(old.end.clone().source(), true).unwrap();
-    let given_up = new();
+    let abandoned = new();
     old.source().write_back().unwrap();
     assert!(!old.is_marked());
-    drop(given_up);
+    drop(abandoned);
     // The old process resumes, and marks the image again.
     old.write(1).unwrap();
     assert!(old.is_marked());
@@ -316,7 +316,7 @@ fn an_image_is_handed_over_without_a_mark() {
 /// Answered writes would be missing in the other process.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_is_not_handed_over_whose_file_cannot_be_written_back() {
+fn an_image_whose_file_cannot_be_written_back_is_not_handed_over() {
     let Some(content) = new_image("compat=1.1") else { return };
     let world = World::new(&content);
     world.write(0).unwrap();
@@ -399,7 +399,7 @@ fn a_file_that_is_handed_over_is_marked_if_it_is_locked() {
 /// The disk did not answer when the old process was to close the image.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_process_writes_nothing_to_what_another_one_goes_on_with() {
+fn a_process_writes_nothing_to_an_image_that_it_has_handed_over() {
     let Some(content) = new_image("compat=1.1") else { return };
     let mut old = World::new(&content);
     old.write(0).unwrap();
@@ -419,24 +419,24 @@ fn a_process_writes_nothing_to_what_another_one_goes_on_with() {
 /// A second request may come before the disk has answered the first.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_image_is_left_when_nothing_is_written_any_more() {
+fn a_hand_over_ends_after_the_last_write() {
     let Some(content) = new_image("compat=1.1") else { return };
     let world = World::new(&content);
     world.write(0).unwrap();
     world.end.set_silent(true);
     let (sender, left) = mpsc::channel();
-    let leave = || {
+    let hand_over = || {
         let (source, end, sender) = (world.source().clone(), world.end.clone(), sender.clone());
         std::thread::spawn(move || {
             source.write_back().unwrap();
             sender.send(end.events()).unwrap();
         })
     };
-    let first = leave();
+    let first = hand_over();
     while !world.end.is_asked() {
         std::thread::yield_now();
     }
-    let second = leave();
+    let second = hand_over();
     assert!(left.recv_timeout(Duration::from_millis(100)).is_err(), "it is left too early");
     world.end.set_silent(false);
     for thread in [first, second] {
@@ -450,7 +450,7 @@ fn an_image_is_left_when_nothing_is_written_any_more() {
 /// A disk below may have any bytes at the place of the mark.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_lies_below_an_image_has_no_mark() {
+fn a_backing_file_has_no_mark() {
     let Some(content) = new_image("compat=1.1") else { return };
     let base = RemoteStub::new(&[0xff; 1 << 20]);
     let layers = vec![

@@ -6,15 +6,15 @@
 //! in the file before the answer, and before other requests may use them. Many changes share one
 //! such commit. A flush of the file then makes all of it stable.
 
-mod ahead;
-mod alone;
 mod changes;
-mod clear;
 mod commit;
+mod compressed_io;
+mod exclusive;
+mod first_writes;
 mod job;
-mod rest;
+mod quiesce;
+mod removal;
 mod streams;
-mod unpacked;
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -32,8 +32,8 @@ pub(super) use job::Job;
 
 use super::core::Core;
 use super::format::{Format, has_any, open};
+use super::place_table::Place;
 use super::storage::{self, Store};
-use super::table::Place;
 use blockio::Error;
 use blockio::ForeignCompleter;
 use blockio::Io;
@@ -57,7 +57,7 @@ pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, oneshot::Receiver<()>),
     let (end, ended) = oneshot::channel();
     let core = Arc::clone(core);
     let run = Box::new(move || {
-        own(core, answer);
+        run_owner(core, answer);
         end.send(());
     });
     start_thread("qcow2", run)
@@ -67,7 +67,7 @@ pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, oneshot::Receiver<()>),
     Ok((owner, ended))
 }
 
-fn own(core: Arc<Core>, answer: oneshot::Sender<Result<Remote, Error>>) {
+fn run_owner(core: Arc<Core>, answer: oneshot::Sender<Result<Remote, Error>>) {
     let with = |engine: EngineKind| {
         // Jobs come with requests, and busy-polling for them takes the CPU from the IoThread.
         let (engine, poll_max) = (engine.into(), Duration::ZERO);
@@ -95,7 +95,7 @@ thread_local! {
 
 /// Passes a job to the owner, for the completer of an op. The op gets no bytes: data is put into
 /// `data`.
-pub(super) fn ask(
+pub(super) fn post_job(
     remote: &Remote,
     job: Job,
     data: &Arc<SyncMutex<Vec<u8>>>,
@@ -111,8 +111,8 @@ pub(super) fn ask(
     });
 }
 
-/// Like [`ask`], for threads that may wait.
-pub(super) fn ask_and_wait(remote: &Remote, job: Job) -> io::Result<()> {
+/// Like [`post_job`], for threads that may wait.
+pub(super) fn run_job_blocking(remote: &Remote, job: Job) -> io::Result<()> {
     let (answer, pending) = oneshot::channel();
     begin(remote, job, move |result| answer.send(result.map(drop)));
     let gone = || Err(io::Error::from_raw_os_error(libc::ECANCELED));
@@ -123,7 +123,7 @@ fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send
     // If the thread has ended, `end` is dropped, which reports the failure.
     remote.post(move |io| {
         let Some(owner) = OWNER.with_borrow(Clone::clone) else { return };
-        let running = owner.begins(&job);
+        let running = owner.track(&job);
         io.spawn(async move {
             let result = owner.answer(job).await;
             drop(running);
@@ -133,10 +133,10 @@ fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send
 }
 
 /// Brings the image of this thread to rest, and then ends the thread, even if a job still runs.
-fn end(io: &Rc<Io>) {
+fn stop_owner(io: &Rc<Io>) {
     let Some(owner) = OWNER.with_borrow(Clone::clone) else { return io.stop() };
     io.spawn(async move {
-        owner.end().await;
+        owner.shut_down().await;
         owner.io.stop();
     });
 }
@@ -161,7 +161,7 @@ pub(super) struct Image {
 impl Image {
     /// Ends the owner, and waits until it has closed its files.
     pub(super) fn end(&mut self) {
-        self.owner.post(end);
+        self.owner.post(stop_owner);
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let _ = ended.and_then(oneshot::Receiver::wait);
     }
@@ -169,7 +169,7 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        self.owner.post(end);
+        self.owner.post(stop_owner);
     }
 }
 
@@ -182,35 +182,35 @@ struct Owner {
     changes: Changes,
     /// Held while clusters are counted ahead beside requests.
     counting: Mutex<()>,
-    turns: Semaphore,
+    job_permits: Semaphore,
     log_limit: RefCell<RateLimit>,
     /// Jobs that have not ended.
     jobs: Cell<usize>,
     /// True if another process may have used the image since the last change here.
-    is_left: Cell<bool>,
+    is_handed_over: Cell<bool>,
 }
 
 impl Owner {
     fn new(core: Arc<Core>, io: Rc<Io>) -> Self {
-        let turns = Semaphore::new(core.room.jobs());
+        let job_permits = Semaphore::new(core.cache_limit.jobs());
         Self {
             core,
             io,
             image: OnceCell::new(),
             changes: Changes::default(),
             counting: Mutex::default(),
-            turns,
+            job_permits,
             log_limit: RefCell::default(),
             jobs: Cell::new(0),
-            is_left: Cell::new(false),
+            is_handed_over: Cell::new(false),
         }
     }
 
-    fn begins(self: &Rc<Self>, job: &Job) -> Option<Running> {
-        if job.changes() {
-            self.is_left.set(false);
+    fn track(self: &Rc<Self>, job: &Job) -> Option<Running> {
+        if job.may_change_tables() {
+            self.is_handed_over.set(false);
         }
-        (!matches!(job, Job::Rest)).then(|| {
+        (!matches!(job, Job::Quiesce)).then(|| {
             self.jobs.set(self.jobs.get() + 1);
             Running(Rc::clone(self))
         })
@@ -221,25 +221,25 @@ impl Owner {
         if let Job::Open = job {
             return self.image().await.map(|_| Vec::new());
         }
-        let freed = job.freed();
+        let freed = job.releasing_copy();
         let mut result = self.carry_out(job).await;
         if let (Err(error), Some((range, job))) = (&result, freed)
-            && clear::is_full(error)
+            && removal::is_full(error)
         {
-            self.make_space(&range).await?;
+            self.release_early(&range).await?;
             result = self.carry_out(job).await;
         }
-        result.inspect_err(|error| self.tell(error))
+        result.inspect_err(|error| self.log_error(error))
     }
 
     async fn carry_out(&self, job: Job) -> io::Result<Vec<u8>> {
-        if job.changes() {
+        if job.may_change_tables() {
             self.mark().await?;
         }
         match job {
             Job::Open => Ok(Vec::new()),
             Job::Read(range) => self.read(range).await,
-            Job::Find(range) => self.find(range).await.map(|()| Vec::new()),
+            Job::LookUp(range) => self.look_up(range).await.map(|()| Vec::new()),
             Job::Write(offset, data) => self.write(offset, &data).await.map(|()| data),
             Job::Place(ranges) => self.place_ahead(&ranges).await,
             Job::Discard(range) => self.discard(range).await.map(|()| Vec::new()),
@@ -247,15 +247,15 @@ impl Owner {
                 self.zero(range, may_unmap).await.map(|()| Vec::new())
             }
             Job::Grow(size) => self.grow(size).await.map(|()| Vec::new()),
-            Job::Rest => {
-                self.leave().await;
+            Job::Quiesce => {
+                self.hand_over().await;
                 Ok(Vec::new())
             }
         }
     }
 
     /// Logs an error without an errno, since requests get only a number.
-    fn tell(&self, error: &io::Error) {
+    fn log_error(&self, error: &io::Error) {
         if error.raw_os_error().is_none()
             && let Some(left_out) = self.log_limit.borrow_mut().permit(Instant::now())
         {
@@ -271,42 +271,42 @@ impl Owner {
         self.image.get_or_try_init(|| async { Ok(RwLock::new(open(&self.core).await?)) }).await
     }
 
-    /// Waits until few enough jobs use tables. The turn comes before the lock of the image: a
+    /// Waits until few enough jobs use tables. The permit comes before the lock of the image: a
     /// holder of the lock must not wait for jobs that wait for it.
-    async fn turn(&self) -> io::Result<SemaphorePermit<'_>> {
-        let turn = self.turns.acquire().await.map_err(io::Error::other)?;
-        if self.core.room.is_used_up() {
-            drop(self.alone().await?);
+    async fn acquire_permit(&self) -> io::Result<SemaphorePermit<'_>> {
+        let permit = self.job_permits.acquire().await.map_err(io::Error::other)?;
+        if self.core.cache_limit.is_reached() {
+            drop(self.lock_exclusively().await?);
         }
-        Ok(turn)
+        Ok(permit)
     }
 
     async fn read(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
         let mut data = vec![0; iomem::fits(range.end - range.start, "bytes in memory")];
-        let _turn = self.turn().await?;
+        let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
         self.read_into(&image, &mut data, range.start).await?;
         Ok(data)
     }
 
     /// Puts the places of these bytes, and of some neighbours, into the table.
-    async fn find(&self, range: Range<u64>) -> io::Result<()> {
-        while !self.look(&range).await? {
+    async fn look_up(&self, range: Range<u64>) -> io::Result<()> {
+        while !self.try_look_up(&range).await? {
             // The bytes have space that is not in the tables of the file yet.
             self.commit().await?;
         }
         Ok(())
     }
 
-    async fn look(&self, range: &Range<u64>) -> io::Result<bool> {
-        self.look_in(range, self.core.table.unit_bytes() * UNITS_AHEAD).await
+    async fn try_look_up(&self, range: &Range<u64>) -> io::Result<bool> {
+        self.look_up_in(range, self.core.table.unit_bytes() * UNITS_AHEAD).await
     }
 
     /// Puts the places of the parts of this size that a range touches into the table. Returns false
     /// if other requests must not use a part of the range yet.
-    async fn look_in(&self, range: &Range<u64>, span: u64) -> io::Result<bool> {
+    async fn look_up_in(&self, range: &Range<u64>, span: u64) -> io::Result<bool> {
         let table = &self.core.table;
-        let _turn = self.turn().await?;
+        let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
         let size = image.size();
         let mut at = range.start - range.start % span;
@@ -322,7 +322,7 @@ impl Owner {
                 0 => (Place::Owner, table.unit_bytes().min(size - at)),
                 _ => (self.place(&mapping, whole), whole),
             };
-            if self.changes.is_new(&(at..at + len)) {
+            if self.changes.is_uncommitted(&(at..at + len)) {
                 if at < range.end && range.start < at + len {
                     return Ok(false);
                 }
@@ -357,9 +357,9 @@ impl Owner {
     async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         let range = offset..offset + data.len() as u64;
         let written = async {
-            match self.write_beside_others(&range, data).await? {
+            match self.write_concurrently(&range, data).await? {
                 true => Ok(()),
-                false => self.write_alone(&range, data).await,
+                false => self.write_exclusively(&range, data).await,
             }
         };
         if let Err(error) = written.await {
@@ -370,16 +370,16 @@ impl Owner {
             return Err(error);
         }
         self.commit().await?;
-        self.find(range).await
+        self.look_up(range).await
     }
 
     /// Writes beside other writes, unless that releases space: imago would give it to any of them
     /// at once, while the tables in the file still use it. The same holds after a failed commit.
     /// Returns false if nothing was written.
-    async fn write_beside_others(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
-        let _turn = self.turn().await?;
+    async fn write_concurrently(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
+        let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
-        let is_possible = !self.changes.has_failed() && !self.gives_up(&image, range).await?;
+        let is_possible = !self.changes.has_failed() && !self.releases_space(&image, range).await?;
         let mut done = 0;
         while is_possible && done < data.len() {
             done += self.write_some(&image, range.start + done as u64, &data[done..]).await?;
@@ -389,7 +389,7 @@ impl Owner {
 
     /// Returns true if a change of the clusters that a range touches releases space of this image:
     /// they are compressed, or shared.
-    async fn gives_up(&self, image: &Format, range: &Range<u64>) -> io::Result<bool> {
+    async fn releases_space(&self, image: &Format, range: &Range<u64>) -> io::Result<bool> {
         let cluster = self.core.cluster_bytes;
         let start = range.start - range.start % cluster;
         let range = start..range.end.next_multiple_of(cluster).min(image.size());
@@ -404,7 +404,7 @@ impl Owner {
     /// Writes some of the first bytes, and returns their number.
     async fn write_some(&self, image: &Format, offset: u64, data: &[u8]) -> io::Result<usize> {
         match self.core.order.is_rounded() {
-            true => self.write_unpacked(image, offset, data).await,
+            true => self.write_decompressed(image, offset, data).await,
             false => self.write_found(image, offset, data, false).await,
         }
     }
@@ -427,13 +427,13 @@ impl Owner {
             Mapping::Zero { explicit: true, .. } => same.min(cluster - offset % cluster),
             _ => same,
         };
-        let was_zero = self.was_zero(image, &found, offset..offset + len).await?;
+        let reads_as_zeroes = self.reads_as_zeroes(image, &found, offset..offset + len).await?;
         let mapping = image.prepare_data_mapping(offset, len, true).await?;
         let len = usize::try_from(mapping.length().min(len)).unwrap_or(data.len());
         assert!(len > 0, "space for no bytes");
         mapping.storage().check_data(mapping.offset(), len as u64)?;
         let host = mapping.offset()..mapping.offset() + len as u64;
-        match !mapping.is_nonblocking() && was_zero && self.core.order.take_ahead(&host) {
+        match !mapping.is_nonblocking() && reads_as_zeroes && self.core.order.take_ahead(&host) {
             true => self.core.top.write_data(&data[..len], host.start).await?,
             false => mapping.storage().write(&data[..len], host.start).await?,
         }
@@ -449,13 +449,13 @@ impl Owner {
 
     /// Forgets the places of a range, and waits until no request uses its data. The caller keeps
     /// new places out of the table.
-    async fn settle(&self, range: &Range<u64>) {
+    async fn revoke_places(&self, range: &Range<u64>) {
         self.core.table.forget(range);
         let mut ops = Vec::new();
-        for (remote, uses) in self.core.users() {
+        for (remote, readers) in self.core.threads() {
             let (op, completer) = self.io.foreign_op(Buffers::empty());
             // If that thread has ended, the completer is dropped, and there is nothing to wait for.
-            remote.post(move |_| uses.wait(completer));
+            remote.post(move |_| readers.wait(completer));
             ops.push(op);
         }
         for op in ops {

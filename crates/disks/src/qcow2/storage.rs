@@ -1,6 +1,6 @@
 //! The files of an image as imago sees them: disks of ours, on the owner's thread.
 
-mod packed;
+mod compressed_reads;
 mod reserve;
 mod writes;
 
@@ -18,11 +18,11 @@ use imago::storage::drivers::CommonStorageHelper;
 use imago::{Storage, StorageExt};
 use iomem::Buffers;
 
+use super::cache_limit::CacheLimit;
 use super::header::ImageHeader;
 use super::mark::{self, MarkState};
-use super::order::{FRONT_BYTES, Order, Tables, Way};
-use super::places::Wrong;
-use super::room::Room;
+use super::metadata_map::Fault;
+use super::write_order::{FRONT_BYTES, Roots, WriteAction, WriteOrder};
 use super::zstd;
 use blockio::EngineKind;
 use blockio::Error;
@@ -67,10 +67,10 @@ const GROWTH_BYTES: u64 = 1 << 20;
 const TABLE_BYTES_MAX: u64 = (32 << 20) + (2 << 20);
 
 /// The bytes of these tables that are read at once.
-const LEARNT_BYTES: usize = 1 << 20;
+const LOAD_BYTES: usize = 1 << 20;
 
 /// The reason to refuse writes after an error at a bad time.
-pub(super) const MOVED: Wrong = "an error came while its tables moved";
+pub(super) const MOVED: Fault = "an error came while its tables moved";
 
 /// Memory for transfers begins at a page.
 const PAGE: usize = 4096;
@@ -84,8 +84,8 @@ pub(super) struct Store {
     /// True for an image with clusters that imago cannot read.
     has_zstd: bool,
     /// The order of the image that is written to. Lower layers have an empty one.
-    order: Arc<Order>,
-    room: Arc<Room>,
+    order: Arc<WriteOrder>,
+    cache_limit: Arc<CacheLimit>,
     helper: CommonStorageHelper,
     /// The length of the file when it last had no space. Each length is logged once: held writes
     /// are tried again and again.
@@ -93,21 +93,21 @@ pub(super) struct Store {
 }
 
 /// A value that is no length.
-const NEVER: u64 = u64::MAX;
+const NO_LENGTH: u64 = u64::MAX;
 
 impl Store {
     pub(super) fn new(
         layer: usize,
         (source, header): (DiskSource, Option<&ImageHeader>),
-        order: &Arc<Order>,
-        room: &Arc<Room>,
+        order: &Arc<WriteOrder>,
+        cache_limit: &Arc<CacheLimit>,
     ) -> Self {
         let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
         let has_mark = header.is_some_and(ImageHeader::has_mark);
         let has_zstd = header.is_some_and(ImageHeader::has_zstd);
-        let (room, helper) = (Arc::clone(room), CommonStorageHelper::default());
-        let full_at = AtomicU64::new(NEVER);
-        Self { layer, source, has_mark, has_zstd, order, room, helper, full_at }
+        let (cache_limit, helper) = (Arc::clone(cache_limit), CommonStorageHelper::default());
+        let full_at = AtomicU64::new(NO_LENGTH);
+        Self { layer, source, has_mark, has_zstd, order, cache_limit, helper, full_at }
     }
 
     /// True if clusters are compressed with Zstandard: see `zstd.rs`.
@@ -121,43 +121,43 @@ impl Store {
     }
 
     /// Releases bytes of the file that are no longer used, if that is possible.
-    pub(super) async fn give_back(&self, offset: u64, len: u64) {
+    pub(super) async fn release_bytes(&self, offset: u64, len: u64) {
         let len = len.min(self.bytes().saturating_sub(offset));
-        let give_back = async {
+        let release_bytes = async {
             self.check_data(offset, len)?;
             self.disk()?.discard(offset, len).await
         };
-        if let Err(error) = give_back.await {
+        if let Err(error) = release_bytes.await {
             tracing::debug!("{len} bytes at {offset} of {self} stay: {error}");
         }
     }
 
     /// Fails if the range touches a table: an image with data there as well is malicious.
     pub(super) fn check_data(&self, offset: u64, len: u64) -> io::Result<()> {
-        match self.order.has_table(&(offset..offset.saturating_add(len))) {
+        match self.order.overlaps_metadata(&(offset..offset.saturating_add(len))) {
             false => Ok(()),
-            true => Err(wrong("it has data and a table in one place")),
+            true => Err(damaged("it has data and a table in one place")),
         }
     }
 
     /// Reads where the tables of the image are. Writes to them have an order from now on.
-    pub(super) async fn learn(&self) -> io::Result<()> {
+    pub(super) async fn load_tables(&self) -> io::Result<()> {
         let mut front = [0; FRONT_BYTES];
         self.read(&mut front[..], 0).await?;
-        let Tables { first, counts } = Tables::of(&front);
-        let (first, counts) = (self.table(first).await?, self.table(counts).await?);
-        self.order.begin(&front, &first, &counts).map_err(wrong)
+        let Roots { l1, counts } = Roots::parse(&front);
+        let (l1, counts) = (self.read_table(l1).await?, self.read_table(counts).await?);
+        self.order.begin(&front, &l1, &counts).map_err(damaged)
     }
 
-    async fn table(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
+    async fn read_table(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
         // imago has read the table, and accepts no longer ones. But the file may have changed
         // since: data may lie over its header.
         let bytes = range.end - range.start;
         if bytes > TABLE_BYTES_MAX {
-            return Err(wrong("a table has become too long"));
+            return Err(damaged("a table has become too long"));
         }
         let mut table = vec![0; iomem::fits(bytes, "bytes in memory")];
-        let pieces = (range.start..).step_by(LEARNT_BYTES).zip(table.chunks_mut(LEARNT_BYTES));
+        let pieces = (range.start..).step_by(LOAD_BYTES).zip(table.chunks_mut(LOAD_BYTES));
         for (offset, piece) in pieces {
             self.read(piece, offset).await?;
         }
@@ -166,15 +166,11 @@ impl Store {
 
     /// Reads the mark when the image is opened for the first time. Another process may have written
     /// to the image until then.
-    pub(super) async fn learn_mark(
-        &self,
-        may_be_marked: bool,
-        was_looked_at: bool,
-    ) -> io::Result<()> {
+    pub(super) async fn load_mark(&self, may_be_marked: bool, was_checked: bool) -> io::Result<()> {
         if self.order.mark.state() != MarkState::Unknown {
             return Ok(());
         }
-        let front = if self.has_mark { self.front().await? } else { Vec::new() };
+        let front = if self.has_mark { self.read_front().await? } else { Vec::new() };
         let is_set = mark::is_set(&front);
         self.order.mark.set_autoclear(mark::has_autoclear(&front));
         if self.order.is_rounded() {
@@ -182,10 +178,10 @@ impl Store {
         }
         self.order.mark.set_state(match (may_be_marked, is_set) {
             (true, false) => MarkState::Clear,
-            (true, true) if was_looked_at => MarkState::Found,
+            (true, true) if was_checked => MarkState::LeaksToFree,
             // Pointers to its clusters are right.
             (_, true) => MarkState::Inherited,
-            (false, false) => MarkState::Never,
+            (false, false) => MarkState::NotAllowed,
         });
         Ok(())
     }
@@ -198,22 +194,22 @@ impl Store {
     /// Changes the header in the file, and clears autoclear features, since this is a change of the
     /// image.
     pub(super) async fn change_front(&self, change: impl FnOnce(&mut [u8])) -> io::Result<()> {
-        let mut front = self.front().await?;
+        let mut front = self.read_front().await?;
         change(&mut front);
         mark::clear_autoclear(&mut front);
         self.write_at(&front, 0).await
     }
 
     /// Reads the blocks of the file with the mark.
-    async fn front(&self) -> io::Result<Vec<u8>> {
+    async fn read_front(&self) -> io::Result<Vec<u8>> {
         let mut front = vec![0; FRONT_BYTES.next_multiple_of(self.req_align())];
         self.read_at(&mut front, 0).await?;
         Ok(front)
     }
 
     /// Fails if writes are refused.
-    fn check(&self) -> io::Result<()> {
-        self.order.refuses().map_or(Ok(()), |why| {
+    fn check_not_refused(&self) -> io::Result<()> {
+        self.order.refusal().map_or(Ok(()), |why| {
             Err(io::Error::other(format!(
                 "{why}; nothing in its tables changes until the image is opened again"
             )))
@@ -226,21 +222,21 @@ impl Store {
         self.write_at(data, offset).await?;
         self.sync().await?;
         // The new table may have been written before it was known as one.
-        self.learn().await
+        self.load_tables().await
     }
 
     fn disk(&self) -> io::Result<Rc<Disk>> {
-        self.with_share().map(|(disk, _)| disk)
+        self.disk_and_share().map(|(disk, _)| disk)
     }
 
-    fn with_share(&self) -> io::Result<(Rc<Disk>, Rc<BounceShare>)> {
+    fn disk_and_share(&self) -> io::Result<(Rc<Disk>, Rc<BounceShare>)> {
         let disk = DISKS.with_borrow(|disks| disks.get(self.layer).cloned());
         disk.ok_or_else(|| io::Error::from_raw_os_error(libc::ECANCELED))
     }
 
     /// Takes memory for a transfer from the budget.
-    async fn memory(&self, bytes: usize) -> io::Result<(Rc<Disk>, Buffers)> {
-        let (disk, share) = self.with_share()?;
+    async fn take_memory(&self, bytes: usize) -> io::Result<(Rc<Disk>, Buffers)> {
+        let (disk, share) = self.disk_and_share()?;
         let permit = share.take(bytes).await;
         Ok((disk, Buffers::uninitialized(bytes, PAGE, permit)?))
     }
@@ -248,7 +244,7 @@ impl Store {
     /// Adopts the whole blocks of the file, and returns its length. Another process may have
     /// extended the file before it was handed over. Not every disk has bytes behind its whole
     /// blocks.
-    pub(super) fn look(&self) -> Result<u64, Error> {
+    pub(super) fn adopt_file_size(&self) -> Result<u64, Error> {
         let size = self.source.covered_bytes()?;
         let whole = size - size % u64::from(self.source.info().physical_block_bytes);
         if whole > self.bytes() {
@@ -258,14 +254,14 @@ impl Store {
     }
 
     /// Extends the file to `end` if it is shorter.
-    fn reach(&self, end: u64) -> io::Result<()> {
+    fn extend_to(&self, end: u64) -> io::Result<()> {
         if end <= self.bytes() {
             return Ok(());
         }
-        let grow = || match self.look()? {
+        let grow = || match self.adopt_file_size()? {
             size if end <= size => Ok(()),
             // A server or a cluster may take long to answer, and the loop would wait for it.
-            _ if !self.source.sets_size_at_once() => Err(self.is_full()),
+            _ if !self.source.sets_size_at_once() => Err(self.full_error()),
             size => {
                 let larger = end.next_multiple_of(GROWTH_BYTES).max(size);
                 // If this process cannot extend the file, another process may have done so.
@@ -282,15 +278,15 @@ impl Store {
         })
     }
 
-    fn is_full(&self) -> Error {
+    fn full_error(&self) -> Error {
         let reason = "it is full; make it larger, then use `ringhaul ctl resize` (an RBD image \
                       goes on by itself)";
         self.source.refused("", reason)
     }
 
     async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
-        self.reach(offset + data.len() as u64)?;
-        let (disk, buffers) = self.memory(data.len()).await?;
+        self.extend_to(offset + data.len() as u64)?;
+        let (disk, buffers) = self.take_memory(data.len()).await?;
         buffers.copy_from(0, data);
         Ok(disk.write(offset, buffers, false).await?)
     }
@@ -301,7 +297,7 @@ impl Store {
         let (there, rest) = data.split_at_mut(iomem::fits(there, "bytes in memory"));
         rest.fill(0);
         if !there.is_empty() {
-            let (disk, buffers) = self.memory(there.len()).await?;
+            let (disk, buffers) = self.take_memory(there.len()).await?;
             let read = buffers.duplicate();
             disk.read(offset, buffers).await?;
             read.copy_to(0, there);
@@ -311,19 +307,19 @@ impl Store {
 
     /// Zeroes data, and no tables: imago does that to the rest of a partly written cluster.
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
-        self.check()?;
+        self.check_not_refused()?;
         self.check_data(offset, len)?;
         if self.order.is_ahead(&(offset..offset + len)) {
             return Ok(());
         }
         let zeroed = async {
-            self.reach(offset + len)?;
-            self.order.spoil_ahead(&(offset..offset + len));
+            self.extend_to(offset + len)?;
+            self.order.remove_ahead(&(offset..offset + len));
             let zeroed = self.disk()?.write_zeroes(offset, len, may_unmap).await;
             self.order.note_written();
             zeroed
         };
-        zeroed.await.inspect_err(|_| self.order.mark.doubt())
+        zeroed.await.inspect_err(|_| self.order.mark.keep_set())
     }
 }
 
@@ -337,9 +333,9 @@ fn errno_of_growth(error: &Error) -> i32 {
 }
 
 /// The error of an image that is damaged, or was made to look so.
-fn wrong(what: Wrong) -> io::Error {
+fn damaged(fault: Fault) -> io::Error {
     io::Error::other(format!(
-        "{what}; repair it with `qemu-img check -r all`, or open it read-only"
+        "{fault}; repair it with `qemu-img check -r all`, or open it read-only"
     ))
 }
 
@@ -355,20 +351,20 @@ impl Storage for Store {
     // SAFETY: the disk refuses requests that imago has not aligned, and memory is not shared.
     async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
-        self.room.note(self.layer, offset, data.len());
+        self.cache_limit.count_access(self.layer, offset, data.len());
         let before = self.order.entry_writes();
         let read = self.read_at(&mut data, offset).await;
         if read.is_ok() && self.layer == 0 {
-            self.order.learn_read(offset, &data, before);
+            self.order.cache_read(offset, &data, before);
         }
-        self.order.cover(offset, &mut data);
-        let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(wrong));
-        checked.inspect_err(|_| self.order.mark.doubt())?;
+        self.order.overlay_waiting(offset, &mut data);
+        let checked = read.and_then(|()| self.order.check_read(offset, &data).map_err(damaged));
+        checked.inspect_err(|_| self.order.mark.keep_set())?;
         if offset == 0 && self.has_mark {
-            mark::hide(&mut data);
+            mark::mask(&mut data);
         }
         if offset == 0 {
-            zstd::hide(&mut data, self.has_zstd, self.order.is_rounded());
+            zstd::mask(&mut data, self.has_zstd, self.order.is_rounded());
         }
         bufv.copy_from_slice(&data);
         Ok(())
@@ -377,26 +373,26 @@ impl Storage for Store {
     // SAFETY: as for `pure_readv`.
     async unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
-        self.room.note(self.layer, offset, data.len());
+        self.cache_limit.count_access(self.layer, offset, data.len());
         bufv.copy_into_slice(&mut data);
         if offset == 0 && self.has_mark {
-            self.order.mark.put(&mut data);
+            self.order.mark.restore(&mut data);
         }
         if offset == 0 {
-            zstd::put(&mut data, self.has_zstd, self.order.disk_bytes());
+            zstd::restore(&mut data, self.has_zstd, self.order.disk_bytes());
         }
-        let written = match self.order.sort(offset, &data) {
-            Way::Now => self.write_other(&data, offset).await,
-            Way::Kept => Ok(()),
-            Way::Counts => self.write_counts(&data, offset).await,
+        let written = match self.order.classify(offset, &data) {
+            WriteAction::Now => self.write_now(&data, offset).await,
+            WriteAction::Wait => Ok(()),
+            WriteAction::RaiseCounts => self.write_counts(&data, offset).await,
             // After an error imago would continue with the old table, even if the file names the
             // new one.
-            Way::BetweenFlushes => {
+            WriteAction::BetweenFlushes => {
                 self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse(MOVED))
             }
-            Way::Refused => self.check(),
+            WriteAction::Refuse => self.check_not_refused(),
         };
-        written.inspect_err(|_| self.order.mark.doubt())
+        written.inspect_err(|_| self.order.mark.keep_set())
     }
 
     // SAFETY: as for `pure_readv`.
@@ -415,7 +411,7 @@ impl Storage for Store {
 
     async fn sync(&self) -> io::Result<()> {
         let written = self.order.written();
-        self.disk()?.flush().await.inspect_err(|_| self.order.note_unstable())?;
+        self.disk()?.flush().await.inspect_err(|_| self.order.note_failed_flush())?;
         self.order.note_stable(written);
         Ok(())
     }
@@ -453,23 +449,29 @@ impl fmt::Display for Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::qcow2::order::counted::Risen;
+    use crate::qcow2::write_order::count_blocks::RisenBlock;
     use blockio::IoThread;
     use blockio::IoThreadConfig;
     use blockio::testing::RemoteStub;
 
     /// Their counts and their zeroes may be lost, and no later flush says so.
     #[test]
-    fn clusters_whose_flush_has_failed_are_not_ready_after_the_next_one() {
-        let (end, order) = (RemoteStub::new(&[0; 8192]), Arc::<Order>::default());
-        let room = Arc::new(Room::new(vec![512]));
-        let store = Store::new(0, (end.clone().source(), None), &order, &room);
+    fn clusters_of_a_failed_flush_are_not_ready_after_the_next_flush() {
+        let (end, order) = (RemoteStub::new(&[0; 8192]), Arc::<WriteOrder>::default());
+        let cache_limit = Arc::new(CacheLimit::new(vec![512]));
+        let store = Store::new(0, (end.clone().source(), None), &order, &cache_limit);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let share = thread.io().bounce_share(&order);
         attach(&[end.clone().source()], &share, thread.io());
         let (wanted, file): (Arc<[u8]>, Arc<[u8]>) = (vec![0; 512].into(), vec![1; 512].into());
-        let risen =
-            Risen { place: 512, first: 0, cluster_bytes: 512, bits: 8, wanted, file: file.clone() };
+        let risen = RisenBlock {
+            place: 512,
+            first: 0,
+            cluster_bytes: 512,
+            bits: 8,
+            wanted,
+            file: file.clone(),
+        };
         for fails in [false, true] {
             order.add_ahead(&risen, &file, vec![1024, 1536]);
             end.have_some_fail(u64::from(fails));

@@ -43,7 +43,7 @@ fn second(file: &NamedTempFile, index: u64) -> u64 {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_file_that_was_cut_off_before_a_table_is_warned_of() {
+fn a_file_that_ends_before_a_table_has_a_warning() {
     let Some(file) = new_image() else { return };
     assert_eq!(open(&file, false).unwrap().warning(), None);
     let last = (0..8).map(|index| second(&file, index)).max().unwrap();

@@ -31,7 +31,7 @@ pub(super) fn disk_bytes(header: &[u8]) -> u64 {
 
 /// Makes a header look as if its clusters were compressed by zlib, and as if the disk ended with a
 /// cluster.
-pub(super) fn hide(header: &mut [u8], has_zstd: bool, is_rounded: bool) {
+pub(super) fn mask(header: &mut [u8], has_zstd: bool, is_rounded: bool) {
     if has_zstd && let Some(feature) = header.get_mut(FEATURE_AT) {
         *feature &= !FEATURE;
     }
@@ -42,7 +42,7 @@ pub(super) fn hide(header: &mut [u8], has_zstd: bool, is_rounded: bool) {
 }
 
 /// Restores the fields that are hidden from imago.
-pub(super) fn put(header: &mut [u8], has_zstd: bool, disk_bytes: Option<u64>) {
+pub(super) fn restore(header: &mut [u8], has_zstd: bool, disk_bytes: Option<u64>) {
     if has_zstd && let Some(feature) = header.get_mut(FEATURE_AT) {
         *feature |= FEATURE;
     }
@@ -65,18 +65,18 @@ pub(super) fn cluster_bytes(header: &[u8]) -> u64 {
 /// The flag of an L2 entry with a compressed cluster.
 const IS_COMPRESSED: u64 = 1 << 62;
 /// The offset of a table, in an entry of L1.
-pub(super) const TABLE: u64 = ((1 << 56) - 1) & !511;
+pub(super) const TABLE_OFFSET: u64 = ((1 << 56) - 1) & !511;
 
 /// The place of compressed data in a file. The data ends before the end of these bytes.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Packed {
+pub(super) struct CompressedRange {
     pub(super) offset: u64,
     pub(super) bytes: u64,
 }
 
-impl Packed {
+impl CompressedRange {
     /// The place that an entry of an L2 table names. `None` if its cluster is not compressed.
-    pub(super) fn of(entry: u64, cluster_bytes: u64) -> Option<Self> {
+    pub(super) fn from_entry(entry: u64, cluster_bytes: u64) -> Option<Self> {
         if entry & (1 << 63) != 0 || entry & IS_COMPRESSED == 0 {
             return None;
         }
@@ -88,8 +88,8 @@ impl Packed {
     }
 }
 
-/// Unpacks a cluster of this size.
-pub(super) fn unpack(mut data: &[u8], cluster_bytes: usize) -> io::Result<Vec<u8>> {
+/// Decompresses a cluster of this size.
+pub(super) fn decompress(mut data: &[u8], cluster_bytes: usize) -> io::Result<Vec<u8>> {
     let wrong = |error: FrameDecoderError| io::Error::other(error);
     let mut decoder = FrameDecoder::new();
     decoder.set_max_window_size(WINDOW_BYTES_MAX);
@@ -133,28 +133,31 @@ mod tests {
     }
 
     #[test]
-    fn frames_give_a_cluster_and_no_more() {
+    fn frames_yield_one_cluster_and_no_more() {
         let frame = |blocks: &[Vec<u8>]| [front(10), blocks.concat()].concat();
         let cluster: usize = iomem::fits(BLOCK, "a cluster");
-        let unpack = |data: &[u8]| unpack(data, cluster).map_err(|error| error.to_string());
+        let decompress = |data: &[u8]| decompress(data, cluster).map_err(|error| error.to_string());
         let whole = frame(&[equal(BLOCK, true)]);
-        assert_eq!(unpack(&[&whole[..], b"the next one"].concat()), Ok(vec![7; cluster]));
+        assert_eq!(decompress(&[&whole[..], b"the next one"].concat()), Ok(vec![7; cluster]));
         let halves = [false, true].map(|is_last| equal(BLOCK / 2, is_last));
-        assert_eq!(unpack(&frame(&halves)), Ok(vec![7; cluster]));
+        assert_eq!(decompress(&frame(&halves)), Ok(vec![7; cluster]));
         let two = frame(&[equal(BLOCK / 2, true)]).repeat(2);
-        assert_eq!(unpack(&two), Ok(vec![7; cluster]));
+        assert_eq!(decompress(&two), Ok(vec![7; cluster]));
         for end in 0..whole.len() {
-            assert!(unpack(&whole[..end]).is_err(), "{end}");
+            assert!(decompress(&whole[..end]).is_err(), "{end}");
         }
-        assert_eq!(unpack(&frame(&[equal(BLOCK, false), equal(1, true)])), Err(TOO_LONG.into()));
+        assert_eq!(
+            decompress(&frame(&[equal(BLOCK, false), equal(1, true)])),
+            Err(TOO_LONG.into())
+        );
         // The frame announces more than a cluster.
         let long = [&MAGIC[..], &[0b1010_0000], &(BLOCK + 1).to_le_bytes()].concat();
-        assert_eq!(unpack(&[long, equal(BLOCK, true)].concat()), Err(TOO_LONG.into()));
+        assert_eq!(decompress(&[long, equal(BLOCK, true)].concat()), Err(TOO_LONG.into()));
         let window = [front(14), equal(BLOCK, true)].concat();
-        assert!(unpack(&window).unwrap_err().contains("window"));
+        assert!(decompress(&window).unwrap_err().contains("window"));
         // A terabyte in 32 MiB.
         let bomb = frame(&[equal(BLOCK, false).repeat(8 << 20)]);
-        assert_eq!(unpack(&bomb), Err(TOO_LONG.into()));
+        assert_eq!(decompress(&bomb), Err(TOO_LONG.into()));
     }
 
     /// The maker of an image may put any bytes into a frame.
@@ -170,7 +173,7 @@ mod tests {
         let level = ruzstd::encoding::CompressionLevel::Fastest;
         let whole = ruzstd::encoding::compress_to_vec(&cluster[..], level);
         assert!(whole.len() < 12_000);
-        assert_eq!(unpack(&whole, cluster.len()).unwrap(), cluster);
+        assert_eq!(decompress(&whole, cluster.len()).unwrap(), cluster);
         let mut errors = 0;
         for round in 0..ROUNDS {
             let mut frame = whole.clone();
@@ -180,7 +183,7 @@ mod tests {
                 frame[next() % end] = next().to_le_bytes()[0];
             }
             frame.truncate(if round % 8 == 0 { next() % frame.len() } else { frame.len() });
-            match unpack(&frame, cluster.len()) {
+            match decompress(&frame, cluster.len()) {
                 Ok(found) => assert_eq!(found.len(), cluster.len()),
                 Err(_) => errors += 1,
             }
@@ -189,27 +192,33 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_says_where_compressed_data_is() {
-        assert_eq!(Packed::of(1 << 63 | IS_COMPRESSED | 4096, 65_536), None);
-        assert_eq!(Packed::of(4096, 65_536), None);
+    fn an_entry_names_the_range_of_compressed_data() {
+        assert_eq!(CompressedRange::from_entry(1 << 63 | IS_COMPRESSED | 4096, 65_536), None);
+        assert_eq!(CompressedRange::from_entry(4096, 65_536), None);
         let entry = IS_COMPRESSED | 2 << 54 | 4100;
-        assert_eq!(Packed::of(entry, 65_536), Some(Packed { offset: 4100, bytes: 1532 }));
+        assert_eq!(
+            CompressedRange::from_entry(entry, 65_536),
+            Some(CompressedRange { offset: 4100, bytes: 1532 })
+        );
         let entry = IS_COMPRESSED | 1 << 61 | 511;
-        assert_eq!(Packed::of(entry, 512), Some(Packed { offset: 511, bytes: 513 }));
+        assert_eq!(
+            CompressedRange::from_entry(entry, 512),
+            Some(CompressedRange { offset: 511, bytes: 513 })
+        );
     }
 
     #[test]
-    fn imago_sees_another_header_and_writes_the_same() {
+    fn a_masked_header_is_restored_when_it_is_written() {
         let mut header = vec![0; 512];
         header[CLUSTER_AT] = 16;
         header[FEATURE_AT] = FEATURE | 1;
         set_disk_bytes(&mut header, 65_537);
         let before = header.clone();
-        hide(&mut header, true, true);
+        mask(&mut header, true, true);
         assert_eq!((header[FEATURE_AT], disk_bytes(&header)), (1, 131_072));
-        put(&mut header, true, Some(65_537));
+        restore(&mut header, true, Some(65_537));
         assert_eq!(header, before);
-        hide(&mut header, false, false);
+        mask(&mut header, false, false);
         assert_eq!(header, before);
     }
 }

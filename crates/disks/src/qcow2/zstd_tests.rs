@@ -174,7 +174,7 @@ fn first_compressed(file: &std::fs::File) -> (u64, u64) {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_damaged_frame_is_an_error_of_its_reads_alone() {
+fn a_damaged_frame_fails_only_its_own_reads() {
     let Some(scene) = Scene::new("64k", 2048) else { return };
     let file = std::fs::OpenOptions::new().read(true).write(true).open(scene.path("image"));
     let file = file.unwrap();

@@ -196,7 +196,7 @@ impl Image {
         Ok(Self { open: ManuallyDrop::new(open), waiting, changes })
     }
 
-    pub(super) fn waiting(&self) -> &Arc<PendingOps> {
+    pub(super) fn pending_ops(&self) -> &Arc<PendingOps> {
         &self.waiting
     }
 
@@ -364,7 +364,7 @@ impl Drop for Image {
     fn drop(&mut self) {
         // SAFETY: it is taken once, and not used after this.
         let open = unsafe { ManuallyDrop::take(&mut self.open) };
-        if self.waiting.was_given_up() {
+        if self.waiting.was_abandoned() {
             // A thread closes it when the cluster answers. If that cannot start, it is closed here.
             let _ = thread::Builder::new().name("ringhaul-rbd".into()).spawn(move || drop(open));
         }

@@ -89,8 +89,9 @@ fn open_patiently(
     let cluster = connect(name, info.direct)?;
     let [pool_name, namespace, image_name] =
         [&name.pool, &name.namespace, &name.image].map(|part| text(part));
-    let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");
-    let cluster_id = cluster.id().map_err(said)?;
+    let query_failed =
+        |error: io::Error| format!("the cluster does not say what it is like: {error}");
+    let cluster_id = cluster.id().map_err(query_failed)?;
     let discard_bytes = discard_bytes(&cluster, info.logical_block_bytes);
     let pool =
         Pool::open(cluster, &pool_name?, &namespace?).map_err(|error| no_pool(name, &error))?;
@@ -101,11 +102,12 @@ fn open_patiently(
     if name.exclusive && !info.read_only {
         image.lock().map_err(|error| no_lock(&error))?;
     }
-    let size_bytes = image.size_bytes().map_err(said)?;
+    let size_bytes = image.size_bytes().map_err(query_failed)?;
     check_size(size_bytes, info.logical_block_bytes)?;
-    let id = format!("{pool_number}/{}/{}", name.namespace, image.id().map_err(said)?);
+    let id = format!("{pool_number}/{}/{}", name.namespace, image.id().map_err(query_failed)?);
     let snapshot = name.snapshot.as_ref().map_or(String::new(), |name| format!("@{name}"));
-    let (unit, count) = (image.stripe_unit().map_err(said)?, image.stripe_count().map_err(said)?);
+    let (unit, count) =
+        (image.stripe_unit().map_err(query_failed)?, image.stripe_count().map_err(query_failed)?);
     let object_bytes = unit.checked_mul(count).filter(|bytes| *bytes > 0).ok_or_else(|| {
         format!("its stripes of {count} times {unit} bytes cannot be; check it (`rbd info`)")
     })?;
@@ -136,9 +138,13 @@ pub(super) fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<()
 }
 
 fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
-    let said = cluster.get(c"rbd_discard_granularity_bytes").ok();
-    let said: u32 = said.and_then(|said| said.parse().ok()).unwrap_or(0);
-    if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes }
+    let configured = cluster.get(c"rbd_discard_granularity_bytes").ok();
+    let configured: u32 = configured.and_then(|configured| configured.parse().ok()).unwrap_or(0);
+    if configured.is_power_of_two() {
+        configured.max(logical_block_bytes)
+    } else {
+        logical_block_bytes
+    }
 }
 
 /// A connected handle of the image's cluster. It is not shared: when another client takes over the

@@ -17,8 +17,8 @@ struct State {
     ops: Vec<Option<Op>>,
     free: Vec<usize>,
     /// True if the image is to be given up when the cluster is away.
-    is_unwanted: bool,
-    was_given_up: bool,
+    fails_when_away: bool,
+    was_abandoned: bool,
 }
 
 struct Op {
@@ -43,7 +43,7 @@ impl PendingOps {
     /// was given up: then the operation has failed.
     pub(super) fn begin(&self, completer: ForeignCompleter) -> Option<usize> {
         let mut state = self.state();
-        if state.was_given_up {
+        if state.was_abandoned {
             drop(state);
             completer.complete(Err(failed()));
             return None;
@@ -67,7 +67,7 @@ impl PendingOps {
             let mut state = self.state();
             let op = state.ops.get_mut(number).and_then(Option::take);
             assert!(
-                op.is_some() || state.was_given_up,
+                op.is_some() || state.was_abandoned,
                 "invariant 4: operation {number} ends once"
             );
             state.free.push(number);
@@ -79,21 +79,22 @@ impl PendingOps {
     }
 
     /// Fails all operations, present and later, if the cluster is away, or as soon as
-    /// [`look`](Self::look) finds that it is. A cluster that answers carries them out, and they get
-    /// its answers. librbd does not cancel them, and keeps the memory that it was lent for them.
-    pub(super) fn give_up(&self) {
-        self.state().is_unwanted = true;
-        self.look();
+    /// [`abandon_if_away`](Self::abandon_if_away) finds that it is. A cluster that answers carries
+    /// them out, and they get its answers. librbd does not cancel them, and keeps the memory that
+    /// it was lent for them.
+    pub(super) fn abandon(&self) {
+        self.state().fails_when_away = true;
+        self.abandon_if_away();
     }
 
-    /// Gives the image up if that is wanted and the cluster is away.
-    pub(super) fn look(&self) {
+    /// Abandons the image if that was requested and the cluster is away.
+    pub(super) fn abandon_if_away(&self) {
         let ops: Vec<Op> = {
             let mut state = self.state();
-            if !state.is_unwanted || state.away().is_none() {
+            if !state.fails_when_away || state.away().is_none() {
                 return;
             }
-            state.was_given_up = true;
+            state.was_abandoned = true;
             state.ops.iter_mut().filter_map(Option::take).collect()
         };
         for op in ops {
@@ -101,8 +102,8 @@ impl PendingOps {
         }
     }
 
-    pub(super) fn was_given_up(&self) -> bool {
-        self.state().was_given_up
+    pub(super) fn was_abandoned(&self) -> bool {
+        self.state().was_abandoned
     }
 
     /// The oldest operation and the number of all, if the cluster counts as away because of its
@@ -136,7 +137,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn what_waits_ends_or_is_given_up() {
+    fn operations_end_or_are_abandoned() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let waiting = PendingOps::default();
         let begin = || {
@@ -151,15 +152,15 @@ mod tests {
         assert_eq!(number, Some(1), "a number is used again");
         assert_eq!(waiting.away(), None, "they have just begun");
         // While the cluster answers, operations are waited for.
-        waiting.give_up();
-        assert!(!waiting.was_given_up());
+        waiting.abandon();
+        assert!(!waiting.was_abandoned());
         waiting.end(0, Ok(512));
         assert_eq!(thread.block_on(first).unwrap().result.unwrap(), 512);
         let (last, number) = begin();
         assert_eq!(number, Some(0));
         let old = clock::now().checked_sub(LATE).unwrap();
         waiting.state().ops[0].as_mut().unwrap().since = old;
-        waiting.look();
+        waiting.abandon_if_away();
         for op in [last, third, fourth] {
             let done = thread.block_on(op).unwrap();
             assert_eq!(done.result.unwrap_err().raw_os_error(), Some(libc::EIO));
@@ -167,7 +168,7 @@ mod tests {
         // librbd ends them later, without effect. No operation begins from now on.
         (0..3).for_each(|number| waiting.end(number, Ok(512)));
         let (fifth, number) = begin();
-        assert!(number.is_none() && waiting.was_given_up() && waiting.away().is_none());
+        assert!(number.is_none() && waiting.was_abandoned() && waiting.away().is_none());
         assert!(thread.block_on(fifth).unwrap().result.is_err());
         while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
         assert_eq!(thread.io().ops(), 0);
@@ -175,7 +176,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn the_oldest_says_since_when_the_cluster_is_away() {
+    fn the_oldest_operation_dates_the_absence_of_the_cluster() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let op = |since| {
             let (_, completer) = thread.io().foreign_op(Buffers::empty());

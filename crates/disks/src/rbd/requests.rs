@@ -111,7 +111,7 @@ impl RbdDisk {
         }
         // The query may take as long as the cluster does, or be given up.
         let (op, completer) = self.io.foreign_op(Buffers::empty());
-        if let Some(number) = self.shared.image.waiting().begin(completer)
+        if let Some(number) = self.shared.image.pending_ops().begin(completer)
             && self.shared.await_size(number)
         {
             let shared = Arc::clone(&self.shared);
@@ -127,7 +127,7 @@ impl RbdDisk {
     /// Records a loss if the cluster has locked out this client, which is final. Returns the error.
     fn seen(&self, error: io::Error) -> io::Error {
         if error.raw_os_error() == Some(libc::ESHUTDOWN) {
-            self.shared.lose(&error);
+            self.shared.record_loss(&error);
         }
         error
     }
@@ -172,9 +172,9 @@ impl RbdDisk {
         let image = &self.shared.image;
         let result = self.all(image.flush(&self.io)).await;
         if let Err(error) = &result
-            && !image.waiting().was_given_up()
+            && !image.pending_ops().was_abandoned()
         {
-            self.shared.lose(error);
+            self.shared.record_loss(error);
         }
         result.and_then(|()| self.shared.loss())
     }

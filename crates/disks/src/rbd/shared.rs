@@ -30,14 +30,14 @@ pub(super) struct Shared {
     changes: AtomicU64,
     /// Locked while these two change.
     finding: Mutex<()>,
-    asking: Mutex<SizeQueries>,
+    size_queries: Mutex<SizeQueries>,
 }
 
 /// Operations that wait for the size.
 #[derive(Default)]
 struct SizeQueries {
     /// True while a thread asks for the size, and continues until no operation waits.
-    is_asked: bool,
+    is_running: bool,
     /// Operations that wait for a query not yet made.
     ops: Vec<usize>,
 }
@@ -53,7 +53,7 @@ impl Shared {
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
             finding: Mutex::new(()),
-            asking: Mutex::default(),
+            size_queries: Mutex::default(),
         }
     }
 
@@ -74,7 +74,7 @@ impl Shared {
     }
 
     /// Marks written data as possibly lost, for ever, and logs the first loss.
-    pub(super) fn lose(&self, error: &io::Error) {
+    pub(super) fn record_loss(&self, error: &io::Error) {
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
         if self.lost.swap(errno, Ordering::Relaxed) == 0 {
             let advice = match errno {
@@ -109,9 +109,9 @@ impl Shared {
     /// [answers](Self::answer_all), since there is none.
     #[must_use]
     pub(super) fn await_size(&self, op: usize) -> bool {
-        let mut asking = self.asking();
-        asking.ops.push(op);
-        !std::mem::replace(&mut asking.is_asked, true)
+        let mut size_queries = self.size_queries();
+        size_queries.ops.push(op);
+        !std::mem::replace(&mut size_queries.is_running, true)
     }
 
     /// Answers all operations that wait for the size, until none is left. `find` asks the cluster.
@@ -119,23 +119,23 @@ impl Shared {
     pub(super) fn answer_all(&self, find: impl Fn() -> io::Result<u64>) {
         loop {
             let ops = {
-                let mut asking = self.asking();
-                if asking.ops.is_empty() {
-                    asking.is_asked = false;
+                let mut size_queries = self.size_queries();
+                if size_queries.ops.is_empty() {
+                    size_queries.is_running = false;
                     return;
                 }
-                std::mem::take(&mut asking.ops)
+                std::mem::take(&mut size_queries.ops)
             };
             let size = find().map(|size| fits(size, "a size as a number of bytes"));
             let size = size.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO));
             for op in ops {
-                self.image.waiting().end(op, size.map_err(io::Error::from_raw_os_error));
+                self.image.pending_ops().end(op, size.map_err(io::Error::from_raw_os_error));
             }
         }
     }
 
-    fn asking(&self) -> MutexGuard<'_, SizeQueries> {
-        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
+    fn size_queries(&self) -> MutexGuard<'_, SizeQueries> {
+        self.size_queries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks for the size, and waits for the cluster.

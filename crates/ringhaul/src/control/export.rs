@@ -210,7 +210,7 @@ impl Export {
     /// Requests that wait for the server of a disk fail.
     pub(super) fn disconnect(&mut self) {
         self.is_forced = true;
-        self.disks.iter().for_each(DiskSource::give_up);
+        self.disks.iter().for_each(DiskSource::abandon);
         self.session.iter().for_each(Session::disconnect);
     }
 

@@ -327,7 +327,7 @@ fn release_disks(mut disks: Vec<DiskSource>) {
     let until = Instant::now() + LEAVE_MAX;
     let mut leaving = ParallelCalls::begin(disks, |disk: DiskSource, give_way| {
         give_way();
-        disk.leave();
+        disk.release_lock();
     });
     while leaving.next(Some(until)).is_some() {}
 }

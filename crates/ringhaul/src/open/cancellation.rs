@@ -39,7 +39,7 @@ impl CancelToken {
         // Under the lock: a read that begins later finds the token cancelled.
         let reading = self.reading();
         self.0.is_cancelled.store(true, Ordering::Relaxed);
-        reading.disks.iter().for_each(|(_, disk)| disk.give_up());
+        reading.disks.iter().for_each(|(_, disk)| disk.abandon());
     }
 
     /// Calls `read`, which reads from the disk. Its reads fail if the token is cancelled and the
@@ -69,7 +69,7 @@ impl CancelToken {
         reading.next += 1;
         reading.disks.push((number, disk.clone()));
         if !self.is_active() {
-            disk.give_up();
+            disk.abandon();
         }
         ReadGuard { token: self, number }
     }

@@ -37,7 +37,7 @@ pub(crate) struct Shared {
     /// The format of the image that a disk without a format seems to be.
     foreign_format: OnceLock<&'static str>,
     /// True if the disk is no longer needed.
-    is_given_up: AtomicBool,
+    is_abandoned: AtomicBool,
 }
 
 /// The rules for the requests of a disk.
@@ -65,7 +65,7 @@ impl Shared {
             turns: Default::default(),
             retry_stats: RetryStats::default(),
             foreign_format: OnceLock::new(),
-            is_given_up: AtomicBool::new(false),
+            is_abandoned: AtomicBool::new(false),
         }
     }
 
@@ -152,12 +152,12 @@ impl Shared {
         self.change(|rules| rules.errors = errors);
     }
 
-    pub(crate) fn give_up(&self) {
-        self.is_given_up.store(true, Ordering::Relaxed);
+    pub(crate) fn abandon(&self) {
+        self.is_abandoned.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_given_up(&self) -> bool {
-        self.is_given_up.load(Ordering::Relaxed)
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.is_abandoned.load(Ordering::Relaxed)
     }
 
     pub(crate) fn resumed(&self) -> u64 {

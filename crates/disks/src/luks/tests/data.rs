@@ -42,7 +42,7 @@ fn pieces_and_whole_requests_are_the_same_on_the_disk() {
 /// The header determines the position of the first sector and the end of the data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn positions_begin_and_data_ends_where_the_header_says() {
+fn positions_and_the_end_of_data_follow_the_header() {
     let start = header(|metadata| {
         metadata["segments"]["0"]["iv_tweak"] = json!("8");
         metadata["segments"]["0"]["size"] = json!("8192");
@@ -75,7 +75,7 @@ fn positions_begin_and_data_ends_where_the_header_says() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn discards_are_passed_on_only_if_that_is_allowed() {
+fn discards_are_passed_on_only_if_allowed() {
     for allowed in [false, true] {
         let file = image(&header(|_| ()), MIB);
         let source = crate::luks::open(below(&file), &options(allowed)).unwrap();

@@ -34,7 +34,7 @@ fn try_again(source: &DiskSource) {
 /// A second connection may lead to a server that has come back, before this one is known to break.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn the_connection_that_has_written_flushes() {
+fn the_connection_of_a_write_flushes_it() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(NbdOptions { connections: 2, ..server.options() }));
     let disk = Rc::new(source.attach(thread.io()));
@@ -74,7 +74,7 @@ fn a_durable_write_whose_flush_is_late_is_tried_again() {
 /// The next flush may succeed, and other writers would not know of the loss.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_durable_write_whose_flush_the_server_fails_is_reported_and_a_loss() {
+fn a_durable_write_with_a_failed_flush_fails_and_is_a_loss() {
     for is_home in [true, false] {
         let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
         let (thread, home, source) = (new_thread(), new_thread(), open(server.options()));
@@ -96,7 +96,7 @@ fn a_durable_write_whose_flush_the_server_fails_is_reported_and_a_loss() {
 /// The deadline is the same, however often the write is made again.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_durable_write_that_breaks_again_and_again_has_one_deadline() {
+fn a_durable_write_has_one_deadline_over_repeated_breaks() {
     let server = Server::start(MIB, FLAGS);
     let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
     let (thread, source) = (new_thread(), open(options));

@@ -18,7 +18,7 @@ enum Asked {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_server_is_asked_for_what_it_can() {
+fn requests_use_only_commands_of_the_server() {
     use Asked::{Discard, Durable, Zeroes};
     let fast = can::WRITE_ZEROES | can::FAST_ZERO;
     let (kept, freed) = (Zeroes { may_unmap: false }, Zeroes { may_unmap: true });
@@ -64,7 +64,7 @@ fn a_server_is_asked_for_what_it_can() {
 /// A discard fails with any error, except that zeroes would take as long as data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_discard_that_the_server_fails_has_failed() {
+fn a_discard_fails_if_the_server_fails_it() {
     const EIO: u32 = 5;
     const NOT_SUPPORTED: u32 = 95;
     let fast = can::WRITE_ZEROES | can::FAST_ZERO;
@@ -107,7 +107,7 @@ fn a_range_that_is_too_long_for_one_request_is_cut_and_has_no_gap() {
 /// All parts are in progress at once. The initiator writes again from the first failure on.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn parts_of_a_request_behind_one_that_fails_count_as_failed() {
+fn parts_behind_a_failed_part_count_as_failed() {
     const PART: u32 = 4096;
     for (held, failing, left) in [(1, WRITE, 3), (3, WRITE, 3), (0, ZEROES, 0)] {
         let server = Server::start(MIB, FLAGS);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
-use super::others::end;
+use super::rerouting::end;
 use super::{DEADLINE, FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
 use blockio::IoThread;
 use blockio::disk::DiskState;
@@ -76,7 +76,7 @@ fn wait_for(threads: [&IoThread; 2], server: &Server, event: Event) {
 /// that it does not land after a newer one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_request_whose_home_ends_goes_to_another() {
+fn a_request_whose_home_ends_goes_to_another_home() {
     for (is_sent, outlives) in [(false, true), (true, true), (true, false)] {
         let server = Server::start(MIB, ONE);
         let source = open(server.options());
@@ -134,7 +134,7 @@ fn a_request_that_is_overdue_when_its_home_ends_is_not_sent() {
 /// The last IoThread that drains a connection may end before the server has.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_a_server_may_still_change_is_waited_for_by_whoever_is_left() {
+fn pending_changes_of_a_server_pass_to_a_remaining_iothread() {
     let server = Server::start(MIB, FLAGS);
     let source = open(server.options());
     server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
@@ -161,7 +161,7 @@ fn what_a_server_may_still_change_is_waited_for_by_whoever_is_left() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_nobody_sees_off_is_let_go_when_the_server_has_ended_it() {
+fn changes_without_a_task_are_released_when_the_server_closes() {
     let server = Server::start(MIB, FLAGS);
     let source = open(server.options());
     server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
@@ -190,7 +190,7 @@ fn what_nobody_sees_off_is_let_go_when_the_server_has_ended_it() {
 /// The connection waits for the next IoThread. No other one can flush the writes on it.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_was_written_is_flushed_when_its_home_has_ended() {
+fn written_data_is_flushed_after_its_home_has_ended() {
     for fails_flushes in [false, true] {
         let server = Server::start(MIB, ONE);
         server.change(|state| state.failing_flushes = usize::from(fails_flushes));
@@ -218,7 +218,7 @@ fn what_was_written_is_flushed_when_its_home_has_ended() {
 /// Without multi-conn no other connection can flush the writes on one that has ended.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_home_that_ends_with_requests_loses_what_was_not_flushed() {
+fn a_home_that_ends_with_requests_loses_unflushed_changes() {
     let server = Server::start(MIB, ONE);
     let source = open(NbdOptions { distrust: true, ..server.options() });
     let home = new_thread();
@@ -236,7 +236,7 @@ fn a_home_that_ends_with_requests_loses_what_was_not_flushed() {
 /// connection of its own to the new server could have a flush answered that covers nothing.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_server_that_is_not_trusted_has_one_connection() {
+fn a_distrusted_server_has_one_connection() {
     let server = Server::start(MIB, FLAGS);
     let source = open(NbdOptions { distrust: true, connections: 2, ..server.options() });
     let [ours, other] = [(); 2].map(|()| new_thread());

@@ -8,14 +8,14 @@ use super::super::options::NbdOptions;
 use super::super::retry::RETRY_MIN;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
 use super::super::wire::Framing;
-use super::{FLAGS, MIB, Running, new_thread, open, read, told_size, wait_a_turn, wait_for};
+use super::{FLAGS, MIB, Running, announced_size, new_thread, open, read, wait_a_turn, wait_for};
 use blockio::DiskOptions;
 use blockio::clock;
 use blockio::disk::DiskState;
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_an_export_has_grown_by_is_reached_by_other_connections() {
+fn the_growth_of_an_export_is_reached_by_new_connections() {
     let one = FLAGS & !can::MULTI_CONN;
     for (flags, distrust, is_needed) in
         [(FLAGS, false, false), (FLAGS, true, true), (one, true, true)]
@@ -48,7 +48,7 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
 }
 
 #[test]
-fn what_no_disk_can_be_is_refused() {
+fn an_impossible_size_is_refused() {
     let usual = DiskOptions::default();
     let facts = Facts {
         size_bytes: MIB as u64,
@@ -77,7 +77,7 @@ fn what_no_disk_can_be_is_refused() {
 /// The next connection has nothing that a flush could fail for.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_a_replaced_connection_could_not_flush_is_lost() {
+fn unflushed_changes_of_a_replaced_connection_are_lost() {
     let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));
@@ -115,7 +115,7 @@ fn connections_to_an_export_that_grows_are_replaced_ever_more_slowly() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_a_server_has_told_its_only_client_is_taken_over() {
+fn the_size_from_the_only_connection_is_adopted() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));
@@ -124,7 +124,10 @@ fn what_a_server_has_told_its_only_client_is_taken_over() {
     server.hang_up();
     assert_eq!(Running::write(&thread, &disk, 0, 2).end(&thread), None);
     server.change(|state| state.is_full = true);
-    assert_eq!((told_size(&source), source.refresh().unwrap()), (2 * MIB as u64, 2 * MIB as u64));
+    assert_eq!(
+        (announced_size(&source), source.refresh().unwrap()),
+        (2 * MIB as u64, 2 * MIB as u64)
+    );
     let refused = source.refresh().unwrap_err().to_string();
     assert!(refused.contains("cannot hear from the server"), "nothing is news: {refused}");
     assert_eq!(Running::write(&thread, &disk, MIB as u64, 3).end(&thread), None);
@@ -163,8 +166,11 @@ fn an_older_answer_does_not_replace_a_newer_one() {
     assert_eq!(source.refresh().unwrap(), 2 * MIB as u64);
     server.change(|state| state.keeps_back = None);
     assert_eq!(older.join().unwrap(), 2 * MIB as u64);
-    assert_eq!((told_size(&source), source.refresh().unwrap()), (2 * MIB as u64, 2 * MIB as u64));
+    assert_eq!(
+        (announced_size(&source), source.refresh().unwrap()),
+        (2 * MIB as u64, 2 * MIB as u64)
+    );
     // A later answer may be smaller.
     server.change(|state| state.content.truncate(MIB));
-    assert_eq!((source.refresh().unwrap(), told_size(&source)), (MIB as u64, MIB as u64));
+    assert_eq!((source.refresh().unwrap(), announced_size(&source)), (MIB as u64, MIB as u64));
 }

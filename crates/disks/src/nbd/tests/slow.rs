@@ -55,7 +55,7 @@ fn a_server_that_does_not_read_is_waited_for() {
 }
 
 /// Waits until all bytes that the server has sent have arrived: it would send them again and again.
-fn wait_until_heard(thread: &IoThread, socket: &impl AsRawFd) {
+fn wait_until_received(thread: &IoThread, socket: &impl AsRawFd) {
     loop {
         let mut left: libc::c_int = -1;
         // SAFETY: the kernel writes one number.
@@ -90,7 +90,7 @@ fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(read(&thread, &disk, 0), 0);
         let socket = server.socket(0);
-        wait_until_heard(&thread, &socket);
+        wait_until_received(&thread, &socket);
         ignore_all(&socket, true);
         let older = Running::write(&thread, &disk, 0, 1);
         // The read has a connection of its own, when the first has been silent for too long.
@@ -110,14 +110,14 @@ fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
 /// The machine is back without the server: it does not know the connection.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_write_goes_on_when_the_server_has_closed_its_connection() {
+fn a_write_resumes_after_the_server_has_closed_its_connection() {
     let server = Server::start_tcp(MIB, FLAGS);
     let (thread, source) = (new_thread(), open_impatiently(&server));
     let disk = Rc::new(source.attach(thread.io()));
     let write = {
         assert_eq!(read(&thread, &disk, 0), 0);
         let socket = server.socket(0);
-        wait_until_heard(&thread, &socket);
+        wait_until_received(&thread, &socket);
         ignore_all(&socket, true);
         Running::write(&thread, &disk, 0, 1)
     };
@@ -131,7 +131,7 @@ fn a_write_goes_on_when_the_server_has_closed_its_connection() {
 /// The waiting task has one timer, however often it is woken.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_connection_that_is_waited_for_has_one_timer() {
+fn an_awaited_connection_has_one_timer() {
     let server = Server::start(MIB, FLAGS);
     let (connected, _) = connect(&server.options()).unwrap();
     let shared = Shared::new(server.options(), false, SILENCE, connected);

@@ -126,7 +126,7 @@ fn each_change_that_no_flush_has_covered_is_lost_with_its_connection() {
 /// A server without FUA flushes within a durable write, and that flush covers all earlier changes.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn the_flush_of_a_durable_write_covers_what_came_before() {
+fn the_flush_of_a_durable_write_covers_earlier_changes() {
     for (flags, expected) in [(FLAGS, None), (FLAGS | can::FUA, Some(libc::EIO))] {
         let server = Server::start(MIB, flags);
         let options = NbdOptions { distrust: true, ..server.options() };
@@ -211,7 +211,7 @@ fn a_server_that_is_away_is_tried_again_within_a_second() {
 /// Otherwise the test program aborts, and no other test has a result.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_test_that_fails_while_it_looks_at_the_server_fails_alone() {
+fn a_test_that_fails_while_it_locks_the_server_fails_alone() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));

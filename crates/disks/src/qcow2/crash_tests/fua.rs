@@ -42,7 +42,7 @@ fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
 /// A commit that ends during a flush may not be covered by the flush.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_write_with_fua_flushes_what_a_commit_wrote_during_a_flush() {
+fn a_write_with_fua_flushes_a_commit_that_ended_during_a_flush() {
     if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
         eprintln!("skipped: qemu-img is not installed");
         return;

@@ -13,7 +13,7 @@ const ALL_SET: u64 = 1;
 
 impl Reader<'_> {
     /// The ranges of the list, the tables and the clusters of all bitmaps.
-    pub(super) async fn of_bitmaps(
+    pub(super) async fn bitmap_ranges(
         &mut self,
         list: &Range<u64>,
         cluster: u64,

@@ -20,16 +20,16 @@ const PAGE: usize = 4096;
 /// The reason for the early end of a check.
 pub(super) enum End {
     /// The check is not possible, and the image is opened as it is.
-    Left(String),
+    Skipped(String),
     /// A count is too low: writes could overwrite other data.
     TooLow { offset: u64, count: u64 },
-    /// The opening was given up.
-    GivenUp,
+    /// The disk was abandoned before its check had ended.
+    Abandoned,
 }
 
 impl From<&str> for End {
     fn from(why: &str) -> Self {
-        Self::Left(why.to_owned())
+        Self::Skipped(why.to_owned())
     }
 }
 
@@ -53,8 +53,8 @@ impl Reader<'_> {
 
     /// Reads bytes of the file, within the bounds.
     pub(super) async fn read(&mut self, offset: u64, bytes: u64) -> Result<Vec<u8>, End> {
-        if self.source.is_given_up() {
-            return Err(End::GivenUp);
+        if self.source.is_abandoned() {
+            return Err(End::Abandoned);
         }
         if Instant::now() > self.until {
             return Err(TOO_MUCH.into());
@@ -105,5 +105,5 @@ impl Reader<'_> {
 }
 
 fn failed(what: &str, error: &std::io::Error) -> End {
-    End::Left(format!("it cannot be {what}: {error}"))
+    End::Skipped(format!("it cannot be {what}: {error}"))
 }

@@ -8,7 +8,7 @@ use super::{Bounds, End, L1_OFFSET, ODD_TABLE, Reader};
 use crate::qcow2::core::refused;
 use crate::qcow2::counts::get;
 use crate::qcow2::header::ImageHeader;
-use crate::qcow2::order::{FRONT_BYTES, Tables as Roots, count_bits};
+use crate::qcow2::write_order::{FRONT_BYTES, Roots, count_bits};
 use blockio::DiskSource;
 use blockio::Error;
 use blockio::IoThread;
@@ -30,7 +30,7 @@ const PIECE_BYTES: u64 = 4096;
 /// # Errors
 ///
 /// If the image is to be written to, and a table or the header has the reference count 0.
-pub(in crate::qcow2) fn look(
+pub(in crate::qcow2) fn check(
     source: &DiskSource,
     header: &ImageHeader,
 ) -> Result<Option<String>, Error> {
@@ -42,7 +42,7 @@ pub(in crate::qcow2) fn look(
     let mut found = Found { cluster: header.cluster_bytes.into(), ..Found::default() };
     let is_writable = !source.info().read_only;
     // Other oddities show when the image is opened.
-    let _ = thread.block_on(found.look(&mut reader, is_writable))?;
+    let _ = thread.block_on(found.check(&mut reader, is_writable))?;
     if let Some(place) = found.uncounted {
         let reason = format!(
             "the table or header at byte {place} of it has the reference count 0, so that each \
@@ -74,23 +74,23 @@ struct Found {
 }
 
 impl Found {
-    async fn look(&mut self, reader: &mut Reader<'_>, is_writable: bool) -> Result<(), End> {
+    async fn check(&mut self, reader: &mut Reader<'_>, is_writable: bool) -> Result<(), End> {
         let front = reader.read(0, FRONT_BYTES as u64).await?;
         let front = front.first_chunk().ok_or(ODD_TABLE)?;
-        let Roots { first, counts } = Roots::of(front);
+        let Roots { l1, counts } = Roots::parse(front);
         self.tables.push(0);
-        for root in [&first, &counts] {
+        for root in [&l1, &counts] {
             let clusters = root.clone().step_by(usize::try_from(self.cluster).unwrap_or(1));
             self.tables.extend(clusters.take(usize::try_from(BOUNDS.counts).unwrap_or(0)));
         }
-        for (root, is_first) in [(&first, true), (&counts, false)] {
+        for (root, is_l1) in [(&l1, true), (&counts, false)] {
             let size = reader.disk.info().size_bytes;
             self.check_end(root, size);
             let there = root.start..root.end.min(size).max(root.start);
             let each = |_: &mut Reader<'_>, _, entry: u64| {
-                let place = if is_first { entry & L1_OFFSET } else { entry & !511 };
+                let place = if is_l1 { entry & L1_OFFSET } else { entry & !511 };
                 let table = place..place.saturating_add(self.cluster);
-                if !is_first && (self.blocks.len() as u64) < BOUNDS.counts {
+                if !is_l1 && (self.blocks.len() as u64) < BOUNDS.counts {
                     self.blocks.push(place);
                 }
                 if place != 0 && (self.tables.len() as u64) < BOUNDS.counts {
@@ -118,19 +118,19 @@ impl Found {
         self.tables.sort_unstable();
         let size = reader.disk.info().size_bytes;
         let bytes = PIECE_BYTES.min(self.cluster);
-        let (of_block, of_piece) =
+        let (per_block, per_piece) =
             (self.cluster * 8 / u64::from(bits), bytes * 8 / u64::from(bits));
         let mut last = (0, Vec::new());
         for table in &self.tables {
             let (index, within) =
-                (table / self.cluster / of_block, table / self.cluster % of_block);
+                (table / self.cluster / per_block, table / self.cluster % per_block);
             let block = usize::try_from(index).ok().and_then(|index| self.blocks.get(index));
-            let piece = block.copied().unwrap_or(0) + within / of_piece * bytes;
+            let piece = block.copied().unwrap_or(0) + within / per_piece * bytes;
             let is_there = block.is_some_and(|block| *block != 0) && piece + bytes <= size;
             if is_there && last.0 != piece {
                 last = (piece, reader.read(piece, bytes).await?);
             }
-            let at = iomem::fits(within % of_piece, "an index");
+            let at = iomem::fits(within % per_piece, "an index");
             if !is_there || get(&last.1, at, bits) == 0 {
                 self.uncounted = Some(*table);
                 return Ok(());

@@ -6,7 +6,7 @@ use std::ops::Range;
 use tokio::sync::Mutex;
 
 use super::streams::Streams;
-use crate::qcow2::order::entries::Entry;
+use crate::qcow2::write_order::entries::Entry;
 
 /// The changes of an image since it was opened.
 #[derive(Default)]
@@ -14,7 +14,7 @@ pub(super) struct Changes {
     /// Numbers of changes: of all, of the last one that is no entry, and of the last one in the
     /// file.
     pub(super) made: Cell<u64>,
-    pub(super) made_other: Cell<u64>,
+    pub(super) last_non_entry: Cell<u64>,
     pub(super) committed: Cell<u64>,
     /// True if entries are in the file, and imago still has to write their tables and counts.
     pub(super) is_imago_behind: Cell<bool>,
@@ -22,24 +22,24 @@ pub(super) struct Changes {
     /// to.
     pub(super) failed: Cell<bool>,
     /// Ranges that have space since the last commit. Other requests must not use it yet.
-    pub(super) new: RefCell<Vec<Range<u64>>>,
+    pub(super) uncommitted: RefCell<Vec<Range<u64>>>,
     /// Entries that no commit has written yet.
     pub(super) entries: RefCell<Vec<Entry>>,
     pub(super) streams: Streams,
     /// Held during a commit. The lock of the image comes first.
-    pub(super) turn: Mutex<()>,
+    pub(super) commit_lock: Mutex<()>,
 }
 
 impl Changes {
     /// Notes a change that imago has to write.
     pub(super) fn add(&self) {
         self.made.set(self.made.get() + 1);
-        self.made_other.set(self.made.get());
+        self.last_non_entry.set(self.made.get());
     }
 
     /// Notes that a range of whole clusters has space, which imago has to write.
     pub(super) fn add_range(&self, range: Range<u64>) {
-        self.new.borrow_mut().push(range);
+        self.uncommitted.borrow_mut().push(range);
         self.add();
     }
 
@@ -49,13 +49,13 @@ impl Changes {
         let entry =
             |index| Entry { at: range.start + index * cluster, offset: offset + index * cluster };
         self.entries.borrow_mut().extend((0..count).map(entry));
-        self.new.borrow_mut().push(range);
+        self.uncommitted.borrow_mut().push(range);
         self.made.set(self.made.get() + 1);
     }
 
     /// True if other requests must not use the space of a range yet.
-    pub(super) fn is_new(&self, range: &Range<u64>) -> bool {
-        self.new.borrow().iter().any(|new| new.start < range.end && range.start < new.end)
+    pub(super) fn is_uncommitted(&self, range: &Range<u64>) -> bool {
+        self.uncommitted.borrow().iter().any(|new| new.start < range.end && range.start < new.end)
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -63,12 +63,12 @@ impl Changes {
     }
 
     /// True if only entries wait for a commit.
-    pub(super) fn are_entries(&self) -> bool {
-        !self.failed.get() && self.made_other.get() <= self.committed.get()
+    pub(super) fn has_only_entries(&self) -> bool {
+        !self.failed.get() && self.last_non_entry.get() <= self.committed.get()
     }
 
     /// True if imago has to write something before it is closed.
-    pub(super) fn need_imago(&self) -> bool {
+    pub(super) fn imago_must_write(&self) -> bool {
         !self.are_committed() || self.failed.get() || self.is_imago_behind.get()
     }
 

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 
 use super::Owner;
 use crate::qcow2::format::Format;
-use crate::qcow2::order::entries::Entry;
-use crate::qcow2::table::Place;
+use crate::qcow2::place_table::Place;
+use crate::qcow2::write_order::entries::Entry;
 
 impl Owner {
     /// Commits all changes so far.
@@ -36,14 +36,14 @@ impl Owner {
     /// write them.
     async fn commit_entries(&self) -> io::Result<bool> {
         let changes = &self.changes;
-        let _turn = changes.turn.lock().await;
-        if !changes.are_entries() || !self.core.order.is_empty() {
+        let _lock = changes.commit_lock.lock().await;
+        if !changes.has_only_entries() || !self.core.order.is_empty() {
             return Ok(false);
         }
         if changes.are_committed() {
             return Ok(true);
         }
-        let (made, ranges) = (changes.made.get(), changes.new.borrow().len());
+        let (made, ranges) = (changes.made.get(), changes.uncommitted.borrow().len());
         let entries = changes.entries.borrow().clone();
         changes.is_imago_behind.set(true);
         match self.core.top.write_entries(&entries).await {
@@ -54,7 +54,7 @@ impl Owner {
                 return Err(error);
             }
         }
-        changes.new.borrow_mut().drain(..ranges);
+        changes.uncommitted.borrow_mut().drain(..ranges);
         changes.entries.borrow_mut().drain(..entries.len());
         self.end_commit(made, &entries);
         Ok(true)
@@ -63,15 +63,15 @@ impl Owner {
     /// Commits all changes through imago.
     pub(super) async fn commit_to(&self, image: &Format) -> io::Result<()> {
         let changes = &self.changes;
-        let _turn = changes.turn.lock().await;
+        let _lock = changes.commit_lock.lock().await;
         let made = changes.made.get();
         changes.failed.set(true);
         image.flush().await?;
-        self.core.top.release().await?;
+        self.core.top.write_waiting().await?;
         assert_eq!(changes.made.get(), made, "nothing changes during a commit");
         changes.failed.set(false);
         changes.is_imago_behind.set(false);
-        changes.new.borrow_mut().clear();
+        changes.uncommitted.borrow_mut().clear();
         let entries = changes.entries.take();
         self.end_commit(made, &entries);
         Ok(())
@@ -90,7 +90,7 @@ impl Owner {
     }
 
     /// Commits waiting changes, before a job that is alone with the image takes or releases space.
-    pub(super) async fn commit_what_waits(&self, image: &Format) -> io::Result<()> {
+    pub(super) async fn commit_waiting(&self, image: &Format) -> io::Result<()> {
         if self.changes.has_failed() {
             return self.commit_to(image).await;
         }

@@ -6,8 +6,8 @@ use std::ops::Range;
 pub(in crate::qcow2) enum Job {
     /// Open the image, if it is not open yet.
     Open,
-    /// Find the places of these bytes.
-    Find(Range<u64>),
+    /// Look the places of these bytes up.
+    LookUp(Range<u64>),
     Read(Range<u64>),
     Write(u64, Vec<u8>),
     /// Find space for these ranges among the clusters that were counted ahead. The result has a
@@ -20,24 +20,24 @@ pub(in crate::qcow2) enum Job {
     },
     Grow(u64),
     /// Bring the image to rest: another process may take it over.
-    Rest,
+    Quiesce,
 }
 
 impl Job {
     /// True if the job may change tables.
-    pub(super) fn changes(&self) -> bool {
+    pub(super) fn may_change_tables(&self) -> bool {
         match self {
             Self::Write(..)
             | Self::Place(_)
             | Self::Discard(_)
             | Self::Zero { .. }
             | Self::Grow(_) => true,
-            Self::Open | Self::Find(_) | Self::Read(_) | Self::Rest => false,
+            Self::Open | Self::LookUp(_) | Self::Read(_) | Self::Quiesce => false,
         }
     }
 
     /// A copy of a job that releases space, with its range.
-    pub(super) fn freed(&self) -> Option<(Range<u64>, Self)> {
+    pub(super) fn releasing_copy(&self) -> Option<(Range<u64>, Self)> {
         match self {
             Self::Discard(range) => Some((range.clone(), Self::Discard(range.clone()))),
             Self::Zero { range, may_unmap: true } => {

@@ -55,7 +55,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn more_clusters_get_places_the_more_a_writer_has_filled() {
+    fn the_places_ahead_grow_with_the_filled_clusters_of_a_writer() {
         let streams = Streams::default();
         let mut at = 0;
         for ahead in [0, 1, 3, 4, 4, 4] {
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_jumps_has_places_for_its_writes_alone() {
+    fn a_writer_that_jumps_gets_no_places_ahead() {
         let streams = Streams::default();
         for at in [0, 2, 9, 5, 7, 20] {
             assert_eq!(streams.next(&(at..at + 1)), at + 1);
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_goes_on_where_fewer_clusters_got_places() {
+    fn a_writer_resumes_where_fewer_clusters_got_places() {
         let streams = Streams::default();
         streams.next(&(0..10));
         let end = streams.next(&(10..20));

@@ -1,4 +1,4 @@
-//! Counts clusters ahead, and zeroes them: see `ahead.rs`.
+//! Counts clusters ahead, and zeroes them: see `ahead_clusters.rs`.
 
 use std::io;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{GROWTH_BYTES, Store};
 use crate::qcow2::counts;
 use crate::qcow2::mark::MarkState;
-use crate::qcow2::order::counted::Risen;
+use crate::qcow2::write_order::count_blocks::RisenBlock;
 use blockio::disk::{Extent, ExtentKind};
 
 /// The fewest and the most bytes that are counted ahead at once, and the part of the image: one in
@@ -37,7 +37,7 @@ impl Store {
         }
     }
 
-    async fn count_ahead_in(&self, risen: &Risen) {
+    async fn count_ahead_in(&self, risen: &RisenBlock) {
         if self.order.mark.state() != MarkState::Set {
             return;
         }
@@ -46,7 +46,7 @@ impl Store {
         }
     }
 
-    async fn try_to_count_ahead(&self, risen: &Risen) -> io::Result<()> {
+    async fn try_to_count_ahead(&self, risen: &RisenBlock) -> io::Result<()> {
         let wanted = wanted(risen);
         let enough = wanted / 2;
         if self.order.ahead() > enough {
@@ -69,7 +69,7 @@ impl Store {
         }
         let file: Arc<[u8]> = file.into();
         let written = self.write_changes(&risen.file, &file, risen.place).await;
-        written.inspect_err(|_| self.order.mark.doubt())?;
+        written.inspect_err(|_| self.order.mark.keep_set())?;
         self.order.add_ahead(risen, &file, places);
         Ok(())
     }
@@ -77,7 +77,11 @@ impl Store {
     /// Turns free clusters into zeroes, if that is cheap and harms no image: with wrong counts a
     /// free cluster may hold data. Takes only holes, and clusters behind all used ones. Returns
     /// whole clusters.
-    async fn zero_ahead(&self, risen: &Risen, free: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    async fn zero_ahead(
+        &self,
+        risen: &RisenBlock,
+        free: &Range<u64>,
+    ) -> io::Result<Vec<Range<u64>>> {
         let cluster = risen.cluster_bytes;
         let (old_end, last) = (self.bytes(), last_used(risen));
         let free = free.start..self.grow_to(free.end, cluster);
@@ -117,7 +121,8 @@ impl Store {
     fn grow_to(&self, end: u64, cluster: u64) -> u64 {
         if end > self.bytes() && self.source.sets_size_at_once() {
             let larger = end.next_multiple_of(GROWTH_BYTES);
-            let _ = self.look().map(|size| self.source.set_size(larger.max(size), || ()));
+            let _ =
+                self.adopt_file_size().map(|size| self.source.set_size(larger.max(size), || ()));
         }
         let there = self.bytes();
         end.min(there - there % cluster)
@@ -130,29 +135,29 @@ impl Store {
 }
 
 /// The place of the last used cluster of a block.
-fn last_used(risen: &Risen) -> u64 {
+fn last_used(risen: &RisenBlock) -> u64 {
     let used = (0..count(risen)).rev().find(|index| !is_free(risen, *index));
     used.map_or(0, |index| risen.first + index as u64 * risen.cluster_bytes)
 }
 
 /// The number of clusters that are counted ahead at once.
-fn wanted(risen: &Risen) -> usize {
+fn wanted(risen: &RisenBlock) -> usize {
     let bytes = (last_used(risen) / SHARE).clamp(BYTES_MIN, BYTES_MAX);
     iomem::fits(bytes.div_ceil(risen.cluster_bytes), "a number of clusters")
 }
 
-fn count(risen: &Risen) -> usize {
+fn count(risen: &RisenBlock) -> usize {
     let bits = usize::try_from(risen.bits).unwrap_or(1);
     risen.file.len() * 8 / bits
 }
 
-fn is_free(risen: &Risen, index: usize) -> bool {
+fn is_free(risen: &RisenBlock, index: usize) -> bool {
     let is_zero = |counts| counts::get(counts, index, risen.bits) == 0;
     is_zero(&risen.file) && is_zero(&risen.wanted)
 }
 
 /// The first free clusters of a block, as ranges of the file.
-fn free_ranges(risen: &Risen, most: usize) -> Vec<Range<u64>> {
+fn free_ranges(risen: &RisenBlock, most: usize) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for index in (0..count(risen)).filter(|index| is_free(risen, *index)).take(most) {
         let place = risen.first + index as u64 * risen.cluster_bytes;
@@ -170,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn free_clusters_are_those_without_a_count_here_or_there() {
+    fn free_clusters_have_no_count_in_memory_or_in_the_file() {
         for bits in [1, 2, 4, 8, 16, 32, 64] {
             let mut block = vec![0; 512];
             for index in [0, 1, 4] {
@@ -180,7 +185,7 @@ mod tests {
             counts::set(&mut block, 5, bits, 1);
             let (wanted, first) = (block.into(), 1 << 20);
             let place = 512;
-            let risen = Risen { place, first, cluster_bytes: 512, bits, wanted, file };
+            let risen = RisenBlock { place, first, cluster_bytes: 512, bits, wanted, file };
             let free: Vec<_> = free_ranges(&risen, 5);
             let at = |index: u64| (1 << 20) + index * 512;
             assert_eq!(free, [at(2)..at(4), at(6)..at(9)], "{bits}");

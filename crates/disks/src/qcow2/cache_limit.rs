@@ -18,7 +18,7 @@ const TABLES_MAX: u64 = 128 + 32;
 const JOBS_MAX: u64 = 64;
 
 #[derive(Debug)]
-pub(super) struct Room {
+pub(super) struct CacheLimit {
     /// Cluster sizes by layer.
     cluster_bytes: Vec<u64>,
     loaded: Mutex<Loaded>,
@@ -33,7 +33,7 @@ struct Loaded {
     most_bytes: u64,
 }
 
-impl Room {
+impl CacheLimit {
     /// Takes the cluster size of each layer. 0 for a layer without clusters.
     pub(super) fn new(cluster_bytes: Vec<u64>) -> Self {
         Self { cluster_bytes, loaded: Mutex::default() }
@@ -45,12 +45,12 @@ impl Room {
 
     /// The number of jobs that may use tables at once.
     pub(super) fn jobs(&self) -> usize {
-        let of_job = 2 * self.cluster_bytes.iter().sum::<u64>().max(1);
-        iomem::fits((BYTES_MAX / of_job).clamp(1, JOBS_MAX), "a number of jobs")
+        let per_job = 2 * self.cluster_bytes.iter().sum::<u64>().max(1);
+        iomem::fits((BYTES_MAX / per_job).clamp(1, JOBS_MAX), "a number of jobs")
     }
 
     /// Counts a read from a layer or a write to it, if it can be of a table.
-    pub(super) fn note(&self, layer: usize, offset: u64, bytes: usize) {
+    pub(super) fn count_access(&self, layer: usize, offset: u64, bytes: usize) {
         let bytes = bytes as u64;
         if self.cluster_bytes.get(layer) != Some(&bytes) || self.is_bounded_by_imago() {
             return;
@@ -63,7 +63,7 @@ impl Room {
         }
     }
 
-    pub(super) fn is_used_up(&self) -> bool {
+    pub(super) fn is_reached(&self) -> bool {
         self.loaded().bytes >= BYTES_MAX
     }
 
@@ -76,7 +76,7 @@ impl Room {
 
     /// Acts as if tables had used up the memory.
     #[cfg(test)]
-    pub(super) fn use_up(&self) {
+    pub(super) fn reach(&self) {
         self.loaded().bytes = BYTES_MAX;
     }
 
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn tables_take_no_more_memory_than_they_may() {
+    fn tables_stay_within_the_cache_limit() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut make = Command::new("qemu-img");
         let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("20G").status();
@@ -116,7 +116,7 @@ mod tests {
         let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
         let source = DiskSource::file(file.path(), &options).unwrap();
         let (info, source) = open_image(vec![Layer::qcow2(source).unwrap()], false).unwrap();
-        let room = Arc::clone(&source.image.core.room);
+        let cache_limit = Arc::clone(&source.image.core.cache_limit);
         let source = DiskSource::from_driver(info, Arc::new(source));
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let disk = source.attach(thread.io());
@@ -126,7 +126,7 @@ mod tests {
             thread.block_on(disk.write(part * PART, memory, false)).unwrap().unwrap();
         }
         // The table that exceeds the bound, its block of counts, and data of a cluster.
-        let most = room.loaded().most_bytes;
+        let most = cache_limit.loaded().most_bytes;
         assert!((BYTES_MAX..BYTES_MAX + 4 * CLUSTER).contains(&most), "{most}");
         drop(disk);
         drop(source);
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn few_jobs_use_large_tables_at_once() {
         for (layers, jobs) in [(&[512][..], 64), (&[64 << 10], 8), (&[2 << 20; 32], 1)] {
-            assert_eq!(Room::new(layers.to_vec()).jobs(), jobs);
+            assert_eq!(CacheLimit::new(layers.to_vec()).jobs(), jobs);
         }
     }
 }

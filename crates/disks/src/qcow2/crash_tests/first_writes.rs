@@ -9,7 +9,7 @@ use futures_util::future::join;
 use iomem::Buffers;
 
 use super::{KINDS, SECTOR, World, filled};
-use crate::qcow2::order::{L1_OFFSET, Tables};
+use crate::qcow2::write_order::{L1_OFFSET, Roots};
 use crate::qcow2::{Layer, mark, open_image};
 use blockio::DiskSource;
 use blockio::disk::ExtentKind;
@@ -23,14 +23,14 @@ fn entry(content: &[u8], cluster: u64) -> u64 {
         let at = usize::try_from(at).unwrap();
         u64::from_be_bytes(*content[at..].first_chunk().unwrap())
     };
-    let table = number(Tables::of(content.first_chunk().unwrap()).first.start) & L1_OFFSET;
+    let table = number(Roots::parse(content.first_chunk().unwrap()).l1.start) & L1_OFFSET;
     number(table + cluster * 8)
 }
 
 /// The discard comes while a write waits for its entry.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_discard_beside_a_first_write_has_its_place_forgotten() {
+fn a_discard_during_a_first_write_forgets_its_place() {
     if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
         eprintln!("skipped: qemu-img is not installed");
         return;
@@ -96,7 +96,7 @@ fn clusters_of_entries_stay_counted_when_imago_is_closed() {
         let disk = source.attach(world.thread.io());
         for cluster in 0..8 {
             if is_opened_again && cluster == 4 {
-                core.room.use_up();
+                core.cache_limit.reach();
             }
             let data = Buffers::from_vec(filled(7, 1));
             world.thread.block_on(disk.write(cluster * CLUSTER, data, false)).unwrap().unwrap();

@@ -7,71 +7,71 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// A fault of an image. The error that reports it adds the remedy.
-pub(super) type Wrong = &'static str;
+pub(super) type Fault = &'static str;
 
-pub(super) const ONE_PLACE: Wrong = "two of its tables are in one place";
-const UNALIGNED: Wrong = "one of its tables does not begin with a cluster";
-const IS_FREE: Wrong = "a place counts as free that has one of its tables";
+pub(super) const ONE_PLACE: Fault = "two of its tables are in one place";
+const UNALIGNED: Fault = "one of its tables does not begin with a cluster";
+const IS_FREE: Fault = "a place counts as free that has one of its tables";
 
 /// A table, by the index of its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Table {
+pub(super) enum MetadataTable {
     /// An L2 table, by its index in L1.
-    Second(u64),
+    L2(u64),
     /// A block of reference counts, by its index in the table of blocks.
     Block(u64),
 }
 
 /// The tables of an image that is written to, by place.
 #[derive(Debug, Default)]
-pub(super) struct Places {
+pub(super) struct MetadataMap {
     cluster_bytes: u64,
     count_bits: u32,
     /// L1 and the table of blocks, in whole clusters.
-    first: Range<u64>,
+    l1: Range<u64>,
     blocks: Range<u64>,
-    tables: BTreeMap<u64, Table>,
+    tables: BTreeMap<u64, MetadataTable>,
     /// Places of L2 tables, by their index in L1.
-    second: BTreeMap<u64, u64>,
+    l2_places: BTreeMap<u64, u64>,
 }
 
-impl Places {
+impl MetadataMap {
     /// Sets the places of L1 and of the table of blocks. Fails if they are unaligned, or overlap
     /// each other, the header or a known table.
     pub(super) fn set_roots(
         &mut self,
         cluster_bytes: u64,
         count_bits: u32,
-        first: &Range<u64>,
+        l1: &Range<u64>,
         blocks: &Range<u64>,
-    ) -> Result<(), Wrong> {
+    ) -> Result<(), Fault> {
         self.cluster_bytes = cluster_bytes;
         self.count_bits = count_bits;
         let whole = |range: &Range<u64>| {
             let end = range.end.checked_next_multiple_of(cluster_bytes).unwrap_or(u64::MAX);
             range.start..end
         };
-        (self.first, self.blocks) = (whole(first), whole(blocks));
-        let all = [&(0..cluster_bytes), &self.first, &self.blocks];
+        (self.l1, self.blocks) = (whole(l1), whole(blocks));
+        let all = [&(0..cluster_bytes), &self.l1, &self.blocks];
         if all.iter().any(|range| !range.start.is_multiple_of(cluster_bytes)) {
             return Err(UNALIGNED);
         }
         let pairs = [(0, 1), (0, 2), (1, 2)];
         let one = pairs.iter().any(|(one, other)| overlap(all[*one], all[*other]));
-        let roots = [&self.first, &self.blocks];
+        let roots = [&self.l1, &self.blocks];
         let with_others = roots.iter().any(|root| self.tables.range((*root).clone()).count() > 0);
         if one || with_others { Err(ONE_PLACE) } else { Ok(()) }
     }
 
     /// Adds a table, or confirms its place.
-    pub(super) fn learn(&mut self, place: u64, table: Table) -> Result<(), Wrong> {
+    pub(super) fn add(&mut self, place: u64, table: MetadataTable) -> Result<(), Fault> {
         if !place.is_multiple_of(self.cluster_bytes) {
             return Err(UNALIGNED);
         }
-        let in_root = [&self.first, &self.blocks].iter().any(|range| range.contains(&place));
+        let in_root = [&self.l1, &self.blocks].iter().any(|range| range.contains(&place));
         let other = *self.tables.entry(place).or_insert(table);
-        if let Table::Second(index) = table {
-            self.second.insert(index, place);
+        if let MetadataTable::L2(index) = table {
+            self.l2_places.insert(index, place);
         }
         if place == 0 || in_root || other != table { Err(ONE_PLACE) } else { Ok(()) }
     }
@@ -83,25 +83,25 @@ impl Places {
     /// The first byte that a block counts, by the place of the block.
     pub(super) fn first_counted(&self, place: u64) -> Option<u64> {
         match self.get(place)? {
-            Table::Block(index) => index.checked_mul(self.covered()),
-            Table::Second(_) => None,
+            MetadataTable::Block(index) => index.checked_mul(self.covered()),
+            MetadataTable::L2(_) => None,
         }
     }
 
     /// The place of the L2 table with an index in L1.
-    pub(super) fn second(&self, index: u64) -> Option<u64> {
-        self.second.get(&index).copied()
+    pub(super) fn l2_place(&self, index: u64) -> Option<u64> {
+        self.l2_places.get(&index).copied()
     }
 
-    pub(super) fn get(&self, place: u64) -> Option<Table> {
+    pub(super) fn get(&self, place: u64) -> Option<MetadataTable> {
         self.tables.get(&place).copied()
     }
 
     /// Returns true if bytes of the file belong to a table or to the header.
-    pub(super) fn has(&self, range: &Range<u64>) -> bool {
+    pub(super) fn overlaps(&self, range: &Range<u64>) -> bool {
         let cluster = self.cluster_bytes.max(1);
         let start = range.start - range.start % cluster;
-        [&(0..cluster), &self.first, &self.blocks].iter().any(|root| overlap(root, range))
+        [&(0..cluster), &self.l1, &self.blocks].iter().any(|root| overlap(root, range))
             || self.tables.range(start..range.end.max(start)).next().is_some()
     }
 
@@ -113,13 +113,13 @@ impl Places {
 
     /// Checks that each table has a block that counts it. `has_block` returns true for indices of
     /// blocks that exist.
-    pub(super) fn check_counted(&self, has_block: impl Fn(u64) -> bool) -> Result<(), Wrong> {
+    pub(super) fn check_counted(&self, has_block: impl Fn(u64) -> bool) -> Result<(), Fault> {
         let covered = self.covered().max(1);
         let all = |range: &Range<u64>| {
             let end = range.end.div_ceil(covered);
             (range.start / covered..end.max(range.start / covered)).all(&has_block)
         };
-        let roots = all(&(0..1)) && all(&self.first) && all(&self.blocks);
+        let roots = all(&(0..1)) && all(&self.l1) && all(&self.blocks);
         match roots && self.tables.keys().all(|place| has_block(place / covered)) {
             true => Ok(()),
             false => Err(IS_FREE),
@@ -127,7 +127,7 @@ impl Places {
     }
 
     /// Checks that a block counts no table as free.
-    pub(super) fn check_block(&self, index: u64, counts: &[u8]) -> Result<(), Wrong> {
+    pub(super) fn check_block(&self, index: u64, counts: &[u8]) -> Result<(), Fault> {
         let covered = self.covered();
         let start = index.saturating_mul(covered);
         let range = start..start.saturating_add(covered);
@@ -137,7 +137,7 @@ impl Places {
             let end = root.end.min(range.end);
             (from..end.max(from)).step_by(iomem::fits(self.cluster_bytes, "a cluster")).all(is_used)
         };
-        let roots = root(&(0..self.cluster_bytes)) && root(&self.first) && root(&self.blocks);
+        let roots = root(&(0..self.cluster_bytes)) && root(&self.l1) && root(&self.blocks);
         match roots && self.tables.range(range.clone()).all(|(place, _)| is_used(*place)) {
             true => Ok(()),
             false => Err(IS_FREE),
@@ -169,54 +169,54 @@ mod tests {
 
     const CLUSTER: u64 = 512;
 
-    fn places(bits: u32) -> Places {
-        let mut places = Places::default();
-        let (first, blocks) = (2 * CLUSTER..2 * CLUSTER + 80, CLUSTER..2 * CLUSTER);
-        places.set_roots(CLUSTER, bits, &first, &blocks).unwrap();
-        places.learn(3 * CLUSTER, Table::Block(0)).unwrap();
-        places.learn(4 * CLUSTER, Table::Second(0)).unwrap();
+    fn places(bits: u32) -> MetadataMap {
+        let mut places = MetadataMap::default();
+        let (l1, blocks) = (2 * CLUSTER..2 * CLUSTER + 80, CLUSTER..2 * CLUSTER);
+        places.set_roots(CLUSTER, bits, &l1, &blocks).unwrap();
+        places.add(3 * CLUSTER, MetadataTable::Block(0)).unwrap();
+        places.add(4 * CLUSTER, MetadataTable::L2(0)).unwrap();
         places
     }
 
     #[test]
     fn no_two_tables_are_in_one_place() {
         let mut known = places(16);
-        known.learn(4 * CLUSTER, Table::Second(0)).unwrap();
+        known.add(4 * CLUSTER, MetadataTable::L2(0)).unwrap();
         for (place, table) in [
-            (4 * CLUSTER, Table::Second(1)),
-            (4 * CLUSTER, Table::Block(0)),
-            (3 * CLUSTER, Table::Block(1)),
-            (0, Table::Second(5)),
-            (CLUSTER, Table::Second(6)),
-            (2 * CLUSTER, Table::Block(7)),
+            (4 * CLUSTER, MetadataTable::L2(1)),
+            (4 * CLUSTER, MetadataTable::Block(0)),
+            (3 * CLUSTER, MetadataTable::Block(1)),
+            (0, MetadataTable::L2(5)),
+            (CLUSTER, MetadataTable::L2(6)),
+            (2 * CLUSTER, MetadataTable::Block(7)),
         ] {
-            assert_eq!(known.learn(place, table), Err(ONE_PLACE), "{place} {table:?}");
+            assert_eq!(known.add(place, table), Err(ONE_PLACE), "{place} {table:?}");
         }
-        assert_eq!(known.learn(CLUSTER * 9 + 8, Table::Second(9)), Err(UNALIGNED));
-        for (first, blocks) in [
+        assert_eq!(known.add(CLUSTER * 9 + 8, MetadataTable::L2(9)), Err(UNALIGNED));
+        for (l1, blocks) in [
             (CLUSTER..CLUSTER + 8, CLUSTER..2 * CLUSTER),
             (0..8, CLUSTER..2 * CLUSTER),
             (4 * CLUSTER..5 * CLUSTER, CLUSTER..2 * CLUSTER),
             (CLUSTER * 20..CLUSTER * 21, 0..u64::MAX),
         ] {
             let mut known = places(16);
-            assert_eq!(known.set_roots(CLUSTER, 16, &first, &blocks), Err(ONE_PLACE));
+            assert_eq!(known.set_roots(CLUSTER, 16, &l1, &blocks), Err(ONE_PLACE));
         }
     }
 
     #[test]
-    fn data_is_not_where_a_table_is() {
+    fn only_ranges_in_clusters_of_metadata_overlap_it() {
         let known = places(16);
         for cluster in 0..5 {
             let at = cluster * CLUSTER;
-            assert!(known.has(&(at + 100..at + 101)), "{cluster}");
-            assert!(known.has(&(at.saturating_sub(1)..at + 1)), "{cluster}");
+            assert!(known.overlaps(&(at + 100..at + 101)), "{cluster}");
+            assert!(known.overlaps(&(at.saturating_sub(1)..at + 1)), "{cluster}");
         }
-        assert!(!known.has(&(5 * CLUSTER..100 * CLUSTER)));
+        assert!(!known.overlaps(&(5 * CLUSTER..100 * CLUSTER)));
     }
 
     #[test]
-    fn no_table_counts_as_free_whatever_the_width_of_counts() {
+    fn no_table_counts_as_free_at_any_width_of_counts() {
         for bits in [1, 2, 4, 8, 16, 32, 64] {
             let known = places(bits);
             let bits: usize = iomem::fits(bits, "bits");
@@ -238,7 +238,7 @@ mod tests {
         let mut known = places(64);
         known.check_counted(|index| index == 0).unwrap();
         assert_eq!(known.check_counted(|_| false), Err(IS_FREE));
-        known.learn(64 * CLUSTER, Table::Second(1)).unwrap();
+        known.add(64 * CLUSTER, MetadataTable::L2(1)).unwrap();
         assert_eq!(known.check_counted(|index| index == 0), Err(IS_FREE));
         known.check_counted(|index| index < 2).unwrap();
     }

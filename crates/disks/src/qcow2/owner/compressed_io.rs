@@ -31,7 +31,7 @@ impl Owner {
                     bytes
                 }
                 Some((store, place)) => {
-                    let cluster = store.read_packed(place).await?;
+                    let cluster = store.read_compressed(place).await?;
                     let start: usize =
                         iomem::fits(place % cluster.len() as u64, "a place in a cluster");
                     let bytes = bytes.min(cluster.len() - start);
@@ -44,7 +44,7 @@ impl Owner {
     }
 
     /// Writes some of the first bytes, and returns their number. imago reads none of the old data.
-    pub(super) async fn write_unpacked(
+    pub(super) async fn write_decompressed(
         &self,
         image: &Format,
         offset: u64,

@@ -10,14 +10,14 @@ const BYTES_MAX: usize = 16 << 20;
 const TABLE_BYTES_MIN: usize = if cfg!(test) { 256 } else { 4096 };
 
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(super) struct TableCache {
     /// Tables by place, each with the time of its last use.
     tables: HashMap<u64, (Arc<[u8]>, u64)>,
     bytes: usize,
     time: u64,
 }
 
-impl Known {
+impl TableCache {
     /// The bytes of a table, if they are known.
     pub(super) fn get(&mut self, place: u64) -> Option<Arc<[u8]>> {
         self.time += 1;
@@ -28,19 +28,19 @@ impl Known {
     }
 
     /// The length of a table, if its bytes are known.
-    pub(super) fn bytes_of(&self, place: u64) -> Option<usize> {
+    pub(super) fn table_len(&self, place: u64) -> Option<usize> {
         self.tables.get(&place).map(|(table, _)| table.len())
     }
 
     /// Forgets a table and returns its bytes.
-    pub(super) fn take(&mut self, place: u64) -> Option<Arc<[u8]>> {
+    pub(super) fn remove(&mut self, place: u64) -> Option<Arc<[u8]>> {
         let (table, _) = self.tables.remove(&place)?;
         self.bytes -= table.len();
         Some(table)
     }
 
     /// Keeps a table as the file holds it.
-    pub(super) fn put(&mut self, place: u64, table: Arc<[u8]>) {
+    pub(super) fn insert(&mut self, place: u64, table: Arc<[u8]>) {
         self.forget(place);
         if table.len() <= TABLE_BYTES_MIN {
             return;
@@ -56,7 +56,7 @@ impl Known {
     }
 
     pub(super) fn forget(&mut self, place: u64) {
-        drop(self.take(place));
+        drop(self.remove(place));
     }
 
     pub(super) fn clear(&mut self) {
@@ -100,18 +100,18 @@ mod tests {
     }
 
     #[test]
-    fn tables_that_were_not_used_for_long_are_forgotten() {
+    fn the_least_recently_used_tables_are_forgotten() {
         let table: Arc<[u8]> = vec![0; 2 << 20].into();
-        let mut known = Known::default();
+        let mut cache = TableCache::default();
         for place in 0..8 {
-            known.put(place, Arc::clone(&table));
+            cache.insert(place, Arc::clone(&table));
         }
-        assert!(known.get(0).is_some());
-        known.put(8, Arc::clone(&table));
-        assert!(known.get(0).is_some() && known.get(1).is_none() && known.get(8).is_some());
-        known.put(9, vec![0; TABLE_BYTES_MIN].into());
-        assert!(known.get(9).is_none());
-        known.forget(0);
-        assert!(known.get(0).is_none() && known.bytes == 14 << 20);
+        assert!(cache.get(0).is_some());
+        cache.insert(8, Arc::clone(&table));
+        assert!(cache.get(0).is_some() && cache.get(1).is_none() && cache.get(8).is_some());
+        cache.insert(9, vec![0; TABLE_BYTES_MIN].into());
+        assert!(cache.get(9).is_none());
+        cache.forget(0);
+        assert!(cache.get(0).is_none() && cache.bytes == 14 << 20);
     }
 }

@@ -22,15 +22,16 @@ struct Data {
 
 impl Owner {
     pub(super) async fn discard(&self, range: Range<u64>) -> io::Result<()> {
-        let (has_zeroes, is_alone) = (self.core.has_zero_clusters, self.core.layers.len() == 1);
-        if !has_zeroes && !is_alone {
+        let (has_zeroes, is_only_layer) =
+            (self.core.has_zero_clusters, self.core.layers.len() == 1);
+        if !has_zeroes && !is_only_layer {
             // The data below would show instead.
             return Ok(());
         }
-        let mut image = self.alone().await?;
-        self.commit_what_waits(&image).await?;
-        self.settle(&range).await;
-        self.empty(&mut image, &range).await?;
+        let mut image = self.lock_exclusively().await?;
+        self.commit_waiting(&image).await?;
+        self.revoke_places(&range).await;
+        self.unmap(&mut image, &range).await?;
         self.commit_to(&image).await
     }
 
@@ -39,12 +40,12 @@ impl Owner {
             return self.write_zeroes(range).await;
         }
         let whole = {
-            let mut image = self.alone().await?;
-            self.commit_what_waits(&image).await?;
-            self.settle(&range).await;
+            let mut image = self.lock_exclusively().await?;
+            self.commit_waiting(&image).await?;
+            self.revoke_places(&range).await;
             let whole = match may_unmap {
-                true => self.empty(&mut image, &range).await?,
-                false => self.cover_with_zeroes(&mut image, &range).await?,
+                true => self.unmap(&mut image, &range).await?,
+                false => self.zero_in_place(&mut image, &range).await?,
             };
             self.commit_to(&image).await?;
             whole
@@ -58,7 +59,7 @@ impl Owner {
     }
 
     async fn is_zero(&self, range: &Range<u64>) -> io::Result<bool> {
-        let _turn = self.turn().await?;
+        let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
         Ok(!has_any(&image, range, is_data).await?)
     }
@@ -78,21 +79,21 @@ impl Owner {
 
     /// Turns the whole clusters of a range into zeroes that keep their space, and returns their
     /// range. The caller commits the rest.
-    async fn cover_with_zeroes(
+    async fn zero_in_place(
         &self,
         image: &mut Format,
         range: &Range<u64>,
     ) -> io::Result<Range<u64>> {
         let whole = self.whole_clusters(range, image.size());
         for part in self.parts(&whole) {
-            self.make_room(image).await;
+            self.reopen_at_limit(image).await;
             if !has_any(image, &part, is_data).await? {
                 continue;
             }
-            let gives_up = self.gives_up(image, &part).await?;
+            let releases_space = self.releases_space(image, &part).await?;
             let zeroed = image.write_zeroes(part.start, part.end - part.start).await;
             self.changes.add();
-            if zeroed.is_err() || gives_up {
+            if zeroed.is_err() || releases_space {
                 self.commit_to(image).await?;
             }
             zeroed?;
@@ -102,10 +103,10 @@ impl Owner {
 
     /// Removes the whole clusters of a range from the tables, and returns their range. The caller
     /// commits the rest.
-    async fn empty(&self, image: &mut Format, range: &Range<u64>) -> io::Result<Range<u64>> {
+    async fn unmap(&self, image: &mut Format, range: &Range<u64>) -> io::Result<Range<u64>> {
         let whole = self.whole_clusters(range, image.size());
         for part in self.parts(&whole) {
-            self.make_room(image).await;
+            self.reopen_at_limit(image).await;
             // A range without any clusters does not even need a table.
             let is_there = |mapping: &Mapping<'_, Store>| {
                 !matches!(mapping, Mapping::Zero { explicit: false, .. })
@@ -114,7 +115,7 @@ impl Owner {
                 continue;
             }
             let data = self.clusters(image, &part).await?;
-            let emptied = match self.core.has_zero_clusters {
+            let unmapped = match self.core.has_zero_clusters {
                 true => image.discard_to_zero(part.start, part.end - part.start).await,
                 false => {
                     image.discard_to_backing(part.start, part.end - part.start).await.map(drop)
@@ -128,8 +129,8 @@ impl Owner {
                 self.punch(&data).await;
                 self.commit_to(image).await?;
             }
-            emptied?;
-            self.give_back(image, data).await?;
+            unmapped?;
+            self.release_removed(image, data).await?;
         }
         Ok(whole)
     }
@@ -182,13 +183,13 @@ impl Owner {
 
     /// Releases the space of data before the tables record its removal: a file system with copy on
     /// write needs space for the tables.
-    pub(super) async fn make_space(&self, range: &Range<u64>) -> io::Result<()> {
-        let is_last = self.core.layers.len() == 1;
-        if !self.core.has_zero_clusters && !is_last || self.core.order.mark.delays_writes() {
+    pub(super) async fn release_early(&self, range: &Range<u64>) -> io::Result<()> {
+        let is_only_layer = self.core.layers.len() == 1;
+        if !self.core.has_zero_clusters && !is_only_layer || self.core.order.mark.delays_writes() {
             return Ok(());
         }
         let image = self.image().await?.write().await;
-        self.settle(range).await;
+        self.revoke_places(range).await;
         let whole = self.whole_clusters(range, image.size());
         let data = self.clusters(&image, &whole).await?;
         self.punch(&data).await;
@@ -197,16 +198,16 @@ impl Owner {
 
     async fn punch(&self, data: &[Data]) {
         for Data { len, offset, .. } in data {
-            self.core.top.give_back(*offset, *len).await;
+            self.core.top.release_bytes(*offset, *len).await;
         }
     }
 
     /// Releases the space of data that the disk no longer has.
-    async fn give_back(&self, image: &Format, data: Vec<Data>) -> io::Result<()> {
+    async fn release_removed(&self, image: &Format, data: Vec<Data>) -> io::Result<()> {
         for Data { at, len, offset } in data {
             let (mapping, gone) = image.get_mapping(at, len).await?;
             if !matches!(mapping, Mapping::Raw { .. }) && gone >= len {
-                self.core.top.give_back(offset, len).await;
+                self.core.top.release_bytes(offset, len).await;
             }
         }
         Ok(())

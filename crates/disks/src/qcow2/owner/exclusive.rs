@@ -14,35 +14,39 @@ use crate::qcow2::{storage, zstd};
 
 impl Owner {
     /// Locks the image for one job.
-    pub(super) async fn alone(&self) -> io::Result<RwLockWriteGuard<'_, Format>> {
+    pub(super) async fn lock_exclusively(&self) -> io::Result<RwLockWriteGuard<'_, Format>> {
         let mut image = self.image().await?.write().await;
-        self.make_room(&mut image).await;
+        self.reopen_at_limit(&mut image).await;
         Ok(image)
     }
 
     /// Opens the image again if its tables take too much memory. If that fails, the image stays
     /// open, and imago keeps more tables until the next time.
-    pub(super) async fn make_room(&self, image: &mut Format) {
-        if !self.core.room.is_used_up() {
+    pub(super) async fn reopen_at_limit(&self, image: &mut Format) {
+        if !self.core.cache_limit.is_reached() {
             return;
         }
         let opened = async {
-            if self.changes.need_imago() {
+            if self.changes.imago_must_write() {
                 self.commit_to(image).await?;
             }
             open(&self.core).await
         };
         match opened.await {
             Ok(opened) => *image = opened,
-            Err(error) => self.tell(&error),
+            Err(error) => self.log_error(&error),
         }
-        self.core.room.clear();
+        self.core.cache_limit.clear();
     }
 
-    pub(super) async fn write_alone(&self, range: &Range<u64>, data: &[u8]) -> io::Result<()> {
-        let image = self.alone().await?;
-        self.commit_what_waits(&image).await?;
-        self.settle(range).await;
+    pub(super) async fn write_exclusively(
+        &self,
+        range: &Range<u64>,
+        data: &[u8],
+    ) -> io::Result<()> {
+        let image = self.lock_exclusively().await?;
+        self.commit_waiting(&image).await?;
+        self.revoke_places(range).await;
         let mut done = 0;
         while done < data.len() {
             let at = range.start + done as u64;
@@ -61,14 +65,18 @@ impl Owner {
         }
         self.core.table.forget(&(before.saturating_sub(1)..size));
         self.commit_to(&image).await?;
-        self.core.order.set_moves(true);
+        self.core.order.set_l1_moving(true);
         // The first table moves, and the header still names its old place until the commit below.
         // So no space is searched for before: a table of zeroes could take that place.
         let grown = self.grow_in(&image, before..size).await;
         self.changes.add();
         let committed = self.commit_to(&image).await;
-        self.core.order.set_moves(false);
-        self.core.top.learn().await.inspect_err(|_| self.core.order.refuse(storage::MOVED))?;
+        self.core.order.set_l1_moving(false);
+        self.core
+            .top
+            .load_tables()
+            .await
+            .inspect_err(|_| self.core.order.refuse(storage::MOVED))?;
         grown.and(committed)
     }
 
@@ -83,8 +91,8 @@ impl Owner {
             image.resize_grow(seen, PreallocateMode::None).await?;
             // imago writes no header if the size that it sees stays the same.
             let has_zstd = self.core.top.has_zstd();
-            let put = |front: &mut [u8]| zstd::put(front, has_zstd, Some(sizes.end));
-            self.core.top.change_front(put).await
+            let restore = |front: &mut [u8]| zstd::restore(front, has_zstd, Some(sizes.end));
+            self.core.top.change_front(restore).await
         };
         grown.await.inspect_err(|_| order.set_disk_bytes(sizes.start))
     }

@@ -2,7 +2,7 @@
 //! owner of the image.
 //!
 //! One thread, the owner, writes the table. IoThreads read it without locks. A place holds for
-//! requests that began to use it before it was forgotten: see `uses.rs`.
+//! requests that began to use it before it was forgotten: see `readers.rs`.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -52,23 +52,23 @@ const SEGMENTS: usize = 22;
 type Slice = Box<[AtomicU64]>;
 
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct PlaceTable {
     /// The unit, a power of two: the smallest cluster of all layers, or their largest block.
     unit_bytes: u64,
     segments: [OnceLock<Box<[OnceLock<Slice>]>>; SEGMENTS],
     /// The number of slices that may still be made.
-    left: AtomicUsize,
+    slices_left: AtomicUsize,
     /// The entry of units without a slice: unknown, or `OWNER` once no slice is left.
     absent: AtomicU64,
 }
 
-impl Table {
+impl PlaceTable {
     pub(super) fn new(unit_bytes: u32) -> Self {
         assert!(unit_bytes.is_power_of_two() && unit_bytes >= 512, "clusters are powers of two");
         Self {
             unit_bytes: unit_bytes.into(),
             segments: [const { OnceLock::new() }; SEGMENTS],
-            left: AtomicUsize::new(SLICES_MAX),
+            slices_left: AtomicUsize::new(SLICES_MAX),
             absent: AtomicU64::new(0),
         }
     }
@@ -142,13 +142,13 @@ impl Table {
         let slices = self.segments[segment]
             .get_or_init(|| (0..1usize << segment).map(|_| OnceLock::new()).collect());
         // Only one thread writes, so no other thread makes this slice at the same time.
-        let left = self.left.load(Ordering::Relaxed);
+        let left = self.slices_left.load(Ordering::Relaxed);
         if slices[index].get().is_none() {
             if left == 0 {
                 self.absent.store(OWNER, Ordering::Relaxed);
                 return;
             }
-            self.left.store(left - 1, Ordering::Relaxed);
+            self.slices_left.store(left - 1, Ordering::Relaxed);
         }
         let slice = slices[index]
             .get_or_init(|| (0..SLICE_UNITS).map(|_| AtomicU64::new(0)).collect::<Slice>());
@@ -206,9 +206,9 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_room_is_left_to_the_owner() {
-        let table = Table::new(65_536);
-        table.left.store(1, Ordering::Relaxed);
+    fn units_without_a_slice_belong_to_the_owner() {
+        let table = PlaceTable::new(65_536);
+        table.slices_left.store(1, Ordering::Relaxed);
         let second = SLICE_UNITS * UNIT;
         table.set(second, UNIT, data(0, UNIT));
         assert_eq!(table.run(0, UNIT), Run { place: Place::Unknown, bytes: UNIT });
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn neighbours_in_one_place_are_one_run() {
-        let table = Table::new(65_536);
+        let table = PlaceTable::new(65_536);
         assert_eq!(table.run(5, 512), Run { place: Place::Unknown, bytes: 512 });
         table.set(0, 3 * UNIT, data(0, 10 * UNIT));
         table.set(3 * UNIT, UNIT, data(0, 20 * UNIT));
@@ -245,8 +245,8 @@ mod tests {
     }
 
     #[test]
-    fn it_has_room_to_the_last_byte() {
-        let table = Table::new(512);
+    fn the_table_covers_its_largest_disk_to_the_last_byte() {
+        let table = PlaceTable::new(512);
         let last = table.bytes_max() - 512;
         table.set(last, 512, Place::Zero);
         assert_eq!(table.run(last, 512).place, Place::Zero);

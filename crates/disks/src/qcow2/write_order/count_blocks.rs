@@ -5,13 +5,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Held, Higher, Order, State};
-use crate::qcow2::ahead::Ahead;
+use super::{OverCounted, State, WaitingWrites, WriteOrder};
+use crate::qcow2::ahead_clusters::AheadClusters;
 use crate::qcow2::counts;
 
 /// A block of reference counts, some of which have just risen in the file.
 #[derive(Debug)]
-pub(in crate::qcow2) struct Risen {
+pub(in crate::qcow2) struct RisenBlock {
     pub(in crate::qcow2) place: u64,
     /// The place of the first cluster that the block counts.
     pub(in crate::qcow2) first: u64,
@@ -22,13 +22,14 @@ pub(in crate::qcow2) struct Risen {
     pub(in crate::qcow2) file: Arc<[u8]>,
 }
 
-impl Order {
+impl WriteOrder {
     /// Makes a block of reference counts that may be written at once: the file's block with the
     /// counts that rise. If some have fallen, `wanted` is kept.
     pub(in crate::qcow2) fn raise(&self, offset: u64, file: &[u8], wanted: &[u8]) -> Arc<[u8]> {
         self.change(|state| {
             let bits = state.count_bits;
-            let before = state.higher.get(&offset).map_or(file, |higher| &higher.wanted);
+            let before =
+                state.over_counted.get(&offset).map_or(file, |over_counted| &over_counted.wanted);
             state.has_fallen |= has_fallen(before, wanted, bits);
             let mut raised = file.to_vec();
             raise(&mut raised, wanted, bits);
@@ -36,7 +37,7 @@ impl Order {
             let raised: Arc<[u8]> = raised.into();
             if has_risen {
                 state.risen = Some((offset, Arc::clone(&raised)));
-                state.risen_in = Some(offset);
+                state.last_risen_place = Some(offset);
             }
             state.note_counts(offset, wanted, &raised);
             raised
@@ -49,7 +50,7 @@ impl Order {
     }
 
     /// Takes the block in which counts have risen since the last commit.
-    pub(in crate::qcow2) fn take_risen(&self) -> Option<Risen> {
+    pub(in crate::qcow2) fn take_risen(&self) -> Option<RisenBlock> {
         self.change(|state| {
             let (place, file) = state.risen.take()?;
             state.risen_block(place, file)
@@ -57,12 +58,12 @@ impl Order {
     }
 
     /// The block in which counts have risen last, if its bytes in the file are known.
-    pub(in crate::qcow2) fn last_risen(&self) -> Option<Risen> {
+    pub(in crate::qcow2) fn last_risen(&self) -> Option<RisenBlock> {
         self.change(|state| {
-            let place = state.risen_in?;
-            let file = match state.higher.get(&place) {
-                Some(higher) => higher.file.clone()?,
-                None => state.known.get(place)?,
+            let place = state.last_risen_place?;
+            let file = match state.over_counted.get(&place) {
+                Some(over_counted) => over_counted.file.clone()?,
+                None => state.table_cache.get(place)?,
             };
             state.risen_block(place, file)
         })
@@ -70,7 +71,12 @@ impl Order {
 
     /// Adds clusters that were counted in the file, and are zeroes. The next flush makes them
     /// ready.
-    pub(in crate::qcow2) fn add_ahead(&self, risen: &Risen, file: &Arc<[u8]>, places: Vec<u64>) {
+    pub(in crate::qcow2) fn add_ahead(
+        &self,
+        risen: &RisenBlock,
+        file: &Arc<[u8]>,
+        places: Vec<u64>,
+    ) {
         self.change(|state| {
             state.note_counts(risen.place, &risen.wanted, file);
             state.written += 1;
@@ -78,7 +84,7 @@ impl Order {
         });
     }
 
-    fn change_ahead<T>(&self, change: impl FnOnce(&mut Ahead) -> T) -> T {
+    fn change_ahead<T>(&self, change: impl FnOnce(&mut AheadClusters) -> T) -> T {
         self.change(|state| {
             let changed = change(&mut state.ahead);
             self.has_ahead.store(!state.ahead.is_empty(), Ordering::Relaxed);
@@ -117,8 +123,8 @@ impl Order {
     }
 
     /// Forgets the clusters that a range touches, since their bytes are about to change.
-    pub(in crate::qcow2) fn spoil_ahead(&self, range: &Range<u64>) {
-        self.change_ahead(|ahead| ahead.spoil(range));
+    pub(in crate::qcow2) fn remove_ahead(&self, range: &Range<u64>) {
+        self.change_ahead(|ahead| ahead.remove(range));
     }
 
     /// Notes the end of a write that a pointer may depend on.
@@ -138,79 +144,79 @@ impl Order {
     }
 
     /// Notes the failure of a flush.
-    pub(in crate::qcow2) fn note_unstable(&self) {
-        self.change_ahead(Ahead::drop_pending);
+    pub(in crate::qcow2) fn note_failed_flush(&self) {
+        self.change_ahead(AheadClusters::drop_pending);
     }
 
     /// Returns true if waiting pointers may depend on a write that no flush has covered.
     pub(in crate::qcow2) fn needs_flush(&self) -> bool {
-        self.change(|state| state.stable < state.written || !state.of_blocks.is_empty())
+        self.change(|state| state.stable < state.written || !state.block_entries.is_empty())
     }
 
     /// The bytes of a table in the file, if they are known.
-    pub(in crate::qcow2) fn known(&self, place: u64) -> Option<Arc<[u8]>> {
-        self.change(|state| match state.higher.get(&place) {
-            Some(higher) => higher.file.clone(),
-            None => state.known.get(place),
+    pub(in crate::qcow2) fn cached_table(&self, place: u64) -> Option<Arc<[u8]>> {
+        self.change(|state| match state.over_counted.get(&place) {
+            Some(over_counted) => over_counted.file.clone(),
+            None => state.table_cache.get(place),
         })
     }
 
     /// Keeps the bytes of a table in the file.
-    pub(in crate::qcow2) fn learn_table(&self, place: u64, table: Arc<[u8]>) {
+    pub(in crate::qcow2) fn cache_table(&self, place: u64, table: Arc<[u8]>) {
         self.change(|state| {
-            let is_table = state.tables.is_some() && state.places.get(place).is_some();
-            if is_table && !state.higher.contains_key(&place) {
-                state.known.put(place, table);
+            let is_table = state.roots.is_some() && state.metadata_map.get(place).is_some();
+            if is_table && !state.over_counted.contains_key(&place) {
+                state.table_cache.insert(place, table);
             }
         });
     }
 
     /// Keeps the bytes of a table that was read, unless entries were written during the read.
-    /// `before` is the count of [writes](Order::entry_writes) at its start.
-    pub(in crate::qcow2) fn learn_read(&self, place: u64, table: &[u8], before: u64) {
+    /// `before` is the count of [writes](WriteOrder::entry_writes) at its start.
+    pub(in crate::qcow2) fn cache_read(&self, place: u64, table: &[u8], before: u64) {
         if before.is_multiple_of(2) && before == self.entry_writes() {
-            self.learn_table(place, table.into());
+            self.cache_table(place, table.into());
         }
     }
 
     /// Notes that bytes of the file are zeroes, which may be a new table.
-    pub(in crate::qcow2) fn learn_zeroes(&self, place: u64, bytes: usize) {
-        self.change(|state| state.known.put(place, vec![0; bytes].into()));
+    pub(in crate::qcow2) fn cache_zeroes(&self, place: u64, bytes: usize) {
+        self.change(|state| state.table_cache.insert(place, vec![0; bytes].into()));
     }
 
     /// Forgets the bytes of a table, since the file gets other bytes there.
     pub(in crate::qcow2) fn forget_table(&self, place: u64) {
         self.change(|state| {
-            state.known.forget(place);
-            if let Some(higher) = state.higher.get_mut(&place) {
-                higher.file = None;
+            state.table_cache.forget(place);
+            if let Some(over_counted) = state.over_counted.get_mut(&place) {
+                over_counted.file = None;
             }
         });
     }
 
     /// The blocks with counts that have fallen, if any. Clusters that were counted ahead stay
     /// counted.
-    pub(in crate::qcow2) fn fallen(&self) -> Held {
+    pub(in crate::qcow2) fn fallen(&self) -> WaitingWrites {
         self.change(|state| match state.has_fallen {
             true => state.lowered(true),
-            false => Held::new(),
+            false => WaitingWrites::new(),
         })
     }
 
     /// Notes that all fallen counts are in the file.
-    pub(in crate::qcow2) fn drop_fallen(&self) {
+    pub(in crate::qcow2) fn note_fallen_written(&self) {
         self.change(|state| state.has_fallen = false);
     }
 
     /// All blocks of which the file has higher counts, with the counts of imago.
-    pub(in crate::qcow2) fn all_higher(&self) -> Held {
+    pub(in crate::qcow2) fn all_over_counted(&self) -> WaitingWrites {
         self.change(|state| state.lowered(false))
     }
 
     /// Notes that a block is in the file with these counts.
     pub(in crate::qcow2) fn note_lowered(&self, place: u64, counts: &Arc<[u8]>) {
         self.change(|state| {
-            if let Some(Higher { wanted, .. }) = state.higher.get(&place) {
+            if let Some(OverCounted { wanted, .. }) = state.over_counted.get(&place) {
                 let wanted = Arc::clone(wanted);
                 state.note_counts(place, &wanted, counts);
             }
@@ -219,43 +225,44 @@ impl Order {
 
     /// Forgets clusters that were counted ahead, and tables: another process may write to the file.
     pub(in crate::qcow2) fn forget_file(&self) {
-        self.change_ahead(Ahead::clear);
-        self.change(|state| state.known.clear());
+        self.change_ahead(AheadClusters::clear);
+        self.change(|state| state.table_cache.clear());
     }
 }
 
 impl State {
-    fn risen_block(&self, place: u64, file: Arc<[u8]>) -> Option<Risen> {
-        let (cluster_bytes, bits) = (self.places.cluster_bytes(), self.count_bits);
-        let first = self.places.first_counted(place)?;
-        let wanted = self.higher.get(&place).map_or(&file, |higher| &higher.wanted);
+    fn risen_block(&self, place: u64, file: Arc<[u8]>) -> Option<RisenBlock> {
+        let (cluster_bytes, bits) = (self.metadata_map.cluster_bytes(), self.count_bits);
+        let first = self.metadata_map.first_counted(place)?;
+        let wanted =
+            self.over_counted.get(&place).map_or(&file, |over_counted| &over_counted.wanted);
         let wanted = Arc::clone(wanted);
-        Some(Risen { place, first, cluster_bytes, bits, wanted, file })
+        Some(RisenBlock { place, first, cluster_bytes, bits, wanted, file })
     }
 
     /// Notes the counts that a block has in the file, and in imago's memory (`wanted`).
     fn note_counts(&mut self, place: u64, wanted: &[u8], file: &Arc<[u8]>) {
         if **file == *wanted {
-            self.higher.remove(&place);
-            self.known.put(place, Arc::clone(file));
+            self.over_counted.remove(&place);
+            self.table_cache.insert(place, Arc::clone(file));
         } else {
-            self.known.forget(place);
-            let higher = Higher { wanted: wanted.into(), file: Some(Arc::clone(file)) };
-            self.higher.insert(place, higher);
+            self.table_cache.forget(place);
+            let over_counted = OverCounted { wanted: wanted.into(), file: Some(Arc::clone(file)) };
+            self.over_counted.insert(place, over_counted);
         }
     }
 
     /// The blocks that the file should have, without the ones that it has already.
-    fn lowered(&self, keeps_ahead: bool) -> Held {
-        let mut lowered = Held::new();
-        for (place, Higher { wanted, file }) in &self.higher {
+    fn lowered(&self, keeps_ahead: bool) -> WaitingWrites {
+        let mut lowered = WaitingWrites::new();
+        for (place, OverCounted { wanted, file }) in &self.over_counted {
             // After an error the mark stays, so that the next opening checks all counts.
             let Some(file) = file else { continue };
             let mut counts = wanted.to_vec();
-            if keeps_ahead && let Some(first) = self.places.first_counted(*place) {
-                let cluster = self.places.cluster_bytes();
+            if keeps_ahead && let Some(first) = self.metadata_map.first_counted(*place) {
+                let cluster = self.metadata_map.cluster_bytes();
                 let is_ahead = |index: usize| self.ahead.is_counted(first + index as u64 * cluster);
-                raise_where(&mut counts, file, self.count_bits, is_ahead);
+                keep_file_counts(&mut counts, file, self.count_bits, is_ahead);
             }
             if counts != **file {
                 lowered.insert(*place, counts.into());
@@ -303,7 +310,7 @@ fn has_fallen(before: &[u8], after: &[u8], bits: u32) -> bool {
 }
 
 /// Replaces counts with the file's if `test` accepts their index.
-fn raise_where(counts: &mut [u8], file: &[u8], bits: u32, test: impl Fn(usize) -> bool) {
+fn keep_file_counts(counts: &mut [u8], file: &[u8], bits: u32, test: impl Fn(usize) -> bool) {
     let wanted = counts.to_vec();
     for index in differing(&wanted, file, bits).filter(|index| test(*index)) {
         counts::set(counts, index, bits, counts::get(file, index, bits));
@@ -315,8 +322,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flush_covers_the_writes_that_had_ended_when_it_began() {
-        let order = Order::default();
+    fn a_flush_covers_the_writes_that_ended_before_it_began() {
+        let order = WriteOrder::default();
         assert!(!order.needs_flush());
         order.note_written();
         let before = order.written();

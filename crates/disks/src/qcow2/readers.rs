@@ -1,4 +1,4 @@
-//! The users of places from the table: requests that go straight to the file of the image. Before
+//! The readers of the place table: requests that go straight to the file of the image. Before
 //! space there is released, the owner waits for requests that may still write to it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use blockio::ForeignCompleter;
 
 /// The requests of one IoThread, counted in two rounds. Only that thread counts.
 #[derive(Debug, Default)]
-pub(super) struct Uses {
+pub(super) struct Readers {
     round: AtomicUsize,
     counts: [AtomicUsize; 2],
     waiting: Mutex<Option<Waiting>>,
@@ -23,31 +23,31 @@ impl std::fmt::Debug for Waiting {
 }
 
 /// A request, until its memory is no longer used.
-pub(super) struct Use {
-    uses: Arc<Uses>,
+pub(super) struct ReaderGuard {
+    readers: Arc<Readers>,
     round: usize,
 }
 
-impl Use {
-    pub(super) fn begin(uses: &Arc<Uses>) -> Self {
-        let round = uses.round.load(Ordering::Relaxed);
-        uses.add(round, 1);
-        Self { uses: Arc::clone(uses), round }
+impl ReaderGuard {
+    pub(super) fn new(readers: &Arc<Readers>) -> Self {
+        let round = readers.round.load(Ordering::Relaxed);
+        readers.add(round, 1);
+        Self { readers: Arc::clone(readers), round }
     }
 
-    /// Returns true if no [wait](Uses::wait) for this request has begun.
-    pub(super) fn is_of_this_round(&self) -> bool {
-        self.round == self.uses.round.load(Ordering::Relaxed)
+    /// Returns true if no [wait](Readers::wait) for this request has begun.
+    pub(super) fn is_current_round(&self) -> bool {
+        self.round == self.readers.round.load(Ordering::Relaxed)
     }
 }
 
-impl Drop for Use {
+impl Drop for ReaderGuard {
     fn drop(&mut self) {
-        self.uses.end(self.round);
+        self.readers.end(self.round);
     }
 }
 
-impl Uses {
+impl Readers {
     fn add(&self, round: usize, change: isize) -> usize {
         let count = self.counts[round].load(Ordering::Relaxed);
         let count = count.checked_add_signed(change).expect("a use that ends has begun");
@@ -89,14 +89,14 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn only_those_are_waited_for_that_have_begun() {
+    fn a_wait_covers_only_requests_that_have_begun() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-        let uses = Arc::new(Uses::default());
+        let readers = Arc::new(Readers::default());
         for _ in 0..3 {
-            let before = [Use::begin(&uses), Use::begin(&uses)];
+            let before = [ReaderGuard::new(&readers), ReaderGuard::new(&readers)];
             let (op, completer) = thread.io().foreign_op(Buffers::empty());
-            uses.wait(completer);
-            let _after = Use::begin(&uses);
+            readers.wait(completer);
+            let _after = ReaderGuard::new(&readers);
             let [first, second] = before;
             drop(first);
             while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
@@ -106,7 +106,7 @@ mod tests {
             drop(_after);
         }
         let (op, completer) = thread.io().foreign_op(Buffers::empty());
-        uses.wait(completer);
+        readers.wait(completer);
         thread.block_on(op).unwrap().result.unwrap();
     }
 }

@@ -1,5 +1,5 @@
-//! Questions of one IoThread to the owner of an image: is there space for first writes? Requests
-//! that begin in one round of the loop share a question. Requests for the same clusters wait for
+//! Queries of one IoThread to the owner of an image: is there space for first writes? Requests
+//! that begin in one round of the loop share a query. Requests for the same clusters wait for
 //! its answer, instead of asking as well.
 
 use std::cell::{Cell, RefCell};
@@ -12,10 +12,10 @@ use tokio::sync::Notify;
 use blockio::Io;
 
 #[derive(Debug, Default)]
-pub(super) struct Placing(RefCell<Vec<Rc<Question>>>);
+pub(super) struct PlaceQueries(RefCell<Vec<Rc<PlaceQuery>>>);
 
 #[derive(Debug, Default)]
-struct Question {
+struct PlaceQuery {
     ranges: RefCell<Vec<Range<u64>>>,
     /// The clusters that each of these ranges touches.
     clusters: RefCell<Vec<Range<u64>>>,
@@ -23,65 +23,65 @@ struct Question {
     is_open: Cell<bool>,
     /// A byte for each range, 0 without space. Empty without an answer.
     answers: RefCell<Vec<u8>>,
-    is_answered: Notify,
+    answered: Notify,
 }
 
-impl Question {
+impl PlaceQuery {
     fn add(&self, range: Range<u64>, clusters: Range<u64>) -> usize {
         self.clusters.borrow_mut().push(clusters);
         self.ranges.borrow_mut().push(range);
         self.ranges.borrow().len() - 1
     }
 
-    fn is_about(&self, byte: u64) -> bool {
+    fn touches(&self, byte: u64) -> bool {
         self.clusters.borrow().iter().any(|clusters| clusters.contains(&byte))
     }
 }
 
-/// Ends a question, even if its request is dropped.
-struct Asking<'a>(&'a Placing, Rc<Question>);
+/// Ends a query, even if its request is dropped.
+struct QueryGuard<'a>(&'a PlaceQueries, Rc<PlaceQuery>);
 
-impl Drop for Asking<'_> {
+impl Drop for QueryGuard<'_> {
     fn drop(&mut self) {
         self.0.0.borrow_mut().retain(|other| !Rc::ptr_eq(other, &self.1));
-        self.1.is_answered.notify_waiters();
+        self.1.answered.notify_waiters();
     }
 }
 
-impl Placing {
+impl PlaceQueries {
     /// Returns true if a range has space. `ask` is called once for all ranges of a round, and
     /// yields a byte for each. True may be wrong if another request has asked: the caller looks the
     /// range up, and asks again if it has no place.
-    pub(super) async fn is_placed(
+    pub(super) async fn query(
         &self,
         io: &Io,
         (range, clusters): (Range<u64>, Range<u64>),
         ask: impl AsyncFnOnce(Vec<Range<u64>>) -> io::Result<Vec<u8>>,
     ) -> io::Result<bool> {
-        let find = |test: &dyn Fn(&Question) -> bool| {
-            self.0.borrow().iter().find(|question| test(question)).cloned()
+        let find = |test: &dyn Fn(&PlaceQuery) -> bool| {
+            self.0.borrow().iter().find(|query| test(query)).cloned()
         };
-        if let Some(question) = find(&|question| question.is_about(range.start)) {
-            question.is_answered.notified().await;
+        if let Some(query) = find(&|query| query.touches(range.start)) {
+            query.answered.notified().await;
             return Ok(true);
         }
-        if let Some(question) = find(&|question| question.is_open.get()) {
-            let index = question.add(range, clusters);
-            question.is_answered.notified().await;
-            let answer = question.answers.borrow().get(index).copied();
+        if let Some(query) = find(&|query| query.is_open.get()) {
+            let index = query.add(range, clusters);
+            query.answered.notified().await;
+            let answer = query.answers.borrow().get(index).copied();
             return Ok(answer.is_none_or(|answer| answer != 0));
         }
-        let question = Rc::new(Question::default());
-        question.is_open.set(true);
-        question.add(range, clusters);
-        self.0.borrow_mut().push(Rc::clone(&question));
-        let asking = Asking(self, Rc::clone(&question));
+        let query = Rc::new(PlaceQuery::default());
+        query.is_open.set(true);
+        query.add(range, clusters);
+        self.0.borrow_mut().push(Rc::clone(&query));
+        let guard = QueryGuard(self, Rc::clone(&query));
         io.next_round().await;
-        question.is_open.set(false);
-        let answers = ask(question.ranges.take()).await?;
+        query.is_open.set(false);
+        let answers = ask(query.ranges.take()).await?;
         let is_placed = answers.first().is_some_and(|answer| *answer != 0);
-        *question.answers.borrow_mut() = answers;
-        drop(asking);
+        *query.answers.borrow_mut() = answers;
+        drop(guard);
         Ok(is_placed)
     }
 }
@@ -98,12 +98,12 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn requests_of_one_round_share_a_question() {
+    fn requests_of_one_round_share_a_query() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-        let (placing, asked) = (Placing::default(), RefCell::new(Vec::new()));
+        let (queries, asked) = (PlaceQueries::default(), RefCell::new(Vec::new()));
         let place = |at: u64| {
             let range = (at..at + 1, at / 10 * 10..at / 10 * 10 + 10);
-            placing.is_placed(thread.io(), range, async |ranges: Vec<Range<u64>>| {
+            queries.query(thread.io(), range, async |ranges: Vec<Range<u64>>| {
                 let answers = ranges.iter().map(|range| u8::from(range.start < 50)).collect();
                 asked.borrow_mut().push(ranges);
                 Ok(answers)
@@ -119,11 +119,11 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn requests_ask_themselves_when_the_one_that_asks_fails_or_is_dropped() {
+    fn requests_query_again_when_the_shared_query_fails_or_is_dropped() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-        let placing = Placing::default();
+        let queries = PlaceQueries::default();
         let place = |at: u64| {
-            placing.is_placed(thread.io(), (at..at + 1, at..at + 1), async |_| {
+            queries.query(thread.io(), (at..at + 1, at..at + 1), async |_| {
                 Err(io::Error::from_raw_os_error(libc::EIO))
             })
         };

@@ -20,7 +20,7 @@ pub(super) fn end(request: &Running, threads: [&IoThread; 2]) -> Option<i32> {
 /// The server lets the second connection wait, like one that allows a few.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_iothread_whose_connection_never_came_up_uses_another() {
+fn an_iothread_without_a_connection_uses_another_iothread() {
     let server = Server::start(MIB, FLAGS);
     server.change(|state| state.keeps_back = Some(1));
     let (source, first, second) = (open(server.options()), new_thread(), new_thread());
@@ -43,7 +43,7 @@ fn an_iothread_whose_connection_never_came_up_uses_another() {
 /// The requests waited for a connection of their own while there was none.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn requests_that_wait_go_to_whoever_has_a_connection() {
+fn waiting_requests_go_to_an_iothread_with_a_connection() {
     let server = Server::start(MIB, FLAGS);
     let (source, first, second) = (open(server.options()), new_thread(), new_thread());
     let disk = Rc::new(source.attach(first.io()));

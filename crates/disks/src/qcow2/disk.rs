@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use iomem::Buffers;
 
-use super::owner::{Image, Job, ask};
-use super::placing::Placing;
-use super::table::{Place, Run};
-use super::uses::{Use, Uses};
+use super::owner::{Image, Job, post_job};
+use super::place_queries::PlaceQueries;
+use super::place_table::{Place, Run};
+use super::readers::{ReaderGuard, Readers};
 use blockio::Disk;
 use blockio::EngineKind;
 use blockio::Io;
@@ -34,17 +34,17 @@ pub(super) struct Qcow2Disk {
     io: Rc<Io>,
     /// The disks of the layers, from the top.
     layers: Vec<Disk>,
-    uses: Arc<Uses>,
-    last_use: RefCell<Weak<Use>>,
-    placing: Placing,
+    readers: Arc<Readers>,
+    last_guard: RefCell<Weak<ReaderGuard>>,
+    place_queries: PlaceQueries,
     /// The budget of memory for data that moves through the owner.
     share: Rc<BounceShare>,
 }
 
 impl Qcow2Disk {
     pub(super) fn new(image: &Arc<Image>, io: &Rc<Io>, engine: Option<EngineKind>) -> Self {
-        let uses = Arc::new(Uses::default());
-        image.core.add_user(io.remote(), &uses);
+        let readers = Arc::new(Readers::default());
+        image.core.add_thread(io.remote(), &readers);
         let sources = image.core.layers.iter();
         let layers = sources.map(|layer| layer.source.attach_with(io, engine)).collect();
         let share = io.bounce_share(image);
@@ -52,9 +52,9 @@ impl Qcow2Disk {
             image: Arc::clone(image),
             io: Rc::clone(io),
             layers,
-            uses,
-            last_use: RefCell::default(),
-            placing: Placing::default(),
+            readers,
+            last_guard: RefCell::default(),
+            place_queries: PlaceQueries::default(),
             share,
         }
     }
@@ -64,24 +64,24 @@ impl Qcow2Disk {
     }
 
     /// Passes a job to the owner, and returns the data that the owner has read.
-    async fn have(&self, job: Job) -> io::Result<Vec<u8>> {
+    async fn run_job(&self, job: Job) -> io::Result<Vec<u8>> {
         let data = Arc::new(Mutex::new(Vec::new()));
         let (op, completer) = self.io.foreign_op(Buffers::empty());
-        ask(&self.image.owner, job, &data, completer);
+        post_job(&self.image.owner, job, &data, completer);
         op.await.result?;
         let mut data = data.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(std::mem::take(&mut *data))
     }
 
     /// Keeps the places of the table in use as long as the buffers. Requests that are in progress
-    /// at the same time share a use.
-    fn keep_use(&self, buffers: &mut Buffers) {
+    /// at the same time share a guard.
+    fn guard_places(&self, buffers: &mut Buffers) {
         if self.image.core.is_writable() {
-            let last = self.last_use.borrow().upgrade().filter(|last| last.is_of_this_round());
+            let last = self.last_guard.borrow().upgrade().filter(|last| last.is_current_round());
             buffers.keep(last.unwrap_or_else(|| {
-                let in_use = Rc::new(Use::begin(&self.uses));
-                self.last_use.replace(Rc::downgrade(&in_use));
-                in_use
+                let guard = Rc::new(ReaderGuard::new(&self.readers));
+                self.last_guard.replace(Rc::downgrade(&guard));
+                guard
             }));
         }
     }
@@ -107,18 +107,18 @@ impl Qcow2Disk {
         part.truncate(bytes);
         match place {
             Place::Unknown => {
-                self.have(Job::Find(range(offset, rest.bytes()))).await?;
+                self.run_job(Job::LookUp(range(offset, rest.bytes()))).await?;
                 return Ok(0);
             }
             Place::Data { layer, offset, .. } => {
-                self.keep_use(&mut part);
+                self.guard_places(&mut part);
                 self.layers[layer].read(offset, part).await?;
             }
             Place::Zero => part.zero_from(0),
             Place::Owner => {
                 let bytes = bytes.min(PIECE_BYTES);
                 let _permit = self.share.take(bytes).await;
-                let data = self.have(Job::Read(range(offset, bytes))).await?;
+                let data = self.run_job(Job::Read(range(offset, bytes))).await?;
                 part.copy_from(0, &data);
                 return Ok(bytes);
             }
@@ -151,19 +151,19 @@ impl Qcow2Disk {
         let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
         let bytes: usize = iomem::fits(bytes, "a part of a request");
         let may_be_new = matches!(place, Place::Zero | Place::Unknown);
-        if may_be_new && self.is_placed(range(offset, bytes.min(PLACED_BYTES))).await? {
+        if may_be_new && self.find_place(range(offset, bytes.min(PLACED_BYTES))).await? {
             // The table knows the place from now on.
             return Ok(0);
         }
         match place {
             Place::Unknown => {
-                self.have(Job::Find(range(offset, rest.bytes()))).await?;
+                self.run_job(Job::LookUp(range(offset, rest.bytes()))).await?;
                 Ok(0)
             }
             Place::Data { layer, offset, writable: true } => {
                 let mut part = rest.duplicate();
                 part.truncate(bytes);
-                self.keep_use(&mut part);
+                self.guard_places(&mut part);
                 self.layers[layer].write(offset, part, false).await?;
                 Ok(bytes)
             }
@@ -172,7 +172,7 @@ impl Qcow2Disk {
                 let _permit = self.share.take(bytes).await;
                 let mut data = vec![0; bytes];
                 rest.copy_to(0, &mut data);
-                self.have(Job::Write(offset, data)).await?;
+                self.run_job(Job::Write(offset, data)).await?;
                 Ok(bytes)
             }
         }
@@ -180,14 +180,14 @@ impl Qcow2Disk {
 
     /// Finds a place for a range among clusters that were counted ahead. Returns true if the range
     /// has one, perhaps an older one.
-    async fn is_placed(&self, range: Range<u64>) -> io::Result<bool> {
+    async fn find_place(&self, range: Range<u64>) -> io::Result<bool> {
         if !self.image.core.order.has_ahead() {
             return Ok(false);
         }
         let cluster = self.image.core.cluster_bytes;
         let clusters = range.start - range.start % cluster..range.end.next_multiple_of(cluster);
-        let ask = async |ranges| self.have(Job::Place(ranges)).await;
-        self.placing.is_placed(&self.io, (range, clusters), ask).await
+        let ask = async |ranges| self.run_job(Job::Place(ranges)).await;
+        self.place_queries.query(&self.io, (range, clusters), ask).await
     }
 
     /// Flushes the file, which also has the commits of the owner.
@@ -211,7 +211,7 @@ impl Qcow2Disk {
             let kind = match place {
                 Place::Unknown => {
                     let end = offset + bytes;
-                    self.have(Job::Find(offset..end)).await?;
+                    self.run_job(Job::LookUp(offset..end)).await?;
                     continue;
                 }
                 Place::Zero => ExtentKind::Hole,
@@ -246,7 +246,7 @@ impl Driver for Qcow2Disk {
             return None;
         }
         let in_file = self.layers[layer].route_to_file(kind, offset, buffers)?;
-        self.keep_use(buffers);
+        self.guard_places(buffers);
         Some(in_file)
     }
 
@@ -255,7 +255,7 @@ impl Driver for Qcow2Disk {
         if let Run { place: Place::Data { layer, offset, .. }, bytes } = self.run(offset, len)
             && bytes == len
         {
-            self.keep_use(&mut buffers);
+            self.guard_places(&mut buffers);
             return Box::pin(self.layers[layer].read(offset, buffers));
         }
         Box::pin(self.read_parts(offset, buffers))
@@ -273,7 +273,7 @@ impl Driver for Qcow2Disk {
             && bytes == len
             && (!fua || self.is_stable())
         {
-            self.keep_use(&mut buffers);
+            self.guard_places(&mut buffers);
             return Box::pin(self.layers[layer].write(offset, buffers, fua));
         }
         Box::pin(self.write_parts(offset, buffers, fua))
@@ -284,12 +284,12 @@ impl Driver for Qcow2Disk {
     }
 
     fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
-        Box::pin(async move { self.have(Job::Discard(offset..offset + len)).await.map(drop) })
+        Box::pin(async move { self.run_job(Job::Discard(offset..offset + len)).await.map(drop) })
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>> {
         let job = Job::Zero { range: offset..offset + len, may_unmap };
-        Box::pin(async move { self.have(job).await.map(drop) })
+        Box::pin(async move { self.run_job(job).await.map(drop) })
     }
 
     fn block_status(&self, offset: u64, len: u64) -> Request<'_, io::Result<Extent>> {

@@ -1,4 +1,4 @@
-//! Space for first writes, from the clusters that were counted ahead: see `qcow2/ahead.rs`.
+//! Space for first writes, from the clusters that were counted ahead: see `ahead_clusters.rs`.
 //!
 //! Such a write needs no data here. Its IoThread writes the data to the place in the table when the
 //! entry is in the file. A power cut leaves at worst zeroes in place of the data, which the disk
@@ -11,8 +11,8 @@ use imago::{Mapping, Storage as _};
 
 use super::{OWNER, Owner};
 use crate::qcow2::format::{Format, has_any};
+use crate::qcow2::place_table::Place;
 use crate::qcow2::storage::Store;
-use crate::qcow2::table::Place;
 
 /// The part of the ready clusters that may get places ahead of one write: one in `READY_SHARE`.
 const READY_SHARE: u64 = 4;
@@ -20,10 +20,10 @@ const READY_SHARE: u64 = 4;
 /// The result of a search for space, with the number of bytes.
 enum Placed {
     /// The bytes had space before.
-    There(u64),
+    Existing(u64),
     New(u64),
     /// No space was found that an entry may point to.
-    Nowhere,
+    NoSpace,
 }
 
 impl Owner {
@@ -33,10 +33,10 @@ impl Owner {
         let mut placed = Vec::with_capacity(ranges.len());
         for range in ranges {
             // The request finds the error by itself. The ranges of other requests have no error.
-            placed.push(self.place_beside_others(range).await.unwrap_or(false));
+            placed.push(self.place_concurrently(range).await.unwrap_or(false));
         }
         if !self.changes.are_committed() {
-            self.count_more_in_time();
+            self.count_more_if_low();
             self.commit().await?;
         }
         let mut answers = Vec::with_capacity(ranges.len());
@@ -45,24 +45,25 @@ impl Owner {
                 let place = self.core.table.run(range.start, 1).place;
                 matches!(place, Place::Data { writable: true, .. })
             };
-            let is_placed = is_placed && (is_known() || self.look(range).await? && is_known());
+            let is_placed =
+                is_placed && (is_known() || self.try_look_up(range).await? && is_known());
             answers.push(u8::from(is_placed));
         }
         Ok(answers)
     }
 
-    async fn place_beside_others(&self, range: &Range<u64>) -> io::Result<bool> {
-        let _turn = self.turn().await?;
+    async fn place_concurrently(&self, range: &Range<u64>) -> io::Result<bool> {
+        let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
-        if self.changes.has_failed() || self.gives_up(&image, range).await? {
+        if self.changes.has_failed() || self.releases_space(&image, range).await? {
             return Ok(false);
         }
         let mut is_new = false;
         let mut at = range.start;
         while at < range.end {
             match self.place_some(&image, at..range.end).await? {
-                Placed::Nowhere => return Ok(false),
-                Placed::There(bytes) => at += bytes,
+                Placed::NoSpace => return Ok(false),
+                Placed::Existing(bytes) => at += bytes,
                 Placed::New(bytes) => {
                     is_new = true;
                     at += bytes;
@@ -82,15 +83,15 @@ impl Owner {
         let start = range.start - range.start % cluster;
         let mut at = range.end.next_multiple_of(cluster);
         let wanted = self.changes.streams.next(&(start..at));
-        let of_table = cluster * (cluster / 8);
+        let table_covers = cluster * (cluster / 8);
         let ready = self.core.order.ready_ahead() / READY_SHARE * cluster;
-        let bounds = [image.size(), at.next_multiple_of(of_table), at.saturating_add(ready)];
+        let bounds = [image.size(), at.next_multiple_of(table_covers), at.saturating_add(ready)];
         let end = bounds.into_iter().fold(wanted, u64::min);
         while at < end {
             // The write itself has its place. Its writer asks for the rest when it comes there.
             match self.place_some(image, at..end).await {
                 Ok(Placed::New(bytes)) => at += bytes,
-                Ok(Placed::There(_) | Placed::Nowhere) | Err(_) => break,
+                Ok(Placed::Existing(_) | Placed::NoSpace) | Err(_) => break,
             }
         }
         self.changes.streams.cut(wanted, at);
@@ -103,11 +104,11 @@ impl Owner {
         let is_there = matches!(&found, Mapping::Raw { storage, writable: true, .. }
             if storage.layer == 0);
         if is_there {
-            return Ok(Placed::There(same));
+            return Ok(Placed::Existing(same));
         }
         let len = same.min(cluster_end(&found, at, cluster) - at);
-        if !self.was_zero(image, &found, at..at + len).await? {
-            return Ok(Placed::Nowhere);
+        if !self.reads_as_zeroes(image, &found, at..at + len).await? {
+            return Ok(Placed::NoSpace);
         }
         let mapping = image.prepare_data_mapping(at, len, true).await?;
         let len = mapping.length().min(len);
@@ -117,18 +118,18 @@ impl Owner {
             let host = mapping.offset()..mapping.offset() + len;
             mapping.storage().check_data(host.start, len)?;
             if !self.core.order.take_ahead(&host) {
-                return Ok(Placed::Nowhere);
+                return Ok(Placed::NoSpace);
             }
             let end = (at + len).next_multiple_of(cluster);
             let start = at - at % cluster;
             self.changes.add_entries(start..end, host.start - at % cluster, cluster);
         }
         image.commit_data_mapping(mapping).await?;
-        Ok(if is_there { Placed::There(len) } else { Placed::New(len) })
+        Ok(if is_there { Placed::Existing(len) } else { Placed::New(len) })
     }
 
     /// Starts to count more clusters before all are taken. Requests continue beside that.
-    fn count_more_in_time(&self) {
+    fn count_more_if_low(&self) {
         if !self.core.order.is_ahead_low() || self.counting.try_lock().is_err() {
             return;
         }
@@ -147,7 +148,7 @@ impl Owner {
             let _image = self.image().await?.write().await;
             let order = &self.core.order;
             // A new table has space that the file may not count yet.
-            if !order.is_ahead_low() || !order.is_empty() || !self.changes.are_entries() {
+            if !order.is_ahead_low() || !order.is_empty() || !self.changes.has_only_entries() {
                 return Ok(());
             }
             self.core.top.count_more_ahead().await;
@@ -157,7 +158,7 @@ impl Owner {
 
     /// Returns true if all clusters that a range touches read as zeroes. `found` is the place of
     /// the range.
-    pub(super) async fn was_zero(
+    pub(super) async fn reads_as_zeroes(
         &self,
         image: &Format,
         found: &Mapping<'_, Store>,

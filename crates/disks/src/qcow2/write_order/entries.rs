@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{COPIED, Order, State};
+use super::{COPIED, State, WriteOrder};
 
 /// The new place of a cluster of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(in crate::qcow2) struct Changing {
     pub(in crate::qcow2) blocks: Vec<Range<usize>>,
 }
 
-impl Order {
+impl WriteOrder {
     /// Puts entries into tables. `None` if a table is new or unknown, or older writes wait. Then
     /// nothing has changed, and a commit of all tables must write the entries.
     ///
@@ -41,7 +41,7 @@ impl Order {
             let tables = state.by_table(entries)?;
             state.entry_writes += 1;
             let change = |(place, new): (u64, Vec<(usize, u64)>)| {
-                let mut table = state.known.take(place)?;
+                let mut table = state.table_cache.remove(place)?;
                 let bytes = Arc::make_mut(&mut table);
                 let mut blocks: Vec<Range<usize>> = Vec::new();
                 for (at, entry) in new {
@@ -65,7 +65,7 @@ impl Order {
         self.change(|state| {
             state.entry_writes += 1;
             for Changing { place, table, .. } in tables {
-                state.known.put(place, table);
+                state.table_cache.insert(place, table);
             }
         });
     }
@@ -78,22 +78,22 @@ impl Order {
 
 impl State {
     /// Groups entries by the place of their table, and sorts them by their place in it. `None` as
-    /// for [`Order::begin_entries`].
+    /// for [`WriteOrder::begin_entries`].
     fn by_table(&self, entries: &[Entry]) -> Option<BTreeMap<u64, Vec<(usize, u64)>>> {
         if self.has_waiting() {
             return None;
         }
-        let cluster = self.places.cluster_bytes().max(512);
-        let of_table = cluster / 8;
+        let cluster = self.metadata_map.cluster_bytes().max(512);
+        let per_table = cluster / 8;
         let mut tables: BTreeMap<u64, Vec<(usize, u64)>> = BTreeMap::new();
         for Entry { at, offset } in entries {
-            let (table, index) = (at / cluster / of_table, at / cluster % of_table);
-            let place = self.places.second(table)?;
+            let (table, index) = (at / cluster / per_table, at / cluster % per_table);
+            let place = self.metadata_map.l2_place(table)?;
             let at: usize = iomem::fits(index * 8, "a place in a table");
             tables.entry(place).or_default().push((at, offset | COPIED));
         }
         let is_known =
-            |place| self.known.bytes_of(place).map(|bytes| bytes as u64) == Some(cluster);
+            |place| self.table_cache.table_len(place).map(|bytes| bytes as u64) == Some(cluster);
         tables.keys().all(|place| is_known(*place)).then(|| {
             tables.values_mut().for_each(|entries| entries.sort_unstable());
             tables
@@ -104,7 +104,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{BLOCK, L1, L2, begun};
-    use super::super::{OFFSET, Way};
+    use super::super::{OFFSET, WriteAction};
     use super::*;
 
     const CLUSTER: u64 = 4096;
@@ -115,10 +115,10 @@ mod tests {
     }
 
     #[test]
-    fn entries_change_the_blocks_of_a_table_that_have_them() {
+    fn entries_change_only_their_own_blocks_of_a_table() {
         let order = begun();
         assert!(order.begin_entries(&entries(), 512).is_none(), "its table is not known");
-        order.learn_table(L2, vec![0; 4096].into());
+        order.cache_table(L2, vec![0; 4096].into());
         let changing = order.begin_entries(&entries(), 512).unwrap();
         let [Changing { place: L2, table, blocks }] = &changing[..] else { panic!("{changing:?}") };
         assert_eq!(blocks, &[0..512, 3584..4096]);
@@ -126,23 +126,23 @@ mod tests {
             u64::from_be_bytes(*table[index * 8..].first_chunk().unwrap()) & OFFSET & !COPIED
         };
         assert_eq!([0, 1, 2, 511].map(entry), [20, 22, 0, 21].map(|place| place * CLUSTER));
-        assert!(order.known(L2).is_none(), "nobody knows what the file has");
+        assert!(order.cached_table(L2).is_none(), "nobody knows what the file has");
         order.end_entries(changing);
-        assert_eq!(order.known(L2).unwrap()[8..16], (COPIED | (22 * CLUSTER)).to_be_bytes());
+        assert_eq!(order.cached_table(L2).unwrap()[8..16], (COPIED | (22 * CLUSTER)).to_be_bytes());
         let changing = order.begin_entries(&entries(), 512).unwrap();
         drop(changing);
         order.end_entries(Vec::new());
-        assert!(order.known(L2).is_none(), "after an error nobody knows either");
+        assert!(order.cached_table(L2).is_none(), "after an error nobody knows either");
     }
 
     #[test]
-    fn entries_are_left_to_a_commit_when_a_table_is_missing_or_others_wait() {
+    fn entries_need_a_commit_when_a_table_is_missing_or_writes_wait() {
         let order = begun();
-        order.learn_table(L2, vec![0; 4096].into());
+        order.cache_table(L2, vec![0; 4096].into());
         let far = Entry { at: 512 * CLUSTER, offset: 20 * CLUSTER };
         assert!(order.begin_entries(&[entries()[0], far], 512).is_none());
-        assert!(order.known(L2).is_some());
-        assert_eq!(order.sort(L1, &(L2 | COPIED).to_be_bytes()), Way::Kept);
+        assert!(order.cached_table(L2).is_some());
+        assert_eq!(order.classify(L1, &(L2 | COPIED).to_be_bytes()), WriteAction::Wait);
         assert!(order.begin_entries(&entries(), 512).is_none());
         order.drop_pointers();
         let block = [1u16; 2048].map(u16::to_be_bytes).concat();
@@ -152,23 +152,23 @@ mod tests {
 
     /// imago may read a table while entries are written to it.
     #[test]
-    fn a_table_that_was_read_beside_a_write_of_entries_is_not_known() {
+    fn a_table_that_was_read_during_a_write_of_entries_is_not_cached() {
         let order = begun();
         let old = [0; 4096];
-        let read = |before| order.learn_read(L2, &old, before);
+        let read = |before| order.cache_read(L2, &old, before);
         read(order.entry_writes());
         let before = order.entry_writes();
         let changing = order.begin_entries(&entries(), 512).unwrap();
         let beside = order.entry_writes();
         read(before);
         read(beside);
-        assert!(order.known(L2).is_none());
+        assert!(order.cached_table(L2).is_none());
         order.end_entries(changing);
         for before in [before, beside] {
             read(before);
-            assert_ne!(order.known(L2).unwrap()[..], old);
+            assert_ne!(order.cached_table(L2).unwrap()[..], old);
         }
         read(order.entry_writes());
-        assert_eq!(order.known(L2).unwrap()[..], old);
+        assert_eq!(order.cached_table(L2).unwrap()[..], old);
     }
 }

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 #[derive(Debug, Default)]
-pub(super) struct Ahead {
+pub(super) struct AheadClusters {
     cluster_bytes: u64,
     /// Places of clusters that an entry may point to.
     ready: BTreeSet<u64>,
@@ -21,7 +21,7 @@ pub(super) struct Ahead {
     low: usize,
 }
 
-impl Ahead {
+impl AheadClusters {
     /// Adds clusters that were zeroed, and counted by the write of this number. Without free
     /// clusters, `places` is empty, and none are to be counted.
     pub(super) fn add(&mut self, cluster_bytes: u64, places: Vec<u64>, written: u64) {
@@ -90,13 +90,13 @@ impl Ahead {
     pub(super) fn take(&mut self, range: &Range<u64>) -> bool {
         let is_ready = self.has(range);
         if is_ready {
-            self.spoil(range);
+            self.remove(range);
         }
         is_ready
     }
 
     /// Forgets the clusters of a range: they are about to have other bytes.
-    pub(super) fn spoil(&mut self, range: &Range<u64>) {
+    pub(super) fn remove(&mut self, range: &Range<u64>) {
         let clusters = self.clusters(range);
         while let Some(place) = self.ready.range(clusters.clone()).next().copied() {
             self.ready.remove(&place);
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn clusters_are_ready_after_a_flush_and_are_taken_once() {
-        let mut ahead = Ahead::default();
+        let mut ahead = AheadClusters::default();
         assert!(!ahead.take(&(0..512)));
         ahead.add(4096, vec![4096, 8192, 16_384], 7);
         ahead.note_stable(6);
@@ -123,7 +123,7 @@ mod tests {
         assert!(ahead.has(&(5000..12_288)) && !ahead.has(&(8192..16_385)));
         assert!(!ahead.take(&(8192..20_480)), "a cluster between them is not ready");
         assert!(ahead.take(&(4600..5112)) && !ahead.take(&(4600..5112)));
-        ahead.spoil(&(0..16_384));
+        ahead.remove(&(0..16_384));
         assert_eq!(ahead.len(), 1);
         ahead.clear();
         assert!(!ahead.is_counted(16_384));
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn clusters_are_not_ready_after_a_flush_that_has_failed() {
-        let mut ahead = Ahead::default();
+        let mut ahead = AheadClusters::default();
         ahead.add(512, vec![512], 1);
         ahead.drop_pending();
         ahead.note_stable(1);
@@ -140,16 +140,16 @@ mod tests {
 
     #[test]
     fn a_cluster_that_gets_other_bytes_before_the_flush_is_not_ready_after_it() {
-        let mut ahead = Ahead::default();
+        let mut ahead = AheadClusters::default();
         ahead.add(512, vec![512, 1024], 1);
-        ahead.spoil(&(600..700));
+        ahead.remove(&(600..700));
         ahead.note_stable(1);
         assert!(!ahead.has(&(512..1024)) && ahead.has(&(1024..1536)));
     }
 
     #[test]
-    fn more_are_counted_when_half_are_taken_unless_none_are_free() {
-        let mut ahead = Ahead::default();
+    fn more_clusters_are_counted_when_half_are_taken_unless_none_are_free() {
+        let mut ahead = AheadClusters::default();
         assert!(!ahead.is_low());
         ahead.add(512, vec![512, 1024, 1536, 2048], 1);
         ahead.note_stable(1);

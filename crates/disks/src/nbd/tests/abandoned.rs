@@ -8,14 +8,14 @@ use super::{FLAGS, MIB, Running, new_thread, open, read, wait_for};
 /// Requests that an answering server has begun do not fail: they are done.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn requests_of_a_server_that_answers_go_on() {
+fn requests_to_an_answering_server_continue() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));
     server.change(|state| state.holds = (WRITE, 1));
     let write = Running::write(&thread, &disk, 0, 1);
     wait_for(&thread, &server, Event::Request(0, WRITE));
-    source.give_up();
+    source.abandon();
     assert_eq!(read(&thread, &disk, 4096), 0, "it answers");
     server.answer_held();
     assert_eq!(write.end(&thread), None);
@@ -34,14 +34,14 @@ fn requests_of_a_server_that_answers_go_on() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn requests_of_a_server_that_does_not_answer_fail() {
+fn requests_to_a_server_without_answers_fail() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(server.options()));
     let disk = Rc::new(source.attach(thread.io()));
     server.change(|state| state.holds = (WRITE, 1));
     let write = Running::write(&thread, &disk, 0, 1);
     wait_for(&thread, &server, Event::Request(0, WRITE));
-    source.give_up();
+    source.abandon();
     assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
     assert_eq!(Running::write(&thread, &disk, 0, 2).end(&thread), Some(libc::EIO));
 }

@@ -20,7 +20,7 @@ impl Owner {
         }
         let _image = self.image().await?.write().await;
         let delays_writes = mark.delays_writes();
-        if mark.state() == MarkState::Found {
+        if mark.state() == MarkState::LeaksToFree {
             self.free_leaks().await?;
         }
         if mark.state() == MarkState::Clear {
@@ -58,18 +58,18 @@ impl Owner {
         Ok(())
     }
 
-    /// Like [`rest`](Self::rest), for the last time. Does nothing if another process may use the
-    /// image already.
-    pub(super) async fn end(&self) {
-        if !self.is_left.get() {
-            self.rest().await;
+    /// Like [`quiesce`](Self::quiesce), for the last time. Does nothing if another process may use
+    /// the image already.
+    pub(super) async fn shut_down(&self) {
+        if !self.is_handed_over.get() {
+            self.quiesce().await;
         }
     }
 
-    /// Like [`rest`](Self::rest). Another process may take over the image until the next change.
-    pub(super) async fn leave(&self) {
-        self.is_left.set(true);
-        self.rest().await;
+    /// Like [`quiesce`](Self::quiesce). Another process may take over until the next change.
+    pub(super) async fn hand_over(&self) {
+        self.is_handed_over.set(true);
+        self.quiesce().await;
         // An earlier call may still be writing the header.
         if let Some(image) = self.image.get() {
             drop(image.write().await);
@@ -78,33 +78,33 @@ impl Owner {
 
     /// Removes the mark if nothing can be leaked. No flush makes that stable: a mark that stays
     /// costs only a check, and an end is to be quick.
-    async fn rest(&self) {
-        if let Err(error) = self.try_to_rest().await {
+    async fn quiesce(&self) {
+        if let Err(error) = self.try_quiesce().await {
             tracing::debug!("{} stays marked: {error}", self.core.name());
         }
     }
 
-    async fn try_to_rest(&self) -> io::Result<()> {
+    async fn try_quiesce(&self) -> io::Result<()> {
         let core = &self.core;
         let is_marked = || core.order.mark.state() == MarkState::Set;
         // A disk that does not answer now would delay the end.
-        let may_rest = || self.jobs.get() == 0 && core.source().state() == DiskState::Ready;
-        let is_sure = || !self.changes.has_failed() && !core.order.mark.is_in_doubt();
-        if !is_marked() || !may_rest() || !is_sure() {
+        let may_quiesce = || self.jobs.get() == 0 && core.source().state() == DiskState::Ready;
+        let is_sure = || !self.changes.has_failed() && !core.order.mark.must_stay_set();
+        if !is_marked() || !may_quiesce() || !is_sure() {
             return Ok(());
         }
         let _counting = self.counting.lock().await;
         let image = self.image().await?.write().await;
-        if self.changes.need_imago() || !core.order.is_empty() {
+        if self.changes.imago_must_write() || !core.order.is_empty() {
             self.commit_to(&image).await?;
         }
-        let is_at_rest =
-            || is_marked() && self.jobs.get() == 0 && is_sure() && core.order.refuses().is_none();
-        if is_at_rest() {
+        let is_quiescent =
+            || is_marked() && self.jobs.get() == 0 && is_sure() && core.order.refusal().is_none();
+        if is_quiescent() {
             core.top.uncount().await?;
         }
         // A job may have begun while counts were written.
-        if is_at_rest() {
+        if is_quiescent() {
             assert!(core.order.is_empty(), "what waits is written by a commit");
             // If the write fails, the mark may be there or not, so the next change sets it again.
             core.order.mark.set_state(MarkState::Clear);

@@ -40,7 +40,7 @@ fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
 /// A disk is used with the offer of the server from when it was opened.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn each_offer_that_is_less_than_before_is_refused() {
+fn each_reduced_offer_is_refused() {
     let server = Server::start(MIB, FLAGS);
     server.change(|state| state.is_extended = true);
     let shared = shared(&server);
@@ -101,13 +101,13 @@ fn a_server_that_does_not_answer_is_late_until_each_connection_has_its_answers()
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn one_connection_that_answers_does_not_hide_that_another_is_late() {
+fn an_answering_connection_does_not_hide_a_late_connection() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared) = (new_thread(), shared(&server));
     let (pipe, io) = (pipe_of(&thread, &shared, 2), thread.io());
     let begun = io.recently();
     let _flushes =
-        [(); 2].map(|()| pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty()));
+        [(); 2].map(|()| pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty()));
     set_recently(io, begun + 5 * SECOND);
     pipe.check_stalled(0, begun, false);
     assert_eq!(shared.remark(), "connections: 2, late: 1");
@@ -130,12 +130,12 @@ fn one_connection_that_answers_does_not_hide_that_another_is_late() {
 /// The server was away while the request waited, as the log has reported.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_server_that_is_back_is_not_late_with_what_is_sent_again() {
+fn a_server_that_is_back_is_not_late_with_resent_requests() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared) = (new_thread(), shared(&server));
     let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
     let begun = io.recently();
-    let _flush = pipe.ticket(IssuedRequest::now(io, Request::FLUSH), Buffers::empty());
+    let _flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
     assert_eq!(pipe.link_is_down(0), 1);
     let back = begun + 60 * SECOND;
     set_recently(io, back);
@@ -169,7 +169,7 @@ fn the_log_has_one_line_for_all_iothreads() {
     shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
     assert_eq!(look(one, 71, false), None, "the other one is late");
     assert_eq!(shared.remark(), "connections: 1, late: 1; not all IoThreads have one: it broke");
-    let of_other = || shared.other(one).map(|(number, _)| number);
+    let of_other = || shared.another_pipe(one).map(|(number, _)| number);
     assert_eq!((of_other(), shared.disk_state()), (None, DiskState::Away(start + 70 * SECOND)));
     late(two, 0, 2);
     assert_eq!((of_other(), shared.disk_state()), (Some(two), DiskState::Late(start)));
@@ -180,7 +180,7 @@ fn the_log_has_one_line_for_all_iothreads() {
     assert_eq!(look(one, 75, true), Some(Line::Answers(74 * SECOND)));
     assert_eq!((look(one, 76, true), look(two, 77, false)), (None, None));
     // A pipe whose requests have failed waits for nothing, and neither does a removed one.
-    let forgets: [fn(&Shared, u64); 2] = [Shared::expects_nothing, Shared::remove_pipe];
+    let forgets: [fn(&Shared, u64); 2] = [Shared::forget_stall, Shared::remove_pipe];
     for forget in forgets {
         late(two, 80, 2);
         assert_eq!(look(two, 86, false), Some(Line::Waits(6 * SECOND)));
