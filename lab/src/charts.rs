@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pictures_in_the_tree_are_as_the_table_is() {
+    fn the_pictures_in_the_tree_match_the_table() {
         for (name, text) in pictures().unwrap() {
             let path = workspace::root().join("docs/internals").join(name);
             let kept = std::fs::read_to_string(path).unwrap();

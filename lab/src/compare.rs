@@ -163,9 +163,9 @@ fn measure_all(
             Prepared::Ready(disk) => {
                 let commands = bench.command_lines(target);
                 let mut description = disk.description.clone();
-                for why in bench.left_out(target) {
-                    progress.say(&format!("{target}/{why}"));
-                    description += &format!("; {why}");
+                for reason in bench.skipped_servers(target) {
+                    progress.print(&format!("{target}/{reason}"));
+                    description += &format!("; {reason}");
                 }
                 comparison.add_target(target, &description, commands);
                 for workload in workloads {
@@ -174,11 +174,11 @@ fn measure_all(
                 }
                 disk.restore()?;
             }
-            Prepared::Skipped(why) => {
+            Prepared::Skipped(reason) => {
                 let programs = workloads.iter().map(|one| Server::under(target, *one).len());
                 progress.skip(programs.sum::<usize>() * (args.rounds + 1));
-                progress.say(&format!("{target}: skipped, {why}"));
-                comparison.add_target(target, &format!("skipped, {why}"), Vec::new());
+                progress.print(&format!("{target}: skipped, {reason}"));
+                comparison.add_target(target, &format!("skipped, {reason}"), Vec::new());
             }
         }
     }
@@ -211,7 +211,7 @@ fn measure_cell(
             bench.count_system_calls(one.server, disk, workload, one.iops())?;
     }
     let cell = Cell { target, workload, series };
-    progress.say(&cell.line());
+    progress.print(&cell.line());
     Ok(cell)
 }
 
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn images_in_a_cluster_are_expected_to_take_as_long_as_they_do() {
+    fn estimates_of_time_include_images_in_a_cluster() {
         let each = |series: &[_]| seconds_each(series, 3, 1.0);
         // Three rounds and the count of system calls.
         let (usual, cluster) = ((3.0 * 1.1 + 1.0) / 4.0, (3.0 * 4.5 + 1.0) / 4.0);
@@ -239,10 +239,14 @@ mod tests {
         ] {
             assert!((each(series) - seconds).abs() < 1e-9, "{series:?}: {}", each(series));
         }
-        let said = |only| {
+        let describe_rounds = |only| {
             rounds(&Program::parse_from(["compare", "--only", only, "--runtime", "0.5"]).args)
         };
-        assert_eq!(said("zram"), "5 of 0.5 s for each program and workload");
-        assert!(said("").ends_with("workload, of 2 s for images in a cluster"), "{}", said(""));
+        assert_eq!(describe_rounds("zram"), "5 of 0.5 s for each program and workload");
+        assert!(
+            describe_rounds("").ends_with("workload, of 2 s for images in a cluster"),
+            "{}",
+            describe_rounds("")
+        );
     }
 }

@@ -131,17 +131,17 @@ fn measure_all(
                     let description = disk.description.clone();
                     (Some(disk), description)
                 }
-                Prepared::Skipped(why) => (None, format!("skipped, {why}")),
+                Prepared::Skipped(reason) => (None, format!("skipped, {reason}")),
             };
             experiments.targets.push(TargetNote { target, description: description.clone() });
             let Some(disk) = disk else {
                 progress.skip(cells.len() * each);
-                progress.say(&format!("{target}: {description}"));
+                progress.print(&format!("{target}: {description}"));
                 continue;
             };
             for cell in cells {
                 let outcome = runner.measure(cell, &disk, args.rounds, &mut progress)?;
-                progress.say(&outcome.line());
+                progress.print(&outcome.line());
                 experiments.outcomes.push(outcome);
             }
             disk.restore()?;

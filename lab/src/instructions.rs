@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tools::process::{self, Interrupt, Running};
+use ringhaul_tools::process::{self, Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
 /// Options of `cargo lab instructions`.
@@ -112,7 +112,7 @@ fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
     command.args(["build", "--quiet", "--release", "--package", package]);
     command.args(["--example", "instructions"]);
     let status =
-        Running::start("cargo", &mut command, interrupt)?.wait(std::time::Duration::MAX)?;
+        ManagedChild::start("cargo", &mut command, interrupt)?.wait(std::time::Duration::MAX)?;
     ensure!(status.success(), "{example} does not build in {}", tree.display());
     Ok(target.join("release/examples/instructions"))
 }
@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_count_is_read_from_what_callgrind_says() {
+    fn the_count_is_parsed_from_the_output_of_callgrind() {
         assert_eq!(
             collected("==7== Events    : Ir\n==7== Collected : 35951621\n"),
             Some(35_951_621)
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn every_case_is_a_disk_an_engine_and_a_kind() {
+    fn every_case_names_a_disk_an_engine_and_a_kind() {
         for (case, _) in CASES {
             // The case may end with an inflight region.
             let case = case.strip_suffix("-inflight").unwrap_or(case);

@@ -51,8 +51,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .env("RINGHAUL_NEIGHBOURS_RUNTIME_MS", runtime.as_millis().to_string())
         .output()
         .context("running the measurement")?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    for line in said.lines().filter(|line| line.starts_with('|')) {
+    let table = String::from_utf8_lossy(&output.stdout);
+    for line in table.lines().filter(|line| line.starts_with('|')) {
         text.push_str(line);
         text.push('\n');
     }
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     println!("wrote {}", path.display());
     if !output.status.success() {
-        eprintln!("{said}{}", String::from_utf8_lossy(&output.stderr));
+        eprintln!("{table}{}", String::from_utf8_lossy(&output.stderr));
         bail!("the measurement failed; the table has what there was before");
     }
     Ok(())

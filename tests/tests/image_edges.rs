@@ -3,7 +3,7 @@
 use std::fs::{self, OpenOptions};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
 use ringhaul_kit::system::{is_installed, run as run_program};
@@ -12,16 +12,16 @@ use rustix::process::Signal;
 /// Bytes of a cluster.
 const CLUSTER: usize = 64 << 10;
 
-/// Serves the image of a scene to a front-end, and then ends the daemon.
+/// Serves the image in these folders to a front-end, and then ends the daemon.
 fn serve(
-    scene: &Scene,
+    folders: &TestFolders,
     more: &str,
     use_disk: impl FnOnce(&mut Frontend) -> Result<()>,
 ) -> Result<()> {
-    let socket = scene.socket("disk.sock");
+    let socket = folders.socket("disk.sock");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--socket-path").arg(&socket).args(["--cache", "none", "--disk"]);
-    command.arg(format!("qcow2{more},path={}", scene.path("disk").display()));
+    command.arg(format!("qcow2{more},path={}", folders.path("disk").display()));
     let mut daemon = Running::serve(&mut command)?;
     let mut frontend = Frontend::attach(&socket, &Setup::default())?;
     use_disk(&mut frontend)?;
@@ -37,14 +37,14 @@ fn an_image_whose_file_ends_in_its_last_cluster_takes_writes() -> Result<()> {
         return Ok(());
     }
     for cut in [4096, 60 << 10, 4096 + 512] {
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let path = scene.path("disk").display().to_string();
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let path = folders.path("disk").display().to_string();
         run_program("qemu-img", &["create", "-q", "-f", "qcow2", &path, "8M"])?;
         run_program("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 512", &path])?;
         let file = OpenOptions::new().write(true).open(&path)?;
         file.set_len(file.metadata()?.len().next_multiple_of(CLUSTER as u64) - cut)?;
         run_program("qemu-img", &["check", "-q", &path])?;
-        serve(&scene, "", |frontend| {
+        serve(&folders, "", |frontend| {
             for place in (0..CLUSTER).step_by(4096).rev() {
                 let (sector, data) = (place as u64 / 512, pattern(place as u64, 4096));
                 frontend.write(0, sector, &data).with_context(|| format!("{cut} cut off"))?;
@@ -63,12 +63,12 @@ fn a_discard_in_version_2_does_not_show_data_from_below() -> Result<()> {
     if !is_installed("qemu-img") {
         return Ok(());
     }
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let [path, base] = ["disk", "base"].map(|name| scene.path(name).display().to_string());
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let [path, base] = ["disk", "base"].map(|name| folders.path(name).display().to_string());
     fs::write(&base, pattern(5, 8 * CLUSTER))?;
     let create = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-b", &base, "-F", "raw"];
     run_program("qemu-img", &[&create[..], &[&path]].concat())?;
-    serve(&scene, &format!(",backing={base}"), |frontend| {
+    serve(&folders, &format!(",backing={base}"), |frontend| {
         let written = pattern(6, CLUSTER);
         frontend.write(0, 0, &written)?;
         let range = segment(0, u32::try_from(CLUSTER / 512)?, 0);

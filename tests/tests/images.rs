@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Refusals, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::cli::{Finished, Refusals, Running, TestFolders, bench, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
 use ringhaul_kit::system::{is_installed, run as run_program};
@@ -18,7 +18,7 @@ const DISK_BYTES: usize = 8 * MIB;
 
 /// The folder of a test's images, and the expected contents of its disk.
 struct Images {
-    scene: Scene,
+    folders: TestFolders,
     content: Vec<u8>,
 }
 
@@ -30,12 +30,12 @@ struct Served {
 
 impl Images {
     fn new() -> Result<Self> {
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        Ok(Self { scene, content: vec![0; DISK_BYTES] })
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        Ok(Self { folders, content: vec![0; DISK_BYTES] })
     }
 
     fn path(&self, name: &str) -> Result<String> {
-        let path = self.scene.path(name).into_os_string().into_string();
+        let path = self.folders.path(name).into_os_string().into_string();
         path.ok().context("a path with an odd name")
     }
 
@@ -57,16 +57,16 @@ impl Images {
 
     fn command(&self, disk: &str) -> Result<Command> {
         let mut command = ringhaul()?;
-        command.arg("serve").arg("--socket-path").arg(self.scene.socket("disk.sock"));
+        command.arg("serve").arg("--socket-path").arg(self.folders.socket("disk.sock"));
         command.args(["--disk", disk]);
         Ok(command)
     }
 
     fn serve(&self, image: &str) -> Result<Served> {
         let mut command = self.command(&self.name(image)?)?;
-        command.arg("--control").arg(self.scene.socket("control"));
+        command.arg("--control").arg(self.folders.socket("control"));
         let daemon = Running::serve(&mut command)?;
-        let frontend = Frontend::attach(&self.scene.socket("disk.sock"), &Setup::default())?;
+        let frontend = Frontend::attach(&self.folders.socket("disk.sock"), &Setup::default())?;
         Ok(Served { daemon, frontend })
     }
 
@@ -136,7 +136,7 @@ fn has_programs() -> bool {
 }
 
 #[test]
-fn qemu_finds_what_is_written_in_images_of_all_kinds() -> Result<()> {
+fn qemu_reads_written_data_in_images_of_all_kinds() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -166,7 +166,7 @@ fn qemu_finds_what_is_written_in_images_of_all_kinds() -> Result<()> {
 }
 
 #[test]
-fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
+fn a_disk_keeps_changes_over_its_backing_files() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -230,7 +230,7 @@ fn backing_files_are_found_from_links() -> Result<()> {
 }
 
 #[test]
-fn a_discard_gives_clusters_and_their_space_back() -> Result<()> {
+fn a_discard_frees_clusters_and_their_space() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -261,7 +261,7 @@ fn a_discard_gives_clusters_and_their_space_back() -> Result<()> {
 /// A request may reuse the clusters that it frees: for a copy of data of the backing file at an
 /// edge, and for a new table.
 #[test]
-fn what_zeroes_leave_does_not_take_other_data_with_it() -> Result<()> {
+fn clusters_that_zeroes_free_are_reused_safely() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -304,7 +304,7 @@ fn more_tables_than_fit_in_memory_are_made_at_once() -> Result<()> {
     let mut command = images.command(&images.name("disk")?)?;
     let mut daemon = Running::serve(command.args(["--num-queues", "4", "--iothreads", "2"]))?;
     let load = "--rw randwrite --bs 512 --iodepth 128 --numjobs 4 --number_ios 1000 --verify";
-    run(&mut bench(&images.scene.socket("disk.sock"), load)?)?.expect_code(0)?;
+    run(&mut bench(&images.folders.socket("disk.sock"), load)?)?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     images.qemu_img("check -q @disk").map(drop)
@@ -312,7 +312,7 @@ fn more_tables_than_fit_in_memory_are_made_at_once() -> Result<()> {
 
 /// Many requests at once, of which many are the first in their cluster.
 #[test]
-fn requests_that_come_at_once_do_not_harm_each_other() -> Result<()> {
+fn concurrent_requests_do_not_harm_each_other() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -323,7 +323,7 @@ fn requests_that_come_at_once_do_not_harm_each_other() -> Result<()> {
         let mut daemon = Running::serve(command.args(["--iothreads", "2"]))?;
         let load = "--rw randrw --bssplit 512/20:4k/40:32k/30:200k/10 --iodepth 16 --numjobs 2 \
                     --number_ios 1500 --fsync 50 --verify";
-        run(&mut bench(&images.scene.socket("disk.sock"), load)?)?.expect_code(0)?;
+        run(&mut bench(&images.folders.socket("disk.sock"), load)?)?.expect_code(0)?;
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
         images.qemu_img("check -q @disk")?;
@@ -342,8 +342,8 @@ fn an_image_grows_while_it_is_served() -> Result<()> {
     images.qemu_img("create -q -f qcow2 -b base.img -F raw @disk")?;
     let mut served = images.serve("disk")?;
     images.check(&mut served)?;
-    let socket = images.scene.socket("disk.sock");
-    let control = images.scene.socket("control");
+    let socket = images.folders.socket("disk.sock");
+    let control = images.folders.socket("control");
     let resize = |size: &str| {
         let mut command = ringhaul()?;
         run(command.args(["ctl", "--control"]).arg(&control).arg("resize").arg(&socket).arg(size))
@@ -376,7 +376,7 @@ fn forget_format(image: &str) -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
+fn unsupported_images_are_refused_with_a_reason() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -465,7 +465,7 @@ fn images_are_locked_as_qemu_locks_them() -> Result<()> {
 
 /// The new process opens the image while the old one still allocates in it.
 #[test]
-fn an_image_goes_to_another_process() -> Result<()> {
+fn an_image_is_taken_over() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -474,7 +474,7 @@ fn an_image_goes_to_another_process() -> Result<()> {
     let mut served = images.serve("disk")?;
     for round in 0..3 {
         let mut command = ringhaul()?;
-        command.args(["serve", "--takeover"]).arg(images.scene.socket("control"));
+        command.args(["serve", "--takeover"]).arg(images.folders.socket("control"));
         let mut next = Running::start(&mut command)?;
         // Writes before and after the new process opens the image, and while the queues of the old
         // one stop.

@@ -204,14 +204,14 @@ fn sixty_four_exports_with_front_ends_that_vanish(engine: Engine) -> Result<()> 
     for (seed, socket) in (0..).zip(&farm.sockets) {
         users.push(User::new(socket, seed).with_context(|| format!("export {seed}"))?);
     }
-    farm.daemon.wait_let_go(&descriptors)?;
+    farm.daemon.wait_released(&descriptors)?;
     let threads = farm.daemon.threads()?;
     // The first round allocates memory that the daemon keeps.
     run_all(&mut users)?;
-    farm.daemon.wait_let_go(&descriptors)?;
+    farm.daemon.wait_released(&descriptors)?;
     let before = farm.daemon.own_memory()?;
     run_all(&mut users)?;
-    farm.daemon.wait_let_go(&descriptors)?;
+    farm.daemon.wait_released(&descriptors)?;
     farm.daemon.wait_threads(&threads)?;
     let after = farm.daemon.own_memory()?;
     ensure!(after < before + GROWTH_MAX, "{before} bytes of memory became {after}");
@@ -264,7 +264,7 @@ fn a_guest_that_floods_slows_no_other_thread(engine: Engine) -> Result<()> {
         Ok(())
     })?;
     // All answers are in the used ring, unread.
-    flood.rings[0].watch_used(16)?;
+    flood.rings[0].poll_used(16)?;
     drop((good, flood));
     ensure!(!farm.daemon.messages().contains("its ring is bad"));
     farm.daemon.check_running()?;

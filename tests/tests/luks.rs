@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Refusals, Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Finished, Refusals, Running, TestFolders, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
 use ringhaul_kit::system::{is_installed, run as run_program};
@@ -25,7 +25,7 @@ const FAST_PBKDF2: [&str; 4] = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations",
 
 /// The folder of a test's images, and the expected contents of its disk.
 struct Images {
-    scene: Scene,
+    folders: TestFolders,
     key: PathBuf,
     content: Vec<u8>,
     /// The key of the data, or empty if it is unknown.
@@ -34,14 +34,14 @@ struct Images {
 
 impl Images {
     fn new() -> Result<Self> {
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let key = scene.path("key");
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let key = folders.path("key");
         fs::write(&key, KEY).context("writing the key")?;
-        Ok(Self { scene, key, content: pattern(13, DISK_BYTES), volume_key: Vec::new() })
+        Ok(Self { folders, key, content: pattern(13, DISK_BYTES), volume_key: Vec::new() })
     }
 
     fn path(&self, name: &str) -> Result<String> {
-        let path = self.scene.path(name).into_os_string().into_string();
+        let path = self.folders.path(name).into_os_string().into_string();
         path.ok().context("a path with an odd name")
     }
 
@@ -65,7 +65,7 @@ impl Images {
 
     /// Serves a disk, checks all of its contents, and changes some in each way.
     fn serve(&mut self, disk: &str, block_bytes: usize) -> Result<()> {
-        let socket = self.scene.socket("disk.sock");
+        let socket = self.folders.socket("disk.sock");
         let mut command = ringhaul()?;
         command.arg("serve").arg("--socket-path").arg(&socket).args(["--disk", disk]);
         let mut daemon = Running::serve(&mut command)?;
@@ -169,7 +169,7 @@ fn has_programs() -> bool {
 
 /// QEMU also opens the images of `cryptsetup`.
 #[test]
-fn qemu_reads_what_is_written_and_writes_what_is_read() -> Result<()> {
+fn qemu_and_the_daemon_read_each_other_s_data() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -209,7 +209,7 @@ fn qemu_reads_what_is_written_and_writes_what_is_read() -> Result<()> {
 
 /// Version 2 with each key derivation, and with sectors of each size.
 #[test]
-fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
+fn cryptsetup_decrypts_disks_that_the_daemon_has_changed() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -249,7 +249,7 @@ fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
 
 /// The disk below may be of any kind: an export of an NBD server, a qcow2 image.
 #[test]
-fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
+fn an_encrypted_disk_can_be_on_any_kind_of_disk() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -263,7 +263,7 @@ fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
     let source = format!("driver=luks,key-secret=key,file.filename={encrypted}");
     let from = ["--image-opts", "-O", "raw", &source, &out];
     if is_installed("nbdkit") {
-        let socket = images.scene.socket("nbd.sock");
+        let socket = images.folders.socket("nbd.sock");
         let mut server = Command::new("nbdkit");
         server.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket);
         let mut server = Running::start(server.args(["file", &encrypted]))?;
@@ -290,7 +290,7 @@ fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
 
 /// The new process takes time to open the disk, while the old one still allocates in the image.
 #[test]
-fn an_encrypted_disk_on_an_image_goes_to_another_process() -> Result<()> {
+fn an_encrypted_disk_on_an_image_is_taken_over() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }
@@ -302,7 +302,7 @@ fn an_encrypted_disk_on_an_image_goes_to_another_process() -> Result<()> {
     let of_key = ["-o", "key-secret=key,iter-time=20", &plain, "64M"];
     run_program("qemu-img", &[&create[..], &of_key].concat())?;
     run_program("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &plain, &image])?;
-    let [socket, control] = ["disk.sock", "control"].map(|name| images.scene.socket(name));
+    let [socket, control] = ["disk.sock", "control"].map(|name| images.folders.socket(name));
     let disk = format!("luks,key-file={},over=qcow2,path={image}", images.key.display());
     let mut command = ringhaul()?;
     command.args(["serve", "--disk", &disk, "--socket-path"]).arg(&socket);
@@ -370,7 +370,7 @@ fn a_damaged_header_is_replaced_by_its_copy() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_opened_is_refused_with_a_reason() -> Result<()> {
+fn wrong_keys_and_headers_are_refused_with_a_reason() -> Result<()> {
     if !has_programs() {
         return Ok(());
     }

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Running, Scene, bench, run, serve};
-use ringhaul_kit::system::{Setting, may_change, skipped};
+use ringhaul_kit::cli::{READY, Running, TestFolders, bench, run, serve};
+use ringhaul_kit::system::{Setting, can_change_system, print_skipped};
 use rustix::process::Signal;
 
 const AIO_MAX: &str = "/proc/sys/fs/aio-max-nr";
@@ -34,12 +34,19 @@ impl Case<'_> {
             let texts = self.settings.iter().map(|(path, _)| fs::read_to_string(path));
             texts.collect::<std::io::Result<Vec<_>>>().context("reading settings")
         };
-        if !self.settings.iter().all(|(path, _)| PathBuf::from(path).exists() && may_change(path)) {
-            skipped(&format!("not all of these are there to be changed: {:?}", self.settings));
+        if !self
+            .settings
+            .iter()
+            .all(|(path, _)| PathBuf::from(path).exists() && can_change_system(path))
+        {
+            print_skipped(&format!(
+                "not all of these are there to be changed: {:?}",
+                self.settings
+            ));
             return Ok(());
         }
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let (file, socket) = (folders.disk("disk.img", 16 << 20)?, folders.socket("disk.sock"));
         let before = read()?;
         let changed: Vec<Setting> = self
             .settings
@@ -99,7 +106,7 @@ fn without_io_uring() -> Result<()> {
 }
 
 #[test]
-fn without_either() -> Result<()> {
+fn without_io_uring_and_aio_contexts() -> Result<()> {
     Case {
         settings: &[(AIO_MAX, "0"), (NO_IO_URING, "2")],
         refused: &[AIO_REFUSED, IO_URING_REFUSED],

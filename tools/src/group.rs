@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 /// The interval between two checks of a group that is to end.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The time that processes have to end after SIGTERM before they are killed.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
@@ -18,7 +18,7 @@ pub struct Group {
     child: Child,
     name: String,
     id: Pid,
-    is_over: bool,
+    was_waited_for: bool,
 }
 
 impl Group {
@@ -32,7 +32,7 @@ impl Group {
             .spawn()
             .with_context(|| format!("starting {name} ({})", command.get_program().display()))?;
         let id = Pid::from_child(&child);
-        Ok(Self { child, name: name.to_owned(), id, is_over: false })
+        Ok(Self { child, name: name.to_owned(), id, was_waited_for: false })
     }
 
     /// The running command.
@@ -57,7 +57,7 @@ impl Group {
     /// If the kernel does not know the process.
     pub fn wait(mut self) -> Result<ExitStatus> {
         let status = self.child.wait();
-        self.is_over = true;
+        self.was_waited_for = true;
         status.with_context(|| format!("waiting for {}", self.name))
     }
 
@@ -71,29 +71,29 @@ impl Group {
         // The command was not waited for, so its number cannot name a different group. Signals fail
         // only if no process is left.
         let _ = kill_process_group(self.id, Signal::TERM);
-        self.await_none(limit);
+        self.wait_until_empty(limit);
         let _ = kill_process_group(self.id, Signal::KILL);
-        self.await_none(STOP_LIMIT);
+        self.wait_until_empty(STOP_LIMIT);
         if let Err(error) = self.child.wait() {
             eprintln!("waiting for {}: {error}", self.name);
         }
-        self.is_over = true;
+        self.was_waited_for = true;
     }
 }
 
 impl Group {
     /// Waits until no process of the group runs, or `limit` is over.
-    fn await_none(&self, limit: Duration) {
+    fn wait_until_empty(&self, limit: Duration) {
         let start = Instant::now();
         while start.elapsed() < limit && !self.processes().is_empty() {
-            std::thread::sleep(LOOK_INTERVAL);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if !self.is_over {
+        if !self.was_waited_for {
             self.stop(STOP_LIMIT);
         }
     }
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_told_from_those_of_other_groups_and_from_ended_ones() {
+    fn processes_of_other_groups_and_ended_ones_are_skipped() {
         let line = "12 (a (b) c) S 1 77 5 0";
         assert_eq!(process_of(line, 77).as_deref(), Some("a (b) c (12)"));
         assert_eq!(process_of(line, 1), None);

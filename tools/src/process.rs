@@ -42,12 +42,12 @@ impl Interrupt {
     }
 
     /// Makes a flag that no signal sets. For tests, which share their process with other tests.
-    pub fn never() -> Self {
+    pub fn unset_for_test() -> Self {
         Self { signal: Arc::new(AtomicUsize::new(0)) }
     }
 
     /// Makes a flag that is already set. For tests.
-    pub fn raised() -> Self {
+    pub fn set_for_test() -> Self {
         Self { signal: Arc::new(AtomicUsize::new(2)) }
     }
 
@@ -84,15 +84,15 @@ impl Interrupt {
 }
 
 /// A child process. Dropping it ends it.
-pub struct Running {
+pub struct ManagedChild {
     child: Child,
     name: String,
     interrupt: Interrupt,
     /// True if the child only watches a child of its own, and ends with it.
-    watches: bool,
+    is_tracer: bool,
 }
 
-impl Running {
+impl ManagedChild {
     /// Starts `command`, which errors call `name`.
     pub fn start(name: &str, command: &mut Command, interrupt: &Interrupt) -> Result<Self> {
         interrupt.check()?;
@@ -100,7 +100,7 @@ impl Running {
             .spawn()
             .with_context(|| format!("starting {name} ({})", command.get_program().display()))?;
         let interrupt = interrupt.clone();
-        Ok(Self { child, name: name.to_owned(), interrupt, watches: false })
+        Ok(Self { child, name: name.to_owned(), interrupt, is_tracer: false })
     }
 
     /// Starts a tracer. Its command line ends with the program to trace.
@@ -108,7 +108,7 @@ impl Running {
     /// Tracers keep signals to themselves, so signals go to the traced program.
     pub fn start_traced(name: &str, command: &mut Command, interrupt: &Interrupt) -> Result<Self> {
         let mut running = Self::start(name, command, interrupt)?;
-        running.watches = true;
+        running.is_tracer = true;
         Ok(running)
     }
 
@@ -156,13 +156,13 @@ impl Running {
     /// If the child does not end in time. It is killed then.
     pub fn stop(&mut self) -> Result<ExitStatus> {
         let start = Instant::now();
-        let mut asked = false;
+        let mut sent = false;
         while start.elapsed() < STOP_LIMIT {
             if let Some(status) = self.status()? {
                 return Ok(status);
             }
             // A tracer that has just started has no child for the signal yet.
-            asked = asked || self.send(Signal::TERM);
+            sent = sent || self.send(Signal::TERM);
             std::thread::sleep(WAIT_STEP);
         }
         self.send(Signal::KILL);
@@ -176,14 +176,14 @@ impl Running {
     fn send(&self, signal: Signal) -> bool {
         // The child was not waited for, so its pid cannot belong to a different process.
         let child = self.child.id();
-        let pids = if self.watches { children(child) } else { vec![child] };
+        let pids = if self.is_tracer { children(child) } else { vec![child] };
         let pids = pids.into_iter().filter_map(|pid| i32::try_from(pid).ok());
         // A failure means that the process has just ended, which the caller notices anyway.
         pids.filter_map(Pid::from_raw).filter(|pid| kill_process(*pid, signal).is_ok()).count() > 0
     }
 }
 
-impl Drop for Running {
+impl Drop for ManagedChild {
     fn drop(&mut self) {
         if let Err(error) = self.stop() {
             eprintln!("{error:#}");
@@ -325,7 +325,9 @@ mod tests {
     #[test]
     fn dropping_a_child_ends_it() {
         let mut command = Command::new("sleep");
-        let running = Running::start("sleep", command.arg("1000"), &Interrupt::never()).unwrap();
+        let running =
+            ManagedChild::start("sleep", command.arg("1000"), &Interrupt::unset_for_test())
+                .unwrap();
         let process = format!("/proc/{}", running.child.id());
         assert!(Path::new(&process).exists());
         drop(running);
@@ -333,13 +335,14 @@ mod tests {
     }
 
     #[test]
-    fn stopping_a_tracer_stops_what_it_traces() {
+    fn stopping_a_tracer_stops_the_traced_process() {
         // The shell plays the tracer. It ends with its child, or by the signal if that goes to the
         // shell.
         let script = "sleep 1000 & wait; exit 7";
         let mut command = Command::new("sh");
         let command = command.args(["-c", script]);
-        let mut running = Running::start_traced("sh", command, &Interrupt::never()).unwrap();
+        let mut running =
+            ManagedChild::start_traced("sh", command, &Interrupt::unset_for_test()).unwrap();
         let status = running.stop().unwrap();
         assert_eq!(status.code(), Some(7));
     }
@@ -347,7 +350,8 @@ mod tests {
     #[test]
     fn a_child_that_ends_early_is_reported() {
         let mut command = Command::new("false");
-        let mut running = Running::start("false", &mut command, &Interrupt::never()).unwrap();
+        let mut running =
+            ManagedChild::start("false", &mut command, &Interrupt::unset_for_test()).unwrap();
         let error =
             running.wait_for_socket(Path::new("/nowhere/s"), Duration::from_secs(60)).unwrap_err();
         assert!(error.to_string().contains("ended with exit status: 1"), "{error}");
@@ -356,7 +360,7 @@ mod tests {
     #[test]
     fn a_signal_ends_a_wait() {
         let error =
-            Interrupt::raised().wait_until(Duration::MAX, "ever", || Ok(false)).unwrap_err();
+            Interrupt::set_for_test().wait_until(Duration::MAX, "ever", || Ok(false)).unwrap_err();
         assert!(error.to_string().contains("signal 2"), "{error}");
     }
 

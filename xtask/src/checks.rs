@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use ringhaul_tools::process::{Interrupt, describe};
 use ringhaul_tools::workspace;
 
-use crate::watched::{self, End, Limits};
+use crate::limited_run::{self, End, Limits};
 use crate::{fuzz, sim};
 
 /// Options of `cargo xtask check`.
@@ -224,7 +224,7 @@ fn execute(step: &Step, with_binary: bool, interrupt: &Interrupt) -> Result<Outc
     }
     let start = Instant::now();
     let limits = Limits { whole: minutes(step.minutes), test: minutes(TEST_MINUTES) };
-    Ok(match watched::run(step.name, &mut command, limits, true, interrupt)? {
+    Ok(match limited_run::run(step.name, &mut command, limits, true, interrupt)? {
         End::Ended(status) if status.success() => Outcome::Passed(start.elapsed()),
         End::Ended(status) => {
             Outcome::Failed(format!("{} of: cargo {}", describe(status), step.cargo.join(" ")))
@@ -252,7 +252,7 @@ fn summarize(outcomes: &[(&str, Outcome)]) -> Result<()> {
         match outcome {
             Outcome::Passed(time) => println!("passed   {name:<15} {:>6.1} s", time.as_secs_f64()),
             Outcome::Failed(how) => println!("FAILED   {name:<15} {how}"),
-            Outcome::Skipped(why) => println!("skipped  {name:<15} {why}"),
+            Outcome::Skipped(reason) => println!("skipped  {name:<15} {reason}"),
         }
     }
     let failed =
@@ -272,7 +272,7 @@ mod tests {
         &["format", "format, lab", "tidy", "clippy", "unit tests", "rings", "sessions"];
 
     #[test]
-    fn the_quick_run_leaves_out_what_is_slow() {
+    fn the_quick_run_skips_slow_steps() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
         assert_eq!(names(false), QUICK);
         let slow = ["fences", "simulation", "tests, simulation", "tests, simulated futures"];

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
 use ringhaul_tools::workspace;
 
 /// The targets, in `fuzz/fuzz_targets`.
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             format!("print_suppressions=0:suppressions='{}'", leaks.display()),
         );
         println!("fuzz: {target}, {} s", args.seconds);
-        let status = Running::start(target, &mut command, &interrupt)?.wait(Duration::MAX)?;
+        let status = ManagedChild::start(target, &mut command, &interrupt)?.wait(Duration::MAX)?;
         if !status.success() {
             bail!(
                 "fuzz target {target}: {}; the input is in fuzz/artifacts/{target}, and \

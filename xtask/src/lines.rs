@@ -24,7 +24,7 @@ pub(crate) struct Args {
 
 /// The purpose of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
+enum Category {
     Product,
     Proof,
     Tools,
@@ -34,33 +34,33 @@ enum Part {
     Data,
 }
 
-const PARTS: [(Part, &str); 5] = [
-    (Part::Product, "product"),
-    (Part::Proof, "proof"),
-    (Part::Tools, "tools"),
-    (Part::Documents, "documents"),
-    (Part::Data, "data"),
+const CATEGORIES: [(Category, &str); 5] = [
+    (Category::Product, "product"),
+    (Category::Proof, "proof"),
+    (Category::Tools, "tools"),
+    (Category::Documents, "documents"),
+    (Category::Data, "data"),
 ];
 
 /// Folders and their parts; the first match decides. `*` is any name.
-const FOLDERS: &[(&str, Part)] = &[
-    ("crates/sim/", Part::Proof),
-    ("crates/bench/src/", Part::Tools),
-    ("crates/*/src/", Part::Product),
-    ("crates/*/tests/", Part::Proof),
-    ("crates/*/examples/", Part::Tools),
-    ("tests/", Part::Proof),
-    ("fuzz/", Part::Proof),
-    ("lab/", Part::Tools),
-    ("tools/", Part::Tools),
-    ("xtask/", Part::Tools),
+const FOLDERS: &[(&str, Category)] = &[
+    ("crates/sim/", Category::Proof),
+    ("crates/bench/src/", Category::Tools),
+    ("crates/*/src/", Category::Product),
+    ("crates/*/tests/", Category::Proof),
+    ("crates/*/examples/", Category::Tools),
+    ("tests/", Category::Proof),
+    ("fuzz/", Category::Proof),
+    ("lab/", Category::Tools),
+    ("tools/", Category::Tools),
+    ("xtask/", Category::Tools),
 ];
 
 /// Names in a `cfg` of code that the daemon does not have.
 const PROOF_CFGS: &[&str] = &["test", "sim", "ringhaul_sim", "loom", "shuttle", "driver"];
 
-/// The number of lines of each part.
-type Counts = BTreeMap<Part, usize>;
+/// The number of lines of each category.
+type Counts = BTreeMap<Category, usize>;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut trees = Vec::new();
@@ -71,11 +71,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     trees.push(("here", count(workspace::root())?));
     print!("{:<12}", "lines");
-    PARTS.iter().for_each(|(_, name)| print!("{name:>11}"));
+    CATEGORIES.iter().for_each(|(_, name)| print!("{name:>11}"));
     println!();
     for (name, counts) in &trees {
         print!("{name:<12}");
-        PARTS.iter().for_each(|(part, _)| print!("{:>11}", counts.get(part).unwrap_or(&0)));
+        CATEGORIES
+            .iter()
+            .for_each(|(category, _)| print!("{:>11}", counts.get(category).unwrap_or(&0)));
         println!();
     }
     Ok(())
@@ -107,35 +109,35 @@ fn count(root: &Path) -> Result<Counts> {
             Some("rs") => {
                 rust.insert(name, text);
             }
-            Some("md") => *counts.entry(Part::Documents).or_default() += text.lines().count(),
+            Some("md") => *counts.entry(Category::Documents).or_default() += text.lines().count(),
             Some("json") if !name.starts_with("contrib/") => {
-                *counts.entry(Part::Data).or_default() += text.lines().count();
+                *counts.entry(Category::Data).or_default() += text.lines().count();
             }
             Some("sh") => {
                 let lines = text.lines().map(str::trim);
                 let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).count();
-                let part = part_of(&name).unwrap_or(Part::Tools);
-                *counts.entry(part).or_default() += lines;
+                let category = category_of(&name).unwrap_or(Category::Tools);
+                *counts.entry(category).or_default() += lines;
             }
             _ => {}
         }
     }
     let proof = modules_of_proof(&rust);
     for (name, text) in &rust {
-        let Some(part) = part_of(name) else { continue };
+        let Some(category) = category_of(name) else { continue };
         let is_proof = |start: &String| name.starts_with(start.as_str());
-        let part = if proof.iter().any(is_proof) { Part::Proof } else { part };
+        let category = if proof.iter().any(is_proof) { Category::Proof } else { category };
         let (own, tests) = split(text);
-        *counts.entry(part).or_default() += own;
+        *counts.entry(category).or_default() += own;
         // The tests of a tool count as tools.
-        let part = if part == Part::Tools { Part::Tools } else { Part::Proof };
-        *counts.entry(part).or_default() += tests;
+        let category = if category == Category::Tools { Category::Tools } else { Category::Proof };
+        *counts.entry(category).or_default() += tests;
     }
     Ok(counts)
 }
 
-fn part_of(name: &str) -> Option<Part> {
-    FOLDERS.iter().find(|(folder, _)| is_below(folder, name)).map(|(_, part)| *part)
+fn category_of(name: &str) -> Option<Category> {
+    FOLDERS.iter().find(|(folder, _)| is_below(folder, name)).map(|(_, category)| *category)
 }
 
 /// Returns true if `name` is below `folder`, in which `*` stands for one name.
@@ -235,11 +237,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_decide_what_a_file_is() {
-        assert_eq!(part_of("crates/blockio/src/op.rs"), Some(Part::Product));
-        assert_eq!(part_of("crates/bench/src/job.rs"), Some(Part::Tools));
-        assert_eq!(part_of("crates/virtqueue/tests/it/main.rs"), Some(Part::Proof));
-        assert_eq!(part_of("build.rs"), None);
+    fn folders_decide_the_category_of_a_file() {
+        assert_eq!(category_of("crates/blockio/src/op.rs"), Some(Category::Product));
+        assert_eq!(category_of("crates/bench/src/job.rs"), Some(Category::Tools));
+        assert_eq!(category_of("crates/virtqueue/tests/it/main.rs"), Some(Category::Proof));
+        assert_eq!(category_of("build.rs"), None);
     }
 
     #[test]

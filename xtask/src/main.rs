@@ -3,6 +3,7 @@
 mod checks;
 mod crash;
 mod fuzz;
+mod limited_run;
 mod lines;
 mod models;
 mod mutants;
@@ -11,7 +12,6 @@ mod sanitize;
 mod setup;
 mod sim;
 mod tidy;
-mod watched;
 
 use std::process::ExitCode;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
 use ringhaul_tools::workspace;
 
 /// Runs the models. Each checker has a separate build.
@@ -19,7 +19,7 @@ pub(crate) fn run() -> Result<()> {
             // There are thousands of schedules: slow code costs more time than its optimisation.
             .env("CARGO_PROFILE_TEST_OPT_LEVEL", "2")
             .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
-        let status = Running::start(checker, &mut command, &interrupt)?.wait(Duration::MAX)?;
+        let status = ManagedChild::start(checker, &mut command, &interrupt)?.wait(Duration::MAX)?;
         if !status.success() {
             bail!("the models in {checker}: {}; what failed is above", describe(status));
         }

@@ -13,8 +13,8 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::process::Interrupt;
 use ringhaul_tools::workspace;
 
+use crate::limited_run::{self, End, Limits};
 use crate::sim;
-use crate::watched::{self, End, Limits};
 
 /// Options of `cargo xtask mutants`.
 #[derive(clap::Args)]
@@ -25,8 +25,8 @@ pub(crate) struct Args {
 
     /// Run every Nth mutant, beginning with the Kth: parts can run at the same time, each with a
     /// CARGO_TARGET_DIR of its own
-    #[arg(long, value_name = "K/N", value_parser = Part::parse)]
-    part: Option<Part>,
+    #[arg(long, value_name = "K/N", value_parser = Shard::parse)]
+    part: Option<Shard>,
 
     /// Only check that every patch still applies
     #[arg(long)]
@@ -39,12 +39,12 @@ pub(crate) struct Args {
 
 /// Every `of`th mutant, beginning with number `first` (from 0).
 #[derive(Clone, Copy)]
-struct Part {
+struct Shard {
     first: usize,
     of: usize,
 }
 
-impl Part {
+impl Shard {
     fn parse(text: &str) -> Result<Self> {
         let (first, of) = text.split_once('/').context("not of the form K/N")?;
         let (first, of) = (first.parse::<usize>()?, of.parse::<usize>()?);
@@ -66,7 +66,7 @@ const RACES: u32 = 8;
 struct Mutant {
     name: String,
     path: PathBuf,
-    breaks: String,
+    fault: String,
     suite: String,
 }
 
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         mutants.retain(|mutant| args.only.contains(&mutant.name));
         ensure!(mutants.len() == args.only.len(), "crates/sim/mutants has no such mutant");
     }
-    if let Some(Part { first, of }) = args.part {
+    if let Some(Shard { first, of }) = args.part {
         mutants = mutants.into_iter().skip(first).step_by(of).collect();
     }
     for mutant in &mutants {
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     let interrupt = Interrupt::install()?;
-    let copy = Copy::new()?;
+    let copy = TreeCopy::new()?;
     copy.check_suites(&mutants, &interrupt)?;
     let mut left = Vec::new();
     for mutant in &mutants {
@@ -98,14 +98,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         // An undecided mutant does not stop the rest.
         let verdict = copy.is_caught(mutant, args.seeds, &interrupt);
         interrupt.check()?;
-        let Mutant { name, breaks, suite, .. } = mutant;
+        let Mutant { name, fault, suite, .. } = mutant;
         let seconds = start.elapsed().as_secs_f64();
         let verdict = match verdict {
             Ok(true) => "caught".to_owned(),
             Ok(false) => "SURVIVED".to_owned(),
             Err(error) => format!("UNDECIDED ({error:#})"),
         };
-        println!("{verdict:<8} {name:<28} {seconds:>5.1} s  by {suite}: {breaks}");
+        println!("{verdict:<8} {name:<28} {seconds:>5.1} s  by {suite}: {fault}");
         if verdict != "caught" {
             left.push(name.as_str());
         }
@@ -128,9 +128,9 @@ fn list() -> Result<Vec<Mutant>> {
             let value = value.with_context(|| format!("{} has no line `{name}`", path.display()));
             value.map(|value| value.trim().to_owned())
         };
-        let (breaks, suite) = (field("breaks:")?, field("suite:")?);
+        let (fault, suite) = (field("fault:")?, field("suite:")?);
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        mutants.push(Mutant { name, path, breaks, suite });
+        mutants.push(Mutant { name, path, fault, suite });
     }
     mutants.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(mutants)
@@ -150,12 +150,12 @@ fn git_apply(tree: &Path, patch: &Path, options: &[&str]) -> Result<()> {
 }
 
 /// A copy of the tree to break, below the target directory, where builds are reused.
-struct Copy {
+struct TreeCopy {
     tree: PathBuf,
     target: PathBuf,
 }
 
-impl Copy {
+impl TreeCopy {
     fn new() -> Result<Self> {
         let folder = workspace::target_dir()?.join("mutants");
         let (tree, target) = (folder.join("tree"), folder.join("target"));
@@ -257,7 +257,7 @@ impl Copy {
         let mut command = self.command(arguments);
         command.stderr(Stdio::null());
         let limits = Limits { whole: LIMIT, test: LIMIT };
-        match watched::run("cargo", &mut command, limits, false, interrupt)? {
+        match limited_run::run("cargo", &mut command, limits, false, interrupt)? {
             End::Ended(status) => Ok(status.success()),
             End::Overdue(what) => bail!("the suite {what}"),
         }
@@ -315,15 +315,15 @@ mod tests {
 
     #[test]
     fn parts_are_numbered_from_one() {
-        let Part { first, of } = Part::parse("2/3").unwrap();
+        let Shard { first, of } = Shard::parse("2/3").unwrap();
         assert_eq!((first, of), (1, 3));
         for text in ["0/2", "3/2", "1", "1/0", "a/b"] {
-            assert!(Part::parse(text).is_err(), "{text}");
+            assert!(Shard::parse(text).is_err(), "{text}");
         }
     }
 
     #[test]
-    fn every_mutant_applies_and_says_what_it_breaks() {
+    fn every_mutant_applies_and_names_its_fault() {
         let mutants = list().unwrap();
         assert!(mutants.len() >= 10);
         for Mutant { name, path, suite, .. } in mutants {

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
 use ringhaul_tools::workspace;
 
 use crate::sim;
@@ -92,7 +92,7 @@ fn address_sanitizer(
         .env("RUSTFLAGS", format!("-Zsanitizer=address {flags}"))
         // A test checks that a process ends by SIGBUS.
         .env("ASAN_OPTIONS", "handle_sigbus=0");
-    let status = Running::start(name, &mut cargo, interrupt)?.wait(Duration::MAX)?;
+    let status = ManagedChild::start(name, &mut cargo, interrupt)?.wait(Duration::MAX)?;
     if !status.success() {
         bail!("{name} under AddressSanitizer: {}; its reports are above", describe(status));
     }
@@ -116,7 +116,8 @@ fn memcheck(valgrind: &PathBuf, interrupt: &Interrupt) -> Result<()> {
             .args(SKIPPED.iter().flat_map(|name| ["--skip", name]))
             .args(filters)
             .env("PROPTEST_CASES", "4");
-        let status = Running::start("valgrind", &mut command, interrupt)?.wait(Duration::MAX)?;
+        let status =
+            ManagedChild::start("valgrind", &mut command, interrupt)?.wait(Duration::MAX)?;
         if !status.success() {
             bail!("{package} under valgrind: {}; its reports are above", describe(status));
         }

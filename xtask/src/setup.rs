@@ -75,7 +75,7 @@ fn nothing_is_written_if_backports_are_there() {
 }
 
 #[test]
-fn what_is_switched_off_does_not_count() {
+fn disabled_sources_do_not_count() {
     let off = "Enabled: no\nTypes: deb\nURIs: http://b.example\nSuites: bookworm-backports\n";
     let line = "# deb http://b.example bookworm-backports main\n";
     let files = [("debian.sources", DEBIAN), ("off.sources", off), ("off.list", line)];

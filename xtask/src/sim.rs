@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
 use ringhaul_tools::workspace;
 
 /// Options of `cargo xtask sim`.
@@ -32,7 +32,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     let mut command: Command = workspace::cargo();
     command.arg("run").args(PACKAGE).arg("--").args(&args.options);
-    let status = Running::start("the simulation", &mut command, &interrupt)?.wait(Duration::MAX)?;
+    let status =
+        ManagedChild::start("the simulation", &mut command, &interrupt)?.wait(Duration::MAX)?;
     if !status.success() {
         bail!("the simulation ended with {}", describe(status));
     }

@@ -12,8 +12,8 @@ use crate::arrivals::RateProcess;
 use crate::engine_args::EngineArgs;
 use crate::fio_args::FioArgs;
 use crate::pattern::{BlockSplit, Rw};
+use crate::quantities::{CpuList, parse_duration};
 use crate::scsi::lun::{LunAddress, LunChoice};
-use crate::units::{CpuList, parse_duration};
 
 /// The options of `ringhaul bench`.
 ///
@@ -296,7 +296,7 @@ impl Profile {
     }
 
     fn sizes(self) -> BlockSplit {
-        BlockSplit::of(match self {
+        BlockSplit::from_entries(match self {
             Self::FileServer => &[
                 (512, 10),
                 (1 << 10, 5),
@@ -356,7 +356,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn options_go_with_what_they_are_for() {
+    fn options_need_the_right_target() {
         let good = "--filename f --engine io_uring --direct 0 --iodepth_batch 4 --poll-max-us 0 \
                     --completion-ring getevents --harvest-on-submit off --submit-batch 0";
         assert!(parse_only(good).is_ok());

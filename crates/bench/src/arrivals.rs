@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn starts_have_the_rate_that_was_asked_for() {
+    fn arrivals_have_the_requested_rate() {
         for (process, slack) in [(RateProcess::Linear, 1.0), (RateProcess::Poisson, 200.0)] {
             let mean = mean(&distances(process));
             assert!((mean - 20_000.0).abs() < slack, "{process:?}: {mean} ns apart");
@@ -99,7 +99,7 @@ mod tests {
 
     /// The standard deviation of an exponential distribution is its mean.
     #[test]
-    fn a_poisson_process_is_as_irregular_as_it_should_be() {
+    fn a_poisson_process_has_exponential_distances() {
         let distances = distances(RateProcess::Poisson);
         let mean = mean(&distances);
         let squares = distances.iter().map(|distance| (distance - mean).powi(2)).sum::<f64>();

@@ -7,8 +7,8 @@ use std::io;
 
 use crate::memory::SharedMemory;
 use crate::pattern::{Io, Op};
-use crate::plan::{DeviceFacts, Driven, UnitFacts};
-use crate::requests::Form;
+use crate::plan::{DeviceInfo, TargetKind, UnitInfo};
+use crate::requests::RequestLayout;
 use crate::vhost_user::Connection;
 
 const SIZE_MAX: u64 = 1 << 1;
@@ -36,21 +36,26 @@ const FLUSH_REQUEST: u32 = 4;
 const PENDING: u8 = 0xff;
 
 /// A header of 16 bytes, with the status byte in the same cache line.
-pub(crate) const FORM: Form =
-    Form { stride: 64, header_bytes: 16, response_at: 16, response_bytes: 1, data_in_last: false };
+pub(crate) const LAYOUT: RequestLayout = RequestLayout {
+    stride: 64,
+    header_bytes: 16,
+    response_at: 16,
+    response_bytes: 1,
+    data_in_last: false,
+};
 
 /// Reads the properties of the device.
-pub(crate) fn facts(connection: &Connection) -> io::Result<DeviceFacts> {
+pub(crate) fn read_info(connection: &Connection) -> io::Result<DeviceInfo> {
     let config = connection.config(CONFIG_BYTES)?.ok_or_else(|| {
         io::Error::other(
             "it offers no configuration space (protocol feature CONFIG), which a disk's size is \
              read from; if it is a SCSI device, add --device scsi",
         )
     })?;
-    facts_of(&config, connection.features(), connection.max_queues())
+    parse_info(&config, connection.features(), connection.max_queues())
 }
 
-fn facts_of(config: &[u8], features: u64, queue_limit: Option<usize>) -> io::Result<DeviceFacts> {
+fn parse_info(config: &[u8], features: u64, queue_limit: Option<usize>) -> io::Result<DeviceInfo> {
     let u16_at =
         |at: usize| config[at..].first_chunk().map_or(0, |bytes| u16::from_le_bytes(*bytes));
     let u32_at =
@@ -61,9 +66,9 @@ fn facts_of(config: &[u8], features: u64, queue_limit: Option<usize>) -> io::Res
     let disk_bytes = sectors
         .checked_mul(SECTOR_BYTES)
         .ok_or_else(|| io::Error::other(format!("it announces a capacity of {sectors} sectors")))?;
-    Ok(DeviceFacts {
-        driven: Driven::Blk,
-        units: vec![UnitFacts {
+    Ok(DeviceInfo {
+        kind: TargetKind::Blk,
+        units: vec![UnitInfo {
             name: "the disk".to_owned(),
             disk_bytes,
             logical_block_bytes: offered(BLK_SIZE, u32_at(20)).unwrap_or(512),
@@ -86,13 +91,13 @@ pub(crate) fn put(memory: &SharedMemory, at: usize, io: &Io) {
     };
     let sector = io.offset / SECTOR_BYTES;
     memory.put_number(at, (u128::from(sector) << 64 | u128::from(kind)).to_le());
-    memory.put_number(at + FORM.response_at, PENDING);
+    memory.put_number(at + LAYOUT.response_at, PENDING);
 }
 
 /// The result of a completed request: the status.
 #[inline]
 pub(crate) fn result(memory: &SharedMemory, at: usize) -> i32 {
-    memory.number::<u8>(at + FORM.response_at).into()
+    memory.number::<u8>(at + LAYOUT.response_at).into()
 }
 
 /// Describes a result other than 0.
@@ -118,7 +123,7 @@ mod tests {
         memory.at(64, 17).copy_to(&mut bytes);
         assert_eq!(bytes, [1, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, PENDING]);
         assert!(describe_error(result(&memory, 64)).contains("not written its status"));
-        memory.put_number(64 + FORM.response_at, 0_u8);
+        memory.put_number(64 + LAYOUT.response_at, 0_u8);
         assert_eq!(result(&memory, 64), 0);
     }
 
@@ -130,14 +135,14 @@ mod tests {
         config[12] = 126;
         config[21] = 0x10;
         config[34] = 4;
-        let all = facts_of(&config, u64::MAX, Some(16)).unwrap();
+        let all = parse_info(&config, u64::MAX, Some(16)).unwrap();
         assert_eq!((all.units[0].disk_bytes, all.units[0].logical_block_bytes), (4096, 4096));
         assert_eq!((all.size_max, all.seg_max, all.max_queues), (Some(4096), Some(126), 4));
         assert!(all.units[0].read_only && all.can_flush);
-        let none = facts_of(&config, 0, Some(16)).unwrap();
+        let none = parse_info(&config, 0, Some(16)).unwrap();
         assert_eq!((none.units[0].disk_bytes, none.units[0].logical_block_bytes), (4096, 512));
         assert_eq!((none.size_max, none.seg_max, none.max_queues), (None, None, 1));
         config[..8].fill(0xff);
-        assert!(facts_of(&config, 0, None).is_err());
+        assert!(parse_info(&config, 0, None).is_err());
     }
 }

@@ -14,8 +14,8 @@ use crate::args::DeviceKind;
 use crate::blk;
 use crate::driver::{Eventfds, Layout, Virtqueue};
 use crate::memory::SharedMemory;
-use crate::plan::{DeviceFacts, QueueShape, UnitFacts};
-use crate::requests::Requests;
+use crate::plan::{DeviceInfo, QueueShape, UnitInfo};
+use crate::requests::RequestKind;
 use crate::scsi;
 use crate::scsi::lun::{LunChoice, Unit};
 use crate::vhost_user::{Connection, feature};
@@ -23,8 +23,8 @@ use crate::vhost_user::{Connection, feature};
 /// A connected device without queues.
 pub(crate) struct Device {
     connection: Arc<Connection>,
-    requests: Requests,
-    facts: DeviceFacts,
+    requests: RequestKind,
+    info: DeviceInfo,
 }
 
 impl Device {
@@ -36,15 +36,15 @@ impl Device {
         };
         let wanted = feature::VERSION_1 | feature::EVENT_IDX | own_features;
         let connection = Arc::new(Connection::open(path, wanted, inflight)?);
-        let (requests, facts) = match kind {
-            DeviceKind::Blk => (Requests::Blk, blk::facts(&connection)?),
-            DeviceKind::Scsi => (Requests::Scsi([].into()), scsi::facts(&connection)?),
+        let (requests, info) = match kind {
+            DeviceKind::Blk => (RequestKind::Blk, blk::read_info(&connection)?),
+            DeviceKind::Scsi => (RequestKind::Scsi([].into()), scsi::read_info(&connection)?),
         };
-        Ok(Self { connection, requests, facts })
+        Ok(Self { connection, requests, info })
     }
 
-    pub(crate) fn facts(&self) -> &DeviceFacts {
-        &self.facts
+    pub(crate) fn info(&self) -> &DeviceInfo {
+        &self.info
     }
 
     pub(crate) fn connection(&self) -> &Arc<Connection> {
@@ -54,7 +54,7 @@ impl Device {
     /// Finds the units, on temporary queues: the size of the queues of the run depends on the
     /// units.
     pub(crate) fn find_units(mut self, choice: LunChoice) -> io::Result<Self> {
-        if self.facts.max_queues == 0 {
+        if self.info.max_queues == 0 {
             return Err(io::Error::other("it has no request queue; is it a SCSI device?"));
         }
         let mut queues = self.start_queues(&scsi::probe::SHAPE)?;
@@ -64,15 +64,15 @@ impl Device {
         };
         let rings = self.requests.first_queue() + queues.len();
         (0..rings).try_for_each(|index| self.connection.stop_queue(ring_number(index)))?;
-        self.facts.units = units.iter().map(facts_of).collect();
-        self.requests = Requests::Scsi(units.into());
+        self.info.units = units.iter().map(unit_info).collect();
+        self.requests = RequestKind::Scsi(units.into());
         Ok(self)
     }
 
     /// Shares memory with the server, starts the queues, and makes the units ready.
     pub(crate) fn start(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
         let mut queues = self.start_queues(shape)?;
-        if let (Requests::Scsi(units), Some(queue)) = (&self.requests, queues.first_mut()) {
+        if let (RequestKind::Scsi(units), Some(queue)) = (&self.requests, queues.first_mut()) {
             scsi::probe::make_ready(queue, units)?;
         }
         Ok(queues)
@@ -82,7 +82,7 @@ impl Device {
     fn start_queues(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
         let first = self.requests.first_queue();
         let rings = first + shape.queues;
-        let layout = Layout::new(rings, shape, &self.requests.form())?;
+        let layout = Layout::new(rings, shape, &self.requests.layout())?;
         let memory = Arc::new(SharedMemory::new(layout.bytes)?);
         self.connection.share(&memory)?;
         self.connection.share_inflight(rings, shape.size)?;
@@ -103,8 +103,8 @@ impl Device {
     }
 }
 
-fn facts_of(unit: &Unit) -> UnitFacts {
-    UnitFacts {
+fn unit_info(unit: &Unit) -> UnitInfo {
+    UnitInfo {
         name: format!("unit {}", unit.address),
         disk_bytes: unit.blocks << unit.block_shift,
         logical_block_bytes: unit.block_bytes(),

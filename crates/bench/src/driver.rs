@@ -18,7 +18,7 @@ use crate::job::{Completed, Queue};
 use crate::memory::SharedMemory;
 use crate::pattern::{Io, Op};
 use crate::plan::QueueShape;
-use crate::requests::{Form, Requests};
+use crate::requests::{RequestKind, RequestLayout};
 use crate::vhost_user::Connection;
 
 /// The layout of the shared region: rings, then requests, then data.
@@ -36,13 +36,17 @@ const LINE_BYTES: usize = 64;
 
 impl Layout {
     /// Lays out `rings` virtqueues, of which `shape.queues` have requests.
-    pub(crate) fn new(rings: usize, shape: &QueueShape, form: &Form) -> io::Result<Self> {
+    pub(crate) fn new(
+        rings: usize,
+        shape: &QueueShape,
+        request_layout: &RequestLayout,
+    ) -> io::Result<Self> {
         let size = usize::from(shape.size);
         let ring_bytes = used_at(size) + (6 + 8 * size).next_multiple_of(LINE_BYTES);
         let requests_at = rings * ring_bytes;
         let slots = shape.slots * shape.queues;
         let page = rustix::param::page_size();
-        let data_at = (requests_at + slots * form.stride).next_multiple_of(page);
+        let data_at = (requests_at + slots * request_layout.stride).next_multiple_of(page);
         let bytes =
             slots.checked_mul(shape.slot_bytes).and_then(|bytes| bytes.checked_add(data_at));
         let bytes = bytes.ok_or(io::ErrorKind::OutOfMemory)?;
@@ -89,8 +93,8 @@ impl Eventfds {
 /// A virtqueue. Each slot has descriptors, a request and data memory of its own.
 pub(crate) struct Virtqueue {
     ring: Ring<Arc<SharedMemory>>,
-    requests: Requests,
-    form: Form,
+    requests: RequestKind,
+    request_layout: RequestLayout,
     /// Offsets of the first slot's request and data.
     requests_at: usize,
     data_at: usize,
@@ -100,7 +104,7 @@ pub(crate) struct Virtqueue {
     /// Indexed by slot.
     in_flight: Box<[bool]>,
     /// The avail idx at the last check for a kick.
-    looked_at: u16,
+    kick_checked_idx: u16,
     tag: u64,
     eventfds: Eventfds,
     /// Keeps the connection open: without it the server stops the queue.
@@ -113,23 +117,23 @@ impl Virtqueue {
         index: usize,
         ring: Ring<Arc<SharedMemory>>,
         (layout, shape): (&Layout, &QueueShape),
-        requests: Requests,
+        requests: RequestKind,
         eventfds: Eventfds,
         connection: Arc<Connection>,
     ) -> Self {
-        let form = requests.form();
+        let request_layout = requests.layout();
         let first = index * shape.slots;
         Self {
             ring,
             requests,
-            form,
-            requests_at: layout.requests_at + first * form.stride,
+            request_layout,
+            requests_at: layout.requests_at + first * request_layout.stride,
             data_at: layout.data_at + first * shape.slot_bytes,
             slot_bytes: shape.slot_bytes,
             segment_bytes: shape.segment_bytes,
             descriptors_per_slot: shape.descriptors,
             in_flight: vec![false; shape.slots].into(),
-            looked_at: 0,
+            kick_checked_idx: 0,
             tag: fits::<_, u64>(index, "the number of a queue") << 32,
             eventfds,
             connection,
@@ -143,7 +147,7 @@ impl Virtqueue {
 
     #[inline]
     fn request_at(&self, slot: u32) -> usize {
-        self.requests_at + to_usize(slot) * self.form.stride
+        self.requests_at + to_usize(slot) * self.request_layout.stride
     }
 
     /// Describes the slot's request, which has `len` bytes of data, and makes it available.
@@ -151,11 +155,12 @@ impl Virtqueue {
     fn offer(&mut self, slot: u32, op: Op, len: usize) {
         let request_at = self.request_at(slot);
         let head = fits(slot * self.descriptors_per_slot, "the number of a descriptor");
-        let data_in_last = op == Op::Read && self.form.data_in_last && len > 0;
+        let data_in_last = op == Op::Read && self.request_layout.data_in_last && len > 0;
         let memory = self.memory();
-        let header = Desc::readable(memory.guest_addr(request_at), self.form.header_bytes);
-        let response = memory.guest_addr(request_at + self.form.response_at);
-        let response = Desc::writable(response, self.form.response_bytes);
+        let header =
+            Desc::readable(memory.guest_addr(request_at), self.request_layout.header_bytes);
+        let response = memory.guest_addr(request_at + self.request_layout.response_at);
+        let response = Desc::writable(response, self.request_layout.response_bytes);
         let mut next = head;
         self.put_desc(&mut next, header, true);
         if !data_in_last {
@@ -170,15 +175,15 @@ impl Virtqueue {
     }
 
     #[inline]
-    fn put_desc(&self, next: &mut u16, desc: Desc, goes_on: bool) {
+    fn put_desc(&self, next: &mut u16, desc: Desc, has_next: bool) {
         let index = *next;
         *next += 1;
-        self.ring.put_desc(index, if goes_on { desc.then(*next) } else { desc });
+        self.ring.put_desc(index, if has_next { desc.then(*next) } else { desc });
     }
 
-    /// Describes data in segments. `goes_on` is true if more descriptors follow them.
+    /// Describes data in segments. `has_next` is true if more descriptors follow them.
     #[inline]
-    fn put_data(&self, next: &mut u16, slot: u32, op: Op, len: usize, goes_on: bool) {
+    fn put_data(&self, next: &mut u16, slot: u32, op: Op, len: usize, has_next: bool) {
         let start = self.data_at + to_usize(slot) * self.slot_bytes;
         let mut done = 0;
         while done < len {
@@ -187,7 +192,7 @@ impl Virtqueue {
             let bytes = fits(part, "the size of a segment");
             let make = if op == Op::Read { Desc::writable } else { Desc::readable };
             done += part;
-            self.put_desc(next, make(addr, bytes), goes_on || done < len);
+            self.put_desc(next, make(addr, bytes), has_next || done < len);
         }
     }
 
@@ -329,8 +334,9 @@ impl Queue for Virtqueue {
 
     #[inline]
     fn kick_if_needed(&mut self) -> io::Result<bool> {
-        let looked_at = std::mem::replace(&mut self.looked_at, self.ring.next_avail);
-        let needed = looked_at != self.ring.next_avail && self.ring.needs_kick(looked_at);
+        let kick_checked_idx = std::mem::replace(&mut self.kick_checked_idx, self.ring.next_avail);
+        let needed =
+            kick_checked_idx != self.ring.next_avail && self.ring.needs_kick(kick_checked_idx);
         if needed {
             rustix::io::retry_on_intr(|| rustix::io::write(&self.eventfds.kick, &ONE))?;
         }

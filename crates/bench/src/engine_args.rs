@@ -96,7 +96,7 @@ mod tests {
     use blockio::EngineConfig;
 
     #[test]
-    fn what_only_io_uring_has_reaches_it_and_nobody_else() {
+    fn io_uring_options_reach_io_uring_only() {
         let args = crate::args::tests::parse_only("--filename x --sqpoll --iopoll").unwrap();
         for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
             let config = args.engine.config(engine, 8);

@@ -22,7 +22,7 @@ const SYSTEM_CALLS: [SystemCall; 5] = [
 
 /// The counters of IoThreads over the measured window.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Figures {
+pub(crate) struct EngineCounters {
     /// Nanoseconds from submit to harvest, by [`Op::index`].
     pub(crate) latency_ns: [Distribution; Op::ALL.len()],
     /// Completions found by one harvest.
@@ -36,12 +36,12 @@ pub(crate) struct Figures {
 
 /// The counters of an IoThread at one moment.
 #[derive(Debug)]
-pub(crate) struct Sample(Figures);
+pub(crate) struct EngineSample(EngineCounters);
 
-impl Sample {
+impl EngineSample {
     pub(crate) fn take(stats: &Stats) -> Self {
         let latencies = [&stats.read, &stats.write, &stats.flush];
-        Self(Figures {
+        Self(EngineCounters {
             latency_ns: latencies.map(|op| op.latency_ns.values()),
             harvested_at_once: stats.harvested_at_once.values(),
             submitted_at_once: stats.submitted_at_once.values(),
@@ -51,10 +51,10 @@ impl Sample {
     }
 
     /// Returns the difference since `earlier`.
-    pub(crate) fn since(&self, earlier: &Self) -> Figures {
+    pub(crate) fn since(&self, earlier: &Self) -> EngineCounters {
         let (now, then) = (&self.0, &earlier.0);
         let index = |i: usize| now.latency_ns[i].since(&then.latency_ns[i]);
-        Figures {
+        EngineCounters {
             latency_ns: std::array::from_fn(index),
             harvested_at_once: now.harvested_at_once.since(&then.harvested_at_once),
             submitted_at_once: now.submitted_at_once.since(&then.submitted_at_once),
@@ -66,7 +66,7 @@ impl Sample {
     }
 }
 
-impl Figures {
+impl EngineCounters {
     /// Adds the figures of another IoThread.
     pub(crate) fn merge(&mut self, other: &Self) {
         for (mine, theirs) in self.latency_ns.iter_mut().zip(&other.latency_ns) {
@@ -154,7 +154,7 @@ pub struct Setup {
 }
 
 impl EngineReport {
-    pub(crate) fn new(setup: &Setup, figures: &Figures, ios: u64) -> Self {
+    pub(crate) fn new(setup: &Setup, figures: &EngineCounters, ios: u64) -> Self {
         let total: u64 = figures.system_calls.iter().sum();
         let names = SYSTEM_CALLS.iter().map(|(name, _)| *name);
         Self {
@@ -209,20 +209,20 @@ pub(crate) mod tests {
     use super::*;
 
     /// Two IoThreads with harvests of 16 and 128 completions, after some from before the window.
-    pub(crate) fn figures() -> Figures {
-        let mut sum = Figures::default();
+    pub(crate) fn figures() -> EngineCounters {
+        let mut sum = EngineCounters::default();
         for size in [16, 128] {
             let stats = Stats::default();
             stats.harvested_at_once.record(1);
             stats.syscalls.io_submit.add(5);
             stats.polled.add(3);
-            let opened = Sample::take(&stats);
+            let opened = EngineSample::take(&stats);
             stats.harvested_at_once.record(size);
             stats.submitted_at_once.record(size);
             stats.read.latency_ns.record(size * 1000);
             stats.syscalls.io_submit.add(1);
             stats.polled.add(7);
-            sum.merge(&Sample::take(&stats).since(&opened));
+            sum.merge(&EngineSample::take(&stats).since(&opened));
         }
         sum
     }

@@ -70,7 +70,7 @@ impl BenchArgs {
     }
 
     /// Returns the names of given options that change nothing.
-    pub(crate) fn options_without_effect(&self) -> Vec<&'static str> {
+    pub(crate) fn ignored_options(&self) -> Vec<&'static str> {
         let FioArgs {
             ioengine, time_based, group_reporting, norandommap, randrepeat, thread, ..
         } = &self.fio;
@@ -95,7 +95,7 @@ mod tests {
     use crate::args::tests::{parse, parse_only};
 
     #[test]
-    fn usual_command_lines_of_fio_are_taken() {
+    fn usual_command_lines_of_fio_are_accepted() {
         let usual = "--name=x --time_based --group_reporting=1 --norandommap --randrepeat=0";
         let args = parse(&format!("{usual} --ioengine=io_uring --direct=1 --runtime=1")).unwrap();
         let expected = [
@@ -106,10 +106,10 @@ mod tests {
             "--norandommap",
             "--randrepeat",
         ];
-        assert_eq!(args.options_without_effect(), expected);
-        assert!(parse("").unwrap().options_without_effect().is_empty());
+        assert_eq!(args.ignored_options(), expected);
+        assert!(parse("").unwrap().ignored_options().is_empty());
         let args = parse_only(&format!("--filename f {usual} --thread --direct=1")).unwrap();
-        assert_eq!(args.options_without_effect(), [&expected[2..], &["--thread"]].concat());
+        assert_eq!(args.ignored_options(), [&expected[2..], &["--thread"]].concat());
     }
 
     #[test]

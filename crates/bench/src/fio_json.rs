@@ -75,7 +75,7 @@ mod tests {
     use crate::report::tests::sample;
 
     #[test]
-    fn keys_are_those_of_fio() {
+    fn json_has_the_keys_of_fio() {
         let text = render(&sample(), Some("boot")).unwrap();
         let report: Value = serde_json::from_str(&text).unwrap();
         let job = &report["jobs"][0];

@@ -9,8 +9,8 @@ use iomem::fits;
 
 use crate::arrivals::Arrivals;
 use crate::pattern::{Io, Op, Source};
-use crate::stats::{Counters, Live, Notices, describe_failure};
-use crate::verify::{BlockMap, UNTOUCHED};
+use crate::stats::{Counters, JobProgress, Notices, describe_failure};
+use crate::verify::{BlockMap, PREFILL};
 
 /// The queue of a job's requests: a virtqueue or an engine. A slot identifies a request. The caller
 /// puts at most one request at a time into a slot.
@@ -41,21 +41,21 @@ pub(crate) struct Completed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Batch {
     /// The least number, unless none is in flight.
-    pub(crate) least: usize,
+    pub(crate) min: usize,
     /// The most.
-    pub(crate) most: usize,
+    pub(crate) max: usize,
 }
 
 impl Batch {
     /// No limits: as many requests as there is room for.
-    pub(crate) const ALL: Self = Self { least: 1, most: usize::MAX };
+    pub(crate) const ALL: Self = Self { min: 1, max: usize::MAX };
 }
 
 /// A job of the run. Made once; each phase sets a new source.
 pub(crate) struct Job {
     source: Option<Source>,
     /// Indexed by slot.
-    requests: Box<[Request]>,
+    requests: Box<[PendingRequest]>,
     free: Vec<u32>,
     /// Indexed by unit, if blocks are verified.
     maps: Option<Arc<[BlockMap]>>,
@@ -72,13 +72,13 @@ pub(crate) struct Job {
     /// All blocks that could come next are claimed; a completion may free them.
     blocked: bool,
     done: (u64, u64),
-    live: Arc<Live>,
+    job_progress: Arc<JobProgress>,
     pub(crate) counters: Counters,
 }
 
 /// A request in flight, or the last one of a free slot.
 #[derive(Clone, Copy)]
-struct Request {
+struct PendingRequest {
     io: Io,
     /// The time at which it was queued or, in an open loop, due.
     start_ns: u64,
@@ -102,7 +102,7 @@ impl Job {
         batch: Batch,
         maps: Option<Arc<[BlockMap]>>,
     ) -> Self {
-        let idle = Request { io: flush_of(0), start_ns: 0 };
+        let idle = PendingRequest { io: flush_io(0), start_ns: 0 };
         Self {
             source: None,
             requests: (0..depth).map(|_| idle).collect(),
@@ -116,7 +116,7 @@ impl Job {
             arrivals: None,
             blocked: false,
             done: (0, 0),
-            live: Arc::new(Live::default()),
+            job_progress: Arc::new(JobProgress::default()),
             counters: Counters::new(),
         }
     }
@@ -142,11 +142,11 @@ impl Job {
         self.flush_due = None;
         self.blocked = false;
         self.done = (0, 0);
-        self.live.publish(self.done);
+        self.job_progress.publish(self.done);
     }
 
-    pub(crate) fn live(&self) -> Arc<Live> {
-        Arc::clone(&self.live)
+    pub(crate) fn job_progress(&self) -> Arc<JobProgress> {
+        Arc::clone(&self.job_progress)
     }
 
     pub(crate) fn in_flight(&self) -> usize {
@@ -182,7 +182,7 @@ impl Job {
     }
 
     fn has_room(&self) -> bool {
-        let enough = self.free.len() >= self.batch.least || self.in_flight() == 0;
+        let enough = self.free.len() >= self.batch.min || self.in_flight() == 0;
         enough && !self.free.is_empty()
     }
 
@@ -201,10 +201,10 @@ impl Job {
         }
         if completed > 0 {
             self.unblock();
-            self.live.publish(self.done);
+            self.job_progress.publish(self.done);
         }
         if pass.stopping {
-            self.live.publish_left(fits(self.in_flight(), "a number of requests"));
+            self.job_progress.publish_left(fits(self.in_flight(), "a number of requests"));
         } else if self.has_room() {
             self.refill(queue, pass.now_ns)?;
         }
@@ -216,7 +216,7 @@ impl Job {
 
     fn finish(&mut self, queue: &impl Queue, done: &Completed, pass: &Pass<'_>) -> io::Result<()> {
         let Completed { slot, result } = *done;
-        let Request { io, start_ns } = self.requests[index(slot)];
+        let PendingRequest { io, start_ns } = self.requests[index(slot)];
         self.free.push(slot);
         if self.maps.is_some() {
             self.finish_verified(queue, slot, &io, (result == 0, pass.notices))?;
@@ -274,11 +274,11 @@ impl Job {
     }
 
     fn refill(&mut self, queue: &mut impl Queue, now_ns: u64) -> io::Result<()> {
-        for _ in 0..self.batch.most {
+        for _ in 0..self.batch.max {
             let Some(slot) = self.free.last().copied() else { break };
             let mut start_ns = now_ns;
             let io = if let Some(unit) = self.flush_due.take() {
-                flush_of(unit)
+                flush_io(unit)
             } else if let Some((io, was_due_ns)) = self.next_due(now_ns) {
                 start_ns = was_due_ns;
                 io
@@ -286,7 +286,7 @@ impl Job {
                 break;
             };
             self.free.pop();
-            self.requests[index(slot)] = Request { io, start_ns };
+            self.requests[index(slot)] = PendingRequest { io, start_ns };
             self.queue_request(queue, slot, &io)?;
         }
         Ok(())
@@ -337,7 +337,7 @@ impl Job {
             let data = &mut self.scratch[..index(io.len)];
             match io.op {
                 Op::Write => maps[usize::from(io.unit)].stamp(io.offset, data),
-                _ => data.fill(UNTOUCHED),
+                _ => data.fill(PREFILL),
             }
             queue.store(slot, data)?;
         }
@@ -354,7 +354,7 @@ impl Job {
     }
 }
 
-fn flush_of(unit: u16) -> Io {
+fn flush_io(unit: u16) -> Io {
     Io { op: Op::Flush, unit, offset: 0, len: 0 }
 }
 

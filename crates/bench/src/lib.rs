@@ -11,9 +11,9 @@
 //! `args` (the options) → `target` (the driven device or file) → `plan` (options checked against
 //! the device) → `phases` (fill, measured run, read-back). In a phase: `worker` (the loop of a
 //! driver thread) → `job` (one queue kept full) → `driver` (a virtqueue). With `--filename`,
-//! `engine` replaces `worker` and `driver`. `pattern` chooses the next I/O, `arrivals` its time in
-//! an open loop, `verify` the contents of blocks. `server` measures the server's CPU time, and
-//! `report` holds the result.
+//! `engine_worker` replaces `worker` and `driver`. `pattern` chooses the next I/O, `arrivals` its
+//! time in an open loop, `verify` the contents of blocks. `server` measures the server's CPU time,
+//! and `report` holds the result.
 //!
 //! `device` is the device behind a socket: `vhost_user` has the messages, `memory` the shared
 //! memory. `requests` hides the kind of the device: `blk` and `scsi` know the form of requests and
@@ -40,11 +40,11 @@ mod args;
 mod arrivals;
 mod blk;
 mod device;
-mod disk;
+mod disk_bench;
 mod driver;
-mod engine;
 mod engine_args;
 mod engine_stats;
+mod engine_worker;
 mod error;
 mod fio_args;
 mod fio_json;
@@ -56,15 +56,15 @@ mod peer;
 mod phases;
 mod plan;
 mod progress;
+mod quantities;
 mod report;
+mod report_text;
 mod requests;
 mod scsi;
 mod server;
 mod stats;
 mod supervisor;
 mod target;
-mod text;
-mod units;
 mod verify;
 mod vhost_user;
 mod worker;
@@ -83,16 +83,16 @@ use signal_hook::flag::{register, register_conditional_shutdown};
 
 pub use args::{BenchArgs, DeviceKind, Eta, OutputFormat, Profile};
 pub use arrivals::RateProcess;
-pub use disk::DiskBenchArgs;
+pub use disk_bench::DiskBenchArgs;
 pub use engine_args::EngineArgs;
 pub use engine_stats::{EngineReport, Setup, SizeReport};
 pub use error::BenchError;
 pub use fio_args::FioArgs;
 pub use pattern::{BlockSplit, Rw};
 pub use phases::measure;
+pub use quantities::CpuList;
 pub use report::{DirectionReport, LatencyReport, PERCENTILES, Report};
 pub use scsi::lun::{LunAddress, LunChoice};
-pub use units::CpuList;
 
 /// Runs the command: drives the server according to `args` and prints the result.
 ///
@@ -114,7 +114,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
 /// Like [`run`], but drives `disk`, if there is one.
 fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Result<ExitCode> {
     let args = &args.with_fio_names()?;
-    let unneeded = args.options_without_effect();
+    let unneeded = args.ignored_options();
     if !unneeded.is_empty() {
         eprintln!("ringhaul: not needed here: {}", unneeded.join(", "));
     }
@@ -134,7 +134,7 @@ fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Result<ExitCode
         }
         OutputFormat::FioJson => fio_json::render(&report, args.fio.name.as_deref())
             .context("cannot encode the result as JSON")?,
-        OutputFormat::Normal => text::render(&report),
+        OutputFormat::Normal => report_text::render(&report),
     };
     match (&mut output, &args.output) {
         (Some(file), Some(path)) => file

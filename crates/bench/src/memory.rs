@@ -24,7 +24,7 @@ pub(crate) struct SharedMemory {
 }
 
 /// The reason why accesses are in bounds: the region was sized for the layout.
-const INSIDE: &str = "shared memory has room for all that its layout counts";
+const IN_BOUNDS: &str = "shared memory has room for all that its layout counts";
 
 impl SharedMemory {
     /// The guest address of the first byte. Not 0, which some servers treat as no address.
@@ -71,25 +71,25 @@ impl SharedMemory {
     /// `len` bytes at `offset`.
     #[inline]
     pub(crate) fn at(&self, offset: usize, len: usize) -> VolatileSlice<'_, impl BitmapSlice> {
-        self.map.get_slice(offset, len).expect(INSIDE)
+        self.map.get_slice(offset, len).expect(IN_BOUNDS)
     }
 
     /// Reads a number.
     #[inline]
     pub(crate) fn number<T: ByteValued>(&self, offset: usize) -> T {
-        self.map.get_ref(offset).expect(INSIDE).load()
+        self.map.get_ref(offset).expect(IN_BOUNDS).load()
     }
 
     /// Writes a number.
     #[inline]
     pub(crate) fn put_number<T: ByteValued>(&self, offset: usize, value: T) {
-        self.map.get_ref(offset).expect(INSIDE).store(value);
+        self.map.get_ref(offset).expect(IN_BOUNDS).store(value);
     }
 
     /// A ring's index or flags.
     #[inline]
     fn word(&self, offset: usize) -> &AtomicU16 {
-        self.map.get_atomic_ref(offset).expect(INSIDE)
+        self.map.get_atomic_ref(offset).expect(IN_BOUNDS)
     }
 }
 
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_stored_is_loaded_at_any_length() {
+    fn stored_bytes_are_loaded_at_any_length() {
         let memory = SharedMemory::new(4096).unwrap();
         for len in [1, 2, 8, 16, 51, 64] {
             let data: Vec<_> = (1..=len).collect();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_truncate_it() {
+    fn shared_memory_cannot_be_truncated() {
         let memory = SharedMemory::new(8192).unwrap();
         let copy = File::from(memory.fd().try_clone_to_owned().unwrap());
         assert!(copy.set_len(0).is_err());

@@ -8,7 +8,7 @@ use std::ops::Range;
 use iomem::fits;
 use ringhaul_options::parse_size;
 
-use crate::units::show_bytes;
+use crate::quantities::show_bytes;
 use crate::verify::BlockMap;
 
 /// A pattern of `--rw`.
@@ -137,11 +137,11 @@ impl BlockSplit {
 
     /// A single size for reads and writes.
     pub(crate) fn single(bytes: u32) -> Self {
-        Self::of(&[(bytes, 100)])
+        Self::from_entries(&[(bytes, 100)])
     }
 
     /// A mix for reads and writes: sizes in bytes, with percentages that add up to 100.
-    pub(crate) fn of(entries: &[(u32, u8)]) -> Self {
+    pub(crate) fn from_entries(entries: &[(u32, u8)]) -> Self {
         let entries: Vec<_> =
             entries.iter().map(|(size, percent)| (*size, Some(*percent))).collect();
         let mix = Mix::accumulate(&entries, 0, 0);
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn units_take_turns_and_each_goes_on_where_it_was() {
+    fn units_take_turns_and_keep_their_positions() {
         let sizes = BlockSplit::parse_sizes("4k").unwrap();
         let areas = [0..1 << 20, 8192..16384, 4096..1 << 20];
         let workload = Workload::new((Rw::Read, 0), &sizes, (areas, 4), 0, (None, None));

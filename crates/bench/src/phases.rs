@@ -13,17 +13,17 @@ use blockio::DiskSource;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::args::BenchArgs;
-use crate::engine_stats::{Figures, Setup};
+use crate::engine_stats::{EngineCounters, Setup};
 use crate::error::BenchError;
 use crate::job::Job;
-use crate::plan::{DeviceFacts, Plan, check_limits};
+use crate::plan::{DeviceInfo, Plan, check_limits};
 use crate::report::{Measured, Report};
 use crate::server::Server;
-use crate::stats::{Counters, Live, Notices};
+use crate::stats::{Counters, JobProgress, Notices};
 use crate::supervisor::{Phase, PhaseOutcome, Stages, Supervisor};
 use crate::target::{Runner, Target, setup_failed};
 use crate::verify::BlockMap;
-use crate::worker::{Control, Stage};
+use crate::worker::{Stage, StageCell};
 
 /// Drives the server, or the file, according to `args` and returns the result.
 ///
@@ -46,15 +46,15 @@ pub(crate) fn measure_until(
 ) -> Result<Report, BenchError> {
     check_limits(args)?;
     let target = Target::open(args, disk)?;
-    let facts = target.facts();
-    let plan = Plan::new(args, &facts)?;
+    let info = target.info();
+    let plan = Plan::new(args, &info)?;
     let setup = target.setup(args);
     let _pinned = Pinned::apply(args)?;
     let maps = args.verify.then(|| make_maps(&plan));
     let (runners, server) = target.start(&plan, maps.as_ref())?;
-    let live = runners.iter().flat_map(Runner::jobs).map(Job::live).collect();
-    let run = Run { plan: &plan, runners, live, server, interrupted };
-    run.execute(&facts, setup.as_ref())
+    let job_progress = runners.iter().flat_map(Runner::jobs).map(Job::job_progress).collect();
+    let run = Run { plan: &plan, runners, job_progress, server, interrupted };
+    run.execute(&info, setup.as_ref())
 }
 
 /// Makes the verification map of each unit.
@@ -102,13 +102,13 @@ impl Drop for Pinned {
 struct Run<'a> {
     plan: &'a Plan<'a>,
     runners: Vec<Runner>,
-    live: Vec<Arc<Live>>,
+    job_progress: Vec<Arc<JobProgress>>,
     server: Server,
     interrupted: &'a AtomicBool,
 }
 
 impl Run<'_> {
-    fn execute(mut self, facts: &DeviceFacts, setup: Option<&Setup>) -> Result<Report, BenchError> {
+    fn execute(mut self, info: &DeviceInfo, setup: Option<&Setup>) -> Result<Report, BenchError> {
         let args = self.plan.args;
         let notices = Arc::new(Notices::default());
         if args.verify && !args.pattern().writes() {
@@ -125,14 +125,14 @@ impl Run<'_> {
         for job in self.runners.iter().flat_map(Runner::jobs) {
             counters.merge(&job.counters);
         }
-        let mut figures = Figures::default();
+        let mut figures = EngineCounters::default();
         self.runners.iter().filter_map(Runner::figures).for_each(|more| figures.merge(more));
         let start = outcome.windows.iter().map(|window| window.start).min();
         let end = outcome.windows.iter().map(|window| window.end).max();
         let elapsed = start.zip(end).map_or(Duration::ZERO, |(start, end)| end - start);
         Ok(Report::new(&Measured {
             plan: self.plan,
-            facts,
+            info,
             counters: &counters,
             engine: setup.map(|setup| (setup, &figures)),
             elapsed,
@@ -159,12 +159,12 @@ impl Run<'_> {
             };
             job.begin(source, flush_every, arrivals);
         }
-        let control = &Arc::new(Control::new(Stage::Warming));
+        let control = &Arc::new(StageCell::new(Stage::Ramp));
         let supervisor = Supervisor {
             plan,
             phase,
             control,
-            live: &self.live,
+            job_progress: &self.job_progress,
             server: &self.server,
             interrupted: self.interrupted,
             notices,
@@ -201,7 +201,7 @@ mod tests {
     /// A null disk answers reads without data. The memory of a read may still hold the last write,
     /// which is the expected data, so the driver overwrites it before the read.
     #[test]
-    fn a_disk_that_reads_nothing_is_found_out_whatever_the_memory_held() {
+    fn a_disk_that_transfers_no_data_fails_verification() {
         for (pattern, depth, size) in
             [("read", 1, "4k"), ("rw", 1, "4k"), ("randread", 4, "64k"), ("randrw", 4, "64k")]
         {

@@ -10,18 +10,18 @@ use crate::args::{BenchArgs, DeviceKind};
 use crate::arrivals::Arrivals;
 use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Source, Sweep, Workload};
-use crate::units::show_bytes;
+use crate::quantities::show_bytes;
 
 /// The kind of target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Driven {
+pub(crate) enum TargetKind {
     Blk,
     Scsi,
     /// No device: a file through an engine.
     Engine,
 }
 
-impl Driven {
+impl TargetKind {
     /// The noun for a job's queues in messages, and the words before their limit.
     fn queues(self) -> (&'static str, &'static str) {
         match self {
@@ -34,10 +34,10 @@ impl Driven {
 
 /// The properties of the device.
 #[derive(Debug, Clone)]
-pub(crate) struct DeviceFacts {
-    pub(crate) driven: Driven,
+pub(crate) struct DeviceInfo {
+    pub(crate) kind: TargetKind,
     /// The driven units, in the order of their indices.
-    pub(crate) units: Vec<UnitFacts>,
+    pub(crate) units: Vec<UnitInfo>,
     /// The most jobs.
     pub(crate) max_queues: usize,
     pub(crate) can_flush: bool,
@@ -49,7 +49,7 @@ pub(crate) struct DeviceFacts {
 
 /// A disk: a logical unit of a SCSI device, or the only disk. Sizes are in bytes.
 #[derive(Debug, Clone)]
-pub(crate) struct UnitFacts {
+pub(crate) struct UnitInfo {
     /// Its name in messages.
     pub(crate) name: String,
     pub(crate) disk_bytes: u64,
@@ -57,7 +57,7 @@ pub(crate) struct UnitFacts {
     pub(crate) read_only: bool,
 }
 
-impl DeviceFacts {
+impl DeviceInfo {
     /// The largest logical block size, a multiple of all units' sizes.
     pub(crate) fn logical_block_bytes(&self) -> u32 {
         self.units.iter().map(|unit| unit.logical_block_bytes).max().unwrap_or(512)
@@ -105,16 +105,16 @@ fn refuse<T>(message: String) -> Result<T, BenchError> {
 
 impl<'a> Plan<'a> {
     /// Checks the options against the device and fills in the defaults.
-    pub(crate) fn new(args: &'a BenchArgs, facts: &DeviceFacts) -> Result<Self, BenchError> {
+    pub(crate) fn new(args: &'a BenchArgs, info: &DeviceInfo) -> Result<Self, BenchError> {
         check_limits(args)?;
-        check_device(args, facts)?;
-        check_alignment(args, facts)?;
-        let sizes = args.block_sizes(facts.logical_block_bytes());
+        check_device(args, info)?;
+        check_alignment(args, info)?;
+        let sizes = args.block_sizes(info.logical_block_bytes());
         let block_bytes = sizes.common_divisor();
-        let regions = facts.units.iter().map(|unit| find_region(args, unit, &sizes));
+        let regions = info.units.iter().map(|unit| find_region(args, unit, &sizes));
         let regions = regions.collect::<Result<Vec<_>, _>>()?;
         check_map_size(args, region_bytes(&regions), block_bytes)?;
-        let shape = find_shape(args, facts, &sizes)?;
+        let shape = find_shape(args, info, &sizes)?;
         Ok(Self { args, sizes, regions, block_bytes, depth: args.depth().get(), shape })
     }
 
@@ -222,14 +222,14 @@ fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
 }
 
 /// Checks the options against the device's abilities.
-fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
+fn check_device(args: &BenchArgs, info: &DeviceInfo) -> Result<(), BenchError> {
     let jobs = args.numjobs.get();
-    if fits::<_, usize>(jobs, "a number of jobs") > facts.max_queues {
-        let (queues, who) = facts.driven.queues();
-        let most = facts.max_queues;
+    if fits::<_, usize>(jobs, "a number of jobs") > info.max_queues {
+        let (queues, who) = info.kind.queues();
+        let most = info.max_queues;
         return refuse(format!("--numjobs={jobs} needs {jobs} {queues}, but {who} {most}"));
     }
-    if let Some(UnitFacts { name, .. }) = facts.units.iter().find(|unit| unit.read_only) {
+    if let Some(UnitInfo { name, .. }) = info.units.iter().find(|unit| unit.read_only) {
         let pattern = args.pattern();
         if pattern.writes() {
             return refuse(format!("--rw={pattern} needs to write, but {name} is read-only"));
@@ -238,16 +238,16 @@ fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError>
             return refuse(format!("--verify writes the region first, but {name} is read-only"));
         }
     }
-    if args.fsync > 0 && !facts.can_flush {
+    if args.fsync > 0 && !info.can_flush {
         return refuse("--fsync needs flushes, which the device does not offer".to_owned());
     }
     Ok(())
 }
 
-fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
-    let block = u64::from(facts.logical_block_bytes());
+fn check_alignment(args: &BenchArgs, info: &DeviceInfo) -> Result<(), BenchError> {
+    let block = u64::from(info.logical_block_bytes());
     let sizes = args
-        .block_sizes(facts.logical_block_bytes())
+        .block_sizes(info.logical_block_bytes())
         .sizes()
         .into_iter()
         .map(|size| ("block size", size.into()));
@@ -265,7 +265,7 @@ fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchErr
 
 fn find_region(
     args: &BenchArgs,
-    unit: &UnitFacts,
+    unit: &UnitInfo,
     sizes: &BlockSplit,
 ) -> Result<Range<u64>, BenchError> {
     let block_bytes = sizes.common_divisor();
@@ -318,7 +318,7 @@ fn check_map_size(args: &BenchArgs, region_bytes: u64, block_bytes: u32) -> Resu
 
 fn find_shape(
     args: &BenchArgs,
-    facts: &DeviceFacts,
+    info: &DeviceInfo,
     sizes: &BlockSplit,
 ) -> Result<QueueShape, BenchError> {
     /// The size that Linux and most servers use by default.
@@ -328,7 +328,7 @@ fn find_shape(
     const SECTOR_BYTES: u64 = 512;
 
     let largest = u64::from(sizes.largest());
-    let size_max = facts.size_max.map(u64::from);
+    let size_max = info.size_max.map(u64::from);
     let segment = args.seg_size.or(size_max).unwrap_or(largest).min(largest);
     if segment % SECTOR_BYTES != 0 {
         return refuse(format!("--seg-size={segment} is not a multiple of {SECTOR_BYTES}"));
@@ -337,7 +337,7 @@ fn find_shape(
         return refuse(format!("--seg-size={segment} is more than the device takes, {limit}"));
     }
     let segments = largest.div_ceil(segment);
-    if let Some(limit) = facts.seg_max.filter(|limit| segments > u64::from(*limit)) {
+    if let Some(limit) = info.seg_max.filter(|limit| segments > u64::from(*limit)) {
         return refuse(format!(
             "a block of {} in segments of {} takes {segments} segments, but the device takes \
              {limit}: use a larger --seg-size",
@@ -355,7 +355,7 @@ fn find_shape(
         segment_bytes: to_usize(segment),
         descriptors: fits(segments + 2, "the descriptors of a request"),
     };
-    if facts.driven == Driven::Engine {
+    if info.kind == TargetKind::Engine {
         return Ok(shape);
     }
     let needed = u64::from(shape.descriptors) * u64::from(args.depth().get());
@@ -383,9 +383,9 @@ mod tests {
     use super::*;
     use crate::args::tests::{parse, parse_only};
 
-    fn facts() -> DeviceFacts {
-        DeviceFacts {
-            driven: Driven::Blk,
+    fn info() -> DeviceInfo {
+        DeviceInfo {
+            kind: TargetKind::Blk,
             units: vec![unit()],
             max_queues: 2,
             can_flush: true,
@@ -394,8 +394,8 @@ mod tests {
         }
     }
 
-    fn unit() -> UnitFacts {
-        UnitFacts {
+    fn unit() -> UnitInfo {
+        UnitInfo {
             name: "the disk".to_owned(),
             disk_bytes: 64 << 20,
             logical_block_bytes: 512,
@@ -403,9 +403,9 @@ mod tests {
         }
     }
 
-    fn refusal(options: &str, facts: &DeviceFacts) -> String {
+    fn refusal(options: &str, info: &DeviceInfo) -> String {
         let args = parse(options).unwrap();
-        let error = Plan::new(&args, facts).unwrap_err();
+        let error = Plan::new(&args, info).unwrap_err();
         assert!(matches!(error, BenchError::Usage(_)));
         let text = error.to_string();
         assert!(!text.contains('\n'), "{text}");
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_device_cannot_do_is_refused() {
+    fn options_beyond_the_device_are_refused() {
         for (options, word) in [
             ("--numjobs=3", "has 2"),
             ("--bs=1000", "logical block size"),
@@ -433,53 +433,53 @@ mod tests {
             ("--runtime=0", "--runtime"),
             ("--timeout=0", "--timeout"),
         ] {
-            let text = refusal(options, &facts());
+            let text = refusal(options, &info());
             assert!(text.contains(word), "{options}: {text}");
         }
     }
 
     #[test]
     fn a_read_only_disk_is_not_written() {
-        let units = vec![UnitFacts { read_only: true, ..unit() }];
-        let facts = DeviceFacts { units, ..facts() };
-        assert!(refusal("--rw=randrw", &facts).contains("read-only"));
-        assert!(refusal("--rw=read --verify", &facts).contains("read-only"));
-        assert!(Plan::new(&parse("--rw=read").unwrap(), &facts).is_ok());
+        let units = vec![UnitInfo { read_only: true, ..unit() }];
+        let info = DeviceInfo { units, ..info() };
+        assert!(refusal("--rw=randrw", &info).contains("read-only"));
+        assert!(refusal("--rw=read --verify", &info).contains("read-only"));
+        assert!(Plan::new(&parse("--rw=read").unwrap(), &info).is_ok());
     }
 
     #[test]
     fn flushes_and_segment_sizes_follow_the_device() {
-        let facts = DeviceFacts { can_flush: false, size_max: Some(4096), ..facts() };
-        assert!(refusal("--rw=write --fsync=1", &facts).contains("flushes"));
-        assert!(refusal("--bs=64k --seg-size=8k", &facts).contains("4096"));
+        let info = DeviceInfo { can_flush: false, size_max: Some(4096), ..info() };
+        assert!(refusal("--rw=write --fsync=1", &info).contains("flushes"));
+        assert!(refusal("--bs=64k --seg-size=8k", &info).contains("4096"));
         let args = parse("--bs=64k --iodepth=4").unwrap();
-        assert_eq!(Plan::new(&args, &facts).unwrap().shape.segment_bytes, 4096);
+        assert_eq!(Plan::new(&args, &info).unwrap().shape.segment_bytes, 4096);
     }
 
     #[test]
     fn a_4k_disk_refuses_512() {
-        let units = vec![unit(), UnitFacts { logical_block_bytes: 4096, ..unit() }];
-        let facts = DeviceFacts { units, ..facts() };
-        assert!(refusal("--bs=512", &facts).contains("4096 bytes"));
+        let units = vec![unit(), UnitInfo { logical_block_bytes: 4096, ..unit() }];
+        let info = DeviceInfo { units, ..info() };
+        assert!(refusal("--bs=512", &info).contains("4096 bytes"));
     }
 
     #[test]
     fn every_unit_has_a_region_of_its_own() {
-        let small = UnitFacts { name: "unit 0:1".to_owned(), disk_bytes: 1 << 20, ..unit() };
+        let small = UnitInfo { name: "unit 0:1".to_owned(), disk_bytes: 1 << 20, ..unit() };
         let units = vec![unit(), small.clone()];
-        let facts = DeviceFacts { driven: Driven::Scsi, units, ..facts() };
+        let info = DeviceInfo { kind: TargetKind::Scsi, units, ..info() };
         let args = parse("--rw=write --offset=64k --numjobs=2").unwrap();
-        let plan = Plan::new(&args, &facts).unwrap();
+        let plan = Plan::new(&args, &info).unwrap();
         assert_eq!(plan.regions, [64 << 10..64 << 20, 64 << 10..1 << 20]);
         assert_eq!(plan.region_bytes(), (65 << 20) - (128 << 10));
         let half = (64 << 10) + (960 << 10) / 2;
         assert_eq!(plan.shares(0)[1], 64 << 10..half);
         assert_eq!(plan.shares(1)[1], half..1 << 20);
-        assert!(refusal("--size=2m", &facts).contains("inside unit 0:1, which has 1048576 bytes"));
-        assert!(refusal("--numjobs=3", &facts).contains("3 request queues"));
-        let units = vec![unit(), UnitFacts { read_only: true, ..small }];
-        let facts = DeviceFacts { units, ..facts };
-        assert!(refusal("--rw=write", &facts).contains("unit 0:1 is read-only"));
+        assert!(refusal("--size=2m", &info).contains("inside unit 0:1, which has 1048576 bytes"));
+        assert!(refusal("--numjobs=3", &info).contains("3 request queues"));
+        let units = vec![unit(), UnitInfo { read_only: true, ..small }];
+        let info = DeviceInfo { units, ..info };
+        assert!(refusal("--rw=write", &info).contains("unit 0:1 is read-only"));
     }
 
     #[test]
@@ -493,9 +493,8 @@ mod tests {
     }
 
     #[test]
-    fn queues_are_as_large_as_the_depth_needs() {
-        let size =
-            |options: &str| Plan::new(&parse(options).unwrap(), &facts()).unwrap().shape.size;
+    fn queue_sizes_follow_the_depth() {
+        let size = |options: &str| Plan::new(&parse(options).unwrap(), &info()).unwrap().shape.size;
         assert_eq!(size("--iodepth=1"), 128);
         assert_eq!(size("--iodepth=64"), 256);
         assert_eq!(size("--iodepth=341"), 1024);
@@ -504,11 +503,11 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_has_no_descriptors_to_run_out_of() {
-        let facts = DeviceFacts { driven: Driven::Engine, max_queues: 256, ..facts() };
+    fn an_engine_has_no_limit_of_descriptors() {
+        let info = DeviceInfo { kind: TargetKind::Engine, max_queues: 256, ..info() };
         let args = parse("--iodepth=1000 --numjobs=3").unwrap();
-        assert_eq!(Plan::new(&args, &facts).unwrap().shape.slots, 1000);
-        assert!(refusal("--numjobs=257", &facts).contains("IoThreads"));
+        assert_eq!(Plan::new(&args, &info).unwrap().shape.slots, 1000);
+        assert!(refusal("--numjobs=257", &info).contains("IoThreads"));
         for (options, word) in
             [("--iodepth=70000", "65535"), ("--iodepth=4 --iodepth-batch=5", "--iodepth-batch=5")]
         {
@@ -527,7 +526,7 @@ mod tests {
     #[test]
     fn jobs_have_different_seeds() {
         let args = parse("--rw=randread").unwrap();
-        let plan = Plan::new(&args, &facts()).unwrap();
+        let plan = Plan::new(&args, &info()).unwrap();
         assert_ne!(plan.seed(0), plan.seed(1));
         assert_eq!(plan.seed(1), plan.seed(1));
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::args::Eta;
-use crate::units::{show_amount, show_count};
+use crate::quantities::{show_amount, show_count};
 
 /// Shows one phase. Messages bypass the bar through [`say`](Self::say).
 pub(crate) struct Progress {
@@ -50,7 +50,7 @@ impl Progress {
     }
 
     /// Prints messages, a line each, with any display.
-    pub(crate) fn say(&self, messages: &[String]) {
+    pub(crate) fn print(&self, messages: &[String]) {
         for message in messages {
             match &self.display {
                 Display::Bar(bar) => bar.suspend(|| eprintln!("ringhaul: {message}")),

@@ -10,9 +10,9 @@ use iomem::fits;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-use crate::engine_stats::{EngineReport, Figures, Setup};
+use crate::engine_stats::{EngineCounters, EngineReport, Setup};
 use crate::pattern::Op;
-use crate::plan::{DeviceFacts, Plan};
+use crate::plan::{DeviceInfo, Plan};
 use crate::server::ServerUsage;
 use crate::stats::{Counters, OpStats};
 
@@ -198,9 +198,9 @@ pub struct LatencyReport {
 /// The input of a report.
 pub(crate) struct Measured<'a> {
     pub(crate) plan: &'a Plan<'a>,
-    pub(crate) facts: &'a DeviceFacts,
+    pub(crate) info: &'a DeviceInfo,
     pub(crate) counters: &'a Counters,
-    pub(crate) engine: Option<(&'a Setup, &'a Figures)>,
+    pub(crate) engine: Option<(&'a Setup, &'a EngineCounters)>,
     pub(crate) elapsed: Duration,
     pub(crate) server_pid: Option<u32>,
     pub(crate) usage: Option<&'a ServerUsage>,
@@ -210,7 +210,7 @@ pub(crate) struct Measured<'a> {
 
 impl Report {
     pub(crate) fn new(measured: &Measured<'_>) -> Self {
-        let Measured { plan, facts, counters, usage, .. } = *measured;
+        let Measured { plan, info, counters, usage, .. } = *measured;
         let (args, seconds) = (plan.args, measured.elapsed.as_secs_f64());
         let [total, read, write, flush] = DirectionReport::all(measured, seconds);
         let ios = total.ios + flush.ios;
@@ -226,7 +226,7 @@ impl Report {
             filename: args.filename.as_ref().map(|path| path.display().to_string()),
             device: args.filename.is_none().then(|| args.device.name()),
             unit: args.unit().map(|unit| unit.to_string()),
-            units: args.unit().map(|_| facts.units.len()),
+            units: args.unit().map(|_| info.units.len()),
             rw: args.pattern().name(),
             rwmixread_percent: args.pattern().is_mixed().then_some(args.percent_reads()),
             block_size: plan.sizes.to_string(),
@@ -244,8 +244,8 @@ impl Report {
             randseed: args.randseed,
             region_offset_bytes: args.offset,
             region_size_bytes: plan.region_bytes(),
-            disk_size_bytes: facts.disk_bytes(),
-            logical_block_size_bytes: facts.logical_block_bytes(),
+            disk_size_bytes: info.disk_bytes(),
+            logical_block_size_bytes: info.logical_block_bytes(),
             ramp_time_s: args.ramp_time.as_secs_f64(),
             runtime_s: seconds,
             interrupted: measured.interrupted,
@@ -307,7 +307,7 @@ impl DirectionReport {
         let completion_latency = measured.engine.and_then(|(_, figures)| {
             let mut sum = Distribution::default();
             ops.iter().for_each(|op| sum.add(&figures.latency_ns[op.index()]));
-            LatencyReport::of_distribution(&sum)
+            LatencyReport::from_distribution(&sum)
         });
         Self {
             prefix,
@@ -337,7 +337,7 @@ impl LatencyReport {
     }
 
     /// Makes a report from values that are known to within a few percent; the mean is exact.
-    fn of_distribution(latency_ns: &Distribution) -> Option<Self> {
+    fn from_distribution(latency_ns: &Distribution) -> Option<Self> {
         let (min, max) = latency_ns.bounds()?;
         let count = latency_ns.count() as f64;
         let mean = latency_ns.sum() as f64 / count;
@@ -398,7 +398,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::args::tests::parse;
     use crate::engine_stats;
-    use crate::plan::{Driven, UnitFacts};
+    use crate::plan::{TargetKind, UnitInfo};
 
     /// A thousand reads of 4 KiB with latencies of 1 to 1000 µs, and one flush, in two seconds.
     pub(crate) fn sample() -> Report {
@@ -416,24 +416,24 @@ pub(crate) mod tests {
         sample_of("", Some((&setup, &engine_stats::tests::figures())))
     }
 
-    fn sample_of(options: &str, engine: Option<(&Setup, &Figures)>) -> Report {
+    fn sample_of(options: &str, engine: Option<(&Setup, &EngineCounters)>) -> Report {
         let args = parse(&format!("--rw=randread --iodepth=8 --fsync=1 {options}")).unwrap();
-        let unit = UnitFacts {
+        let unit = UnitInfo {
             name: "the disk".to_owned(),
             disk_bytes: 1 << 30,
             logical_block_bytes: 512,
             read_only: false,
         };
         let count = if args.unit().is_some() { 2 } else { 1 };
-        let facts = DeviceFacts {
-            driven: Driven::Blk,
+        let info = DeviceInfo {
+            kind: TargetKind::Blk,
             units: vec![unit; count],
             max_queues: 1,
             can_flush: true,
             size_max: None,
             seg_max: None,
         };
-        let plan = Plan::new(&args, &facts).unwrap();
+        let plan = Plan::new(&args, &info).unwrap();
         let mut counters = Counters::new();
         for us in 1..=1000 {
             counters.ops[Op::Read.index()].record(4096, us * 1000);
@@ -449,7 +449,7 @@ pub(crate) mod tests {
         };
         Report::new(&Measured {
             plan: &plan,
-            facts: &facts,
+            info: &info,
             counters: &counters,
             engine,
             elapsed: Duration::from_secs(2),
@@ -497,7 +497,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_says_what_kind_of_device_was_driven() {
+    fn json_names_the_kind_of_device() {
         let json = serde_json::to_value(sample()).unwrap();
         assert_eq!(json["device"], "blk");
         assert!(json["unit"].is_null() && json["units"].is_null());
@@ -507,7 +507,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_of_an_engine_has_its_keys_too() {
+    fn json_of_an_engine_has_engine_keys() {
         let json = serde_json::to_value(engine_sample()).unwrap();
         assert_eq!(json["engine"], "aio");
         assert_eq!(json["harvested_at_once_p99_99"], 128);

@@ -12,7 +12,7 @@ use crate::scsi::lun::Unit;
 
 /// The form of a request in memory. The device reads the header and writes the response.
 #[derive(Clone, Copy)]
-pub(crate) struct Form {
+pub(crate) struct RequestLayout {
     /// Bytes between the headers of adjacent slots.
     pub(crate) stride: usize,
     pub(crate) header_bytes: u32,
@@ -25,17 +25,17 @@ pub(crate) struct Form {
 
 /// The requests of one kind of device.
 #[derive(Clone)]
-pub(crate) enum Requests {
+pub(crate) enum RequestKind {
     Blk,
     /// Requests to these units.
     Scsi(Arc<[Unit]>),
 }
 
-impl Requests {
-    pub(crate) fn form(&self) -> Form {
+impl RequestKind {
+    pub(crate) fn layout(&self) -> RequestLayout {
         match self {
-            Self::Blk => blk::FORM,
-            Self::Scsi(_) => scsi::request::FORM,
+            Self::Blk => blk::LAYOUT,
+            Self::Scsi(_) => scsi::request::LAYOUT,
         }
     }
 

@@ -13,7 +13,7 @@ use std::io;
 
 use iomem::fits;
 
-use crate::plan::{DeviceFacts, Driven};
+use crate::plan::{DeviceInfo, TargetKind};
 use crate::vhost_user::Connection;
 use request::{CDB_BYTES, SENSE_BYTES};
 
@@ -25,23 +25,23 @@ const CONFIG_BYTES: usize = 36;
 
 /// Reads the properties of the device. The configuration space may be missing: QEMU keeps it in the
 /// front-end, so back-ends need none. The units are still unknown.
-pub(crate) fn facts(connection: &Connection) -> io::Result<DeviceFacts> {
+pub(crate) fn read_info(connection: &Connection) -> io::Result<DeviceInfo> {
     let config = connection.config(CONFIG_BYTES)?;
     // Every device has at least one request queue, so a server without a count has one.
     let queues = connection.max_queues().unwrap_or(FIRST_REQUEST_QUEUE + 1);
-    facts_of(config.as_deref(), queues)
+    parse_info(config.as_deref(), queues)
 }
 
-fn facts_of(config: Option<&[u8]>, queues: usize) -> io::Result<DeviceFacts> {
-    let mut facts = DeviceFacts {
-        driven: Driven::Scsi,
+fn parse_info(config: Option<&[u8]>, queues: usize) -> io::Result<DeviceInfo> {
+    let mut info = DeviceInfo {
+        kind: TargetKind::Scsi,
         units: Vec::new(),
         max_queues: queues.saturating_sub(FIRST_REQUEST_QUEUE),
         can_flush: true,
         size_max: None,
         seg_max: None,
     };
-    let Some(config) = config else { return Ok(facts) };
+    let Some(config) = config else { return Ok(info) };
     let field = |at: usize| {
         let bytes = config[at..].first_chunk().copied();
         bytes.map_or(0, u32::from_le_bytes)
@@ -54,9 +54,9 @@ fn facts_of(config: Option<&[u8]>, queues: usize) -> io::Result<DeviceFacts> {
              device that was reset has {SENSE_BYTES} and {CDB_BYTES}; is it a SCSI device?"
         )));
     }
-    facts.seg_max = Some(field(4)).filter(|segments| *segments > 0);
-    facts.max_queues = facts.max_queues.min(count(0));
-    Ok(facts)
+    info.seg_max = Some(field(4)).filter(|segments| *segments > 0);
+    info.max_queues = info.max_queues.min(count(0));
+    Ok(info)
 }
 
 #[cfg(test)]
@@ -71,19 +71,19 @@ mod tests {
 
     #[test]
     fn a_device_without_configuration_space_has_the_defaults() {
-        let facts = facts_of(None, 6).unwrap();
-        assert_eq!((facts.max_queues, facts.seg_max), (4, None));
-        assert_eq!(facts_of(None, 1).unwrap().max_queues, 0);
+        let info = parse_info(None, 6).unwrap();
+        assert_eq!((info.max_queues, info.seg_max), (4, None));
+        assert_eq!(parse_info(None, 1).unwrap().max_queues, 0);
     }
 
     #[test]
     fn the_configuration_space_sets_limits() {
         let limits = config([3, 126, 0xffff, 128, 16, 96, 32]);
-        let facts = facts_of(Some(&limits), 256).unwrap();
-        assert_eq!((facts.max_queues, facts.seg_max), (3, Some(126)));
-        assert_eq!(facts_of(Some(&limits), 4).unwrap().max_queues, 2);
+        let info = parse_info(Some(&limits), 256).unwrap();
+        assert_eq!((info.max_queues, info.seg_max), (3, Some(126)));
+        assert_eq!(parse_info(Some(&limits), 4).unwrap().max_queues, 2);
         let other = config([3, 126, 0xffff, 128, 16, 252, 32]);
-        let error = facts_of(Some(&other), 4).unwrap_err().to_string();
+        let error = parse_info(Some(&other), 4).unwrap_err().to_string();
         assert!(error.contains("252") && error.contains("96"), "{error}");
     }
 }

@@ -135,7 +135,7 @@ impl Server {
     }
 
     /// Makes this process the server, for `--filename`.
-    pub(crate) fn ourselves() -> Self {
+    pub(crate) fn this_process() -> Self {
         Self { pid: Some(std::process::id()) }
     }
 

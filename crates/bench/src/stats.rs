@@ -94,13 +94,13 @@ impl Counters {
 /// display from slowing the job down.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct Live {
+pub(crate) struct JobProgress {
     ios: AtomicU64,
     bytes: AtomicU64,
     in_flight: AtomicU64,
 }
 
-impl Live {
+impl JobProgress {
     /// Sets the totals; only the job does this.
     pub(crate) fn publish(&self, (ios, bytes): (u64, u64)) {
         self.ios.store(ios, Ordering::Relaxed);
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_those_of_what_was_recorded() {
+    fn percentiles_match_the_recorded_latencies() {
         let mut stats = OpStats::new();
         for latency in 1..=1000 {
             stats.record(512, latency * 1000);

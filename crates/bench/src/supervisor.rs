@@ -11,14 +11,14 @@ use crate::error::BenchError;
 use crate::plan::Plan;
 use crate::progress::Progress;
 use crate::server::{Server, ServerSample, ServerUsage};
-use crate::stats::{Live, Notices};
-use crate::worker::{Control, Stage, Window};
+use crate::stats::{JobProgress, Notices};
+use crate::worker::{Stage, StageCell, Window};
 
 /// The interval for progress and interrupts.
 const TICK: Duration = Duration::from_millis(200);
 
 /// The time from the start of the last stage to the message about operations that do not end.
-const PATIENCE: Duration = Duration::from_secs(5);
+const WARN_AFTER: Duration = Duration::from_secs(5);
 
 /// The purpose of a phase.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,8 +39,8 @@ pub(crate) struct PhaseOutcome {
 pub(crate) struct Supervisor<'a> {
     pub(crate) plan: &'a Plan<'a>,
     pub(crate) phase: Phase,
-    pub(crate) control: &'a Control,
-    pub(crate) live: &'a [Arc<Live>],
+    pub(crate) control: &'a StageCell,
+    pub(crate) job_progress: &'a [Arc<JobProgress>],
     pub(crate) server: &'a Server,
     pub(crate) interrupted: &'a AtomicBool,
     pub(crate) notices: &'a Notices,
@@ -67,12 +67,12 @@ impl Supervisor<'_> {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             stages.advance(self);
-            progress.say(stages.overdue(self).as_slice());
-            progress.say(&self.notices.take());
+            progress.print(stages.overdue(self).as_slice());
+            progress.print(&self.notices.take());
             progress.show(self.done());
         }
         progress.finish();
-        progress.say(&self.notices.take());
+        progress.print(&self.notices.take());
         match failure {
             Some(error) => Err(error),
             None => Ok(PhaseOutcome { windows, usage: stages.usage(self) }),
@@ -80,15 +80,15 @@ impl Supervisor<'_> {
     }
 
     fn done(&self) -> (u64, u64) {
-        let sums = self.live.iter().map(|live| live.read());
+        let sums = self.job_progress.iter().map(|job_progress| job_progress.read());
         sums.fold((0, 0), |sum, done| (sum.0 + done.0, sum.1 + done.1))
     }
 
     /// Returns the message about operations of a disk that do not end. `None` with a server, since
     /// the driver detects a hanging server.
-    fn waits(&self) -> Option<String> {
+    fn hang_message(&self) -> Option<String> {
         let disk = self.plan.args.filename.as_ref()?.display();
-        let count = match self.live.iter().map(|live| live.left()).sum() {
+        let count = match self.job_progress.iter().map(|job_progress| job_progress.left()).sum() {
             // A thread that hangs does not publish its count.
             0 => String::new(),
             1 => "one of the ".to_owned(),
@@ -132,7 +132,7 @@ pub(crate) struct Stages {
     closed: Option<ServerSample>,
     /// The time of the message about operations that do not end; `None` before the last stage and
     /// after the message.
-    told_at: Option<Instant>,
+    warn_at: Option<Instant>,
 }
 
 impl Stages {
@@ -140,7 +140,7 @@ impl Stages {
         let measured = supervisor.phase == Phase::Measured;
         let next_at = measured.then(|| Instant::now() + supervisor.plan.args.ramp_time);
         let mut stages =
-            Self { stage: Stage::Warming, next_at, opened: None, closed: None, told_at: None };
+            Self { stage: Stage::Ramp, next_at, opened: None, closed: None, warn_at: None };
         stages.advance(supervisor);
         stages
     }
@@ -157,7 +157,7 @@ impl Stages {
         if self.next_at.is_none_or(|at| at > Instant::now()) {
             return;
         }
-        if self.stage == Stage::Warming {
+        if self.stage == Stage::Ramp {
             self.opened = supervisor.server.sample();
             self.stage = Stage::Measuring;
             supervisor.control.set(self.stage);
@@ -173,15 +173,15 @@ impl Stages {
         if self.stage != Stage::Stopping {
             self.stage = Stage::Stopping;
             supervisor.control.set(self.stage);
-            self.told_at = Some(Instant::now() + PATIENCE);
+            self.warn_at = Some(Instant::now() + WARN_AFTER);
             self.closed = supervisor.server.sample();
         }
     }
 
     /// Returns the message about operations that do not end, once it is due.
     fn overdue(&mut self, supervisor: &Supervisor<'_>) -> Option<String> {
-        self.told_at.take_if(|at| *at <= Instant::now())?;
-        supervisor.waits()
+        self.warn_at.take_if(|at| *at <= Instant::now())?;
+        supervisor.hang_message()
     }
 
     /// Returns the server's usage over the measured window.

@@ -16,18 +16,18 @@ use ringhaul_options::{EngineChoice, OnOff, ineffective_warning};
 use crate::args::BenchArgs;
 use crate::device::Device;
 use crate::driver::Virtqueue;
-use crate::engine::EngineWorker;
 use crate::engine_args::EngineArgs;
-use crate::engine_stats::{Figures, Setup};
+use crate::engine_stats::{EngineCounters, Setup};
+use crate::engine_worker::EngineWorker;
 use crate::error::BenchError;
 use crate::job::{Batch, Job};
 use crate::peer::peer_pid;
-use crate::plan::{DeviceFacts, Driven, Plan, UnitFacts};
+use crate::plan::{DeviceInfo, Plan, TargetKind, UnitInfo};
 use crate::server::Server;
 use crate::stats::Notices;
 use crate::verify::BlockMap;
 use crate::vhost_user::Connection;
-use crate::worker::{Control, Window, Worker};
+use crate::worker::{StageCell, Window, Worker};
 
 /// A target before its jobs are made.
 pub(crate) enum Target {
@@ -62,19 +62,19 @@ impl Target {
         Ok(Self::Socket(path, device))
     }
 
-    pub(crate) fn facts(&self) -> DeviceFacts {
+    pub(crate) fn info(&self) -> DeviceInfo {
         match self {
-            Self::Socket(_, device) => device.facts().clone(),
+            Self::Socket(_, device) => device.info().clone(),
             Self::File(source, _) => {
                 let info = source.info();
-                let unit = UnitFacts {
+                let unit = UnitInfo {
                     name: "the disk".to_owned(),
                     disk_bytes: info.size_bytes,
                     logical_block_bytes: info.logical_block_bytes,
                     read_only: info.read_only,
                 };
-                DeviceFacts {
-                    driven: Driven::Engine,
+                DeviceInfo {
+                    kind: TargetKind::Engine,
                     units: vec![unit],
                     max_queues: MAX_IOTHREADS,
                     can_flush: true,
@@ -110,7 +110,7 @@ impl Target {
         match self {
             Self::Socket(path, device) => start_queues(&path, device, plan, maps),
             Self::File(source, engine) => {
-                let batch = batch_of(plan.args);
+                let batch = batch_from_args(plan.args);
                 let config = plan.args.engine.config(engine, plan.depth);
                 let slots = (plan.shape.slots, plan.shape.slot_bytes);
                 let make = |index| {
@@ -119,7 +119,7 @@ impl Target {
                     let worker = EngineWorker::new(job, source, config.clone(), slots, seed);
                     Runner::Engine(Box::new(worker))
                 };
-                Ok(((0..plan.shape.queues).map(make).collect(), Server::ourselves()))
+                Ok(((0..plan.shape.queues).map(make).collect(), Server::this_process()))
             }
         }
     }
@@ -141,7 +141,7 @@ impl Runner {
     }
 
     /// The engine's figures in the measured window.
-    pub(crate) fn figures(&self) -> Option<&Figures> {
+    pub(crate) fn figures(&self) -> Option<&EngineCounters> {
         match self {
             Self::Socket(_) => None,
             Self::Engine(worker) => Some(&worker.figures),
@@ -151,7 +151,7 @@ impl Runner {
     /// Runs one phase.
     pub(crate) fn run(
         &mut self,
-        control: &Arc<Control>,
+        control: &Arc<StageCell>,
         notices: &Arc<Notices>,
     ) -> Result<Window, BenchError> {
         match self {
@@ -164,12 +164,12 @@ impl Runner {
 /// The limit of `ringhaul serve`.
 const MAX_IOTHREADS: usize = 256;
 
-fn batch_of(args: &BenchArgs) -> Batch {
+fn batch_from_args(args: &BenchArgs) -> Batch {
     match args.engine.iodepth_batch {
-        None => Batch { least: 1, most: EngineArgs::DEFAULT_BATCH },
+        None => Batch { min: 1, max: EngineArgs::DEFAULT_BATCH },
         Some(batch) => {
             let batch = fits(batch.get(), "a batch");
-            Batch { least: batch, most: batch }
+            Batch { min: batch, max: batch }
         }
     }
 }
@@ -184,7 +184,10 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
     };
     DiskSource::file(path, &options).map_err(|error| {
         let advice = if options.direct { " (--direct off)" } else { "" };
-        BenchError::Connect(format!("{error}{}", if mentions_cache(&error) { advice } else { "" }))
+        BenchError::Connect(format!(
+            "{error}{}",
+            if advises_page_cache(&error) { advice } else { "" }
+        ))
     })
 }
 
@@ -209,7 +212,7 @@ fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchErro
 }
 
 /// Returns true if an error advises against direct I/O.
-fn mentions_cache(error: &blockio::Error) -> bool {
+fn advises_page_cache(error: &blockio::Error) -> bool {
     error.to_string().contains("page cache")
 }
 

@@ -32,7 +32,7 @@ const CRC_FIELD: Range<usize> = 32..36;
 
 /// Fills the data memory before a read. A server that claims a read which it did not do is thus
 /// detected even if the memory held the expected data before.
-pub(crate) const UNTOUCHED: u8 = 0xa5;
+pub(crate) const PREFILL: u8 = 0xa5;
 
 /// Set while a request on the block is in flight.
 const BUSY: u32 = 1 << 31;
@@ -192,7 +192,7 @@ fn explain(run: u64, offset: u64, generation: u32, data: &[u8]) -> Mismatch {
     let intact = field_u32(data, CRC_FIELD.start) == checksum(data);
     let found = if data.iter().all(|byte| *byte == 0) {
         "nothing but zeroes".to_owned()
-    } else if data.iter().all(|byte| *byte == UNTOUCHED) {
+    } else if data.iter().all(|byte| *byte == PREFILL) {
         "that the server has not written to the buffer".to_owned()
     } else if !ours && data[0..8] == MAGIC[..] && intact {
         "a block of another run or unit".to_owned()
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_accepted() {
+    fn written_blocks_are_accepted() {
         let map = map();
         let data = written(&map, 5120, 4 * BLOCK);
         assert_eq!(map.check(5120, &data), Ok(4));
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_were_not_written_are_passed_over() {
+    fn unwritten_blocks_are_skipped() {
         let map = map();
         let mut data = vec![7; 3 * BLOCK];
         data[BLOCK..2 * BLOCK].copy_from_slice(&written(&map, 5120, BLOCK));
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_generation_is_found_out() {
+    fn an_older_generation_is_detected() {
         let map = map();
         let old = written(&map, 4096, BLOCK);
         let new = written(&map, 4096, BLOCK);
@@ -284,14 +284,14 @@ mod tests {
     }
 
     #[test]
-    fn a_misplaced_block_is_found_out() {
+    fn a_misplaced_block_is_detected() {
         let map = map();
         let data = written(&map, 4096, 2 * BLOCK);
         assert_eq!(found(&map, 4096, &data[BLOCK..]), "generation 1 of sector 10");
     }
 
     #[test]
-    fn zeroes_other_runs_and_untouched_buffers_are_found_out() {
+    fn zeroes_foreign_blocks_and_prefilled_buffers_are_detected() {
         let map = map();
         let other = BlockMap::new(4096, 64 * 1024, 1024, 43);
         written(&map, 4096, BLOCK);
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mismatch_names_its_place() {
+    fn a_mismatch_names_its_position() {
         let map = map();
         let mut data = written(&map, 4096, 2 * BLOCK);
         data[BLOCK + 500] ^= 0x10;
@@ -353,7 +353,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_flipped_bit_is_found_out(at in 0..BLOCK, bit in 0..8_u32) {
+        fn any_flipped_bit_is_detected(at in 0..BLOCK, bit in 0..8_u32) {
             let map = map();
             let mut data = written(&map, 4096, BLOCK);
             data[at] ^= 1 << bit;

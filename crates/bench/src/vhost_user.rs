@@ -80,21 +80,21 @@ impl Connection {
     pub(crate) fn open(path: &Path, wanted: u64, inflight: bool) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
         let mut this = Self { stream, features: 0, protocol_features: 0, max_queues: None };
-        this.tell(SET_OWNER, &[], &[])?;
-        this.features = this.number(GET_FEATURES)? & (wanted | feature::PROTOCOL_FEATURES);
-        this.tell(SET_FEATURES, &this.features.to_ne_bytes(), &[])?;
+        this.send_checked(SET_OWNER, &[], &[])?;
+        this.features = this.exchange_number(GET_FEATURES)? & (wanted | feature::PROTOCOL_FEATURES);
+        this.send_checked(SET_FEATURES, &this.features.to_ne_bytes(), &[])?;
         if this.has_protocol_features() {
             let usual = protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG;
             let known = if inflight { usual | protocol::INFLIGHT_SHMFD } else { usual };
-            let agreed = this.number(GET_PROTOCOL_FEATURES)? & known;
-            this.tell(SET_PROTOCOL_FEATURES, &agreed.to_ne_bytes(), &[])?;
+            let agreed = this.exchange_number(GET_PROTOCOL_FEATURES)? & known;
+            this.send_checked(SET_PROTOCOL_FEATURES, &agreed.to_ne_bytes(), &[])?;
             this.protocol_features = agreed;
         }
         if inflight && this.protocol_features & protocol::INFLIGHT_SHMFD == 0 {
             return Err(io::Error::other("it does not know inflight regions (--inflight)"));
         }
         if this.protocol_features & protocol::MQ != 0 {
-            let limit = usize::try_from(this.number(GET_QUEUE_NUM)?).unwrap_or(usize::MAX);
+            let limit = usize::try_from(this.exchange_number(GET_QUEUE_NUM)?).unwrap_or(usize::MAX);
             this.max_queues = Some(limit.min(Self::QUEUES_MAX));
         }
         Ok(this)
@@ -135,7 +135,7 @@ impl Connection {
         let mut body = words(&[0, size, 0]);
         let head = body.len();
         body.resize(head + bytes, 0);
-        let mut reply = self.ask(GET_CONFIG, &body)?;
+        let mut reply = self.exchange(GET_CONFIG, &body)?;
         if reply.len() != body.len() {
             let found = reply.len().saturating_sub(head);
             return Err(io::Error::other(format!(
@@ -152,7 +152,7 @@ impl Connection {
         for field in [memory.guest_addr(0), memory.size_bytes(), memory.user_addr(0), 0] {
             body.extend(field.to_ne_bytes());
         }
-        self.tell(SET_MEM_TABLE, &body, &[memory.fd()])
+        self.send_checked(SET_MEM_TABLE, &body, &[memory.fd()])
     }
 
     /// Makes the server mark requests in a fresh inflight region, if that was negotiated. The
@@ -168,7 +168,7 @@ impl Connection {
         let mut body = [region.size_bytes(), 0].map(u64::to_ne_bytes).concat();
         let queues = fits::<_, u16>(queues, "the number of queues");
         body.extend([queues, queue_size, 0, 0].map(u16::to_ne_bytes).concat());
-        self.tell(SET_INFLIGHT_FD, &body, &[region.fd()])
+        self.send_checked(SET_INFLIGHT_FD, &body, &[region.fd()])
     }
 
     /// Starts queue `index` from its first entry.
@@ -179,32 +179,32 @@ impl Connection {
         memory: &SharedMemory,
         (kick, call): (BorrowedFd<'_>, BorrowedFd<'_>),
     ) -> io::Result<()> {
-        self.tell(SET_VRING_NUM, &words(&[index, config.size.into()]), &[])?;
-        self.tell(SET_VRING_BASE, &words(&[index, config.next_avail.into()]), &[])?;
+        self.send_checked(SET_VRING_NUM, &words(&[index, config.size.into()]), &[])?;
+        self.send_checked(SET_VRING_BASE, &words(&[index, config.next_avail.into()]), &[])?;
         let mut body = words(&[index, 0]);
         for addr in [config.desc_table, config.used_ring, config.avail_ring] {
             body.extend(memory.user_addr(memory.offset(addr)).to_ne_bytes());
         }
         body.extend(0_u64.to_ne_bytes());
-        self.tell(SET_VRING_ADDR, &body, &[])?;
+        self.send_checked(SET_VRING_ADDR, &body, &[])?;
         let index_alone = u64::from(index).to_ne_bytes();
-        self.tell(SET_VRING_KICK, &index_alone, &[kick])?;
-        self.tell(SET_VRING_CALL, &index_alone, &[call])?;
+        self.send_checked(SET_VRING_KICK, &index_alone, &[kick])?;
+        self.send_checked(SET_VRING_CALL, &index_alone, &[call])?;
         // Without protocol features a queue is enabled from its start.
         if self.has_protocol_features() {
-            self.tell(SET_VRING_ENABLE, &words(&[index, 1]), &[])?;
+            self.send_checked(SET_VRING_ENABLE, &words(&[index, 1]), &[])?;
         }
         Ok(())
     }
 
     /// Stops queue `index`. On return the server has finished with it.
     pub(crate) fn stop_queue(&self, index: u32) -> io::Result<()> {
-        self.ask(GET_VRING_BASE, &words(&[index, 0])).map(drop)
+        self.exchange(GET_VRING_BASE, &words(&[index, 0])).map(drop)
     }
 
     /// Sends a message that asks for a number, and receives that number.
-    fn number(&self, kind: Kind) -> io::Result<u64> {
-        let reply = self.ask(kind, &[])?;
+    fn exchange_number(&self, kind: Kind) -> io::Result<u64> {
+        let reply = self.exchange(kind, &[])?;
         let bytes = reply.as_slice().try_into().map_err(|_| {
             let Kind(_, name) = kind;
             io::Error::other(format!("it answered {name} with {} bytes, not 8", reply.len()))
@@ -214,7 +214,7 @@ impl Connection {
 
     /// Sends a message without a reply of its own, and checks that it was carried out if the server
     /// can acknowledge that.
-    fn tell(&self, kind: Kind, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    fn send_checked(&self, kind: Kind, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         if self.protocol_features & protocol::REPLY_ACK == 0 {
             return self.send(kind, VERSION, body, fds);
         }
@@ -227,7 +227,7 @@ impl Connection {
     }
 
     /// Sends a message with a reply, and receives the reply.
-    fn ask(&self, kind: Kind, body: &[u8]) -> io::Result<Vec<u8>> {
+    fn exchange(&self, kind: Kind, body: &[u8]) -> io::Result<Vec<u8>> {
         self.send(kind, VERSION, body, &[])?;
         self.receive(kind)
     }
@@ -243,15 +243,18 @@ impl Connection {
         }
         let send =
             || sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
-        let sent = rustix::io::retry_on_intr(send).map_err(|error| lost(kind, &error.into()))?;
-        (&self.stream).write_all(&bytes[sent..]).map_err(|error| lost(kind, &error))
+        let sent = rustix::io::retry_on_intr(send)
+            .map_err(|error| connection_error(kind, &error.into()))?;
+        (&self.stream).write_all(&bytes[sent..]).map_err(|error| connection_error(kind, &error))
     }
 
     /// Receives the reply to a message of this kind.
     fn receive(&self, kind: Kind) -> io::Result<Vec<u8>> {
         let Kind(number, name) = kind;
         let mut head = [[0; 4]; 3];
-        (&self.stream).read_exact(head.as_flattened_mut()).map_err(|error| lost(kind, &error))?;
+        (&self.stream)
+            .read_exact(head.as_flattened_mut())
+            .map_err(|error| connection_error(kind, &error))?;
         let [request, flags, size] = head.map(u32::from_ne_bytes);
         let size = usize::try_from(size).unwrap_or(usize::MAX);
         let is_reply = flags & (REPLY | VERSION_MASK) == (REPLY | VERSION);
@@ -262,7 +265,7 @@ impl Connection {
             )));
         }
         let mut body = vec![0; size];
-        (&self.stream).read_exact(&mut body).map_err(|error| lost(kind, &error))?;
+        (&self.stream).read_exact(&mut body).map_err(|error| connection_error(kind, &error))?;
         Ok(body)
     }
 }
@@ -272,7 +275,7 @@ fn words(values: &[u32]) -> Vec<u8> {
 }
 
 /// Describes a failure to send a message or to receive its reply.
-fn lost(Kind(_, name): Kind, error: &io::Error) -> io::Error {
+fn connection_error(Kind(_, name): Kind, error: &io::Error) -> io::Error {
     let closed =
         [io::ErrorKind::UnexpectedEof, io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
     if closed.contains(&error.kind()) {
@@ -312,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_protocol_features_is_taken() {
+    fn a_server_without_protocol_features_is_accepted() {
         let offered = feature::VERSION_1 | feature::EVENT_IDX;
         let connection = open_against(vec![vec![], answer(1, offered), vec![]]).unwrap();
         assert_eq!(connection.features(), feature::VERSION_1);
@@ -321,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_a_configuration_space_is_taken() {
+    fn a_server_without_a_configuration_space_is_accepted() {
         let replies = vec![
             vec![],
             answer(1, feature::VERSION_1 | feature::PROTOCOL_FEATURES),
@@ -336,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_goes_away_or_talks_nonsense_is_described() {
+    fn closed_connections_and_invalid_replies_are_described() {
         for (replies, words) in [
             (vec![vec![]], "closed the connection at GET_FEATURES"),
             (vec![vec![], answer(15, 0)], "with message 15"),

@@ -32,7 +32,7 @@ pub(crate) const TICK: Duration = Duration::from_millis(100);
 #[repr(u8)]
 pub(crate) enum Stage {
     /// I/O runs and is not counted.
-    Warming,
+    Ramp,
     /// I/O runs and is counted.
     Measuring,
     /// No new I/O is made; requests in flight are awaited.
@@ -41,10 +41,10 @@ pub(crate) enum Stage {
 
 /// Holds the stage of a phase.
 #[derive(Debug)]
-pub(crate) struct Control(AtomicU8);
+pub(crate) struct StageCell(AtomicU8);
 
-impl Control {
-    const STAGES: [Stage; 3] = [Stage::Warming, Stage::Measuring, Stage::Stopping];
+impl StageCell {
+    const STAGES: [Stage; 3] = [Stage::Ramp, Stage::Measuring, Stage::Stopping];
 
     pub(crate) fn new(stage: Stage) -> Self {
         let control = Self(AtomicU8::new(0));
@@ -78,7 +78,7 @@ pub(crate) struct Worker {
     clock: Instant,
     /// The last time at which requests completed, or were made with none in flight.
     progress_at_ns: u64,
-    looked_at_ns: u64,
+    checked_at_ns: u64,
     stage: Stage,
     window: Window,
 }
@@ -131,8 +131,8 @@ impl Worker {
             timeout: args.timeout,
             clock,
             progress_at_ns: 0,
-            looked_at_ns: 0,
-            stage: Stage::Warming,
+            checked_at_ns: 0,
+            stage: Stage::Ramp,
             window: Window { start: clock, end: clock },
         })
     }
@@ -141,7 +141,7 @@ impl Worker {
     /// is in flight.
     pub(crate) fn run(
         &mut self,
-        control: &Control,
+        control: &StageCell,
         notices: &Notices,
     ) -> Result<Window, BenchError> {
         self.drive(control, notices).map_err(|error| {
@@ -152,8 +152,8 @@ impl Worker {
         })
     }
 
-    fn drive(&mut self, control: &Control, notices: &Notices) -> io::Result<Window> {
-        self.stage = Stage::Warming;
+    fn drive(&mut self, control: &StageCell, notices: &Notices) -> io::Result<Window> {
+        self.stage = Stage::Ramp;
         // By default the kernel wakes sleepers up to 50 µs late, which an open loop would show as
         // latency.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
@@ -252,7 +252,7 @@ impl Worker {
         for queue in &mut self.queues {
             queue.disarm();
         }
-        if outcome? { self.look() } else { Ok(()) }
+        if outcome? { self.check_server() } else { Ok(()) }
     }
 
     /// Sleeps until an event or until a request is due. Returns true after any event other than a
@@ -309,20 +309,20 @@ impl Worker {
         }
     }
 
-    /// Waits a moment without sleeping, and at times runs the check of [`look`](Self::look).
+    /// Waits a moment without sleeping, and at times runs [`check_server`](Self::check_server).
     fn spin(&mut self, idle_spins: u32) -> io::Result<()> {
         /// Empty passes between two readings of the clock.
-        const SPINS_PER_LOOK: u32 = 1024;
+        const SPINS_PER_CHECK: u32 = 1024;
         std::hint::spin_loop();
-        if !idle_spins.is_multiple_of(SPINS_PER_LOOK) || self.retry_blocked() {
+        if !idle_spins.is_multiple_of(SPINS_PER_CHECK) || self.retry_blocked() {
             return Ok(());
         }
         let now = self.now_ns();
-        if Duration::from_nanos(now.saturating_sub(self.looked_at_ns)) < TICK {
+        if Duration::from_nanos(now.saturating_sub(self.checked_at_ns)) < TICK {
             return Ok(());
         }
-        self.looked_at_ns = now;
-        self.look()
+        self.checked_at_ns = now;
+        self.check_server()
     }
 
     /// Unblocks the jobs if all of them wait for blocks that other threads' requests have claimed:
@@ -348,7 +348,7 @@ impl Worker {
     /// # Errors
     ///
     /// If it has.
-    fn look(&mut self) -> io::Result<()> {
+    fn check_server(&mut self) -> io::Result<()> {
         if self.connection.is_closed()? {
             return Err(io::Error::other("it has closed the connection or died"));
         }

@@ -93,7 +93,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn written_data_is_read_back() {
     let Some(server) = Server::for_file() else { return };
     let mix = "--bssplit=512/20:1k/20:3k/20:4k/20:64k/20";
     for options in [
@@ -114,7 +114,7 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
-fn the_numbers_fit_together() {
+fn the_figures_are_consistent() {
     let Some(server) =
         Server::start(&["driver=null-co,size=1073741824,node-name=d"], "writable=on")
     else {
@@ -139,7 +139,7 @@ fn the_numbers_fit_together() {
 }
 
 #[test]
-fn a_server_that_drops_writes_is_found_out() {
+fn a_server_that_drops_writes_fails_verification() {
     let null = "driver=null-co,size=33554432,node-name=d,read-zeroes=on";
     let Some(server) = Server::start(&[null], "writable=on") else { return };
     for rw in ["randread", "randwrite", "randrw", "write"] {
@@ -150,7 +150,7 @@ fn a_server_that_drops_writes_is_found_out() {
 }
 
 #[test]
-fn a_server_that_reads_nothing_is_found_out() {
+fn a_server_that_transfers_no_data_fails_verification() {
     let null = "driver=null-co,size=33554432,node-name=d";
     let Some(server) = Server::start(&[null], "writable=on") else { return };
     // One block, so that its data is still in the memory that the write used.
@@ -226,7 +226,7 @@ fn a_server_that_hangs_ends_the_run() {
 }
 
 #[test]
-fn a_busy_server_is_not_waited_for_without_end() {
+fn the_wait_for_a_busy_server_is_limited() {
     let Some(server) = Server::for_file() else { return };
     let first = server.args("--rw=randwrite --iodepth=4 --runtime=1h");
     let disk = server.path("disk");
@@ -244,7 +244,7 @@ fn a_busy_server_is_not_waited_for_without_end() {
 }
 
 #[test]
-fn what_cannot_work_is_refused() {
+fn options_beyond_the_server_are_refused() {
     let Some(server) = Server::start(
         &["driver=null-co,size=33554432,node-name=d"],
         "writable=off,logical-block-size=4096",
@@ -272,7 +272,7 @@ fn what_cannot_work_is_refused() {
 }
 
 #[test]
-fn the_command_writes_json_and_says_how_it_went() {
+fn the_command_writes_json_and_sets_the_exit_status() {
     let null = "driver=null-co,size=33554432,node-name=d,read-zeroes=on";
     let Some(server) = Server::start(&[null], "writable=on") else { return };
     let file = server.path("result.json");

@@ -43,13 +43,13 @@ struct Row {
 
 impl Row {
     fn spread(samples: &[Sample]) -> Option<Spread> {
-        Spread::of(samples.iter().map(|sample| sample.iops))
+        Spread::from_values(samples.iter().map(|sample| sample.iops))
     }
 
     /// Divides a figure after the change by that before the change in the same round.
     fn ratio(&self, value: fn(&Sample) -> Option<f64>) -> Option<Spread> {
         let rounds = self.after.iter().zip(&self.before);
-        Spread::of(rounds.filter_map(|(after, before)| {
+        Spread::from_values(rounds.filter_map(|(after, before)| {
             let before = value(before).filter(|before| *before > 0.0)?;
             Some(value(after)? / before)
         }))
@@ -145,7 +145,7 @@ fn table(text: &mut String, rows: &[Row]) {
         _ = writeln!(text, "{}", row.markdown());
     }
     let ratios = rows.iter().filter_map(|row| Some(row.iops_ratio()?.median));
-    if let Some(spread) = Spread::of(ratios) {
+    if let Some(spread) = Spread::from_values(ratios) {
         _ = writeln!(text, "\nOf the medians of all rows, IOPS: {}.", spread.show());
     }
 }
@@ -177,10 +177,10 @@ impl Pair<'_> {
                     }
                     disk.restore()?;
                 }
-                Prepared::Skipped(why) => {
+                Prepared::Skipped(reason) => {
                     progress.skip(cells.len() * self.args.rounds * 2);
-                    progress.say(&format!("{target}: skipped, {why}"));
-                    notes.push(format!("{target}: skipped, {why}"));
+                    progress.print(&format!("{target}: skipped, {reason}"));
+                    notes.push(format!("{target}: skipped, {reason}"));
                 }
             }
         }
@@ -200,7 +200,7 @@ impl Pair<'_> {
         }
         let iops = |samples| Row::spread(samples).map_or(0.0, |spread| spread.median);
         let (before, after) = (number(iops(&row.before)), number(iops(&row.after)));
-        progress.say(&format!("{cell}: {before}, {after}; {}", show(row.iops_ratio())));
+        progress.print(&format!("{cell}: {before}, {after}; {}", show(row.iops_ratio())));
         Ok(row)
     }
 

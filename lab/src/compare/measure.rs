@@ -119,10 +119,10 @@ impl Bench {
     }
 
     /// The servers on `target` that are left out, each with the reason.
-    pub(super) fn left_out(&self, target: Target) -> impl Iterator<Item = String> {
+    pub(super) fn skipped_servers(&self, target: Target) -> impl Iterator<Item = String> {
         let lacks =
             self.lacks.iter().filter(move |(server, _)| Server::on(target).contains(server));
-        lacks.map(|(server, why)| format!("{server}: skipped, {why}"))
+        lacks.map(|(server, reason)| format!("{server}: skipped, {reason}"))
     }
 
     /// Counts the system calls of `server` for each I/O. `None` if no tracer works here. `iops` is
@@ -271,11 +271,11 @@ fn lacks(qsd: &Path, fio: &Path) -> Result<Vec<(Server, String)>> {
     let mut lacks = Vec::new();
     // With the module, the error is about the missing configuration.
     let blockdev = "driver=rbd,pool=rbd,image=none,conf=/nonexistent,node-name=disk";
-    let said = Command::new(qsd).args(["--blockdev", blockdev]).stdin(Stdio::null()).output();
-    let said = said.context("asking qemu-storage-daemon for its driver rbd")?;
-    if String::from_utf8_lossy(&said.stderr).contains("Unknown driver") {
-        let why = "install qemu-block-extra of the version of qemu-storage-daemon".to_owned();
-        lacks.push((Server::QsdDriver("rbd"), why));
+    let answer = Command::new(qsd).args(["--blockdev", blockdev]).stdin(Stdio::null()).output();
+    let answer = answer.context("asking qemu-storage-daemon for its driver rbd")?;
+    if String::from_utf8_lossy(&answer.stderr).contains("Unknown driver") {
+        let reason = "install qemu-block-extra of the version of qemu-storage-daemon".to_owned();
+        lacks.push((Server::QsdDriver("rbd"), reason));
     }
     let engines = process::output(Command::new(fio).arg("--enghelp"))?;
     if !engines.split_ascii_whitespace().any(|engine| engine == "rbd") {
@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fio_s_report_is_understood() {
+    fn a_report_of_fio_is_parsed() {
         let io = serde_json::json!({
             "iops": 162_000.5,
             "total_ios": 80_000,
@@ -328,17 +328,19 @@ mod tests {
     }
 
     #[test]
-    fn completions_per_wake_are_in_the_daemon_s_last_words() {
-        let said = |counts: &str| format!("iothread-0: 12 reads; 3 waits; {counts} times; 4 calls");
-        let said =
-            |[of, wakes]: [u32; 2]| said(&format!("{of} completed by others, who woke it {wakes}"));
-        assert_eq!(completions_per_wake(&said([300, 40])), Some(7.5));
-        assert_eq!(completions_per_wake(&said([0, 3])), None);
+    fn completions_per_wake_are_parsed_from_the_log() {
+        let log_line =
+            |counts: &str| format!("iothread-0: 12 reads; 3 waits; {counts} times; 4 calls");
+        let log_line = |[of, wakes]: [u32; 2]| {
+            log_line(&format!("{of} completed by others, who woke it {wakes}"))
+        };
+        assert_eq!(completions_per_wake(&log_line([300, 40])), Some(7.5));
+        assert_eq!(completions_per_wake(&log_line([0, 3])), None);
         assert_eq!(completions_per_wake("nothing"), None);
     }
 
     #[test]
-    fn a_program_without_its_module_is_left_out() {
+    fn a_program_without_its_module_is_skipped() {
         let folder = tempfile::tempdir().unwrap();
         let script = |name: &str, text: &str| {
             let path = folder.path().join(name);

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_what_the_pictures_are_drawn_from() {
+    fn the_charts_can_parse_the_table() {
         let text = table(&comparison().cells);
         let row = "| zram | randread 4k depth 64 | 0 | aio=native | 3.00 | 2.00 (1.00–3.00) | – | \
                    1.00 | 1.00 |";

@@ -33,7 +33,7 @@ impl Series {
     }
 
     pub(super) fn spread(&self, value: impl Fn(&Sample) -> Option<f64>) -> Option<Spread> {
-        Spread::of(self.samples.iter().filter_map(value))
+        Spread::from_values(self.samples.iter().filter_map(value))
     }
 }
 
@@ -137,7 +137,7 @@ impl Cell {
 fn ratios(ours: &Series, rival: &Series) -> Ratios {
     let by_round = |value: fn(&Sample) -> Option<f64>| {
         let pairs = ours.samples.iter().zip(&rival.samples);
-        Spread::of(pairs.filter_map(|(our, their)| divide(value(our)?, value(their)?)))
+        Spread::from_values(pairs.filter_map(|(our, their)| divide(value(our)?, value(their)?)))
     };
     Ratios {
         ours: ours.server,
@@ -211,8 +211,8 @@ impl Comparison {
         for (name, value) in &self.machine.facts {
             line(&mut text, &format!("- {name}: {value}"));
         }
-        if let Some(why) = &self.ended {
-            line(&mut text, &format!("\n**Not complete**: {why}"));
+        if let Some(reason) = &self.ended {
+            line(&mut text, &format!("\n**Not complete**: {reason}"));
         }
         text.push_str(EXPLANATION);
         line(&mut text, "\n## Overview, for docs/internals/performance.md\n");

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_needs_nothing_from_outside() {
+    fn a_page_refers_to_no_other_file() {
         let blocks =
             [Block::Paragraph("what this is".to_owned()), Block::Heading(2, "First".to_owned())];
         let text = page("A & B", &blocks);

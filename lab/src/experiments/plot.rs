@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_of_nothing_can_be_drawn() {
+    fn empty_figures_can_be_drawn() {
         assert!(latencies(&[], &[]).is_ok());
         assert!(bars(&[], "nothing").is_ok());
         assert!(spreads(&[], "nothing").is_ok());

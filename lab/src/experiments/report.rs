@@ -76,8 +76,8 @@ impl Experiments {
 
     fn blocks(&self) -> Result<Vec<Block>> {
         let mut blocks = vec![Block::Paragraph(INTRODUCTION.to_owned())];
-        if let Some(why) = &self.ended {
-            blocks.push(Block::Paragraph(format!("This report is not complete: {why}.")));
+        if let Some(reason) = &self.ended {
+            blocks.push(Block::Paragraph(format!("This report is not complete: {reason}.")));
         }
         for experiment in &EXPERIMENTS {
             let outcomes = self.outcomes.iter();

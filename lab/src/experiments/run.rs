@@ -35,7 +35,7 @@ pub(super) struct Side {
 impl Side {
     /// The median of a figure over the rounds.
     pub(super) fn spread(&self, value: impl Fn(&Sample) -> Option<f64>) -> Option<Spread> {
-        Spread::of(self.samples.iter().filter_map(value))
+        Spread::from_values(self.samples.iter().filter_map(value))
     }
 
     /// The median IOPS. 0 without samples.

@@ -128,9 +128,9 @@ mod tests {
 
     #[test]
     fn a_daemon_s_batches_come_from_its_messages() {
-        let said = "INFO iothread-0: at 1, 10, 20 ... 90, 99.99%: harvested at once 1 2 3 4 5 6 7 \
+        let log = "INFO iothread-0: at 1, 10, 20 ... 90, 99.99%: harvested at once 1 2 3 4 5 6 7 \
                     8 9 10 128; submitted at once 0 0";
-        let sample = Sample::parse(&report("latency").into(), Clock::QueuedToFound, said).unwrap();
+        let sample = Sample::parse(&report("latency").into(), Clock::QueuedToFound, log).unwrap();
         assert_eq!(sample.latency["all"].mean_us, 42.0);
         assert_eq!(sample.latency["all"].percentiles_us[6], 50.0);
         assert!(!sample.latency.contains_key("read"));

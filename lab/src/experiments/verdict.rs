@@ -43,7 +43,10 @@ pub(super) enum Effect {
 
 impl Change {
     /// Returns `None` if the figure is missing in all rounds.
-    pub(super) fn of(outcome: &Outcome, value: impl Fn(&Sample) -> Option<f64>) -> Option<Self> {
+    pub(super) fn from_outcome(
+        outcome: &Outcome,
+        value: impl Fn(&Sample) -> Option<f64>,
+    ) -> Option<Self> {
         let pairs = outcome.off.samples.iter().zip(&outcome.on.samples);
         let ratios: Vec<f64> = pairs
             .filter_map(|(off, on)| Some((value(off)?, value(on)?)))
@@ -54,7 +57,7 @@ impl Change {
             rounds: ratios.len(),
             grown: ratios.iter().filter(|ratio| **ratio > 1.0).count(),
             shrunk: ratios.iter().filter(|ratio| **ratio < 1.0).count(),
-            ratio: Spread::of(ratios)?,
+            ratio: Spread::from_values(ratios)?,
         })
     }
 
@@ -72,12 +75,12 @@ impl Change {
 
 /// IOPS.
 pub(super) fn iops(outcome: &Outcome) -> Option<Change> {
-    Change::of(outcome, |sample| Some(sample.iops).filter(|iops| *iops > 0.0))
+    Change::from_outcome(outcome, |sample| Some(sample.iops).filter(|iops| *iops > 0.0))
 }
 
 /// Mean latency of reads and writes.
 pub(super) fn latency(outcome: &Outcome) -> Option<Change> {
-    Change::of(outcome, |sample| Some(sample.latency.get("all")?.mean_us))
+    Change::from_outcome(outcome, |sample| Some(sample.latency.get("all")?.mean_us))
 }
 
 /// The kind of a finding, by which cells are grouped, and the figures of the cell.
@@ -133,7 +136,7 @@ pub(super) fn summary(outcomes: &[&Outcome]) -> String {
         let changes: Vec<_> = outcomes.iter().filter_map(|outcome| change(outcome)).collect();
         let range = |effect: Effect, word: &str| {
             let found = changes.iter().filter(|change| change.effect() == effect);
-            let spread = Spread::of(found.clone().map(|change| change.ratio.median))?;
+            let spread = Spread::from_values(found.clone().map(|change| change.ratio.median))?;
             let (from, to) = (number(spread.min), number(spread.max));
             let times = if from == to { from } else { format!("{from} to {to}") };
             Some(format!("{word} in {} ({times} times)", found.count()))
@@ -254,7 +257,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_effect_is_what_all_rounds_but_one_agree_on() {
+    fn an_effect_needs_all_rounds_but_one() {
         let effect = |iops| rounds(iops).unwrap().effect();
         assert_eq!(effect([120.0; 7]), Effect::More);
         assert_eq!(effect([120.0, 120.0, 120.0, 120.0, 120.0, 120.0, 90.0]), Effect::More);
@@ -265,7 +268,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_missing_effect_is_said_and_explained() {
+    fn a_missing_effect_is_reported_and_explained() {
         let name = "2/zram/engine-alone/aio";
         let found = finding(&outcome(
             name,
@@ -286,7 +289,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_summary_counts_what_cells_show() {
+    fn a_summary_counts_the_effects_of_cells() {
         let name = "2/zram/engine-alone/aio";
         let before = || side(&[(100.0, 100.0, 128.0); 7]);
         let one = outcome(name, before(), side(&[(120.0, 50.0, 16.0); 7]));

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use ringhaul_kit::ceph::Cluster;
-use ringhaul_tools::process::{self, Interrupt, Running};
+use ringhaul_tools::process::{self, Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
 use super::targets::{
-    Disk, Prepared, Target, Undo, make_file, prepare_loop, prepare_zram, temporary_folder,
+    Cleanup, Disk, Prepared, Target, make_file, prepare_loop, prepare_zram, temporary_folder,
 };
 
 /// The image that [`prepare_rbd`] makes, in the pool `rbd`.
@@ -45,7 +45,7 @@ pub(super) fn prepare_rbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
              times as long",
             size >> 20
         ),
-        undo: Undo::Cluster(Box::new(cluster)),
+        cleanup: Cleanup::Cluster(Box::new(cluster)),
     }))
 }
 
@@ -60,7 +60,7 @@ pub(super) fn prepare_nbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
     let disk = format!("driver=null-co,size={size},read-zeroes=off");
     command.args(["--persistent", "--shared", "4", "--image-opts", &disk, "--socket"]);
     command.arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
-    let mut server = Running::start("qemu-nbd", &mut command, interrupt)?;
+    let mut server = ManagedChild::start("qemu-nbd", &mut command, interrupt)?;
     server.wait_for_socket(&socket, START_LIMIT)?;
     // qemu-nbd greets from its loop, and loses a SIGTERM that comes before.
     let mut greeting = [0; 8];
@@ -72,7 +72,7 @@ pub(super) fn prepare_nbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
         path: Some(socket),
         description: "export of qemu-nbd, whose disk is null, on a unix socket; nothing is pinned"
             .to_owned(),
-        undo: Undo::Server(server, folder),
+        cleanup: Cleanup::Server(server, folder),
     }))
 }
 
@@ -102,8 +102,8 @@ pub(super) fn prepare_qcow2(size: u64, interrupt: &Interrupt) -> Result<Prepared
         None => {
             let own = temporary_folder(&parent)?;
             let path = own.path().join("disk.qcow2");
-            let (description, undo) = (String::new(), Undo::Folder(own));
-            let disk = Disk { target: Target::Qcow2, path: Some(path), description, undo };
+            let (description, cleanup) = (String::new(), Cleanup::Folder(own));
+            let disk = Disk { target: Target::Qcow2, path: Some(path), description, cleanup };
             (disk, "a file, for there is neither zram nor a loop device")
         }
     };
@@ -130,9 +130,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_installed_is_skipped_and_all_is_removed() {
+    fn missing_programs_are_skipped_and_disks_are_removed() {
         for prepare in [prepare_nbd, prepare_qcow2] {
-            match prepare(4 << 20, &Interrupt::never()).unwrap() {
+            match prepare(4 << 20, &Interrupt::unset_for_test()).unwrap() {
                 Prepared::Ready(disk) => {
                     let path = disk.path.clone().unwrap();
                     assert!(path.exists());
@@ -140,7 +140,7 @@ mod tests {
                     disk.restore().unwrap();
                     assert!(is_device || !path.exists(), "{} is left", path.display());
                 }
-                Prepared::Skipped(why) => assert!(why.contains("is missing"), "{why}"),
+                Prepared::Skipped(reason) => assert!(reason.contains("is missing"), "{reason}"),
             }
         }
     }

@@ -42,8 +42,8 @@ impl Load {
     pub(crate) const BUSY: [Self; 3] = [Self::Loops(2), Self::Loops(8), Self::Mixed];
 
     /// Starts the load. Its files go to `folder`.
-    pub(crate) fn start(self, folder: &Path) -> Result<Running> {
-        let mut running = Running { children: Vec::new() };
+    pub(crate) fn start(self, folder: &Path) -> Result<RunningLoad> {
+        let mut running = RunningLoad { children: Vec::new() };
         match self {
             Self::Nothing => return Ok(running),
             Self::Loops(count) => {
@@ -83,11 +83,11 @@ fn part(name: &str, folder: &Path) -> Result<Command> {
 }
 
 /// A running load. Dropping it ends all its processes.
-pub(crate) struct Running {
+pub(crate) struct RunningLoad {
     children: Vec<Child>,
 }
 
-impl Running {
+impl RunningLoad {
     fn start(&mut self, command: &mut Command) -> Result<()> {
         command.stdin(Stdio::null()).stdout(Stdio::null());
         self.children.push(command.spawn().context("starting a load; is setsid installed?")?);
@@ -95,7 +95,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningLoad {
     fn drop(&mut self) {
         for child in &mut self.children {
             // `setsid` runs the program in its own process, so the child leads the group of its
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn dropping_a_load_ends_its_children() {
-        let mut running = Running { children: Vec::new() };
+        let mut running = RunningLoad { children: Vec::new() };
         // The shell leads a process group, as a part of a load does. Its child belongs to the
         // group.
         let mut shell = Command::new("sh");

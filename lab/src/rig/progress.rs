@@ -28,7 +28,7 @@ impl Progress {
         let guess = Duration::try_from_secs_f64(each).unwrap_or(Duration::MAX);
         let live = std::io::stderr().is_terminal();
         let progress = Self { total, done: 0, skipped: 0, start: Instant::now(), guess, live };
-        progress.say(&format!("{total} measurements, about {}", progress.left()));
+        progress.print(&format!("{total} measurements, about {}", progress.left()));
         progress
     }
 
@@ -50,7 +50,7 @@ impl Progress {
     }
 
     /// Prints a line that stays.
-    pub(crate) fn say(&self, line: &str) {
+    pub(crate) fn print(&self, line: &str) {
         let clear = if self.live { "\r\x1b[K" } else { "" };
         eprintln!("{clear}{line}");
     }

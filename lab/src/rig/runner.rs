@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
 use ringhaul_tools::workspace;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -117,7 +117,7 @@ impl Lab {
     }
 
     /// Starts a background load, which ends when the result is dropped.
-    pub(crate) fn load(&self, load: Load) -> Result<load::Running> {
+    pub(crate) fn load(&self, load: Load) -> Result<load::RunningLoad> {
         load.start(self.folder.path())
     }
 
@@ -156,7 +156,7 @@ impl Lab {
 
     /// Starts `server` behind the words of a tracer in `prefix`, which may be empty, and waits
     /// until it listens.
-    pub(super) fn start(&self, server: &Program, prefix: &[String]) -> Result<Running> {
+    pub(super) fn start(&self, server: &Program, prefix: &[String]) -> Result<ManagedChild> {
         let pinned = match server.is_free {
             true => Vec::new(),
             false => pinning(self.server_cpu).to_vec(),
@@ -166,15 +166,15 @@ impl Lab {
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(messages);
         let mut running = match prefix.is_empty() {
-            true => Running::start(&server.name, &mut command, &self.interrupt)?,
-            false => Running::start_traced(&server.name, &mut command, &self.interrupt)?,
+            true => ManagedChild::start(&server.name, &mut command, &self.interrupt)?,
+            false => ManagedChild::start_traced(&server.name, &mut command, &self.interrupt)?,
         };
         running.wait_for_socket(Path::new(&self.socket()), START_LIMIT)?;
         Ok(running)
     }
 
     /// Ends a server, which must exit successfully, and removes its socket.
-    pub(super) fn stop(&self, running: &mut Running, name: &str) -> Result<()> {
+    pub(super) fn stop(&self, running: &mut ManagedChild, name: &str) -> Result<()> {
         let status = running.stop()?;
         ensure!(status.success(), "{name} ended with {}", describe(status));
         match std::fs::remove_file(self.socket()) {
@@ -202,7 +202,7 @@ impl Lab {
     ) -> Result<Value> {
         let report = self.folder.path().join("report.json");
         let mut running =
-            Running::start(name, command.arg("--output").arg(&report), &self.interrupt)?;
+            ManagedChild::start(name, command.arg("--output").arg(&report), &self.interrupt)?;
         let status = running.wait(limit)?;
         if !status.success() {
             bail!("{name} ended with {}", describe(status));

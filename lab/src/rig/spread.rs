@@ -12,7 +12,7 @@ pub(crate) struct Spread {
 
 impl Spread {
     /// Returns `None` if there are no values.
-    pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+    pub(crate) fn from_values(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
         let (min, max) = (*values.first()?, *values.last()?);
@@ -57,11 +57,11 @@ mod tests {
 
     #[test]
     fn medians() {
-        assert_eq!(Spread::of([]), None);
-        assert_eq!(Spread::of([2.0]).unwrap().median, 2.0);
-        let odd = Spread::of([5.0, 1.0, 3.0]).unwrap();
+        assert_eq!(Spread::from_values([]), None);
+        assert_eq!(Spread::from_values([2.0]).unwrap().median, 2.0);
+        let odd = Spread::from_values([5.0, 1.0, 3.0]).unwrap();
         assert_eq!(odd, Spread { median: 3.0, min: 1.0, max: 5.0 });
-        assert_eq!(Spread::of([4.0, 1.0, 2.0, 9.0]).unwrap().median, 3.0);
+        assert_eq!(Spread::from_values([4.0, 1.0, 2.0, 9.0]).unwrap().median, 3.0);
     }
 
     #[test]
@@ -72,8 +72,8 @@ mod tests {
 
     #[test]
     fn a_spread_is_shown_if_there_is_one() {
-        assert_eq!(Spread::of([2.0, 2.0]).unwrap().show(), "2.00");
-        assert_eq!(Spread::of([1.0, 2.0, 4.0]).unwrap().show(), "2.00 (1.00–4.00)");
+        assert_eq!(Spread::from_values([2.0, 2.0]).unwrap().show(), "2.00");
+        assert_eq!(Spread::from_values([1.0, 2.0, 4.0]).unwrap().show(), "2.00 (1.00–4.00)");
         assert_eq!(show(None), "–");
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::ceph::Cluster;
-use ringhaul_tools::process::{self, Interrupt, Running};
+use ringhaul_tools::process::{self, Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate, statfs};
 use serde::{Serialize, Serializer};
@@ -118,17 +118,17 @@ pub(crate) struct Disk {
     pub(crate) path: Option<PathBuf>,
     /// The description in the report, without paths.
     pub(crate) description: String,
-    pub(super) undo: Undo,
+    pub(super) cleanup: Cleanup,
 }
 
 /// The cleanup of a disk.
-pub(super) enum Undo {
+pub(super) enum Cleanup {
     Nothing,
     Folder(TempDir),
     Zram,
     Loop(PathBuf, TempDir),
     Cluster(Box<Cluster>),
-    Server(Running, TempDir),
+    Server(ManagedChild, TempDir),
 }
 
 /// A disk, or the reason why this machine has none.
@@ -140,23 +140,23 @@ pub(crate) enum Prepared {
 impl Disk {
     /// Removes the disk.
     pub(crate) fn restore(mut self) -> Result<()> {
-        self.undo()
+        self.clean_up()
     }
 
-    fn undo(&mut self) -> Result<()> {
-        match std::mem::replace(&mut self.undo, Undo::Nothing) {
-            Undo::Nothing => Ok(()),
-            Undo::Folder(folder) => folder.close().context("removing the disk's file"),
-            Undo::Zram => reset_zram(),
-            Undo::Cluster(cluster) => {
+    fn clean_up(&mut self) -> Result<()> {
+        match std::mem::replace(&mut self.cleanup, Cleanup::Nothing) {
+            Cleanup::Nothing => Ok(()),
+            Cleanup::Folder(folder) => folder.close().context("removing the disk's file"),
+            Cleanup::Zram => reset_zram(),
+            Cleanup::Cluster(cluster) => {
                 drop(cluster);
                 Ok(())
             }
-            Undo::Server(mut server, folder) => {
+            Cleanup::Server(mut server, folder) => {
                 server.stop()?;
                 folder.close().context("removing the folder of a server's socket")
             }
-            Undo::Loop(device, folder) => {
+            Cleanup::Loop(device, folder) => {
                 let detached = process::output(losetup().arg("-d").arg(&device));
                 detached.with_context(|| format!("detaching {}", device.display()))?;
                 folder.close().context("removing the file behind the loop device")
@@ -167,7 +167,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        if let Err(error) = self.undo() {
+        if let Err(error) = self.clean_up() {
             eprintln!("lab: {error:#}");
         }
     }
@@ -179,7 +179,7 @@ pub(crate) fn prepare(target: Target, size_mib: u64, interrupt: &Interrupt) -> R
     match target {
         Target::Null => {
             let description = "no disk: reads and writes are done at once".to_owned();
-            Ok(Prepared::Ready(Disk { target, path: None, description, undo: Undo::Nothing }))
+            Ok(Prepared::Ready(Disk { target, path: None, description, cleanup: Cleanup::Nothing }))
         }
         Target::Zram => prepare_zram(size, interrupt),
         Target::Loop => prepare_loop(size, interrupt),
@@ -214,8 +214,8 @@ pub(super) fn prepare_empty_zram(size: u64, memory: u64) -> Result<Prepared> {
     if used {
         return Ok(Prepared::Skipped(format!("{} is in use", device.display())));
     }
-    if let Some(why) = lacks_root().or_else(|| lacks_memory(memory)) {
-        return Ok(Prepared::Skipped(why));
+    if let Some(reason) = lacks_root().or_else(|| lacks_memory(memory)) {
+        return Ok(Prepared::Skipped(reason));
     }
     let attribute = Path::new("/sys/block").join(ZRAM).join("disksize");
     // From here on dropping the disk resets the device.
@@ -223,7 +223,7 @@ pub(super) fn prepare_empty_zram(size: u64, memory: u64) -> Result<Prepared> {
         target: Target::Zram,
         path: Some(device.clone()),
         description: String::new(),
-        undo: Undo::Zram,
+        cleanup: Cleanup::Zram,
     };
     std::fs::write(&attribute, size.to_string())
         .with_context(|| format!("setting {}", attribute.display()))?;
@@ -248,8 +248,8 @@ fn reset_zram() -> Result<()> {
 }
 
 pub(super) fn prepare_loop(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
-    if let Some(why) = lacks_root().or_else(|| lacks_memory(size)) {
-        return Ok(Prepared::Skipped(why));
+    if let Some(reason) = lacks_root().or_else(|| lacks_memory(size)) {
+        return Ok(Prepared::Skipped(reason));
     }
     if file_system(Path::new(TMPFS)) != Some(TMPFS_MAGIC) {
         return Ok(Prepared::Skipped(format!("{TMPFS} is no tmpfs")));
@@ -272,8 +272,8 @@ pub(super) fn prepare_loop(size: u64, interrupt: &Interrupt) -> Result<Prepared>
         "loop device ({mode}) over a file of {} MiB on tmpfs, filled with random data",
         size >> 20
     );
-    let undo = Undo::Loop(device.clone(), folder);
-    Ok(Prepared::Ready(Disk { target: Target::Loop, path: Some(device), description, undo }))
+    let cleanup = Cleanup::Loop(device.clone(), folder);
+    Ok(Prepared::Ready(Disk { target: Target::Loop, path: Some(device), description, cleanup }))
 }
 
 /// Finds losetup even if the PATH of root lacks the sbin folders.
@@ -295,8 +295,8 @@ fn prepare_file(parent: &Path, size: u64, interrupt: &Interrupt) -> Result<Prepa
     };
     let description =
         format!("file of {} MiB on {on}, preallocated, filled with random data", size >> 20);
-    let undo = Undo::Folder(folder);
-    Ok(Prepared::Ready(Disk { target: Target::File, path: Some(path), description, undo }))
+    let cleanup = Cleanup::Folder(folder);
+    Ok(Prepared::Ready(Disk { target: Target::File, path: Some(path), description, cleanup }))
 }
 
 pub(super) fn temporary_folder(parent: &Path) -> Result<TempDir> {
@@ -361,7 +361,7 @@ mod tests {
     #[test]
     fn a_file_is_filled_and_removed() {
         let folder = tempfile::tempdir().unwrap();
-        let prepared = prepare_file(folder.path(), 2 << 20, &Interrupt::never()).unwrap();
+        let prepared = prepare_file(folder.path(), 2 << 20, &Interrupt::unset_for_test()).unwrap();
         let Prepared::Ready(disk) = prepared else { panic!("a file is never skipped") };
         let bytes = std::fs::read(disk.path.as_ref().unwrap()).unwrap();
         assert_eq!(bytes.len(), 2 << 20);
@@ -373,7 +373,7 @@ mod tests {
     #[test]
     fn an_interrupted_preparation_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(prepare_file(folder.path(), 2 << 20, &Interrupt::raised()).is_err());
+        assert!(prepare_file(folder.path(), 2 << 20, &Interrupt::set_for_test()).is_err());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use ringhaul_tools::process;
 use ringhaul_tools::workspace;
 
-use super::targets::{Disk, Prepared, Target, Undo, prepare_empty_zram, temporary_folder};
+use super::targets::{Cleanup, Disk, Prepared, Target, prepare_empty_zram, temporary_folder};
 
 /// The virtual size of the image: more than a measurement writes.
 const DISK_BYTES: u64 = 20 << 30;
@@ -17,21 +17,21 @@ const DEVICE_BYTES: u64 = DISK_BYTES + (1 << 30);
 const MEMORY_BYTES: u64 = 4 << 30;
 
 pub(super) fn prepare_file() -> Result<Prepared> {
-    if let Some(why) = lacks_program() {
-        return Ok(Prepared::Skipped(why));
+    if let Some(reason) = lacks_program() {
+        return Ok(Prepared::Skipped(reason));
     }
     let parent = workspace::target_dir()?;
     std::fs::create_dir_all(&parent).with_context(|| format!("making {}", parent.display()))?;
     let folder = temporary_folder(&parent)?;
     let path = folder.path().join("thin.qcow2");
     let description = describe("in a file of the target directory");
-    let (target, undo) = (Target::Thin, Undo::Folder(folder));
-    Ok(Prepared::Ready(Disk { target, path: Some(path), description, undo }))
+    let (target, cleanup) = (Target::Thin, Cleanup::Folder(folder));
+    Ok(Prepared::Ready(Disk { target, path: Some(path), description, cleanup }))
 }
 
 pub(super) fn prepare_zram() -> Result<Prepared> {
-    if let Some(why) = lacks_program() {
-        return Ok(Prepared::Skipped(why));
+    if let Some(reason) = lacks_program() {
+        return Ok(Prepared::Skipped(reason));
     }
     let mut prepared = prepare_empty_zram(DEVICE_BYTES, MEMORY_BYTES)?;
     if let Prepared::Ready(disk) = &mut prepared {

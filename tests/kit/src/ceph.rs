@@ -12,7 +12,7 @@ use ringhaul_tools::process::output;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::system::{is_installed, skipped};
+use crate::system::{is_installed, print_skipped};
 
 /// The time limit for the start of a cluster and for each command to it.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -70,7 +70,7 @@ impl Cluster {
     fn start_under(under: &'static [&'static str], options: &'static str) -> Result<Option<Self>> {
         for program in ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-authtool", "rbd"] {
             if !is_installed(program) {
-                skipped(&format!("a Ceph cluster: {program} is missing (`make setup`)"));
+                print_skipped(&format!("a Ceph cluster: {program} is missing (`make setup`)"));
                 return Ok(None);
             }
         }

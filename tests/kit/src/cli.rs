@@ -70,12 +70,12 @@ pub fn bench(socket: &Path, options: &str) -> Result<Command> {
 }
 
 /// Folders for one test: disks on a file system with direct I/O, sockets at short paths.
-pub struct Scene {
+pub struct TestFolders {
     disks: TempDir,
     sockets: TempDir,
 }
 
-impl Scene {
+impl TestFolders {
     /// Makes the folders, with disks in `disks`.
     ///
     /// # Errors

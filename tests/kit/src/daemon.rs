@@ -86,11 +86,11 @@ pub struct DaemonOptions {
     /// True for virtio-scsi with the disk as LUN 0, false for virtio-blk.
     pub is_scsi: bool,
     /// Further options of the command line.
-    pub more: Vec<String>,
+    pub extra: Vec<String>,
     /// System calls to trace, as a list for strace. The trace names threads too.
     pub trace: Option<&'static str>,
     /// A command that executes the daemon, such as one that lowers a limit.
-    pub under: &'static [&'static str],
+    pub wrapper: &'static [&'static str],
 }
 
 impl DaemonOptions {
@@ -108,18 +108,18 @@ impl DaemonOptions {
             disk_bytes: 16 << 20,
             num_queues: 2,
             is_scsi: false,
-            more: Vec::new(),
+            extra: Vec::new(),
             trace: None,
-            under: &[],
+            wrapper: &[],
         }
     }
 
     /// Adds an option, with `value` unless that is empty.
     #[must_use]
     pub fn with(mut self, option: &str, value: &str) -> Self {
-        self.more.push(option.to_owned());
+        self.extra.push(option.to_owned());
         if !value.is_empty() {
-            self.more.push(value.to_owned());
+            self.extra.push(value.to_owned());
         }
         self
     }
@@ -382,7 +382,7 @@ impl Daemon {
     ///
     /// # Errors
     /// If that takes too long, as with a leak.
-    pub fn wait_let_go(&self, descriptors: &[String]) -> Result<()> {
+    pub fn wait_released(&self, descriptors: &[String]) -> Result<()> {
         let deadline = Instant::now() + LIMIT;
         loop {
             let (open, mapped) = (self.descriptors()?, self.mappings(GUEST_MEMORY)?);
@@ -472,21 +472,21 @@ fn command(
             &["-f", "-Y", "-v", "-s", "0", "-e", calls, "-o", path],
         ]
         .concat()[..],
-        _ => options.under,
+        _ => options.wrapper,
     };
     let mut command = ringhaul_under(words)?;
     command.arg("serve").arg("--socket-path").arg(socket);
     if options.is_scsi {
         let unit = format!("0,blk-file={}", disk.display());
         command.args(["--device", "scsi", "--lun", &unit]);
-    } else if !options.more.iter().any(|option| option == "--disk") {
+    } else if !options.extra.iter().any(|option| option == "--disk") {
         command.arg("--blk-file").arg(disk);
     }
     command
         .args(["--engine", &options.engine.to_string()])
         .args(["--cache", &options.cache.to_string()])
         .args(["--num-queues", &options.num_queues.to_string()])
-        .args(&options.more);
+        .args(&options.extra);
     Ok(command)
 }
 

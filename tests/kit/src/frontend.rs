@@ -20,7 +20,7 @@ use virtqueue::QueueConfig;
 use crate::daemon::{Daemon, SECTOR_BYTES, pattern};
 use memory::{Memory, Region, take_count};
 use message::{Channel, Message, Reply, code};
-use ring::{Desc, Ring, STRIDE, place_at};
+use ring::{Desc, Ring, STRIDE, layout_at};
 
 /// Feature bits of virtio 1.3, sections 5.2.3 and 6.
 #[expect(missing_docs, reason = "the names are the specification's")]
@@ -130,7 +130,7 @@ impl Setup {
 
 /// The outcome of a request.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Answer {
+pub struct RequestOutcome {
     /// The status byte.
     pub status: u8,
     /// The length in the used element.
@@ -166,7 +166,7 @@ impl Frontend {
         let memory = Arc::new(Memory::new(regions)?);
         let rings = (0..u64::from(setup.queues))
             .map(|queue| {
-                let mut config = place_at(MEMORY_START + queue * STRIDE, setup.queue_size);
+                let mut config = layout_at(MEMORY_START + queue * STRIDE, setup.queue_size);
                 config.event_idx = setup.features & feature::EVENT_IDX != 0;
                 Ring::new(&memory, config)
             })
@@ -195,17 +195,18 @@ impl Frontend {
     /// # Errors
     /// If the daemon does not cooperate.
     pub fn negotiate(&mut self) -> Result<()> {
-        let offered = self.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
+        let offered = self.exchange_number(&Message::new(code::GET_FEATURES, Vec::new()))?;
         self.features = self.setup.features & offered;
         if let Some(wanted) = self.setup.protocol_features {
             self.features |= feature::PROTOCOL_FEATURES & offered;
-            let offered = self.number(&Message::new(code::GET_PROTOCOL_FEATURES, Vec::new()))?;
+            let offered =
+                self.exchange_number(&Message::new(code::GET_PROTOCOL_FEATURES, Vec::new()))?;
             let negotiated = wanted & offered;
-            self.tell(Message::number(code::SET_PROTOCOL_FEATURES, negotiated))?;
+            self.send_checked(Message::number(code::SET_PROTOCOL_FEATURES, negotiated))?;
             self.acks = negotiated & protocol_feature::REPLY_ACK != 0;
         }
-        self.tell(Message::new(code::SET_OWNER, Vec::new()))?;
-        self.tell(Message::number(code::SET_FEATURES, self.features))
+        self.send_checked(Message::new(code::SET_OWNER, Vec::new()))?;
+        self.send_checked(Message::number(code::SET_FEATURES, self.features))
     }
 
     /// Shares all regions: one by one with CONFIGURE_MEM_SLOTS in the setup, else as a table.
@@ -217,9 +218,9 @@ impl Frontend {
         let wanted = self.setup.protocol_features.unwrap_or(0);
         if wanted & protocol_feature::CONFIGURE_MEM_SLOTS == 0 {
             let regions: Vec<_> = memory.regions.iter().collect();
-            return self.tell(Message::memory_table(&regions));
+            return self.send_checked(Message::memory_table(&regions));
         }
-        memory.regions.iter().try_for_each(|region| self.tell(Message::add_region(region)))
+        memory.regions.iter().try_for_each(|region| self.send_checked(Message::add_region(region)))
     }
 
     /// Announces a queue's place and starts it at avail entry `base`.
@@ -229,21 +230,21 @@ impl Frontend {
     pub fn start_queue(&mut self, queue: usize, base: u16) -> Result<()> {
         let index = u8::try_from(queue)?;
         let state = |request, value| Message::ring_state(request, u32::from(index), value);
-        self.tell(state(code::SET_VRING_NUM, u32::from(self.rings[queue].config.size)))?;
-        self.tell(state(code::SET_VRING_BASE, u32::from(base)))?;
-        self.tell(self.addresses_of(queue)?)?;
+        self.send_checked(state(code::SET_VRING_NUM, u32::from(self.rings[queue].config.size)))?;
+        self.send_checked(state(code::SET_VRING_BASE, u32::from(base)))?;
+        self.send_checked(self.address_message(queue)?)?;
         let Ring { kick, call, err, .. } = &self.rings[queue];
         let (kick, call, err) = (Arc::clone(kick), Arc::clone(call), Arc::clone(err));
-        self.tell(Message::ring_fd(code::SET_VRING_CALL, index, Some(&call)))?;
-        self.tell(Message::ring_fd(code::SET_VRING_ERR, index, Some(&err)))?;
-        self.tell(Message::ring_fd(code::SET_VRING_KICK, index, Some(&kick)))
+        self.send_checked(Message::ring_fd(code::SET_VRING_CALL, index, Some(&call)))?;
+        self.send_checked(Message::ring_fd(code::SET_VRING_ERR, index, Some(&err)))?;
+        self.send_checked(Message::ring_fd(code::SET_VRING_KICK, index, Some(&kick)))
     }
 
     /// The message with a queue's addresses.
     ///
     /// # Errors
     /// If they are not in guest memory.
-    pub fn addresses_of(&self, queue: usize) -> Result<Message> {
+    pub fn address_message(&self, queue: usize) -> Result<Message> {
         let QueueConfig { desc_table, avail_ring, used_ring, .. } = self.rings[queue].config;
         Ok(Message::ring_addresses(
             u32::try_from(queue)?,
@@ -262,7 +263,7 @@ impl Frontend {
             return Ok(());
         }
         let queue = u32::try_from(queue)?;
-        self.tell(Message::ring_state(code::SET_VRING_ENABLE, queue, u32::from(enable)))
+        self.send_checked(Message::ring_state(code::SET_VRING_ENABLE, queue, u32::from(enable)))
     }
 
     /// Stops a queue. Returns the next avail entry that it would have taken.
@@ -271,7 +272,7 @@ impl Frontend {
     /// If the daemon does not cooperate.
     pub fn stop_queue(&mut self, queue: usize) -> Result<u16> {
         let message = Message::ring_state(code::GET_VRING_BASE, u32::try_from(queue)?, 0);
-        let reply = self.ask(&message)?;
+        let reply = self.exchange(&message)?;
         let (index, base) = reply.body.split_at_checked(4).context("the answer is too short")?;
         ensure!(index == u32::try_from(queue)?.to_ne_bytes(), "another queue in {reply:?}");
         Ok(u16::try_from(u32::from_ne_bytes(base.try_into()?))?)
@@ -282,7 +283,8 @@ impl Frontend {
     /// # Errors
     /// If the answer has a different size.
     pub fn config(&mut self, offset: u32, bytes: usize) -> Result<Vec<u8>> {
-        let reply = self.ask(&Message::config(code::GET_CONFIG, offset, &vec![0xaa; bytes]))?;
+        let reply =
+            self.exchange(&Message::config(code::GET_CONFIG, offset, &vec![0xaa; bytes]))?;
         ensure!(reply.body.len() == 12 + bytes, "asked for {bytes} bytes, got {reply:?}");
         let size = u32::try_from(bytes)?;
         ensure!(reply.body[..8] == [offset.to_ne_bytes(), size.to_ne_bytes()].concat());
@@ -293,11 +295,11 @@ impl Frontend {
     ///
     /// # Errors
     /// If it was not.
-    pub fn tell(&mut self, message: Message) -> Result<()> {
+    pub fn send_checked(&mut self, message: Message) -> Result<()> {
         if !self.acks {
             return self.channel.send(&message);
         }
-        let status = self.number(&message.needs_reply())?;
+        let status = self.exchange_number(&message.needs_reply())?;
         ensure!(status == 0, "the daemon refused a message");
         Ok(())
     }
@@ -307,7 +309,7 @@ impl Frontend {
     /// # Errors
     /// If the daemon reports success.
     pub fn expect_refused(&mut self, message: Message) -> Result<()> {
-        match self.channel.ask(&message.needs_reply())? {
+        match self.channel.exchange(&message.needs_reply())? {
             None => Ok(()),
             Some(reply) => {
                 ensure!(reply.number()? != 0, "the daemon did what it must not");
@@ -320,9 +322,9 @@ impl Frontend {
     ///
     /// # Errors
     /// If there is none.
-    pub fn ask(&mut self, message: &Message) -> Result<Reply> {
+    pub fn exchange(&mut self, message: &Message) -> Result<Reply> {
         let request = message.request;
-        let reply = self.channel.ask(message)?;
+        let reply = self.channel.exchange(message)?;
         reply.with_context(|| format!("the daemon closed the connection at request {request}"))
     }
 
@@ -330,8 +332,8 @@ impl Frontend {
     ///
     /// # Errors
     /// If there is none.
-    pub fn number(&mut self, message: &Message) -> Result<u64> {
-        self.ask(message)?.number()
+    pub fn exchange_number(&mut self, message: &Message) -> Result<u64> {
+        self.exchange(message)?.number()
     }
 
     /// Writes the header of slot `slot`, and sets its status byte to [`blk::PENDING`]. Returns the
@@ -370,7 +372,7 @@ impl Frontend {
         sector: u64,
         out: &[u8],
         room: usize,
-    ) -> Result<Answer> {
+    ) -> Result<RequestOutcome> {
         let (header, status) = self.put_header(queue, 0, kind, sector)?;
         let data = DATA + u64::try_from(queue)? * DATA_BYTES;
         let data_in = data + u64::try_from(out.len())?.next_multiple_of(4096);
@@ -386,7 +388,7 @@ impl Frontend {
         chain.push(Desc::writable(status, 1));
         let used_bytes = self.execute(queue, &chain)?;
         let [status] = self.memory.read(status, 1)?[..] else { unreachable!("one byte") };
-        Ok(Answer { status, used_bytes, data: self.memory.read(data_in, room)? })
+        Ok(RequestOutcome { status, used_bytes, data: self.memory.read(data_in, room)? })
     }
 
     /// Carries out one chain, in descriptors 0 and up, and returns its used length.

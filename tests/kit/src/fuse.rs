@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use crate::daemon::LIMIT;
 use crate::journal::{Change, Journal};
 use crate::random::Random;
-use crate::system::{Undo, may_change, skipped};
+use crate::system::{RestoreOnDrop, can_change_system, print_skipped};
 
 /// Numbers of requests.
 #[expect(missing_docs, reason = "the names are the kernel's")]
@@ -83,7 +83,7 @@ struct State {
     /// The duration of reads, and the thread that answers them.
     slow: Option<(Duration, mpsc::Sender<(Instant, Request)>)>,
     /// The thread that answers changes, which the journal has noted, out of order.
-    noted: Option<mpsc::Sender<(usize, Request, Vec<u8>)>>,
+    change_sender: Option<mpsc::Sender<(usize, Request, Vec<u8>)>>,
 }
 
 #[derive(Clone, Debug)]
@@ -107,7 +107,7 @@ struct Shared {
 pub struct Fuse {
     shared: Arc<Shared>,
     server: Option<JoinHandle<()>>,
-    _undo: Undo,
+    _restore: RestoreOnDrop,
     folder: TempDir,
 }
 
@@ -126,33 +126,33 @@ impl Fuse {
     ///
     /// # Errors
     /// As for [`mount`](Self::mount).
-    pub fn record(journal: &Arc<Journal>) -> Result<Option<Self>> {
+    pub fn mount_recorded(journal: &Arc<Journal>) -> Result<Option<Self>> {
         let this = Self::mount_with(Some(Arc::clone(journal)))?;
         if let Some(this) = &this {
-            let (sender, noted) = mpsc::channel();
+            let (sender, changes) = mpsc::channel();
             let shared = Arc::clone(&this.shared);
             // The thread ends with the file system, which owns the sender.
-            std::thread::spawn(move || shared.answer_noted(&noted));
-            this.shared.state().noted = Some(sender);
+            std::thread::spawn(move || shared.answer_changes(&changes));
+            this.shared.state().change_sender = Some(sender);
         }
         Ok(this)
     }
 
     fn mount_with(journal: Option<Arc<Journal>>) -> Result<Option<Self>> {
-        if !may_change("mounts") {
+        if !can_change_system("mounts") {
             return Ok(None);
         }
         let device = match File::options().read(true).write(true).open("/dev/fuse") {
             Ok(device) => device,
             Err(error) => {
-                skipped(&format!("there is no FUSE: {error}"));
+                print_skipped(&format!("there is no FUSE: {error}"));
                 return Ok(None);
             }
         };
         let folder = tempfile::tempdir().context("making a folder to mount on")?;
         let path = folder.path().to_str().context("a folder with an odd name")?;
         let script = "if grep -q \" $1 \" /proc/self/mountinfo; then umount --lazy \"$1\"; fi";
-        let undo = Undo::later(script, &[path], Stdio::null())?;
+        let restore = RestoreOnDrop::schedule(script, &[path], Stdio::null())?;
         let fd = device.as_raw_fd();
         let data = format!("fd={fd},rootmode=40000,user_id=0,group_id=0");
         let data = std::ffi::CString::new(data)?;
@@ -164,7 +164,7 @@ impl Fuse {
             let shared = Arc::clone(&shared);
             move || shared.serve()
         });
-        Ok(Some(Self { shared, server: Some(server), _undo: undo, folder }))
+        Ok(Some(Self { shared, server: Some(server), _restore: restore, folder }))
     }
 
     /// The file.
@@ -202,7 +202,7 @@ impl Fuse {
             std::mem::take(&mut state.waiting)
         };
         for request in waiting {
-            self.shared.answer_with(&request, Reply::Error(libc_errno::EIO));
+            self.shared.answer_with(&request, FuseReply::Error(libc_errno::EIO));
         }
     }
 
@@ -232,7 +232,7 @@ impl Fuse {
     ///
     /// # Errors
     /// If the kernel refuses.
-    pub fn forget_attributes(&self) -> Result<()> {
+    pub fn invalidate_attributes(&self) -> Result<()> {
         // `struct fuse_notify_inval_inode_out` after a header without a request. A negative offset
         // invalidates no content.
         let mut bytes = 40_u32.to_ne_bytes().to_vec();
@@ -276,7 +276,7 @@ impl Fuse {
 impl Drop for Fuse {
     fn drop(&mut self) {
         self.release();
-        self.shared.state().noted = None;
+        self.shared.state().change_sender = None;
         // The forced unmount makes the kernel abort its requests, which ends the server's read. The
         // mount itself lasts until the last descriptor of the file is closed, and then the keeper
         // removes it.
@@ -307,11 +307,11 @@ impl Shared {
             let mut state = self.state();
             let withholds = state.withheld.as_ref();
             if withholds.is_some_and(|(of, opcodes)| {
-                opcodes.contains(&request.opcode) && request.is_of(*of)
+                opcodes.contains(&request.opcode) && request.is_from(*of)
             }) {
                 if let Some(errno) = state.fails {
                     drop(state);
-                    self.answer_with(&request, Reply::Error(errno));
+                    self.answer_with(&request, FuseReply::Error(errno));
                     continue;
                 }
                 state.waiting.push(request);
@@ -324,13 +324,13 @@ impl Shared {
                 let _ = reads.send((Instant::now() + *read_time, request));
                 continue;
             }
-            let noted = state.noted.clone();
+            let changes = state.change_sender.clone();
             drop(state);
-            if let (Some(journal), Some(noted)) = (&self.journal, noted)
+            if let (Some(journal), Some(changes)) = (&self.journal, changes)
                 && let Some((change, reply)) = request.change()
             {
                 let number = journal.begin(change, false);
-                let _ = noted.send((number, request, reply));
+                let _ = changes.send((number, request, reply));
                 continue;
             }
             self.answer(&request);
@@ -338,22 +338,22 @@ impl Shared {
     }
 
     /// Answers changes in random order, as long as some wait.
-    fn answer_noted(&self, noted: &mpsc::Receiver<(usize, Request, Vec<u8>)>) {
+    fn answer_changes(&self, changes: &mpsc::Receiver<(usize, Request, Vec<u8>)>) {
         let mut random = Random::new(1);
         let mut waiting = Vec::new();
-        while let Ok(first) = noted.recv() {
+        while let Ok(first) = changes.recv() {
             waiting.push(first);
             while !waiting.is_empty() {
                 // Takes changes that arrived in the meantime; the pause lets some arrive.
                 std::thread::sleep(Duration::from_micros(random.below(200)));
-                waiting.extend(noted.try_iter());
+                waiting.extend(changes.try_iter());
                 let index = random.below(waiting.len() as u64);
                 let index = usize::try_from(index).expect("it is an index");
                 let (number, request, reply) = waiting.swap_remove(index);
                 if let Some(journal) = &self.journal {
                     journal.end(number);
                 }
-                self.answer_with(&request, Reply::Body(reply));
+                self.answer_with(&request, FuseReply::Body(reply));
             }
         }
     }
@@ -362,11 +362,11 @@ impl Shared {
         self.answer_with(request, request.reply(self.journal.as_deref()));
     }
 
-    fn answer_with(&self, request: &Request, reply: Reply) {
+    fn answer_with(&self, request: &Request, reply: FuseReply) {
         let (error, body) = match reply {
-            Reply::None => return,
-            Reply::Body(body) => (0, body),
-            Reply::Error(errno) => (-errno, Vec::new()),
+            FuseReply::None => return,
+            FuseReply::Body(body) => (0, body),
+            FuseReply::Error(errno) => (-errno, Vec::new()),
         };
         let len = u32::try_from(16 + body.len()).expect("an answer is short");
         let mut bytes = len.to_ne_bytes().to_vec();
@@ -378,7 +378,7 @@ impl Shared {
     }
 }
 
-enum Reply {
+enum FuseReply {
     None,
     Body(Vec<u8>),
     Error(i32),
@@ -401,7 +401,7 @@ impl Request {
     }
 
     /// Returns true if the request is by a thread of `process`.
-    fn is_of(&self, process: Pid) -> bool {
+    fn is_from(&self, process: Pid) -> bool {
         Path::new(&format!("/proc/{}/task/{}", process.as_raw_nonzero(), self.thread)).exists()
     }
 
@@ -436,43 +436,43 @@ impl Request {
         }
     }
 
-    fn reply(&self, journal: Option<&Journal>) -> Reply {
+    fn reply(&self, journal: Option<&Journal>) -> FuseReply {
         let size = journal.map_or(FILE_BYTES, Journal::size);
         match self.opcode {
-            opcode::INIT => Reply::Body(init()),
+            opcode::INIT => FuseReply::Body(init()),
             opcode::LOOKUP => match self.body.strip_suffix(&[0]) {
                 Some(name) if name == NAME.as_bytes() && self.node == ROOT => {
                     let head = [FILE, 0, VALID_S, VALID_S, 0].map(u64::to_ne_bytes).concat();
-                    Reply::Body([head, attributes(FILE, size)].concat())
+                    FuseReply::Body([head, attributes(FILE, size)].concat())
                 }
-                _ => Reply::Error(libc_errno::ENOENT),
+                _ => FuseReply::Error(libc_errno::ENOENT),
             },
             opcode::GETATTR => {
                 let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
-                Reply::Body([head, attributes(self.node, size)].concat())
+                FuseReply::Body([head, attributes(self.node, size)].concat())
             }
             opcode::OPEN => {
                 let flags = if journal.is_some() { DIRECT_IO | PARALLEL_DIRECT_WRITES } else { 0 };
-                Reply::Body([0, 0, flags, 0].map(u32::to_ne_bytes).concat())
+                FuseReply::Body([0, 0, flags, 0].map(u32::to_ne_bytes).concat())
             }
             opcode::READ => {
                 let bytes = self.word(16).unwrap_or(0) as usize;
                 let offset = self.long(8).unwrap_or(0);
                 let read = |journal: &Journal| journal.read(offset, bytes);
-                Reply::Body(journal.map_or_else(|| vec![0; bytes], read))
+                FuseReply::Body(journal.map_or_else(|| vec![0; bytes], read))
             }
             // Attributes other than the size do not change.
             opcode::SETATTR if journal.is_some() => {
                 let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
-                Reply::Body([head, attributes(self.node, size)].concat())
+                FuseReply::Body([head, attributes(self.node, size)].concat())
             }
             // The file is always readable.
             opcode::POLL if journal.is_none() => {
-                Reply::Body([1_u32.to_ne_bytes(), [0; 4]].concat())
+                FuseReply::Body([1_u32.to_ne_bytes(), [0; 4]].concat())
             }
-            opcode::FLUSH | opcode::RELEASE => Reply::Body(Vec::new()),
-            opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => Reply::None,
-            _ => Reply::Error(libc_errno::ENOSYS),
+            opcode::FLUSH | opcode::RELEASE => FuseReply::Body(Vec::new()),
+            opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => FuseReply::None,
+            _ => FuseReply::Error(libc_errno::ENOSYS),
         }
     }
 }

@@ -15,9 +15,9 @@ mod uml;
 mod vm;
 
 pub use accelerator::Accelerator;
-pub use channel::Stop;
+pub use channel::StopFlag;
 pub use image::{BOOTED_FROM_DISK, Image, shared_libraries};
-pub use kvm::{KVM_DISK_BYTES, KvmGuest, Monitor, Plug, lacks_kvm};
+pub use kvm::{HotPlug, KVM_DISK_BYTES, KvmGuest, Vmm, lacks_kvm};
 pub use qemu::QemuCrashed;
 pub use uml::run_uml;
 pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

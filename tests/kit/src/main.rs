@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, Stop, Vm, VmOptions};
+use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, StopFlag, Vm, VmOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 #[derive(Parser)]
@@ -97,9 +97,9 @@ fn run_scripts(args: &RunArgs) -> Result<ExitCode> {
         Some(accelerator) => accelerator,
         None => Accelerator::choose(&image)?,
     };
-    let stop = Stop::default();
+    let stop = StopFlag::default();
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        signal_hook::flag::register(signal, Stop::clone(&stop))
+        signal_hook::flag::register(signal, StopFlag::clone(&stop))
             .with_context(|| format!("installing a handler for signal {signal}"))?;
     }
     let disks = args.sockets.iter().map(|socket| Disk {

@@ -3,7 +3,7 @@
 //! The server is Ringhaul, or qemu-storage-daemon if `RINGHAUL_TEST_SERVER` names it. Failures with
 //! qemu-storage-daemon are faults of the tests or of the guest, not of Ringhaul.
 
-mod heir;
+mod successor;
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 
-pub use heir::Heir;
+pub use successor::Successor;
 
 /// The variable with the program name of the server to test.
 const SERVER_VARIABLE: &str = "RINGHAUL_TEST_SERVER";
@@ -29,7 +29,7 @@ const SERVER_VARIABLE: &str = "RINGHAUL_TEST_SERVER";
 const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// The interval at which a wait checks the socket.
-const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// The program that serves the disk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -99,7 +99,7 @@ impl Cache {
 
     /// The value of `queue/write_cache` of such a disk in Linux.
     #[must_use]
-    pub(crate) fn seen_by_guest(self) -> &'static str {
+    pub(crate) fn guest_write_cache(self) -> &'static str {
         match self {
             Self::None | Self::Writeback => "write back",
             Self::Directsync | Self::Writethrough => "write through",
@@ -219,7 +219,7 @@ impl Server {
     #[must_use]
     pub fn expected_write_cache(&self) -> &'static str {
         match self.program {
-            Program::Ringhaul => self.export.cache.seen_by_guest(),
+            Program::Ringhaul => self.export.cache.guest_write_cache(),
             // It always announces this value.
             Program::StorageDaemon => "write through",
         }
@@ -236,16 +236,16 @@ impl Server {
     /// Calls a method of the server's control socket, and returns its answer.
     pub fn call(&self, method: &str, params: &Value) -> Result<Value> {
         let params = params.to_string();
-        let said = self.run_ctl(&["--json", "call", method, &params].map(OsStr::new))?;
-        serde_json::from_str(&said).with_context(|| format!("{method} answers {said:?}"))
+        let output = self.run_ctl(&["--json", "call", method, &params].map(OsStr::new))?;
+        serde_json::from_str(&output).with_context(|| format!("{method} answers {output:?}"))
     }
 
     fn run_ctl(&self, words: &[&OsStr]) -> Result<String> {
         let mut ctl = bound_to_test();
         ctl.arg(ringhaul_binary()?).args(["ctl", "--control"]).arg(self.export.control());
         let output = ctl.args(words).output().context("running ringhaul ctl")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "ctl {words:?}: {said}");
+        let error = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "ctl {words:?}: {error}");
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
@@ -296,7 +296,7 @@ impl Server {
                 "the server does not listen on {}",
                 self.export.socket.display()
             );
-            poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&LOOK_INTERVAL))
+            poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&POLL_INTERVAL))
                 .context("waiting for the server")?;
         }
         Ok(())

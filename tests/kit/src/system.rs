@@ -18,34 +18,34 @@ const LIST_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Prints the reason why a test leaves something out. libtest hides the output of a test that
 /// passes, so a skipped test would look like a passed one.
-pub fn skipped(why: &str) {
+pub fn print_skipped(reason: &str) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
     // libtest captures only the output of the macros.
-    let _ = writeln!(std::io::stderr(), "skipped: {test}: {why}");
+    let _ = writeln!(std::io::stderr(), "skipped: {test}: {reason}");
 }
 
 /// Returns true if this test may change the system. Otherwise prints a message.
 #[must_use]
-pub fn may_change(what: &str) -> bool {
+pub fn can_change_system(what: &str) -> bool {
     let may = rustix::process::geteuid().is_root();
     if !may {
-        skipped(&format!("only root can change {what}"));
+        print_skipped(&format!("only root can change {what}"));
     }
     may
 }
 
 /// Runs a script when it is dropped, and after any other end of this process: a keeper waits for
 /// that.
-pub(crate) struct Undo {
+pub(crate) struct RestoreOnDrop {
     keeper: Child,
     what: String,
 }
 
-impl Undo {
+impl RestoreOnDrop {
     /// Starts the keeper, which later runs the shell script `script` with `words` as `$1` and so
     /// on.
-    pub(crate) fn later(script: &str, words: &[&str], output: Stdio) -> Result<Self> {
+    pub(crate) fn schedule(script: &str, words: &[&str], output: Stdio) -> Result<Self> {
         let script = format!("trap '' HUP INT TERM; read -r end; {script}");
         let keeper = Command::new("sh")
             .args(["-c", &script, "sh"])
@@ -58,7 +58,7 @@ impl Undo {
     }
 }
 
-impl Drop for Undo {
+impl Drop for RestoreOnDrop {
     fn drop(&mut self) {
         drop(self.keeper.stdin.take());
         match self.keeper.wait() {
@@ -70,7 +70,7 @@ impl Drop for Undo {
 
 /// A setting of the kernel under /proc/sys, changed until this value is dropped.
 pub struct Setting {
-    _undo: Undo,
+    _restore: RestoreOnDrop,
 }
 
 impl Setting {
@@ -84,15 +84,15 @@ impl Setting {
         // The keeper inherits the lock, so the next test finds the setting restored.
         flock(&file, FlockOperation::LockExclusive).with_context(|| format!("locking {path}"))?;
         let before = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
-        let undo = Undo::later("echo \"$1\"", &[before.trim()], file.into())?;
+        let restore = RestoreOnDrop::schedule("echo \"$1\"", &[before.trim()], file.into())?;
         fs::write(path, value).with_context(|| format!("writing {value} to {path}"))?;
-        Ok(Self { _undo: undo })
+        Ok(Self { _restore: restore })
     }
 }
 
 /// A file system in memory, mounted in a folder of its own.
 pub struct Tmpfs {
-    _undo: Undo,
+    _restore: RestoreOnDrop,
     folder: TempDir,
 }
 
@@ -104,10 +104,10 @@ impl Tmpfs {
     pub fn mount(bytes: u64) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder to mount on")?;
         let path = folder.path().to_str().context("a folder with an odd name")?;
-        let undo = Undo::later("umount --lazy \"$1\"", &[path], Stdio::null())?;
+        let restore = RestoreOnDrop::schedule("umount --lazy \"$1\"", &[path], Stdio::null())?;
         let options = format!("size={bytes}");
         run("mount", &["-t", "tmpfs", "-o", &options, "ringhaul-test", path])?;
-        Ok(Self { _undo: undo, folder })
+        Ok(Self { _restore: restore, folder })
     }
 
     /// The mount point.
@@ -119,7 +119,7 @@ impl Tmpfs {
 
 /// A file system on a file of its own.
 pub struct FileSystem {
-    _undo: Undo,
+    _restore: RestoreOnDrop,
     folder: TempDir,
     /// The folder of its file.
     _home: TempDir,
@@ -142,9 +142,9 @@ impl FileSystem {
         let path = folder.path().to_str().context("a folder with an odd name")?;
         // A frozen file system stays frozen without a mount, and blocks its waiting processes.
         let script = "fsfreeze --unfreeze \"$1\" 2>/dev/null; umount --lazy \"$1\"";
-        let undo = Undo::later(script, &[path], Stdio::null())?;
+        let restore = RestoreOnDrop::schedule(script, &[path], Stdio::null())?;
         run("mount", &["-o", "loop", image, path])?;
-        Ok(Self { _undo: undo, folder, _home: home })
+        Ok(Self { _restore: restore, folder, _home: home })
     }
 
     /// Blocks all changes of the file system until the result is dropped.
@@ -153,9 +153,10 @@ impl FileSystem {
     /// If it cannot be frozen.
     pub fn freeze(&self) -> Result<Frozen> {
         let path = self.folder.path().to_str().context("a folder with an odd name")?;
-        let undo = Undo::later("fsfreeze --unfreeze \"$1\"", &[path], Stdio::null())?;
+        let restore =
+            RestoreOnDrop::schedule("fsfreeze --unfreeze \"$1\"", &[path], Stdio::null())?;
         run("fsfreeze", &["--freeze", path])?;
-        Ok(Frozen { _undo: undo })
+        Ok(Frozen { _restore: restore })
     }
 
     /// The mount point.
@@ -167,23 +168,23 @@ impl FileSystem {
 
 /// A file system that does not change until this value is dropped.
 pub struct Frozen {
-    _undo: Undo,
+    _restore: RestoreOnDrop,
 }
 
 /// Returns true if `program` is installed. Otherwise prints a message.
 #[must_use]
 pub fn is_installed(program: &str) -> bool {
     let found = Command::new("sh").args(["-c", "command -v \"$1\"", "sh", program]).output();
-    let is_there = found.is_ok_and(|output| output.status.success());
-    if !is_there {
-        skipped(&format!("{program} is not installed"));
+    let is_installed = found.is_ok_and(|output| output.status.success());
+    if !is_installed {
+        print_skipped(&format!("{program} is not installed"));
     }
-    is_there
+    is_installed
 }
 
 /// A loop device.
 pub struct LoopDevice {
-    _undo: Undo,
+    _restore: RestoreOnDrop,
     path: PathBuf,
 }
 
@@ -207,8 +208,8 @@ impl LoopDevice {
         // The device may have been detached by that time, and belong to a different file.
         let script =
             "if losetup --associated \"$2\" | grep -q \"^$1:\"; then losetup -d \"$1\"; fi";
-        let undo = Undo::later(script, &[&path, file], Stdio::null())?;
-        Ok(Self { _undo: undo, path: path.into() })
+        let restore = RestoreOnDrop::schedule(script, &[&path, file], Stdio::null())?;
+        Ok(Self { _restore: restore, path: path.into() })
     }
 
     /// The path of the device.

@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// The discovery files, to be installed in /usr/share/qemu/vhost-user, and the features of the
 /// programs that they name.
@@ -52,10 +52,10 @@ impl Installed {
 
 /// Management programs start a back-end without a subcommand.
 #[test]
-fn options_alone_are_those_of_serve() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("disk.sock");
+fn options_without_a_subcommand_start_a_blk_back_end() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let socket = folders.socket("disk.sock");
     let (socket_name, file_name) = (socket.display(), file.display());
     let spaced = [format!("--socket-path={socket_name}"), format!("--blk-file={file_name}")];
     let swapped = [format!("--blk-file={file_name}"), format!("--socket-path={socket_name}")];
@@ -70,12 +70,12 @@ fn options_alone_are_those_of_serve() -> Result<()> {
 }
 
 #[test]
-fn options_alone_start_a_scsi_back_end() -> Result<()> {
-    let scene = scene()?;
+fn options_without_a_subcommand_start_a_scsi_back_end() -> Result<()> {
+    let folders = test_folders()?;
     let installed = Installed::new()?;
-    let socket = scene.socket("scsi.sock");
+    let socket = folders.socket("scsi.sock");
     let socket_path = format!("--socket-path={}", socket.display());
-    let lun = format!("--lun=3,blk-file={}", scene.disk("disk.img", DISK_BYTES)?.display());
+    let lun = format!("--lun=3,blk-file={}", folders.disk("disk.img", DISK_BYTES)?.display());
     let mut daemon = Running::serve(installed.command("ringhaul-scsi")?.args([socket_path, lun]))?;
     let options = "--device scsi --lun 3 --rw randread --number_ios 50";
     run(&mut bench(&socket, options)?)?.expect_code(0)?;
@@ -93,7 +93,7 @@ fn capabilities(command: &mut Command) -> Result<Value> {
 
 /// "Other options and arguments should be ignored." Only the kind of device decides the output.
 #[test]
-fn capabilities_are_printed_whatever_else_is_asked() -> Result<()> {
+fn capabilities_are_printed_in_spite_of_other_options() -> Result<()> {
     for (kind, arguments) in [
         ("block", &["--print-capabilities"][..]),
         ("block", &["serve", "--print-capabilities"]),

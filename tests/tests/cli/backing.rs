@@ -1,17 +1,17 @@
 //! Backing files of images: allowed ones, loops, and chains that are too long.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Finished, TestFolders, ringhaul, run};
 use ringhaul_kit::system::{is_installed, run as run_program};
 
-use crate::scene;
+use crate::test_folders;
 
-struct Images(Scene);
+struct Images(TestFolders);
 
 impl Images {
     /// `None` if qemu-img is not installed.
     fn new() -> Result<Option<Self>> {
-        is_installed("qemu-img").then(|| scene().map(Self)).transpose()
+        is_installed("qemu-img").then(|| test_folders().map(Self)).transpose()
     }
 
     fn path(&self, name: &str) -> Result<String> {

@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringhaul_kit::cli::{
-    EXIT_RUN, EXIT_USAGE, Finished, Refusals, Running, Scene, bench, ringhaul, run, serve,
+    EXIT_RUN, EXIT_USAGE, Finished, Refusals, Running, TestFolders, bench, ringhaul, run, serve,
 };
 use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::skipped;
+use ringhaul_kit::system::print_skipped;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 const PATTERNS: [&str; 6] = ["read", "write", "randread", "randwrite", "rw", "randrw"];
 
@@ -142,9 +142,9 @@ fn check_pattern(daemon: &Daemon, pattern: &str, options: &str) -> Result<()> {
 
 #[test]
 fn json_has_the_documented_keys_and_figures_that_fit() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let daemon = Running::serve(serve(&socket, &file)?.args(["--logical-block-size", "4096"]))?;
     let options = "--rw randrw --rwmixread 70 --bs 8k --iodepth 16 --numjobs 2 --fsync 4 \
                    --runtime 1 --ramp_time 100ms --randseed 7 --output-format json";
@@ -175,17 +175,17 @@ fn json_has_the_documented_keys_and_figures_that_fit() -> Result<()> {
 }
 
 /// Serves a null disk and returns its socket.
-fn serve_null(scene: &Scene) -> Result<(Running, PathBuf)> {
-    let socket = scene.socket("null.sock");
+fn serve_null(folders: &TestFolders) -> Result<(Running, PathBuf)> {
+    let socket = folders.socket("null.sock");
     let mut command = ringhaul()?;
     command.args(["serve", "--disk", "null,size=64M", "--socket-path"]).arg(&socket);
     Ok((Running::serve(&mut command)?, socket))
 }
 
 #[test]
-fn an_open_loop_makes_requests_at_its_rate_whatever_the_server_does() -> Result<()> {
-    let scene = scene()?;
-    let (_daemon, socket) = serve_null(&scene)?;
+fn an_open_loop_keeps_its_rate_beside_a_slow_server() -> Result<()> {
+    let folders = test_folders()?;
+    let (_daemon, socket) = serve_null(&folders)?;
     let measure = |options: &str| -> Result<Value> {
         let options = format!("--rw randread --output-format json {options}");
         json(&run(&mut bench(&socket, &options)?)?.expect_code(0)?)
@@ -205,8 +205,8 @@ fn an_open_loop_makes_requests_at_its_rate_whatever_the_server_does() -> Result<
 
 #[test]
 fn a_delay_follows_each_call() -> Result<()> {
-    let scene = scene()?;
-    let (_daemon, socket) = serve_null(&scene)?;
+    let folders = test_folders()?;
+    let (_daemon, socket) = serve_null(&folders)?;
     // A rate makes the driver sleep between requests even on a busy machine. At this rate the run
     // would end sooner without delays.
     let options = "--rw randread --number_ios 40 --rate_iops 200 --wake-delay 10000 \
@@ -222,11 +222,11 @@ fn a_delay_follows_each_call() -> Result<()> {
 /// On logical blocks of 4096 bytes smaller sizes grow; an explicit option takes precedence.
 #[test]
 fn a_profile_is_a_pattern_by_name() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let mut sizes = "512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10";
     for block in ["512", "4096"] {
-        let socket = scene.socket(block);
+        let socket = folders.socket(block);
         let mut command = serve(&socket, &file)?;
         let daemon = Running::serve(command.args(["--logical-block-size", block]))?;
         let options = "--profile file-server --number_ios 2000 --output-format json";
@@ -300,8 +300,8 @@ fn check_latencies(report: &Value, prefix: &str) -> Result<()> {
 }
 
 #[test]
-fn the_text_goes_where_it_is_sent() -> Result<()> {
-    let scene = scene()?;
+fn the_text_goes_to_stdout_or_a_file() -> Result<()> {
+    let folders = test_folders()?;
     let daemon = start(Engine::Aio, Cache::None)?;
     let options = "--rw randrw --number_ios 100 --eta never";
     let shown = run(&mut bench(daemon.socket(), options)?)?.expect_code(0)?;
@@ -309,7 +309,7 @@ fn the_text_goes_where_it_is_sent() -> Result<()> {
         ensure!(shown.stdout.contains(word), "no {word:?} in:\n{}", shown.stdout);
     }
     ensure!(shown.stderr.is_empty(), "on stderr:\n{}", shown.stderr);
-    let path = scene.path("result");
+    let path = folders.path("result");
     let mut command = bench(daemon.socket(), options)?;
     let written = run(command.arg("--output").arg(&path))?.expect_code(0)?;
     ensure!(written.stdout.is_empty(), "on stdout:\n{}", written.stdout);
@@ -320,8 +320,8 @@ fn the_text_goes_where_it_is_sent() -> Result<()> {
 /// The null disk keeps no data, so no block verifies.
 #[test]
 fn wrong_data_is_shown_and_fails() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
     let mut command = ringhaul()?;
     command.args(["serve", "--disk", "null,size=1M", "--socket-path"]).arg(&socket);
     let _daemon = Running::serve(&mut command)?;
@@ -335,7 +335,7 @@ fn wrong_data_is_shown_and_fails() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_run_is_refused() -> Result<()> {
+fn impossible_runs_are_refused() -> Result<()> {
     let daemon = start(Engine::Aio, Cache::None)?;
     let mut refusals = Refusals::default();
     for (options, words) in [
@@ -392,18 +392,18 @@ fn a_read_only_disk_is_read_and_not_written() -> Result<()> {
 
 #[test]
 fn a_server_that_is_not_there_is_named() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let mut refusals = Refusals::default();
-    let missing = scene.socket("missing.sock");
+    let missing = folders.socket("missing.sock");
     refusals.check(
         "none",
         bench(&missing, ""),
         &["missing.sock", "no such socket", "start the server"],
     );
-    let left_over = scene.socket("old.sock");
+    let left_over = folders.socket("old.sock");
     drop(UnixListener::bind(&left_over)?);
     refusals.check("left over", bench(&left_over, ""), &["old.sock", "no server listens"]);
-    let regular = scene.socket("regular");
+    let regular = folders.socket("regular");
     fs::write(&regular, "")?;
     refusals.check("regular file", bench(&regular, ""), &["regular", "no server listens"]);
     refusals.check(
@@ -419,7 +419,7 @@ fn a_server_that_is_not_there_is_named() -> Result<()> {
 
 #[test]
 fn errors_have_the_form_of_the_log() -> Result<()> {
-    let missing = scene()?.socket("missing.sock");
+    let missing = test_folders()?.socket("missing.sock");
     let mut command = bench(&missing, "--log-format json")?;
     let finished = run(&mut command)?.expect_code(EXIT_USAGE)?;
     let line: Value = serde_json::from_str(finished.stderr.trim())
@@ -446,13 +446,13 @@ fn own_memory_kib(daemon: &Running) -> Result<u64> {
 fn a_daemon_with_four_queues_stays_small() -> Result<()> {
     const LIMIT_KIB: u64 = 16 << 10;
     if cfg!(debug_assertions) && std::env::var_os("RINGHAUL_BIN").is_none() {
-        skipped("it is about release builds; set RINGHAUL_BIN to one");
+        print_skipped("it is about release builds; set RINGHAUL_BIN to one");
         return Ok(());
     }
     for engine in ["io_uring", "aio", "threads"] {
-        let scene = scene()?;
-        let socket = scene.socket("disk.sock");
-        let file = scene.disk("disk.img", DISK_BYTES)?;
+        let folders = test_folders()?;
+        let socket = folders.socket("disk.sock");
+        let file = folders.disk("disk.img", DISK_BYTES)?;
         let mut command = serve(&socket, &file)?;
         let mut daemon = Running::serve(command.args(["--num-queues", "4", "--engine", engine]))?;
         let options = "--rw randrw --bssplit 4k/90:128k/10 --numjobs 4 --iodepth 64 --runtime 2 \

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Refusals, Running, ringhaul, run, serve};
 use serde_json::Value;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 const ENGINES: [&str; 4] = ["auto", "io_uring", "aio", "threads"];
 
@@ -31,8 +31,8 @@ fn number(report: &Value, key: &str) -> Result<f64> {
 /// Every engine, with direct I/O and without, reads back its writes.
 #[test]
 fn every_engine_verifies() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     for engine in ENGINES {
         for (pattern, direct) in [("randrw", "on"), ("write", "off"), ("randread", "1")] {
             let options = format!(
@@ -52,9 +52,9 @@ fn every_engine_verifies() -> Result<()> {
 }
 
 #[test]
-fn a_disk_that_cannot_be_polled_is_driven_all_the_same() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+fn a_disk_that_cannot_be_polled_is_still_driven() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let options = "--engine io_uring --iopoll --direct off --rw randrw --numjobs 2 --iodepth 8 \
                    --size 4m --number_ios 200 --verify";
     let report = json(&mut bench_file(&file, options)?)?;
@@ -64,9 +64,9 @@ fn a_disk_that_cannot_be_polled_is_driven_all_the_same() -> Result<()> {
 }
 
 #[test]
-fn a_submission_thread_takes_what_is_submitted() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+fn ops_go_through_a_submission_thread() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let options = "--engine io_uring --sqpoll --rw randrw --numjobs 2 --iodepth 8 --size 4m \
                    --number_ios 200 --verify";
     let report = json(&mut bench_file(&file, options)?)?;
@@ -76,9 +76,9 @@ fn a_submission_thread_takes_what_is_submitted() -> Result<()> {
 }
 
 #[test]
-fn what_the_engine_did_is_reported() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+fn the_report_has_figures_of_the_engine() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let options = "--engine aio --rw randrw --iodepth 32 --iodepth-batch 8 --number_ios 4000";
     let report = json(&mut bench_file(&file, options)?)?;
     ensure!(report["filename"] == file.display().to_string(), "{}", report["filename"]);
@@ -114,8 +114,8 @@ fn what_the_engine_did_is_reported() -> Result<()> {
 /// A switch turns off one step alone.
 #[test]
 fn steps_can_be_switched_off() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let figures = |engine: &str, switch: &str| {
         let options = format!("--engine {engine} {switch} --iodepth 16 --number_ios 2000");
         json(&mut bench_file(&file, &options)?)
@@ -138,10 +138,10 @@ fn steps_can_be_switched_off() -> Result<()> {
 
 #[test]
 fn files_that_cannot_be_used_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let small = scene.disk("small.img", 1000)?;
-    let missing = scene.path("missing.img");
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let small = folders.disk("small.img", 1000)?;
+    let missing = folders.path("missing.img");
     let mut refusals = Refusals::default();
     let name = |path: &Path| path.display().to_string();
     let (file_name, small_name, missing_name) = (name(&file), name(&small), name(&missing));
@@ -164,7 +164,7 @@ fn files_that_cannot_be_used_are_refused() -> Result<()> {
     refusals.check("folder", bench_file(Path::new("/"), ""), &["use / as", "directory"]);
     refusals.check("null", bench_file(Path::new("/dev/null"), ""), &["/dev/null", "regular file"]);
     // A file that a daemon serves is not written, and is read only if the daemon only reads.
-    let socket = scene.socket("disk.sock");
+    let socket = folders.socket("disk.sock");
     let _daemon = Running::serve(&mut serve(&socket, &file)?)?;
     refusals.check("in use", bench_file(&file, "--rw write"), &[&file_name, "locked"]);
     refusals.check("in use", bench_file(&file, "--verify"), &[&file_name, "locked"]);
@@ -174,12 +174,12 @@ fn files_that_cannot_be_used_are_refused() -> Result<()> {
 /// A pattern that only reads takes no right to write, which the lock of the daemon denies, and
 /// changes nothing.
 #[test]
-fn reading_leaves_a_file_as_it_is() -> Result<()> {
-    let scene = scene()?;
-    let path = scene.path("disk.img");
+fn reads_do_not_change_a_file() -> Result<()> {
+    let folders = test_folders()?;
+    let path = folders.path("disk.img");
     let content: Vec<u8> = (0..1_u32 << 18).flat_map(u32::to_le_bytes).collect();
     fs::write(&path, &content)?;
-    let socket = scene.socket("disk.sock");
+    let socket = folders.socket("disk.sock");
     let _daemon = Running::serve(serve(&socket, &path)?.arg("--read-only"))?;
     let mut refusals = Refusals::default();
     refusals.check("read by another", bench_file(&path, "--rw write"), &["disk.img", "locked"]);

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{EXIT_RUN, Refusals, Running, bench, ringhaul, run};
 use serde_json::Value;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 const PATTERNS: [&str; 6] = ["read", "write", "randread", "randwrite", "rw", "randrw"];
 
@@ -35,10 +35,10 @@ fn measure(socket: &Path, options: &str) -> Result<Value> {
 
 #[test]
 fn every_pattern_verifies() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     for (index, engine) in ["io_uring", "aio", "threads"].into_iter().enumerate() {
-        let socket = scene.socket(engine);
+        let socket = folders.socket(engine);
         let units = [format!("0,blk-file={}", file.display())];
         let mut command = serve_units(&socket, &units)?;
         command.args(["--engine", engine, "--iothreads", "2"]);
@@ -65,12 +65,12 @@ fn every_pattern_verifies() -> Result<()> {
 #[test]
 fn all_units_are_driven_evenly() -> Result<()> {
     const WRITES: usize = 1200;
-    let scene = scene()?;
-    let socket = scene.socket("scsi.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("scsi.sock");
     let mut files = Vec::new();
     let mut units = Vec::new();
     for (unit, keys) in [("0", ""), ("7", ",logical-block-size=4096"), ("3:300", "")] {
-        let file = scene.disk(&format!("{}.img", files.len()), DISK_BYTES)?;
+        let file = folders.disk(&format!("{}.img", files.len()), DISK_BYTES)?;
         units.push(format!("{unit},blk-file={}{keys}", file.display()));
         files.push(file);
     }
@@ -95,8 +95,8 @@ fn all_units_are_driven_evenly() -> Result<()> {
 /// READ(10) cannot address most blocks of this unit.
 #[test]
 fn a_large_unit_is_driven_to_its_end() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("scsi.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("scsi.sock");
     let units = ["4:16383,null=8T".to_owned()];
     let _daemon = Running::serve(&mut serve_units(&socket, &units)?)?;
     let options = "--lun 4:16383 --rw randread --number_ios 2000 --iodepth 32";
@@ -108,8 +108,8 @@ fn a_large_unit_is_driven_to_its_end() -> Result<()> {
 
 #[test]
 fn wrong_data_is_shown_with_its_unit() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("scsi.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("scsi.sock");
     let units = ["2,null=1M".to_owned()];
     let _daemon = Running::serve(&mut serve_units(&socket, &units)?)?;
     let options = "--device scsi --lun 2 --rw read --number_ios 20 --verify";
@@ -120,9 +120,9 @@ fn wrong_data_is_shown_with_its_unit() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_driven_is_refused() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("scsi.sock");
+fn impossible_units_and_queues_are_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let socket = folders.socket("scsi.sock");
     let units = ["1,null=1M".to_owned(), "5:2,null=1M,read-only=on".to_owned()];
     let mut command = serve_units(&socket, &units)?;
     let _daemon = Running::serve(command.args(["--num-queues", "2"]))?;

@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Refusals, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::cli::{READY, Refusals, Running, TestFolders, bench, ringhaul, run};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::control::Client;
-use super::{DISK_BYTES, scene};
+use super::{DISK_BYTES, test_folders};
 
 const DOCUMENTATION: &str =
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/configuration.md"));
 
-fn write(scene: &Scene, text: &str) -> Result<PathBuf> {
-    let path = scene.path("ringhaul.toml");
+fn write(folders: &TestFolders, text: &str) -> Result<PathBuf> {
+    let path = folders.path("ringhaul.toml");
     fs::write(&path, text)?;
     Ok(path)
 }
@@ -32,18 +32,18 @@ fn check(file: &Path) -> Result<Command> {
 /// `check` finds the errors that `serve` would report at once, given the options of `serve`.
 #[test]
 fn a_file_is_checked_with_the_options_of_serve() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let export = |socket: &str| {
         format!("[[export]]\nendpoint.path = \"{socket}\"\ndevice.blk = \"null:1M\"\n")
     };
     let grouped = format!("control-group = \"root\"\n{}", export("/a"));
-    let file = write(&scene, &grouped)?;
+    let file = write(&folders, &grouped)?;
     run(&mut check(&file)?)?.expect_refusal(&["--control"])?;
     run(check(&file)?.args(["--control", "/c"]))?.expect_code(0)?;
     run(check(&file)?.args(["--control", "/a"]))?.expect_refusal(&["is the control socket"])?;
     run(check(&file)?.arg("--iothread"))?.expect_refusal(&["--iothread"])?;
     let threads = format!("{}iothread = 1\n", export("/a"));
-    let file = write(&scene, &threads)?;
+    let file = write(&folders, &threads)?;
     run(&mut check(&file)?)?.expect_refusal(&["IoThread 1 does not exist"])?;
     run(check(&file)?.args(["--iothreads", "2"]))?.expect_code(0)?;
     for (text, words) in [
@@ -52,7 +52,7 @@ fn a_file_is_checked_with_the_options_of_serve() -> Result<()> {
         (format!("poll-budget = 50.0\n{}", export("/a")), "write 50"),
         (format!("{}run-max = 60000\n", export("/a")), "run-max must be 1 to 1024"),
     ] {
-        let file = write(&scene, &text)?;
+        let file = write(&folders, &text)?;
         run(check(&file)?.args(["--control", "/c"]))?.expect_refusal(&[words])?;
     }
     Ok(())
@@ -76,18 +76,18 @@ fn names(client: &mut Client) -> Result<Vec<String>> {
 
 #[test]
 fn the_documented_example_is_served() -> Result<()> {
-    let scene = scene()?;
-    let sockets = scene.socket("x").parent().context("no folder")?.display().to_string();
-    let disks = scene.path("x").parent().context("no folder")?.display().to_string();
+    let folders = test_folders()?;
+    let sockets = folders.socket("x").parent().context("no folder")?.display().to_string();
+    let disks = folders.path("x").parent().context("no folder")?.display().to_string();
     let example = DOCUMENTATION.split("```toml\n").nth(1).context("no example")?;
     let example = example.split("```").next().unwrap_or_default();
     let example = example.replace("/run/ringhaul", &sockets).replace("/srv", &disks);
     for name in ["mail.img", "install.iso", "database.img", "log.img"] {
-        scene.disk(name, DISK_BYTES)?;
+        folders.disk(name, DISK_BYTES)?;
     }
     // An option that needs a second option, in a file that has both.
     let group = fs::metadata(&sockets)?.gid();
-    let file = write(&scene, &format!("control-group = \"{group}\"\n{example}"))?;
+    let file = write(&folders, &format!("control-group = \"{group}\"\n{example}"))?;
     let checked = run(&mut check(&file)?)?.expect_code(0)?;
     let expected = format!(
         "mail on {sockets}/mail.sock: virtio-blk, {disks}/mail.img\n\
@@ -106,23 +106,23 @@ fn the_documented_example_is_served() -> Result<()> {
     for _ in 0..4 {
         daemon.wait_for(READY)?;
     }
-    let mut client = Client::new(&scene.socket("control"))?;
+    let mut client = Client::new(&folders.socket("control"))?;
     ensure!(names(&mut client)?.len() == 5, "{:?}", names(&mut client)?);
-    let mode = fs::metadata(scene.socket("control"))?.permissions().mode() & 0o777;
+    let mode = fs::metadata(folders.socket("control"))?.permissions().mode() & 0o777;
     ensure!(mode == 0o660, "the control socket has mode {mode:o}");
     let mail = client.call("export.show", &json!({ "export": "mail" }))?["result"].clone();
     let seen = json!([mail["serial"], mail["num-queues"], mail["cache"], mail["iothread"]]);
     ensure!(seen == json!(["mail-0001", 3, "none", null]), "{mail}");
     let options = "--rw randrw --number_ios 100 --size 4m --verify";
-    run(&mut bench(&scene.socket("mail.sock"), options)?)?.expect_code(0)?;
+    run(&mut bench(&folders.socket("mail.sock"), options)?)?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
 #[test]
-fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
-    let scene = scene()?;
+fn an_invalid_file_is_refused_with_the_position() -> Result<()> {
+    let folders = test_folders()?;
     let export = "[[export]]\nendpoint = { path = \"/a\" }\n";
     let blk = "device = { blk = { null = { size-bytes = 512 } } }\n";
     let mut refusals = Refusals::default();
@@ -163,20 +163,20 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
     .into_iter()
     .enumerate()
     {
-        let file = scene.path(&format!("{number}.toml"));
+        let file = folders.path(&format!("{number}.toml"));
         fs::write(&file, &text)?;
         let name = file.display().to_string();
         let words = [&[&*name], words].concat();
         refusals.check(&text, check(&file), &words);
         refusals.check(&text, serve(&file), &words);
     }
-    let missing = scene.path("missing.toml");
+    let missing = folders.path("missing.toml");
     refusals.check("missing", check(&missing), &["missing.toml", "No such file"]);
     refusals.finish()
 }
 
 /// Makes exports of null disks in the form of the configuration file.
-struct Exports<'a>(&'a Scene);
+struct Exports<'a>(&'a TestFolders);
 
 impl Exports<'_> {
     fn socket(&self, name: &str) -> String {
@@ -224,25 +224,25 @@ impl Exports<'_> {
 
 #[test]
 fn a_reload_applies_the_difference() -> Result<()> {
-    let scene = scene()?;
-    let exports = Exports(&scene);
+    let folders = test_folders()?;
+    let exports = Exports(&folders);
     let (control, stays) = (exports.control(), exports.blk("stays", ""));
     let more = [
         exports.blk("goes", "name = \"vm-that-goes\"\n"),
         exports.blk("changes", ""),
         exports.scsi([0, 1]),
     ];
-    let file = write(&scene, &[&*control, &stays, &more.concat()].concat())?;
+    let file = write(&folders, &[&*control, &stays, &more.concat()].concat())?;
     let mut command = serve(&file)?;
     command.arg("--export").arg(format!("socket-path={},null=1M", exports.socket("own")));
     let mut daemon = Running::serve(&mut command)?;
     for _ in 0..4 {
         daemon.wait_for(READY)?;
     }
-    let mut client = Client::new(&scene.socket("control"))?;
+    let mut client = Client::new(&folders.socket("control"))?;
     // A guest uses this export all the time.
     let options = "--rw randrw --runtime 1h --timeout 1h --eta always --verify";
-    let mut load = Running::start(&mut bench(&scene.socket("stays"), options)?)?;
+    let mut load = Running::start(&mut bench(&folders.socket("stays"), options)?)?;
     load.wait_for("IOPS")?;
 
     let options = format!("{control}iothreads = 2\npoll-max-us = 77\n");
@@ -283,23 +283,23 @@ fn a_reload_applies_the_difference() -> Result<()> {
 }
 
 #[test]
-fn a_process_that_takes_over_reads_the_file_too() -> Result<()> {
-    let scene = scene()?;
-    let exports = Exports(&scene);
+fn a_successor_reads_the_file_too() -> Result<()> {
+    let folders = test_folders()?;
+    let exports = Exports(&folders);
     let first = exports.control() + &exports.blk("first", "");
-    let file = write(&scene, &format!("{first}{}", exports.blk("gone", "")))?;
+    let file = write(&folders, &format!("{first}{}", exports.blk("gone", "")))?;
     let mut old = Running::serve(&mut serve(&file)?)?;
     // No reload has applied this text.
     fs::write(&file, format!("{first}{}", exports.blk("second", "")))?;
     let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
     let mut new = Running::start(&mut command)?;
     new.wait_for("took over 2 exports from process")?;
     old.wait_for("has taken over")?;
     old.finish()?.expect_code(0)?;
     new.signal(Signal::HUP)?;
     new.wait_for("is applied, as far as it can be")?;
-    let mut client = Client::new(&scene.socket("control"))?;
+    let mut client = Client::new(&folders.socket("control"))?;
     // An export that the file lost after the old process read it still counts as one of the file.
     let expected = ["first", "second"].map(|name| exports.socket(name));
     ensure!(names(&mut client)? == expected, "{:?}", names(&mut client)?);
@@ -317,19 +317,19 @@ fn a_process_that_takes_over_reads_the_file_too() -> Result<()> {
 #[test]
 fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", DISK_BYTES)?;
     let export = |name: &str, disk: &Path, more: &str| {
-        let (socket, disk) = (scene.socket(name), disk.display());
+        let (socket, disk) = (folders.socket(name), disk.display());
         format!(
             "[[export]]\nendpoint = {{ path = \"{}\" }}\n\
              device = {{ blk = {{ file = \"{disk}\" }} }}\n{more}",
             socket.display()
         )
     };
-    let file = write(&scene, "")?;
+    let file = write(&folders, "")?;
     let mut command = serve(&file)?;
-    command.arg("--export").arg(format!("socket-path={},null=1M", scene.socket("own").display()));
+    command.arg("--export").arg(format!("socket-path={},null=1M", folders.socket("own").display()));
     let mut daemon = Running::serve(&mut command)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
@@ -337,15 +337,15 @@ fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     let hung = export("hung", &fuse.file(), "read-only = true\nno-lock = true\n");
     fs::write(&file, [&*hung, &export("healthy", &disk, "")].concat())?;
     daemon.signal(Signal::HUP)?;
-    daemon.wait_for(&format!("serving on {}", scene.socket("healthy").display()))?;
+    daemon.wait_for(&format!("serving on {}", folders.socket("healthy").display()))?;
     fuse.wait_for(opcode::OPEN)?;
     let line = daemon.wait_for("its change has not ended after")?;
-    ensure!(line.contains(&scene.socket("hung").display().to_string()), "{line}");
+    ensure!(line.contains(&folders.socket("hung").display().to_string()), "{line}");
     fs::write(&file, &hung)?;
     daemon.signal(Signal::HUP)?;
     daemon.wait_for("removed")?;
     fuse.release();
-    daemon.wait_for(&format!("serving on {}", scene.socket("hung").display()))?;
+    daemon.wait_for(&format!("serving on {}", folders.socket("hung").display()))?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
@@ -353,15 +353,15 @@ fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
 
 /// A read of a pipe without a writer would block the daemon.
 #[test]
-fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
-    let scene = scene()?;
-    let (file, control) = (scene.path("ringhaul.toml"), scene.socket("control"));
+fn a_pipe_as_the_file_is_refused_without_blocking() -> Result<()> {
+    let folders = test_folders()?;
+    let (file, control) = (folders.path("ringhaul.toml"), folders.socket("control"));
     let text = |name: &str| {
         format!(
             "control = \"{}\"\n[[export]]\nname = \"{name}\"\nendpoint = {{ path = \"{}\" }}\n\
              device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n",
             control.display(),
-            scene.socket(name).display()
+            folders.socket(name).display()
         )
     };
     let pipe = || -> Result<()> {
@@ -385,7 +385,7 @@ fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
     daemon.signal(Signal::HUP)?;
     daemon.wait_for("before: removed")?;
     daemon.wait_for("is applied, as far as it can be")?;
-    ensure!(scene.socket("after").exists(), "{}", daemon.stderr());
+    ensure!(folders.socket("after").exists(), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
@@ -393,12 +393,12 @@ fn a_file_that_is_a_pipe_is_refused_and_blocks_nothing() -> Result<()> {
 
 /// A reload that waits for a file system without limit would block all later ones.
 #[test]
-fn a_reload_of_a_file_that_cannot_be_read_is_given_up() -> Result<()> {
+fn a_reload_of_a_hung_file_is_cancelled() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let exports = Exports(&scene);
+    let folders = test_folders()?;
+    let exports = Exports(&folders);
     let text = exports.control() + &exports.blk("before", "");
-    let file = write(&scene, &text)?;
+    let file = write(&folders, &text)?;
     let mut daemon = Running::serve(&mut serve(&file)?)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
@@ -411,8 +411,8 @@ fn a_reload_of_a_file_that_cannot_be_read_is_given_up() -> Result<()> {
         let name = file.display();
         daemon.wait_for(&format!("{name} is not read after 2 s; it is waited for"))?;
         let line = daemon.wait_for("the configuration is not changed: ")?;
-        let why = format!("{name} is not read after 10 s; reload again when it can be read");
-        ensure!(line.contains(&why), "{line}");
+        let reason = format!("{name} is not read after 10 s; reload again when it can be read");
+        ensure!(line.contains(&reason), "{line}");
         fs::remove_file(&file)?;
         fs::write(&file, format!("{text}{}", exports.blk("after", "")))?;
         daemon.signal(Signal::HUP)?;
@@ -421,7 +421,7 @@ fn a_reload_of_a_file_that_cannot_be_read_is_given_up() -> Result<()> {
     // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();
     is_left?;
-    let mut client = Client::new(&scene.socket("control"))?;
+    let mut client = Client::new(&folders.socket("control"))?;
     let expected = ["after", "before"].map(|name| exports.socket(name));
     let mut served = names(&mut client)?;
     served.sort();

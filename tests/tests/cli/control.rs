@@ -9,12 +9,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{self, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::cli::{self, Running, TestFolders, bench, ringhaul, run};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use ringhaul_kit::system::skipped;
+use ringhaul_kit::system::print_skipped;
 use serde_json::{Value, json};
 
-use super::{is_root, scene};
+use super::{is_root, test_folders};
 
 /// A limit that only ends a hopeless wait.
 const HOPELESS: Duration = Duration::from_secs(60);
@@ -51,21 +51,21 @@ impl Client {
     }
 }
 
-fn serve(scene: &Scene) -> Result<Running> {
+fn serve(folders: &TestFolders) -> Result<Running> {
     let mut command = ringhaul()?;
-    command.arg("serve").arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.arg("serve").arg("--socket-path").arg(folders.socket("vm.sock"));
     command.args(["--device", "scsi", "--lun", "0,null=1M"]);
-    command.arg("--control").arg(scene.socket("control"));
+    command.arg("--control").arg(folders.socket("control"));
     Running::serve(&mut command)
 }
 
 #[test]
-fn exports_and_units_come_and_go_by_request() -> Result<()> {
-    let scene = scene()?;
-    let daemon = serve(&scene)?;
-    let mut client = Client::new(&scene.socket("control"))?;
-    let vm = scene.socket("vm.sock").display().to_string();
-    let disk = scene.disk("more.img", 1 << 20)?;
+fn exports_and_units_are_added_and_removed_by_request() -> Result<()> {
+    let folders = test_folders()?;
+    let daemon = serve(&folders)?;
+    let mut client = Client::new(&folders.socket("control"))?;
+    let vm = folders.socket("vm.sock").display().to_string();
+    let disk = folders.disk("more.img", 1 << 20)?;
     let unit = json!({ "lun": 3, "disk": { "file": disk } });
     let of_unit = json!({ "export": vm, "lun": 3 });
     for _ in 0..3 {
@@ -84,7 +84,7 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
         ensure!(removed["error"]["code"] == 2, "{removed}");
         fs::File::options().write(true).open(&disk)?.set_len(1 << 20)?;
     }
-    let other = scene.socket("other.sock");
+    let other = folders.socket("other.sock");
     let blk = json!({ "blk": { "file": disk } });
     let spec = json!({ "name": "vm2", "endpoint": { "path": other }, "device": blk });
     let added = client.call("export.add", &spec)?;
@@ -93,7 +93,7 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
         let shown = client.call("export.show", &json!({ "export": called }))?;
         ensure!(shown["result"]["name"] == "vm2", "{called}: {shown}");
     }
-    let unused = scene.socket("unused.sock");
+    let unused = folders.socket("unused.sock");
     for (name, path) in [("vm2", &unused), ("vm3", &other)] {
         let spec = json!({ "name": name, "endpoint": { "path": path }, "device": blk });
         let again = client.call("export.add", &spec)?;
@@ -106,13 +106,13 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
     let ended = client.call("shutdown", &json!({}))?;
     ensure!(ended["result"] == json!({}), "{ended}");
     daemon.finish()?.expect_code(0)?;
-    ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    ensure!(!folders.socket("control").exists(), "the control socket is left behind");
     Ok(())
 }
 
 /// Sends a ping from a separate program as user 65534 in these groups. Returns the daemon's answer,
 /// or `None` if the kernel refused the connection.
-fn ask_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
+fn call_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
     const ASK: &str = r#"
         $SIG{PIPE} = 'IGNORE';
         my $socket = IO::Socket::UNIX->new(Peer => $ARGV[0]) or exit;
@@ -122,25 +122,25 @@ fn ask_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
     "#;
     let mut ask = Command::new("setpriv");
     ask.args(["--reuid=65534", "--regid=65534", groups, "perl", "-MIO::Socket::UNIX", "-e", ASK]);
-    let asked = run(ask.arg(path).stdin(Stdio::null()))?.expect_code(0)?;
-    let answer = asked.stdout.lines().next().map(serde_json::from_str).transpose()?;
+    let finished = run(ask.arg(path).stdin(Stdio::null()))?.expect_code(0)?;
+    let answer = finished.stdout.lines().next().map(serde_json::from_str).transpose()?;
     Ok(answer)
 }
 
 #[test]
-fn the_members_of_a_group_may_ask() -> Result<()> {
+fn members_of_the_control_group_are_served() -> Result<()> {
     if !is_root() {
-        skipped("only root can become another user");
+        print_skipped("only root can become another user");
         return Ok(());
     }
-    let scene = scene()?;
-    let path = scene.socket("control");
+    let folders = test_folders()?;
+    let path = folders.socket("control");
     let folder = path.parent().context("a socket has a folder")?;
     fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
     let serve = |group: &[&str]| {
         let mut command = ringhaul()?;
         command.args(["serve", "--disk", "null,size=1M", "--socket-path"]);
-        command.arg(scene.socket("vm.sock")).arg("--control").arg(&path).args(group);
+        command.arg(folders.socket("vm.sock")).arg("--control").arg(&path).args(group);
         Running::serve(&mut command)
     };
     let (member, stranger) = ("--groups=4711", "--clear-groups");
@@ -148,13 +148,13 @@ fn the_members_of_a_group_may_ask() -> Result<()> {
         let daemon = serve(options)?;
         let seen = fs::metadata(&path)?.permissions().mode() & 0o777;
         ensure!(seen == mode, "the socket has mode {seen:o}");
-        let answer = ask_as_nobody(&path, member)?;
+        let answer = call_as_nobody(&path, member)?;
         let is_served = answer.is_some_and(|answer| answer["result"]["version"].is_string());
         ensure!(is_served != options.is_empty(), "a member with {options:?}: {is_served}");
-        ensure!(ask_as_nobody(&path, stranger)?.is_none(), "a stranger may connect");
+        ensure!(call_as_nobody(&path, stranger)?.is_none(), "a stranger may connect");
         // A client that can connect is refused by its credentials.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666))?;
-        let refused = ask_as_nobody(&path, stranger)?.context("it cannot connect")?;
+        let refused = call_as_nobody(&path, stranger)?.context("it cannot connect")?;
         ensure!(refused["error"]["code"] == 7, "{refused}");
         Client::new(&path)?.call("shutdown", &json!({}))?;
         daemon.finish()?.expect_code(0)?;
@@ -172,10 +172,10 @@ pub(crate) fn event(client: &mut Client) -> Result<Value> {
 }
 
 #[test]
-fn subscribers_learn_what_happens() -> Result<()> {
-    let scene = scene()?;
-    let daemon = serve(&scene)?;
-    let path = scene.socket("control");
+fn subscribers_receive_events() -> Result<()> {
+    let folders = test_folders()?;
+    let daemon = serve(&folders)?;
+    let path = folders.socket("control");
     let (mut all, mut some) = (Client::new(&path)?, Client::new(&path)?);
     let mut client = Client::new(&path)?;
     ensure!(all.call("subscribe", &json!({}))?["result"] == json!({}), "no subscription");
@@ -184,8 +184,8 @@ fn subscribers_learn_what_happens() -> Result<()> {
     ensure!(some.call("subscribe", &kinds)?["error"]["code"] == 4, "two subscriptions");
     let unknown = client.call("subscribe", &json!({ "events": ["birthday"] }))?;
     ensure!(unknown["error"]["code"] == -32602, "{unknown}");
-    let disk = scene.disk("disk.img", 1 << 20)?;
-    let vm = scene.socket("vm.sock");
+    let disk = folders.disk("disk.img", 1 << 20)?;
+    let vm = folders.socket("vm.sock");
     let unit = json!({ "lun": 3, "disk": { "file": disk } });
     client.call("lun.add", &json!({ "export": vm, "unit": unit }))?;
     let place = json!({ "export": vm, "target": 0, "lun": 3 });
@@ -202,7 +202,7 @@ fn subscribers_learn_what_happens() -> Result<()> {
     client.call("lun.remove", &json!({ "export": vm, "lun": 3 }))?;
     ensure!(event(&mut all)? == with("lun-removed", json!({})));
 
-    let socket = scene.socket("blk.sock");
+    let socket = folders.socket("blk.sock");
     let blk = json!({ "blk": { "file": disk } });
     let spec = json!({ "name": "vm2", "endpoint": { "path": socket }, "device": blk });
     client.call("export.add", &spec)?;
@@ -235,10 +235,10 @@ fn subscribers_learn_what_happens() -> Result<()> {
 
 /// Subscribers need not poll for the state of the disk.
 #[test]
-fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
+fn subscribers_receive_an_event_about_a_hung_disk() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let (socket, control) = (scene.socket("vm.sock"), scene.socket("control"));
+    let folders = test_folders()?;
+    let (socket, control) = (folders.socket("vm.sock"), folders.socket("control"));
     let mut command = cli::serve(&socket, &fuse.file())?;
     command.args(["--read-only", "--lock", "off", "--engine", "threads", "--name", "vm"]);
     let daemon = Running::serve(command.arg("--control").arg(&control))?;
@@ -247,12 +247,15 @@ fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
     client.0.get_ref().set_read_timeout(Some(HOPELESS))?;
     fuse.withhold(daemon.pid(), &[opcode::READ]);
     let load = Running::start(&mut bench(&socket, "--rw randread --number_ios 1")?);
-    let told = event(&mut client);
+    let event = event(&mut client);
     // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
-    let told = told?;
-    let message = told["message"].as_str().unwrap_or_default();
-    ensure!(told["export"] == "vm" && message.contains("its disk has not answered for"), "{told}");
+    let event = event?;
+    let message = event["message"].as_str().unwrap_or_default();
+    ensure!(
+        event["export"] == "vm" && message.contains("its disk has not answered for"),
+        "{event}"
+    );
     load?.finish()?.expect_code(0)?;
     Client::new(&control)?.call("shutdown", &json!({}))?;
     daemon.finish()?.expect_code(0)?;
@@ -262,12 +265,12 @@ fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
 /// Events pile up for a subscriber that does not read, and only for that one.
 #[test]
 fn a_subscriber_that_does_not_read_is_dropped() -> Result<()> {
-    let scene = scene()?;
-    let daemon = serve(&scene)?;
-    let path = scene.socket("control");
+    let folders = test_folders()?;
+    let daemon = serve(&folders)?;
+    let path = folders.socket("control");
     let (mut idle, mut client) = (Client::new(&path)?, Client::new(&path)?);
     idle.call("subscribe", &json!({}))?;
-    let vm = scene.socket("vm.sock");
+    let vm = folders.socket("vm.sock");
     let mut resized = 0;
     // More than its queue and its socket can hold: an event has a hundred bytes.
     for megabytes in 0..8192 {
@@ -289,11 +292,11 @@ fn a_subscriber_that_does_not_read_is_dropped() -> Result<()> {
 
 #[test]
 fn settings_change_while_requests_are_counted() -> Result<()> {
-    let scene = scene()?;
-    let daemon = serve(&scene)?;
-    let mut client = Client::new(&scene.socket("control"))?;
+    let folders = test_folders()?;
+    let daemon = serve(&folders)?;
+    let mut client = Client::new(&folders.socket("control"))?;
     let load = "--device scsi --rw write --bs 4k --iodepth 4 --number_ios 256";
-    run(&mut bench(&scene.socket("vm.sock"), load)?)?.expect_code(0)?;
+    run(&mut bench(&folders.socket("vm.sock"), load)?)?.expect_code(0)?;
     let stats = client.call("stats", &json!({}))?;
     let export = &stats["result"]["exports"][0];
     ensure!(export["served"]["writes"]["requests"] == 256, "{stats}");
@@ -323,17 +326,17 @@ fn settings_change_while_requests_are_counted() -> Result<()> {
     }
     client.call("shutdown", &json!({}))?;
     let log = daemon.finish()?.expect_code(0)?.stderr;
-    for (us, is_told) in [(7, true), (9, false), (11, false), (13, true)] {
-        ensure!(log.contains(&format!("poll-max-us {us},")) == is_told, "{us}: {log}");
+    for (us, is_logged) in [(7, true), (9, false), (11, false), (13, true)] {
+        ensure!(log.contains(&format!("poll-max-us {us},")) == is_logged, "{us}: {log}");
     }
     Ok(())
 }
 
 #[test]
-fn requests_are_read_and_answered_to_the_letter() -> Result<()> {
-    let scene = scene()?;
-    let daemon = serve(&scene)?;
-    let mut client = Client::new(&scene.socket("control"))?;
+fn requests_and_answers_follow_the_protocol() -> Result<()> {
+    let folders = test_folders()?;
+    let daemon = serve(&folders)?;
+    let mut client = Client::new(&folders.socket("control"))?;
     let ping = br#"{"jsonrpc": "2.0", "id": 123456789012345678901234, "method": "ping"}"#;
     client.send(&[&ping[..], b"\n"].concat())?;
     let line = client.line()?;
@@ -363,10 +366,10 @@ fn requests_are_read_and_answered_to_the_letter() -> Result<()> {
 }
 
 #[test]
-fn what_is_no_request_is_refused_and_harms_nobody() -> Result<()> {
-    let scene = scene()?;
-    let daemon = serve(&scene)?;
-    let path = scene.socket("control");
+fn invalid_requests_are_refused_without_harm() -> Result<()> {
+    let folders = test_folders()?;
+    let daemon = serve(&folders)?;
+    let path = folders.socket("control");
     ensure!(fs::metadata(&path)?.permissions().mode() & 0o777 == 0o600, "others may connect");
     let mut client = Client::new(&path)?;
     for (line, code) in [

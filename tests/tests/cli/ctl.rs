@@ -11,10 +11,10 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use ringhaul_kit::system::skipped;
+use ringhaul_kit::system::print_skipped;
 use serde_json::{Value, json};
 
-use super::{DISK_BYTES, scene, schema};
+use super::{DISK_BYTES, schema, test_folders};
 
 /// Runs `ringhaul ctl` with these words.
 fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
@@ -32,23 +32,23 @@ fn ctl_on_terminal(control: &Path, words: &str) -> Result<String> {
 }
 
 #[test]
-fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+fn ctl_accepts_the_options_of_serve() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
     command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--name", "vm1"]);
-    command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
+    command.arg("--socket-path").arg(folders.socket("vm1.sock")).arg("--control").arg(&control);
     let daemon = Running::serve(&mut command)?;
     let done =
         |words: &[&str]| Ok::<_, anyhow::Error>(ctl(&control, words)?.expect_code(0)?.stdout);
 
     // The daemon runs in a different folder, so paths must be resolved by `ctl`.
-    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let disk = folders.disk("disk.img", DISK_BYTES)?;
     let folder = disk.parent().context("a disk has a folder")?;
     let mut add = ringhaul()?;
     add.current_dir(folder).args(["ctl", "--control"]).arg(&control);
     add.args(["add", "--name", "vm2", "--blk-file", "disk.img", "--cache", "writeback"]);
-    add.arg("--socket-path").arg(scene.socket("vm2.sock"));
+    add.arg("--socket-path").arg(folders.socket("vm2.sock"));
     run(&mut add)?.expect_code(0)?;
     let list = done(&["list"])?;
     let lines: Vec<&str> = list.lines().collect();
@@ -83,20 +83,20 @@ fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
     ensure!(refused.stderr.contains("name one of its logical units"), "{}", refused.stderr);
     let control_last = ["ctl", "list", "--control", &control.display().to_string()];
     ensure!(run(ringhaul()?.args(control_last))?.expect_code(0)?.stdout.contains("vm1"), "none");
-    ctl(&scene.socket("nobody"), &["list"])?.expect_refusal(&["nobody", "--control"])?;
+    ctl(&folders.socket("nobody"), &["list"])?.expect_refusal(&["nobody", "--control"])?;
     done(&["shutdown"])?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
 #[test]
-fn a_removal_that_takes_too_long_says_so() -> Result<()> {
+fn a_removal_reports_a_missed_deadline() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let control = scene.socket("control");
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
     command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
-    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(folders.socket("vm.sock"));
     command.arg("--control").arg(&control);
     let daemon = Running::serve(&mut command)?;
     fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
@@ -116,37 +116,37 @@ fn a_removal_that_takes_too_long_says_so() -> Result<()> {
 
 /// A single call with `--force` is enough, and its answer names the unfinished work.
 #[test]
-fn force_waits_for_no_close_that_hangs() -> Result<()> {
+fn a_forced_removal_does_not_wait_for_a_hung_close() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let control = scene.socket("control");
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
     command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
-    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(folders.socket("vm.sock"));
     command.arg("--control").arg(&control);
     let mut daemon = Running::serve(&mut command)?;
     fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
     let removed = ctl(&control, &["remove", "vm", "--force", "--deadline", "60"]);
     let list = ctl(&control, &["list"]);
-    let told = daemon.wait_for("removed by force, although its disk is not closed");
+    let line = daemon.wait_for("removed by force, although its disk is not closed");
     // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();
     let removed = removed?.expect_code(0)?.stdout;
     ensure!(removed.contains(r#""waits-for": "its disk is not closed""#), "{removed}");
     ensure!(list?.expect_code(0)?.stdout.is_empty(), "it is still there");
-    told?;
+    line?;
     ctl(&control, &["shutdown"])?.expect_code(0)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
 #[test]
-fn people_get_tables() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+fn a_terminal_gets_tables() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
     command.args(["serve", "--disk", "null,size=1G", "--name", "vm1"]);
-    command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
+    command.arg("--socket-path").arg(folders.socket("vm1.sock")).arg("--control").arg(&control);
     let daemon = Running::serve(&mut command)?;
     for (words, head, row) in [
         ("list", "NAME  DEVICE  STATE", "vm1   blk     serving  1 GiB"),
@@ -180,26 +180,29 @@ fn people_get_tables() -> Result<()> {
     ctl(&control, &["shutdown"])?.expect_code(0)?;
     daemon.finish()?.expect_code(0)?;
     let ended = events.wait_with_output()?;
-    let said = String::from_utf8_lossy(&ended.stderr);
+    let output = String::from_utf8_lossy(&ended.stderr);
     ensure!(ended.status.code() == Some(2), "events ended with {}", ended.status);
     // `ctl` cannot tell an end from a takeover; after a takeover a second call succeeds.
-    ensure!(said.contains("was taken over from") && said.contains("run this again"), "{said}");
+    ensure!(
+        output.contains("was taken over from") && output.contains("run this again"),
+        "{output}"
+    );
     Ok(())
 }
 
 #[test]
-fn answers_are_as_the_schema_says() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+fn answers_match_the_schema() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let printed = run(ringhaul()?.args(["ctl", "schema"]))?.expect_code(0)?.stdout;
     let schema: Value = serde_json::from_str(&printed)?;
     let mut command = ringhaul()?;
     let layers = "1,iops-total=9,disk=raw,size=512,over=raw,over=null:1M";
     command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--lun", layers]);
     command.args(["--name", "vm1"]);
-    command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
+    command.arg("--socket-path").arg(folders.socket("vm1.sock")).arg("--control").arg(&control);
     let daemon = Running::serve(&mut command)?;
-    let blk = scene.socket("blk");
+    let blk = folders.socket("blk");
     let words = ["add", "--name", "blk", "--disk", "null:1M", "--socket-path"];
     ctl(&control, &[&words[..], &[&blk.display().to_string()]].concat())?.expect_code(0)?;
     let frontend = Frontend::attach(&blk, &Setup::default())?;
@@ -240,26 +243,26 @@ fn answers_are_as_the_schema_says() -> Result<()> {
 
 /// Exports are added one by one.
 #[test]
-fn it_says_which_of_several_exports_were_added() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+fn an_error_lists_the_exports_that_were_added() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
-    let own = format!("socket-path={},null=1M", scene.socket("vm.sock").display());
+    let own = format!("socket-path={},null=1M", folders.socket("vm.sock").display());
     command.args(["serve", "--export", &own, "--control"]).arg(&control);
     let daemon = Running::serve(&mut command)?;
     let export = |name: &str, disk: &str| {
-        format!("socket-path={},name={name},{disk}", scene.socket(name).display())
+        format!("socket-path={},name={name},{disk}", folders.socket(name).display())
     };
     let exports =
         [export("a", "null=1M"), export("b", "blk-file=/nowhere"), export("c", "null=1M")];
     let [a, b, c] = &exports;
-    let said = ctl(&control, &["add", "--export", a, "--export", b, "--export", c])?;
-    let said = said.expect_code(1)?.stderr;
-    ensure!(said.trim_end().ends_with("; added: a; not added: b, c"), "{said}");
+    let output = ctl(&control, &["add", "--export", a, "--export", b, "--export", c])?;
+    let output = output.expect_code(1)?.stderr;
+    ensure!(output.trim_end().ends_with("; added: a; not added: b, c"), "{output}");
     let list = ctl(&control, &["list"])?.expect_code(0)?.stdout;
     ensure!(list.lines().count() == 2 && list.contains("a  serving"), "{list}");
-    let said = ctl(&control, &["add", "--export", b])?.expect_code(1)?.stderr;
-    ensure!(!said.contains("added"), "there is one only: {said}");
+    let output = ctl(&control, &["add", "--export", b])?.expect_code(1)?.stderr;
+    ensure!(!output.contains("added"), "there is one only: {output}");
     ctl(&control, &["shutdown"])?.expect_code(0)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
@@ -274,13 +277,13 @@ fn path_with_program() -> Result<String> {
 }
 
 #[test]
-fn bash_completes_its_words() -> Result<()> {
+fn bash_completes_arguments_of_ctl() -> Result<()> {
     let script = run(ringhaul()?.args(["completions", "bash"]))?.expect_code(0)?.stdout;
     let mut bash = Command::new("bash");
-    let asked = r#"
+    let commands = r#"
 COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; COMP_TYPE=9
 _clap_complete_ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
-    bash.args(["--norc", "-c", &(script + asked)]).env("PATH", path_with_program()?);
+    bash.args(["--norc", "-c", &(script + commands)]).env("PATH", path_with_program()?);
     let completed = run(&mut bash)?.expect_code(0)?.stdout;
     ensure!(completed.trim() == "remove remove-lun resize resume", "{completed}");
     Ok(())
@@ -290,22 +293,22 @@ _clap_complete_ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
 fn has_shell(shell: &str) -> bool {
     let has = Command::new(shell).args(["-c", "true"]).status().is_ok_and(|it| it.success());
     if !has {
-        skipped(&format!("completions of {shell}: there is no {shell}"));
+        print_skipped(&format!("completions of {shell}: there is no {shell}"));
     }
     has
 }
 
 /// Each shell runs the script that is generated for it.
 #[test]
-fn zsh_and_fish_complete_its_words() -> Result<()> {
-    let scene = scene()?;
-    let folder = scene.socket("completions");
+fn zsh_and_fish_complete_arguments_of_ctl() -> Result<()> {
+    let folders = test_folders()?;
+    let folder = folders.socket("completions");
     fs::create_dir(&folder)?;
     if has_shell("fish") {
         let script = run(ringhaul()?.args(["completions", "fish"]))?.expect_code(0)?.stdout;
-        let asked = script + "\ncomplete --do-complete 'ringhaul ctl re'\n";
+        let commands = script + "\ncomplete --do-complete 'ringhaul ctl re'\n";
         let mut fish = Command::new("fish");
-        fish.args(["--no-config", "-c", &asked]).env("HOME", &folder);
+        fish.args(["--no-config", "-c", &commands]).env("HOME", &folder);
         fish.env("PATH", path_with_program()?);
         let completed = run(&mut fish)?.expect_code(0)?.stdout;
         let words: Vec<&str> =
@@ -316,7 +319,7 @@ fn zsh_and_fish_complete_its_words() -> Result<()> {
         let script = run(ringhaul()?.args(["completions", "zsh"]))?.expect_code(0)?.stdout;
         fs::write(folder.join("_ringhaul"), script)?;
         // zsh completes only in interactive shells, so it gets a terminal.
-        let asked = r#"
+        let commands = r#"
 zmodload zsh/zpty
 zpty shell "TERM=dumb zsh --no-rcs -i"
 zpty -w shell "fpath=('$HOME' \$fpath); autoload -Uz compinit; compinit -D -u
@@ -327,7 +330,9 @@ zpty -r shell seen '*resume*'
 print -r -- "$seen"
 zpty -d shell"#;
         let mut zsh = Command::new("zsh");
-        zsh.args(["--no-rcs", "-c", asked]).env("HOME", &folder).env("PATH", path_with_program()?);
+        zsh.args(["--no-rcs", "-c", commands])
+            .env("HOME", &folder)
+            .env("PATH", path_with_program()?);
         let completed = run(&mut zsh)?.expect_code(0)?.stdout;
         let words = completed.lines().map(str::trim_start).filter(|line| line.starts_with("re"));
         let words: Vec<&str> = words.filter_map(|line| line.split_whitespace().next()).collect();

@@ -7,41 +7,43 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Refusals, Running, Scene, bench, ringhaul, ringhaul_under, run, serve};
-use ringhaul_kit::system::skipped;
+use ringhaul_kit::cli::{
+    Refusals, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
+};
+use ringhaul_kit::system::print_skipped;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
-use crate::{DISK_BYTES, is_root, scene};
+use crate::{DISK_BYTES, is_root, test_folders};
 
 /// The capabilities by which root bypasses permissions.
 const OVERRIDE: &str = "-dac_override,-dac_read_search";
 
-fn serve_with(scene: &Scene, file: &Path, options: &str) -> Result<Command> {
-    let mut command = serve(&scene.socket("refused.sock"), file)?;
+fn serve_with(folders: &TestFolders, file: &Path, options: &str) -> Result<Command> {
+    let mut command = serve(&folders.socket("refused.sock"), file)?;
     command.args(options.split_whitespace());
     Ok(command)
 }
 
 /// A pipe: neither a regular file nor a block device.
-fn not_a_disk(scene: &Scene) -> Result<PathBuf> {
-    let path = scene.path("pipe");
+fn not_a_disk(folders: &TestFolders) -> Result<PathBuf> {
+    let path = folders.path("pipe");
     mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).context("making a pipe")?;
     Ok(path)
 }
 
 /// Reads of holes do not measure a device.
 #[test]
-fn the_fullest_disk_of_a_device_is_tried_for_all() -> Result<()> {
-    let scene = scene()?;
-    let [hole, full, other] = ["hole", "full", "other"].map(|name| scene.disk(name, DISK_BYTES));
+fn the_engine_trial_uses_the_fullest_disk_of_a_device() -> Result<()> {
+    let folders = test_folders()?;
+    let [hole, full, other] = ["hole", "full", "other"].map(|name| folders.disk(name, DISK_BYTES));
     let (hole, full, other) = (hole?, full?, other?);
     std::fs::write(&full, vec![7; usize::try_from(DISK_BYTES)?])?;
     File::open(&full)?.sync_all()?;
     let mut command = ringhaul()?;
     command.arg("serve");
     for (name, file) in [("a", &hole), ("b", &full), ("c", &other)] {
-        let socket = scene.socket(name);
+        let socket = folders.socket(name);
         let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
         command.args(["--export", &export]);
     }
@@ -58,16 +60,16 @@ fn the_fullest_disk_of_a_device_is_tried_for_all() -> Result<()> {
 
 #[test]
 fn files_that_are_no_disks_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let missing = scene.path("missing.img");
+    let folders = test_folders()?;
+    let missing = folders.path("missing.img");
     let missing_name = missing.to_string_lossy();
-    let folder = scene.path("");
-    let empty = scene.disk("empty.img", 0)?;
-    let odd = scene.disk("odd.img", 1000)?;
-    let half = scene.disk("half.img", 4096 + 512)?;
+    let folder = folders.path("");
+    let empty = folders.disk("empty.img", 0)?;
+    let odd = folders.disk("odd.img", 1000)?;
+    let half = folders.disk("half.img", 4096 + 512)?;
     let mut refusals = Refusals::default();
     let mut check = |what: &str, file: &Path, options: &str, words: &[&str]| {
-        refusals.check(what, serve_with(&scene, file, options), words);
+        refusals.check(what, serve_with(&folders, file, options), words);
     };
 
     check("missing", &missing, "", &[&missing_name, "No such file", "; check the path"]);
@@ -75,7 +77,7 @@ fn files_that_are_no_disks_are_refused() -> Result<()> {
     check("missing, read-only", &missing, "--read-only", &["No such file"]);
     check("folder", &folder, "", &["is a directory", "name a file or a block device"]);
     check("folder, read-only", &folder, "--read-only", &["is a directory"]);
-    check("pipe", &not_a_disk(&scene)?, "", &["neither a regular file nor a block device; name"]);
+    check("pipe", &not_a_disk(&folders)?, "", &["neither a regular file nor a block device; name"]);
     check(
         "terminal",
         Path::new("/dev/null"),
@@ -96,13 +98,13 @@ fn files_that_are_no_disks_are_refused() -> Result<()> {
 
 #[test]
 fn permissions_are_respected() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let without_override: &[&str] =
         if is_root() { &["setpriv", "--bounding-set", OVERRIDE] } else { &[] };
     let serve = |options: &str| -> Result<Command> {
         let mut command = ringhaul_under(without_override)?;
-        command.arg("serve").arg("--socket-path").arg(scene.socket("refused.sock"));
+        command.arg("serve").arg("--socket-path").arg(folders.socket("refused.sock"));
         command.arg("--blk-file").arg(&file).args(options.split_whitespace());
         Ok(command)
     };
@@ -123,22 +125,22 @@ fn permissions_are_respected() -> Result<()> {
 
 #[test]
 fn a_disk_that_is_in_use_is_refused() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let mut refusals = Refusals::default();
     let words = ["disk.img", "locked", "stop that first"];
 
-    let writer = Running::serve(&mut serve(&scene.socket("writer.sock"), &file)?)?;
-    refusals.check("second writer", serve_with(&scene, &file, ""), &words);
-    refusals.check("reader", serve_with(&scene, &file, "--read-only"), &words);
+    let writer = Running::serve(&mut serve(&folders.socket("writer.sock"), &file)?)?;
+    refusals.check("second writer", serve_with(&folders, &file, ""), &words);
+    refusals.check("reader", serve_with(&folders, &file, "--read-only"), &words);
     drop(writer);
 
     // Any number of daemons may read a disk, and then none may write.
     let read_only = |name: &str| -> Result<Running> {
-        Running::serve(serve(&scene.socket(name), &file)?.arg("--read-only"))
+        Running::serve(serve(&folders.socket(name), &file)?.arg("--read-only"))
     };
     let _readers = (read_only("one.sock")?, read_only("two.sock")?);
-    refusals.check("writer", serve_with(&scene, &file, ""), &words);
+    refusals.check("writer", serve_with(&folders, &file, ""), &words);
     refusals.finish()
 }
 
@@ -154,8 +156,8 @@ fn ringhaul_with_mounts(script: &str, variables: &[(&str, &Path)]) -> Result<Opt
         .output()
         .context("starting unshare")?;
     if !probe.status.success() {
-        let why = String::from_utf8_lossy(&probe.stderr);
-        skipped(&format!("no mounts of its own for a process: {why}"));
+        let reason = String::from_utf8_lossy(&probe.stderr);
+        print_skipped(&format!("no mounts of its own for a process: {reason}"));
         return Ok(None);
     }
     let mut words: Vec<OsString> = vec!["unshare".into()];
@@ -168,12 +170,12 @@ fn ringhaul_with_mounts(script: &str, variables: &[(&str, &Path)]) -> Result<Opt
 
 #[test]
 fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
     // Files of ramfs cannot be opened with O_DIRECT.
     let script = "mount -t ramfs none \"$FOLDER\" && truncate -s 16M \"$FOLDER/disk.img\"";
     let serve = |options: &[&str]| -> Result<Option<Command>> {
-        let folder = scene.path("");
+        let folder = folders.path("");
         let Some(mut command) = ringhaul_with_mounts(script, &[("FOLDER", &folder)])? else {
             return Ok(None);
         };
@@ -206,17 +208,17 @@ fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
 #[test]
 fn a_disk_on_tmpfs_is_served_either_way() -> Result<()> {
     const TMPFS: &str = "/dev/shm";
-    let Ok(scene) = Scene::new(TMPFS) else {
-        skipped(&format!("nothing can be written to {TMPFS}"));
+    let Ok(folders) = TestFolders::new(TMPFS) else {
+        print_skipped(&format!("nothing can be written to {TMPFS}"));
         return Ok(());
     };
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let mut daemon = Running::serve(&mut serve(&scene.socket("disk.sock"), &file)?)?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let mut daemon = Running::serve(&mut serve(&folders.socket("disk.sock"), &file)?)?;
     let fell_back = daemon.stderr().contains("falling back to --cache writeback");
     ensure!(fell_back != daemon.stderr().contains("cache none"), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
-    let mut command = serve_with(&scene, &file, "--cache none")?;
+    let mut command = serve_with(&folders, &file, "--cache none")?;
     if fell_back {
         run(&mut command)?.expect_refusal(&["direct I/O", "--cache writeback"])?;
     } else {
@@ -227,15 +229,15 @@ fn a_disk_on_tmpfs_is_served_either_way() -> Result<()> {
 
 #[test]
 fn a_read_only_file_system_is_refused_for_writing() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let script = "mount --bind \"$FOLDER\" \"$FOLDER\"\n\
                   mount -o remount,bind,ro \"$FOLDER\"";
-    let folder = scene.path("");
+    let folder = folders.path("");
     let Some(mut command) = ringhaul_with_mounts(script, &[("FOLDER", &folder)])? else {
         return Ok(());
     };
-    command.arg("serve").arg("--socket-path").arg(scene.socket("disk.sock"));
+    command.arg("serve").arg("--socket-path").arg(folders.socket("disk.sock"));
     command.arg("--blk-file").arg(&file);
     run(&mut command)?.expect_refusal(&["disk.img", "Read-only file system", "open it read-only"])
 }
@@ -257,7 +259,7 @@ impl LoopDevice {
         let arguments: Vec<&str> = ["--find", "--show"].iter().chain(options).copied().collect();
         let output = losetup(&arguments, file)?;
         if !output.status.success() {
-            skipped(&format!("no loop device: {}", String::from_utf8_lossy(&output.stderr)));
+            print_skipped(&format!("no loop device: {}", String::from_utf8_lossy(&output.stderr)));
             return Ok(None);
         }
         let path = PathBuf::from(String::from_utf8(output.stdout)?.trim());
@@ -270,14 +272,14 @@ impl LoopDevice {
 
 #[test]
 fn a_block_device_is_served_to_one() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let Some(device) = LoopDevice::attach(&file, &[])? else { return Ok(()) };
-    let socket = scene.socket("disk.sock");
+    let socket = folders.socket("disk.sock");
     let mut daemon = Running::serve(&mut serve(&socket, &device.path)?)?;
     let mut refusals = Refusals::default();
     let words = ["/dev/loop", "busy", "mounted or used by another program", "stop that first"];
-    refusals.check("claimed", serve_with(&scene, &device.path, ""), &words);
+    refusals.check("claimed", serve_with(&folders, &device.path, ""), &words);
     let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
     run(&mut bench(&socket, options)?)?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
@@ -285,7 +287,7 @@ fn a_block_device_is_served_to_one() -> Result<()> {
 
     let made = Command::new("mkfs.ext4").arg("-q").arg(&device.path).output();
     if made.is_ok_and(|output| output.status.success()) {
-        let mount_point = scene.path("");
+        let mount_point = folders.path("");
         let variables = [("DEVICE", device.path.as_path()), ("FOLDER", &mount_point)];
         let script = "mount \"$DEVICE\" \"$FOLDER\"";
         if let Some(mut command) = ringhaul_with_mounts(script, &variables)? {
@@ -293,24 +295,24 @@ fn a_block_device_is_served_to_one() -> Result<()> {
             refusals.check("mounted", Ok(command), &words);
         }
     } else {
-        skipped("a mounted device, because mkfs.ext4 does not work");
+        print_skipped("a mounted device, because mkfs.ext4 does not work");
     }
     refusals.finish()
 }
 
 #[test]
 fn a_read_only_block_device_is_refused_for_writing() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let Some(device) = LoopDevice::attach(&file, &["--read-only"])? else { return Ok(()) };
-    let mut daemon = Running::serve(serve_with(&scene, &device.path, "")?.arg("--read-only"))?;
+    let mut daemon = Running::serve(serve_with(&folders, &device.path, "")?.arg("--read-only"))?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     // Linux opens the device for writing, and fails each write.
     let mut refusals = Refusals::default();
     refusals.check(
         "for writing",
-        serve_with(&scene, &device.path, ""),
+        serve_with(&folders, &device.path, ""),
         &["read-only", "/dev/loop"],
     );
     refusals.finish()

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Running, Scene, ringhaul, run};
-use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
-use super::scene;
+use super::test_folders;
 
 /// The pages about disks, in order.
 const PAGE: &str = concat!(
@@ -108,7 +108,7 @@ fn sorted<T: Ord>(values: impl IntoIterator<Item = T>) -> Vec<T> {
 }
 
 #[test]
-fn the_documented_keys_of_disks_are_those_of_the_program() -> Result<()> {
+fn documented_keys_of_disks_match_the_program() -> Result<()> {
     let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
     for row in table("| kind | what it is | keys | short |")? {
         let keys = without_remarks(row[2]);
@@ -137,7 +137,7 @@ fn the_documented_keys_of_disks_are_those_of_the_program() -> Result<()> {
 }
 
 #[test]
-fn documented_names_of_disks_are_understood() -> Result<()> {
+fn documented_names_of_disks_are_accepted() -> Result<()> {
     let kinds = expected("nothing")?;
     let place = Place::new()?;
     let is_name = |span: &&str| {
@@ -173,7 +173,7 @@ fn documented_examples_of_disks_work() -> Result<()> {
         }
         // Later examples of a part use the files of earlier ones.
         let mut place = Place::new()?;
-        place.scene.disk(DISK.0, DISK.1)?;
+        place.folders.disk(DISK.0, DISK.1)?;
         for example in &part.examples {
             let done = place.try_example(example);
             failures.extend(done.err().map(|error| format!("{}: {error:#}", part.title)));
@@ -187,33 +187,33 @@ fn documented_examples_of_disks_work() -> Result<()> {
 
 /// A folder in which examples run. Dropping it removes files and ends servers.
 struct Place {
-    scene: Scene,
+    folders: TestFolders,
     /// The value of `PATH`.
     programs: String,
     /// External servers that examples started.
-    peers: Vec<Peer>,
+    nbd_servers: Vec<NbdServer>,
 }
 
 impl Place {
     fn new() -> Result<Self> {
-        let scene = scene()?;
-        let folder = scene.path("bin");
+        let folders = test_folders()?;
+        let folder = folders.path("bin");
         fs::create_dir(&folder)?;
         symlink(fs::canonicalize(ringhaul_binary()?)?, folder.join("ringhaul"))?;
         let others = std::env::var("PATH").context("there is no PATH")?;
         let programs = format!("{}:{others}", folder.display());
-        Ok(Self { scene, programs, peers: Vec::new() })
+        Ok(Self { folders, programs, nbd_servers: Vec::new() })
     }
 
     fn folder(&self) -> PathBuf {
-        self.scene.path("")
+        self.folders.path("")
     }
 
     /// Replaces the folders of the pages by folders of this place.
     fn here(&self, text: &str) -> String {
         let disks = self.folder().display().to_string();
         let text = text.replace("/srv/", &disks).replace("/etc/", &format!("{disks}etc/"));
-        text.replace("/run/nbd.sock", &self.scene.socket("nbd.sock").display().to_string())
+        text.replace("/run/nbd.sock", &self.folders.socket("nbd.sock").display().to_string())
     }
 
     /// A shell command as typed by a user.
@@ -230,7 +230,7 @@ impl Place {
 
     /// Parses options of `serve` without opening anything.
     fn understand(&self, options: &str) -> Result<Finished> {
-        let file = self.scene.path("nothing.toml");
+        let file = self.folders.path("nothing.toml");
         fs::write(&file, "")?;
         let line = format!("ringhaul check {} --socket-path x.sock {options}", file.display());
         run(&mut self.shell(&line))
@@ -263,7 +263,7 @@ impl Place {
             None if line.starts_with('{') => {
                 let endpoint = "[[export]]\nendpoint.path = \"vm1.sock\"";
                 let export = format!("{endpoint}\ndevice.blk = {line}\n");
-                fs::write(self.scene.path("ringhaul.toml"), export)?;
+                fs::write(self.folders.path("ringhaul.toml"), export)?;
                 self.serve("--config ringhaul.toml")
             }
             // A program of Ceph, which needs a cluster.
@@ -281,8 +281,8 @@ impl Place {
             let socket = socket.split(' ').next().unwrap_or_default();
             let mut command = Command::new("sh");
             command.args(["-c", &format!("exec {server}")]);
-            let peer = Peer::start(Path::new(socket), &mut command);
-            self.peers.push(peer.with_context(|| line.to_owned())?);
+            let nbd_server = NbdServer::start(Path::new(socket), &mut command);
+            self.nbd_servers.push(nbd_server.with_context(|| line.to_owned())?);
             Ok(())
         } else if line.starts_with(&format!("{first},")) {
             self.run(&format!("ringhaul disk info {line}")).map(drop)
@@ -293,7 +293,7 @@ impl Place {
 
     /// Serves with these options, checks that one export is served, and ends the daemon.
     fn serve(&self, options: &str) -> Result<()> {
-        let control = self.scene.socket("control").display().to_string();
+        let control = self.folders.socket("control").display().to_string();
         let line = format!("exec ringhaul serve --control {control} {options}");
         let mut daemon =
             Running::serve(&mut self.shell(&line)).with_context(|| options.to_owned())?;
@@ -310,23 +310,23 @@ impl Place {
         if documented.is_empty() {
             return self.try_command(&command);
         }
-        let said = self.run(&command)?.stdout;
+        let output = self.run(&command)?.stdout;
         let documented: Vec<String> = documented.iter().map(|line| self.here(line)).collect();
-        let said: Vec<String> = said.lines().map(str::to_owned).collect();
+        let output: Vec<String> = output.lines().map(str::to_owned).collect();
         // Only some file systems report these.
         let words = |lines: &[String]| -> Vec<String> {
             let words = lines.iter().filter_map(|line| line.split(' ').next());
             words.filter(|word| !["discards", "holes"].contains(word)).map(str::to_owned).collect()
         };
         ensure!(
-            words(&said) == words(&documented),
-            "{command} says {said:?}, the page {documented:?}"
+            words(&output) == words(&documented),
+            "{command} says {output:?}, the page {documented:?}"
         );
         // Values in the remaining rows depend on the machine.
         for row in ["size ", "format ", "made of "] {
             let of = |lines: &[String]| lines.iter().find(|line| line.starts_with(row)).cloned();
-            let (said, documented) = (of(&said), of(&documented));
-            ensure!(said == documented, "{command} says {said:?}, the page {documented:?}");
+            let (output, documented) = (of(&output), of(&documented));
+            ensure!(output == documented, "{command} says {output:?}, the page {documented:?}");
         }
         Ok(())
     }

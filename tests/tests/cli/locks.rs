@@ -5,18 +5,18 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Refusals, Running, Scene, ringhaul_under, serve};
+use ringhaul_kit::cli::{READY, Refusals, Running, TestFolders, ringhaul_under, serve};
 use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// `qemu-storage-daemon` with the file open, until this value is dropped.
 struct StorageDaemon(Child);
 
 impl StorageDaemon {
-    fn start(scene: &Scene, file: &Path, writable: bool) -> Result<Self> {
-        let socket = scene.socket("qsd.sock");
+    fn start(folders: &TestFolders, file: &Path, writable: bool) -> Result<Self> {
+        let socket = folders.socket("qsd.sock");
         let (read_only, writable) = if writable { ("off", "on") } else { ("on", "off") };
         let disk =
             format!("driver=file,filename={},node-name=d,read-only={read_only}", file.display());
@@ -52,21 +52,21 @@ fn run(program: &str, arguments: &[&str]) -> Result<Output> {
 }
 
 fn expect_locked(what: &str, output: &Output) -> Result<()> {
-    let said = String::from_utf8_lossy(&output.stderr);
+    let error = String::from_utf8_lossy(&output.stderr);
     ensure!(!output.status.success(), "{what} was let in");
-    ensure!(said.contains("lock"), "{what} says: {said}");
+    ensure!(error.contains("lock"), "{what} says: {error}");
     Ok(())
 }
 
 #[test]
-fn qemus_programs_and_the_daemon_see_each_other() -> Result<()> {
+fn programs_of_qemu_and_the_daemon_respect_locks() -> Result<()> {
     if !is_installed("qemu-storage-daemon") || !is_installed("qemu-io") {
         return Ok(());
     }
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let name = file.to_string_lossy().into_owned();
-    let socket = scene.socket("disk.sock");
+    let socket = folders.socket("disk.sock");
     let write = ["-f", "raw", "-c", "write 0 4096", &name];
     let read = ["-f", "raw", "-r", "-c", "read 0 4096", &name];
     let resize = ["resize", "-f", "raw", &name, "+1M"];
@@ -90,28 +90,28 @@ fn qemus_programs_and_the_daemon_see_each_other() -> Result<()> {
     let mut refusals = Refusals::default();
     let words = ["disk.img", "locked by", "qemu-storage-daemon (process", "stop that first"];
     let refused = |options: &[&str]| -> Result<Command> {
-        let mut command = serve(&scene.socket("refused.sock"), &file)?;
+        let mut command = serve(&folders.socket("refused.sock"), &file)?;
         command.args(options);
         Ok(command)
     };
-    let storage_daemon = StorageDaemon::start(&scene, &file, true)?;
+    let storage_daemon = StorageDaemon::start(&folders, &file, true)?;
     refusals.check("beside a writer", refused(&[]), &words);
     refusals.check("reading beside a writer", refused(&["--read-only"]), &words);
     Running::serve(&mut refused(&["--lock", "off"])?)?;
     drop(storage_daemon);
-    std::fs::remove_file(scene.socket("qsd.sock")).context("removing a socket")?;
+    std::fs::remove_file(folders.socket("qsd.sock")).context("removing a socket")?;
     // A read-only storage daemon admits other readers.
-    let _storage_daemon = StorageDaemon::start(&scene, &file, false)?;
+    let _storage_daemon = StorageDaemon::start(&folders, &file, false)?;
     Running::serve(&mut refused(&["--read-only"])?)?;
     refusals.finish()
 }
 
 #[test]
 fn two_exports_of_one_daemon_do_not_share_a_disk() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let export = |name: &str, more: &str| {
-        format!("socket-path={},blk-file={}{more}", scene.socket(name).display(), file.display())
+        format!("socket-path={},blk-file={}{more}", folders.socket(name).display(), file.display())
     };
     let serve_both = |first: &str, second: &str| -> Result<Command> {
         let mut command = ringhaul_under::<&str>(&[])?;
@@ -136,10 +136,10 @@ fn two_exports_of_one_daemon_do_not_share_a_disk() -> Result<()> {
 /// io_uring keeps a file open for a while after its process was killed.
 #[test]
 fn a_daemon_that_was_killed_is_started_again_at_once() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     for round in 0..5 {
-        let socket = scene.socket(&format!("disk-{round}.sock"));
+        let socket = folders.socket(&format!("disk-{round}.sock"));
         let mut daemon = Running::serve(serve(&socket, &file)?.args(["--engine", "io_uring"]))?;
         daemon.signal(Signal::KILL)?;
         let _ = daemon.finish()?;

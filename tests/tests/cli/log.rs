@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{EXIT_USAGE, READY, Running, Scene, ringhaul, run, serve};
+use ringhaul_kit::cli::{EXIT_USAGE, READY, Running, TestFolders, ringhaul, run, serve};
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -14,8 +14,8 @@ const BAD_REQUESTS: u64 = 50;
 /// The number of lines that a guest may cause in a minute.
 const LINES: u64 = 5;
 
-fn scene() -> Result<Scene> {
-    Scene::new(env!("CARGO_TARGET_TMPDIR"))
+fn test_folders() -> Result<TestFolders> {
+    TestFolders::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
 /// Makes failing requests over two connections.
@@ -37,9 +37,9 @@ fn parse(text: &str) -> Result<Vec<Value>> {
 
 #[test]
 fn json_lines_with_level_message_and_export() -> Result<()> {
-    let scene = scene()?;
-    let (file, socket) = (scene.disk("a \"b\".img", 16 << 20)?, scene.socket("disk.sock"));
-    let export = format!("socket-path={},null=1M", scene.socket("other.sock").display());
+    let folders = test_folders()?;
+    let (file, socket) = (folders.disk("a \"b\".img", 16 << 20)?, folders.socket("disk.sock"));
+    let export = format!("socket-path={},null=1M", folders.socket("other.sock").display());
     // Options of the log may precede the command, which may be omitted.
     for before in [&["serve"][..], &[]] {
         let mut command = ringhaul()?;
@@ -63,7 +63,7 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
             let says = |line: &&Value| text(line, "message").is_some_and(|m| m.contains(what));
             lines.iter().filter(says).filter(|line| line["export"] == name).collect()
         };
-        let (name, other) = (socket.to_string_lossy(), scene.socket("other.sock"));
+        let (name, other) = (socket.to_string_lossy(), folders.socket("other.sock"));
         let other = other.to_string_lossy();
         ensure!(of(&name, READY).len() == 1 && of(&other, READY).len() == 1);
         ensure!(of(&other, "failed").is_empty());
@@ -91,8 +91,8 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
 /// A null disk makes no operations, but its requests are counted.
 #[test]
 fn the_last_line_of_an_export_counts_its_requests() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
     let mut command = ringhaul()?;
     command.arg("--socket-path").arg(&socket).args(["--disk", "null,size=1M"]);
     let mut daemon = Running::serve(&mut command)?;
@@ -118,8 +118,8 @@ fn the_last_line_of_an_export_counts_its_requests() -> Result<()> {
 
 #[test]
 fn text_has_the_same_counts() -> Result<()> {
-    let scene = scene()?;
-    let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+    let folders = test_folders()?;
+    let (file, socket) = (folders.disk("disk.img", 16 << 20)?, folders.socket("disk.sock"));
     let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
     misbehave(&socket)?;
     // Lines about front-ends that connect and disconnect are limited too.
@@ -141,9 +141,9 @@ fn text_has_the_same_counts() -> Result<()> {
 }
 
 #[test]
-fn the_option_goes_before_the_environment() -> Result<()> {
-    let scene = scene()?;
-    let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+fn the_option_overrides_the_environment() -> Result<()> {
+    let folders = test_folders()?;
+    let (file, socket) = (folders.disk("disk.img", 16 << 20)?, folders.socket("disk.sock"));
     let mut loud = serve(&socket, &file)?;
     let mut daemon = Running::serve(loud.args(["--log", "info"]).env("RUST_LOG", "off"))?;
     daemon.signal(Signal::TERM)?;
@@ -172,9 +172,9 @@ fn the_option_goes_before_the_environment() -> Result<()> {
 }
 
 #[test]
-fn failures_come_in_the_form_that_was_asked_for() -> Result<()> {
-    let scene = scene()?;
-    let (file, socket) = (scene.path("nothing.img"), scene.socket("disk.sock"));
+fn failures_are_logged_in_the_requested_format() -> Result<()> {
+    let folders = test_folders()?;
+    let (file, socket) = (folders.path("nothing.img"), folders.socket("disk.sock"));
     let mut refused = serve(&socket, &file)?;
     let finished = run(refused.args(["--log-format=json", "--log=off"]))?;
     let finished = finished.expect_code(EXIT_USAGE)?;

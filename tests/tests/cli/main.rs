@@ -7,50 +7,50 @@ mod bench_file;
 mod bench_scsi;
 mod config;
 mod control;
+mod control_socat;
+mod control_socat_limits;
+mod conventions;
 mod ctl;
 mod demo;
+mod disk_kinds;
 mod disks;
 mod documented;
-mod ends;
-mod foreign;
-mod independent;
-mod independent_limits;
-mod kinds;
-mod left;
+mod format_warnings;
+mod held_writes;
 mod locks;
 mod log;
-mod manners;
 mod members;
+mod operator_mistakes;
 mod options;
 mod resize;
 mod restart;
 mod schema;
 mod secrets;
-mod silence;
+mod shutdown;
 mod socat;
 mod sockets;
 mod takeover;
-mod takeover_busy;
+mod takeover_blocked;
 mod takeover_commands;
 mod takeover_debts;
+mod takeover_long_requests;
 mod takeover_options;
 mod takeover_state;
-mod takeover_waits;
 mod throttling;
+mod unchanged_disks;
 mod units;
-mod untouched;
 
 use std::path::PathBuf;
 
 use anyhow::Result;
-use ringhaul_kit::cli::{Running, Scene};
+use ringhaul_kit::cli::{Running, TestFolders};
 use ringhaul_kit::system::thread_id;
 
 /// A disk size that suffices for these tests.
 const DISK_BYTES: u64 = 16 << 20;
 
-fn scene() -> Result<Scene> {
-    Scene::new(env!("CARGO_TARGET_TMPDIR"))
+fn test_folders() -> Result<TestFolders> {
+    TestFolders::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
 fn is_root() -> bool {

@@ -11,16 +11,16 @@ use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use virtqueue::QueueConfig;
 
-use crate::{DISK_BYTES, scene, thread_file};
+use crate::{DISK_BYTES, test_folders, thread_file};
 
 /// Options that make the daemon log the operations of its IoThreads.
 const COUNTERS: [&str; 2] = ["--log", "info,ringhaul::threads::engines=debug"];
 
 #[test]
 fn impossible_options_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("refused.sock");
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let socket = folders.socket("refused.sock");
     let mut refusals = Refusals::default();
     let with = |option: &str, value: &str| -> Result<Command> {
         let mut command = serve(&socket, &file)?;
@@ -64,8 +64,8 @@ fn impossible_options_are_refused() -> Result<()> {
 
 #[test]
 fn impossible_disks_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("refused.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("refused.sock");
     let mut refusals = Refusals::default();
     for (disk, words) in [
         ("null", ["needs a size", "null,size=64G"]),
@@ -104,12 +104,12 @@ fn impossible_disks_are_refused() -> Result<()> {
 }
 
 #[test]
-fn auto_says_what_it_chose_and_why() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?.display().to_string();
-    let socket = scene.socket("disk.sock");
+fn auto_logs_its_choice_and_the_reason() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?.display().to_string();
+    let socket = folders.socket("disk.sock");
     let file_options = ["--blk-file", file.as_str()];
-    for (options, said) in [
+    for (options, expected) in [
         (&["--cache", "none"][..], ": a trial of 256 reads of 4 KiB took "),
         (&["--cache", "directsync"], ": a trial of 256 reads of 4 KiB took "),
         (&["--cache", "writeback"], "engine io_uring: it is asynchronous with the page cache too"),
@@ -125,7 +125,7 @@ fn auto_says_what_it_chose_and_why() -> Result<()> {
         let mut command = ringhaul()?;
         command.arg("serve").arg("--socket-path").arg(&socket).args(file_options).args(options);
         let mut daemon = Running::start(&mut command)?;
-        daemon.wait_for(said).with_context(|| format!("{options:?}"))?;
+        daemon.wait_for(expected).with_context(|| format!("{options:?}"))?;
         daemon.wait_for(READY)?;
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
@@ -135,9 +135,9 @@ fn auto_says_what_it_chose_and_why() -> Result<()> {
 
 #[test]
 fn queues_are_spread_over_iothreads() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("disk.sock");
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let socket = folders.socket("disk.sock");
     let mut command = serve(&socket, &file)?;
     let mut daemon =
         Running::serve(command.args(["--iothreads", "2", "--num-queues", "4"]).args(COUNTERS))?;
@@ -153,15 +153,15 @@ fn queues_are_spread_over_iothreads() -> Result<()> {
 
 /// Messages with eventfds carry the queue number in eight bits, so there is no queue 256.
 #[test]
-fn as_many_queues_as_can_be_named() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
-    let mut command = serve(&socket, &scene.disk("disk.img", DISK_BYTES)?)?;
+fn an_export_has_up_to_256_queues() -> Result<()> {
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
+    let mut command = serve(&socket, &folders.disk("disk.img", DISK_BYTES)?)?;
     let mut daemon = Running::serve(&mut command)?;
     let mut frontend = Frontend::connect(&socket, &Setup::default())?;
     frontend.negotiate()?;
-    let ask = Message::new(code::GET_QUEUE_NUM, Vec::new());
-    ensure!(frontend.number(&ask)? == 256);
+    let query = Message::new(code::GET_QUEUE_NUM, Vec::new());
+    ensure!(frontend.exchange_number(&query)? == 256);
     ensure!(frontend.config(34, 2)? == 256_u16.to_le_bytes());
     frontend.share_memory()?;
     // The last queue serves like the first.
@@ -178,7 +178,7 @@ fn as_many_queues_as_can_be_named() -> Result<()> {
         Message::ring_fd(code::SET_VRING_KICK, last, Some(&kick)),
         Message::ring_state(code::SET_VRING_ENABLE, last.into(), 1),
     ] {
-        frontend.tell(message)?;
+        frontend.send_checked(message)?;
     }
     ensure!(frontend.read(1, 0, 512)? == [0; 512]);
     frontend.expect_refused(Message::ring_state(code::SET_VRING_NUM, 256, size.into()))?;
@@ -191,21 +191,21 @@ fn as_many_queues_as_can_be_named() -> Result<()> {
 /// Many disks of one daemon, each on its own socket, are served side by side. An idle daemon uses
 /// no CPU time for them.
 #[test]
-fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
+fn a_daemon_serves_many_disks_and_sleeps_when_idle() -> Result<()> {
     const DISKS: usize = 64;
-    let scene = scene()?;
+    let folders = test_folders()?;
     let mut command = ringhaul()?;
     command.arg("serve").args(["--iothreads", "2", "--num-queues", "2"]).args(COUNTERS);
     let mut sockets = Vec::new();
     for number in 0..DISKS {
-        let file = scene.disk(&format!("disk{number}.img"), 1 << 20)?;
-        let socket = scene.socket(&format!("disk{number}.sock"));
+        let file = folders.disk(&format!("disk{number}.img"), 1 << 20)?;
+        let socket = folders.socket(&format!("disk{number}.sock"));
         let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
         command.args(["--export", &export]);
         sockets.push(socket);
     }
     // An export with a different engine shares the same threads.
-    let null = scene.socket("null.sock");
+    let null = folders.socket("null.sock");
     command.args(["--export", &format!("socket-path={},null=1M", null.display())]);
     sockets.push(null);
     let mut daemon = Running::start(&mut command)?;
@@ -235,10 +235,10 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
     ensure!(times_run(&daemon)? == before, "an IoThread runs though nobody asks for anything");
     drop(clients);
     daemon.signal(Signal::TERM)?;
-    let said = daemon.finish()?.expect_code(0)?.stderr;
+    let output = daemon.finish()?.expect_code(0)?.stderr;
     for (name, lines) in [("iothread-0", 1), ("iothread-1", 1), ("iothread-2", 0)] {
-        let summaries = said.lines().filter(|line| line.contains(&format!("{name}: operations")));
-        ensure!(summaries.count() == lines, "not {lines} of {name}: {said}");
+        let summaries = output.lines().filter(|line| line.contains(&format!("{name}: operations")));
+        ensure!(summaries.count() == lines, "not {lines} of {name}: {output}");
     }
     for socket in &sockets {
         ensure!(!socket.exists(), "{} is still there", socket.display());
@@ -258,16 +258,16 @@ fn times_run(daemon: &Running) -> Result<Vec<u64>> {
 
 /// The kernel reports the time slice of the daemon's threads.
 #[test]
-fn an_iothread_has_the_slice_that_the_option_gives() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("slice.img", DISK_BYTES)?;
+fn the_option_sets_the_time_slice_of_an_iothread() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("slice.img", DISK_BYTES)?;
     let of_kernel = slice("/proc/self/sched")?;
     for (options, expected) in [
         (&[][..], Some("300000")),
         (&["--slice-us", "700"], Some("700000")),
         (&["--slice-us", "0"], of_kernel.as_deref()),
     ] {
-        let socket = scene.socket("slice.sock");
+        let socket = folders.socket("slice.sock");
         let mut daemon = Running::serve(serve(&socket, &file)?.args(options))?;
         let found = slice(thread_file(&daemon, "iothread-0", "sched")?)?;
         // Kernels before 6.12, and kernels without debugging of the scheduler, do not report it.
@@ -288,7 +288,7 @@ fn slice(sched: impl AsRef<std::path::Path>) -> Result<Option<String>> {
 
 /// Switches for measurements change the way of working, not the results.
 #[test]
-fn switches_change_the_way_and_not_the_result() -> Result<()> {
+fn switches_do_not_change_the_result() -> Result<()> {
     const ALL_OFF: &[&str] = &[
         "--harvest-on-submit",
         "off",
@@ -303,7 +303,7 @@ fn switches_change_the_way_and_not_the_result() -> Result<()> {
         "--poll-max-us",
         "0",
     ];
-    let scene = scene()?;
+    let folders = test_folders()?;
     for (engine, options) in [
         ("io_uring", ALL_OFF),
         ("aio", ALL_OFF),
@@ -317,8 +317,8 @@ fn switches_change_the_way_and_not_the_result() -> Result<()> {
         ("aio", &["--harvest-on-submit", "off"]),
         ("aio", &["--completion-ring", "getevents"]),
     ] {
-        let file = scene.disk("switched.img", DISK_BYTES)?;
-        let socket = scene.socket("switched.sock");
+        let file = folders.disk("switched.img", DISK_BYTES)?;
+        let socket = folders.socket("switched.sock");
         let mut command = serve(&socket, &file)?;
         let mut daemon = Running::serve(command.args(["--engine", engine]).args(options))?;
         let load = "--rw randrw --number_ios 500 --iodepth 16 --numjobs 2 --verify";
@@ -333,9 +333,9 @@ fn switches_change_the_way_and_not_the_result() -> Result<()> {
 
 #[test]
 fn sqpoll_without_a_cpu_of_its_own_is_warned_of() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("sqpoll.sock");
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let socket = folders.socket("sqpoll.sock");
     let path = |path: &std::path::Path| path.display().to_string();
     let options = ["--socket-path", &path(&socket), "--blk-file", &path(&file), "--sqpoll"];
     let mut command = ringhaul_under(&["taskset", "--cpu-list", "0"])?;
@@ -350,9 +350,9 @@ fn sqpoll_without_a_cpu_of_its_own_is_warned_of() -> Result<()> {
 /// A disk without polled completions is still served; the log gives the reason, once.
 #[test]
 fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("plain.img", DISK_BYTES)?;
-    let socket = scene.socket("plain.sock");
+    let folders = test_folders()?;
+    let file = folders.disk("plain.img", DISK_BYTES)?;
+    let socket = folders.socket("plain.sock");
     let mut command = serve(&socket, &file)?;
     // The page cache is never polled, even if the disks of the system have queues for polling.
     command.args(["--engine", "io_uring", "--iopoll", "--iothreads", "2", "--cache", "writeback"]);
@@ -373,8 +373,8 @@ fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
 /// With `--engine auto` the daemon may choose an engine without a requested feature.
 #[test]
 fn an_option_without_effect_is_named() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("null.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("null.sock");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--socket-path").arg(&socket);
     command.args(["--disk", "null,size=1G", "--iopoll"]);
@@ -389,8 +389,8 @@ fn an_option_without_effect_is_named() -> Result<()> {
 #[test]
 fn the_heap_has_two_arenas() -> Result<()> {
     let mut command = ringhaul()?;
-    let told = run(command.arg("--version").env("MALLOC_CONF", "confirm_conf:true"))?;
-    let told = told.expect_code(0)?.stderr;
-    ensure!(told.contains("Set conf value: narenas:2"), "{told}");
+    let output = run(command.arg("--version").env("MALLOC_CONF", "confirm_conf:true"))?;
+    let output = output.expect_code(0)?.stderr;
+    ensure!(output.contains("Set conf value: narenas:2"), "{output}");
     Ok(())
 }

@@ -4,20 +4,20 @@ use std::fs::File;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use ringhaul_kit::system::{self, LoopDevice, may_change};
+use ringhaul_kit::system::{self, LoopDevice, can_change_system};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::control::Client;
-use super::scene;
+use super::test_folders;
 
 const MIB: u64 = 1 << 20;
 
 /// Starts a daemon with these exports, and connects a client.
-fn serve(scene: &Scene, exports: &[String]) -> Result<(Running, Client)> {
-    let control = scene.socket("control");
+fn serve(folders: &TestFolders, exports: &[String]) -> Result<(Running, Client)> {
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--control").arg(&control);
     for export in exports {
@@ -37,12 +37,12 @@ fn set_len(file: &Path, bytes: u64) -> Result<()> {
 
 #[test]
 fn a_disk_is_resized_by_request() -> Result<()> {
-    let scene = scene()?;
-    let (file, read_only) = (scene.disk("disk.img", MIB)?, scene.disk("read-only.img", MIB)?);
-    let [blk, other, scsi] = ["blk", "read-only", "scsi"].map(|name| scene.socket(name));
+    let folders = test_folders()?;
+    let (file, read_only) = (folders.disk("disk.img", MIB)?, folders.disk("read-only.img", MIB)?);
+    let [blk, other, scsi] = ["blk", "read-only", "scsi"].map(|name| folders.socket(name));
     let units = format!("socket-path={},device=scsi,lun=3,null=1M", scsi.display());
     let all = [export(&blk, &file, ""), export(&other, &read_only, ",read-only=on"), units];
-    let (mut daemon, mut client) = serve(&scene, &all)?;
+    let (mut daemon, mut client) = serve(&folders, &all)?;
     let mut resize = |params: Value| client.call("disk.resize", &params);
     for (params, size) in [
         (json!({ "export": blk, "size-bytes": 4 * MIB }), 4 * MIB),
@@ -81,17 +81,17 @@ fn a_disk_is_resized_by_request() -> Result<()> {
 #[test]
 fn an_export_has_not_ended_while_its_file_is_resized() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let vm = scene.socket("vm");
+    let folders = test_folders()?;
+    let vm = folders.socket("vm");
     let options = ",lock=off,cache=writeback,name=vm";
-    let (mut daemon, mut client) = serve(&scene, &[export(&vm, &fuse.file(), options)])?;
-    let mut events = Client::new(&scene.socket("control"))?;
+    let (mut daemon, mut client) = serve(&folders, &[export(&vm, &fuse.file(), options)])?;
+    let mut events = Client::new(&folders.socket("control"))?;
     events.call("subscribe", &json!({ "events": ["removed"] }))?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
     fuse.withhold(daemon.pid(), &[opcode::SETATTR]);
     let resize = std::thread::spawn({
-        let control = scene.socket("control");
+        let control = folders.socket("control");
         move || {
             let size = json!({ "export": "vm", "size-bytes": 2 * MIB });
             Client::new(&control)?.call("disk.resize", &size)
@@ -123,13 +123,13 @@ fn an_export_has_not_ended_while_its_file_is_resized() -> Result<()> {
 /// Each export has opened the file by itself.
 #[test]
 fn all_exports_of_a_disk_take_its_new_size() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", 4 * MIB)?;
-    let [one, two, scsi] = ["one", "two", "scsi"].map(|name| scene.socket(name));
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", 4 * MIB)?;
+    let [one, two, scsi] = ["one", "two", "scsi"].map(|name| folders.socket(name));
     let blk = |socket| export(socket, &file, ",lock=off");
     let unit = |lun| format!("lun={lun},blk-file={},lock=off", file.display());
     let units = format!("socket-path={},device=scsi,{},{}", scsi.display(), unit(0), unit(1));
-    let (mut daemon, mut client) = serve(&scene, &[blk(&one), blk(&two), units])?;
+    let (mut daemon, mut client) = serve(&folders, &[blk(&one), blk(&two), units])?;
     for (params, size) in [
         (json!({ "export": one, "size-bytes": 2 * MIB, "shrink": true }), 2 * MIB),
         (json!({ "export": scsi, "lun": 1, "size-bytes": MIB, "shrink": true }), MIB),
@@ -149,11 +149,11 @@ fn all_exports_of_a_disk_take_its_new_size() -> Result<()> {
 
 /// Growth is passed on. A size below the guest's is passed on only by request.
 #[test]
-fn the_size_of_a_file_that_others_change_is_noticed() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", 2 * MIB)?;
-    let socket = scene.socket("disk.sock");
-    let (mut daemon, mut client) = serve(&scene, &[export(&socket, &file, "")])?;
+fn a_size_that_another_program_changes_is_noticed() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", 2 * MIB)?;
+    let socket = folders.socket("disk.sock");
+    let (mut daemon, mut client) = serve(&folders, &[export(&socket, &file, "")])?;
     let mut size = |method: &str| -> Result<Value> {
         let answer = client.call(method, &json!({ "export": socket }))?;
         Ok(answer["result"]["size-bytes"].clone())
@@ -175,20 +175,20 @@ fn the_size_of_a_file_that_others_change_is_noticed() -> Result<()> {
 
 #[test]
 fn a_device_that_grows_is_noticed_while_a_file_system_hangs() -> Result<()> {
-    if !may_change("a loop device") {
+    if !can_change_system("a loop device") {
         return Ok(());
     }
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let file = scene.disk("device.img", 2 * MIB)?;
+    let folders = test_folders()?;
+    let file = folders.disk("device.img", 2 * MIB)?;
     let device = LoopDevice::attach(&file)?;
-    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let [hung, healthy] = ["hung", "healthy"].map(|name| folders.socket(name));
     let hangs = export(&hung, &fuse.file(), ",read-only=on,lock=off,cache=writeback");
-    let (mut daemon, mut client) = serve(&scene, &[hangs, export(&healthy, device.path(), "")])?;
+    let (mut daemon, mut client) = serve(&folders, &[hangs, export(&healthy, device.path(), "")])?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
     fuse.withhold(daemon.pid(), &[opcode::GETATTR]);
-    fuse.forget_attributes()?;
+    fuse.invalidate_attributes()?;
     fuse.wait_for(opcode::GETATTR)?;
     for times in 2..4 {
         set_len(&file, 2 * times * MIB)?;

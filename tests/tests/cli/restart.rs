@@ -5,45 +5,45 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::control::Client;
-use super::{DISK_BYTES, scene};
+use super::{DISK_BYTES, test_folders};
 
 /// A daemon with a control socket, a virtio-scsi export `vm` and an export `null`.
-fn command(scene: &Scene, more: &[&str]) -> Result<Command> {
-    let disk = scene.path("first.img");
+fn command(folders: &TestFolders, more: &[&str]) -> Result<Command> {
+    let disk = folders.path("first.img");
     if !disk.exists() {
-        scene.disk("first.img", DISK_BYTES)?;
+        folders.disk("first.img", DISK_BYTES)?;
     }
     let mut command = ringhaul()?;
     command.args(["serve", "--export"]);
-    let (socket, disk) = (scene.socket("vm.sock"), disk.display());
+    let (socket, disk) = (folders.socket("vm.sock"), disk.display());
     let socket = socket.display();
     command.arg(format!("name=vm,socket-path={socket},device=scsi,lun=0,blk-file={disk}"));
-    let null = scene.socket("null.sock");
+    let null = folders.socket("null.sock");
     command.arg("--export").arg(format!("name=null,socket-path={},null=1M", null.display()));
-    command.arg("--control").arg(scene.socket("control")).args(more);
+    command.arg("--control").arg(folders.socket("control")).args(more);
     Ok(command)
 }
 
 /// Ends the daemon by a signal and starts it again with these options.
 fn start_again(
-    scene: &Scene,
+    folders: &TestFolders,
     mut daemon: Running,
     signal: Signal,
     more: &[&str],
 ) -> Result<(Running, Client)> {
     daemon.signal(signal)?;
     daemon.finish()?;
-    start(scene, more)
+    start(folders, more)
 }
 
-fn start(scene: &Scene, more: &[&str]) -> Result<(Running, Client)> {
-    let daemon = Running::serve(&mut command(scene, more)?)?;
-    let client = Client::new(&scene.socket("control"))?;
+fn start(folders: &TestFolders, more: &[&str]) -> Result<(Running, Client)> {
+    let daemon = Running::serve(&mut command(folders, more)?)?;
+    let client = Client::new(&folders.socket("control"))?;
     Ok((daemon, client))
 }
 
@@ -83,12 +83,12 @@ fn luns(client: &mut Client) -> Result<Vec<u64>> {
 }
 
 /// Adds a unit and an export, removes an export, and sets limits, policies and settings.
-fn change_all(scene: &Scene, client: &mut Client) -> Result<()> {
-    let [unit, disk] = ["unit.img", "added.img"].map(|name| scene.disk(name, DISK_BYTES));
+fn change_all(folders: &TestFolders, client: &mut Client) -> Result<()> {
+    let [unit, disk] = ["unit.img", "added.img"].map(|name| folders.disk(name, DISK_BYTES));
     let unit = json!({ "lun": 5, "disk": { "file": unit? } });
     let added = json!({
         "name": "added",
-        "endpoint": { "path": scene.socket("added.sock") },
+        "endpoint": { "path": folders.socket("added.sock") },
         "device": { "blk": { "file": disk? } },
     });
     let (limits, more) = (json!({ "iops-total": 77 }), json!({ "bps-total": 1 << 30 }));
@@ -124,25 +124,25 @@ fn check_all(client: &mut Client) -> Result<()> {
 }
 
 #[test]
-fn what_commands_changed_outlives_a_kill_and_a_clean_end() -> Result<()> {
-    let scene = scene()?;
-    let (mut daemon, mut client) = start(&scene, &[])?;
-    change_all(&scene, &mut client)?;
-    let mode = fs::metadata(scene.socket("control.state"))?.permissions().mode();
+fn changes_by_command_survive_a_kill_and_a_clean_end() -> Result<()> {
+    let folders = test_folders()?;
+    let (mut daemon, mut client) = start(&folders, &[])?;
+    change_all(&folders, &mut client)?;
+    let mode = fs::metadata(folders.socket("control.state"))?.permissions().mode();
     ensure!(mode & 0o777 == 0o600, "{mode:o}");
     for signal in [Signal::KILL, Signal::TERM, Signal::KILL] {
-        (daemon, client) = start_again(&scene, daemon, signal, &[])?;
+        (daemon, client) = start_again(&folders, daemon, signal, &[])?;
         check_all(&mut client)?;
     }
     // `--state none` serves the command line alone, and leaves the state file as it is.
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &["--state", "none"])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &["--state", "none"])?;
     ensure!(names(&mut client, 2)? == ["null", "vm"] && luns(&mut client)? == [0], "not ignored");
-    (daemon, client) = start_again(&scene, daemon, Signal::TERM, &[])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::TERM, &[])?;
     check_all(&mut client)?;
     // When everything is undone, no change is left to store.
     let null = json!({
         "name": "null",
-        "endpoint": { "path": scene.socket("null.sock") },
+        "endpoint": { "path": folders.socket("null.sock") },
         "device": { "blk": { "null": { "size-bytes": 1 << 20 } } },
     });
     let undone = json!({ "iops-total": 0 });
@@ -158,7 +158,7 @@ fn what_commands_changed_outlives_a_kill_and_a_clean_end() -> Result<()> {
             ("export.add", null),
         ],
     )?;
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     ensure!(names(&mut client, 2)? == ["null", "vm"] && luns(&mut client)? == [0], "not undone");
     change(&mut client, &[("shutdown", json!({}))])?;
     daemon.finish()?.expect_code(0)?;
@@ -166,23 +166,23 @@ fn what_commands_changed_outlives_a_kill_and_a_clean_end() -> Result<()> {
 }
 
 #[test]
-fn a_takeover_goes_on_with_the_state() -> Result<()> {
-    let scene = scene()?;
-    let (daemon, mut client) = start(&scene, &[])?;
-    change_all(&scene, &mut client)?;
+fn a_takeover_keeps_the_state() -> Result<()> {
+    let folders = test_folders()?;
+    let (daemon, mut client) = start(&folders, &[])?;
+    change_all(&folders, &mut client)?;
     let mut next = ringhaul()?;
-    next.args(["serve", "--takeover"]).arg(scene.socket("control")).args(["--iothreads", "2"]);
+    next.args(["serve", "--takeover"]).arg(folders.socket("control")).args(["--iothreads", "2"]);
     let mut next = Running::start(&mut next)?;
     next.wait_for("took over")?;
     daemon.finish()?.expect_code(0)?;
-    let mut client = Client::new(&scene.socket("control"))?;
+    let mut client = Client::new(&folders.socket("control"))?;
     check_all(&mut client)?;
     let unit = json!({ "lun": 6, "disk": { "null": { "size-bytes": 1 << 20 } } });
     change(&mut client, &[("lun.add", json!({ "export": "vm", "unit": unit }))])?;
     next.signal(Signal::KILL)?;
     next.finish()?;
     // The supervisor restarts the old command line.
-    let (mut last, mut client) = start(&scene, &[])?;
+    let (mut last, mut client) = start(&folders, &[])?;
     ensure!(last.stderr().contains("goes on with the options of an upgrade: --iothreads 2"));
     ensure!(luns(&mut client)? == [0, 5, 6], "{:?}", luns(&mut client)?);
     change(&mut client, &[("lun.remove", json!({ "export": "vm", "lun": 6 }))])?;
@@ -195,23 +195,23 @@ fn a_takeover_goes_on_with_the_state() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_be_restored_is_reported_and_the_rest_is_served() -> Result<()> {
-    let scene = scene()?;
-    let (mut daemon, mut client) = start(&scene, &[])?;
-    change_all(&scene, &mut client)?;
-    let (unit, added) = (scene.path("unit.img"), scene.path("added.img"));
+fn lost_disks_are_reported_and_other_exports_are_restored() -> Result<()> {
+    let folders = test_folders()?;
+    let (mut daemon, mut client) = start(&folders, &[])?;
+    change_all(&folders, &mut client)?;
+    let (unit, added) = (folders.path("unit.img"), folders.path("added.img"));
     for path in [&unit, &added] {
         fs::rename(path, path.with_extension("away"))?;
     }
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     ensure!(names(&mut client, 1)? == ["vm"], "{:?}", names(&mut client, 1)?);
-    let said = daemon.wait_for("added: cannot be restored")?;
-    ensure!(said.contains("WARN") && said.contains("added.img"), "{said}");
+    let output = daemon.wait_for("added: cannot be restored")?;
+    ensure!(output.contains("WARN") && output.contains("added.img"), "{output}");
     ensure!(luns(&mut client)? == [0], "{:?}", luns(&mut client)?);
-    let said = daemon.stderr();
+    let output = daemon.stderr();
     ensure!(
-        said.contains("vm: unit 0:5 cannot be restored") && said.contains("unit.img"),
-        "{said}"
+        output.contains("vm: unit 0:5 cannot be restored") && output.contains("unit.img"),
+        "{output}"
     );
     // Changes in between do not drop entries that could not be restored.
     let limits = json!({ "iops-total": 77 });
@@ -219,13 +219,13 @@ fn what_cannot_be_restored_is_reported_and_the_rest_is_served() -> Result<()> {
     for path in [&unit, &added] {
         fs::rename(path.with_extension("away"), path)?;
     }
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     check_all(&mut client)?;
     fs::remove_file(&added)?;
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     let forgotten = client.call("export.remove", &json!({ "export": "added" }))?;
     ensure!(forgotten["error"]["message"].to_string().contains("it is forgotten"), "{forgotten}");
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &[])?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     names(&mut client, 1)?;
     ensure!(!daemon.stderr().contains("added"), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
@@ -234,9 +234,9 @@ fn what_cannot_be_restored_is_reported_and_the_rest_is_served() -> Result<()> {
 }
 
 #[test]
-fn a_state_file_that_is_no_good_is_refused() -> Result<()> {
-    let scene = scene()?;
-    let state = scene.socket("control.state");
+fn an_invalid_state_file_is_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let state = folders.socket("control.state");
     let deep = "[".repeat(100_000);
     let export = r#"{"before": null, "now": null}"#;
     let nobody = format!(r#"{{"format": 1, "version": "x", "exports": [{export}]}}"#);
@@ -253,16 +253,16 @@ fn a_state_file_that_is_no_good_is_refused() -> Result<()> {
         fs::write(&state, text)?;
         fs::set_permissions(&state, fs::Permissions::from_mode(mode))?;
         let words = ["control.state", words, "--state none"];
-        run(&mut command(&scene, &[])?)?.expect_refusal(&words)?;
+        run(&mut command(&folders, &[])?)?.expect_refusal(&words)?;
         ensure!(fs::read_to_string(&state)? == text, "the file was touched");
     }
     fs::remove_file(&state)?;
     fs::create_dir(&state)?;
-    run(&mut command(&scene, &[])?)?.expect_refusal(&["not a regular file", "--state"])?;
+    run(&mut command(&folders, &[])?)?.expect_refusal(&["not a regular file", "--state"])?;
     fs::remove_dir(&state)?;
-    let (mut daemon, _client) = start(&scene, &[])?;
+    let (mut daemon, _client) = start(&folders, &[])?;
     let mut other = ringhaul()?;
-    other.arg("serve").arg("--socket-path").arg(scene.socket("other.sock"));
+    other.arg("serve").arg("--socket-path").arg(folders.socket("other.sock"));
     other.args(["--disk", "null,size=1M", "--state"]).arg(&state);
     run(&mut other)?.expect_refusal(&["another daemon keeps its state in", "control.state"])?;
     daemon.signal(Signal::TERM)?;
@@ -272,25 +272,26 @@ fn a_state_file_that_is_no_good_is_refused() -> Result<()> {
 }
 
 #[test]
-fn a_command_line_that_has_changed_wins() -> Result<()> {
-    let scene = scene()?;
-    let (mut daemon, mut client) = start(&scene, &[])?;
-    change_all(&scene, &mut client)?;
+fn a_changed_command_line_overrides_the_state() -> Result<()> {
+    let folders = test_folders()?;
+    let (mut daemon, mut client) = start(&folders, &[])?;
+    change_all(&folders, &mut client)?;
     // The export that the command added, with another disk, and another polling time.
-    let added = format!("name=added,socket-path={},null=2M", scene.socket("added.sock").display());
+    let added =
+        format!("name=added,socket-path={},null=2M", folders.socket("added.sock").display());
     let more = ["--export", &added, "--poll-max-us", "9", "--werror", "report"];
-    (daemon, client) = start_again(&scene, daemon, Signal::KILL, &more)?;
+    (daemon, client) = start_again(&folders, daemon, Signal::KILL, &more)?;
     ensure!(names(&mut client, 3)? == ["added", "null", "vm"], "{:?}", names(&mut client, 3)?);
     let settings = client.call("set", &json!({}))?;
     ensure!(settings["result"]["poll-max-us"] == 9, "{settings}");
-    let said = daemon.stderr();
+    let output = daemon.stderr();
     for words in [
         "added: a control command added it, and the command line",
         "null: a control command removed it, and the command line",
         "settings of control commands are dropped",
         "vm: the command line or the configuration file names unit 0:0 in another way",
     ] {
-        ensure!(said.contains(words), "{words}: {said}");
+        ensure!(output.contains(words), "{words}: {output}");
     }
     ensure!(luns(&mut client)? == [0, 5], "a unit that it does not name stays");
     daemon.signal(Signal::TERM)?;
@@ -298,22 +299,22 @@ fn a_command_line_that_has_changed_wins() -> Result<()> {
     Ok(())
 }
 
-/// A `ringhaul ctl` command for the daemon of the scene.
-fn ctl(scene: &Scene, words: &[&str]) -> Result<Command> {
+/// A `ringhaul ctl` command for the daemon of the test.
+fn ctl(folders: &TestFolders, words: &[&str]) -> Result<Command> {
     let mut command = ringhaul()?;
-    command.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
+    command.args(["ctl", "--control"]).arg(folders.socket("control")).args(words);
     Ok(command)
 }
 
 #[test]
-fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
-    let scene = scene()?;
-    let (mut daemon, mut client) = start(&scene, &[])?;
+fn a_refused_upgrade_gives_the_reason_and_the_remedy() -> Result<()> {
+    let folders = test_folders()?;
+    let (mut daemon, mut client) = start(&folders, &[])?;
     // `/bin/true` never asks for the exports.
-    let done = run(&mut ctl(&scene, &["upgrade", "/bin/true"])?)?.expect_code(5)?;
+    let done = run(&mut ctl(&folders, &["upgrade", "/bin/true"])?)?.expect_code(5)?;
     ensure!(done.stderr.contains("never asked for it"), "{}", done.stderr);
     // The new process refuses a combination of options.
-    let script = scene.path("wrong.sh");
+    let script = folders.path("wrong.sh");
     let binary = ringhaul_kit::server::ringhaul_binary()?;
     let text = format!(
         "#!/bin/sh\nexec {} \"$@\" --iothreads 2 --engine aio --iopoll\n",
@@ -322,29 +323,29 @@ fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
     fs::write(&script, text)?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     let script = script.display().to_string();
-    let done = run(&mut ctl(&scene, &["upgrade", &script])?)?.expect_code(5)?;
+    let done = run(&mut ctl(&folders, &["upgrade", &script])?)?.expect_code(5)?;
     ensure!(done.stderr.contains("--iopoll"), "{}", done.stderr);
     let answer = client.call("upgrade", &json!({ "binary": script }))?;
     ensure!(answer["error"]["code"] == 11, "{answer}");
     // Another hand-over is in progress, and its process sends nothing more.
     let begin = json!({ "formats": [4, 5, 6, 7, 8], "inflight-versions": [1], "version": "x" });
-    let mut silent = Client::new(&scene.socket("control"))?;
+    let mut silent = Client::new(&folders.socket("control"))?;
     let described = silent.call("takeover", &begin)?;
     ensure!(described.get("error").is_none(), "{described}");
     let binary = binary.display().to_string();
-    let done = run(&mut ctl(&scene, &["upgrade", &binary])?)?.expect_code(4)?;
+    let done = run(&mut ctl(&folders, &["upgrade", &binary])?)?.expect_code(4)?;
     ensure!(done.stderr.contains("another process is taking the exports over"), "{}", done.stderr);
     let answer = client.call("upgrade", &json!({ "binary": binary }))?;
     ensure!(answer["error"]["code"] == 10, "{answer}");
     // The upgrade succeeds in the end. A change in the meantime waits for the process that serves
     // then.
-    let retries = Running::start(&mut ctl(&scene, &["upgrade", &binary, "--retry", "60"])?)?;
+    let retries = Running::start(&mut ctl(&folders, &["upgrade", &binary, "--retry", "60"])?)?;
     daemon.wait_for("does not take over: another process")?;
     drop(silent);
     let unit = "8,null=1M";
-    run(&mut ctl(&scene, &["add-lun", "vm", unit])?)?.expect_code(0)?;
+    run(&mut ctl(&folders, &["add-lun", "vm", unit])?)?.expect_code(0)?;
     retries.finish()?.expect_code(0)?;
-    let mut client = Client::new(&scene.socket("control"))?;
+    let mut client = Client::new(&folders.socket("control"))?;
     ensure!(luns(&mut client)? == [0, 8], "{:?}", luns(&mut client)?);
     change(&mut client, &[("shutdown", json!({}))])?;
     // The new process writes to the same pipe.
@@ -354,30 +355,30 @@ fn a_refused_upgrade_says_why_and_whether_to_try_again() -> Result<()> {
 
 /// The configuration file overrides commands in entries that changed in it. All other changes stay.
 #[test]
-fn a_file_that_is_read_again_and_commands_outlive_a_kill_together() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.path("ringhaul.toml");
+fn changes_by_reload_and_command_survive_a_kill() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.path("ringhaul.toml");
     let export = |name: &str, limits: &str| {
-        let socket = scene.socket(name);
+        let socket = folders.socket(name);
         format!(
             "[[export]]\nname = \"{name}\"\nendpoint = {{ path = \"{}\" }}\n\
              device = {{ blk = \"null:1M\" }}\n{limits}\n",
             socket.display()
         )
     };
-    let head = format!("control = \"{}\"\n", scene.socket("control").display());
+    let head = format!("control = \"{}\"\n", folders.socket("control").display());
     let write = |exports: &[String]| fs::write(&file, head.clone() + &exports.concat());
     let limited = |rate: u32| format!("limits = {{ iops-total = {rate} }}");
     write(&[export("changed", &limited(5)), export("kept", &limited(5)), export("gone", "")])?;
     let serve = || -> Result<(Running, Client)> {
         let daemon = Running::serve(ringhaul()?.args(["serve", "--config"]).arg(&file))?;
-        let client = Client::new(&scene.socket("control"))?;
+        let client = Client::new(&folders.socket("control"))?;
         Ok((daemon, client))
     };
     let (mut daemon, mut client) = serve()?;
     let added = json!({
         "name": "added",
-        "endpoint": { "path": scene.socket("added") },
+        "endpoint": { "path": folders.socket("added") },
         "device": { "blk": { "null": { "size-bytes": 1 << 20 } } },
     });
     let set = |export: &str, rate: u32| {

@@ -13,8 +13,8 @@ pub(crate) fn check(document: &Value, schema: &Value, value: &Value) -> Result<(
         Value::Object(object) => object,
         _ => bail!("{schema} allows nothing"),
     };
-    for (keyword, said) in object {
-        check_keyword(document, object, (keyword, said), value)
+    for (keyword, rule) in object {
+        check_keyword(document, object, (keyword, rule), value)
             .with_context(|| format!("{keyword} of {value}"))?;
     }
     Ok(())
@@ -23,39 +23,39 @@ pub(crate) fn check(document: &Value, schema: &Value, value: &Value) -> Result<(
 fn check_keyword(
     document: &Value,
     schema: &Map<String, Value>,
-    (keyword, said): (&str, &Value),
+    (keyword, rule): (&str, &Value),
     value: &Value,
 ) -> Result<()> {
     let properties = || schema.get("properties").and_then(Value::as_object);
-    let all = || said.as_array().context("it is no list");
+    let all = || rule.as_array().context("it is no list");
     let fits = |schema: &&Value| check(document, schema, value).is_ok();
     match keyword {
         _ if REMARKS.contains(&keyword) => {}
         "$ref" => {
-            let place = said.as_str().and_then(|said| said.strip_prefix('#'));
+            let place = rule.as_str().and_then(|rule| rule.strip_prefix('#'));
             let target = place.and_then(|place| document.pointer(place));
             check(document, target.context("it leads nowhere")?, value)?;
         }
         "type" => {
-            let types = said.as_array().map_or(vec![said], |types| types.iter().collect());
-            ensure!(types.iter().any(|name| is_of_type(value, name)), "it is no {said}");
+            let types = rule.as_array().map_or(vec![rule], |types| types.iter().collect());
+            ensure!(types.iter().any(|name| is_of_type(value, name)), "it is no {rule}");
         }
-        "const" => ensure!(value == said, "it is not {said}"),
-        "enum" => ensure!(all()?.contains(value), "it is not in {said}"),
+        "const" => ensure!(value == rule, "it is not {rule}"),
+        "enum" => ensure!(all()?.contains(value), "it is not in {rule}"),
         // These keywords concern only numbers or objects.
         "minimum" | "maximum" if !value.is_number() => {}
         "required" if !value.is_object() => {}
-        "minimum" => ensure!(value.as_f64() >= said.as_f64(), "it is below {said}"),
-        "maximum" => ensure!(value.as_f64() <= said.as_f64(), "it is above {said}"),
+        "minimum" => ensure!(value.as_f64() >= rule.as_f64(), "it is below {rule}"),
+        "maximum" => ensure!(value.as_f64() <= rule.as_f64(), "it is above {rule}"),
         "anyOf" => ensure!(all()?.iter().any(|schema| fits(&schema)), "none fits"),
         "oneOf" => ensure!(all()?.iter().filter(fits).count() == 1, "not one fits"),
         "items" => {
             let mut values = value.as_array().into_iter().flatten();
-            values.try_for_each(|value| check(document, said, value))?;
+            values.try_for_each(|value| check(document, rule, value))?;
         }
         "required" => {
             let lacks = |key: &&Value| value.get(key.as_str().unwrap_or_default()).is_none();
-            ensure!(!all()?.iter().any(|key| lacks(&key)), "it lacks some of {said}");
+            ensure!(!all()?.iter().any(|key| lacks(&key)), "it lacks some of {rule}");
         }
         "properties" => {
             for (key, schema) in properties().into_iter().flatten() {
@@ -67,7 +67,7 @@ fn check_keyword(
         "additionalProperties" => {
             let known = |key: &str| properties().is_some_and(|all| all.contains_key(key));
             for (key, value) in value.as_object().into_iter().flatten() {
-                ensure!(known(key) || check(document, said, value).is_ok(), "{key} is not known");
+                ensure!(known(key) || check(document, rule, value).is_ok(), "{key} is not known");
             }
         }
         other => bail!("this check does not know {other}"),

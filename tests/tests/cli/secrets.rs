@@ -8,10 +8,10 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use super::control::Client;
-use super::scene;
+use super::test_folders;
 
-fn check_quiet(said: &str) -> Result<()> {
-    ensure!(said.contains("***") && !said.contains("hidden"), "it said: {said}");
+fn check_quiet(output: &str) -> Result<()> {
+    ensure!(output.contains("***") && !output.contains("hidden"), "the output is {output}");
     Ok(())
 }
 
@@ -22,7 +22,7 @@ fn check_refused(finished: Finished) -> Result<()> {
 
 #[test]
 fn secrets_in_names_of_disks_are_not_repeated() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     for disk in [
         "nbd://user:hidden@host/x",
         "raw,over=nbd+unix://user:hidden@/x?socket=/a",
@@ -52,7 +52,7 @@ fn secrets_in_names_of_disks_are_not_repeated() -> Result<()> {
             &export,
         ]))?)?;
     }
-    let file = scene.path("ringhaul.toml");
+    let file = folders.path("ringhaul.toml");
     let blk = r#"blk = { nbd = "nbd://user:hidden@host/x" }"#;
     fs::write(
         &file,
@@ -64,10 +64,10 @@ fn secrets_in_names_of_disks_are_not_repeated() -> Result<()> {
 
 #[test]
 fn a_daemon_does_not_repeat_secrets() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
-    command.args(["serve", "--disk", "null:1M", "--socket-path"]).arg(scene.socket("vm.sock"));
+    command.args(["serve", "--disk", "null:1M", "--socket-path"]).arg(folders.socket("vm.sock"));
     let mut daemon = Running::serve(command.arg("--control").arg(&control))?;
     let mut client = Client::new(&control)?;
     let blk = json!({ "nbd": "nbd://user:hidden@host/x" });

@@ -20,10 +20,10 @@ pub(super) fn is_installed() -> bool {
 pub(super) struct Socat {
     child: Child,
     stdin: ChildStdin,
-    answers: Receiver<String>,
+    stdout_lines: Receiver<String>,
     /// Lines of its `-v` output about the data that it passes on.
-    reports: Receiver<String>,
-    asked: u64,
+    stderr_lines: Receiver<String>,
+    last_id: u64,
 }
 
 impl Socat {
@@ -36,20 +36,20 @@ impl Socat {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().context("starting socat")?;
         let stdin = child.stdin.take().context("it has no stdin")?;
-        let answers = lines(child.stdout.take().context("it has no stdout")?);
-        let reports = lines(child.stderr.take().context("it has no stderr")?);
-        Ok(Self { child, stdin, answers, reports, asked: 0 })
+        let stdout_lines = lines(child.stdout.take().context("it has no stdout")?);
+        let stderr_lines = lines(child.stderr.take().context("it has no stderr")?);
+        Ok(Self { child, stdin, stdout_lines, stderr_lines, last_id: 0 })
     }
 
     /// Sends this text unchanged.
-    pub(super) fn say(&mut self, text: &str) -> Result<()> {
+    pub(super) fn send_text(&mut self, text: &str) -> Result<()> {
         self.stdin.write_all(text.as_bytes()).context("writing to socat")
     }
 
     /// Sends this text, and waits until socat has passed it on as a separate piece.
-    pub(super) fn say_apart(&mut self, text: &str) -> Result<()> {
-        self.say(text)?;
-        while let Some(line) = next(&self.reports)? {
+    pub(super) fn send_piece(&mut self, text: &str) -> Result<()> {
+        self.send_text(text)?;
+        while let Some(line) = next(&self.stderr_lines)? {
             if line.starts_with("> ") {
                 return Ok(());
             }
@@ -58,40 +58,45 @@ impl Socat {
     }
 
     /// The next line, or `None` if the daemon has closed the connection.
-    pub(super) fn hear(&self) -> Result<Option<Value>> {
-        let Some(line) = next(&self.answers)? else { return Ok(None) };
+    pub(super) fn next_line(&self) -> Result<Option<Value>> {
+        let Some(line) = next(&self.stdout_lines)? else { return Ok(None) };
         let answer = serde_json::from_str(&line).with_context(|| format!("no JSON: {line}"))?;
         Ok(Some(answer))
     }
 
     /// Sends a request without waiting for its answer. Returns its id.
-    pub(super) fn begin(&mut self, method: &str, params: &Value) -> Result<u64> {
-        self.asked += 1;
-        let id = self.asked;
+    pub(super) fn send_request(&mut self, method: &str, params: &Value) -> Result<u64> {
+        self.last_id += 1;
+        let id = self.last_id;
         let request = json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params });
-        self.say(&format!("{request}\n"))?;
+        self.send_text(&format!("{request}\n"))?;
         Ok(id)
     }
 
     /// The answer to request `id`, which must be the next line.
-    pub(super) fn end(&self, id: u64) -> Result<Value> {
-        let answer = self.hear()?.context("the daemon has hung up")?;
+    pub(super) fn answer(&self, id: u64) -> Result<Value> {
+        let answer = self.next_line()?.context("the daemon has hung up")?;
         ensure!(answer["jsonrpc"] == "2.0" && answer["id"] == id, "not the answer: {answer}");
         Ok(answer)
     }
 
     /// Calls a method that must succeed, and returns its result.
-    pub(super) fn done(&mut self, method: &str, params: &Value) -> Result<Value> {
-        let id = self.begin(method, params)?;
-        let mut answer = self.end(id)?;
+    pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
+        let id = self.send_request(method, params)?;
+        let mut answer = self.answer(id)?;
         ensure!(answer.get("error").is_none(), "{method} {params}: {answer}");
         Ok(answer["result"].take())
     }
 
     /// Calls a method that must be refused with this code, and returns the message.
-    pub(super) fn refused(&mut self, method: &str, params: &Value, code: i32) -> Result<String> {
-        let id = self.begin(method, params)?;
-        let answer = self.end(id)?;
+    pub(super) fn call_refused(
+        &mut self,
+        method: &str,
+        params: &Value,
+        code: i32,
+    ) -> Result<String> {
+        let id = self.send_request(method, params)?;
+        let answer = self.answer(id)?;
         let error = &answer["error"];
         ensure!(answer.get("result").is_none() && error["code"] == code, "{method}: {answer}");
         Ok(error["message"].as_str().context("there is no message")?.to_owned())
@@ -99,7 +104,7 @@ impl Socat {
 
     /// The next event, which must be of this kind.
     pub(super) fn event(&self, kind: &str) -> Result<Value> {
-        let mut line = self.hear()?.context("the subscriber was dropped")?;
+        let mut line = self.next_line()?.context("the subscriber was dropped")?;
         let is_event = line["method"] == "event" && line.get("id").is_none();
         ensure!(is_event && line["params"]["event"] == kind, "not {kind}: {line}");
         Ok(line["params"].take())

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{
-    READY, Refusals, Running, Scene, bench, ringhaul, ringhaul_under, run, serve,
+    READY, Refusals, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
 };
 use rustix::net::{AddressFamily, SocketType};
 use rustix::process::Signal;
 use vhost::VhostBackend;
 use vhost::vhost_user::Frontend;
 
-use crate::{DISK_BYTES, is_root, scene, thread_file};
+use crate::{DISK_BYTES, is_root, test_folders, thread_file};
 
 /// The number of the inherited descriptor.
 const FD: &str = "5";
@@ -34,8 +34,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const SOME_IO: &str = "--rw randrw --number_ios 200 --iodepth 8 --size 4m --verify";
 
 /// A command for `ringhaul serve` of a new disk that inherits `descriptor` as [`FD`].
-fn serve_fd(scene: &Scene, descriptor: OwnedFd) -> Result<Command> {
-    let file = scene.disk("inherited.img", DISK_BYTES)?;
+fn serve_fd(folders: &TestFolders, descriptor: OwnedFd) -> Result<Command> {
+    let file = folders.disk("inherited.img", DISK_BYTES)?;
     let mut command =
         ringhaul_under(&["sh", "-c", &format!("exec \"$@\" {FD}<&0 </dev/null"), "sh"])?;
     command.args(["serve", "--fd", FD, "--blk-file"]).arg(file).stdin(Stdio::from(descriptor));
@@ -44,25 +44,25 @@ fn serve_fd(scene: &Scene, descriptor: OwnedFd) -> Result<Command> {
 
 #[test]
 fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let mut refusals = Refusals::default();
 
-    let regular = scene.socket("regular");
+    let regular = folders.socket("regular");
     fs::write(&regular, "precious")?;
     let words = [&*regular.to_string_lossy(), "not a socket", "choose another --socket-path"];
     refusals.check("regular file", serve(&regular, &file), &words);
     ensure!(fs::read(&regular)? == b"precious", "the file was touched");
 
-    let folder = scene.socket("");
+    let folder = folders.socket("");
     refusals.check("folder", serve(&folder, &file), &["not a socket", "--socket-path"]);
 
-    let astray = scene.socket("missing/disk.sock");
+    let astray = folders.socket("missing/disk.sock");
     let words = [&*astray.to_string_lossy(), "does not exist", "mkdir -p"];
     refusals.check("missing folder", serve(&astray, &file), &words);
 
     // sun_path has 108 bytes, one of which is the terminator.
-    let long = scene.socket(&"x".repeat(108));
+    let long = folders.socket(&"x".repeat(108));
     refusals.check("long", serve(&long, &file), &["too long", "107", "--socket-path"]);
 
     let mut nowhere = ringhaul()?;
@@ -73,8 +73,8 @@ fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
 
 #[test]
 fn a_folder_that_may_not_be_written_is_refused() -> Result<()> {
-    let scene = scene()?;
-    let folder = scene.socket("locked");
+    let folders = test_folders()?;
+    let folder = folders.socket("locked");
     fs::create_dir(&folder)?;
     set_permissions(&folder, Permissions::from_mode(0o555))?;
     let without_override: &[&str] =
@@ -85,10 +85,10 @@ fn a_folder_that_may_not_be_written_is_refused() -> Result<()> {
 }
 
 #[test]
-fn a_socket_in_use_is_left_to_who_has_it() -> Result<()> {
-    let scene = scene()?;
-    let (file, other) = (scene.disk("a.img", DISK_BYTES)?, scene.disk("b.img", DISK_BYTES)?);
-    let socket = scene.socket("disk.sock");
+fn a_socket_in_use_is_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let (file, other) = (folders.disk("a.img", DISK_BYTES)?, folders.disk("b.img", DISK_BYTES)?);
+    let socket = folders.socket("disk.sock");
     let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
     let words = ["disk.sock", "another program listens", "choose another --socket-path"];
     let mut refusals = Refusals::default();
@@ -104,11 +104,11 @@ fn a_socket_in_use_is_left_to_who_has_it() -> Result<()> {
 /// cannot wait for that.
 #[test]
 fn a_start_right_after_a_kill_waits_for_the_sockets_of_the_dying_process() -> Result<()> {
-    let scene = scene()?;
-    let (file, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
+    let folders = test_folders()?;
+    let (file, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
     let start = || -> Result<Running> {
         let mut command = serve(&socket, &file)?;
-        Running::serve(command.arg("--control").arg(scene.socket("control")))
+        Running::serve(command.arg("--control").arg(folders.socket("control")))
     };
     let mut daemon = start()?;
     for _ in 0..6 {
@@ -124,17 +124,17 @@ fn a_start_right_after_a_kill_waits_for_the_sockets_of_the_dying_process() -> Re
 
 #[test]
 fn a_left_over_socket_is_replaced() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("disk.sock");
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let socket = folders.socket("disk.sock");
     let mut killed = Running::serve(&mut serve(&socket, &file)?)?;
     killed.signal(Signal::KILL)?;
     killed.finish()?;
     ensure!(socket.exists(), "there is no socket left over");
 
     let mut daemon = Running::start(&mut serve(&socket, &file)?)?;
-    let said = daemon.wait_for("replacing it")?;
-    ensure!(said.contains("disk.sock"), "{said}");
+    let line = daemon.wait_for("replacing it")?;
+    ensure!(line.contains("disk.sock"), "{line}");
     daemon.wait_for(READY)?;
     run(&mut bench(&socket, SOME_IO)?)?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
@@ -144,12 +144,12 @@ fn a_left_over_socket_is_replaced() -> Result<()> {
 }
 
 #[test]
-fn a_socket_that_another_program_has_made_meanwhile_is_not_removed() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("disk.sock");
+fn a_socket_of_another_program_is_not_removed() -> Result<()> {
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
+    let socket = folders.socket("disk.sock");
     let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
-    fs::rename(&socket, scene.socket("moved.sock"))?;
+    fs::rename(&socket, folders.socket("moved.sock"))?;
     let _listener = UnixListener::bind(&socket).context("listening")?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
@@ -159,8 +159,8 @@ fn a_socket_that_another_program_has_made_meanwhile_is_not_removed() -> Result<(
 
 #[test]
 fn descriptors_that_are_no_sockets_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     let mut refusals = Refusals::default();
     let by_number = |number: &str| -> Result<Command> {
         let mut command = ringhaul()?;
@@ -181,7 +181,7 @@ fn descriptors_that_are_no_sockets_are_refused() -> Result<()> {
         ("datagrams", UnixDatagram::pair()?.0.into()),
         ("neither connected nor listening", stream),
     ] {
-        refusals.check(what, serve_fd(&scene, descriptor), &words);
+        refusals.check(what, serve_fd(&folders, descriptor), &words);
     }
     refusals.finish()
 }
@@ -189,12 +189,12 @@ fn descriptors_that_are_no_sockets_are_refused() -> Result<()> {
 /// The descriptor is a connection: a management program has accepted the front-end.
 #[test]
 fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
-    let scene = scene()?;
-    let path = scene.socket("manager.sock");
+    let folders = test_folders()?;
+    let path = folders.socket("manager.sock");
     let listener = UnixListener::bind(&path).context("listening")?;
     let client = Running::start(&mut bench(&path, SOME_IO)?)?;
     let (connection, _) = listener.accept().context("accepting the load generator")?;
-    let mut command = serve_fd(&scene, connection.into())?;
+    let mut command = serve_fd(&folders, connection.into())?;
     let mut daemon = Running::start(&mut command)?;
     // `command` holds a copy of the descriptor, and the connection ends with the last copy.
     drop(command);
@@ -207,11 +207,11 @@ fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
 /// The creator of the socket decides if it blocks, and may change that at any time.
 #[test]
 fn a_connection_may_be_non_blocking() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let (ours, theirs) = UnixStream::pair()?;
     theirs.set_nonblocking(true)?;
     let shared = theirs.try_clone()?;
-    let mut command = serve_fd(&scene, theirs.into())?;
+    let mut command = serve_fd(&folders, theirs.into())?;
     let mut daemon = Running::serve(&mut command)?;
     drop(command);
     let frontend = Frontend::from_stream(ours.try_clone()?, 1);
@@ -247,10 +247,10 @@ fn wait_asleep(daemon: &Running) -> Result<()> {
 /// served.
 #[test]
 fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let (mut ours, theirs) = UnixStream::pair()?;
-    let (other, file) = (scene.socket("other.sock"), scene.disk("other.img", DISK_BYTES)?);
-    let mut command = serve_fd(&scene, theirs.into())?;
+    let (other, file) = (folders.socket("other.sock"), folders.disk("other.img", DISK_BYTES)?);
+    let mut command = serve_fd(&folders, theirs.into())?;
     let export = format!("socket-path={},blk-file={}", other.display(), file.display());
     command.args(["--export", &export]);
     let mut daemon = Running::serve(&mut command)?;
@@ -273,9 +273,9 @@ fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
 
 #[test]
 fn a_connection_that_closes_early_ends_the_daemon_too() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let (ours, theirs) = UnixStream::pair()?;
-    let mut command = serve_fd(&scene, theirs.into())?;
+    let mut command = serve_fd(&folders, theirs.into())?;
     let daemon = Running::start(&mut command)?;
     drop(command);
     let frontend = Frontend::from_stream(ours, 1);
@@ -289,9 +289,9 @@ fn a_connection_that_closes_early_ends_the_daemon_too() -> Result<()> {
 
 #[test]
 fn sigterm_ends_a_daemon_on_a_connection() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let (_ours, theirs) = UnixStream::pair()?;
-    let mut daemon = Running::serve(&mut serve_fd(&scene, theirs.into())?)?;
+    let mut daemon = Running::serve(&mut serve_fd(&folders, theirs.into())?)?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
@@ -299,10 +299,10 @@ fn sigterm_ends_a_daemon_on_a_connection() -> Result<()> {
 
 #[test]
 fn a_listening_descriptor_serves_one_client_after_the_other() -> Result<()> {
-    let scene = scene()?;
-    let path = scene.socket("manager.sock");
+    let folders = test_folders()?;
+    let path = folders.socket("manager.sock");
     let listener = UnixListener::bind(&path).context("listening")?;
-    let mut daemon = Running::serve(&mut serve_fd(&scene, listener.into())?)?;
+    let mut daemon = Running::serve(&mut serve_fd(&folders, listener.into())?)?;
     for client in 1..=2 {
         run(&mut bench(&path, SOME_IO)?)?
             .expect_code(0)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{
-    Finished, LIMIT, Running, Scene, bench, ringhaul, ringhaul_under, run, serve,
+    Finished, LIMIT, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
 };
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::message::{Message, code};
@@ -18,7 +18,7 @@ use ringhaul_kit::server::ringhaul_binary;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// The number of takeovers at depth 64.
 const TAKEOVERS: usize = 9;
@@ -30,26 +30,26 @@ const FORMAT: u32 = 5;
 pub(super) const TAKEN: &str = "took over 1 export from process";
 
 /// A daemon with a new disk and a control socket.
-pub(super) fn begin(scene: &Scene) -> Result<Command> {
-    scene.disk("disk.img", DISK_BYTES)?;
-    begin_again(scene)
+pub(super) fn begin(folders: &TestFolders) -> Result<Command> {
+    folders.disk("disk.img", DISK_BYTES)?;
+    begin_again(folders)
 }
 
 /// Like [`begin`], with the existing disk.
-fn begin_again(scene: &Scene) -> Result<Command> {
-    let mut command = serve(&scene.socket("vm.sock"), &scene.path("disk.img"))?;
-    command.arg("--control").arg(scene.socket("control"));
+fn begin_again(folders: &TestFolders) -> Result<Command> {
+    let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
+    command.arg("--control").arg(folders.socket("control"));
     Ok(command)
 }
 
-pub(super) fn taking_over(scene: &Scene) -> Result<Command> {
+pub(super) fn taking_over(folders: &TestFolders) -> Result<Command> {
     let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
     Ok(command)
 }
 
 /// The first message of a process with this format and this inflight version.
-fn says_of_itself(format: u32, inflight_version: u16) -> Value {
+fn first_message(format: u32, inflight_version: u16) -> Value {
     json!({ "formats": [format], "inflight-versions": [inflight_version], "version": "test" })
 }
 
@@ -57,11 +57,11 @@ fn says_of_itself(format: u32, inflight_version: u16) -> Value {
 pub(super) struct Client(BufReader<UnixStream>);
 
 impl Client {
-    pub(super) fn new(scene: &Scene) -> Result<Self> {
-        Ok(Self(BufReader::new(UnixStream::connect(scene.socket("control"))?)))
+    pub(super) fn new(folders: &TestFolders) -> Result<Self> {
+        Ok(Self(BufReader::new(UnixStream::connect(folders.socket("control"))?)))
     }
 
-    pub(super) fn ask(&mut self, method: &str, params: &Value) -> Result<Value> {
+    pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
         self.send(method, params)?;
         self.answer()
     }
@@ -73,7 +73,7 @@ impl Client {
 
     /// Describes itself as a process that understands this format alone.
     pub(super) fn begin_in(&mut self, format: u32) -> Result<Value> {
-        self.ask("takeover", &says_of_itself(format, 1))
+        self.call("takeover", &first_message(format, 1))
     }
 
     pub(super) fn send(&mut self, method: &str, params: &Value) -> Result<()> {
@@ -104,31 +104,35 @@ pub(super) fn check(frontend: &mut Frontend, seed: u64) -> Result<()> {
 }
 
 #[test]
-fn a_load_on_virtio_blk_goes_on_over_three_takeovers() -> Result<()> {
-    let scene = scene()?;
-    load_goes_on(&scene, begin(&scene)?, "blk")
+fn a_load_on_virtio_blk_continues_over_three_takeovers() -> Result<()> {
+    let folders = test_folders()?;
+    check_load_over_takeovers(&folders, begin(&folders)?, "blk")
 }
 
 #[test]
-fn a_load_on_virtio_scsi_goes_on_over_three_takeovers() -> Result<()> {
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", DISK_BYTES)?;
+fn a_load_on_virtio_scsi_continues_over_three_takeovers() -> Result<()> {
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", DISK_BYTES)?;
     let mut command = ringhaul()?;
-    command.arg("serve").arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.arg("serve").arg("--socket-path").arg(folders.socket("vm.sock"));
     command.args(["--device", "scsi", "--lun"]).arg(format!("0,blk-file={}", disk.display()));
-    command.arg("--control").arg(scene.socket("control"));
-    load_goes_on(&scene, command, "scsi")
+    command.arg("--control").arg(folders.socket("control"));
+    check_load_over_takeovers(&folders, command, "scsi")
 }
 
-fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()> {
+fn check_load_over_takeovers(
+    folders: &TestFolders,
+    mut command: Command,
+    device: &str,
+) -> Result<()> {
     let mut daemon = Running::serve(&mut command)?;
     let options = format!(
         "--device {device} --rw randrw --iodepth 16 --numjobs 2 --number_ios 40000 --verify"
     );
-    let load = Running::start(&mut bench(&scene.socket("vm.sock"), &options)?)?;
+    let load = Running::start(&mut bench(&folders.socket("vm.sock"), &options)?)?;
     daemon.wait_for("a front-end has connected")?;
     for _ in 0..3 {
-        let mut next = Running::start(&mut taking_over(scene)?)?;
+        let mut next = Running::start(&mut taking_over(folders)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
@@ -137,16 +141,16 @@ fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()>
     ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
     ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
     // The last process has the lock, the listener and the control socket of the first.
-    let mut other = serve(&scene.socket("other.sock"), &scene.path("disk.img"))?;
+    let mut other = serve(&folders.socket("other.sock"), &folders.path("disk.img"))?;
     run(&mut other)?.expect_refusal(&["locked"])?;
     let again = format!("--device {device} --rw randread --number_ios 100");
-    run(&mut bench(&scene.socket("vm.sock"), &again)?)?.expect_code(0)?;
+    run(&mut bench(&folders.socket("vm.sock"), &again)?)?.expect_code(0)?;
     let mut ctl = ringhaul()?;
-    ctl.args(["ctl", "--control"]).arg(scene.socket("control")).arg("shutdown");
+    ctl.args(["ctl", "--control"]).arg(folders.socket("control")).arg("shutdown");
     run(&mut ctl)?.expect_code(0)?;
     daemon.finish()?.expect_code(0)?;
     for name in ["vm.sock", "control"] {
-        ensure!(!scene.socket(name).exists(), "{name} is left behind");
+        ensure!(!folders.socket(name).exists(), "{name} is left behind");
     }
     Ok(())
 }
@@ -157,24 +161,24 @@ fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()>
 #[test]
 fn a_disk_that_answers_in_a_millisecond_is_taken_over_at_depth_64() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let mut command = serve(&scene.socket("vm.sock"), &fuse.file())?;
+    let folders = test_folders()?;
+    let mut command = serve(&folders.socket("vm.sock"), &fuse.file())?;
     command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
-    let mut daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
+    let mut daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
     fuse.slow_down(Duration::from_millis(1));
     let options = "--rw randread --iodepth 64 --number_ios 100000";
-    let load = Running::start(&mut bench(&scene.socket("vm.sock"), options)?)?;
+    let load = Running::start(&mut bench(&folders.socket("vm.sock"), options)?)?;
     daemon.wait_for("a front-end has connected")?;
     let mut still = Vec::new();
     for takeover in 0..TAKEOVERS {
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(&folders)?)?;
         let line = next.wait_for(TAKEN)?;
         let (_, ms) = line.split_once("stood still for ").context("no time is told")?;
         still.push(ms.trim_end_matches(" ms").parse::<f64>()?);
-        let said = daemon.finish()?.expect_code(0)?.stderr;
-        let connected = said.matches("a front-end has connected").count();
-        ensure!(connected == usize::from(takeover == 0), "it has connected again:\n{said}");
-        ensure!(!said.contains("has disconnected"), "{said}");
+        let output = daemon.finish()?.expect_code(0)?.stderr;
+        let connected = output.matches("a front-end has connected").count();
+        ensure!(connected == usize::from(takeover == 0), "it has connected again:\n{output}");
+        ensure!(!output.contains("has disconnected"), "{output}");
         daemon = next;
     }
     let finished = load.finish()?.expect_code(0)?;
@@ -188,9 +192,9 @@ fn a_disk_that_answers_in_a_millisecond_is_taken_over_at_depth_64() -> Result<()
 /// The front-end keeps its connection, rings and memory.
 #[test]
 fn a_front_end_is_not_disconnected() -> Result<()> {
-    let scene = scene()?;
-    let mut daemon = Running::serve(&mut begin(&scene)?)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     let question = Message::new(code::GET_FEATURES, Vec::new());
     let question_bytes = question.bytes();
@@ -198,7 +202,7 @@ fn a_front_end_is_not_disconnected() -> Result<()> {
         // Part of a message, which the next process must read to its end.
         let (sent, rest) = question_bytes.split_at(sent);
         frontend.channel.send_bytes(sent, &[])?;
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(&folders)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
@@ -215,15 +219,15 @@ fn a_front_end_is_not_disconnected() -> Result<()> {
 
 /// An export without a listener ends with its front-end, even after takeovers.
 #[test]
-fn a_connection_that_was_inherited_goes_along() -> Result<()> {
-    let scene = scene()?;
-    let path = scene.socket("vm.sock");
+fn an_inherited_connection_is_taken_over() -> Result<()> {
+    let folders = test_folders()?;
+    let path = folders.socket("vm.sock");
     let listener = UnixListener::bind(&path)?;
     let mut frontend = Frontend::connect(&path, &Setup::default())?;
     let (connection, _) = listener.accept()?;
     let mut command = ringhaul_under(&["sh", "-c", "exec \"$@\" 5<&0 </dev/null", "sh"])?;
-    command.args(["serve", "--fd", "5", "--blk-file"]).arg(scene.disk("disk.img", DISK_BYTES)?);
-    command.arg("--control").arg(scene.socket("control")).stdin(OwnedFd::from(connection));
+    command.args(["serve", "--fd", "5", "--blk-file"]).arg(folders.disk("disk.img", DISK_BYTES)?);
+    command.arg("--control").arg(folders.socket("control")).stdin(OwnedFd::from(connection));
     let mut daemon = Running::serve(&mut command)?;
     frontend.negotiate()?;
     frontend.share_memory()?;
@@ -233,7 +237,7 @@ fn a_connection_that_was_inherited_goes_along() -> Result<()> {
     }
     for seed in 1..4 {
         check(&mut frontend, seed)?;
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(&folders)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
@@ -241,23 +245,23 @@ fn a_connection_that_was_inherited_goes_along() -> Result<()> {
     check(&mut frontend, 4)?;
     drop(frontend);
     daemon.finish()?.expect_code(0)?;
-    ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    ensure!(!folders.socket("control").exists(), "the control socket is left behind");
     Ok(())
 }
 
 #[test]
-fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
-    let scene = scene()?;
-    let mut daemon = Running::serve(&mut begin(&scene)?)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+fn a_failed_takeover_does_not_change_the_old_process() -> Result<()> {
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     for (unknown, advice) in [
-        (says_of_itself(77, 1), "restart it instead"),
-        (says_of_itself(FORMAT, 77), "inflight regions of version 1"),
+        (first_message(77, 1), "restart it instead"),
+        (first_message(FORMAT, 77), "inflight regions of version 1"),
     ] {
-        let refused = Client::new(&scene)?.ask("takeover", &unknown)?;
-        let why = refused["error"]["message"].as_str().context("it was not refused")?;
-        ensure!(why.contains("understands [77] only") && why.contains(advice), "{why}");
+        let refused = Client::new(&folders)?.call("takeover", &unknown)?;
+        let message = refused["error"]["message"].as_str().context("it was not refused")?;
+        ensure!(message.contains("understands [77] only") && message.contains(advice), "{message}");
         check(&mut frontend, 2)?;
     }
 
@@ -271,19 +275,19 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
         (7, &["takeover.take"]),
         (8, &["takeover.pause", "nonsense"]),
     ] {
-        let mut client = Client::new(&scene)?;
+        let mut client = Client::new(&folders)?;
         let described = client.begin()?;
         ensure!(described["result"]["says"]["exports"][0].is_object(), "{described}");
         for method in methods {
-            let said = client.ask(method, &json!({ "why": "it is a test" }))?;
-            ensure!(said["error"].is_null() == (*method == "takeover.pause"), "{said}");
+            let output = client.call(method, &json!({ "why": "it is a test" }))?;
+            ensure!(output["error"].is_null() == (*method == "takeover.pause"), "{output}");
         }
         drop(client);
         daemon.wait_for("does not take over")?;
         check(&mut frontend, step)?;
     }
     // The kill of a new process looks the same to the daemon: its connection closes.
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for(TAKEN)?;
     daemon.finish()?.expect_code(0)?;
     check(&mut frontend, 9)
@@ -291,25 +295,25 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
 
 /// A process that cannot take over all sessions disconnects none of them.
 #[test]
-fn a_new_process_takes_all_over_or_none() -> Result<()> {
-    let scene = scene()?;
-    scene.disk("two.img", DISK_BYTES)?;
-    let (socket, disk) = (scene.socket("two.sock"), scene.path("two.img"));
-    let mut command = begin(&scene)?;
+fn a_takeover_is_all_or_nothing() -> Result<()> {
+    let folders = test_folders()?;
+    folders.disk("two.img", DISK_BYTES)?;
+    let (socket, disk) = (folders.socket("two.sock"), folders.path("two.img"));
+    let mut command = begin(&folders)?;
     let two = format!("socket-path={},blk-file={}", socket.display(), disk.display());
     let daemon = Running::serve(command.arg("--export").arg(two))?;
-    let mut one = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let mut one = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     let mut other = Frontend::attach(&socket, &Setup::default())?;
     for seed in 1..4 {
         // The limit has room for the memory of one front-end.
-        let mut command = taking_over(&scene)?;
+        let mut command = taking_over(&folders)?;
         command.args(["--max-mapped-memory", "12M"]);
         let refused = run(&mut command)?.expect_code(2)?.stderr;
         ensure!(refused.contains("cannot go on with the front-end of"), "{refused}");
         check(&mut one, seed)?;
         check(&mut other, seed)?;
     }
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for("took over 2 exports")?;
     daemon.finish()?.expect_code(0)?;
     check(&mut one, 4).and_then(|()| check(&mut other, 4))
@@ -319,28 +323,29 @@ fn a_new_process_takes_all_over_or_none() -> Result<()> {
 /// are spread over the time that a takeover takes on this machine.
 #[test]
 fn a_new_process_may_be_killed_at_any_moment() -> Result<()> {
-    let scene = scene()?;
-    let old = Running::serve(&mut begin(&scene)?)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let folders = test_folders()?;
+    let old = Running::serve(&mut begin(&folders)?)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     let began = Instant::now();
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for(TAKEN)?;
     let step = began.elapsed() / 16;
     old.finish()?.expect_code(0)?;
     let mut daemon = next;
     let mut crashes = 0;
     for seed in 0..24 {
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(&folders)?)?;
         std::thread::sleep(step * seed);
         next.signal(Signal::KILL)?;
         next.finish()?;
         let seed = seed.into();
-        let goes_on = Client::new(&scene).and_then(|mut client| client.ask("ping", &json!({})));
-        if goes_on.is_err() || check(&mut frontend, seed).is_err() {
+        let is_served =
+            Client::new(&folders).and_then(|mut client| client.call("ping", &json!({})));
+        if is_served.is_err() || check(&mut frontend, seed).is_err() {
             crashes += 1;
             daemon.finish()?.expect_code(0)?;
-            daemon = Running::serve(&mut begin_again(&scene)?)?;
-            frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+            daemon = Running::serve(&mut begin_again(&folders)?)?;
+            frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
             check(&mut frontend, seed)?;
         }
     }
@@ -349,22 +354,22 @@ fn a_new_process_may_be_killed_at_any_moment() -> Result<()> {
 }
 
 #[test]
-fn exports_that_change_meanwhile_are_not_taken_over() -> Result<()> {
-    let scene = scene()?;
-    let mut daemon = Running::serve(&mut begin(&scene)?)?;
-    let mut client = Client::new(&scene)?;
+fn exports_that_change_during_a_takeover_are_not_taken_over() -> Result<()> {
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut client = Client::new(&folders)?;
     client.begin()?;
-    let disk = scene.disk("more.img", DISK_BYTES)?;
-    let more = scene.socket("more.sock");
+    let disk = folders.disk("more.img", DISK_BYTES)?;
+    let more = folders.socket("more.sock");
     let spec = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });
-    let added = Client::new(&scene)?.ask("export.add", &spec)?;
+    let added = Client::new(&folders)?.call("export.add", &spec)?;
     ensure!(added["error"].is_null(), "{added}");
-    let paused = client.ask("takeover.pause", &json!({}))?;
-    let why = paused["error"]["message"].as_str().context("it was not refused")?;
-    ensure!(why.contains("changed"), "{why}");
+    let paused = client.call("takeover.pause", &json!({}))?;
+    let message = paused["error"]["message"].as_str().context("it was not refused")?;
+    ensure!(message.contains("changed"), "{message}");
     drop(client);
     daemon.wait_for("does not take over")?;
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for("took over 2 exports")?;
     daemon.finish()?.expect_code(0)?;
     run(&mut bench(&more, "--rw randread --number_ios 100")?)?.expect_code(0)?;
@@ -372,13 +377,13 @@ fn exports_that_change_meanwhile_are_not_taken_over() -> Result<()> {
 }
 
 #[test]
-fn nothing_to_take_over_is_said() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+fn a_takeover_without_a_daemon_is_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let words = ["cannot take over from the daemon at", &*control.to_string_lossy()];
-    run(&mut taking_over(&scene)?)?.expect_refusal(&words)?;
-    let daemon = Running::serve(&mut begin(&scene)?)?;
-    let mut other = taking_over(&scene)?;
+    run(&mut taking_over(&folders)?)?.expect_refusal(&words)?;
+    let daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut other = taking_over(&folders)?;
     other.args(["--log", "warn", "--engine", "threads", "--sqpoll"]);
     run(&mut other)?.expect_refusal(&["--sqpoll"])?;
     drop(daemon);
@@ -387,9 +392,9 @@ fn nothing_to_take_over_is_said() -> Result<()> {
 
 /// The file is in use for any other daemon after each takeover.
 #[test]
-fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
-    let scene = scene()?;
-    let mut command = begin(&scene)?;
+fn reservations_in_a_file_are_taken_over() -> Result<()> {
+    let folders = test_folders()?;
+    let mut command = begin(&folders)?;
     let registration = json!({ "port": "3000000000000001", "key": "0000000000000007" });
     let kept = json!({
         "format": "ringhaul persistent reservations",
@@ -397,17 +402,17 @@ fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
         "registrations": [registration],
         "reservation": { "type": "write-exclusive", "holder": "3000000000000001" },
     });
-    std::fs::write(scene.path("disk.img.reservations"), kept.to_string())?;
+    std::fs::write(folders.path("disk.img.reservations"), kept.to_string())?;
     let mut daemon = Running::serve(&mut command)?;
     for _ in 0..2 {
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(&folders)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
-        let mut other = serve(&scene.socket("other.sock"), &scene.path("disk.img"))?;
+        let mut other = serve(&folders.socket("other.sock"), &folders.path("disk.img"))?;
         run(other.args(["--lock", "off", "--log", "error"]))?
             .expect_refusal(&["keeps its own there"])?;
-        let write = bench(&scene.socket("vm.sock"), "--rw randwrite --number_ios 1");
+        let write = bench(&folders.socket("vm.sock"), "--rw randwrite --number_ios 1");
         ensure!(run(&mut write?)?.status.code() != Some(0), "the reservation does not hold");
     }
     Ok(())
@@ -415,58 +420,59 @@ fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
 
 /// A daemon that was started by the daemon under test. Dropping this value shuts it down, even
 /// after a failed test.
-struct Successor<'a>(&'a Scene);
+struct Successor<'a>(&'a TestFolders);
 
 impl Drop for Successor<'_> {
     fn drop(&mut self) {
         // The request fails if the test has already ended the daemon.
-        let _ = Client::new(self.0).and_then(|mut client| client.ask("shutdown", &json!({})));
+        let _ = Client::new(self.0).and_then(|mut client| client.call("shutdown", &json!({})));
     }
 }
 
 /// The daemon starts its successor itself.
 #[test]
 fn a_daemon_is_upgraded_by_request() -> Result<()> {
-    let scene = scene()?;
-    let manager = UnixDatagram::bind(scene.socket("manager"))?;
-    manager.set_read_timeout(Some(LIMIT))?;
-    let mut command = begin(&scene)?;
-    command.args(["--log", "info"]).env("NOTIFY_SOCKET", scene.socket("manager"));
+    let folders = test_folders()?;
+    let notify_socket = UnixDatagram::bind(folders.socket("manager"))?;
+    notify_socket.set_read_timeout(Some(LIMIT))?;
+    let mut command = begin(&folders)?;
+    command.args(["--log", "info"]).env("NOTIFY_SOCKET", folders.socket("manager"));
     let daemon = Running::start(&mut command)?;
-    let hear = || -> Result<String> {
-        let mut heard = [0; 64];
-        let bytes = manager.recv(&mut heard)?;
-        Ok(String::from_utf8_lossy(&heard[..bytes]).into_owned())
+    let next_notification = || -> Result<String> {
+        let mut message = [0; 64];
+        let bytes = notify_socket.recv(&mut message)?;
+        Ok(String::from_utf8_lossy(&message[..bytes]).into_owned())
     };
-    ensure!(hear()? == "READY=1\n", "a unit of Type=notify would never start");
-    ensure!(scene.socket("vm.sock").exists(), "it has started before its sockets are there");
-    let _successor = Successor(&scene);
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    ensure!(next_notification()? == "READY=1\n", "a unit of Type=notify would never start");
+    ensure!(folders.socket("vm.sock").exists(), "it has started before its sockets are there");
+    let _successor = Successor(&folders);
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     let ctl = |words: &[&str]| -> Result<Finished> {
         let mut ctl = ringhaul()?;
-        run(ctl.args(["ctl", "--json", "--control"]).arg(scene.socket("control")).args(words))
+        run(ctl.args(["ctl", "--json", "--control"]).arg(folders.socket("control")).args(words))
     };
     // Neither `ctl` nor the daemon searches PATH, which has a program of this name.
     ctl(&["upgrade", "false"])?.expect_refusal(&["'false' does not say in which folder"])?;
-    let said = ctl(&["call", "upgrade", r#"{"binary": "false"}"#])?.expect_code(1)?.stderr;
-    ensure!(said.contains("give its path"), "{said}");
-    for (wrong, why) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")] {
-        let said = ctl(&["upgrade", wrong])?.expect_code(5)?.stderr;
-        ensure!(said.contains(why), "{said}");
+    let output = ctl(&["call", "upgrade", r#"{"binary": "false"}"#])?.expect_code(1)?.stderr;
+    ensure!(output.contains("give its path"), "{output}");
+    for (wrong, reason) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")]
+    {
+        let output = ctl(&["upgrade", wrong])?.expect_code(5)?.stderr;
+        ensure!(output.contains(reason), "{output}");
         check(&mut frontend, 2)?;
     }
     ctl(&["call", "set", r#"{"poll-max-us": 7}"#])?.expect_code(0)?;
     let binary = ringhaul_binary()?;
-    let said = ctl(&["upgrade", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
-    let said: Value = serde_json::from_str(&said)?;
-    let expected = format!("MAINPID={}\n", said["process"]);
-    ensure!(hear()? == expected, "the service manager does not know of it");
+    let output = ctl(&["upgrade", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
+    let output: Value = serde_json::from_str(&output)?;
+    let expected = format!("MAINPID={}\n", output["process"]);
+    ensure!(next_notification()? == expected, "the service manager does not know of it");
     let set: Value = serde_json::from_str(&ctl(&["call", "set"])?.expect_code(0)?.stdout)?;
     ensure!(set["poll-max-us"] == 7, "what was set is forgotten: {set}");
     // The new process knows the path of its control socket, so it can be replaced in turn.
-    let said = ctl(&["upgrade", "--binary", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
-    ensure!(serde_json::from_str::<Value>(&said)?["process"].is_u64(), "{said}");
+    let output = ctl(&["upgrade", "--binary", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
+    ensure!(serde_json::from_str::<Value>(&output)?["process"].is_u64(), "{output}");
     // The last process writes to the standard error of the first, which is thus still open.
     check(&mut frontend, 3)?;
     ctl(&["shutdown"])?.expect_code(0)?;
@@ -474,6 +480,6 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     for line in ["has taken over", TAKEN, "finishing requests, then ending"] {
         ensure!(log.contains(line), "no {line:?}:\n{log}");
     }
-    ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    ensure!(!folders.socket("control").exists(), "the control socket is left behind");
     Ok(())
 }

@@ -3,52 +3,52 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::takeover::{Client, TAKEN, begin, check, taking_over};
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// Begins a takeover and pauses the queues of the daemon.
-fn heir(scene: &Scene) -> Result<Client> {
-    let mut heir = Client::new(scene)?;
-    heir.begin()?;
-    let paused = heir.ask("takeover.pause", &json!({}))?;
+fn begin_paused_takeover(folders: &TestFolders) -> Result<Client> {
+    let mut successor = Client::new(folders)?;
+    successor.begin()?;
+    let paused = successor.call("takeover.pause", &json!({}))?;
     ensure!(paused["error"].is_null(), "{paused}");
-    Ok(heir)
+    Ok(successor)
 }
 
-fn why(answer: &Value) -> Result<&str> {
+fn error_message(answer: &Value) -> Result<&str> {
     answer["error"]["message"].as_str().with_context(|| format!("it was not refused: {answer}"))
 }
 
 /// The old process ends, and hands nothing over.
 #[test]
-fn a_daemon_that_is_to_end_gives_its_takeover_up() -> Result<()> {
+fn a_daemon_that_stops_cancels_its_takeover() -> Result<()> {
     for by_signal in [true, false] {
-        let scene = scene()?;
-        let mut daemon = Running::serve(&mut begin(&scene)?)?;
-        let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+        let folders = test_folders()?;
+        let mut daemon = Running::serve(&mut begin(&folders)?)?;
+        let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
         check(&mut frontend, 1)?;
-        let mut asks = Client::new(&scene)?;
-        let mut heir = heir(&scene)?;
+        let mut callers = Client::new(&folders)?;
+        let mut successor = begin_paused_takeover(&folders)?;
         if by_signal {
             daemon.signal(Signal::TERM)?;
         } else {
-            asks.send("shutdown", &json!({}))?;
+            callers.send("shutdown", &json!({}))?;
         }
         daemon.wait_for("finishing requests, then ending")?;
         ensure!(frontend.channel.receive()?.is_none(), "the export goes on");
         // The daemon may already have ended.
-        let taken = heir.ask("takeover.take", &json!({}));
-        ensure!(taken.as_ref().map_or(true, |taken| why(taken).is_ok()), "{taken:?}");
+        let taken = successor.call("takeover.take", &json!({}));
+        ensure!(taken.as_ref().map_or(true, |taken| error_message(taken).is_ok()), "{taken:?}");
         let log = daemon.finish()?.expect_code(0)?.stderr;
         // The daemon did not wait for the time-out of the new process.
         ensure!(!log.contains("it says nothing"), "{log}");
         for name in ["vm.sock", "control"] {
-            ensure!(!scene.socket(name).exists(), "{name} is left behind");
+            ensure!(!folders.socket(name).exists(), "{name} is left behind");
         }
     }
     Ok(())
@@ -56,14 +56,14 @@ fn a_daemon_that_is_to_end_gives_its_takeover_up() -> Result<()> {
 
 /// The process that serves in the end gets the signal, whenever it is sent.
 #[test]
-fn a_daemon_that_is_to_end_ends_whoever_takes_over() -> Result<()> {
-    let scene = scene()?;
-    let (mut passed_on, mut given_up) = (0, 0);
+fn a_stop_during_a_takeover_ends_the_serving_process() -> Result<()> {
+    let folders = test_folders()?;
+    let (mut passed_on, mut cancelled) = (0, 0);
     for delay in 0..16 {
-        let mut old = Running::serve(&mut begin(&scene)?)?;
-        let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+        let mut old = Running::serve(&mut begin(&folders)?)?;
+        let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
         check(&mut frontend, 1)?;
-        let mut new = Running::start(&mut taking_over(&scene)?)?;
+        let mut new = Running::start(&mut taking_over(&folders)?)?;
         new.wait_for("ready to take over")?;
         std::thread::sleep(Duration::from_micros(500 * delay));
         // This fails if the old process has ended.
@@ -75,58 +75,61 @@ fn a_daemon_that_is_to_end_ends_whoever_takes_over() -> Result<()> {
             new.signal(Signal::TERM)?;
         }
         passed_on += u32::from(old.contains("passed on"));
-        let gives_up = !old.contains("has taken over");
-        given_up += u32::from(gives_up);
-        new.finish()?.expect_code(if gives_up { 2 } else { 0 })?;
+        let is_cancelled = !old.contains("has taken over");
+        cancelled += u32::from(is_cancelled);
+        new.finish()?.expect_code(if is_cancelled { 2 } else { 0 })?;
         for name in ["vm.sock", "control"] {
-            ensure!(!scene.socket(name).exists(), "{name} is left behind");
+            ensure!(!folders.socket(name).exists(), "{name} is left behind");
         }
     }
-    eprintln!("of 16 takeovers, {given_up} were given up, and {passed_on} signals passed on");
+    eprintln!("of 16 takeovers, {cancelled} were given up, and {passed_on} signals passed on");
     Ok(())
 }
 
 #[test]
 fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
-    let scene = scene()?;
-    let mut daemon = Running::serve(&mut begin(&scene)?)?;
-    let (disk, more) = (scene.disk("more.img", DISK_BYTES)?, scene.socket("more.sock"));
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    let (disk, more) = (folders.disk("more.img", DISK_BYTES)?, folders.socket("more.sock"));
     let add = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });
     let set = json!({ "poll-max-us": 7 });
-    let client = || Client::new(&scene);
-    let mut asks = [(client()?, "export.add", &add), (client()?, "set", &set)];
+    let client = || Client::new(&folders);
+    let mut callers = [(client()?, "export.add", &add), (client()?, "set", &set)];
     let mut other = client()?;
 
-    let given_up = heir(&scene)?;
-    for (client, method, params) in &mut asks {
+    let cancelled = begin_paused_takeover(&folders)?;
+    for (client, method, params) in &mut callers {
         client.send(method, params)?;
     }
     // Other requests do not wait for these.
-    let exports = other.ask("export.list", &json!({}))?;
+    let exports = other.call("export.list", &json!({}))?;
     ensure!(exports["result"].as_array().is_some_and(|all| all.len() == 1), "{exports}");
-    drop(given_up);
+    drop(cancelled);
     daemon.wait_for("does not take over")?;
-    for (client, method, _) in &mut asks {
+    for (client, method, _) in &mut callers {
         let done = client.answer()?;
         ensure!(done["error"].is_null(), "{method}: {done}");
     }
 
     // A setting before the pause is handed over, and a later one is refused.
-    let mut heir = Client::new(&scene)?;
-    let described = heir.begin()?;
+    let mut successor = Client::new(&folders)?;
+    let described = successor.begin()?;
     ensure!(described["result"]["says"]["life"]["changes"]["poll-max-us"] == 7, "{described}");
-    other.ask("set", &json!({ "poll-budget": 3 }))?;
-    let paused = heir.ask("takeover.pause", &json!({}))?;
+    other.call("set", &json!({ "poll-budget": 3 }))?;
+    let paused = successor.call("takeover.pause", &json!({}))?;
     let changes = &paused["result"]["says"]["changes"];
     ensure!(changes["poll-max-us"] == 7 && changes["poll-budget"] == 3, "{paused}");
-    for (client, method, params) in &mut asks {
+    for (client, method, params) in &mut callers {
         client.send(method, params)?;
     }
-    heir.ask("takeover.take", &json!({}))?;
-    for (client, method, _) in &mut asks {
+    successor.call("takeover.take", &json!({}))?;
+    for (client, method, _) in &mut callers {
         // A request that was not read before the end gets a closed connection.
         let Ok(refused) = client.answer() else { continue };
-        ensure!(why(&refused)?.contains("has taken the exports over"), "{method}: {refused}");
+        ensure!(
+            error_message(&refused)?.contains("has taken the exports over"),
+            "{method}: {refused}"
+        );
     }
     daemon.wait_for("has taken over")?;
     daemon.finish()?.expect_code(0)?;
@@ -135,22 +138,22 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
 
 /// The new process has the settings that changed while it opened the exports.
 #[test]
-fn what_is_set_during_a_takeover_holds() -> Result<()> {
-    let scene = scene()?;
-    let mut old = Running::serve(&mut begin(&scene)?)?;
-    let mut client = Client::new(&scene)?;
-    let mut new = Running::start(&mut taking_over(&scene)?)?;
+fn settings_of_a_takeover_in_progress_are_kept() -> Result<()> {
+    let folders = test_folders()?;
+    let mut old = Running::serve(&mut begin(&folders)?)?;
+    let mut client = Client::new(&folders)?;
+    let mut new = Running::start(&mut taking_over(&folders)?)?;
     old.wait_for("wants to take over")?;
     let mut set = 0;
     for value in 1..1000 {
-        match client.ask("set", &json!({ "poll-max-us": value })) {
+        match client.call("set", &json!({ "poll-max-us": value })) {
             Ok(answer) if answer["error"].is_null() => set = value,
             _ => break,
         }
     }
     new.wait_for(TAKEN)?;
     old.finish()?.expect_code(0)?;
-    let now = Client::new(&scene)?.ask("set", &json!({}))?;
+    let now = Client::new(&folders)?.call("set", &json!({}))?;
     ensure!(now["result"]["poll-max-us"] == set, "{set} was set last, and {now} holds");
     eprintln!("{set} times set");
     Ok(())
@@ -160,37 +163,37 @@ fn what_is_set_during_a_takeover_holds() -> Result<()> {
 /// at any step.
 #[test]
 fn a_file_is_read_again_after_a_takeover() -> Result<()> {
-    let scene = scene()?;
-    let (control, socket) = (scene.socket("control"), scene.socket("vm.sock"));
+    let folders = test_folders()?;
+    let (control, socket) = (folders.socket("control"), folders.socket("vm.sock"));
     let text = format!(
         "control = \"{}\"\n[[export]]\nendpoint = {{ path = \"{}\" }}\n\
          device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n",
         control.display(),
         socket.display()
     );
-    let file = scene.path("ringhaul.toml");
+    let file = folders.path("ringhaul.toml");
     std::fs::write(&file, text)?;
     let mut daemon = Running::serve(ringhaul()?.args(["serve", "--config"]).arg(&file))?;
     let waits = "waits until it is certain which process goes on";
-    let heir_with_signals = |daemon: &mut Running| -> Result<Client> {
-        let mut heir = Client::new(&scene)?;
-        let described = heir.begin()?;
+    let begin_takeover_with_signals = |daemon: &mut Running| -> Result<Client> {
+        let mut successor = Client::new(&folders)?;
+        let described = successor.begin()?;
         ensure!(described["error"].is_null(), "{described}");
         daemon.signal(Signal::HUP)?;
         daemon.wait_for(waits)?;
-        let paused = heir.ask("takeover.pause", &json!({}))?;
+        let paused = successor.call("takeover.pause", &json!({}))?;
         ensure!(paused["error"].is_null(), "{paused}");
         daemon.signal(Signal::HUP)?;
         daemon.wait_for(waits)?;
-        Ok(heir)
+        Ok(successor)
     };
-    drop(heir_with_signals(&mut daemon)?);
+    drop(begin_takeover_with_signals(&mut daemon)?);
     daemon.wait_for("is applied, as far as it can be")?;
-    let mut heir = heir_with_signals(&mut daemon)?;
-    let taken = heir.ask("takeover.take", &json!({}))?;
+    let mut successor = begin_takeover_with_signals(&mut daemon)?;
+    let taken = successor.call("takeover.take", &json!({}))?;
     ensure!(taken["error"].is_null(), "{taken}");
     for _ in 0..2 {
-        let passed_on = heir.answer()?;
+        let passed_on = successor.answer()?;
         ensure!(passed_on["method"] == "takeover.pass-on", "{passed_on}");
         ensure!(passed_on["params"] == "reload", "{passed_on}");
     }

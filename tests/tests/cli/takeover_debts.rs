@@ -4,12 +4,12 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::{Frontend, Setup};
 
-use crate::scene;
 use crate::takeover::{Client, taking_over};
+use crate::test_folders;
 
 /// The rate in requests per second, and the requests that may come at once after a pause.
 const RATE: usize = 10;
@@ -23,11 +23,11 @@ fn read(frontend: &mut Frontend, count: usize) -> Result<()> {
     (0..count).try_for_each(|_| frontend.read(0, 0, SECTOR_BYTES).map(drop))
 }
 
-fn daemon(scene: &Scene, limits: &str) -> Result<Command> {
+fn daemon(folders: &TestFolders, limits: &str) -> Result<Command> {
     let mut command = ringhaul()?;
-    command.args(["serve", "--control"]).arg(scene.socket("control"));
+    command.args(["serve", "--control"]).arg(folders.socket("control"));
     for name in ["one", "other"] {
-        let socket = scene.socket(name);
+        let socket = folders.socket(name);
         let export = format!("socket-path={},{limits},null=1M", socket.display());
         command.arg("--export").arg(export);
     }
@@ -37,13 +37,13 @@ fn daemon(scene: &Scene, limits: &str) -> Result<Command> {
 /// Reads a burst before the takeover and [`BEYOND`] requests after it, by front-ends without an
 /// inflight region.
 fn burst_and_take_over(limits: &str, reader: &str) -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let start = Instant::now();
-    let daemon = Running::serve(&mut daemon(&scene, limits)?)?;
-    let attach = |name| Frontend::attach(&scene.socket(name), &Setup::default());
+    let daemon = Running::serve(&mut daemon(&folders, limits)?)?;
+    let attach = |name| Frontend::attach(&folders.socket(name), &Setup::default());
     let mut frontends = [attach("one")?, attach("other")?];
     read(&mut frontends[0], BURST)?;
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for("took over 2 exports")?;
     daemon.finish()?.expect_code(0)?;
     read(&mut frontends[usize::from(reader == "other")], BEYOND)?;
@@ -55,30 +55,30 @@ fn burst_and_take_over(limits: &str, reader: &str) -> Result<()> {
 }
 
 #[test]
-fn a_disk_goes_on_with_the_debts_of_its_limits() -> Result<()> {
+fn a_disk_keeps_the_debts_of_its_limits() -> Result<()> {
     let limits = format!("iops-total={RATE},iops-total-max={BURST}");
     burst_and_take_over(&limits, "one")
 }
 
 #[test]
-fn a_group_goes_on_with_the_debts_of_its_limits() -> Result<()> {
+fn a_group_keeps_the_debts_of_its_limits() -> Result<()> {
     let limits = format!("group=g,iops-total={RATE},iops-total-max={BURST}");
     burst_and_take_over(&limits, "other")
 }
 
 /// The previous format is valid, and has no debts.
 #[test]
-fn a_process_of_an_older_format_hears_of_no_debts() -> Result<()> {
-    let scene = scene()?;
+fn a_process_of_an_older_format_receives_no_debts() -> Result<()> {
+    let folders = test_folders()?;
     let limits = format!("iops-total={RATE},iops-total-max={BURST}");
-    let _daemon = Running::serve(&mut daemon(&scene, &limits)?)?;
-    let mut frontend = Frontend::attach(&scene.socket("one"), &Setup::default())?;
+    let _daemon = Running::serve(&mut daemon(&folders, &limits)?)?;
+    let mut frontend = Frontend::attach(&folders.socket("one"), &Setup::default())?;
     read(&mut frontend, BURST)?;
     for (format, has_debts) in [(4, false), (5, true)] {
-        let mut client = Client::new(&scene)?;
+        let mut client = Client::new(&folders)?;
         let described = client.begin_in(format)?;
         ensure!(described["error"].is_null(), "{described}");
-        let paused = client.ask("takeover.pause", &serde_json::json!({}))?;
+        let paused = client.call("takeover.pause", &serde_json::json!({}))?;
         let debts = &paused["result"]["says"]["exports"][0]["debts"][0][0];
         ensure!(debts.as_u64().is_some_and(|debt| debt > 0) == has_debts, "{format}: {paused}");
         drop(client);

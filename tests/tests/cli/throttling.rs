@@ -5,23 +5,23 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::server::ringhaul_binary;
-use ringhaul_kit::system::{Tmpfs, may_change};
+use ringhaul_kit::system::{Tmpfs, can_change_system};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::control::Client;
-use super::scene;
+use super::test_folders;
 
 const MIB: u64 = 1 << 20;
 const PIECE: u32 = 64 << 10;
 
-pub(super) fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> {
-    let control = scene.socket("control");
+pub(super) fn serve(folders: &TestFolders, words: &[&str]) -> Result<(Running, Client)> {
+    let control = folders.socket("control");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--control").arg(&control).args(words);
     let daemon = Running::serve(&mut command)?;
@@ -29,9 +29,9 @@ pub(super) fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> 
 }
 
 /// Runs `ringhaul ctl` and returns its stdout.
-pub(super) fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
+pub(super) fn ctl(folders: &TestFolders, words: &[&str]) -> Result<String> {
     let mut command = ringhaul()?;
-    command.arg("ctl").arg("--control").arg(scene.socket("control")).args(words);
+    command.arg("ctl").arg("--control").arg(folders.socket("control")).args(words);
     Ok(run(&mut command)?.expect_code(0)?.stdout)
 }
 
@@ -69,16 +69,16 @@ pub(super) fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -
 /// With a limit of one byte per second one write begins at once, and the next one after 18 hours.
 #[test]
 fn limits_change_while_requests_wait_for_them() -> Result<()> {
-    let scene = scene()?;
-    let (vm, disk) = (scene.socket("vm"), scene.disk("disk.img", MIB)?);
+    let folders = test_folders()?;
+    let (vm, disk) = (folders.socket("vm"), folders.disk("disk.img", MIB)?);
     let export = format!(
         "socket-path={},name=vm,bps-write=1,group=slow,blk-file={}",
         vm.display(),
         disk.display()
     );
     let other =
-        format!("socket-path={},name=other,group=slow,null=1M", scene.socket("b").display());
-    let (daemon, mut client) = serve(&scene, &["--export", &export, "--export", &other])?;
+        format!("socket-path={},name=other,group=slow,null=1M", folders.socket("b").display());
+    let (daemon, mut client) = serve(&folders, &["--export", &export, "--export", &other])?;
     let limits = |client: &mut Client, export: &str| -> Result<Value> {
         Ok(shown(client, export)?["disks"][0]["limits"].clone())
     };
@@ -91,19 +91,19 @@ fn limits_change_while_requests_wait_for_them() -> Result<()> {
     begin_writes(&mut frontend, 4)?;
     end_writes(&mut frontend, 0..1)?;
     while shown(&mut client, "vm")?["unfinished"] != 3 {}
-    ctl(&scene, &["set-disk", "other", "bps-write=0"])?;
+    ctl(&folders, &["set-disk", "other", "bps-write=0"])?;
     end_writes(&mut frontend, 1..4)?;
     ensure!(limits(&mut client, "vm")? == json!({ "group": "slow" }));
 
-    ctl(&scene, &["set-disk", "vm", "group=", "iops-write=1", "iops-write-max=1"])?;
+    ctl(&folders, &["set-disk", "vm", "group=", "iops-write=1", "iops-write-max=1"])?;
     ensure!(limits(&mut client, "other")? == json!({ "group": "slow" }));
-    ctl(&scene, &["set-disk", "vm", "bps-write=1"])?;
+    ctl(&folders, &["set-disk", "vm", "bps-write=1"])?;
     begin_writes(&mut frontend, 3)?;
     end_writes(&mut frontend, 0..1)?;
-    ctl(&scene, &["set-disk", "vm", "bps-write=0", "iops-write=0"])?;
+    ctl(&folders, &["set-disk", "vm", "bps-write=0", "iops-write=0"])?;
     end_writes(&mut frontend, 1..3)?;
 
-    ctl(&scene, &["set-disk", "vm", "bps-write=1"])?;
+    ctl(&folders, &["set-disk", "vm", "bps-write=1"])?;
     begin_writes(&mut frontend, 3)?;
     end_writes(&mut frontend, 0..1)?;
     while shown(&mut client, "vm")?["unfinished"] != 2 {}
@@ -119,12 +119,12 @@ fn limits_change_while_requests_wait_for_them() -> Result<()> {
 /// The last of 16 writes begins when the earlier ones are paid for, except for the tenth of a
 /// second that may come at once. A busy machine only makes it later.
 #[test]
-fn no_more_requests_begin_than_the_rate_lets_through() -> Result<()> {
-    let scene = scene()?;
-    let vm = scene.socket("vm");
+fn requests_begin_at_the_rate_of_the_limit() -> Result<()> {
+    let folders = test_folders()?;
+    let vm = folders.socket("vm");
     let path = vm.display().to_string();
     let words = ["--socket-path", &path, "--name", "vm", "--limits", "iops-write=32"];
-    let (_daemon, mut client) = serve(&scene, &[&words[..], &["--disk", "null:2M"]].concat())?;
+    let (_daemon, mut client) = serve(&folders, &[&words[..], &["--disk", "null:2M"]].concat())?;
     let mut frontend = Frontend::attach(&vm, &Setup::default())?;
     let least = Duration::from_secs(15) / 32 - Duration::from_millis(100);
     // The same rate in requests, in bytes, and as a limit of a group.
@@ -133,7 +133,7 @@ fn no_more_requests_begin_than_the_rate_lets_through() -> Result<()> {
         (&["iops-write=0", "bps-total=2M"], 32),
         (&["group=gold", "iops-total=32"], 48),
     ] {
-        ctl(&scene, &[&["set-disk", "vm"], change].concat())?;
+        ctl(&folders, &[&["set-disk", "vm"], change].concat())?;
         let start = Instant::now();
         begin_writes(&mut frontend, 16)?;
         end_writes(&mut frontend, 0..16)?;
@@ -146,12 +146,12 @@ fn no_more_requests_begin_than_the_rate_lets_through() -> Result<()> {
 
 /// An added disk changes a limit of its group only if the disk names that limit and is served.
 #[test]
-fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
-    let scene = scene()?;
-    let vm = scene.socket("vm").display().to_string();
+fn added_disks_change_only_the_group_limits_that_they_name() -> Result<()> {
+    let folders = test_folders()?;
+    let vm = folders.socket("vm").display().to_string();
     let usual = ["--limits", "group=gold,iops-total=100,bps-total=1M"];
     let words = ["--socket-path", &vm, "--name", "vm", "--device", "scsi", "--lun", "0,null=1M"];
-    let (_daemon, mut client) = serve(&scene, &[&words[..], &usual].concat())?;
+    let (_daemon, mut client) = serve(&folders, &[&words[..], &usual].concat())?;
     let mut gold = |expected: Value, when: &str| -> Result<()> {
         let limits = shown(&mut client, "vm")?["disks"][0]["limits"].clone();
         ensure!(limits == expected, "{when}: {limits}");
@@ -159,14 +159,14 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
     };
     let all = |iops: u64| json!({ "group": "gold", "iops-total": iops, "bps-total": MIB });
     gold(all(100), "at the start")?;
-    ctl(&scene, &["set-disk", "vm", "0", "iops-total=200"])?;
-    ctl(&scene, &["add-lun", "vm", "1,null=1M"])?;
+    ctl(&folders, &["set-disk", "vm", "0", "iops-total=200"])?;
+    ctl(&folders, &["add-lun", "vm", "1,null=1M"])?;
     gold(all(200), "a unit that names nothing has come")?;
-    ctl(&scene, &["add-lun", "vm", "2,iops-total=300,null=1M"])?;
+    ctl(&folders, &["add-lun", "vm", "2,iops-total=300,null=1M"])?;
     gold(all(300), "a unit that names one limit has come")?;
 
     // Exports and units that fail to start change no limit.
-    let control = scene.socket("control");
+    let control = folders.socket("control");
     let fails = |words: &[&str]| -> Result<()> {
         let mut command = ringhaul()?;
         command.arg("ctl").arg("--control").arg(&control).args(words);
@@ -174,7 +174,7 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
         ensure!(!ended.status.success(), "{words:?} succeeded");
         Ok(())
     };
-    let (path, bad) = (scene.socket("other"), scene.path("reservations"));
+    let (path, bad) = (folders.socket("other"), folders.path("reservations"));
     fs::write(&bad, "bad")?;
     let (path, bad) = (path.display(), format!("reservations={},null=1M", bad.display()));
     let export = format!("socket-path={path},device=scsi,group=gold,iops-total=5,lun=0,{bad}");
@@ -182,7 +182,7 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
     fails(&["add-lun", "vm", &format!("3,iops-total=5,{bad}")])?;
     gold(all(300), "others could not come")?;
     let export = format!("socket-path={path},group=gold,iops-total=5,null=1M");
-    ctl(&scene, &["add", "--export", &export])?;
+    ctl(&folders, &["add", "--export", &export])?;
     gold(json!({ "group": "gold", "iops-total": 5 }), "another export has come")
 }
 
@@ -190,12 +190,12 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
 #[test]
 fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let [vm, late] = ["vm", "late"].map(|name| scene.socket(name).display().to_string());
+    let folders = test_folders()?;
+    let [vm, late] = ["vm", "late"].map(|name| folders.socket(name).display().to_string());
     let words = ["--engine", "threads", "--limits", "group=gold,iops-total=100"];
     let export = format!("socket-path={vm},name=vm,device=scsi,lun=0,null=1M");
     let words = [&words[..], &["--export", &export]].concat();
-    let (daemon, mut client) = serve(&scene, &words)?;
+    let (daemon, mut client) = serve(&folders, &words)?;
     let disk = format!("read-only=on,lock=off,iops-total=5,blk-file={}", fuse.file().display());
     let export = format!("socket-path={late},group=gold,{disk}");
     let unit = format!("1,{disk}");
@@ -203,10 +203,10 @@ fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
     for (come, rate) in comes.into_iter().zip([9, 11]) {
         fuse.withhold(daemon.pid(), &[opcode::OPEN]);
         let mut command = ringhaul()?;
-        command.arg("ctl").arg("--control").arg(scene.socket("control")).args(come);
+        command.arg("ctl").arg("--control").arg(folders.socket("control")).args(come);
         let coming = Running::start(&mut command)?;
         let waits = fuse.wait_for(opcode::OPEN);
-        let set = ctl(&scene, &["set-disk", "vm", "0", &format!("iops-total={rate}")]);
+        let set = ctl(&folders, &["set-disk", "vm", "0", &format!("iops-total={rate}")]);
         fuse.release();
         waits.and(set)?;
         coming.finish()?.expect_code(0)?;
@@ -219,12 +219,12 @@ fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
 /// A unit inherits each limit that it does not name from its export.
 #[test]
 fn limits_of_units_are_merged_with_those_of_their_export() -> Result<()> {
-    let scene = scene()?;
-    let vm = scene.socket("vm").display().to_string();
+    let folders = test_folders()?;
+    let vm = folders.socket("vm").display().to_string();
     let units = ["--lun", "0,iops-total=500,null=1M", "--lun", "1,bps-total=0,null=1M"];
     let usual = ["--limits", "bps-total=100M", "--device", "scsi"];
     let words = ["--socket-path", &vm, "--name", "vm"];
-    let (_daemon, mut client) = serve(&scene, &[&words[..], &usual, &units].concat())?;
+    let (_daemon, mut client) = serve(&folders, &[&words[..], &usual, &units].concat())?;
     let mut check = |expected: [Value; 2]| -> Result<()> {
         let disks = shown(&mut client, "vm")?["disks"].clone();
         let seen = [&disks[0]["limits"], &disks[1]["limits"]];
@@ -234,23 +234,23 @@ fn limits_of_units_are_merged_with_those_of_their_export() -> Result<()> {
     let bytes = 100 * MIB;
     check([json!({ "iops-total": 500, "bps-total": bytes }), json!({})])?;
     // A limit that is set to none does not fall back to that of the export.
-    ctl(&scene, &["set-disk", "vm", "0", "bps-total=0"])?;
-    ctl(&scene, &["set-disk", "vm", "1", "iops-read=7"])?;
+    ctl(&folders, &["set-disk", "vm", "0", "bps-total=0"])?;
+    ctl(&folders, &["set-disk", "vm", "1", "iops-read=7"])?;
     check([json!({ "iops-total": 500 }), json!({ "iops-read": 7 })])
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() -> Result<()> {
-    let scene = scene()?;
-    let vm = scene.socket("vm");
+fn invalid_limits_are_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let vm = folders.socket("vm");
     let unit = "0,iops-read=7,null=1M";
     let words = ["--socket-path", &vm.display().to_string(), "--name", "vm"];
     let more = ["--device", "scsi", "--lun", unit, "--limits", "iops-total=9", "--rerror", "retry"];
-    let (_daemon, mut client) = serve(&scene, &[&words[..], &more].concat())?;
+    let (_daemon, mut client) = serve(&folders, &[&words[..], &more].concat())?;
     let disk = shown(&mut client, "vm")?["disks"][0].clone();
     ensure!(disk["limits"] == json!({ "iops-total": 9, "iops-read": 7 }), "{disk}");
     ensure!(disk["rerror"] == "retry" && disk["werror"] == "hold-briefly", "{disk}");
-    for (params, code, said) in [
+    for (params, code, words) in [
         (json!({ "export": "vm" }), 5, "name one of its logical units"),
         (json!({ "export": "vm", "lun": 1 }), 2, "has no unit 0:1"),
         (json!({ "export": "vm", "lun": 0, "rerror": "hold" }), -32602, "only writes lack space"),
@@ -259,7 +259,7 @@ fn what_makes_no_sense_is_refused() -> Result<()> {
     ] {
         let answer = client.call("disk.set", &params)?;
         let message = answer["error"]["message"].as_str().unwrap_or_default();
-        ensure!(answer["error"]["code"] == code && message.contains(said), "{params}: {answer}");
+        ensure!(answer["error"]["code"] == code && message.contains(words), "{params}: {answer}");
     }
     let same = shown(&mut client, "vm")?["disks"][0].clone();
     ensure!(same == disk, "{same}");
@@ -271,19 +271,19 @@ fn what_makes_no_sense_is_refused() -> Result<()> {
 /// Writes to a full file system. Without an inflight region the writes cannot be left for another
 /// process, so a takeover is refused.
 #[test]
-fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
-    if !may_change("mounts") {
+fn writes_without_space_are_held_until_there_is_space() -> Result<()> {
+    if !can_change_system("mounts") {
         return Ok(());
     }
-    let (scene, space) = (scene()?, Tmpfs::mount(MIB)?);
+    let (folders, space) = (test_folders()?, Tmpfs::mount(MIB)?);
     let disk = space.path().join("disk.img");
     fs::File::create(&disk)?.set_len(MIB)?;
     let filler = space.path().join("filler");
     fs::write(&filler, vec![1; 1 << 20]).ok();
-    let vm = scene.socket("vm").display().to_string();
+    let vm = folders.socket("vm").display().to_string();
     let disk = disk.display().to_string();
     let words = ["--socket-path", &vm, "--name", "vm", "--blk-file", &disk, "--werror", "hold"];
-    let (mut daemon, mut client) = serve(&scene, &words)?;
+    let (mut daemon, mut client) = serve(&folders, &words)?;
     let mut frontend = Frontend::attach(Path::new(&vm), &Setup::default())?;
     begin_writes(&mut frontend, 4)?;
     let is_held = |client: &mut Client| -> Result<bool> {
@@ -295,7 +295,7 @@ fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     let refused = client.call("upgrade", &binary)?;
     ensure!(refused["error"]["code"] == 10, "{refused}");
     daemon.wait_for("wait because its disk has failed them")?;
-    ctl(&scene, &["resume", "vm"])?;
+    ctl(&folders, &["resume", "vm"])?;
     ensure!(is_held(&mut client)?, "there is no space yet");
     fs::remove_file(&filler)?;
     let mut answered = Vec::new();
@@ -328,8 +328,8 @@ fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
 
 #[test]
 fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
-    let scene = scene()?;
-    let (vm, file) = (scene.socket("vm"), scene.path("ringhaul.toml"));
+    let folders = test_folders()?;
+    let (vm, file) = (folders.socket("vm"), folders.path("ringhaul.toml"));
     let write = |more: &str| {
         let text = format!(
             "[[export]]\nname = \"vm\"\nendpoint = {{ path = \"{}\" }}\n\
@@ -339,7 +339,7 @@ fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
         fs::write(&file, text)
     };
     write("limits = { iops-total = 100, bps-read = 4096 }\nwerror = \"retry\"")?;
-    let (mut daemon, mut client) = serve(&scene, &["--config", &file.display().to_string()])?;
+    let (mut daemon, mut client) = serve(&folders, &["--config", &file.display().to_string()])?;
     let mut check = |daemon: &mut Running, limits: Value, werror: &str| -> Result<()> {
         daemon.signal(Signal::HUP)?;
         daemon.wait_for("is applied, as far as it can be")?;
@@ -349,7 +349,7 @@ fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
     };
     check(&mut daemon, json!({ "iops-total": 100, "bps-read": 4096 }), "retry")?;
     // Limits that a command set stay until the file changes them.
-    ctl(&scene, &["set-disk", "vm", "iops-total=7"])?;
+    ctl(&folders, &["set-disk", "vm", "iops-total=7"])?;
     check(&mut daemon, json!({ "iops-total": 7, "bps-read": 4096 }), "retry")?;
     write("limits = { iops-total = 100, bps-read = 4096 }\nwerror = \"report\"")?;
     check(&mut daemon, json!({ "iops-total": 7, "bps-read": 4096 }), "report")?;

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Refusals, Running, bench, ringhaul, run};
 use rustix::process::Signal;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// Keys of a unit, each wrong by itself, and words of the error.
 const WRONG_KEYS: [(&str, [&str; 2]); 23] = [
@@ -48,8 +48,8 @@ const WRONG_UNITS: [(&[&str], [&str; 2]); 9] = [
 
 #[test]
 fn impossible_units_are_refused() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("refused.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("refused.sock");
     let mut refusals = Refusals::default();
     let mut refuse = |units: &[String], words: &[&str]| {
         let command = ringhaul().map(|mut command| {
@@ -69,7 +69,7 @@ fn impossible_units_are_refused() -> Result<()> {
     }
     // Initiators take two disks of one name for two paths to one disk.
     let named = |lun: u8| -> Result<String> {
-        let file = scene.disk(&format!("{lun}.img"), DISK_BYTES)?;
+        let file = folders.disk(&format!("{lun}.img"), DISK_BYTES)?;
         Ok(format!("{lun},blk-file={},wwn=5000c5000000abcd", file.display()))
     };
     refuse(&[named(0)?, named(1)?], &["0:1", "unit 0:0 is on another disk", "the same WWN"]);
@@ -90,13 +90,13 @@ fn impossible_units_are_refused() -> Result<()> {
 /// The memory in KiB of a daemon with `units` units on files, after each unit was used on each
 /// queue. Requests take memory as well, so each queue has one at a time.
 fn memory_kib(engine: &str, queues: u16, units: u64) -> Result<u64> {
-    let scene = scene()?;
-    let socket = scene.socket("units.sock");
+    let folders = test_folders()?;
+    let socket = folders.socket("units.sock");
     let mut command = ringhaul()?;
     command.args(["serve", "--device", "scsi", "--engine", engine, "--socket-path"]).arg(&socket);
     command.args(["--num-queues", &queues.to_string()]);
     for lun in 0..units {
-        let file = scene.disk(&format!("{lun}.img"), DISK_BYTES)?;
+        let file = folders.disk(&format!("{lun}.img"), DISK_BYTES)?;
         command.args(["--lun", &format!("{lun},blk-file={}", file.display())]);
     }
     let mut daemon = Running::serve(&mut command)?;

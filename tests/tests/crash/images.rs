@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::Scene;
+use ringhaul_kit::cli::TestFolders;
 use ringhaul_kit::daemon::LIMIT;
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::blk;
@@ -18,11 +18,11 @@ use ringhaul_kit::frontend::message::Channel;
 use ringhaul_kit::server::{Engine, Export, Program, Server};
 use ringhaul_kit::system::{is_installed, run as run_program};
 
-use super::world::{BLOCK_BYTES, BLOCKS_MAX, FEW_BLOCKS, Version, World, check_file};
+use super::driver::{BLOCK_BYTES, BLOCKS_MAX, Driver, FEW_BLOCKS, Version, check_file};
 use super::{Kills, end, export, rounds};
 
 for_each_engine! {
-    an_image_survives_kills_of_its_daemons_and_of_those_that_take_over,
+    an_image_survives_kills_of_daemons_and_successors,
 }
 
 /// The number of new images on which the daemon is killed.
@@ -50,7 +50,7 @@ pub(super) enum Format {
 
 /// A disk in a file of one of these formats.
 pub(super) struct Image {
-    pub(super) scene: Scene,
+    pub(super) folders: TestFolders,
     format: Format,
     pub(super) path: String,
     key: String,
@@ -62,9 +62,9 @@ impl Image {
         if !is_installed("qemu-img") || format != Format::Qcow2 && !is_installed("cryptsetup") {
             return Ok(None);
         }
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let [path, key] = ["image", "key"].map(|name| scene.path(name).display().to_string());
-        let image = Self { scene, format, path, key };
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let [path, key] = ["image", "key"].map(|name| folders.path(name).display().to_string());
+        let image = Self { folders, format, path, key };
         let path = &*image.path;
         if format == Format::Qcow2 {
             let bytes = DISK_BYTES.to_string();
@@ -74,7 +74,7 @@ impl Image {
         }
         fs::write(&image.key, "it opens tests")?;
         let name = if format == Format::Luks { "image" } else { "encrypted" };
-        let encrypted = image.scene.disk(name, HEADER_BYTES + DISK_BYTES)?.display().to_string();
+        let encrypted = image.folders.disk(name, HEADER_BYTES + DISK_BYTES)?.display().to_string();
         let with_key = ["--batch-mode", "--key-file", &image.key, "luksFormat", "--type", "luks1"];
         let at_once = ["--pbkdf-force-iterations", "1000", &encrypted];
         run_program("cryptsetup", &[&with_key[..], &at_once].concat())?;
@@ -98,22 +98,22 @@ impl Image {
     }
 
     /// Starts a daemon that serves the image on `below`, and connects a driver.
-    pub(super) fn serve(&self, below: &str, engine: Engine) -> Result<(Server, World)> {
-        let socket = self.scene.socket("socket");
+    pub(super) fn serve(&self, below: &str, engine: Engine) -> Result<(Server, Driver)> {
+        let socket = self.folders.socket("socket");
         let export = export(self.path.as_ref(), &socket, engine, true);
         let export = Export { disk: Some(self.disk(below)), ..export };
         let server = Server::start(Program::Ringhaul, &export)?;
-        let mut world = World::new(&socket, BLOCKS_MAX, true)?;
+        let mut driver = Driver::new(&socket, BLOCKS_MAX, true)?;
         // The load gradually moves on to blocks without space.
-        world.blocks = FEW_BLOCKS;
-        world.erases = Some(match self.format {
+        driver.blocks = FEW_BLOCKS;
+        driver.clear_kind = Some(match self.format {
             Format::LuksOnQcow2 => blk::DISCARD,
             Format::Qcow2 | Format::Luks => blk::WRITE_ZEROES,
         });
         if self.format != Format::Qcow2 {
-            world.versions.fill(Version::Any);
+            driver.versions.fill(Version::Any);
         }
-        Ok((server, world))
+        Ok((server, driver))
     }
 
     /// Checks that QEMU finds no fault, and that the image is not marked as dirty.
@@ -142,7 +142,7 @@ impl Image {
 
     /// Checks that QEMU reads these versions from the image.
     pub(super) fn check_content(&self, versions: &[Version]) -> Result<()> {
-        let raw = self.scene.path("raw");
+        let raw = self.folders.path("raw");
         let driver = match self.format {
             Format::Qcow2 => "driver=qcow2,file.filename=",
             Format::Luks => "driver=luks,key-secret=key,file.filename=",
@@ -181,29 +181,29 @@ fn qemu_img(arguments: &[&str], codes: &[i32]) -> Result<()> {
 
 /// In new images most writes allocate the first space in their cluster.
 #[test]
-fn an_image_has_what_was_answered_before_its_daemon_was_killed() -> Result<()> {
+fn an_image_keeps_answered_writes_of_a_killed_daemon() -> Result<()> {
     for round in 0..NEW_IMAGES {
         let Some(image) = Image::new(Format::Qcow2)? else { return Ok(()) };
-        let (mut server, mut world) = image.serve(&image.path, Engine::IoUring)?;
-        world.erases = None;
-        world.random += round;
-        world.attach()?;
-        let count = world.below(80);
-        world.run(count, false)?;
+        let (mut server, mut driver) = image.serve(&image.path, Engine::IoUring)?;
+        driver.clear_kind = None;
+        driver.random += round;
+        driver.attach()?;
+        let count = driver.below(80);
+        driver.run(count, false)?;
         server.kill()?;
         image.check(&[0, 3]).with_context(|| format!("round {round}, after the kill"))?;
         let export = server.export().clone();
         drop(server);
-        world.take()?;
+        driver.take()?;
         server = Server::start(Program::Ringhaul, &export)?;
-        world.frontend.channel = Channel::connect(&export.socket)?;
-        world.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
+        driver.frontend.channel = Channel::connect(&export.socket)?;
+        driver.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
         // The first write frees clusters that the killed daemon has leaked.
         for (count, is_end) in [(20, false), (0, true)] {
-            let ran = world.run(count, is_end);
+            let ran = driver.run(count, is_end);
             ran.with_context(|| format!("round {round}; {}", server.messages()))?;
         }
-        let versions = end(server, world)?;
+        let versions = end(server, driver)?;
         image.check_closed().with_context(|| format!("round {round}, at the end"))?;
         image.check_content(&versions).with_context(|| format!("round {round}"))?;
     }
@@ -211,19 +211,18 @@ fn an_image_has_what_was_answered_before_its_daemon_was_killed() -> Result<()> {
 }
 
 /// Zeroes free space, and each round uses more blocks, so writes keep allocating.
-fn an_image_survives_kills_of_its_daemons_and_of_those_that_take_over(
-    engine: Engine,
-) -> Result<()> {
+fn an_image_survives_kills_of_daemons_and_successors(engine: Engine) -> Result<()> {
     let Some(image) = Image::new(Format::Qcow2)? else { return Ok(()) };
-    let (server, world) = image.serve(&image.path, engine)?;
+    let (server, driver) = image.serve(&image.path, engine)?;
     let (leaked, marked) = (Cell::new(0), Cell::new(0));
-    let look = || {
+    let check_disk = || {
         leaked.set(leaked.get() + u32::from(image.check(&[3]).is_ok()));
         marked.set(marked.get() + u32::from(image.is_marked()?));
         image.check(&[0, 3])
     };
-    let kills = Kills { rounds: rounds(ROUNDS)?, takeover_every: TAKEOVER_EVERY, look: &look };
-    let versions = kills.carry_out(server, world)?;
+    let kills =
+        Kills { rounds: rounds(ROUNDS)?, takeover_every: TAKEOVER_EVERY, check_disk: &check_disk };
+    let versions = kills.carry_out(server, driver)?;
     let (leaked, marked) = (leaked.get(), marked.get());
     eprintln!("{engine}: {marked} daemons left marks, and {leaked} left clusters behind");
     ensure!(marked >= leaked && marked > 0, "daemons that were killed have not marked the image");

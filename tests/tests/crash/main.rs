@@ -4,11 +4,11 @@
 //! Every write of a block has different contents. A write that is lost, late or done twice is found
 //! by the next read of the block, or at the end.
 
-mod added;
+mod added_exports;
+mod driver;
 mod images;
 mod takeovers;
 mod unit;
-mod world;
 
 use std::fs::File;
 use std::path::Path;
@@ -22,10 +22,10 @@ use ringhaul_kit::server::{Cache, Engine, Export, Program, Server};
 use serde_json::json;
 use tempfile::TempDir;
 
-use world::{BLOCK_BYTES, FEW_BLOCKS, QUEUE_SIZE, QUEUES, Version, World, check_file};
+use driver::{BLOCK_BYTES, Driver, FEW_BLOCKS, QUEUE_SIZE, QUEUES, Version, check_file};
 
 for_each_engine! {
-    a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice,
+    a_killed_daemon_loses_and_repeats_no_request,
     a_daemon_that_answers_in_order_needs_no_region,
 }
 
@@ -43,7 +43,7 @@ fn rounds(default: u32) -> Result<u32> {
     }
 }
 
-fn a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice(engine: Engine) -> Result<()> {
+fn a_killed_daemon_loses_and_repeats_no_request(engine: Engine) -> Result<()> {
     kill_many_times(engine, true)
 }
 
@@ -58,10 +58,13 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
     File::create(&disk)?.set_len(FEW_BLOCKS * BLOCK_BYTES as u64)?;
     let export = export(&disk, &folders[1].path().join("socket"), engine, keeps_region);
     let server = Server::start(Program::Ringhaul, &export)?;
-    let world = World::new(&export.socket, FEW_BLOCKS, keeps_region)?;
-    let kills =
-        Kills { rounds: rounds(ROUNDS_DEFAULT)?, takeover_every: TAKEOVER_EVERY, look: &|| Ok(()) };
-    check_file(&disk, &kills.carry_out(server, world)?)
+    let driver = Driver::new(&export.socket, FEW_BLOCKS, keeps_region)?;
+    let kills = Kills {
+        rounds: rounds(ROUNDS_DEFAULT)?,
+        takeover_every: TAKEOVER_EVERY,
+        check_disk: &|| Ok(()),
+    };
+    check_file(&disk, &kills.carry_out(server, driver)?)
 }
 
 /// The number of kills and takeovers of a daemon.
@@ -69,59 +72,61 @@ struct Kills<'a> {
     rounds: u32,
     takeover_every: u32,
     /// Checks the disk while no daemon serves it.
-    look: &'a dyn Fn() -> Result<()>,
+    check_disk: &'a dyn Fn() -> Result<()>,
 }
 
 impl Kills<'_> {
     /// Returns the versions that the disk must have after all requests are answered. No daemon is
     /// left then.
-    fn carry_out(&self, mut server: Server, mut world: World) -> Result<Vec<Version>> {
+    fn carry_out(&self, mut server: Server, mut driver: Driver) -> Result<Vec<Version>> {
         let mut export = server.export().clone();
-        world.attach()?;
+        driver.attach()?;
         let (mut left, mut again, mut survived) = (0, 0, 0);
         for round in 0..self.rounds {
-            world.sleeps = round % 2 == 0;
-            let count = world.below(400);
-            world.run(count, false)?;
+            driver.sleeps = round % 2 == 0;
+            let count = driver.below(400);
+            driver.run(count, false)?;
             let is_takeover = round % self.takeover_every == 0;
-            let survives = is_takeover && survives_takeover(&mut server, &mut world)?;
+            let survives = is_takeover && kill_during_takeover(&mut server, &mut driver)?;
             survived += u32::from(survives);
             if !survives {
                 if !is_takeover {
                     // Kill the daemon at a random moment.
-                    world.run_below(300, false)?;
+                    driver.run_below(300, false)?;
                     server.kill()?;
                 }
                 again += u32::from(server.messages().contains("done again"));
                 drop(server);
-                (self.look)().with_context(|| format!("round {round}, after the kill"))?;
-                world.take()?;
-                left += world.unanswered();
+                (self.check_disk)().with_context(|| format!("round {round}, after the kill"))?;
+                driver.take()?;
+                left += driver.unanswered();
                 export.io_threads = 1 + u16::from(round % 4 < 2);
                 server = Server::start(Program::Ringhaul, &export)?;
-                world.frontend.channel = Channel::connect(&export.socket)?;
-                world.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
+                driver.frontend.channel = Channel::connect(&export.socket)?;
+                driver.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
             }
-            world.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
+            driver
+                .run(1, false)
+                .with_context(|| format!("round {round}; {}", server.messages()))?;
         }
-        world.run(0, true)?;
+        driver.run(0, true)?;
         eprintln!(
             "{}: {} kills, {} in takeovers of which {survived} were survived, {} requests \
              answered, {left} left by daemons, {again} daemons did some again",
             export.engine,
             self.rounds,
             self.rounds.div_ceil(self.takeover_every),
-            world.answered
+            driver.answered
         );
-        let versions = end(server, world)?;
-        (self.look)().context("at the end")?;
+        let versions = end(server, driver)?;
+        (self.check_disk)().context("at the end")?;
         Ok(versions)
     }
 }
 
 /// Ends a daemon that has answered all requests. Returns the versions that its disk must have.
-fn end(mut server: Server, world: World) -> Result<Vec<Version>> {
-    let World { frontend, versions, .. } = world;
+fn end(mut server: Server, driver: Driver) -> Result<Vec<Version>> {
+    let Driver { frontend, versions, .. } = driver;
     drop(frontend);
     let status = server.terminate(LIMIT)?;
     ensure!(status.success(), "{}", server.messages());
@@ -131,23 +136,23 @@ fn end(mut server: Server, world: World) -> Result<Vec<Version>> {
 /// Begins a takeover, and kills the new process or the old one at a random moment. Returns true if
 /// the survivor serves: the old process unless the new one has taken over, the new one if the old
 /// one confirmed that.
-fn survives_takeover(server: &mut Server, world: &mut World) -> Result<bool> {
-    let heir = server.begin_upgrade()?;
+fn kill_during_takeover(server: &mut Server, driver: &mut Driver) -> Result<bool> {
+    let successor = server.begin_upgrade()?;
     // Most of a takeover passes before queues stop.
-    if world.below(4) > 0 {
+    if driver.below(4) > 0 {
         let deadline = Instant::now() + LIMIT;
-        while !heir.messages().contains("ready to take over") {
-            ensure!(Instant::now() < deadline, "nothing takes over:\n{}", heir.messages());
-            world.run_below(100, true)?;
+        while !successor.messages().contains("ready to take over") {
+            ensure!(Instant::now() < deadline, "nothing takes over:\n{}", successor.messages());
+            driver.run_below(100, true)?;
         }
-        world.run_below(3000, true)?;
+        driver.run_below(3000, true)?;
     } else {
-        world.run_below(10_000, true)?;
+        driver.run_below(10_000, true)?;
     }
-    if world.below(2) == 0 {
-        return server.kill_before(heir);
+    if driver.below(2) == 0 {
+        return server.kill_during_upgrade(successor);
     }
-    heir.kill()?;
+    successor.kill()?;
     // This waits until the takeover is decided.
     Ok(server.call("set", &json!({ "poll-max-us": 32 })).is_ok())
 }

@@ -6,7 +6,7 @@ use ringhaul_kit::frontend::SCRATCH;
 use ringhaul_kit::frontend::memory::Memory;
 use ringhaul_kit::frontend::ring::Desc;
 
-use super::world::{BLOCK_BYTES, SLOTS};
+use super::driver::{BLOCK_BYTES, SLOTS};
 
 /// The queues for control and events, which come first.
 pub(super) const OTHER_QUEUES: u16 = 2;

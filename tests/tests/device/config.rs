@@ -23,7 +23,7 @@ const ALWAYS: u64 = feature::VERSION_1
 const WRITEBACK: u32 = 32;
 
 #[test]
-fn features_are_offered_as_the_disk_is() -> Result<()> {
+fn offered_features_match_the_disk() -> Result<()> {
     let writable = feature::DISCARD | feature::WRITE_ZEROES;
     for (queues, read_only, expected) in [
         (1, false, ALWAYS | writable),
@@ -37,7 +37,7 @@ fn features_are_offered_as_the_disk_is() -> Result<()> {
         }
         let daemon = start(&options)?;
         let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
-        let offered = frontend.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
+        let offered = frontend.exchange_number(&Message::new(code::GET_FEATURES, Vec::new()))?;
         assert_eq!(offered, expected, "{offered:#x} of {options:?}");
     }
     Ok(())
@@ -51,7 +51,7 @@ fn features_of_virtio_scsi_are_offered() -> Result<()> {
     options.is_scsi = true;
     let daemon = start(&options)?;
     let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
-    let offered = frontend.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
+    let offered = frontend.exchange_number(&Message::new(code::GET_FEATURES, Vec::new()))?;
     let expected = feature::VERSION_1
         | feature::ANY_LAYOUT
         | feature::INDIRECT_DESC
@@ -80,14 +80,14 @@ fn an_older_driver_accepts_any_layout() -> Result<()> {
 }
 
 #[test]
-fn limits_are_told() -> Result<()> {
+fn limits_are_announced() -> Result<()> {
     let mut options = DaemonOptions::new(Engine::Aio);
     options.num_queues = 7;
     let mut daemon = start(&options)?;
     let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
     frontend.negotiate()?;
-    let ask = |code| Message::new(code, Vec::new());
-    let offered = frontend.number(&ask(code::GET_PROTOCOL_FEATURES))?;
+    let query = |code| Message::new(code, Vec::new());
+    let offered = frontend.exchange_number(&query(code::GET_PROTOCOL_FEATURES))?;
     assert_eq!(
         offered,
         protocol_feature::MQ
@@ -100,8 +100,8 @@ fn limits_are_told() -> Result<()> {
             | protocol_feature::STATUS
             | protocol_feature::GET_VRING_BASE_INFLIGHT
     );
-    assert_eq!(frontend.number(&ask(code::GET_QUEUE_NUM))?, 7);
-    assert_eq!(frontend.number(&ask(code::GET_MAX_MEM_SLOTS))?, 509);
+    assert_eq!(frontend.exchange_number(&query(code::GET_QUEUE_NUM))?, 7);
+    assert_eq!(frontend.exchange_number(&query(code::GET_MAX_MEM_SLOTS))?, 509);
     assert_eq!(frontend.config(34, 2)?, 7_u16.to_le_bytes());
     drop(frontend);
     check_service(&mut daemon)
@@ -166,7 +166,11 @@ fn the_driver_sets_the_write_cache() -> Result<()> {
         assert_eq!(frontend.config(WRITEBACK, 1)?, [initial]);
         for value in [0, 1, 0, 2, 0, 0xff] {
             for base in [0, 0x100] {
-                frontend.tell(Message::config(code::SET_CONFIG, base + WRITEBACK, &[value]))?;
+                frontend.send_checked(Message::config(
+                    code::SET_CONFIG,
+                    base + WRITEBACK,
+                    &[value],
+                ))?;
                 // A device without a cache stays write-through, regardless of the driver.
                 assert_eq!(frontend.config(WRITEBACK, 1)?, [u8::from(value != 0) & initial]);
             }
@@ -190,12 +194,12 @@ fn the_write_cache_is_the_drivers_choice() -> Result<()> {
     let features = Setup::default().features | feature::CONFIG_WCE;
     let mut frontend = Frontend::connect(daemon.socket(), &Setup { features, ..Setup::default() })?;
     let set = |frontend: &mut Frontend, value| {
-        frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[value]))?;
+        frontend.send_checked(Message::config(code::SET_CONFIG, WRITEBACK, &[value]))?;
         frontend.config(WRITEBACK, 1)
     };
     let negotiate = |frontend: &mut Frontend, features: u64| {
         let features = features | feature::PROTOCOL_FEATURES;
-        frontend.tell(Message::number(code::SET_FEATURES, features))?;
+        frontend.send_checked(Message::number(code::SET_FEATURES, features))?;
         frontend.config(WRITEBACK, 1)
     };
     frontend.negotiate()?;
@@ -238,7 +242,7 @@ fn other_fields_cannot_be_written() -> Result<()> {
         let before = frontend.config(0, 60)?;
         let mut message = Message::config(code::SET_CONFIG, offset, data);
         message.flags |= NEED_REPLY;
-        if let Some(reply) = frontend.channel.ask(&message)? {
+        if let Some(reply) = frontend.channel.exchange(&message)? {
             ensure!(reply.number()? != 0, "{data:?} was taken at {offset}");
         }
         drop(frontend);
@@ -254,7 +258,7 @@ fn other_fields_cannot_be_written() -> Result<()> {
 /// A front-end may write the header and the body of a message separately, and the header byte by
 /// byte.
 #[test]
-fn messages_come_in_pieces() -> Result<()> {
+fn messages_may_arrive_in_pieces() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     frontend.config(0, 60)?;
@@ -274,8 +278,8 @@ fn messages_come_in_pieces() -> Result<()> {
                 sent.with_context(|| format!("{what}, message {index}"))?;
                 std::thread::yield_now();
             }
-            let asks = [code::GET_FEATURES, code::GET_PROTOCOL_FEATURES, code::GET_CONFIG];
-            if message.flags & NEED_REPLY == 0 && !asks.contains(&message.request) {
+            let queries = [code::GET_FEATURES, code::GET_PROTOCOL_FEATURES, code::GET_CONFIG];
+            if message.flags & NEED_REPLY == 0 && !queries.contains(&message.request) {
                 continue;
             }
             let reply = channel.receive()?;

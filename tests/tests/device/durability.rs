@@ -16,31 +16,32 @@ use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, feature, segment};
 use ringhaul_kit::kernel_trace::KernelTrace;
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::skipped;
+use ringhaul_kit::system::print_skipped;
 use ringhaul_kit::{for_each_engine, for_each_engine_with_system_calls};
 
 use crate::start;
 
 /// A way to observe the daemon.
-type Look = fn(Engine, Cache, u64, &dyn Fn(&mut Frontend) -> Result<()>) -> Result<Option<Asked>>;
+type Observer =
+    fn(Engine, Cache, u64, &dyn Fn(&mut Frontend) -> Result<()>) -> Result<Option<Observed>>;
 
 /// Makes the tests with one way to observe.
 macro_rules! tests {
-    ($each:ident, $look:expr) => {
-        tests! { $each, $look,
+    ($each:ident, $observe:expr) => {
+        tests! { $each, $observe,
             without_a_cache_writes_are_synchronous,
             a_driver_without_flush_gets_synchronous_writes,
-            a_driver_that_flushes_gets_neither_more_nor_less,
+            a_driver_that_flushes_gets_synchronous_flushes_only,
             the_driver_turns_the_cache_off,
             wce_without_flush_begins_without_a_cache,
             without_a_cache_zeroes_are_flushed,
         }
     };
-    ($each:ident, $look:expr, $($name:ident),* $(,)?) => {
+    ($each:ident, $observe:expr, $($name:ident),* $(,)?) => {
         use super::*;
         $each! { $($name),* }
         $(fn $name(engine: Engine) -> Result<()> {
-            super::$name($look, engine)
+            super::$name($observe, engine)
         })*
     };
 }
@@ -70,7 +71,7 @@ const SIGURG: i32 = 23;
 
 /// Operations that the daemon asked of the kernel.
 #[derive(Debug, Default, Eq, PartialEq)]
-struct Asked {
+struct Observed {
     /// Writes, if the trace shows them.
     writes: Option<usize>,
     /// Operations that brought data to stable storage, writes included.
@@ -79,13 +80,13 @@ struct Asked {
     order: String,
 }
 
-impl Asked {
+impl Observed {
     /// Reads a trace by strace, which shows the begin and the end of system calls. An operation of
     /// Linux AIO is shown when it is submitted; its end is not shown.
     fn in_calls(trace: &str) -> Self {
         // Engines probe the kernel at the start, so count from the first front-end.
         let trace = trace.split_once(" accept4(").map_or("", |(_, rest)| rest);
-        let mut asked = Self { writes: Some(0), ..Self::default() };
+        let mut observed = Self { writes: Some(0), ..Self::default() };
         let mut syncing = HashSet::new();
         for line in trace.lines() {
             let (thread, call) = line.split_once(' ').unwrap_or_default();
@@ -94,38 +95,38 @@ impl Asked {
             let begins_write = is_any(&["pwritev2(", "pwritev(", "pwrite64("]);
             let begins_sync = is_any(&["fdatasync(", "fsync("]) || call.contains("RWF_DSYNC");
             let writes = call.matches("IOCB_CMD_PWRITE").count() + usize::from(begins_write);
-            asked.writes = asked.writes.map(|count| count + writes);
+            observed.writes = observed.writes.map(|count| count + writes);
             let syncs = call.matches("IOCB_CMD_FDSYNC").count() + call.matches("RWF_DSYNC").count();
             if call.contains("io_submit") {
-                asked.sync(syncs);
+                observed.sync(syncs);
             } else if begins_sync && call.ends_with("<unfinished ...>") {
                 syncing.insert(thread);
             } else if begins_sync || (call.contains(" resumed>") && syncing.remove(thread)) {
                 let failed = call.contains(" = -1 ");
-                asked.sync(usize::from(!failed));
+                observed.sync(usize::from(!failed));
             } else if thread.ends_with(&format!("<{IO_THREAD}>")) && call.starts_with("write(") {
-                asked.order.push('C');
+                observed.order.push('C');
             }
         }
-        asked
+        observed
     }
 
     /// Reads events of the selection in [`in_the_kernel`].
     fn in_events(engine: Engine, events: &[String]) -> Self {
-        let mut asked = Self::default();
+        let mut observed = Self::default();
         if engine == Engine::IoUring {
-            asked.writes = Some(0);
+            observed.writes = Some(0);
         }
         for event in events {
             if event.contains(" ext4_sync_file_exit: ") {
-                asked.sync(1);
+                observed.sync(1);
             } else if event.contains(" sys_write(") {
-                asked.order.push('C');
+                observed.order.push('C');
             } else if event.contains(" opcode WRITE") {
-                asked.writes = asked.writes.map(|count| count + 1);
+                observed.writes = observed.writes.map(|count| count + 1);
             }
         }
-        asked
+        observed
     }
 
     fn sync(&mut self, count: usize) {
@@ -140,10 +141,10 @@ fn with_strace(
     cache: Cache,
     features: u64,
     driver: &dyn Fn(&mut Frontend) -> Result<()>,
-) -> Result<Option<Asked>> {
+) -> Result<Option<Observed>> {
     let found = std::process::Command::new("strace").arg("-V").output();
     if found.is_err() {
-        skipped("there is no strace here");
+        print_skipped("there is no strace here");
         return Ok(None);
     }
     let mut options = DaemonOptions::new(engine);
@@ -155,7 +156,7 @@ fn with_strace(
         drive(&daemon, features, driver)?;
         let trace = daemon.terminate()?;
         if !trace.contains("--- SIGURG ") {
-            return Ok(Some(Asked::in_calls(&trace)));
+            return Ok(Some(Observed::in_calls(&trace)));
         }
     }
     bail!("calls took too long in each of {TRIES} runs");
@@ -168,7 +169,7 @@ fn in_the_kernel(
     cache: Cache,
     features: u64,
     driver: &dyn Fn(&mut Frontend) -> Result<()>,
-) -> Result<Option<Asked>> {
+) -> Result<Option<Observed>> {
     let mut options = DaemonOptions::new(engine);
     options.cache = cache;
     in_the_kernel_of(&options, features, driver)
@@ -178,11 +179,11 @@ fn in_the_kernel_of(
     options: &DaemonOptions,
     features: u64,
     driver: &dyn Fn(&mut Frontend) -> Result<()>,
-) -> Result<Option<Asked>> {
+) -> Result<Option<Observed>> {
     for _ in 0..TRIES {
         let Some(events) = kernel_events(options, features, driver)? else { return Ok(None) };
         if !events.iter().any(|event| event.contains(" signal_generate: ")) {
-            return Ok(Some(Asked::in_events(options.engine, &events)));
+            return Ok(Some(Observed::in_events(options.engine, &events)));
         }
     }
     bail!("calls took too long in each of {TRIES} runs");
@@ -198,7 +199,7 @@ fn kernel_events(
     let path = daemon.disk();
     let kind = rustix::fs::statfs(path).context("looking at the file system of the disk")?.f_type;
     if kind != EXT4 {
-        skipped(&format!("{} is not on ext4, whose events are needed", path.display()));
+        print_skipped(&format!("{} is not on ext4, whose events are needed", path.display()));
         return Ok(None);
     }
     let metadata = fs::metadata(path).with_context(|| format!("looking at {path:?}"))?;
@@ -216,8 +217,8 @@ fn kernel_events(
     ];
     let trace = match KernelTrace::start(&events)? {
         Ok(trace) => trace,
-        Err(why) => {
-            skipped(&why);
+        Err(reason) => {
+            print_skipped(&reason);
             return Ok(None);
         }
     };
@@ -280,88 +281,91 @@ fn flush(frontend: &mut Frontend) -> Result<()> {
 }
 
 /// Compares with `order`, which begins after the calls of the two queues that start.
-fn expect(asked: Option<Asked>, writes: usize, order: &str) {
-    if let Some(asked) = asked {
-        let writes = asked.writes.map(|_| writes);
+fn expect(observed: Option<Observed>, writes: usize, order: &str) {
+    if let Some(observed) = observed {
+        let writes = observed.writes.map(|_| writes);
         let order = format!("CC{order}");
-        assert_eq!(asked, Asked { writes, syncs: order.matches('S').count(), order });
+        assert_eq!(observed, Observed { writes, syncs: order.matches('S').count(), order });
     }
 }
 
-fn without_a_cache_writes_are_synchronous(look: Look, engine: Engine) -> Result<()> {
+fn without_a_cache_writes_are_synchronous(observe: Observer, engine: Engine) -> Result<()> {
     for cache in [Cache::Directsync, Cache::Writethrough] {
         for features in [feature::FLUSH, 0, feature::FLUSH | feature::CONFIG_WCE] {
             let features = features | feature::VERSION_1 | feature::MQ;
-            expect(look(engine, cache, features, &ten_writes)?, 10, &"SC".repeat(10));
+            expect(observe(engine, cache, features, &ten_writes)?, 10, &"SC".repeat(10));
         }
     }
     Ok(())
 }
 
-fn a_driver_without_flush_gets_synchronous_writes(look: Look, engine: Engine) -> Result<()> {
+fn a_driver_without_flush_gets_synchronous_writes(observe: Observer, engine: Engine) -> Result<()> {
     for cache in [Cache::None, Cache::Writeback] {
         let features = feature::VERSION_1 | feature::MQ;
-        expect(look(engine, cache, features, &ten_writes)?, 10, &"SC".repeat(10));
+        expect(observe(engine, cache, features, &ten_writes)?, 10, &"SC".repeat(10));
     }
     Ok(())
 }
 
-fn a_driver_that_flushes_gets_neither_more_nor_less(look: Look, engine: Engine) -> Result<()> {
+fn a_driver_that_flushes_gets_synchronous_flushes_only(
+    observe: Observer,
+    engine: Engine,
+) -> Result<()> {
     for cache in [Cache::None, Cache::Writeback] {
         for features in [feature::FLUSH, feature::FLUSH | feature::CONFIG_WCE] {
             let features = features | feature::VERSION_1 | feature::MQ;
-            let asked = look(engine, cache, features, &|frontend| {
+            let observed = observe(engine, cache, features, &|frontend| {
                 ten_writes(frontend)?;
                 flush(frontend)
             })?;
-            expect(asked, 10, &("C".repeat(10) + "SC"));
+            expect(observed, 10, &("C".repeat(10) + "SC"));
         }
     }
     Ok(())
 }
 
-fn the_driver_turns_the_cache_off(look: Look, engine: Engine) -> Result<()> {
+fn the_driver_turns_the_cache_off(observe: Observer, engine: Engine) -> Result<()> {
     let features = feature::VERSION_1 | feature::MQ | feature::FLUSH | feature::CONFIG_WCE;
-    let asked = look(engine, Cache::None, features, &|frontend| {
-        frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[0]))?;
+    let observed = observe(engine, Cache::None, features, &|frontend| {
+        frontend.send_checked(Message::config(code::SET_CONFIG, WRITEBACK, &[0]))?;
         ten_writes(frontend)?;
-        frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
+        frontend.send_checked(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
         frontend.write(0, 5000, &pattern(1, 4096)).context("with the cache on again")
     })?;
-    expect(asked, 11, &("SC".repeat(10) + "C"));
+    expect(observed, 11, &("SC".repeat(10) + "C"));
     Ok(())
 }
 
 /// Virtio 1.3, section 5.2.5.2: such a driver cannot flush, so it must not start with a cache.
-fn wce_without_flush_begins_without_a_cache(look: Look, engine: Engine) -> Result<()> {
+fn wce_without_flush_begins_without_a_cache(observe: Observer, engine: Engine) -> Result<()> {
     let features = feature::VERSION_1 | feature::MQ | feature::CONFIG_WCE;
-    let asked = look(engine, Cache::None, features, &|frontend| {
+    let observed = observe(engine, Cache::None, features, &|frontend| {
         let writeback = frontend.config(WRITEBACK, 1)?;
         ensure!(writeback == [0], "the driver sees a cache that it cannot flush");
         ten_writes(frontend)?;
         // The driver cannot switch the cache on either.
-        frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
+        frontend.send_checked(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
         frontend.write(0, 5000, &pattern(1, 4096)).context("with the cache switched on")
     })?;
-    expect(asked, 11, &"SC".repeat(11));
+    expect(observed, 11, &"SC".repeat(11));
     Ok(())
 }
 
-fn without_a_cache_zeroes_are_flushed(look: Look, engine: Engine) -> Result<()> {
+fn without_a_cache_zeroes_are_flushed(observe: Observer, engine: Engine) -> Result<()> {
     let features = feature::VERSION_1
         | feature::MQ
         | feature::DISCARD
         | feature::WRITE_ZEROES
         | feature::FLUSH;
     for (cache, order) in [(Cache::Directsync, "SCSC"), (Cache::None, "CC")] {
-        let asked = look(engine, cache, features, &|frontend| {
+        let observed = observe(engine, cache, features, &|frontend| {
             for kind in [blk::DISCARD, blk::WRITE_ZEROES] {
                 let answer = frontend.request(0, kind, 0, &segment(0, 8, 0), 0)?;
                 ensure!(answer.status == blk::OK, "type {kind} ended with {answer:?}");
             }
             Ok(())
         })?;
-        expect(asked, 0, order);
+        expect(observed, 0, order);
     }
     Ok(())
 }

@@ -17,8 +17,8 @@ use rustix::fs::FallocateFlags;
 use crate::start;
 
 for_each_engine! {
-    as_many_regions_as_are_announced,
-    a_region_goes_and_comes_back,
+    announced_regions_can_all_be_added,
+    a_region_is_removed_and_added_again,
     a_table_replaces_a_table,
     a_session_without_protocol_features,
     pages_are_exchanged,
@@ -27,7 +27,7 @@ for_each_engine! {
 const REGIONS: u64 = 509;
 const REGION_BYTES: u64 = 0x1_0000;
 
-fn as_many_regions_as_are_announced(engine: Engine) -> Result<()> {
+fn announced_regions_can_all_be_added(engine: Engine) -> Result<()> {
     many_regions(DaemonOptions::new(engine))
 }
 
@@ -47,7 +47,7 @@ fn many_regions(mut options: DaemonOptions) -> Result<()> {
         file: Arc::clone(&file.file),
     };
     for n in 0..REGIONS - 2 {
-        frontend.tell(Message::add_region(&region(n)))?;
+        frontend.send_checked(Message::add_region(&region(n)))?;
     }
     let mut regions = frontend.memory.regions.clone();
     regions.push(file.clone());
@@ -71,7 +71,7 @@ fn many_regions(mut options: DaemonOptions) -> Result<()> {
     Ok(())
 }
 
-fn a_region_goes_and_comes_back(engine: Engine) -> Result<()> {
+fn a_region_is_removed_and_added_again(engine: Engine) -> Result<()> {
     region_by_region(&DaemonOptions::new(engine))
 }
 
@@ -90,22 +90,22 @@ fn region_by_region(options: &DaemonOptions) -> Result<()> {
     for _ in 0..3 {
         // Without the region of data the queues continue, and requests into it fail.
         assert_eq!(read_at(&mut frontend, BORDER)?, blk::OK);
-        frontend.tell(Message::remove_region(&regions[1]))?;
+        frontend.send_checked(Message::remove_region(&regions[1]))?;
         for data in [BORDER, BORDER - 512] {
             assert_eq!(read_at(&mut frontend, data)?, blk::IOERR);
         }
         assert_eq!(read_at(&mut frontend, BORDER - 1024)?, blk::OK);
-        frontend.tell(Message::add_region(&regions[1]))?;
+        frontend.send_checked(Message::add_region(&regions[1]))?;
         assert_eq!(read_at(&mut frontend, BORDER - 512)?, blk::OK);
         // Without the region of rings the queues wait for it, and continue where they stopped.
-        frontend.tell(Message::remove_region(&regions[0]))?;
+        frontend.send_checked(Message::remove_region(&regions[0]))?;
         let (header, status) = frontend.put_header(0, 0, blk::IN, 6)?;
         frontend.rings[0].put_chain(
             0,
             &[Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)],
         );
         frontend.rings[0].submit(0)?;
-        frontend.tell(Message::add_region(&regions[0]))?;
+        frontend.send_checked(Message::add_region(&regions[0]))?;
         assert_eq!(frontend.rings[0].wait_used()?.bytes, 513);
         assert!(frontend.memory.read(DATA, SECTOR_BYTES)? == sector_content(6));
         frontend.read(1, 7, SECTOR_BYTES)?;
@@ -199,7 +199,7 @@ const LOW_MEMLOCK: &[&str] =
 /// it.
 #[test]
 fn a_low_limit_on_locked_memory_costs_speed_only() -> Result<()> {
-    let options = DaemonOptions { under: LOW_MEMLOCK, ..fixed_buffers() };
+    let options = DaemonOptions { wrapper: LOW_MEMLOCK, ..fixed_buffers() };
     let daemon = start(&options)?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     frontend.write(0, 9, &[3; 4096])?;

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::ring::Desc;
-use ringhaul_kit::frontend::{Answer, DATA, Frontend, Setup, blk, feature, segment};
+use ringhaul_kit::frontend::{DATA, Frontend, RequestOutcome, Setup, blk, feature, segment};
 use ringhaul_kit::server::Engine;
 
 use crate::start;
@@ -15,14 +15,14 @@ for_each_engine! {
     a_serial_is_that_of_the_disk,
     segments_are_carried_out,
     bad_segments_are_refused_as_a_whole,
-    flags_are_looked_at_before_anything_else,
+    flags_are_checked_first,
     segments_longer_than_announced_are_refused,
-    what_is_out_of_range_is_refused,
+    requests_out_of_range_are_refused,
     short_headers_are_refused,
     unknown_types_are_refused,
-    much_room_without_data_is_left_alone,
+    large_buffers_without_data_are_not_zeroed,
     blocks_of_4096_bytes,
-    a_read_only_disk_stays_as_it_is,
+    a_read_only_disk_does_not_change,
 }
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -37,8 +37,8 @@ fn attach(options: &DaemonOptions) -> Result<(Daemon, Frontend)> {
 
 /// Expects an answer without data.
 #[track_caller]
-fn expect(answer: &Answer, status: u8) {
-    let Answer { status: seen, used_bytes, .. } = *answer;
+fn expect(answer: &RequestOutcome, status: u8) {
+    let RequestOutcome { status: seen, used_bytes, .. } = *answer;
     assert_eq!((seen, used_bytes), (status, 1));
 }
 
@@ -140,7 +140,7 @@ fn segments_are_carried_out(engine: Engine) -> Result<()> {
 
 /// Virtio 1.3, section 5.2.6.2: an unknown flag, and unmap in a discard, must be answered with
 /// UNSUPP, even if the request has further faults.
-fn flags_are_looked_at_before_anything_else(engine: Engine) -> Result<()> {
+fn flags_are_checked_first(engine: Engine) -> Result<()> {
     let (daemon, mut frontend) = attach(&DaemonOptions::new(engine))?;
     let good = segment(10, 1, 0);
     let half = vec![0; 8];
@@ -231,7 +231,7 @@ fn bad_segments_are_refused_as_a_whole(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-fn what_is_out_of_range_is_refused(engine: Engine) -> Result<()> {
+fn requests_out_of_range_are_refused(engine: Engine) -> Result<()> {
     let (daemon, mut frontend) = attach(&DaemonOptions::new(engine))?;
     let last = frontend.read(0, DISK_SECTORS - 1, SECTOR_BYTES)?;
     for (sector, bytes) in [
@@ -302,7 +302,7 @@ fn unknown_types_are_refused(engine: Engine) -> Result<()> {
 
 /// The buffers of a failed request are zeroed so that the used length is true. If they are too
 /// large for that, the used length covers only the written bytes.
-fn much_room_without_data_is_left_alone(engine: Engine) -> Result<()> {
+fn large_buffers_without_data_are_not_zeroed(engine: Engine) -> Result<()> {
     const ZEROED_MAX: usize = 1 << 20;
     let (_daemon, mut frontend) = attach(&DaemonOptions::new(engine).with("--serial", "rh"))?;
     let unknown = 0x7777;
@@ -373,7 +373,7 @@ fn blocks_of_4096_bytes(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-fn a_read_only_disk_stays_as_it_is(engine: Engine) -> Result<()> {
+fn a_read_only_disk_does_not_change(engine: Engine) -> Result<()> {
     let (daemon, mut frontend) = attach(&DaemonOptions::new(engine).with("--read-only", ""))?;
     let writing = feature::DISCARD | feature::WRITE_ZEROES;
     assert_eq!(frontend.features & writing, 0, "a read-only disk offers what writes");

@@ -15,13 +15,13 @@ use crate::start;
 
 for_each_engine! {
     a_kick_before_enable_is_not_lost,
-    a_stopped_queue_goes_on_where_it_was,
+    a_stopped_queue_resumes_at_its_position,
     a_queue_is_enabled_and_disabled,
     stopping_waits_for_requests,
     each_start_makes_one_call,
     a_new_call_eventfd_takes_over,
     a_driver_that_polls_is_not_called,
-    event_idx_says_when_to_call,
+    calls_follow_event_idx,
     queues_on_two_iothreads,
     indexes_wrap,
     a_queue_without_a_kick_is_polled_or_refused,
@@ -68,7 +68,7 @@ fn a_kick_before_enable_is_not_lost(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-fn a_stopped_queue_goes_on_where_it_was(engine: Engine) -> Result<()> {
+fn a_stopped_queue_resumes_at_its_position(engine: Engine) -> Result<()> {
     let daemon = start(&DaemonOptions::new(engine))?;
     for without in [0, feature::EVENT_IDX] {
         let mut frontend = attach(&daemon, without)?;
@@ -183,7 +183,7 @@ fn a_new_call_eventfd_takes_over(engine: Engine) -> Result<()> {
         for sector in 0..4 {
             frontend.read(0, sector, 512)?;
             let new = new_eventfd()?;
-            frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 0, Some(&new)))?;
+            frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 0, Some(&new)))?;
             // A call may have been lost in between, so the daemon makes one.
             wait_readable(&new, "call by the new eventfd")?;
             frontend.settle(1)?;
@@ -195,15 +195,15 @@ fn a_new_call_eventfd_takes_over(engine: Engine) -> Result<()> {
             assert_eq!(take_count(&old), 0, "the old eventfd is still called");
         }
         // Without an eventfd the driver polls. Requests are still answered.
-        frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 0, None))?;
+        frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 0, None))?;
         prepare(&frontend, 0, 0, 60)?;
         frontend.rings[0].submit(0)?;
-        frontend.rings[0].watch_used(1)?;
+        frontend.rings[0].poll_used(1)?;
         check_slot(&frontend, 0, 60)?;
         frontend.rings[0].take_used();
         // Restores the eventfd.
         let call = Arc::clone(&frontend.rings[0].call);
-        frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 0, Some(&call)))?;
+        frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 0, Some(&call)))?;
         frontend.read(0, 1, 512)?;
     }
     Ok(())
@@ -224,7 +224,7 @@ fn a_driver_that_polls_is_not_called(engine: Engine) -> Result<()> {
                 frontend.rings[0].offer(3 * slot);
             }
             frontend.rings[0].kick()?;
-            frontend.rings[0].watch_used(slots)?;
+            frontend.rings[0].poll_used(slots)?;
             // The IoThread carries out this command after its notify phase.
             frontend.settle(1)?;
             assert_eq!(take_count(&frontend.rings[0].call), 0, "a call that was not wanted");
@@ -239,7 +239,7 @@ fn a_driver_that_polls_is_not_called(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-fn event_idx_says_when_to_call(engine: Engine) -> Result<()> {
+fn calls_follow_event_idx(engine: Engine) -> Result<()> {
     let daemon = start(&DaemonOptions::new(engine))?;
     let mut frontend = attach(&daemon, 0)?;
     frontend.read(0, 1, 512)?;
@@ -252,7 +252,7 @@ fn event_idx_says_when_to_call(engine: Engine) -> Result<()> {
         for done in 1..=wait_for {
             prepare(&frontend, 0, 0, 80)?;
             frontend.rings[0].submit(0)?;
-            frontend.rings[0].watch_used(done)?;
+            frontend.rings[0].poll_used(done)?;
             frontend.settle(1)?;
             let calls = take_count(&frontend.rings[0].call);
             assert_eq!(calls, u64::from(done == wait_for), "{done} of {wait_for} requests");
@@ -260,7 +260,7 @@ fn event_idx_says_when_to_call(engine: Engine) -> Result<()> {
         // The event has passed: no further calls.
         prepare(&frontend, 0, 0, 80)?;
         frontend.rings[0].submit(0)?;
-        frontend.rings[0].watch_used(wait_for + 1)?;
+        frontend.rings[0].poll_used(wait_for + 1)?;
         frontend.settle(1)?;
         assert_eq!(take_count(&frontend.rings[0].call), 0, "the event lies behind");
         while frontend.rings[0].take_used().is_some() {}
@@ -346,13 +346,13 @@ fn a_queue_without_a_kick_is_polled_or_refused(engine: Engine) -> Result<()> {
     let mut frontend = attach(&daemon, 0)?;
     let base = frontend.stop_queue(1)?;
     frontend.start_queue(1, base)?;
-    if frontend.tell(Message::ring_fd(code::SET_VRING_KICK, 1, None)).is_ok() {
+    if frontend.send_checked(Message::ring_fd(code::SET_VRING_KICK, 1, None)).is_ok() {
         // After queue 0 was served, the work of the start is over.
         frontend.read(0, 1, 512)?;
         for sector in 0..3 {
             prepare(&frontend, 1, 0, sector)?;
             frontend.rings[1].offer(0);
-            frontend.rings[1].watch_used(1).context("the queue is not polled")?;
+            frontend.rings[1].poll_used(1).context("the queue is not polled")?;
             frontend.rings[1].take_used();
             check_slot(&frontend, 0, sector)?;
         }

@@ -9,7 +9,7 @@ use ringhaul_kit::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pa
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service, segment};
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::{FileSystem, LoopDevice, is_installed, may_change, run};
+use ringhaul_kit::system::{FileSystem, LoopDevice, can_change_system, is_installed, run};
 
 use crate::start;
 
@@ -40,7 +40,7 @@ fn options_on(device: &Path, engine: Engine, cache: Cache) -> DaemonOptions {
 /// A read or write beyond the end of a shrunk device is an error, never zeroes. So it is on an
 /// empty device, such as a removed disk.
 fn a_device_that_shrinks(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     for cache in [Cache::None, Cache::Writeback] {
@@ -81,11 +81,11 @@ fn a_device_that_shrinks(engine: Engine) -> Result<()> {
 /// With the page cache, and with an explicit option, disks with blocks of 4096 bytes take requests
 /// of 512 bytes. The daemon replaces operations that are too small for the device.
 fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     let (page, rest) = (4096, 256 << 10);
-    for (cache, unit, is_told) in [
+    for (cache, unit, is_logged) in [
         (Cache::Writeback, 512, false),
         (Cache::Writethrough, 512, false),
         (Cache::None, page, false),
@@ -97,7 +97,7 @@ fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
         fs::write(&backing, &content).context("making a backing file")?;
         let device = LoopDevice::attach_with(&backing, &["--sector-size", "4096"])?;
         let mut options = options_on(device.path(), engine, cache);
-        if is_told {
+        if is_logged {
             options = options.with("--logical-block-size", "512");
         }
         let mut daemon = start(&options)?;
@@ -165,7 +165,7 @@ fn write_parts(frontend: &mut Frontend, unit: usize, expected: &mut [u8]) -> Res
 
 /// The ring refuses a discard during a write to the same page of the page cache.
 fn discards_beside_writes_to_the_same_page(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
@@ -208,7 +208,7 @@ fn discards_beside_writes_to_the_same_page(engine: Engine) -> Result<()> {
 /// Once an image shares extents with a clone, XFS requires larger direct writes. The guest's
 /// logical blocks keep their size, even after a restart.
 fn an_image_that_is_cloned(engine: Engine) -> Result<()> {
-    if !may_change("mounts") || !is_installed("mkfs.xfs") {
+    if !can_change_system("mounts") || !is_installed("mkfs.xfs") {
         return Ok(());
     }
     let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -225,7 +225,7 @@ fn an_image_that_is_cloned(engine: Engine) -> Result<()> {
         let mut options =
             DaemonOptions::new(engine).with("--disk", &format!("file,path={}", image.display()));
         options.cache = Cache::None;
-        options.more.extend(more.iter().map(|&word| word.to_owned()));
+        options.extra.extend(more.iter().map(|&word| word.to_owned()));
         let mut daemon = start(&options)?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
         ensure!(frontend.config(20, 4)? == 512_u32.to_le_bytes(), "other logical blocks");

@@ -6,16 +6,16 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, Scene};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
-use ringhaul_kit::system::{Tmpfs, is_installed, may_change, run as run_program};
+use ringhaul_kit::system::{Tmpfs, can_change_system, is_installed, run as run_program};
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
 
 use super::image_space::{begin, fill};
-use super::nbd::{scene, serve};
+use super::nbd::{serve, test_folders};
 use super::nbd_errors::ctl;
 
 const MIB: u64 = 1 << 20;
@@ -30,7 +30,7 @@ const LEFT_BYTES: u64 = 8192;
 
 /// An encrypted disk on a small file system, which a filler file makes full.
 struct Full {
-    scene: Scene,
+    folders: TestFolders,
     tmpfs: Tmpfs,
     path: String,
     key: String,
@@ -42,28 +42,28 @@ impl Full {
     /// installed, or mounts are not allowed.
     fn new(is_in_image: bool) -> Result<Option<Self>> {
         let programs = ["cryptsetup", "qemu-img"].iter().all(|program| is_installed(program));
-        if !programs || !may_change("mounts") {
+        if !programs || !can_change_system("mounts") {
             return Ok(None);
         }
-        let (scene, tmpfs) = (scene()?, Tmpfs::mount(8 * MIB)?);
-        let key = scene.path("key").display().to_string();
+        let (folders, tmpfs) = (test_folders()?, Tmpfs::mount(8 * MIB)?);
+        let key = folders.path("key").display().to_string();
         fs::write(&key, "it opens tests")?;
         let path = tmpfs.path().join("image").display().to_string();
-        let plain = scene.disk("encrypted", DISK_BYTES)?.display().to_string();
+        let plain = folders.disk("encrypted", DISK_BYTES)?.display().to_string();
         let with_key = ["--batch-mode", "--key-file", &key, "luksFormat", "--type", "luks1"];
         let at_once = ["--pbkdf-force-iterations", "1000", &plain];
         run_program("cryptsetup", &[&with_key[..], &at_once].concat())?;
         let format = if is_in_image { "qcow2" } else { "raw" };
         run_program("qemu-img", &["convert", "-f", "raw", "-O", format, &plain, &path])?;
-        Ok(Some(Self { scene, tmpfs, path, key, is_in_image }))
+        Ok(Some(Self { folders, tmpfs, path, key, is_in_image }))
     }
 
     /// Starts a daemon with this policy, and a front-end with writes that find no space.
     fn serve(&self, policy: &str) -> Result<(Running, Frontend)> {
         let layer = if self.is_in_image { "qcow2,path=" } else { "file,path=" };
         let disk = format!("luks,key-file={},over={layer}{}", self.key, self.path);
-        let mut daemon = serve(&self.scene, &disk, &["--werror", policy])?;
-        let mut frontend = Frontend::attach(&self.scene.socket("vm.sock"), &Setup::default())?;
+        let mut daemon = serve(&self.folders, &disk, &["--werror", policy])?;
+        let mut frontend = Frontend::attach(&self.folders.socket("vm.sock"), &Setup::default())?;
         frontend.write(0, BEFORE / 512, &pattern(BEFORE, BYTES))?;
         fill(&self.tmpfs)?;
         let filler = OpenOptions::new().write(true).open(self.filler())?;
@@ -76,11 +76,11 @@ impl Full {
     }
 
     fn vm(&self) -> String {
-        self.scene.socket("vm.sock").display().to_string()
+        self.folders.socket("vm.sock").display().to_string()
     }
 
     fn shown(&self) -> Result<Value> {
-        Ok(serde_json::from_str(&ctl(&self.scene, &["--json", "show", &self.vm()])?)?)
+        Ok(serde_json::from_str(&ctl(&self.folders, &["--json", "show", &self.vm()])?)?)
     }
 
     /// Waits until the disk reports that all held writes wait in this way, and checks that they are
@@ -93,7 +93,7 @@ impl Full {
             ensure!(is_so && disk["waited"] == HELD.len(), "{shown}");
             Ok(())
         })?;
-        let text = ctl(&self.scene, &["show", &self.vm()])?;
+        let text = ctl(&self.folders, &["show", &self.vm()])?;
         ensure!(text.contains(waiting), "{text}");
         ensure!(self.statuses(frontend) == [Some(blk::PENDING); HELD.len()], "they are answered");
         // Other requests pass them.
@@ -133,7 +133,7 @@ impl Full {
         drop(frontend);
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
-        let raw = self.scene.path("raw");
+        let raw = self.folders.path("raw");
         let source = if self.is_in_image {
             run_program("qemu-img", &["check", "-q", &self.path])?;
             "driver=luks,key-secret=key,file.driver=qcow2,file.file.filename="
@@ -171,12 +171,12 @@ fn holds(is_in_image: bool) -> Result<()> {
         let (daemon, mut frontend) = full.serve("hold")?;
         full.wait_until("held", &mut frontend)?;
         if is_resumed {
-            ctl(&full.scene, &["resume", &full.vm()])?;
+            ctl(&full.folders, &["resume", &full.vm()])?;
             full.wait_until("held", &mut frontend)?;
         }
         full.make_room()?;
         if is_resumed {
-            ctl(&full.scene, &["resume", &full.vm()])?;
+            ctl(&full.folders, &["resume", &full.vm()])?;
         }
         full.finish(daemon, frontend)?;
     }

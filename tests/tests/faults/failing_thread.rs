@@ -3,22 +3,22 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::server::Engine;
-use ringhaul_kit::system::{is_installed, may_change, thread_id};
+use ringhaul_kit::system::{can_change_system, is_installed, thread_id};
 
-use crate::ending::Hung;
+use crate::shutdown::HungDisk;
 
-for_each_engine! { the_others_end_as_by_a_signal }
+for_each_engine! { other_exports_end_as_by_a_signal }
 
 /// The exit code after the failure of an IoThread.
 const EXIT_THREAD_FAILED: i32 = 4;
 
 /// Returns true if results of system calls can be replaced; prints a message if not.
 pub(crate) fn can_inject() -> bool {
-    may_change("what the kernel answers") && is_installed("strace")
+    can_change_system("what the kernel answers") && is_installed("strace")
 }
 
 /// Makes every wait of the daemon's thread `name` fail, including the current one.
@@ -30,13 +30,13 @@ fn fail_waits(daemon: &Running, name: &str) -> Result<Running> {
     Running::start(&mut command)
 }
 
-fn the_others_end_as_by_a_signal(engine: Engine) -> Result<()> {
+fn other_exports_end_as_by_a_signal(engine: Engine) -> Result<()> {
     if !can_inject() {
         return Ok(());
     }
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let sockets = ["failing", "healthy"].map(|name| scene.socket(name));
-    let files = ["failing.img", "healthy.img"].map(|name| scene.disk(name, 16 << 20));
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let sockets = ["failing", "healthy"].map(|name| folders.socket(name));
+    let files = ["failing.img", "healthy.img"].map(|name| folders.disk(name, 16 << 20));
     let mut command = ringhaul()?;
     command.args(["serve", "--iothreads", "2", "--engine", &engine.to_string()]);
     for (socket, file) in sockets.iter().zip(files) {
@@ -61,18 +61,18 @@ fn the_others_end_as_by_a_signal(engine: Engine) -> Result<()> {
     for socket in sockets {
         ensure!(!socket.exists(), "{} is left behind", socket.display());
     }
-    let disk = std::fs::read(scene.path("healthy.img"))?;
+    let disk = std::fs::read(folders.path("healthy.img"))?;
     ensure!(disk[4096..8192] == [2; 4096], "what was written is not on the disk");
     Ok(())
 }
 
 /// Requests that another IoThread has taken are finished, and their driver gets the answers. The
 /// second queue of that driver is on the failing IoThread.
-fn requests_of_others_are_finished(engine: &str) -> Result<()> {
+fn check_requests_of_other_threads(engine: &str) -> Result<()> {
     if !can_inject() {
         return Ok(());
     }
-    let Some(mut hung) = Hung::with(engine, &["--iothreads", "2"])? else {
+    let Some(mut hung) = HungDisk::with(engine, &["--iothreads", "2"])? else {
         return Ok(());
     };
     hung.wait_taken()?;
@@ -86,11 +86,11 @@ fn requests_of_others_are_finished(engine: &str) -> Result<()> {
 }
 
 #[test]
-fn requests_of_others_are_finished_with_io_uring() -> Result<()> {
-    requests_of_others_are_finished("io_uring")
+fn requests_of_other_threads_are_finished_with_io_uring() -> Result<()> {
+    check_requests_of_other_threads("io_uring")
 }
 
 #[test]
-fn requests_of_others_are_finished_with_threads() -> Result<()> {
-    requests_of_others_are_finished("threads")
+fn requests_of_other_threads_are_finished_with_threads() -> Result<()> {
+    check_requests_of_other_threads("threads")
 }

@@ -6,10 +6,12 @@ use std::io::{ErrorKind, Write};
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
-use ringhaul_kit::system::{FileSystem, Tmpfs, is_installed, may_change, run as run_program};
+use ringhaul_kit::system::{
+    FileSystem, Tmpfs, can_change_system, is_installed, run as run_program,
+};
 use rustix::process::Signal;
 
-use super::nbd::{scene, serve};
+use super::nbd::{serve, test_folders};
 
 const MIB: usize = 1 << 20;
 const FILE_SYSTEM_BYTES: u64 = 256 << 20;
@@ -18,17 +20,18 @@ const WRITTEN: usize = 64 * MIB;
 
 #[test]
 fn a_discard_makes_room_on_a_full_btrfs() -> Result<()> {
-    let is_here = is_installed("mkfs.btrfs") && is_installed("qemu-img") && may_change("mounts");
+    let is_here =
+        is_installed("mkfs.btrfs") && is_installed("qemu-img") && can_change_system("mounts");
     if !is_here || !fs::read_to_string("/proc/filesystems")?.contains("btrfs") {
         eprintln!("skipped: there is no btrfs");
         return Ok(());
     }
-    let (scene, home) = (scene()?, Tmpfs::mount(2 * FILE_SYSTEM_BYTES)?);
+    let (folders, home) = (test_folders()?, Tmpfs::mount(2 * FILE_SYSTEM_BYTES)?);
     let btrfs = FileSystem::make(home.path(), FILE_SYSTEM_BYTES, &["mkfs.btrfs", "--quiet"])?;
     let image = btrfs.path().join("image").display().to_string();
     run_program("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1G"])?;
-    let mut daemon = serve(&scene, &format!("qcow2,path={image}"), &["--werror", "report"])?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let mut daemon = serve(&folders, &format!("qcow2,path={image}"), &["--werror", "report"])?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     for place in (0..WRITTEN).step_by(MIB / 4) {
         frontend.write(0, place as u64 / 512, &pattern(place as u64, MIB / 4))?;
     }

@@ -4,14 +4,14 @@ use std::fs;
 use std::io::Write;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, segment};
-use ringhaul_kit::system::{Tmpfs, is_installed, may_change, run as run_program};
+use ringhaul_kit::system::{Tmpfs, can_change_system, is_installed, run as run_program};
 use rustix::process::Signal;
 
-use super::nbd::{scene, serve};
+use super::nbd::{serve, test_folders};
 
 const MIB: u64 = 1 << 20;
 const DISK_BYTES: u64 = 32 * MIB;
@@ -24,7 +24,7 @@ const PLACE_BYTES: u64 = 64 << 10;
 /// An image with mapped clusters that have no space, on a file system that a filler file makes
 /// full.
 struct Full {
-    scene: Scene,
+    folders: TestFolders,
     tmpfs: Tmpfs,
     image: String,
 }
@@ -32,22 +32,22 @@ struct Full {
 impl Full {
     /// `None` if a program is not installed, or mounts are not allowed.
     fn new() -> Result<Option<Self>> {
-        if !is_installed("qemu-img") || !may_change("mounts") {
+        if !is_installed("qemu-img") || !can_change_system("mounts") {
             return Ok(None);
         }
-        let (scene, tmpfs) = (scene()?, Tmpfs::mount(8 * MIB)?);
+        let (folders, tmpfs) = (test_folders()?, Tmpfs::mount(8 * MIB)?);
         let image = tmpfs.path().join("image").display().to_string();
         let options = ["-f", "qcow2", "-o", "preallocation=metadata", &image];
         let size = DISK_BYTES.to_string();
         run_program("qemu-img", &[&["create", "-q"], &options[..], &[&size]].concat())?;
         fill(&tmpfs)?;
-        Ok(Some(Self { scene, tmpfs, image }))
+        Ok(Some(Self { folders, tmpfs, image }))
     }
 
     /// Starts a daemon, and a front-end with a held write.
     fn serve(&self, disk: &str) -> Result<(Running, Frontend)> {
-        let mut daemon = serve(&self.scene, disk, &["--werror", "hold"])?;
-        let mut frontend = Frontend::attach(&self.scene.socket("vm.sock"), &Setup::default())?;
+        let mut daemon = serve(&self.folders, disk, &["--werror", "hold"])?;
+        let mut frontend = Frontend::attach(&self.folders.socket("vm.sock"), &Setup::default())?;
         begin(&mut frontend, 0, blk::OUT, HELD, &pattern(1, BYTES as usize))?;
         daemon.wait_for("has no space left, and writes wait for some")?;
         Ok((daemon, frontend))
@@ -82,7 +82,7 @@ pub(super) fn begin(
 
 /// Zeroing removes data from the image, and must wait for transfers to the same places.
 #[test]
-fn a_held_write_holds_up_no_other_request() -> Result<()> {
+fn a_held_write_delays_no_other_request() -> Result<()> {
     for layer in ["", "raw,over="] {
         let Some(full) = Full::new()? else { return Ok(()) };
         let disk = format!("{layer}qcow2,path={}", full.image);
@@ -120,9 +120,9 @@ fn an_image_whose_writes_are_held_can_be_removed() -> Result<()> {
     let (mut daemon, mut frontend) = full.serve(&format!("qcow2,path={}", full.image))?;
     let part = segment((HELD + 2 * u64::from(BYTES)) / 512, BYTES / 512, 0);
     begin(&mut frontend, 1, blk::WRITE_ZEROES, 0, &part)?;
-    let vm = full.scene.socket("vm.sock").display().to_string();
+    let vm = full.folders.socket("vm.sock").display().to_string();
     let mut ctl = ringhaul()?;
-    ctl.args(["ctl", "--control"]).arg(full.scene.socket("control"));
+    ctl.args(["ctl", "--control"]).arg(full.folders.socket("control"));
     run(ctl.args(["remove", &vm, "--force"]))?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;

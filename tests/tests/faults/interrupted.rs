@@ -1,7 +1,7 @@
 //! System calls that a signal interrupts before they have an effect.
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul_under};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul_under};
 use ringhaul_kit::frontend::{Frontend, Setup};
 
 use crate::failing_thread::can_inject;
@@ -9,12 +9,12 @@ use crate::failing_thread::can_inject;
 /// The daemon probes flushes of Linux AIO with an op. If it stopped waiting for the event after a
 /// signal, the event would be taken for that of the first request.
 #[test]
-fn an_event_of_the_set_up_is_not_taken_for_that_of_a_request() -> Result<()> {
+fn an_event_of_the_set_up_completes_no_request() -> Result<()> {
     if !can_inject() {
         return Ok(());
     }
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let (socket, file) = (scene.socket("disk.sock"), scene.disk("disk.img", 1 << 20)?);
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (socket, file) = (folders.socket("disk.sock"), folders.disk("disk.img", 1 << 20)?);
     let strace = ["setpriv", "--pdeathsig", "KILL", "strace", "-f", "-q", "-o", "/dev/null"];
     let interrupt = ["-e", "inject=io_getevents:error=EINTR:when=1"];
     let mut command = ringhaul_under(&[&strace[..], &interrupt].concat())?;

@@ -1,7 +1,7 @@
 //! A daemon that reaches limits of its process.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Running, Scene, ringhaul_under};
+use ringhaul_kit::cli::{READY, Running, TestFolders, ringhaul_under};
 use ringhaul_kit::daemon::DaemonOptions;
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::memory::new_eventfd;
@@ -21,8 +21,8 @@ for_each_engine! {
 
 /// With each limit on descriptors the daemon either serves or names the limit.
 fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (file, socket) = (folders.disk("disk.img", 16 << 20)?, folders.socket("disk.sock"));
     let (mut served, mut refused) = (false, false);
     for limit in (4..=40).step_by(4) {
         let mut command = ringhaul_under(&["prlimit", &format!("--nofile={limit}")])?;
@@ -52,8 +52,8 @@ fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
 
 /// Each eventfd of a queue takes a descriptor, and the limit is too low for all of them.
 fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
-    let under: &[_] = &["prlimit", "--nofile=80"];
-    let options = DaemonOptions { under, num_queues: 100, ..DaemonOptions::new(engine) };
+    let wrapper: &[_] = &["prlimit", "--nofile=80"];
+    let options = DaemonOptions { wrapper, num_queues: 100, ..DaemonOptions::new(engine) };
     let mut daemon = start(&options)?;
     let descriptors = daemon.descriptors()?;
     for _ in 0..3 {
@@ -61,13 +61,13 @@ fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
         frontend.negotiate()?;
         let call = new_eventfd()?;
         let refused = (0..100).find_map(|queue| {
-            frontend.tell(Message::ring_fd(code::SET_VRING_CALL, queue, Some(&call))).err()
+            frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, queue, Some(&call))).err()
         });
         ensure!(refused.is_some(), "there was room for 100 eventfds");
         drop(frontend);
         check_service(&mut daemon).context("after one that brought too many")?;
     }
-    daemon.wait_let_go(&descriptors)?;
+    daemon.wait_released(&descriptors)?;
     daemon.wait_for_message("refused a message of the front-end", 3)?;
     daemon.wait_for_message("ulimit -n", 1)?;
     daemon.terminate()?;
@@ -78,8 +78,8 @@ fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
 /// neighbour, and the log gives the reason.
 #[test]
 fn a_front_end_that_takes_all_descriptors() -> Result<()> {
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let sockets = ["greedy", "neighbour"].map(|name| scene.socket(name));
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let sockets = ["greedy", "neighbour"].map(|name| folders.socket(name));
     let mut command = ringhaul_under(&["prlimit", "--nofile=600"])?;
     command.arg("serve");
     for socket in &sockets {
@@ -92,8 +92,9 @@ fn a_front_end_that_takes_all_descriptors() -> Result<()> {
     let mut refused = 0;
     for queue in 0..=u8::MAX {
         for request in [code::SET_VRING_CALL, code::SET_VRING_ERR, code::SET_VRING_KICK] {
-            refused +=
-                usize::from(greedy.tell(Message::ring_fd(request, queue, Some(&event))).is_err());
+            refused += usize::from(
+                greedy.send_checked(Message::ring_fd(request, queue, Some(&event))).is_err(),
+            );
         }
     }
     // An incomplete message, with the maximum number of descriptors.
@@ -113,8 +114,8 @@ fn a_front_end_that_takes_all_descriptors() -> Result<()> {
 /// `auto` uses the best engine that works.
 fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
     for engine in [engine.to_string(), "auto".to_owned()] {
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let (file, socket) = (folders.disk("disk.img", 16 << 20)?, folders.socket("disk.sock"));
         let words = ["prlimit", "--memlock=65536", "setpriv", "--bounding-set=-ipc_lock"];
         let mut command = ringhaul_under(&words)?;
         command.arg("serve").arg("--socket-path").arg(&socket).arg("--blk-file").arg(&file);
@@ -141,8 +142,8 @@ fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
 /// A limit on the size of files acts like a full disk on a request that exceeds it.
 fn a_write_beyond_the_limit_on_files(engine: Engine) -> Result<()> {
     const LIMIT_SECTORS: u64 = (8 << 20) / 512;
-    let under: &[_] = &["prlimit", "--fsize=8388608"];
-    let mut daemon = start(&DaemonOptions { under, ..DaemonOptions::new(engine) })?;
+    let wrapper: &[_] = &["prlimit", "--fsize=8388608"];
+    let mut daemon = start(&DaemonOptions { wrapper, ..DaemonOptions::new(engine) })?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     for (queue, sector) in [(0, LIMIT_SECTORS), (1, LIMIT_SECTORS + 8192), (0, LIMIT_SECTORS - 4)] {
         let answer = frontend.request(queue, blk::OUT, sector, &[9; 4096], 0)?;

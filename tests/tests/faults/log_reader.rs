@@ -8,7 +8,7 @@ use std::process::{Child, ExitStatus};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_kit::cli::{LIMIT, READY, Scene, ringhaul};
+use ringhaul_kit::cli::{LIMIT, READY, TestFolders, ringhaul};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use ringhaul_kit::server::Engine;
@@ -17,7 +17,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
 for_each_engine! {
-    guests_go_on_and_the_daemon_ends,
+    guests_continue_and_the_daemon_ends,
 }
 
 /// A daemon with two exports and a pipe as its standard error. Dropping it kills the daemon.
@@ -30,13 +30,13 @@ struct Logging {
 }
 
 impl Logging {
-    fn start(scene: &Scene, options: &[&str]) -> Result<Self> {
+    fn start(folders: &TestFolders, options: &[&str]) -> Result<Self> {
         let (reader, writer) = std::io::pipe()?;
         let filler = filler_of(&writer)?;
         let mut command = ringhaul()?;
         command.arg("serve").args(options).stderr(writer);
         for name in ["bad", "good"] {
-            let (file, socket) = (scene.disk(name, 16 << 20)?, scene.socket(name));
+            let (file, socket) = (folders.disk(name, 16 << 20)?, folders.socket(name));
             let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
             command.arg("--export").arg(export);
         }
@@ -115,13 +115,13 @@ fn attach(socket: &Path) -> Result<Frontend> {
 }
 
 fn check(engine: Engine, options: &[&str]) -> Result<()> {
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
     let engine = engine.to_string();
     let options = [&["--engine", &engine, "--num-queues", "2"], options].concat();
-    let mut daemon = Logging::start(&scene, &options)?;
+    let mut daemon = Logging::start(&folders, &options)?;
     daemon.fill()?;
-    let mut bad = attach(&scene.socket("bad"))?;
-    let mut good = attach(&scene.socket("good"))?;
+    let mut bad = attach(&folders.socket("bad"))?;
+    let mut good = attach(&folders.socket("good"))?;
     for round in 0..20 {
         misbehave(&mut bad)?;
         let data = [round; 4096];
@@ -138,7 +138,7 @@ fn check(engine: Engine, options: &[&str]) -> Result<()> {
     Ok(())
 }
 
-fn guests_go_on_and_the_daemon_ends(engine: Engine) -> Result<()> {
+fn guests_continue_and_the_daemon_ends(engine: Engine) -> Result<()> {
     check(engine, &[])
 }
 
@@ -164,11 +164,11 @@ fn an_end_by_an_error() -> Result<()> {
 
 /// More lines at once than the pipe and the daemon's queue can hold.
 #[test]
-fn lines_that_find_no_room_are_counted() -> Result<()> {
+fn dropped_lines_are_counted() -> Result<()> {
     const EXPORTS: usize = 150;
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
     // Lines begin with the path of the disk, so a long path fills the pipe.
-    let folder = (0..15).fold(scene.path("long"), |path, _| path.join("x".repeat(200)));
+    let folder = (0..15).fold(folders.path("long"), |path, _| path.join("x".repeat(200)));
     std::fs::create_dir_all(&folder)?;
     let file = folder.join("disk.img");
     File::create(&file)?.set_len(1 << 20)?;
@@ -176,7 +176,7 @@ fn lines_that_find_no_room_are_counted() -> Result<()> {
     let mut command = ringhaul()?;
     let filler = filler_of(&writer)?;
     command.args(["serve", "--engine", "threads", "--read-only"]).stderr(writer);
-    let socket = |number: usize| scene.socket(&number.to_string());
+    let socket = |number: usize| folders.socket(&number.to_string());
     for number in 0..EXPORTS {
         let (socket, file) = (socket(number), file.display());
         command.arg("--export").arg(format!("socket-path={},blk-file={file}", socket.display()));
@@ -195,9 +195,9 @@ fn lines_that_find_no_room_are_counted() -> Result<()> {
         std::thread::yield_now();
     };
     frontend.read(0, 0, 512)?;
-    let told = daemon.wait_for("lines were dropped: the log was not read in time")?;
-    let count = told.split_whitespace().rev().find_map(|word| word.parse::<u64>().ok());
-    ensure!(count.is_some_and(|count| count > 0), "{told}");
+    let line = daemon.wait_for("lines were dropped: the log was not read in time")?;
+    let count = line.split_whitespace().rev().find_map(|word| word.parse::<u64>().ok());
+    ensure!(count.is_some_and(|count| count > 0), "{line}");
     drop(frontend);
     let status = daemon.terminate()?;
     ensure!(status.code() == Some(0), "SIGTERM ended it with {status}");

@@ -2,24 +2,24 @@
 
 mod devices;
 mod encrypted_space;
-mod ending;
 mod failing_thread;
 mod full_btrfs;
+mod hung_open;
 mod image_space;
 mod interrupted;
-mod late;
 mod limits;
 mod log_reader;
 mod nbd;
-mod nbd_alone;
 mod nbd_ends;
 mod nbd_errors;
 mod nbd_holes;
+mod nbd_hung_open;
 mod nbd_images;
-mod nbd_mute;
+mod nbd_limited_servers;
 mod nbd_tls;
 mod neighbours;
-mod opening;
+mod shutdown;
+mod stalled_disks;
 mod storage;
 
 use std::path::Path;

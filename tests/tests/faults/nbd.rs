@@ -5,13 +5,13 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, Scene, bench, ringhaul, run};
-use ringhaul_kit::nbd::free_port;
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::nbd_server::free_port;
 use ringhaul_kit::system::{is_installed, run as run_program};
 use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Signal, kill_process};
 
-pub(super) use ringhaul_kit::nbd::Peer;
+pub(super) use ringhaul_kit::nbd_server::NbdServer;
 
 pub(super) const DISK_BYTES: u64 = 64 << 20;
 
@@ -19,22 +19,22 @@ pub(super) const DISK_BYTES: u64 = 64 << 20;
 pub(super) const VERIFIED: &str =
     "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --fsync 64";
 
-pub(super) fn scene() -> Result<Scene> {
-    Scene::new(env!("CARGO_TARGET_TMPDIR"))
+pub(super) fn test_folders() -> Result<TestFolders> {
+    TestFolders::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
-pub(super) fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Running> {
+pub(super) fn serve(folders: &TestFolders, disk: &str, options: &[&str]) -> Result<Running> {
     let mut command = ringhaul()?;
-    command.args(["serve", "--socket-path"]).arg(scene.socket("vm.sock"));
-    command.args(["--disk", disk, "--control"]).arg(scene.socket("control")).args(options);
+    command.args(["serve", "--socket-path"]).arg(folders.socket("vm.sock"));
+    command.args(["--disk", disk, "--control"]).arg(folders.socket("control")).args(options);
     Running::serve(&mut command)
 }
 
 /// Drives a disk with a verified load, and fails if a request fails.
-pub(super) fn drive(scene: &Scene, disk: &str, options: &str) -> Result<()> {
-    let mut daemon = serve(scene, disk, &["--iothreads", "2"])?;
+pub(super) fn drive(folders: &TestFolders, disk: &str, options: &str) -> Result<()> {
+    let mut daemon = serve(folders, disk, &["--iothreads", "2"])?;
     let load = format!("{VERIFIED} {options}");
-    let finished = run(&mut bench(&scene.socket("vm.sock"), &load)?)?.expect_code(0)?;
+    let finished = run(&mut bench(&folders.socket("vm.sock"), &load)?)?.expect_code(0)?;
     ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
     ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
     daemon.signal(Signal::TERM)?;
@@ -47,13 +47,13 @@ fn qemu_nbd_serves_a_disk() -> Result<()> {
     if !is_installed("qemu-nbd") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
-    drive(&scene, &peer.uri("disk"), "--number_ios 4000")?;
-    drive(&scene, &format!("{},connections=3", peer.uri("disk")), "--number_ios 4000")?;
-    let info = run(ringhaul()?.args(["disk", "info", &peer.uri("disk")]))?.expect_code(0)?;
+    let folders = test_folders()?;
+    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    drive(&folders, &server.uri("disk"), "--number_ios 4000")?;
+    drive(&folders, &format!("{},connections=3", server.uri("disk")), "--number_ios 4000")?;
+    let info = run(ringhaul()?.args(["disk", "info", &server.uri("disk")]))?.expect_code(0)?;
     ensure!(info.stdout.contains("can       flush, discard, write zeroes\n"), "{}", info.stdout);
-    let missing = run(ringhaul()?.args(["disk", "info", &peer.uri("other")]))?;
+    let missing = run(ringhaul()?.args(["disk", "info", &server.uri("other")]))?;
     missing.expect_refusal(&["refuses the export 'other'", "it does not have it"])
 }
 
@@ -63,18 +63,18 @@ fn an_image_on_a_server_is_a_disk() -> Result<()> {
     if !is_installed("qemu-nbd") || !is_installed("qemu-img") {
         return Ok(());
     }
-    let scene = scene()?;
-    let file = scene.disk("image", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let file = folders.disk("image", DISK_BYTES)?;
     let path = file.to_str().context("a path with an odd name")?;
     let create = ["create", "-q", "-f", "qcow2", path, &DISK_BYTES.to_string()];
     run_program("qemu-img", &create)?;
     std::fs::OpenOptions::new().write(true).open(&file)?.set_len(2 * DISK_BYTES)?;
-    let peer = Peer::qemu(&scene, &file)?;
-    let disk = format!("qcow2,over={}", peer.uri("disk"));
-    drive(&scene, &disk, "--number_ios 2000")?;
+    let server = NbdServer::start_qemu_nbd(&folders, &file)?;
+    let disk = format!("qcow2,over={}", server.uri("disk"));
+    drive(&folders, &disk, "--number_ios 2000")?;
     let info = run(ringhaul()?.args(["disk", "info", &disk]))?.expect_code(0)?;
     ensure!(info.stdout.contains("qcow2") && info.stdout.contains("nbd"), "{}", info.stdout);
-    peer.kill()?;
+    server.kill()?;
     run_program("qemu-img", &["check", "-q", path]).map(drop)
 }
 
@@ -84,7 +84,7 @@ fn nbdkit_serves_disks_of_all_sorts() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
+    let folders = test_folders()?;
     let memory = ["memory", "64M"];
     for options in [
         &[][..],
@@ -104,8 +104,8 @@ fn nbdkit_serves_disks_of_all_sorts() -> Result<()> {
         let (switches, parameters): (Vec<&str>, Vec<&str>) =
             options.iter().partition(|option| option.starts_with("--"));
         let all = [switches, memory.to_vec(), parameters].concat();
-        let peer = Peer::nbdkit(&scene, &all)?;
-        let driven = drive(&scene, &peer.uri(""), "--number_ios 1000");
+        let server = NbdServer::start_nbdkit(&folders, &all)?;
+        let driven = drive(&folders, &server.uri(""), "--number_ios 1000");
         driven.with_context(|| format!("nbdkit {all:?}"))?;
     }
     Ok(())
@@ -129,25 +129,25 @@ fn nbd_server_serves_a_disk_by_tcp() -> Result<()> {
     if !is_installed("nbd-server") {
         return Ok(());
     }
-    let scene = scene()?;
+    let folders = test_folders()?;
     let port = free_port()?;
-    let (disk, config) = (scene.disk("disk.img", DISK_BYTES)?, scene.path("nbd.conf"));
+    let (disk, config) = (folders.disk("disk.img", DISK_BYTES)?, folders.path("nbd.conf"));
     let text = format!(
         "[generic]\nport = {port}\nlistenaddr = 127.0.0.1\n[disk]\nexportname = {}\n\
          flush = true\ntrim = true\n",
         disk.display()
     );
     std::fs::write(&config, text)?;
-    let pid_file = scene.path("nbd.pid");
+    let pid_file = folders.path("nbd.pid");
     let mut command = Command::new("nbd-server");
     run(command.arg("-C").arg(&config).arg("-p").arg(&pid_file))?.expect_code(0)?;
-    let _peer = InBackground(pid_file);
+    let _server = InBackground(pid_file);
     let uri = format!("nbd://127.0.0.1:{port}/disk");
     retry(LIMIT, || {
         run(ringhaul()?.args(["disk", "info", &uri]))?.expect_code(0)?;
         Ok(())
     })?;
-    drive(&scene, &uri, "--number_ios 2000 --numjobs 2")
+    drive(&folders, &uri, "--number_ios 2000 --numjobs 2")
 }
 
 #[test]
@@ -155,13 +155,14 @@ fn errors_of_a_server_reach_the_guest() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
+    let folders = test_folders()?;
     let options = ["--filter=error", "memory", "64M", "error-pwrite=EIO"];
-    let peer = Peer::nbdkit(&scene, &[&options[..], &["error-pwrite-rate=100%"]].concat())?;
-    let _daemon = serve(&scene, &peer.uri(""), &[])?;
-    let load = run(&mut bench(&scene.socket("vm.sock"), "--rw randwrite --number_ios 50")?)?;
+    let server =
+        NbdServer::start_nbdkit(&folders, &[&options[..], &["error-pwrite-rate=100%"]].concat())?;
+    let _daemon = serve(&folders, &server.uri(""), &[])?;
+    let load = run(&mut bench(&folders.socket("vm.sock"), "--rw randwrite --number_ios 50")?)?;
     ensure!(load.status.code() == Some(1), "{load:?}");
-    let reads = run(&mut bench(&scene.socket("vm.sock"), "--rw randread --number_ios 50")?)?;
+    let reads = run(&mut bench(&folders.socket("vm.sock"), "--rw randread --number_ios 50")?)?;
     reads.expect_code(0)?;
     Ok(())
 }
@@ -172,18 +173,18 @@ fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
     if !is_installed("qemu-nbd") {
         return Ok(());
     }
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", DISK_BYTES)?;
-    let mut peer = Peer::qemu(&scene, &disk)?;
-    let mut daemon = serve(&scene, &format!("{},connections=2", peer.uri("disk")), &[])?;
-    let socket = scene.socket("vm.sock");
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", DISK_BYTES)?;
+    let mut server = NbdServer::start_qemu_nbd(&folders, &disk)?;
+    let mut daemon = serve(&folders, &format!("{},connections=2", server.uri("disk")), &[])?;
+    let socket = folders.socket("vm.sock");
     let load = Running::start(&mut bench(&socket, &format!("{VERIFIED} --runtime 4"))?)?;
     daemon.wait_for("a front-end has connected")?;
     for _ in 0..3 {
-        wait_for_load(&scene)?;
-        peer.kill()?;
+        wait_for_load(&folders)?;
+        server.kill()?;
         daemon.wait_for("a connection broke")?;
-        peer = Peer::qemu(&scene, &disk)?;
+        server = NbdServer::start_qemu_nbd(&folders, &disk)?;
         daemon.wait_for("is back after")?;
     }
     let finished = load.finish()?.expect_code(0)?;
@@ -195,14 +196,14 @@ fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
 }
 
 /// Waits until the daemon has answered more than 100 further writes.
-pub(super) fn wait_for_load(scene: &Scene) -> Result<()> {
+pub(super) fn wait_for_load(folders: &TestFolders) -> Result<()> {
     let writes = || -> Result<u64> {
         let mut ctl = ringhaul()?;
-        ctl.args(["ctl", "--control"]).arg(scene.socket("control"));
-        let said = run(ctl.args(["--json", "stats"]))?.expect_code(0)?.stdout;
-        let stats: serde_json::Value = serde_json::from_str(&said).context("the statistics")?;
+        ctl.args(["ctl", "--control"]).arg(folders.socket("control"));
+        let output = run(ctl.args(["--json", "stats"]))?.expect_code(0)?.stdout;
+        let stats: serde_json::Value = serde_json::from_str(&output).context("the statistics")?;
         let queues = stats["exports"][0]["queues"].as_array();
-        let queues = queues.with_context(|| format!("no queues in {said}"))?;
+        let queues = queues.with_context(|| format!("no queues in {output}"))?;
         Ok(queues.iter().filter_map(|queue| queue["served"]["writes"]["requests"].as_u64()).sum())
     };
     let before = writes()?;
@@ -212,15 +213,15 @@ pub(super) fn wait_for_load(scene: &Scene) -> Result<()> {
     })
 }
 
-pub(super) fn taking_over(scene: &Scene) -> Result<Command> {
+pub(super) fn taking_over(folders: &TestFolders) -> Result<Command> {
     let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
     Ok(command)
 }
 
 /// Starts a process that takes over from `daemon`.
-fn take_over(scene: &Scene, daemon: Running) -> Result<Running> {
-    let mut next = Running::start(&mut taking_over(scene)?)?;
+fn take_over(folders: &TestFolders, daemon: Running) -> Result<Running> {
+    let mut next = Running::start(&mut taking_over(folders)?)?;
     next.wait_for("took over 1 export")?;
     daemon.finish()?.expect_code(0)?;
     Ok(next)
@@ -234,20 +235,21 @@ fn a_disk_is_taken_over_if_its_server_has_room_for_both() -> Result<()> {
         return Ok(());
     }
     for (limit, has_room) in [("limit=1", false), ("limit=2", true)] {
-        let scene = scene()?;
-        let peer = Peer::nbdkit(&scene, &["--filter=limit", "memory", "64M", limit])?;
-        let mut daemon = serve(&scene, &peer.uri(""), &[])?;
+        let folders = test_folders()?;
+        let server =
+            NbdServer::start_nbdkit(&folders, &["--filter=limit", "memory", "64M", limit])?;
+        let mut daemon = serve(&folders, &server.uri(""), &[])?;
         let load = format!("{VERIFIED} --runtime 3");
-        let load = Running::start(&mut bench(&scene.socket("vm.sock"), &load)?)?;
+        let load = Running::start(&mut bench(&folders.socket("vm.sock"), &load)?)?;
         daemon.wait_for("a front-end has connected")?;
-        wait_for_load(&scene)?;
+        wait_for_load(&folders)?;
         if has_room {
-            daemon = take_over(&scene, daemon)?;
+            daemon = take_over(&folders, daemon)?;
         } else {
-            let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+            let refused = run(&mut taking_over(&folders)?)?.expect_code(2)?.stderr;
             ensure!(refused.contains("allow one connection more"), "{refused}");
         }
-        wait_for_load(&scene)?;
+        wait_for_load(&folders)?;
         let finished = load.finish()?.expect_code(0)?;
         ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
         ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
@@ -263,18 +265,18 @@ fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
     if !is_installed("qemu-nbd") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
-    let mut daemon = serve(&scene, &peer.uri("disk"), &[])?;
-    let vm = scene.socket("vm.sock");
+    let folders = test_folders()?;
+    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let mut daemon = serve(&folders, &server.uri("disk"), &[])?;
+    let vm = folders.socket("vm.sock");
     let load = Running::start(&mut bench(&vm, "--rw randwrite --runtime 600")?)?;
     daemon.wait_for("a front-end has connected")?;
-    wait_for_load(&scene)?;
-    peer.kill()?;
+    wait_for_load(&folders)?;
+    server.kill()?;
     daemon.wait_for("is away: cannot connect to")?;
     let ctl = |words: &[&str]| -> Result<String> {
         let mut ctl = ringhaul()?;
-        ctl.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
+        ctl.args(["ctl", "--control"]).arg(folders.socket("control")).args(words);
         Ok(run(&mut ctl)?.expect_code(0)?.stdout)
     };
     let vm = vm.display().to_string();
@@ -293,11 +295,11 @@ fn a_daemon_ends_while_its_server_is_away() -> Result<()> {
     if !is_installed("qemu-nbd") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
-    let mut daemon = serve(&scene, &peer.uri("disk"), &[])?;
-    run(&mut bench(&scene.socket("vm.sock"), "--number_ios 10")?)?.expect_code(0)?;
-    peer.kill()?;
+    let folders = test_folders()?;
+    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let mut daemon = serve(&folders, &server.uri("disk"), &[])?;
+    run(&mut bench(&folders.socket("vm.sock"), "--number_ios 10")?)?.expect_code(0)?;
+    server.kill()?;
     daemon.wait_for("a connection broke")?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
@@ -310,16 +312,16 @@ fn requests_fail_at_the_deadline_that_was_set() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
+    let folders = test_folders()?;
     let options = ["--filter=delay", "memory", "64M", "wdelay=3600"];
-    let peer = Peer::nbdkit(&scene, &options)?;
-    let mut daemon = serve(&scene, &format!("{},deadline=1", peer.uri("")), &[])?;
+    let server = NbdServer::start_nbdkit(&folders, &options)?;
+    let mut daemon = serve(&folders, &format!("{},deadline=1", server.uri("")), &[])?;
     let begun = Instant::now();
-    let load = run(&mut bench(&scene.socket("vm.sock"), "--rw write --number_ios 4")?)?;
+    let load = run(&mut bench(&folders.socket("vm.sock"), "--rw write --number_ios 4")?)?;
     ensure!(load.status.code() == Some(1), "{load:?}");
     ensure!(begun.elapsed() >= Duration::from_secs(1), "it did not wait");
     daemon.wait_for("the server has not answered for")?;
-    run(&mut bench(&scene.socket("vm.sock"), "--number_ios 50")?)?.expect_code(0)?;
+    run(&mut bench(&folders.socket("vm.sock"), "--number_ios 50")?)?.expect_code(0)?;
     Ok(())
 }
 
@@ -330,28 +332,28 @@ fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
     if !is_installed("qemu-nbd") {
         return Ok(());
     }
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", DISK_BYTES)?;
     for (unflushed, fsync, code, is_taken_over) in
         [("kept", 0, 0, true), ("lost", 0, 1, false), ("lost", 0, 1, true), ("lost", 1, 0, true)]
     {
-        let peer = Peer::qemu(&scene, &disk)?;
-        let name = format!("{},unflushed={unflushed}", peer.uri("disk"));
-        let mut daemon = serve(&scene, &name, &[])?;
-        let socket = scene.socket("vm.sock");
+        let server = NbdServer::start_qemu_nbd(&folders, &disk)?;
+        let name = format!("{},unflushed={unflushed}", server.uri("disk"));
+        let mut daemon = serve(&folders, &name, &[])?;
+        let socket = folders.socket("vm.sock");
         let first = format!("--rw write --number_ios 10 --fsync {fsync}");
         run(&mut bench(&socket, &first)?)?.expect_code(0)?;
         if is_taken_over {
-            daemon = take_over(&scene, daemon)?;
+            daemon = take_over(&folders, daemon)?;
             run(&mut bench(&socket, "--rw read --number_ios 10")?)?.expect_code(0)?;
         }
-        peer.kill()?;
+        server.kill()?;
         daemon.wait_for("a connection broke")?;
-        let _peer = Peer::qemu(&scene, &disk)?;
+        let _server = NbdServer::start_qemu_nbd(&folders, &disk)?;
         daemon.wait_for("is back after")?;
         let load = run(&mut bench(&socket, "--rw write --number_ios 10 --fsync 1")?)?;
         ensure!(load.status.code() == Some(code), "{unflushed}: {load:?}");
-        let _next = take_over(&scene, daemon)?;
+        let _next = take_over(&folders, daemon)?;
         let load = run(&mut bench(&socket, "--rw write --number_ios 10 --fsync 1")?)?;
         ensure!(load.status.code() == Some(code), "{unflushed}, taken over: {load:?}");
     }
@@ -364,16 +366,17 @@ fn a_disk_is_not_taken_over_while_an_overdue_write_may_land() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::nbdkit(&scene, &["--filter=delay", "memory", "64M", "delay-write=600"])?;
-    let mut daemon = serve(&scene, &format!("{},deadline=1", peer.uri("")), &[])?;
-    let socket = scene.socket("vm.sock");
+    let folders = test_folders()?;
+    let server =
+        NbdServer::start_nbdkit(&folders, &["--filter=delay", "memory", "64M", "delay-write=600"])?;
+    let mut daemon = serve(&folders, &format!("{},deadline=1", server.uri("")), &[])?;
+    let socket = folders.socket("vm.sock");
     run(&mut bench(&socket, "--rw write --number_ios 1 --iodepth 1")?)?.expect_code(1)?;
     daemon.wait_for("the server may still make changes without an answer, 1 of them")?;
     daemon.wait_for("is back after")?;
-    let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+    let refused = run(&mut taking_over(&folders)?)?.expect_code(2)?.stderr;
     ensure!(refused.contains("may still make changes without an answer"), "{refused}");
     run(&mut bench(&socket, "--rw read --number_ios 10")?)?.expect_code(0)?;
     drop(daemon);
-    peer.kill()
+    server.kill()
 }

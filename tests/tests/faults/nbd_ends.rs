@@ -8,12 +8,12 @@ use std::fs::{File, remove_file};
 use std::path::Path;
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, bench};
-use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::cli::{Running, TestFolders, bench};
+use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
-use super::nbd::{DISK_BYTES, VERIFIED, scene, serve, wait_for_load};
+use super::nbd::{DISK_BYTES, VERIFIED, serve, test_folders, wait_for_load};
 
 /// The number of times that a server ends.
 const ENDS: usize = 3;
@@ -29,44 +29,44 @@ fn finish(load: Running, mut daemon: Running) -> Result<()> {
 
 /// A server that shuts down by the protocol. Once `sign` exists, it answers all requests with
 /// ESHUTDOWN and refuses connections. It ends after its last connection.
-fn polite(scene: &Scene, disk: &Path, sign: &Path) -> Result<Peer> {
+fn start_with_shutdown(folders: &TestFolders, disk: &Path, sign: &Path) -> Result<NbdServer> {
     let name = |key: &str, path: &Path| format!("{key}={}", path.display());
-    let (file, told, leaves) =
+    let (file, error_file, exit_file) =
         (name("file", disk), name("error-file", sign), name("exit-when-file-created", sign));
     let filters = ["--filter=exitwhen", "--filter=error", "file", &file];
-    let when = ["error=ESHUTDOWN", "error-rate=100%", &told, &leaves];
-    Peer::nbdkit(scene, &[&filters[..], &when].concat())
+    let when = ["error=ESHUTDOWN", "error-rate=100%", &error_file, &exit_file];
+    NbdServer::start_nbdkit(folders, &[&filters[..], &when].concat())
 }
 
 #[test]
-fn a_server_that_says_that_it_ends_costs_no_request() -> Result<()> {
+fn an_announced_end_of_a_server_costs_no_request() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
-    let (disk, sign) = (scene.disk("disk.img", DISK_BYTES)?, scene.path("ends"));
-    let mut peer = polite(&scene, &disk, &sign)?;
-    let mut daemon = serve(&scene, &format!("{},connections=2", peer.uri("")), &[])?;
+    let folders = test_folders()?;
+    let (disk, sign) = (folders.disk("disk.img", DISK_BYTES)?, folders.path("ends"));
+    let mut server = start_with_shutdown(&folders, &disk, &sign)?;
+    let mut daemon = serve(&folders, &format!("{},connections=2", server.uri("")), &[])?;
     let load = format!("{VERIFIED} --runtime 1h");
-    let mut load = Running::start(&mut bench(&scene.socket("vm.sock"), &load)?)?;
+    let mut load = Running::start(&mut bench(&folders.socket("vm.sock"), &load)?)?;
     daemon.wait_for("a front-end has connected")?;
     for _ in 0..ENDS {
-        wait_for_load(&scene)?;
+        wait_for_load(&folders)?;
         File::create(&sign)?;
         daemon.wait_for("a connection broke: the server is shutting down")?;
-        peer.wait_for_end()?;
+        server.wait_end()?;
         remove_file(&sign)?;
-        peer = polite(&scene, &disk, &sign)?;
+        server = start_with_shutdown(&folders, &disk, &sign)?;
         daemon.wait_for("is back after")?;
     }
-    wait_for_load(&scene)?;
+    wait_for_load(&folders)?;
     load.signal(Signal::TERM)?;
     finish(load, daemon)
 }
 
 /// A server that is killed when it has carried out a write, and has not answered it.
-fn abrupt(scene: &Scene, disk: &Path, ends: bool) -> Result<Peer> {
-    let (disk, count) = (disk.display(), scene.path("count"));
+fn start_with_kill(folders: &TestFolders, disk: &Path, ends: bool) -> Result<NbdServer> {
+    let (disk, count) = (disk.display(), folders.path("count"));
     let count = count.display();
     let read =
         format!("pread=dd if={disk} skip=$4 count=$3 iflag=skip_bytes,count_bytes status=none");
@@ -79,7 +79,7 @@ fn abrupt(scene: &Scene, disk: &Path, ends: bool) -> Result<Peer> {
     );
     let size = format!("get_size=stat -c %s {disk}");
     let can = ["can_write=exit 0", "can_flush=exit 0", "flush=exit 0"];
-    Peer::nbdkit(scene, &[&["eval", &size, &read, &write][..], &can].concat())
+    NbdServer::start_nbdkit(folders, &[&["eval", &size, &read, &write][..], &can].concat())
 }
 
 /// Each unanswered write is sent again.
@@ -88,18 +88,18 @@ fn a_server_that_is_gone_after_a_write_costs_no_request() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", 4 << 20)?;
-    let mut peer = abrupt(&scene, &disk, true)?;
-    let mut daemon = serve(&scene, &peer.uri(""), &[])?;
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", 4 << 20)?;
+    let mut server = start_with_kill(&folders, &disk, true)?;
+    let mut daemon = serve(&folders, &server.uri(""), &[])?;
     let load = "--rw randrw --verify --iodepth 8 --bs 4k --fsync 64 --number_ios 600";
-    let load = Running::start(&mut bench(&scene.socket("vm.sock"), load)?)?;
+    let load = Running::start(&mut bench(&folders.socket("vm.sock"), load)?)?;
     for number in 1..=ENDS {
-        peer.wait_for_end()?;
+        server.wait_end()?;
         daemon.wait_for("a connection broke")?;
-        peer = abrupt(&scene, &disk, number < ENDS)?;
+        server = start_with_kill(&folders, &disk, number < ENDS)?;
         daemon.wait_for("is back after")?;
     }
     finish(load, daemon)?;
-    peer.end()
+    server.terminate()
 }

@@ -6,14 +6,14 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::cli::{Running, TestFolders, bench, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, segment};
 use ringhaul_kit::system::{is_installed, run as run_program};
 use rustix::process::Signal;
 
-use super::nbd::{Peer, scene, serve};
+use super::nbd::{NbdServer, serve, test_folders};
 
 const MIB: usize = 1 << 20;
 const DISK_BYTES: usize = 32 * MIB;
@@ -25,11 +25,11 @@ const UNANSWERED: u16 = 8;
 
 /// An image, its server, and the expected contents of its disk.
 struct Image {
-    scene: Scene,
+    folders: TestFolders,
     path: String,
     disk: String,
     content: Vec<u8>,
-    _peer: Peer,
+    _server: NbdServer,
 }
 
 /// A daemon that serves an image, and its front-end.
@@ -45,8 +45,8 @@ impl Image {
         if !["nbdkit", "qemu-img"].iter().all(|program| is_installed(program)) {
             return Ok(None);
         }
-        let scene = scene()?;
-        let [path, below] = ["image", "base"].map(|name| scene.path(name).display().to_string());
+        let folders = test_folders()?;
+        let [path, below] = ["image", "base"].map(|name| folders.path(name).display().to_string());
         let mut create = vec!["create", "-q", "-f", "qcow2"];
         let mut content = base.unwrap_or_default();
         if !content.is_empty() {
@@ -59,20 +59,20 @@ impl Image {
         give_space(&path, bytes)?;
         content.resize(DISK_BYTES, 0);
         // nbdkit locks no file, so other programs may open the image.
-        let peer = Peer::nbdkit(&scene, &["file", &path])?;
-        let disk = format!("qcow2,backing=anywhere,over={}", peer.uri(""));
-        Ok(Some(Self { scene, path, disk, content, _peer: peer }))
+        let server = NbdServer::start_nbdkit(&folders, &["file", &path])?;
+        let disk = format!("qcow2,backing=anywhere,over={}", server.uri(""));
+        Ok(Some(Self { folders, path, disk, content, _server: server }))
     }
 
     fn serve(&self) -> Result<Served> {
-        let daemon = serve(&self.scene, &self.disk, &[])?;
-        let frontend = Frontend::attach(&self.scene.socket("vm.sock"), &Setup::default())?;
+        let daemon = serve(&self.folders, &self.disk, &[])?;
+        let frontend = Frontend::attach(&self.folders.socket("vm.sock"), &Setup::default())?;
         Ok(Served { daemon, frontend })
     }
 
     fn ctl(&self, words: &[&str]) -> Result<String> {
         let mut ctl = ringhaul()?;
-        ctl.args(["ctl", "--control"]).arg(self.scene.socket("control")).args(words);
+        ctl.args(["ctl", "--control"]).arg(self.folders.socket("control")).args(words);
         Ok(run(&mut ctl)?.expect_code(0)?.stdout)
     }
 
@@ -93,7 +93,7 @@ impl Image {
     /// Checks that QEMU finds no fault in the image, and reads the expected contents.
     fn check_image(&self) -> Result<()> {
         run_program("qemu-img", &["check", "-q", &self.path])?;
-        let expected = self.scene.path("expected").display().to_string();
+        let expected = self.folders.path("expected").display().to_string();
         fs::write(&expected, &self.content)?;
         let compare = ["compare", "-q", "-f", "raw", "-F", "qcow2", &expected, &self.path];
         run_program("qemu-img", &compare).map(drop)
@@ -137,17 +137,17 @@ fn end(mut daemon: Running) -> Result<()> {
 
 /// Writes to a full image wait, and continue after a request for the new size.
 #[test]
-fn an_image_that_is_full_goes_on_when_its_server_has_more_space() -> Result<()> {
+fn a_full_image_continues_when_its_server_has_more_space() -> Result<()> {
     let Some(image) = Image::new(None, 8 * MIB)? else { return Ok(()) };
-    let mut daemon = serve(&image.scene, &image.disk, &["--werror", "hold"])?;
-    let vm = image.scene.socket("vm.sock");
+    let mut daemon = serve(&image.folders, &image.disk, &["--werror", "hold"])?;
+    let vm = image.folders.socket("vm.sock");
     let load = format!("--rw randwrite --bs 64k --verify --number_ios {}", DISK_BYTES >> 16);
     let load = Running::start(&mut bench(&vm, &load)?)?;
     daemon.wait_for("it is full; make it larger, then use `ringhaul ctl resize`")?;
     daemon.wait_for("has no space left, and writes wait for some")?;
     give_space(&image.path, 2 * DISK_BYTES)?;
-    let said = image.ctl(&["resize", &vm.display().to_string()])?;
-    ensure!(said.contains(&DISK_BYTES.to_string()), "{said}");
+    let output = image.ctl(&["resize", &vm.display().to_string()])?;
+    ensure!(output.contains(&DISK_BYTES.to_string()), "{output}");
     let finished = load.finish()?.expect_code(0)?;
     ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
     end(daemon)?;
@@ -156,7 +156,7 @@ fn an_image_that_is_full_goes_on_when_its_server_has_more_space() -> Result<()> 
 
 /// With a backing file, discards that the server carries out, and a resize.
 #[test]
-fn an_image_on_a_server_does_what_one_in_a_file_does() -> Result<()> {
+fn an_image_on_a_server_works_like_one_in_a_file() -> Result<()> {
     // The base is shorter than the disk.
     let base = pattern(7, DISK_BYTES / 2);
     let Some(mut image) = Image::new(Some(base), 3 * DISK_BYTES)? else { return Ok(()) };
@@ -182,7 +182,7 @@ fn an_image_on_a_server_does_what_one_in_a_file_does() -> Result<()> {
     image.content[4 * MIB..12 * MIB].fill(0);
     image.check(&mut served)?;
 
-    let vm = image.scene.socket("vm.sock").display().to_string();
+    let vm = image.folders.socket("vm.sock").display().to_string();
     image.ctl(&["resize", &vm, "48M"])?;
     image.content.resize(48 * MIB, 0);
     image.write(&mut served, 48 * MIB - REQUEST_BYTES, &pattern(3, REQUEST_BYTES))?;
@@ -211,14 +211,14 @@ fn an_image_on_a_server_survives_its_daemon() -> Result<()> {
         ensure!(matches!(checked.status.code(), Some(0 | 3)), "round {round}: {checked:?}");
     }
     let load = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --runtime 600";
-    let mut daemon = serve(&image.scene, &image.disk, &[])?;
-    let load = Running::start(&mut bench(&image.scene.socket("vm.sock"), load)?)?;
+    let mut daemon = serve(&image.folders, &image.disk, &[])?;
+    let load = Running::start(&mut bench(&image.folders.socket("vm.sock"), load)?)?;
     daemon.wait_for("a front-end has connected")?;
-    super::nbd::wait_for_load(&image.scene)?;
+    super::nbd::wait_for_load(&image.folders)?;
     daemon.signal(Signal::KILL)?;
     daemon.finish()?;
     load.finish()?.expect_code(1)?;
-    super::nbd::drive(&image.scene, &image.disk, "--number_ios 1000")?;
+    super::nbd::drive(&image.folders, &image.disk, "--number_ios 1000")?;
     run_program("qemu-img", &["check", "-q", "-r", "leaks", &image.path])?;
     run_program("qemu-img", &["check", "-q", &image.path]).map(drop)
 }

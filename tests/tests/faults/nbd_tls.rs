@@ -5,10 +5,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{ringhaul, run};
-use ringhaul_kit::nbd::{Peer, free_port};
+use ringhaul_kit::nbd_server::{NbdServer, free_port};
 use ringhaul_kit::system::is_installed;
 
-use super::nbd::{DISK_BYTES, drive, scene};
+use super::nbd::{DISK_BYTES, drive, test_folders};
 
 /// Makes certificates of an authority, a server and a client.
 fn certificates(folder: &Path) -> Result<()> {
@@ -43,24 +43,26 @@ fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
     if !is_installed("nbdkit") || !is_installed("openssl") {
         return Ok(());
     }
-    let scene = scene()?;
-    let (pki, other) = (scene.path("pki"), scene.path("other"));
+    let folders = test_folders()?;
+    let (pki, other) = (folders.path("pki"), folders.path("other"));
     certificates(&pki)?;
     certificates(&other)?;
     let folder = format!("--tls-certificates={}", pki.display());
-    let peer =
-        Peer::nbdkit(&scene, &["--tls=require", "--tls-verify-peer", &folder, "memory", "64M"])?;
-    let socket = scene.socket("nbd");
+    let server = NbdServer::start_nbdkit(
+        &folders,
+        &["--tls=require", "--tls-verify-peer", &folder, "memory", "64M"],
+    )?;
+    let socket = folders.socket("nbd");
     let uri = |pki: &Path, host: &str| {
         let (socket, pki) = (socket.display(), pki.display());
         format!("nbds+unix:///?socket={socket}&tls-certificates={pki}&tls-hostname={host}")
     };
-    drive(&scene, &uri(&pki, "storage.test"), "--number_ios 3000")?;
-    let alone = scene.path("alone");
+    drive(&folders, &uri(&pki, "storage.test"), "--number_ios 3000")?;
+    let alone = folders.path("alone");
     std::fs::create_dir(&alone)?;
     std::fs::copy(pki.join("ca-cert.pem"), alone.join("ca-cert.pem"))?;
     for (disk, words) in [
-        (peer.uri(""), "it wants TLS; use nbds://"),
+        (server.uri(""), "it wants TLS; use nbds://"),
         (uri(&other, "storage.test"), "the ca-cert.pem in the folder that tls-certificates names"),
         (uri(&pki, "elsewhere.test"), "tls-hostname must be a name in the certificate"),
         (uri(&alone, "storage.test"), "client-cert.pem and client-key.pem in the folder"),
@@ -77,8 +79,8 @@ fn hosts_are_known_by_their_certificates() -> Result<()> {
     if !["nbdkit", "qemu-nbd", "openssl"].iter().all(|program| is_installed(program)) {
         return Ok(());
     }
-    let scene = scene()?;
-    let (pki, disk) = (scene.path("pki"), scene.disk("disk.img", DISK_BYTES)?);
+    let folders = test_folders()?;
+    let (pki, disk) = (folders.path("pki"), folders.disk("disk.img", DISK_BYTES)?);
     certificates(&pki)?;
     let (folder, ports) = (pki.display(), [free_port()?, free_port()?]);
     let mut nbdkit = Command::new("nbdkit");
@@ -92,11 +94,11 @@ fn hosts_are_known_by_their_certificates() -> Result<()> {
     qemu.arg(format!("{credentials},dir={folder}")).arg(&disk);
     for (port, command) in ports.into_iter().zip([&mut nbdkit, &mut qemu]) {
         let what = format!("{:?}", command.get_program());
-        let _peer = Peer::tcp(port, command)?;
+        let _server = NbdServer::start_tcp(port, command)?;
         let uri = |host| format!("nbds://{host}:{port}?tls-certificates={folder}");
-        drive(&scene, &uri("localhost"), "--number_ios 2000").context(what.clone())?;
+        drive(&folders, &uri("localhost"), "--number_ios 2000").context(what.clone())?;
         let more = format!("{},connections=2", uri("localhost"));
-        drive(&scene, &more, "--number_ios 1000 --numjobs 2").context(what.clone())?;
+        drive(&folders, &more, "--number_ios 1000 --numjobs 2").context(what.clone())?;
         let named = format!("{}&tls-hostname=storage.test", uri("127.0.0.1"));
         run(ringhaul()?.args(["disk", "info", &named]))?.expect_code(0).context(what)?;
         refused(&uri("127.0.0.1"), "cannot agree on TLS with the server")?;
@@ -113,17 +115,17 @@ fn a_server_with_shared_keys_alone_is_refused() -> Result<()> {
     if !is_installed("nbdkit") || !is_installed("openssl") {
         return Ok(());
     }
-    let scene = scene()?;
-    let (pki, keys) = (scene.path("pki"), scene.path("keys"));
+    let folders = test_folders()?;
+    let (pki, keys) = (folders.path("pki"), folders.path("keys"));
     certificates(&pki)?;
     std::fs::write(&keys, "vm:000102030405060708090a0b0c0d0e0f\n")?;
     let keys = format!("--tls-psk={}", keys.display());
-    let _peer = Peer::nbdkit(&scene, &["--tls=require", &keys, "memory", "64M"])?;
-    let (socket, pki) = (scene.socket("nbd"), pki.display());
+    let _server = NbdServer::start_nbdkit(&folders, &["--tls=require", &keys, "memory", "64M"])?;
+    let (socket, pki) = (folders.socket("nbd"), pki.display());
     let uri = format!("nbds+unix:///?socket={}&tls-certificates={pki}", socket.display());
     let named = format!("{uri}&tls-hostname=localhost");
     refused(&named, "shared keys, which are not supported")?;
-    let said = run(ringhaul()?.args(["disk", "info", &format!("{uri}&tls-psk-file=/keys")]))?;
-    ensure!(said.stderr.contains("tls-psk-file"), "{}", said.stderr);
-    said.expect_refusal(&[])
+    let refused = run(ringhaul()?.args(["disk", "info", &format!("{uri}&tls-psk-file=/keys")]))?;
+    ensure!(refused.stderr.contains("tls-psk-file"), "{}", refused.stderr);
+    refused.expect_refusal(&[])
 }

@@ -5,7 +5,7 @@ use ringhaul_kit::daemon::{Daemon, DaemonOptions, pattern};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::memory::{Region, new_eventfd, take_count};
 use ringhaul_kit::frontend::message::{Message, code};
-use ringhaul_kit::frontend::ring::{Desc, place_at};
+use ringhaul_kit::frontend::ring::{Desc, layout_at};
 use ringhaul_kit::frontend::{BORDER, DATA, Frontend, Setup, blk, check_service};
 use ringhaul_kit::server::Engine;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -19,7 +19,7 @@ for_each_engine! {
 }
 
 /// A daemon with two exports on one IoThread, and a front-end of each.
-struct Scene {
+struct TwoExports {
     daemon: Daemon,
     bad: Frontend,
     good: Frontend,
@@ -27,7 +27,7 @@ struct Scene {
     _folder: TempDir,
 }
 
-impl Scene {
+impl TwoExports {
     fn new(engine: Engine) -> Result<Self> {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
         let file = folder.path().join("good.img");
@@ -66,10 +66,10 @@ impl Scene {
 }
 
 fn memory_of_one_is_gone(engine: Engine) -> Result<()> {
-    let mut scene = Scene::new(engine)?;
-    let bad = &mut scene.bad;
+    let mut exports = TwoExports::new(engine)?;
+    let bad = &mut exports.bad;
     bad.stop_queue(1)?;
-    bad.rings[1].config = place_at(BORDER, 64);
+    bad.rings[1].config = layout_at(BORDER, 64);
     bad.start_queue(1, 0)?;
     let Region { file, file_offset, .. } = &bad.memory.regions[1];
     rustix::fs::ftruncate(file, *file_offset).context("shrinking a memfd")?;
@@ -79,35 +79,35 @@ fn memory_of_one_is_gone(engine: Engine) -> Result<()> {
         [Desc::readable(header, 16), Desc::writable(BORDER, 4096), Desc::writable(status, 1)];
     bad.execute(0, &chain)?;
     ensure!(bad.memory.read(status, 1)? == [blk::IOERR]);
-    scene.check_good()?;
-    scene.bad.rings[1].kick()?;
-    scene.check_good()?;
-    let _ = scene.bad.stop_queue(1);
-    ensure!(take_count(&scene.bad.rings[1].err) > 0, "nobody heard that the ring is gone");
-    scene.finish()
+    exports.check_good()?;
+    exports.bad.rings[1].kick()?;
+    exports.check_good()?;
+    let _ = exports.bad.stop_queue(1);
+    ensure!(take_count(&exports.bad.rings[1].err) > 0, "nobody heard that the ring is gone");
+    exports.finish()
 }
 
 fn a_call_of_one_blocks(engine: Engine) -> Result<()> {
-    let mut scene = Scene::new(engine)?;
+    let mut exports = TwoExports::new(engine)?;
     let call = new_eventfd()?;
-    scene.bad.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
-    scene.bad.settle(0)?;
+    exports.bad.send_checked(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
+    exports.bad.settle(0)?;
     take_count(&call);
     fcntl_setfl(&call, fcntl_getfl(&call)? - OFlags::NONBLOCK)?;
     rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes())?;
     for _ in 0..3 {
-        let bad = &mut scene.bad;
+        let bad = &mut exports.bad;
         bad.rings[1].enable_calls();
         let (header, status) = bad.put_header(1, 0, blk::IN, 0)?;
         let chain =
             [Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)];
         bad.rings[1].put_chain(0, &chain);
         bad.rings[1].submit(0)?;
-        scene.check_good()?;
-        scene.bad.rings[1].watch_used(1)?;
-        scene.bad.rings[1].take_used();
+        exports.check_good()?;
+        exports.bad.rings[1].poll_used(1)?;
+        exports.bad.rings[1].take_used();
     }
     // Only the bad export's call blocked. The good export is still called directly.
-    ensure!(scene.daemon.messages().matches("a call did not return").count() == 1);
-    scene.finish()
+    ensure!(exports.daemon.messages().matches("a call did not return").count() == 1);
+    exports.finish()
 }

@@ -9,7 +9,7 @@ use ringhaul_kit::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pa
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service};
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::{LoopDevice, Tmpfs, may_change, run};
+use ringhaul_kit::system::{LoopDevice, Tmpfs, can_change_system, run};
 use ringhaul_tools::process::retry;
 
 use crate::start;
@@ -50,7 +50,7 @@ fn write_until_full(frontend: &mut Frontend, byte: u64, end: u64) -> Result<u64>
 }
 
 fn a_full_file_system(engine: Engine) -> Result<()> {
-    if !may_change("mounts") {
+    if !can_change_system("mounts") {
         return Ok(());
     }
     let tmpfs = Tmpfs::mount(6 * MIB)?;
@@ -143,7 +143,7 @@ fn backing_file(folder: &Path, bytes: u64) -> Result<std::path::PathBuf> {
 
 /// The kernel keeps the device until its last close, so nothing fails.
 fn a_loop_device_that_is_detached(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
@@ -162,7 +162,7 @@ fn a_loop_device_that_is_detached(engine: Engine) -> Result<()> {
 
 /// A read behind the end of the backing file is an error of the kernel, not zeroes.
 fn a_loop_device_on_a_file_that_is_gone(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
@@ -191,7 +191,7 @@ fn a_loop_device_on_a_file_that_is_gone(engine: Engine) -> Result<()> {
 /// next flush fails: answered data is lost, and the kernel reports that once. So all later flushes
 /// fail, on every IoThread, even with space.
 fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     for cache in [Cache::None, Cache::Writeback] {
@@ -229,15 +229,15 @@ fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
         let (line, expected) = ("all further flushes and", usize::from(cache != Cache::None));
         // The log may lag behind the answers.
         daemon.wait_for_message(line, expected)?;
-        let said = daemon.messages().matches(line).count();
-        ensure!(said == expected, "said {said} times");
+        let count = daemon.messages().matches(line).count();
+        ensure!(count == expected, "{count} times");
         daemon.terminate()?;
     }
     Ok(())
 }
 
 fn a_device_that_becomes_read_only(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;

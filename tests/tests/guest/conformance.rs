@@ -206,7 +206,7 @@ fn scsi_units_conform() -> Result<()> {
 }
 
 #[test]
-fn what_becomes_of_each_test_is_understood() -> Result<()> {
+fn outcomes_of_tests_are_parsed() -> Result<()> {
     let text = "\nSuite: One\n  Test: A ...passed\n  Test: B ...    [SKIPPED] no\npassed\n\
                 Suite: Two\n  Test: C ...    [FAILED] it is 3\nFAILED\n    1. c.c:1\n\
                 Tests completed with return value: 0\n";

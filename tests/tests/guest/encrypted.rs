@@ -14,7 +14,7 @@ use super::{
 };
 
 #[test]
-fn an_encrypted_disk_keeps_what_a_guest_writes() -> Result<()> {
+fn an_encrypted_disk_keeps_the_data_of_a_guest() -> Result<()> {
     if !is_installed("qemu-img") {
         return Ok(());
     }
@@ -22,8 +22,8 @@ fn an_encrypted_disk_keeps_what_a_guest_writes() -> Result<()> {
 }
 
 fn encrypted() -> Result<()> {
-    let scene = cli::Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let name = |name| scene.path(name).into_os_string().into_string().ok().context("an odd name");
+    let folders = cli::TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let name = |name| folders.path(name).into_os_string().into_string().ok().context("an odd name");
     let (key, image, plain) = (name("key")?, name("image")?, name("plain")?);
     fs::write(&key, "no secret")?;
     let secret = format!("secret,id=key,file={key}");
@@ -33,7 +33,7 @@ fn encrypted() -> Result<()> {
         &["create", "-q", "-f", "luks", "--object", &secret, "-o", how, &image, "128M"],
     )?;
 
-    let socket = scene.socket("disk.sock");
+    let socket = folders.socket("disk.sock");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--socket-path").arg(&socket);
     command.args(["--disk", &format!("luks,key-file={key},over={image}")]);

@@ -19,7 +19,7 @@ const STOPS: u64 = 10;
 const KILLS_OF_FORMATS: u64 = 10;
 
 /// The number of requests that the server has answered since its start.
-fn served(server: &Server) -> Result<u64> {
+fn count_served(server: &Server) -> Result<u64> {
     let shown = server.call("export.show", &json!({ "export": server.export().socket }))?;
     let kinds = shown["served"].as_object().context("the export has served nothing")?;
     let count = |kind: &Value| kind["requests"].as_u64();
@@ -29,7 +29,7 @@ fn served(server: &Server) -> Result<u64> {
 /// Waits until the server has answered this many requests.
 pub(super) fn wait_served(server: &Server, wanted: u64) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
-    while served(server)? < wanted {
+    while count_served(server)? < wanted {
         ensure!(Instant::now() < deadline, "the guest does not go on:\n{}", server.messages());
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -43,12 +43,12 @@ enum End {
     Stop,
 }
 
-fn restarts(end: End, engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
+fn check_restarts(end: End, engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("restarts-{engine}"), engine, cache)?;
     let export = Export { units: is_scsi.then(Vec::new), ..export };
     let times = if end == End::Kill { KILLS } else { STOPS };
-    let (vm, server) = restarted(&scene, &export, end, times)?;
+    let (vm, server) = restart_under_load(&scene, &export, end, times)?;
     verified::finish(vm, disk_of(&export), server)
 }
 
@@ -58,7 +58,12 @@ fn disk_of(export: &Export) -> &'static str {
 
 /// Boots a guest under load, and ends and restarts its daemon this number of times. Returns the
 /// guest and the last server; the load continues.
-fn restarted(scene: &Scene, export: &Export, end: End, times: u64) -> Result<(Vm, Server)> {
+fn restart_under_load(
+    scene: &Scene,
+    export: &Export,
+    end: End,
+    times: u64,
+) -> Result<(Vm, Server)> {
     let mut server = scene.serve(export)?;
     let mut vm = boot(&[export])?;
     verified::start(&mut vm, disk_of(export))?;
@@ -88,7 +93,7 @@ enum Format {
     Luks,
 }
 
-fn killed_on(format: Format) -> Result<()> {
+fn kill_daemon_on(format: Format) -> Result<()> {
     if !is_installed("qemu-img") {
         return Ok(());
     }
@@ -117,7 +122,7 @@ fn killed_on(format: Format) -> Result<()> {
     run("qemu-img", &[&["create", "-q"], &with_key[..], &make, &[&image, &size]].concat())?;
     let export = Export { disk: Some(disk), ..export };
 
-    let (mut vm, mut server) = restarted(&scene, &export, End::Kill, KILLS_OF_FORMATS)?;
+    let (mut vm, mut server) = restart_under_load(&scene, &export, End::Kill, KILLS_OF_FORMATS)?;
     verified::stop(&mut vm, "^$")?;
     let convert = ["convert", "-U", "--image-opts", "-O", "raw", &source, &raw];
     run("qemu-img", &[&convert[..1], &with_key, &convert[1..]].concat())?;
@@ -132,40 +137,40 @@ fn killed_on(format: Format) -> Result<()> {
 
 #[test]
 fn the_daemon_of_a_qcow2_image_is_killed_ten_times() -> Result<()> {
-    scenario(|| killed_on(Format::Qcow2))
+    scenario(|| kill_daemon_on(Format::Qcow2))
 }
 
 #[test]
 fn the_daemon_of_an_encrypted_disk_is_killed_ten_times() -> Result<()> {
-    scenario(|| killed_on(Format::Luks))
+    scenario(|| kill_daemon_on(Format::Luks))
 }
 
 #[test]
 fn blk_with_io_uring_is_killed_thirty_times() -> Result<()> {
-    scenario(|| restarts(End::Kill, Engine::IoUring, Cache::None, false))
+    scenario(|| check_restarts(End::Kill, Engine::IoUring, Cache::None, false))
 }
 
 #[test]
 fn blk_with_aio_is_killed_thirty_times() -> Result<()> {
-    scenario(|| restarts(End::Kill, Engine::Aio, Cache::None, false))
+    scenario(|| check_restarts(End::Kill, Engine::Aio, Cache::None, false))
 }
 
 #[test]
 fn blk_with_threads_is_killed_thirty_times() -> Result<()> {
-    scenario(|| restarts(End::Kill, Engine::Threads, Cache::Writeback, false))
+    scenario(|| check_restarts(End::Kill, Engine::Threads, Cache::Writeback, false))
 }
 
 #[test]
 fn scsi_is_killed_thirty_times() -> Result<()> {
-    scenario(|| restarts(End::Kill, Engine::IoUring, Cache::None, true))
+    scenario(|| check_restarts(End::Kill, Engine::IoUring, Cache::None, true))
 }
 
 #[test]
 fn blk_with_io_uring_is_stopped_ten_times() -> Result<()> {
-    scenario(|| restarts(End::Stop, Engine::IoUring, Cache::None, false))
+    scenario(|| check_restarts(End::Stop, Engine::IoUring, Cache::None, false))
 }
 
 #[test]
 fn scsi_is_stopped_ten_times() -> Result<()> {
-    scenario(|| restarts(End::Stop, Engine::IoUring, Cache::None, true))
+    scenario(|| check_restarts(End::Stop, Engine::IoUring, Cache::None, true))
 }

@@ -2,21 +2,21 @@
 //! each kill of the daemon and each takeover.
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Monitor, Plug, lacks_kvm};
+use ringhaul_kit::guest::{HotPlug, KVM_DISK_BYTES, KvmGuest, Vmm, lacks_kvm};
 use ringhaul_kit::server::{Cache, Engine, Export};
 use ringhaul_tools::process::retry;
 
 use super::{LIMIT, Scene, check_clean_exit};
 
 /// Runs a guest while other processes take over from the daemon. The daemon is also killed if the
-/// monitor reconnects.
-fn verified(monitor: &Monitor, engine: Engine) -> Result<()> {
+/// VMM reconnects.
+fn verify_takeovers(vmm: &Vmm, engine: Engine) -> Result<()> {
     let scene = Scene::new()?;
     let export = export(&scene, engine)?;
     let mut server = scene.serve(&export)?;
-    let mut guest = KvmGuest::start(monitor, &export.socket)?;
+    let mut guest = KvmGuest::start(vmm, &export.socket)?;
     guest.wait_rounds(1)?;
-    if monitor.connects_again() {
+    if vmm.connects_again() {
         for _ in 0..2 {
             server.kill()?;
             drop(server);
@@ -30,7 +30,7 @@ fn verified(monitor: &Monitor, engine: Engine) -> Result<()> {
     }
     let console = guest.console();
     let resets = console.lines().filter(|line| line.starts_with("reset at round ")).count();
-    ensure!(!monitor.resets_devices() || resets >= 3, "{resets} resets:\n{console}");
+    ensure!(!vmm.resets_devices() || resets >= 3, "{resets} resets:\n{console}");
     drop(guest);
     check_clean_exit(&mut server)
 }
@@ -41,15 +41,15 @@ fn export(scene: &Scene, engine: Engine) -> Result<Export> {
     Ok(export)
 }
 
-fn skipped(why: &str) -> Result<()> {
-    ringhaul_kit::system::skipped(why);
+fn skip(reason: &str) -> Result<()> {
+    ringhaul_kit::system::print_skipped(reason);
     Ok(())
 }
 
 fn under_qemu(engine: Engine) -> Result<()> {
     match lacks_kvm() {
-        Some(why) => skipped(&why),
-        None => verified(&Monitor::Qemu, engine),
+        Some(reason) => skip(&reason),
+        None => verify_takeovers(&Vmm::Qemu, engine),
     }
 }
 
@@ -70,14 +70,14 @@ fn qemu_with_threads() -> Result<()> {
 
 #[test]
 fn a_disk_is_plugged_in_and_out() -> Result<()> {
-    if let Some(why) = lacks_kvm() {
-        return skipped(&why);
+    if let Some(reason) = lacks_kvm() {
+        return skip(&reason);
     }
     let scene = Scene::new()?;
     let export = export(&scene, Engine::IoUring)?;
     let mut server = scene.serve(&export)?;
-    let mut guest = KvmGuest::start(&Monitor::QemuPlugged, &export.socket)?;
-    let mut plug = Plug::new(&guest)?;
+    let mut guest = KvmGuest::start(&Vmm::QemuPlugged, &export.socket)?;
+    let mut plug = HotPlug::new(&guest)?;
     for left in 1..=3 {
         plug.plug_in(&export.socket)?;
         guest.wait_rounds(2)?;
@@ -96,23 +96,23 @@ fn a_disk_is_plugged_in_and_out() -> Result<()> {
 
 #[test]
 fn alioth() -> Result<()> {
-    if let Some(why) = lacks_kvm() {
-        return skipped(&why);
+    if let Some(reason) = lacks_kvm() {
+        return skip(&reason);
     }
-    match Monitor::alioth() {
-        Ok(monitor) => verified(&monitor, Engine::IoUring),
-        Err(error) => skipped(&format!("Alioth, which cannot be installed: {error:#}")),
+    match Vmm::alioth() {
+        Ok(vmm) => verify_takeovers(&vmm, Engine::IoUring),
+        Err(error) => skip(&format!("Alioth, which cannot be installed: {error:#}")),
     }
 }
 
 #[test]
-fn monitors_of_the_path() -> Result<()> {
-    if let Some(why) = lacks_kvm() {
-        return skipped(&why);
+fn vmms_in_the_path() -> Result<()> {
+    if let Some(reason) = lacks_kvm() {
+        return skip(&reason);
     }
-    let monitors = Monitor::of_path();
-    if monitors.len() < 2 {
-        skipped("$PATH lacks cloud-hypervisor, firecracker or both")?;
+    let vmms = Vmm::all_in_path();
+    if vmms.len() < 2 {
+        skip("$PATH lacks cloud-hypervisor, firecracker or both")?;
     }
-    monitors.iter().try_for_each(|monitor| verified(monitor, Engine::IoUring))
+    vmms.iter().try_for_each(|vmm| verify_takeovers(vmm, Engine::IoUring))
 }

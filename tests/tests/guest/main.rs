@@ -4,13 +4,13 @@
 //! run under TCG, and these tests take a few minutes.
 
 mod conformance;
+mod disk_kinds;
 mod encrypted;
-mod held;
 mod images;
 mod kills;
-mod kinds;
 mod kvm;
 mod nbd;
+mod no_space;
 mod polling;
 mod resize;
 mod scsi;
@@ -415,11 +415,11 @@ fn write_cache() -> Result<()> {
 /// A guest reboots, is reset while it writes, and is replaced by another. The daemon serves all of
 /// them, and written data stays.
 #[test]
-fn guests_come_and_go() -> Result<()> {
-    scenario(come_and_go)
+fn guests_reboot_and_are_replaced() -> Result<()> {
+    scenario(reboot_and_replace)
 }
 
-fn come_and_go() -> Result<()> {
+fn reboot_and_replace() -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export("reboot", Engine::Aio, Cache::None)?;
     let mut server = scene.serve(&export)?;

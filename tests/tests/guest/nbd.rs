@@ -4,18 +4,18 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
-use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::server::{Cache, Engine, Export};
 use ringhaul_kit::system::is_installed;
 
 use super::{Scene, data_of, scenario};
 
 /// Starts `qemu-nbd` on a file.
-pub(super) fn start_server(scene: &Scene, file: &Path) -> Result<Peer> {
+pub(super) fn start_server(scene: &Scene, file: &Path) -> Result<NbdServer> {
     let socket = scene.sockets.path().join("nbd-server");
     let mut command = Command::new("qemu-nbd");
     command.args(["--persistent", "--shared", "4", "--format", "raw", "--discard", "unmap"]);
-    Peer::start(&socket, command.arg("--socket").arg(&socket).arg(file))
+    NbdServer::start(&socket, command.arg("--socket").arg(&socket).arg(file))
 }
 
 #[test]

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::{LIMIT, Scene, boot, scenario, verified};
 
 /// Waits until the guest sees this size of a disk, in MiB.
-pub(super) fn has_mebibytes(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
+pub(super) fn wait_for_size(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
     let sectors = size << 11;
     let has = format!("[ $(cat /sys/block/{disk}/size) = {sectors} ]");
     vm.check(&format!("until {has}; do sleep 0.1; done"), LIMIT).map(drop)
@@ -40,7 +40,7 @@ fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
         } else {
             File::options().write(true).open(&export.file)?.set_len(bytes)?;
         }
-        has_mebibytes(&mut vm, disk, mebibytes)?;
+        wait_for_size(&mut vm, disk, mebibytes)?;
         let last = format!("bs=1M seek={} count=1 oflag=direct conv=fsync", mebibytes - 1);
         vm.check(&format!("dd if=/dev/urandom of=/dev/{disk} {last} 2> /dev/null"), LIMIT)?;
         ensure!(export.file.metadata()?.len() == bytes, "the file has another size");

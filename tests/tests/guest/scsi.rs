@@ -7,7 +7,7 @@ use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export, Server};
 use serde_json::{Value, json};
 
-use super::resize::has_mebibytes;
+use super::resize::wait_for_size;
 use super::{
     FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, RESETS, Scene, boot, check_clean_exit,
     check_file_system, check_same_bytes, scenario, verified, with,
@@ -44,8 +44,8 @@ fn data(engine: Engine, cache: Cache) -> Result<()> {
     let mut server = scene.serve(&export)?;
     let mut vm = boot(&[&export])?;
 
-    let said = vm.check(&with(TOOLS, &[("SERIAL", &export.serial)]), LIMIT)?;
-    assert!(said.ends_with("all"), "{said}");
+    let output = vm.check(&with(TOOLS, &[("SERIAL", &export.serial)]), LIMIT)?;
+    assert!(output.ends_with("all"), "{output}");
     let sda = node(&mut vm, "0:0")?;
     let sdd = node(&mut vm, "1:16684")?;
     let one = with(FIO_VERIFY, &[("DISK", &sda), ("MIN_BYTES", "512")]);
@@ -124,7 +124,7 @@ fn a_unit_on_two_threads_is_reset_under_load() -> Result<()> {
 
 /// Units are added, resized and removed while the guest runs.
 #[test]
-fn scsi_units_come_and_go() -> Result<()> {
+fn scsi_units_are_added_and_removed() -> Result<()> {
     scenario(|| {
         let scene = Scene::new()?;
         let export = scene.export("scsi-hotplug", Engine::IoUring, Cache::None)?;
@@ -139,11 +139,11 @@ fn scsi_units_come_and_go() -> Result<()> {
             File::options().write(true).open(&file)?.set_len(64 << 20)?;
             let unit = format!("{address},blk-file={},discard=on", file.display());
             server.ctl("add-lun", &[&unit])?;
-            let disk = appears(&mut vm, shown)?;
-            has_mebibytes(&mut vm, &disk, 64)?;
+            let disk = wait_for_disk(&mut vm, shown)?;
+            wait_for_size(&mut vm, &disk, 64)?;
             File::options().write(true).open(&file)?.set_len(96 << 20)?;
             server.ctl("resize", &[address])?;
-            has_mebibytes(&mut vm, &disk, 96)?;
+            wait_for_size(&mut vm, &disk, 96)?;
             let data = "dd if=/dev/urandom of=/tmp/data bs=1M count=1 2> /dev/null";
             let end = "bs=1M seek=95 count=1 oflag=direct conv=fsync";
             vm.check(&format!("{data} && dd if=/tmp/data of=/dev/{disk} {end}"), LIMIT)?;
@@ -161,7 +161,7 @@ fn scsi_units_come_and_go() -> Result<()> {
 }
 
 /// Waits until the guest has a disk at an address, and returns its name.
-fn appears(vm: &mut Vm, address: &str) -> Result<String> {
+fn wait_for_disk(vm: &mut Vm, address: &str) -> Result<String> {
     let nodes = format!("/sys/bus/scsi/devices/*:0:{address}/block/sd*");
     vm.check(&format!("until ls -d {nodes} > /dev/null 2>&1; do sleep 0.1; done"), LIMIT)?;
     node(vm, address)

@@ -11,10 +11,10 @@ const TARGET: u8 = 7;
 
 #[test]
 fn a_guest_boots_from_a_unit() -> Result<()> {
-    scenario(boots)
+    scenario(boot_from_unit)
 }
 
-fn boots() -> Result<()> {
+fn boot_from_unit() -> Result<()> {
     let scene = Scene::new()?;
     let image = Image::prepare()?;
     // LUN 0 of target 0 is not bootable.

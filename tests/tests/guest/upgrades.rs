@@ -8,7 +8,7 @@ use super::{LIMIT, Scene, boot, scenario, verified};
 
 const UPGRADES: u64 = 10;
 
-fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
+fn upgrade_under_load(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("upgrades-{engine}"), engine, cache)?;
     let export = Export { units: is_scsi.then(Vec::new), ..export };
@@ -24,8 +24,11 @@ fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
         // The first takeover comes at once, and each later one after more requests.
         wait_served(&server, upgrade * 20)?;
         still.push(server.upgrade()?);
-        let said = server.messages();
-        ensure!(!said.contains("has connected") && !said.contains("has disconnected"), "{said}");
+        let messages = server.messages();
+        ensure!(
+            !messages.contains("has connected") && !messages.contains("has disconnected"),
+            "{messages}"
+        );
     }
     eprintln!("queues stood still for {still:?} ms");
     assert_eq!(vm.check(power_on, LIMIT)?, before, "a device began anew");
@@ -40,15 +43,15 @@ fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
 
 #[test]
 fn blk_with_io_uring_is_upgraded_under_load() -> Result<()> {
-    scenario(|| upgrades(Engine::IoUring, Cache::None, false))
+    scenario(|| upgrade_under_load(Engine::IoUring, Cache::None, false))
 }
 
 #[test]
 fn blk_with_threads_is_upgraded_under_load() -> Result<()> {
-    scenario(|| upgrades(Engine::Threads, Cache::Writeback, false))
+    scenario(|| upgrade_under_load(Engine::Threads, Cache::Writeback, false))
 }
 
 #[test]
 fn scsi_is_upgraded_under_load() -> Result<()> {
-    scenario(|| upgrades(Engine::IoUring, Cache::None, true))
+    scenario(|| upgrade_under_load(Engine::IoUring, Cache::None, true))
 }

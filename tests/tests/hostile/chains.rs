@@ -317,17 +317,17 @@ impl Random {
         self.0 >> 33
     }
 
-    fn of<T: Copy>(&mut self, choice: &[T]) -> T {
+    fn pick<T: Copy>(&mut self, choice: &[T]) -> T {
         let count = choice.len() as u64;
         choice[usize::try_from(self.next() % count).expect("an index fits")]
     }
 
     fn descriptor(&mut self, places: &[u64]) -> Desc {
         Desc {
-            addr: self.of(places),
-            len: self.of(&[0, 1, 16, 512, 4096, 70_000, u32::MAX]),
-            flags: self.of(&[0, NEXT, WRITE, WRITE | NEXT, WRITE | NEXT, INDIRECT]),
-            next: self.of(&[0, 1, 2, 3, 40, SIZE - 1, SIZE, u16::MAX]),
+            addr: self.pick(places),
+            len: self.pick(&[0, 1, 16, 512, 4096, 70_000, u32::MAX]),
+            flags: self.pick(&[0, NEXT, WRITE, WRITE | NEXT, WRITE | NEXT, INDIRECT]),
+            next: self.pick(&[0, 1, 2, 3, 40, SIZE - 1, SIZE, u16::MAX]),
         }
     }
 }
@@ -360,10 +360,10 @@ fn a_driver_that_rewrites_descriptors(engine: Engine) -> Result<()> {
         move || {
             let mut random = Random(1);
             while !over.load(Ordering::Relaxed) {
-                let table = random.of(&[place.desc_table, SCRATCH]);
+                let table = random.pick(&[place.desc_table, SCRATCH]);
                 let at = table + 16 * (random.next() % 8);
                 memory.write(at, &random.descriptor(&places).bytes())?;
-                let kind = random.of(&[blk::IN, blk::OUT, blk::GET_ID, blk::DISCARD, 99]);
+                let kind = random.pick(&[blk::IN, blk::OUT, blk::GET_ID, blk::DISCARD, 99]);
                 memory.write(header, &kind.to_le_bytes())?;
             }
             anyhow::Ok(())

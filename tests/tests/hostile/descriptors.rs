@@ -89,7 +89,7 @@ fn odd_descriptors() -> Result<Vec<Odd>> {
 }
 
 /// Checks that the front-end's other queue is served.
-fn good_queue_serves(frontend: &mut Frontend) -> Result<()> {
+fn check_good_queue(frontend: &mut Frontend) -> Result<()> {
     frontend.read(0, 0, 512).context("the other queue does not go on")?;
     Ok(())
 }
@@ -107,20 +107,21 @@ fn anything_as_a_kick(engine: Engine) -> Result<()> {
     let descriptors = daemon.descriptors()?;
     for Odd { what, fd, .. } in odd_descriptors()? {
         with_attached(&mut daemon, &Setup::default(), what, |frontend| {
-            let refused =
-                frontend.tell(Message::ring_fd(code::SET_VRING_KICK, 1, Some(&fd))).is_err();
+            let refused = frontend
+                .send_checked(Message::ring_fd(code::SET_VRING_KICK, 1, Some(&fd)))
+                .is_err();
             if refused {
                 return Ok(());
             }
-            good_queue_serves(frontend)?;
+            check_good_queue(frontend)?;
             // The queue stops, and starts again with a valid kick.
             let base = frontend.stop_queue(1)?;
             frontend.start_queue(1, base)?;
             frontend.read(1, 0, 512)?;
-            good_queue_serves(frontend)
+            check_good_queue(frontend)
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 fn anything_as_a_call(engine: Engine) -> Result<()> {
@@ -128,7 +129,7 @@ fn anything_as_a_call(engine: Engine) -> Result<()> {
     let descriptors = daemon.descriptors()?;
     for Odd { what, fd, .. } in odd_descriptors()? {
         with_attached(&mut daemon, &Setup::default(), what, |frontend| {
-            let taken = frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&fd)));
+            let taken = frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&fd)));
             let should_be = what == EVENTFD || RELAYED.contains(&what);
             ensure!(taken.is_ok() == should_be, "whether it is taken as a call: {taken:?}");
             if taken.is_err() {
@@ -137,15 +138,15 @@ fn anything_as_a_call(engine: Engine) -> Result<()> {
             for _ in 0..3 {
                 offer_read(frontend)?;
                 // The requests are answered, although the driver gets no call.
-                frontend.rings[1].watch_used(1)?;
+                frontend.rings[1].poll_used(1)?;
                 frontend.rings[1].take_used();
             }
-            good_queue_serves(frontend)?;
+            check_good_queue(frontend)?;
             frontend.stop_queue(1)?;
-            good_queue_serves(frontend)
+            check_good_queue(frontend)
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 fn anything_as_an_err(engine: Engine) -> Result<()> {
@@ -153,19 +154,19 @@ fn anything_as_an_err(engine: Engine) -> Result<()> {
     let descriptors = daemon.descriptors()?;
     for Odd { what, fd, .. } in odd_descriptors()? {
         with_attached(&mut daemon, &Setup::default(), what, |frontend| {
-            let taken = frontend.tell(Message::ring_fd(code::SET_VRING_ERR, 1, Some(&fd)));
+            let taken = frontend.send_checked(Message::ring_fd(code::SET_VRING_ERR, 1, Some(&fd)));
             ensure!(taken.is_ok() == (what == EVENTFD), "whether it is taken as an err");
             if taken.is_err() {
                 return Ok(());
             }
             frontend.rings[1].put_avail_idx(0x8000);
             frontend.rings[1].kick()?;
-            good_queue_serves(frontend)?;
+            check_good_queue(frontend)?;
             frontend.stop_queue(1)?;
-            good_queue_serves(frontend)
+            check_good_queue(frontend)
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 /// Makes the descriptor block again, after the daemon made it non-blocking, and fills its counter.
@@ -183,18 +184,18 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     for _ in 0..3 {
         let call = new_eventfd()?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
-        frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
+        frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
         frontend.settle(0)?;
         make_block(&call)?;
         for _ in 0..3 {
             frontend.rings[1].enable_calls();
             offer_read(&mut frontend)?;
-            frontend.rings[1].watch_used(1)?;
+            frontend.rings[1].poll_used(1)?;
             frontend.rings[1].take_used();
-            good_queue_serves(&mut frontend)?;
+            check_good_queue(&mut frontend)?;
         }
         frontend.stop_queue(1)?;
-        good_queue_serves(&mut frontend)?;
+        check_good_queue(&mut frontend)?;
         drop((frontend, call));
         check_service(&mut daemon)?;
     }
@@ -205,9 +206,9 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     let call = new_eventfd()?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     make_block(&call)?;
-    frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
+    frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
     offer_read(&mut frontend)?;
-    frontend.rings[1].watch_used(1)?;
+    frontend.rings[1].poll_used(1)?;
     daemon.terminate()?;
     Ok(())
 }
@@ -219,7 +220,7 @@ fn an_err_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     make_block(&err)?;
     frontend.rings[1].put_avail_idx(0x8000);
     frontend.rings[1].kick()?;
-    good_queue_serves(&mut frontend)?;
+    check_good_queue(&mut frontend)?;
     frontend.stop_queue(1)?;
     drop((frontend, err));
     check_service(&mut daemon)
@@ -233,7 +234,7 @@ fn an_err_that_is_replaced(engine: Engine) -> Result<()> {
         frontend.rings[1].err = new_eventfd()?;
         let new = Arc::clone(&frontend.rings[1].err);
         let set = |frontend: &mut Frontend, fd| {
-            frontend.tell(Message::ring_fd(code::SET_VRING_ERR, 1, fd))
+            frontend.send_checked(Message::ring_fd(code::SET_VRING_ERR, 1, fd))
         };
         if round == 1 {
             set(&mut frontend, None)?;
@@ -242,7 +243,7 @@ fn an_err_that_is_replaced(engine: Engine) -> Result<()> {
         frontend.rings[1].put_avail_idx(0x8000);
         frontend.rings[1].kick()?;
         frontend.rings[1].wait_err()?;
-        good_queue_serves(&mut frontend)?;
+        check_good_queue(&mut frontend)?;
     }
     check_service(&mut daemon)
 }
@@ -256,7 +257,7 @@ fn refused(frontend: &mut Frontend, message: Message) -> Result<()> {
     if message.fds.len() > ROOM {
         return frontend.channel.send(&message);
     }
-    let reply = frontend.channel.ask(&message.needs_reply())?;
+    let reply = frontend.channel.exchange(&message.needs_reply())?;
     ensure!(reply.is_none_or(|reply| reply.number().is_ok_and(|status| status != 0)));
     Ok(())
 }
@@ -291,7 +292,7 @@ fn more_descriptors_than_a_message_has() -> Result<()> {
             refused(frontend, message)
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
@@ -322,7 +323,7 @@ fn fewer_descriptors_than_a_message_has() -> Result<()> {
             frontend.expect_refused(message)
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 /// Descriptors belong to the header. Descriptors that arrive later are neither used nor kept.
@@ -344,7 +345,7 @@ fn descriptors_in_the_middle_of_a_message() -> Result<()> {
             Ok(())
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 /// The daemon's own calls would arrive at its own socket.
@@ -358,5 +359,5 @@ fn the_connection_itself_as_a_call() -> Result<()> {
             frontend.expect_refused(Message::ring_fd(request, 1, Some(&own)))
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }

@@ -4,10 +4,10 @@
 
 mod chains;
 mod descriptors;
+mod disconnects;
 mod memory;
 mod messages;
 mod units;
-mod vanishing;
 
 use std::path::Path;
 

@@ -11,7 +11,7 @@ use ringhaul_kit::daemon::DaemonOptions;
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::memory::{Region, memfd, new_eventfd, take_count};
 use ringhaul_kit::frontend::message::{Message, code};
-use ringhaul_kit::frontend::ring::{Desc, INDIRECT, place_at};
+use ringhaul_kit::frontend::ring::{Desc, INDIRECT, layout_at};
 use ringhaul_kit::frontend::{
     BORDER, DATA, Frontend, MEMORY_START, Setup, blk, check_service, protocol_feature,
 };
@@ -42,7 +42,7 @@ fn expect_both_refused(
 }
 
 #[test]
-fn regions_that_cannot_be() -> Result<()> {
+fn impossible_regions() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
     let good = Region::new(MEMORY_START, 4 * PAGE)?;
@@ -63,7 +63,7 @@ fn regions_that_cannot_be() -> Result<()> {
     ] {
         expect_both_refused(&mut daemon, what, &region)?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
@@ -98,12 +98,12 @@ fn files_that_are_no_memory() -> Result<()> {
         let region = Region { file: Arc::new(file), ..good.clone() };
         expect_both_refused(&mut daemon, what, &region)?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 /// A mappable file with pages of a file system, which may be a program (FUSE).
 #[test]
-fn files_whose_pages_others_have() -> Result<()> {
+fn files_with_pages_of_a_file_system() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
     let on_disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR"))?;
@@ -112,7 +112,7 @@ fn files_whose_pages_others_have() -> Result<()> {
     let region = Region { file: Arc::new(on_disk.into()), ..good };
     expect_both_refused(&mut daemon, "a file on a disk", &region)?;
     daemon.wait_for_message("--memory-files any", 1)?;
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 /// The marks of the requests are gone, so a crash would lose the requests.
@@ -127,7 +127,7 @@ fn an_inflight_region_that_shrinks_stops_the_queues_of_its_front_end() -> Result
     frontend.negotiate()?;
     frontend.share_memory()?;
     let region = Arc::new(memfd(REGION_BYTES)?);
-    frontend.tell(Message::inflight_region(&region, REGION_BYTES, 2, setup.queue_size))?;
+    frontend.send_checked(Message::inflight_region(&region, REGION_BYTES, 2, setup.queue_size))?;
     for queue in 0..2 {
         frontend.start_queue(queue, 0)?;
         frontend.enable_queue(queue, true)?;
@@ -163,23 +163,24 @@ fn more_memory_than_a_front_end_may_have() -> Result<()> {
         file_offset: 0,
         file: Arc::clone(&file),
     };
-    let add = |frontend: &mut Frontend, index| frontend.tell(Message::add_region(&region(index)));
+    let add =
+        |frontend: &mut Frontend, index| frontend.send_checked(Message::add_region(&region(index)));
     with_negotiated(&mut daemon, "one TiB after the other", |frontend| {
         (0..16).try_for_each(|index| add(frontend, index))?;
         // A removed region leaves room for the next one.
-        frontend.tell(Message::remove_region(&region(3)))?;
+        frontend.send_checked(Message::remove_region(&region(3)))?;
         add(frontend, 20)?;
         frontend.expect_refused(Message::add_region(&region(21)))
     })?;
     daemon.wait_for_message("(--max-guest-memory) may be 17592186044416", 1)?;
-    daemon.wait_let_go(&descriptors)?;
+    daemon.wait_released(&descriptors)?;
 
     let regions: Vec<_> = (0..17).map(region).collect();
     let table = Message::memory_table(&regions.iter().collect::<Vec<_>>());
     with_negotiated(&mut daemon, "too much in one table", |frontend| {
         frontend.expect_refused(table)
     })?;
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
@@ -192,7 +193,7 @@ fn more_memory_than_all_front_ends_may_have() -> Result<()> {
     daemon.wait_for_message("serving on", 2)?;
     let large = Region::new(1 << 32, 90 << 20)?;
     let mut first = Frontend::attach(daemon.socket(), &Setup::default())?;
-    first.tell(Message::add_region(&large))?;
+    first.send_checked(Message::add_region(&large))?;
     let mut second = Frontend::connect(&socket, &Setup::default())?;
     second.negotiate()?;
     ensure!(second.share_memory().is_err(), "more is mapped than may be");
@@ -227,18 +228,18 @@ fn regions_that_overlap() -> Result<()> {
         ("all of it and more", Region { bytes: 4 * PAGE, ..at(guest - PAGE, apart.user_addr) }),
     ] {
         with_negotiated(&mut daemon, &format!("{what}, one by one"), |frontend| {
-            frontend.tell(Message::add_region(&first))?;
+            frontend.send_checked(Message::add_region(&first))?;
             frontend.expect_refused(Message::add_region(&second))
         })?;
         with_negotiated(&mut daemon, &format!("{what}, in a table"), |frontend| {
             frontend.expect_refused(Message::memory_table(&[&first, &apart, &second]))
         })?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
-fn as_many_regions_as_a_front_end_likes() -> Result<()> {
+fn more_regions_than_announced() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
     let file = Region::new(MEMORY_START, 600 * PAGE)?;
@@ -251,7 +252,7 @@ fn as_many_regions_as_a_front_end_likes() -> Result<()> {
     };
     with_negotiated(&mut daemon, "one more than announced", |frontend| {
         for n in 0..509 {
-            frontend.tell(Message::add_region(&page(n)))?;
+            frontend.send_checked(Message::add_region(&page(n)))?;
         }
         frontend.expect_refused(Message::add_region(&page(509)))
     })?;
@@ -277,11 +278,11 @@ fn as_many_regions_as_a_front_end_likes() -> Result<()> {
             },
         )?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
-fn removing_what_is_not_there() -> Result<()> {
+fn removals_of_absent_regions() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
     let good = Region::new(MEMORY_START, 4 * PAGE)?;
@@ -292,20 +293,20 @@ fn removing_what_is_not_there() -> Result<()> {
         ("no bytes", Region { bytes: 0, ..good.clone() }),
     ] {
         with_negotiated(&mut daemon, what, |frontend| {
-            frontend.tell(Message::add_region(&good))?;
+            frontend.send_checked(Message::add_region(&good))?;
             frontend.expect_refused(Message::remove_region(&region))
         })?;
     }
     with_negotiated(&mut daemon, "twice", |frontend| {
-        frontend.tell(Message::add_region(&good))?;
-        frontend.tell(Message::remove_region(&good))?;
+        frontend.send_checked(Message::add_region(&good))?;
+        frontend.send_checked(Message::remove_region(&good))?;
         frontend.expect_refused(Message::remove_region(&good))
     })?;
     with_negotiated(&mut daemon, "with a descriptor, as some front-ends do", |frontend| {
-        frontend.tell(Message::add_region(&good))?;
-        frontend.tell(Message::remove_region(&good).with_fd(&good.file))
+        frontend.send_checked(Message::add_region(&good))?;
+        frontend.send_checked(Message::remove_region(&good).with_fd(&good.file))
     })?;
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 /// Removes the memory of a region. The test must not touch it afterwards; the daemon will.
@@ -373,7 +374,7 @@ fn memory_that_shrinks_under_rings(engine: Engine) -> Result<()> {
     let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
     // Queue 1 moves to the second region, which disappears.
     frontend.stop_queue(1)?;
-    frontend.rings[1].config = place_at(BORDER, setup.queue_size);
+    frontend.rings[1].config = layout_at(BORDER, setup.queue_size);
     frontend.start_queue(1, 0)?;
     frontend.read(1, 0, 512)?;
     shrink(&frontend, 1)?;
@@ -389,7 +390,9 @@ fn memory_that_shrinks_under_rings(engine: Engine) -> Result<()> {
     frontend.share_memory()?;
     shrink(&frontend, 0)?;
     let refused = frontend.start_queue(0, 0).is_err() || frontend.enable_queue(0, true).is_err();
-    ensure!(refused || frontend.number(&Message::new(code::GET_FEATURES, Vec::new())).is_ok());
+    ensure!(
+        refused || frontend.exchange_number(&Message::new(code::GET_FEATURES, Vec::new())).is_ok()
+    );
     drop(frontend);
     check_service(&mut daemon)
 }

@@ -5,7 +5,7 @@ use ringhaul_kit::daemon::DaemonOptions;
 use ringhaul_kit::frontend::message::{
     Channel, HEADER_BYTES, Message, NEED_REPLY, NO_FD, REPLY, VERSION, code,
 };
-use ringhaul_kit::frontend::ring::place_at;
+use ringhaul_kit::frontend::ring::layout_at;
 use ringhaul_kit::frontend::{
     BORDER, Frontend, MEMORY_END, MEMORY_START, Setup, check_service, feature,
 };
@@ -50,7 +50,7 @@ fn a_session_that_ends_after_any_byte() -> Result<()> {
                 .with_context(|| format!("after {cut} bytes of {message:?}, number {whole}"))?;
         }
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn flags_that_make_no_sense() -> Result<()> {
                 let body = if request == code::SET_FEATURES { vec![0; 8] } else { Vec::new() };
                 let mut message = Message::new(request, body);
                 message.flags = flags;
-                let reply = frontend.channel.ask(&message)?;
+                let reply = frontend.channel.exchange(&message)?;
                 ensure!(reply.is_none(), "it was answered: {reply:?}");
                 Ok(())
             })?;
@@ -154,7 +154,8 @@ fn requests_that_were_not_offered() -> Result<()> {
     ] {
         let what = format!("request {request}");
         with_negotiated(&mut daemon, &what, |frontend| {
-            let reply = frontend.channel.ask(&Message::new(request, Vec::new()).needs_reply())?;
+            let reply =
+                frontend.channel.exchange(&Message::new(request, Vec::new()).needs_reply())?;
             ensure!(reply.is_none_or(|reply| reply.number().is_ok_and(|status| status != 0)));
             Ok(())
         })?;
@@ -212,7 +213,7 @@ fn messages_out_of_order() -> Result<()> {
 }
 
 #[test]
-fn what_comes_early_is_not_lost() -> Result<()> {
+fn early_messages_are_not_lost() -> Result<()> {
     let mut daemon = daemon()?;
     with_negotiated(&mut daemon, "the base of a ring that never started", |frontend| {
         assert_eq!(frontend.stop_queue(0)?, 0);
@@ -235,18 +236,18 @@ fn what_comes_early_is_not_lost() -> Result<()> {
             frontend.enable_queue(queue, true)?;
         }
         frontend.read(0, 0, 512)?;
-        frontend.tell(Message::number(code::SET_FEATURES, frontend.features))?;
+        frontend.send_checked(Message::number(code::SET_FEATURES, frontend.features))?;
         frontend.read(0, 0, 512)?;
         // Event idx is off from here on.
         let fewer = frontend.features & !feature::EVENT_IDX;
-        frontend.tell(Message::number(code::SET_FEATURES, fewer))?;
+        frontend.send_checked(Message::number(code::SET_FEATURES, fewer))?;
         frontend.rings[0].config.event_idx = false;
         frontend.read(0, 0, 512)?;
         Ok(())
     })?;
     with_attached(&mut daemon, &Setup::default(), "an owner that goes away", |frontend| {
         frontend.read(0, 0, 512)?;
-        frontend.tell(Message::new(code::RESET_OWNER, Vec::new()))?;
+        frontend.send_checked(Message::new(code::RESET_OWNER, Vec::new()))?;
         // All rings are as after GET_VRING_BASE; a session may follow.
         for queue in [0, 1] {
             let base = frontend.stop_queue(queue)?;
@@ -271,14 +272,14 @@ fn queues_that_do_not_exist() -> Result<()> {
         let what = format!("addresses of queue {index}");
         with_negotiated(&mut daemon, &what, |frontend| {
             frontend.share_memory()?;
-            let mut message = frontend.addresses_of(0)?;
+            let mut message = frontend.address_message(0)?;
             message.body[..4].copy_from_slice(&index.to_ne_bytes());
             frontend.expect_refused(message)
         })?;
         let what = format!("the base of queue {index}");
         with_negotiated(&mut daemon, &what, |frontend| {
             let message = Message::ring_state(code::GET_VRING_BASE, index, 0);
-            ensure!(frontend.channel.ask(&message)?.is_none(), "there was an answer");
+            ensure!(frontend.channel.exchange(&message)?.is_none(), "there was an answer");
             Ok(())
         })?;
         let Ok(index) = u8::try_from(index) else { continue };
@@ -297,7 +298,7 @@ fn queues_that_do_not_exist() -> Result<()> {
 }
 
 #[test]
-fn numbers_that_no_ring_can_have() -> Result<()> {
+fn impossible_numbers_of_rings() -> Result<()> {
     let mut daemon = daemon()?;
     for size in [0, 3, 5, 100, 1023, 1025, 2048, 32_768, 65_535, 65_536, u32::MAX] {
         with_negotiated(&mut daemon, &format!("{size} entries"), |frontend| {
@@ -320,9 +321,9 @@ fn numbers_that_no_ring_can_have() -> Result<()> {
 /// A queue with a misplaced part is never served. The daemon reports the fault in reply to a
 /// message or through the err eventfd.
 #[test]
-fn rings_where_they_cannot_be() -> Result<()> {
+fn misplaced_rings() -> Result<()> {
     let mut daemon = daemon()?;
-    let good = place_at(MEMORY_START, 64);
+    let good = layout_at(MEMORY_START, 64);
     let cases = [
         ("descriptors not aligned", QueueConfig { desc_table: good.desc_table + 8, ..good }),
         ("avail ring not aligned", QueueConfig { avail_ring: good.avail_ring + 1, ..good }),
@@ -353,12 +354,12 @@ fn rings_where_they_cannot_be() -> Result<()> {
             let what = format!("part {part} of a ring at address {addr:#x}");
             with_attached(&mut daemon, &Setup::default(), &what, |frontend| {
                 frontend.stop_queue(1)?;
-                let mut message = frontend.addresses_of(1)?;
+                let mut message = frontend.address_message(1)?;
                 message.body[8 + 8 * part..16 + 8 * part].copy_from_slice(&addr.to_ne_bytes());
                 let kick = std::sync::Arc::clone(&frontend.rings[1].kick);
-                let refused = frontend.tell(message).is_err()
+                let refused = frontend.send_checked(message).is_err()
                     || frontend
-                        .tell(Message::ring_fd(code::SET_VRING_KICK, 1, Some(&kick)))
+                        .send_checked(Message::ring_fd(code::SET_VRING_KICK, 1, Some(&kick)))
                         .is_err();
                 ensure!(refused, "the queue was started");
                 Ok(())
@@ -389,7 +390,7 @@ fn configuration_reads_that_make_no_sense() -> Result<()> {
         for request in [code::GET_CONFIG, code::SET_CONFIG] {
             with_negotiated(&mut daemon, what, |frontend| {
                 let message = Message::new(request, body.clone()).needs_reply();
-                let reply = frontend.channel.ask(&message)?;
+                let reply = frontend.channel.exchange(&message)?;
                 // A device refuses a read with a reply without data.
                 let refused = match &reply {
                     None => true,

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::memory::Region;
 use ringhaul_kit::frontend::message::{Message, code};
-use ringhaul_kit::frontend::ring::place_at;
+use ringhaul_kit::frontend::ring::layout_at;
 use ringhaul_kit::frontend::{Frontend, MEMORY_END, Setup, check_service};
 use ringhaul_kit::fuse::{FILE_BYTES, Fuse, opcode};
 use ringhaul_kit::server::Engine;
@@ -28,7 +28,7 @@ struct FuseScene {
 impl FuseScene {
     fn start(engine: Engine) -> Result<Option<Self>> {
         let Some(fuse) = Fuse::mount()? else { return Ok(None) };
-        let scene = Scene::of(engine)?;
+        let scene = Scene::with_engine(engine)?;
         Ok(Some(Self { fuse, scene }))
     }
 
@@ -67,14 +67,14 @@ fn a_file_that_does_not_answer_as_memory(engine: Engine) -> Result<()> {
     if refused.is_err() {
         // The daemon took the region, so use it for a queue.
         bad.stop_queue(1)?;
-        bad.rings[1].config = place_at(MEMORY_END, 64);
+        bad.rings[1].config = layout_at(MEMORY_END, 64);
         let message = Message::ring_addresses(
             1,
             region.user_addr,
             region.user_addr + 0x5000,
             region.user_addr + 0x4000,
         );
-        bad.tell(message)?;
+        bad.send_checked(message)?;
         let kick = std::sync::Arc::clone(&bad.rings[1].kick);
         bad.channel.send(&Message::ring_fd(code::SET_VRING_KICK, 1, Some(&kick)))?;
         this.fuse.wait_for(opcode::READ)?;

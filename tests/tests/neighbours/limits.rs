@@ -25,7 +25,7 @@ fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
     const SMALLEST: u64 = 1 << 20;
     /// The default of `--max-guest-memory`.
     const LIMIT_OF_ONE: u64 = 16 << 40;
-    let mut scene = Scene::of(engine)?;
+    let mut scene = Scene::with_engine(engine)?;
     let hole = Arc::new(memfd(1 << 47)?);
     let mut taken: Vec<Region> = Vec::new();
     let mut guest = Frontend::connect(scene.daemon.socket(), &Setup::default())?;
@@ -40,7 +40,7 @@ fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
             file_offset: 0,
             file: Arc::clone(&hole),
         };
-        match guest.tell(Message::add_region(&region)) {
+        match guest.send_checked(Message::add_region(&region)) {
             Ok(()) => {
                 addr += bytes;
                 taken.push(region);
@@ -65,7 +65,7 @@ fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
 
 fn a_write_beyond_the_limit_on_files(engine: Engine) -> Result<()> {
     let options =
-        DaemonOptions { under: &["prlimit", "--fsize=8388608"], ..DaemonOptions::new(engine) };
+        DaemonOptions { wrapper: &["prlimit", "--fsize=8388608"], ..DaemonOptions::new(engine) };
     let mut scene = Scene::start(disks(), &options)?;
     let mut guest = Frontend::attach(scene.daemon.socket(), &Setup::default())?;
     for _ in 0..3 {

@@ -9,7 +9,7 @@ use std::process::Child;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Scene, ringhaul};
+use ringhaul_kit::cli::{READY, TestFolders, ringhaul};
 use ringhaul_kit::daemon::{LIMIT, pattern};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
@@ -19,7 +19,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::scene::make_written;
 
-for_each_engine! { a_log_that_nobody_reads }
+for_each_engine! { a_log_without_a_reader }
 
 /// A daemon with two exports on separate files and a pipe as its standard error. Dropping it kills
 /// the daemon.
@@ -27,18 +27,18 @@ pub(crate) struct Unread {
     child: Child,
     lines: BufReader<PipeReader>,
     pub(crate) sockets: [PathBuf; 2],
-    scene: Scene,
+    folders: TestFolders,
 }
 
 impl Unread {
     pub(crate) fn start(engine: Engine) -> Result<Self> {
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
         for name in NAMES {
-            make_written(&scene.path(&format!("{name}.img")))?;
+            make_written(&folders.path(&format!("{name}.img")))?;
         }
-        let sockets = NAMES.map(|name| scene.socket(name));
-        let (child, lines) = serve(engine, &scene, &sockets)?;
-        let mut this = Self { child, lines, sockets, scene };
+        let sockets = NAMES.map(|name| folders.socket(name));
+        let (child, lines) = serve(engine, &folders, &sockets)?;
+        let mut this = Self { child, lines, sockets, folders };
         this.wait_for(READY)?;
         this.wait_for(READY)?;
         Ok(this)
@@ -48,7 +48,7 @@ impl Unread {
     /// front-ends.
     pub(crate) fn start_again(&mut self, engine: Engine) -> Result<()> {
         self.terminate()?;
-        (self.child, self.lines) = serve(engine, &self.scene, &self.sockets)?;
+        (self.child, self.lines) = serve(engine, &self.folders, &self.sockets)?;
         self.wait_for(READY)?;
         self.wait_for(READY)
     }
@@ -101,14 +101,14 @@ impl Drop for Unread {
 /// Starts a daemon with an export for each name, and takes its standard error.
 fn serve(
     engine: Engine,
-    scene: &Scene,
+    folders: &TestFolders,
     sockets: &[PathBuf],
 ) -> Result<(Child, BufReader<PipeReader>)> {
     let (reader, writer) = std::io::pipe().context("making a pipe")?;
     let mut command = ringhaul()?;
     command.args(["serve", "--engine", &engine.to_string()]).stderr(writer);
     for (name, socket) in NAMES.iter().zip(sockets) {
-        let (socket, file) = (socket.display(), scene.path(&format!("{name}.img")));
+        let (socket, file) = (socket.display(), folders.path(&format!("{name}.img")));
         command.args(["--export", &format!("socket-path={socket},blk-file={}", file.display())]);
     }
     let child = command.spawn().context("starting the daemon")?;
@@ -122,7 +122,7 @@ const NAMES: [&str; 2] = ["bad", "good"];
 const FILLING: &str = "---filling---\n";
 
 /// Guests cause lines that no reader takes, and no request waits for that.
-fn a_log_that_nobody_reads(engine: Engine) -> Result<()> {
+fn a_log_without_a_reader(engine: Engine) -> Result<()> {
     let mut daemon = Unread::start(engine)?;
     daemon.fill()?;
     drive(&daemon.sockets[0], &daemon.sockets[1])?;

@@ -15,11 +15,11 @@ use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, MEMORY_END, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::{FileSystem, LoopDevice, may_change};
+use ringhaul_kit::system::{FileSystem, LoopDevice, can_change_system};
 
 use crate::log::Unread;
-use crate::scene::{Scene, Stuck, disks};
-use crate::slow_disks::{ext4, learn};
+use crate::scene::{PendingWrites, Scene, disks};
+use crate::slow_disks::{ext4, switch_to_pool_threads};
 
 const MIB: u64 = 1 << 20;
 
@@ -33,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 const LONG_PAUSE: Duration = Duration::from_millis(100);
 
 /// Ends a disturbance, and fails if there was none.
-type Settle = Box<dyn FnOnce() -> Result<()>>;
+type Stop = Box<dyn FnOnce() -> Result<()>>;
 
 /// Quiet and disturbed spans, in turn.
 #[derive(Clone, Copy)]
@@ -74,14 +74,14 @@ impl Spans {
         name: &str,
         engine: Engine,
         socket: &Path,
-        mut disturb: impl FnMut() -> Result<Settle>,
+        mut disturb: impl FnMut() -> Result<Stop>,
     ) -> Result<()> {
         let (mut ratios, mut quiet_iops) = (Vec::new(), Vec::new());
         for _ in 0..self.rounds {
             let quiet = self.measure(socket).context("in quiet")?;
-            let settle = disturb().context("beginning to disturb")?;
+            let stop = disturb().context("beginning to disturb")?;
             let disturbed = self.measure(socket).context("beside one that misbehaves");
-            settle().context("what disturbs")?;
+            stop().context("what disturbs")?;
             ratios.push(disturbed? / quiet);
             quiet_iops.push(quiet);
         }
@@ -102,7 +102,7 @@ impl Spans {
         name: &str,
         engine: Engine,
         scene: Scene,
-        mut disturb: impl FnMut(&Daemon) -> Result<Settle>,
+        mut disturb: impl FnMut(&Daemon) -> Result<Stop>,
     ) -> Result<()> {
         let Scene { daemon, file, null, sockets, _folders } = scene;
         // The load generator takes the place of this neighbour.
@@ -126,7 +126,10 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Repeats an action on a separate thread, until the returned function is called.
-fn keep_on(pause: Duration, mut act: impl FnMut() -> Result<()> + Send + 'static) -> Settle {
+fn repeat_until_stopped(
+    pause: Duration,
+    mut act: impl FnMut() -> Result<()> + Send + 'static,
+) -> Stop {
     let stop = Arc::new(AtomicBool::new(false));
     let thread = std::thread::spawn({
         let stop = Arc::clone(&stop);
@@ -163,9 +166,9 @@ fn hung_writes(
     }
     let home = if is_loop { disks() } else { file_system.path() };
     let scene = Scene::start(home, &options)?;
-    learn(engine, &scene, &file_system)?;
+    switch_to_pool_threads(engine, &scene, &file_system)?;
     spans.compare_in(name, engine, scene, |daemon| {
-        let mut stuck = Stuck::attach(daemon.socket())?;
+        let mut stuck = PendingWrites::attach(daemon.socket())?;
         let frozen = file_system.freeze()?;
         if misaligned {
             for number in 0..2040 {
@@ -195,7 +198,7 @@ fn loop_device(file_system: &FileSystem) -> Result<LoopDevice> {
 fn hung_descriptor(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let fuse = Rc::new(fuse);
-    spans.compare_in(name, engine, Scene::of(engine)?, |daemon| {
+    spans.compare_in(name, engine, Scene::with_engine(engine)?, |daemon| {
         let mut bad = Frontend::connect(daemon.socket(), &Setup::default())?;
         bad.negotiate()?;
         fuse.withhold(daemon.pid(), &[opcode::FLUSH, opcode::POLL]);
@@ -218,9 +221,9 @@ fn sparse_regions(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     /// The regions that one front-end may share by default, beside its memory that is no hole.
     const REGIONS: u64 = (16 << 40) / REGION_BYTES - 1;
     let hole = Arc::new(memfd(REGION_BYTES)?);
-    spans.compare_in(name, engine, Scene::of(engine)?, |daemon| {
+    spans.compare_in(name, engine, Scene::with_engine(engine)?, |daemon| {
         let (socket, hole) = (daemon.socket().to_owned(), Arc::clone(&hole));
-        Ok(keep_on(LONG_PAUSE, move || {
+        Ok(repeat_until_stopped(LONG_PAUSE, move || {
             let mut bad = Frontend::connect(&socket, &Setup::default())?;
             bad.negotiate()?;
             bad.share_memory()?;
@@ -230,7 +233,7 @@ fn sparse_regions(spans: Spans, name: &str, engine: Engine) -> Result<()> {
                 let file = Arc::clone(&hole);
                 let bytes = REGION_BYTES;
                 let region = Region { guest_addr, bytes, user_addr, file_offset: 0, file };
-                let taken = bad.tell(Message::add_region(&region)).is_ok();
+                let taken = bad.send_checked(Message::add_region(&region)).is_ok();
                 ensure!(taken == (number < REGIONS), "region {number}: taken {taken}");
             }
             Ok(())
@@ -241,10 +244,10 @@ fn sparse_regions(spans: Spans, name: &str, engine: Engine) -> Result<()> {
 /// A guest with requests beyond the limit on the size of files.
 fn limit_on_files(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     let options =
-        DaemonOptions { under: &["prlimit", "--fsize=8388608"], ..DaemonOptions::new(engine) };
+        DaemonOptions { wrapper: &["prlimit", "--fsize=8388608"], ..DaemonOptions::new(engine) };
     spans.compare_in(name, engine, Scene::start(disks(), &options)?, |daemon| {
         let mut bad = Frontend::attach(daemon.socket(), &Setup::default())?;
-        Ok(keep_on(PAUSE, move || {
+        Ok(repeat_until_stopped(PAUSE, move || {
             let answer = bad.request(0, blk::OUT, (12 << 20) / 512, &[7; 4096], 0)?;
             ensure!(answer.status == blk::IOERR, "a write beyond the limit: {answer:?}");
             Ok(())
@@ -259,14 +262,14 @@ fn full_pipe(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     spans.compare(name, engine, &good, || {
         let mut bad = Frontend::attach(&bad, &Setup::default())?;
         unread.borrow_mut().fill()?;
-        let settle = keep_on(PAUSE, move || {
+        let stop = repeat_until_stopped(PAUSE, move || {
             let answer = bad.request(0, 0xdead, 0, &[], 512)?;
             ensure!(answer.status == blk::UNSUPP, "an unknown request: {answer:?}");
             Ok(())
         });
         let unread = Rc::clone(&unread);
         Ok(Box::new(move || {
-            settle()?;
+            stop()?;
             // A line about the load generator's front-end had to wait.
             let mut unread = unread.borrow_mut();
             unread.wait_behind_filling("a front-end has connected")?;
@@ -299,7 +302,7 @@ const CASES: [(&str, Case); 7] = [
 #[test]
 #[ignore = "a measurement, and no test"]
 fn report() -> Result<()> {
-    if !may_change("mounts") {
+    if !can_change_system("mounts") {
         return Ok(());
     }
     let spans = Spans::from_environment()?;

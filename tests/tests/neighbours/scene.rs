@@ -17,7 +17,7 @@ use tempfile::TempDir;
 pub(crate) const OPERATIONS: usize = 60;
 
 /// The interval between two checks of a wait.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Entries of each of the misbehaving export's two queues.
 pub(crate) const QUEUE_SIZE: u16 = 1024;
@@ -156,7 +156,7 @@ impl Scene {
     }
 
     /// Starts the daemon with the default options of an engine.
-    pub(crate) fn of(engine: Engine) -> Result<Self> {
+    pub(crate) fn with_engine(engine: Engine) -> Result<Self> {
         Self::start(disks(), &DaemonOptions::new(engine))
     }
 
@@ -173,7 +173,7 @@ impl Scene {
         let deadline = Instant::now() + LIMIT;
         while self.daemon.socket().exists() || self.sockets.iter().any(|socket| socket.exists()) {
             ensure!(Instant::now() < deadline, "SIGTERM does not end all exports");
-            std::thread::sleep(LOOK_INTERVAL);
+            std::thread::sleep(CHECK_INTERVAL);
         }
         Ok(())
     }
@@ -196,12 +196,12 @@ impl Scene {
     }
 }
 
-/// Bytes of each write of [`Stuck`]; write *i* has the content of `i % CONTENTS`.
+/// Bytes of each write of [`PendingWrites`]; write *i* has the content of `i % CONTENTS`.
 pub(crate) const WRITE_BYTES: usize = 4096;
 const CONTENTS: u16 = 256;
 
 /// A front-end with unanswered requests on two queues.
-pub(crate) struct Stuck {
+pub(crate) struct PendingWrites {
     pub(crate) frontend: Frontend,
     /// The number of requests of each queue.
     counts: [u16; 2],
@@ -209,7 +209,7 @@ pub(crate) struct Stuck {
     statuses: Vec<u64>,
 }
 
-impl Stuck {
+impl PendingWrites {
     pub(crate) fn attach(socket: &Path) -> Result<Self> {
         let frontend = Frontend::attach(socket, &Setup::default().queue_size(QUEUE_SIZE))?;
         frontend.rings.iter().for_each(|ring| ring.disable_calls());
@@ -282,7 +282,7 @@ impl Stuck {
     pub(crate) fn finish(&mut self) -> Result<()> {
         for (queue, count) in self.counts.into_iter().enumerate() {
             let ring = &mut self.frontend.rings[queue];
-            ring.watch_used(count).context("after what kept them is gone")?;
+            ring.poll_used(count).context("after what kept them is gone")?;
             let mut heads = Vec::new();
             while let Some(used) = ring.take_used() {
                 heads.push(used.head);

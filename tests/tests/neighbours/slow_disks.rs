@@ -11,9 +11,9 @@ use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, blk, segment};
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::{FileSystem, LoopDevice, Tmpfs, may_change};
+use ringhaul_kit::system::{FileSystem, LoopDevice, Tmpfs, can_change_system};
 
-use crate::scene::{OPERATIONS, Scene, Stuck, WRITE_BYTES, disks};
+use crate::scene::{OPERATIONS, PendingWrites, Scene, WRITE_BYTES, disks};
 
 for_each_engine! {
     a_frozen_file_system,
@@ -40,7 +40,7 @@ fn check_depths(
     file_system: &FileSystem,
     depths: &[u16],
 ) -> Result<()> {
-    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    let mut stuck = PendingWrites::attach(scene.daemon.socket())?;
     for &depth in depths {
         let frozen = file_system.freeze()?;
         stuck.write(depth, 2)?;
@@ -53,7 +53,7 @@ fn check_depths(
         for number in 0..depth {
             let mut content = vec![0; WRITE_BYTES];
             file.read_exact_at(&mut content, u64::from(number) * WRITE_BYTES as u64)?;
-            ensure!(content == Stuck::content(number), "write {number} is not on the disk");
+            ensure!(content == PendingWrites::content(number), "write {number} is not on the disk");
         }
         // The next round writes to the range that is zeroed here.
         stuck.put(0, blk::WRITE_ZEROES, 0, Some(put_segments(&stuck, &[(0, 16_384)])?))?;
@@ -64,7 +64,7 @@ fn check_depths(
 }
 
 /// Puts segments into guest memory, each a sector and a number of sectors.
-fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
+fn put_segments(stuck: &PendingWrites, ranges: &[(u64, u32)]) -> Result<Desc> {
     let bytes: Vec<u8> =
         ranges.iter().flat_map(|&(sector, sectors)| segment(sector, sectors, 0)).collect();
     let addr = DATA + 2 * MIB;
@@ -74,11 +74,15 @@ fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
 
 /// Linux AIO blocks in the submit to such a disk, and all disks of the IoThread with it. The daemon
 /// notices that afterwards, and from then on serves the disk by pool threads.
-pub(crate) fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> Result<()> {
+pub(crate) fn switch_to_pool_threads(
+    engine: Engine,
+    scene: &Scene,
+    file_system: &FileSystem,
+) -> Result<()> {
     if engine != Engine::Aio {
         return Ok(());
     }
-    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    let mut stuck = PendingWrites::attach(scene.daemon.socket())?;
     let frozen = file_system.freeze()?;
     stuck.write(8, 0)?;
     // This sleep replaces no condition: a submit counts as blocked after a fifth of a second.
@@ -88,7 +92,7 @@ pub(crate) fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> 
 }
 
 fn a_frozen_file_system(engine: Engine) -> Result<()> {
-    if !may_change("mounts") {
+    if !can_change_system("mounts") {
         return Ok(());
     }
     let file_system = ext4(64 * MIB)?;
@@ -96,7 +100,7 @@ fn a_frozen_file_system(engine: Engine) -> Result<()> {
         let options = DaemonOptions { cache, ..DaemonOptions::new(engine) };
         let mut scene = Scene::start(file_system.path(), &options)?;
         let disk = scene.daemon.disk().to_owned();
-        learn(engine, &scene, &file_system)?;
+        switch_to_pool_threads(engine, &scene, &file_system)?;
         check_depths(&mut scene, &disk, &file_system, &DEPTHS)
             .with_context(|| format!("with {cache:?}:\n{}", scene.daemon.messages()))?;
         scene.terminate()?;
@@ -105,7 +109,7 @@ fn a_frozen_file_system(engine: Engine) -> Result<()> {
 }
 
 fn a_loop_device_on_a_frozen_file_system(engine: Engine) -> Result<()> {
-    if !may_change("loop devices") {
+    if !can_change_system("loop devices") {
         return Ok(());
     }
     let file_system = ext4(64 * MIB)?;
@@ -127,19 +131,19 @@ const BOUNCE_MEMORY: usize = 64 << 20;
 
 /// Each request needs a MiB of the daemon's memory, which is too small for all of them.
 fn misaligned_writes_to_a_frozen_file_system(engine: Engine) -> Result<()> {
-    if !may_change("mounts") {
+    if !can_change_system("mounts") {
         return Ok(());
     }
     let file_system = ext4(64 * MIB)?;
     let options = DaemonOptions {
         cache: Cache::None,
-        under: &["prlimit", "--as=734003200"],
+        wrapper: &["prlimit", "--as=734003200"],
         ..DaemonOptions::new(engine)
     };
     let mut scene = Scene::start(file_system.path(), &options)?;
-    learn(engine, &scene, &file_system)?;
-    let mut stuck = Stuck::attach(scene.daemon.socket())?;
-    let content: Vec<u8> = (0..256).flat_map(Stuck::content).collect();
+    switch_to_pool_threads(engine, &scene, &file_system)?;
+    let mut stuck = PendingWrites::attach(scene.daemon.socket())?;
+    let content: Vec<u8> = (0..256).flat_map(PendingWrites::content).collect();
     stuck.frontend.memory.write(DATA + 1, &content)?;
     let frozen = file_system.freeze()?;
     for number in 0..2040 {
@@ -165,14 +169,14 @@ fn misaligned_writes_to_a_frozen_file_system(engine: Engine) -> Result<()> {
 fn zeroes_that_must_be_written(engine: Engine) -> Result<()> {
     const SEGMENT_BYTES: u64 = 32 * MIB;
     const SEGMENTS: u64 = 16;
-    if !may_change("mounts") {
+    if !can_change_system("mounts") {
         return Ok(());
     }
     let tmpfs = Tmpfs::mount(SEGMENTS * SEGMENT_BYTES + 8 * MIB)?;
     let mut options = DaemonOptions { cache: Cache::Writeback, ..DaemonOptions::new(engine) };
     options.disk_bytes = SEGMENTS * SEGMENT_BYTES;
     let mut scene = Scene::start(tmpfs.path(), &options)?;
-    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    let mut stuck = PendingWrites::attach(scene.daemon.socket())?;
     let ranges = (0..SEGMENTS).map(|segment| (segment * SEGMENT_BYTES / 512, 65_536));
     let segments = put_segments(&stuck, &ranges.collect::<Vec<_>>())?;
     // Each write of zeroes lets other tasks run, so there is time for many operations. But the

@@ -24,7 +24,7 @@ const PLAIN: Kind = Kind {
     requests: 600,
 };
 
-fn survives(kind: &Kind) -> Result<()> {
+fn check_survival(kind: &Kind) -> Result<()> {
     let Some(recorded) = Recorded::run(kind)? else { return Ok(()) };
     let leaks = recorded.check_cuts(CUTS)?;
     eprintln!("{}: {leaks} of {CUTS} cuts left clusters behind", kind.options);
@@ -35,7 +35,7 @@ macro_rules! images_survive {
     ($($name:ident: { $($field:ident: $value:expr),* },)*) => {
         $(#[test]
         fn $name() -> Result<()> {
-            survives(&Kind { $($field: $value,)* ..PLAIN })
+            check_survival(&Kind { $($field: $value,)* ..PLAIN })
         })*
     };
 }

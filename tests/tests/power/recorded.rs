@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::journal::{Cut, Journal};
@@ -59,7 +59,7 @@ pub(super) struct Kind {
 
 pub(super) struct Recorded {
     kind: Kind,
-    scene: Scene,
+    folders: TestFolders,
     journal: Arc<Journal>,
     log: Log,
     /// The range of moments of the run.
@@ -72,21 +72,21 @@ impl Recorded {
         if !is_installed("qemu-img") {
             return Ok(None);
         }
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let log = Log::new(make_image(kind, &scene)?);
-        let mut content = fs::read(scene.path("image"))?;
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let log = Log::new(make_image(kind, &folders)?);
+        let mut content = fs::read(folders.path("image"))?;
         if kind.below == Below::Nbd {
             content.resize(SERVER_BYTES, STALE);
         }
         let journal = Arc::new(Journal::new(content));
-        let mut this = Self { kind: kind.clone(), scene, journal, log, clock: 0..0 };
+        let mut this = Self { kind: kind.clone(), folders, journal, log, clock: 0..0 };
         let is_done = match kind.below {
-            Below::Fuse => match Fuse::record(&this.journal)? {
+            Below::Fuse => match Fuse::mount_recorded(&this.journal)? {
                 Some(fuse) => this.use_image(&format!("file,path={}", fuse.file().display())),
                 None => return Ok(None),
             },
             Below::Nbd => {
-                let socket = this.scene.socket("server");
+                let socket = this.folders.socket("server");
                 let _server = NbdRecorder::start(&socket, &this.journal)?;
                 this.use_image(&format!("nbd,socket={}", socket.display()))
             }
@@ -97,7 +97,7 @@ impl Recorded {
 
     fn use_image(&mut self, below: &str) -> Result<()> {
         let mut daemon = self.serve("disk.sock", &self.disk(below))?;
-        let socket = self.scene.socket("disk.sock");
+        let socket = self.folders.socket("disk.sock");
         let setup = Setup::default();
         let mut frontend = Frontend::attach(&socket, &setup)?;
         let random = &mut Random::new(7);
@@ -108,7 +108,7 @@ impl Recorded {
         if self.kind.grows {
             let size = format!("{}M", (2 * DISK_BYTES) >> 20);
             let mut command = ringhaul()?;
-            command.args(["ctl", "--control"]).arg(self.scene.socket("control"));
+            command.args(["ctl", "--control"]).arg(self.folders.socket("control"));
             run(command.arg("resize").arg(&socket).arg(&size))?.expect_code(0)?;
             self.log.grow(2 * DISK_BYTES / SECTOR);
         }
@@ -133,9 +133,9 @@ impl Recorded {
 
     fn serve(&self, socket: &str, disk: &str) -> Result<Running> {
         let mut command = ringhaul()?;
-        command.arg("serve").arg("--socket-path").arg(self.scene.socket(socket));
+        command.arg("serve").arg("--socket-path").arg(self.folders.socket(socket));
         command.args(["--cache", "none", "--disk", disk]);
-        command.arg("--control").arg(self.scene.socket("control"));
+        command.arg("--control").arg(self.folders.socket("control"));
         Running::serve(&mut command)
     }
 
@@ -147,7 +147,7 @@ impl Recorded {
             let at = self.moment(random);
             let kept_percent = [0, 20, 50, 90][index % 4];
             let cut = Cut { at, kept_percent, heeds_flushes: true };
-            let look = |random: &mut Random| -> Result<bool> {
+            let check_cut = |random: &mut Random| -> Result<bool> {
                 let path = self.write(cut, random)?;
                 let has_leaks = self.check(&path)?;
                 self.compare(&path, at)?;
@@ -157,7 +157,7 @@ impl Recorded {
                 Ok(has_leaks)
             };
             let what = || format!("{}: {cut:?}", self.kind.options);
-            leaks += usize::from(look(random).with_context(what)?);
+            leaks += usize::from(check_cut(random).with_context(what)?);
         }
         Ok(leaks)
     }
@@ -182,7 +182,7 @@ impl Recorded {
 
     /// Writes the file that a cut leaves.
     fn write(&self, cut: Cut, random: &mut Random) -> Result<PathBuf> {
-        let path = self.scene.path("cut");
+        let path = self.folders.path("cut");
         fs::write(&path, self.journal.cut(cut, random))?;
         Ok(path)
     }
@@ -203,7 +203,7 @@ impl Recorded {
 
     /// Checks that each sector has one of its allowed versions.
     fn compare(&self, path: &Path, at: usize) -> Result<()> {
-        let raw = self.scene.path("raw").display().to_string();
+        let raw = self.folders.path("raw").display().to_string();
         let image = path.display().to_string();
         run_program("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", &image, &raw])?;
         let content = fs::read(&raw)?;
@@ -226,7 +226,7 @@ impl Recorded {
     fn open(&self, path: &Path, at: usize) -> Result<()> {
         let disk = self.disk(&format!("file,path={}", path.display()));
         let mut daemon = self.serve("cut.sock", &disk)?;
-        let mut frontend = Frontend::attach(&self.scene.socket("cut.sock"), &Setup::default())?;
+        let mut frontend = Frontend::attach(&self.folders.socket("cut.sock"), &Setup::default())?;
         let first = frontend.read(0, 0, SECTOR)?;
         frontend.write(0, 0, &first)?;
         drop(frontend);
@@ -240,8 +240,8 @@ impl Recorded {
 }
 
 /// Makes the image, and returns the version of each sector.
-fn make_image(kind: &Kind, scene: &Scene) -> Result<Vec<Version>> {
-    let path = |name: &str| scene.path(name).display().to_string();
+fn make_image(kind: &Kind, folders: &TestFolders) -> Result<Vec<Version>> {
+    let path = |name: &str| folders.path(name).display().to_string();
     let [image, base, raw] = ["image", "base", "raw-base"].map(path);
     let size = DISK_BYTES.to_string();
     let mut create = vec!["create", "-q", "-f", "qcow2", "-o", kind.options];

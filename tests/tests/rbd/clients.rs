@@ -95,7 +95,7 @@ pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
 }
 
 /// The process that takes over has the lock at once, under a verified load.
-pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
+pub(super) fn lock_is_handed_over(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("left")?;
     let mut served = scene.serve("left", &disk, &[])?;
     let load = served.load("--runtime 15 --numjobs 1")?;
@@ -130,13 +130,13 @@ pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
 
 /// Written data is in the cluster before another process serves, although librbd writes its cache
 /// only when flushed. While that is impossible, the old process stays.
-pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
-    leave_cache(scene, "cached", "writeback")?;
+pub(super) fn cache_is_handed_over(scene: &mut Scene) -> Result<()> {
+    hand_over_cache(scene, "cached", "writeback")?;
     // The configuration of an image takes precedence.
-    leave_cache(scene, "uncached", "none")
+    hand_over_cache(scene, "uncached", "none")
 }
 
-fn leave_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
+fn hand_over_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
     let create = ["create", name, "--size", "16M", "--image-feature", "layering"];
     scene.cluster.tool("rbd", &create)?;
     let image = format!("rbd/{name}");
@@ -154,12 +154,12 @@ fn leave_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
 
     let mut control = BufReader::new(UnixStream::connect(&served.control)?);
     let begin = begin_takeover();
-    let answer = ask(&mut control, "takeover", &begin)?;
+    let answer = call(&mut control, "takeover", &begin)?;
     ensure!(answer["error"].is_null(), "{answer:#}");
     let stopped = Stopped::new(scene.cluster.osd()?)?;
-    let answer = ask(&mut control, "takeover.pause", &json!(null))?;
-    let why = answer["error"]["message"].as_str().unwrap_or_default();
-    ensure!(why.contains("what a disk has in its cache is not written"), "{answer:#}");
+    let answer = call(&mut control, "takeover.pause", &json!(null))?;
+    let message = answer["error"]["message"].as_str().unwrap_or_default();
+    ensure!(message.contains("what a disk has in its cache is not written"), "{answer:#}");
     drop((stopped, control));
     front_end.write(0, 8, &second)?;
 
@@ -190,11 +190,11 @@ pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
     let mut control = BufReader::new(UnixStream::connect(&served.control)?);
     let begin = begin_takeover();
     for (method, params) in [("takeover", begin), ("takeover.pause", json!(null))] {
-        let answer = ask(&mut control, method, &params)?;
+        let answer = call(&mut control, method, &params)?;
         ensure!(answer["error"].is_null(), "{answer:#}");
     }
     let stopped = Stopped::new(scene.cluster.osd()?)?;
-    let answer = ask(&mut control, "takeover.take", &json!(null))?;
+    let answer = call(&mut control, "takeover.take", &json!(null))?;
     ensure!(answer["error"].is_null(), "{answer:#}");
     for _ in 0..2 {
         served.daemon.signal(Signal::TERM)?;
@@ -207,7 +207,7 @@ pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
 }
 
 /// Sends a request, and returns the daemon's answer.
-fn ask(control: &mut BufReader<UnixStream>, method: &str, params: &Value) -> Result<Value> {
+fn call(control: &mut BufReader<UnixStream>, method: &str, params: &Value) -> Result<Value> {
     let line = json!({ "jsonrpc": "2.0", "id": method, "method": method, "params": params });
     control.get_mut().write_all(format!("{line}\n").as_bytes())?;
     Ok(serde_json::from_str(&next_line(control)?)?)
@@ -241,7 +241,7 @@ pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
 }
 
 /// A daemon that follows a killed one waits until the cluster has noticed the death.
-pub(super) fn lock_of_the_dead(scene: &mut Scene) -> Result<()> {
+pub(super) fn lock_of_a_killed_daemon(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("dead")? + ",exclusive=on";
     let mut killed = scene.serve("dead", &disk, &[])?;
     killed.daemon.signal(Signal::KILL)?;

@@ -23,7 +23,7 @@ const FILES_CHECK: &str = include_str!("../../guest/files-check.sh");
 const MIB: usize = 1 << 20;
 
 /// A load verifies its own writes, and Ceph's own tool reads them.
-pub(super) fn written(scene: &mut Scene) -> Result<()> {
+pub(super) fn data_is_in_the_cluster(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("written")?;
     let served = scene.serve("written", &disk, &[])?;
     let load = served.load("--number_ios 2000 --numjobs 1")?.finish()?.expect_code(0)?;
@@ -43,7 +43,7 @@ pub(super) fn written(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-pub(super) fn given_back(scene: &mut Scene) -> Result<()> {
+pub(super) fn discards_and_zeroes(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("holes")?;
     let served = scene.serve("holes", &disk, &[])?;
     let mut front_end = served.connect()?;
@@ -72,7 +72,7 @@ pub(super) fn given_back(scene: &mut Scene) -> Result<()> {
 }
 
 /// While a whole image is discarded, requests to it and to other images are answered.
-pub(super) fn given_back_meanwhile(scene: &mut Scene) -> Result<()> {
+pub(super) fn requests_during_a_discard(scene: &mut Scene) -> Result<()> {
     // A discard covers thousands of small objects.
     let create = ["create", "--size", "64M", "--object-size", "16K"];
     let plain = ["--image-feature", "layering"];
@@ -105,7 +105,7 @@ pub(super) fn given_back_meanwhile(scene: &mut Scene) -> Result<()> {
 }
 
 /// An image that was opened for reading keeps its size, and a resize says how to update it.
-pub(super) fn resized_for_readers(scene: &mut Scene) -> Result<()> {
+pub(super) fn sizes_for_readers(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("read")?;
     let served = scene.serve("read", &disk, &["--read-only"])?;
     let export = served.socket.to_string_lossy().into_owned();
@@ -113,9 +113,9 @@ pub(super) fn resized_for_readers(scene: &mut Scene) -> Result<()> {
     scene.cluster.tool("rbd", &["resize", "--no-progress", "read", "--size", "96M"])?;
     let mut resize = ringhaul()?;
     resize.arg("ctl").arg("--control").arg(&served.control).args(["resize", &export]);
-    let said = run(&mut resize)?;
+    let output = run(&mut resize)?;
     let expected = ["it has 100663296 bytes now", "restart the export"];
-    ensure!(expected.iter().all(|words| said.stderr.contains(words)), "{}", said.stderr);
+    ensure!(expected.iter().all(|words| output.stderr.contains(words)), "{}", output.stderr);
     served.ctl(&["remove", &export])?;
     let add = ["add", "--disk", &disk, "--read-only", "--socket-path", &export];
     served.ctl(&add)?;
@@ -128,7 +128,7 @@ pub(super) fn resized_for_readers(scene: &mut Scene) -> Result<()> {
 
 /// An answered flush is durable even if the OSD and the daemon are killed right after it. So is a
 /// write without a write cache.
-pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
+pub(super) fn flushed_data_is_durable(scene: &mut Scene) -> Result<()> {
     for cache in ["writeback", "directsync"] {
         // Each mode has a new image, because the lock of a killed daemon is kept for half a minute.
         let disk = scene.image(cache)?;
@@ -150,7 +150,7 @@ pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn resized(scene: &mut Scene) -> Result<()> {
+pub(super) fn sizes(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("resized")?;
     // By default each write without space would be held for 20 s.
     let mut served = scene.serve("resized", &disk, &["--werror", "report"])?;

@@ -68,7 +68,7 @@ pub(super) fn qcow2(scene: &mut Scene) -> Result<()> {
 
 /// An image with a local backing file: a discard that the cluster carries out, a resize, and a kill
 /// of the daemon.
-pub(super) fn changed(scene: &mut Scene) -> Result<()> {
+pub(super) fn changed_image(scene: &mut Scene) -> Result<()> {
     let [base, expected, exported] = ["base", "expected", "exported"].map(|name| {
         let path = scene.cluster.path(name);
         path.display().to_string()
@@ -118,7 +118,7 @@ pub(super) fn changed(scene: &mut Scene) -> Result<()> {
 }
 
 /// Held writes continue by themselves: librbd reports the new space.
-pub(super) fn full(scene: &mut Scene) -> Result<()> {
+pub(super) fn full_image(scene: &mut Scene) -> Result<()> {
     import(scene, "full", &["-f", "qcow2"])?;
     let resize = |to: &str| {
         let words = ["resize", "--no-progress", "--allow-shrink", "full", "--size", to];

@@ -3,11 +3,11 @@
 //! All parts are one test, because a cluster takes ten seconds to start and its OSD is stopped and
 //! killed. The parts run in sequence.
 
-mod away;
 mod clients;
 mod data;
 mod layers;
 mod named;
+mod outage;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -105,34 +105,34 @@ fn images_in_a_cluster() -> Result<()> {
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
     let parts: &[(&str, Part)] = &[
-        ("an image is described, or refused", described),
-        ("what is written is in the cluster", data::written),
-        ("discards and zeroes", data::given_back),
-        ("requests during a discard", data::given_back_meanwhile),
-        ("what was flushed survives the OSD", data::flushed),
-        ("sizes", data::resized),
-        ("sizes of what is only read", data::resized_for_readers),
+        ("an image is described, or refused", image_is_described),
+        ("what is written is in the cluster", data::data_is_in_the_cluster),
+        ("discards and zeroes", data::discards_and_zeroes),
+        ("requests during a discard", data::requests_during_a_discard),
+        ("what was flushed survives the OSD", data::flushed_data_is_durable),
+        ("sizes", data::sizes),
+        ("sizes of what is only read", data::sizes_for_readers),
         ("snapshots and clones", data::snapshots),
         ("an image of a format over one in the cluster", layers::qcow2),
-        ("an image that is changed, and its daemon killed", layers::changed),
-        ("an image that is full", layers::full),
+        ("an image that is changed, and its daemon killed", layers::changed_image),
+        ("an image that is full", layers::full_image),
         ("an encrypted disk over an image in the cluster", layers::luks),
-        ("images in a configuration file", named::in_a_file),
-        ("an image is driven by `disk bench`", named::driven),
-        ("images of the page about disks", named::as_documented),
+        ("images in a configuration file", named::configuration_file),
+        ("an image is driven by `disk bench`", named::disk_bench),
+        ("images of the page about disks", named::documented_examples),
         ("namespaces, users and keyrings", clients::users),
         ("threads of the library", clients::threads),
         ("two clients pass the lock on", clients::lock_is_passed_on),
-        ("the process that takes over has the lock", clients::lock_is_left),
-        ("the process that takes over reads what a cache had", clients::cache_is_left),
+        ("the process that takes over has the lock", clients::lock_is_handed_over),
+        ("the process that takes over reads what a cache had", clients::cache_is_handed_over),
         ("an end is passed on while a lock is left", clients::end_is_passed_on),
         ("a lock that is kept", clients::lock_is_kept),
-        ("a lock that a dead one has", clients::lock_of_the_dead),
+        ("a lock that a dead one has", clients::lock_of_a_killed_daemon),
         ("a client is locked out", clients::is_locked_out),
-        ("requests wait for an OSD", away::requests_wait),
-        ("memory of what was given up", away::is_not_filled),
-        ("an image that cannot be closed", away::is_removed_while_it_is_closed),
-        ("an export that waits is removed", away::is_removed),
+        ("requests wait for an OSD", outage::requests_wait),
+        ("memory of what was given up", outage::failed_read_fills_no_memory),
+        ("an image that cannot be closed", outage::removal_during_a_hung_close),
+        ("an export that waits is removed", outage::removal_with_waiting_requests),
         ("a guest", data::guest),
     ];
     let only = std::env::var("RINGHAUL_RBD_PART").unwrap_or_default();
@@ -151,7 +151,7 @@ fn images_in_a_cluster() -> Result<()> {
     Ok(())
 }
 
-fn described(scene: &mut Scene) -> Result<()> {
+fn image_is_described(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("described")?;
     let info = run(&mut scene.ringhaul(&["disk", "info", &disk])?)?.expect_code(0)?.stdout;
     for line in [

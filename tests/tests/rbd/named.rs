@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{Scene, Served};
 
 /// A table with its own `conf`, a text that relies on the environment, and a unit.
-pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
+pub(super) fn configuration_file(scene: &mut Scene) -> Result<()> {
     for name in ["table", "text", "unit"] {
         scene.image(name)?;
     }
@@ -36,8 +36,8 @@ pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
     for (name, options) in [("table", ""), ("text", ""), ("unit", "--device scsi --lun 3")] {
         served.socket = socket(name);
         let load = served.load(&format!("--number_ios 300 {options}"))?;
-        let said = load.finish()?.expect_code(0).context(name)?.stdout;
-        ensure!(said.contains(" 0 reads with wrong data"), "{name}: {said}");
+        let output = load.finish()?.expect_code(0).context(name)?.stdout;
+        ensure!(output.contains(" 0 reads with wrong data"), "{name}: {output}");
     }
     served.end()?;
     // Each load went to its own image, which is empty otherwise.
@@ -52,7 +52,7 @@ const PAGE: &str =
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/disks-network.md"));
 
 /// The examples of the part `rbd` of the page, with this test's cluster in place of theirs.
-pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {
+pub(super) fn documented_examples(scene: &mut Scene) -> Result<()> {
     let (_, part) = PAGE.split_once("\n## rbd\n").context("the page has no such part")?;
     let part = part.split("\n## ").next().unwrap_or_default();
     let cluster = &scene.cluster;
@@ -81,17 +81,17 @@ pub(super) fn as_documented(scene: &mut Scene) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn driven(scene: &mut Scene) -> Result<()> {
+pub(super) fn disk_bench(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("driven")?;
     let drive = |options: &str| -> Result<_> {
         let mut command = scene.ringhaul(&["disk", "bench", &disk, "--runtime", "500ms"])?;
         run(command.args(options.split_whitespace()))
     };
-    let said = drive("--rw randrw --numjobs 2 --destroy-contents --json")?.expect_code(0)?.stdout;
-    let said: Value = serde_json::from_str(&said).context("reading the result")?;
+    let output = drive("--rw randrw --numjobs 2 --destroy-contents --json")?.expect_code(0)?.stdout;
+    let output: Value = serde_json::from_str(&output).context("reading the result")?;
     for figure in ["read_iops", "write_iops", "bandwidth_bytes_per_s", "latency_mean_us"] {
-        ensure!(said[figure].as_f64() > Some(0.0), "{figure} is {}", said[figure]);
+        ensure!(output[figure].as_f64() > Some(0.0), "{figure} is {}", output[figure]);
     }
-    ensure!(said["errors"] == 0 && said["disk_size_bytes"] == super::IMAGE_BYTES, "{said}");
+    ensure!(output["errors"] == 0 && output["disk_size_bytes"] == super::IMAGE_BYTES, "{output}");
     drive("--rw write")?.expect_refusal(&["--destroy-contents"])
 }

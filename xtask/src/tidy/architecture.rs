@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_has_all_files_and_no_others() {
+    fn a_map_has_exactly_the_files_of_the_tree() {
         let root = "#[cfg(test)]\nmod tests;";
         let asserts = "fn a() { assert!(b, \"invariant 1: c\"); Failure::new(\"invariant 2\") }";
         let mut files = vec![

@@ -1,5 +1,5 @@
 //! The floors of each crate: its folders and files, of which a lower one imports nothing from a
-//! higher one. No modules import each other in a circle.
+//! higher one. No modules import each other in a cycle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,7 +38,7 @@ fn check_crate(floors: &Floors, sources: &[Source]) -> Vec<Problem> {
             advice: "the crate has no such file or folder: remove the floor".to_owned(),
         });
     }
-    let mut drawing = BTreeMap::new();
+    let mut import_graph = BTreeMap::new();
     for (path, module) in modules.iter().filter(|(path, _)| !path.is_empty()) {
         let name = path.join("::");
         let Some(floor) = floor_of(path) else {
@@ -60,11 +60,11 @@ fn check_crate(floors: &Floors, sources: &[Source]) -> Vec<Problem> {
             }
             targets.insert(target);
         }
-        drawing.insert(path.clone(), targets);
+        import_graph.insert(path.clone(), targets);
     }
-    problems.extend(circle(&drawing).map(|circle| {
-        let names: Vec<String> = circle.iter().map(|path| path.join("::")).collect();
-        let source = modules[&circle[0]].source;
+    problems.extend(find_cycle(&import_graph).map(|cycle| {
+        let names: Vec<String> = cycle.iter().map(|path| path.join("::")).collect();
+        let source = modules[&cycle[0]].source;
         let what = format!("modules import each other: {}", names.join(" > "));
         source.problem(1, what, "move the shared items to a lower module")
     }));
@@ -236,31 +236,31 @@ impl<'ast> Visit<'ast> for Paths {
     fn visit_visibility(&mut self, _: &'ast syn::Visibility) {}
 }
 
-/// Returns modules that import each other in a circle, if there are any, from the first back to
+/// Returns modules that import each other in a cycle, if there are any, from the first back to
 /// itself.
-fn circle(drawing: &BTreeMap<Path, BTreeSet<Path>>) -> Option<Vec<Path>> {
+fn find_cycle(import_graph: &BTreeMap<Path, BTreeSet<Path>>) -> Option<Vec<Path>> {
     let mut done = BTreeSet::new();
-    drawing.keys().find_map(|start| walk(start, drawing, &mut Vec::new(), &mut done))
+    import_graph.keys().find_map(|start| walk(start, import_graph, &mut Vec::new(), &mut done))
 }
 
 fn walk(
     path: &Path,
-    drawing: &BTreeMap<Path, BTreeSet<Path>>,
-    way: &mut Vec<Path>,
+    import_graph: &BTreeMap<Path, BTreeSet<Path>>,
+    trail: &mut Vec<Path>,
     done: &mut BTreeSet<Path>,
 ) -> Option<Vec<Path>> {
-    if let Some(place) = way.iter().position(|other| other == path) {
-        let mut circle = way[place..].to_vec();
-        circle.push(path.clone());
-        return Some(circle);
+    if let Some(place) = trail.iter().position(|other| other == path) {
+        let mut cycle = trail[place..].to_vec();
+        cycle.push(path.clone());
+        return Some(cycle);
     }
     if done.contains(path) {
         return None;
     }
-    way.push(path.clone());
-    let targets = drawing.get(path).into_iter().flatten();
-    let found = targets.into_iter().find_map(|target| walk(target, drawing, way, done));
-    way.pop();
+    trail.push(path.clone());
+    let targets = import_graph.get(path).into_iter().flatten();
+    let found = targets.into_iter().find_map(|target| walk(target, import_graph, trail, done));
+    trail.pop();
     done.insert(path.clone());
     found
 }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn an_import_from_above_is_wrong_however_it_is_written() {
+    fn an_import_from_above_is_wrong_in_every_form() {
         for text in [
             "use crate::op::Op;",
             "use crate::{op};",
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_tests_import_does_not_matter() {
+    fn imports_of_tests_are_not_checked() {
         let tests = "#[cfg(test)]\nmod tests { use crate::op::Op; use crate::Root; }";
         assert_eq!(found(&[("ground.rs", tests)]), [""; 0]);
         let ground = "#[cfg(all(test, unix))]\nmod more;\nmod own { struct A; }";

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_link_of_ours() {
+    fn external_links_and_code_are_not_checked() {
         assert!(found("a.md", "[a](https://example.org/x) [b](mailto:x@y)").is_empty());
         assert!(found("a.md", "`[a](nowhere.md)`").is_empty());
         assert!(found("a.md", "```\n[a](nowhere.md)\n```\n").is_empty());

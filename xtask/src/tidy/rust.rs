@@ -4,7 +4,7 @@ use proc_macro2::{Ident, Span, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Attribute, Block, File, ImplItemFn, Item, ItemFn, Meta, Signature, TraitItemFn};
 
-use super::tables::{self, Place};
+use super::tables::{self, Scope};
 use super::{Problem, Source};
 
 /// Problems of a Rust file.
@@ -186,7 +186,7 @@ impl Tokens<'_> {
         }
         let parts = format!("_{}_", snake_case(name));
         for word in tables::WORDS {
-            let applies = word.place == Place::Identifiers
+            let applies = word.scope == Scope::Identifiers
                 && tables::is_within(path, word.within)
                 && !tables::is_within(path, word.except);
             if applies && parts.contains(&format!("_{}_", word.wrong)) {
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_rust() {
+    fn files_that_are_not_rust() {
         let problems = found("a.rs", "//! Doc.\nfn (\n");
         assert!(problems[0].starts_with("2 not Rust"), "{problems:?}");
     }

@@ -217,7 +217,7 @@ pub(super) const MAX_WORDS: usize = 35;
 
 /// The places in which a word is sought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum Scope {
     /// In identifiers, documentation, comments, strings and Markdown.
     Everywhere,
     /// In identifiers of Rust code, except constants, which may have names of specifications.
@@ -228,7 +228,7 @@ pub(super) enum Place {
 pub(super) struct Word {
     /// Lower case; `_` separates the parts of an identifier.
     pub(super) wrong: &'static str,
-    pub(super) place: Place,
+    pub(super) scope: Scope,
     /// Folders and files in which it is wrong, as prefixes of paths; "" is all.
     pub(super) within: &'static [&'static str],
     /// Folders and files in which it is allowed.
@@ -248,28 +248,28 @@ pub(super) const WORDS: &[Word] = &[
     everywhere("reaper", "completions are harvested"),
     Word {
         wrong: "irq",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/"],
         except: &[],
         advice: "the device's eventfd to the driver is a call",
     },
     Word {
         wrong: "interrupt",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/virtqueue/", "crates/device/", "crates/ringhaul/"],
         except: &[],
         advice: "the device's eventfd to the driver is a call",
     },
     Word {
         wrong: "reactor",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/device/", "crates/ringhaul/", "crates/virtqueue/", "crates/bench/"],
         except: &[],
         advice: "a thread with a loop and an engine is an IoThread",
     },
     Word {
         wrong: "worker",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/blockio/", "crates/device/", "crates/ringhaul/", "crates/virtqueue/"],
         // The threads of the pool behind the engine `threads` are no IoThreads: they only block.
         except: &["crates/blockio/src/engine/threads"],
@@ -277,14 +277,14 @@ pub(super) const WORDS: &[Word] = &[
     },
     Word {
         wrong: "backend",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/blockio/"],
         except: &[],
         advice: "what a request addresses is a disk; in vhost-user we are the back-end",
     },
     Word {
         wrong: "driver",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/blockio/"],
         // A disk that is no local file has a driver.
         except: &[
@@ -297,21 +297,21 @@ pub(super) const WORDS: &[Word] = &[
     },
     Word {
         wrong: "inflight",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/blockio/"],
         except: &[],
         advice: "ops that the kernel has are `in_kernel`; inflight is a region of vhost-user",
     },
     Word {
         wrong: "in_flight",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/blockio/"],
         except: &[],
         advice: "ops that the kernel has are `in_kernel`",
     },
     Word {
         wrong: "enqueue",
-        place: Place::Identifiers,
+        scope: Scope::Identifiers,
         within: &["crates/blockio/"],
         except: &[],
         advice: "an op is queued, then submitted",
@@ -360,7 +360,7 @@ pub(super) const MACROS: &[(&str, &str)] = &[
 ];
 
 const fn everywhere(wrong: &'static str, advice: &'static str) -> Word {
-    Word { wrong, place: Place::Everywhere, within: &[""], except: &[], advice }
+    Word { wrong, scope: Scope::Everywhere, within: &[""], except: &[], advice }
 }
 
 /// Returns true if `path` begins with one of `starts`.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::tables::{self, Place};
+use super::tables::{self, Scope};
 use super::{Problem, Source};
 
 /// Problems of any text file.
@@ -55,7 +55,7 @@ fn words(source: &Source, number: usize, line: &str) -> Vec<Problem> {
     let lower = line.to_lowercase();
     tables::WORDS
         .iter()
-        .filter(|word| word.place == Place::Everywhere)
+        .filter(|word| word.scope == Scope::Everywhere)
         .filter(|word| tables::is_within(&source.path, word.within))
         .filter(|word| !tables::is_within(&source.path, word.except))
         .filter(|word| has_part(&lower, word.wrong))
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_everybody_has_are_not_private() {
+    fn common_paths_are_not_private() {
         let of = |root: &str| super::private_paths(std::path::Path::new(root));
         assert!(!of("/tmp/tree").contains(&"/tmp".to_owned()));
         assert!(of("/tmp/tree").contains(&"/tmp/tree".to_owned()));

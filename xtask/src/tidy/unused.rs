@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_names_is_found() {
+    fn unused_items_are_found() {
         let library = "pub struct Named;
 pub struct Lone;
 impl Named { pub fn call(&self) {} \
@@ -212,7 +212,7 @@ impl Named { pub fn call(&self) {} \
     }
 
     #[test]
-    fn what_a_signature_names_is_used() {
+    fn items_in_signatures_are_used() {
         let library = "pub struct Answer;\npub fn ask() -> Answer { Answer }\n\
                        impl Iterator for Answer { type Item = Word; }\npub struct Word;";
         let files = [("crates/a/src/lib.rs", library), ("crates/b/src/lib.rs", "fn b() { ask() }")];

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_and_writes_are_as_short_as_their_fields_allow() {
+    fn reads_and_writes_use_the_shortest_cdb() {
         let read = read_write(false, 0x0102_0304, 0xffff).bytes();
         assert_eq!(read[..10], [0x28, 0, 1, 2, 3, 4, 0, 0xff, 0xff, 0]);
         assert!(read[10..].iter().all(|byte| *byte == 0));
@@ -90,13 +90,13 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_names_the_whole_unit() {
+    fn a_flush_covers_the_whole_unit() {
         assert_eq!(synchronize_cache(1 << 32).bytes()[..3], [0x35, 0, 0]);
         assert_eq!(synchronize_cache((1 << 32) + 1).bytes()[..3], [0x91, 0, 0]);
     }
 
     #[test]
-    fn allocation_lengths_are_where_they_belong() {
+    fn allocation_lengths_have_their_offsets() {
         assert_eq!(inquiry(0x1234).bytes()[..6], [0x12, 0, 0, 0x12, 0x34, 0]);
         assert_eq!(report_luns(0x0102_0304).bytes()[5..11], [0, 1, 2, 3, 4, 0]);
         assert_eq!(read_capacity_16(32).bytes()[9..15], [0, 0, 0, 0, 32, 0]);

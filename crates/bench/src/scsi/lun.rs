@@ -27,10 +27,10 @@ pub struct LunAddress {
 
 impl LunAddress {
     /// The only unit of many devices.
-    pub(crate) const FIRST: Self = Self::first_of(0);
+    pub(crate) const FIRST: Self = Self::lun0(0);
 
     /// The unit that every target answers for, even if it does not exist.
-    pub(crate) const fn first_of(target: u8) -> Self {
+    pub(crate) const fn lun0(target: u8) -> Self {
         Self { target, lun: 0 }
     }
 

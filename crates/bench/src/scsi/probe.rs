@@ -91,7 +91,7 @@ fn report_luns(queue: &mut Virtqueue) -> io::Result<Vec<LunAddress>> {
     let cdb = command::report_luns(REPORT_LUNS_BYTES);
     let mut found: Option<Vec<_>> = None;
     for target in 0..=u8::MAX {
-        if let Ok(data) = execute(queue, LunAddress::first_of(target).field(), &cdb, ROOM)? {
+        if let Ok(data) = execute(queue, LunAddress::lun0(target).field(), &cdb, ROOM)? {
             found.get_or_insert_default().extend(reported_luns(target, &data));
         }
     }

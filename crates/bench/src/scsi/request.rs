@@ -7,7 +7,7 @@ use std::fmt;
 use super::command::Cdb;
 use super::sense::Sense;
 use crate::memory::SharedMemory;
-use crate::requests::Form;
+use crate::requests::RequestLayout;
 
 /// The defaults of the configuration fields `sense_size` and `cdb_size`.
 pub(crate) const SENSE_BYTES: usize = 96;
@@ -15,7 +15,7 @@ pub(crate) const CDB_BYTES: usize = 32;
 
 /// The form of a request. One cache line holds everything that a request without errors needs: the
 /// header, and the fields of the response before its sense data.
-pub(crate) const FORM: Form = Form {
+pub(crate) const LAYOUT: RequestLayout = RequestLayout {
     stride: 192,
     header_bytes: 51,
     response_at: RESPONSE_AT,
@@ -38,9 +38,10 @@ const STATUS_WORD_AT: usize = 8;
 const SENSE_AT: usize = 12;
 const RESPONSE_BYTES: usize = SENSE_AT + SENSE_BYTES;
 
-const _: () = assert!(FORM.header_bytes as usize == CDB_AT + CDB_BYTES);
-const _: () = assert!(FORM.response_bytes as usize == RESPONSE_BYTES);
-const _: () = assert!(LINE_BYTES == 4 * WORD_BYTES && RESPONSE_AT + RESPONSE_BYTES <= FORM.stride);
+const _: () = assert!(LAYOUT.header_bytes as usize == CDB_AT + CDB_BYTES);
+const _: () = assert!(LAYOUT.response_bytes as usize == RESPONSE_BYTES);
+const _: () =
+    assert!(LINE_BYTES == 4 * WORD_BYTES && RESPONSE_AT + RESPONSE_BYTES <= LAYOUT.stride);
 
 /// The value of the response byte before the server writes it.
 const PENDING: u8 = 0xff;
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_as_the_specification_has_it() {
+    fn a_header_follows_the_specification() {
         let memory = SharedMemory::new(4096).unwrap();
         let lun = [1, 0, 0x40, 3, 0, 0, 0, 0];
         put(&memory, 192, 0x0102_0304_0506_0708, lun, read_write(false, 9, 1));
@@ -197,7 +198,7 @@ mod tests {
         put(&memory, 192, 7, lun, far);
         memory.at(192, 51).copy_to(&mut bytes);
         assert_eq!((&bytes[19..35], &bytes[35..]), (&far.bytes()[..], &[0; 16][..]));
-        assert_eq!((FORM.header_bytes, FORM.response_bytes), (51, 108));
+        assert_eq!((LAYOUT.header_bytes, LAYOUT.response_bytes), (51, 108));
         assert!(response(&memory, 192).to_string().contains("not written its response"));
         assert_ne!(result(&memory, 192), 0, "no answer is not success");
     }
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_sent_again_is_known() {
+    fn busy_responses_are_recognised() {
         let parse = |status, code| {
             let mut bytes = [0; 108];
             (bytes[10], bytes[11]) = (status, code);

@@ -109,7 +109,7 @@ impl Sense {
     }
 
     /// The name of the condition in the standard.
-    fn words(&self) -> Option<&'static str> {
+    fn condition_name(&self) -> Option<&'static str> {
         Some(match (self.asc, self.ascq) {
             (0x04, 0x00) => "logical unit not ready, cause not reportable",
             (0x04, 0x01) => "logical unit is in process of becoming ready",
@@ -171,8 +171,8 @@ impl fmt::Display for Sense {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { key, asc, ascq, .. } = *self;
         f.write_str(KEYS[usize::from(key)])?;
-        if let Some(words) = self.words() {
-            write!(f, ": {words}")?;
+        if let Some(condition) = self.condition_name() {
+            write!(f, ": {condition}")?;
         }
         write!(f, " (key {key:X}h, asc {asc:02X}h, ascq {ascq:02X}h")?;
         if let Some(information) = self.information
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn both_formats_say_the_same() {
+    fn both_sense_formats_give_the_same_text() {
         let fixed = [0xf0, 0, 3, 0, 0, 0x10, 0x20, 10, 0, 0, 0, 0, 0x11, 0, 0, 0, 0, 0];
         let mut described = vec![0x72, 3, 0x11, 0, 0, 0, 0, 12];
         described.extend([0, 10, 0x80, 0, 0, 0, 0, 0, 0, 0, 0x10, 0x20]);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn people_are_told_what_to_do() {
+    fn known_conditions_come_with_advice() {
         for (key, asc, ascq, word) in [
             (7, 0x27, 7, "full"),
             (7, 0x27, 0, "read-only"),
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn states_that_pass_are_known() {
+    fn transient_states_are_recognised() {
         let sense = |key, asc, ascq| Sense::parse(&[0x72, key, asc, ascq, 0, 0, 0, 0]).unwrap();
         assert!(sense(6, 0x29, 0).is_unit_attention());
         assert!(sense(2, 4, 1).is_becoming_ready());
@@ -252,7 +252,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
+        fn any_bytes_can_be_parsed(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
             words(&bytes);
         }
     }

@@ -99,10 +99,10 @@ struct Ring {
     addrs: [u64; 3],
     kick: Option<Arc<File>>,
     call: Option<File>,
-    running: Option<Running>,
+    running: Option<RunningQueue>,
 }
 
-struct Running {
+struct RunningQueue {
     stop: Arc<AtomicBool>,
     kick: Arc<File>,
     thread: JoinHandle<u16>,
@@ -244,11 +244,11 @@ impl Session {
             let (kick, stop) = (Arc::clone(&kick), Arc::clone(&stop));
             move || serve_queue(index, (memory, config), (&kick, &call), &stop, &*script)
         });
-        ring.running = Some(Running { stop, kick, thread });
+        ring.running = Some(RunningQueue { stop, kick, thread });
     }
 
     fn stop(&mut self, index: u32) -> u16 {
-        let Some(Running { stop, kick, thread }) = self.ring(index).running.take() else {
+        let Some(RunningQueue { stop, kick, thread }) = self.ring(index).running.take() else {
             return 0;
         };
         stop.store(true, Ordering::Release);

@@ -159,7 +159,7 @@ fn run(disks: Disks, options: &str) -> Result<Report, BenchError> {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn written_data_is_read_back() {
     let mix = "--bssplit=512/20:4k/60:64k/20";
     for (features, protocol_features) in
         [(ALL, MQ | REPLY_ACK), (ALL, MQ), (VERSION_1 | PROTOCOL_FEATURES, MQ | REPLY_ACK)]
@@ -218,7 +218,7 @@ fn all_units_get_the_same_share() {
 }
 
 #[test]
-fn data_of_another_unit_is_found_out() {
+fn data_of_another_unit_is_detected() {
     let disks = Disks { confused: true, ..Disks::new(&[0, 1]) };
     let report = run(disks, "--lun=all --rw=read --verify --number_ios=20 --size=64k").unwrap();
     assert_eq!((report.read.ios, report.verify_mismatches), (20, 10), "{report:?}");
@@ -235,7 +235,7 @@ fn each_unit_is_flushed_after_its_own_writes() {
 }
 
 #[test]
-fn the_well_known_unit_is_asked_where_no_target_answers() {
+fn the_well_known_unit_is_queried_if_no_target_answers() {
     let disks = Disks { only_well_known: true, ..Disks::new(&[3, 4]) };
     let report = run(disks, "--lun=all --rw=read --number_ios=10").unwrap();
     assert_eq!(report.units, Some(2));
@@ -279,7 +279,7 @@ fn bad_answers_are_errors() {
 /// A request has 3 descriptors, so these offsets name the middle of one request and the head of the
 /// next.
 #[test]
-fn an_answer_to_nothing_ends_the_run() {
+fn an_answer_without_a_request_ends_the_run() {
     let changes: [Change; 2] = [
         |command, answer| Answer { head_offset: u16::from(is_read(command)), ..answer },
         |command, answer| Answer { head_offset: 3 * u16::from(is_read(command)), ..answer },
@@ -292,7 +292,7 @@ fn an_answer_to_nothing_ends_the_run() {
 }
 
 #[test]
-fn what_is_not_there_or_not_a_disk_is_named() {
+fn absent_units_and_other_devices_are_named() {
     let disks = || {
         let mut disks = Disks::new(&[0, 2]);
         disks.units[1].1 = Mutex::default();
@@ -312,7 +312,7 @@ fn what_is_not_there_or_not_a_disk_is_named() {
 }
 
 #[test]
-fn a_unit_that_is_never_ready_is_not_waited_for_for_ever() {
+fn the_wait_for_an_unready_unit_is_limited() {
     let attentions = AtomicUsize::new(usize::MAX);
     let disks = Disks { attentions, ..Disks::new(&[0]) };
     let error = run(disks, "").unwrap_err().to_string();
@@ -334,7 +334,7 @@ fn a_write_protected_unit_is_read_only() {
 }
 
 #[test]
-fn a_device_of_another_kind_is_hinted_at() {
+fn an_error_hints_at_the_right_kind_of_device() {
     let back_end = BackEnd::start(ALL, MQ | REPLY_ACK, Arc::new(Disks::new(&[0])));
     let socket = back_end.socket.to_str().unwrap();
     let args = Cli::parse_from(["bench", "--eta=never", "--socket-path", socket]).args;

@@ -38,7 +38,7 @@ fn load(frontend: &mut Frontend, rounds: &AtomicU64, stop: &AtomicBool) -> Resul
 }
 
 #[test]
-fn exports_come_and_go_beside_one_under_load() -> Result<()> {
+fn exports_are_added_and_removed_beside_a_busy_export() -> Result<()> {
     let mut scene = Scene::new(&["--iothreads", "2"])?;
     let (busy, other) = (scene.export("busy", SECTORS)?, scene.export("other", SECTORS)?);
     scene.add(&[&busy])?;
@@ -88,7 +88,7 @@ fn exports_come_and_go_beside_one_under_load() -> Result<()> {
 }
 
 #[test]
-fn a_daemon_goes_on_without_exports() -> Result<()> {
+fn a_daemon_keeps_running_without_exports() -> Result<()> {
     let mut scene = Scene::new(&[])?;
     let export = scene.export("disk", SECTORS)?;
     for _ in 0..2 {
@@ -139,7 +139,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
 }
 
 #[test]
-fn an_inherited_descriptor_is_there_until_it_is_served() -> Result<()> {
+fn an_inherited_descriptor_is_kept_until_it_is_served() -> Result<()> {
     let (ours, theirs) = UnixStream::pair()?;
     let mut scene = Scene::with(&[], Some((7, Endpoint::Connection(ours))))?;
     let on = |fd| -> Result<ExportSpec> {
@@ -161,7 +161,7 @@ fn an_inherited_descriptor_is_there_until_it_is_served() -> Result<()> {
 
 /// A disk on a file system that does not answer delays only the command that needs it.
 #[test]
-fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
+fn opening_a_hung_disk_delays_no_other_export() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let mut scene = Scene::new(&[])?;
     let (hung, other) = (scene.on_fuse("hung", &fuse), scene.export("other", SECTORS)?);
@@ -197,7 +197,7 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
 
 /// Closing a disk may take as long as its file system likes.
 #[test]
-fn a_disk_that_hangs_while_it_is_closed_holds_up_no_other() -> Result<()> {
+fn closing_a_hung_disk_delays_no_other_export() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let mut scene = Scene::new(&["--engine", "threads"])?;
     let (hung, other) = (scene.on_fuse("hung", &fuse), scene.export("other", SECTORS)?);
@@ -309,7 +309,7 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
 
 /// The front-end goes at once, and its request is finished anyway.
 #[test]
-fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()> {
+fn a_forced_removal_finishes_requests_in_progress() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let mut scene = Scene::new(&["--engine", "threads"])?;
     let export = scene.on_fuse("hung", &fuse);
@@ -388,7 +388,7 @@ fn an_export_is_shown_with_its_front_end() -> Result<()> {
 }
 
 #[test]
-fn exports_of_a_disk_agree_on_where_its_reservations_are() -> Result<()> {
+fn exports_of_a_disk_agree_on_its_reservations_file() -> Result<()> {
     let mut scene = Scene::new(&[])?;
     let unit = |name: &str, reservations: Option<&str>| -> Result<ExportSpec> {
         let mut export = scene.export(name, SECTORS)?;

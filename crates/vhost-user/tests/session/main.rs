@@ -2,8 +2,6 @@
 //! only when the test lets them. Messages are checked against the `vhost` crate's.
 
 #[cfg(test)]
-mod kept;
-#[cfg(test)]
 mod memory;
 #[cfg(test)]
 mod oracle;
@@ -13,3 +11,5 @@ mod scene;
 mod serve;
 #[cfg(test)]
 mod session;
+#[cfg(test)]
+mod write_cache;

@@ -10,7 +10,7 @@ const ACK: [u8; 8] = [0; 8];
 
 /// The queue cannot start again after the memory has changed, and the change cannot be undone.
 #[test]
-fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
+fn a_queue_that_cannot_restart_in_new_memory_ends_the_connection() {
     for needs_reply in [true, false] {
         let mut scene = Scene::new();
         let (mut session, mut frontend) = scene.attach();
@@ -20,7 +20,7 @@ fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
         let file = rustix::fs::memfd_create("region", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, bytes).unwrap();
         let area = InflightArea { size: bytes, file_offset: 0, queues, queue_size };
-        scene.tell(&mut session, &mut frontend, &Request::SetInflightFd(area), &[&file]);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetInflightFd(area), &[&file]);
         scene.set_up(&mut session, &mut frontend);
         assert_eq!(scene.io.io().tasks(), 2);
         // The version of the first queue's account.
@@ -35,7 +35,10 @@ fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
             end = scene.drive_all(&mut session);
             end.is_some() || frontend.receive().is_some()
         });
-        assert!(matches!(&end, Some(End::Dropped(why)) if why.contains("version 77")), "{end:?}");
+        assert!(
+            matches!(&end, Some(End::Dropped(reason)) if reason.contains("version 77")),
+            "{end:?}"
+        );
         assert!(frontend.is_closed());
         assert_eq!(scene.io.io().tasks(), 0);
     }
@@ -44,7 +47,7 @@ fn a_queue_that_cannot_go_on_in_other_memory_ends_the_connection() {
 /// Memory is unmapped on another thread, and counts until then. The front-end waits for that, and
 /// so does the next one.
 #[test]
-fn memory_that_goes_makes_room_for_what_comes_next() {
+fn removed_memory_makes_room_for_the_next_region() {
     const BYTES: u64 = 1 << 30;
     let mut scene = Scene::new();
     let budget = MappingBudget::new("test", BYTES + (1 << 20));
@@ -56,7 +59,7 @@ fn memory_that_goes_makes_room_for_what_comes_next() {
         let (mut session, mut frontend) = scene.attach();
         scene.set_up(&mut session, &mut frontend);
         for _ in 0..8 {
-            scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
+            scene.send_checked(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
             frontend.send(&Request::RemMemReg(large), true, &[]);
             let mut answer = None;
             wait_until(|| {
@@ -67,7 +70,7 @@ fn memory_that_goes_makes_room_for_what_comes_next() {
             assert_eq!(answer.map(|(_, body)| body), Some(ACK.to_vec()), "{:?}", scene.refused);
             assert_eq!(budget.mapped_bytes(), 1 << 20);
         }
-        scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
+        scene.send_checked(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
         drop(frontend);
         wait_until(|| scene.drive_all(&mut session).is_some());
         assert_eq!(budget.mapped_bytes(), 0);

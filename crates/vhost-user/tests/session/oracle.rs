@@ -58,7 +58,7 @@ fn requests() -> Vec<(Request, usize)> {
 
 /// Our encoding, read by the crate's back-end.
 #[test]
-fn what_we_encode_the_crate_understands() {
+fn the_crate_decodes_our_messages() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let frontend = Frontend::new(ours);
     let recorder = Arc::new(Mutex::new(Recorder::default()));
@@ -163,28 +163,28 @@ fn play_front_end(socket: UnixStream, channel: &UnixStream) {
 
 /// CONFIG_CHANGE, received by the crate's front-end side.
 #[test]
-fn a_change_of_the_configuration_is_told() {
+fn a_change_of_the_configuration_is_sent() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     assert!(!session.send_config_change(), "nothing was negotiated");
     scene.negotiate(&mut session, &mut frontend);
     assert!(!session.send_config_change(), "there is no channel");
-    let heard = Arc::new(Mutex::new(Ears::default()));
-    let mut listener = FrontendReqHandler::new(Arc::clone(&heard)).unwrap();
+    let received = Arc::new(Mutex::new(ChangeListener::default()));
+    let mut listener = FrontendReqHandler::new(Arc::clone(&received)).unwrap();
     let channel = copy_of(listener.get_tx_raw_fd());
-    scene.tell(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel]);
+    scene.send_checked(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel]);
     drop(channel);
     for count in 1..=3 {
         assert!(session.send_config_change());
         listener.handle_request().unwrap();
-        assert_eq!(heard.lock().unwrap().changes, count);
+        assert_eq!(received.lock().unwrap().changes, count);
     }
     // Only a socket can be a channel, and a full or closed one does not block the session.
     let refused =
-        scene.ask(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&new_eventfd()]);
+        scene.exchange(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&new_eventfd()]);
     assert_ne!(refused, [0; 8]);
     let (mut listener, channel) = UnixStream::pair().unwrap();
-    scene.tell(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel.into()]);
+    scene.send_checked(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel.into()]);
     let sent = std::iter::from_fn(|| session.send_config_change().then_some(())).count();
     let mut bytes = [0; HEADER_BYTES];
     listener.read_exact(&mut bytes).unwrap();
@@ -207,12 +207,12 @@ fn a_front_end_s_connection_is_no_channel_for_our_messages() {
     let (mut session, mut frontend) = (scene.session(ours), Frontend::new(theirs));
     scene.negotiate(&mut session, &mut frontend);
     for end in &ends {
-        let answer = scene.ask(&mut session, &mut frontend, &Request::SetBackendReqFd, &[end]);
+        let answer = scene.exchange(&mut session, &mut frontend, &Request::SetBackendReqFd, &[end]);
         assert_ne!(answer, [0; 8]);
     }
     assert!(scene.refused.iter().all(|text| text.contains("is the front-end's connection")));
     let (_listener, channel) = UnixStream::pair().unwrap();
-    scene.tell(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel.into()]);
+    scene.send_checked(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel.into()]);
     drop((ends, frontend));
     // The examiner closes refused sockets.
     wait_until(|| scene.drive(&mut session).is_some());
@@ -230,11 +230,11 @@ fn copy_of(fd: i32) -> OwnedFd {
 }
 
 #[derive(Default)]
-struct Ears {
+struct ChangeListener {
     changes: u32,
 }
 
-impl VhostUserFrontendReqHandlerMut for Ears {
+impl VhostUserFrontendReqHandlerMut for ChangeListener {
     fn handle_config_change(&mut self) -> HandlerResult<u64> {
         self.changes += 1;
         Ok(0)

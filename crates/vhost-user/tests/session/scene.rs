@@ -97,7 +97,7 @@ impl Scene {
     }
 
     /// Sends a message and takes the answer.
-    pub(crate) fn ask(
+    pub(crate) fn exchange(
         &mut self,
         session: &mut Session,
         frontend: &mut Frontend,
@@ -112,14 +112,14 @@ impl Scene {
     }
 
     /// Sends a message that must be carried out.
-    pub(crate) fn tell(
+    pub(crate) fn send_checked(
         &mut self,
         session: &mut Session,
         frontend: &mut Frontend,
         request: &Request,
         fds: &[&OwnedFd],
     ) {
-        let status = self.ask(session, frontend, request, fds);
+        let status = self.exchange(session, frontend, request, fds);
         assert_eq!(status, [0; 8], "{request:?} was refused: {:?}", self.refused);
     }
 
@@ -130,7 +130,7 @@ impl Scene {
             Request::SetOwner,
             Request::SetFeatures(features),
         ] {
-            self.tell(session, frontend, &request, &[]);
+            self.send_checked(session, frontend, &request, &[]);
         }
     }
 
@@ -140,7 +140,7 @@ impl Scene {
         let memory =
             File::from(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         memory.set_len(MEMORY_BYTES).unwrap();
-        self.tell(session, frontend, &Request::AddMemReg(region()), &[&memory.into()]);
+        self.send_checked(session, frontend, &Request::AddMemReg(region()), &[&memory.into()]);
         for index in 0..u8::try_from(QUEUES).unwrap() {
             self.start(session, frontend, index);
         }
@@ -155,11 +155,21 @@ impl Scene {
         };
         let ring = u32::from(index);
         let size = u32::from(QUEUE_SIZE);
-        self.tell(session, frontend, &Request::SetVringNum { index: ring, size }, &[]);
-        self.tell(session, frontend, &Request::SetVringAddr { index: ring, addresses }, &[]);
+        self.send_checked(session, frontend, &Request::SetVringNum { index: ring, size }, &[]);
+        self.send_checked(
+            session,
+            frontend,
+            &Request::SetVringAddr { index: ring, addresses },
+            &[],
+        );
         let kick = Request::SetVringKick { index, has_fd: true };
-        self.tell(session, frontend, &kick, &[&new_eventfd()]);
-        self.tell(session, frontend, &Request::SetVringEnable { index: ring, value: 1 }, &[]);
+        self.send_checked(session, frontend, &kick, &[&new_eventfd()]);
+        self.send_checked(
+            session,
+            frontend,
+            &Request::SetVringEnable { index: ring, value: 1 },
+            &[],
+        );
     }
 }
 

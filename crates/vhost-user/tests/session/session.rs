@@ -22,8 +22,8 @@ fn number(body: &[u8]) -> u64 {
     u64::from_ne_bytes(body.try_into().unwrap())
 }
 
-fn is_dropped(end: Option<&End>, why: &str) -> bool {
-    matches!(end, Some(End::Dropped(text)) if text.contains(why))
+fn is_dropped(end: Option<&End>, reason: &str) -> bool {
+    matches!(end, Some(End::Dropped(text)) if text.contains(reason))
 }
 
 /// The base of a ring, in the answer to GET_VRING_BASE.
@@ -32,7 +32,7 @@ fn get_base(index: u32) -> Request {
 }
 
 #[test]
-fn messages_come_byte_by_byte() {
+fn messages_may_arrive_byte_by_byte() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     let kick = new_eventfd();
@@ -90,7 +90,7 @@ fn half_a_message_has_a_time_limit() {
 }
 
 #[test]
-fn a_silent_front_end_has_a_time_limit_unless_nobody_waits() {
+fn a_silent_front_end_has_a_time_limit_unless_disabled() {
     let mut scene = Scene::new();
     let (mut session, _frontend) = scene.attach();
     scene.now += SILENCE_LIMIT - MOMENT;
@@ -105,7 +105,7 @@ fn a_silent_front_end_has_a_time_limit_unless_nobody_waits() {
 }
 
 #[test]
-fn answers_that_nobody_takes_have_a_time_limit() {
+fn unread_answers_have_a_time_limit() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
@@ -125,7 +125,7 @@ fn answers_that_nobody_takes_have_a_time_limit() {
 }
 
 #[test]
-fn what_is_unknown_is_answered_or_left_out() {
+fn unknown_messages_are_refused_or_ignored() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
@@ -142,7 +142,7 @@ fn what_is_unknown_is_answered_or_left_out() {
         assert_eq!(frontend.receive().map(|(_, body)| body), Some(NACK.to_vec()), "{code}");
     }
     // Without REPLY_ACK the flag has no meaning.
-    scene.tell(&mut session, &mut frontend, &Request::SetProtocolFeatures(1 << 3), &[]);
+    scene.send_checked(&mut session, &mut frontend, &Request::SetProtocolFeatures(1 << 3), &[]);
     frontend.send(&Request::SetProtocolFeatures(0), true, &[]);
     frontend.send_bytes(&Header::new(44, 0).with_need_reply().encode(), &[]);
     assert_eq!(scene.drive_all(&mut session), None);
@@ -150,12 +150,12 @@ fn what_is_unknown_is_answered_or_left_out() {
 }
 
 #[test]
-fn refusals_do_not_end_the_connection_if_they_are_heard() {
+fn acknowledged_refusals_do_not_end_the_connection() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
     let bad = Request::SetVringNum { index: 0, size: 3 };
-    assert_eq!(scene.ask(&mut session, &mut frontend, &bad, &[]), NACK);
+    assert_eq!(scene.exchange(&mut session, &mut frontend, &bad, &[]), NACK);
     assert!(scene.refused.pop().is_some_and(|text| text.contains("3 entries")));
     // A guest can cause these, so they are harmless even without an acknowledgement.
     let config = |offset, flags, data: &[u8]| Config { offset, flags, data: data.to_vec() };
@@ -164,20 +164,25 @@ fn refusals_do_not_end_the_connection_if_they_are_heard() {
         assert_eq!(scene.drive_all(&mut session), None);
         assert!(scene.refused.pop().is_some(), "it was taken");
     }
-    scene.tell(&mut session, &mut frontend, &Request::SetVringNum { index: 0, size: 4 }, &[]);
+    scene.send_checked(
+        &mut session,
+        &mut frontend,
+        &Request::SetVringNum { index: 0, size: 4 },
+        &[],
+    );
     // This refusal is not harmless: the front-end would think that the ring is larger.
     frontend.send(&bad, false, &[]);
     assert!(is_dropped(scene.drive_all(&mut session).as_ref(), "3 entries"));
 }
 
 #[test]
-fn questions_that_cannot_be_refused_close_the_connection() {
+fn requests_without_a_refusal_close_the_connection() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
     // An answer without data refuses a read of the configuration.
     let config = Config { offset: 0, flags: 0xff, data: vec![0; 8] };
-    let body = scene.ask(&mut session, &mut frontend, &Request::GetConfig(config), &[]);
+    let body = scene.exchange(&mut session, &mut frontend, &Request::GetConfig(config), &[]);
     assert!(body.is_empty(), "{body:?}");
     // A number would be taken for the base of a ring.
     frontend.send(&get_base(7), true, &[]);
@@ -186,7 +191,7 @@ fn questions_that_cannot_be_refused_close_the_connection() {
 }
 
 #[test]
-fn as_many_descriptors_as_the_kernel_lets_through() {
+fn messages_with_the_maximum_of_descriptors() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
@@ -196,7 +201,7 @@ fn as_many_descriptors_as_the_kernel_lets_through() {
     for fd in [&odd, &event] {
         let many: Vec<&OwnedFd> = vec![fd; 253];
         for request in [Request::SetVringCall { index: 0, has_fd: true }, Request::SetOwner] {
-            assert_eq!(scene.ask(&mut session, &mut frontend, &request, &many), NACK);
+            assert_eq!(scene.exchange(&mut session, &mut frontend, &request, &many), NACK);
         }
     }
     // Unknown descriptors are closed on another thread.
@@ -228,11 +233,11 @@ fn a_kick_must_be_an_eventfd_too() {
     let bad =
         [(&kick, &null), (&kick, &socket), (&call, &null), (&error, &null), (&error, &socket)];
     for (request, fd) in bad {
-        assert_eq!(scene.ask(&mut session, &mut frontend, request, &[fd]), NACK);
+        assert_eq!(scene.exchange(&mut session, &mut frontend, request, &[fd]), NACK);
         let text = scene.refused.pop().unwrap_or_default();
         assert!(text.contains("eventfd"), "{request:?}: {text}");
     }
-    assert_eq!(scene.ask(&mut session, &mut frontend, &call, &[&socket]), ACK);
+    assert_eq!(scene.exchange(&mut session, &mut frontend, &call, &[&socket]), ACK);
 }
 
 /// Messages that wait for queues delay no other session, and a hang-up is seen in the meantime.
@@ -286,7 +291,7 @@ fn a_hang_up_is_seen_while_a_queue_stops() {
 }
 
 #[test]
-fn an_end_waits_for_the_queues_and_is_seen_then() {
+fn the_end_of_a_session_waits_for_its_queues() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.set_up(&mut session, &mut frontend);
@@ -306,7 +311,7 @@ fn an_end_waits_for_the_queues_and_is_seen_then() {
 }
 
 #[test]
-fn an_io_thread_that_has_ended_is_no_reason_to_wait() {
+fn a_session_does_not_wait_for_an_ended_io_thread() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.set_up(&mut session, &mut frontend);
@@ -326,29 +331,29 @@ fn a_device_is_reset_and_set_up_again() {
     scene.set_up(&mut session, &mut frontend);
     let features = scene.device.features() | 1 << 30;
     for reset in [Request::ResetDevice, Request::SetStatus(0)] {
-        scene.tell(&mut session, &mut frontend, &Request::SetStatus(15), &[]);
-        let status = scene.ask(&mut session, &mut frontend, &Request::GetStatus, &[]);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetStatus(15), &[]);
+        let status = scene.exchange(&mut session, &mut frontend, &Request::GetStatus, &[]);
         assert_eq!(number(&status), 15);
         let base = Request::SetVringBase { index: 0, base: 5 };
-        scene.tell(&mut session, &mut frontend, &base, &[]);
+        scene.send_checked(&mut session, &mut frontend, &base, &[]);
         let off = Config { offset: 32, flags: 0, data: vec![0] };
-        scene.tell(&mut session, &mut frontend, &Request::SetConfig(off.clone()), &[]);
-        scene.tell(&mut session, &mut frontend, &reset, &[]);
-        let status = scene.ask(&mut session, &mut frontend, &Request::GetStatus, &[]);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetConfig(off.clone()), &[]);
+        scene.send_checked(&mut session, &mut frontend, &reset, &[]);
+        let status = scene.exchange(&mut session, &mut frontend, &Request::GetStatus, &[]);
         assert_eq!(number(&status), 0);
         assert_eq!(scene.io.io().tasks(), 0, "a queue runs after {reset:?}");
-        let base = scene.ask(&mut session, &mut frontend, &get_base(0), &[]);
+        let base = scene.exchange(&mut session, &mut frontend, &get_base(0), &[]);
         assert_eq!(base, [0; 8]);
         // A front-end that pauses its guest sends the status, and the driver keeps its choice.
-        let now = scene.ask(&mut session, &mut frontend, &Request::GetConfig(off), &[]);
+        let now = scene.exchange(&mut session, &mut frontend, &Request::GetConfig(off), &[]);
         assert_eq!(now[12] == 0, reset == Request::SetStatus(0));
-        scene.tell(&mut session, &mut frontend, &Request::SetFeatures(features), &[]);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetFeatures(features), &[]);
         // Memory is the front-end's, and still there.
         (0..2).for_each(|index| scene.start(&mut session, &mut frontend, index));
         assert_eq!(scene.io.io().tasks(), 2);
     }
     let bad = Request::SetStatus(0x100);
-    assert_eq!(scene.ask(&mut session, &mut frontend, &bad, &[]), NACK);
+    assert_eq!(scene.exchange(&mut session, &mut frontend, &bad, &[]), NACK);
 }
 
 #[test]
@@ -357,14 +362,14 @@ fn the_configuration_is_written_by_drivers_and_migrations() {
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
     let whole = Config { offset: 0, flags: 0, data: vec![0; 60] };
-    let answer = scene.ask(&mut session, &mut frontend, &Request::GetConfig(whole), &[]);
+    let answer = scene.exchange(&mut session, &mut frontend, &Request::GetConfig(whole), &[]);
     let present = answer[12..].to_vec();
     assert_eq!(present[32], 1);
     let mut write = |offset, flags, data: Vec<u8>| {
         let request = Request::SetConfig(Config { offset, flags, data });
-        let taken = scene.ask(&mut session, &mut frontend, &request, &[]) == ACK;
+        let taken = scene.exchange(&mut session, &mut frontend, &request, &[]) == ACK;
         let read = Request::GetConfig(Config { offset: 32, flags: 0, data: vec![0] });
-        (taken, scene.ask(&mut session, &mut frontend, &read, &[])[12])
+        (taken, scene.exchange(&mut session, &mut frontend, &read, &[])[12])
     };
     assert_eq!(write(32, 0, vec![0]), (true, 0));
     assert_eq!(write(32, 0, vec![7]), (true, 1), "any value but 0 is 1");
@@ -390,7 +395,7 @@ fn addresses(place: u64) -> RingAddresses {
 /// A refused message changes nothing: running queues continue as they were, and stopped ones stay
 /// stopped.
 #[test]
-fn what_is_refused_leaves_nothing_behind() {
+fn a_refused_message_changes_nothing() {
     let kick = new_eventfd();
     let outside = addresses(region().user_addr - 0x10_0000);
     let odd = addresses(region().user_addr + 0x8001);
@@ -419,42 +424,42 @@ fn what_is_refused_leaves_nothing_behind() {
         scene.set_up(&mut session, &mut frontend);
         // Without event idx, which one of the messages wants.
         let plain = Request::SetFeatures(1 << 32 | 1 << 30);
-        scene.tell(&mut session, &mut frontend, &plain, &[]);
+        scene.send_checked(&mut session, &mut frontend, &plain, &[]);
         for request in before {
-            let answer = scene.ask(&mut session, &mut frontend, request, &[]);
+            let answer = scene.exchange(&mut session, &mut frontend, request, &[]);
             assert!(answer == ACK || *request == get_base(1), "{request:?}");
         }
         let fds: &[&OwnedFd] = if refused == set_kick { &[&kick] } else { &[] };
-        assert_eq!(scene.ask(&mut session, &mut frontend, &refused, fds), NACK, "{refused:?}");
+        assert_eq!(scene.exchange(&mut session, &mut frontend, &refused, fds), NACK, "{refused:?}");
         assert_eq!(scene.io.io().tasks(), running, "queues after {refused:?}");
         // The addresses and the size of the ring are unchanged, so it runs whenever it is started.
         if running == 1 {
             let good = addresses(region().user_addr + 0x8000);
-            scene.tell(&mut session, &mut frontend, &set_addresses(good), &[]);
+            scene.send_checked(&mut session, &mut frontend, &set_addresses(good), &[]);
             assert_eq!(scene.io.io().tasks(), 1, "half of {refused:?} was kept");
         }
-        scene.ask(&mut session, &mut frontend, &get_base(1), &[]);
-        scene.tell(&mut session, &mut frontend, &set_kick, &[&kick]);
+        scene.exchange(&mut session, &mut frontend, &get_base(1), &[]);
+        scene.send_checked(&mut session, &mut frontend, &set_kick, &[&kick]);
         let enable = Request::SetVringEnable { index: 1, value: 1 };
-        scene.tell(&mut session, &mut frontend, &enable, &[]);
+        scene.send_checked(&mut session, &mut frontend, &enable, &[]);
         assert_eq!(scene.io.io().tasks(), 2, "queues at the end, after {refused:?}");
     }
 }
 
 #[test]
-fn a_base_that_is_refused_is_not_kept() {
+fn a_refused_base_is_not_kept() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.set_up(&mut session, &mut frontend);
     let base = |base| Request::SetVringBase { index: 1, base };
-    scene.tell(&mut session, &mut frontend, &base(3), &[]);
+    scene.send_checked(&mut session, &mut frontend, &base(3), &[]);
     // Other memory takes the place of the ring's.
     let other = Region { guest_addr: 0, user_addr: 0x1000, size: 0x1000, file_offset: 0 };
     let memory = rustix::fs::memfd_create("other", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&memory, 0x1000).unwrap();
-    scene.tell(&mut session, &mut frontend, &Request::AddMemReg(other), &[&memory]);
-    scene.tell(&mut session, &mut frontend, &Request::RemMemReg(region()), &[]);
-    assert_eq!(scene.ask(&mut session, &mut frontend, &base(7), &[]), NACK);
-    let answer = scene.ask(&mut session, &mut frontend, &get_base(1), &[]);
+    scene.send_checked(&mut session, &mut frontend, &Request::AddMemReg(other), &[&memory]);
+    scene.send_checked(&mut session, &mut frontend, &Request::RemMemReg(region()), &[]);
+    assert_eq!(scene.exchange(&mut session, &mut frontend, &base(7), &[]), NACK);
+    let answer = scene.exchange(&mut session, &mut frontend, &get_base(1), &[]);
     assert_eq!(number(&answer) >> 32, 3);
 }

@@ -61,7 +61,7 @@ fn status_of(ring: &Ring, mut chain: Chain) -> Option<u64> {
 }
 
 #[test]
-fn a_chain_is_what_the_device_reads_and_then_what_it_writes() {
+fn a_chain_has_readable_and_then_writable_buffers() {
     let (_, chain) = chain_of(&[
         (ISLAND, 4, 0),
         (ISLAND + 8, 4, 0),
@@ -100,7 +100,7 @@ fn a_header_may_be_split_and_may_share_a_descriptor_with_data() {
 }
 
 #[test]
-fn the_last_byte_is_taken_from_whatever_descriptor_it_is_in() {
+fn the_last_byte_is_taken_from_any_descriptor() {
     let (ring, mut chain) = chain_of(&[(ISLAND, 4, F_WRITE), (ISLAND + 8, 2, F_WRITE)]);
     for (left, at) in [(5, 9_u64), (4, 8), (3, 3), (2, 2), (1, 1), (0, 0)] {
         let byte = chain.writable.take_last_byte().expect("bytes are left");
@@ -389,7 +389,7 @@ fn a_bad_request_in_an_indirect_table_is_answered_too() {
 }
 
 #[test]
-fn nothing_of_a_chain_without_an_end_shows_in_the_next() {
+fn a_chain_without_an_end_leaves_nothing_in_the_next() {
     let mut ring = new_ring(16, false);
     ring.table(DESC_TABLE, 0, &[(ISLAND, 1, 0), (ISLAND, 1, F_WRITE)]);
     ring.desc(1, (ISLAND, 1, F_NEXT | F_WRITE, 99));
@@ -438,7 +438,7 @@ fn a_chain_of_four_gibibytes_is_too_long() {
 }
 
 #[test]
-fn storage_is_used_again() {
+fn storage_is_reused() {
     let mut ring = new_ring(16, false);
     let mut queue = ring.queue();
     let mut next_lists = |queue: &mut SplitQueue| -> Vec<_> {

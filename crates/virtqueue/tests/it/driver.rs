@@ -336,7 +336,7 @@ proptest! {
     })]
 
     #[test]
-    fn in_any_order_every_request_comes_back_and_nobody_oversleeps(
+    fn requests_complete_in_any_order_and_no_wake_is_lost(
         bits in 1..6_u32,
         event_idx in any::<bool>(),
         steps in prop::collection::vec(

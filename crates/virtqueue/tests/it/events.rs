@@ -53,7 +53,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn calls_and_kicks_are_those_of_indexes_that_do_not_wrap(
+    fn calls_and_kicks_match_indexes_that_do_not_wrap(
         first_avail in start(),
         first_used in start(),
         steps in steps(),

@@ -112,7 +112,7 @@ fn bad_regions_are_refused() {
 }
 
 #[test]
-fn memory_comes_from_files_that_have_seals() {
+fn memory_must_come_from_files_that_have_seals() {
     let any = MappingRules { files: MemoryFiles::Any, ..rules() };
     let on_disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     on_disk.set_len(2 * PAGE).unwrap();
@@ -154,7 +154,7 @@ fn a_map_keeps_no_descriptor_open() {
 }
 
 #[test]
-fn what_is_mapped_is_counted_and_limited() {
+fn mapped_bytes_are_counted_and_limited() {
     let file = memfd(8 * PAGE);
     let process = MappingBudget::new("all memory", 4 * PAGE);
     let budget = process.child("this memory", 3 * PAGE);
@@ -255,7 +255,7 @@ fn successive_maps_share_regions() {
 }
 
 #[test]
-fn as_many_regions_as_a_front_end_may_add_and_no_more() {
+fn regions_can_be_added_up_to_the_maximum() {
     let count = u64::try_from(MAX_REGIONS).unwrap();
     let file = memfd((count + 1) * PAGE);
     // Every second page of guest memory, the last first.
@@ -280,7 +280,7 @@ fn as_many_regions_as_a_front_end_may_add_and_no_more() {
 }
 
 #[test]
-fn any_alignment_copies_right() {
+fn copies_work_at_any_alignment() {
     let memory = GuestMemory::anonymous(&[(0, PAGE)]).unwrap();
     let pattern: Vec<u8> = (0..64).collect();
     for start in 0..9_usize {

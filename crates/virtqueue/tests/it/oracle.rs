@@ -255,7 +255,7 @@ proptest! {
     })]
 
     #[test]
-    fn well_formed_chains_are_what_the_oracle_says(
+    fn well_formed_chains_match_the_oracle(
         bits in 0..=SIZE_BITS,
         chains in prop::collection::vec(good_chain(), 1..12),
         order in any::<prop::sample::Index>(),

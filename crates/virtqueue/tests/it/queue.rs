@@ -109,7 +109,7 @@ fn used_elements_appear_with_publish_and_not_before() {
 }
 
 #[test]
-fn a_stopped_queue_goes_on_where_it_was() {
+fn a_stopped_queue_resumes_at_its_position() {
     let mut ring = new_ring(8, false);
     ring.config.next_avail = 0xfffe;
     ring.set_avail_idx(0xfffe);

@@ -43,7 +43,7 @@ fn ring() -> (Ring, [Arc<File>; 3]) {
 }
 
 #[test]
-fn what_is_gone_reads_as_zeroes_and_is_known_to_be_gone() {
+fn lost_memory_reads_as_zeroes_and_is_reported() {
     let (Ring { memory, .. }, files) = ring();
     let (Ring { memory: other, .. }, _files) = ring();
     memory.write(ISLAND, b"here").unwrap();
@@ -78,7 +78,7 @@ fn a_map_that_takes_over_a_lost_region_is_not_intact() {
 }
 
 #[test]
-fn a_buffer_that_is_gone_is_as_one_that_was_never_mapped() {
+fn a_lost_buffer_is_treated_as_unmapped() {
     let (mut ring, files) = ring();
     let mut queue = ring.queue();
     ring.chain(0, &[(ISLAND, 16, 0), (BORDER, 1, F_WRITE)]);
@@ -177,7 +177,7 @@ fn a_queue_whose_inflight_account_is_gone_is_bad() {
 
 /// More regions than a chunk of the table holds. They come, are lost, and go.
 #[test]
-fn every_region_is_found_however_many_there_are() {
+fn every_lost_region_is_found_among_many() {
     install_sigbus_handler().unwrap();
     const COUNT: u64 = 300;
     const SIZE: u64 = 0x1000;

@@ -48,7 +48,7 @@ impl Region {
 
     /// The front-end address of a guest address, if it is in this region.
     #[must_use]
-    pub(crate) fn user_addr_of(&self, guest_addr: u64) -> Option<u64> {
+    pub(crate) fn find_user_addr(&self, guest_addr: u64) -> Option<u64> {
         let offset = guest_addr.checked_sub(self.guest_addr)?;
         (offset < self.bytes).then(|| self.user_addr + offset)
     }
@@ -95,7 +95,7 @@ impl Memory {
     /// # Errors
     /// If the address is in no region.
     pub fn user_addr(&self, guest_addr: u64) -> Result<u64> {
-        let found = self.regions.iter().find_map(|region| region.user_addr_of(guest_addr));
+        let found = self.regions.iter().find_map(|region| region.find_user_addr(guest_addr));
         found.with_context(|| format!("guest address {guest_addr:#x} is in no region"))
     }
 

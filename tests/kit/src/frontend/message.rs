@@ -275,7 +275,7 @@ impl Channel {
     ///
     /// # Errors
     /// As for [`receive`](Self::receive).
-    pub fn ask(&mut self, message: &Message) -> Result<Option<Reply>> {
+    pub fn exchange(&mut self, message: &Message) -> Result<Option<Reply>> {
         if self.send(message).is_err() {
             return Ok(None);
         }

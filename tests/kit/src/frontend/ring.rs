@@ -18,7 +18,7 @@ pub(crate) const STRIDE: u64 = 0x8000;
 
 /// The layout of a ring of up to 1024 entries, with its parts in order from `addr`.
 #[must_use]
-pub fn place_at(addr: u64, size: u16) -> QueueConfig {
+pub fn layout_at(addr: u64, size: u16) -> QueueConfig {
     QueueConfig {
         size,
         desc_table: addr,
@@ -106,7 +106,7 @@ impl Ring {
     ///
     /// # Errors
     /// If that takes too long.
-    pub fn watch_used(&self, count: u16) -> Result<()> {
+    pub fn poll_used(&self, count: u16) -> Result<()> {
         let deadline = std::time::Instant::now() + crate::daemon::LIMIT;
         while self.used_idx().wrapping_sub(self.next_used) < count {
             ensure!(std::time::Instant::now() < deadline, "{count} requests were not answered");

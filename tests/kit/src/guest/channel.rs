@@ -24,7 +24,7 @@ const SHOWN_LINES: usize = 200;
 const MONITOR_LIMIT: Duration = Duration::from_secs(30);
 
 /// True once the user asked to stop; set by a signal handler or a different thread.
-pub type Stop = Arc<AtomicBool>;
+pub type StopFlag = Arc<AtomicBool>;
 
 /// The whole output of the guest's kernel and of QEMU itself.
 #[derive(Clone, Default)]
@@ -105,12 +105,12 @@ pub(crate) struct LineChannel {
     name: &'static str,
     stream: UnixStream,
     lines: Receiver<String>,
-    stop: Stop,
+    stop: StopFlag,
 }
 
 impl LineChannel {
     /// Takes over `stream`, which errors call `name`. The reading thread ends with the stream.
-    pub(crate) fn new(name: &'static str, stream: UnixStream, stop: Stop) -> Result<Self> {
+    pub(crate) fn new(name: &'static str, stream: UnixStream, stop: StopFlag) -> Result<Self> {
         let reader =
             stream.try_clone().with_context(|| format!("duplicating the socket of {name}"))?;
         let (sender, lines) = channel();
@@ -155,13 +155,13 @@ impl LineChannel {
 }
 
 /// QEMU's monitor, in its machine protocol (QMP).
-pub(crate) struct Monitor {
+pub(crate) struct QmpMonitor {
     channel: LineChannel,
 }
 
-impl Monitor {
+impl QmpMonitor {
     /// Takes over the socket and leaves QMP's negotiation mode.
-    pub(crate) fn new(stream: UnixStream, stop: Stop) -> Result<Self> {
+    pub(crate) fn new(stream: UnixStream, stop: StopFlag) -> Result<Self> {
         let channel = LineChannel::new("the QEMU monitor", stream, stop)?;
         let mut monitor = Self { channel };
         monitor.execute("qmp_capabilities")?;
@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn a_silent_guest_is_an_error_at_the_deadline() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let channel = LineChannel::new("the guest", ours, Stop::default()).unwrap();
+        let channel = LineChannel::new("the guest", ours, StopFlag::default()).unwrap();
         let error = channel.next_line(Instant::now()).unwrap_err();
         assert!(error.to_string().contains("nothing more in time"), "{error}");
     }
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn a_closed_socket_and_a_stop_end_the_wait() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let stop = Stop::default();
+        let stop = StopFlag::default();
         let channel = LineChannel::new("the guest", ours, Arc::clone(&stop)).unwrap();
         let far = Instant::now() + Duration::from_secs(3600);
         stop.store(true, Ordering::Relaxed);
@@ -232,7 +232,7 @@ mod tests {
                   {\"return\": {\"status\": \"running\"}}\n{\"error\": {\"desc\": \"no\"}}\n",
             )
             .unwrap();
-        let mut monitor = Monitor::new(ours, Stop::default()).unwrap();
+        let mut monitor = QmpMonitor::new(ours, StopFlag::default()).unwrap();
         let status = monitor.execute("query-status").unwrap();
         assert_eq!(status["status"], "running");
         assert!(monitor.execute("nonsense").is_err());

@@ -147,7 +147,7 @@ mod tests {
 
     /// Checks the bytes. That the kernel can read them is shown by each boot of a guest.
     #[test]
-    fn members_are_laid_out_as_newc_says() {
+    fn members_have_the_layout_of_newc() {
         let mut archive = Archive::new(Vec::new());
         archive.file("odd", 0o640, b"12345").unwrap();
         archive.symlink("l", "odd").unwrap();

@@ -340,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ldd_is_understood() {
+    fn the_output_of_ldd_is_parsed() {
         let listing = "\tlinux-vdso.so.1 (0x00007ffd)\n\
                        \tlibaio.so.1 => /lib/x86_64-linux-gnu/libaio.so.1 (0x00007f5e)\n\
                        \t/lib64/ld-linux-x86-64.so.2 (0x00007f5f)\n";

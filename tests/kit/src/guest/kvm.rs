@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
 
-use super::channel::{self, Stop};
+use super::channel::{self, StopFlag};
 use super::image::{guest_dir, lock};
 
 const START: &str = include_str!("kvm/start.S");
@@ -63,7 +63,7 @@ const QEMU: &[&str] = &[
 
 /// A program that runs guests.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Monitor {
+pub enum Vmm {
     /// QEMU's microvm: virtio-mmio, two queues, connects again.
     Qemu,
     /// QEMU's pc: virtio-pci, with a disk that is plugged in and out.
@@ -76,10 +76,10 @@ pub enum Monitor {
     Firecracker(PathBuf),
 }
 
-impl Monitor {
+impl Vmm {
     /// Cloud Hypervisor and Firecracker, as far as `$PATH` has them.
     #[must_use]
-    pub fn of_path() -> Vec<Self> {
+    pub fn all_in_path() -> Vec<Self> {
         let cloud_hypervisor = workspace::find_program("cloud-hypervisor");
         let firecracker = workspace::find_program("firecracker");
         let cloud_hypervisor = cloud_hypervisor.map(Self::CloudHypervisor);
@@ -214,15 +214,15 @@ impl KvmGuest {
     ///
     /// # Errors
     /// If the compiler or the monitor is missing.
-    pub fn start(monitor: &Monitor, socket: &Path) -> Result<Self> {
+    pub fn start(vmm: &Vmm, socket: &Path) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder for the guest")?;
-        build(folder.path(), monitor)?;
+        build(folder.path(), vmm)?;
         let console = folder.path().join("console");
         let file = File::create(&console).context("creating the console's file")?;
         let errors = file.try_clone().context("duplicating a descriptor")?;
-        let mut command = monitor.command(folder.path(), socket)?;
+        let mut command = vmm.command(folder.path(), socket)?;
         command.stdin(Stdio::null()).stdout(file).stderr(errors);
-        let monitor = command.spawn().with_context(|| format!("starting {monitor:?}"))?;
+        let monitor = command.spawn().with_context(|| format!("starting {vmm:?}"))?;
         Ok(Self { monitor, console, folder })
     }
 
@@ -276,10 +276,10 @@ impl Drop for KvmGuest {
     }
 }
 
-/// Plugs in and out the disk of [`Monitor::QemuPlugged`].
-pub struct Plug(channel::Monitor);
+/// Plugs in and out the disk of [`Vmm::QemuPlugged`].
+pub struct HotPlug(channel::QmpMonitor);
 
-impl Plug {
+impl HotPlug {
     /// Connects to the monitor of a guest.
     ///
     /// # Errors
@@ -291,7 +291,7 @@ impl Plug {
             Ok(())
         })?;
         let stream = stream.context("the monitor of QEMU")?;
-        Ok(Self(channel::Monitor::new(stream, Stop::default())?))
+        Ok(Self(channel::QmpMonitor::new(stream, StopFlag::default())?))
     }
 
     /// Plugs in the disk that is served on `socket`.
@@ -327,9 +327,9 @@ impl Plug {
     }
 }
 
-fn build(folder: &Path, monitor: &Monitor) -> Result<()> {
-    let reset = if monitor.resets_devices() { 3 } else { 0 };
-    let plugged = u8::from(*monitor == Monitor::QemuPlugged);
+fn build(folder: &Path, vmm: &Vmm) -> Result<()> {
+    let reset = if vmm.resets_devices() { 3 } else { 0 };
+    let plugged = u8::from(*vmm == Vmm::QemuPlugged);
     for (name, text) in [("start.S", START), ("guest.c", GUEST), ("guest.ld", LAYOUT)] {
         std::fs::write(folder.join(name), text).with_context(|| format!("writing {name}"))?;
     }

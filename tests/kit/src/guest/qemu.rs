@@ -13,7 +13,7 @@ use ringhaul_tools::process::{wait_child, wait_readable};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use super::channel::{Console, STOP_INTERVAL, Stop};
+use super::channel::{Console, STOP_INTERVAL, StopFlag};
 
 /// The time limit for QEMU's own start or end, which take a fraction of a second.
 const QEMU_LIMIT: Duration = Duration::from_secs(30);
@@ -80,7 +80,11 @@ impl Qemu {
     }
 
     /// Accepts the connection that QEMU makes to `listener` at its start.
-    pub(super) fn accept(&mut self, listener: &UnixListener, stop: &Stop) -> Result<UnixStream> {
+    pub(super) fn accept(
+        &mut self,
+        listener: &UnixListener,
+        stop: &StopFlag,
+    ) -> Result<UnixStream> {
         let deadline = Instant::now() + QEMU_LIMIT;
         loop {
             match listener.accept() {
@@ -148,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn assertions_of_tcg_are_told_from_others() {
+    fn assertions_of_tcg_are_recognised() {
         for line in [
             "qemu-system-x86_64: system/physmem.c:2678: iotlb_to_section: Assertion `a < b' failed",
             "qemu: ../softmmu/physmem.c:24: iotlb_to_section: Assertion `a < b' failed.",

@@ -59,9 +59,9 @@ pub fn run_uml(socket: &Path, script: &str, limit: Duration) -> Result<String> {
     drop(uml);
     let console = std::fs::read(&console).context("reading the console")?;
     let console = String::from_utf8_lossy(&console).replace('\r', "");
-    let said = || format!("User Mode Linux; its console:\n{console}");
-    ended.with_context(said)?;
-    ensure!(console.lines().any(|line| line == "script-status=0"), said());
+    let describe = || format!("User Mode Linux; its console:\n{console}");
+    ended.with_context(describe)?;
+    ensure!(console.lines().any(|line| line == "script-status=0"), describe());
     Ok(console)
 }
 

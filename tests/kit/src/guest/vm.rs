@@ -11,7 +11,7 @@ use ringhaul_tools::process;
 use tempfile::TempDir;
 
 use super::accelerator::Accelerator;
-use super::channel::{Console, LineChannel, Monitor, Stop};
+use super::channel::{Console, LineChannel, QmpMonitor, StopFlag};
 use super::image::{Image, KERNEL_OPTIONS, find_program};
 use super::qemu::{Qemu, QemuCrashed};
 
@@ -74,7 +74,7 @@ pub struct VmOptions {
     /// True to show the console on stderr, and the output of scripts on stdout, as they arrive.
     pub echo: bool,
     /// Set to end every wait with an error.
-    pub stop: Stop,
+    pub stop: StopFlag,
 }
 
 impl Default for VmOptions {
@@ -88,7 +88,7 @@ impl Default for VmOptions {
             boot_limit: Duration::from_secs(90),
             boot_attempts: 3,
             echo: false,
-            stop: Stop::default(),
+            stop: StopFlag::default(),
         }
     }
 }
@@ -106,7 +106,7 @@ pub struct ScriptOutput {
 pub struct Vm {
     qemu: Qemu,
     agent: LineChannel,
-    monitor: Monitor,
+    monitor: QmpMonitor,
     scripts: u32,
     options: VmOptions,
 }
@@ -148,11 +148,11 @@ impl Vm {
         let mut qemu = Qemu::start(command(folder.path())?, Console::new(options.echo), folder)?;
 
         let stop = &options.stop;
-        let mut connect = || -> Result<(LineChannel, Monitor)> {
+        let mut connect = || -> Result<(LineChannel, QmpMonitor)> {
             let agent = qemu.accept(&agent, stop)?;
             let monitor = qemu.accept(&monitor, stop)?;
             let agent = LineChannel::new("the guest's serial port", agent, stop.clone())?;
-            Ok((agent, Monitor::new(monitor, stop.clone())?))
+            Ok((agent, QmpMonitor::new(monitor, stop.clone())?))
         };
         let (agent, monitor) = match connect() {
             Ok(channels) => channels,
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_dies_of_tcg_is_started_again_and_no_other() {
+    fn only_a_qemu_that_dies_of_tcg_is_restarted() {
         let tcg = "qemu-system-x86_64: system/physmem.c:2678: iotlb_to_section: Assertion \
                    `section_index < d->map.sections_nb' failed.";
         let (starts, error) = boot_a_dying_qemu(tcg, "ABRT");

@@ -12,10 +12,10 @@ use ringhaul_tools::group::Group;
 use ringhaul_tools::process::Interrupt;
 
 /// The longest wait between two checks of the limits.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The time for output to arrive after the end of a command.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const OUTPUT_GRACE: Duration = Duration::from_secs(2);
 
 /// libtest's message about a slow test, and the time after which it comes.
 const SLOW: &str = " has been running for over 60 seconds";
@@ -59,10 +59,10 @@ pub(crate) fn run(
     let mut tests = Tests::default();
     let start = Instant::now();
     while !group.has_ended()? {
-        match pieces.recv_timeout(LOOK_INTERVAL) {
+        match pieces.recv_timeout(POLL_INTERVAL) {
             Ok(piece) => show(&piece, is_shown, &mut tests),
             Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_INTERVAL),
+            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(POLL_INTERVAL),
         }
         let overdue = match (start.elapsed() > limits.whole, tests.overdue(limits.test)) {
             (_, Some(test)) => Some(format!("{test} took more than {} s", limits.test.as_secs())),
@@ -77,7 +77,7 @@ pub(crate) fn run(
         // Dropping the group ends it.
         interrupt.check()?;
     }
-    let end = Instant::now() + LAST_WORDS;
+    let end = Instant::now() + OUTPUT_GRACE;
     while let Ok(piece) = pieces.recv_timeout(end.saturating_duration_since(Instant::now())) {
         show(&piece, is_shown, &mut tests);
     }
@@ -97,7 +97,7 @@ fn read(mut output: impl Read, pieces: &mpsc::Sender<Vec<u8>>) {
 }
 
 fn show(piece: &[u8], is_shown: bool, tests: &mut Tests) {
-    tests.hear(piece);
+    tests.parse_output(piece);
     if is_shown {
         let mut out = std::io::stdout().lock();
         // A reader of this output that has gone does not end the checks.
@@ -125,11 +125,11 @@ struct Tests {
 }
 
 impl Tests {
-    fn hear(&mut self, piece: &[u8]) {
+    fn parse_output(&mut self, piece: &[u8]) {
         for byte in piece {
             if *byte == b'\n' {
                 let line = std::mem::take(&mut self.line);
-                self.hear_line(&String::from_utf8_lossy(&line));
+                self.parse_line(&String::from_utf8_lossy(&line));
             } else {
                 self.line.push(*byte);
             }
@@ -140,7 +140,7 @@ impl Tests {
         }
     }
 
-    fn hear_line(&mut self, line: &str) {
+    fn parse_line(&mut self, line: &str) {
         if let Some(name) = line.strip_suffix(SLOW) {
             let name = name.strip_prefix("test ").unwrap_or(name);
             let begun = Instant::now().checked_sub(SLOW_AFTER).unwrap_or_else(Instant::now);
@@ -175,11 +175,11 @@ mod tests {
 
     const LONG: Limits = Limits { whole: Duration::from_secs(600), test: Duration::from_secs(600) };
 
-    /// The mark of a run within [`hangs_if_told_to`].
+    /// The mark of a run within [`hangs_on_request`].
     const HANG: &str = "RINGHAUL_TEST_HANGS";
 
     #[test]
-    fn hangs_if_told_to() {
+    fn hangs_on_request() {
         while std::env::var_os(HANG).is_some() {
             std::thread::park();
         }
@@ -188,7 +188,7 @@ mod tests {
     /// The tests of this program, one of which hangs.
     fn hanging() -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--test-threads=1", "watched::tests::hangs_if_told_to"]).env(HANG, "1");
+        command.args(["--test-threads=1", "limited_run::tests::hangs_on_request"]).env(HANG, "1");
         command
     }
 
@@ -198,10 +198,11 @@ mod tests {
             Limits { test: Duration::from_secs(2), ..LONG },
             Limits { whole: Duration::from_secs(2), ..LONG },
         ] {
-            let end = run("tests", &mut hanging(), limits, false, &Interrupt::never()).unwrap();
+            let end =
+                run("tests", &mut hanging(), limits, false, &Interrupt::unset_for_test()).unwrap();
             let End::Overdue(text) = end else { panic!("{end:?}") };
             assert!(text.contains("took more than 2 s"), "{text}");
-            let name = "tests that had not ended: watched::tests::hangs_if_told_to; running: ";
+            let name = "tests that had not ended: limited_run::tests::hangs_on_request; running: ";
             assert!(text.contains(name), "{text}");
         }
     }
@@ -209,7 +210,8 @@ mod tests {
     #[test]
     fn a_command_that_ends_has_its_status() {
         for (program, code) in [("true", 0), ("false", 1)] {
-            let end = run(program, &mut Command::new(program), LONG, false, &Interrupt::never());
+            let end =
+                run(program, &mut Command::new(program), LONG, false, &Interrupt::unset_for_test());
             let End::Ended(status) = end.unwrap() else { panic!("{program} was not awaited") };
             assert_eq!(status.code(), Some(code));
         }
@@ -219,23 +221,27 @@ mod tests {
     fn output_that_another_process_keeps_open_is_not_awaited() {
         let mut command = Command::new("sh");
         command.args(["-c", "sleep 20 & exit 0"]);
-        let end = run("sh", &mut command, LONG, false, &Interrupt::never()).unwrap();
+        let end = run("sh", &mut command, LONG, false, &Interrupt::unset_for_test()).unwrap();
         assert!(matches!(end, End::Ended(_)), "{end:?}");
     }
 
     #[test]
-    fn tests_that_run_are_known_by_their_lines() {
+    fn running_tests_are_parsed_from_output() {
         let mut tests = Tests::default();
         let running = |tests: &Tests| tests.running().map(str::to_owned).collect::<Vec<_>>();
-        tests.hear(b"running 4 tests\ntest a::b ... ok\ntest c has been running for over 60 sec");
+        tests.parse_output(
+            b"running 4 tests\ntest a::b ... ok\ntest c has been running for over 60 sec",
+        );
         assert!(running(&tests).is_empty());
-        tests.hear(b"onds\ntest d ... ignored\ntest e - should panic ... ");
+        tests.parse_output(b"onds\ntest d ... ignored\ntest e - should panic ... ");
         assert_eq!(running(&tests), ["c", "e"]);
         assert_eq!(tests.overdue(Duration::from_secs(59)), Some("c"));
         assert_eq!(tests.overdue(Duration::from_secs(600)), None);
-        tests.hear(b"ok\ntest c ... FAILED\n");
+        tests.parse_output(b"ok\ntest c ... FAILED\n");
         assert!(running(&tests).is_empty());
-        tests.hear(b"test f has been running for over 60 seconds\ntest result: FAILED. 1 passed\n");
+        tests.parse_output(
+            b"test f has been running for over 60 seconds\ntest result: FAILED. 1 passed\n",
+        );
         assert!(running(&tests).is_empty());
     }
 }

@@ -7,8 +7,8 @@ use std::fmt::Write;
 use blockio::stats::SIZE_PERCENTILES;
 
 use crate::engine_stats::EngineReport;
+use crate::quantities::{show_amount, show_bytes, show_count};
 use crate::report::{DirectionReport, LatencyReport, PERCENTILES, Report};
-use crate::units::{show_amount, show_bytes, show_count};
 
 /// Percentiles per line.
 const PER_LINE: usize = 6;
@@ -231,7 +231,7 @@ mod tests {
     use crate::report::tests::{engine_sample, sample, scsi_sample};
 
     #[test]
-    fn the_text_has_what_was_measured() {
+    fn the_text_has_all_measurements() {
         let text = render(&sample());
         for part in [
             "randread: bs=4k, iodepth=8, numjobs=1",
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_says_what_kind_of_device_was_driven() {
+    fn the_text_names_the_kind_of_device() {
         let text = render(&sample());
         assert!(text.contains("  s: virtio-blk disk of 1.00 GiB, logical blocks of 512"), "{text}");
         let text = render(&scsi_sample());
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_of_a_disk_without_an_engine_names_none() {
+    fn the_text_of_a_disk_without_an_engine_names_no_engine() {
         let mut report = engine_sample();
         report.engine.as_mut().unwrap().setup.engine = None;
         let text = render(&report);

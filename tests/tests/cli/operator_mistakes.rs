@@ -8,7 +8,7 @@ use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use rustix::process::Signal;
 
-use super::{DISK_BYTES, scene};
+use super::{DISK_BYTES, test_folders};
 
 /// Runs `ringhaul ctl` with these words.
 fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
@@ -17,15 +17,15 @@ fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
 
 /// An empty log would hide every later mistake.
 #[test]
-fn a_mistyped_log_level_is_refused_at_every_door() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
-    let control = scene.socket("control");
+fn every_command_refuses_a_mistyped_log_level() -> Result<()> {
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
+    let control = folders.socket("control");
     let levels = "error, warn (or warning), info, debug, trace and off";
     for bad in ["verbose", "Debgu", "info,wran", "qemu=debug"] {
         let refused = run(serve(&socket, &disk)?.args(["--log", bad]))?;
         refused.expect_refusal(&["--log", bad])?;
-        let file = scene.path("bad.toml");
+        let file = folders.path("bad.toml");
         std::fs::write(&file, format!("log = \"{bad}\"\n"))?;
         run(ringhaul()?.arg("check").arg(&file))?.expect_code(2)?;
     }
@@ -47,7 +47,8 @@ fn a_mistyped_log_level_is_refused_at_every_door() -> Result<()> {
     daemon.wait_for("SIGTERM: ")?;
     daemon.finish()?.expect_code(0)?;
 
-    let mut command = serve(&scene.socket("other.sock"), &scene.disk("other.img", DISK_BYTES)?)?;
+    let mut command =
+        serve(&folders.socket("other.sock"), &folders.disk("other.img", DISK_BYTES)?)?;
     let mut daemon = Running::serve(command.env("RUST_LOG", "verbose"))?;
     ensure!(daemon.stderr().contains("RUST_LOG is ignored: 'verbose'"), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
@@ -58,9 +59,9 @@ fn a_mistyped_log_level_is_refused_at_every_door() -> Result<()> {
 /// Guest memory may arrive later, and requests are served then.
 #[test]
 fn a_guest_without_shared_memory_is_named() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
-    let control = scene.socket("control");
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
+    let control = folders.socket("control");
     let mut command = serve(&socket, &disk)?;
     let mut daemon = Running::serve(command.arg("--control").arg(&control))?;
     let state = || Ok::<_, anyhow::Error>(ctl(&control, &["list"])?.expect_code(0)?.stdout);
@@ -89,9 +90,9 @@ fn a_guest_without_shared_memory_is_named() -> Result<()> {
 
 /// Zeroes would pass for data of the guest.
 #[test]
-fn a_file_that_was_cut_gives_errors_and_the_log_says_so() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
+fn a_truncated_file_gives_logged_errors() -> Result<()> {
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
     for engine in ["io_uring", "aio", "threads"] {
         let mut command = serve(&socket, &disk)?;
         let mut daemon = Running::serve(command.args(["--engine", engine]))?;
@@ -121,12 +122,12 @@ fn a_file_that_was_cut_gives_errors_and_the_log_says_so() -> Result<()> {
 /// A terminal would take control characters for colours and extra lines.
 #[test]
 fn errors_have_no_control_characters() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     let name = "x\u{1b}[31m\nERROR all lost";
-    let missing = scene.path(name);
+    let missing = folders.path(name);
     for option in ["--blk-file", "--disk", "--config", "--takeover"] {
         let mut command = ringhaul()?;
-        command.args(["serve", "--socket-path"]).arg(scene.socket("disk.sock"));
+        command.args(["serve", "--socket-path"]).arg(folders.socket("disk.sock"));
         let refused = run(command.arg(option).arg(&missing))?;
         refused.expect_refusal(&["\\u{1b}[31m\\nERROR"])?;
     }
@@ -135,8 +136,8 @@ fn errors_have_no_control_characters() -> Result<()> {
 
 #[test]
 fn lines_for_the_journal_have_a_priority_and_no_time() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
     let shell = "JOURNAL_STREAM=$(stat -L -c %d:%i /proc/self/fd/2) exec \"$@\"";
     let mut command = ringhaul_under(&["sh", "-c", shell, "sh"])?;
     command.arg("serve").arg("--socket-path").arg(&socket).arg("--blk-file").arg(&disk);
@@ -160,7 +161,7 @@ fn lines_for_the_journal_have_a_priority_and_no_time() -> Result<()> {
 
 /// `head` and similar programs close the pipe early.
 #[test]
-fn a_reader_that_leaves_is_no_failure() -> Result<()> {
+fn a_closed_pipe_is_no_failure() -> Result<()> {
     let mut command = ringhaul_under(&["bash", "-o", "pipefail", "-c", "\"$@\" | true", "bash"])?;
     let finished = run(command.args(["ctl", "schema"]))?.expect_code(0)?;
     ensure!(finished.stderr.is_empty(), "{}", finished.stderr);
@@ -169,9 +170,9 @@ fn a_reader_that_leaves_is_no_failure() -> Result<()> {
 
 #[test]
 fn a_daemon_is_found_and_its_end_waited_for() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
-    let control = scene.socket("control");
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
+    let control = folders.socket("control");
     let mut command = serve(&socket, &disk)?;
     let mut daemon = Running::serve(command.arg("--control").arg(&control))?;
     let ctl =
@@ -192,8 +193,8 @@ fn a_daemon_is_found_and_its_end_waited_for() -> Result<()> {
 
 #[test]
 fn a_file_is_named_by_its_name_and_may_be_measured_while_in_use() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("vm1.img", DISK_BYTES)?, scene.socket("disk.sock"));
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("vm1.img", DISK_BYTES)?, folders.socket("disk.sock"));
     let folder = disk.parent().context("a disk has a folder")?;
     let here = |words: &[&str]| run(ringhaul()?.args(words).current_dir(folder));
     ensure!(here(&["disk", "info", "vm1.img"])?.expect_code(0)?.stdout.contains("16 MiB"));
@@ -210,9 +211,9 @@ fn a_file_is_named_by_its_name_and_may_be_measured_while_in_use() -> Result<()> 
 
 /// Rows of a table: a command line, and words of its error.
 #[test]
-fn messages_say_what_is_meant_and_not_how_it_was_parsed() -> Result<()> {
-    let scene = scene()?;
-    let control = scene.socket("control");
+fn errors_of_options_explain_the_mistake() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
     let named = control.to_string_lossy().into_owned();
     let serve = ["serve", "--disk", "null:1M", "--socket-path"];
     let with = |more: &[&'static str]| [&serve[..], &["s"], more].concat();
@@ -228,7 +229,7 @@ fn messages_say_what_is_meant_and_not_how_it_was_parsed() -> Result<()> {
         run(ringhaul()?.args(&words))?.expect_refusal(&[expected]).context(words.join(" "))?;
     }
     let mut command = ringhaul()?;
-    command.args(serve).arg(scene.socket("vm.sock")).args(["--control", &named, "--name", "vm"]);
+    command.args(serve).arg(folders.socket("vm.sock")).args(["--control", &named, "--name", "vm"]);
     let mut daemon = Running::serve(&mut command)?;
     for (words, expected) in [
         (&["set", "poll-max-us=99999"][..], "0 to 10000"),

@@ -15,12 +15,12 @@ use std::time::Instant;
 use blockio::{BufferMemory, Disk, DiskSource, Io as IoHandle, IoThread, IoThreadConfig, TaskSet};
 use iomem::fits;
 
-use crate::engine_stats::{Figures, Sample};
+use crate::engine_stats::{EngineCounters, EngineSample};
 use crate::error::BenchError;
 use crate::job::{Completed, Job, Pass, Queue};
 use crate::pattern::{Io, Op};
 use crate::stats::Notices;
-use crate::worker::{Control, Stage, TICK, Window};
+use crate::worker::{Stage, StageCell, TICK, Window};
 
 /// Alignment of the memory of each slot.
 const MEMORY_ALIGN: usize = 4096;
@@ -35,7 +35,7 @@ pub(crate) struct EngineWorker {
     slot_bytes: usize,
     seed: u64,
     /// The figures of the last phase with a measured window.
-    pub(crate) figures: Figures,
+    pub(crate) figures: EngineCounters,
 }
 
 impl EngineWorker {
@@ -46,7 +46,7 @@ impl EngineWorker {
         (slots, slot_bytes): (usize, usize),
         seed: u64,
     ) -> Self {
-        let figures = Figures::default();
+        let figures = EngineCounters::default();
         Self { job: Some(job), source, config, slots, slot_bytes, seed, figures }
     }
 
@@ -54,7 +54,7 @@ impl EngineWorker {
     /// is in flight. The IoThread lives as long as the phase.
     pub(crate) fn run(
         &mut self,
-        control: &Arc<Control>,
+        control: &Arc<StageCell>,
         notices: &Arc<Notices>,
     ) -> Result<Window, BenchError> {
         let Some(mut job) = self.job.take() else {
@@ -67,57 +67,57 @@ impl EngineWorker {
         let filled = job.fill(&mut queue, self.seed);
         filled.map_err(|error| BenchError::Run(format!("cannot set up the memory: {error}")))?;
         let clock = Instant::now();
-        let driver = Driver {
+        let task = JobTask {
             job,
             queue,
             io: Rc::clone(&io),
             control: Arc::clone(control),
             notices: Arc::clone(notices),
             clock,
-            stage: Stage::Warming,
+            stage: Stage::Ramp,
             window: Window { start: clock, end: clock },
             opened: None,
-            figures: Figures::default(),
+            figures: EngineCounters::default(),
         };
         let outcome = Rc::new(Cell::new(None));
         let place = Rc::clone(&outcome);
         io.spawn(async move {
-            let handle = Rc::clone(&driver.io);
-            place.set(Some(driver.run().await));
+            let handle = Rc::clone(&task.io);
+            place.set(Some(task.run().await));
             handle.stop();
         });
         thread.run().map_err(failed)?;
-        let Some((driver, result)) = outcome.take() else {
+        let Some((task, result)) = outcome.take() else {
             return Err(BenchError::Run("the IoThread has ended without a result".to_owned()));
         };
-        self.job = Some(driver.job);
-        if driver.opened.is_some() {
-            self.figures = driver.figures;
+        self.job = Some(task.job);
+        if task.opened.is_some() {
+            self.figures = task.figures;
         }
         result.map_err(|error| BenchError::Run(format!("the engine failed: {error}")))?;
-        Ok(driver.window)
+        Ok(task.window)
     }
 }
 
 /// The state of a job's task.
-struct Driver {
+struct JobTask {
     job: Job,
     queue: EngineQueue,
     io: Rc<IoHandle>,
-    control: Arc<Control>,
+    control: Arc<StageCell>,
     notices: Arc<Notices>,
     clock: Instant,
     stage: Stage,
     window: Window,
     /// The IoThread's counters when the measured window opened.
-    opened: Option<Sample>,
-    figures: Figures,
+    opened: Option<EngineSample>,
+    figures: EngineCounters,
 }
 
-impl Driver {
+impl JobTask {
     async fn run(mut self) -> (Self, io::Result<()>) {
         let mut requests = TaskSet::new(Rc::clone(&self.io));
-        let mut look_at = Instant::now();
+        let mut next_tick = Instant::now();
         let result = loop {
             let turn = poll_fn(|cx| {
                 requests.run_woken(cx);
@@ -134,9 +134,9 @@ impl Driver {
                 self.io.wake_me();
             }
             let now = Instant::now();
-            if look_at <= now {
-                look_at = now + TICK;
-                self.io.wake_me_at(look_at);
+            if next_tick <= now {
+                next_tick = now + TICK;
+                self.io.wake_me_at(next_tick);
             }
             self.io.suspend().await;
         };
@@ -152,7 +152,7 @@ impl Driver {
         &mut self,
         cx: &mut Context<'_>,
         requests: &mut TaskSet<F>,
-        make: fn(Rc<Shared>, Request) -> F,
+        make: fn(Rc<JobDisk>, EngineRequest) -> F,
     ) -> io::Result<()> {
         let stage = self.control.get();
         if stage != self.stage {
@@ -196,11 +196,11 @@ impl Driver {
         match (stage, &self.opened) {
             (Stage::Measuring, _) => {
                 self.window = Window { start: now, end: now };
-                self.opened = Some(Sample::take(self.io.stats()));
+                self.opened = Some(EngineSample::take(self.io.stats()));
             }
             (_, Some(opened)) if self.stage == Stage::Measuring => {
                 self.window.end = now;
-                self.figures = Sample::take(self.io.stats()).since(opened);
+                self.figures = EngineSample::take(self.io.stats()).since(opened);
             }
             _ => {}
         }
@@ -210,20 +210,20 @@ impl Driver {
 
 /// The queue of a job with futures as requests.
 struct EngineQueue {
-    shared: Rc<Shared>,
+    shared: Rc<JobDisk>,
     /// Requests queued in this pass.
-    started: Vec<Request>,
+    started: Vec<EngineRequest>,
 }
 
 /// State shared by the requests of a job.
-struct Shared {
+struct JobDisk {
     disk: Disk,
     /// The memory of the requests, indexed by slot.
     slots: Box<[BufferMemory]>,
     done: RefCell<VecDeque<Completed>>,
 }
 
-struct Request {
+struct EngineRequest {
     slot: u32,
     op: Op,
     offset: u64,
@@ -234,11 +234,11 @@ impl EngineQueue {
     fn new(disk: Disk, slots: usize, slot_bytes: usize) -> Self {
         let slots = (0..slots).map(|_| BufferMemory::new(slot_bytes, MEMORY_ALIGN)).collect();
         let done = RefCell::new(VecDeque::new());
-        Self { shared: Rc::new(Shared { disk, slots, done }), started: Vec::new() }
+        Self { shared: Rc::new(JobDisk { disk, slots, done }), started: Vec::new() }
     }
 }
 
-impl Shared {
+impl JobDisk {
     fn slot(&self, slot: u32) -> io::Result<&BufferMemory> {
         let slot = usize::try_from(slot).ok().and_then(|index| self.slots.get(index));
         slot.ok_or_else(|| io::ErrorKind::InvalidInput.into())
@@ -246,8 +246,8 @@ impl Shared {
 }
 
 /// A request, from its queueing to its completion.
-async fn request(shared: Rc<Shared>, request: Request) {
-    let Request { slot, op, offset, len } = request;
+async fn request(shared: Rc<JobDisk>, request: EngineRequest) {
+    let EngineRequest { slot, op, offset, len } = request;
     let Ok(memory) = shared.slot(slot) else { return };
     let result = if op == Op::Flush {
         shared.disk.flush().await
@@ -267,7 +267,7 @@ impl Queue for EngineQueue {
     fn queue(&mut self, slot: u32, io: &Io) -> io::Result<()> {
         self.shared.slot(slot)?;
         let len = fits(io.len, "the length of a request");
-        self.started.push(Request { slot, op: io.op, offset: io.offset, len });
+        self.started.push(EngineRequest { slot, op: io.op, offset: io.offset, len });
         Ok(())
     }
 

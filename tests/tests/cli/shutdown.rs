@@ -4,19 +4,19 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{EXIT_RUN, Running, Scene, bench, ringhaul_under, run, serve};
+use ringhaul_kit::cli::{EXIT_RUN, Running, TestFolders, bench, ringhaul_under, run, serve};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// A run that only the end of the server ends: a client that relied on a time limit would count as
 /// hung. The progress lines show that it runs.
 const ENDLESS: &str =
     "--rw randrw --iodepth 16 --numjobs 2 --runtime 1h --timeout 1h --eta always --verify";
 
-fn start(scene: &Scene, socket: &Path, engine: &str) -> Result<Running> {
-    let file = scene.disk("disk.img", DISK_BYTES)?;
+fn start(folders: &TestFolders, socket: &Path, engine: &str) -> Result<Running> {
+    let file = folders.disk("disk.img", DISK_BYTES)?;
     Running::serve(serve(socket, &file)?.args(["--engine", engine]))
 }
 
@@ -44,9 +44,9 @@ fn expect_server_gone(client: Running) -> Result<()> {
 fn signals_end_an_idle_daemon() -> Result<()> {
     let signals = [(Signal::TERM, "SIGTERM"), (Signal::INT, "SIGINT"), (Signal::HUP, "SIGHUP")];
     for (signal, name) in signals {
-        let scene = scene()?;
-        let socket = scene.socket("disk.sock");
-        let mut daemon = start(&scene, &socket, "auto")?;
+        let folders = test_folders()?;
+        let socket = folders.socket("disk.sock");
+        let mut daemon = start(&folders, &socket, "auto")?;
         ensure!(socket.exists(), "there is no socket");
         daemon.signal(signal)?;
         daemon.wait_for(name)?;
@@ -60,9 +60,9 @@ fn signals_end_an_idle_daemon() -> Result<()> {
 /// The front-end is idle too, and the second signal finds no unfinished request.
 #[test]
 fn two_signals_at_once_end_an_idle_daemon() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
-    let mut daemon = start(&scene, &socket, "auto")?;
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
+    let mut daemon = start(&folders, &socket, "auto")?;
     let mut frontend = Frontend::attach(&socket, &Setup::default())?;
     daemon.signal(Signal::TERM)?;
     daemon.signal(Signal::INT)?;
@@ -73,9 +73,9 @@ fn two_signals_at_once_end_an_idle_daemon() -> Result<()> {
 }
 
 #[test]
-fn a_hang_up_that_was_ignored_at_the_start_stays_so() -> Result<()> {
-    let scene = scene()?;
-    let (file, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
+fn a_hang_up_that_was_ignored_at_the_start_stays_ignored() -> Result<()> {
+    let folders = test_folders()?;
+    let (file, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("disk.sock"));
     let mut command = ringhaul_under(&["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"])?;
     command.args(["serve", "--socket-path"]).arg(&socket).arg("--blk-file").arg(&file);
     let mut daemon = Running::serve(&mut command)?;
@@ -90,9 +90,9 @@ fn a_hang_up_that_was_ignored_at_the_start_stays_so() -> Result<()> {
 #[test]
 fn signals_end_a_daemon_under_load() -> Result<()> {
     for (signal, engine) in [(Signal::TERM, "aio"), (Signal::INT, "threads")] {
-        let scene = scene()?;
-        let socket = scene.socket("disk.sock");
-        let mut daemon = start(&scene, &socket, engine)?;
+        let folders = test_folders()?;
+        let socket = folders.socket("disk.sock");
+        let mut daemon = start(&folders, &socket, engine)?;
         let client = start_load(&socket)?;
         daemon.signal(signal)?;
         let finished = daemon.finish()?.expect_code(0).context(engine)?;
@@ -105,9 +105,9 @@ fn signals_end_a_daemon_under_load() -> Result<()> {
 
 #[test]
 fn a_silent_front_end_does_not_keep_a_daemon_from_ending() -> Result<()> {
-    let scene = scene()?;
-    let socket = scene.socket("disk.sock");
-    let mut daemon = start(&scene, &socket, "auto")?;
+    let folders = test_folders()?;
+    let socket = folders.socket("disk.sock");
+    let mut daemon = start(&folders, &socket, "auto")?;
     let _silent = UnixStream::connect(&socket).context("connecting")?;
     // This connection waits in the backlog.
     let _second = UnixStream::connect(&socket).context("connecting once more")?;
@@ -119,11 +119,11 @@ fn a_silent_front_end_does_not_keep_a_daemon_from_ending() -> Result<()> {
 }
 
 #[test]
-fn a_client_says_that_its_server_was_killed() -> Result<()> {
+fn a_client_reports_that_its_server_was_killed() -> Result<()> {
     for engine in ["io_uring", "aio", "threads"] {
-        let scene = scene()?;
-        let socket = scene.socket("disk.sock");
-        let mut daemon = start(&scene, &socket, engine)?;
+        let folders = test_folders()?;
+        let socket = folders.socket("disk.sock");
+        let mut daemon = start(&folders, &socket, engine)?;
         let client = start_load(&socket)?;
         daemon.signal(Signal::KILL)?;
         daemon.finish()?;

@@ -69,15 +69,15 @@ enum Request {
     /// The first block, the number of blocks, and their version.
     Write(u64, u64, u64),
     Read(u64, u64),
-    /// Zeroes or a discard, depending on [`World::erases`].
-    Erase(u64, u64),
+    /// Zeroes or a discard, depending on [`Driver::clear_kind`].
+    Clear(u64, u64),
     Flush,
 }
 
 impl Request {
     fn blocks(self) -> Range<u64> {
         match self {
-            Self::Write(first, count, _) | Self::Read(first, count) | Self::Erase(first, count) => {
+            Self::Write(first, count, _) | Self::Read(first, count) | Self::Clear(first, count) => {
                 first..first + count
             }
             Self::Flush => 0..0,
@@ -85,7 +85,7 @@ impl Request {
     }
 }
 
-pub(super) struct World {
+pub(super) struct Driver {
     pub(super) frontend: Frontend,
     /// `None` if the driver has no inflight region.
     region: Option<Arc<OwnedFd>>,
@@ -96,8 +96,8 @@ pub(super) struct World {
     pub(super) blocks: u64,
     last_version: u64,
     pub(super) answered: u64,
-    /// The request type that erases blocks, if the driver erases.
-    pub(super) erases: Option<u32>,
+    /// The request type that clears blocks, if the driver clears any.
+    pub(super) clear_kind: Option<u32>,
     /// The LUN of the disk, if the device is a virtio-scsi device.
     lun: Option<u8>,
     /// True if the driver sleeps until it is called.
@@ -105,18 +105,18 @@ pub(super) struct World {
     pub(super) random: u64,
 }
 
-impl World {
+impl Driver {
     /// Connects to a disk of `blocks` blocks of zeroes.
     pub(super) fn new(socket: &Path, blocks: u64, keeps_region: bool) -> Result<Self> {
-        Self::of(socket, blocks, keeps_region, None)
+        Self::connect(socket, blocks, keeps_region, None)
     }
 
     /// Connects to a disk that is a logical unit.
     pub(super) fn of_unit(socket: &Path, blocks: u64, lun: u8) -> Result<Self> {
-        Self::of(socket, blocks, true, Some(lun))
+        Self::connect(socket, blocks, true, Some(lun))
     }
 
-    fn of(socket: &Path, blocks: u64, keeps_region: bool, lun: Option<u8>) -> Result<Self> {
+    fn connect(socket: &Path, blocks: u64, keeps_region: bool, lun: Option<u8>) -> Result<Self> {
         let mut setup = Setup::default().queue_size(QUEUE_SIZE);
         setup.queues = all_queues(lun);
         let mut region = None;
@@ -135,7 +135,7 @@ impl World {
             blocks,
             last_version: 0,
             answered: 0,
-            erases: None,
+            clear_kind: None,
             lun,
             sleeps: false,
             random: 1,
@@ -155,7 +155,8 @@ impl World {
         if let Some(region) = &self.region {
             let queues = all_queues(self.lun);
             let bytes = ACCOUNT_BYTES * u64::from(queues);
-            self.frontend.tell(Message::inflight_region(region, bytes, queues, QUEUE_SIZE))?;
+            self.frontend
+                .send_checked(Message::inflight_region(region, bytes, queues, QUEUE_SIZE))?;
         }
         let queues = usize::from(all_queues(self.lun));
         for queue in 0..queues {
@@ -204,7 +205,7 @@ impl World {
             return None;
         }
         Some(match kind {
-            0 if self.erases.is_some() => Request::Erase(first, count),
+            0 if self.clear_kind.is_some() => Request::Clear(first, count),
             0..5 => {
                 self.last_version += 1;
                 Request::Write(first, count, self.last_version)
@@ -223,7 +224,7 @@ impl World {
         let kind = match request {
             Request::Write(..) => blk::OUT,
             Request::Read(..) => blk::IN,
-            Request::Erase(..) => self.erases.context("it makes no such requests")?,
+            Request::Clear(..) => self.clear_kind.context("it makes no such requests")?,
             Request::Flush => blk::FLUSH,
         };
         let slot_number = u16::try_from(slot)?;
@@ -236,7 +237,7 @@ impl World {
                 chain.push(Desc::readable(data, bytes));
             }
             Request::Read(..) => chain.push(Desc::writable(data, bytes)),
-            Request::Erase(..) => {
+            Request::Clear(..) => {
                 let flags = if kind == blk::WRITE_ZEROES { UNMAP } else { 0 };
                 let part = segment(sector, bytes / u32::try_from(SECTOR_BYTES)?, flags);
                 self.frontend.memory.write(data, &part)?;
@@ -267,7 +268,7 @@ impl World {
             Request::Write(..) => (0x8a, Some(Desc::readable(data, bytes))),
             Request::Read(..) => (0x88, Some(Desc::writable(data, bytes))),
             Request::Flush => (0x91, None),
-            Request::Erase(..) => anyhow::bail!("it makes no such commands"),
+            Request::Clear(..) => anyhow::bail!("it makes no such commands"),
         };
         let range = (blocks.start, blocks.end - blocks.start);
         let memory = &self.frontend.memory;
@@ -280,7 +281,7 @@ impl World {
     }
 
     /// Returns true if a request is done. Sends a command again if the unit reported an event.
-    fn ends(&mut self, queue: usize, slot: usize, request: Request) -> Result<bool> {
+    fn finish_request(&mut self, queue: usize, slot: usize, request: Request) -> Result<bool> {
         if self.lun.is_none() {
             let status = self.frontend.status(queue, u16::try_from(slot)?);
             ensure!(status == Some(blk::OK), "{request:?} ended with {status:?}");
@@ -305,7 +306,7 @@ impl World {
                 let slot = usize::try_from(used.head)? / 4;
                 let request = self.slots[queue].get_mut(slot).and_then(Option::take);
                 let request = request.with_context(|| format!("{used:?} was answered twice"))?;
-                if !self.ends(queue, slot, request)? {
+                if !self.finish_request(queue, slot, request)? {
                     continue;
                 }
                 self.check(queue, slot, request)?;
@@ -320,11 +321,11 @@ impl World {
 
     fn check(&mut self, queue: usize, slot: usize, request: Request) -> Result<()> {
         match request {
-            Request::Write(_, _, version) => self.have(request, Version::Of(version))?,
-            Request::Erase(..) if self.erases == Some(blk::DISCARD) => {
-                self.have(request, Version::Any)?;
+            Request::Write(_, _, version) => self.record(request, Version::Of(version))?,
+            Request::Clear(..) if self.clear_kind == Some(blk::DISCARD) => {
+                self.record(request, Version::Any)?;
             }
-            Request::Erase(..) => self.have(request, Version::Of(0))?,
+            Request::Clear(..) => self.record(request, Version::Of(0))?,
             Request::Read(first, count) => {
                 let bytes = usize::try_from(count)? * BLOCK_BYTES;
                 let data = self.frontend.memory.read(data_of(queue, slot), bytes)?;
@@ -338,7 +339,7 @@ impl World {
     }
 
     /// Records this version for each block of a request.
-    fn have(&mut self, request: Request, version: Version) -> Result<()> {
+    fn record(&mut self, request: Request, version: Version) -> Result<()> {
         for block in request.blocks() {
             self.versions[usize::try_from(block)?] = version;
         }

@@ -4,22 +4,22 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{EXIT_RUN, LIMIT, READY, Running, Scene, bench, ringhaul, run};
-use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::cli::{EXIT_RUN, LIMIT, READY, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::{is_installed, run as run_program};
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{DISK_BYTES, scene};
+use super::{DISK_BYTES, test_folders};
 
 fn text(path: &Path) -> Result<&str> {
     path.to_str().context("a path with an odd name")
 }
 
 /// Makes an encrypted disk with a weak key derivation, and returns its name.
-fn luks(scene: &Scene) -> Result<String> {
-    let (image, key) = (scene.disk("encrypted", DISK_BYTES + (16 << 20))?, scene.path("key"));
+fn luks(folders: &TestFolders) -> Result<String> {
+    let (image, key) = (folders.disk("encrypted", DISK_BYTES + (16 << 20))?, folders.path("key"));
     fs::write(&key, "no secret")?;
     let (image, key) = (text(&image)?, text(&key)?);
     let format = ["luksFormat", "--batch-mode", "--type", "luks2", "--key-file", key];
@@ -28,8 +28,8 @@ fn luks(scene: &Scene) -> Result<String> {
     Ok(format!("luks,key-file={key},over={image}"))
 }
 
-fn qcow2(scene: &Scene) -> Result<String> {
-    let image = scene.path("image");
+fn qcow2(folders: &TestFolders) -> Result<String> {
+    let image = folders.path("image");
     let image = text(&image)?;
     run_program("qemu-img", &["create", "-q", "-f", "qcow2", image, &DISK_BYTES.to_string()])?;
     Ok(format!("qcow2:{image}"))
@@ -37,10 +37,10 @@ fn qcow2(scene: &Scene) -> Result<String> {
 
 /// Runs a load for longer and longer until it has answers of each kind: on a busy machine a short
 /// run may have none. Returns the last result.
-fn until_answered<T>(mut load: impl FnMut(&str) -> Result<(bool, T)>) -> Result<T> {
+fn repeat_until_answered<T>(mut load: impl FnMut(&str) -> Result<(bool, T)>) -> Result<T> {
     for runtime in ["200ms", "2s", "20s"] {
-        if let (true, said) = load(runtime)? {
-            return Ok(said);
+        if let (true, output) = load(runtime)? {
+            return Ok(output);
         }
     }
     Ok(load("60s")?.1)
@@ -54,51 +54,54 @@ fn drive(disk: &str) -> Result<()> {
         run(command.args(options.split_whitespace()))
     };
     let load = "--rw randrw --iodepth 8 --numjobs 2 --destroy-contents --json";
-    let said = until_answered(|runtime| {
+    let output = repeat_until_answered(|runtime| {
         let finished = drive(&format!("{load} --runtime {runtime}"))?.expect_code(0)?;
-        let said: Value = serde_json::from_str(&finished.stdout).context("the result")?;
-        Ok((said["read_ios"] != 0 && said["write_ios"] != 0, said))
+        let output: Value = serde_json::from_str(&finished.stdout).context("the result")?;
+        Ok((output["read_ios"] != 0 && output["write_ios"] != 0, output))
     })?;
     for figure in ["iops", "read_iops", "write_iops", "bandwidth_bytes_per_s", "latency_mean_us"] {
-        ensure!(said[figure].as_f64() > Some(0.0), "{figure} is {}", said[figure]);
+        ensure!(output[figure].as_f64() > Some(0.0), "{figure} is {}", output[figure]);
     }
-    ensure!(said["errors"] == 0 && said["filename"] == disk, "{said}");
-    let said = until_answered(|runtime| {
+    ensure!(output["errors"] == 0 && output["filename"] == disk, "{output}");
+    let output = repeat_until_answered(|runtime| {
         let load = format!("--rw read --bs 64k --runtime {runtime}");
-        let said = drive(&load)?.expect_code(0)?.stdout;
-        Ok((said.contains("read: IOPS="), said))
+        let output = drive(&load)?.expect_code(0)?.stdout;
+        Ok((output.contains("read: IOPS="), output))
     })?;
-    let [iops, size] = ["read: IOPS=", "disk of 16.0 MiB"].map(|words| said.contains(words));
-    ensure!(iops && size && said.contains("errors: 0"), "{said}");
+    let [iops, size] = ["read: IOPS=", "disk of 16.0 MiB"].map(|words| output.contains(words));
+    ensure!(iops && size && output.contains("errors: 0"), "{output}");
     drive("--rw write")?.expect_refusal(&["--destroy-contents"])
 }
 
 #[test]
 fn a_disk_of_each_kind_can_be_driven() -> Result<()> {
-    let scene = scene()?;
+    let folders = test_folders()?;
     if is_installed("nbdkit") {
-        let peer = Peer::nbdkit(&scene, &["memory", "16M"])?;
-        drive(&peer.uri("")).context("nbd")?;
-        drive(&format!("raw,size=16M,over={}", peer.uri(""))).context("raw over nbd")?;
+        let server = NbdServer::start_nbdkit(&folders, &["memory", "16M"])?;
+        drive(&server.uri("")).context("nbd")?;
+        drive(&format!("raw,size=16M,over={}", server.uri(""))).context("raw over nbd")?;
     }
     if is_installed("cryptsetup") {
-        drive(&luks(&scene)?).context("luks")?;
+        drive(&luks(&folders)?).context("luks")?;
     }
     if is_installed("qemu-img") {
-        drive(&qcow2(&scene)?).context("qcow2")?;
+        drive(&qcow2(&folders)?).context("qcow2")?;
     }
     Ok(())
 }
 
 /// Figures of failed requests would be worthless.
 #[test]
-fn a_disk_that_fails_under_a_load_is_told() -> Result<()> {
+fn a_disk_that_fails_under_a_load_is_reported() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::nbdkit(&scene, &["--filter=error", "memory", "16M", "error-pread-rate=100%"])?;
-    let failed = run(ringhaul()?.args(["disk", "bench", &peer.uri(""), "--runtime", "100ms"]))?;
+    let folders = test_folders()?;
+    let server = NbdServer::start_nbdkit(
+        &folders,
+        &["--filter=error", "memory", "16M", "error-pread-rate=100%"],
+    )?;
+    let failed = run(ringhaul()?.args(["disk", "bench", &server.uri(""), "--runtime", "100ms"]))?;
     let failed = failed.expect_code(EXIT_RUN)?;
     ensure!(failed.stderr.contains("Input/output error"), "{}", failed.stderr);
     Ok(())
@@ -110,13 +113,14 @@ fn a_disk_that_does_not_answer_at_the_end_of_a_load_is_named() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::nbdkit(&scene, &["--filter=delay", "memory", "16M", "delay-read=3600"])?;
-    let disk = peer.uri("");
+    let folders = test_folders()?;
+    let server =
+        NbdServer::start_nbdkit(&folders, &["--filter=delay", "memory", "16M", "delay-read=3600"])?;
+    let disk = server.uri("");
     let load = ["--iodepth", "4", "--runtime", "200ms"];
     let mut driving = Running::start(ringhaul()?.args(["disk", "bench", &disk]).args(load))?;
-    let said = driving.wait_for("waiting for")?;
-    ensure!(said.contains(&format!("waiting for 4 operations of {disk} to end; two interr")));
+    let output = driving.wait_for("waiting for")?;
+    ensure!(output.contains(&format!("waiting for 4 operations of {disk} to end; two interr")));
     // Signals that come at once may be merged into one.
     retry(LIMIT, || {
         ensure!(driving.signal(Signal::INT).is_err(), "it goes on after interrupts");
@@ -133,21 +137,21 @@ fn a_configuration_file_has_disks_of_all_kinds() -> Result<()> {
     if !["nbdkit", "cryptsetup", "qemu-img"].iter().all(|program| is_installed(program)) {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::nbdkit(&scene, &["memory", "16M"])?;
-    let (luks, qcow2, nbd) = (luks(&scene)?, qcow2(&scene)?, scene.socket("nbd"));
+    let folders = test_folders()?;
+    let server = NbdServer::start_nbdkit(&folders, &["memory", "16M"])?;
+    let (luks, qcow2, nbd) = (luks(&folders)?, qcow2(&folders)?, folders.socket("nbd"));
     let export = |name: &str, device: &str| {
-        let path = scene.socket(name).display().to_string();
+        let path = folders.socket(name).display().to_string();
         format!("[[export]]\nendpoint = {{ path = \"{path}\" }}\n{device}\n")
     };
     let table = format!("{{ nbd = {{ socket = \"{}\", connections = 2 }} }}", nbd.display());
-    let units = [(0, peer.uri("")), (1, luks), (2, qcow2)]
+    let units = [(0, server.uri("")), (1, luks), (2, qcow2)]
         .map(|(lun, disk)| format!("[[export.device.scsi]]\nlun = {lun}\ndisk = \"{disk}\"\n"));
     let exports = [
         export("table", &format!("device = {{ blk = {table} }}")),
         export("units", &units.concat()),
     ];
-    let file = scene.path("ringhaul.toml");
+    let file = folders.path("ringhaul.toml");
     fs::write(&file, exports.concat())?;
     let mut check = ringhaul()?;
     let checked = run(check.arg("check").arg(&file))?.expect_code(0)?.stdout;
@@ -160,9 +164,9 @@ fn a_configuration_file_has_disks_of_all_kinds() -> Result<()> {
     daemon.wait_for(READY)?;
     let load = "--rw randrw --number_ios 300 --size 4m --verify";
     for (name, options) in [("table", ""), ("units", "--device scsi --lun all")] {
-        let mut command = bench(&scene.socket(name), &format!("{load} {options}"))?;
-        let said = run(&mut command)?.expect_code(0).context(name)?.stdout;
-        ensure!(said.contains(" 0 reads with wrong data"), "{name}: {said}");
+        let mut command = bench(&folders.socket(name), &format!("{load} {options}"))?;
+        let output = run(&mut command)?.expect_code(0).context(name)?.stdout;
+        ensure!(output.contains(" 0 reads with wrong data"), "{name}: {output}");
     }
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0).map(drop)

@@ -6,10 +6,10 @@ use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, bench, ringhaul, run};
 use rustix::process::Signal;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 #[test]
-fn a_version_says_what_a_report_of_a_fault_needs() -> Result<()> {
+fn a_version_has_the_details_of_a_bug_report() -> Result<()> {
     let version = concat!("ringhaul ", env!("CARGO_PKG_VERSION"));
     let text = run(ringhaul()?.arg("version"))?.expect_code(0)?.stdout;
     ensure!(text.starts_with(version), "{text}");
@@ -46,9 +46,9 @@ fn help_has_groups_and_ends_with_examples() -> Result<()> {
 }
 
 #[test]
-fn exit_statuses_are_those_of_the_help() -> Result<()> {
-    let scene = scene()?;
-    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("vm.sock"));
+fn exit_statuses_match_the_help() -> Result<()> {
+    let folders = test_folders()?;
+    let (disk, socket) = (folders.disk("disk.img", DISK_BYTES)?, folders.socket("vm.sock"));
     run(&mut bench(&socket, "--number_ios 1")?)?.expect_code(2)?;
     let mut serve = ringhaul()?;
     serve.args(["serve", "--rerror", "report", "--socket-path"]).arg(&socket);
@@ -69,12 +69,12 @@ fn exit_statuses_are_those_of_the_help() -> Result<()> {
     run(&mut bench(&socket, &half)?)?.expect_code(1)?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
-    let file = scene.path("vms.toml");
+    let file = folders.path("vms.toml");
     for (text, code) in [("iothreads = 2\n", 0), ("iothreads = 0\n", 2)] {
         fs::write(&file, text)?;
         run(ringhaul()?.arg("check").arg(&file))?.expect_code(code)?;
     }
-    for (path, code) in [(&*disk, 0), (&scene.path("missing.img"), 2)] {
+    for (path, code) in [(&*disk, 0), (&folders.path("missing.img"), 2)] {
         run(ringhaul()?.args(["disk", "info"]).arg(path))?.expect_code(code)?;
         let bench = ["disk", "bench", "--runtime", "0.1"];
         run(ringhaul()?.args(bench).arg(path))?.expect_code(code)?;
@@ -83,8 +83,8 @@ fn exit_statuses_are_those_of_the_help() -> Result<()> {
 }
 
 #[test]
-fn a_takeover_from_nobody_says_what_to_name() -> Result<()> {
-    let nobody = scene()?.socket("nobody");
+fn a_takeover_without_a_daemon_names_the_control_option() -> Result<()> {
+    let nobody = test_folders()?.socket("nobody");
     let refused = run(ringhaul()?.args(["serve", "--takeover"]).arg(&nobody))?;
     refused.expect_refusal(&["nobody", "the --control socket of a daemon", "without --takeover"])
 }
@@ -93,8 +93,8 @@ fn a_takeover_from_nobody_says_what_to_name() -> Result<()> {
 fn a_shell_completes_names_of_exports_and_keys_of_disks() -> Result<()> {
     let script = run(ringhaul()?.args(["completions", "bash"]))?.expect_code(0)?.stdout;
     ensure!(script.contains("COMPLETE") && script.contains("ringhaul"), "{script}");
-    let scene = scene()?;
-    let (control, socket) = (scene.socket("control"), scene.socket("vm.sock"));
+    let folders = test_folders()?;
+    let (control, socket) = (folders.socket("control"), folders.socket("vm.sock"));
     let mut serve = ringhaul()?;
     serve.args(["serve", "--state", "none", "--control"]).arg(&control);
     serve.args(["--name", "boot-disk", "--disk", "null:1M", "--socket-path"]).arg(&socket);

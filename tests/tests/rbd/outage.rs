@@ -31,7 +31,7 @@ pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
     let disk = with_time_outs(scene, &disk)?;
     let mut served = scene.serve("away", &disk, &[])?;
     let load = served.load("--runtime 40")?;
-    retry(LIMIT, || has_served(&served))?;
+    retry(LIMIT, || check_served(&served))?;
     let (stopped, since) = (Stopped::new(scene.cluster.osd()?)?, Instant::now());
     served.daemon.wait_for("the cluster has not answered an operation for 5 s; 8 operations")?;
     let shown = served.show()?;
@@ -53,14 +53,14 @@ pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
-fn has_served(served: &Served) -> Result<()> {
+fn check_served(served: &Served) -> Result<()> {
     let writes = served.show()?["served"]["writes"]["requests"].as_u64();
     ensure!(writes > Some(0), "nothing was written");
     Ok(())
 }
 
 /// A read that has failed for the guest fills no memory afterwards.
-pub(super) fn is_not_filled(scene: &mut Scene) -> Result<()> {
+pub(super) fn failed_read_fills_no_memory(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("unfilled")?;
     let other = scene.sockets.path().join("other.sock");
     let mut served = scene.serve("unfilled", &disk, &[])?;
@@ -87,7 +87,7 @@ pub(super) fn is_not_filled(scene: &mut Scene) -> Result<()> {
 }
 
 /// `--force` does not wait until an unused image is closed.
-pub(super) fn is_removed_while_it_is_closed(scene: &mut Scene) -> Result<()> {
+pub(super) fn removal_during_a_hung_close(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("closing")?;
     let other = scene.sockets.path().join("other.sock");
     let served = scene.serve("closing", &disk, &[])?;
@@ -112,13 +112,13 @@ pub(super) fn is_removed_while_it_is_closed(scene: &mut Scene) -> Result<()> {
 
 /// An export with waiting requests can be removed by force. The daemon then ends cleanly, although
 /// the cluster is still away.
-pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
+pub(super) fn removal_with_waiting_requests(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("removed")?;
     let other = scene.sockets.path().join("other.sock");
     let served = scene.serve("removed", &disk, &[])?;
     served.ctl(&["add", "--disk", "null:1M", "--socket-path", &other.to_string_lossy()])?;
     let load = served.load("--runtime 60")?;
-    retry(LIMIT, || has_served(&served))?;
+    retry(LIMIT, || check_served(&served))?;
     let stopped = Stopped::new(scene.cluster.osd()?)?;
     // The cluster does not yet count as away.
     let export = served.socket.to_string_lossy().into_owned();

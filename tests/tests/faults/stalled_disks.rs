@@ -8,11 +8,11 @@ use ringhaul_kit::system::is_installed;
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 
-use crate::ending::Hung;
-use crate::nbd::{DISK_BYTES, Peer, VERIFIED, scene, serve, wait_for_load};
+use crate::nbd::{DISK_BYTES, NbdServer, VERIFIED, serve, test_folders, wait_for_load};
+use crate::shutdown::HungDisk;
 
 fn a_disk_that_does_not_answer_is_named(engine: &str) -> Result<()> {
-    let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    let Some(mut hung) = HungDisk::new(engine)? else { return Ok(()) };
     let line = hung.daemon.wait_for("has not been answered for")?;
     let words = "disk.img: a write has not been answered for";
     ensure!(line.contains(words) && line.ends_with("wait for the disk: 1"), "{line}");
@@ -44,8 +44,8 @@ mod io_uring {
 /// Linux AIO may block in a submit, and the first time cannot be avoided. The log reports it while
 /// it lasts, and afterwards the disk uses pool threads.
 #[test]
-fn a_submit_that_waits_is_told_of_and_is_the_last() -> Result<()> {
-    let Some(mut hung) = Hung::new("aio")? else { return Ok(()) };
+fn a_blocking_submit_is_logged_and_is_the_last() -> Result<()> {
+    let Some(mut hung) = HungDisk::new("aio")? else { return Ok(()) };
     let line = hung.daemon.wait_for("stuck in a system call")?;
     ensure!(line.contains("iothread-0 has been stuck"), "{line}");
     ensure!(line.contains("disk.img blocks it"), "{line}");
@@ -80,24 +80,24 @@ fn a_server_that_does_not_answer_is_named_once() -> Result<()> {
     if !is_installed("qemu-nbd") {
         return Ok(());
     }
-    let scene = scene()?;
-    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
-    let name = peer.uri("disk");
+    let folders = test_folders()?;
+    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let name = server.uri("disk");
     let options = ["--iothreads", "2"];
-    let mut daemon = serve(&scene, &format!("{name},connections=2"), &options)?;
-    let vm = scene.socket("vm.sock");
+    let mut daemon = serve(&folders, &format!("{name},connections=2"), &options)?;
+    let vm = folders.socket("vm.sock");
     let load = format!("{VERIFIED} --numjobs 2 --runtime 10");
     let load = Running::start(&mut bench(&vm, &load)?)?;
     daemon.wait_for("a front-end has connected")?;
-    wait_for_load(&scene)?;
-    let stopped = peer.stop()?;
+    wait_for_load(&folders)?;
+    let stopped = server.stop()?;
     let line = daemon.wait_for("has not answered an operation for")?;
     let words = format!("{name}: the server has not answered an operation for");
     ensure!(line.contains("WARN") && line.contains(&words), "{line}");
     ensure!(line.contains("check the server"), "{line}");
     retry(LIMIT, || {
         let mut ctl = ringhaul()?;
-        ctl.args(["ctl", "--json", "--control"]).arg(scene.socket("control"));
+        ctl.args(["ctl", "--json", "--control"]).arg(folders.socket("control"));
         let shown = run(ctl.arg("show").arg(&vm))?.expect_code(0)?.stdout;
         let shown: serde_json::Value = serde_json::from_str(&shown).context("what is shown")?;
         let disk = &shown["disks"][0];

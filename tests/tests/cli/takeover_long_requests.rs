@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, Scene};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders};
 use ringhaul_kit::frontend::memory::memfd;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{BORDER, Frontend, MEMORY_END, SCRATCH, Setup, blk};
@@ -13,10 +13,10 @@ use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 
 use super::control::Client;
-use super::left;
+use super::held_writes;
 use super::throttling::{serve, shown};
-use crate::scene;
 use crate::takeover::{TAKEN, taking_over};
+use crate::test_folders;
 
 const MIB: u64 = 1 << 20;
 const QUEUE_SIZE: u16 = 256;
@@ -32,15 +32,20 @@ const BUSY: u8 = 8;
 /// A status that no device writes.
 const NO_STATUS: u8 = 0xee;
 
-fn daemon(scene: &Scene, socket: &Path, kind: &str, disk: &Path) -> Result<(Running, Client)> {
+fn daemon(
+    folders: &TestFolders,
+    socket: &Path,
+    kind: &str,
+    disk: &Path,
+) -> Result<(Running, Client)> {
     let (socket, disk) = (socket.display(), disk.display());
     let export = format!("name=vm,socket-path={socket},{kind},blk-file={disk}");
-    serve(scene, &["--export", &export])
+    serve(folders, &["--export", &export])
 }
 
 /// Waits until the daemon has taken at least this number of requests.
-fn wait_taken(scene: &Scene, least: u64) -> Result<()> {
-    let mut client = Client::new(&scene.socket("control"))?;
+fn wait_taken(folders: &TestFolders, least: u64) -> Result<()> {
+    let mut client = Client::new(&folders.socket("control"))?;
     retry(LIMIT, || {
         let unfinished = shown(&mut client, "vm")?["unfinished"].as_u64();
         ensure!(unfinished >= Some(least), "{unfinished:?} are taken");
@@ -49,8 +54,8 @@ fn wait_taken(scene: &Scene, least: u64) -> Result<()> {
 }
 
 /// Starts a process that must take over at the first try, and waits for the end of the old one.
-fn upgrade(scene: &Scene, daemon: Running) -> Result<Running> {
-    let mut next = Running::start(&mut taking_over(scene)?)?;
+fn upgrade(folders: &TestFolders, daemon: Running) -> Result<Running> {
+    let mut next = Running::start(&mut taking_over(folders)?)?;
     next.wait_for(TAKEN)?;
     daemon.finish()?.expect_code(0)?;
     Ok(next)
@@ -105,25 +110,25 @@ fn verify(frontend: &mut Frontend) -> Result<()> {
 
 #[test]
 fn hundreds_of_verifies_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", 1024 * MIB)?;
-    let socket = scene.socket("vm");
-    let (daemon, client) = daemon(&scene, &socket, "device=scsi,lun=0", &disk)?;
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", 1024 * MIB)?;
+    let socket = folders.socket("vm");
+    let (daemon, client) = daemon(&folders, &socket, "device=scsi,lun=0", &disk)?;
     drop(client);
     let mut frontend = attach_unit(&socket)?;
     verify(&mut frontend)?;
-    wait_taken(&scene, 336)?;
-    let mut next = upgrade(&scene, daemon)?;
+    wait_taken(&folders, 336)?;
+    let mut next = upgrade(&folders, daemon)?;
     for queue in COMMAND_QUEUES {
         let ring = &mut frontend.rings[queue];
-        ring.watch_used(84)?;
+        ring.poll_used(84)?;
         while ring.take_used().is_some() {}
     }
     let status = frontend.memory.read(RESPONSE + 10, 1)?;
     ensure!(status == [BUSY], "a driver would not send it again: {status:?}");
     test_unit(&mut frontend)?;
     verify(&mut frontend)?;
-    wait_taken(&scene, 336)?;
+    wait_taken(&folders, 336)?;
     next.signal(Signal::TERM)?;
     next.finish()?.expect_code(0)?;
     Ok(())
@@ -149,17 +154,17 @@ fn read(frontend: &mut Frontend) -> Result<u64> {
 
 #[test]
 fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", 4096 * MIB)?;
-    let socket = scene.socket("vm");
-    let (daemon, client) = daemon(&scene, &socket, "cache=writeback", &disk)?;
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", 4096 * MIB)?;
+    let socket = folders.socket("vm");
+    let (daemon, client) = daemon(&folders, &socket, "cache=writeback", &disk)?;
     drop(client);
-    let mut frontend = left::attach(&socket, &Arc::new(memfd(left::REGION_BYTES)?))?;
+    let mut frontend = held_writes::attach(&socket, &Arc::new(memfd(held_writes::REGION_BYTES)?))?;
     let status = read(&mut frontend)?;
-    wait_taken(&scene, 1)?;
-    let mut next = upgrade(&scene, daemon)?;
+    wait_taken(&folders, 1)?;
+    let mut next = upgrade(&folders, daemon)?;
     // The new process restarts the requests from the inflight region.
-    wait_taken(&scene, 1)?;
+    wait_taken(&folders, 1)?;
     next.signal(Signal::TERM)?;
     next.finish()?.expect_code(0)?;
     let status = frontend.memory.read(status, 1)?[0];
@@ -169,15 +174,15 @@ fn reads_of_gigabytes_delay_neither_an_upgrade_nor_the_end() -> Result<()> {
 
 /// Without a region the next process cannot know of the request, so the guest gets an error.
 #[test]
-fn the_end_gives_up_what_is_left_of_a_read_of_gigabytes_without_a_region() -> Result<()> {
-    let scene = scene()?;
-    let disk = scene.disk("disk.img", 4096 * MIB)?;
-    let socket = scene.socket("vm");
-    let (mut daemon, client) = daemon(&scene, &socket, "cache=writeback", &disk)?;
+fn the_end_abandons_a_read_of_gigabytes_without_a_region() -> Result<()> {
+    let folders = test_folders()?;
+    let disk = folders.disk("disk.img", 4096 * MIB)?;
+    let socket = folders.socket("vm");
+    let (mut daemon, client) = daemon(&folders, &socket, "cache=writeback", &disk)?;
     drop(client);
     let mut frontend = Frontend::attach(&socket, &Setup::default())?;
     let status = read(&mut frontend)?;
-    wait_taken(&scene, 1)?;
+    wait_taken(&folders, 1)?;
     daemon.signal(Signal::TERM)?;
     let log = daemon.finish()?.expect_code(0)?.stderr;
     ensure!(log.contains("more is left of the request than is waited for"), "{log}");

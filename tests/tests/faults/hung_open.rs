@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Finished, Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
-use crate::ending::{serve_beside, serve_limited};
-use crate::nbd::Peer;
+use crate::nbd::NbdServer;
+use crate::shutdown::{serve_beside, serve_limited};
 
-fn ctl(scene: &Scene, words: &[&str]) -> Result<Finished> {
-    run(ringhaul()?.args(["ctl", "--control"]).arg(scene.socket("control")).args(words))
+fn ctl(folders: &TestFolders, words: &[&str]) -> Result<Finished> {
+    run(ringhaul()?.args(["ctl", "--control"]).arg(folders.socket("control")).args(words))
 }
 
 fn serving(socket: &Path) -> String {
@@ -25,25 +25,25 @@ fn serving(socket: &Path) -> String {
 }
 
 #[test]
-fn they_can_be_removed() -> Result<()> {
+fn disks_that_are_being_opened_can_be_removed() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut daemon = serve_beside(&folders, &fuse, opcode::OPEN)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
-    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let [hung, healthy] = ["hung", "healthy"].map(|name| folders.socket(name));
     daemon.wait_for(&serving(&healthy))?;
     let name = hung.display().to_string();
-    let removal = ctl(&scene, &["remove", &name, "--deadline", "0.1"])?.expect_code(3)?;
+    let removal = ctl(&folders, &["remove", &name, "--deadline", "0.1"])?.expect_code(3)?;
     ensure!(removal.stderr.contains("its disk is being opened"), "{}", removal.stderr);
-    let listed = ctl(&scene, &["list"])?.expect_code(0)?.stdout;
+    let listed = ctl(&folders, &["list"])?.expect_code(0)?.stdout;
     ensure!(listed.lines().any(|l| l.contains(&name) && l.contains("stopping")), "{listed}");
     fuse.release();
     daemon.wait_for("removed before it was served")?;
     ensure!(!hung.exists(), "there is a socket without an export");
     let disk = fuse.file().display().to_string();
     let add = ["add", "--socket-path", &name, "--blk-file", &disk, "--read-only", "--lock", "off"];
-    ctl(&scene, &add)?.expect_code(0)?;
+    ctl(&folders, &add)?.expect_code(0)?;
     Frontend::attach(&hung, &Setup::default())?.read(0, 0, 4096)?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
@@ -52,19 +52,19 @@ fn they_can_be_removed() -> Result<()> {
 
 /// The process that takes over opens these disks itself.
 #[test]
-fn they_go_along_with_a_takeover() -> Result<()> {
+fn disks_that_are_being_opened_are_taken_over() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut daemon = serve_beside(&folders, &fuse, opcode::OPEN)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
-    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let [hung, healthy] = ["hung", "healthy"].map(|name| folders.socket(name));
     daemon.wait_for(&serving(&healthy))?;
     let mut frontend = Frontend::attach(&healthy, &Setup::default())?;
     frontend.read(0, 0, 4096)?;
     let mut command = ringhaul()?;
     let mut next =
-        Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
+        Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
     let taken = next.wait_for("took over 1 export").map(drop);
     // No call of the new process hangs.
     let opened = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
@@ -84,26 +84,26 @@ fn they_go_along_with_a_takeover() -> Result<()> {
 
 /// The new process opens a disk that was requested before the limits of its group changed.
 #[test]
-fn limits_that_have_changed_stay_in_a_takeover() -> Result<()> {
+fn a_takeover_keeps_changed_limits() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
     let limits = [",group=gold,iops-total=5", ",group=gold,iops-total=100"];
-    let mut daemon = serve_limited(&scene, &fuse, opcode::OPEN, limits)?;
+    let mut daemon = serve_limited(&folders, &fuse, opcode::OPEN, limits)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
-    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let [hung, healthy] = ["hung", "healthy"].map(|name| folders.socket(name));
     daemon.wait_for(&serving(&healthy))?;
     let healthy = healthy.display().to_string();
-    ctl(&scene, &["set-disk", &healthy, "iops-total=9"])?.expect_code(0)?;
+    ctl(&folders, &["set-disk", &healthy, "iops-total=9"])?.expect_code(0)?;
     let mut command = ringhaul()?;
     let mut next =
-        Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
+        Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
     let taken = next.wait_for("took over 1 export").map(drop);
     let served = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
     fuse.release();
     served?;
     daemon.finish()?.expect_code(0)?;
-    let limits = ctl(&scene, &["set-disk", &healthy])?.expect_code(0)?.stdout;
+    let limits = ctl(&folders, &["set-disk", &healthy])?.expect_code(0)?.stdout;
     ensure!(limits.contains("\"iops-total\": 9"), "{limits}");
     next.signal(Signal::TERM)?;
     next.finish()?.expect_code(0).map(drop)
@@ -142,18 +142,18 @@ fn gate(
 
 /// Each disk may take long to open, for example to derive a key.
 #[test]
-fn a_process_that_takes_over_opens_disks_side_by_side() -> Result<()> {
+fn a_successor_opens_disks_side_by_side() -> Result<()> {
     if !is_installed("nbdkit") {
         return Ok(());
     }
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let _peer = Peer::nbdkit(&scene, &["memory", "16M"])?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let _server = NbdServer::start_nbdkit(&folders, &["memory", "16M"])?;
     let (gates, is_gated) = (Arc::new(Barrier::new(2)), Arc::new(AtomicBool::new(false)));
     let mut command = ringhaul()?;
-    command.args(["serve", "--control"]).arg(scene.socket("control"));
+    command.args(["serve", "--control"]).arg(folders.socket("control"));
     for name in ["one", "two"] {
-        let (socket, nbd) = (scene.socket(name), scene.socket(&format!("nbd-{name}")));
-        gate(&nbd, scene.socket("nbd"), Arc::clone(&gates), Arc::clone(&is_gated))?;
+        let (socket, nbd) = (folders.socket(name), folders.socket(&format!("nbd-{name}")));
+        gate(&nbd, folders.socket("nbd"), Arc::clone(&gates), Arc::clone(&is_gated))?;
         let (socket, nbd) = (socket.display(), nbd.display());
         command.arg("--export").arg(format!("socket-path={socket},disk=nbd+unix:///?socket={nbd}"));
     }
@@ -162,7 +162,7 @@ fn a_process_that_takes_over_opens_disks_side_by_side() -> Result<()> {
     is_gated.store(true, Ordering::Relaxed);
     let mut command = ringhaul()?;
     let mut next =
-        Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
+        Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
     next.wait_for("took over 2 exports")?;
     daemon.finish()?.expect_code(0)?;
     Ok(())

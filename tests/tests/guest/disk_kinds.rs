@@ -86,8 +86,8 @@ fn check_holes(vm: &mut Vm, disk: &str) -> Result<()> {
         ),
     ] {
         vm.check(&before, LIMIT)?;
-        let said = vm.check(&status, LIMIT)?;
-        ensure!(said.contains(expected), "not {expected}: {said}");
+        let output = vm.check(&status, LIMIT)?;
+        ensure!(output.contains(expected), "not {expected}: {output}");
     }
     Ok(())
 }

@@ -14,8 +14,8 @@ use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::json;
 
-use crate::scene;
 use crate::takeover::{Client, TAKEN, begin, check, taking_over};
+use crate::test_folders;
 
 /// The exit status of an upgrade that may succeed a moment later.
 const TRY_AGAIN: i32 = 4;
@@ -27,9 +27,9 @@ const LONG_BYTES: u32 = 512 << 10;
 #[test]
 fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let hung = scene.socket("hung.sock");
-    let mut command = begin(&scene)?;
+    let folders = test_folders()?;
+    let hung = folders.socket("hung.sock");
+    let mut command = begin(&folders)?;
     // Submits of this engine do not block, so the healthy export is served.
     command.args(["--engine", "threads"]);
     command.arg("--export").arg(format!(
@@ -38,25 +38,25 @@ fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
         fuse.file().display()
     ));
     let daemon = Running::serve(&mut command)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     fuse.withhold(daemon.pid(), &[opcode::READ]);
     let load = bench(&hung, "--rw randread --iodepth 4 --number_ios 100");
     let load = Running::start(&mut load?)?;
     fuse.wait_for(opcode::READ)?;
-    let refused = taking_over(&scene).and_then(|mut command| run(&mut command));
-    let goes_on = check(&mut frontend, 2);
+    let refused = taking_over(&folders).and_then(|mut command| run(&mut command));
+    let served = check(&mut frontend, 2);
     // Released even after a failure: the kernel keeps a process with hung reads.
     fuse.release();
     let refused = refused?.expect_code(2)?.stderr;
     ensure!(refused.contains("requests were not finished in time"), "{refused}");
-    goes_on?;
+    served?;
     load.finish()?.expect_code(0)?;
     // The disk counts as hung until its next check.
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     while let Err(error) = next.wait_for("took over 2 exports") {
         ensure!(error.to_string().contains("its queues would not stop"), "{error}");
-        next = Running::start(&mut taking_over(&scene)?)?;
+        next = Running::start(&mut taking_over(&folders)?)?;
     }
     daemon.finish()?.expect_code(0)?;
     check(&mut frontend, 3)
@@ -65,13 +65,13 @@ fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
 /// A request that hangs blocks no other ring, and the next takeover is refused before any queue
 /// stops.
 #[test]
-fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
+fn a_request_that_hangs_blocks_no_other_ring() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let mut command = serve(&scene.socket("vm.sock"), &fuse.file())?;
+    let folders = test_folders()?;
+    let mut command = serve(&folders.socket("vm.sock"), &fuse.file())?;
     command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
-    let mut daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let mut daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     fuse.withhold(daemon.pid(), &[opcode::READ]);
     let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
     let data = Desc::writable(DATA + 0x2000, LONG_BYTES);
@@ -81,15 +81,15 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
     fuse.wait_for(opcode::READ)?;
     let hangs = (|| {
         let mut upgrade = ringhaul()?;
-        upgrade.args(["ctl", "--control"]).arg(scene.socket("control")).arg("upgrade");
+        upgrade.args(["ctl", "--control"]).arg(folders.socket("control")).arg("upgrade");
         let refused = run(upgrade.arg(ringhaul_binary()?))?.expect_code(TRY_AGAIN)?.stderr;
-        let vm = scene.socket("vm.sock");
-        let why = format!(
+        let vm = folders.socket("vm.sock");
+        let message = format!(
             "requests were not finished in time ({}: queue 0: 1 request is not answered, of 1 MiB; \
              the answer of its disk is awaited); try again when the disk answers",
             vm.display()
         );
-        ensure!(refused.contains(&why), "{refused}");
+        ensure!(refused.contains(&message), "{refused}");
         let id = frontend.request(1, blk::GET_ID, 0, &[], 20)?;
         ensure!(id.status == blk::OK, "{id:?}");
         // The ring of the hung read is served too, and messages are answered.
@@ -102,7 +102,7 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
         ensure!(used.head == 8, "{used:?}");
         frontend.config(0, 8)?;
         daemon.wait_for("a read has not been answered for")?;
-        let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+        let refused = run(&mut taking_over(&folders)?)?.expect_code(2)?.stderr;
         ensure!(refused.contains("its queues would not stop"), "{refused}");
         Ok(())
     })();
@@ -116,21 +116,21 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
 
 /// A unit that is not yet added is not handed over.
 #[test]
-fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -> Result<()> {
+fn a_unit_that_hangs_while_it_is_added_blocks_no_takeover() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let vm = scene.socket("vm.sock");
+    let folders = test_folders()?;
+    let vm = folders.socket("vm.sock");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--socket-path").arg(&vm).args(["--device", "scsi"]);
-    command.args(["--lun", "0,null=1M", "--control"]).arg(scene.socket("control"));
+    command.args(["--lun", "0,null=1M", "--control"]).arg(folders.socket("control"));
     let daemon = Running::serve(&mut command)?;
-    let mut client = Client::new(&scene)?;
+    let mut client = Client::new(&folders)?;
     fuse.withhold(daemon.pid(), &[opcode::OPEN]);
     let settings = json!({ "read-only": true, "no-lock": true });
     let unit = json!({ "lun": 1, "disk": { "file": fuse.file() }, "settings": settings });
     client.send("lun.add", &json!({ "export": vm, "unit": unit }))?;
     fuse.wait_for(opcode::OPEN)?;
-    let taken = Running::start(&mut taking_over(&scene)?).and_then(|mut next| {
+    let taken = Running::start(&mut taking_over(&folders)?).and_then(|mut next| {
         next.wait_for(TAKEN)?;
         Ok(next)
     });
@@ -139,7 +139,7 @@ fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -
     let _next = taken?;
     daemon.finish()?.expect_code(0)?;
     // The unit can be added to the new process.
-    let added = Client::new(&scene)?.ask("lun.add", &json!({ "export": vm, "unit": unit }))?;
+    let added = Client::new(&folders)?.call("lun.add", &json!({ "export": vm, "unit": unit }))?;
     ensure!(added["error"].is_null(), "{added}");
     run(&mut bench(&vm, "--device scsi --lun 1 --rw read --number_ios 16")?)?.expect_code(0)?;
     Ok(())
@@ -147,16 +147,16 @@ fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -
 
 /// A unit that is being closed is already removed.
 #[test]
-fn a_disk_that_hangs_while_a_unit_is_removed_keeps_no_process_from_taking_over() -> Result<()> {
+fn a_unit_that_hangs_while_it_is_removed_blocks_no_takeover() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let vm = scene.socket("vm.sock");
+    let folders = test_folders()?;
+    let vm = folders.socket("vm.sock");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--socket-path").arg(&vm).args(["--device", "scsi"]);
     command.args(["--read-only", "--lock", "off", "--engine", "threads", "--lun", "0,null=1M"]);
     command.arg("--lun").arg(format!("1,blk-file={}", fuse.file().display()));
-    let daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
-    let mut client = Client::new(&scene)?;
+    let daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
+    let mut client = Client::new(&folders)?;
     fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
     client.send("lun.remove", &json!({ "export": vm, "lun": 1 }))?;
     let hangs = fuse.wait_for(opcode::FLUSH);
@@ -164,7 +164,7 @@ fn a_disk_that_hangs_while_a_unit_is_removed_keeps_no_process_from_taking_over()
     // A close counts as hung only after a while.
     let taken = hangs.and_then(|()| {
         retry(LIMIT, || {
-            let process = next.insert(Running::start(&mut taking_over(&scene)?)?);
+            let process = next.insert(Running::start(&mut taking_over(&folders)?)?);
             process.wait_for(TAKEN).map(drop)
         })
     });
@@ -179,24 +179,24 @@ fn a_disk_that_hangs_while_a_unit_is_removed_keeps_no_process_from_taking_over()
 /// takeovers.
 #[test]
 fn rings_without_memory_wait_for_it() -> Result<()> {
-    let scene = scene()?;
-    let mut daemon = Running::serve(&mut begin(&scene)?)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     let region = frontend.memory.regions[0].clone();
     for seed in 2..4 {
-        frontend.tell(Message::remove_region(&region))?;
-        let mut client = Client::new(&scene)?;
+        frontend.send_checked(Message::remove_region(&region))?;
+        let mut client = Client::new(&folders)?;
         client.begin()?;
-        let paused = client.ask("takeover.pause", &json!({}))?;
+        let paused = client.call("takeover.pause", &json!({}))?;
         ensure!(paused["error"].is_null(), "{paused}");
         drop(client);
         daemon.wait_for("does not take over")?;
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(&folders)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
-        frontend.tell(Message::add_region(&region))?;
+        frontend.send_checked(Message::add_region(&region))?;
         check(&mut frontend, seed)?;
     }
     Ok(())
@@ -211,15 +211,15 @@ fn open_fds(process: Pid) -> Result<BTreeSet<u64>> {
 
 /// A failed hand-over closes its descriptors, and the queues restart.
 #[test]
-fn a_daemon_without_descriptors_goes_on() -> Result<()> {
-    let scene = scene()?;
-    let daemon = Running::serve(&mut begin(&scene)?)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+fn a_daemon_without_free_descriptors_keeps_serving() -> Result<()> {
+    let folders = test_folders()?;
+    let daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     let process = daemon.pid();
     for seed in 2..5 {
-        let mut client = Client::new(&scene)?;
-        client.ask("ping", &json!({}))?;
+        let mut client = Client::new(&folders)?;
+        client.call("ping", &json!({}))?;
         // The limit applies to numbers, and the open numbers may have gaps.
         let open = open_fds(process)?;
         let limit = (0..).find(|number| !open.contains(number));
@@ -228,13 +228,13 @@ fn a_daemon_without_descriptors_goes_on() -> Result<()> {
         let maximum = getrlimit(Resource::Nofile).maximum;
         let few = Rlimit { current: limit, maximum };
         let many = prlimit(Some(process), Resource::Nofile, few)?;
-        let refused = client.ask("takeover.pause", &json!({}))?;
+        let refused = client.call("takeover.pause", &json!({}))?;
         prlimit(Some(process), Resource::Nofile, many)?;
-        let why = refused["error"]["message"].as_str().context("it was not refused")?;
-        ensure!(why.contains("cannot hand over sessions: Too many open files"), "{why}");
+        let message = refused["error"]["message"].as_str().context("it was not refused")?;
+        ensure!(message.contains("cannot hand over sessions: Too many open files"), "{message}");
         check(&mut frontend, seed)?;
     }
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for(TAKEN)?;
     daemon.finish()?.expect_code(0)?;
     check(&mut frontend, 5)

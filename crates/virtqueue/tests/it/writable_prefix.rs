@@ -7,7 +7,7 @@ use virtqueue::{AnswerPlace, ChainFault, LocalMemory};
 use crate::ring::{F_WRITE, HOLE, Hand, ISLAND, new_ring, pop};
 
 #[test]
-fn a_bad_request_keeps_the_front_of_what_can_be_written_if_it_is_answered_there() {
+fn a_bad_request_keeps_the_prefix_of_its_writable_buffers() {
     let read = (ISLAND, 16, 0);
     let (one, other) = ((ISLAND + 0x100, 0x10, F_WRITE), (ISLAND + 0x200, 0x20, F_WRITE));
     let (one_at, other_at) = ((ISLAND + 0x100, 0x10), (ISLAND + 0x200, 0x20));

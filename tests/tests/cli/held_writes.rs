@@ -7,20 +7,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, Scene};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders};
 use ringhaul_kit::frontend::memory::memfd;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, protocol_feature};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use ringhaul_kit::system::{Tmpfs, may_change};
+use ringhaul_kit::system::{Tmpfs, can_change_system};
 use ringhaul_tools::process::retry;
 use serde_json::json;
 
 use super::control::Client;
 use super::throttling::{begin_writes, ctl, end_writes, serve, shown};
-use crate::scene;
 use crate::takeover::{self, TAKEN, taking_over};
+use crate::test_folders;
 
 const MIB: u64 = 1 << 20;
 const QUEUES: u16 = 2;
@@ -35,7 +35,7 @@ pub(super) fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
     let mut frontend = Frontend::connect(socket, &setup)?;
     frontend.negotiate()?;
     frontend.share_memory()?;
-    bring(&mut frontend, region)?;
+    share_region(&mut frontend, region)?;
     for queue in 0..QUEUES.into() {
         frontend.start_queue(queue, 0)?;
         frontend.enable_queue(queue, true)?;
@@ -43,34 +43,34 @@ pub(super) fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
     Ok(frontend)
 }
 
-fn bring(frontend: &mut Frontend, region: &Arc<OwnedFd>) -> Result<()> {
-    frontend.tell(Message::inflight_region(region, REGION_BYTES, QUEUES, QUEUE_SIZE))
+fn share_region(frontend: &mut Frontend, region: &Arc<OwnedFd>) -> Result<()> {
+    frontend.send_checked(Message::inflight_region(region, REGION_BYTES, QUEUES, QUEUE_SIZE))
 }
 
 /// A disk on a full file system, and a front-end with four held writes.
-struct Held {
+struct HeldWrites {
     space: Tmpfs,
-    scene: Scene,
+    folders: TestFolders,
     daemon: Running,
     client: Client,
     frontend: Frontend,
     region: Arc<OwnedFd>,
 }
 
-impl Held {
+impl HeldWrites {
     fn new() -> Result<Self> {
-        let (scene, space) = (scene()?, Tmpfs::mount(MIB)?);
+        let (folders, space) = (test_folders()?, Tmpfs::mount(MIB)?);
         let disk = space.path().join("disk.img");
         fs::File::create(&disk)?.set_len(MIB)?;
         fs::write(space.path().join("filler"), vec![1; 1 << 20]).ok();
-        let vm = scene.socket("vm").display().to_string();
+        let vm = folders.socket("vm").display().to_string();
         let disk = disk.display().to_string();
         let words = ["--socket-path", &vm, "--name", "vm", "--blk-file", &disk, "--werror", "hold"];
-        let (daemon, client) = serve(&scene, &words)?;
+        let (daemon, client) = serve(&folders, &words)?;
         let region = Arc::new(memfd(REGION_BYTES)?);
         let mut frontend = attach(Path::new(&vm), &region)?;
         begin_writes(&mut frontend, 4)?;
-        let mut this = Self { space, scene, daemon, client, frontend, region };
+        let mut this = Self { space, folders, daemon, client, frontend, region };
         this.wait_until_held()?;
         Ok(this)
     }
@@ -92,80 +92,80 @@ impl Held {
     }
 
     /// Frees space and resumes. All four writes succeed.
-    fn end(mut self) -> Result<()> {
+    fn finish(mut self) -> Result<()> {
         let statuses = [0, 1, 2, 3].map(|slot| self.frontend.status(0, slot));
         ensure!(statuses == [Some(blk::PENDING); 4], "{statuses:?}");
         fs::remove_file(self.space.path().join("filler"))?;
-        ctl(&self.scene, &["resume", "vm"])?;
+        ctl(&self.folders, &["resume", "vm"])?;
         end_writes(&mut self.frontend, 0..4)?;
         self.wait_until("ready")
     }
 }
 
 #[test]
-fn writes_that_are_held_are_taken_over() -> Result<()> {
-    if !may_change("mounts") {
+fn held_writes_are_taken_over() -> Result<()> {
+    if !can_change_system("mounts") {
         return Ok(());
     }
-    let mut held = Held::new()?;
-    let mut next = Running::start(&mut taking_over(&held.scene)?)?;
+    let mut held = HeldWrites::new()?;
+    let mut next = Running::start(&mut taking_over(&held.folders)?)?;
     next.wait_for(TAKEN)?;
     std::mem::replace(&mut held.daemon, next).finish()?.expect_code(0)?;
-    held.client = Client::new(&held.scene.socket("control"))?;
+    held.client = Client::new(&held.folders.socket("control"))?;
     held.wait_until_held()?;
-    held.end()
+    held.finish()
 }
 
 #[test]
-fn writes_that_are_held_are_left_by_a_takeover_that_fails() -> Result<()> {
-    if !may_change("mounts") {
+fn held_writes_survive_a_takeover_that_fails() -> Result<()> {
+    if !can_change_system("mounts") {
         return Ok(());
     }
-    let mut held = Held::new()?;
-    let mut client = takeover::Client::new(&held.scene)?;
+    let mut held = HeldWrites::new()?;
+    let mut client = takeover::Client::new(&held.folders)?;
     client.begin()?;
-    let paused = client.ask("takeover.pause", &json!({}))?;
+    let paused = client.call("takeover.pause", &json!({}))?;
     ensure!(paused["error"].is_null(), "{paused}");
     held.wait_until("ready")?;
     drop(client);
     held.daemon.wait_for("does not take over")?;
     held.wait_until("held")?;
-    held.end()
+    held.finish()
 }
 
 /// QEMU stops and continues a guest like this.
 #[test]
-fn writes_that_are_held_are_left_when_the_front_end_stops_the_queue() -> Result<()> {
-    if !may_change("mounts") {
+fn held_writes_survive_a_stop_of_their_queue() -> Result<()> {
+    if !can_change_system("mounts") {
         return Ok(());
     }
-    let mut held = Held::new()?;
+    let mut held = HeldWrites::new()?;
     held.frontend.enable_queue(0, false)?;
     held.wait_until("ready")?;
     ensure!(held.frontend.stop_queue(0)? == 4);
     let (frontend, region) = (&mut held.frontend, &held.region);
-    bring(frontend, region)?;
+    share_region(frontend, region)?;
     frontend.start_queue(0, 0)?;
     frontend.enable_queue(0, true)?;
     held.wait_until("held")?;
     // The writes restart in the new map of memory.
     let region = held.frontend.memory.regions[1].clone();
-    held.frontend.tell(Message::remove_region(&region))?;
-    held.frontend.tell(Message::add_region(&region))?;
-    held.end()
+    held.frontend.send_checked(Message::remove_region(&region))?;
+    held.frontend.send_checked(Message::add_region(&region))?;
+    held.finish()
 }
 
 /// The error policy also covers errors that arrive while queues stop.
 #[test]
-fn a_read_that_fails_while_a_takeover_begins_is_tried_again() -> Result<()> {
+fn a_read_that_fails_while_a_takeover_begins_is_retried() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     for keeps_region in [true, false] {
-        let scene = scene()?;
-        let (vm, file) = (scene.socket("vm"), fuse.file());
+        let folders = test_folders()?;
+        let (vm, file) = (folders.socket("vm"), fuse.file());
         let words = [&vm, &file].map(|path| path.display().to_string());
         let words = ["--socket-path", &words[0], "--name", "vm", "--blk-file", &words[1]];
         let more = ["--read-only", "--lock", "off", "--engine", "threads", "--rerror", "retry"];
-        let (mut daemon, mut client) = serve(&scene, &[&words[..], &more].concat())?;
+        let (mut daemon, mut client) = serve(&folders, &[&words[..], &more].concat())?;
         let mut frontend = match keeps_region {
             true => attach(&vm, &Arc::new(memfd(REGION_BYTES)?))?,
             false => Frontend::attach(&vm, &Setup::default())?,
@@ -178,7 +178,7 @@ fn a_read_that_fails_while_a_takeover_begins_is_tried_again() -> Result<()> {
         frontend.rings[0].submit(0)?;
         fuse.wait_for(opcode::READ)?;
         let fails = (|| {
-            let mut next = takeover::Client::new(&scene)?;
+            let mut next = takeover::Client::new(&folders)?;
             next.begin()?;
             next.send("takeover.pause", &json!({}))?;
             retry(LIMIT, || {
@@ -191,8 +191,8 @@ fn a_read_that_fails_while_a_takeover_begins_is_tried_again() -> Result<()> {
             if keeps_region {
                 ensure!(paused["error"].is_null(), "{paused}");
             } else {
-                let why = paused["error"]["message"].as_str().context("it was not refused")?;
-                ensure!(why.contains("keeps no inflight region"), "{why}");
+                let message = paused["error"]["message"].as_str().context("it was not refused")?;
+                ensure!(message.contains("keeps no inflight region"), "{message}");
             }
             ensure!(frontend.status(0, 0) == Some(blk::PENDING), "the guest was told");
             drop(next);

@@ -72,7 +72,7 @@ fn front_ends_that_vanish_at_every_step(engine: Engine) -> Result<()> {
         drop(frontend);
         check_service(&mut daemon).with_context(|| format!("after {}", steps[last].0))?;
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 fn front_ends_that_vanish_with_requests(engine: Engine) -> Result<()> {
@@ -90,7 +90,7 @@ fn front_ends_that_vanish_with_requests(engine: Engine) -> Result<()> {
             }
             let memory = std::sync::Arc::clone(&frontend.memory);
             drop(frontend);
-            daemon.wait_let_go(&descriptors)?;
+            daemon.wait_released(&descriptors)?;
             // The daemon no longer touches released memory.
             let before = memory.read(BORDER, data.len())?;
             check_service(&mut daemon)?;
@@ -116,7 +116,7 @@ fn two_hundred_front_ends_leave_nothing(engine: Engine) -> Result<()> {
             frontend.stop_queue(0)?;
         }
     }
-    daemon.wait_let_go(&descriptors)?;
+    daemon.wait_released(&descriptors)?;
     let now = daemon.threads()?;
     ensure!(now.len() <= threads.len(), "{now:?} instead of {threads:?}");
     check_service(&mut daemon)
@@ -128,7 +128,7 @@ fn the_daemon_ends_while_requests_run(engine: Engine) -> Result<()> {
         let daemon = start(&DaemonOptions::new(engine))?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
         let submitted = submit_many(&mut frontend, kind)?;
-        frontend.rings[0].watch_used(1)?;
+        frontend.rings[0].poll_used(1)?;
         daemon.terminate()?;
         frontend.channel.wait_closed()?;
         // A request has either a visible answer or none at all.
@@ -163,7 +163,7 @@ fn the_daemon_ends_while_a_front_end_dawdles() -> Result<()> {
 /// A front-end that sends requests and reads no replies fills the socket until the daemon waits for
 /// it.
 #[test]
-fn a_front_end_that_does_not_listen() -> Result<()> {
+fn a_front_end_that_does_not_read() -> Result<()> {
     for ends in [false, true] {
         let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
         let stream = UnixStream::connect(daemon.socket())?;
@@ -192,7 +192,7 @@ fn a_front_end_that_does_not_listen() -> Result<()> {
 }
 
 #[test]
-fn a_front_end_that_only_stops_talking() -> Result<()> {
+fn a_front_end_that_stops_sending() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
     for direction in [Shutdown::Write, Shutdown::Read, Shutdown::Both] {
@@ -207,7 +207,7 @@ fn a_front_end_that_only_stops_talking() -> Result<()> {
         check_service(&mut daemon).with_context(|| format!("after {direction:?}"))?;
         drop(frontend);
     }
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }
 
 #[test]
@@ -238,5 +238,5 @@ fn front_ends_that_wait_for_their_turn() -> Result<()> {
         frontend.read(1, 0, 512)?;
     }
     check_service(&mut daemon)?;
-    daemon.wait_let_go(&descriptors)
+    daemon.wait_released(&descriptors)
 }

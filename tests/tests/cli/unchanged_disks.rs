@@ -8,7 +8,7 @@ use ringhaul_kit::cli::{Running, ringhaul, run};
 use ringhaul_kit::system::{is_installed, run as run_program};
 use rustix::process::Signal;
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// The files of all disks.
 const NAMES: [&str; 7] =
@@ -33,10 +33,10 @@ fn no_start_changes_a_disk() -> Result<()> {
     if !is_installed("qemu-img") || !is_installed("cryptsetup") {
         return Ok(());
     }
-    let scene = scene()?;
-    let path = |name: &str| scene.path(name).display().to_string();
+    let folders = test_folders()?;
+    let path = |name: &str| folders.path(name).display().to_string();
     for name in ["plain.img", "luks.img", "odd.img"] {
-        scene.disk(name, DISK_BYTES)?;
+        folders.disk(name, DISK_BYTES)?;
     }
     fs::write(path("key"), "a key")?;
     let (key, luks) = (path("key"), path("luks.img"));
@@ -75,18 +75,18 @@ fn no_start_changes_a_disk() -> Result<()> {
         command.arg("serve");
         let missing = missing.map(|path| path.display().to_string());
         for (index, disk) in disks.iter().chain(&missing).enumerate() {
-            let socket = scene.socket(&index.to_string());
+            let socket = folders.socket(&index.to_string());
             command.args(["--export", &format!("socket-path={},disk={disk}", socket.display())]);
         }
         anyhow::Ok(command)
     };
-    let refused = run(&mut serve(Some(&scene.path("missing.img")))?)?.expect_code(2)?.stderr;
+    let refused = run(&mut serve(Some(&folders.path("missing.img")))?)?.expect_code(2)?.stderr;
     ensure!(refused.contains("missing.img"), "{refused}");
     ensure!(all()? == before, "a start that failed has changed a disk");
 
     let mut daemon = Running::serve(&mut serve(None)?)?;
     for index in 1..disks.len() {
-        daemon.wait_for(&format!("serving on {}", scene.socket(&index.to_string()).display()))?;
+        daemon.wait_for(&format!("serving on {}", folders.socket(&index.to_string()).display()))?;
     }
     let warning = "it has persistent bitmaps (backup0), which become invalid with the first change";
     ensure!(daemon.stderr().matches(warning).count() == 1, "{}", daemon.stderr());

@@ -14,12 +14,12 @@ use super::{START_LIMIT, Server, bound_to_test, ringhaul_binary};
 const STOOD_STILL: &str = "queues stood still for ";
 
 /// A process that is to take over from a [`Server`]. It must be waited for or killed.
-pub struct Heir {
+pub struct Successor {
     child: Child,
     log: PathBuf,
 }
 
-impl Heir {
+impl Successor {
     /// The process's messages so far.
     #[must_use]
     pub fn messages(&self) -> String {
@@ -52,32 +52,36 @@ impl Server {
     /// # Errors
     /// If it does not take over, or the old process ends with an error.
     pub fn upgrade(&mut self) -> Result<f64> {
-        let heir = self.begin_upgrade()?;
-        self.finish_upgrade(heir)
+        let successor = self.begin_upgrade()?;
+        self.finish_upgrade(successor)
     }
 
-    /// Waits until `heir` has taken over. Returns the time in milliseconds for which the queues
-    /// stood still.
+    /// Waits until `successor` has taken over. Returns the time in milliseconds for which the
+    /// queues stood still.
     ///
     /// # Errors
     /// As for [`upgrade`](Self::upgrade).
-    pub fn finish_upgrade(&mut self, heir: Heir) -> Result<f64> {
+    pub fn finish_upgrade(&mut self, successor: Successor) -> Result<f64> {
         let old = wait_child(&mut self.child, Instant::now() + START_LIMIT);
-        let old = old.with_context(|| format!("nothing takes over:\n{}", heir.messages()))?;
-        let said = self.messages();
-        ensure!(old.success(), "the old process has ended with {old}:\n{said}");
-        ensure!(self.is_left_to(heir)?, "the new process has ended:\n{}", self.messages());
-        let said = self.messages();
-        let told = said.lines().find_map(|line| line.split_once(STOOD_STILL));
-        let still = told.and_then(|(_, told)| told.trim_end_matches(" ms").parse().ok());
-        still.with_context(|| format!("no time is told:\n{said}"))
+        let old = old.with_context(|| format!("nothing takes over:\n{}", successor.messages()))?;
+        let messages = self.messages();
+        ensure!(old.success(), "the old process has ended with {old}:\n{messages}");
+        ensure!(
+            self.await_successor(successor)?,
+            "the new process has ended:\n{}",
+            self.messages()
+        );
+        let messages = self.messages();
+        let line = messages.lines().find_map(|line| line.split_once(STOOD_STILL));
+        let still = line.and_then(|(_, time)| time.trim_end_matches(" ms").parse().ok());
+        still.with_context(|| format!("no time is told:\n{messages}"))
     }
 
     /// Starts a process that takes over from the server.
     ///
     /// # Errors
     /// If it does not start.
-    pub fn begin_upgrade(&self) -> Result<Heir> {
+    pub fn begin_upgrade(&self) -> Result<Successor> {
         let mut log = self.log.clone().into_os_string();
         log.push("+");
         let log = PathBuf::from(log);
@@ -85,33 +89,33 @@ impl Server {
         let mut command = bound_to_test();
         command.arg(ringhaul_binary()?).args(["serve", "--takeover"]).arg(self.export.control());
         let child = command.stdin(Stdio::null()).stderr(messages).spawn();
-        Ok(Heir { child: child.context("starting a process")?, log })
+        Ok(Successor { child: child.context("starting a process")?, log })
     }
 
-    /// Kills the server while `heir` takes over. Returns true if `heir` serves now, false if it has
-    /// ended.
+    /// Kills the server while `successor` takes over. Returns true if `successor` serves now, false
+    /// if it has ended.
     ///
     /// # Errors
     /// If it does neither.
-    pub fn kill_before(&mut self, heir: Heir) -> Result<bool> {
-        // The server may already have ended after leaving everything to `heir`.
+    pub fn kill_during_upgrade(&mut self, successor: Successor) -> Result<bool> {
+        // The server may already have ended after leaving everything to `successor`.
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server that was killed")?;
-        self.is_left_to(heir)
+        self.await_successor(successor)
     }
 
-    /// Waits until `heir` serves or has ended, and replaces the server with it. Returns true if it
-    /// serves.
-    fn is_left_to(&mut self, heir: Heir) -> Result<bool> {
-        let Heir { child, log } = heir;
+    /// Waits until `successor` serves or has ended, and replaces the server with it. Returns true
+    /// if it serves.
+    fn await_successor(&mut self, successor: Successor) -> Result<bool> {
+        let Successor { child, log } = successor;
         (self.child, self.log) = (child, log);
         let deadline = Instant::now() + START_LIMIT;
         while !self.messages().contains(STOOD_STILL) {
             if self.child.try_wait().context("looking at the new process")?.is_some() {
                 return Ok(false);
             }
-            let said = self.messages();
-            ensure!(Instant::now() < deadline, "the new process does not serve:\n{said}");
+            let messages = self.messages();
+            ensure!(Instant::now() < deadline, "the new process does not serve:\n{messages}");
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(true)

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_shown_as_they_are_given() {
+    fn shown_sizes_have_the_form_of_options() {
         for text in ["4k", "513", "1m", "12g", "0"] {
             assert_eq!(parse_size(text).map(show_bytes), Ok(text.to_owned()));
         }

@@ -6,23 +6,23 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul, run, serve};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run, serve};
 
-use crate::{DISK_BYTES, scene};
+use crate::{DISK_BYTES, test_folders};
 
 /// The first 8 bytes of a header of version 3, which are enough for the warning.
 const QCOW2: &[u8] = b"QFI\xfb\0\0\0\x03";
 const WARNING: &str = "it has the header of a qcow2 image, and is used without that format";
 
-fn image(scene: &Scene, name: &str, header: &[u8]) -> Result<String> {
-    let path = scene.disk(name, DISK_BYTES)?;
+fn image(folders: &TestFolders, name: &str, header: &[u8]) -> Result<String> {
+    let path = folders.disk(name, DISK_BYTES)?;
     fs::File::options().write(true).open(&path)?.write_all_at(header, 0)?;
     path.into_os_string().into_string().ok().context("a path with an odd name")
 }
 
-fn ctl(scene: &Scene, words: &[&str]) -> Result<Command> {
+fn ctl(folders: &TestFolders, words: &[&str]) -> Result<Command> {
     let mut command = ringhaul()?;
-    command.arg("ctl").arg("--control").arg(scene.socket("control")).args(words);
+    command.arg("ctl").arg("--control").arg(folders.socket("control")).args(words);
     Ok(command)
 }
 
@@ -31,17 +31,17 @@ fn count(text: &str) -> usize {
 }
 
 #[test]
-fn an_image_without_its_format_is_warned_of_at_all_doors() -> Result<()> {
-    let scene = scene()?;
-    let path = image(&scene, "image", QCOW2)?;
-    let plain = image(&scene, "plain", &[1; 64])?;
+fn every_command_warns_of_an_image_without_its_format() -> Result<()> {
+    let folders = test_folders()?;
+    let path = image(&folders, "image", QCOW2)?;
+    let plain = image(&folders, "plain", &[1; 64])?;
     let info = run(ringhaul()?.args(["disk", "info", &path]))?.expect_code(0)?.stdout;
     ensure!(count(&info) == 1 && info.contains("\nwarning   "), "{info}");
     let json = run(ringhaul()?.args(["disk", "info", "--json", &path]))?.expect_code(0)?.stdout;
     ensure!(json.contains("\"warning\": \"it has the header"), "{json}");
-    let config = scene.path("config.toml");
+    let config = folders.path("config.toml");
     let export = |name: &str, disk: &str| {
-        let socket = scene.socket(name).display().to_string();
+        let socket = folders.socket(name).display().to_string();
         let device = format!("device.blk.file = \"{disk}\"");
         format!("[[export]]\nendpoint.path = \"{socket}\"\n{device}\n")
     };
@@ -49,34 +49,34 @@ fn an_image_without_its_format_is_warned_of_at_all_doors() -> Result<()> {
     let checked = run(ringhaul()?.arg("check").arg(&config))?.expect_code(0)?.stdout;
     ensure!(count(&checked) == 1 && checked.contains(": warning: "), "{checked}");
 
-    let mut command = serve(&scene.socket("first"), Path::new(&path))?;
-    let daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
+    let mut command = serve(&folders.socket("first"), Path::new(&path))?;
+    let daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
     let log = daemon.stderr();
     ensure!(count(log) == 1 && log.contains(" WARN "), "{log}");
     ensure!(log.contains("name it as qcow2:PATH") && log.contains("raw,over=PATH"), "{log}");
-    let other = image(&scene, "other", QCOW2)?;
-    let socket = scene.socket("second").display().to_string();
+    let other = image(&folders, "other", QCOW2)?;
+    let socket = folders.socket("second").display().to_string();
     let added = ["add", "--socket-path", &socket, "--device", "scsi", "--lun"];
     let unit = format!("0,disk={other}");
-    let added = run(ctl(&scene, &[&added[..], &[&unit]].concat())?.arg("--name=two"))?;
+    let added = run(ctl(&folders, &[&added[..], &[&unit]].concat())?.arg("--name=two"))?;
     let added = added.expect_code(0)?.stderr;
     ensure!(count(&added) == 1 && added.starts_with("ringhaul: two: warning: "), "{added}");
     let unit = format!("1,disk={plain}");
-    let silent = run(&mut ctl(&scene, &["add-lun", "two", &unit])?)?.expect_code(0)?;
+    let silent = run(&mut ctl(&folders, &["add-lun", "two", &unit])?)?.expect_code(0)?;
     ensure!(silent.stderr.is_empty(), "a warning about another unit: {}", silent.stderr);
-    let unit = format!("2,disk={}", image(&scene, "third", QCOW2)?);
-    let told = run(&mut ctl(&scene, &["add-lun", "two", &unit])?)?.expect_code(0)?.stderr;
-    ensure!(count(&told) == 1, "{told}");
-    let shown = run(ctl(&scene, &["--json", "show", "two"])?.arg("--"))?.expect_code(0)?.stdout;
+    let unit = format!("2,disk={}", image(&folders, "third", QCOW2)?);
+    let error = run(&mut ctl(&folders, &["add-lun", "two", &unit])?)?.expect_code(0)?.stderr;
+    ensure!(count(&error) == 1, "{error}");
+    let shown = run(ctl(&folders, &["--json", "show", "two"])?.arg("--"))?.expect_code(0)?.stdout;
     ensure!(count(&shown) == 2, "{shown}");
     Ok(())
 }
 
 /// A guest may store an image in its disk, even at the beginning.
 #[test]
-fn a_disk_without_a_format_may_begin_like_an_image_if_its_name_says_so() -> Result<()> {
-    let scene = scene()?;
-    let path = image(&scene, "image", QCOW2)?;
+fn a_disk_with_the_format_raw_may_begin_like_an_image() -> Result<()> {
+    let folders = test_folders()?;
+    let path = image(&folders, "image", QCOW2)?;
     let info = run(ringhaul()?.args(["disk", "info", &format!("raw,over={path}")]))?;
     let info = info.expect_code(0)?.stdout;
     ensure!(info.contains("format    raw") && count(&info) == 0, "{info}");
@@ -85,11 +85,11 @@ fn a_disk_without_a_format_may_begin_like_an_image_if_its_name_says_so() -> Resu
 
 /// Such advice would destroy the image.
 #[test]
-fn no_advice_leads_to_an_image_served_without_its_format() -> Result<()> {
-    let scene = scene()?;
-    let odd = image(&scene, "odd", QCOW2)?;
+fn no_advice_serves_an_image_without_its_format() -> Result<()> {
+    let folders = test_folders()?;
+    let odd = image(&folders, "odd", QCOW2)?;
     fs::File::options().write(true).open(&odd)?.set_len(196_616)?;
-    let vmdk = image(&scene, "vmdk", b"KDMV")?;
+    let vmdk = image(&folders, "vmdk", b"KDMV")?;
     for (disk, expected) in [
         (odd, "196616 bytes are no whole blocks of a disk, but it has the header of a qcow2 image"),
         (format!("qcow2:{vmdk}"), "header of a VMDK image; convert it with `qemu-img convert"),

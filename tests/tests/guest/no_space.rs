@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export, Server};
-use ringhaul_kit::system::{Tmpfs, may_change, run};
+use ringhaul_kit::system::{Tmpfs, can_change_system, run};
 use serde_json::json;
 
 use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario};
@@ -37,15 +37,15 @@ fn wait_state(server: &Server, state: &str) -> Result<()> {
 }
 
 fn has_written(vm: &mut Vm) -> Result<bool> {
-    let said = vm.check("[ -e /tmp/written ] && cat /tmp/written || echo no", LIMIT)?;
-    ensure!(said.trim() != "1", "a write has failed");
-    Ok(said.trim() == "0")
+    let output = vm.check("[ -e /tmp/written ] && cat /tmp/written || echo no", LIMIT)?;
+    ensure!(output.trim() != "1", "a write has failed");
+    Ok(output.trim() == "0")
 }
 
 /// Fills a disk on a file system with half of the space. If `kills`, the daemon is killed while
 /// writes are held.
-fn fills(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
-    if !may_change("mounts") {
+fn fill_disk(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
+    if !can_change_system("mounts") {
         return Ok(());
     }
     let scene = Scene::new()?;
@@ -87,10 +87,10 @@ fn fills(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
 
 #[test]
 fn blk_waits_for_space_also_when_the_daemon_is_killed() -> Result<()> {
-    scenario(|| fills(Engine::IoUring, false, true))
+    scenario(|| fill_disk(Engine::IoUring, false, true))
 }
 
 #[test]
 fn scsi_waits_for_space() -> Result<()> {
-    scenario(|| fills(Engine::Threads, true, false))
+    scenario(|| fill_disk(Engine::Threads, true, false))
 }

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, ringhaul, ringhaul_under, serve};
+use ringhaul_kit::cli::{Finished, LIMIT, Running, TestFolders, ringhaul, ringhaul_under, serve};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use ringhaul_kit::system::{FileSystem, Frozen, LoopDevice, is_installed, may_change};
+use ringhaul_kit::system::{FileSystem, Frozen, LoopDevice, can_change_system, is_installed};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
@@ -18,34 +18,34 @@ const DISK_BYTES: u64 = 16 << 20;
 const EXIT_ABANDONED: i32 = 3;
 
 /// A daemon with one export on a hung disk and one on a healthy disk.
-pub(crate) struct Hung {
+pub(crate) struct HungDisk {
     /// Dropped first: a process with a call that is stuck cannot be killed.
     pub(crate) frozen: Option<Frozen>,
     pub(crate) daemon: Running,
     sockets: [PathBuf; 2],
     pub(crate) hung: Frontend,
     pub(crate) healthy: Frontend,
-    _scene: Scene,
+    _folders: TestFolders,
     pub(crate) file_system: FileSystem,
 }
 
-impl Hung {
+impl HungDisk {
     /// `None` if no file system can be frozen.
     pub(crate) fn new(engine: &str) -> Result<Option<Self>> {
         Self::with(engine, &[])
     }
 
-    /// Like [`Hung::new`], with more options of the daemon.
+    /// Like [`HungDisk::new`], with more options of the daemon.
     pub(crate) fn with(engine: &str, options: &[&str]) -> Result<Option<Self>> {
-        if !may_change("mounting a file system") || !is_installed("fsfreeze") {
+        if !can_change_system("mounting a file system") || !is_installed("fsfreeze") {
             return Ok(None);
         }
-        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let home = scene.path("");
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let home = folders.path("");
         let file_system = FileSystem::make(&home, 64 << 20, &["mkfs.ext4", "-q"])?;
         let file = file_system.path().join("disk.img");
         std::fs::File::create(&file)?.set_len(DISK_BYTES)?;
-        let sockets = ["hung", "healthy"].map(|name| scene.socket(name));
+        let sockets = ["hung", "healthy"].map(|name| folders.socket(name));
         let mut command = ringhaul()?;
         command.args(["serve", "--engine", engine]).args(options);
         command.args(["--log", "info,ringhaul::threads::engines=debug", "--export"]);
@@ -56,7 +56,8 @@ impl Hung {
         let healthy = Frontend::attach(&sockets[1], &Setup::default())?;
         hung.write(0, 0, &[1; 4096])?;
         let frozen = Some(file_system.freeze()?);
-        let mut hung = Self { frozen, daemon, sockets, hung, healthy, _scene: scene, file_system };
+        let mut hung =
+            Self { frozen, daemon, sockets, hung, healthy, _folders: folders, file_system };
         hung.offer(1, blk::OUT)?;
         hung.hung.rings[0].kick()?;
         Ok(Some(hung))
@@ -103,8 +104,8 @@ fn wait_main_ended(daemon: &Running) -> Result<()> {
     Ok(())
 }
 
-fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
-    let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+fn a_hung_disk_delays_its_own_export_alone(engine: &str) -> Result<()> {
+    let Some(mut hung) = HungDisk::new(engine)? else { return Ok(()) };
     hung.wait_taken()?;
     hung.daemon.signal(Signal::TERM)?;
     hung.healthy.channel.wait_closed().context("the healthy export waits for the other")?;
@@ -127,11 +128,11 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
 
 /// No request was taken that would have to be finished.
 #[test]
-fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()> {
+fn opening_a_hung_disk_does_not_delay_the_end() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
-    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| folders.socket(name));
+    let mut daemon = serve_beside(&folders, &fuse, opcode::OPEN)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
     daemon.signal(Signal::TERM)?;
@@ -145,30 +146,30 @@ fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()>
 }
 
 /// Starts a daemon with one export on a disk that hangs in the call `withheld`, and a healthy one.
-pub(crate) fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
-    serve_limited(scene, fuse, withheld, [""; 2])
+pub(crate) fn serve_beside(folders: &TestFolders, fuse: &Fuse, withheld: u32) -> Result<Running> {
+    serve_limited(folders, fuse, withheld, [""; 2])
 }
 
 /// Like [`serve_beside`], with more keys for the hung and the healthy export.
 pub(crate) fn serve_limited(
-    scene: &Scene,
+    folders: &TestFolders,
     fuse: &Fuse,
     withheld: u32,
     [of_hung, of_healthy]: [&str; 2],
 ) -> Result<Running> {
-    let gate = scene.path("gate");
+    let gate = folders.path("gate");
     mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
     // The shell waits at the gate, so that its process id is known before it becomes the daemon.
     let script = "read go < \"$0\"; exec \"$@\"";
     let mut command =
         ringhaul_under(&["sh".as_ref(), "-c".as_ref(), script.as_ref(), gate.as_os_str()])?;
-    let (hung, healthy) = (scene.socket("hung"), scene.socket("healthy"));
+    let (hung, healthy) = (folders.socket("hung"), folders.socket("healthy"));
     let (hung, file) = (hung.display(), fuse.file());
     let file = format!("read-only=on,lock=off,blk-file={}", file.display());
     let hung = format!("socket-path={hung}{of_hung},{file}");
     let healthy = format!("socket-path={}{of_healthy},null=16M", healthy.display());
     command.args(["serve", "--export", &hung, "--export", &healthy]);
-    command.arg("--control").arg(scene.socket("control"));
+    command.arg("--control").arg(folders.socket("control"));
     let daemon = Running::start(&mut command)?;
     fuse.withhold(daemon.pid(), &[withheld]);
     std::fs::write(&gate, "go\n")?;
@@ -177,13 +178,13 @@ pub(crate) fn serve_limited(
 }
 
 #[test]
-fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other_export() -> Result<()> {
+fn opening_a_hung_disk_delays_no_other_export() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut daemon = serve_beside(&folders, &fuse, opcode::OPEN)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
-    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let [hung, healthy] = ["hung", "healthy"].map(|name| folders.socket(name));
     let line = daemon.wait_for("its disk is not open after 5 s")?;
     ensure!(line.contains(&hung.display().to_string()), "{line}");
     daemon.wait_for(&format!("serving on {}", healthy.display()))?;
@@ -199,10 +200,10 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other_export() -> Result<()>
 }
 
 #[test]
-fn a_second_signal_says_what_is_still_waited_for() -> Result<()> {
+fn a_second_signal_names_the_unfinished_work() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let (socket, control) = (scene.socket("hung"), scene.socket("control"));
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (socket, control) = (folders.socket("hung"), folders.socket("control"));
     let mut command = serve(&socket, &fuse.file())?;
     command.args(["--read-only", "--lock", "off", "--engine", "threads", "--control"]);
     let mut daemon = Running::serve(command.arg(&control))?;
@@ -218,7 +219,7 @@ fn a_second_signal_says_what_is_still_waited_for() -> Result<()> {
     fuse.wait_for(opcode::READ)?;
     let mut add = ringhaul()?;
     add.args(["ctl", "--control"]).arg(&control).args(["call", "export.add"]);
-    let other = scene.socket("other");
+    let other = folders.socket("other");
     let disk = serde_json::json!({ "blk": { "file": fuse.file() } });
     let spec = serde_json::json!({
         "endpoint": { "path": other }, "device": disk, "read-only": true, "no-lock": true,
@@ -243,7 +244,7 @@ fn a_second_signal_says_what_is_still_waited_for() -> Result<()> {
 }
 
 fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
-    let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    let Some(mut hung) = HungDisk::new(engine)? else { return Ok(()) };
     hung.wait_taken()?;
     hung.daemon.signal(Signal::TERM)?;
     hung.daemon.wait_for("finishing requests")?;
@@ -266,15 +267,15 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
 /// Ops that the kernel can cancel do not delay the end: ops of io_uring on a block device.
 #[test]
 fn a_second_signal_does_not_wait_for_a_disk() -> Result<()> {
-    if !may_change("a loop device on a frozen file system") || !is_installed("fsfreeze") {
+    if !can_change_system("a loop device on a frozen file system") || !is_installed("fsfreeze") {
         return Ok(());
     }
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let file_system = FileSystem::make(&scene.path(""), 64 << 20, &["mkfs.ext4", "-q"])?;
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let file_system = FileSystem::make(&folders.path(""), 64 << 20, &["mkfs.ext4", "-q"])?;
     let file = file_system.path().join("disk.img");
     std::fs::File::create(&file)?.set_len(DISK_BYTES)?;
     let device = LoopDevice::attach_with(&file, &["--direct-io=on"])?;
-    let socket = scene.socket("hung");
+    let socket = folders.socket("hung");
     let mut command = serve(&socket, device.path())?;
     let mut daemon = Running::serve(command.args(["--engine", "io_uring"]))?;
     let mut frontend = Frontend::attach(&socket, &Setup::default())?;
@@ -299,8 +300,8 @@ fn a_second_signal_does_not_wait_for_a_disk() -> Result<()> {
 
 mod threads {
     #[test]
-    fn a_hung_disk_holds_up_its_own_export_alone() -> anyhow::Result<()> {
-        super::a_hung_disk_holds_up_its_own_export_alone("threads")
+    fn a_hung_disk_delays_its_own_export_alone() -> anyhow::Result<()> {
+        super::a_hung_disk_delays_its_own_export_alone("threads")
     }
 
     #[test]
@@ -311,8 +312,8 @@ mod threads {
 
 mod io_uring {
     #[test]
-    fn a_hung_disk_holds_up_its_own_export_alone() -> anyhow::Result<()> {
-        super::a_hung_disk_holds_up_its_own_export_alone("io_uring")
+    fn a_hung_disk_delays_its_own_export_alone() -> anyhow::Result<()> {
+        super::a_hung_disk_delays_its_own_export_alone("io_uring")
     }
 
     #[test]

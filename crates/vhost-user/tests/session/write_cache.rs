@@ -9,7 +9,7 @@ use crate::scene::{QUEUE_SIZE, QUEUES, Scene};
 
 /// The process is killed, and front-ends do not repeat a driver's earlier write.
 #[test]
-fn the_write_cache_is_as_the_driver_chose_in_the_next_process() {
+fn the_next_process_keeps_the_write_cache_setting() {
     let (queues, queue_size) = (QUEUES, QUEUE_SIZE);
     let size = InflightRegion::bytes_with_note(RingLayout::Split, queues, queue_size);
     let region = memfd_create("region", MemfdFlags::CLOEXEC).unwrap();
@@ -22,12 +22,13 @@ fn the_write_cache_is_as_the_driver_chose_in_the_next_process() {
         let mut scene = Scene::new();
         let (mut session, mut frontend) = scene.attach();
         scene.negotiate(&mut session, &mut frontend);
-        scene.tell(&mut session, &mut frontend, &Request::SetInflightFd(area), &[&region]);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetInflightFd(area), &[&region]);
         scene.set_up(&mut session, &mut frontend);
-        let shown = scene.ask(&mut session, &mut frontend, &Request::GetConfig(config(0)), &[]);
+        let shown =
+            scene.exchange(&mut session, &mut frontend, &Request::GetConfig(config(0)), &[]);
         // A new device has its cache on.
         assert_eq!(shown[12..], [last.unwrap_or(1)], "before it chooses {chosen}");
-        scene.tell(&mut session, &mut frontend, &Request::SetConfig(config(chosen)), &[]);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetConfig(config(chosen)), &[]);
         last = Some(chosen);
     }
 }

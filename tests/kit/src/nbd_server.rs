@@ -10,49 +10,49 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_tools::process::{is_listening, retry, wait_child};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::cli::{LIMIT, Scene};
+use crate::cli::{LIMIT, TestFolders};
 use crate::system::Stopped;
 
 /// An NBD server. Dropping it kills it.
-pub struct Peer {
+pub struct NbdServer {
     child: Child,
     socket: PathBuf,
 }
 
-impl Peer {
+impl NbdServer {
     /// Starts a server that listens on `socket`.
     ///
     /// # Errors
     /// If its program cannot be started, or does not listen in time.
     pub fn start(socket: &Path, command: &mut Command) -> Result<Self> {
         let _ = std::fs::remove_file(socket);
-        let peer = Self { child: spawn(command)?, socket: socket.to_owned() };
+        let server = Self { child: spawn(command)?, socket: socket.to_owned() };
         retry(LIMIT, || {
             ensure!(socket.exists() && is_listening(socket)?, "the server does not listen");
             Ok(())
         })?;
-        Ok(peer)
+        Ok(server)
     }
 
     /// Starts a server that has no socket but listens on a port of this machine.
     ///
     /// # Errors
     /// As for [`start`](Self::start).
-    pub fn tcp(port: u16, command: &mut Command) -> Result<Self> {
-        let peer = Self { child: spawn(command)?, socket: PathBuf::new() };
+    pub fn start_tcp(port: u16, command: &mut Command) -> Result<Self> {
+        let server = Self { child: spawn(command)?, socket: PathBuf::new() };
         retry(LIMIT, || {
             TcpStream::connect(("127.0.0.1", port)).context("the server does not listen")?;
             Ok(())
         })?;
-        Ok(peer)
+        Ok(server)
     }
 
     /// `qemu-nbd` that exports a file as `disk`.
     ///
     /// # Errors
     /// As for [`start`](Self::start).
-    pub fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
-        let socket = scene.socket("nbd");
+    pub fn start_qemu_nbd(folders: &TestFolders, file: &Path) -> Result<Self> {
+        let socket = folders.socket("nbd");
         let mut command = Command::new("qemu-nbd");
         command.args(["--persistent", "--shared", "8", "--format", "raw", "--discard", "unmap"]);
         command.args(["--export-name", "disk", "--socket"]).arg(&socket).arg(file);
@@ -63,8 +63,8 @@ impl Peer {
     ///
     /// # Errors
     /// As for [`start`](Self::start).
-    pub fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
-        let socket = scene.socket("nbd");
+    pub fn start_nbdkit(folders: &TestFolders, options: &[&str]) -> Result<Self> {
+        let socket = folders.socket("nbd");
         let mut command = Command::new("nbdkit");
         command.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket).args(options);
         Self::start(&socket, &mut command)
@@ -92,16 +92,16 @@ impl Peer {
     ///
     /// # Errors
     /// If it does not end in time.
-    pub fn end(self) -> Result<()> {
+    pub fn terminate(self) -> Result<()> {
         kill_process(Pid::from_child(&self.child), Signal::TERM).context("ending the server")?;
-        self.wait_for_end()
+        self.wait_end()
     }
 
     /// Waits until the server has ended by itself.
     ///
     /// # Errors
     /// If it does not end in time.
-    pub fn wait_for_end(mut self) -> Result<()> {
+    pub fn wait_end(mut self) -> Result<()> {
         wait_child(&mut self.child, Instant::now() + LIMIT).context("waiting for the server")?;
         let _ = std::fs::remove_file(&self.socket);
         Ok(())
@@ -114,7 +114,7 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for NbdServer {
     fn drop(&mut self) {
         // Both fail only for a server that was already waited for.
         let _ = self.child.kill();

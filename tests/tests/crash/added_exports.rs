@@ -11,17 +11,17 @@ use ringhaul_kit::server::{Engine, Program, Server};
 use ringhaul_tools::process::{is_listening, retry};
 use serde_json::json;
 
-use super::world::{BLOCK_BYTES, FEW_BLOCKS, World, check_file};
+use super::driver::{BLOCK_BYTES, Driver, FEW_BLOCKS, check_file};
 use super::{end, export, rounds};
 
 for_each_engine! {
-    an_export_that_was_added_outlives_kills_with_its_limits,
-    a_unit_that_was_added_outlives_kills,
+    an_added_export_survives_kills_with_its_limits,
+    an_added_unit_survives_kills,
 }
 
 const ROUNDS_DEFAULT: u32 = 8;
 
-fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Result<()> {
+fn an_added_export_survives_kills_with_its_limits(engine: Engine) -> Result<()> {
     let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
     let [first, disk] = ["first.img", "added.img"].map(|name| folders[0].path().join(name));
     for path in [&first, &disk] {
@@ -37,11 +37,11 @@ fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Re
     let limits = json!({ "iops-total": 20_000, "bps-total": 1 << 30 });
     let set = json!({ "export": "added", "limits": limits, "werror": "hold" });
     server.call("disk.set", &set)?;
-    let mut world = World::new(&socket, FEW_BLOCKS, true)?;
-    world.attach()?;
+    let mut driver = Driver::new(&socket, FEW_BLOCKS, true)?;
+    driver.attach()?;
     let mut left = 0;
     for round in 0..rounds(ROUNDS_DEFAULT)? {
-        left += kill_under_load(server, &mut world)?;
+        left += kill_under_load(server, &mut driver)?;
         // The same command line, which names only the first export.
         server = Server::start(Program::Ringhaul, &export)?;
         // The start opens disks side by side, and listens for each export when its disk is open.
@@ -49,30 +49,30 @@ fn an_export_that_was_added_outlives_kills_with_its_limits(engine: Engine) -> Re
             server.check_running()?;
             std::thread::yield_now();
         }
-        world.frontend.channel = Channel::connect(&socket)?;
-        world.attach()?;
-        world.run(1, false)?;
+        driver.frontend.channel = Channel::connect(&socket)?;
+        driver.attach()?;
+        driver.run(1, false)?;
         let holds = server.call("disk.set", &json!({ "export": "added" }))?;
         ensure!(holds["limits"] == limits && holds["werror"] == "hold", "round {round}: {holds}");
     }
-    world.run(0, true)?;
+    driver.run(0, true)?;
     ensure!(left > 0, "no kill left a request without an answer");
-    check_file(&disk, &end(server, world)?)
+    check_file(&disk, &end(server, driver)?)
 }
 
 /// Kills a server under load. Returns the number of requests that it leaves without an answer.
-fn kill_under_load(mut server: Server, world: &mut World) -> Result<usize> {
-    let count = 1 + world.below(300);
-    world.run(count, false)?;
-    world.run_below(300, true)?;
+fn kill_under_load(mut server: Server, driver: &mut Driver) -> Result<usize> {
+    let count = 1 + driver.below(300);
+    driver.run(count, false)?;
+    driver.run_below(300, true)?;
     server.kill()?;
     drop(server);
-    world.take()?;
-    Ok(world.unanswered())
+    driver.take()?;
+    Ok(driver.unanswered())
 }
 
 /// Commands that a killed process had taken wait for the unit, and none fails.
-fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
+fn an_added_unit_survives_kills(engine: Engine) -> Result<()> {
     const LUN: u8 = 5;
     let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
     let [first, disk] = ["first.img", "added.img"].map(|name| folders[0].path().join(name));
@@ -86,18 +86,18 @@ fn a_unit_that_was_added_outlives_kills(engine: Engine) -> Result<()> {
     let added = json!({ "export": export.socket, "unit": unit });
     // The start may still be opening the first disk.
     retry(LIMIT, || server.call("lun.add", &added).map(drop))?;
-    let mut world = World::of_unit(&export.socket, FEW_BLOCKS, LUN)?;
-    world.attach()?;
+    let mut driver = Driver::of_unit(&export.socket, FEW_BLOCKS, LUN)?;
+    driver.attach()?;
     let mut left = 0;
     for round in 0..rounds(ROUNDS_DEFAULT)? {
-        left += kill_under_load(server, &mut world)?;
+        left += kill_under_load(server, &mut driver)?;
         // The same command line, which does not name the unit.
         server = Server::start(Program::Ringhaul, &export)?;
-        world.frontend.channel = Channel::connect(&export.socket)?;
-        world.attach()?;
-        world.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
+        driver.frontend.channel = Channel::connect(&export.socket)?;
+        driver.attach()?;
+        driver.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
     }
-    world.run(0, true)?;
+    driver.run(0, true)?;
     ensure!(left > 0, "no kill left a command without an answer");
-    check_file(&disk, &end(server, world)?)
+    check_file(&disk, &end(server, driver)?)
 }

@@ -13,7 +13,7 @@ use ringhaul_options::EngineChoice;
 use crate::args::{BenchArgs, OutputFormat};
 use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Rw};
-use crate::units::parse_duration;
+use crate::quantities::parse_duration;
 
 /// The workload for a disk.
 #[derive(Clone, Debug, clap::Args)]
@@ -53,7 +53,7 @@ pub struct DiskBenchArgs {
 
 /// Parses the options of `ringhaul bench` from words.
 #[derive(Parser)]
-struct Words {
+struct BenchCommand {
     #[command(flatten)]
     args: BenchArgs,
 }
@@ -82,14 +82,14 @@ impl DiskBenchArgs {
     /// As for [`run`](crate::run) and [`check_writes`](Self::check_writes).
     pub fn run(&self, name: &str, disk: DiskSource) -> anyhow::Result<ExitCode> {
         self.check_writes()?;
-        let words = Words::try_parse_from(["bench", "--filename", name])?;
+        let command = BenchCommand::try_parse_from(["bench", "--filename", name])?;
         let mut args = BenchArgs {
             rw: Some(self.rw),
             bs: Some(self.bs.clone()),
             iodepth: Some(self.iodepth),
             numjobs: self.numjobs,
             runtime: Some(self.runtime),
-            ..words.args
+            ..command.args
         };
         args.engine.engine = self.engine;
         if self.json {
