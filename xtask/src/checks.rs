@@ -134,7 +134,7 @@ const STEPS: &[Step] = &[
             "--package",
             "blockio",
             "--lib",
-            "contract::simulated",
+            "contract_tests::simulated",
         ],
         slow: true,
         ..STEP

@@ -13,7 +13,7 @@ pub(crate) fn run() -> Result<()> {
         println!("loom: the models in {checker}");
         let mut command = workspace::cargo();
         command
-            .args(["test", "--package", "blockio", "--lib", "models"])
+            .args(["test", "--package", "blockio", "--lib", "model_tests"])
             .env("CARGO_TARGET_DIR", workspace::target_dir()?.join(checker))
             .env("RUSTFLAGS", format!("--cfg {checker}"))
             // There are thousands of schedules: slow code costs more time than its optimisation.

@@ -2,7 +2,7 @@
 
 pub(crate) mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]
-pub(crate) mod models;
+pub(crate) mod model_tests;
 pub mod oneshot;
 pub(crate) mod sync;
 pub(crate) mod task;

@@ -20,7 +20,7 @@ mod admission;
 pub mod clock;
 mod config;
 #[cfg(test)]
-mod contract;
+mod contract_tests;
 pub mod disk;
 pub mod driver;
 pub mod engine;

@@ -30,8 +30,6 @@ mod pipe;
 mod requests;
 mod resolver;
 mod retry;
-#[cfg(test)]
-mod scripted;
 mod shared;
 mod socket_source;
 mod stalled;

@@ -96,7 +96,7 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
     ),
     ("crates/blockio/src/executor/task.rs", "other threads, which the simulation only plays"),
     ("crates/virtqueue/src/death.rs", "a process dies, which the simulation only plays"),
-    ("crates/blockio/src/contract.rs", "tests: futures on a simulated kernel"),
+    ("crates/blockio/src/contract_tests.rs", "tests: futures on a simulated kernel"),
 ];
 
 /// Public items that no other crate, test, example or fuzz target names: the crate, the item, and

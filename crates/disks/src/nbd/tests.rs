@@ -5,6 +5,7 @@ mod durable;
 mod flags;
 mod homes;
 mod rerouting;
+mod scripted;
 mod sizes;
 mod slow;
 mod stalled;
@@ -19,7 +20,6 @@ use iomem::{Buffers, Memory, WriteLog};
 
 use super::handshake::can;
 use super::options::NbdOptions;
-use super::scripted::{Event, FLUSH, READ, STATUS, Server, WRITE};
 use blockio::Error;
 use blockio::Io;
 use blockio::IoThread;
@@ -28,6 +28,7 @@ use blockio::clock;
 use blockio::disk::DiskState;
 use blockio::disk::{Extent, ExtentKind};
 use blockio::{Disk, DiskOptions, DiskSource};
+use scripted::{Event, FLUSH, READ, STATUS, Server, WRITE};
 
 const MIB: usize = 1 << 20;
 const FLAGS: u16 = can::HAS_FLAGS | can::FLUSH | can::MULTI_CONN;
@@ -290,7 +291,7 @@ fn a_break_after_a_takeover_loses_unflushed_changes() {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_returns_with_fewer_features_is_not_used() {
-    type Change = fn(&mut super::scripted::State);
+    type Change = fn(&mut scripted::State);
     let lesser: [(Change, Change); 4] = [
         (|state| state.flags &= !can::MULTI_CONN, |state| state.flags = FLAGS),
         (|state| state.flags &= !can::FLUSH, |state| state.flags = FLAGS),

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::super::scripted::{Event, Server, WRITE};
+use super::scripted::{Event, Server, WRITE};
 use super::{FLAGS, MIB, Running, new_thread, open, read, wait_for};
 
 /// Requests that an answering server has begun do not fail: they are done.

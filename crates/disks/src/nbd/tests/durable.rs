@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
-use super::super::scripted::{Event, FLUSH, Server, WRITE};
+use super::scripted::{Event, FLUSH, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn, wait_for};
 use blockio::IoThread;
 use blockio::disk::{DiskState, ErrorAction, ErrorPolicy};

@@ -4,8 +4,8 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use super::super::handshake::can;
-use super::super::scripted::{FLUSH, Server, TRIM, WRITE, ZEROES};
 use super::super::wire::{FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE};
+use super::scripted::{FLUSH, Server, TRIM, WRITE, ZEROES};
 use super::{FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn};
 
 /// A request to the disk.

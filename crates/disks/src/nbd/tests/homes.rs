@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
-use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::rerouting::end;
+use super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
 use blockio::IoThread;
 use blockio::disk::DiskState;

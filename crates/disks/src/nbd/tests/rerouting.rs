@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
+use super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn, wait_for};
 use blockio::IoThread;
 use blockio::disk::DiskState;

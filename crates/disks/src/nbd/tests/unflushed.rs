@@ -6,7 +6,7 @@ use std::rc::Rc;
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::super::retry::{RETRY_MAX, RETRY_MIN, Retry};
-use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
+use super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::{FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 use blockio::Disk;
 use blockio::IoThread;

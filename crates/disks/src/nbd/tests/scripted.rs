@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tempfile::TempDir;
 
-use super::options::{NbdAddress, NbdOptions};
+use super::super::options::{NbdAddress, NbdOptions};
 
 /// Numbers of commands in the protocol.
 pub(super) const READ: u16 = 0;

@@ -1,0 +1,338 @@
+//! Requests that wait for limits, or because their disk has failed them.
+
+use std::future::ready;
+use std::io;
+use std::pin::Pin;
+use std::time::Instant;
+
+use super::limits::{null, per_second};
+use super::*;
+use crate::disk::{
+    Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester, WaitMode,
+};
+
+/// A kernel without space until a given time.
+struct FullDisk {
+    until: Instant,
+    now: Cell<Instant>,
+    writes: Cell<u32>,
+}
+
+impl World for FullDisk {
+    fn now(&self) -> Instant {
+        self.now.get()
+    }
+
+    fn preempt(&self) {}
+
+    fn ring(&self, _: u32) -> RingSetup {
+        unreachable!("its engine has threads")
+    }
+
+    fn admit(&self, _: RawFd, count: usize, _: usize) -> Result<usize, libc::c_int> {
+        Ok(count)
+    }
+
+    fn ends_poll(&self) -> bool {
+        false
+    }
+
+    fn start(&self, op: KernelOp) -> bool {
+        self.writes.set(self.writes.get() + 1);
+        let bytes = i64::try_from(op.buffers().bytes()).unwrap();
+        let is_full = self.now.get() < self.until;
+        // A part of the first write finds space.
+        let part = if bytes > 4096 { 4096 } else { -i64::from(libc::ENOSPC) };
+        op.answer(if is_full { part } else { bytes }).send();
+        true
+    }
+
+    fn spin(&self) {
+        self.now.set(self.now.get() + Duration::from_micros(1));
+    }
+
+    fn run_sq_thread(&self, _: SqThread) {
+        unreachable!("no ring has a submission thread");
+    }
+
+    fn run_thread(&self, work: Box<dyn FnOnce()>) {
+        work();
+    }
+
+    fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
+        if !is_over() {
+            let when = deadline.expect("the loop sleeps and nothing will wake it");
+            self.now.set(self.now.get().max(when));
+        }
+    }
+}
+
+pub(super) fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
+    let info = DiskInfo {
+        size_bytes: BYTES as u64,
+        logical_block_bytes: 512,
+        physical_block_bytes: 512,
+        read_only: false,
+        direct: true,
+    };
+    let descriptor = OwnedFd::from(file.reopen().unwrap());
+    DiskSource::simulated(descriptor, info, false, 512, 512)
+}
+
+/// Writes to a disk that has space again after `seconds`. Returns the seconds that this takes, and
+/// the result.
+fn write_when_full(
+    action: ErrorAction,
+    seconds: u64,
+    happens: impl Fn(&DiskSource, &Disk) + 'static,
+) -> (Duration, Result<(), Option<i32>>) {
+    let start = Instant::now();
+    let until = start + Duration::from_secs(seconds);
+    let world = Rc::new(FullDisk { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let thread = thread(EngineKind::Threads);
+    let source = simulated_file(&file);
+    source.set_error_policy(ErrorPolicy { write: action, ..ErrorPolicy::default() });
+    let disk = source.attach(thread.io());
+    let result = thread.block_on(async {
+        let write = async { disk.write(0, Buffers::aligned(8192, 512), true).await };
+        let happens = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            happens(&source, &disk);
+        };
+        join(write, happens).await.0
+    });
+    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
+    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
+    drop(disk);
+    (clock::now() - start, result)
+}
+
+#[test]
+fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
+    type Happens = Box<dyn Fn(&DiskSource, &Disk)>;
+    let write = |action: ErrorAction, until: u64, happens: Happens| {
+        let (took, result) = write_when_full(action, until, happens);
+        (took.as_secs(), result)
+    };
+    let nothing = || -> Happens { Box::new(|_, _| ()) };
+    let no_space = Err(Some(libc::ENOSPC));
+    assert_eq!(write(ErrorAction::Report, 100, nothing()), (5, no_space));
+    assert_eq!(write(ErrorAction::HoldBriefly, 100, nothing()), (20, no_space));
+    assert_eq!(write(ErrorAction::HoldBriefly, 10, nothing()).1, Ok(()));
+    let stops = |source: &DiskSource, disk: &Disk| {
+        assert!(matches!(source.state(), DiskState::Held(_)));
+        disk.set_wait_mode(WaitMode::Never);
+    };
+    assert_eq!(write(ErrorAction::Hold, 100, Box::new(stops)), (5, no_space));
+    // The queue stops, but will continue.
+    let pauses = |_: &DiskSource, disk: &Disk| disk.set_wait_mode(WaitMode::RetriesOnly);
+    assert_eq!(write(ErrorAction::Hold, 10, Box::new(pauses)), (10, Ok(())));
+    for action in [ErrorAction::Hold, ErrorAction::Retry] {
+        let (took, result) = write(action, 100, Box::new(|source, _| source.resume()));
+        assert_eq!(result, Ok(()));
+        assert!((100..102).contains(&took), "{took}");
+    }
+}
+
+/// By themselves such writes are tried again each second.
+#[test]
+fn a_write_that_is_resumed_is_tried_again_at_once() {
+    for action in [ErrorAction::Hold, ErrorAction::HoldBriefly, ErrorAction::Retry] {
+        let resumed = write_when_full(action, 5, |source, _| source.resume());
+        let waits = write_when_full(action, 5, |_, _| ());
+        assert_eq!((&resumed.1, &waits.1), (&Ok(()), &Ok(())));
+        let sooner = waits.0.checked_sub(resumed.0);
+        assert!(sooner > Some(Duration::from_millis(100)), "{resumed:?} {waits:?}");
+    }
+}
+
+/// A request that may be cancelled, and the calls that it got.
+#[derive(Default)]
+struct CancellableRequester {
+    is_over: Cell<bool>,
+    /// True if the request may not continue.
+    is_refused: Cell<bool>,
+    asked: RefCell<Vec<&'static str>>,
+}
+
+impl Requester for CancellableRequester {
+    fn on_wait(&self) {
+        self.asked.borrow_mut().push("waits");
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let error = || io::Error::from_raw_os_error(libc::ECANCELED);
+        if self.is_over.get() { Err(error()) } else { Ok(()) }
+    }
+
+    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        self.asked.borrow_mut().push("goes on");
+        let error = io::Error::from_raw_os_error(libc::EBADE);
+        Box::pin(ready(if self.is_refused.get() { Err(error) } else { Ok(()) }))
+    }
+
+    fn on_cancel(&self) {
+        self.asked.borrow_mut().push("ends");
+    }
+}
+
+/// Makes a write wait for a minute because of limits, or because its disk has failed it. Calls
+/// `happens` after five seconds. Returns the write's result, its seconds, and the calls that it
+/// got.
+fn wait_for(
+    what: &str,
+    happens: impl Fn(&DiskSource, &Disk, &CancellableRequester) + 'static,
+) -> (Result<(), Option<i32>>, u64, Vec<&'static str>) {
+    let start = Instant::now();
+    let until = start + Duration::from_secs(if what == "limits" { 0 } else { 60 });
+    let world = Rc::new(FullDisk { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let source = simulated_file(&file);
+    if what == "limits" {
+        let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
+        source.set_limits(&slow).unwrap();
+    } else {
+        let write = ErrorAction::Hold;
+        source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
+    }
+    let (disk, wanted) = (source.attach(thread.io()), CancellableRequester::default());
+    let write = disk.with_requester(&wanted).write(0, Buffers::aligned(8192, 512), true);
+    let result = thread.block_on(async {
+        if what == "limits" {
+            // This write empties the bucket.
+            disk.write(0, Buffers::aligned(8192, 512), true).await.unwrap();
+        }
+        let happens = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            happens(&source, &disk, &wanted);
+        };
+        join(write, happens).await.0
+    });
+    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
+    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
+    (result, (clock::now() - start).as_secs(), wanted.asked.take())
+}
+
+#[test]
+fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
+    for what in ["limits", "space"] {
+        let (result, seconds, asked) = wait_for(what, |_, disk, wanted| {
+            wanted.is_over.set(true);
+            disk.recheck_waiting();
+        });
+        assert_eq!((result, seconds), (Err(Some(libc::ECANCELED)), 5), "{what}");
+        assert_eq!(asked[asked.len() - 2..], ["waits", "ends"], "{what}");
+    }
+}
+
+/// The tokens that a cancelled request has taken go to later requests.
+#[test]
+fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
+    let scene = scene(EngineKind::Threads, 7);
+    // Bytes per second of the disk and of its group. With both, the request waits for its group.
+    for (own, of_group) in [(Some(512), None), (None, Some(512)), (Some(8192), Some(512))] {
+        let (source, group) = (null(), LimitGroup::default());
+        let limits = |bytes: Option<u64>| Limits {
+            bytes: bytes.map(per_second).unwrap_or_default(),
+            ..Limits::default()
+        };
+        source.set_limits(&limits(own)).unwrap();
+        group.set_limits(limits(of_group)).unwrap();
+        source.join(Some(&group));
+        let (disk, start) = (source.attach(scene.io()), clock::now());
+        let io = Rc::clone(scene.io());
+        let took = Rc::new(Cell::new(Duration::ZERO));
+        let ended = Rc::clone(&took);
+        scene.run(async move {
+            let write = |bytes| disk.write(0, Buffers::aligned(bytes, 512), false);
+            write(5120).await.unwrap();
+            let wanted = CancellableRequester::default();
+            let unwanted =
+                disk.with_requester(&wanted).write(0, Buffers::aligned(1 << 18, 512), false);
+            let ends = async {
+                io.sleep_until(start + Duration::from_secs(1)).await;
+                wanted.is_over.set(true);
+                disk.recheck_waiting();
+            };
+            assert!(join(unwanted, ends).await.0.is_err());
+            write(512).await.unwrap();
+            ended.set(clock::now() - start);
+        });
+        // The first write is paid for after 10 seconds.
+        assert!((9..=10).contains(&took.get().as_secs()), "{own:?}: {:?}", took.get());
+    }
+}
+
+#[test]
+fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
+    for (what, smaller) in [("limits", Some(libc::EINVAL)), ("space", Some(libc::EINVAL))] {
+        let (result, _, asked) = wait_for(what, |_, _, wanted| wanted.is_refused.set(true));
+        assert_eq!((result, &asked[..2]), (Err(Some(libc::EBADE)), &["waits", "goes on"][..]));
+        let (result, ..) = wait_for(what, |source, _, _| source.cut_off(4096));
+        assert_eq!(result, Err(smaller), "{what}: it is beyond the end");
+        let (result, seconds, asked) = wait_for(what, |_, _, _| ());
+        assert_eq!((result, asked.last()), (Ok(()), Some(&"goes on")), "{what}");
+        assert!((59..62).contains(&seconds), "{what}: {seconds}");
+    }
+}
+
+/// The next process begins with it.
+#[test]
+fn a_request_that_is_left_does_not_begin_before_its_queue_goes_on() {
+    let start = Instant::now();
+    let world = Rc::new(FullDisk { until: start, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let source = null();
+    let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
+    source.set_limits(&slow).unwrap();
+    let disk = source.attach(thread.io());
+    let write = || disk.write(0, Buffers::aligned(8192, 512), false);
+    let at = |seconds| thread.io().sleep_until(start + Duration::from_secs(seconds));
+    let goes_on = thread.block_on(async {
+        write().await.unwrap();
+        let leaves = async {
+            at(5).await;
+            disk.set_wait_mode(WaitMode::Frozen);
+            at(100).await;
+            disk.set_wait_mode(WaitMode::All);
+        };
+        let one = async {
+            write().await.unwrap();
+            clock::now() - start
+        };
+        join(one, leaves).await.0
+    });
+    assert!(goes_on.is_ok_and(|waited| waited >= Duration::from_secs(100)));
+}
+
+/// A disk that is no file: its writes fail for good when data is lost.
+#[test]
+fn a_write_that_nothing_can_make_good_is_not_tried_again() {
+    let start = Instant::now();
+    let world = Rc::new(FullDisk { until: start, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<FullDisk>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();
+    source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
+    source.inherit(Some(libc::EIO), false);
+    let disk = source.attach(thread.io());
+    let result = thread.block_on(async {
+        let write = async {
+            let result = disk.write(0, Buffers::aligned(512, 512), true).await;
+            (result.unwrap_err().error().raw_os_error(), clock::now() - start)
+        };
+        let ends = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            disk.set_wait_mode(WaitMode::Never);
+        };
+        join(write, ends).await.0
+    });
+    let (errno, took) = result.unwrap();
+    assert_eq!((errno, took.as_secs()), (Some(libc::EIO), 0));
+}
