@@ -5,15 +5,22 @@
 //! many ops with one system call and reads completions from the kernel's ring in userspace.
 //!
 //! ```
-//! use blockio::{BufferMemory, DiskOptions, DiskSource, IoThread, IoThreadConfig};
+//! use blockio::{Buffers, DiskOptions, DiskSource, IoThread, IoThreadConfig};
 //!
-//! let source = DiskSource::null(1 << 20, &DiskOptions::default())?;
-//! let thread = IoThread::new(&IoThreadConfig::default())?;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let file = tempfile::NamedTempFile::new()?;
+//! # file.as_file().set_len(1 << 20)?;
+//! # let path = file.path();
+//! let source = DiskSource::file(path, &DiskOptions::default())?;
+//! let thread = IoThread::for_disk(&source, &IoThreadConfig::default())?;
 //! let disk = source.attach(thread.io());
-//! let memory = BufferMemory::new(4096, 4096);
-//! let result = thread.block_on(disk.read(0, memory.buffers(4096)))?;
-//! assert!(result.is_ok());
-//! # Ok::<(), blockio::Error>(())
+//! let sector = thread.block_on(async {
+//!     disk.write(512, Buffers::from_vec(vec![7; 512]), false).await?;
+//!     disk.read_vec(512, 512).await
+//! })??;
+//! assert_eq!(sector, [7; 512]);
+//! # Ok(())
+//! # }
 //! ```
 
 mod admission;
@@ -53,8 +60,3 @@ pub use thread::registered::RegisteredMemory;
 pub use thread::remote::Remote;
 pub use thread::task_set::TaskSet;
 pub use thread::turn::{Activity, Wait};
-
-/// Compiles the examples of docs/internals/embedding.md.
-#[cfg(doctest)]
-#[doc = include_str!("../../../docs/internals/embedding.md")]
-struct Embedding;

@@ -24,18 +24,19 @@ const RING: Ring =
     Ring { size: 16, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
 
 pub(crate) fn main() -> Result<()> {
-    // The disk, and the device on it. `DiskOptions` selects direct I/O, `IoThreadConfig` the
-    // engine.
+    // The disk, and the device on it.
     let file = tempfile::NamedTempFile::new()?;
     file.as_file().set_len(8 << 20)?;
     let source = DiskSource::file(file.path(), &DiskOptions::default())?;
+    let of_thread = source.clone();
     let options = BlkOptions { serial: "embed-0".into(), ..BlkOptions::default() };
     let device = Device::blk(source, options, Arc::new(LogEvents::new("embedded")));
 
     // A thread for the I/O. Any number of devices can share it.
     let (sender, receiver) = mpsc::sync_channel(1);
     let io_thread = std::thread::spawn(move || -> Result<(), blockio::Error> {
-        let thread = IoThread::new(&IoThreadConfig::default())?;
+        // Tries the engines on the disk. `DiskOptions` selects direct I/O.
+        let thread = IoThread::for_disk(&of_thread, &IoThreadConfig::default())?;
         let _ = sender.send(thread.remote());
         thread.run()
     });
@@ -53,15 +54,7 @@ pub(crate) fn main() -> Result<()> {
     let new_eventfd = || eventfd(0, EventfdFlags::CLOEXEC);
     let (kick, call) = (new_eventfd()?, new_eventfd()?);
     let (kicked, called) = (kick.try_clone()?, call.try_clone()?);
-    let (memory_of_queue, err) = (Arc::clone(&memory), None);
-    let setup = QueueSetup {
-        memory: memory_of_queue,
-        ring: RING,
-        inflight: None,
-        kick: Some(kicked),
-        call: Some(called),
-        err,
-    };
+    let setup = QueueSetup::new(Arc::clone(&memory), RING, kicked, called);
     let queue = device.start_queue(0, &remote, setup)?;
 
     let mut guest =

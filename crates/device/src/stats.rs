@@ -3,6 +3,7 @@
 //! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
 //! time, and sees values that are slightly old at most.
 
+use std::fmt;
 use std::ops::{AddAssign, Index};
 
 use blockio::stats::Counter;
@@ -97,9 +98,16 @@ pub struct RequestCounts {
 }
 
 /// Counters of all kinds at one moment. The totals of several queues can be added up.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Default, Clone, Copy, PartialEq, Eq)]
 pub struct RequestTotals {
     kinds: [RequestCounts; RequestKind::ALL.len()],
+}
+
+/// Names each kind.
+impl fmt::Debug for RequestTotals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(RequestKind::ALL.iter().zip(&self.kinds)).finish()
+    }
 }
 
 impl Index<RequestKind> for RequestTotals {
@@ -123,6 +131,14 @@ impl AddAssign for RequestTotals {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn totals_are_shown_with_the_names_of_kinds() {
+        let stats = QueueStats::default();
+        stats.count(RequestKind::Flush, 0);
+        let shown = format!("{:?}", stats.totals());
+        assert!(shown.contains("Flush: RequestCounts { requests: 1, bytes: 0, errors: 0 }"));
+    }
 
     #[test]
     fn each_kind_is_counted_by_itself_and_bytes_only_where_all_went_well() {

@@ -143,6 +143,26 @@ pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = 
     all.into_iter().flatten().filter(move |&engine| engine != best)
 }
 
+impl IoThread {
+    /// Sets up a loop for the calling thread, with the best engine for `source` and the rest of
+    /// `config`. Tries the engines on the disk first, as [`best_engine`] does.
+    ///
+    /// # Errors
+    ///
+    /// As for [`new`](Self::new).
+    pub fn for_disk(source: &DiskSource, config: &IoThreadConfig) -> Result<Self, Error> {
+        let best = best_engine(source).engine;
+        let mut result = Err(Error::Options("no engine".to_owned()));
+        for engine in std::iter::once(best).chain(fallbacks(best, source)) {
+            result = Self::new(&IoThreadConfig { engine: engine.into(), ..config.clone() });
+            if result.is_ok() {
+                break;
+            }
+        }
+        result
+    }
+}
+
 /// The fastest time of a round of one load, for each engine.
 #[derive(Debug, Clone, Copy)]
 struct RoundTimes {

@@ -13,6 +13,9 @@ use crate::disk::qos::limits::Direction;
 use crate::disk::qos::throttle::{NoRequester, Requester, STEP_BYTES};
 use crate::op::OpKind;
 
+/// Memory aligned to a page suits every disk.
+const PAGE: usize = 4096;
+
 /// The most bytes of a part that count for limits: the most that a part has by default.
 const PART_BYTES: u64 = 256 << 10;
 
@@ -70,6 +73,19 @@ impl Disk {
     /// As for [`Requests::read_part`].
     pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.without_requester().read_part(offset, len).await
+    }
+
+    /// Reads `len` bytes from byte `offset` into new memory. Both are multiples of the logical
+    /// block.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Requests::read`].
+    pub async fn read_vec(&self, offset: u64, len: usize) -> Result<Vec<u8>, TransferError> {
+        let memory = Buffers::aligned(len, PAGE);
+        let view = memory.duplicate();
+        self.read(offset, memory).await?;
+        Ok(view.to_vec())
     }
 
     /// See [`Requests::discard`].

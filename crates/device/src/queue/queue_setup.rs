@@ -53,6 +53,13 @@ pub(crate) struct QueueOptions {
 }
 
 impl QueueSetup {
+    /// Makes the set-up of a queue in `memory` at `ring` that the driver kicks through the eventfd
+    /// `kick`, and that is called through `call`. It has no inflight region and no `err`.
+    #[must_use]
+    pub fn new(memory: Arc<GuestMemory>, ring: Ring, kick: OwnedFd, call: OwnedFd) -> Self {
+        Self { memory, ring, inflight: None, kick: Some(kick), call: Some(call), err: None }
+    }
+
     /// Opens the ring at its last state: the state of an earlier process, if there is an inflight
     /// region.
     pub(crate) fn open_ring(
