@@ -505,14 +505,14 @@ mod tests {
                 let find = async || {
                     let mut found = Vec::new();
                     // Without room a look commits first.
-                    owner.core.room.clear();
+                    owner.core.cache_limit.clear();
                     for at in [0, 4096, CLUSTER / 2, CLUSTER - 512, CLUSTER] {
-                        found.push(owner.look(&(at..at + 512)).await.unwrap());
+                        found.push(owner.try_look_up(&(at..at + 512)).await.unwrap());
                     }
                     found
                 };
                 owner.mark().await.unwrap();
-                assert!(owner.write_beside_others(&(4096..4608), &[7; 512]).await.unwrap());
+                assert!(owner.write_concurrently(&(4096..4608), &[7; 512]).await.unwrap());
                 let before = find().await;
                 owner.commit().await.unwrap();
                 send.send((before, find().await));

@@ -2,7 +2,7 @@
 //! and a command differ in the consequences of a failure.
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};

@@ -354,7 +354,7 @@ mod tests {
     use blockio::DiskOptions;
     use clap::{Args, FromArgMatches};
 
-    use super::super::opening::tests::export;
+    use super::super::adding::tests::export;
     use super::*;
     use crate::options::ServeArgs;
     use crate::spec::qos::{LimitSpec, QosChange, QosSpec};

@@ -17,7 +17,7 @@ use crate::options::ServeArgs;
 use crate::spec::command::{Command, EndCause, ExportState, NewSize, Removal};
 use crate::threads::shutdown::Outcome;
 
-fn export(name: &str, disk: &Path) -> ExportSpec {
+pub(in super::super) fn export(name: &str, disk: &Path) -> ExportSpec {
     let disk = disk.display();
     let text = format!(
         r#"{{"endpoint": {{"path": "{name}"}}, "device": {{"blk": {{"file": "{disk}"}}}}}}"#
