@@ -253,8 +253,9 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
     assert_eq!(done.get(), 300);
 }
 
-/// A hundred cached reads of 1 MiB complete in their submit. A task that runs in each round sees
-/// few bytes go by between two of its runs.
+/// A hundred cached reads of 1 MiB complete in their submit, or beside other programs on threads of
+/// the kernel: then all that the disk may have in its engine can complete at once. A task that runs
+/// in each round sees few bytes go by between two of its runs.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn cached_reads_hold_the_loop_for_few_bytes_at_a_time() {
@@ -293,7 +294,7 @@ fn cached_reads_hold_the_loop_for_few_bytes_at_a_time() {
             }
         });
         thread.run().unwrap();
-        let (most, bound) = (most.get(), 3 * ByteLimits::ROUND as u64);
+        let (most, bound) = (most.get(), (ByteLimits::DISK + ByteLimits::ROUND) as u64);
         assert!(most <= bound, "{engine}: {most} bytes between two runs of a neighbour");
     }
 }
