@@ -1,5 +1,6 @@
 //! The loop of an IoThread: the turn, the API for tasks, busy-polling, fairness.
 
+mod drain;
 pub(crate) mod fairness;
 pub(crate) mod foreign_op;
 pub(crate) mod io;

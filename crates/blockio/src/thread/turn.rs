@@ -26,7 +26,7 @@ use std::future::Future;
 use std::pin::pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::clock;
 use crate::engine::{Engine, TOKEN_ENGINE};
@@ -36,7 +36,7 @@ use crate::executor::task_key::{NO_TASK, TaskKey};
 use crate::op::{Completer, Slots};
 use crate::thread::fairness::ROUNDS_BETWEEN_SOURCES;
 use crate::thread::io_state::{Io, Ops};
-use crate::thread::poll_window::Awaited;
+use crate::thread::poll_window::{Awaited, Sleep};
 use crate::thread::reactor::Reactor;
 
 /// The end of a turn.
@@ -58,11 +58,20 @@ pub enum Activity {
     Idle,
 }
 
+/// The end of a turn.
+enum NextStep {
+    /// Tasks have work, and the last check of the kernel is recent.
+    Work,
+    /// Tasks have work. A check of the kernel is due, and no source is armed that it could find.
+    SkippedCheck,
+    /// Asks the kernel for events without waiting.
+    Check,
+    /// Sleeps until an event.
+    Sleep(Sleep),
+}
+
 /// The most times that completions let ops out of their lanes before the round ends.
 const MOVES_MAX: u32 = 4;
-
-/// The delay before a wait that failed for a passing reason is repeated.
-const RETRY_WAIT: Duration = Duration::from_millis(1);
 
 impl Io {
     /// Runs one turn.
@@ -97,7 +106,7 @@ impl Io {
     // Phase: run ready tasks.
 
     #[inline(always)]
-    fn has_ready(&self) -> bool {
+    pub(super) fn has_ready(&self) -> bool {
         task::has_ready(&self.executor, &self.running)
     }
 
@@ -182,7 +191,7 @@ impl Io {
     }
 
     /// Submits all queued ops with one system call, then harvests visible completions without one.
-    fn submit_and_harvest(&self) {
+    pub(super) fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
         let Ops { slots, engine, woken, events, .. } = &mut *ops;
         let foreign = slots.foreign();
@@ -262,44 +271,25 @@ impl Io {
             && !self.stopped.get()
     }
 
-    /// Busy-polls while that pays, arms the sources, checks once more, and sleeps if there is still
-    /// nothing to do.
+    /// Takes the [next step](Self::next_step), takes in its events, and submits.
     fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
         let mut found = self.found.borrow_mut();
         let woken = &mut *found;
         let was_root_woken = self.running.take_root_woken();
-        let mut busy =
-            self.has_work() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
-        let since = (!busy && wait == Wait::ForEvent).then(clock::now);
-        let awaited = self.awaited();
-        if let Some(since) = since {
-            busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
-        }
-        if busy {
-            self.poll_sources();
-        } else {
-            clock::yield_to_simulation();
-            self.reactor.borrow_mut().arm(since, woken);
-            busy = self.arm_mailbox() || !woken.is_empty();
-        }
-        let check_is_due = self.check_is_due();
-        if check_is_due && !self.harvest_on_submit {
-            // A loop that is never idle arms no mailbox, and results are announced only once.
-            self.harvest_is_due.set(true);
-        }
-        let checks = check_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
-        let sleeps = !busy && wait == Wait::ForEvent;
-        let sleep = since.filter(|_| sleeps).map(|s| self.poll_window.begin_sleep(awaited, s));
-        if !busy || checks {
-            self.sleep(sleeps)?;
-        }
-        if !busy || check_is_due {
-            self.note_check();
-        }
-        if let Some(sleep) = sleep {
-            let now = clock::now();
-            self.poll_window.end_sleep(&sleep, now);
-            self.recently.set(now);
+        match self.next_step(wait, was_root_woken, woken) {
+            NextStep::Work => {}
+            NextStep::SkippedCheck => self.note_check(),
+            NextStep::Check => {
+                self.sleep(false)?;
+                self.note_check();
+            }
+            NextStep::Sleep(sleep) => {
+                self.sleep(true)?;
+                self.note_check();
+                let now = clock::now();
+                self.poll_window.end_sleep(&sleep, now);
+                self.recently.set(now);
+            }
         }
         self.reactor.borrow_mut().expire_timers(&self.recently, |owner| self.running.wake(owner));
         for key in woken.drain(..) {
@@ -321,6 +311,45 @@ impl Io {
         let is_busy =
             is_ready || self.ops.borrow_mut().engine.has_unannounced_work() || self.arm_mailbox();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
+    }
+
+    /// Busy-polls while that pays, arms the sources, and checks once more: decides whether the loop
+    /// sleeps.
+    #[inline]
+    fn next_step(
+        self: &Rc<Self>,
+        wait: Wait,
+        was_root_woken: bool,
+        woken: &mut Vec<TaskKey>,
+    ) -> NextStep {
+        let mut is_busy =
+            self.has_work() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
+        let since = (!is_busy && wait == Wait::ForEvent).then(clock::now);
+        let awaited = self.awaited();
+        if let Some(since) = since {
+            is_busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
+        }
+        if is_busy {
+            self.poll_sources();
+        } else {
+            clock::yield_to_simulation();
+            self.reactor.borrow_mut().arm(since, woken);
+            is_busy = self.arm_mailbox() || !woken.is_empty();
+        }
+        let is_check_due = self.check_is_due();
+        if is_check_due && !self.harvest_on_submit {
+            // A loop that is never idle arms no mailbox, and results are announced only once.
+            self.harvest_is_due.set(true);
+        }
+        match since {
+            Some(since) if !is_busy => {
+                NextStep::Sleep(self.poll_window.begin_sleep(awaited, since))
+            }
+            _ if !is_busy => NextStep::Check,
+            _ if !is_check_due => NextStep::Work,
+            _ if self.reactor.borrow().has_armed() || !self.harvest_on_submit => NextStep::Check,
+            _ => NextStep::SkippedCheck,
+        }
     }
 
     /// Makes the next post wake the loop. Returns true if there are earlier posts, which do not.
@@ -357,7 +386,7 @@ impl Io {
         result
     }
 
-    fn wait_in_kernel(
+    pub(super) fn wait_in_kernel(
         &self,
         ops: &mut Ops,
         deadline: Option<Instant>,
@@ -427,58 +456,6 @@ impl Io {
         }
         true
     }
-
-    // The end.
-
-    /// Waits until the kernel has answered every op. Posted calls stay queued: to a waiting caller,
-    /// a dropped call means that this IoThread has nothing left in the kernel.
-    pub(crate) fn drain(&self) {
-        self.drain_until(false);
-    }
-
-    /// Like [`drain`](Self::drain), but also waits for foreign ops. Drops posted calls, which will
-    /// never run: they may hold resources that such an op waits for.
-    pub(crate) fn drain_all(&self) {
-        self.drain_until(true);
-        // No turn will call the wakers of ops that were polled outside of tasks.
-        self.has_ready();
-    }
-
-    fn drain_until(&self, includes_foreign: bool) {
-        loop {
-            if includes_foreign {
-                drop(self.mailbox.take());
-            }
-            self.harvest_is_due.set(true);
-            // Submits and harvests: no turn will.
-            self.submit_and_harvest();
-            if self.has_kept_ops.get() {
-                continue;
-            }
-            let mut ops = self.ops.borrow_mut();
-            let foreign = if includes_foreign { ops.slots.foreign() } else { 0 };
-            if ops.engine.queued() + ops.engine.in_kernel() + foreign == 0 {
-                return;
-            }
-            self.mailbox.arm();
-            if self.mailbox.has_results() || (includes_foreign && self.mailbox.has_anything()) {
-                continue;
-            }
-            let retry = ops.engine.retry_at();
-            if let Err(error) = self.wait_in_kernel(&mut ops, retry, clock::now()) {
-                if !is_transient(&error) {
-                    return;
-                }
-                std::thread::sleep(RETRY_WAIT);
-            }
-        }
-    }
-}
-
-/// Returns true if a failed wait may succeed when it is repeated.
-fn is_transient(error: &Error) -> bool {
-    let errno = error.system_error().and_then(std::io::Error::raw_os_error);
-    matches!(errno, Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
 }
 
 /// Gives the engine the ops that have room now. Returns true if there were any.
