@@ -362,7 +362,7 @@ fn an_image_grows_while_it_is_served() -> Result<()> {
     let served = images.serve("short")?;
     let refused = resize("16M")?;
     ensure!(refused.status.code() != Some(0), "it has grown over a longer base");
-    ensure!(refused.stderr.contains("backing file is longer"), "{}", refused.stderr);
+    ensure!(refused.stderr.contains("backing file is larger"), "{}", refused.stderr);
     served.end()
 }
 
@@ -416,20 +416,20 @@ fn unsupported_images_are_refused_with_a_reason() -> Result<()> {
         ("subclusters", ["extended L2", "qemu-img convert"]),
         ("external", ["external data file", "qemu-img convert"]),
         ("snapshots", ["internal snapshots (1)", "qemu-img snapshot -d"]),
-        ("inner/outside", ["does not lie in the folder", "allow it with backing=/"]),
-        ("guessed", ["not guessed", "qemu-img rebase -u"]),
+        ("inner/outside", ["is outside the folder", "allow it with backing=/"]),
+        ("guessed", ["does not state the format", "qemu-img rebase -u"]),
         ("vmdk", ["format vmdk is not supported", "qemu-img convert"]),
         ("cut", ["has the reference count 0", "qemu-img check -r all"]),
         ("absent", ["nothing", "qemu-img rebase -u"]),
         ("elsewhere", ["nbd://host/x", "only files can be backing files; copy"]),
-        ("loop", ["the backing file of", "form a loop: it is"]),
-        ("base.img", ["no qcow2 image", "qemu-img create"]),
+        ("loop", ["the backing file of", "form a loop through"]),
+        ("base.img", ["not a qcow2 image", "qemu-img create"]),
     ] {
         check(image, &images.name(image)?, &words);
     }
     let auto = format!("image,format=auto,path={base}");
-    check("a raw disk", &auto, &["could make it look like an image", "raw,over"]);
-    check("a layer", &format!("qcow2,over=raw,over={base}"), &[&base, "no qcow2 image"]);
+    check("a raw disk", &auto, &["its guest could write the header of an image", "raw,over"]);
+    check("a layer", &format!("qcow2,over=raw,over={base}"), &[&base, "not a qcow2 image"]);
     let overlay = format!("image,format=auto,path={}", images.path("overlay")?);
     let words = ["allows no backing file", "name of the disk: backing=base.img", "backing=beside"];
     check("an image that a guest could have made", &overlay, &words);

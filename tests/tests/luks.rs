@@ -361,7 +361,7 @@ fn a_damaged_header_is_replaced_by_its_copy() -> Result<()> {
     let file = OpenOptions::new().write(true).open(&image)?;
     file.write_all_at(&[0xaa; 4096], 0)?;
     let found = images.info(&disk)?.expect_code(0)?;
-    ensure!(found.stderr.contains("is damaged, and a copy is used"), "{}", found.stderr);
+    ensure!(found.stderr.contains("is damaged, and its copy is used"), "{}", found.stderr);
     let format =
         |text: &str| text.lines().find(|line| line.contains("luks version")).map(str::to_owned);
     ensure!(format(&found.stdout) == format(&whole), "{}", found.stdout);
@@ -403,8 +403,8 @@ fn wrong_keys_and_headers_are_refused_with_a_reason() -> Result<()> {
     check("no key", &no_key, &["cannot read the key in", "No such file", "; check key-file"]);
     for (fd, words) in [
         ("77", ["descriptor 77: it is not open", "with 77< KEYFILE, or use key-file"]),
-        ("2", ["descriptor 2: it is not for a key", "choose one above 2"]),
-        ("-1", ["descriptor -1: it is not for a key", "choose one above 2"]),
+        ("2", ["descriptor 2: descriptors 0 to 2", "choose a number above 2"]),
+        ("-1", ["descriptor -1: descriptors 0 to 2", "choose a number above 2"]),
     ] {
         check(fd, &format!("luks,key-fd={fd},over={image}"), &words);
     }

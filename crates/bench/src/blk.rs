@@ -48,8 +48,8 @@ pub(crate) const LAYOUT: RequestLayout = RequestLayout {
 pub(crate) fn read_info(connection: &Connection) -> io::Result<DeviceInfo> {
     let config = connection.config(CONFIG_BYTES)?.ok_or_else(|| {
         io::Error::other(
-            "it offers no configuration space (protocol feature CONFIG), which a disk's size is \
-             read from; if it is a SCSI device, add --device scsi",
+            "it offers no configuration space (protocol feature CONFIG), which has the size of the \
+             disk; if it is a SCSI device, add --device scsi",
         )
     })?;
     parse_info(&config, connection.features(), connection.max_queues())

@@ -67,8 +67,8 @@ impl DiskBenchArgs {
     pub fn check_writes(&self) -> Result<bool, BenchError> {
         if self.rw.writes() && !self.destroy_contents {
             return Err(BenchError::Usage(
-                "this pattern writes, and what is on the disk would be lost; say \
-                 --destroy-contents if it may be, or use --rw randread or --rw read"
+                "this pattern overwrites the data on the disk; allow it with --destroy-contents, \
+                 or use --rw randread or --rw read"
                     .into(),
             ));
         }

@@ -58,7 +58,7 @@ impl BenchArgs {
             Some("sync" | "psync" | "vsync" | "pvsync" | "pvsync2") => EngineChoice::Threads,
             Some(other) if self.filename.is_some() => {
                 return Err(BenchError::Usage(format!(
-                    "--ioengine {other} has no engine here; use --engine io_uring, aio or threads"
+                    "--ioengine {other} is not supported; use --engine io_uring, aio or threads"
                 )));
             }
             _ => return Ok(args),

@@ -127,8 +127,8 @@ impl Server {
         let pid = pid.filter(|pid| ServerSample::take(*pid).is_ok());
         if pid.is_none() {
             tracing::warn!(
-                "the server's process is not visible from here, so its CPU time is not counted; \
-                 set --server-pid"
+                "the server's process is not visible here, so its CPU time is not counted; set \
+                 --server-pid"
             );
         }
         Ok(Self { pid })

@@ -276,7 +276,7 @@ fn answer_within<T: Send + 'static>(
         Ok(Err(error)) => Err(cannot_connect(path, what, &error)),
         Err(_) => Err(BenchError::Connect(format!(
             "the server at {} has not answered for {} s during the {what}; it may serve another \
-             client, which must disconnect first",
+             client; disconnect that client first",
             path.display(),
             limit.as_secs_f64()
         ))),

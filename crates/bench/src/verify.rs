@@ -212,7 +212,8 @@ fn explain(run: u64, offset: u64, generation: u32, data: &[u8]) -> Mismatch {
                 wanted[first],
                 data[first],
             ),
-            None => "the same bytes on a second look: the server still writes to them".to_owned(),
+            None => "the expected bytes in a second comparison: the server still writes to them"
+                .to_owned(),
         }
     };
     Mismatch { offset, sector, expected, found }

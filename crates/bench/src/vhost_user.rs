@@ -261,7 +261,7 @@ impl Connection {
         if request != number || !is_reply || size > REPLY_BYTES_MAX {
             return Err(io::Error::other(format!(
                 "it answered {name}, which is message {number}, with message {request}, flags \
-                 {flags:#x}, {size} bytes: it does not keep to the vhost-user protocol"
+                 {flags:#x}, {size} bytes: it violates the vhost-user protocol"
             )));
         }
         let mut body = vec![0; size];

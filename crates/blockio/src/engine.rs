@@ -109,8 +109,8 @@ impl Engine {
                 Ok(())
             }
             EngineConfig::IoUring { .. } if self.config.embedded => Err(Error::Options(
-                "an embedded IoThread has engine io_uring from the start, or never: the \
-                 descriptor that a program waits for would become another one"
+                "cannot add engine io_uring to an embedded IoThread: the descriptor that the \
+                 program waits for would change; choose io_uring at its start"
                     .into(),
             )),
             EngineConfig::IoUring { sqpoll, iopoll } => {

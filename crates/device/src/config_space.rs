@@ -28,7 +28,9 @@ pub(crate) fn writable_parts<'a>(
     let present = read(space, offset, data.len());
     for (at, (new, old)) in (offset..).zip(data.iter().zip(present)) {
         if *new != old && !fields.iter().any(|field| field.contains(&at)) {
-            let text = format!("byte {at} of the configuration is {old:#x} here, not {new:#x}");
+            let text = format!(
+                "byte {at} of the configuration space is {old:#x} in this device, not {new:#x}"
+            );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
     }

@@ -47,22 +47,23 @@ pub trait Events: Send + Sync {
 
 /// Log text for [`Events::queue_continued`].
 pub const QUEUE_CONTINUED_TEXT: &str = "the queue begins in the middle of its ring, without an \
-     inflight region: if the process before was killed, requests that were not answered may be \
-     lost, and the guest waits for them";
+                                        inflight region: if the previous process was killed, its \
+                                        unanswered requests may be lost, and the guest waits for \
+                                        them";
 
 /// Log text for [`Events::kick_not_watched`].
 pub const KICK_NOT_WATCHED_TEXT: &str = "the kick of a queue cannot be watched, so the queue is \
-     looked at every few milliseconds until it starts again";
+                                         checked every few milliseconds until it starts again";
 
 /// Log text for [`Events::requests_held`], to be followed by the unit.
 pub const REQUESTS_HELD_TEXT: &str =
-    "requests that an earlier process had taken wait for logical unit";
+    "unanswered requests of an earlier process wait for logical unit";
 
 /// A fault after which a queue takes no chains.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueFault {
     /// The ring is bad.
-    #[error("a queue stops, its ring is bad: {0}")]
+    #[error("a queue stops because its ring is bad: {0}")]
     Ring(#[source] QueueError),
     /// A chain has no room for the status of its request.
     #[error("chain {head} has no room for a status; its queue stops")]
@@ -71,7 +72,7 @@ pub enum QueueFault {
         head: u16,
     },
     /// A chain has a fault, and the place of its status is not memory.
-    #[error("chain {head} has no room for a status, and {fault}; its queue stops")]
+    #[error("chain {head} has no room for a status ({fault}); its queue stops")]
     Chain {
         /// The head of the chain.
         head: u16,
@@ -120,7 +121,7 @@ impl Events for LogEvents {
     fn requests_held(&self, unit: UnitAddress) {
         tracing::warn!(
             device = self.name,
-            "{REQUESTS_HELD_TEXT} {unit}, which is not there; add it"
+            "{REQUESTS_HELD_TEXT} {unit}, which does not exist; add it"
         );
     }
 

@@ -218,7 +218,7 @@ fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     assert_eq!(thread.block_on(cut).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
     let fixed = DiskSource::raw(open_again(&file), MIB, Some(MIB)).unwrap();
     assert!(fixed.size_probe().is_none() && !fixed.abilities().resize);
-    assert!(fixed.set_size(512, || ()).unwrap_err().to_string().contains("its size was given"));
+    assert!(fixed.set_size(512, || ()).unwrap_err().to_string().contains("its size was set"));
     let end = elsewhere(MIB);
     let told = DiskSource::raw(end.clone().source(), 512, None).unwrap();
     end.tell_size(2 * MIB);
@@ -250,9 +250,9 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
     for (offset, size, expected) in [
         (100, None, "its offset of 100 bytes is not a multiple"),
         (0, Some(100), "its size of 100 bytes is not a multiple"),
-        (8 * MIB, None, "there are 0 from offset"),
+        (8 * MIB, None, "0 of them from offset"),
         (MIB, Some(8 * MIB), "choose a smaller offset or size"),
-        (0, Some(0), "not zero"),
+        (0, Some(0), "above zero"),
     ] {
         let error = DiskSource::raw(source.clone(), offset, size).unwrap_err().to_string();
         assert!(

@@ -109,8 +109,8 @@ fn check_data_fits(payload: Payload, disk_bytes: u64) -> Result<(), String> {
     }
     let size = size_bytes.map_or(String::new(), |size| format!(" and has {size} bytes"));
     Err(format!(
-        "its data begins at byte {offset_bytes}{size}, and the disk ends at {disk_bytes}: it was \
-         cut off, or the header is that of another disk; restore it from a backup"
+        "its data begins at byte {offset_bytes}{size}, and the disk ends at {disk_bytes}: the disk \
+         was truncated, or the header belongs to another disk; restore the disk from a backup"
     ))
 }
 
@@ -121,8 +121,8 @@ fn read_header(read: &header::ReadAt<'_>, is_detached: bool) -> Result<Header, S
     match (&start[..6], &start[6..8]) {
         (magic, [0, 1]) if magic == MAGIC => version1::parse(start, is_detached),
         (magic, _) if magic == version1::REENCRYPTED_MAGIC => {
-            let reason = "its re-encryption has not ended; end it with `cryptsetup reencrypt \
-                          --resume-only`";
+            let reason = "its re-encryption is not complete; complete it with `cryptsetup \
+                          reencrypt --resume-only`";
             Err(reason.to_owned())
         }
         _ => version2::read(read, is_detached),
@@ -155,7 +155,7 @@ impl Reader {
             offset.checked_add(bytes as u64).and_then(|end| end.checked_next_multiple_of(block));
         let Some(end) = end.filter(|end| *end <= info.size_bytes) else {
             return Err(format!(
-                "byte {offset} and those behind it are missing: the disk ends at {}",
+                "its header needs bytes from {offset} on, and the disk ends at {}",
                 info.size_bytes
             ));
         };
@@ -163,7 +163,7 @@ impl Reader {
         let all = buffers.duplicate();
         let result = self.thread.block_on(self.disk.read(start, buffers));
         let failed = |error: &dyn std::fmt::Display| {
-            format!("its header cannot be read from byte {offset} on: {error}")
+            format!("its header cannot be read at byte {offset}: {error}")
         };
         result.map_err(|error| failed(&error))?.map_err(|error| failed(&error))?;
         let mut part = vec![0; bytes];
@@ -199,8 +199,8 @@ impl LuksSource {
             return Ok(());
         }
         let reason = format!(
-            "its data has {size_bytes} bytes, which are not whole sectors of {block}; extend the \
-             disk below by {} bytes",
+            "its data of {size_bytes} bytes is not a multiple of its sector of {block}; extend the \
+             underlying disk by {} bytes",
             size_bytes.next_multiple_of(block.into()) - size_bytes
         );
         Err(refused(&self.below, &reason))

@@ -97,7 +97,8 @@ fn open_with_silence(
     let info = info(&connected.facts, options).map_err(refused)?;
     if !info.read_only && !connected.facts.can(can::FLUSH) {
         tracing::warn!(
-            "{name}: the server cannot flush; what it has answered may be lost with its power"
+            "{name}: the server does not support flushes; a power failure there may lose answered \
+             writes"
         );
     }
     let shared = Arc::new(Shared::new(nbd, options.read_only, silence, connected));
@@ -109,8 +110,8 @@ fn open_with_silence(
 fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
     if facts.can(can::READ_ONLY) && !options.read_only {
         return Err(
-            "the export is read-only; open it so, with --read-only, or with --rw read for \
-                    `disk bench`"
+            "the export is read-only; open it with --read-only, or drive it with `disk bench --rw \
+             read`"
                 .to_owned(),
         );
     }
@@ -119,8 +120,8 @@ fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
     let logical_block_bytes = check_logical_block(logical).map_err(|error| error.to_string())?;
     if logical_block_bytes < least {
         return Err(format!(
-            "the server takes blocks of at least {least} bytes, and a logical block of \
-             {logical_block_bytes} was asked for; choose a larger one"
+            "the server takes blocks of at least {least} bytes, and the logical block has \
+             {logical_block_bytes}; choose a larger logical block"
         ));
     }
     check_size(facts.size_bytes, logical_block_bytes)?;
@@ -136,12 +137,11 @@ fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
 
 fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), String> {
     if size_bytes == 0 {
-        return Err("its size is zero; give it one on the server".to_owned());
+        return Err("its size is zero; set one on the server".to_owned());
     }
     if i64::try_from(size_bytes).is_err() {
         return Err(format!(
-            "its size of {size_bytes} bytes is 2^63 or more, which no disk can have; correct it on \
-             the server"
+            "its size of {size_bytes} bytes exceeds the limit of 2^63 - 1; correct it on the server"
         ));
     }
     if !size_bytes.is_multiple_of(logical_block_bytes.into()) {
@@ -294,7 +294,7 @@ impl DriverSource for NbdSource {
             };
             return flushed.map_err(|errno| {
                 let error = std::io::Error::from_raw_os_error(errno);
-                self.refused(format!("what was written cannot be flushed: {error}"))
+                self.refused(format!("written data cannot be flushed: {error}"))
             });
         }
         Ok(())
@@ -331,8 +331,8 @@ impl DriverSource for NbdSource {
     }
 
     fn check_new_size(&self, _: u64) -> Result<(), Error> {
-        let reason =
-            "an NBD export is resized on its server; do that, and ask again without a size";
+        let reason = "an NBD export is resized on its server; resize it there, then repeat this \
+                      command without a size";
         Err(self.refused(reason.to_owned()))
     }
 

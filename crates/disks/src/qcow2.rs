@@ -88,8 +88,8 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     let (source, header) = (source.clone(), header.clone());
     if layers.len() > LAYERS_MAX {
         let reason = format!(
-            "it has {} layers of backing files, and at most {LAYERS_MAX} can be; merge some \
-                 with `qemu-img commit`",
+            "it has {} layers of backing files, and at most {LAYERS_MAX} are supported; merge some \
+             with `qemu-img commit`",
             layers.len()
         );
         return Err(refused(&source, reason));
@@ -144,7 +144,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     if !is_deferred && let Err(error) = owner::run_job_blocking(&image.owner, Job::Open) {
         // The next try must find the file closed.
         image.end();
-        let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
+        let reason = format!("it cannot be opened: {error}; check it with `qemu-img check`");
         return Err(refused(&source, reason));
     }
     let mut source = Qcow2Source::new(image, &header, is_deferred);
@@ -185,7 +185,7 @@ fn check_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
         let found = leaks::tables::check(source, header)?;
         let named = |found| match index {
             0 => found,
-            _ => format!("of its backing file, {}: {found}", source.chain_text()),
+            _ => format!("in its backing file {}: {found}", source.chain_text()),
         };
         truncation = truncation.or(found.map(named));
     }
@@ -203,13 +203,13 @@ fn bitmap_names(source: &DiskSource, list: &Range<u64>, is_deferred: bool) -> St
     let parsed = list.and_then(|list| bitmaps::parse(&list));
     let names = parsed.into_iter().flatten().map(|bitmap| bitmap.name).collect::<Vec<_>>();
     match names.is_empty() {
-        true => "names cannot be read".to_owned(),
+        true => "names unreadable".to_owned(),
         false => names.join(", "),
     }
 }
 
-const CORRUPT: &str = "it is marked as corrupt, so its data may be wrong; save what can be saved, \
-                       and repair it with `qemu-img check -r all`";
+const CORRUPT: &str = "it is marked as corrupt, so its data may be wrong; copy its data, then \
+                       repair it with `qemu-img check -r all`";
 
 struct Qcow2Source {
     image: Arc<Image>,
@@ -342,8 +342,8 @@ impl DriverSource for Qcow2Source {
         let is_valid = mark.has_autoclear() || mark.state() == MarkState::Unknown;
         let bitmaps = self.bitmaps.as_ref().filter(|_| is_valid).map(|names| {
             format!(
-                "it has persistent bitmaps ({names}), which become invalid with the first change: \
-                 the next incremental backup then needs a full one before it"
+                "it has persistent bitmaps ({names}), which the first write invalidates: make a \
+                 full backup before the next incremental one"
             )
         });
         let corrupt = self.is_corrupt.then(|| CORRUPT.to_owned());
@@ -416,11 +416,10 @@ impl DriverSource for Qcow2Source {
         let core = &self.image.core;
         let (info, now) = (self.below().info(), core.size_bytes.load(Ordering::Relaxed));
         let reason = if info.read_only {
-            "it is open for reading only; resize it with `qemu-img resize`, and open it again"
-                .to_owned()
+            "it is open read-only; resize it with `qemu-img resize`, and open it again".to_owned()
         } else if size_bytes < now {
-            "an image that is in use can only grow; shrink it with `qemu-img resize --shrink` when \
-             it is not"
+            "an image in use can only grow; shrink it with `qemu-img resize --shrink` when it is \
+             not in use"
                 .to_owned()
         } else if !size_bytes.is_multiple_of(core.block_bytes.into()) {
             let block = core.block_bytes;
@@ -437,7 +436,7 @@ impl DriverSource for Qcow2Source {
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
         owner::run_job_blocking(&self.image.owner, Job::Grow(size_bytes)).map_err(|error| {
-            refused(self.below(), format!("it cannot be given {size_bytes} bytes: {error}"))
+            refused(self.below(), format!("it cannot be resized to {size_bytes} bytes: {error}"))
         })?;
         self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
         Ok(())

@@ -144,7 +144,7 @@ impl DriverSource for RbdSource {
             Err(error) if !was_lost => {
                 self.shared.record_loss(&error);
                 Err(self.shared.refused(&format!(
-                    "what was written cannot be flushed: {error}; check the cluster (`ceph -s`)"
+                    "written data cannot be flushed: {error}; check the cluster (`ceph -s`)"
                 )))
             }
             _ => Ok(()),
@@ -158,7 +158,7 @@ impl DriverSource for RbdSource {
             && let Err(error) = self.shared.image.unlock()
         {
             // The lock is not ours, or there is none.
-            tracing::debug!("rbd {}: its lock is not released: {error}", self.shared.name);
+            tracing::debug!("rbd {}: cannot release its lock: {error}", self.shared.name);
         }
     }
 
@@ -180,7 +180,7 @@ impl DriverSource for RbdSource {
         }
         let size = self.shared.probe_size();
         let size = size.map_err(|error| {
-            self.shared.refused(&format!("the cluster does not say how large it is: {error}"))
+            self.shared.refused(&format!("cannot query its size from the cluster: {error}"))
         })?;
         open::check_size(size, self.info.logical_block_bytes)
             .map_err(|reason| self.shared.refused(&reason))?;
@@ -189,9 +189,9 @@ impl DriverSource for RbdSource {
 
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         let checked = if self.has_snapshot() {
-            Err("a snapshot keeps its size; resize the image".to_owned())
+            Err("a snapshot cannot be resized; resize the image".to_owned())
         } else if self.info.read_only {
-            Err("it is open for reading only; use `rbd resize`, and restart the export".to_owned())
+            Err("it is open read-only; use `rbd resize`, and restart the export".to_owned())
         } else {
             open::check_size(size_bytes, self.info.logical_block_bytes)
         };
@@ -201,14 +201,14 @@ impl DriverSource for RbdSource {
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
         let resized = self.shared.image.resize(size_bytes);
         let found = resized.and_then(|()| self.shared.probe_size()).map_err(|error| {
-            self.shared.refused(&format!("it cannot be given {size_bytes} bytes: {error}"))
+            self.shared.refused(&format!("it cannot be resized to {size_bytes} bytes: {error}"))
         })?;
         if found == size_bytes {
             return Ok(());
         }
         Err(self.shared.refused(&format!(
-            "it was given {size_bytes} bytes, and has {found}: somebody else has resized it, too; \
-             ask again"
+            "it was resized to {size_bytes} bytes but has {found}: another client has resized it \
+             too; try again"
         )))
     }
 
@@ -232,8 +232,8 @@ impl RbdSource {
             return Ok(now.size_bytes);
         }
         Err(self.shared.refused(&format!(
-            "it has {} bytes now, of which nothing is learnt while it is open for reading only; \
-             restart the export",
+            "its new size of {} bytes takes effect only when it is opened again, because it is \
+             open read-only; restart the export",
             now.size_bytes
         )))
     }
@@ -265,7 +265,7 @@ fn log_state(name: &str, unanswered: &mut StallLog, away: Option<AwayState>) {
     match unanswered.next_line(clock::now(), away.map(|oldest| oldest.since)) {
         Some(Line::Waits(age)) => tracing::warn!(
             "rbd {name}: the cluster has not answered an operation for {} s; {} operations wait \
-             and go on when it answers; check it (`ceph -s`)",
+             for it; check the cluster (`ceph -s`)",
             age.as_secs(),
             away.map_or(0, |oldest| oldest.ops)
         ),

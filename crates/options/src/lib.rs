@@ -106,7 +106,8 @@ impl EngineChoice {
 #[must_use]
 pub fn ineffective_warning(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
     let names = given_for_io_uring_only(engine, options);
-    let warning = || format!("{}: without effect, only io_uring has that", names.join(", "));
+    let warning =
+        || format!("{}: no effect, because only engine io_uring supports it", names.join(", "));
     (!names.is_empty()).then(warning)
 }
 

@@ -151,7 +151,7 @@ fn ask(
             Some(size) => params["size-bytes"] = size,
             // The daemon's refusal explains the missing size.
             None => match daemon.call(method, &params)? {
-                Ok(_) => bail!("the disk was not there a moment ago; try again"),
+                Ok(_) => bail!("the disk was added during this command; try again"),
                 Err(refusal) => return Ok(Err(refusal)),
             },
         }

@@ -110,7 +110,7 @@ impl Folder {
         let name = format!("ringhaul-demo-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
-        made.with_context(|| format!("cannot make {} (TMPDIR chooses its place)", path.display()))?;
+        made.with_context(|| format!("cannot create {} (TMPDIR sets its folder)", path.display()))?;
         Ok(Self(path))
     }
 }

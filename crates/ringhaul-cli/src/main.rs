@@ -31,7 +31,7 @@ use ringhaul_options::redact::printable;
 const EXIT_USAGE: u8 = 2;
 
 /// Advice for a negative size.
-const SMALLER: &str = "to make a disk smaller, give the size that it is to have, and --shrink";
+const SMALLER: &str = "to make a disk smaller, give its new size and --shrink";
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]

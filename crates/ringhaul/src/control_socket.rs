@@ -156,7 +156,7 @@ fn listen(
             Some(Ok(stream)) => stream,
             Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Some(Err(error)) => {
-                tracing::warn!("cannot take in a client of the control socket: {error}");
+                tracing::warn!("cannot accept a client on the control socket: {error}");
                 if wait(None, stop) {
                     return;
                 }
@@ -168,14 +168,14 @@ fn listen(
         let in_progress = Arc::clone(in_progress);
         let serve = move || {
             if let Err(error) = serve_client(stream, group, &daemon, &in_progress, &quota) {
-                tracing::debug!("a client of the control socket is dropped: {error:#}");
+                tracing::debug!("disconnected a client of the control socket: {error:#}");
             }
         };
         // Without a thread the client sees its connection closed.
         if let Err(error) = std::thread::Builder::new().name("ringhaul-client".into()).spawn(serve)
         {
             tracing::warn!(
-                "a client of the control socket is not served, its thread cannot start: {error}; \
+                "cannot serve a client of the control socket: its thread cannot start: {error}; \
                  raise the limit on processes (ulimit -u)"
             );
         }
@@ -210,14 +210,17 @@ fn serve_client(
     let connection = Arc::new(Connection::new(stream, LIMITS)?);
     let refuse =
         |code, text: &str| connection.send(&answer_line(None, Err(RpcError::new(code, text))));
-    let peer = Peer::from_socket(&connection).context("cannot tell who it is")?;
+    let peer = Peer::from_socket(&connection).context("cannot identify the client")?;
     let is_owner = peer.uid == 0 || peer.uid == geteuid().as_raw();
     let is_member = match group {
-        Some(group) => peer_is_in_group(&connection, group).context("cannot tell its groups")?,
+        Some(group) => {
+            peer_is_in_group(&connection, group).context("cannot read the groups of the client")?
+        }
         None => false,
     };
     if !is_owner && !is_member {
-        let text = "only root, the user of this daemon and its --control-group may ask it anything";
+        let text = "only root, the user of this daemon and its --control-group may send it \
+                    requests";
         refuse(Code::Refused, text)?;
         return Ok(());
     }

@@ -356,9 +356,10 @@ impl Daemon {
         let is_asked = change.is_empty();
         let (rules, log_name) = self.control.set_disk(export, place, change)?;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
-        let text = serde_json::to_string(&rules).context("cannot write down what holds")?;
+        let text =
+            serde_json::to_string(&rules).context("cannot encode the rules of the disk as JSON")?;
         if !is_asked {
-            tracing::info!(export = log_name, "{what} is served with {text}");
+            tracing::info!(export = log_name, "{what} has new rules: {text}");
         }
         Ok(Reply::Rules(Box::new(rules)))
     }
@@ -449,8 +450,8 @@ fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) ->
     let covered = disk.covered_bytes()?.max(outside.unwrap_or(0));
     if size < covered && !wanted.shrink {
         bail!(
-            "it has {covered} bytes, and what lies beyond {size} would be lost; ask with \
-             `--shrink` (`shrink` in a request) to cut it off"
+            "it has {covered} bytes, and data beyond byte {size} would be lost; to truncate it, \
+             repeat the command with `--shrink` (`shrink` in a request)"
         );
     }
     disk.set_size(size, || cut_off(size))?;

@@ -123,7 +123,7 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     // A second log cannot be started: `init` would have panicked.
     let _ = FILTER.set(Filter { reload, text });
     if let Some(error) = ignored {
-        tracing::warn!("RUST_LOG is ignored: {error}; see --help on --log");
+        tracing::warn!("RUST_LOG is ignored: {error}; see --log in --help");
     }
     Ok(())
 }

@@ -128,18 +128,18 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let begin = (!opening.is_empty()).then(|| daemon.begin_add(opening));
     let opening = begin.and_then(|begun| ok_or_log(begun, "exports that were being opened"));
     let kept = previous_state.resume(served.as_deref(), base_settings, &daemon);
-    ok_or_log(kept, "the state that is to outlive it");
+    ok_or_log(kept, "the saved state");
     let options = previous_state.options;
     let reload = config.map(|(file, config)| reload_served(file, &config, served, &daemon));
     let reload = reload.and_then(|reload| ok_or_log(reload, "the configuration file"));
     let carry_out = carry_out_passed_on(&daemon, reload.clone());
-    ok_or_log(passed_on.listen(carry_out), "what the old process was asked to do");
+    ok_or_log(passed_on.listen(carry_out), "requests to the old process");
     let _signals =
         ok_or_log(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
     let control =
         ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
-    let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "disks that grow");
+    let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
     let outcome = ending.wait(&daemon)?;
     if let Some(opening) = opening {
         opening.settle();
@@ -160,7 +160,9 @@ fn set_up_process(args: &ServeArgs) -> Result<()> {
 /// Returns the result, or logs its error: a partial failure must not stop guests that were taken
 /// over.
 fn ok_or_log<T>(result: Result<T>, what: &str) -> Option<T> {
-    result.inspect_err(|error| tracing::error!("goes on without heeding {what}: {error:#}")).ok()
+    result
+        .inspect_err(|error| tracing::error!("the takeover continues without {what}: {error:#}"))
+        .ok()
 }
 
 /// Carries out requests that the predecessor received after its hand-over.
@@ -174,7 +176,9 @@ fn carry_out_passed_on(
         match (what, &reload) {
             (PassedOn::End, _) => drop(daemon.handle(Command::End(EndCause::Predecessor))),
             (PassedOn::Reload, Some(reload)) => reload.begin(daemon.ownership()),
-            (PassedOn::Reload, None) => tracing::warn!("there is no file to read again"),
+            (PassedOn::Reload, None) => tracing::warn!(
+                "cannot reload the configuration: the daemon has no configuration file"
+            ),
         }
     }
 }

@@ -103,14 +103,14 @@ impl ExportSpec {
             units.iter().try_for_each(|unit| unit.check(&self.settings))?;
             if self.settings.in_order {
                 bail!(
-                    "in-order is for virtio-blk, and cannot be on for a virtio-scsi device; leave \
-                     it out, and use a front-end that keeps an inflight region"
+                    "in-order is for virtio-blk devices only; leave it out, and use a front-end \
+                     that keeps an inflight region"
                 );
             }
             if self.settings.num_queues > Some(REQUEST_QUEUES_MAX) {
                 bail!(
-                    "a virtio-scsi device has at most {REQUEST_QUEUES_MAX} request queues; ask for \
-                     no more as the number of queues"
+                    "a virtio-scsi device has at most {REQUEST_QUEUES_MAX} request queues; lower \
+                     the number of queues"
                 );
             }
         }
@@ -279,7 +279,7 @@ impl UnitSpec {
         let rules = self.settings.rules(&usual.rules);
         rules.check().with_context(|| format!("unit {place}"))?;
         if self.lun > LUN_MAX {
-            bail!("there can be no unit {place}; a LUN is a number from 0 to {LUN_MAX}");
+            bail!("invalid unit {place}: a LUN is a number from 0 to {LUN_MAX}");
         }
         self.settings.check_texts().with_context(|| format!("unit {place}"))
     }
@@ -456,7 +456,8 @@ impl ExportSettings {
                 bail!("IoThread {iothread} does not exist; with --iothreads 1 there is only 0")
             }
             Some(iothread) if iothread >= iothreads => bail!(
-                "IoThread {iothread} does not exist; with --iothreads {iothreads} they are 0 to {}",
+                "IoThread {iothread} does not exist; with --iothreads {iothreads} the IoThreads \
+                 are 0 to {}",
                 iothreads - 1
             ),
             _ => Ok(()),
@@ -468,7 +469,7 @@ impl ExportSettings {
 pub(crate) fn check_apart(units: &[UnitSpec]) -> Result<()> {
     let mut seen = BTreeSet::new();
     match units.iter().map(UnitSpec::place).find(|place| !seen.insert(*place)) {
-        Some(place) => bail!("there are two units {place}; give one of them another number"),
+        Some(place) => bail!("two units have the address {place}; give one of them another number"),
         None => Ok(()),
     }
 }
@@ -476,7 +477,7 @@ pub(crate) fn check_apart(units: &[UnitSpec]) -> Result<()> {
 /// Checks the name of an export.
 pub(crate) fn check_name(name: &str) -> Result<()> {
     if !(1..=NAME_CHARACTERS).contains(&name.chars().count()) || name.contains(char::is_control) {
-        bail!("it must have 1 to {NAME_CHARACTERS} characters, none of which controls a terminal");
+        bail!("it must have 1 to {NAME_CHARACTERS} characters, without control characters");
     }
     Ok(())
 }
@@ -511,7 +512,7 @@ mod tests {
             (|settings| settings.num_queues = Some(257), "1 to 256"),
             (|settings| settings.queue_size = 6, "a power of two"),
             (|settings| settings.queue_size = 2048, "a power of two"),
-            (|settings| settings.iothread = Some(3), "they are 0 to 2"),
+            (|settings| settings.iothread = Some(3), "the IoThreads are 0 to 2"),
         ];
         assert!(ExportSettings::default().check(1).is_ok());
         for (change, expected) in table {

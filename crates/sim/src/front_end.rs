@@ -253,7 +253,7 @@ impl FrontEnd {
                 Ok(())
             }
             SessionProgress::Refused(text) => Err(self.fail("a message is refused", &text)),
-            SessionProgress::RingLost(text) => Err(self.fail("a ring does not start again", &text)),
+            SessionProgress::RingLost(text) => Err(self.fail("a ring cannot restart", &text)),
             SessionProgress::Ended(end) => self.ended(&end),
         }
     }

@@ -78,7 +78,7 @@ impl Call {
             Kind::Pipe => true,
             Kind::Other(kind) => {
                 return Err(invalid(format!(
-                    "{what} that is no eventfd, pipe or end of a Unix socket pair but {}",
+                    "{what} must be an eventfd, a pipe or an end of a Unix socket pair, and is {}",
                     kind.display()
                 )));
             }
@@ -86,7 +86,9 @@ impl Call {
         if is_pipe {
             let flags = fcntl_getfl(fd.as_fd())?;
             if flags & OFlags::ACCMODE == OFlags::RDONLY {
-                return Err(invalid(format!("{what} that is a pipe to read from")));
+                return Err(invalid(format!(
+                    "{what} is the read end of a pipe; it must be the write end"
+                )));
             }
             fcntl_setfl(fd.as_fd(), flags | OFlags::NONBLOCK)?;
         }
@@ -129,7 +131,8 @@ impl CallRelay {
             return Ok(Arc::clone(shared));
         }
         let place = RelaySlot::take(examiner).ok_or_else(|| {
-            let text = "call descriptors of earlier front-ends still hang; use an eventfd";
+            let text = "writes to call descriptors of earlier front-ends still hang; use an \
+                        eventfd";
             io::Error::new(io::ErrorKind::ResourceBusy, text)
         })?;
         let shared = Arc::new(Shared {
@@ -232,7 +235,7 @@ mod tests {
 
         fn call(&mut self, fd: impl Into<OwnedFd>) -> io::Result<Call> {
             let fd = PeerFd::new(fd.into(), Arc::clone(&self.examiner));
-            Call::new(fd, "a call of queue 0", &mut self.relay, &self.examiner)
+            Call::new(fd, "the call descriptor of queue 0", &mut self.relay, &self.examiner)
         }
 
         fn refusal(&mut self, fd: impl Into<OwnedFd>) -> String {
@@ -319,8 +322,8 @@ mod tests {
     fn other_descriptors_are_refused() {
         let mut scene = Scene::new();
         let null = std::fs::File::options().write(true).open("/dev/null").unwrap();
-        assert!(scene.refusal(null).contains("pair but /dev/null"));
-        assert!(scene.refusal(pipe().unwrap().0).contains("a pipe to read from"));
+        assert!(scene.refusal(null).contains("pair, and is /dev/null"));
+        assert!(scene.refusal(pipe().unwrap().0).contains("is the read end of a pipe"));
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("named");
         let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();

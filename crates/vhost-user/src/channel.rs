@@ -108,8 +108,8 @@ impl Channel {
             if self.input.len() < whole {
                 // Descriptors belong to the header; the body must bring none.
                 if self.examiner.is_full() && self.socket.has_unread() {
-                    let text = "descriptors of earlier messages cannot be closed, because what \
-                                they lead to hangs";
+                    let text = "descriptors of earlier messages cannot be closed, because their \
+                                files hang";
                     return Received::Closed(Some(io::Error::other(text)));
                 }
                 let expected_fds = self.header.map_or(MAX_FDS, |_| self.fds.len());
@@ -171,8 +171,7 @@ impl Channel {
             }
         }
         if received.as_ref().is_ok_and(|received| received.flags.contains(ReturnFlags::CTRUNC)) {
-            self.lost_fds =
-                Some("no descriptors are left; raise the limit on open files (ulimit -n)".into());
+            self.lost_fds = Some("the limit on open files is reached; raise it (ulimit -n)".into());
         }
         Ok(received?.bytes)
     }
@@ -230,7 +229,7 @@ impl Channel {
     /// The end of the time limit of a message or an answer, and the error at that time.
     pub(super) fn deadline(&self) -> Option<(Instant, &'static str)> {
         let of = |since: Option<Instant>, what| since.map(|since| (since + MESSAGE_LIMIT, what));
-        of(self.output_since, "it does not read an answer")
+        of(self.output_since, "it does not read its answer")
             .or_else(|| of(self.input_since, "it has not sent the rest of a message"))
     }
 

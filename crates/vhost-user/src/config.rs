@@ -45,7 +45,8 @@ const READ_FLAGS: u32 = 3;
 /// The answer to a read.
 pub(super) fn read(device: &Device, config: &Config) -> Result<Vec<u8>, Refusal> {
     if config.flags & !READ_FLAGS != 0 {
-        let text = format!("a read of the configuration with flags {:#x}", config.flags);
+        let text =
+            format!("a read of the configuration space has unknown flags {:#x}", config.flags);
         return Err(Refusal::harmless(text));
     }
     check_range(config)?;
@@ -60,7 +61,9 @@ pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
     let written = match config.flags {
         FROM_DRIVER => device.write_config(offset, &config.data),
         FROM_MIGRATION => device.restore_config(offset, &config.data),
-        flags => Err(invalid(format!("a write to the configuration with flags {flags:#x}"))),
+        flags => {
+            Err(invalid(format!("a write to the configuration space has unknown flags {flags:#x}")))
+        }
     };
     written.map_err(Refusal::harmless)
 }
@@ -78,7 +81,8 @@ fn check_range(config: &Config) -> Result<(), Refusal> {
     let size: u32 = fits(config.data.len(), "bytes of a message");
     let end = config.offset.checked_add(size);
     if size == 0 || end.is_none_or(|end| end > SPACE_BYTES) {
-        let text = format!("{size} bytes at {} of the configuration", config.offset);
+        let text =
+            format!("{size} bytes at offset {} are outside the configuration space", config.offset);
         return Err(Refusal::harmless(text));
     }
     Ok(())

@@ -132,7 +132,7 @@ impl Connection {
             Ok(request) => request,
             Err(DecodeError::UnknownCode) => return Outcome::not_offered(header.code),
             Err(DecodeError::BadBody) => {
-                let text = format!("message {} with {} bytes", header.code, body.len());
+                let text = format!("message {} cannot have {} bytes", header.code, body.len());
                 return Outcome::Refuse(Refusal::needing_ack(text));
             }
         };
@@ -141,7 +141,7 @@ impl Connection {
         }
         let expected = request.expected_fds();
         if !expected.contains(&fds.len()) {
-            let text = format!("message {} with {} descriptors", header.code, fds.len());
+            let text = format!("message {} cannot have {} descriptors", header.code, fds.len());
             return Outcome::Refuse(Refusal::needing_ack(text));
         }
         self.carry_out(request, fds).unwrap_or_else(Outcome::Refuse)
@@ -196,7 +196,8 @@ impl Connection {
 
     fn change_ring(&mut self, request: Request, fd: Option<PeerFd>) -> Result<Outcome, Refusal> {
         let eventfd = |fd: Option<PeerFd>, what: &str, index: u8| {
-            fd.map(|fd| fd.into_eventfd(&format!("a {what} of queue {index}"))).transpose()
+            fd.map(|fd| fd.into_eventfd(&format!("the {what} descriptor of queue {index}")))
+                .transpose()
         };
         let change = match request {
             Request::SetVringNum { index, size } => {
@@ -223,7 +224,9 @@ impl Connection {
             Request::SetVringCall { index, .. } => {
                 let ring = self.ring(index.into())?;
                 let (relay, examiner) = (&mut self.relay, &self.setup.examiner);
-                let call = |fd| Call::new(fd, &format!("a call of queue {index}"), relay, examiner);
+                let call = |fd| {
+                    Call::new(fd, &format!("the call descriptor of queue {index}"), relay, examiner)
+                };
                 self.rings[ring].set_call(fd.map(call).transpose()?)?;
                 return Ok(Outcome::Done);
             }
@@ -236,8 +239,8 @@ impl Connection {
                 let index = self.ring(index)?;
                 match value {
                     _ if !self.rings_need_enable => {
-                        let text = "a ring is enabled or disabled, and protocol features were \
-                                    not negotiated";
+                        let text = "a ring cannot be enabled or disabled before protocol features \
+                                    are negotiated";
                         return Err(Refusal::needing_ack(text));
                     }
                     0 => Change::Disable(index),
@@ -261,19 +264,20 @@ impl Connection {
         if ring < count {
             Ok(ring)
         } else {
-            Err(invalid(format!("queue {index}, but there are {count}")))
+            Err(invalid(format!("there is no queue {index}: the device has {count}")))
         }
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
         let unknown = features & !config::protocol_features(&self.setup.device);
         if unknown != 0 {
-            let text = format!("protocol features {unknown:#x}, which were not offered");
+            let text = format!("the protocol features {unknown:#x} were not offered");
             return Err(Refusal::needing_ack(text));
         }
         let region = protocol_feature::INFLIGHT_SHMFD;
         if features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0 && features & region == 0 {
-            let text = "requests may be left in an inflight region, and there can be none";
+            let text = "protocol feature GET_VRING_BASE_INFLIGHT needs INFLIGHT_SHMFD, which the \
+                        front-end did not select";
             return Err(Refusal::needing_ack(text));
         }
         self.protocol_features = features;
@@ -283,15 +287,16 @@ impl Connection {
     fn set_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
         let unknown = features & !(self.setup.device.features() | F_PROTOCOL_FEATURES);
         if unknown != 0 {
-            let text = format!("features {unknown:#x}, which were not offered");
+            let text = format!("the features {unknown:#x} were not offered");
             return Err(Refusal::needing_ack(text));
         }
         Ok(self.begin(Change::Features(features)))
     }
 
     fn set_status(&mut self, status: u64) -> Result<Outcome, Refusal> {
-        let status = u8::try_from(status)
-            .map_err(|_| Refusal::needing_ack(format!("device status {status:#x}")))?;
+        let status = u8::try_from(status).map_err(|_| {
+            Refusal::needing_ack(format!("the device status {status:#x} is out of range"))
+        })?;
         if status == 0 {
             // Front-ends also send status 0 to pause their guest. Its driver does not notice, and
             // keeps its `writeback`.

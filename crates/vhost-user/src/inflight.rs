@@ -55,8 +55,8 @@ pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightA
     let count = device.num_queues();
     if !(1..=count).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
         let text = format!(
-            "an inflight region for {queues} queues of {queue_size} entries; there are {count} \
-             queues of up to {MAX_QUEUE_SIZE}"
+            "it asks for an inflight region for {queues} queues of {queue_size} entries; the \
+             device has {count} queues of up to {MAX_QUEUE_SIZE}"
         );
         return Err(invalid(text));
     }

@@ -145,13 +145,16 @@ impl Header {
     pub(super) fn fault(self) -> Option<String> {
         let Self { code, flags, size } = self;
         if flags & VERSION_MASK != VERSION {
-            return Some(format!("message {code} is of version {}", flags & VERSION_MASK));
+            return Some(format!(
+                "message {code} has the unsupported version {}",
+                flags & VERSION_MASK
+            ));
         }
         if flags & !(VERSION_MASK | NEED_REPLY) != 0 {
-            return Some(format!("message {code} has flags {flags:#x}"));
+            return Some(format!("message {code} has unknown flags {flags:#x}"));
         }
         if size as usize > MAX_BODY_BYTES {
-            return Some(format!("message {code} announces {size} bytes"));
+            return Some(format!("message {code} announces {size} bytes, more than allowed"));
         }
         None
     }

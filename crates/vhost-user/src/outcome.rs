@@ -32,7 +32,7 @@ pub(super) enum Outcome {
 
 impl Outcome {
     pub(super) fn not_offered(code: u32) -> Self {
-        Self::Refuse(Refusal::harmless(format!("message {code}, which was not offered")))
+        Self::Refuse(Refusal::harmless(format!("message {code} was not offered")))
     }
 }
 

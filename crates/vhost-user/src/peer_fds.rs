@@ -47,7 +47,7 @@ impl PeerFd {
     pub(super) fn into_eventfd(mut self, what: &str) -> io::Result<OwnedFd> {
         let kind = link_target(self.as_fd())?;
         if kind.as_os_str() != EVENTFD {
-            let text = format!("{what} that is not an eventfd but {}", kind.display());
+            let text = format!("{what} must be an eventfd, and is {}", kind.display());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let flags = fcntl_getfl(self.as_fd())? | OFlags::NONBLOCK;
@@ -60,10 +60,10 @@ impl PeerFd {
     pub(super) fn into_unix_socket(mut self, connection: &ConnectionId) -> io::Result<OwnedFd> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if !is_unix_stream(self.as_fd()) {
-            return Err(invalid("a channel for our messages that is not a Unix stream socket"));
+            return Err(invalid("the back-end channel must be a Unix stream socket"));
         }
         if connection.has_end(self.as_fd()) {
-            return Err(invalid("a channel for our messages that is the front-end's connection"));
+            return Err(invalid("the back-end channel must not be the front-end's own connection"));
         }
         self.fd.take().ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }

@@ -302,7 +302,7 @@ impl RingState {
     fn ring(&self, addresses: RingAddresses, memory: &GuestMemory) -> io::Result<Ring> {
         let guest = |user_addr: u64| {
             memory.guest_addr_of_user(user_addr).ok_or_else(|| {
-                invalid(format!("a ring at address {user_addr:#x}, which is not in its memory"))
+                invalid(format!("the ring at address {user_addr:#x} is not in its memory"))
             })
         };
         Ok(Ring {
@@ -320,7 +320,8 @@ pub(super) fn ring_size(size: u32) -> io::Result<u16> {
     let possible = |size: &u16| size.is_power_of_two() && *size <= MAX_QUEUE_SIZE;
     u16::try_from(size).ok().filter(possible).ok_or_else(|| {
         invalid(format!(
-            "a ring of {size} entries; it must be a power of two up to {MAX_QUEUE_SIZE}"
+            "a ring cannot have {size} entries: the size must be a power of two up to \
+             {MAX_QUEUE_SIZE}"
         ))
     })
 }

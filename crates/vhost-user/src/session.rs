@@ -437,7 +437,7 @@ impl Session {
                 Poll::Ready(Some(Ok(memory))) => Ok(self.connection.mapped(memory, purpose)),
                 Poll::Ready(Some(Err(error))) => Ok(Outcome::Refuse(error.into())),
                 Poll::Pending | Poll::Ready(None) => {
-                    let text = "its memory does not answer: the file system behind it hangs";
+                    let text = "its memory cannot be mapped: the file system behind it hangs";
                     Ok(Outcome::Refuse(Refusal::needing_ack(text)))
                 }
             },

@@ -132,12 +132,14 @@ impl SessionState {
         let offered = config::protocol_features(&setup.device);
         if self.protocol_features & !offered != 0 {
             let unknown = self.protocol_features & !offered;
-            return Err(invalid(format!("protocol features {unknown:#x} are not offered here")));
+            return Err(invalid(format!(
+                "this version does not offer the protocol features {unknown:#x}"
+            )));
         }
         let mut connection = Connection::new(setup);
         if self.rings.len() != connection.rings.len() {
             let (theirs, ours) = (self.rings.len(), connection.rings.len());
-            return Err(invalid(format!("the device has {ours} queues and not {theirs}")));
+            return Err(invalid(format!("the device has {ours} queues, not {theirs}")));
         }
         let config_changed = connection.setup.device.take_over(&self.negotiated)?;
         connection.protocol_features = self.protocol_features;

@@ -22,8 +22,8 @@ pub enum MemoryError {
     /// The end of the region does not fit in 64 bits, in one of its address spaces or in its file.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x} (front-end address \
-         {user_addr:#x}, file offset {file_offset:#x}): its size {size:#x} passes the end of the \
-         address space"
+         {user_addr:#x}, file offset {file_offset:#x}): it runs past the end of the address space, \
+         with {size:#x} bytes"
     )]
     AddressWrap {
         /// Start of the region in guest memory.
@@ -38,7 +38,7 @@ pub enum MemoryError {
     /// Two regions have addresses in common.
     #[error(
         "cannot map the memory region at {space} address {second:#x}: it overlaps the region at \
-         {first:#x}, remove that one first"
+         {first:#x}; remove that region first"
     )]
     Overlap {
         /// The address space in which they overlap: `guest` or `front-end`.
@@ -64,8 +64,8 @@ pub enum MemoryError {
     /// The file is of a kind that cannot be guest memory, or that the rules do not allow: accesses
     /// to files without seals may wait for a program or a server.
     #[error(
-        "cannot map the memory region at guest address {guest_addr:#x}: its descriptor is not of \
-         memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device){advice}"
+        "cannot map the memory region at guest address {guest_addr:#x}: its descriptor does not \
+         refer to memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device){advice}"
     )]
     NotMemory {
         /// Start of the region.
@@ -98,8 +98,8 @@ pub enum MemoryError {
     },
     /// The mapping would exceed a budget.
     #[error(
-        "cannot map the memory region at guest address {guest_addr:#x}: it takes {needed} bytes, \
-         {mapped} are mapped already, and {what} may be {limit}"
+        "cannot map the memory region at guest address {guest_addr:#x}: it needs {needed} bytes, \
+         {mapped} are mapped already, and {what} is limited to {limit}"
     )]
     OverBudget {
         /// Start of the region.
@@ -181,7 +181,7 @@ pub enum InflightError {
         queue_size: u16,
     },
     /// The region has no account for the queue, so its requests would be lost with the process.
-    #[error("queue {index} has no place in the inflight region, which is for {queues} queues")]
+    #[error("queue {index} has no entries in the inflight region, which covers {queues} queues")]
     NoAccount {
         /// The index of the queue.
         index: u16,
@@ -189,7 +189,7 @@ pub enum InflightError {
         queues: u16,
     },
     /// The ring has more entries than the account.
-    #[error("a ring of {size} entries has an inflight region for {entries}")]
+    #[error("a ring of {size} entries does not match its inflight region for {entries}")]
     RingTooLong {
         /// Entries of the account.
         entries: u16,
@@ -211,7 +211,7 @@ pub enum InflightError {
         version: u16,
     },
     /// The list of used elements leads out of the account.
-    #[error("the inflight region links to {head}, and has {entries} entries")]
+    #[error("the inflight region links to entry {head}, beyond its {entries} entries")]
     LinkOutOfRange {
         /// The head that the link names.
         head: u16,
@@ -233,7 +233,7 @@ pub enum InflightError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum QueueError {
     /// The previous process left the queue in an uncertain state.
-    #[error("{0}; requests would be lost or done twice, so the queue cannot start")]
+    #[error("{0}; requests would be lost or repeated, so the queue cannot start")]
     Inflight(#[from] InflightError),
     /// The queue size is not a power of two, or out of range.
     #[error("queue size {size} is not a power of two between 1 and {max}")]
@@ -288,7 +288,9 @@ pub enum QueueError {
         size: u16,
     },
     /// The driver made more chains available than the ring has descriptors for.
-    #[error("{available} more chains are available while the device has {in_device} of {size}")]
+    #[error(
+        "the driver offers {available} more chains while the device holds {in_device} of {size}"
+    )]
     TooManyChains {
         /// Chains that the device has not popped.
         available: u16,

@@ -260,7 +260,10 @@ pub(super) fn parse(report: &Value) -> Result<Sample> {
 /// Parses completions from outside the kernel, and wake-ups by other threads, from the daemon's
 /// last messages. `None` if either count is 0.
 fn completions_per_wake(messages: &str) -> Option<f64> {
-    let (before, after) = messages.rsplit_once(" completed by others, who woke it ")?;
+    // Older builds have the second text.
+    let (before, after) = messages
+        .rsplit_once(" completed by other threads, which woke it ")
+        .or_else(|| messages.rsplit_once(" completed by others, who woke it "))?;
     let completions: f64 = before.rsplit(' ').next()?.parse().ok()?;
     let wakes: f64 = after.split(' ').next()?.parse().ok()?;
     (completions > 0.0 && wakes > 0.0).then(|| completions / wakes)
@@ -332,7 +335,7 @@ mod tests {
         let log_line =
             |counts: &str| format!("iothread-0: 12 reads; 3 waits; {counts} times; 4 calls");
         let log_line = |[of, wakes]: [u32; 2]| {
-            log_line(&format!("{of} completed by others, who woke it {wakes}"))
+            log_line(&format!("{of} completed by other threads, which woke it {wakes}"))
         };
         assert_eq!(completions_per_wake(&log_line([300, 40])), Some(7.5));
         assert_eq!(completions_per_wake(&log_line([0, 3])), None);

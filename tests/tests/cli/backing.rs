@@ -48,10 +48,10 @@ fn a_backing_file_is_opened_if_the_name_of_the_disk_allows_it() -> Result<()> {
     }
     for (backing, expected) in [
         ("none", "allows no backing file"),
-        ("middle", "list it too: backing=middle:base.img"),
-        ("base.img", "list it too: backing=base.img:middle"),
-        ("middle:other.img", "list it too: backing=middle:other.img:base.img"),
-        ("middle:../base.img", "list it too: backing=middle:../base.img:base.img"),
+        ("middle", "add it: backing=middle:base.img"),
+        ("base.img", "add it: backing=base.img:middle"),
+        ("middle:other.img", "add it: backing=middle:other.img:base.img"),
+        ("middle:../base.img", "add it: backing=middle:../base.img:base.img"),
     ] {
         let refused = images.info(backing, "top")?.expect_code(2)?.stderr;
         ensure!(refused.contains(expected), "{backing}: {refused}");
@@ -68,7 +68,7 @@ fn images_that_are_their_own_backing_files_are_called_a_loop() -> Result<()> {
     for (image, below) in [("alone", "alone"), ("first", "second"), ("second", "first")] {
         images.make_over(below, "qcow2", image)?;
     }
-    for (image, again) in [("alone", "/alone again"), ("first", "/first again")] {
+    for (image, again) in [("alone", "/alone; correct"), ("first", "/first; correct")] {
         let disk = format!("qcow2,backing=beside,path={}", images.path(image)?);
         let mut serve = ringhaul()?;
         serve.arg("serve").arg("--socket-path").arg(images.0.socket("vm.sock"));
@@ -77,7 +77,7 @@ fn images_that_are_their_own_backing_files_are_called_a_loop() -> Result<()> {
             ("info", images.info("beside", image)?),
         ] {
             let refused = refused.expect_code(2)?.stderr;
-            let says_so = refused.contains("form a loop: it is") && refused.contains(again);
+            let says_so = refused.contains("form a loop through") && refused.contains(again);
             ensure!(says_so && !refused.contains("locked"), "{door}: {refused}");
         }
     }

@@ -40,7 +40,8 @@ fn a_file_is_checked_with_the_options_of_serve() -> Result<()> {
     let file = write(&folders, &grouped)?;
     run(&mut check(&file)?)?.expect_refusal(&["--control"])?;
     run(check(&file)?.args(["--control", "/c"]))?.expect_code(0)?;
-    run(check(&file)?.args(["--control", "/a"]))?.expect_refusal(&["is the control socket"])?;
+    run(check(&file)?.args(["--control", "/a"]))?
+        .expect_refusal(&["is the path of the control socket"])?;
     run(check(&file)?.arg("--iothread"))?.expect_refusal(&["--iothread"])?;
     let threads = format!("{}iothread = 1\n", export("/a"));
     let file = write(&folders, &threads)?;
@@ -129,8 +130,8 @@ fn an_invalid_file_is_refused_with_the_position() -> Result<()> {
     for (number, (text, words)) in [
         ("iothreads = maybe\n".to_owned(), &[":1:13: ", "must be quoted"][..]),
         ("\niothreads = 0\n".to_owned(), &[":2:1: ", "0 is not in 1..=256"]),
-        ("sqpoll = \"yes\"\n".to_owned(), &[":1:1: ", "sqpoll is true or false"]),
-        ("engine = [\"aio\"]\n".to_owned(), &[":1:1: ", "engine is one value"]),
+        ("sqpoll = \"yes\"\n".to_owned(), &[":1:1: ", "sqpoll must be true or false"]),
+        ("engine = [\"aio\"]\n".to_owned(), &[":1:1: ", "engine must be a single value"]),
         ("engin = \"aio\"\n".to_owned(), &[":1:1: ", "unknown option 'engin'"]),
         ("serial = \"x\"\n".to_owned(), &[":1:1: ", "under [[export]]"]),
         ("config = \"x\"\n".to_owned(), &[":1:1: ", "unknown option 'config'"]),
@@ -143,7 +144,7 @@ fn an_invalid_file_is_refused_with_the_position() -> Result<()> {
         (format!("{export}{blk}iothread = 1\n"), &[":1:1: ", "IoThread 1 does not exist"]),
         (
             format!("{export}{blk}{export}{blk}"),
-            &[":4:1: ", "/a is that of another export, /a of line 1"],
+            &[":4:1: ", "/a is already used by the export /a of line 1"],
         ),
         (
             format!("{export}{}", blk.replace("{ size-bytes = 512 }", "5")),
@@ -152,12 +153,21 @@ fn an_invalid_file_is_refused_with_the_position() -> Result<()> {
         (format!("{export}device = {{ blk = {{ nbd = 3 }} }}\n"), &[":3:26: ", "the keys of"]),
         (format!("{export}device = {{ nvme = 1 }}\n"), &[":3:12: ", "unknown variant `nvme`"]),
         (export.to_owned(), &[":1:1: ", "missing field `device`"]),
-        (format!("[[export]]\nendpoint = {{ fd = 3 }}\n{blk}"), &[":1:1: ", "by --fd alone"]),
+        (
+            format!("[[export]]\nendpoint = {{ fd = 3 }}\n{blk}"),
+            &[":1:1: ", "only --fd can inherit"],
+        ),
         (format!("[[export]]\nendpoint = {{ path = \"\" }}\n{blk}"), &[":1:1: ", "is empty"]),
-        (format!("control = \"/a\"\n{export}{blk}"), &[":2:1: ", "/a is the control socket"]),
+        (
+            format!("control = \"/a\"\n{export}{blk}"),
+            &[":2:1: ", "/a is the path of the control socket"],
+        ),
         (format!("{export}{blk}logical-block-bytes = 5\n"), &[":1:1: ", "block of 5 bytes"]),
-        ("iothreads = \"2\"\n".to_owned(), &[":1:1: ", "a number; write it without quotes"]),
-        ("cache = none\n".to_owned(), &[":1:", "text stands in quotes"]),
+        (
+            "iothreads = \"2\"\n".to_owned(),
+            &[":1:1: ", "must be a number; write it without quotes"],
+        ),
+        ("cache = none\n".to_owned(), &[":1:", "write text in quotes"]),
         (format!("{export}{}", blk.replace("512", "513")), &[":1:1: ", "a disk of 513 bytes"]),
     ]
     .into_iter()
@@ -248,7 +258,7 @@ fn a_reload_applies_the_difference() -> Result<()> {
     let options = format!("{control}iothreads = 2\npoll-max-us = 77\n");
     fs::write(&file, format!("{options}{}", exports.blk("new", "serial = 3\n")))?;
     daemon.signal(Signal::HUP)?;
-    let line = daemon.wait_for("the configuration is not changed")?;
+    let line = daemon.wait_for("cannot reload the configuration, so nothing changes")?;
     ensure!(line.contains("ringhaul.toml:7:10: ") && line.contains("invalid type"), "{line}");
     ensure!(names(&mut client)?.len() == 5, "something has changed");
 
@@ -257,24 +267,24 @@ fn a_reload_applies_the_difference() -> Result<()> {
     fs::write(&file, [&*options, &stays, &more.concat()].concat())?;
     for times in 0..2 {
         daemon.signal(Signal::HUP)?;
-        daemon.wait_for("iothreads has changed; that takes effect when the daemon is")?;
+        daemon.wait_for("iothreads has changed; restart the daemon")?;
         if times == 0 {
-            daemon.wait_for("poll-max-us has changed, and is applied")?;
+            daemon.wait_for("poll-max-us has changed and applies now")?;
             let settings = client.call("set", &json!({}))?;
             ensure!(settings["result"]["poll-max-us"] == 77, "{settings}");
             daemon.wait_for("vm-that-goes: removed")?;
         }
         let line =
-            daemon.wait_for("how it is served (read-only) cannot change while it is served")?;
+            daemon.wait_for("the settings read-only cannot change while the export is served")?;
         ensure!(line.contains(&exports.socket("changes")), "{line}");
-        daemon.wait_for("is applied, as far as it can be")?;
+        daemon.wait_for("applied the configuration")?;
         exports.check_second(&mut client)?;
     }
     // An empty file removes all of its exports.
     fs::write(&file, "")?;
     daemon.signal(Signal::HUP)?;
     load.finish()?;
-    daemon.wait_for("is applied, as far as it can be")?;
+    daemon.wait_for("applied the configuration")?;
     let left = names(&mut client)?;
     ensure!(left == [exports.socket("own")], "{left:?}");
     daemon.signal(Signal::TERM)?;
@@ -298,7 +308,7 @@ fn a_successor_reads_the_file_too() -> Result<()> {
     old.wait_for("has taken over")?;
     old.finish()?.expect_code(0)?;
     new.signal(Signal::HUP)?;
-    new.wait_for("is applied, as far as it can be")?;
+    new.wait_for("applied the configuration")?;
     let mut client = Client::new(&folders.socket("control"))?;
     // An export that the file lost after the old process read it still counts as one of the file.
     let expected = ["first", "second"].map(|name| exports.socket(name));
@@ -306,7 +316,7 @@ fn a_successor_reads_the_file_too() -> Result<()> {
     fs::write(&file, exports.control() + &exports.blk("second", ""))?;
     new.signal(Signal::HUP)?;
     new.wait_for("removed")?;
-    new.wait_for("is applied, as far as it can be")?;
+    new.wait_for("applied the configuration")?;
     ensure!(names(&mut client)? == expected[1..], "{:?}", names(&mut client)?);
     new.signal(Signal::TERM)?;
     new.finish()?.expect_code(0)?;
@@ -339,7 +349,7 @@ fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     daemon.signal(Signal::HUP)?;
     daemon.wait_for(&format!("serving on {}", folders.socket("healthy").display()))?;
     fuse.wait_for(opcode::OPEN)?;
-    let line = daemon.wait_for("its change has not ended after")?;
+    let line = daemon.wait_for("its change is not complete after")?;
     ensure!(line.contains(&folders.socket("hung").display().to_string()), "{line}");
     fs::write(&file, &hung)?;
     daemon.signal(Signal::HUP)?;
@@ -379,12 +389,12 @@ fn a_pipe_as_the_file_is_refused_without_blocking() -> Result<()> {
     fs::remove_file(&file)?;
     pipe()?;
     daemon.signal(Signal::HUP)?;
-    daemon.wait_for("the configuration is not changed: cannot read the configuration file")?;
+    daemon.wait_for("so nothing changes: cannot read the configuration file")?;
     fs::remove_file(&file)?;
     fs::write(&file, text("after"))?;
     daemon.signal(Signal::HUP)?;
     daemon.wait_for("before: removed")?;
-    daemon.wait_for("is applied, as far as it can be")?;
+    daemon.wait_for("applied the configuration")?;
     ensure!(folders.socket("after").exists(), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
@@ -409,14 +419,15 @@ fn a_reload_of_a_hung_file_is_cancelled() -> Result<()> {
     fuse.wait_for(opcode::OPEN)?;
     let is_left = (|| {
         let name = file.display();
-        daemon.wait_for(&format!("{name} is not read after 2 s; it is waited for"))?;
-        let line = daemon.wait_for("the configuration is not changed: ")?;
-        let reason = format!("{name} is not read after 10 s; reload again when it can be read");
+        daemon
+            .wait_for(&format!("reading {name} takes longer than 2 s; the reload waits for it"))?;
+        let line = daemon.wait_for("so nothing changes: ")?;
+        let reason = format!("cannot read {name} within 10 s; reload again when it can be read");
         ensure!(line.contains(&reason), "{line}");
         fs::remove_file(&file)?;
         fs::write(&file, format!("{text}{}", exports.blk("after", "")))?;
         daemon.signal(Signal::HUP)?;
-        daemon.wait_for("is applied, as far as it can be")
+        daemon.wait_for("applied the configuration")
     })();
     // Released even after a failure: the kernel keeps a process with hung calls.
     fuse.release();

@@ -345,7 +345,7 @@ fn requests_and_answers_follow_the_protocol() -> Result<()> {
     let twice = twice.replace('}', r#","params":{"export":"a","export":"b"}}"#);
     client.send(format!("{twice}\n").as_bytes())?;
     let answer = client.answer()?.context("no answer")?;
-    ensure!(answer["error"]["message"].to_string().contains("'export' is there twice"), "{answer}");
+    ensure!(answer["error"]["message"].to_string().contains("'export' occurs twice"), "{answer}");
     for (method, params, words) in [
         ("export.remove", json!({ "export": "a", "deadline-ms": -1 }), "deadline-ms: "),
         ("set", json!({ "poll-max-us": 10_001 }), "poll-max-us must be"),

@@ -184,7 +184,7 @@ fn a_terminal_gets_tables() -> Result<()> {
     ensure!(ended.status.code() == Some(2), "events ended with {}", ended.status);
     // `ctl` cannot tell an end from a takeover; after a takeover a second call succeeds.
     ensure!(
-        output.contains("was taken over from") && output.contains("run this again"),
+        output.contains("was replaced in a takeover") && output.contains("run the command again"),
         "{output}"
     );
     Ok(())

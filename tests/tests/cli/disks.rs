@@ -128,7 +128,7 @@ fn a_disk_that_is_in_use_is_refused() -> Result<()> {
     let folders = test_folders()?;
     let file = folders.disk("disk.img", DISK_BYTES)?;
     let mut refusals = Refusals::default();
-    let words = ["disk.img", "locked", "stop that first"];
+    let words = ["disk.img", "locked", "end that use first"];
 
     let writer = Running::serve(&mut serve(&folders.socket("writer.sock"), &file)?)?;
     refusals.check("second writer", serve_with(&folders, &file, ""), &words);
@@ -278,7 +278,7 @@ fn a_block_device_is_served_to_one() -> Result<()> {
     let socket = folders.socket("disk.sock");
     let mut daemon = Running::serve(&mut serve(&socket, &device.path)?)?;
     let mut refusals = Refusals::default();
-    let words = ["/dev/loop", "busy", "mounted or used by another program", "stop that first"];
+    let words = ["/dev/loop", "busy", "mounted or used by another program", "end that use first"];
     refusals.check("claimed", serve_with(&folders, &device.path, ""), &words);
     let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
     run(&mut bench(&socket, options)?)?.expect_code(0)?;

@@ -12,7 +12,7 @@ use crate::{DISK_BYTES, test_folders};
 
 /// The first 8 bytes of a header of version 3, which are enough for the warning.
 const QCOW2: &[u8] = b"QFI\xfb\0\0\0\x03";
-const WARNING: &str = "it has the header of a qcow2 image, and is used without that format";
+const WARNING: &str = "it has the header of a qcow2 image but is used as a raw disk";
 
 fn image(folders: &TestFolders, name: &str, header: &[u8]) -> Result<String> {
     let path = folders.disk(name, DISK_BYTES)?;
@@ -53,7 +53,7 @@ fn every_command_warns_of_an_image_without_its_format() -> Result<()> {
     let daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
     let log = daemon.stderr();
     ensure!(count(log) == 1 && log.contains(" WARN "), "{log}");
-    ensure!(log.contains("name it as qcow2:PATH") && log.contains("raw,over=PATH"), "{log}");
+    ensure!(log.contains("name it qcow2:PATH") && log.contains("raw,over=PATH"), "{log}");
     let other = image(&folders, "other", QCOW2)?;
     let socket = folders.socket("second").display().to_string();
     let added = ["add", "--socket-path", &socket, "--device", "scsi", "--lun"];
@@ -91,13 +91,13 @@ fn no_advice_serves_an_image_without_its_format() -> Result<()> {
     fs::File::options().write(true).open(&odd)?.set_len(196_616)?;
     let vmdk = image(&folders, "vmdk", b"KDMV")?;
     for (disk, expected) in [
-        (odd, "196616 bytes are no whole blocks of a disk, but it has the header of a qcow2 image"),
+        (odd, "196616 bytes is not a multiple of the logical block, and it has the header"),
         (format!("qcow2:{vmdk}"), "header of a VMDK image; convert it with `qemu-img convert"),
         (format!("image,format=auto,path={vmdk}"), "has the header of a VMDK image, which is not"),
     ] {
         let refused = run(ringhaul()?.args(["disk", "info", &disk]))?.expect_code(2)?.stderr;
         ensure!(refused.contains(expected), "{refused}");
-        for advice in ["truncate", "name its path", "raw,over"] {
+        for advice in ["truncate", "give its path", "raw,over"] {
             ensure!(!refused.contains(advice), "it leads to {advice}: {refused}");
         }
     }

@@ -88,7 +88,7 @@ fn programs_of_qemu_and_the_daemon_respect_locks() -> Result<()> {
     drop(unlocked);
 
     let mut refusals = Refusals::default();
-    let words = ["disk.img", "locked by", "qemu-storage-daemon (process", "stop that first"];
+    let words = ["disk.img", "locked by", "qemu-storage-daemon (process", "end that use first"];
     let refused = |options: &[&str]| -> Result<Command> {
         let mut command = serve(&folders.socket("refused.sock"), &file)?;
         command.args(options);

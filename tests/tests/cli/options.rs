@@ -82,7 +82,7 @@ fn impossible_disks_are_refused() -> Result<()> {
         ("file,path=/nonexistent", ["/nonexistent", "No such file"]),
         ("file,size=1G", ["unknown key 'size' of disk kind file", "expected: path"]),
         ("vhdx,path=x", ["unknown disk kind 'vhdx'", "expected: file, null,"]),
-        ("tape", ["unknown disk kind 'tape'", "beginning with /, ./ or ../"]),
+        ("tape", ["unknown disk kind 'tape'", "that begins with /, ./ or ../"]),
     ] {
         let command = ringhaul().map(|mut command| {
             command.arg("serve").arg("--socket-path").arg(&socket).args(["--disk", disk]);
@@ -112,8 +112,8 @@ fn auto_logs_its_choice_and_the_reason() -> Result<()> {
     for (options, expected) in [
         (&["--cache", "none"][..], ": a trial of 256 reads of 4 KiB took "),
         (&["--cache", "directsync"], ": a trial of 256 reads of 4 KiB took "),
-        (&["--cache", "writeback"], "engine io_uring: it is asynchronous with the page cache too"),
-        (&["--cache", "writethrough"], "engine io_uring: it is asynchronous with the page cache"),
+        (&["--cache", "writeback"], "engine io_uring: asynchronous with the page cache too"),
+        (&["--cache", "writethrough"], "engine io_uring: asynchronous with the page cache"),
         (&["--engine", "io_uring"], "engine io_uring: as requested"),
         (&["--engine", "threads"], "engine threads: as requested"),
         (&["--engine", "aio"], "engine aio: as requested"),
@@ -364,7 +364,7 @@ fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
     }
     daemon.signal(Signal::TERM)?;
     let text = daemon.finish()?.expect_code(0)?.stderr;
-    let line = format!("{}: completions are not polled for: it goes through", file.display());
+    let line = format!("{}: cannot poll for completions: polling needs direct", file.display());
     ensure!(text.matches(&line).count() == 1, "{text}");
     ensure!(text.matches("; 0 polled for;").count() == 2, "{text}");
     Ok(())
@@ -381,7 +381,10 @@ fn an_option_without_effect_is_named() -> Result<()> {
     let mut daemon = Running::serve(&mut command)?;
     daemon.signal(Signal::TERM)?;
     let text = daemon.finish()?.expect_code(0)?.stderr;
-    ensure!(text.contains("--iopoll: without effect, only io_uring has that"), "{text}");
+    ensure!(
+        text.contains("--iopoll: no effect, because only engine io_uring supports it"),
+        "{text}"
+    );
     Ok(())
 }
 

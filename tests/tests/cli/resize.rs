@@ -59,8 +59,8 @@ fn a_disk_is_resized_by_request() -> Result<()> {
         (json!({ "export": blk, "size-bytes": MIB }), 1, "would be lost"),
         (json!({ "export": scsi, "lun": 3, "size-bytes": MIB }), 1, "would be lost"),
         (json!({ "export": blk, "size-bytes": 4 * MIB + 100 }), 1, "not a multiple"),
-        (json!({ "export": blk, "size-bytes": 0, "shrink": true }), 1, "of no bytes"),
-        (json!({ "export": other, "size-bytes": 2 * MIB }), 1, "for reading only"),
+        (json!({ "export": blk, "size-bytes": 0, "shrink": true }), 1, "a size of zero"),
+        (json!({ "export": other, "size-bytes": 2 * MIB }), 1, "it is open read-only"),
         (json!({ "export": blk, "lun": 0 }), 5, "has no logical units"),
         (json!({ "export": scsi }), 5, "name one of its logical units"),
         (json!({ "export": scsi, "target": 1 }), -32602, "names no disk"),
@@ -164,7 +164,7 @@ fn a_size_that_another_program_changes_is_noticed() -> Result<()> {
     set_len(&file, 4 * MIB + 1)?;
     daemon.wait_for("not a multiple of the logical block")?;
     set_len(&file, MIB)?;
-    daemon.wait_for(&format!("has shrunk to {MIB} bytes, and the guest knows {}", 3 * MIB))?;
+    daemon.wait_for(&format!("has shrunk to {MIB} bytes, and the guest sees {}", 3 * MIB))?;
     ensure!(size("export.show")? == 3 * MIB, "it is passed on");
     ensure!(size("disk.resize")? == MIB && size("export.show")? == MIB, "it is not passed on");
     daemon.signal(Signal::TERM)?;
@@ -200,7 +200,7 @@ fn a_device_that_grows_is_noticed_while_a_file_system_hangs() -> Result<()> {
     let size = json!({ "export": healthy, "size-bytes": MIB, "shrink": true });
     let refused = client.call("disk.resize", &size)?;
     let words = refused["error"]["message"].as_str().unwrap_or_default();
-    ensure!(words.contains("by what made it"), "{refused}");
+    ensure!(words.contains("with its own tool"), "{refused}");
     daemon.signal(Signal::TERM)?;
     daemon.wait_for("finishing requests")?;
     fuse.release();

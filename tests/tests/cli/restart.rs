@@ -183,7 +183,7 @@ fn a_takeover_keeps_the_state() -> Result<()> {
     next.finish()?;
     // The supervisor restarts the old command line.
     let (mut last, mut client) = start(&folders, &[])?;
-    ensure!(last.stderr().contains("goes on with the options of an upgrade: --iothreads 2"));
+    ensure!(last.stderr().contains("using the options of an earlier upgrade: --iothreads 2"));
     ensure!(luns(&mut client)? == [0, 5, 6], "{:?}", luns(&mut client)?);
     change(&mut client, &[("lun.remove", json!({ "export": "vm", "lun": 6 }))])?;
     check_all(&mut client)?;
@@ -224,7 +224,10 @@ fn lost_disks_are_reported_and_other_exports_are_restored() -> Result<()> {
     fs::remove_file(&added)?;
     (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     let forgotten = client.call("export.remove", &json!({ "export": "added" }))?;
-    ensure!(forgotten["error"]["message"].to_string().contains("it is forgotten"), "{forgotten}");
+    ensure!(
+        forgotten["error"]["message"].to_string().contains("its saved entry is deleted"),
+        "{forgotten}"
+    );
     (daemon, client) = start_again(&folders, daemon, Signal::KILL, &[])?;
     names(&mut client, 1)?;
     ensure!(!daemon.stderr().contains("added"), "{}", daemon.stderr());
@@ -241,13 +244,13 @@ fn an_invalid_state_file_is_refused() -> Result<()> {
     let export = r#"{"before": null, "now": null}"#;
     let nobody = format!(r#"{{"format": 1, "version": "x", "exports": [{export}]}}"#);
     for (text, mode, words) in [
-        ("", 0o600, "cannot understand the state"),
-        ("{", 0o600, "cannot understand the state"),
-        ("\u{0}\u{1}", 0o600, "cannot understand the state"),
-        (&*deep, 0o600, "cannot understand the state"),
-        (r#"{"format": 2}"#, 0o600, "is of format 2"),
-        (r#"{"format": 1, "version": "x", "exports": 7}"#, 0o600, "cannot understand the state"),
-        (&*nobody, 0o600, "neither there nor was"),
+        ("", 0o600, "cannot read the state file"),
+        ("{", 0o600, "cannot read the state file"),
+        ("\u{0}\u{1}", 0o600, "cannot read the state file"),
+        (&*deep, 0o600, "cannot read the state file"),
+        (r#"{"format": 2}"#, 0o600, "has format 2"),
+        (r#"{"format": 1, "version": "x", "exports": 7}"#, 0o600, "cannot read the state file"),
+        (&*nobody, 0o600, "never existed"),
         (r#"{"format": 1, "version": "x"}"#, 0o622, "can be written by other users"),
     ] {
         fs::write(&state, text)?;
@@ -264,7 +267,7 @@ fn an_invalid_state_file_is_refused() -> Result<()> {
     let mut other = ringhaul()?;
     other.arg("serve").arg("--socket-path").arg(folders.socket("other.sock"));
     other.args(["--disk", "null,size=1M", "--state"]).arg(&state);
-    run(&mut other)?.expect_refusal(&["another daemon keeps its state in", "control.state"])?;
+    run(&mut other)?.expect_refusal(&["another daemon uses the state file", "control.state"])?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     ensure!(!state.exists(), "a state without a change is left behind");
@@ -286,10 +289,10 @@ fn a_changed_command_line_overrides_the_state() -> Result<()> {
     ensure!(settings["result"]["poll-max-us"] == 9, "{settings}");
     let output = daemon.stderr();
     for words in [
-        "added: a control command added it, and the command line",
-        "null: a control command removed it, and the command line",
+        "added: dropped the export that a control command added: the command line",
+        "null: a control command removed it, but its entry on the command line",
         "settings of control commands are dropped",
-        "vm: the command line or the configuration file names unit 0:0 in another way",
+        "vm: the entry of unit 0:0 on the command line or in the configuration file has changed",
     ] {
         ensure!(output.contains(words), "{words}: {output}");
     }
@@ -312,7 +315,7 @@ fn a_refused_upgrade_gives_the_reason_and_the_remedy() -> Result<()> {
     let (mut daemon, mut client) = start(&folders, &[])?;
     // `/bin/true` never asks for the exports.
     let done = run(&mut ctl(&folders, &["upgrade", "/bin/true"])?)?.expect_code(5)?;
-    ensure!(done.stderr.contains("never asked for it"), "{}", done.stderr);
+    ensure!(done.stderr.contains("before it asked for the exports"), "{}", done.stderr);
     // The new process refuses a combination of options.
     let script = folders.path("wrong.sh");
     let binary = ringhaul_kit::server::ringhaul_binary()?;
@@ -334,7 +337,7 @@ fn a_refused_upgrade_gives_the_reason_and_the_remedy() -> Result<()> {
     ensure!(described.get("error").is_none(), "{described}");
     let binary = binary.display().to_string();
     let done = run(&mut ctl(&folders, &["upgrade", &binary])?)?.expect_code(4)?;
-    ensure!(done.stderr.contains("another process is taking the exports over"), "{}", done.stderr);
+    ensure!(done.stderr.contains("another process is taking over the exports"), "{}", done.stderr);
     let answer = client.call("upgrade", &json!({ "binary": binary }))?;
     ensure!(answer["error"]["code"] == 10, "{answer}");
     // The upgrade succeeds in the end. A change in the meantime waits for the process that serves
@@ -388,7 +391,7 @@ fn changes_by_reload_and_command_survive_a_kill() -> Result<()> {
     // The file changes an export that a command has changed, and adds and removes exports.
     write(&[export("changed", &limited(9)), export("kept", &limited(5)), export("new", "")])?;
     daemon.signal(Signal::HUP)?;
-    daemon.wait_for("is applied, as far as it can be")?;
+    daemon.wait_for("applied the configuration")?;
     // A command after the reload counts as well.
     change(&mut client, &[set("new", 11)])?;
     daemon.signal(Signal::KILL)?;

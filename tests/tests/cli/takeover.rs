@@ -256,12 +256,12 @@ fn a_failed_takeover_does_not_change_the_old_process() -> Result<()> {
     let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
     for (unknown, advice) in [
-        (first_message(77, 1), "restart it instead"),
+        (first_message(77, 1), "restart the daemon instead"),
         (first_message(FORMAT, 77), "inflight regions of version 1"),
     ] {
         let refused = Client::new(&folders)?.call("takeover", &unknown)?;
         let message = refused["error"]["message"].as_str().context("it was not refused")?;
-        ensure!(message.contains("understands [77] only") && message.contains(advice), "{message}");
+        ensure!(message.contains("reads only [77]") && message.contains(advice), "{message}");
         check(&mut frontend, 2)?;
     }
 
@@ -309,7 +309,7 @@ fn a_takeover_is_all_or_nothing() -> Result<()> {
         let mut command = taking_over(&folders)?;
         command.args(["--max-mapped-memory", "12M"]);
         let refused = run(&mut command)?.expect_code(2)?.stderr;
-        ensure!(refused.contains("cannot go on with the front-end of"), "{refused}");
+        ensure!(refused.contains("cannot continue with the front-end of"), "{refused}");
         check(&mut one, seed)?;
         check(&mut other, seed)?;
     }
@@ -410,8 +410,7 @@ fn reservations_in_a_file_are_taken_over() -> Result<()> {
         daemon.finish()?.expect_code(0)?;
         daemon = next;
         let mut other = serve(&folders.socket("other.sock"), &folders.path("disk.img"))?;
-        run(other.args(["--lock", "off", "--log", "error"]))?
-            .expect_refusal(&["keeps its own there"])?;
+        run(other.args(["--lock", "off", "--log", "error"]))?.expect_refusal(&["uses the file"])?;
         let write = bench(&folders.socket("vm.sock"), "--rw randwrite --number_ios 1");
         ensure!(run(&mut write?)?.status.code() != Some(0), "the reservation does not hold");
     }
@@ -453,9 +452,9 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
         run(ctl.args(["ctl", "--json", "--control"]).arg(folders.socket("control")).args(words))
     };
     // Neither `ctl` nor the daemon searches PATH, which has a program of this name.
-    ctl(&["upgrade", "false"])?.expect_refusal(&["'false' does not say in which folder"])?;
+    ctl(&["upgrade", "false"])?.expect_refusal(&["'false' is not a path"])?;
     let output = ctl(&["call", "upgrade", r#"{"binary": "false"}"#])?.expect_code(1)?.stderr;
-    ensure!(output.contains("give its path"), "{output}");
+    ensure!(output.contains("give the path"), "{output}");
     for (wrong, reason) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")]
     {
         let output = ctl(&["upgrade", wrong])?.expect_code(5)?.stderr;

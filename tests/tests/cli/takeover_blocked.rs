@@ -55,7 +55,7 @@ fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     // The disk counts as hung until its next check.
     let mut next = Running::start(&mut taking_over(&folders)?)?;
     while let Err(error) = next.wait_for("took over 2 exports") {
-        ensure!(error.to_string().contains("its queues would not stop"), "{error}");
+        ensure!(error.to_string().contains("its queues cannot stop"), "{error}");
         next = Running::start(&mut taking_over(&folders)?)?;
     }
     daemon.finish()?.expect_code(0)?;
@@ -86,7 +86,7 @@ fn a_request_that_hangs_blocks_no_other_ring() -> Result<()> {
         let vm = folders.socket("vm.sock");
         let message = format!(
             "requests were not finished in time ({}: queue 0: 1 request is not answered, of 1 MiB; \
-             the answer of its disk is awaited); try again when the disk answers",
+             its disk has not answered yet); try again when the disk answers",
             vm.display()
         );
         ensure!(refused.contains(&message), "{refused}");
@@ -103,7 +103,7 @@ fn a_request_that_hangs_blocks_no_other_ring() -> Result<()> {
         frontend.config(0, 8)?;
         daemon.wait_for("a read has not been answered for")?;
         let refused = run(&mut taking_over(&folders)?)?.expect_code(2)?.stderr;
-        ensure!(refused.contains("its queues would not stop"), "{refused}");
+        ensure!(refused.contains("its queues cannot stop"), "{refused}");
         Ok(())
     })();
     // Released even after a failure: the kernel keeps a process with hung reads.

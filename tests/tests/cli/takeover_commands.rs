@@ -46,7 +46,7 @@ fn a_daemon_that_stops_cancels_its_takeover() -> Result<()> {
         ensure!(taken.as_ref().map_or(true, |taken| error_message(taken).is_ok()), "{taken:?}");
         let log = daemon.finish()?.expect_code(0)?.stderr;
         // The daemon did not wait for the time-out of the new process.
-        ensure!(!log.contains("it says nothing"), "{log}");
+        ensure!(!log.contains("it does not answer"), "{log}");
         for name in ["vm.sock", "control"] {
             ensure!(!folders.socket(name).exists(), "{name} is left behind");
         }
@@ -127,7 +127,7 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
         // A request that was not read before the end gets a closed connection.
         let Ok(refused) = client.answer() else { continue };
         ensure!(
-            error_message(&refused)?.contains("has taken the exports over"),
+            error_message(&refused)?.contains("has taken over the exports"),
             "{method}: {refused}"
         );
     }
@@ -174,7 +174,7 @@ fn a_file_is_read_again_after_a_takeover() -> Result<()> {
     let file = folders.path("ringhaul.toml");
     std::fs::write(&file, text)?;
     let mut daemon = Running::serve(ringhaul()?.args(["serve", "--config"]).arg(&file))?;
-    let waits = "waits until it is certain which process goes on";
+    let waits = "waits for the result of a takeover";
     let begin_takeover_with_signals = |daemon: &mut Running| -> Result<Client> {
         let mut successor = Client::new(&folders)?;
         let described = successor.begin()?;
@@ -188,7 +188,7 @@ fn a_file_is_read_again_after_a_takeover() -> Result<()> {
         Ok(successor)
     };
     drop(begin_takeover_with_signals(&mut daemon)?);
-    daemon.wait_for("is applied, as far as it can be")?;
+    daemon.wait_for("applied the configuration")?;
     let mut successor = begin_takeover_with_signals(&mut daemon)?;
     let taken = successor.call("takeover.take", &json!({}))?;
     ensure!(taken["error"].is_null(), "{taken}");

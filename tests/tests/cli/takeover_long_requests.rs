@@ -185,7 +185,7 @@ fn the_end_abandons_a_read_of_gigabytes_without_a_region() -> Result<()> {
     wait_taken(&folders, 1)?;
     daemon.signal(Signal::TERM)?;
     let log = daemon.finish()?.expect_code(0)?.stderr;
-    ensure!(log.contains("more is left of the request than is waited for"), "{log}");
+    ensure!(log.contains("the rest of the request is too large to wait for"), "{log}");
     // All requests share one status byte.
     let status = frontend.memory.read(status, 1)?[0];
     ensure!(status == blk::IOERR, "the status is {status}");

@@ -294,7 +294,7 @@ fn writes_without_space_are_held_until_there_is_space() -> Result<()> {
     let binary = json!({ "binary": ringhaul_binary()? });
     let refused = client.call("upgrade", &binary)?;
     ensure!(refused["error"]["code"] == 10, "{refused}");
-    daemon.wait_for("wait because its disk has failed them")?;
+    daemon.wait_for("wait for their retry")?;
     ctl(&folders, &["resume", "vm"])?;
     ensure!(is_held(&mut client)?, "there is no space yet");
     fs::remove_file(&filler)?;
@@ -342,7 +342,7 @@ fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
     let (mut daemon, mut client) = serve(&folders, &["--config", &file.display().to_string()])?;
     let mut check = |daemon: &mut Running, limits: Value, werror: &str| -> Result<()> {
         daemon.signal(Signal::HUP)?;
-        daemon.wait_for("is applied, as far as it can be")?;
+        daemon.wait_for("applied the configuration")?;
         let disk = shown(&mut client, "vm")?["disks"][0].clone();
         ensure!(disk["limits"] == limits && disk["werror"] == werror, "{disk}");
         Ok(())

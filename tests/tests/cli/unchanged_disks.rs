@@ -88,7 +88,7 @@ fn no_start_changes_a_disk() -> Result<()> {
     for index in 1..disks.len() {
         daemon.wait_for(&format!("serving on {}", folders.socket(&index.to_string()).display()))?;
     }
-    let warning = "it has persistent bitmaps (backup0), which become invalid with the first change";
+    let warning = "it has persistent bitmaps (backup0), which the first write invalidates";
     ensure!(daemon.stderr().matches(warning).count() == 1, "{}", daemon.stderr());
     let found = "found 1 leaked clusters, which the first write frees";
     ensure!(daemon.stderr().contains(found), "{}", daemon.stderr());

@@ -15,10 +15,10 @@ const WRONG_KEYS: [(&str, [&str; 2]); 23] = [
     ("revision=", ["'revision='", "KEY=VALUE"]),
     ("serial=1234567890123456789012345678901234567", ["serial: it must be", "at most 36 bytes"]),
     ("serial=a\tb", ["serial: it must be", "at most 36 bytes of printable ASCII"]),
-    ("wwn=12", ["'12' is no WWN", "16 hexadecimal digits"]),
-    ("wwn=f000000000000001", ["'f000000000000001' is no WWN", "the first 2, 3 or 5"]),
-    ("wwn=500000000000000g", ["'500000000000000g' is no WWN", "16 hexadecimal digits"]),
-    ("wwn=+000000000000001", ["'+000000000000001' is no WWN", "16 hexadecimal digits"]),
+    ("wwn=12", ["'12' is not a WWN", "16 hexadecimal digits"]),
+    ("wwn=f000000000000001", ["'f000000000000001' is not a WWN", "the first 2, 3 or 5"]),
+    ("wwn=500000000000000g", ["'500000000000000g' is not a WWN", "16 hexadecimal digits"]),
+    ("wwn=+000000000000001", ["'+000000000000001' is not a WWN", "16 hexadecimal digits"]),
     ("rotational=yes", ["rotational=yes", "expected: on, off"]),
     ("discard=maybe", ["discard=maybe", "expected: on, off"]),
     ("read-only=true", ["read-only=true", "expected: on, off"]),
@@ -43,7 +43,7 @@ const WRONG_UNITS: [(&[&str], [&str; 2]); 9] = [
     (&["0"], ["blk-file=PATH", "null=SIZE"]),
     (&["0,null=0"], ["0 bytes", "not zero"]),
     (&["0,blk-file=/nonexistent"], ["/nonexistent", "No such file"]),
-    (&["3,null=1M", "0:3,null=1M"], ["two units 0:3", "another number"]),
+    (&["3,null=1M", "0:3,null=1M"], ["two units have the address 0:3", "another number"]),
 ];
 
 #[test]
@@ -72,7 +72,10 @@ fn impossible_units_are_refused() -> Result<()> {
         let file = folders.disk(&format!("{lun}.img"), DISK_BYTES)?;
         Ok(format!("{lun},blk-file={},wwn=5000c5000000abcd", file.display()))
     };
-    refuse(&[named(0)?, named(1)?], &["0:1", "unit 0:0 is on another disk", "the same WWN"]);
+    refuse(
+        &[named(0)?, named(1)?],
+        &["0:1", "unit 0:0 has the same WWN on another disk", "the same WWN"],
+    );
     for (option, disk, instead) in [
         ("--disk", "null:1M", "use --lun 0,disk=DISK"),
         ("--blk-file", "/a", "use --lun 0,blk-file=PATH"),

@@ -95,7 +95,8 @@ impl Kills<'_> {
                     driver.run_below(300, false)?;
                     server.kill()?;
                 }
-                again += u32::from(server.messages().contains("done again"));
+                again +=
+                    u32::from(server.messages().contains("of an earlier process are repeated"));
                 drop(server);
                 (self.check_disk)().with_context(|| format!("round {round}, after the kill"))?;
                 driver.take()?;

@@ -49,7 +49,7 @@ impl Full {
         let mut daemon = serve(&self.folders, disk, &["--werror", "hold"])?;
         let mut frontend = Frontend::attach(&self.folders.socket("vm.sock"), &Setup::default())?;
         begin(&mut frontend, 0, blk::OUT, HELD, &pattern(1, BYTES as usize))?;
-        daemon.wait_for("has no space left, and writes wait for some")?;
+        daemon.wait_for("has no space left, and writes wait for space")?;
         Ok((daemon, frontend))
     }
 }

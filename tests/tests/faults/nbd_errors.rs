@@ -181,7 +181,7 @@ fn a_disk_whose_server_does_not_flush_is_not_handed_over() -> Result<()> {
     frontend.write(0, 8, &[7; 4096])?;
     File::create(&fails)?;
     let refused = run(&mut taking_over(&folders)?)?.expect_code(2)?.stderr;
-    let reason = "what was written cannot be flushed";
+    let reason = "written data cannot be flushed";
     ensure!(refused.contains(reason), "{refused}");
     daemon.wait_for("does not take over")?;
     // The old process goes on, and knows of the loss.

@@ -97,7 +97,7 @@ fn a_unit_is_removed_while_its_header_is_read() -> Result<()> {
     let Some(server) = start_silent_server(&folders)? else { return Ok(()) };
     let daemon = serve(&folders, &["--device", "scsi", "--lun", "0,disk=null:1M"])?;
     let name = folders.socket("vm.sock").display().to_string();
-    let is_given_up = |removed: &Finished| removed.stderr.contains("is given up");
+    let is_given_up = |removed: &Finished| removed.stderr.contains("was cancelled");
     for disk in disks(&folders, &server)? {
         let unit = format!("1,disk={disk}");
         let added = start_ctl(&folders, &["add-lun", &name, &unit])?;
@@ -128,7 +128,7 @@ fn a_read_of_a_header_is_cancelled_in_time() -> Result<()> {
     });
     for program in programs.collect::<Result<Vec<_>>>()? {
         let finished = program.finish()?.expect_code(2)?;
-        ensure!(finished.stderr.contains("is given up; see whether"), "{}", finished.stderr);
+        ensure!(finished.stderr.contains("was cancelled; check that"), "{}", finished.stderr);
     }
     Ok(())
 }

@@ -143,8 +143,8 @@ fn a_full_image_continues_when_its_server_has_more_space() -> Result<()> {
     let vm = image.folders.socket("vm.sock");
     let load = format!("--rw randwrite --bs 64k --verify --number_ios {}", DISK_BYTES >> 16);
     let load = Running::start(&mut bench(&vm, &load)?)?;
-    daemon.wait_for("it is full; make it larger, then use `ringhaul ctl resize`")?;
-    daemon.wait_for("has no space left, and writes wait for some")?;
+    daemon.wait_for("it is full; extend it, then use `ringhaul ctl resize`")?;
+    daemon.wait_for("has no space left, and writes wait for space")?;
     give_space(&image.path, 2 * DISK_BYTES)?;
     let output = image.ctl(&["resize", &vm.display().to_string()])?;
     ensure!(output.contains(&DISK_BYTES.to_string()), "{output}");

@@ -62,9 +62,9 @@ fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
     std::fs::create_dir(&alone)?;
     std::fs::copy(pki.join("ca-cert.pem"), alone.join("ca-cert.pem"))?;
     for (disk, words) in [
-        (server.uri(""), "it wants TLS; use nbds://"),
-        (uri(&other, "storage.test"), "the ca-cert.pem in the folder that tls-certificates names"),
-        (uri(&pki, "elsewhere.test"), "tls-hostname must be a name in the certificate"),
+        (server.uri(""), "it requires TLS; use nbds://"),
+        (uri(&other, "storage.test"), "into ca-cert.pem in the folder of tls-certificates"),
+        (uri(&pki, "elsewhere.test"), "set tls-hostname to a name in the certificate"),
         (uri(&alone, "storage.test"), "client-cert.pem and client-key.pem in the folder"),
         (uri(Path::new("/nowhere"), "storage.test"), "cannot open /nowhere/ca-cert.pem"),
     ] {
@@ -104,7 +104,7 @@ fn hosts_are_known_by_their_certificates() -> Result<()> {
         refused(&uri("127.0.0.1"), "cannot agree on TLS with the server")?;
         let authorities_of_the_machine = format!("nbds://localhost:{port}");
         refused(&authorities_of_the_machine, &authorities_of_the_machine)?;
-        refused(&format!("nbd://localhost:{port}"), "it wants TLS; use nbds://")?;
+        refused(&format!("nbd://localhost:{port}"), "it requires TLS; use nbds://")?;
     }
     Ok(())
 }

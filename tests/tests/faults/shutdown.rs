@@ -229,9 +229,9 @@ fn a_second_signal_names_the_unfinished_work() -> Result<()> {
     daemon.signal(Signal::TERM)?;
     daemon.wait_for("still stopping after 10 s")?;
     daemon.signal(Signal::TERM)?;
-    let line = daemon.wait_for("ended without waiting any longer, ")?;
+    let line = daemon.wait_for("ended without waiting for requests, ")?;
     for words in [
-        " s after it began to stop; unfinished: ".to_owned(),
+        " s after the stop began; unfinished: ".to_owned(),
         format!("{}: queue 0: 1 request is not answered", socket.display()),
         "its disk has not answered for ".to_owned(),
         format!("{}: its disk is not open after ", other.display()),
@@ -250,8 +250,8 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     hung.daemon.wait_for("finishing requests")?;
     hung.healthy.channel.wait_closed()?;
     hung.daemon.signal(Signal::INT)?;
-    let line = hung.daemon.wait_for("ended without waiting any longer")?;
-    ensure!(line.contains(" s after it began to stop; unfinished: "), "{line}");
+    let line = hung.daemon.wait_for("ended without waiting for requests")?;
+    ensure!(line.contains(" s after the stop began; unfinished: "), "{line}");
     let left = "/hung: queue 0: 1 request is not answered";
     ensure!(line.contains(left) && !line.contains("/healthy: "), "{line}");
     // Everything that does not wait for the disk has ended. The front-end sees the end only after

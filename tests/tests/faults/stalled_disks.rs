@@ -50,7 +50,7 @@ fn a_blocking_submit_is_logged_and_is_the_last() -> Result<()> {
     ensure!(line.contains("iothread-0 has been stuck"), "{line}");
     ensure!(line.contains("disk.img blocks it"), "{line}");
     hung.frozen = None;
-    let line = hung.daemon.wait_for("a submit waited")?;
+    let line = hung.daemon.wait_for("a submit blocked")?;
     ensure!(line.contains("disk.img: "), "{line}");
     hung.daemon.wait_for("iothread-0 continues after")?;
     hung.hung.rings[0].wait_used()?;
@@ -70,7 +70,7 @@ fn a_blocking_submit_is_logged_and_is_the_last() -> Result<()> {
     hung.daemon.signal(Signal::TERM)?;
     let finished = hung.daemon.finish()?.expect_code(0)?;
     ensure!(finished.stderr.matches("stuck in a system call").count() == 1, "{}", finished.stderr);
-    ensure!(finished.stderr.matches("a submit waited").count() == 1, "{}", finished.stderr);
+    ensure!(finished.stderr.matches("a submit blocked").count() == 1, "{}", finished.stderr);
     Ok(())
 }
 

@@ -79,7 +79,7 @@ fn restart_under_load(
         drop(server);
         server = scene.serve(export)?;
         wait_served(&server, 1)?;
-        done_again += server.messages().matches("are done again").count();
+        done_again += server.messages().matches("of an earlier process are repeated").count();
     }
     eprintln!("{done_again} starts did requests again");
     ensure!(end == End::Stop || done_again > 0, "no kill has left a request behind");

@@ -67,7 +67,7 @@ fn fill_disk(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
         server = scene.serve(&export)?;
         hold(&server, lun)?;
         wait_state(&server, "held")?;
-        let again = server.messages().matches("are done again").count();
+        let again = server.messages().matches("of an earlier process are repeated").count();
         ensure!(again > 0, "nothing was done again:\n{}", server.messages());
     }
     ensure!(!has_written(&mut vm)?, "there was no space to write all");

@@ -159,7 +159,7 @@ fn hand_over_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
     let stopped = Stopped::new(scene.cluster.osd()?)?;
     let answer = call(&mut control, "takeover.pause", &json!(null))?;
     let message = answer["error"]["message"].as_str().unwrap_or_default();
-    ensure!(message.contains("what a disk has in its cache is not written"), "{answer:#}");
+    ensure!(message.contains("the cache of a disk is not flushed"), "{answer:#}");
     drop((stopped, control));
     front_end.write(0, 8, &second)?;
 
@@ -231,7 +231,7 @@ pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
     let data = pattern(5, 4096);
     front_end.write(0, 0, &data)?;
     run(&mut scene.ringhaul(&["serve", "--socket-path", "x.sock", "--disk", &disk])?)?
-        .expect_refusal(&["somebody else has its exclusive lock and keeps it", "rbd rbd/kept"])?;
+        .expect_refusal(&["another client holds its exclusive lock", "rbd rbd/kept"])?;
     let write = ["bench", "rbd/kept", "--io-type", "write", "--io-total", "4K", "--io-size", "4K"];
     ensure!(scene.cluster.tool("rbd", &write).is_err(), "another client could write");
     ensure!(front_end.read(0, 0, 4096)? == data, "it was overwritten");
@@ -271,7 +271,7 @@ pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {
         ensure!(answer.status == blk::IOERR, "a write from outside has ended with {answer:?}");
         Ok(())
     })?;
-    served.daemon.wait_for("the cluster has locked this process out")?;
+    served.daemon.wait_for("the cluster has blocked this process")?;
     let answer = front_end.request(0, blk::FLUSH, 0, &[], 0)?;
     ensure!(answer.status == blk::IOERR, "a flush has ended with {answer:?}");
     ensure!(served.show()?["disk-state"] == "lost", "{:#}", served.show()?);

@@ -114,7 +114,7 @@ pub(super) fn sizes_for_readers(scene: &mut Scene) -> Result<()> {
     let mut resize = ringhaul()?;
     resize.arg("ctl").arg("--control").arg(&served.control).args(["resize", &export]);
     let output = run(&mut resize)?;
-    let expected = ["it has 100663296 bytes now", "restart the export"];
+    let expected = ["its new size of 100663296 bytes", "restart the export"];
     ensure!(expected.iter().all(|words| output.stderr.contains(words)), "{}", output.stderr);
     served.ctl(&["remove", &export])?;
     let add = ["add", "--disk", &disk, "--read-only", "--socket-path", &export];
@@ -169,7 +169,7 @@ pub(super) fn sizes(scene: &mut Scene) -> Result<()> {
         .tool("rbd", &["resize", "--no-progress", "resized", "--size", "32M", "--allow-shrink"])?;
     served
         .daemon
-        .wait_for("its disk has shrunk to 33554432 bytes, and the guest knows 134217728")?;
+        .wait_for("its disk has shrunk to 33554432 bytes, and the guest sees 134217728")?;
     let end = 32 * 2048;
     for sector in [end - 4, end, 127 * 2048] {
         let answer = front_end.request(0, blk::OUT, sector, &pattern(3, 4096), 0)?;

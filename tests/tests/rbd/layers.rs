@@ -127,7 +127,7 @@ pub(super) fn full_image(scene: &mut Scene) -> Result<()> {
     resize("8M")?;
     let mut served = scene.serve("full", "qcow2,over=rbd:full", &["--werror", "hold"])?;
     let load = served.load("--bs 64k --number_ios 1024")?;
-    served.daemon.wait_for("has no space left, and writes wait for some")?;
+    served.daemon.wait_for("has no space left, and writes wait for space")?;
     resize("64M")?;
     let load = load.finish()?.expect_code(0)?;
     ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);

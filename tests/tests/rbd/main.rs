@@ -174,14 +174,14 @@ fn image_is_described(scene: &mut Scene) -> Result<()> {
     let garbage = scene.sockets.path().join("garbage.conf");
     std::fs::write(&garbage, "[[[ =\n")?;
     let disk_of_garbage = format!("rbd:a,conf={}", garbage.display());
-    refuse(&disk_of_garbage, &["garbage.conf is no configuration of Ceph", "with conf"]);
+    refuse(&disk_of_garbage, &["garbage.conf is not a Ceph configuration", "with conf"]);
     refuse("rbd:a,keyring=/nowhere/key", &["its keyring /nowhere/key", "No such"]);
     refuse("rbd:a,id=nobody", &["as client.nobody", "check"]);
     // This is like a machine without Ceph, or with another file of the library's name.
     std::fs::write(scene.sockets.path().join("librbd.so.1"), "")?;
     let mut command = scene.ringhaul(&["disk", "info", &disk])?;
     command.env("LD_LIBRARY_PATH", scene.sockets.path());
-    let words = ["the library of Ceph cannot be loaded", "install it", "librbd1"];
+    let words = ["cannot load the Ceph library", "install it", "librbd1"];
     refusals.check("no library", Ok(command), &words);
     refusals.finish()
 }

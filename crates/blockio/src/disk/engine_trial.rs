@@ -112,15 +112,17 @@ impl TrialKey {
 #[must_use]
 pub fn best_engine(source: &DiskSource) -> Choice {
     if !source.has_engine() {
-        return Choice::new(EngineKind::Threads, "the disk has no file, and needs no engine");
+        return Choice::new(EngineKind::Threads, "the disk has no file and needs no engine");
     }
     let io_uring = Trial::new(EngineKind::IoUring, source);
     if !source.info().direct {
         return match io_uring {
-            Ok(_) => Choice::new(EngineKind::IoUring, "it is asynchronous with the page cache too"),
+            Ok(_) => Choice::new(EngineKind::IoUring, "asynchronous with the page cache too"),
             Err(error) => Choice::new(
                 EngineKind::Threads,
-                format!("{error}; and Linux AIO would wait for the disk with the page cache"),
+                format!(
+                    "{error}; with the page cache, submits of Linux AIO would wait for the disk"
+                ),
             ),
         };
     }
@@ -220,7 +222,9 @@ fn faster(io_uring: &Trial, aio: &Trial, is_block_device: bool) -> Choice {
         let why = format!("{figures}; io_uring {threads} to wait for the disk");
         Choice::new(EngineKind::Aio, why)
     } else if needs_threads && is_aio_worth_it(&all, true) {
-        let why = format!("{figures}; its submits wait for the file system, so that is too little");
+        let why = format!(
+            "{figures}; the gain of aio is too small, because its submits wait for the file system"
+        );
         Choice::new(EngineKind::IoUring, why)
     } else {
         Choice::new(EngineKind::IoUring, format!("{figures}; io_uring {threads}"))

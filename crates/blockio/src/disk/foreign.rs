@@ -50,16 +50,16 @@ pub(super) fn format_of(front: &[u8], end: &[u8]) -> Option<&'static str> {
 /// Advice on an image of this format that is used as a disk without a format.
 fn advice(format: &str) -> &'static str {
     match format {
-        QCOW2 => "if it is one, name it as qcow2:PATH",
-        _ => "if it is one, convert it with `qemu-img convert -O qcow2`, or -O raw",
+        QCOW2 => "if it is an image, name it qcow2:PATH",
+        _ => "if it is an image, convert it with `qemu-img convert -O qcow2`, or -O raw",
     }
 }
 
 /// The warning about a disk without a format that begins like an image.
 pub(super) fn warning(format: &str) -> String {
     format!(
-        "it has the header of a {format} image, and is used without that format, so writes can \
-         destroy the image; {}; if the disk is to have no format, name it as raw,over=PATH",
+        "it has the header of a {format} image but is used as a raw disk, so writes can destroy \
+         the image; {}; for a raw disk, name it raw,over=PATH",
         advice(format)
     )
 }
@@ -68,8 +68,8 @@ pub(super) fn warning(format: &str) -> String {
 pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<String> {
     let format = format_of_file(file)?;
     Some(format!(
-        "its {size_bytes} bytes are no whole blocks of a disk, but it has the header of a {format} \
-         image; {}",
+        "its size of {size_bytes} bytes is not a multiple of the logical block, and it has the \
+         header of a {format} image; {}",
         advice(format)
     ))
 }
@@ -79,12 +79,14 @@ pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<Stri
 pub fn not_qcow2(format: Option<&str>) -> String {
     match format {
         Some(format) => format!(
-            "it is no qcow2 image, but has the header of a {format} image; convert it with \
+            "it is not a qcow2 image but has the header of a {format} image; convert it with \
              `qemu-img convert -O qcow2`"
         ),
-        None => "it is no qcow2 image; if it is a disk without a format, name its path alone, or \
-                 make an image with `qemu-img create -f qcow2`"
-            .to_owned(),
+        None => {
+            "it is not a qcow2 image; for a raw disk, give its path alone; to create an image, use \
+             `qemu-img create -f qcow2`"
+                .to_owned()
+        }
     }
 }
 

@@ -72,7 +72,7 @@ impl Part {
             if bytes.is_some_and(|bytes| !bytes.is_multiple_of(block.into())) {
                 return Err(format!(
                     "its {what} of {} bytes is not a multiple of the logical block of {block}; \
-                     choose one that is",
+                     choose a multiple",
                     bytes.unwrap_or(0)
                 ));
             }
@@ -81,8 +81,8 @@ impl Part {
         let size = size_bytes.unwrap_or(after);
         if size == 0 || size > after {
             return Err(format!(
-                "the disk has {disk_bytes} bytes, and of those there are {after} from offset \
-                 {offset_bytes} on; choose a smaller offset or size, and a size that is not zero"
+                "the part does not fit: the disk has {disk_bytes} bytes, {after} of them from \
+                 offset {offset_bytes} on; choose a smaller offset or size, and a size above zero"
             ));
         }
         Ok(size)
@@ -226,7 +226,7 @@ impl DriverSource for RawSource {
 
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         if self.part.size_bytes.is_some() {
-            let reason = "its size was given when it was opened; open it with another one";
+            let reason = "its size was set when it was opened; open it again with another size";
             return Err(refused(&self.below, reason.to_owned()));
         }
         self.part.size_within(self.end_of(size_bytes)?).map_err(|why| refused(&self.below, why))?;
@@ -250,7 +250,9 @@ impl RawSource {
     /// The end of the disk below if the part has this size.
     fn end_of(&self, size_bytes: u64) -> Result<u64, Error> {
         let end = self.part.offset_bytes.checked_add(size_bytes);
-        end.ok_or_else(|| refused(&self.below, format!("{size_bytes} bytes are too many")))
+        end.ok_or_else(|| {
+            refused(&self.below, format!("a size of {size_bytes} bytes is too large"))
+        })
     }
 }
 

@@ -145,7 +145,7 @@ fn a_file_is_given_the_size_that_its_disk_is_to_have() {
     drop(source);
     let options = DiskOptions { read_only: true, ..DiskOptions::default() };
     let source = DiskSource::file(file.path(), &options).unwrap();
-    assert!(source.set_size(MIB, || ()).unwrap_err().to_string().contains("for reading only"));
+    assert!(source.set_size(MIB, || ()).unwrap_err().to_string().contains("it is open read-only"));
 }
 
 #[test]

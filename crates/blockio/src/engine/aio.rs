@@ -238,7 +238,7 @@ impl Aio {
         }
         done.stats.submit_again.add(1);
         if self.retry.on_refused(self.in_kernel, done.now) {
-            tracing::warn!("Linux AIO has had no room for a while; pool threads take over");
+            tracing::warn!("Linux AIO accepts no operations (EAGAIN); pool threads take them over");
             self.queued.drain(..).for_each(|slot| threads.queue(slot));
             return true;
         }
@@ -301,9 +301,9 @@ fn has_pool_threads(file: &OpenFile) -> bool {
 fn log_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
     if let Some(time) = file.set_blocks_submits(now) {
         tracing::warn!(
-            "{}: a submit waited {} ms for it, and every disk of the IoThread waited too (or this \
-             process was stopped); pool threads serve it for {} minutes, then Linux AIO \
-             is tried again",
+            "{}: a submit blocked for {} ms and delayed every disk of the IoThread (or this \
+             process was stopped); pool threads serve this disk for {} minutes, then Linux AIO \
+             again",
             file.path().display(),
             waited.as_millis(),
             time.as_secs() / 60
@@ -335,8 +335,8 @@ fn iocb(slot: u32, op: &Op, fd: RawFd, wake: RawFd) -> Iocb {
 
 fn getevents_from_now_on(depth: u32) -> Completions {
     tracing::warn!(
-        "the completion ring of Linux AIO has an unknown layout; \
-         engine {} uses io_getevents instead, one system call for each look",
+        "the completion ring of Linux AIO has an unknown layout; engine {} uses io_getevents \
+         instead, with one system call for each check",
         EngineKind::Aio
     );
     Completions::Getevents(vec![IoEvent::default(); depth as usize])

@@ -96,7 +96,7 @@ impl AioRing {
             return Ok(0);
         }
         let head = header.head.load(Ordering::Relaxed);
-        assert!(head == self.head, "invariant 7: somebody else reads the completion ring, too");
+        assert!(head == self.head, "invariant 7: a second consumer reads the completion ring");
         let events = self.header.wrapping_add(1).cast::<IoEvent>();
         let mut count = 0;
         while self.head != tail {

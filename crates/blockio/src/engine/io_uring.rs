@@ -349,7 +349,9 @@ impl IoUring {
             match -entry.result() {
                 libc::EOPNOTSUPP => {
                     if let Some(file) = done.slots.file(slot) {
-                        file.stop_polling("its file system or its device refuses it (EOPNOTSUPP)");
+                        file.stop_polling(
+                            "its file system or device does not support polling (EOPNOTSUPP)",
+                        );
                     }
                     self.main.queue(slot);
                 }

@@ -72,7 +72,7 @@ impl OpKind {
             Self::Fallocate { .. } => "discard or zeroing",
             Self::DiscardBlocks { .. } => "discard",
             Self::ZeroBlocks { .. } => "zeroing",
-            Self::FindExtent { .. } => "look for holes",
+            Self::FindExtent { .. } => "search for holes",
         }
     }
 }

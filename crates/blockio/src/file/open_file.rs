@@ -60,10 +60,11 @@ impl OpenFile {
     /// Takes the file at `path`, opened with `O_DIRECT` if `direct`.
     pub(crate) fn new(file: File, path: &Path, direct: bool) -> Self {
         let not_polled = if !direct {
-            Some("it goes through the page cache, and only direct I/O can be polled for")
+            Some("polling needs direct I/O, and the disk uses the page cache")
         } else if has_poll_queues(&file) == Some(false) {
             Some(
-                "its device has no queues for that, which some make when asked: nvme.poll_queues=N",
+                "its device has no queues for polling; some drivers create them on request \
+                 (nvme.poll_queues=N)",
             )
         } else {
             None
@@ -204,7 +205,7 @@ impl OpenFile {
         if let Some(why) = self.not_polled.get()
             && !self.is_logged.swap(true, Ordering::Relaxed)
         {
-            tracing::info!("{}: completions are not polled for: {why}", self.path.display());
+            tracing::info!("{}: cannot poll for completions: {why}", self.path.display());
         }
     }
 }

@@ -137,8 +137,8 @@ impl Drop for Ops {
         let pending = self.engine.in_kernel() + self.slots.foreign();
         if pending > 0 {
             tracing::error!(
-                "an IoThread has ended with {pending} operations that are not complete; their \
-                 memory is kept"
+                "an IoThread ended before {pending} operations completed; their memory stays \
+                 allocated"
             );
             let none = Slots::new(1);
             std::mem::forget(std::mem::replace(&mut self.slots, none));

@@ -36,17 +36,24 @@ impl IoThread {
     pub fn new(config: &IoThreadConfig) -> Result<Self, Error> {
         if config.depth == 0 || config.depth > 65_535 {
             let depth = config.depth;
-            return Err(Error::Options(format!("an IoThread's depth is 1 to 65535, not {depth}")));
+            return Err(Error::Options(format!(
+                "the depth of an IoThread must be 1 to 65535, not {depth}"
+            )));
         }
         if config.bounce.share_bytes_min == 0 {
-            return Err(Error::Options("a disk's share of bounced memory is at least 1".into()));
+            return Err(Error::Options(
+                "the share of a disk in bounce memory must be at least 1 byte".into(),
+            ));
         }
         if !config.slice.is_zero()
             && let Err(errno) = time_slice::set(config.slice)
         {
             // A filter of system calls may refuse it. Then the loop is slower beside other
             // programs.
-            tracing::warn!("an IoThread keeps the kernel's time slice: sched_setattr: {errno}");
+            tracing::warn!(
+                "cannot set the time slice of an IoThread: sched_setattr: {errno}; the kernel's \
+                 default applies"
+            );
         }
         let (io, descriptor) = Io::new(config)?;
         Ok(Self { io: Rc::new(io), descriptor })

@@ -146,7 +146,10 @@ impl BlkDevice {
             }
             _ => Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("the driver wrote {} bytes at {offset} of the configuration", data.len()),
+                format!(
+                    "the driver wrote {} bytes at offset {offset} of the configuration space",
+                    data.len()
+                ),
             )),
         }
     }

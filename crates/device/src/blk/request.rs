@@ -51,7 +51,9 @@ enum RequestError {
     MemoryGone,
     #[error("an initiator has reserved the disk")]
     Reserved,
-    #[error("a command that its disk has failed waits for another try, and has the disk to itself")]
+    #[error(
+        "a command that the disk failed waits for its retry, and no other command may use the disk"
+    )]
     Held,
     #[error("{action} at byte {offset}: {source}")]
     Disk { action: &'static str, offset: u64, source: io::Error },
@@ -312,7 +314,7 @@ impl Requester for DiskRequest<'_> {
         if self.queue.stop_kind() != StopKind::DriverGone {
             return Ok(());
         }
-        let text = "the export ends, and more is left of the request than is waited for";
+        let text = "the export ends, and the rest of the request is too large to wait for";
         Err(io::Error::new(io::ErrorKind::ResourceBusy, text))
     }
 }

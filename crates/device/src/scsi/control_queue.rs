@@ -39,7 +39,7 @@ pub(crate) struct ControlHandler {
 /// A request that is not carried out.
 #[derive(Debug, thiserror::Error)]
 enum ControlError {
-    #[error("request type {0} of the control queue is not known")]
+    #[error("request type {0} of the control queue is not supported")]
     Type(u32),
     #[error("a request of the control queue is incomplete")]
     Incomplete,

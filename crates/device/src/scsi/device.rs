@@ -47,16 +47,16 @@ struct Shared {
 #[derive(Debug, thiserror::Error)]
 pub enum UnitError {
     /// The address is taken.
-    #[error("the device has a unit {0} already; choose another number or remove that one first")]
+    #[error("the device already has a unit {0}; choose another number or remove that unit first")]
     Exists(UnitAddress),
     /// The number is too high.
-    #[error("there is no LUN {0}; they are 0 to {LUN_MAX}")]
+    #[error("there is no LUN {0}; LUNs are 0 to {LUN_MAX}")]
     Number(u16),
     /// The unit's port is attached to the disk by another export.
     #[error("{0}")]
     Port(String),
     /// Initiators would take two disks for one, and write the data of one to the second.
-    #[error("unit {0} is on another disk and has the same WWN; give each disk its own")]
+    #[error("unit {0} has the same WWN on another disk; give each disk its own WWN")]
     SameName(UnitAddress),
     /// A text is too long, or not printable ASCII.
     #[error("the {0}")]
@@ -259,7 +259,8 @@ impl ScsiDevice {
                 return Ok(());
             }
         }
-        let text = format!("the driver wrote {data:x?} at {offset} of the configuration");
+        let text =
+            format!("the driver wrote {data:x?} at offset {offset} of the configuration space");
         Err(io::Error::new(io::ErrorKind::InvalidInput, text))
     }
 

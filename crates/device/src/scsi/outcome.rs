@@ -19,14 +19,14 @@ pub(crate) enum Failure {
     /// blocks before the failing one.
     #[error("{asked}: {source}")]
     Disk { asked: DiskUse, moved: usize, sense: Sense, source: std::io::Error },
-    #[error("another command is in progress that has to end before, or there is no thread for it")]
+    #[error("another command must end first, or no thread is free")]
     Busy,
     #[error("another initiator has reserved the disk")]
     Conflict,
     /// The reservations are unchanged.
     #[error("{0}")]
     NotSaved(#[from] FileError),
-    #[error("the CDB asks for more data than the request has room for")]
+    #[error("the CDB asks for more data than the buffers of the request can hold")]
     Overrun,
     #[error("the device has no such target")]
     BadTarget,
@@ -132,7 +132,7 @@ impl Data {
 }
 
 impl Failure {
-    pub(crate) const BOTH_WAYS: Self = Self::Malformed("it has data in both directions");
+    pub(crate) const BOTH_WAYS: Self = Self::Malformed("it transfers data in both directions");
 
     /// Bytes of data that were transferred despite the failure.
     pub(crate) fn moved(&self) -> usize {

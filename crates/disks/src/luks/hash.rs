@@ -29,7 +29,7 @@ impl Hash {
         let known = NAMES.iter().find(|(known, _)| *known == name);
         known.map(|(_, hash)| *hash).ok_or_else(|| {
             let names = NAMES.map(|(name, _)| name).join(", ");
-            format!("it uses the hash {name:?}, which is not supported ({names} are)")
+            format!("its hash {name:?} is not supported; {names} are")
         })
     }
 

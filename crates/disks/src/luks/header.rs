@@ -39,8 +39,8 @@ impl KdfLimits {
             Some(left) => self.pbkdf2_rounds = left,
             None => {
                 return Err(format!(
-                    "asks for {rounds} rounds of PBKDF2, which is none or, with the key slots \
-                     before it, too many; change that with `cryptsetup luksConvertKey \
+                    "asks for {rounds} rounds of PBKDF2, which is zero or, together with earlier \
+                     key slots, too many; change it with `cryptsetup luksConvertKey \
                      --pbkdf-force-iterations`"
                 ));
             }
@@ -56,8 +56,8 @@ impl KdfLimits {
             Some(left) => self.argon2_passes_kib = left,
             None => {
                 return Err(format!(
-                    "asks for {kib} KiB of memory and {passes} passes over it, too much, alone or \
-                     with the key slots before it; change that with `cryptsetup luksConvertKey \
+                    "asks for {kib} KiB of memory and {passes} passes, which is too much, alone or \
+                     together with earlier key slots; change it with `cryptsetup luksConvertKey \
                      --pbkdf-memory`"
                 ));
             }
@@ -151,7 +151,8 @@ const CIPHER: &str = "aes-xts-plain64";
 /// The text of a field, up to a zero or to the end.
 pub(super) fn parse_text(field: &[u8]) -> Result<&str, String> {
     let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());
-    std::str::from_utf8(&field[..end]).map_err(|_| "its header has a text that is none".to_owned())
+    std::str::from_utf8(&field[..end])
+        .map_err(|_| "its header has text that is not UTF-8".to_owned())
 }
 
 pub(super) fn check_cipher(name: &str) -> Result<(), String> {
@@ -159,8 +160,8 @@ pub(super) fn check_cipher(name: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "it is encrypted with {name:?}, which is not supported ({CIPHER} is); change that with \
-         `cryptsetup reencrypt --cipher {CIPHER}`"
+        "its cipher {name:?} is not supported; re-encrypt it with `cryptsetup reencrypt --cipher \
+         {CIPHER}`"
     ))
 }
 
@@ -179,8 +180,7 @@ impl Header {
     ) -> Result<Key, String> {
         if self.slots.is_empty() {
             return Err(format!(
-                "it has no key slot that could be used{}; add a key to it with `cryptsetup \
-                 luksAddKey`",
+                "it has no usable key slot{}; add a key with `cryptsetup luksAddKey`",
                 self.skipped
             ));
         }
@@ -193,12 +193,12 @@ impl Header {
             }
         }
         let newline = match passphrase.last() {
-            Some(b'\n') => " (it ends with a newline, which is a part of it)",
+            Some(b'\n') => " (which ends with a newline)",
             _ => "",
         };
         Err(format!(
-            "the key{newline} opens none of the {} key slots that can be tried{skipped}; check \
-             whether it is the key of this disk",
+            "the key{newline} opens none of the {} key slots{skipped}; check that it is the key of \
+             this disk",
             self.slots.len()
         ))
     }
@@ -251,7 +251,7 @@ impl Kdf {
                 let mut key = Zeroizing::new(vec![0; bytes]);
                 let _memory = MEMORY.take(kib);
                 let mut blocks = Blocks::<Block>::new(block_count).map_err(|error| {
-                    format!("asks for {kib} KiB of memory, which there are not: {error}")
+                    format!("asks for {kib} KiB of memory, more than available: {error}")
                 })?;
                 argon2
                     .hash_password_into_with_memory(passphrase, salt, &mut key, blocks.all())

@@ -125,23 +125,27 @@ fn a_header_with_forbidden_values_is_refused() {
             "BwcHBwcHBwcHBwcHBwcHBw==" })
     };
     for (place, value, expected) in [
-        ("/segments/0/encryption", json!("aes-cbc-essiv:sha256"), "(aes-xts-plain64 is)"),
-        ("/segments/0/encryption", json!("a\nb"), "\"a\\nb\", which is not supported"),
+        ("/segments/0/encryption", json!("aes-cbc-essiv:sha256"), "--cipher aes-xts-plain64`"),
+        ("/segments/0/encryption", json!("a\nb"), "\"a\\nb\" is not supported"),
         ("/segments/0/type", json!("linear"), "of type \"linear\""),
         ("/segments/0/type", json!("a\u{7}b"), "of type \"a\\u{7}b\""),
-        ("/segments/0/sector_size", json!(100), "sectors have 100 bytes"),
-        ("/segments/0/sector_size", json!(8192), "sectors have 8192 bytes"),
+        ("/segments/0/sector_size", json!(100), "sectors have the invalid size of 100 bytes"),
+        ("/segments/0/sector_size", json!(8192), "sectors have the invalid size of 8192 bytes"),
         ("/segments/0/offset", json!("0"), "its data begins at byte 0"),
         ("/segments/0/offset", json!("-1"), "\"-1\" in its header is not a number"),
         ("/segments/0/offset", json!("66000"), "is not a multiple of the logical block"),
-        ("/segments/0/offset", json!(big), "the disk ends at 1048576: it was cut off"),
-        ("/segments/0/offset", json!("1048576"), "the disk ends at 1048576: it was cut off"),
+        ("/segments/0/offset", json!(big), "the disk ends at 1048576: the disk was truncated"),
+        (
+            "/segments/0/offset",
+            json!("1048576"),
+            "the disk ends at 1048576: the disk was truncated",
+        ),
         ("/segments/0/size", json!("1073741824"), "and has 1073741824 bytes, and the disk ends"),
-        ("/segments/0/size", json!(big), "the disk ends at 1048576: it was cut off"),
+        ("/segments/0/size", json!(big), "the disk ends at 1048576: the disk was truncated"),
         ("/segments/0/size", json!("0"), "choose a smaller offset or size"),
         ("/segments/0/flags", json!(["backup-moved-segment"]), "the flags [\"backup-moved-segment"),
         ("/segments/0/integrity", json!({ "type": "hmac(sha256)" }), "\"crypt\" with integrity"),
-        ("/segments/0/iv_tweak", json!(big), "begins with sector 18446744073709551615"),
+        ("/segments/0/iv_tweak", json!(big), "begins with the invalid sector 18446744073709551615"),
         ("/segments/0", json!({ "type": "crypt" }), "missing field `offset`"),
         ("/segments", json!({}), "it has 0 segments"),
         ("/config", json!({ "requirements": { "mandatory": ["x"] } }), "--resume-only"),
@@ -153,22 +157,22 @@ fn a_header_with_forbidden_values_is_refused() {
         ("/keyslots/0/kdf", argon2(64, 1, 1 << 30), "key slot 0 cannot be used"),
         ("/keyslots/0/kdf/type", json!("scrypt"), "unknown variant `scrypt`"),
         ("/keyslots/0/kdf/salt", json!("?"), "is not Base64"),
-        ("/keyslots/0/kdf/hash", json!("md5"), "the hash \"md5\""),
+        ("/keyslots/0/kdf/hash", json!("md5"), "its hash \"md5\""),
         ("/keyslots/0/af/stripes", json!(0), "it has 0 stripes"),
         ("/keyslots/0/af/stripes", json!(1 << 30), "it has 1073741824 stripes"),
-        ("/keyslots/0/area/offset", json!("4096"), "its area begins at 4096"),
+        ("/keyslots/0/area/offset", json!("4096"), "area of its key slot 0 begins at 4096"),
         ("/keyslots/0/area/offset", json!(big), "and its header ends only at"),
         ("/keyslots/0/area/size", json!("1"), "its area has 1 bytes"),
         ("/keyslots/0/key_size", json!(48), "its keys have 48 bytes"),
         ("/keyslots/0/area/key_size", json!(0), "its keys have 0 bytes"),
-        ("/keyslots/0/type", json!("reencrypt"), "no key slot that could be used"),
-        ("/keyslots/0/priority", json!(0), "no key slot that could be used"),
-        ("/digests/0/keyslots", json!([]), "no key slot that could be used"),
-        ("/digests/0/segments", json!([]), "nothing in its header tells the right key"),
-        ("/digests/0/digest", json!(""), "its digest has 0 bytes"),
+        ("/keyslots/0/type", json!("reencrypt"), "no usable key slot"),
+        ("/keyslots/0/priority", json!(0), "no usable key slot"),
+        ("/digests/0/keyslots", json!([]), "no usable key slot"),
+        ("/digests/0/segments", json!([]), "no digest that verifies the key"),
+        ("/digests/0/digest", json!(""), "its digest has the invalid length of 0 bytes"),
         ("/digests/0/iterations", json!(u32::MAX), "rounds of PBKDF2"),
         ("/digests/0/salt", json!("AAAA"), "opens none of the 1 key slots"),
-        ("", json!("text"), "the JSON in its header is not understood"),
+        ("", json!("text"), "cannot parse the JSON in its header"),
     ] {
         let start = header(|metadata| match (metadata.pointer(place), place.rsplit_once('/')) {
             (None, Some((parent, key))) => {
@@ -196,7 +200,7 @@ fn an_unsupported_key_slot_does_not_keep_another_slot_from_opening_the_disk() {
     for (place, value, why) in [
         ("/kdf", json!({ "type": "scrypt" }), "unknown variant `scrypt`"),
         ("/area/encryption", json!("serpent-xts-plain64"), "\"serpent-xts-plain64\""),
-        ("/af/hash", json!("blake2b"), "the hash \"blake2b\""),
+        ("/af/hash", json!("blake2b"), "its hash \"blake2b\""),
         ("/af", json!(7), "invalid type"),
     ] {
         let start = with_second(place, value);
@@ -265,7 +269,7 @@ fn work_is_bounded_for_all_slots_together() {
             metadata["keyslots"][slot.to_string()] = right;
         }
     });
-    check_refused(&many, "it has 33 key slots, and at most 32 are possible");
+    check_refused(&many, "it has 33 key slots, and at most 32 are allowed");
 }
 
 #[test]
@@ -282,13 +286,13 @@ fn the_newest_intact_header_counts() {
     // The magic, the version, a size, the JSON and the checksum of the first header.
     for place in [0, 7, 10, 5000, 450] {
         assert!(
-            remark(&damaged(&[place])).contains("its header is damaged, and a copy"),
+            remark(&damaged(&[place])).contains("its header is damaged, and its copy"),
             "{place}"
         );
     }
     for place in [0, 10, 5000, 450] {
         let copy = remark(&damaged(&[HEADER_BYTES + place]));
-        assert!(copy.contains("the copy of its header: "), "{place}: {copy}");
+        assert!(copy.contains("the copy of its header is damaged: "), "{place}: {copy}");
         check_refused(&damaged(&[5000, HEADER_BYTES + place]), "the checksum of the header at");
     }
     // Each header states its place. A header at a different place was only copied there.
@@ -303,7 +307,7 @@ fn the_newest_intact_header_counts() {
     assert!(remark(&newer).contains("the copy of its header is newer"));
     let mut other_version = damaged(&[HEADER_BYTES]);
     other_version[7] = 3;
-    check_refused(&other_version, "of LUKS version 3");
+    check_refused(&other_version, "the LUKS version 3");
     check_refused(&whole[..1000], "the checksum of the header at byte 0 is wrong");
     check_refused(&[], "there is no LUKS header at byte 0");
     let tiny = image(&whole[..4096], 4096);
@@ -328,7 +332,7 @@ fn no_error_advises_to_format_a_disk_with_a_damaged_header() {
     }
     let mut reencrypted = whole;
     reencrypted[..8].copy_from_slice(b"LUKS\xde\xad\0\x01");
-    check_refused(&reencrypted, "end it with `cryptsetup reencrypt --resume-only`");
+    check_refused(&reencrypted, "complete it with `cryptsetup reencrypt --resume-only`");
 }
 
 #[test]
@@ -351,16 +355,16 @@ fn headers_of_version_1_are_checked() {
     assert_eq!(parsed.slots.iter().map(|slot| slot.number).collect::<Vec<_>>(), [3]);
     assert_eq!((parsed.payload.offset_bytes, parsed.payload.size_bytes), (2 << 20, None));
     for (at, value, expected) in [
-        (8, u32::from_be_bytes(*b"twof"), "\"twof-xts-plain64\", which is not supported"),
-        (40, u32::from_be_bytes(*b"cbc\0"), "\"aes-cbc\", which is not supported"),
-        (72, u32::from_be_bytes(*b"md5\0"), "the hash \"md5\""),
-        (72, u32::MAX, "a text that is none"),
+        (8, u32::from_be_bytes(*b"twof"), "\"twof-xts-plain64\" is not supported"),
+        (40, u32::from_be_bytes(*b"cbc\0"), "\"aes-cbc\" is not supported"),
+        (72, u32::from_be_bytes(*b"md5\0"), "its hash \"md5\""),
+        (72, u32::MAX, "text that is not UTF-8"),
         (104, 3, "its data begins at byte 1536"),
         (108, 48, "its keys have 48 bytes"),
-        (208, 1, "its key slot 0 is neither on nor off"),
+        (208, 1, "its key slot 0 has an invalid state"),
         (208 + 48 * 3 + 40, u32::MAX, "its header ends only at"),
         (208 + 48 * 3 + 44, 0, "has 0 stripes"),
-        (208 + 48 * 3 + 44, u32::MAX, "stripes, and 4000 are usual"),
+        (208 + 48 * 3 + 44, u32::MAX, "stripes instead of 4000"),
     ] {
         let mut bad = good;
         bad[at..at + 4].copy_from_slice(&value.to_be_bytes());

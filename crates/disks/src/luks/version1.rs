@@ -41,11 +41,11 @@ pub(super) fn parse(bytes: &[u8; HEADER_BYTES], is_detached: bool) -> Result<Hea
         match read_be(bytes, at) {
             ENABLED => {}
             DISABLED => continue,
-            other => return Err(format!("its key slot {index} is neither on nor off: {other:#x}")),
+            other => return Err(format!("its key slot {index} has an invalid state: {other:#x}")),
         }
         let stripes = read_be(bytes, at + 44);
         if !(1..=STRIPES_MAX).contains(&stripes) {
-            return Err(format!("its key slot {index} has {stripes} stripes, and 4000 are usual"));
+            return Err(format!("its key slot {index} has {stripes} stripes instead of 4000"));
         }
         let salt = bytes[at + 8..at + 40].to_vec();
         slots.push(Slot {

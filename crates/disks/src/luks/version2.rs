@@ -27,8 +27,8 @@ const POSITION_MAX: u64 = 1 << 60;
 
 /// The advice for a header that is missing or damaged. A new one would destroy all keys, and with
 /// them the data.
-const CHECK_DISK: &str = "check that this is the right disk; a detached header is named with \
-                          `header=`, and a damaged one is restored from a backup with `cryptsetup \
+const CHECK_DISK: &str = "check that this is the right disk; name a detached header with \
+                          `header=`; restore a damaged header from a backup with `cryptsetup \
                           luksHeaderRestore`";
 
 /// Reads the first header, or its copy if that is newer or the first header is damaged.
@@ -50,16 +50,18 @@ pub(super) fn read(read: &ReadAt<'_>, is_detached: bool) -> Result<Header, Strin
     }
     let (header, remark) = match (first, copy) {
         (Ok(first), Some(copy)) if copy.sequence > first.sequence => {
-            (copy, Some("the copy of its header is newer than the header".to_owned()))
+            (copy, Some("the copy of its header is newer than its header".to_owned()))
         }
         (Ok(first), Some(_)) => (first, None),
-        (Ok(first), None) => (first, why.map(|why| format!("the copy of its header: {why}"))),
+        (Ok(first), None) => {
+            (first, why.map(|why| format!("the copy of its header is damaged: {why}")))
+        }
         (Err(why), Some(copy)) => {
-            (copy, Some(format!("its header is damaged, and a copy is used: {why}")))
+            (copy, Some(format!("its header is damaged, and its copy is used: {why}")))
         }
         (Err(why), None) => return Err(format!("{why}; {CHECK_DISK}")),
     };
-    let remark = remark.map(|remark| format!("{remark}; mend it with `cryptsetup repair`"));
+    let remark = remark.map(|remark| format!("{remark}; repair it with `cryptsetup repair`"));
     parse(&header, is_detached).map(|parsed| Header { remark, ..parsed })
 }
 
@@ -84,13 +86,13 @@ impl Binary {
         let version = u16::from_be_bytes([start[6], start[7]]);
         if version != 2 {
             return Err(format!(
-                "the header at byte {place} is of LUKS version {version}, and versions 1 and 2 are \
-                 supported"
+                "the LUKS version {version} of the header at byte {place} is not supported; \
+                 versions 1 and 2 are"
             ));
         }
         let (bytes, sequence) = (number(8), number(16));
         if !SIZES.map(|power| 1 << power).any(|size: u64| size == bytes) {
-            return Err(format!("the header at byte {place} has an impossible size of {bytes}"));
+            return Err(format!("the header at byte {place} has the invalid size {bytes}"));
         }
         if number(256) != place {
             return Err(format!("the header at byte {place} belongs at {}", number(256)));
@@ -191,27 +193,27 @@ struct Requirements {
 
 fn parse(header: &Binary, is_detached: bool) -> Result<Header, String> {
     let metadata: Metadata = serde_json::from_slice(&header.json)
-        .map_err(|error| format!("the JSON in its header is not understood: {error}"))?;
+        .map_err(|error| format!("cannot parse the JSON in its header: {error}"))?;
     let requirements = metadata.config.requirements.map_or(Vec::new(), |needs| needs.mandatory);
     if !requirements.is_empty() {
         return Err(format!(
-            "it requires {requirements:?}, which is not supported; if it is being encrypted anew, \
-             finish that with `cryptsetup reencrypt --resume-only`"
+            "it requires {requirements:?}, which is not supported; if its re-encryption is not \
+             complete, complete it with `cryptsetup reencrypt --resume-only`"
         ));
     }
     let mut segments = metadata.segments.iter();
     let (Some((name, segment)), None) = (segments.next(), segments.next()) else {
-        return Err(format!("it has {} segments, and must have one", metadata.segments.len()));
+        return Err(format!("it has {} segments instead of one", metadata.segments.len()));
     };
     let name = name.to_string();
     let payload = segment.payload()?;
     let mut digests = metadata.digests.values();
     let digest = digests.find(|digest| digest.segments.contains(&name));
-    let digest = digest.ok_or("nothing in its header tells the right key of its data")?;
+    let digest = digest.ok_or("its header has no digest that verifies the key of its data")?;
     let check = digest.check()?;
     if metadata.keyslots.len() > SLOTS_MAX {
         let slots = metadata.keyslots.len();
-        return Err(format!("it has {slots} key slots, and at most {SLOTS_MAX} are possible"));
+        return Err(format!("it has {slots} key slots, and at most {SLOTS_MAX} are allowed"));
     }
     let headers_end = 2 * header.bytes;
     let areas =
@@ -233,7 +235,9 @@ fn check_area(header: &Binary, number: u32, keyslot: &Value) -> Result<u64, Stri
         return Ok(headers_end);
     };
     if offset < headers_end {
-        return Err(format!("in its key slot {number}: its area begins at {offset}"));
+        return Err(format!(
+            "the area of its key slot {number} begins at {offset}, inside the header"
+        ));
     }
     Ok(offset.saturating_add(bytes))
 }
@@ -280,11 +284,11 @@ impl Segment {
         }
         check_cipher(encryption)?;
         if ![512, 1024, 2048, 4096].contains(sector_size) {
-            return Err(format!("its sectors have {sector_size} bytes, which cannot be"));
+            return Err(format!("its sectors have the invalid size of {sector_size} bytes"));
         }
         let first_position = self.iv_tweak.as_deref().map_or(Ok(0), bytes_of)?;
         if first_position > POSITION_MAX {
-            return Err(format!("its data begins with sector {first_position}, which cannot be"));
+            return Err(format!("its data begins with the invalid sector {first_position}"));
         }
         Ok(Payload {
             offset_bytes: bytes_of(&self.offset)?,
@@ -306,7 +310,7 @@ impl Digest {
         let digest = parse_base64(&self.digest)?;
         // Every key would match a digest of no bytes.
         if !(16..=64).contains(&digest.len()) {
-            return Err(format!("its digest has {} bytes, which cannot be", digest.len()));
+            return Err(format!("its digest has the invalid length of {} bytes", digest.len()));
         }
         let hash = Hash::from_name(&self.hash)?;
         Ok(KeyCheck { hash, rounds: self.iterations, salt: parse_base64(&self.salt)?, digest })
@@ -322,7 +326,7 @@ impl Keyslot {
         }
         check_cipher(&area.encryption)?;
         if !(1..=STRIPES_MAX).contains(&af.stripes) {
-            return Err(format!("it has {} stripes, and 4000 are usual", af.stripes));
+            return Err(format!("it has {} stripes instead of 4000", af.stripes));
         }
         let slot = Slot {
             number,

@@ -61,7 +61,7 @@ impl Cipher {
     pub(super) fn new(key: &[u8]) -> Result<Self, String> {
         let cipher = Self::expand(key);
         zeroize_stack::<KEY_STACK_BYTES>();
-        cipher.map_err(|error| format!("there is no memory for its key: {error}"))
+        cipher.map_err(|error| format!("cannot allocate memory for its key: {error}"))
     }
 
     /// Runs in a frame of its own: its remains on the stack lie where `new` wipes them.

@@ -130,7 +130,7 @@ impl Progress {
         }
         match request.command {
             Command::Read if self.pieces != [(0, request.len)] => {
-                Err(Violation("it did not send all that was asked for"))
+                Err(Violation("it sent less data than the request asked for"))
             }
             // A server may report nothing for the context.
             Command::BlockStatus => Ok(Ok(self.extent.unwrap_or(Extent::data(request.len)))),
@@ -141,7 +141,7 @@ impl Progress {
 
 fn extent(bytes: u64, flags: u64) -> Result<Extent, Violation> {
     if bytes == 0 {
-        return Err(Violation("it sent a state of no bytes"));
+        return Err(Violation("it sent a block status of zero bytes"));
     }
     let kind = match flags & (STATE_HOLE | STATE_ZERO) {
         STATE_ZERO => ExtentKind::Zero,

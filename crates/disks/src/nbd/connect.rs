@@ -100,7 +100,8 @@ fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
         }
         NbdAddress::Tcp { host, port } => {
             let addresses = RESOLVER.find(host, *port, until)?;
-            reach_one(&addresses, until).unwrap_or_else(|| Err(format!("{host} has no address")))
+            reach_one(&addresses, until)
+                .unwrap_or_else(|| Err(format!("the name {host} has no address")))
         }
     }
 }
@@ -110,18 +111,18 @@ fn not_reached(address: &dyn Display, error: &io::Error) -> String {
     let advice = match error.kind() {
         ErrorKind::WouldBlock => {
             return format!(
-                "cannot connect to {address}: the server takes no connections, and too many wait \
-                 already; restart it if it hangs"
+                "cannot connect to {address}: the server accepts no connections, and its queue is \
+                 full; restart it if it hangs"
             );
         }
         ErrorKind::PermissionDenied => {
-            "check the rights of the socket and of the folders above it, or what a firewall allows"
+            "check the permissions of the socket and of its parent folders, and the firewall"
         }
         ErrorKind::InvalidFilename => {
-            "the path of a socket can have 107 bytes; name it by a shorter one, such as a link"
+            "a socket path has at most 107 bytes; use a shorter one, such as a link"
         }
         ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable => {
-            "check the network, and whether the machine of the server is up"
+            "check the network, and that the server's machine is up"
         }
         _ => "is the server running?",
     };
@@ -235,7 +236,7 @@ mod tests {
             }
             assert!(taken.len() < 1000, "the kernel has room for all of them");
         };
-        assert!(error.contains("takes no connections"), "{error}");
+        assert!(error.contains("accepts no connections"), "{error}");
     }
 
     #[test]
@@ -248,15 +249,15 @@ mod tests {
         for (path, expected) in [
             (left, "is the server running?"),
             (folder.path().join("absent"), "is the server running?"),
-            (folder.path().join("a".repeat(107)), "can have 107 bytes"),
+            (folder.path().join("a".repeat(107)), "has at most 107 bytes"),
         ] {
             let error = reach(&NbdAddress::Unix(path), until).unwrap_err();
             assert!(error.contains(expected), "{error}");
         }
         // Root may do everything, and no test waits for a machine that is away.
         for (errno, expected) in [
-            (libc::EACCES, "check the rights of the socket"),
-            (libc::EPERM, "check the rights of the socket"),
+            (libc::EACCES, "check the permissions of the socket"),
+            (libc::EPERM, "check the permissions of the socket"),
             (libc::ETIMEDOUT, "check the network"),
             (libc::EHOSTUNREACH, "check the network"),
             (libc::ENETUNREACH, "check the network"),

@@ -278,7 +278,7 @@ impl Flow {
             self.parse_staged(requests, shared).map_err(|violation| match violation {
                 SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
                 Violation(what) => {
-                    Broken::Unusable(format!("the server breaks the protocol: {what}"))
+                    Broken::Unusable(format!("the server violates the NBD protocol: {what}"))
                 }
             })?;
         }
@@ -397,7 +397,7 @@ impl Flow {
             slot.state == State::Sent(self.index) && cookie(number, slot.serial) == reply.cookie
         });
         let Some(slot) = slot else {
-            return Err(Violation("it answered a request that nobody has made"));
+            return Err(Violation("it answered a request that was not sent"));
         };
         if reply.content == ReplyContent::Error(SHUTDOWN) {
             return Err(SHUTS_DOWN);

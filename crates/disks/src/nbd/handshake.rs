@@ -108,22 +108,24 @@ pub(super) struct Greeted {
 /// The reason why the server cannot be used.
 pub(super) fn greet(stream: &mut (impl Read + Write)) -> Result<Greeted, String> {
     if read_u64(stream)? != MAGIC {
-        return Err("what answers there is no NBD server".to_owned());
+        return Err("the program at this address is not an NBD server".to_owned());
     }
     match read_u64(stream)? {
         OPTION_MAGIC => {}
         OLD_MAGIC => {
             return Err(
-                "the server speaks the oldstyle protocol of before 2011; use a newer one, \
-                        or have it export by a name"
+                "the server speaks the oldstyle protocol from before 2011; use a newer server, or \
+                 give its export a name"
                     .to_owned(),
             );
         }
-        _ => return Err("what answers there is no NBD server".to_owned()),
+        _ => return Err("the program at this address is not an NBD server".to_owned()),
     }
     let flags = read_u16(stream)?;
     if flags & FIXED_NEWSTYLE == 0 {
-        return Err("the server does not speak fixed newstyle; use a newer one".to_owned());
+        return Err(
+            "the server does not speak the fixed newstyle protocol; use a newer server".to_owned()
+        );
     }
     let shared = flags & (FIXED_NEWSTYLE | NO_ZEROES);
     send(stream, &u32::from(shared).to_be_bytes())?;
@@ -141,7 +143,8 @@ pub(super) fn start_tls(stream: &mut (impl Read + Write)) -> Result<(), String> 
     match replies.next(stream)? {
         OptionReply::Ack => Ok(()),
         OptionReply::Refused(ERROR_UNSUPPORTED | ERROR_POLICY, _) => {
-            Err("the server offers no TLS; start it with TLS, or use nbd:// to do without".into())
+            Err("the server offers no TLS; start it with TLS, or use nbd:// to connect without TLS"
+                .into())
         }
         OptionReply::Refused(error, text) => Err(refused("TLS", error, &text)),
         OptionReply::Info(_) | OptionReply::Context(_) => Err(unexpected()),
@@ -167,7 +170,7 @@ pub(super) fn negotiate(
     let option = if purpose == Purpose::Serve { OPTION_GO } else { OPTION_INFO };
     let Some(mut found) = ask_for_export(stream, option, export)? else {
         if purpose == Purpose::Ask {
-            return Err("the server is too old to say what it has".to_owned());
+            return Err("the server is too old to describe its exports".to_owned());
         }
         return old_export(stream, greeted, export, framing).and_then(|f| f.facts(context));
     };
@@ -263,8 +266,11 @@ fn old_export(
     framing: Framing,
 ) -> Result<ExportInfo, String> {
     send_option(stream, OPTION_EXPORT_NAME, export.as_bytes())?;
-    let gone =
-        |error| format!("the server ended the connection: does it have '{export}'? ({error})");
+    let gone = |error| {
+        format!(
+            "the server closed the connection; check that it has an export '{export}' ({error})"
+        )
+    };
     let size_bytes = read_u64(stream).map_err(gone)?;
     let flags = read_u16(stream)?;
     if !greeted.no_zeroes {
@@ -295,20 +301,18 @@ impl ExportInfo {
 
     fn facts(&self, context: Option<u32>) -> Result<Facts, String> {
         let Some((size_bytes, flags)) = self.export else {
-            return Err("the server did not say how large the export is".to_owned());
+            return Err("the server did not send the size of the export".to_owned());
         };
         if flags & can::HAS_FLAGS == 0 {
-            return Err("the server did not say what the export can do".to_owned());
+            return Err("the server did not send the capabilities of the export".to_owned());
         }
         let [min, preferred, max] = self.blocks.unwrap_or([1, 4096, PAYLOAD_MAX]);
         if !min.is_power_of_two() || min > 65_536 || !preferred.is_power_of_two() || max < min {
-            return Err(format!(
-                "the server names block sizes that no server may have ({min}, {preferred}, {max})"
-            ));
+            return Err(format!("the server sent invalid block sizes ({min}, {preferred}, {max})"));
         }
         if max < MAX_MIN {
             return Err(format!(
-                "the server takes {max} bytes at a time at most; at least {MAX_MIN} are needed"
+                "the server takes at most {max} bytes in a request; at least {MAX_MIN} are needed"
             ));
         }
         Ok(Facts {
@@ -344,7 +348,7 @@ impl Replies {
 
     fn next(&mut self, stream: &mut impl Read) -> Result<OptionReply, String> {
         let Some(left) = self.left.checked_sub(1) else {
-            return Err("the server does not stop answering an option".to_owned());
+            return Err("the server sends too many replies to an option".to_owned());
         };
         self.left = left;
         let (magic, option) = (read_u64(stream)?, read_u32(stream)?);
@@ -353,7 +357,7 @@ impl Replies {
             return Err(unexpected());
         }
         let mut data = vec![0; len as usize];
-        stream.read_exact(&mut data).map_err(|error| cannot("hear from", &error))?;
+        stream.read_exact(&mut data).map_err(|error| cannot("receive from", &error))?;
         match kind {
             REPLY_ACK => Ok(OptionReply::Ack),
             REPLY_INFO => Ok(OptionReply::Info(data)),
@@ -372,22 +376,22 @@ fn printable(data: &[u8]) -> String {
 
 fn refused(what: &str, error: u32, text: &str) -> String {
     let why = match error {
-        ERROR_TLS_REQUIRED => "it wants TLS; use nbds:// and give it certificates",
-        ERROR_UNKNOWN => "it does not have it; list what it has with `nbdinfo --list`",
+        ERROR_TLS_REQUIRED => "it requires TLS; use nbds:// and tls-certificates",
+        ERROR_UNKNOWN => "it has no such export; list its exports with `nbdinfo --list`",
         ERROR_POLICY => "its configuration forbids it",
         ERROR_SHUTDOWN => "it is shutting down",
         _ => "",
     };
-    let said = if text.is_empty() { String::new() } else { format!(" (it says: {text})") };
+    let said = if text.is_empty() { String::new() } else { format!(" (its message: {text})") };
     let number = error & !REPLY_IS_ERROR;
     match why {
-        "" => format!("the server refuses {what} with error {number}{said}"),
-        why => format!("the server refuses {what}: {why}{said}"),
+        "" => format!("the server rejected {what} with error {number}{said}"),
+        why => format!("the server rejected {what}: {why}{said}"),
     }
 }
 
 fn unexpected() -> String {
-    "the server does not keep to the NBD protocol in its handshake".to_owned()
+    "the server violates the NBD protocol in its handshake".to_owned()
 }
 
 fn cannot(verb: &str, error: &io::Error) -> String {
@@ -412,12 +416,12 @@ fn put_text(data: &mut Vec<u8>, text: &str) -> Result<(), String> {
 
 fn send(stream: &mut impl Write, data: &[u8]) -> Result<(), String> {
     let sent = stream.write_all(data).and_then(|()| stream.flush());
-    sent.map_err(|error| cannot("speak to", &error))
+    sent.map_err(|error| cannot("send to", &error))
 }
 
 fn read_exactly<const N: usize>(stream: &mut impl Read) -> Result<[u8; N], String> {
     let mut bytes = [0; N];
-    stream.read_exact(&mut bytes).map_err(|error| cannot("hear from", &error))?;
+    stream.read_exact(&mut bytes).map_err(|error| cannot("receive from", &error))?;
     Ok(bytes)
 }
 
@@ -573,18 +577,18 @@ mod tests {
         let (bad_blocks, small_blocks) = (blocks(3, 0xff), blocks(1, 1));
         let endless = reply(7, INFO, &[0, 1]).repeat(REPLIES_MAX + 1);
         for (parts, expected) in [
-            (&[&b"SSH-2.0-OpenSSH_9.2\r\n"[..]][..], "is no NBD server"),
+            (&[&b"SSH-2.0-OpenSSH_9.2\r\n"[..]][..], "is not an NBD server"),
             (&[b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53"], "oldstyle protocol"),
-            (&[b"NBDMAGICIHAVEOPT\0\0"], "does not speak fixed newstyle"),
-            (&[b"NBDM"], "cannot hear from the server"),
+            (&[b"NBDMAGICIHAVEOPT\0\0"], "does not speak the fixed newstyle"),
+            (&[b"NBDM"], "cannot receive from the server"),
             (&[GREETING, &reply(11, [0x80, 0, 0, 5], b"TLS\nfirst")], "use nbds://"),
-            (&[GREETING, &reply(8, ACK, &[])], "does not keep to the NBD protocol"),
-            (&[GREETING, &reply(11, INFO, &[])], "does not keep to the NBD protocol"),
-            (&[GREETING, &simple, &reply(7, [0x80, 0, 0, 6], b"no")], "does not have it"),
-            (&[GREETING, &simple, &reply(7, ACK, &[])], "did not say how large"),
-            (&[GREETING, &simple, &bad_blocks], "block sizes that no server may have"),
-            (&[GREETING, &simple, &small_blocks], "takes 256 bytes at a time"),
-            (&[GREETING, &simple, &endless], "does not stop answering"),
+            (&[GREETING, &reply(8, ACK, &[])], "violates the NBD protocol"),
+            (&[GREETING, &reply(11, INFO, &[])], "violates the NBD protocol"),
+            (&[GREETING, &simple, &reply(7, [0x80, 0, 0, 6], b"no")], "has no such export"),
+            (&[GREETING, &simple, &reply(7, ACK, &[])], "did not send the size"),
+            (&[GREETING, &simple, &bad_blocks], "sent invalid block sizes"),
+            (&[GREETING, &simple, &small_blocks], "takes at most 256 bytes"),
+            (&[GREETING, &simple, &endless], "sends too many replies"),
         ] {
             let error = shake(&mut Script::new(parts), Purpose::Serve).unwrap_err();
             assert!(error.contains(expected) && !error.contains('\n'), "{error}");
@@ -592,7 +596,7 @@ mod tests {
         let mut huge = reply(11, ACK, &[]);
         huge[16..20].fill(0xff);
         let error = shake(&mut Script::new(&[GREETING, &huge]), Purpose::Serve).unwrap_err();
-        assert!(error.contains("does not keep"), "{error}");
+        assert!(error.contains("violates"), "{error}");
         let mut script = Script::new(&[&reply(5, UNSUPPORTED, &[])]);
         assert!(start_tls(&mut script).unwrap_err().contains("offers no TLS"));
     }

@@ -193,7 +193,7 @@ impl Pipe {
             remote.post(move |io| io.wake(task));
         };
         if let Err(error) = self.io.start_thread("nbd-connect", work) {
-            return Some(Err(format!("cannot start a thread that connects: {error}")));
+            return Some(Err(format!("cannot start the thread that connects: {error}")));
         }
         let mut tick: Option<Instant> = None;
         loop {
@@ -226,7 +226,7 @@ fn check(
     let known = record_size(shared, now.size_bytes, asked);
     if now.size_bytes < then.size_bytes && known.is_some_and(|known| known != now.size_bytes) {
         tracing::warn!(
-            "{}: the export has shrunk to {} bytes; its server decides about requests beyond them",
+            "{}: the export has shrunk to {} bytes; the server may fail requests beyond its end",
             shared.options,
             now.size_bytes
         );
@@ -250,9 +250,11 @@ pub(super) fn check_not_less(shared: &Shared, now: &Facts) -> Result<(), String>
         || now.block_bytes_min > then.block_bytes_min
         || now.payload_bytes_max < then.payload_bytes_max;
     if is_less {
-        return Err("the export offers less than before; restart it as it was, or restart the \
-                    export of this disk"
-            .to_owned());
+        return Err(
+            "the NBD export offers fewer capabilities than before; restore its settings on the \
+             server, or restart the export of this disk"
+                .to_owned(),
+        );
     }
     Ok(())
 }
@@ -347,7 +349,7 @@ fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
     match TcpHealth::read(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
         Some(pulse) => {
             let seconds = pulse.quiet_for.as_secs();
-            Err(Broken::Silent(format!("its machine has been silent for {seconds} s")))
+            Err(Broken::Silent(format!("the server's machine has been silent for {seconds} s")))
         }
         None => Ok(()),
     }

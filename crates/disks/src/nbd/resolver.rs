@@ -47,7 +47,8 @@ impl Resolver {
         let lookup = self.start_lookup(host, port)?;
         lookup.wait(until).unwrap_or_else(|| {
             Err(format!(
-                "cannot find {host}: no name server answers; use its address, or mend the resolver"
+                "cannot resolve {host}: no name server answers; use its address, or repair the \
+                 resolver"
             ))
         })
     }
@@ -68,14 +69,15 @@ impl Resolver {
         let work = move || {
             let (host, port) = &name;
             let answer = (self.ask)(host, *port).map_err(|error| {
-                format!("cannot find {host}: {error}; check the name of the server")
+                format!("cannot resolve {host}: {error}; check the name of the server")
             });
             // Later callers start a new look-up.
             self.lookups().remove(&name);
             found.finish(answer);
         };
         let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
-        started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
+        started
+            .map_err(|error| format!("cannot start the thread that resolves {host}: {error}"))?;
         all.insert(key, Arc::clone(&lookup));
         Ok(lookup)
     }
@@ -115,7 +117,7 @@ mod tests {
         let found = RESOLVER.find("127.0.0.1", 7, Instant::now() + PATIENCE).unwrap();
         assert_eq!(found, ["127.0.0.1:7".parse().unwrap()]);
         let error = RESOLVER.find("no host", 7, Instant::now() + PATIENCE).unwrap_err();
-        assert!(error.contains("cannot find no host"), "{error}");
+        assert!(error.contains("cannot resolve no host"), "{error}");
     }
 
     static ASKED: AtomicUsize = AtomicUsize::new(0);

@@ -58,12 +58,12 @@ impl Retry {
             match pipe.shared.another_pipe(pipe.number) {
                 Some(_) => tracing::warn!(
                     left_out,
-                    "{name} lets an IoThread have no connection: {why}; its requests go by those \
-                     of others, and it is tried again"
+                    "{name} refuses the connection of an IoThread: {why}; its requests use \
+                     connections of other IoThreads, and it connects again"
                 ),
                 None => tracing::warn!(
                     left_out,
-                    "{name} is away: {why}; requests wait, and it is tried again"
+                    "{name} is away: {why}; requests wait until a new connection succeeds"
                 ),
             }
         }
@@ -85,8 +85,8 @@ impl Retry {
             );
             if *held > 0 {
                 tracing::warn!(
-                    "{name}: the server may still make changes without an answer, {held} of them; \
-                     others to the same places wait until it has answered or closed the connection"
+                    "{name}: the server may still execute {held} unanswered writes; later writes \
+                     to the same ranges wait until it has answered or closed the connection"
                 );
             }
         }
@@ -107,12 +107,11 @@ impl Retry {
 pub(super) fn log_unflushed(name: &NbdOptions, unflushed: UnflushedChanges, is_logged: bool) {
     match unflushed {
         UnflushedChanges::Lost => tracing::error!(
-            "{name}: what was written and not flushed may be lost, so all further flushes \
-             fail; check the disk, then restart the export"
+            "{name}: unflushed writes may be lost, so all further flushes fail; check the disk, \
+             then restart the export"
         ),
         UnflushedChanges::Trusted if is_logged => tracing::warn!(
-            "{name}: what was written and not flushed is lost if the server's machine has \
-             restarted"
+            "{name}: unflushed writes are lost if the server's machine has restarted"
         ),
         UnflushedChanges::Trusted | UnflushedChanges::Nothing => {}
     }

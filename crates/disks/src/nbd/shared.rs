@@ -328,9 +328,9 @@ impl Shared {
     pub(super) fn record_failed_flush(&self, errno: i32) {
         if !self.is_lost.swap(true, Ordering::Relaxed) {
             tracing::error!(
-                "{}: the server has failed a flush: {}; what was written since the last one that \
-                 succeeded may be lost, and all further flushes fail; check the server and the \
-                 disk, then restart the export",
+                "{}: the server has failed a flush: {}; data written since the last successful \
+                 flush may be lost, and all further flushes fail; check the server and the disk, \
+                 then restart the export",
                 self.options,
                 std::io::Error::from_raw_os_error(errno)
             );
@@ -402,7 +402,7 @@ impl Shared {
         let late = if all_late > 0 { format!(", late: {all_late}") } else { String::new() };
         match problem {
             Some(why) if connections > 0 => {
-                format!("connections: {connections}{late}; not all IoThreads have one: {why}")
+                format!("connections: {connections}{late}; some IoThreads have none: {why}")
             }
             Some(why) => why,
             None => format!("connections: {connections}{late}"),

@@ -309,14 +309,17 @@ fn a_server_that_returns_with_fewer_features_is_not_used() {
         server.hang_up();
         let write = Running::write(&thread, &disk, 4096, 2);
         let flush = Running::flush(&thread, &disk);
-        while !source.remark().is_some_and(|why| why.contains("offers less than before")) {
+        while !source
+            .remark()
+            .is_some_and(|why| why.contains("offers fewer capabilities than before"))
+        {
             let is_used = |event: &Event| matches!(event, Event::Request(1.., _));
             assert!(!server.state().events.iter().any(is_used), "it is used");
             wait_a_turn(&thread);
         }
         assert!(matches!(source.state(), DiskState::Away(_)));
         let refused = source.refresh().unwrap_err().to_string();
-        assert!(refused.contains("offers less than before"), "{refused}");
+        assert!(refused.contains("offers fewer capabilities than before"), "{refused}");
         assert_eq!(announced_size(&source), MIB as u64, "the size of one that is refused counts");
         server.change(restore);
         assert_eq!((write.end(&thread), flush.end(&thread)), (None, None));

@@ -54,14 +54,13 @@ fn client(options: &NbdOptions, tls: &NbdTls) -> Result<ClientConnection, String
     let name = match (&tls.hostname, &options.address) {
         (Some(name), _) | (None, NbdAddress::Tcp { host: name, .. }) => name,
         (None, NbdAddress::Unix(_)) => {
-            return Err("TLS over a socket needs the name in the server's certificate; give it \
-                        with tls-hostname=NAME"
+            return Err("TLS over a Unix socket needs the name in the server's certificate; set \
+                        tls-hostname=NAME"
                 .to_owned());
         }
     };
-    let name = ServerName::try_from(name.clone()).map_err(|_| {
-        format!("'{name}' is no name that a certificate can have; give one with tls-hostname")
-    })?;
+    let name = ServerName::try_from(name.clone())
+        .map_err(|_| format!("'{name}' cannot be the name in a certificate; set tls-hostname"))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -87,8 +86,8 @@ fn authorities(tls: &NbdTls) -> Result<RootCertStore, String> {
         None => {
             let found = SYSTEM_AUTHORITIES.iter().map(PathBuf::from).find(|path| path.exists());
             found.ok_or(
-                "this machine has no certificates of authorities; give a folder that has \
-                 ca-cert.pem with tls-certificates=FOLDER",
+                "this machine has no CA certificates; name a folder with ca-cert.pem in \
+                 tls-certificates=FOLDER",
             )?
         }
     };
@@ -112,7 +111,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
 fn open(path: &Path) -> Result<File, String> {
     open_regular(path).map_err(|error| {
         let path = path.display();
-        format!("cannot open {path}: {error}; tls-certificates must be a folder that has this file")
+        format!("cannot open {path}: {error}; tls-certificates must name a folder with this file")
     })
 }
 
@@ -121,11 +120,11 @@ fn advised(error: io::Error) -> io::Error {
     let advice = match error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>()) {
         Some(rustls::Error::InvalidCertificate(problem)) => match problem {
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-                "tls-hostname must be a name in the certificate"
+                "set tls-hostname to a name in the certificate"
             }
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                "the ca-cert.pem in the folder that tls-certificates names must be of the \
-                 authority that signed it"
+                "put the certificate of the CA that signed it into ca-cert.pem in the folder of \
+                 tls-certificates"
             }
             CertificateError::Expired
             | CertificateError::ExpiredContext { .. }
@@ -147,9 +146,9 @@ fn advised(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{error}; {advice}"))
 }
 
-const SERVER_REFUSED: &str = "the server has refused this client, and its log says why: it may \
-    demand a certificate (client-cert.pem and client-key.pem in the folder that tls-certificates \
-    names), or shared keys, which are not supported";
+const SERVER_REFUSED: &str = "the server has refused this client; its log may have the reason: it \
+                              may require a certificate (client-cert.pem and client-key.pem in the \
+                              folder of tls-certificates), or shared keys, which are not supported";
 
 /// The stream inside TLS while the server may yet refuse this client: with TLS 1.3, it checks a
 /// client's certificate when the client has finished its part.
@@ -173,7 +172,7 @@ impl<S: Read + Write> Write for Unproven<'_, S> {
 
 /// Leaves out the parser's own words: they may contain a line of the file, which may be a key.
 fn no_pem(path: &Path, what: &str) -> String {
-    unusable(path, &format_args!("it has no {what} in the form PEM, or is damaged"))
+    unusable(path, &format_args!("it has no {what} in PEM format, or is damaged"))
 }
 
 fn unusable(path: &Path, error: &dyn std::fmt::Display) -> String {

@@ -193,7 +193,7 @@ pub(super) fn parse(bytes: &[u8], framing: Framing) -> Result<Parsed, Violation>
             };
             parse_chunk(bytes, 32, cookie, len)
         }
-        _ => Err(Violation("it sent something that is no reply")),
+        _ => Err(Violation("it sent an invalid reply")),
     }
 }
 
@@ -214,7 +214,7 @@ fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parse
     let found = |content, used| Ok(Parsed::Reply(Reply { cookie, content, is_last }, used));
     if kind == CHUNK_DATA {
         let Some(len) = len.checked_sub(8).filter(|len| *len > 0) else {
-            return Err(Violation("it sent data of no bytes"));
+            return Err(Violation("it sent a data chunk of zero bytes"));
         };
         return match u64_at(bytes, head) {
             Some(offset) => found(ReplyContent::Data { offset, len }, head + 8),
@@ -229,7 +229,7 @@ fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parse
     let payload = bytes.get(head..).unwrap_or_default();
     match content(kind, payload) {
         Some(content) => found(content, whole),
-        None => Err(Violation("it sent a reply of an unknown kind or a wrong length")),
+        None => Err(Violation("it sent a reply with an unknown type or a wrong length")),
     }
 }
 

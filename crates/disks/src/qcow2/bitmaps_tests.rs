@@ -104,7 +104,10 @@ fn bitmaps_become_invalid_with_the_first_change() {
                 let before = image.content();
                 let source = image.open(DiskOptions { no_lock, ..DiskOptions::default() }).unwrap();
                 let warning = source.warning().unwrap();
-                assert!(warning.contains("bitmaps (backup0, backup1), which become"), "{warning}");
+                assert!(
+                    warning.contains("bitmaps (backup0, backup1), which the first write"),
+                    "{warning}"
+                );
                 let disk = source.attach(image.thread.io());
                 let data = Buffers::aligned(8192, 4096);
                 image.thread.block_on(disk.read(0, data)).unwrap().unwrap();

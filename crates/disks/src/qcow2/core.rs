@@ -107,8 +107,8 @@ pub fn image_header(source: &DiskSource) -> Result<Option<ImageHeader>, Error> {
 }
 
 /// The error if an image is to grow and its backing file is longer: the data there would show.
-pub(super) const TOO_LONG_BELOW: &str = "its backing file is longer than the disk; resize it with \
-                                         `qemu-img resize` when it is not in use";
+pub(super) const TOO_LONG_BELOW: &str = "its backing file is larger than the image; resize the \
+                                         image with `qemu-img resize` when it is not in use";
 
 /// The state of an image that all threads share.
 pub(super) struct Core {

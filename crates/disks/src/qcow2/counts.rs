@@ -5,9 +5,9 @@ use std::ops::Range;
 use iomem::fits;
 
 /// Reasons for an early end of an image's check.
-pub(super) const ODD_TABLE: &str = "one of its tables is too long, or does not lie in its file";
-pub(super) const TOO_MUCH: &str = "it would take too long to compare them";
-pub(super) const NO_MEMORY: &str = "there is not enough memory to compare them";
+pub(super) const ODD_TABLE: &str = "one of its tables is too long or outside its file";
+pub(super) const TOO_MUCH: &str = "a comparison of its reference counts would take too long";
+pub(super) const NO_MEMORY: &str = "there is not enough memory to compare its reference counts";
 
 /// The most uses of a cluster that are counted.
 const USES_MAX: u16 = u16::MAX - 1;

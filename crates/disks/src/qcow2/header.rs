@@ -85,7 +85,7 @@ fn version(front: &[u8]) -> Result<u32, String> {
         1 => Err("it is an image of the old format qcow (version 1); convert it with `qemu-img \
                   convert -O qcow2`"
             .into()),
-        other => Err(format!("it is of version {other} of qcow2; versions 2 and 3 can be used")),
+        other => Err(format!("its qcow2 version {other} is not supported; versions 2 and 3 are")),
     }
 }
 
@@ -93,7 +93,9 @@ fn cluster_bits(front: &[u8]) -> Result<u32, String> {
     let bits = u32_at(front, 20)?;
     match CLUSTER_BITS.contains(&bits) {
         true => Ok(bits),
-        false => Err(format!("its header has clusters of 2^{bits} bytes, which qcow2 has not")),
+        false => {
+            Err(format!("its header has clusters of 2^{bits} bytes, which qcow2 does not allow"))
+        }
     }
 }
 
@@ -157,8 +159,8 @@ fn check_printable(what: &str, text: &str) -> Result<String, String> {
     match text.contains(char::is_control) {
         false => Ok(text.to_owned()),
         true => Err(format!(
-            "the {what} of its backing file has a control character in it: {text:?}; if the image \
-             is to be trusted, give it another one with `qemu-img rebase -u`"
+            "the {what} of its backing file contains a control character: {text:?}; if you trust \
+             the image, correct it with `qemu-img rebase -u`"
         )),
     }
 }
@@ -207,13 +209,13 @@ impl Extensions {
 }
 
 /// Reasons to refuse writes to an image with counts that may be wrong.
-const NOT_CLOSED: &str = "it was not closed by its last user, and its reference counts \
-                                     may be wrong; open it once where its file can be locked, or \
-                                     repair it with `qemu-img check -r all`";
-const NOT_CLOSED_LAZY: &str = "it was not closed by its last user, who had its reference counts in \
-                               memory (lazy_refcounts); repair it with `qemu-img check -r all`";
+const NOT_CLOSED: &str = "it was not closed properly, and its reference counts may be wrong; open \
+                          it once where its file can be locked, or repair it with `qemu-img check \
+                          -r all`";
+const NOT_CLOSED_LAZY: &str = "it was not closed properly, and its reference counts are out of \
+                               date (lazy_refcounts); repair it with `qemu-img check -r all`";
 
-const NAMES: &str = "its header is damaged: the last name of a feature is cut off";
+const NAMES: &str = "its header is damaged: its last feature name is truncated";
 const TOO_SHORT: &str = "its header is damaged: it does not end in the first cluster";
 
 fn u32_at(front: &[u8], at: usize) -> Result<u32, String> {
@@ -275,15 +277,15 @@ impl ImageHeader {
     /// Refuses an image that cannot be used. The error names the obstacle and a remedy.
     pub(super) fn check(&self, read_only: bool, logical_block_bytes: u32) -> Result<(), String> {
         if self.is_encrypted {
-            return Err("it is encrypted, which is not supported; convert it with `qemu-img \
-                        convert` to an image that is not"
+            return Err("it is encrypted, which is not supported; convert it to an unencrypted \
+                        image with `qemu-img convert`"
                 .into());
         }
         self.check_features(read_only)?;
         if self.snapshots > 0 && !read_only {
             return Err(format!(
-                "it has internal snapshots ({}), and such images can only be read; delete them \
-                 with `qemu-img snapshot -d`, or open it read-only",
+                "it has internal snapshots ({}), so it can only be read; delete them with \
+                 `qemu-img snapshot -d`, or open it read-only",
                 self.snapshots
             ));
         }
@@ -297,9 +299,9 @@ impl ImageHeader {
         self.check_size(logical_block_bytes)?;
         let cluster = u64::from(self.cluster_bytes);
         if (self.size_bytes.div_ceil(cluster * (cluster / 8))) > self.l1_entries.into() {
-            return Err("its first table (L1) is too small for the disk in it; look at it with \
-                        `qemu-img check`"
-                .into());
+            return Err(
+                "its L1 table is too small for its disk; check it with `qemu-img check`".into()
+            );
         }
         Ok(())
     }
@@ -308,8 +310,8 @@ impl ImageHeader {
     pub(super) fn check_size(&self, logical_block_bytes: u32) -> Result<(), String> {
         if self.size_bytes == 0 || !self.size_bytes.is_multiple_of(logical_block_bytes.into()) {
             return Err(format!(
-                "the disk in it has {} bytes, which is not a multiple of the logical block of \
-                 {logical_block_bytes}; change it with `qemu-img resize`",
+                "its disk of {} bytes is not a multiple of the logical block of \
+                 {logical_block_bytes}; resize it with `qemu-img resize`",
                 self.size_bytes
             ));
         }
@@ -319,9 +321,11 @@ impl ImageHeader {
     fn check_features(&self, read_only: bool) -> Result<(), String> {
         let mut unknown = String::new();
         if self.incompatible & HAS_COMPRESSION == 0 && self.compression != ZLIB {
-            return Err("its header is damaged: it names a compression and lacks the feature bit \
-                        of it; look at it with `qemu-img check`"
-                .into());
+            return Err(
+                "its header is damaged: it has a compression type without the feature bit; check \
+                 it with `qemu-img check`"
+                    .into(),
+            );
         }
         for bit in (0..64).filter(|bit| self.incompatible & (1 << bit) != 0) {
             match bit {
@@ -330,8 +334,8 @@ impl ImageHeader {
                 1 if read_only => {}
                 1 => {
                     return Err(
-                        "it is marked as corrupt; open it read-only to save what is in it, \
-                                or repair it with `qemu-img check -r all`"
+                        "it is marked as corrupt; open it read-only to copy its data, or repair it \
+                         with `qemu-img check -r all`"
                             .into(),
                     );
                 }
@@ -398,8 +402,8 @@ mod tests {
             (35, 2, "encrypted"),
             (63, 2, "internal snapshots (2)"),
             (31, 1, "not a multiple of the logical block"),
-            (23, 8, "which qcow2 has not"),
-            (39, 1, "L1) is too small"),
+            (23, 8, "which qcow2 does not allow"),
+            (39, 1, "its L1 table is too small"),
         ] {
             let made = image(|front| front[at] = byte);
             let error = made.and_then(|header| header.check(false, 512)).unwrap_err();
@@ -418,10 +422,10 @@ mod tests {
     fn no_control_character_of_a_header_is_shown() {
         let (name, format) = (512, 112);
         for (at, byte, expected) in [
-            (name + 2, b'\n', r#"name of its backing file has a control character in it: "ba\n"#),
-            (name + 2, 0x1b, r#"in it: "ba\u{1b}e.img"; if"#),
-            (format, b'\n', r#"format of its backing file has a control character in it: "\naw""#),
-            (format, 0x1b, r#"in it: "\u{1b}aw"; if"#),
+            (name + 2, b'\n', r#"name of its backing file contains a control character: "ba\n"#),
+            (name + 2, 0x1b, r#"control character: "ba\u{1b}e.img"; if"#),
+            (format, b'\n', r#"format of its backing file contains a control character: "\naw""#),
+            (format, 0x1b, r#"control character: "\u{1b}aw"; if"#),
         ] {
             let made = image(|front| {
                 with_backing(front);
@@ -446,7 +450,7 @@ mod tests {
         for len in [1, 47, 49, 50] {
             front[104..108].copy_from_slice(&EXTENSION_NAMES.to_be_bytes());
             front[111] = len;
-            assert!(parse(&front).unwrap_err().contains("name of a feature"), "{len}");
+            assert!(parse(&front).unwrap_err().contains("feature name is truncated"), "{len}");
         }
         front[103] = 105;
         assert!(parse(&front).unwrap_err().contains("105 bytes"));

@@ -67,7 +67,7 @@ fn an_image_with_two_tables_in_one_place_is_refused() {
         };
         let Some(file) = image("refcount_bits=1", twice) else { return };
         let error = open(&file).unwrap_err().to_string();
-        assert!(error.contains("two of its tables are in one place"), "{error}");
+        assert!(error.contains("two of its tables overlap"), "{error}");
         assert!(error.contains("qemu-img check"), "{error}");
     }
 }

@@ -51,12 +51,12 @@ pub(super) const BOUNDS: Bounds = Bounds {
 /// The most entries of a table of tables that imago accepts.
 const ENTRIES_MAX: u64 = 4 << 20;
 
-const ODD_EXTENSION: &str = "its header has an extension that is not known";
-const ODD_WIDTH: &str = "its reference counts have a width that is not of this format";
-const ODD_PLACE: &str = "one of its tables is where something else is";
-const ODD_ENTRY: &str = "a table has an entry that is not of this format";
-const ODD_USES: &str = "one of its clusters is used too often";
-const SHARED: &str = "clusters of it count as shared that are used once";
+const ODD_EXTENSION: &str = "its header has an unknown extension";
+const ODD_WIDTH: &str = "its reference counts have an invalid width";
+const ODD_PLACE: &str = "one of its tables overlaps another structure";
+const ODD_ENTRY: &str = "one of its tables has an invalid entry";
+const ODD_USES: &str = "one of its clusters has too many references";
+const SHARED: &str = "clusters with one reference are marked as shared";
 
 /// The most data clusters with an entry that lacks `COPIED`. All entries have it, unless there were
 /// snapshots.
@@ -84,8 +84,8 @@ pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u
     let found = thread.block_on(found)??;
     if let Some(leaked) = found {
         tracing::info!(
-            "{}: it was not closed by its last user; checking its tables took {} ms and found \
-             {leaked} leaked clusters, which the first write frees",
+            "{}: it was not closed properly; a check of its tables took {} ms and found {leaked} \
+             leaked clusters, which the first write frees",
             source.chain_text(),
             begun.elapsed().as_millis()
         );
@@ -137,22 +137,20 @@ async fn run_check(
         Ok(lowered) => Ok(Some(lowered)),
         Err(End::Skipped(why)) => {
             tracing::warn!(
-                "{}: it was not closed by its last user, and {why}, so it is used as it is; \
-                 clusters may be leaked, which `qemu-img check -r leaks` frees when it is not in \
-                 use",
+                "{}: it was not closed properly and may have leaked clusters, which stay because \
+                 {why}; free them with `qemu-img check -r leaks` when the image is not in use",
                 source.chain_text()
             );
             Ok(None)
         }
         Err(End::TooLow { offset, count }) => {
             let reason = format!(
-                "it was not closed by its last user, and the cluster at byte {offset} of it is \
-                 used more often than its reference count says, which is {count}; repair it with \
-                 `qemu-img check -r all`"
+                "it was not closed properly, and its cluster at byte {offset} has more references \
+                 than its reference count of {count}; repair it with `qemu-img check -r all`"
             );
             Err(refused(source, reason))
         }
-        Err(End::Abandoned) => Err(refused(source, "it is not wanted any more".to_owned())),
+        Err(End::Abandoned) => Err(refused(source, "its opening was cancelled".to_owned())),
     }
 }
 

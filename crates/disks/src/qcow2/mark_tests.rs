@@ -277,7 +277,7 @@ fn an_image_that_is_marked_as_corrupt_is_only_read() {
     content[79] |= 2;
     let end = RemoteStub::exclusive(&content);
     let error = open(end.clone().source(), false).unwrap_err().to_string();
-    assert!(error.contains("open it read-only to save what is in it"), "{error}");
+    assert!(error.contains("open it read-only to copy its data"), "{error}");
     let source = open(end.clone().source().for_reading(), false).unwrap();
     let warning = source.warning().unwrap();
     assert!(warning.contains("it is marked as corrupt, so its data may be wrong"), "{warning}");

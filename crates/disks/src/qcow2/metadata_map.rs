@@ -9,9 +9,9 @@ use std::ops::Range;
 /// A fault of an image. The error that reports it adds the remedy.
 pub(super) type Fault = &'static str;
 
-pub(super) const ONE_PLACE: Fault = "two of its tables are in one place";
-const UNALIGNED: Fault = "one of its tables does not begin with a cluster";
-const IS_FREE: Fault = "a place counts as free that has one of its tables";
+pub(super) const ONE_PLACE: Fault = "two of its tables overlap";
+const UNALIGNED: Fault = "one of its tables does not begin at a cluster boundary";
+const IS_FREE: Fault = "one of its tables is in a cluster that counts as free";
 
 /// A table, by the index of its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

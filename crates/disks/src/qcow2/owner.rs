@@ -83,7 +83,7 @@ fn run_owner(core: Arc<Core>, answer: oneshot::Sender<Result<Remote, Error>>) {
     OWNER.set(Some(owner));
     answer.send(Ok(thread.remote()));
     if let Err(error) = thread.run() {
-        tracing::error!("the loop of an image has ended: {error}");
+        tracing::error!("the thread of an image has failed: {error}");
     }
     OWNER.set(None);
     storage::detach();
@@ -261,8 +261,8 @@ impl Owner {
         {
             let image = self.core.name();
             tracing::error!(
-                "{image}: {error}; look at it with `qemu-img check` ({left_out} such errors \
-                 before)"
+                "{image}: {error}; check it with `qemu-img check` ({left_out} more such errors \
+                 were not logged)"
             );
         }
     }

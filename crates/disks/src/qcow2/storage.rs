@@ -70,7 +70,7 @@ const TABLE_BYTES_MAX: u64 = (32 << 20) + (2 << 20);
 const LOAD_BYTES: usize = 1 << 20;
 
 /// The reason to refuse writes after an error at a bad time.
-pub(super) const MOVED: Fault = "an error came while its tables moved";
+pub(super) const MOVED: Fault = "a write failed while its tables were moving";
 
 /// Memory for transfers begins at a page.
 const PAGE: usize = 4096;
@@ -128,7 +128,7 @@ impl Store {
             self.disk()?.discard(offset, len).await
         };
         if let Err(error) = release_bytes.await {
-            tracing::debug!("{len} bytes at {offset} of {self} stay: {error}");
+            tracing::debug!("cannot release {len} bytes at {offset} of {self}: {error}");
         }
     }
 
@@ -136,7 +136,7 @@ impl Store {
     pub(super) fn check_data(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.order.overlaps_metadata(&(offset..offset.saturating_add(len))) {
             false => Ok(()),
-            true => Err(damaged("it has data and a table in one place")),
+            true => Err(damaged("its data overlaps one of its tables")),
         }
     }
 
@@ -154,7 +154,7 @@ impl Store {
         // since: data may lie over its header.
         let bytes = range.end - range.start;
         if bytes > TABLE_BYTES_MAX {
-            return Err(damaged("a table has become too long"));
+            return Err(damaged("one of its tables is too long"));
         }
         let mut table = vec![0; iomem::fits(bytes, "bytes in memory")];
         let pieces = (range.start..).step_by(LOAD_BYTES).zip(table.chunks_mut(LOAD_BYTES));
@@ -211,7 +211,7 @@ impl Store {
     fn check_not_refused(&self) -> io::Result<()> {
         self.order.refusal().map_or(Ok(()), |why| {
             Err(io::Error::other(format!(
-                "{why}; nothing in its tables changes until the image is opened again"
+                "{why}; its tables accept no changes until the image is opened again"
             )))
         })
     }
@@ -272,15 +272,15 @@ impl Store {
         };
         grow().map_err(|error| {
             if self.full_at.swap(self.bytes(), Relaxed) != self.bytes() {
-                tracing::warn!("an image needs more space: {error}");
+                tracing::warn!("cannot extend the file of an image: {error}");
             }
             io::Error::from_raw_os_error(errno_of_growth(&error))
         })
     }
 
     fn full_error(&self) -> Error {
-        let reason = "it is full; make it larger, then use `ringhaul ctl resize` (an RBD image \
-                      goes on by itself)";
+        let reason = "it is full; extend it, then use `ringhaul ctl resize` (an RBD image \
+                      continues by itself)";
         self.source.refused("", reason)
     }
 

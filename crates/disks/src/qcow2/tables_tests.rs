@@ -66,7 +66,7 @@ fn an_image_with_a_table_that_counts_as_free_is_only_read() {
         file.as_file().write_all_at(&[0, 0], block + place / CLUSTER * 2).unwrap();
         open(&file, true).unwrap();
         let error = open(&file, false).unwrap_err().to_string();
-        let expected = format!("at byte {place} of it has the reference count 0");
+        let expected = format!("at byte {place} has the reference count 0");
         assert!(error.contains(&expected) && error.contains("qemu-img check -r all"), "{error}");
     }
 }

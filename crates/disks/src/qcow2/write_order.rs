@@ -228,7 +228,7 @@ impl WriteOrder {
         counts: &[u8],
     ) -> Result<(), Fault> {
         if entries(l1).any(|entry| entry & L1_OFFSET != 0 && entry & COPIED == 0) {
-            return Err("tables of it are used in several places");
+            return Err("its tables are used in several places");
         }
         self.change(|state| {
             let roots = Roots::parse(front);

@@ -14,7 +14,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 /// The largest window of a frame. RFC 8878 recommends it as the limit of decoders.
 const WINDOW_BYTES_MAX: u64 = 8 << 20;
 
-const TOO_LONG: &str = "it has more than a cluster";
+const TOO_LONG: &str = "it decompresses to more than a cluster";
 
 /// The feature of a header that is hidden from imago, and its place.
 const FEATURE: u8 = 8;

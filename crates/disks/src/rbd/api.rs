@@ -144,13 +144,10 @@ pub(super) fn api() -> Result<&'static Api, String> {
     }
     // SAFETY: loading runs the constructors of Ceph's libraries, which need nothing from us.
     let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
-        format!(
-            "the library of Ceph cannot be loaded ({error}); install it (Debian and Ubuntu: \
-             librbd1)"
-        )
+        format!("cannot load the Ceph library ({error}); install it (Debian and Ubuntu: librbd1)")
     })?;
     let api = Api::load(&library).map_err(|error| {
-        format!("the library of Ceph is too old ({error}); install that of Ceph 16 or later")
+        format!("the Ceph library is too old ({error}); install Ceph 16 or later")
     })?;
     std::mem::forget(library);
     Ok(loaded.insert(Box::leak(Box::new(api))))

@@ -66,14 +66,14 @@ pub(super) fn open(
         drop(opened.send(result));
     };
     let started = thread::Builder::new().name("ringhaul-rbd".into()).spawn(work);
-    started.map_err(|error| refused(format!("there is no thread to open it: {error}")))?;
+    started.map_err(|error| refused(format!("cannot start the thread that opens it: {error}")))?;
     let locks = name.exclusive && !options.read_only;
     let patience = if locks { PATIENCE + LOCK_PATIENCE } else { PATIENCE };
     let no_answer = |_: RecvTimeoutError| {
         let seconds = patience.as_secs();
         Err(format!(
-            "the cluster has not answered for {seconds} s; see whether its OSDs are up \
-             (`ceph -s`), and whether another program holds the lock of the image (`rbd lock ls`)"
+            "the cluster has not answered for {seconds} s; check that its OSDs are up (`ceph -s`), \
+             and that no other program holds the lock of the image (`rbd lock ls`)"
         ))
     };
     opening.recv_timeout(patience).unwrap_or_else(no_answer).map_err(refused)
@@ -90,7 +90,7 @@ fn open_patiently(
     let [pool_name, namespace, image_name] =
         [&name.pool, &name.namespace, &name.image].map(|part| text(part));
     let query_failed =
-        |error: io::Error| format!("the cluster does not say what it is like: {error}");
+        |error: io::Error| format!("cannot query its properties from the cluster: {error}");
     let cluster_id = cluster.id().map_err(query_failed)?;
     let discard_bytes = discard_bytes(&cluster, info.logical_block_bytes);
     let pool =
@@ -109,7 +109,7 @@ fn open_patiently(
     let (unit, count) =
         (image.stripe_unit().map_err(query_failed)?, image.stripe_count().map_err(query_failed)?);
     let object_bytes = unit.checked_mul(count).filter(|bytes| *bytes > 0).ok_or_else(|| {
-        format!("its stripes of {count} times {unit} bytes cannot be; check it (`rbd info`)")
+        format!("its striping of {count} times {unit} bytes is invalid; check it (`rbd info`)")
     })?;
     let facts = ImageProperties {
         identity: format!("Ceph {cluster_id}, image {id}{snapshot}"),
@@ -126,12 +126,12 @@ fn open_patiently(
 /// Checks the size of a disk.
 pub(super) fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), String> {
     if size_bytes == 0 {
-        return Err("its size is zero; give it one with `rbd resize`".to_owned());
+        return Err("its size is zero; set one with `rbd resize`".to_owned());
     }
     if !size_bytes.is_multiple_of(logical_block_bytes.into()) {
         return Err(format!(
             "its size of {size_bytes} bytes is not a multiple of the logical block of \
-             {logical_block_bytes}; change it with `rbd resize`"
+             {logical_block_bytes}; resize it with `rbd resize`"
         ));
     }
     Ok(())
@@ -152,9 +152,9 @@ fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
 fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     let id = access.id.as_deref().unwrap_or("admin");
     let user =
-        c_text(&format!("client.{id}")).map_err(|error| format!("the id {id:?}: {error}"))?;
+        c_text(&format!("client.{id}")).map_err(|error| format!("invalid id {id:?}: {error}"))?;
     let cluster =
-        Cluster::new(&user)?.map_err(|error| format!("the library of Ceph fails: {error}"))?;
+        Cluster::new(&user)?.map_err(|error| format!("the Ceph library failed: {error}"))?;
     let conf = access.conf.as_deref().map(c_path).transpose()?;
     cluster.read_configuration(conf.as_deref()).map_err(|error| no_conf(access, &error))?;
     let mut options = vec![
@@ -186,9 +186,9 @@ fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
         options.push((c"keyring", c_path(keyring)?));
     }
     for (option, value) in options {
-        cluster.set(option, &value).map_err(|error| {
-            format!("the library of Ceph refuses its option {option:?}: {error}")
-        })?;
+        cluster
+            .set(option, &value)
+            .map_err(|error| format!("the Ceph library rejected its option {option:?}: {error}"))?;
     }
     cluster.connect().map_err(|error| not_connected(id, &error))?;
     Ok(cluster)
@@ -203,19 +203,19 @@ fn no_conf(access: &RbdImage, error: &io::Error) -> String {
     let is_none = error.raw_os_error() == Some(libc::EINVAL);
     match &access.conf {
         Some(path) if is_none => format!(
-            "{} is no configuration of Ceph: {error}; correct it, or name another one with conf",
+            "{} is not a Ceph configuration: {error}; correct it, or name another file with conf",
             path.display()
         ),
         None if is_none => format!(
-            "what $CEPH_CONF names, or /etc/ceph/ceph.conf, is no configuration of Ceph: {error}; \
-             correct it, or name another one with conf=PATH"
+            "the file that $CEPH_CONF names, or /etc/ceph/ceph.conf, is not a Ceph configuration: \
+             {error}; correct it, or name another file with conf=PATH"
         ),
         Some(path) => {
             format!("its configuration {} cannot be read: {error}; check conf", path.display())
         }
         None => format!(
-            "there is no configuration of Ceph that can be read where it is looked for \
-             ($CEPH_CONF, /etc/ceph/ceph.conf): {error}; name it with conf=PATH"
+            "no readable Ceph configuration was found ($CEPH_CONF, /etc/ceph/ceph.conf): {error}; \
+             name one with conf=PATH"
         ),
     }
 }
@@ -227,10 +227,10 @@ fn not_connected(id: &str, error: &io::Error) -> String {
              network"
         }
         Some(libc::EACCES | libc::EPERM | libc::EINVAL) => {
-            "the cluster does not let this user in; check id and keyring"
+            "the cluster rejected this user; check id and keyring"
         }
         Some(libc::ENOENT) => {
-            "neither a key of this user nor a monitor is known; check keyring, id, and mon_host in \
+            "found neither a key of this user nor a monitor; check keyring, id, and mon_host in \
              the configuration"
         }
         _ => "check its configuration",
@@ -240,7 +240,7 @@ fn not_connected(id: &str, error: &io::Error) -> String {
 
 fn no_pool(name: &RbdImage, error: &io::Error) -> String {
     let advice = match error.raw_os_error() {
-        Some(libc::ENOENT) => "; `ceph osd pool ls` lists those that there are",
+        Some(libc::ENOENT) => "; `ceph osd pool ls` lists the existing pools",
         _ => "",
     };
     format!("its pool {} cannot be opened: {error}{advice}", name.pool)
@@ -251,12 +251,12 @@ fn no_image(name: &RbdImage, error: &io::Error) -> String {
         Some(libc::ENOENT) => match &name.snapshot {
             Some(snapshot) => format!(
                 "there is no such image, or it has no snapshot {snapshot}: {error}; `rbd ls` and \
-                 `rbd snap ls` list what there is"
+                 `rbd snap ls` list the existing ones"
             ),
-            None => format!("there is no such image: {error}; `rbd ls` lists those that there are"),
+            None => format!("there is no such image: {error}; `rbd ls` lists the existing images"),
         },
         Some(libc::EACCES | libc::EPERM) => {
-            format!("{error}; give the user rights (profile rbd), or open it read-only")
+            format!("{error}; grant the user access (profile rbd), or open it read-only")
         }
         _ => format!("it cannot be opened: {error}"),
     }
@@ -264,12 +264,12 @@ fn no_image(name: &RbdImage, error: &io::Error) -> String {
 
 fn no_lock(error: &io::Error) -> String {
     match error.raw_os_error() {
-        Some(libc::EROFS) => "somebody else has its exclusive lock and keeps it; `rbd status` and \
-                              `rbd lock ls` say who; stop that first"
+        Some(libc::EROFS) => "another client holds its exclusive lock; find it with `rbd status` \
+                              and `rbd lock ls`, and stop it first"
             .to_owned(),
         Some(libc::EINVAL) => format!(
-            "it has no exclusive lock: {error}; `rbd feature enable IMAGE exclusive-lock` gives it \
-             one"
+            "it has no exclusive lock: {error}; enable it with `rbd feature enable IMAGE \
+             exclusive-lock`"
         ),
         _ => format!("its exclusive lock cannot be acquired: {error}"),
     }

@@ -79,14 +79,14 @@ impl Shared {
         if self.lost.swap(errno, Ordering::Relaxed) == 0 {
             let advice = match errno {
                 libc::ESHUTDOWN => {
-                    "the cluster has locked this process out, because somebody else took over the \
-                     exclusive lock; see to it that nobody else uses the image"
+                    "the cluster has blocked this process, because another client took the \
+                     exclusive lock; make sure that no other program uses the image"
                 }
                 _ => "check the cluster (`ceph -s`)",
             };
             tracing::error!(
-                "rbd {}: {error}; what was written since the last flush may be lost, and all \
-                 further flushes fail; {advice}, then restart the export",
+                "rbd {}: {error}; data written since the last flush may be lost, and all further \
+                 flushes fail; {advice}, then restart the export",
                 self.name
             );
         }

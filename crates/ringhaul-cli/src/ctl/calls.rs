@@ -60,7 +60,7 @@ pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
         CtlCommand::Schema => return Ok(Vec::new()),
         CtlCommand::Shutdown { .. } => ("shutdown", json!({})),
         CtlCommand::Call { method, params } => {
-            let params = serde_json::from_str(params).context("the parameters are no JSON")?;
+            let params = serde_json::from_str(params).context("the parameters are not JSON")?;
             (&**method, params)
         }
     };
@@ -109,7 +109,7 @@ fn make_disk_absolute(disk: &mut DiskSpec) -> Result<()> {
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
-    std::path::absolute(path).with_context(|| format!("cannot find out where {path:?} is"))
+    std::path::absolute(path).with_context(|| format!("cannot make the path {path:?} absolute"))
 }
 
 fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
@@ -122,11 +122,11 @@ fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
         [size] if is_size(size) => (None, Some(size)),
         [unit] => (Some(unit), None),
         [unit, size] => (Some(unit), Some(size)),
-        _ => bail!("it takes a unit and a size"),
+        _ => bail!("give at most a unit and a size"),
     };
     let mut params = at(export, unit.map(String::as_str)).with_context(|| {
         let word = unit.map_or("", String::as_str);
-        format!("'{word}' is no unit; as a size, write a small number with a suffix, as in 16K")
+        format!("'{word}' is not a unit; for a size below 16K, write a suffix, as in 8K")
     })?;
     if let Some(size) = size {
         let (key, text) = match size.strip_prefix('+') {
@@ -152,7 +152,7 @@ pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Optio
     let Some(disk) = disks.iter().find(is_meant) else { return Ok(None) };
     let sum = disk["size-bytes"].as_u64().zip(more.as_u64());
     let sum = sum.and_then(|(size, more)| size.checked_add(more));
-    Ok(Some(json!(sum.context("no disk is so large")?)))
+    Ok(Some(json!(sum.context("the new size is too large")?)))
 }
 
 /// The parameters that name a disk.
@@ -172,7 +172,7 @@ fn set_disk(export: &str, words: &[String]) -> Result<Value> {
     };
     let mut params = at(export, unit).with_context(|| {
         let word = unit.unwrap_or_default();
-        format!("'{word}' is no unit; if it is what to change, write it as {word}=VALUE")
+        format!("'{word}' is not a unit; to change it, write {word}=VALUE")
     })?;
     let rules = QosChange::from_parts(Parts::from_words(changes))?;
     if let (Value::Object(params), Value::Object(rules)) =
@@ -288,7 +288,7 @@ mod tests {
                 "iops=1",
                 "unknown key 'iops' (expected: rerror, werror, group, iops-total, iops-total-max,",
             ),
-            ("iops-total", "'iops-total' is no unit; if it is what to change, write it as iops-t"),
+            ("iops-total", "'iops-total' is not a unit; to change it, write iops-t"),
             ("7 iops-total", "'iops-total' is not of the form KEY=VALUE"),
             ("iops-total=x", "iops-total: it must be a whole number"),
             ("iops-total=1 iops-total=1", "iops-total is given twice"),

@@ -47,14 +47,17 @@ impl Connection {
         loop {
             let Some(mut line) = self.line()? else {
                 sent.with_context(|| self.asking())?;
-                bail!("the daemon at {} has gone without an answer", self.path.display());
+                bail!(
+                    "the daemon at {} closed the connection without an answer",
+                    self.path.display()
+                );
             };
             if line.get("method").is_some() {
                 self.events.push_back(line["params"].take());
                 continue;
             }
             if let Some(error) = line.get("error") {
-                let message = error["message"].as_str().unwrap_or("the daemon has refused");
+                let message = error["message"].as_str().unwrap_or("the daemon refused the request");
                 let (code, message) = (error["code"].as_i64().unwrap_or(0), message.to_owned());
                 return Ok(Err(Refusal { code, message }));
             }
@@ -77,8 +80,8 @@ impl Connection {
         match self.line()? {
             Some(mut line) => Ok(line["params"].take()),
             None => bail!(
-                "the daemon at {} has ended, was taken over from, or has dropped a subscriber that \
-                 was too slow; to go on, run this again",
+                "the daemon at {} has ended, was replaced in a takeover, or dropped this \
+                 subscriber because it was too slow; to continue, run the command again",
                 self.path.display()
             ),
         }
@@ -91,10 +94,12 @@ impl Connection {
             return Ok(None);
         }
         let parsed = serde_json::from_str(&line);
-        parsed.with_context(|| format!("what {} answers is no JSON", self.path.display())).map(Some)
+        parsed
+            .with_context(|| format!("the answer of {} is not JSON", self.path.display()))
+            .map(Some)
     }
 
     fn asking(&self) -> String {
-        format!("cannot ask the daemon at {}", self.path.display())
+        format!("cannot send a request to the daemon at {}", self.path.display())
     }
 }

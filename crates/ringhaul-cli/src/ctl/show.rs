@@ -52,7 +52,7 @@ pub(super) fn event(event: &Value, form: Form) -> String {
         }
     }
     if let Some(left_out @ 1..) = event["left-out"].as_u64() {
-        let _ = write!(line, " ({left_out} others left out)");
+        let _ = write!(line, " ({left_out} more left out)");
     }
     line + "\n"
 }
@@ -409,7 +409,7 @@ UNIT  RERROR  WERROR  WAITED  LIMITS
             ),
             (
                 json!({ "export": "vm", "event": "error", "message": "a", "left-out": 3 }),
-                "vm error: a (3 others left out)\n",
+                "vm error: a (3 more left out)\n",
             ),
         ] {
             assert_eq!(event(&json, Form::Lines), line);

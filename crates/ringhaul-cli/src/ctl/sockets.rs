@@ -20,12 +20,12 @@ pub(super) fn find_control_socket(control: Option<PathBuf>) -> Result<PathBuf> {
         [only] => Ok(only.clone()),
         [] => bail!(
             "which daemon is meant? use --control PATH or set {VARIABLE}; there is no socket \
-             /run/ringhaul/control nor /run/ringhaul-*/control"
+             /run/ringhaul/control or /run/ringhaul-*/control"
         ),
         several => {
             let several = several.iter().map(|path| path.display().to_string());
             bail!(
-                "which daemon is meant? use --control PATH or set {VARIABLE}; there are {}",
+                "which daemon is meant? use --control PATH or set {VARIABLE}; found {}",
                 several.collect::<Vec<_>>().join(", ")
             )
         }

@@ -123,8 +123,8 @@ impl Closing {
             let export = self.log.name();
             tracing::warn!(
                 export,
-                "removed by force, although {left} after {seconds} s; the disk is closed when that \
-                 is possible, and may be locked until then"
+                "removed by force, although {left} after {seconds} s; the disk may stay locked \
+                 until it can be closed"
             );
         }
     }

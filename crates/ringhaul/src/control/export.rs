@@ -321,7 +321,7 @@ impl Export {
                 });
             }
             SessionProgress::RingLost(why) => {
-                let message = format!("a ring does not start again after a pause: {why}");
+                let message = format!("a ring cannot restart after a pause: {why}");
                 self.limited(|export, left_out| {
                     tracing::warn!(export = export.name(), left_out, "{message}");
                     export.log.report(|| EventDetails::Error { message, left_out });
@@ -468,8 +468,8 @@ impl Export {
         }
         let has_failed = self.disks.iter().any(|disk| disk.retry_state().is_some());
         let awaited = match has_failed {
-            true => "requests wait that its disk has failed",
-            false => "the answer of its disk is awaited",
+            true => "failed requests wait for their retry",
+            false => "its disk has not answered yet",
         };
         awaited.to_owned()
     }

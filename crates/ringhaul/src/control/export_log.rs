@@ -127,8 +127,8 @@ impl Events for ExportLog {
     fn requests_held(&self, unit: UnitAddress) {
         let Some(left_out) = self.faults.permit() else { return };
         let message = format!(
-            "{REQUESTS_HELD_TEXT} {unit}, which is not there; add it (`ringhaul ctl \
-             add-lun`), or the guest waits for them until it aborts them"
+            "{REQUESTS_HELD_TEXT} {unit}, which does not exist; add it (`ringhaul ctl add-lun`), \
+             or the guest waits until it aborts them"
         );
         tracing::warn!(export = self.name, left_out, "{message}");
         self.report_error(&message, left_out);
@@ -140,7 +140,7 @@ impl Events for ExportLog {
                 export = self.name,
                 left_out,
                 "cannot register the guest's memory with io_uring: {error}; continuing without \
-                 (the usual reason is the limit on locked memory, ulimit -l)"
+                 registration (the usual reason is the limit on locked memory, ulimit -l)"
             );
         }
     }
@@ -149,7 +149,7 @@ impl Events for ExportLog {
         tracing::warn!(
             export = self.name,
             "a call did not return and was interrupted: its eventfd blocks, or this process was \
-             stopped; from now on calls are made in a way that cannot block"
+             stopped; further calls of this export cannot block"
         );
     }
 }

@@ -259,7 +259,7 @@ impl Exports {
     fn remove(&mut self, name: &str, force: bool, answer: oneshot::Sender<Answered<ExportStatus>>) {
         let answer = match self.stages.remove(name, answer) {
             Ok(export) if force => {
-                let text = "is removed when its disk is open, or cannot be, by force too";
+                let text = "the removal by force waits until the opening of its disk ends";
                 return tracing::info!(export, "{text}");
             }
             Ok(_) => return,
@@ -461,9 +461,12 @@ impl Exports {
         let left = unfinished.chain(self.unopened(now));
         let left: Vec<String> = left.map(|(export, left)| format!("{export}: {left}")).collect();
         let asked = self.stopping.map_or(String::new(), |since| {
-            format!(", {} s after it began to stop", (now - since).as_secs())
+            format!(", {} s after the stop began", (now - since).as_secs())
         });
-        tracing::error!("ended without waiting any longer{asked}; unfinished: {}", left.join(", "));
+        tracing::error!(
+            "ended without waiting for requests{asked}; unfinished: {}",
+            left.join(", ")
+        );
         self.list.iter_mut().for_each(Export::abandon);
         // The end of the process closes their disks, however long that takes.
         std::mem::forget(std::mem::take(&mut self.list));

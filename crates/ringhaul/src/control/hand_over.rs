@@ -99,16 +99,15 @@ impl Export {
         // A disk that may have lost data may also be in one of these states.
         let text = if self.disks.iter().any(|disk| disk.stalled_since().is_some()) {
             format!(
-                "the disk of {name} does not answer: its queues would not stop; try again when it \
-                 does"
+                "the disk of {name} does not answer, so its queues cannot stop; try again when it \
+                 answers"
             )
         } else if !self.leaves_waiting()
             && self.disks.iter().any(|disk| disk.retry_state().is_some())
         {
             format!(
-                "requests of {name} wait because its disk has failed them, and its front-end keeps \
-                 no inflight region in which they could be left; try again when the disk takes \
-                 them"
+                "failed requests of {name} wait for their retry, and its front-end keeps no \
+                 inflight region to hand them over; try again when the disk accepts them"
             )
         } else {
             return Ok(());
@@ -129,9 +128,9 @@ impl Export {
         }
         let name = self.spec.name();
         Err(CommandError::NotNow(anyhow::anyhow!(
-            "the server of the disk of {name} may still make changes without an answer, and only \
-             this process knows that others have to wait for them; try again when the server has \
-             answered or closed the connection, or restart it"
+            "the server of the disk of {name} may still execute unanswered writes, and only this \
+             process delays later writes behind them; try again when the server has answered or \
+             closed the connection, or restart the server"
         )))
     }
 
@@ -212,11 +211,12 @@ impl Export {
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.resume(progress.device, files));
-        device.with_context(|| format!("cannot go on with the device of {}", export.name()))?;
+        device.with_context(|| format!("cannot continue with the device of {}", export.name()))?;
         if let Some(state) = progress.session {
             let session = Session::take_over(state, export.setup.clone(), fds, now);
-            let session = session
-                .with_context(|| format!("cannot go on with the front-end of {}", export.name()))?;
+            let session = session.with_context(|| {
+                format!("cannot continue with the front-end of {}", export.name())
+            })?;
             export.session = Some(session);
             export.connected = now.checked_sub(progress.connected).unwrap_or(now);
             export.is_connection_logged = true;

@@ -48,7 +48,8 @@ impl Client {
     /// Runs `binary` as the user of the daemon, to take over from it.
     pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, RpcError> {
         if !self.slot.is_owner {
-            let text = "only root and the user of this daemon may say what takes over from it";
+            let text = "only root and the user of this daemon may choose the program that takes \
+                        over from it";
             return Err(RpcError::new(Code::Refused, text));
         }
         let process = takeover::upgrade::upgrade(&*self.daemon()?, binary);
@@ -78,8 +79,8 @@ impl Client {
             if let Some(why) = events.send_all(&connection) {
                 let process = peer.pid.map_or_else(|| "not visible".into(), |pid| pid.to_string());
                 tracing::warn!(
-                    "a subscriber to events (process {process}, user {}) is dropped: {why}; it \
-                     must read them as they come",
+                    "dropped a subscriber to events (process {process}, user {}): {why}; it must \
+                     read events as they arrive",
                     peer.uid
                 );
             }
@@ -107,7 +108,7 @@ impl Events {
                 Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                     let seconds = LIMITS.taken_within.as_secs();
-                    return Some(format!("it has not taken an event within {seconds} seconds"));
+                    return Some(format!("it has not read an event within {seconds} seconds"));
                 }
                 // The client has left.
                 Err(_) => return None,

@@ -79,7 +79,7 @@ impl ClientSlot {
         });
         if !is_free {
             let text = format!(
-                "{WAITING_MAX} other requests wait, or hang; try again when one of them is answered"
+                "{WAITING_MAX} other requests wait; try again when one of them is answered"
             );
             return Err(RpcError::new(Code::Busy, text));
         }
@@ -93,7 +93,7 @@ impl ClientSlot {
     /// When it has subscribed already, or too many clients have.
     pub(super) fn subscribe(&mut self) -> Result<(), RpcError> {
         if self.has_subscribed {
-            let text = "this connection has a subscription; open another connection";
+            let text = "this connection already has a subscription; open another connection";
             return Err(RpcError::new(Code::Busy, text));
         }
         let is_free = self.quota.change(self.is_owner, |taken| {

@@ -91,7 +91,7 @@ impl Code {
             Self::Unfinished => "the request was not finished by the deadline, and continues",
             Self::NotKept => "the change was made, but not saved: a restart would undo it",
             Self::UpgradeLater => "the program has not taken over; try again",
-            Self::UpgradeRefused => "the program has not taken over, and would not do so later",
+            Self::UpgradeRefused => "the program has not taken over; do not try again",
         }
     }
 
@@ -184,7 +184,7 @@ impl Request {
             return Err(wrong(r#"it lacks "jsonrpc": "2.0""#.into()));
         }
         let Some(Value::String(method)) = object.remove("method") else {
-            return Err(wrong("it has no method, or one that is no string".into()));
+            return Err(wrong("it has no method, or a method that is not a string".into()));
         };
         let params = object.remove("params").unwrap_or_else(|| Value::Object(Map::new()));
         if let Some((key, _)) = object.iter().next() {

@@ -75,7 +75,10 @@ impl Entry {
     pub(super) fn find(name: &str) -> Result<&'static Self, RpcError> {
         METHODS.iter().find(|entry| entry.name == name).ok_or_else(|| {
             let names = METHODS.each_ref().map(|entry| entry.name).join(", ");
-            RpcError::new(Code::NoMethod, format!("there is no method '{name}'; there are {names}"))
+            RpcError::new(
+                Code::NoMethod,
+                format!("there is no method '{name}'; the methods are {names}"),
+            )
         })
     }
 
@@ -87,7 +90,7 @@ impl Entry {
 
 fn call<M: Method>(params: Value) -> Result<Call, RpcError> {
     if !params.is_object() {
-        return Err(RpcError::new(Code::Params, "the parameters must be an object, by name"));
+        return Err(RpcError::new(Code::Params, "the parameters must be an object with names"));
     }
     let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
         let (place, error) = (error.path().to_string(), reword(error.inner().to_string()));
@@ -99,7 +102,7 @@ fn call<M: Method>(params: Value) -> Result<Call, RpcError> {
     Ok(Box::new(|client| {
         let answer = serde_json::to_value(method.carry_out(client)?);
         answer.map_err(|error| {
-            RpcError::new(Code::Failed, format!("the answer cannot be written as JSON: {error}"))
+            RpcError::new(Code::Failed, format!("cannot encode the answer as JSON: {error}"))
         })
     }))
 }

@@ -70,7 +70,7 @@ impl<'de> Visitor<'de> for UniqueKeys {
         let mut values = Map::new();
         while let Some(key) = object.next_key::<String>()? {
             if values.contains_key(&key) {
-                return Err(A::Error::custom(format!("the key '{key}' is there twice")));
+                return Err(A::Error::custom(format!("the key '{key}' occurs twice")));
             }
             let value = object.next_value_seed(UniqueKeys)?;
             values.insert(key, value);

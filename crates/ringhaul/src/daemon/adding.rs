@@ -313,9 +313,14 @@ impl Daemon {
         for export in opener.left() {
             let export = export.name();
             let message = if opener.only_stale_locks() {
-                "its disk is in use by no program that is visible; it is waited for".to_owned()
+                "its disk is in use by a program that is not visible here; the daemon waits until \
+                 the disk is free"
+                    .to_owned()
             } else {
-                format!("its disk is not open after {} s; it is waited for", OPEN_MAX.as_secs())
+                format!(
+                    "its disk is not open after {} s; the daemon waits for it",
+                    OPEN_MAX.as_secs()
+                )
             };
             tracing::warn!(export, "{message}");
             self.report_error(export, message);
@@ -373,7 +378,7 @@ impl ExportOpener {
             if waits_for_stale_locks {
                 OpenDisk::open_waiting(&disk, lease_id, &token, give_way)
             } else {
-                anyhow::ensure!(token.is_active(), "it is not wanted any more");
+                anyhow::ensure!(token.is_active(), "its opening was cancelled");
                 OpenDisk::open(&disk, lease_id, &token)
             }
         };

@@ -43,7 +43,8 @@ impl ProcessOptions {
     ///
     /// When the working directory is gone, or an option is no text.
     pub(crate) fn current() -> Result<Self> {
-        let directory = std::env::current_dir().context("cannot tell the working directory")?;
+        let directory =
+            std::env::current_dir().context("cannot determine the working directory")?;
         let arguments = own_arguments(std::env::args_os())?;
         Ok(Self { directory, arguments, changes: SettingsChange::default() })
     }
@@ -64,7 +65,7 @@ impl ProcessOptions {
     ///
     /// When this version does not understand one of them.
     pub(crate) fn parse(&self) -> Result<ParsedOptions> {
-        let cannot = "cannot go on with the options of the old process";
+        let cannot = "cannot continue with the options of the old process";
         let AllOptions { serve, log, log_format } = self.whole().context(cannot)?;
         let Some(path) = &serve.config else {
             return Ok(ParsedOptions { args: serve, log, log_format, config: None });
@@ -110,7 +111,7 @@ impl ProcessOptions {
 fn own_arguments(words: impl Iterator<Item = OsString>) -> Result<Vec<String>> {
     let (mut arguments, mut is_value, mut has_command) = (Vec::new(), false, false);
     for word in words.skip(1) {
-        let Some(word) = word.to_str() else { bail!("the option {} is no text", word.display()) };
+        let Some(word) = word.to_str() else { bail!("the option {} is not UTF-8", word.display()) };
         if std::mem::take(&mut is_value) || word.starts_with("--takeover=") {
             continue;
         }

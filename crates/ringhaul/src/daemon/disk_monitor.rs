@@ -209,7 +209,7 @@ impl Known {
         match disk.state {
             disk::DiskState::Ready | disk::DiskState::Retried(_) | disk::DiskState::Held(_) => None,
             disk::DiskState::Away(since) => Some(format!(
-                "the other end of {what} has not been reached for {} s; its requests wait",
+                "the server of {what} has been unreachable for {} s; requests wait for it",
                 since.elapsed().as_secs()
             )),
             disk::DiskState::Late(since) => {
@@ -219,8 +219,8 @@ impl Known {
                 let why = disk.loss.map(|errno| io::Error::from_raw_os_error(errno).to_string());
                 let why = why.unwrap_or_default();
                 Some(format!(
-                    "{what} may have lost what was written, and all further flushes fail; check \
-                     it, then restart the export ({why})"
+                    "{what} may have lost written data, and all further flushes fail; check it, \
+                     then restart the export ({why})"
                 ))
             }
         }
@@ -249,12 +249,12 @@ impl Known {
         match finding {
             Finding::Shrunk(size) => tracing::warn!(
                 export,
-                "{what} has shrunk to {size} bytes, and the guest knows {known}; requests beyond \
-                 that fail until it is enlarged again, or `ringhaul ctl resize` passes the new \
-                 size on"
+                "{what} has shrunk to {size} bytes, and the guest sees {known}; requests beyond \
+                 its end fail; restore its size, or report the new size to the guest with \
+                 `ringhaul ctl resize`"
             ),
             Finding::Failed(error) => {
-                tracing::warn!(export, "{what} may have another size: {error}");
+                tracing::warn!(export, "cannot check the size of {what}: {error}");
             }
         }
     }
@@ -266,12 +266,12 @@ fn report_waiting(disk: &WatchedDisk, left_out: u64) -> String {
     let why = disk.trouble.map(|errno| io::Error::from_raw_os_error(errno).to_string());
     let why = why.unwrap_or_default();
     let message = match disk.waiting {
-        None => format!("{what} had failed requests, which were tried again ({why})"),
+        None => format!("{what} failed requests, and their retries succeeded ({why})"),
         Some(disk::DiskState::Held(_)) => format!(
-            "{what} has no space left, and writes wait for some; make space, or grow what it is on \
-             ({why})"
+            "{what} has no space left, and writes wait for space; free space, or extend the \
+             storage under it ({why})"
         ),
-        _ => format!("{what} fails requests, which are tried again, and the guest waits ({why})"),
+        _ => format!("{what} fails requests; they are retried while the guest waits ({why})"),
     };
     tracing::warn!(export, left_out, "{message}");
     message

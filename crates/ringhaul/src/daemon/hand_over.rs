@@ -60,7 +60,10 @@ impl Daemon {
         &self,
         fds: &mut PassedFds,
     ) -> Result<(ProcessOptions, Option<EndpointState>)> {
-        let (options, control) = self.process_options.get().context("it is too early for that")?;
+        let (options, control) = self
+            .process_options
+            .get()
+            .context("the start of the daemon is not complete; try again")?;
         let control = control.as_ref().and_then(Weak::upgrade);
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
         let options = ProcessOptions { changes: self.changes(), ..options.clone() };
@@ -83,12 +86,15 @@ impl Daemon {
     ///
     /// When the start is not complete, or there is no control socket.
     pub(crate) fn started(&self) -> Result<(ProcessOptions, PathBuf)> {
-        let (options, control) = self.process_options.get().context("it is too early for that")?;
+        let (options, control) = self
+            .process_options
+            .get()
+            .context("the start of the daemon is not complete; try again")?;
         let control = control.as_ref().and_then(Weak::upgrade);
         let path = control.as_ref().and_then(|control| control.path());
         Ok((
             options.clone(),
-            path.context("there is no control socket to take over by")?.to_owned(),
+            path.context("the daemon has no control socket for a takeover")?.to_owned(),
         ))
     }
 
@@ -184,10 +190,10 @@ impl Daemon {
         for HandedExport { spec, disks: handed, endpoint } in exports {
             spec.settings.check(self.args.iothreads)?;
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds));
-            endpoints.push(endpoint.transpose().context("cannot take a socket over")?);
+            endpoints.push(endpoint.transpose().context("cannot take over a socket")?);
             for (disk, HandedDisk { file, size_bytes, .. }) in spec.disks().into_iter().zip(&handed)
             {
-                let file = fds.take_some(*file).context("cannot take a disk over")?;
+                let file = fds.take_some(*file).context("cannot take over a disk")?;
                 wanted.push((disk, file.map(File::from), *size_bytes));
             }
             engines.extend(handed.into_iter().map(|disk| disk.engine));
@@ -224,7 +230,7 @@ impl Daemon {
         for HandedOpening { spec, endpoint } in opening {
             spec.settings.check(self.args.iothreads)?;
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds)).transpose();
-            let endpoint = endpoint.context("cannot take a socket over")?;
+            let endpoint = endpoint.context("cannot take over a socket")?;
             if let (EndpointSpec::Fd(fd), Some(endpoint)) = (&spec.endpoint, endpoint) {
                 *self.inherited() = Some((*fd, endpoint));
             }
@@ -244,7 +250,10 @@ impl Daemon {
         progress: Vec<ExportProgress>,
         fds: PassedFds,
     ) -> Result<()> {
-        anyhow::ensure!(exports.len() == progress.len(), "other exports were described");
+        anyhow::ensure!(
+            exports.len() == progress.len(),
+            "the exports differ from their description"
+        );
         for setup in &exports {
             tracing::info!(export = setup.log.name(), "{}", setup.line);
         }
@@ -311,7 +320,7 @@ fn write_back<T: Send + 'static>(
         let (_, written) = writing.next(Some(until)).with_context(|| {
             let seconds = WRITE_BACK_MAX.as_secs();
             format!(
-                "what a disk has in its cache is not written after {seconds} s; try again when it \
+                "the cache of a disk is not flushed after {seconds} s; try again when the disk \
                  answers (`ringhaul ctl show`)"
             )
         })?;

@@ -151,7 +151,8 @@ impl Record {
             if change.result() != wanted.get(socket) {
                 tracing::warn!(
                     export = self.name_of(socket),
-                    "an earlier change of it has not ended; reload again when it has"
+                    "an earlier change of the export is still in progress; reload again when it \
+                     has ended"
                 );
             }
         }
@@ -178,7 +179,7 @@ impl Reloader {
         let config = match self.read() {
             Ok(config) => config,
             Err(error) => {
-                tracing::error!("the configuration is not changed: {error:#}");
+                tracing::error!("cannot reload the configuration, so nothing changes: {error:#}");
                 return;
             }
         };
@@ -191,13 +192,13 @@ impl Reloader {
             record.forget_gone(&shown);
             record.begin(&by_socket(&config.exports))
         };
-        tracing::info!("{path} is read again; exports to change: {}", changes.len());
+        tracing::info!("reloaded {path}; exports to change: {}", changes.len());
         let (removals, others): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|(_, change)| *change == Change::Remove);
         // A removed export may hold the disk or the socket of an added one.
         self.carry_out(removals);
         self.carry_out(others);
-        tracing::info!("the configuration of {path} is applied, as far as it can be");
+        tracing::info!("applied the configuration of {path}, as far as possible");
     }
 
     /// Reads the file on a thread of its own, so that a hanging file system blocks no later reload
@@ -207,7 +208,7 @@ impl Reloader {
         let (path, seconds) = (self.file.path().display(), READ_MAX.as_secs());
         let hangs = Arc::clone(&self.reading);
         if Arc::strong_count(&hangs) > READERS_MAX {
-            bail!("{path} was not read before either: its file system does not answer");
+            bail!("earlier reads of {path} still hang: its file system does not answer");
         }
         let work = move || {
             let _hangs = hangs;
@@ -219,9 +220,12 @@ impl Reloader {
         if let Ok(config) = result.recv_timeout(READ_SLOW) {
             return config;
         }
-        tracing::warn!("{path} is not read after {} s; it is waited for", READ_SLOW.as_secs());
+        tracing::warn!(
+            "reading {path} takes longer than {} s; the reload waits for it",
+            READ_SLOW.as_secs()
+        );
         result.recv_timeout(READ_MAX - READ_SLOW).unwrap_or_else(|_| {
-            Err(anyhow!("{path} is not read after {seconds} s; reload again when it can be read"))
+            Err(anyhow!("cannot read {path} within {seconds} s; reload again when it can be read"))
         })
     }
 
@@ -250,7 +254,7 @@ impl Reloader {
         // Options of exports are changed with the exports, or reported there as unchangeable.
         let later = later.iter().filter(|key| !OF_EXPORTS.contains(&key.as_str()));
         for key in later.filter(|key| has_changed(key)) {
-            tracing::warn!("{key} has changed; that takes effect when the daemon is started again");
+            tracing::warn!("{key} has changed; restart the daemon to apply it");
         }
         let has = |key: &str| now.iter().any(|changed| changed == key);
         let change = SettingsChange {
@@ -262,7 +266,7 @@ impl Reloader {
             Ok(_) => {
                 daemon.record_config_settings(&change);
                 for key in now {
-                    tracing::info!("{key} has changed, and is applied");
+                    tracing::info!("{key} has changed and applies now");
                     match config.options.get(&key) {
                         Some(option) => self.options.insert(key, option.clone()),
                         None => self.options.remove(&key),
@@ -309,7 +313,7 @@ impl Reloader {
         }
         for export in waits.values() {
             let seconds = PATIENCE.as_secs();
-            tracing::warn!(export, "its change has not ended after {seconds} s, and goes on");
+            tracing::warn!(export, "its change is not complete after {seconds} s, and continues");
         }
     }
 }
@@ -350,8 +354,8 @@ impl Change {
             Self::Unsupported(what) => {
                 tracing::warn!(
                     export,
-                    "{what} cannot change while it is served; it goes on unchanged; to change it, \
-                     take it out of the file, reload, and put it in again"
+                    "{what} cannot change while the export is served, and stays unchanged; to \
+                     change it, remove the export from the file, reload, add it again, and reload"
                 );
                 Ok(())
             }
@@ -477,7 +481,7 @@ mod tests {
             (
                 BLK,
                 BLK.replace(r#""device""#, r#""read-only": true, "device""#),
-                "how it is served (read-only)",
+                "the settings read-only",
             ),
             (BLK, BLK.replace(r#""device""#, r#""name": "vm", "device""#), "its name"),
             (BLK, scsi("").replace("/b", "/a"), "its device"),

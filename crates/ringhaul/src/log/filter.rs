@@ -44,7 +44,7 @@ fn level_of(word: &str) -> Result<LevelFilter, String> {
         "debug" => LevelFilter::DEBUG,
         "trace" => LevelFilter::TRACE,
         "" => return Err(format!("a level is missing; levels are {LEVELS}")),
-        _ => return Err(format!("'{word}' is no level; levels are {LEVELS}")),
+        _ => return Err(format!("'{word}' is not a level; levels are {LEVELS}")),
     })
 }
 
@@ -59,7 +59,7 @@ fn checked_part(part: &str) -> Result<&str, String> {
     if CRATES.iter().any(|name| is_ours(name)) {
         return Ok(part);
     }
-    Err(format!("'{part}' is no part of this program; parts are {}", CRATES.join(", ")))
+    Err(format!("'{part}' is not a part of this program; parts are {}", CRATES.join(", ")))
 }
 
 #[cfg(test)]

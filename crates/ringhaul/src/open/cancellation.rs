@@ -131,7 +131,8 @@ pub fn with_hang_timeout<T>(
     if token.is_active() {
         return result;
     }
-    let hung = || "the disk does not answer, and is given up; see whether its server is up";
+    let hung =
+        || "the disk does not answer, so opening it was cancelled; check that its server is up";
     match result {
         Ok(_) => bail!(hung()),
         Err(error) => Err(error.context(hung())),
@@ -163,7 +164,7 @@ mod tests {
                 if is_read { Ok(()) } else { bail!("cannot read the header") }
             });
             let text = format!("{:#}", opened.unwrap_err());
-            assert!(text.contains("is given up; see whether its server is up"), "{text}");
+            assert!(text.contains("was cancelled; check that its server is up"), "{text}");
             assert_eq!(text.contains(": cannot read the header"), !is_read, "{text}");
         }
     }

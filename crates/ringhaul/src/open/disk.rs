@@ -68,10 +68,10 @@ impl OpenDisk {
                 waits();
             }
             if !std::mem::replace(&mut at_once, false) && !std::mem::replace(&mut is_logged, true) {
-                tracing::warn!("{error:#}; it is waited for");
+                tracing::warn!("{error:#}; the daemon waits for it");
             }
         }
-        bail!("{} is not wanted any more", disk.0.name())
+        bail!("opening {} was cancelled", disk.0.name())
     }
 
     /// Opens a disk of an export for a [lease id](DiskOptions::user).
@@ -137,7 +137,7 @@ impl OpenDisk {
         };
         let (source, cache) = open(disk, &mut take, how)?;
         if file.is_some() {
-            bail!("{disk} came with a descriptor that it has no use for");
+            bail!("{disk} was handed over with a superfluous descriptor");
         }
         Ok(Self::new(disk.name(), source.with_size(size_bytes), Instant::now(), cache))
     }
@@ -251,8 +251,8 @@ fn open(
             let source = match begin {
                 ReadFrom::Now => source?,
                 ReadFrom::WithRequests => source.context(
-                    "cannot connect beside the process that serves it; the server must allow one \
-                     connection more",
+                    "cannot connect while the old process is connected; let the server allow one \
+                     more connection",
                 )?,
             };
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
@@ -273,7 +273,9 @@ fn open(
             Ok((token.while_reading(&below, open)?, cache))
         }
         #[cfg(not(feature = "luks"))]
-        DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
+        DiskSpec::Luks { .. } => {
+            bail!("cannot open {disk}: this program was built without LUKS (feature luks)")
+        }
         DiskSpec::Qcow2 { backing, over } => {
             let (below, cache) = open_for_image(over, open_file, how)?;
             Ok((open_image(below, over, backing, open_file, how)?, cache))

@@ -38,7 +38,7 @@ pub(crate) struct Backing<'a> {
 /// Fails: this program was built without images.
 #[cfg(not(feature = "qcow2"))]
 pub(crate) fn is_image(_: &DiskSource) -> Result<bool> {
-    bail!("this ringhaul was built without images (the feature qcow2)")
+    bail!("this program was built without images (feature qcow2)")
 }
 
 /// Fails like [`is_image`].
@@ -64,9 +64,9 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     }
     ensure!(
         source.info().read_only,
-        "{} has no format that is known, and a disk without a format is not written to as long as \
-         its format is guessed: its guest could make it look like an image. If it is one without a \
-         format, name it so, as in raw,over=PATH",
+        "{} has no known format: with format detection such a disk must be read-only, because its \
+         guest could write the header of an image. If it is a raw disk, name it as one, as in \
+         raw,over=PATH",
         source.chain_text()
     );
     Ok(false)
@@ -103,12 +103,12 @@ pub(crate) fn open_qcow2(
             Some("raw" | "file" | "host_device") => Layer::raw(source),
             Some(format) => bail!(
                 "{}: its format {format} is not supported; convert it with `qemu-img convert -O \
-                 qcow2`, and name that file with `qemu-img rebase -u`",
+                 qcow2`, and name the new file with `qemu-img rebase -u`",
                 what()
             ),
             None => bail!(
-                "{}: {of} does not say which format it has, and that is not guessed; add it with \
-                 `qemu-img rebase -u -b {} -F qcow2 {of}` (or -F raw)",
+                "{}: {of} does not state the format of its backing file; add it with `qemu-img \
+                 rebase -u -b {} -F qcow2 {of}` (or -F raw)",
                 what(),
                 named.name
             ),
@@ -168,19 +168,21 @@ impl<'a> BackingSearch<'a> {
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
         ensure!(
             !is_elsewhere,
-            "only files can be backing files; copy what is there into a file with `qemu-img \
-             convert`, and name that with `qemu-img rebase -u`"
+            "only files can be backing files; copy its data into a file with `qemu-img convert`, \
+             and name that file with `qemu-img rebase -u`"
         );
         let path = match image.and_then(Path::parent) {
             Some(folder) => folder.join(name),
             None if name.starts_with('/') => PathBuf::from(name),
-            None => bail!("its name is relative, and the image is no file; give an absolute one"),
+            None => {
+                bail!("its name is relative, and the image is not a file; give an absolute path")
+            }
         };
         let (found, place) = match self.allowed {
             BackingFiles::None => bail!(
-                "the name of the disk allows no backing file; if this is the right one, and no \
-                 stranger has made the image, add it to the name of the disk: {}. All files in the \
-                 folder of the image are allowed by backing=beside",
+                "the name of the disk allows no backing file; if the image is trusted and this is \
+                 the right file, add it to the name of the disk: {}. backing=beside allows all \
+                 files in the folder of the image",
                 self.key(&path, &[])
             ),
             BackingFiles::Anywhere => self.find_anywhere(path)?,
@@ -200,15 +202,15 @@ impl<'a> BackingSearch<'a> {
         // The files beside a device are further disks of the machine.
         let folder = self.folder().filter(|_| self.is_in_file).with_context(|| {
             format!(
-                "the image is not in a regular file, so no file lies beside it; allow this one \
-                 with {}",
+                "the image is not a regular file, so backing=beside allows no file; allow this \
+                 file with {}",
                 self.key(&path, &[])
             )
         })?;
         let outside = || {
             format!(
-                "it does not lie in the folder of the image, or a link leads out of that; if it is \
-                 the right file, allow it with {}",
+                "it is outside the folder of the image, or a link leads out of that folder; if it \
+                 is the right file, allow it with {}",
                 self.key(&path, &[])
             )
         };
@@ -221,7 +223,7 @@ impl<'a> BackingSearch<'a> {
         };
         ensure!(
             place.metadata()?.is_file(),
-            "it is not a regular file; if it is the right one, allow it with {}",
+            "it is not a regular file; if it is the right file, allow it with {}",
             self.key(&path, &[])
         );
         Ok((BackingFile { path, file: name, within: Some(folder) }, place))
@@ -235,8 +237,7 @@ impl<'a> BackingSearch<'a> {
             let listed = match (name.is_absolute(), self.folder()) {
                 (true, _) => place_of(name).map(|place| (None, place)),
                 (false, None) => bail!(
-                    "the image is no file; list the paths of backing files from the root on, in \
-                     place of {}",
+                    "the image is not a file; list absolute paths of backing files instead of {}",
                     name.display()
                 ),
                 (false, Some(folder)) => {
@@ -253,8 +254,8 @@ impl<'a> BackingSearch<'a> {
             }
         }
         bail!(
-            "it is none of the backing files that the name of the disk lists; if it is the right \
-             file, list it too: {}",
+            "it is not among the backing files that the name of the disk lists; if it is the right \
+             file, add it: {}",
             self.key(&path, names)
         )
     }
@@ -263,8 +264,7 @@ impl<'a> BackingSearch<'a> {
     fn check_loop(&mut self, found: &BackingFile, id: Id) -> Result<()> {
         if let Some((_, above)) = self.seen.iter().find(|(seen, _)| *seen == id) {
             bail!(
-                "its backing files form a loop: it is {} again; correct that with `qemu-img \
-                 rebase -u`",
+                "its backing files form a loop through {}; correct it with `qemu-img rebase -u`",
                 above.display()
             );
         }
@@ -298,7 +298,7 @@ impl<'a> BackingSearch<'a> {
 
 #[cfg(feature = "qcow2")]
 fn absent(path: &Path) -> String {
-    format!("there is no {}; correct it with `qemu-img rebase -u`", path.display())
+    format!("{} does not exist; correct the name with `qemu-img rebase -u`", path.display())
 }
 
 /// Opens the file at a path as a place only (`O_PATH`).
@@ -344,21 +344,21 @@ mod tests {
         let secret = root.join("secret").display().to_string();
         for name in ["../secret", "link", &secret] {
             let error = beside(name).unwrap_err();
-            assert!(error.contains("does not lie in the folder"), "{name}: {error}");
+            assert!(error.contains("is outside the folder"), "{name}: {error}");
             let allowed = find(Some(&image), &BackingFiles::Anywhere, name);
             assert_eq!(allowed.unwrap(), root.join("secret"));
             let none = find(Some(&image), &BackingFiles::None, name).unwrap_err();
             assert!(none.contains("add it to the name of the disk: backing="), "{none}");
         }
         for (name, expected) in [
-            ("nbd://host/x", "only files can be backing files; copy what is there into a file"),
-            ("json:{}", "with `qemu-img convert`, and name that with `qemu-img rebase -u`"),
+            ("nbd://host/x", "only files can be backing files; copy its data into a file"),
+            ("json:{}", "with `qemu-img convert`, and name that file with `qemu-img rebase -u`"),
             ("absent", "qemu-img rebase -u"),
         ] {
             assert!(beside(name).unwrap_err().contains(expected), "{name}");
         }
         let zero = find(Some(Path::new("/dev/null")), &BackingFiles::Beside, "zero").unwrap_err();
-        assert!(zero.contains("the image is not in a regular file"), "{zero}");
+        assert!(zero.contains("the image is not a regular file"), "{zero}");
         assert!(beside("old").unwrap_err().contains("it is not a regular file"));
         let anywhere = &BackingFiles::Anywhere;
         assert!(find(None, anywhere, "base").unwrap_err().contains("absolute"));
@@ -389,14 +389,14 @@ mod tests {
         // A relative name does not lead out of the folder, even if it is listed.
         for name in ["other", "link", "../secret"] {
             let error = find(Some(&image), &list, name).unwrap_err();
-            assert!(error.contains("is none of the backing files"), "{name}: {error}");
-            assert!(error.contains("list it too: backing=gone:base:link:"), "{name}: {error}");
+            assert!(error.contains("is not among the backing files"), "{name}: {error}");
+            assert!(error.contains("add it: backing=gone:base:link:"), "{name}: {error}");
         }
         let list = named(&[&secret]);
         assert_eq!(find(Some(&image), &list, "link").unwrap(), secret);
         assert_eq!(find(None, &list, &secret.to_string_lossy()).unwrap(), secret);
         let relative = named(&[Path::new("secret")]);
         let error = find(None, &relative, &secret.to_string_lossy()).unwrap_err();
-        assert!(error.contains("from the root on, in place of secret"), "{error}");
+        assert!(error.contains("absolute paths of backing files instead of secret"), "{error}");
     }
 }

@@ -44,7 +44,7 @@ fn read_key(key: &KeySpec) -> Result<Passphrase> {
 }
 
 fn read_inherited(fd: i32) -> Result<Passphrase> {
-    ensure!(fd > 2, "it is not for a key; choose one above 2");
+    ensure!(fd > 2, "descriptors 0 to 2 cannot have the key; choose a number above 2");
     let file = inherit::take_over(fd).map_err(|error| {
         let why = match Errno::from_io_error(&error) {
             Some(Errno::BADF) => "it is not open".to_owned(),
@@ -53,7 +53,7 @@ fn read_inherited(fd: i32) -> Result<Passphrase> {
         // A descriptor that was read before is closed, or its number belongs to the program by now.
         anyhow!(
             "{why}; start ringhaul with {fd}< KEYFILE, or use key-file for a disk that is opened \
-             more than once, since a descriptor can only be read once"
+             repeatedly, because a descriptor can be read only once"
         )
     })?;
     Passphrase::read(File::from(file))

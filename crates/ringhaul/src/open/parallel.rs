@@ -25,7 +25,7 @@ pub(crate) struct ParallelCalls<T, R> {
 
 /// The error of a call that panicked.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("ringhaul has a bug: it panicked here, as the log says; please report it")]
+#[error("ringhaul has a bug: a thread panicked (see the log); please report it")]
 pub(crate) struct Panicked;
 
 /// A message from a thread about the call with this number.

@@ -81,8 +81,8 @@ impl SharedDisks {
         drop(resizing);
         if waited.timed_out() {
             bail!(
-                "another export of this disk is being resized, which has not ended after {} s; try \
-                 again when `disk.resize` has been answered",
+                "a resize of this disk by another export has not ended after {} s; try again when \
+                 its `disk.resize` is answered",
                 RESIZE_MAX.as_secs()
             );
         }
@@ -137,9 +137,9 @@ impl SharedDisks {
         for other in all.iter().filter(|other| other.identity != identity) {
             if (is_written || other.is_written) && place.overlaps(&other.place) {
                 bail!(
-                    "cannot serve {name}: it has bytes of {}, which is served, too, and guests of \
-                     the one would not heed reservations, resets and COMPARE AND WRITE of the \
-                     other; serve parts that do not overlap, or both read-only",
+                    "cannot serve {name}: it overlaps {}, which is served too, and reservations, \
+                     resets and COMPARE AND WRITE would not apply to both; serve parts that do not \
+                     overlap, or both read-only",
                     other.name
                 );
             }
@@ -206,7 +206,7 @@ mod tests {
         let resizing = shared_disks.begin_resize(&disk);
         settle(&other).unwrap();
         let refused = settle(&disk).unwrap_err().to_string();
-        assert!(refused.contains("try again when `disk.resize`"), "{refused}");
+        assert!(refused.contains("try again when its `disk.resize`"), "{refused}");
         std::thread::scope(|scope| {
             let settles = scope.spawn(|| settle(&disk));
             drop(resizing);

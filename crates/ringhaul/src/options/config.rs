@@ -101,7 +101,7 @@ impl ConfigFile {
             let mut said = error.message().trim().replace('\n', "; ");
             // The parser takes an unquoted word for a number.
             if said.starts_with("invalid float") {
-                said += "; text stands in quotes, as in \"none\"";
+                said += "; write text in quotes, as in \"none\"";
             }
             error_at(error.span().unwrap_or(0..0), &said)
         };
@@ -125,7 +125,7 @@ impl ConfigFile {
     fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<String>> {
         let serve = self.program.find_subcommand("serve").context("the program has no `serve`")?;
         if EXPORT_OPTIONS.contains(&key) {
-            return Err(anyhow!("{key} belongs to one export; write it under [[export]]"));
+            return Err(anyhow!("{key} is a key of an export; write it under [[export]]"));
         }
         let known = |arg: &&Arg| arg.get_long() == Some(key) && !COMMAND_LINE_ONLY.contains(&key);
         let arg = serve.get_arguments().find(known);
@@ -175,7 +175,7 @@ impl ConfigFile {
             if let Some((number, what, other)) = clash {
                 let line = number.checked_sub(of_command_line).and_then(|number| lines.get(number));
                 let of = line.map_or("the command line".to_owned(), |line| format!("line {line}"));
-                let said = format!("{what} is that of another export, {other} of {of}");
+                let said = format!("{what} is already used by the export {other} of {of}");
                 return Err(error_at(at, &said));
             }
             lines.push(line_of(at.start));
@@ -183,10 +183,13 @@ impl ConfigFile {
                 && path == control
             {
                 let path = path.display();
-                return Err(error_at(at, &format!("{path} is the control socket; choose another")));
+                return Err(error_at(
+                    at,
+                    &format!("{path} is the path of the control socket; choose another path"),
+                ));
             }
             if let EndpointSpec::Fd(_) = export.endpoint {
-                return Err(error_at(at, "a descriptor is inherited by --fd alone; name a path"));
+                return Err(error_at(at, "only --fd can inherit a descriptor; name a path"));
             }
             let checked = export.check(args.iothreads);
             checked.map_err(|error| error_at(at, &format!("{error:#}")))?;
@@ -209,7 +212,7 @@ fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, to
     {
         return array.into_iter().map(written).collect();
     }
-    Err(serde::de::Error::custom("exports are written as [[export]], one after the other"))
+    Err(serde::de::Error::custom("write each export as a table [[export]]"))
 }
 
 /// Converts a key and its value to a command-line option. `None`: a switch that is off.
@@ -218,17 +221,19 @@ fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
     let text = match (value, is_switch) {
         (toml::Value::Boolean(true), true) => return Ok(Some(format!("--{key}"))),
         (toml::Value::Boolean(false), true) => return Ok(None),
-        (_, true) => return Err(anyhow!("{key} is true or false")),
+        (_, true) => return Err(anyhow!("{key} must be true or false")),
         (toml::Value::Boolean(is_on), false) => if is_on { "on" } else { "off" }.to_owned(),
         (toml::Value::String(_), false) if is_number(arg) => {
-            return Err(anyhow!("{key} is a number; write it without quotes"));
+            return Err(anyhow!("{key} must be a number; write it without quotes"));
         }
         (toml::Value::String(text), false) => text,
         (toml::Value::Integer(number), false) => number.to_string(),
         (toml::Value::Float(number), false) => {
-            return Err(anyhow!("{key} is no number with a fraction; write {number:.0}"));
+            return Err(anyhow!("{key} must be a whole number; write {number:.0}"));
         }
-        (_, false) => return Err(anyhow!("{key} is one value: a string, a number, true or false")),
+        (_, false) => {
+            return Err(anyhow!("{key} must be a single value: a string, a number, true or false"));
+        }
     };
     Ok(Some(format!("--{key}={text}")))
 }

@@ -18,14 +18,14 @@ pub(super) fn one_disk(
     let named = disk.map(|parts| {
         DiskSpec::from_parts(&parts).with_context(|| {
             let text = redact_spec(&format!("disk={}", parts.join(",")));
-            format!("in {text}, to whose disk all keys belong that stand behind it")
+            format!("in {text} (all keys after disk= belong to the disk)")
         })
     });
     let null = null.map(|size| DiskSpec::Null { size_bytes: size.0 });
     let mut disks = [named.transpose()?, blk_file.map(DiskSpec::File), null].into_iter().flatten();
     match (disks.next(), disks.next()) {
         (disk, None) => Ok(disk),
-        _ => bail!("it names more than one disk (with disk, blk-file or null); it has one"),
+        _ => bail!("it names more than one disk (with disk, blk-file or null); name one"),
     }
 }
 

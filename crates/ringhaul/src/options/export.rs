@@ -106,7 +106,7 @@ impl ExportArgs {
     fn main_device(&self) -> Result<DeviceSpec> {
         if self.device == DeviceKind::Scsi {
             if self.serial.is_some() {
-                bail!("a serial number is that of one unit; use --lun 0,serial=TEXT,disk=DISK");
+                bail!("a serial number belongs to a unit; use --lun 0,serial=TEXT,disk=DISK");
             }
             if self.blk_file.is_some() {
                 bail!("a virtio-scsi device has units; use --lun 0,blk-file=PATH");
@@ -172,10 +172,10 @@ impl ExportArgs {
         let keys: ExportKeys = parts.take(&[])?;
         let rules = QosChange::from_parts(parts)?;
         let disk = one_disk(keys.disk, keys.blk_file, keys.null)?;
-        let path = keys.socket_path.context("it lacks socket-path=PATH")?;
+        let path = keys.socket_path.context("it has no socket; add socket-path=PATH")?;
         let is_scsi = keys.device == Some(DeviceKind::Scsi);
         if is_scsi && keys.serial.is_some() {
-            bail!("a serial number is that of one unit; put serial= behind its lun=");
+            bail!("a serial number belongs to a unit; put serial= after its lun=");
         }
         let device = match (is_scsi, keys.lun, disk) {
             (true, units, None) => DeviceSpec::Scsi(parse_units(&units.unwrap_or_default())?),
@@ -183,9 +183,9 @@ impl ExportArgs {
                 bail!("a virtio-scsi device has units; put lun=0 before the disk")
             }
             (false, Some(_), _) => bail!("a virtio-blk device has no units; add device=scsi"),
-            (false, None, disk) => {
-                DeviceSpec::Blk(disk.context("it lacks disk=DISK, blk-file=PATH or null=SIZE")?)
-            }
+            (false, None, disk) => DeviceSpec::Blk(
+                disk.context("it has no disk; add disk=DISK, blk-file=PATH or null=SIZE")?,
+            ),
         };
         let usual = self.default_settings();
         let settings = ExportSettings {
@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(threads(""), [Some(1), None]);
         assert_eq!(threads(",iothread=2"), [Some(1), Some(2)]);
         let error = with(",iothread=3").unwrap_err().to_string();
-        assert_eq!(error, "IoThread 3 does not exist; with --iothreads 3 they are 0 to 2");
+        assert_eq!(error, "IoThread 3 does not exist; with --iothreads 3 the IoThreads are 0 to 2");
         assert!(with(",iothread=x").is_err());
     }
 

@@ -94,7 +94,7 @@ fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
         ..own
     };
     let disk = one_disk(keys.disk, keys.blk_file, keys.null)?;
-    let disk = disk.context("it lacks disk=DISK, blk-file=PATH or null=SIZE")?;
+    let disk = disk.context("it has no disk; add disk=DISK, blk-file=PATH or null=SIZE")?;
     Ok(UnitSpec { target, lun, disk, settings })
 }
 

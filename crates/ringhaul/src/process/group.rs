@@ -17,7 +17,7 @@ pub(crate) fn id_of(name: &str) -> Result<u32> {
     if let Ok(id) = name.parse() {
         return Ok(id);
     }
-    let c_name = CString::new(name).context("the name of a group has no NUL")?;
+    let c_name = CString::new(name).context("the name of a group must not contain a NUL byte")?;
     let mut entry = std::mem::MaybeUninit::<libc::group>::uninit();
     let mut strings: Vec<libc::c_char> = vec![0; ENTRY_BYTES];
     let mut found = std::ptr::null_mut();
@@ -37,7 +37,7 @@ pub(crate) fn id_of(name: &str) -> Result<u32> {
         return Err(error).with_context(|| format!("cannot look up the group {name}"));
     }
     if found.is_null() {
-        bail!("there is no group {name}; use the name of one, or its number");
+        bail!("there is no group {name}; use the name or number of an existing group");
     }
     // SAFETY: the group was found, so the function has filled `entry`.
     Ok(unsafe { entry.assume_init() }.gr_gid)

@@ -29,7 +29,7 @@ pub(crate) fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = fcntl_getfd(borrowed)?;
     if flags.contains(FdFlags::CLOEXEC) {
-        return refused("this program has opened it for itself");
+        return refused("this program itself has opened it");
     }
     fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
     // SAFETY: the descriptor is open, and no code in this process owns it. It was not

@@ -37,7 +37,7 @@ impl MemoryLimits {
     pub(crate) fn front_end_rules(&self) -> MappingRules {
         let each = "the memory of a front-end (--max-guest-memory)";
         let budget = self.all.child(each, self.each_bytes);
-        let advice = "; other file systems take --memory-files any";
+        let advice = "; to allow other file systems, use --memory-files any";
         MappingRules { files: self.files, advice, budget }
     }
 
@@ -58,9 +58,9 @@ impl MemoryLimits {
         let limit = limit.filter(|_| !was_warned)?;
         Some(format!(
             "front-ends share {} MiB of memory, and the cgroup of this daemon is limited to {} \
-             MiB: guest memory that the daemon is the first to touch counts as its own, and the \
-             kernel may kill it; set no limit (MemoryMax=infinity), or one above the memory of \
-             all guests",
+             MiB: guest memory that the daemon touches first counts as its own, and the kernel may \
+             kill the daemon; remove the limit (MemoryMax=infinity), or raise it above the memory \
+             of all guests",
             mapped >> 20,
             limit >> 20
         ))

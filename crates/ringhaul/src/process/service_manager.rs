@@ -10,7 +10,7 @@ const VARIABLE: &str = "NOTIFY_SOCKET";
 
 /// Reports that front-ends can connect: a unit of `Type=notify` has started.
 pub(crate) fn ready() {
-    tell("READY=1\n", "that the daemon serves");
+    tell("READY=1\n", "that the daemon is ready");
 }
 
 /// Reports that the daemon ends as requested.
@@ -21,13 +21,16 @@ pub(crate) fn stopping() {
 /// Reports that the service continues in another process. Otherwise the manager takes the end of
 /// this process for the end of the service.
 pub(crate) fn main_process(process: u32) {
-    tell(&format!("MAINPID={process}\n"), &format!("that process {process} goes on"));
+    tell(
+        &format!("MAINPID={process}\n"),
+        &format!("that the service continues in process {process}"),
+    );
 }
 
 fn tell(text: &str, what: &str) {
     let Some(path) = std::env::var(VARIABLE).ok().filter(|path| !path.is_empty()) else { return };
     if let Err(error) = send(&path, text) {
-        tracing::warn!("cannot tell the service manager at {path} {what}: {error}");
+        tracing::warn!("cannot notify the service manager at {path} {what}: {error}");
     }
 }
 

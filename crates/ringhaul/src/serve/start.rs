@@ -68,13 +68,12 @@ impl Start {
         let shown = upgraded.join(" ");
         if !is_same {
             tracing::warn!(
-                "the options of an upgrade are dropped, because the command line has changed: \
-                 {shown}"
+                "dropped the options of an upgrade, because the command line has changed: {shown}"
             );
             upgraded.clear();
             return Ok(());
         }
-        tracing::info!("goes on with the options of an upgrade: {shown}");
+        tracing::info!("using the options of an earlier upgrade: {shown}");
         self.options.arguments.extend(upgraded.iter().cloned());
         let ParsedOptions { args, log, log_format, config } = self.options.parse()?;
         log::adopt(log.as_deref(), log_format)?;

@@ -135,7 +135,7 @@ impl Endpoint {
             .set_nonblocking(true)
             .with_context(|| format!("cannot set up the new socket {shown}"))?;
         let metadata = std::fs::symlink_metadata(path)
-            .with_context(|| format!("cannot look at the new socket {shown}"))?;
+            .with_context(|| format!("cannot examine the new socket {shown}"))?;
         let identity = (metadata.dev(), metadata.ino());
         let path = path.to_owned();
         Ok(Self::Listener(OwnSocket { listener, path, identity, is_lent: false }))
@@ -150,8 +150,8 @@ impl Endpoint {
         let (shown, bytes) = (path.display(), path.as_os_str().len());
         if bytes > SOCKET_PATH_BYTES {
             bail!(
-                "cannot listen on {shown}: the path is too long for a socket, {bytes} bytes and \
-                 not at most {SOCKET_PATH_BYTES}; choose another {option}"
+                "cannot listen on {shown}: the path is too long for a socket ({bytes} bytes, at \
+                 most {SOCKET_PATH_BYTES}); choose another {option}"
             );
         }
         Ok(())
@@ -301,7 +301,7 @@ fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).with_context(|| format!("cannot look at {shown}")),
+        Err(error) => return Err(error).with_context(|| format!("cannot examine {shown}")),
     };
     if !metadata.file_type().is_socket() {
         bail!("{shown} exists and is not a socket; choose another {option}");
@@ -314,18 +314,18 @@ fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
         }
         Ok(true) => {
             bail!(
-                "another program listens on {shown}, or another export does; stop it or choose \
-                 another {option}"
+                "another program listens on {shown}, or another export of this daemon; stop it or \
+                 choose another {option}"
             )
         }
-        Err(error) => Err(error).with_context(|| format!("cannot find out who listens on {shown}")),
+        Err(error) => Err(error).with_context(|| format!("cannot check for a listener on {shown}")),
     }
 }
 
 /// Waits while another process listens at `path`, until `patience` is over. A killed process closes
 /// its sockets a moment later, and a supervisor may not wait for that.
 fn wait_for_killed_listener(path: &Path, patience: Instant) -> Result<()> {
-    let looking = || format!("cannot find out who listens on {}", path.display());
+    let looking = || format!("cannot check for a listener on {}", path.display());
     if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket()) {
         return Ok(());
     }
@@ -340,7 +340,7 @@ fn wait_for_killed_listener(path: &Path, patience: Instant) -> Result<()> {
         }
         if !std::mem::replace(&mut is_logged, true) {
             tracing::debug!(
-                "a program listens on {}; it has {} s to end, in case it was killed",
+                "a program listens on {}; waiting up to {} s for its end, in case it was killed",
                 path.display(),
                 KILLED_MAX.as_secs()
             );

@@ -22,8 +22,8 @@ pub(crate) fn check_folder(path: &Path) -> Result<()> {
     let mode = metadata_of(folder)?.mode();
     if mode & ALL_WRITE != 0 && mode & STICKY == 0 {
         bail!(
-            "every user can replace what is in {0}; take that right away (chmod o-w {0}) or \
-             choose another folder",
+            "every user can replace files in {0}; remove that permission (chmod o-w {0}) or choose \
+             another folder",
             folder.display()
         );
     }
@@ -43,8 +43,8 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
     let (user, own_group) = (geteuid().as_raw(), getegid().as_raw());
     if ![0, user].contains(&found.uid()) {
         bail!(
-            "{shown} belongs to user {}, who can replace what is in it; choose a folder of root \
-             or of user {user}",
+            "{shown} belongs to user {}, who can replace files in it; choose a folder of root or \
+             of user {user}",
             found.uid()
         );
     }
@@ -53,7 +53,7 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
     let is_trusted = found.gid() == 0 || Some(found.gid()) == group || is_private;
     if found.mode() & GROUP_WRITE != 0 && found.mode() & STICKY == 0 && !is_trusted {
         bail!(
-            "the members of group {} can replace what is in {shown}; take that right away (chmod \
+            "the members of group {} can replace files in {shown}; remove that permission (chmod \
              g-w {shown}) or choose another folder",
             found.gid()
         );
@@ -71,17 +71,24 @@ pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> 
     let shown = path.display();
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let node = openat(CWD, path, flags, Mode::empty())
-        .with_context(|| format!("cannot look at the new socket {shown}"))?;
-    let stat = fstat(&node).with_context(|| format!("cannot look at the new socket {shown}"))?;
+        .with_context(|| format!("cannot examine the new socket {shown}"))?;
+    let stat = fstat(&node).with_context(|| format!("cannot examine the new socket {shown}"))?;
     let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::Socket
         && (stat.st_dev, stat.st_ino) == identity
         && stat.st_uid == geteuid().as_raw();
     if !is_ours {
-        bail!("another file has taken the place of the new socket {shown}; look at its folder");
+        bail!(
+            "another file has replaced the new socket {shown}; check the permissions of its folder"
+        );
     }
     let Some(group) = group else { return Ok(()) };
     chownat(&node, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH).with_context(
-        || format!("cannot give {shown} to the --control-group; be root or a member of it"),
+        || {
+            format!(
+                "cannot give {shown} to the --control-group; run the daemon as root or as a member \
+                 of it"
+            )
+        },
     )?;
     // chmod does not work on a descriptor opened with `O_PATH`, but on its link in /proc.
     let link = format!("/proc/self/fd/{}", node.as_raw_fd());
@@ -100,7 +107,7 @@ fn metadata_of(folder: &Path) -> Result<std::fs::Metadata> {
         std::io::ErrorKind::NotFound => {
             anyhow::anyhow!("the folder {shown} does not exist; create it (mkdir -p {shown})")
         }
-        _ => anyhow::anyhow!("cannot look at the folder {shown}: {error}"),
+        _ => anyhow::anyhow!("cannot examine the folder {shown}: {error}"),
     })?;
     if !found.is_dir() {
         bail!("{shown} is not a folder");

@@ -111,7 +111,7 @@ impl EndCause {
             Self::Sigint => "SIGINT",
             Self::Sighup => "SIGHUP",
             Self::Control => "a request on the control socket",
-            Self::Predecessor => "a request to the process before this one",
+            Self::Predecessor => "a request to the previous process",
         }
     }
 }
@@ -150,18 +150,21 @@ pub enum Reply {
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     /// An export with this name exists.
-    #[error("{0} is another export, or one that is ending; choose another name and socket")]
+    #[error(
+        "another export, perhaps one that is ending, has the name or socket {0}; choose another \
+         name and socket"
+    )]
     Exists(String),
     /// No export has this name.
-    #[error("there is no export {0}; an export is called by its name or its socket")]
+    #[error("there is no export {0}; name an export by its name or its socket")]
     Unknown(String),
     /// The export is not in a state in which it can be removed or changed.
-    #[error("the export {0} is {1}; wait until that is done, or name another one")]
+    #[error("the export {0} is {1}; wait until it is done, or name another export")]
     Busy(String, ExportState),
     /// The export has not ended by the deadline, for the second field's reason.
     #[error(
-        "the export {0} has not ended: {1}; it goes on ending, and its name is free when a removal \
-         without a deadline returns"
+        "the export {0} has not ended: {1}; its removal continues, and its name is free when a \
+         removal without a deadline returns"
     )]
     NotEnded(String, String),
     /// The export is no virtio-scsi device.
@@ -174,40 +177,43 @@ pub enum CommandError {
     #[error("the export {0} is a virtio-scsi device; name one of its logical units")]
     NoDisk(String),
     /// The device has a unit at this place.
-    #[error("the export {0} has a unit {1} already; choose another number or remove that one")]
+    #[error("the export {0} already has a unit {1}; choose another number or remove that unit")]
     UnitExists(String, UnitPlace),
     /// The unit at this place is being changed by another command.
     #[error("the unit {1} of the export {0} is being added, resized or removed; try again later")]
     UnitBusy(String, UnitPlace),
     /// The unit at this place was cancelled while it was being added.
     #[error(
-        "the unit {1} of the export {0} was being added, and is given up; its place is free when \
-         its disk is closed"
+        "adding the unit {1} of the export {0} was cancelled; its address is free when its disk is \
+         closed"
     )]
     UnitBeingCancelled(String, UnitPlace),
     /// The unit, or its export, was removed while its disk was being opened.
     #[error(
         "the unit {1} of the export {0} was not added: it or the export was removed before its \
-         disk was open; add it again if it is wanted"
+         disk was open; add it again if you need it"
     )]
     UnitCancelled(String, UnitPlace),
     /// The disk is being changed by another command.
     #[error("the disk of the export {0} is being resized; try again later")]
     DiskBusy(String),
     /// The export was removed while its disk was being opened.
-    #[error("the export {0} was removed before it was served; add it again if it is wanted")]
+    #[error("the export {0} was removed before it was served; add it again if you need it")]
     Cancelled(String),
     /// The device has no unit at this place.
-    #[error("the export {0} has no unit {1}; its units are listed with it")]
+    #[error("the export {0} has no unit {1}; `ringhaul ctl show` lists its units")]
     UnknownUnit(String, UnitPlace),
     /// A takeover by another process is in progress, or was about to begin.
-    #[error("another process is taking the exports over; try again when it has, or has failed")]
+    #[error(
+        "another process is taking over the exports; try again when the takeover has succeeded or \
+         failed"
+    )]
     HandingOver,
     /// The process with this id has taken the exports over.
-    #[error("process {0} has taken the exports over; connect again to ask that one")]
+    #[error("process {0} has taken over the exports; connect again to reach it")]
     HandedOver(u32),
     /// The exports have changed since they were described for a hand-over.
-    #[error("exports were added, changed or removed meanwhile; try again")]
+    #[error("exports were added, changed or removed during the takeover; try again")]
     Changed,
     /// Queues have not stopped, so another process cannot resume them.
     #[error("requests were not finished in time ({0}); try again when the disk answers")]
@@ -222,15 +228,16 @@ pub enum CommandError {
     #[error("{0}")]
     UpgradeRefused(String),
     /// The command succeeded but could not be saved for the next start.
-    #[error("it is done, but a restart would undo it: {0:#}")]
+    #[error("the change was made, but a restart would undo it: {0:#}")]
     NotSaved(anyhow::Error),
     /// The export was not being served, and its entry for the next start is deleted.
     #[error(
-        "the export {0} was not served; it is forgotten, and the next start does not try it again"
+        "the export {0} was not served; its saved entry is deleted, and the next start does not \
+         try it again"
     )]
     Forgotten(String),
     /// The daemon is ending and accepts no changes of exports.
-    #[error("the daemon is ending; start it again to ask for anything")]
+    #[error("the daemon is ending; start it again before further requests")]
     Ending,
     /// The command is invalid in any state of the daemon.
     #[error("{0:#}")]
@@ -280,8 +287,8 @@ impl From<anyhow::Error> for CommandError {
 pub fn check_is_path(binary: &Path) -> Result<()> {
     if !binary.as_os_str().as_bytes().contains(&b'/') {
         bail!(
-            "'{}' does not say in which folder the program to upgrade to is, and PATH is not \
-             searched; give its path, such as /usr/bin/ringhaul",
+            "'{}' is not a path, and PATH is not searched; give the path of the new program, such \
+             as /usr/bin/ringhaul",
             binary.display()
         );
     }

@@ -152,18 +152,18 @@ mod tests {
     fn what_is_wrong_with_a_disk_is_said() {
         let deep = format!("{}\"null:1M\"{}", r#"{"raw":{"over":"#.repeat(16), "}}".repeat(16));
         for (json, expected) in [
-            (&*deep, "it has 17 layers of disks; at most 16 can be"),
+            (&*deep, "it has 17 layers of disks; at most 16 are supported"),
             (r#"{"null":{"size-bytes":512,"size":1}}"#, "unknown field `size`"),
             (r#"{"file":"/a","x":2}"#, "a disk has one key, its kind"),
             (r#"{"qcow3":"/a"}"#, "unknown variant `qcow3`"),
             (r#""qcow3,path=/a""#, "unknown disk kind 'qcow3'"),
-            (r#"{"luks":{"key":"hidden","over":"/a"}}"#, "the key of a LUKS disk is in a file"),
-            (r#"{"luks":{"key":7,"over":"/a"}}"#, "the key of a LUKS disk is in a file"),
-            (r#"{"luks":{"key":{"hidden":7},"over":"/a"}}"#, "the key of a LUKS disk is in a file"),
-            (r#"{"luks":{"key":{"fd":"hidden"},"over":"/a"}}"#, "the key of a LUKS disk is in a"),
+            (r#"{"luks":{"key":"hidden","over":"/a"}}"#, "the key of a LUKS disk is {"),
+            (r#"{"luks":{"key":7,"over":"/a"}}"#, "the key of a LUKS disk is {"),
+            (r#"{"luks":{"key":{"hidden":7},"over":"/a"}}"#, "the key of a LUKS disk is {"),
+            (r#"{"luks":{"key":{"fd":"hidden"},"over":"/a"}}"#, "the key of a LUKS disk is {"),
             (r#"{"nbd":"user:hidden@host"}"#, "invalid type: string \"user:***@host\""),
             (r#"{"nbd":{"host":"h","port":"x"}}"#, "invalid type: string \"x\""),
-            (r#""nbd:user:hidden@host""#, "no URI such as"),
+            (r#""nbd:user:hidden@host""#, "it is not a URI"),
             ("7", "a disk: a text such as"),
         ] {
             let error = of_json(json).unwrap_err();

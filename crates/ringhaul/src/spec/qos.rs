@@ -240,8 +240,8 @@ impl LimitGroups {
         {
             if group.changed_since(requested_at) {
                 tracing::info!(
-                    "the limits of group {name} stay: they have changed since a disk was asked for \
-                     that is served now and names others"
+                    "the limits of group {name} stay: they changed after the request for a new \
+                     disk, whose limits for the group do not apply"
                 );
             } else if group.limits.set_limits(numbers).is_ok() {
                 group.numbers = limits.clone();

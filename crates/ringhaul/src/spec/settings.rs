@@ -67,15 +67,15 @@ impl SettingsChange {
     pub(crate) fn apply(&self, limits: &mut PollLimits) -> Result<()> {
         let max_us = self.poll_max_us.unwrap_or(limits.max_us.into());
         let Some(max_us) = u16::try_from(max_us).ok().filter(|us| *us <= POLL_MAX_US) else {
-            bail!("poll-max-us must be 0 to {POLL_MAX_US}, and not {max_us}");
+            bail!("poll-max-us must be 0 to {POLL_MAX_US}, not {max_us}");
         };
         let percent = self.poll_budget.unwrap_or(limits.budget_percent.into());
         let Some(budget_percent) = u8::try_from(percent).ok().filter(|p| (1..=100).contains(p))
         else {
-            bail!("poll-budget must be 1 to 100 percent, and not {percent}");
+            bail!("poll-budget must be 1 to 100 percent, not {percent}");
         };
         if let Some(filter) = &self.log {
-            log::set_filter(filter).context("cannot change what is logged")?;
+            log::set_filter(filter).context("cannot change the filter of the log")?;
         }
         *limits = PollLimits { max_us, budget_percent };
         Ok(())

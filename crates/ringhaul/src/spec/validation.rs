@@ -19,7 +19,7 @@ impl ExportSpec {
             check_name(name).context("the name of an export")?;
         }
         if matches!(&self.endpoint, EndpointSpec::Path(path) if path.as_os_str().is_empty()) {
-            bail!("the path of its socket is empty; name a file to be made");
+            bail!("the path of its socket is empty; give the path of a new socket");
         }
         let usual = self.settings.logical_block_bytes;
         let units = match &self.device {

@@ -53,7 +53,9 @@ impl TryFrom<String> for Wwn {
         match number {
             // IEEE Extended, locally assigned, IEEE Registered (SPC-5, section 7.7.6.6).
             Some(number) if matches!(number >> 60, 2 | 3 | 5) => Ok(Self(number.to_be_bytes())),
-            _ => bail!("'{text}' is no WWN: it needs 16 hexadecimal digits, the first 2, 3 or 5"),
+            _ => {
+                bail!("'{text}' is not a WWN: it needs 16 hexadecimal digits, the first 2, 3 or 5")
+            }
         }
     }
 }

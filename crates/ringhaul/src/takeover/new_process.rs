@@ -143,7 +143,8 @@ impl Predecessor {
         let opening = daemon.expect_opening(opening, &mut self.fds)?;
         tracing::info!("ready to take over {} from process {}", counted(exports), self.process);
         let paused = ask::<PausedState>(&mut self.receiver, PAUSE, &Value::Null);
-        let (mut paused_state, fds) = paused.context("the old process does not stop")?;
+        let (mut paused_state, fds) =
+            paused.context("the old process does not pause its queues")?;
         if paused_state.changes != self.options.changes {
             set(daemon, &paused_state.changes)?;
         }
@@ -153,7 +154,7 @@ impl Predecessor {
         // No time-out: this process must know if the old one has received the request.
         self.receiver.stream().set_read_timeout(None)?;
         ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
-            .context("the old process has not said that it leaves")?;
+            .context("the old process has not confirmed the takeover")?;
         Ok((exports, opening, paused_state, result))
     }
 }
@@ -197,15 +198,17 @@ impl PassedOnRequests {
                     Ok(Request { method, params, .. }) if method == PASS_ON => {
                         match serde_json::from_value(params) {
                             Ok(what) => carry_out(what),
-                            Err(error) => tracing::warn!("the old process asks for more: {error}"),
+                            Err(error) => tracing::warn!(
+                                "the old process passed on an unknown request: {error}"
+                            ),
                         }
                     }
-                    _ => tracing::warn!("the old process says what is not understood"),
+                    _ => tracing::warn!("cannot understand a message of the old process"),
                 }
             }
         };
         let thread = std::thread::Builder::new().name("ringhaul-heir".into()).spawn(listen);
-        thread.context("cannot start the thread that listens to the old process").map(drop)
+        thread.context("cannot start the thread that reads from the old process").map(drop)
     }
 }
 
@@ -216,7 +219,10 @@ impl PassedOnRequests {
 /// When one is out of its range here.
 pub(crate) fn set(daemon: &Daemon, changes: &SettingsChange) -> Result<()> {
     let changed = daemon.handle(Command::Set(changes.clone()));
-    changed.map_err(CommandError::into_error).context("cannot set what was set before").map(drop)
+    changed
+        .map_err(CommandError::into_error)
+        .context("cannot apply the settings of the old process")
+        .map(drop)
 }
 
 fn send(mut stream: &UnixStream, method: &str, params: &Value) -> Result<()> {
@@ -236,16 +242,16 @@ fn ask<T: DeserializeOwned>(
         Ok(Some(line)) => line,
         nothing => {
             sent?;
-            nothing.context("it says nothing")?;
-            bail!("it has hung up");
+            nothing.context("it does not answer")?;
+            bail!("it has closed the connection");
         }
     };
     let mut answer: Value = serde_json::from_slice(&line)?;
     if let Some(why) = answer["error"]["message"].as_str() {
-        return Err(anyhow!("it refuses: {why}"));
+        return Err(anyhow!("it refused: {why}"));
     }
     let answer: Answer<T> = serde_json::from_value(answer["result"].take())
-        .context("its answer is not understood, although the formats fit")?;
+        .context("cannot understand its answer, although the formats match")?;
     let fds = receiver.fds(answer.descriptors.len())?;
     Ok((answer.says, PassedFds::new(answer.descriptors, fds)))
 }
@@ -271,7 +277,7 @@ mod tests {
         let mut receiver = Receiver::new(new);
         let ask = |receiver: &mut _| ask::<Value>(receiver, BEGIN, &Value::Null);
         let refused = ask(&mut receiver).map(drop).unwrap_err().to_string();
-        assert_eq!(refused, "it refuses: only root may");
+        assert_eq!(refused, "it refused: only root may");
         let gone = format!("{:#}", ask(&mut receiver).map(drop).unwrap_err());
         assert!(gone.contains("Broken pipe"), "{gone}");
     }

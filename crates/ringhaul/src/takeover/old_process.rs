@@ -58,8 +58,8 @@ pub(crate) fn hand_over(
     stream: &UnixStream,
 ) -> Result<()> {
     let mut conversation = Conversation { reader, stream, id };
-    let peer = Peer::from_socket(stream).context("cannot tell who it is")?;
-    let process = peer.pid.context("it is in a PID namespace that is not visible from here")?;
+    let peer = Peer::from_socket(stream).context("cannot identify the client")?;
+    let process = peer.pid.context("its PID namespace is not visible here")?;
     let ownership = daemon.ownership();
     let given = ownership.begin_hand_over(process).map_err(anyhow::Error::from);
     let given = given.and_then(|_running| {
@@ -117,16 +117,16 @@ fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Resu
     let own = env!("CARGO_PKG_VERSION");
     let Some(format) = common_format(formats) else {
         bail!(
-            "ringhaul {own} describes itself in one of the formats {FORMATS:?}, and ringhaul \
-             {version} understands {formats:?} only; restart it instead, or go by way of a version \
-             between the two"
+            "ringhaul {own} writes the takeover formats {FORMATS:?}, and ringhaul {version} reads \
+             only {formats:?}; restart the daemon instead, or upgrade through a version between \
+             the two"
         );
     };
     let inflight = InflightRegion::VERSION;
     if !inflight_versions.contains(&inflight) {
         bail!(
             "ringhaul {own} keeps inflight regions of version {inflight}, and ringhaul {version} \
-             understands {inflight_versions:?} only; go by way of a version that understands both"
+             reads only {inflight_versions:?}; upgrade through a version that reads both"
         );
     }
     Ok(format)
@@ -195,15 +195,16 @@ impl Conversation<'_> {
         self.stream.set_read_timeout(Some(wait))?;
         let mut line = Vec::new();
         let read = self.reader.take(LINE_MAX).read_until(b'\n', &mut line);
-        if read.context("it says nothing")? == 0 {
-            bail!("it has gone");
+        if read.context("it does not answer")? == 0 {
+            bail!("it has closed the connection");
         }
-        let request: Request = serde_json::from_slice(&line).context("it speaks otherwise")?;
+        let request: Request =
+            serde_json::from_slice(&line).context("cannot understand its message")?;
         self.id = request.id;
         match &*request.method {
             this if this == method => Ok(()),
-            GIVE_UP => bail!("{}", request.params["why"].as_str().unwrap_or("it does not say why")),
-            other => bail!("it asks for {other} in place of {method}"),
+            GIVE_UP => bail!("{}", request.params["why"].as_str().unwrap_or("without a reason")),
+            other => bail!("it sent {other} instead of {method}"),
         }
     }
 }

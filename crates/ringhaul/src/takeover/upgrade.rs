@@ -78,8 +78,8 @@ fn not_taken(binary: &Path, status: ExitStatus, reason: Option<Refusal>) -> Comm
             CommandError::UpgradeRefused(format!("{shown} has not taken over: {why}"))
         }
         None => CommandError::UpgradeRefused(format!(
-            "{shown} has not taken over: it ended ({status}) and never asked for it; if it is a \
-             ringhaul, the log of this daemon has its reason, otherwise name one"
+            "{shown} has not taken over: it ended ({status}) before it asked for the exports; if \
+             it is a ringhaul, see its error in the log of this daemon, otherwise name one"
         )),
     }
 }

@@ -96,7 +96,7 @@ impl Receiver {
             }
         }
         if received.flags.contains(ReturnFlags::CTRUNC) {
-            let text = "no descriptors are left; raise the limit on open files (ulimit -n)";
+            let text = "the limit on open files is reached; raise it (ulimit -n)";
             return Err(io::Error::other(text));
         }
         self.bytes.extend(&buffer[..received.bytes]);

@@ -34,8 +34,8 @@ fn warn_of_few_cpus(iothreads: usize) {
     if (1..wanted).contains(&(allowed as usize)) {
         tracing::warn!(
             "--sqpoll keeps {wanted} CPUs busy, one for each IoThread and one for its kernel \
-             thread, and the daemon may run on {allowed}: requests may take milliseconds; allow \
-             it more CPUs (taskset, cpuset) or leave --sqpoll out"
+             thread, but the daemon may only run on {allowed}: requests may take milliseconds; \
+             allow it more CPUs (taskset, cpuset) or leave --sqpoll out"
         );
     }
 }
@@ -93,7 +93,7 @@ fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     for &index in tried {
         choices.entry(index).or_insert_with(|| Choice {
             engine: EngineKind::IoUring,
-            why: format!("its trial did not end, or not in {} s", TRIAL_MAX.as_secs()),
+            why: format!("its trial failed or took longer than {} s", TRIAL_MAX.as_secs()),
             has_failed: false,
         });
     }
@@ -104,7 +104,7 @@ fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
 fn from_previous(name: &str) -> Option<EngineChoice> {
     let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
     let engine = all.into_iter().find(|engine| engine.to_string() == name)?;
-    let why = "as before it was taken over".to_owned();
+    let why = "as in the previous process".to_owned();
     Some(EngineChoice::Best(Choice { engine, why, has_failed: false }))
 }
 
@@ -333,7 +333,8 @@ fn summary_of(stats: &Stats) -> String {
     format!(
         "{}, {}, {}, {}; {} not answered for 5 s; {} polled for; {} bounced, with at most {} KiB, \
          {} waits and {} failures of memory; long lists of buffers with at most {} KiB and {} \
-         waits; {} completed by others, who woke it {} times; {} calls, {} submits, {} waits",
+         waits; {} completed by other threads, which woke it {} times; {} calls, {} submits, {} \
+         waits",
         of("reads", &stats.read),
         of("writes", &stats.write),
         of("flushes", &stats.flush),

@@ -33,7 +33,7 @@ impl IoThreads {
                 .spawn(move || run(index, &config, &sender, &*failed))
                 .context("cannot start an IoThread")?;
             threads.handles.push(handle);
-            let remote = receiver.recv().context("an IoThread ended at its start")??;
+            let remote = receiver.recv().context("an IoThread ended while it started")??;
             threads.remotes.push(remote);
         }
         Ok(threads)
@@ -44,8 +44,8 @@ impl IoThreads {
         for (index, remote) in self.remotes.iter().enumerate() {
             if let Some(Err(error)) = remote.call(|_| device::prepare_calls()) {
                 tracing::warn!(
-                    "iothread-{index} cannot set up Linux AIO for calls: {error}; a front-end may \
-                     make it wait for a full eventfd"
+                    "iothread-{index} cannot set up Linux AIO for calls: {error}; a full eventfd \
+                     of a front-end may block it"
                 );
             }
         }
@@ -73,7 +73,7 @@ fn run(
     };
     let _ = started.send(Ok(thread.remote()));
     if let Err(error) = thread.run() {
-        tracing::error!("iothread-{index} has ended: {error}; the queues that it served are lost");
+        tracing::error!("iothread-{index} has ended: {error}; its queues are lost");
         failed();
     }
 }

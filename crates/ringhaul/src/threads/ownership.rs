@@ -229,7 +229,7 @@ impl Ownership {
         drop(state);
         match begun {
             Some((_, begin)) => begin(ChangeGuard(Arc::clone(self))),
-            None => tracing::info!("what is asked waits until it is certain which process goes on"),
+            None => tracing::info!("a request waits for the result of a takeover"),
         }
     }
 
@@ -244,10 +244,12 @@ impl Successor {
         let Self { process, stream } = self;
         let line = json!({ "jsonrpc": "2.0", "method": PASS_ON, "params": what });
         match (&*stream).write_all(format!("{line}\n").as_bytes()) {
-            Ok(()) => tracing::info!("passed on to process {process}, which has taken over"),
+            Ok(()) => {
+                tracing::info!("passed on a request to process {process}, which has taken over")
+            }
             Err(error) => tracing::warn!(
-                "cannot pass it on to process {process}, which has taken over: {error}; ask that \
-                 one"
+                "cannot pass on a request to process {process}, which has taken over: {error}; \
+                 send it to that process"
             ),
         }
     }

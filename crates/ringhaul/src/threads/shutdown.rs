@@ -137,7 +137,9 @@ fn release_to(successor: &Successor, left: &mpsc::Receiver<()>, is_asked: bool) 
         successor.pass_on(PassedOn::End);
     }
     if left.recv_timeout(RELEASE_QUIET) == Err(RecvTimeoutError::Timeout) {
-        tracing::info!("ends when its disks are left, which may wait for their other ends");
+        tracing::info!(
+            "this process ends when its disks are released, which may wait for their servers"
+        );
         // The release has its own time-out.
         let _ = left.recv();
     }

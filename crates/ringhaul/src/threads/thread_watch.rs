@@ -84,10 +84,9 @@ impl ThreadWatch {
                 Finding::Stuck(time) => {
                     let disk = thread.remote.stats().submits_to();
                     tracing::error!(
-                        "{} has been stuck in a system call for {} s and serves nothing: {} \
-                         blocks it, or this process was stopped; pin the export of \
-                         such a disk to an IoThread of its own (iothread=), or choose another \
-                         --engine",
+                        "{} has been stuck in a system call for {} s and serves no requests: {} \
+                         blocks it, or this process was stopped; pin the export of such a disk to \
+                         an IoThread of its own (iothread=), or choose another --engine",
                         thread.name,
                         time.as_secs(),
                         disk.map_or("a disk".into(), |path| path.display().to_string())

@@ -117,7 +117,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
         (&missing, "absent.img"),
         (&nowhere, "no folder"),
         (&misplaced, "IoThread 7"),
-        (&good, "is another export"),
+        (&good, "another export"),
     ] {
         let added = scene.daemon.handle(Command::Add(vec![good.clone(), bad.clone()]));
         let error = added.err().context("it was added")?.to_string();
@@ -327,8 +327,8 @@ fn a_forced_removal_finishes_requests_in_progress() -> Result<()> {
         }
         frontend.channel.wait_closed()?;
         // Its IoThread may not know of the end yet.
-        let left = "queue 0: 1 request is not answered, of at most 128 KiB; the answer of its disk \
-                    is awaited";
+        let left = "queue 0: 1 request is not answered, of at most 128 KiB; its disk has not \
+                    answered yet";
         scene.wait_until(|| {
             scene.show().is_ok_and(|exports| exports[0].waits_for.as_deref() == Some(left))
         })?;
@@ -402,7 +402,7 @@ fn exports_of_a_disk_agree_on_its_reservations_file() -> Result<()> {
     scene.add(&[&unit("one", Some("a"))?, &unit("two", None)?, &unit("three", Some("./a"))?])?;
     let Err(error) = scene.add(&[&unit("four", Some("b"))?]) else { bail!("it was added") };
     let text = format!("{error:#}");
-    ensure!(text.contains("other exports of the disk keep them in"), "{text}");
+    ensure!(text.contains("other exports of the disk use"), "{text}");
     ensure!(scene.end() == Outcome::Clean);
     Ok(())
 }

@@ -292,29 +292,29 @@ fn messages_that_are_refused() {
         (SetProtocolFeatures(1 << 40), true, "protocol features 0x10000000000"),
         (SetFeatures(1 << 63), true, "features 0x8000000000000000"),
         (SetStatus(256), true, "device status 0x100"),
-        (SetVringNum { index: 0, size: 3 }, true, "a ring of 3 entries"),
-        (SetVringNum { index: 0, size: 2048 }, true, "a ring of 2048 entries"),
-        (SetVringNum { index: 2, size: 64 }, true, "queue 2, but there are 2"),
-        (SetVringAddr { index: u32::MAX, addresses: addresses(0) }, true, "but there are 2"),
+        (SetVringNum { index: 0, size: 3 }, true, "a ring cannot have 3 entries"),
+        (SetVringNum { index: 0, size: 2048 }, true, "a ring cannot have 2048 entries"),
+        (SetVringNum { index: 2, size: 64 }, true, "no queue 2: the device has 2"),
+        (SetVringAddr { index: u32::MAX, addresses: addresses(0) }, true, "the device has 2"),
         (SetVringBase { index: 0, base: 65_536 }, true, "ring base 65536"),
         (GetVringBase { index: 2 }, true, "queue 2"),
-        (SetVringEnable { index: 0, value: 1 }, true, "protocol features were not negotiated"),
+        (SetVringEnable { index: 0, value: 1 }, true, "before protocol features are negotiated"),
         (SetVringKick { index: 2, has_fd: false }, true, "queue 2"),
-        (SetVringCall { index: 0, has_fd: true }, true, "with 0 descriptors"),
-        (AddMemReg(region()), true, "with 0 descriptors"),
-        (SetBackendReqFd, true, "with 0 descriptors"),
-        (SetMemTable(vec![]), true, "message 5 with 8 bytes"),
+        (SetVringCall { index: 0, has_fd: true }, true, "cannot have 0 descriptors"),
+        (AddMemReg(region()), true, "cannot have 0 descriptors"),
+        (SetBackendReqFd, true, "cannot have 0 descriptors"),
+        (SetMemTable(vec![]), true, "message 5 cannot have 8 bytes"),
         (RemMemReg(region()), true, ""),
-        (GetConfig(config(0x1000, &[0])), false, "1 bytes at 4096"),
-        (GetConfig(config(0, &[])), false, "0 bytes at 0"),
+        (GetConfig(config(0x1000, &[0])), false, "1 bytes at offset 4096"),
+        (GetConfig(config(0, &[])), false, "0 bytes at offset 0"),
         (GetConfig(Config { offset: u32::MAX, ..config(0, &[0; 2]) }), false, "2 bytes"),
         (GetConfig(Config { flags: 4, ..config(0, &[0]) }), false, "flags 0x4"),
-        (SetConfig(config(0, &[1])), false, "1 bytes at 0"),
+        (SetConfig(config(0, &[1])), false, "1 bytes at offset 0"),
         (SetConfig(Config { offset: far, ..config(0, &[0]) }), false, "1 bytes at"),
         (GetInflightFd(InflightArea { queues: 0, ..inflight_area() }), true, "for 0 queues"),
-        (GetInflightFd(InflightArea { queues: 3, ..inflight_area() }), true, "there are 2"),
+        (GetInflightFd(InflightArea { queues: 3, ..inflight_area() }), true, "the device has 2"),
         (GetInflightFd(InflightArea { queue_size: 2000, ..inflight_area() }), true, "of 2000"),
-        (SetInflightFd(inflight_area()), true, "with 0 descriptors"),
+        (SetInflightFd(inflight_area()), true, "cannot have 0 descriptors"),
         (SetConfig(Config { flags: 2, ..config(WRITEBACK_OFFSET, &[0]) }), false, "flags 0x2"),
     ];
     for (request, is_grave, words) in table {
@@ -350,7 +350,7 @@ fn messages_of_features_that_were_not_negotiated() {
         let Ended::Refused { text, needs_ack: false } = &ended else {
             panic!("{request:?}: {ended:?}");
         };
-        assert!(text.contains("which was not offered"), "{text}");
+        assert!(text.contains("was not offered"), "{text}");
     }
 }
 

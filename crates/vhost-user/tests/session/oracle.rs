@@ -210,7 +210,12 @@ fn a_front_end_s_connection_is_no_channel_for_our_messages() {
         let answer = scene.exchange(&mut session, &mut frontend, &Request::SetBackendReqFd, &[end]);
         assert_ne!(answer, [0; 8]);
     }
-    assert!(scene.refused.iter().all(|text| text.contains("is the front-end's connection")));
+    assert!(
+        scene
+            .refused
+            .iter()
+            .all(|text| text.contains("must not be the front-end's own connection"))
+    );
     let (_listener, channel) = UnixStream::pair().unwrap();
     scene.send_checked(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&channel.into()]);
     drop((ends, frontend));

@@ -121,7 +121,7 @@ fn unread_answers_have_a_time_limit() {
     assert_eq!(scene.drive(&mut session), None);
     scene.now += MESSAGE_LIMIT;
     let end = scene.drive(&mut session);
-    assert!(is_dropped(end.as_ref(), "does not read an answer"), "{end:?}");
+    assert!(is_dropped(end.as_ref(), "does not read its answer"), "{end:?}");
 }
 
 #[test]

@@ -28,11 +28,14 @@ impl Recovery {
         match self {
             Self::New | Self::Known { requests: 0 } | Self::Stale { requests: 0 } => None,
             Self::Known { requests } => {
-                Some(format!("{} that had been taken before are done again", count(requests)))
+                Some(format!("{} of an earlier process are repeated", count(requests)))
             }
             Self::Stale { requests } => {
                 let requests = count(requests);
-                Some(format!("{requests} of a ring that was set up anew since are forgotten"))
+                Some(format!(
+                    "{requests} of an earlier process are dropped, because the driver has set up \
+                     the ring again"
+                ))
             }
         }
     }

@@ -86,21 +86,20 @@ fn in_use(path: &Path, conflict: &Conflict) -> Error {
             (_, LockHolders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
             (_, LockHolders::Programs(names)) => (names, true),
             (_, LockHolders::Unknown) => {
-                let who =
-                    "a program that is not visible here, or operations of one that was killed";
+                let who = "a program that is not visible here, or operations of a killed program";
                 (who.to_owned(), false)
             }
         };
     let reason = match conflict {
         Conflict::Locked => format!(
-            "it is locked by {by}; stop that first, open it read-only in both, or use --lock off \
-             if no other program writes to it"
+            "it is locked by {by}; end that use first, open the disk read-only in both, or use \
+             --lock off if no other program writes to it"
         ),
         Conflict::Claimed => {
-            format!("it is busy, mounted or used by another program ({by}); stop that first")
+            format!("it is busy, mounted or used by another program ({by}); end that use first")
         }
-        Conflict::SameUser => "operations of an earlier process of this very user may still read \
-                               from it into shared memory; they end when the disk answers"
+        Conflict::SameUser => "operations of an earlier process of this user may still read from \
+                               it into shared memory; they end when the disk answers"
             .to_owned(),
     };
     Error::InUse { path: path.to_owned(), reason, is_user_known }
@@ -144,8 +143,8 @@ pub(crate) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
                 // Some network file systems have no locks; that alone does not make the file
                 // unusable.
                 tracing::warn!(
-                    "{}: it cannot be locked: {error}; other programs are not kept from writing \
-                     to it",
+                    "{}: it cannot be locked: {error}; make sure that no other program writes to \
+                     it",
                     path.display()
                 );
                 return Ok(false);

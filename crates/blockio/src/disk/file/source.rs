@@ -69,13 +69,14 @@ impl FileSource {
         options: &DiskOptions,
     ) -> Result<(Self, DiskInfo), Error> {
         let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
-        let no_status = |error| unusable(format!("nothing is known of its descriptor: {error}"));
+        let no_status = |error| unusable(format!("its descriptor cannot be examined: {error}"));
         let flags = fcntl_getfl(&file).map_err(|errno| no_status(errno.into()))?;
         let is_direct = flags.contains(OFlags::DIRECT);
         let is_writable = flags & OFlags::RWMODE == OFlags::RDWR;
         if is_direct != options.direct || !(is_writable || options.read_only) {
             return Err(unusable(format!(
-                "it was handed over open with flags {:#x}, which do not fit its options",
+                "its descriptor was handed over with open flags {:#x}, which contradict its \
+                 options",
                 flags.bits()
             )));
         }
@@ -164,12 +165,13 @@ impl FileSource {
     /// Checks that the disk that was opened with `info` can be given this size.
     pub(crate) fn check_new_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
         let reason = if self.is_block_device {
-            "a block device is resized by what made it (lvextend, losetup --set-capacity); do \
-             that, and ask again without a size"
+            "a block device is resized with its own tool (lvextend, losetup --set-capacity); \
+             resize it there, then repeat this command without a size"
         } else if info.read_only {
-            "it is open for reading only; resize it yourself, and ask again without a size"
+            "it is open read-only; resize it with another program, then repeat this command \
+             without a size"
         } else if size_bytes == 0 {
-            "a disk of no bytes is not possible; choose another size"
+            "a disk cannot have a size of zero; choose another size"
         } else {
             // If only whole blocks of the file can be written, they are larger than logical blocks.
             let block =
@@ -177,7 +179,10 @@ impl FileSource {
             if size_bytes.is_multiple_of(block.into()) {
                 return Ok(());
             }
-            let text = format!("{size_bytes} bytes are not a multiple of {block}; choose others");
+            let text = format!(
+                "{size_bytes} bytes are not a multiple of the logical block of {block}; choose \
+                 another size"
+            );
             return Err(self.unusable(text));
         };
         Err(self.unusable(reason.into()))
@@ -265,7 +270,7 @@ fn size_of(file: impl AsFd) -> Result<u64, String> {
     let size_bytes = rustix::fs::seek(file, SeekFrom::End(0))
         .map_err(|errno| format!("its size cannot be determined: {errno}"))?;
     if size_bytes == 0 {
-        return Err("its size is zero; give it one, for example with `truncate -s 10G`".into());
+        return Err("its size is zero; set one, for example with `truncate -s 10G`".into());
     }
     Ok(size_bytes)
 }
@@ -290,7 +295,7 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
         // A part of the last block would be written as a whole, and the file would grow.
         return Err(format!(
             "it supports direct I/O only in units of {request_bytes} bytes, and its size of \
-             {size_bytes} bytes is not a multiple; extend it, or use the page cache"
+             {size_bytes} bytes is not a multiple of them; extend it, or use the page cache"
         ));
     }
     if !size_bytes.is_multiple_of(logical.into()) {
@@ -322,7 +327,7 @@ fn open_alone(
     // The name may have been given to another file after the check.
     let checked = match opened.is_block_device() == is_block {
         true => check_type(opened, options),
-        false => Err("it has become something else while it was opened; try again".into()),
+        false => Err("another file replaced it while it was being opened; try again".into()),
     };
     checked
         .map_err(|reason| OpenError::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
@@ -348,7 +353,9 @@ fn check_type(found: FileType, options: &DiskOptions) -> Result<(), String> {
         return Err("it is not a regular file".into());
     }
     if !found.is_file() && !found.is_block_device() {
-        return Err("it is neither a regular file nor a block device; name one of these".into());
+        return Err(
+            "it is neither a regular file nor a block device; name a file or a block device".into(),
+        );
     }
     Ok(())
 }
@@ -409,8 +416,8 @@ fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
 /// name.
 fn check_zones(zoned: &str) -> Result<(), String> {
     match zoned {
-        "host-managed" => Err("it is a zoned device, which takes sequential writes only; put a \
-                               layer with random writes on it (dm-zoned), or serve a file on a \
+        "host-managed" => Err("it is a zoned device, which takes sequential writes only; add a \
+                               layer that accepts random writes (dm-zoned), or serve a file on a \
                                file system for zoned devices"
             .into()),
         _ => Ok(()),

@@ -82,7 +82,7 @@ impl Limits {
             }
         }
         if self.request_bytes.is_some() && self.requests == Rates::default() {
-            let text = "a size at which requests count as several needs a limit on requests";
+            let text = "iops-size needs a limit on requests (iops-total, iops-read or iops-write)";
             return Err(Error::Options(text.to_owned()));
         }
         Ok(())
@@ -93,19 +93,21 @@ impl Rate {
     fn check(self, what: &str) -> Result<(), String> {
         let per_second = self.per_second;
         if !(1..=RATE_MAX).contains(&per_second) {
-            return Err(format!("a limit of {per_second} {what} a second: it must be 1 to 1e15"));
+            return Err(format!(
+                "a limit of {per_second} {what} per second is out of range: it must be 1 to 1e15"
+            ));
         }
         let Some(Burst { per_second: burst, seconds }) = self.burst else { return Ok(()) };
         if burst < per_second || seconds == 0 {
             return Err(format!(
-                "a burst of {burst} {what} a second for {seconds} s: it must be at least the limit \
-                 of {per_second}, for a second or more"
+                "a burst of {burst} {what} per second for {seconds} s is too small: it must be at \
+                 least the limit of {per_second}, for 1 s or more"
             ));
         }
         if burst.checked_mul(seconds).is_none_or(|whole| whole > RATE_MAX) {
             return Err(format!(
-                "a burst of {burst} {what} a second for {seconds} s: together these are more than \
-                 1e15; choose less"
+                "a burst of {burst} {what} per second for {seconds} s is too large: the product \
+                 exceeds 1e15; choose a lower rate or a shorter burst"
             ));
         }
         Ok(())

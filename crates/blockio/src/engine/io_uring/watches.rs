@@ -121,7 +121,7 @@ impl Watches {
             .for_each(|disarmed| disarmed.indices.retain(|&other| other != index));
         if !ring.make_room(None) {
             // The poll continues until the ring ends; its result is ignored.
-            tracing::debug!("io_uring has no room for an entry; an eventfd stays watched");
+            tracing::debug!("the submission ring of io_uring is full; an eventfd remains watched");
             return;
         }
         let entry =
@@ -159,7 +159,7 @@ impl Watches {
             if ring.make_room(None) {
                 self.arm(ring, index, watch);
             } else {
-                self.schedule_rearm(index, "it has no room for an entry", now);
+                self.schedule_rearm(index, "its submission ring is full", now);
             }
         }
         EntryMeaning::Event(watch.token)
@@ -197,7 +197,7 @@ impl Watches {
             if ring.make_room(None) {
                 self.arm(ring, index, watch);
             } else {
-                self.schedule_rearm(index, "it has no room for an entry", now);
+                self.schedule_rearm(index, "its submission ring is full", now);
             }
         }
     }

@@ -28,14 +28,14 @@ pub(crate) struct FileError {
     advice: &'static str,
 }
 
-const ADVICE_READ: &str = "make the file readable to this user";
-const ADVICE_BROKEN: &str = "restore or mend the file, or remove it when no host that was fenced \
-                             off can still write to the disk";
-const ADVICE_BUSY: &str = "stop that, or have this disk keep its reservations in another file";
+const ADVICE_READ: &str = "make the file readable for this user";
+const ADVICE_BROKEN: &str = "restore or repair the file; remove it only if no fenced host can \
+                             still write to the disk";
+const ADVICE_BUSY: &str = "stop that program, or choose another reservations file for this disk";
 const ADVICE_DESCRIPTORS: &str = "raise the limit on open files (ulimit -n)";
 const ADVICE_VERSION: &str = "use the version that wrote the file";
-const ADVICE_SAVE: &str = "make the directory writable to this user and see that it has room; \
-                           until then commands that change reservations fail";
+const ADVICE_SAVE: &str = "make the directory writable for this user and check its free space; \
+                           until then, commands that change reservations fail";
 
 /// The start of a file of any version.
 #[derive(Deserialize)]
@@ -169,8 +169,8 @@ impl FileError {
     /// Exports of one disk chose `path` and another place for its reservations.
     pub(super) fn elsewhere(path: &Path, other: Option<&Path>) -> Self {
         let reason = match other {
-            Some(other) => format!("other exports of the disk keep them in {}", other.display()),
-            None => "other exports of the disk do not keep them".to_owned(),
+            Some(other) => format!("other exports of the disk use {}", other.display()),
+            None => "other exports of the disk use no reservations file".to_owned(),
         };
         Self::new("keep", path, reason, "name the same file for all exports of the disk")
     }
@@ -227,7 +227,8 @@ pub(super) fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
         return Err(broken(format!("its format is {:?}, not {FORMAT:?}", header.format)));
     }
     if header.version != VERSION {
-        let reason = format!("it has version {}; only {VERSION} is known", header.version);
+        let reason =
+            format!("it has version {}; only version {VERSION} is supported", header.version);
         return Err((reason, ADVICE_VERSION));
     }
     let saved: Saved = serde_json::from_str(text).map_err(|error| broken(error.to_string()))?;
@@ -252,7 +253,9 @@ fn registry(saved: &Saved) -> Result<Registry, String> {
     };
     let holder = holder.as_deref().map(port_name).transpose()?;
     if holder.is_none() != reservation_type.is_all_registrants() {
-        return Err(format!("a reservation of type {reservation_type:?} has a holder or lacks it"));
+        return Err(format!(
+            "its reservation of type {reservation_type:?} has a superfluous holder or lacks one"
+        ));
     }
     let is_held = match holder {
         Some(holder) => registry.key_of(holder).is_some(),
@@ -431,7 +434,10 @@ mod tests {
             (good[..good.len() - 1].to_owned(), "EOF"),
             (format!("{good}{good}"), "trailing"),
             (changed("ringhaul persistent", "other"), "its format is \"other reservations\""),
-            (changed(r#""version":1"#, r#""version":2"#), "version 2; only 1 is known; use"),
+            (
+                changed(r#""version":1"#, r#""version":2"#),
+                "version 2; only version 1 is supported; use",
+            ),
             (changed(r#""version":1,"#, ""), "missing field `version`"),
             (changed(r#""version":1,"#, r#""version":1,"more":0,"#), "unknown field `more`"),
             (changed(registrations, &many), "registered twice"),
@@ -440,8 +446,11 @@ mod tests {
             (changed("0000000000000001", "000000000000001"), "not a key of 16"),
             (changed("3131313131313131", "0x31313131313131"), "is not a port"),
             (changed("exclusive-access", "exclusive"), "unknown variant `exclusive`"),
-            (changed(r#""holder":"00000000000000fe""#, r#""holder":null"#), "or lacks it"),
-            (changed("exclusive-access", "exclusive-access-all-registrants"), "has a holder"),
+            (changed(r#""holder":"00000000000000fe""#, r#""holder":null"#), "or lacks one"),
+            (
+                changed("exclusive-access", "exclusive-access-all-registrants"),
+                "has a superfluous holder",
+            ),
             (changed(registrations, ""), "the holder of its reservation is not registered"),
             (changed(r#""holder":"00000000000000fe""#, r#""holder":"31""#), "is not a port"),
             (format!("{good}{}", " ".repeat(1 << 16)), "more than 65536 bytes"),

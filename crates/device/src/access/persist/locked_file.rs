@@ -159,7 +159,7 @@ fn lock(file: &File) -> io::Result<()> {
 }
 
 fn busy() -> io::Error {
-    let text = "another program, or another disk of this one, keeps its own there";
+    let text = "another program, or another disk of this daemon, uses the file";
     io::Error::new(io::ErrorKind::ResourceBusy, text)
 }
 

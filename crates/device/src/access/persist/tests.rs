@@ -31,7 +31,7 @@ pub(super) fn when_free<T, E: Display>(take: impl Fn() -> Result<T, E>) -> T {
         match take() {
             Ok(taken) => return taken,
             Err(error) => {
-                let is_busy = error.to_string().contains("keeps its own there");
+                let is_busy = error.to_string().contains("uses the file");
                 assert!(is_busy && start.elapsed() < TIMEOUT, "{error}");
             }
         }
@@ -219,7 +219,7 @@ fn exports_of_a_disk_keep_its_reservations_in_one_place() {
     let _kept = reservations.store_in(ReservationStorage::Shared(None)).unwrap();
     drop(reservations.store_in(usual(&one)).unwrap());
     let error = reservations.store_in(chosen(&one)).unwrap_err().to_string();
-    assert!(error.contains("other exports of the disk do not keep them"), "{error}");
+    assert!(error.contains("other exports of the disk use no reservations file"), "{error}");
 }
 
 /// A unit that cannot be added, or that was removed.
@@ -286,7 +286,7 @@ fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
     fs::remove_file(&path).unwrap();
     fs::write(&path, "{}").unwrap();
     let error = find().unwrap_err().to_string();
-    assert!(error.contains("remove it when no host"), "{error}");
+    assert!(error.contains("remove it only if no fenced host"), "{error}");
 }
 
 #[test]
@@ -296,7 +296,7 @@ fn two_programs_do_not_keep_theirs_in_one_file() {
     let [one, other] = [(); 2].map(|()| load(path.clone()).unwrap());
     let nexuses = three(&one, APTPL);
     let error = load(path.clone()).unwrap_err().to_string();
-    assert!(error.contains("keeps its own there; stop that"), "{error}");
+    assert!(error.contains("uses the file; stop that program"), "{error}");
     let nexus = other.attach(PORTS[0]).unwrap();
     let refused = send(&nexus, REGISTER, 0, [0, 1], APTPL);
     assert!(matches!(refused, Err(Refusal::NotSaved(_))), "{refused:?}");

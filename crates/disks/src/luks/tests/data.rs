@@ -107,7 +107,7 @@ fn sizes_are_whole_sectors() {
     assert_eq!((info.size_bytes, info.logical_block_bytes), (MIB - DATA_OFFSET, 4096));
     file.as_file().set_len(MIB + 512).unwrap();
     let refused = crate::luks::open(below(&file), &options(false)).unwrap_err().to_string();
-    assert!(refused.contains("extend the disk below by 3584 bytes"), "{refused}");
+    assert!(refused.contains("extend the underlying disk by 3584 bytes"), "{refused}");
     assert!(source.refresh().is_err() && source.info().size_bytes == MIB - DATA_OFFSET);
     assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), None);
     file.as_file().set_len(2 * MIB).unwrap();

@@ -64,9 +64,9 @@ fn an_impossible_size_is_refused() {
     for (facts, expected) in [
         (Facts { size_bytes: 0, ..facts }, "its size is zero"),
         (Facts { size_bytes: 1000, ..facts }, "not a multiple of the logical block of 512"),
-        (Facts { size_bytes: 1 << 63, ..facts }, "is 2^63 or more"),
-        (Facts { size_bytes: u64::MAX - 511, ..facts }, "is 2^63 or more"),
-        (Facts { flags: FLAGS | can::READ_ONLY, ..facts }, "with --read-only, or with --rw read"),
+        (Facts { size_bytes: 1 << 63, ..facts }, "exceeds the limit of 2^63 - 1"),
+        (Facts { size_bytes: u64::MAX - 511, ..facts }, "exceeds the limit of 2^63 - 1"),
+        (Facts { flags: FLAGS | can::READ_ONLY, ..facts }, "with --read-only, or drive it with"),
         (Facts { block_bytes_min: 4096, size_bytes: 512, ..facts }, "logical block of 4096"),
     ] {
         let error = info(&facts, &usual).unwrap_err();
@@ -129,7 +129,7 @@ fn the_size_from_the_only_connection_is_adopted() {
         (2 * MIB as u64, 2 * MIB as u64)
     );
     let refused = source.refresh().unwrap_err().to_string();
-    assert!(refused.contains("cannot hear from the server"), "nothing is news: {refused}");
+    assert!(refused.contains("cannot receive from the server"), "nothing is news: {refused}");
     assert_eq!(Running::write(&thread, &disk, MIB as u64, 3).end(&thread), None);
 }
 

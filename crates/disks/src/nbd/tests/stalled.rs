@@ -168,7 +168,7 @@ fn the_log_has_one_line_for_all_iothreads() {
     // The first connection breaks, and is made again.
     shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
     assert_eq!(look(one, 71, false), None, "the other one is late");
-    assert_eq!(shared.remark(), "connections: 1, late: 1; not all IoThreads have one: it broke");
+    assert_eq!(shared.remark(), "connections: 1, late: 1; some IoThreads have none: it broke");
     let of_other = || shared.another_pipe(one).map(|(number, _)| number);
     assert_eq!((of_other(), shared.disk_state()), (None, DiskState::Away(start + 70 * SECOND)));
     late(two, 0, 2);

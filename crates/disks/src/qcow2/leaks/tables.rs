@@ -45,16 +45,15 @@ pub(in crate::qcow2) fn check(
     let _ = thread.block_on(found.check(&mut reader, is_writable))?;
     if let Some(place) = found.uncounted {
         let reason = format!(
-            "the table or header at byte {place} of it has the reference count 0, so that each \
-             write which needs space would fail; repair it with `qemu-img check -r all`, or open \
-             it read-only"
+            "its table or header at byte {place} has the reference count 0, so writes that need \
+             space would fail; repair it with `qemu-img check -r all`, or open it read-only"
         );
         return Err(refused(&source, reason));
     }
     Ok(found.behind.map(|(first, count)| {
         format!(
-            "its file ends before {count} of its tables (the first is at byte {first}), as when a \
-             copy was broken off: the data there reads as zeroes; look at it with `qemu-img check`"
+            "its file ends before {count} of its tables (the first is at byte {first}), as after \
+             an incomplete copy: their data reads as zeroes; check it with `qemu-img check`"
         )
     }))
 }

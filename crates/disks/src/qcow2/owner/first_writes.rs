@@ -136,7 +136,7 @@ impl Owner {
         let Some(owner) = OWNER.with_borrow(Clone::clone) else { return };
         self.io.spawn(async move {
             if let Err(error) = owner.count_more().await {
-                tracing::debug!("{}: no more clusters are ready: {error}", owner.core.name());
+                tracing::debug!("{}: cannot prepare more clusters: {error}", owner.core.name());
             }
         });
     }

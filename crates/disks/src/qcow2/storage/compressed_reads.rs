@@ -18,7 +18,7 @@ impl Store {
         let first = self.read_entry(Roots::parse(front).l1.start, cluster / entries).await?;
         let entry = self.read_entry(first & TABLE_OFFSET, cluster % entries).await?;
         let compressed = CompressedRange::from_entry(entry, cluster_bytes).ok_or_else(|| {
-            io::Error::other(format!("the cluster of byte {at} is not compressed any more"))
+            io::Error::other(format!("the cluster of byte {at} is no longer compressed"))
         })?;
         let data =
             self.peek(compressed.offset, iomem::fits(compressed.bytes, "two clusters")).await?;

@@ -42,7 +42,7 @@ impl Store {
             return;
         }
         if let Err(error) = self.try_to_count_ahead(risen).await {
-            tracing::debug!("no clusters of {self} are counted ahead: {error}");
+            tracing::debug!("cannot count clusters of {self} in advance: {error}");
         }
     }
 

@@ -258,9 +258,8 @@ impl Export {
         if self.session.as_ref().is_some_and(|session| !session.send_config_change()) {
             tracing::warn!(
                 export = self.log.name(),
-                "the front-end takes no news of another size: the guest sees it when the VMM reads \
-                 the configuration again, at a restart of the guest or by a command of its own \
-                 (Firecracker: PATCH /drives)"
+                "the front-end does not support notifications of a new size: the guest sees it \
+                 after a restart, or after a command of the VMM (Firecracker: PATCH /drives)"
             );
         }
     }

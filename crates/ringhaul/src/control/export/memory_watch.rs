@@ -43,7 +43,7 @@ impl MemoryWatch {
         }
         self.is_logged = true;
         Some(format!(
-            "the front-end has started queue {queue} and shares no memory, so the guest waits for \
+            "the front-end has started queue {queue} but shares no memory, so the guest waits for \
              its disk; {HOW_TO_SHARE}"
         ))
     }

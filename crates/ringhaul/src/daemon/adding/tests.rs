@@ -108,7 +108,7 @@ fn fail_beside_others(is_late: bool) {
     let opening = scene.daemon.begin_add(vec![scene.export("vm1", &left)]).unwrap();
     scene.daemon.handle(Command::Add(vec![scene.export("vm2", &other)])).unwrap();
     if is_late {
-        scene.wait_for_error("it is waited for");
+        scene.wait_for_error("the daemon waits");
     }
     std::fs::remove_file(&left).unwrap();
     drop(held);
@@ -124,7 +124,7 @@ fn an_export_that_is_waited_for_can_be_removed() {
     let held = leave(DiskSource::file(&left, &DiskOptions::default()).unwrap());
     let export = scene.export("vm1", &left);
     let opening = scene.daemon.begin_add(vec![export.clone()]).unwrap();
-    scene.wait_for_error("it is waited for");
+    scene.wait_for_error("the daemon waits");
     let removed = scene.daemon.handle(Command::Remove(Removal::new(export.name()))).unwrap();
     assert!(matches!(removed, Reply::Removed(status) if status.name() == export.name()));
     // The wait has ended, and the daemon continues.
@@ -212,7 +212,7 @@ fn reads_that_a_killed_process_has_left_keep_away_its_own_export_alone() {
     let open = |export: &ExportSpec| all(begin(vec![export.clone()], false).take_ready(None));
     let _other = open(&other).unwrap();
     let text = open(&own).err().unwrap().to_string();
-    assert!(text.contains("earlier process of this very user"), "{text}");
+    assert!(text.contains("earlier process of this user"), "{text}");
     drop(held);
     open(&own).unwrap();
 }
@@ -240,7 +240,7 @@ fn a_disk_that_a_killed_process_has_is_waited_for_at_the_start_alone() {
     let _reader = std::fs::File::open(left).unwrap();
     let refused = begin(vec![export("/added", left)], false).take_ready(None);
     let text = all(refused).err().unwrap().to_string();
-    assert!(text.contains("operations of one that was killed"), "{text}");
+    assert!(text.contains("operations of a killed program"), "{text}");
     let both = vec![export("/left", left), export("/free", free)];
     let mut opening = begin(both, true);
     // The disk is known to be left in use, so it is not waited for.

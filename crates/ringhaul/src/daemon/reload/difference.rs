@@ -153,7 +153,7 @@ fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Cha
     let settings = [before, wanted].map(|spec| without_rules(&spec.settings));
     if settings[0] != settings[1] {
         let keys = changed_keys(settings).join(", ");
-        changes.push(Change::Unsupported(format!("how it is served ({keys})")));
+        changes.push(Change::Unsupported(format!("the settings {keys}")));
     }
     let mut kept = Vec::new();
     let (commands, device) = match (&before.device, &wanted.device) {

@@ -143,7 +143,7 @@ impl Changes {
         let mut names = BTreeSet::new();
         for change in &self.exports {
             if change.before.is_none() && change.now.is_none() {
-                bail!("it names an export that is neither there nor was");
+                bail!("it names an export that never existed");
             }
             if !names.insert((change.name(), change.now.is_some())) {
                 bail!("it names the export {} twice", change.name());
@@ -281,8 +281,8 @@ impl Changes {
         let mut merged = Merged { exports: base.to_vec(), ..Merged::default() };
         let lost = self.settings.merge(settings);
         if lost != SettingsChange::default() {
-            let text = "the command line or the configuration file sets other values than before, \
-                        and they hold";
+            let text = "the command line or the configuration file has other values than before, \
+                        which take precedence";
             let text = format!("settings of control commands are dropped: {text}");
             merged.dropped.push((String::new(), text));
         }
@@ -305,14 +305,14 @@ impl Merged {
                 let name = now.name();
                 if let Some(common) = self.exports.iter().find_map(|own| own.clashes_with(&now)) {
                     let text = format!(
-                        "a control command added it, and the command line or the configuration \
-                         file names {common} now, which holds"
+                        "dropped the export that a control command added: the command line or the \
+                         configuration file now names {common}"
                     );
                     self.dropped.push((name, text));
                     return None;
                 }
                 self.log_lines
-                    .push((name, "restored, as a control command had added it".to_owned()));
+                    .push((name, "restored the export that a control command added".to_owned()));
                 self.added.push(now.clone());
                 Some(ExportChange { before: None, now: Some(now) })
             }
@@ -320,14 +320,14 @@ impl Merged {
                 let index = self.exports.iter().position(|own| own.name() == before.name())?;
                 let name = before.name();
                 if self.exports[index] != before {
-                    let text = "a control command removed it, and the command line or the \
-                                configuration file names it in another way now: it is served";
+                    let text = "a control command removed it, but its entry on the command line or \
+                                in the configuration file has changed since: it is served";
                     self.dropped.push((name, text.to_owned()));
                     return None;
                 }
                 self.exports.remove(index);
-                let text = "stays removed, as a control command had it; to serve it, add it by \
-                            `ringhaul ctl`, or start with --state none";
+                let text = "stays removed, because a control command removed it; to serve it, add \
+                            it with `ringhaul ctl`, or start with --state none";
                 self.log_lines.push((name, text.to_owned()));
                 Some(ExportChange { before: Some(before), now: None })
             }
@@ -340,8 +340,8 @@ impl Merged {
         let name = before.name();
         let own = self.exports.iter_mut().find(|own| is_same_export(own, before));
         let Some(own) = own else {
-            let text = "the command line and the configuration file do not name it any more: what \
-                        control commands changed of it is dropped";
+            let text = "the command line and the configuration file no longer name it: its changes \
+                        by control commands are dropped";
             self.dropped.push((name, text.to_owned()));
             return None;
         };
@@ -353,8 +353,8 @@ impl Merged {
             }
             if !is_same_disk(before, &base, *place) {
                 let text = format!(
-                    "the command line or the configuration file names {what} in another way than \
-                     when a control command changed it, and holds"
+                    "the entry of {what} on the command line or in the configuration file has \
+                     changed since a control command changed it, and takes precedence"
                 );
                 self.dropped.push((name.clone(), text));
                 continue;
@@ -370,7 +370,7 @@ impl Merged {
         if made.is_empty() {
             return None;
         }
-        let text = format!("as control commands had changed it: {}", changed.join(", "));
+        let text = format!("restored the changes of control commands: {}", changed.join(", "));
         self.log_lines.push((name, text));
         Some(made)
     }

@@ -62,7 +62,7 @@ impl StateFile {
     /// When another daemon has the file, or it cannot be read or understood.
     pub(crate) fn open(path: &Path) -> Result<(Self, Changes, Option<Locked>)> {
         let end = Instant::now() + KILLED_MAX;
-        let advice = "choose another --state, or --state none";
+        let advice = "choose another --state, or use --state none";
         loop {
             let Some(file) = open(path)? else {
                 return Ok((Self { path: path.to_owned() }, Changes::default(), None));
@@ -75,7 +75,7 @@ impl StateFile {
                 }
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) if Instant::now() >= end => {
-                    bail!("another daemon keeps its state in {}; {advice}", path.display());
+                    bail!("another daemon uses the state file {}; {advice}", path.display());
                 }
                 Err(Errno::WOULDBLOCK) => std::thread::sleep(LOOK),
                 Err(error) => {
@@ -113,7 +113,7 @@ impl StateFile {
         text.push(b'\n');
         let path = self.path.display();
         self.replace(&text).with_context(|| {
-            format!("cannot keep the state in {path}; choose another --state, or --state none")
+            format!("cannot use the state file {path}; choose another --state, or use --state none")
         })
     }
 
@@ -171,7 +171,8 @@ fn open(path: &Path) -> Result<Option<File>> {
     let metadata = file.metadata()?;
     let wrong = |what: &str| {
         format!(
-            "{} {what}, and names disks; remove it, choose another --state, or --state none",
+            "the state file {} {what}, who could name disks in it; remove it, choose another \
+             --state, or use --state none",
             path.display()
         )
     };
@@ -190,7 +191,7 @@ fn open(path: &Path) -> Result<Option<File>> {
 fn read(file: &File, path: &Path) -> Result<Changes> {
     let wrong = || {
         format!(
-            "cannot understand the state in {}; move it away, or ignore it with --state none",
+            "cannot read the state file {}; move it away, or ignore it with --state none",
             path.display()
         )
     };
@@ -199,8 +200,8 @@ fn read(file: &File, path: &Path) -> Result<Changes> {
     let Format { format } = serde_json::from_slice(&text).with_context(wrong)?;
     if format != FORMAT {
         bail!(
-            "{} is of format {format}, and this version understands {FORMAT}; start the version \
-             that wrote it, or ignore it with --state none",
+            "the state file {} has format {format}, and this version supports format {FORMAT}; \
+             start the version that wrote it, or ignore it with --state none",
             path.display()
         );
     }

@@ -43,8 +43,8 @@ impl BackingFiles {
         }
         ensure!(
             text.split(SEPARATOR).all(|name| !name.is_empty()),
-            "'{text}' has an empty name (expected: none, beside, anywhere, or names of files with \
-             colons between them)"
+            "'{text}' has an empty name (expected: none, beside, anywhere, or file names separated \
+             by colons)"
         );
         Ok(Self::Named(text.split(SEPARATOR).map(PathBuf::from).collect()))
     }
@@ -74,9 +74,9 @@ impl JsonSchema for BackingFiles {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "Backing files that an image may have, which the image itself names: \
-                            none, all files beside it, files anywhere, or a list of files. \
-                            Relative paths of the list begin in the folder of the image.",
+            "description": "The files that the image may name as its backing files: none, all \
+                            files in its folder, files anywhere, or a list of files. Paths in the \
+                            list are relative to the folder of the image.",
             "oneOf": [
                 { "type": "string", "enum": ["none", "beside", "anywhere"] },
                 { "type": "array", "items": { "type": "string" } },

@@ -88,9 +88,7 @@ pub enum KeySpec {
 /// Reads the place of a key. Errors do not repeat any other value, which may be a key itself.
 fn place_of_key<'de, D: Deserializer<'de>>(deserializer: D) -> Result<KeySpec, D::Error> {
     KeySpec::deserialize(deserializer).map_err(|_| {
-        D::Error::custom(
-            "the key of a LUKS disk is in a file, { file = \"PATH\" }, or { fd = NUMBER }",
-        )
+        D::Error::custom("the key of a LUKS disk is { file = \"PATH\" } or { fd = NUMBER }")
     })
 }
 
@@ -207,7 +205,7 @@ impl fmt::Display for DiskSpec {
 /// Adds the text form of `--disk` to a schema.
 fn or_text(schema: &mut Schema) {
     if let Some(kinds) = schema.get_mut("oneOf").and_then(|kinds| kinds.as_array_mut()) {
-        let text = "The same as a text, as `--disk` has it.";
+        let text = "The same as text, in the form of `--disk`.";
         kinds.push(serde_json::json!({ "type": "string", "description": text }));
     }
 }

@@ -86,12 +86,15 @@ impl DiskSpec {
 
 /// Checks the number of layers of a disk.
 pub(super) fn check_layers(layers: usize) -> Result<()> {
-    ensure!(layers <= LAYERS_MAX, "it has {layers} layers of disks; at most {LAYERS_MAX} can be");
+    ensure!(
+        layers <= LAYERS_MAX,
+        "it has {layers} layers of disks; at most {LAYERS_MAX} are supported"
+    );
     Ok(())
 }
 
 fn disk(parts: &[String]) -> Result<DiskSpec> {
-    let Some((first, rest)) = parts.split_first() else { bail!("no disk is named") };
+    let Some((first, rest)) = parts.split_first() else { bail!("the name of the disk is empty") };
     let (kind, mut parts) = kind_of(first)?;
     parts.extend_from_slice(rest);
     let words = Parts::new(&parts).finish_variant::<Words>(&kind);
@@ -129,8 +132,8 @@ fn explain(error: Error, kind: &str) -> anyhow::Error {
             let expected = expected.join(", ");
             // A name with a slash or a suffix is a file name.
             let advice = match word.contains(['/', '.']) {
-                true => format!("); for the file of this name, write ./{word}"),
-                false => "; or the path of a file, beginning with /, ./ or ../)".to_owned(),
+                true => format!("); for a file with this name, write ./{word}"),
+                false => "; or the path of a file that begins with /, ./ or ../)".to_owned(),
             };
             anyhow!("unknown disk kind '{word}' (expected: {expected}{advice}")
         }
@@ -144,10 +147,12 @@ fn explain(error: Error, kind: &str) -> anyhow::Error {
             "rbd" => "an image needs a name, as in rbd,pool=vms,image=vm1",
             "image" => "it needs a format, as in image,format=auto,path=disk.img",
             "luks" => {
-                "it lies over a disk; name it, as in \
+                "it needs an underlying disk; name one, as in \
                  luks,key-file=disk.key,over=file,path=disk.img"
             }
-            _ => "it lies over a disk; name it, as in raw,offset=1M,over=file,path=disk.img",
+            _ =>
+                "it needs an underlying disk; name one, as in \
+                 raw,offset=1M,over=file,path=disk.img",
         }),
         Error::Other(_) => error.into(),
     }
@@ -184,8 +189,9 @@ impl Words {
             Self::Image { path, format, backing, over } => {
                 ensure!(
                     format == "auto",
-                    "format={format}: an image is of a kind only if its format is to be found out \
-                     (format=auto); name other formats as the kind, as in qcow2,path=disk.qcow2"
+                    "format={format} is not supported: disk kind image detects the format \
+                     (format=auto); to set the format, use its disk kind, as in \
+                     qcow2,path=disk.qcow2"
                 );
                 let over = file_or_below(path, over, "image,format=auto,path=disk.img")?;
                 let backing = backing.unwrap_or_default();
@@ -206,8 +212,8 @@ fn file_or_below(path: Path, over: Option<Below>, example: &str) -> Result<Box<D
     match (path, over) {
         (Some(path), None) => Ok(Box::new(DiskSpec::File(path))),
         (None, Some(over)) => below(&over),
-        (Some(_), Some(_)) => bail!("path and {OVER} are two disks; leave one out"),
-        (None, None) => bail!("it lies over a disk; name it, as in {example}"),
+        (Some(_), Some(_)) => bail!("path and {OVER} name two disks; leave one out"),
+        (None, None) => bail!("it needs an underlying disk; name one, as in {example}"),
     }
 }
 
@@ -321,13 +327,13 @@ mod tests {
                 "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw, luks, qcow2,",
             ),
             ("rbd9:x", "unknown disk kind 'rbd9'"),
-            ("vms/disk.img", "for the file of this name, write ./vms/disk.img"),
-            ("disk.img", "for the file of this name, write ./disk.img"),
+            ("vms/disk.img", "for a file with this name, write ./vms/disk.img"),
+            ("disk.img", "for a file with this name, write ./disk.img"),
             (
                 "/srv/a,b.img",
                 "'b.img' is not of the form KEY=VALUE; write a comma in a value twice",
             ),
-            ("raw,offset=1M", "it lies over a disk; name it"),
+            ("raw,offset=1M", "it needs an underlying disk; name one"),
             ("raw:1M", "has no short form"),
             ("raw,path=x", "unknown key 'path' of disk kind raw (expected: offset, size, over)"),
             ("raw,over=null,path=x", "in over=null,path=x: unknown key 'path' of disk kind null"),
@@ -341,10 +347,10 @@ mod tests {
             ("luks,key-fd=3,discard=yes,over=/a", "discard is 'yes' (expected: on, off)"),
             ("luks,key=secret,over=/a", "unknown key 'key' of disk kind luks"),
             ("qcow2,backing=a:,path=/a", "backing: 'a:' has an empty name"),
-            ("qcow2,path=/a,over=/b", "path and over are two disks"),
-            ("qcow2", "it lies over a disk; name it, as in qcow2,path=disk.qcow2"),
+            ("qcow2,path=/a,over=/b", "path and over name two disks"),
+            ("qcow2", "it needs an underlying disk; name one, as in qcow2,path=disk.qcow2"),
             ("image,path=/a", "it needs a format"),
-            ("image,format=qcow2,path=/a", "name other formats as the kind"),
+            ("image,format=qcow2,path=/a", "to set the format, use its disk kind"),
             ("null,size", "'size' is not of the form KEY=VALUE"),
             ("null,user:hidden@h=1", "unknown key 'user:***@h' of disk kind null"),
             ("hidden@h", "unknown disk kind '***@h'"),
@@ -352,10 +358,10 @@ mod tests {
             ("rbd,pool=p", "an image needs a name"),
             ("rbd:p/n/x/a", "has too many parts"),
             ("rbd:p/@s", "'p/@s' has an empty part"),
-            ("rbd:p/a:id=x:key=secret", "options of an image stand behind commas"),
+            ("rbd:p/a:id=x:key=secret", "options of an image after commas"),
             ("rbd:a,exclusive=yes", "exclusive is 'yes' (expected: on, off)"),
             ("rbd:a,key=secret", "unknown key 'key' of disk kind rbd"),
-            (&deep, "it has 17 layers of disks; at most 16 can be"),
+            (&deep, "it has 17 layers of disks; at most 16 are supported"),
         ] {
             let error = format!("{:#}", DiskSpec::parse(bad).unwrap_err());
             assert!(error.contains(expected), "{bad}: {error}");

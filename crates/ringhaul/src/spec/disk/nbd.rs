@@ -79,7 +79,7 @@ impl NbdSpec {
         }
         // Errors and the log repeat the name, which must not contain a password.
         if self.host.as_ref().is_some_and(|host| host.contains('@')) {
-            bail!("the host of an NBD disk has an @ in it; NBD has no user and no password");
+            bail!("the host of an NBD disk contains an @; NBD has no user and no password");
         }
         // A control character would break lines of the log, and a zero byte cannot be part of a
         // name.
@@ -87,13 +87,13 @@ impl NbdSpec {
         let mut paths = self.socket.iter().chain(&self.tls_certificates);
         let has_control = texts.into_iter().flatten().any(|text| text.contains(char::is_control))
             || paths.any(|path| path.to_string_lossy().contains(char::is_control));
-        ensure!(!has_control, "a name of an NBD disk has a control character in it");
+        ensure!(!has_control, "a name of an NBD disk contains a control character");
         if !self.tls && (self.tls_certificates.is_some() || self.tls_hostname.is_some()) {
             bail!("tls-certificates and tls-hostname need TLS: use nbds:// or tls=on");
         }
         ensure!(
             !self.tls || self.socket.is_none() || self.tls_hostname.is_some(),
-            "TLS over a socket needs the name in the server's certificate; give it with \
+            "TLS over a Unix socket needs the name in the server's certificate; set \
              tls-hostname=NAME"
         );
         let connections = self.connections.unwrap_or(1);
@@ -144,7 +144,7 @@ impl fmt::Display for NbdSpec {
 /// When it is no URI of NBD.
 pub(super) fn parts_of_uri(uri: &str) -> Result<Vec<String>> {
     let (scheme, rest) = uri.split_once("://").with_context(|| no_uri(uri))?;
-    ensure!(!rest.contains('#'), "an NBD URI has no part behind a #; write it as %23 in a name");
+    ensure!(!rest.contains('#'), "an NBD URI has no fragment; write a # in a name as %23");
     let scheme = scheme.to_ascii_lowercase();
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
@@ -157,7 +157,7 @@ pub(super) fn parts_of_uri(uri: &str) -> Result<Vec<String>> {
     if is_unix {
         ensure!(
             authority.is_empty(),
-            "a URI with +unix names no host: nbd+unix:///disk1?socket=.."
+            "a URI with +unix has no host, as in nbd+unix:///disk1?socket=.."
         );
     } else {
         let (host, port) = host_and_port(authority)?;
@@ -186,13 +186,10 @@ pub(super) fn parts_of_uri(uri: &str) -> Result<Vec<String>> {
 fn no_uri(text: &str) -> &'static str {
     match text.split_once(':') {
         Some((_, rest)) if rest.starts_with("unix:") => {
-            "it is no URI such as nbd+unix:///disk1?socket=/run/nbd.sock, which is the form to use \
-             instead of nbd:unix:PATH"
+            "it is not a URI; instead of nbd:unix:PATH, write \
+             nbd+unix:///disk1?socket=/run/nbd.sock"
         }
-        _ => {
-            "it is no URI such as nbd://storage:10809/disk1, which is the form to use instead of \
-             nbd:HOST:PORT"
-        }
+        _ => "it is not a URI; instead of nbd:HOST:PORT, write nbd://storage:10809/disk1",
     }
 }
 
@@ -201,11 +198,14 @@ fn host_and_port(authority: &str) -> Result<(String, Option<String>)> {
     ensure!(!authority.contains('@'), "an NBD URI has no user and no password");
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
-            match rest.split_once(']').context("the address in [ ] has no end: [::1]:10809")? {
+            match rest
+                .split_once(']')
+                .context("the address has no closing bracket, as in [::1]:10809")?
+            {
                 (host, "") => (host, None),
                 (host, rest) => {
                     let port = rest.strip_prefix(':');
-                    (host, Some(port.context("a port stands behind a colon: [::1]:10809")?))
+                    (host, Some(port.context("a colon must precede the port, as in [::1]:10809")?))
                 }
             }
         }
@@ -230,11 +230,11 @@ fn decoded(text: &str) -> Result<String> {
         let digits = [rest.next(), rest.next()].map(|digit| digit.map_or('x', char::from));
         let value = digits.map(|digit| digit.to_digit(16));
         let [Some(high), Some(low)] = value else {
-            bail!("it has a percent sign that is not followed by two digits")
+            bail!("it has a percent sign without two hexadecimal digits")
         };
         bytes.push(u8::try_from(high * 16 + low)?);
     }
-    String::from_utf8(bytes).map_err(|_| anyhow!("what its percent signs stand for is not UTF-8"))
+    String::from_utf8(bytes).map_err(|_| anyhow!("its percent-encoded bytes are not UTF-8"))
 }
 
 #[cfg(test)]
@@ -283,21 +283,21 @@ mod tests {
     fn what_names_no_export_is_refused() {
         for (bad, expected) in [
             ("nbd", "needs a server"),
-            ("nbd:storage", "no URI such as nbd://"),
+            ("nbd:storage", "not a URI; instead of nbd:HOST:PORT, write nbd://"),
             ("nbd:storage:10809:exportname=x", "instead of nbd:HOST:PORT"),
-            ("nbd:unix:/run/nbd.sock", "no URI such as nbd+unix:///disk1?socket=/run/nbd.sock"),
-            ("nbd://[::1/x", "the address in [ ] has no end: [::1]:10809"),
-            ("nbds+unix:///x?socket=/a", "give it with tls-hostname=NAME"),
-            ("nbd,socket=/a,tls=on,tls-certificates=/pki", "give it with tls-hostname=NAME"),
+            ("nbd:unix:/run/nbd.sock", "write nbd+unix:///disk1?socket=/run/nbd.sock"),
+            ("nbd://[::1/x", "the address has no closing bracket, as in [::1]:10809"),
+            ("nbds+unix:///x?socket=/a", "set tls-hostname=NAME"),
+            ("nbd,socket=/a,tls=on,tls-certificates=/pki", "set tls-hostname=NAME"),
             ("nbd+unix:///x", "needs a server"),
-            ("nbd+unix://h/x?socket=/a", "names no host"),
+            ("nbd+unix://h/x?socket=/a", "has no host"),
             ("nbd://h/x?socket=/a", "unknown parameter 'socket'"),
             ("nbd://u@h/x", "has no user"),
-            ("nbd,host=u:p@h", "has an @ in it"),
+            ("nbd,host=u:p@h", "contains an @"),
             ("nbd://h:70000/x", "port"),
             ("nbd://h/x%2", "percent sign"),
-            ("nbd://[::1]10809/x", "a port stands behind a colon"),
-            ("nbd://h/x#y", "no part behind a #"),
+            ("nbd://[::1]10809/x", "a colon must precede the port"),
+            ("nbd://h/x#y", "has no fragment"),
             ("nbd://h/x%00", "control character"),
             ("nbd://h/x%0ay", "control character"),
             ("nbd+unix:///x?socket=/a%00", "control character"),

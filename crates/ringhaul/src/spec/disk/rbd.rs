@@ -55,8 +55,8 @@ pub(super) fn parts_of_image(text: &str) -> Result<Vec<String>> {
     // The form of QEMU. Its options would be part of the name, and messages would repeat them.
     ensure!(
         !text.split_once(':').is_some_and(|(_, rest)| rest.contains('=')),
-        "options of an image stand behind commas, as in rbd:vms/vm1,id=vms; a key is in a file \
-         that keyring=PATH names"
+        "write the options of an image after commas, as in rbd:vms/vm1,id=vms; name the file with \
+         its key in keyring=PATH"
     );
     let (path, snapshot) = match text.split_once('@') {
         Some((path, snapshot)) => (path, Some(snapshot)),

@@ -221,7 +221,9 @@ fn rate(
             let burst = Burst { per_second: burst, seconds: seconds.unwrap_or(1) };
             Ok(Some(Rate { per_second, burst: Some(burst) }))
         }
-        (_, None, Some(_)) => bail!("{key}-max-length is that of a burst; give {key}-max too"),
+        (_, None, Some(_)) => {
+            bail!("{key}-max-length is the length of a burst; give {key}-max too")
+        }
         (None, ..) => bail!("{key}-max is a burst beyond a limit; give {key} too"),
     }
 }

@@ -271,7 +271,7 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     let setup = other.connection.setup.clone();
     let refused = Session::take_over(state, setup, &mut fds, Instant::now());
     let error = refused.map(drop).unwrap_err().to_string();
-    assert!(error.contains("are not offered here"), "{error}");
+    assert!(error.contains("this version does not offer"), "{error}");
     other.end();
     scene.end();
 }

@@ -53,7 +53,10 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     let Ended::Refused { text, needs_ack: true } = bring(&mut scene, small) else {
         panic!("it was taken");
     };
-    assert!(text.contains("a ring of 16 entries has an inflight region for 8"), "{text}");
+    assert!(
+        text.contains("a ring of 16 entries does not match its inflight region for 8"),
+        "{text}"
+    );
     assert_eq!(scene.state(), before);
     assert!(scene.connection.rings.iter().all(RingState::is_running));
     scene.end();
