@@ -262,6 +262,7 @@ fn a_failed_takeover_does_not_change_the_old_process() -> Result<()> {
         let refused = Client::new(&folders)?.call("takeover", &unknown)?;
         let message = refused["error"]["message"].as_str().context("it was not refused")?;
         ensure!(message.contains("reads only [77]") && message.contains(advice), "{message}");
+        daemon.wait_for("does not take over")?;
         check(&mut frontend, 2)?;
     }
 
