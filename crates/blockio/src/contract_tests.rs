@@ -16,6 +16,8 @@ use iomem::Buffers;
 use crate::clock;
 use crate::config::{BounceConfig, EngineKind, IoThreadConfig};
 use crate::disk::{Disk, DiskOptions, DiskSource};
+use crate::executor::notify::Notify;
+use crate::executor::semaphore::FairSemaphore;
 use crate::thread::io::Io;
 use crate::thread::io_thread::IoThread;
 use crate::thread::task_set::TaskSet;
@@ -213,8 +215,9 @@ fn moved_futures(
     let own = Rc::clone(disk);
     let mut set = TaskSet::new(Rc::clone(io));
     let of_set = Rc::clone(disk);
-    let sleeper = Rc::clone(io);
+    let [sleeper, line] = [(); 2].map(|()| Rc::clone(io));
     vec![
+        Box::pin(in_line(line)),
         Box::pin(foreign(Rc::clone(io), Rc::clone(complete))),
         Box::pin(async move { read(&own, 6, 0).await }),
         Box::pin(unordered(Rc::clone(disk))),
@@ -258,6 +261,36 @@ async fn nested(io: Rc<Io>, disk: Rc<Disk>) {
     while sets.next().await.is_some() {}
 }
 
+/// Futures take turns at a semaphore and wait for a notify, whoever polls them.
+async fn in_line(io: Rc<Io>) {
+    let (semaphore, notify) = (FairSemaphore::new(2), Notify::default());
+    let (begun, ended) = (Cell::new(0), Cell::new(0));
+    let members = |round: u32| {
+        let (io, semaphore, notify, begun, ended) = (&io, &semaphore, &notify, &begun, &ended);
+        async move {
+            let ticket = semaphore.acquire().await;
+            begun.set(begun.get() + 1);
+            assert!(begun.get() - ended.get() <= 2);
+            io.sleep_until(clock::now() + Duration::from_micros(100)).await;
+            ended.set(ended.get() + 1);
+            drop(ticket);
+            notify.notify_all();
+            let listener = notify.listener();
+            poll_fn(|cx| {
+                listener.listen(cx);
+                if ended.get() > round { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+        }
+    };
+    let mut all: FuturesUnordered<_> = (0..8).map(members).collect();
+    // This one leaves the line while it waits.
+    let soon = pin!(io.sleep_until(clock::now() + Duration::from_micros(150)));
+    drop(select(pin!(semaphore.acquire()), soon).await);
+    while all.next().await.is_some() {}
+    join(join(members(0), members(1)), join(members(2), members(3))).await;
+}
+
 /// A suspended future continues when its task is woken, regardless of the poller.
 async fn suspended(io: Rc<Io>) {
     let suspends = |rounds: usize| {
@@ -284,10 +317,12 @@ fn check(scene: &Scene) {
     scene.run(foreign(Rc::clone(io), Rc::clone(complete)));
     scene.run(nested(Rc::clone(io), Rc::clone(disk)));
     scene.run(suspended(Rc::clone(io)));
+    scene.run(in_line(Rc::clone(io)));
     scene.thread.block_on(unordered(Rc::clone(disk))).unwrap();
     scene.thread.block_on(joined(Rc::clone(io), Rc::clone(disk))).unwrap();
     scene.thread.block_on(foreign(Rc::clone(io), Rc::clone(complete))).unwrap();
     scene.thread.block_on(nested(Rc::clone(io), Rc::clone(disk))).unwrap();
+    scene.thread.block_on(in_line(Rc::clone(io))).unwrap();
     scene.settle();
     assert_eq!((io.ops(), io.tasks()), (0, 0), "something is left");
 }

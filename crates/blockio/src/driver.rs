@@ -14,7 +14,6 @@ use iomem::Buffers;
 pub use crate::disk::driver::{Driver, DriverSource, FilePosition, Opened, Request};
 pub use crate::disk::file::source::FileSource;
 pub use crate::disk::foreign::not_qcow2;
-pub use crate::disk::qos::wait_queue::FairSemaphore;
 pub use crate::engine::interest::Interest;
 pub use crate::engine::kernel::start_thread;
 pub use crate::executor::task::Owner;

@@ -1,9 +1,13 @@
-//! Tasks, their wakers, and messages from other threads. Knows no I/O.
+//! Tasks, their wakers, messages from other threads, and the means to wait for one another: a fair
+//! semaphore and a notify. Knows no I/O.
 
 pub(crate) mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]
 pub(crate) mod model_tests;
+pub(crate) mod notify;
 pub mod oneshot;
+pub(crate) mod semaphore;
 pub(crate) mod sync;
 pub(crate) mod task;
 pub(crate) mod task_key;
+pub(crate) mod wait_list;

@@ -48,7 +48,9 @@ pub use config::{
 };
 pub use disk::{Disk, DiskOptions, DiskSource, TransferError};
 pub use error::Error;
+pub use executor::notify::Notify;
 pub use executor::oneshot;
+pub use executor::semaphore::FairSemaphore;
 pub use file::regular_file::{check_regular, open_regular};
 pub use iomem::{BufferMemory, Buffers};
 pub use thread::fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};

@@ -5,7 +5,6 @@
 
 pub(crate) mod medium;
 pub(crate) mod persist;
-pub(crate) mod semaphore;
 pub(crate) mod sense;
 pub(crate) mod task_resources;
 pub(crate) mod task_set;
@@ -17,6 +16,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blockio::FairSemaphore;
 use serde::{Deserialize, Serialize};
 
 use crate::access::medium::Medium;
@@ -25,7 +25,6 @@ use crate::access::persist::{
     Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations,
 };
 pub use crate::access::persist::{ReservationStorage, StorageGuard};
-use crate::access::semaphore::FairSemaphore;
 use crate::access::sense::Sense;
 use crate::access::task_set::{Abort, TaskId, Treatment, WaitGroup};
 

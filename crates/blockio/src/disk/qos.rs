@@ -5,4 +5,3 @@ pub(crate) mod error_policy;
 pub(crate) mod limits;
 pub(crate) mod shared;
 pub(crate) mod throttle;
-pub(crate) mod wait_queue;

@@ -38,7 +38,7 @@ impl Disk {
     /// Makes all requests that wait for limits or a retry [check](super::Requester::check) if they
     /// are still to be done.
     pub fn recheck_waiting(&self) {
-        self.shared.bell.ring();
+        self.shared.changed.notify_all();
     }
 }
 

@@ -6,12 +6,17 @@
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use crate::engine::pool::{Job, OpView, Pool, pool_thread};
 use crate::executor::mailbox::{Mailbox, OpResult, Posted};
+use crate::executor::notify::Notify;
+use crate::executor::semaphore::FairSemaphore;
+use crate::executor::sync::atomic::{AtomicU32, Ordering};
+use crate::executor::task;
 use crate::executor::task_key::TaskKey;
 use crate::op::OpKind;
 use crate::stats::Counter;
@@ -268,6 +273,69 @@ fn threads_that_are_idle_take_what_comes_next() {
             user.wait_for(round as usize + 1);
         }
         assert!(user.stop().into_iter().eq(0..2 * SCALE));
+    });
+}
+
+/// Polls until ready, and sleeps in between like a loop.
+fn wait(mut poll: impl FnMut(&Context<'_>) -> Poll<()>) {
+    let mailbox = new_mailbox();
+    let waker = task::waker(&mailbox, TaskKey::task(0));
+    while poll(&Context::from_waker(&waker)).is_pending() {
+        sleep_and_take(&mailbox, &mut Vec::new());
+    }
+}
+
+/// The unit of a semaphore goes from thread to thread. One of them leaves the line early.
+#[test]
+fn a_unit_is_used_by_one_thread_at_a_time() {
+    explore(|| {
+        let shared = Arc::new((FairSemaphore::new(1), AtomicU32::new(0)));
+        let users: Vec<_> = (0..2 * SCALE)
+            .map(|user| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    let (semaphore, users) = &*shared;
+                    let ticket = semaphore.enter();
+                    if user == 0 && ticket.poll(&Context::from_waker(Waker::noop())).is_pending() {
+                        return;
+                    }
+                    wait(|cx| ticket.poll(cx));
+                    assert_eq!(users.fetch_add(1, Ordering::Relaxed), 0);
+                    users.fetch_sub(1, Ordering::Relaxed);
+                })
+            })
+            .collect();
+        for user in users {
+            user.join().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_listener_misses_no_change() {
+    explore(|| {
+        let shared = Arc::new((Notify::default(), AtomicU32::new(0)));
+        let listeners: Vec<_> = (0..SCALE)
+            .map(|_| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    let (notify, changes) = &*shared;
+                    let listener = notify.listener();
+                    wait(|cx| {
+                        listener.listen(cx);
+                        let is_over = changes.load(Ordering::Relaxed) == 2;
+                        if is_over { Poll::Ready(()) } else { Poll::Pending }
+                    });
+                })
+            })
+            .collect();
+        for _ in 0..2 {
+            shared.1.fetch_add(1, Ordering::Relaxed);
+            shared.0.notify_all();
+        }
+        for listener in listeners {
+            listener.join().unwrap();
+        }
     });
 }
 

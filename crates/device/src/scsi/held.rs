@@ -6,7 +6,8 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::task::Waker;
+
+use blockio::Notify;
 
 use super::cdb::{Cdb, Op};
 use crate::unit_address::UnitAddress;
@@ -66,22 +67,13 @@ impl Drop for HeldGuard<'_> {
 /// The waiting commands of one queue, on its IoThread.
 #[derive(Default)]
 pub(super) struct LocalHeldCommands {
-    wakers: RefCell<Vec<Waker>>,
+    /// Wakes all commands, to check again for the unit, for aborts and for a stop of the queue.
+    pub(super) changed: Notify,
     /// Units that were reported.
     reported: RefCell<BTreeSet<UnitAddress>>,
 }
 
 impl LocalHeldCommands {
-    /// Wakes all commands, to check again for the unit, for aborts and for a stop of the queue.
-    pub(super) fn wake_all(&self) {
-        self.wakers.take().into_iter().for_each(Waker::wake);
-    }
-
-    /// Registers a command for the next wake-up.
-    pub(super) fn register(&self, waker: &Waker) {
-        self.wakers.borrow_mut().push(waker.clone());
-    }
-
     /// Returns true on the first call for a unit, which is then to be reported.
     pub(super) fn first_report(&self, address: UnitAddress) -> bool {
         self.reported.borrow_mut().insert(address)

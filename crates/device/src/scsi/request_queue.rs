@@ -128,7 +128,7 @@ impl RequestQueue {
     pub(crate) fn set_wait_mode(&self, waits: WaitMode) {
         self.waits.set(waits);
         self.local.borrow().iter().for_each(|local| local.set_wait_mode(waits));
-        self.held.wake_all();
+        self.held.changed.notify_all();
     }
 
     /// Waits for the unit at an address. The task uses nothing during the wait.
@@ -144,7 +144,9 @@ impl RequestQueue {
     ) -> Result<Rc<LocalUnit>, Failure> {
         self.tasks.suspend(task.number);
         let held = commands.begin(address);
+        let listener = self.held.changed.listener();
         let found = poll_fn(|cx| {
+            listener.listen(cx);
             if let Err(failure) = task.check() {
                 return Poll::Ready(Err(failure));
             }
@@ -155,7 +157,6 @@ impl RequestQueue {
                 WaitMode::All | WaitMode::Frozen => {}
                 WaitMode::RetriesOnly | WaitMode::Never => return Poll::Ready(Err(Failure::Busy)),
             }
-            self.held.register(cx.waker());
             Poll::Pending
         });
         let found = found.await;
@@ -205,7 +206,7 @@ impl RequestQueue {
     fn recheck_waiting(&self, treatment: Treatment) {
         let aborts = matches!(treatment, Treatment::Abort(_) | Treatment::AbortBegun(_));
         if aborts && self.tasks.suspended() > 0 {
-            self.held.wake_all();
+            self.held.changed.notify_all();
             for local in self.local.borrow().iter() {
                 local.disk.recheck_waiting();
                 local.unit.access.recheck_waiting();
@@ -247,7 +248,7 @@ impl RequestQueues {
         self.queues.post_each(|_| {
             Box::new(|queue| {
                 if let Some(queue) = queue {
-                    queue.held.wake_all();
+                    queue.held.changed.notify_all();
                 }
             })
         });

@@ -4,7 +4,6 @@
 //! still fill memory after the request was answered, because the image was given up. So data goes
 //! through our own memory, which librbd keeps for as long as it needs it.
 
-use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -147,8 +146,7 @@ impl RbdDisk {
         let mut end = offset + len;
         let most = (self.shared.object_bytes.saturating_mul(DISCARD_OBJECTS)).min(DISCARD_MAX);
         while offset < end {
-            let turn = self.shared.discards.enter();
-            poll_fn(|cx| turn.poll(cx)).await;
+            let _turn = self.shared.discards.acquire().await;
             // A piece removes the objects that it covers as a whole.
             let bytes = (most - offset % most).min(end - offset);
             match self.all(begin(offset, bytes)).await {

@@ -7,8 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use iomem::fits;
 
 use super::image::Image;
-use blockio::Error;
-use blockio::driver::FairSemaphore;
+use blockio::{Error, FairSemaphore};
 
 /// The most pieces of discards that the cluster has at once for one image.
 const DISCARDS_AT_ONCE: usize = 4;

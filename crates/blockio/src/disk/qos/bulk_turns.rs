@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use super::shared::Shared;
-use super::wait_queue::{FairSemaphore, Ticket};
+use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::thread::io::Io;
 
 /// The most bytes that such commands of a disk move in one round of the loop, unless one piece is
@@ -19,7 +19,6 @@ use crate::thread::io::Io;
 const ROUND_BYTES: u64 = 1 << 20;
 
 /// The line in which the pieces of a disk wait for their turn.
-#[derive(Default)]
 pub(crate) struct BulkTurns {
     turns: Rc<FairSemaphore>,
     /// Bytes of the pieces in this round.
@@ -28,6 +27,12 @@ pub(crate) struct BulkTurns {
 
 /// The turn of a piece. Another piece may begin once this is dropped.
 pub(crate) type BulkTurn = Ticket<Rc<FairSemaphore>>;
+
+impl Default for BulkTurns {
+    fn default() -> Self {
+        Self { turns: Rc::new(FairSemaphore::new(1)), moved: Cell::new(0) }
+    }
+}
 
 impl BulkTurns {
     /// The line of a disk on this IoThread, which all of its queues share.
@@ -43,7 +48,7 @@ impl BulkTurns {
     /// Waits for the turn of a piece of this many bytes.
     pub(crate) async fn turn(&self, bytes: u64) -> BulkTurn {
         let turn = Ticket::new(Rc::clone(&self.turns));
-        poll_fn(|cx| turn.poll(cx)).await;
+        turn.ready().await;
         let moved = self.moved.get() + bytes;
         if moved <= ROUND_BYTES {
             self.moved.set(moved);

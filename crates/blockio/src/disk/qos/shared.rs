@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use super::error_policy::{ErrorPolicy, RetryStats};
 use super::limits::{Buckets, Limits};
-use super::wait_queue::{Bell, FairSemaphore};
 use crate::clock;
 use crate::disk::info::DiskInfo;
 use crate::error::Error;
+use crate::executor::notify::Notify;
+use crate::executor::semaphore::FairSemaphore;
 
 /// The changing state of a disk, written by its controller and read by its IoThreads with each
 /// request. Nothing else depends on a size, so no order is needed: a request is checked by the old
@@ -29,8 +30,8 @@ pub(crate) struct Shared {
     generation: AtomicU64,
     /// The number of orders to retry waiting requests.
     resumed: AtomicU64,
-    /// Rings when waiting requests must check again: after a change of these, or when queues stop.
-    pub(crate) bell: Bell,
+    /// Wakes waiting requests to check again: after a change of these, or when queues stop.
+    pub(crate) changed: Notify,
     /// Reads and writes that wait for the limits of a group, one of each on this disk at a time.
     pub(crate) turns: [FairSemaphore; 2],
     pub(crate) retry_stats: RetryStats,
@@ -61,8 +62,8 @@ impl Shared {
             rules: Mutex::default(),
             generation: AtomicU64::new(0),
             resumed: AtomicU64::new(0),
-            bell: Bell::default(),
-            turns: Default::default(),
+            changed: Notify::default(),
+            turns: [(); 2].map(|()| FairSemaphore::new(1)),
             retry_stats: RetryStats::default(),
             foreign_format: OnceLock::new(),
             is_abandoned: AtomicBool::new(false),
@@ -167,7 +168,7 @@ impl Shared {
     /// Retries at once all requests that wait because the disk failed them.
     pub(crate) fn resume(&self) {
         self.resumed.fetch_add(1, Ordering::Release);
-        self.bell.ring();
+        self.changed.notify_all();
     }
 
     fn change(&self, change: impl FnOnce(&mut Rules)) {
@@ -176,7 +177,7 @@ impl Shared {
         self.set_direct(&rules);
         self.generation.fetch_add(1, Ordering::Release);
         drop(rules);
-        self.bell.ring();
+        self.changed.notify_all();
     }
 
     fn set_direct(&self, rules: &Rules) {

@@ -16,8 +16,8 @@ use std::time::Instant;
 use super::error_policy::{ErrorAction, RetryState};
 use super::limits::{Buckets, Direction};
 use super::shared::{Rules, Shared};
-use super::wait_queue::{FairSemaphore, Ticket};
 use crate::clock;
+use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::thread::io::Io;
 
 /// The most bytes of a transfer that a stopping queue finishes if it may leave the rest.
@@ -186,14 +186,14 @@ impl Gate {
             io: Rc::clone(io),
             shared: Arc::clone(shared),
             rules: RefCell::new(shared.rules()),
-            turns: Default::default(),
+            turns: [(); 2].map(|()| FairSemaphore::new(1)),
             wait_mode: Cell::default(),
         }
     }
 
     pub(crate) fn set_wait_mode(&self, mode: WaitMode) {
         if self.wait_mode.replace(mode) != mode {
-            self.shared.bell.ring();
+            self.shared.changed.notify_all();
         }
     }
 
@@ -379,13 +379,13 @@ impl Gate {
             .await
     }
 
-    /// Waits until `is_over`, which is checked after each ring of the bell.
+    /// Waits until `is_over`, which is checked after each change of the rules.
     async fn wait(
         &self,
         place: &WaitingRequest<'_>,
         mut is_over: impl FnMut(&mut Context<'_>) -> bool,
     ) -> io::Result<()> {
-        let listener = self.shared.bell.listener();
+        let listener = self.shared.changed.listener();
         poll_fn(|cx| {
             listener.listen(cx);
             place.requester.check()?;
