@@ -23,6 +23,11 @@ impl Line {
         Self { limit, in_use: 0, waiters: WaitList::default() }
     }
 
+    /// Sets the limit, which applies to later calls.
+    pub(crate) fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
     /// A single member has room, regardless of its units.
     fn has_room(&self, units: usize) -> bool {
         self.in_use == 0 || self.in_use + units <= self.limit
@@ -259,9 +264,11 @@ mod tests {
         leave(|| line.borrow_mut(), numbers[0], 5);
         assert_eq!(woken.0.load(Ordering::Relaxed), 2);
         assert!(![1, 2, 3].into_iter().any(waits) && waits(4));
+        line.borrow_mut().set_limit(3);
         leave(|| line.borrow_mut(), numbers[1], 4);
-        assert!(!waits(4));
+        assert!(waits(4));
         leave(|| line.borrow_mut(), numbers[2], 2);
+        assert!(!waits(4) && woken.0.load(Ordering::Relaxed) == 3);
         leave(|| line.borrow_mut(), numbers[3], 2);
         leave(|| line.borrow_mut(), numbers[4], 1);
         // A single member has room, regardless of its units.

@@ -6,8 +6,7 @@
 //! from its neighbours. The pieces of one disk wait in order.
 
 use std::any::Any;
-use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::cell::{Cell, RefCell, RefMut};
 use std::future::poll_fn;
 use std::io;
 use std::rc::{Rc, Weak};
@@ -15,7 +14,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use crate::config::BounceConfig;
-use crate::executor::task::{Owner, Running};
+use crate::executor::semaphore::{Line, leave};
 use crate::stats::Stats;
 use iomem::{Buffers, RepeatedBlock};
 
@@ -33,40 +32,32 @@ pub(crate) struct BounceBudget {
 struct Budget {
     config: BounceConfig,
     disks: Cell<usize>,
+    /// Bytes of each share.
+    limit: Cell<usize>,
     in_use: Cell<usize>,
-    running: Rc<Running>,
     stats: Arc<Stats>,
 }
 
 /// The part of the budget for one disk.
 pub struct BounceShare {
     budget: Rc<Budget>,
-    in_use: Cell<usize>,
-    waiting: RefCell<VecDeque<Rc<Waiter>>>,
+    /// The pieces, whose units are bytes.
+    line: RefCell<Line>,
 }
 
-struct Waiter {
-    bytes: usize,
-    owner: RefCell<Owner>,
-    granted: Cell<bool>,
-}
-
-/// Bytes of a share, in use until the permit is dropped. It is kept with the memory, so that memory
-/// in the kernel counts even after its future was dropped.
+/// The place of a piece in line, and its bytes of the share, until the permit is dropped. It is
+/// kept with the memory, so that memory in the kernel counts even after its future was dropped.
 pub struct Permit {
     share: Rc<BounceShare>,
+    number: u64,
     bytes: usize,
+    is_in_use: bool,
 }
 
 impl BounceBudget {
-    pub(crate) fn new(config: BounceConfig, running: &Rc<Running>, stats: &Arc<Stats>) -> Self {
-        let state = Budget {
-            config,
-            disks: Cell::new(0),
-            in_use: Cell::new(0),
-            running: Rc::clone(running),
-            stats: Arc::clone(stats),
-        };
+    pub(crate) fn new(config: BounceConfig, stats: &Arc<Stats>) -> Self {
+        let [disks, limit, in_use] = [0; 3].map(Cell::new);
+        let state = Budget { config, disks, limit, in_use, stats: Arc::clone(stats) };
         Self { state: Rc::new(state), shares: RefCell::default(), zeroes: RefCell::default() }
     }
 
@@ -81,12 +72,9 @@ impl BounceBudget {
         if let Some(share) = known.and_then(|(_, share)| share.upgrade()) {
             return share;
         }
-        budget.disks.set(budget.disks.get() + 1);
-        let share = Rc::new(BounceShare {
-            budget: Rc::clone(budget),
-            in_use: Cell::new(0),
-            waiting: RefCell::default(),
-        });
+        budget.set_disks(budget.disks.get() + 1);
+        let share = BounceShare { budget: Rc::clone(budget), line: RefCell::new(Line::new(0)) };
+        let share = Rc::new(share);
         shares.push((address, Rc::downgrade(&share)));
         share
     }
@@ -116,68 +104,43 @@ impl BounceShare {
 
     /// The smaller of `most` and the bytes of the whole share.
     pub fn part_bytes(&self, most: usize) -> usize {
-        self.limit().min(most)
+        self.budget.limit.get().min(most)
     }
 
-    fn limit(&self) -> usize {
-        let BounceConfig { budget_bytes, share_bytes_min, .. } = self.budget.config;
-        let equal = budget_bytes / self.budget.disks.get().max(1);
-        equal.max(share_bytes_min) / share_bytes_min * share_bytes_min
+    /// The line, with its limit as of now.
+    fn line(&self) -> RefMut<'_, Line> {
+        let mut line = self.line.borrow_mut();
+        line.set_limit(self.budget.limit.get());
+        line
     }
 
-    /// A single piece always has room, regardless of its size: the share may have shrunk since.
-    fn has_room(&self, bytes: usize) -> bool {
-        let in_use = self.in_use.get();
-        in_use == 0 || in_use + bytes <= self.limit()
-    }
-
-    /// Waits until `bytes` more may be in use, behind all earlier pieces.
+    /// Waits until `bytes` more may be in use, behind all earlier pieces. A single piece need not
+    /// wait, regardless of its size: the share may have shrunk since.
     pub async fn take(self: &Rc<Self>, bytes: usize) -> Permit {
-        if self.waiting.borrow().is_empty() && self.has_room(bytes) {
-            self.count(bytes);
-            return Permit { share: Rc::clone(self), bytes };
+        let (number, must_wait) = self.line().enter(bytes);
+        let mut permit = Permit { share: Rc::clone(self), number, bytes, is_in_use: false };
+        if must_wait {
+            self.budget.stats.bounce.waits.add(1);
+            poll_fn(|cx| {
+                let waits = self.line.borrow_mut().poll(number, cx);
+                if waits.is_some() { Poll::Pending } else { Poll::Ready(()) }
+            })
+            .await;
         }
-        self.budget.stats.bounce.waits.add(1);
-        let waiter = Waiter { bytes, owner: RefCell::default(), granted: Cell::new(false) };
-        let place = WaitGuard { share: self, waiter: Rc::new(waiter) };
-        self.waiting.borrow_mut().push_back(Rc::clone(&place.waiter));
-        poll_fn(|cx| {
-            place.waiter.owner.replace(self.budget.running.owner(cx));
-            if place.waiter.granted.get() { Poll::Ready(()) } else { Poll::Pending }
-        })
-        .await;
-        place.waiter.granted.set(false);
-        Permit { share: Rc::clone(self), bytes }
-    }
-
-    fn count(&self, bytes: usize) {
-        self.in_use.set(self.in_use.get() + bytes);
         self.budget.set_in_use(self.budget.in_use.get() + bytes);
-    }
-
-    fn give_back(&self, bytes: usize) {
-        self.in_use.set(self.in_use.get() - bytes);
-        self.budget.set_in_use(self.budget.in_use.get() - bytes);
-        self.grant();
-    }
-
-    /// Grants, in order, the waiting pieces that have room now.
-    fn grant(&self) {
-        loop {
-            let next = {
-                let mut waiting = self.waiting.borrow_mut();
-                let has_room = waiting.front().is_some_and(|first| self.has_room(first.bytes));
-                if has_room { waiting.pop_front() } else { None }
-            };
-            let Some(waiter) = next else { return };
-            self.count(waiter.bytes);
-            waiter.granted.set(true);
-            self.budget.running.wake(waiter.owner.take());
-        }
+        permit.is_in_use = true;
+        permit
     }
 }
 
 impl Budget {
+    fn set_disks(&self, disks: usize) {
+        self.disks.set(disks);
+        let BounceConfig { budget_bytes, share_bytes_min, .. } = self.config;
+        let equal = budget_bytes / disks.max(1);
+        self.limit.set(equal.max(share_bytes_min) / share_bytes_min * share_bytes_min);
+    }
+
     fn set_in_use(&self, bytes: usize) {
         self.in_use.set(bytes);
         let stats = &self.stats.bounce;
@@ -188,30 +151,17 @@ impl Budget {
 
 impl Drop for BounceShare {
     fn drop(&mut self) {
-        self.budget.disks.set(self.budget.disks.get() - 1);
-    }
-}
-
-/// The place of a piece that waits. If its future is dropped, the next piece moves up.
-struct WaitGuard<'a> {
-    share: &'a BounceShare,
-    waiter: Rc<Waiter>,
-}
-
-impl Drop for WaitGuard<'_> {
-    fn drop(&mut self) {
-        if self.waiter.granted.get() {
-            self.share.give_back(self.waiter.bytes);
-            return;
-        }
-        self.share.waiting.borrow_mut().retain(|other| !Rc::ptr_eq(other, &self.waiter));
-        self.share.grant();
+        self.budget.set_disks(self.budget.disks.get() - 1);
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.share.give_back(self.bytes);
+        if self.is_in_use {
+            let budget = &self.share.budget;
+            budget.set_in_use(budget.in_use.get() - self.bytes);
+        }
+        leave(|| self.share.line(), self.number, self.bytes);
     }
 }
 
@@ -266,7 +216,7 @@ mod tests {
         let fifth = poll(fifth.as_mut()).expect("the one who went away is in the way");
         let stats = &io.stats().bounce;
         assert_eq!((stats.bytes.get(), stats.waits.get()), (68 << 10, 5));
-        assert_eq!(stats.bytes_most.get(), 128 << 10);
+        assert_eq!(stats.bytes_most.get(), 100 << 10);
         drop((second, fifth));
         assert_eq!(stats.bytes.get(), 0);
     }
@@ -289,7 +239,14 @@ mod tests {
         drop(all);
         assert!(poll(more.as_mut()).is_some());
         drop(taken);
-        assert!(poll(next.as_mut()).is_some());
+        let mut next = [Some(next), None, None].map(|next| {
+            let mut next = next.unwrap_or_else(|| Box::pin(hung.take(64 * KIB)));
+            (poll(next.as_mut()), next)
+        });
+        assert_eq!(next.each_ref().map(|(permit, _)| permit.is_some()), [true, true, false]);
+        next[0].0 = None;
+        assert!(poll(next[2].1.as_mut()).is_some());
+        drop(next);
         assert_eq!(io.stats().bounce.bytes.get(), 0);
     }
 
@@ -304,7 +261,10 @@ mod tests {
         assert_eq!(shares[99].piece_bytes(1 << 16), 1 << 16);
         drop(shares);
         let alone = io.bounce_budget.share(&files[7]);
-        assert_eq!((alone.piece_bytes(512), alone.limit()), (piece_bytes_max, 1 << 20));
+        assert_eq!(
+            (alone.piece_bytes(512), alone.part_bytes(usize::MAX)),
+            (piece_bytes_max, 1 << 20)
+        );
     }
 
     #[test]

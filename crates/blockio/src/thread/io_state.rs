@@ -169,7 +169,7 @@ impl Io {
             executor: RefCell::new(Executor::new(&running)),
             ops: RefCell::new(Ops { slots, engine, woken, events, mailbox: Arc::clone(&mailbox) }),
             reactor: RefCell::default(),
-            bounce_budget: BounceBudget::new(config.bounce, &running, &stats),
+            bounce_budget: BounceBudget::new(config.bounce, &stats),
             shared: RefCell::default(),
             _registration: LoopRegistration::new(&mailbox, &running),
             running,
