@@ -23,9 +23,10 @@ use std::future::poll_fn;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
+use std::task::Poll;
 use std::time::Instant;
 
+use crate::executor::notify::Notify;
 use crate::file::op_kind::OpKind;
 
 /// The number of an op that is not tracked.
@@ -49,6 +50,8 @@ pub(crate) struct WriteLossTracker {
     /// FUA writes in the kernel, if `is_shared`.
     fua: AtomicU64,
     flushes: Mutex<Flushes>,
+    /// Wakes tasks that wait for the end of all flushes up to a number.
+    ended: Notify<u64>,
 }
 
 #[derive(Debug)]
@@ -60,8 +63,6 @@ struct Flushes {
     /// The greatest number of a flush that has succeeded. It covers writes noted before it began.
     succeeded: u64,
     in_kernel: Vec<u64>,
-    /// Tasks that wait for the end of all flushes up to a number.
-    waiting: Vec<(u64, Waker)>,
     /// The time and errno of a failed FUA write that was no loss, as far as was known then.
     fua_failed: Option<(Instant, i32)>,
 }
@@ -74,7 +75,6 @@ impl WriteLossTracker {
             written: 0,
             succeeded: FUA,
             in_kernel: Vec::new(),
-            waiting: Vec::new(),
             fua_failed: None,
         };
         Self {
@@ -83,6 +83,7 @@ impl WriteLossTracker {
             is_noted: AtomicBool::new(false),
             fua: AtomicU64::new(0),
             flushes: Mutex::new(flushes),
+            ended: Notify::default(),
         }
     }
 
@@ -138,9 +139,9 @@ impl WriteLossTracker {
             flushes.succeeded = flushes.succeeded.max(number);
         }
         flushes.in_kernel.retain(|&other| other != number);
-        let wakers = flushes.ready_waiters();
+        let first = flushes.first_in_kernel();
         drop(flushes);
-        wakers.into_iter().for_each(Waker::wake);
+        self.ended.notify_where(|&awaited| awaited < first);
         is_new
     }
 
@@ -211,17 +212,10 @@ impl WriteLossTracker {
 
     /// Waits for the end of all flushes up to a number.
     pub(crate) async fn wait_for(&self, number: u64) {
+        let listener = self.ended.listener_with(number);
         poll_fn(|cx| {
-            let mut flushes = self.flushes();
-            if flushes.are_over(number) {
-                return Poll::Ready(());
-            }
-            let is_known =
-                |(other, waker): &(u64, Waker)| *other == number && waker.will_wake(cx.waker());
-            if !flushes.waiting.iter().any(is_known) {
-                flushes.waiting.push((number, cx.waker().clone()));
-            }
-            Poll::Pending
+            listener.listen(cx);
+            if number < self.flushes().first_in_kernel() { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
     }
@@ -261,16 +255,9 @@ impl Flushes {
         self.written >= self.succeeded
     }
 
-    fn are_over(&self, number: u64) -> bool {
-        self.in_kernel.iter().all(|&other| other > number)
-    }
-
-    fn ready_waiters(&mut self) -> Vec<Waker> {
-        let waiting = std::mem::take(&mut self.waiting);
-        let (over, waiting): (Vec<_>, _) =
-            waiting.into_iter().partition(|(number, _)| self.are_over(*number));
-        self.waiting = waiting;
-        over.into_iter().map(|(_, waker)| waker).collect()
+    /// The number of the first flush in the kernel. All flushes before it have ended.
+    fn first_in_kernel(&self) -> u64 {
+        self.in_kernel.iter().copied().min().unwrap_or(u64::MAX)
     }
 }
 
@@ -294,7 +281,7 @@ mod tests {
     use super::*;
     use std::sync::Arc;
     use std::sync::atomic::AtomicUsize;
-    use std::task::{Context, Wake};
+    use std::task::{Context, Wake, Waker};
     use std::time::Duration;
 
     const FLUSH: OpKind = OpKind::Flush;
@@ -302,13 +289,13 @@ mod tests {
 
     /// A file whose ops may receive errors about data of other ops, and a clock.
     struct Scene {
-        loss: WriteLossTracker,
+        loss: Arc<WriteLossTracker>,
         now: Instant,
     }
 
     impl Scene {
         fn new() -> Self {
-            Self { loss: WriteLossTracker::new(true), now: Instant::now() }
+            Self { loss: Arc::new(WriteLossTracker::new(true)), now: Instant::now() }
         }
 
         fn tick(&mut self) -> Instant {
@@ -396,7 +383,8 @@ mod tests {
             assert!(scene.end(FUA_WRITE, fua, libc::EIO), "{flushes}");
         }
         // On a device each op receives only its own errors.
-        let mut scene = Scene { loss: WriteLossTracker::new(false), ..Scene::new() };
+        let loss = Arc::new(WriteLossTracker::new(false));
+        let mut scene = Scene { loss, ..Scene::new() };
         let both = [scene.loss.begin(FUA_WRITE), scene.loss.begin(FUA_WRITE)];
         scene.end(FUA_WRITE, both[0], 0);
         assert!(!scene.end(FUA_WRITE, both[1], libc::EIO));
@@ -413,26 +401,27 @@ mod tests {
 
     #[test]
     fn a_flush_waits_for_those_that_were_in_the_kernel_with_it_and_no_longer() {
-        let mut scene = Scene::new();
-        let wakes = Arc::new(Wakes::default());
-        let waker = Waker::from(Arc::clone(&wakes));
-        let mut cx = Context::from_waker(&waker);
-        let flushes = [(); 3].map(|()| scene.loss.begin(FLUSH));
-        scene.end(FLUSH, flushes[1], 0);
-        let others = scene.loss.flushes_to_await().expect("two are in the kernel");
-        let later = scene.loss.begin(FLUSH);
-        let mut poll = |loss: &WriteLossTracker| {
+        for order in [[0, 2], [2, 0]] {
+            let mut scene = Scene::new();
+            let wakes = Arc::new(Wakes::default());
+            let waker = Waker::from(Arc::clone(&wakes));
+            let mut cx = Context::from_waker(&waker);
+            let flushes = [(); 3].map(|()| scene.loss.begin(FLUSH));
+            scene.end(FLUSH, flushes[1], 0);
+            let others = scene.loss.flushes_to_await().expect("two are in the kernel");
+            let later = scene.loss.begin(FLUSH);
+            let loss = Arc::clone(&scene.loss);
             let mut future = std::pin::pin!(loss.wait_for(others));
-            future.as_mut().poll(&mut cx)
-        };
-        for flush in [flushes[2], flushes[0]] {
-            assert!(poll(&scene.loss).is_pending() && poll(&scene.loss).is_pending());
-            assert_eq!(wakes.0.load(Ordering::Relaxed), 0);
-            scene.end(FLUSH, flush, 0);
+            for flush in order {
+                assert!(future.as_mut().poll(&mut cx).is_pending());
+                assert!(future.as_mut().poll(&mut cx).is_pending());
+                assert_eq!(wakes.0.load(Ordering::Relaxed), 0);
+                scene.end(FLUSH, flushes[flush], 0);
+            }
+            assert_eq!(wakes.0.load(Ordering::Relaxed), 1, "it waits once");
+            assert!(future.as_mut().poll(&mut cx).is_ready());
+            scene.end(FLUSH, later, 0);
+            assert_eq!(scene.loss.flushes_to_await(), None);
         }
-        assert_eq!(wakes.0.load(Ordering::Relaxed), 1, "it waits once");
-        assert!(poll(&scene.loss).is_ready());
-        scene.end(FLUSH, later, 0);
-        assert_eq!(scene.loss.flushes_to_await(), None);
     }
 }

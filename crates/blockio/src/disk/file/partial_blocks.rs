@@ -7,7 +7,9 @@
 use std::future::poll_fn;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
+use std::task::Poll;
+
+use crate::executor::notify::Notify;
 
 /// The blocks of a file that are being written or waited for.
 #[derive(Debug)]
@@ -15,6 +17,8 @@ pub(crate) struct Blocks {
     /// Bytes of a block: a power of two.
     bytes: u64,
     claims: Mutex<Claims>,
+    /// Wakes claims that wait, by their ranges, when a claim that they overlap ends.
+    ended: Notify<Range<u64>>,
 }
 
 #[derive(Debug, Default)]
@@ -28,8 +32,6 @@ struct Claims {
 struct Claim {
     id: u64,
     range: Range<u64>,
-    /// Wakes the task that waits for the claim.
-    waker: Option<Waker>,
 }
 
 /// Blocks to which no other task writes until this is dropped.
@@ -41,7 +43,7 @@ pub(crate) struct Claimed {
 
 impl Blocks {
     pub(crate) fn new(bytes: u32) -> Self {
-        Self { bytes: u64::from(bytes), claims: Mutex::default() }
+        Self { bytes: u64::from(bytes), claims: Mutex::default(), ended: Notify::default() }
     }
 
     /// Claims the blocks that `len` bytes from `offset` touch. Waits for earlier claims that
@@ -50,16 +52,16 @@ impl Blocks {
         let start = offset & !(self.bytes - 1);
         // The end is on the disk, which is made of whole blocks.
         let end = (offset + len).next_multiple_of(self.bytes);
-        let claimed = Claimed { blocks: Arc::clone(self), id: self.claims().add(start..end) };
-        poll_fn(|cx| {
-            let mut claims = self.claims();
-            if claims.is_first(claimed.id) {
-                return Poll::Ready(());
-            }
-            claims.wake_with(claimed.id, cx.waker());
-            Poll::Pending
-        })
-        .await;
+        let (id, is_first) = self.claims().add(start..end);
+        let claimed = Claimed { blocks: Arc::clone(self), id };
+        if !is_first {
+            let listener = self.ended.listener_with(start..end);
+            poll_fn(|cx| {
+                listener.listen(cx);
+                if self.claims().is_first(id) { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+        }
         claimed
     }
 
@@ -69,10 +71,11 @@ impl Blocks {
 }
 
 impl Claims {
-    fn add(&mut self, range: Range<u64>) -> u64 {
+    /// Adds a claim at the end. Returns its id, and true if it need not wait.
+    fn add(&mut self, range: Range<u64>) -> (u64, bool) {
         self.next_id += 1;
-        self.list.push(Claim { id: self.next_id, range, waker: None });
-        self.next_id
+        self.list.push(Claim { id: self.next_id, range });
+        (self.next_id, self.is_first(self.next_id))
     }
 
     fn is_first(&self, id: u64) -> bool {
@@ -81,20 +84,11 @@ impl Claims {
         of_id.is_some_and(|own| before.into_iter().all(|other| !other.overlaps(&own.range)))
     }
 
-    fn wake_with(&mut self, id: u64, waker: &Waker) {
-        if let Some(claim) = self.list.iter_mut().find(|claim| claim.id == id) {
-            claim.waker = Some(waker.clone());
-        }
-    }
-
-    /// Removes a claim. Returns the wakers of later claims that overlap it.
-    fn remove(&mut self, id: u64) -> Vec<Waker> {
-        let Some(index) = self.list.iter().position(|claim| claim.id == id) else {
-            return Vec::new();
-        };
+    /// Removes a claim. Returns it if later claims may wait for it.
+    fn remove(&mut self, id: u64) -> Option<Claim> {
+        let index = self.list.iter().position(|claim| claim.id == id)?;
         let gone = self.list.remove(index);
-        let behind = self.list[index..].iter_mut().filter(|other| other.overlaps(&gone.range));
-        behind.filter_map(|other| other.waker.take()).collect()
+        (index < self.list.len()).then_some(gone)
     }
 }
 
@@ -106,8 +100,10 @@ impl Claim {
 
 impl Drop for Claimed {
     fn drop(&mut self) {
-        let wakers = self.blocks.claims().remove(self.id);
-        wakers.into_iter().for_each(Waker::wake);
+        let gone = self.blocks.claims().remove(self.id);
+        if let Some(gone) = gone {
+            self.blocks.ended.notify_where(|waiting| gone.overlaps(waiting));
+        }
     }
 }
 
@@ -116,7 +112,7 @@ mod tests {
     use super::*;
     use std::pin::Pin;
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::task::{Context, Wake};
+    use std::task::{Context, Wake, Waker};
 
     #[derive(Default)]
     struct Wakes(AtomicUsize);
