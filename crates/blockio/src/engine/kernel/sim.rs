@@ -18,5 +18,6 @@ pub(in crate::engine) use aio::AioContext;
 pub(in crate::engine) use pool::simulate_jobs;
 pub(in crate::engine) use ring::Ring;
 pub(in crate::engine) use world::sleep;
-pub(crate) use world::start_thread;
-pub use world::{Installed, KernelOp, RingSetup, Signal, SqThread, World, install, is_readable};
+pub use world::{
+    Installed, KernelOp, RingSetup, Signal, SqThread, World, install, is_readable, start_thread,
+};
