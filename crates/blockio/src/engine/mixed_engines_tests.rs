@@ -145,7 +145,7 @@ fn a_program_that_waits_for_the_descriptor_keeps_it() {
     let thread = IoThread::new(&config).unwrap();
     thread.io().add_engine(EngineKind::Aio.into()).unwrap();
     let error = thread.io().add_engine(EngineKind::IoUring.into()).unwrap_err();
-    assert!(error.to_string().contains("from the start"), "{error}");
+    assert!(error.to_string().contains("choose io_uring at its start"), "{error}");
     let config = IoThreadConfig { engine: EngineKind::IoUring.into(), ..config };
     let thread = IoThread::new(&config).unwrap();
     let new = configs().map(|engine| thread.io().add_engine(engine).unwrap());
