@@ -345,3 +345,51 @@ fn a_region_has_room_for_its_accounts_and_for_no_others() {
     let none = region(2, 8).unwrap().queue(2).err();
     assert_eq!(none, Some(InflightError::NoAccount { index: 2, queues: 2 }));
 }
+
+/// Opens an account for a ring of four entries, shorter than the account.
+fn open_short(world: &World, avail_idx: u16) -> (Inflight, Recovery) {
+    let ring = RingState { size: 4, used_idx: 0, avail_idx };
+    Inflight::open(&world.region.queue(1).unwrap(), ring).unwrap()
+}
+
+/// A mark there would be of no ring: the next process would forget all requests.
+#[test]
+fn heads_beyond_the_ring_leave_no_mark() {
+    let world = World::new(0);
+    let (mut inflight, recovery) = open_short(&world, 0);
+    assert!(matches!(recovery, Recovery::New));
+    inflight.seen([3, 4, 7].into_iter());
+    let (_, recovery) = open_short(&world, 1);
+    assert!(matches!(recovery, Recovery::Known { requests: 1 }), "{recovery:?}");
+}
+
+#[test]
+fn requests_of_the_previous_process_alone_are_recovered() {
+    let world = World::new(0);
+    let (mut inflight, _) = open_short(&world, 0);
+    inflight.seen([3, 0, 2].into_iter());
+    assert!([0, 2, 3].into_iter().all(|head| !inflight.is_recovered(head)));
+    let (mut inflight, _) = open_short(&world, 3);
+    let again = [3, 2, 1].map(|left| inflight.recovered_head(left));
+    assert_eq!(again, [3, 0, 2], "in the order in which they were seen");
+    inflight.seen([1].into_iter());
+    assert_eq!([0, 1, 2, 3].map(|head| inflight.is_recovered(head)), [true, false, true, true]);
+}
+
+#[test]
+fn a_note_is_for_the_next_process_if_there_is_room() {
+    let bytes = InflightRegion::bytes_with_note(RingLayout::Split, 2, SIZE);
+    for (bytes, has_room) in [(bytes, true), (bytes - 1, false)] {
+        let memory = Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
+        let region = || InflightRegion::new(Arc::clone(&memory), 2, SIZE).unwrap();
+        assert_eq!(region().note(), None);
+        for value in [0, 1, 7] {
+            region().set_note(value);
+            assert_eq!(region().note(), has_room.then_some(value));
+        }
+        let ring = RingState { size: SIZE, used_idx: 0, avail_idx: 0 };
+        let account = region().queue(1).unwrap();
+        let (_, recovery) = Inflight::open(&account, ring).unwrap();
+        assert!(matches!(recovery, Recovery::New), "a note is no part of an account");
+    }
+}

@@ -87,6 +87,44 @@ fn a_host_address_is_checked_for_alignment_too() {
 }
 
 #[test]
+fn a_chain_that_is_put_back_is_popped_again() {
+    let mut ring = new_ring(4, false);
+    for head in [2, 0, 3] {
+        ring.chain(head, &BUFFER);
+    }
+    let mut queue = ring.queue();
+    for (in_device, head) in [(0, 2), (1, 0), (2, 3)] {
+        assert_eq!(pop(&mut queue).head, head);
+        queue.put_back();
+        assert_eq!((queue.in_device(), queue.next_avail()), (in_device, in_device));
+        assert_eq!(pop(&mut queue).head, head);
+    }
+    assert_eq!(queue.in_device(), 3);
+    assert!(queue.pop().unwrap().is_none());
+}
+
+/// Used idx may differ from the avail entry to begin with.
+#[test]
+fn the_next_head_in_order_is_that_of_the_oldest_chain() {
+    for first in [0, 3] {
+        let mut ring = new_ring(4, false);
+        for head in [2, 0, 3].into_iter().cycle().take(first) {
+            ring.chain(head, &BUFFER);
+        }
+        ring.config.next_avail = u16::try_from(first).unwrap();
+        for head in [1, 3, 0] {
+            ring.chain(head, &BUFFER);
+        }
+        let mut queue = ring.queue();
+        (0..3).for_each(|_| drop(pop(&mut queue)));
+        for head in [1, 3, 0] {
+            assert_eq!(queue.in_order_head(), head);
+            queue.push(head, 0);
+        }
+    }
+}
+
+#[test]
 fn used_elements_appear_with_publish_and_not_before() {
     let mut ring = new_ring(4, false);
     for head in 0..3 {
