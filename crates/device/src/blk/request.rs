@@ -526,6 +526,7 @@ mod tests {
             (header(VIRTIO_BLK_T_GET_ID, 0), 0, S_IOERR, 1, Other, None),
             (with(discard, 0, &segment_of(8, 8, 0)), 0, S_OK, 1, Discard, Some(4096)),
             (with(discard, 0, &segment_of(8, 8, 1)), 0, S_UNSUPP, 1, Discard, None),
+            (with(discard, 0, &segment_of(8, 8, 1).repeat(2)), 0, S_UNSUPP, 1, Discard, None),
             (with(discard, 0, &segment_of(SECTORS, 1, 0)), 0, S_IOERR, 1, Discard, None),
             (with(discard, 0, &too_many), 0, S_IOERR, 1, Discard, None),
             (with(discard, 0, &[0; 15]), 0, S_IOERR, 1, Discard, None),
@@ -562,6 +563,9 @@ mod tests {
             let what = format!("{sent:?} with room for {room}");
             assert_eq!((element.head, element.bytes), (head.into(), used), "{what}");
             assert_eq!(seen[0], status, "{what}");
+            let mut data = vec![0; room as usize];
+            scene.memory.read(answer, &mut data).unwrap();
+            assert!(data.iter().all(|byte| *byte == 0), "{what}: old bytes are left");
             let is_good = bytes.is_some();
             let expected = RequestCounts {
                 requests: before.requests + 1,
@@ -577,6 +581,32 @@ mod tests {
         assert!(scene.events.take()[0].contains("has no room for a status"));
         let count = u16::try_from(rows().len()).unwrap() + 1;
         assert_eq!(scene.wait(&handle.begin_final_stop()), count);
+    }
+
+    /// Its header reads as zeroes, which are a good read of the first sector.
+    #[test]
+    fn a_request_in_memory_that_was_truncated_fails() {
+        virtqueue::install_sigbus_handler().unwrap();
+        let mut scene = Scene::new();
+        let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
+        let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+        let handle = scene.start_queue_of(&device, 0);
+        let bytes = scene.memory_file.metadata().unwrap().len();
+        scene.memory_file.set_len(bytes - 4096).unwrap();
+        let status_at = DATA + 0x1000;
+        scene.offer(&[
+            Desc::readable(bytes - 4096, 16),
+            Desc::writable(DATA, 512),
+            Desc::writable(status_at, 1),
+        ]);
+        scene.turn(10);
+        let mut status = [0xee];
+        scene.memory.read(status_at, &mut status).unwrap();
+        assert_eq!(status, [S_IOERR]);
+        assert_eq!(device.totals()[RequestKind::Read].errors, 1);
+        let failed = RequestError::MemoryGone.to_string();
+        assert!(scene.events.take().contains(&failed), "it is told");
+        scene.wait(&handle.begin_final_stop());
     }
 
     /// Zeroes and discards change data as writes do.

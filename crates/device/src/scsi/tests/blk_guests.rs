@@ -19,6 +19,8 @@ pub(super) struct BlkGuest {
 const BLK_IN: u32 = 0;
 pub(super) const BLK_OUT: u32 = 1;
 const BLK_FLUSH: u32 = 4;
+/// Bytes in the room for the data of a read.
+const OLD: u8 = 0xdd;
 const BLK_OK: u8 = 0;
 pub(super) const BLK_ERROR: u8 = 1;
 
@@ -52,6 +54,8 @@ impl BlkGuest {
         header.extend(sector.to_le_bytes());
         header.extend([value; BLOCK]);
         self.scene.memory.write(DATA, &header).unwrap();
+        let before = if request == BLK_IN { OLD } else { 0 };
+        self.scene.memory.write(RESPONSE, &[before; BLOCK]).unwrap();
         let data = match request {
             BLK_IN => Desc::writable(RESPONSE, 512),
             BLK_OUT => Desc::readable(DATA + 16, 512),
@@ -65,6 +69,9 @@ impl BlkGuest {
 
     pub(super) fn end(&mut self) -> u8 {
         self.scene.answer();
+        let mut data = [0; BLOCK];
+        self.scene.memory.read(RESPONSE, &mut data).unwrap();
+        assert_ne!(data, [OLD; BLOCK], "a read is answered with old bytes");
         let mut status = [0xee];
         self.scene.memory.read(RESPONSE + 512, &mut status).unwrap();
         status[0]
