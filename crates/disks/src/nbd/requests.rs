@@ -299,3 +299,39 @@ impl Link {
 pub(super) fn is_large_read(request: &Request) -> bool {
     request.command == Command::Read && request.len >= LARGE_BYTES
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_takes_ranges_that_it_knows_and_ranges_beyond_the_export() {
+        let link =
+            |is_up, is_retiring| Link { is_up, is_retiring, size_bytes: 4096, ..Link::default() };
+        for (end, size_bytes, expected) in [
+            (0, 8192, true),
+            (4096, 8192, true),
+            (4097, 8192, false),
+            (8192, 8192, false),
+            (8193, 8192, true),
+            (4096, 4096, true),
+            (4097, 4096, true),
+        ] {
+            assert_eq!(link(true, false).takes(end, size_bytes), expected, "{end} {size_bytes}");
+            assert!(!link(false, false).takes(end, size_bytes), "it is down");
+            assert!(!link(true, true).takes(end, size_bytes), "it takes no more");
+        }
+    }
+
+    #[test]
+    fn reads_of_many_bytes_are_large() {
+        let request = |command, len| Request { command, len, ..Request::FLUSH };
+        for (command, len, expected) in [
+            (Command::Read, LARGE_BYTES - 1, false),
+            (Command::Read, LARGE_BYTES, true),
+            (Command::Flush, LARGE_BYTES, false),
+        ] {
+            assert_eq!(is_large_read(&request(command, len)), expected, "{command:?} {len}");
+        }
+    }
+}

@@ -349,20 +349,32 @@ mod tests {
         }
     }
 
+    /// `EINVAL` may stand for a range beyond the end. No other error does.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn errors_of_the_cluster_are_reported_and_a_lock_out_is_a_loss() {
-        for (errno, is_lost) in [(libc::EIO, false), (libc::EINVAL, false), (libc::ESHUTDOWN, true)]
-        {
-            let scene = Scene::new();
-            scene.fake.fail_with(errno);
-            assert_eq!(scene.write(0, 512, false), Err((errno, 512)));
-            assert_eq!(scene.read(0, 512), Err((errno, 512)));
-            assert_eq!(scene.have(|disk| disk.discard(0, 512)), Err(errno));
-            assert_eq!(scene.have(|disk| disk.write_zeroes(0, 512, true)), Err(errno));
-            scene.fake.fail_with(0);
-            let flushed = if is_lost { Err(errno) } else { Ok(()) };
-            assert_eq!(scene.have(|disk| disk.flush()), flushed);
+        type Make = fn(&Scene) -> Result<(), i32>;
+        let requests: [(Make, Result<(), i32>); 4] = [
+            (|scene| scene.write(8192, 512, false).map_err(|failed| failed.0), Err(libc::ENOSPC)),
+            (|scene| scene.read(8192, 512).map(drop).map_err(|failed| failed.0), Err(libc::EIO)),
+            (|scene| scene.have(|disk| disk.discard(8192, 512)), Ok(())),
+            (|scene| scene.have(|disk| disk.write_zeroes(8192, 512, true)), Ok(())),
+        ];
+        for (index, (make, beyond)) in requests.into_iter().enumerate() {
+            for errno in [libc::EPERM, libc::EINVAL, libc::ESHUTDOWN] {
+                for size in [BYTES, 4096] {
+                    let scene = Scene::new();
+                    scene.fake.resize(size);
+                    scene.fake.fail_with(errno);
+                    let is_beyond = size < BYTES && errno == libc::EINVAL;
+                    let expected = if is_beyond { beyond } else { Err(errno) };
+                    assert_eq!(make(&scene), expected, "request {index}: {errno} with {size}");
+                    scene.fake.fail_with(0);
+                    let is_lost = errno == libc::ESHUTDOWN;
+                    let flushed = if is_lost { Err(errno) } else { Ok(()) };
+                    assert_eq!(scene.have(|disk| disk.flush()), flushed, "request {index}");
+                }
+            }
         }
     }
 

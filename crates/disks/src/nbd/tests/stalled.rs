@@ -135,7 +135,9 @@ fn a_server_that_is_back_is_not_late_with_resent_requests() {
     let (thread, shared) = (new_thread(), shared(&server));
     let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
     let begun = io.recently();
+    assert!(pipe.requests.borrow().are_idle());
     let _flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
+    assert!(!pipe.requests.borrow().are_idle());
     assert_eq!(pipe.link_is_down(0), 1);
     let back = begun + 60 * SECOND;
     set_recently(io, back);
