@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 
+use futures_util::future::join;
 use iomem::Buffers;
 
 use super::*;
@@ -40,6 +41,34 @@ fn the_size_of_a_disk_may_change() {
     null.set_size(MIB + 512, || ()).unwrap();
     assert_eq!(null.refresh().unwrap(), MIB + 512);
     assert_eq!(null.state(), DiskState::Ready);
+}
+
+/// The storage itself may still be as long as it was.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_request_that_waits_for_another_try_fails_if_its_disk_has_shrunk() {
+    for size_bytes in [8192, 4096] {
+        let end = RemoteStub::new(&[0; 8192]);
+        let source = end.clone().source();
+        let write = ErrorAction::Retry;
+        source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        end.have_some_fail(1);
+        let shrinks = async {
+            while source.retry_state().is_none() {
+                thread.io().next_round().await;
+            }
+            source.cut_off(size_bytes);
+            end.have_some_fail(0);
+            source.resume();
+        };
+        let write = disk.write(4096, Buffers::aligned(4096, 4096), false);
+        let (written, ()) = thread.block_on(join(write, shrinks)).unwrap();
+        let errno = written.err().and_then(|unfinished| unfinished.error().raw_os_error());
+        let expected = if size_bytes == 8192 { (None, 1) } else { (Some(libc::EINVAL), 0) };
+        assert_eq!((errno, end.events()), expected, "{size_bytes}");
+    }
 }
 
 /// Zeroes would pass for the lost data, and a write beyond the end would keep them.
