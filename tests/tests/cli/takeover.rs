@@ -335,10 +335,7 @@ fn a_new_process_may_be_killed_at_any_moment() -> Result<()> {
     let mut daemon = next;
     let mut crashes = 0;
     for seed in 0..24 {
-        let mut next = Running::start(&mut taking_over(&folders)?)?;
-        std::thread::sleep(step * seed);
-        next.signal(Signal::KILL)?;
-        next.finish()?;
+        kill_after(&folders, step * seed)?;
         let seed = seed.into();
         let is_served =
             Client::new(&folders).and_then(|mut client| client.call("ping", &json!({})));
@@ -352,6 +349,21 @@ fn a_new_process_may_be_killed_at_any_moment() -> Result<()> {
     }
     eprintln!("{crashes} of 24 were killed after they had taken over");
     Ok(())
+}
+
+/// Starts a takeover and kills the new process after this time. The daemon notices the end of the
+/// previous one a moment later, and refuses a takeover until then.
+fn kill_after(folders: &TestFolders, time: Duration) -> Result<()> {
+    loop {
+        let mut next = Running::start(&mut taking_over(folders)?)?;
+        std::thread::sleep(time);
+        let is_killed = next.signal(Signal::KILL).is_ok();
+        let ended = next.finish()?;
+        if is_killed {
+            return Ok(());
+        }
+        ensure!(ended.stderr.contains("try again when the takeover"), "{}", ended.stderr);
+    }
 }
 
 #[test]
