@@ -6,13 +6,10 @@
 //! their IoThread (`disk.rs`). The owner looks positions up, and makes all changes to them: it
 //! allocates space before data is written, and gives space back.
 
-mod ahead_clusters;
-mod bitmaps;
 #[cfg(test)]
 mod bitmaps_tests;
-mod cache_limit;
+pub(crate) mod consistency;
 mod core;
-mod counts;
 #[cfg(test)]
 mod crash_tests;
 #[cfg(test)]
@@ -21,25 +18,19 @@ mod disk;
 mod format;
 #[cfg(test)]
 mod full_tests;
-mod header;
 #[cfg(test)]
 mod hostile_tests;
-mod leaks;
 #[cfg(test)]
 mod leaks_tests;
-mod mark;
 #[cfg(test)]
 mod mark_tests;
-mod metadata_map;
 mod owner;
 mod place_queries;
 mod place_table;
 mod readers;
 mod storage;
-mod table_cache;
 #[cfg(test)]
 mod tables_tests;
-mod write_order;
 mod zstd;
 #[cfg(test)]
 mod zstd_tests;
@@ -49,16 +40,17 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use cache_limit::CacheLimit;
-use core::{Core, TOO_LONG_BELOW, refused};
+use consistency::cache_limit::CacheLimit;
+pub use consistency::header::{BackingFile, ImageHeader};
+use consistency::mark::MarkState;
+use consistency::refused;
+use consistency::write_order::WriteOrder;
+use core::{Core, TOO_LONG_BELOW};
 pub use core::{Layer, image_header};
 use disk::Qcow2Disk;
-pub use header::{BackingFile, ImageHeader};
-use mark::MarkState;
 use owner::{Image, Job};
 use place_table::{LAYERS_MAX, PlaceTable};
 use storage::Store;
-use write_order::WriteOrder;
 
 use blockio::DiskSource;
 use blockio::EngineKind;
@@ -174,7 +166,7 @@ fn count_leaks_if_marked(
     if !header.may_be_marked() || !(source.is_exclusive() || is_deferred) {
         return Err(refused(source, header.refusal_when_marked().to_owned()));
     }
-    if is_deferred { Ok(None) } else { leaks::find(source, header) }
+    if is_deferred { Ok(None) } else { consistency::leaks::find(source, header) }
 }
 
 /// Checks for missing tables. Returns a warning about the first layer that lacks one.
@@ -182,7 +174,7 @@ fn check_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
     let mut truncation = None;
     for (index, Layer { source, header }) in layers.iter().enumerate() {
         let Some(header) = header else { continue };
-        let found = leaks::tables::check(source, header)?;
+        let found = consistency::leaks::tables::check(source, header)?;
         let named = |found| match index {
             0 => found,
             _ => format!("in its backing file {}: {found}", source.chain_text()),
@@ -194,13 +186,13 @@ fn check_tables(layers: &[Layer]) -> Result<Option<String>, Error> {
 
 /// The names of the bitmaps in a list, or a text in their place.
 fn bitmap_names(source: &DiskSource, list: &Range<u64>, is_deferred: bool) -> String {
-    let bytes = list.end.saturating_sub(list.start).min(bitmaps::LIST_BYTES_MAX);
+    let bytes = list.end.saturating_sub(list.start).min(consistency::bitmaps::LIST_BYTES_MAX);
     let content = if is_deferred { None } else { core::read_front(source, list.start, bytes).ok() };
     let list = content.map(|mut content| {
         content.truncate(iomem::fits(bytes, "bytes in memory"));
         content
     });
-    let parsed = list.and_then(|list| bitmaps::parse(&list));
+    let parsed = list.and_then(|list| consistency::bitmaps::parse(&list));
     let names = parsed.into_iter().flatten().map(|bitmap| bitmap.name).collect::<Vec<_>>();
     match names.is_empty() {
         true => "names unreadable".to_owned(),

@@ -3,12 +3,13 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::cache_limit::CacheLimit;
-use super::header::{self, BackingFile, ImageHeader};
+use super::consistency::refused;
 use super::place_table::PlaceTable;
 use super::readers::Readers;
 use super::storage::Store;
-use super::write_order::WriteOrder;
+use crate::qcow2::consistency::cache_limit::CacheLimit;
+use crate::qcow2::consistency::header::{self, BackingFile, ImageHeader};
+use crate::qcow2::consistency::write_order::WriteOrder;
 use blockio::DiskSource;
 use blockio::Error;
 use blockio::IoThread;
@@ -66,10 +67,6 @@ impl Layer {
     pub fn source(&self) -> &DiskSource {
         &self.source
     }
-}
-
-pub(super) fn refused(source: &DiskSource, reason: String) -> Error {
-    source.refused("", &reason)
 }
 
 /// Reads bytes before there are requests. The end is rounded up to a logical block.

@@ -17,8 +17,8 @@ use iomem::Buffers;
 use tempfile::TempDir;
 
 use super::core::Layer;
-use super::mark;
-use super::write_order::Roots;
+use crate::qcow2::consistency::mark;
+use crate::qcow2::consistency::write_order::Roots;
 use blockio::IoThread;
 use blockio::IoThreadConfig;
 use blockio::testing::{Event, RemoteStub};

@@ -8,9 +8,9 @@ use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
-use super::counts;
-use super::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, find, free};
-use super::mark;
+use crate::qcow2::consistency::counts;
+use crate::qcow2::consistency::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, find, free};
+use crate::qcow2::consistency::mark;
 use blockio::Error;
 use blockio::IoThread;
 use blockio::IoThreadConfig;

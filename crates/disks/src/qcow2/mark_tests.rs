@@ -9,7 +9,7 @@ use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
-use super::mark;
+use crate::qcow2::consistency::mark;
 use blockio::Error;
 use blockio::IoThread;
 use blockio::IoThreadConfig;

@@ -18,12 +18,12 @@ use imago::storage::drivers::CommonStorageHelper;
 use imago::{Storage, StorageExt};
 use iomem::Buffers;
 
-use super::cache_limit::CacheLimit;
-use super::header::ImageHeader;
-use super::mark::{self, MarkState};
-use super::metadata_map::Fault;
-use super::write_order::{FRONT_BYTES, Roots, WriteAction, WriteOrder};
 use super::zstd;
+use crate::qcow2::consistency::cache_limit::CacheLimit;
+use crate::qcow2::consistency::header::ImageHeader;
+use crate::qcow2::consistency::mark::{self, MarkState};
+use crate::qcow2::consistency::metadata_map::Fault;
+use crate::qcow2::consistency::write_order::{FRONT_BYTES, Roots, WriteAction, WriteOrder};
 use blockio::EngineKind;
 use blockio::Error;
 use blockio::Io;
@@ -449,7 +449,7 @@ impl fmt::Display for Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::qcow2::write_order::count_blocks::RisenBlock;
+    use crate::qcow2::consistency::write_order::count_blocks::RisenBlock;
     use blockio::IoThread;
     use blockio::IoThreadConfig;
     use blockio::testing::RemoteStub;

@@ -9,8 +9,9 @@ use futures_util::future::join;
 use iomem::Buffers;
 
 use super::{KINDS, SECTOR, World, filled};
-use crate::qcow2::write_order::{L1_OFFSET, Roots};
-use crate::qcow2::{Layer, mark, open_image};
+use crate::qcow2::consistency::mark;
+use crate::qcow2::consistency::write_order::{L1_OFFSET, Roots};
+use crate::qcow2::{Layer, open_image};
 use blockio::DiskSource;
 use blockio::disk::ExtentKind;
 use blockio::testing::RemoteStub;

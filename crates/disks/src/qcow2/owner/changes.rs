@@ -6,7 +6,7 @@ use std::ops::Range;
 use tokio::sync::Mutex;
 
 use super::streams::Streams;
-use crate::qcow2::write_order::entries::Entry;
+use crate::qcow2::consistency::write_order::entries::Entry;
 
 /// The changes of an image since it was opened.
 #[derive(Default)]

@@ -8,9 +8,9 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use super::Owner;
+use crate::qcow2::consistency::write_order::entries::Entry;
 use crate::qcow2::format::Format;
 use crate::qcow2::place_table::Place;
-use crate::qcow2::write_order::entries::Entry;
 
 impl Owner {
     /// Commits all changes so far.

@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use imago::Storage as _;
 
 use super::Owner;
-use crate::qcow2::leaks;
-use crate::qcow2::mark::MarkState;
+use crate::qcow2::consistency::leaks;
+use crate::qcow2::consistency::mark::MarkState;
 use blockio::disk::DiskState;
 
 impl Owner {

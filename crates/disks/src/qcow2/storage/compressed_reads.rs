@@ -5,7 +5,7 @@ use std::io;
 use imago::Storage as _;
 
 use super::Store;
-use crate::qcow2::write_order::{FRONT_BYTES, Roots};
+use crate::qcow2::consistency::write_order::{FRONT_BYTES, Roots};
 use crate::qcow2::zstd::{CompressedRange, TABLE_OFFSET, cluster_bytes, decompress};
 
 impl Store {

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{GROWTH_BYTES, Store};
-use crate::qcow2::counts;
-use crate::qcow2::mark::MarkState;
-use crate::qcow2::write_order::count_blocks::RisenBlock;
+use crate::qcow2::consistency::counts;
+use crate::qcow2::consistency::mark::MarkState;
+use crate::qcow2::consistency::write_order::count_blocks::RisenBlock;
 use blockio::disk::{Extent, ExtentKind};
 
 /// The fewest and the most bytes that are counted ahead at once, and the part of the image: one in

@@ -7,9 +7,9 @@ use std::task::Poll;
 use imago::Storage as _;
 
 use super::Store;
-use crate::qcow2::table_cache::changes;
-use crate::qcow2::write_order::WaitingWrites;
-use crate::qcow2::write_order::entries::{Changing, Entry};
+use crate::qcow2::consistency::table_cache::changes;
+use crate::qcow2::consistency::write_order::WaitingWrites;
+use crate::qcow2::consistency::write_order::entries::{Changing, Entry};
 
 impl Store {
     /// Makes all waiting writes, in their order.

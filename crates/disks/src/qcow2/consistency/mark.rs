@@ -26,7 +26,7 @@ const AUTOCLEAR: std::ops::Range<usize> = 88..96;
 
 /// The state of the mark of an open image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum MarkState {
+pub(crate) enum MarkState {
     /// The header is not read yet, or the image is only read and needs no mark.
     Unknown,
     /// The image must not be marked: other processes could write to it, or no later process could
@@ -42,7 +42,7 @@ pub(super) enum MarkState {
 }
 
 #[derive(Debug)]
-pub(super) struct Mark {
+pub(crate) struct Mark {
     state: Mutex<MarkState>,
     must_stay_set: AtomicBool,
     has_autoclear: AtomicBool,
@@ -56,41 +56,41 @@ impl Default for Mark {
 }
 
 impl Mark {
-    pub(super) fn state(&self) -> MarkState {
+    pub(crate) fn state(&self) -> MarkState {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn set_state(&self, state: MarkState) {
+    pub(crate) fn set_state(&self, state: MarkState) {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
     }
 
     /// Keeps the mark from now on, since imago may have leaked clusters: a table was not read or
     /// written.
-    pub(super) fn keep_set(&self) {
+    pub(crate) fn keep_set(&self) {
         self.must_stay_set.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn must_stay_set(&self) -> bool {
+    pub(crate) fn must_stay_set(&self) -> bool {
         self.must_stay_set.load(Ordering::Relaxed)
     }
 
     /// True if the header has features that must be cleared before the first change.
-    pub(super) fn has_autoclear(&self) -> bool {
+    pub(crate) fn has_autoclear(&self) -> bool {
         self.has_autoclear.load(Ordering::Relaxed)
     }
 
     /// True if any write must wait for the leaks or features to be cleared, even to data that has
     /// its place.
-    pub(super) fn delays_writes(&self) -> bool {
+    pub(crate) fn delays_writes(&self) -> bool {
         self.has_autoclear() || self.state() == MarkState::LeaksToFree
     }
 
-    pub(super) fn set_autoclear(&self, has_autoclear: bool) {
+    pub(crate) fn set_autoclear(&self, has_autoclear: bool) {
         self.has_autoclear.store(has_autoclear, Ordering::Relaxed);
     }
 
     /// Puts the mark of the image into a header that imago writes.
-    pub(super) fn restore(&self, header: &mut [u8]) {
+    pub(crate) fn restore(&self, header: &mut [u8]) {
         match self.state() {
             MarkState::Unknown | MarkState::NotAllowed => {}
             MarkState::Clear => set(header, false),
@@ -100,18 +100,18 @@ impl Mark {
 }
 
 /// Returns true if a header of version 3 has the mark.
-pub(super) fn is_set(header: &[u8]) -> bool {
+pub(crate) fn is_set(header: &[u8]) -> bool {
     header.get(BYTE).is_some_and(|byte| byte & BIT != 0)
 }
 
 /// Returns true if a header of version 3 has features that a change clears.
-pub(super) fn has_autoclear(header: &[u8]) -> bool {
+pub(crate) fn has_autoclear(header: &[u8]) -> bool {
     header.get(AUTOCLEAR).is_some_and(|bytes| bytes.iter().any(|byte| *byte != 0))
 }
 
 /// Makes a header look as if the image were neither marked nor corrupt, and had no autoclear
 /// features.
-pub(super) fn mask(header: &mut [u8]) {
+pub(crate) fn mask(header: &mut [u8]) {
     if let Some(byte) = header.get_mut(BYTE) {
         *byte &= !(BIT | CORRUPT);
     }
@@ -119,13 +119,13 @@ pub(super) fn mask(header: &mut [u8]) {
 }
 
 /// Clears the autoclear features.
-pub(super) fn clear_autoclear(header: &mut [u8]) {
+pub(crate) fn clear_autoclear(header: &mut [u8]) {
     if let Some(bytes) = header.get_mut(AUTOCLEAR) {
         bytes.fill(0);
     }
 }
 
-pub(super) fn set(header: &mut [u8], is_set: bool) {
+pub(crate) fn set(header: &mut [u8], is_set: bool) {
     if let Some(byte) = header.get_mut(BYTE) {
         *byte = if is_set { *byte | BIT } else { *byte & !BIT };
     }

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use iomem::{Buffers, fits};
 
-use crate::qcow2::counts::{NO_MEMORY, ODD_TABLE, TOO_MUCH};
+use crate::qcow2::consistency::counts::{NO_MEMORY, ODD_TABLE, TOO_MUCH};
 use blockio::{Disk, DiskSource};
 
 /// A smaller read counts as this many bytes, since it takes as long.
-pub(in crate::qcow2) const READ_BYTES_MIN: u64 = 16 << 10;
+pub(crate) const READ_BYTES_MIN: u64 = 16 << 10;
 
 /// The bytes of a table of tables that are read at once.
 const PIECE_BYTES: u64 = 1 << 20;

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 #[derive(Debug, Default)]
-pub(super) struct AheadClusters {
+pub(crate) struct AheadClusters {
     cluster_bytes: u64,
     /// Places of clusters that an entry may point to.
     ready: BTreeSet<u64>,
@@ -24,7 +24,7 @@ pub(super) struct AheadClusters {
 impl AheadClusters {
     /// Adds clusters that were zeroed, and counted by the write of this number. Without free
     /// clusters, `places` is empty, and none are to be counted.
-    pub(super) fn add(&mut self, cluster_bytes: u64, places: Vec<u64>, written: u64) {
+    pub(crate) fn add(&mut self, cluster_bytes: u64, places: Vec<u64>, written: u64) {
         self.cluster_bytes = cluster_bytes;
         self.low = places.len() / 2;
         self.pending.extend(places.into_iter().map(|place| (place, written)));
@@ -32,7 +32,7 @@ impl AheadClusters {
 
     /// Makes clusters ready that a flush has covered: each was counted by this write or an earlier
     /// one.
-    pub(super) fn note_stable(&mut self, stable: u64) {
+    pub(crate) fn note_stable(&mut self, stable: u64) {
         let is_pending = |written: u64| written > stable;
         let covered = self.pending.iter().filter(|(_, written)| !is_pending(**written));
         self.ready.extend(covered.map(|(place, _)| place));
@@ -41,31 +41,31 @@ impl AheadClusters {
 
     /// Drops the clusters that a failed flush should have covered. They stay leaked until the image
     /// comes to rest.
-    pub(super) fn drop_pending(&mut self) {
+    pub(crate) fn drop_pending(&mut self) {
         self.pending.clear();
     }
 
     /// Forgets all clusters.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.ready.is_empty()
     }
 
     /// The number of clusters that an entry may point to.
-    pub(super) fn ready(&self) -> u64 {
+    pub(crate) fn ready(&self) -> u64 {
         self.ready.len() as u64
     }
 
     /// The number of clusters, stable or not.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.ready.len() + self.pending.len()
     }
 
     /// True if more clusters are to be counted.
-    pub(super) fn is_low(&self) -> bool {
+    pub(crate) fn is_low(&self) -> bool {
         self.len() < self.low
     }
 
@@ -75,19 +75,19 @@ impl AheadClusters {
     }
 
     /// Returns true if all bytes of a range are in clusters that are ready.
-    pub(super) fn has(&self, range: &Range<u64>) -> bool {
+    pub(crate) fn has(&self, range: &Range<u64>) -> bool {
         let clusters = self.clusters(range);
         let count = self.ready.range(clusters.clone()).count() as u64;
         !self.ready.is_empty() && count * self.cluster_bytes == clusters.end - clusters.start
     }
 
     /// Returns true if a cluster is counted ahead, stable or not.
-    pub(super) fn is_counted(&self, place: u64) -> bool {
+    pub(crate) fn is_counted(&self, place: u64) -> bool {
         self.ready.contains(&place) || self.pending.contains_key(&place)
     }
 
     /// Takes the clusters of a range for use, if all of them are ready.
-    pub(super) fn take(&mut self, range: &Range<u64>) -> bool {
+    pub(crate) fn take(&mut self, range: &Range<u64>) -> bool {
         let is_ready = self.has(range);
         if is_ready {
             self.remove(range);
@@ -96,7 +96,7 @@ impl AheadClusters {
     }
 
     /// Forgets the clusters of a range: they are about to have other bytes.
-    pub(super) fn remove(&mut self, range: &Range<u64>) {
+    pub(crate) fn remove(&mut self, range: &Range<u64>) {
         let clusters = self.clusters(range);
         while let Some(place) = self.ready.range(clusters.clone()).next().copied() {
             self.ready.remove(&place);

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::{Bounds, End, L1_OFFSET, ODD_TABLE, Reader};
-use crate::qcow2::core::refused;
-use crate::qcow2::counts::get;
-use crate::qcow2::header::ImageHeader;
-use crate::qcow2::write_order::{FRONT_BYTES, Roots, count_bits};
+use crate::qcow2::consistency::counts::get;
+use crate::qcow2::consistency::header::ImageHeader;
+use crate::qcow2::consistency::refused;
+use crate::qcow2::consistency::write_order::{FRONT_BYTES, Roots, count_bits};
 use blockio::DiskSource;
 use blockio::Error;
 use blockio::IoThread;

@@ -3,21 +3,21 @@
 use std::ops::Range;
 
 /// The most bytes of a list that are read.
-pub(super) const LIST_BYTES_MAX: u64 = 1 << 20;
+pub(crate) const LIST_BYTES_MAX: u64 = 1 << 20;
 
 /// Bytes of an entry before its extra data and its name.
 const FIXED_BYTES: usize = 24;
 
 /// A bitmap of a backup program.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Bitmap {
+pub(crate) struct Bitmap {
     /// Without control characters, since the image may come from any source.
-    pub(super) name: String,
-    pub(super) table: Range<u64>,
+    pub(crate) name: String,
+    pub(crate) table: Range<u64>,
 }
 
 /// Parses the bitmaps of a list. `None` if the list is damaged.
-pub(super) fn parse(mut list: &[u8]) -> Option<Vec<Bitmap>> {
+pub(crate) fn parse(mut list: &[u8]) -> Option<Vec<Bitmap>> {
     let mut bitmaps = Vec::new();
     while !list.is_empty() {
         let number = |range: Range<usize>| -> Option<u64> {

@@ -7,15 +7,15 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// A fault of an image. The error that reports it adds the remedy.
-pub(super) type Fault = &'static str;
+pub(crate) type Fault = &'static str;
 
-pub(super) const ONE_PLACE: Fault = "two of its tables overlap";
+pub(crate) const ONE_PLACE: Fault = "two of its tables overlap";
 const UNALIGNED: Fault = "one of its tables does not begin at a cluster boundary";
 const IS_FREE: Fault = "one of its tables is in a cluster that counts as free";
 
 /// A table, by the index of its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum MetadataTable {
+pub(crate) enum MetadataTable {
     /// An L2 table, by its index in L1.
     L2(u64),
     /// A block of reference counts, by its index in the table of blocks.
@@ -24,7 +24,7 @@ pub(super) enum MetadataTable {
 
 /// The tables of an image that is written to, by place.
 #[derive(Debug, Default)]
-pub(super) struct MetadataMap {
+pub(crate) struct MetadataMap {
     cluster_bytes: u64,
     count_bits: u32,
     /// L1 and the table of blocks, in whole clusters.
@@ -38,7 +38,7 @@ pub(super) struct MetadataMap {
 impl MetadataMap {
     /// Sets the places of L1 and of the table of blocks. Fails if they are unaligned, or overlap
     /// each other, the header or a known table.
-    pub(super) fn set_roots(
+    pub(crate) fn set_roots(
         &mut self,
         cluster_bytes: u64,
         count_bits: u32,
@@ -64,7 +64,7 @@ impl MetadataMap {
     }
 
     /// Adds a table, or confirms its place.
-    pub(super) fn add(&mut self, place: u64, table: MetadataTable) -> Result<(), Fault> {
+    pub(crate) fn add(&mut self, place: u64, table: MetadataTable) -> Result<(), Fault> {
         if !place.is_multiple_of(self.cluster_bytes) {
             return Err(UNALIGNED);
         }
@@ -76,12 +76,12 @@ impl MetadataMap {
         if place == 0 || in_root || other != table { Err(ONE_PLACE) } else { Ok(()) }
     }
 
-    pub(super) fn cluster_bytes(&self) -> u64 {
+    pub(crate) fn cluster_bytes(&self) -> u64 {
         self.cluster_bytes
     }
 
     /// The first byte that a block counts, by the place of the block.
-    pub(super) fn first_counted(&self, place: u64) -> Option<u64> {
+    pub(crate) fn first_counted(&self, place: u64) -> Option<u64> {
         match self.get(place)? {
             MetadataTable::Block(index) => index.checked_mul(self.covered()),
             MetadataTable::L2(_) => None,
@@ -89,16 +89,16 @@ impl MetadataMap {
     }
 
     /// The place of the L2 table with an index in L1.
-    pub(super) fn l2_place(&self, index: u64) -> Option<u64> {
+    pub(crate) fn l2_place(&self, index: u64) -> Option<u64> {
         self.l2_places.get(&index).copied()
     }
 
-    pub(super) fn get(&self, place: u64) -> Option<MetadataTable> {
+    pub(crate) fn get(&self, place: u64) -> Option<MetadataTable> {
         self.tables.get(&place).copied()
     }
 
     /// Returns true if bytes of the file belong to a table or to the header.
-    pub(super) fn overlaps(&self, range: &Range<u64>) -> bool {
+    pub(crate) fn overlaps(&self, range: &Range<u64>) -> bool {
         let cluster = self.cluster_bytes.max(1);
         let start = range.start - range.start % cluster;
         [&(0..cluster), &self.l1, &self.blocks].iter().any(|root| overlap(root, range))
@@ -113,7 +113,7 @@ impl MetadataMap {
 
     /// Checks that each table has a block that counts it. `has_block` returns true for indices of
     /// blocks that exist.
-    pub(super) fn check_counted(&self, has_block: impl Fn(u64) -> bool) -> Result<(), Fault> {
+    pub(crate) fn check_counted(&self, has_block: impl Fn(u64) -> bool) -> Result<(), Fault> {
         let covered = self.covered().max(1);
         let all = |range: &Range<u64>| {
             let end = range.end.div_ceil(covered);
@@ -127,7 +127,7 @@ impl MetadataMap {
     }
 
     /// Checks that a block counts no table as free.
-    pub(super) fn check_block(&self, index: u64, counts: &[u8]) -> Result<(), Fault> {
+    pub(crate) fn check_block(&self, index: u64, counts: &[u8]) -> Result<(), Fault> {
         let covered = self.covered();
         let start = index.saturating_mul(covered);
         let range = start..start.saturating_add(covered);

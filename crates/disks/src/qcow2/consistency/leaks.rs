@@ -7,20 +7,20 @@
 
 mod bitmaps;
 mod reader;
-pub(super) mod tables;
+pub(crate) mod tables;
 
 use std::ops::Range;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-pub(super) use reader::READ_BYTES_MIN;
+pub(crate) use reader::READ_BYTES_MIN;
 use reader::{End, Reader};
 
-use super::core::refused;
 use super::counts::{Added, Counts, NO_MEMORY, ODD_TABLE, TOO_MUCH, TooLow};
 use super::header::ImageHeader;
 use super::mark;
 use super::write_order::{FRONT_BYTES, Roots, count_bits};
+use crate::qcow2::consistency::refused;
 use blockio::DiskSource;
 use blockio::Error;
 use blockio::Io;
@@ -29,19 +29,19 @@ use blockio::IoThreadConfig;
 
 /// The bounds of a check.
 #[derive(Clone, Copy)]
-pub(super) struct Bounds {
+pub(crate) struct Bounds {
     /// The clusters that are counted at once, at two bytes each. More clusters need several passes
     /// over all tables.
-    pub(super) clusters_at_once: u64,
+    pub(crate) clusters_at_once: u64,
     /// The most bytes that are read.
-    pub(super) read_bytes: u64,
+    pub(crate) read_bytes: u64,
     /// The most time of a check: a disk may be slow, and its opening waits.
-    pub(super) time: Duration,
+    pub(crate) time: Duration,
     /// The most counts that are compared.
-    pub(super) counts: u64,
+    pub(crate) counts: u64,
 }
 
-pub(super) const BOUNDS: Bounds = Bounds {
+pub(crate) const BOUNDS: Bounds = Bounds {
     clusters_at_once: 32 << 20,
     read_bytes: 2 << 30,
     time: Duration::from_secs(30),
@@ -77,7 +77,7 @@ const COMPRESSED: u64 = 1 << 62;
 ///
 /// If counts are too low, so that the image must not be written to, and if the disk was
 /// abandoned.
-pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u64>, Error> {
+pub(crate) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u64>, Error> {
     let thread = IoThread::new(&IoThreadConfig::default())?;
     let begun = Instant::now();
     let found = run_check(thread.io(), source, header, &Work { bounds: &BOUNDS, frees: false });
@@ -99,7 +99,7 @@ pub(super) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u
 /// # Errors
 ///
 /// As for [`find`].
-pub(super) async fn free(
+pub(crate) async fn free(
     io: &Rc<Io>,
     source: &DiskSource,
     header: &ImageHeader,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{End, L1_OFFSET, NO_MEMORY, ODD_ENTRY, ODD_TABLE, Reader, TOO_MUCH};
-use crate::qcow2::bitmaps::{self, LIST_BYTES_MAX};
+use crate::qcow2::consistency::bitmaps::{self, LIST_BYTES_MAX};
 
 /// The most clusters of bitmaps: a bit usually stands for 64 KiB of the disk.
 const CLUSTERS_MAX: usize = 1 << 20;

@@ -17,8 +17,8 @@
 //! cannot hit a waiting write either: imago would continue with its memory, and never write it
 //! again.
 
-pub(super) mod count_blocks;
-pub(super) mod entries;
+pub(crate) mod count_blocks;
+pub(crate) mod entries;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -37,16 +37,16 @@ const TABLE_BYTES_MAX: u64 = 2 << 20;
 /// The offset in an entry of a table of tables. The bits below are reserved, as are the bits above
 /// in L1.
 const OFFSET: u64 = !511;
-pub(super) const L1_OFFSET: u64 = OFFSET & ((1 << 56) - 1);
+pub(crate) const L1_OFFSET: u64 = OFFSET & ((1 << 56) - 1);
 /// The flag of an entry: nothing else points to the cluster.
 const COPIED: u64 = 1 << 63;
 
 /// Waiting writes, by their offset.
-pub(super) type WaitingWrites = BTreeMap<u64, Arc<[u8]>>;
+pub(crate) type WaitingWrites = BTreeMap<u64, Arc<[u8]>>;
 
 /// The handling of a write.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum WriteAction {
+pub(crate) enum WriteAction {
     /// Make the write at once.
     Now,
     /// The write was kept, to be made later.
@@ -62,19 +62,19 @@ pub(super) enum WriteAction {
 
 /// The places of the tables of tables, by the header.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub(super) struct Roots {
+pub(crate) struct Roots {
     /// L1.
-    pub(super) l1: Range<u64>,
+    pub(crate) l1: Range<u64>,
     /// The table of blocks of reference counts.
-    pub(super) counts: Range<u64>,
+    pub(crate) counts: Range<u64>,
 }
 
 /// The bytes of a header that [`Roots::parse`] reads.
-pub(super) const FRONT_BYTES: usize = 104;
+pub(crate) const FRONT_BYTES: usize = 104;
 
 impl Roots {
     /// Reads the front of an image.
-    pub(super) fn parse(front: &[u8; FRONT_BYTES]) -> Self {
+    pub(crate) fn parse(front: &[u8; FRONT_BYTES]) -> Self {
         let number = |range: Range<usize>| {
             front[range].iter().fold(0, |sum: u64, byte| (sum << 8) | u64::from(*byte))
         };
@@ -88,7 +88,7 @@ impl Roots {
 }
 
 /// The width of a reference count, in bits.
-pub(super) fn count_bits(front: &[u8; FRONT_BYTES]) -> u32 {
+pub(crate) fn count_bits(front: &[u8; FRONT_BYTES]) -> u32 {
     if front[7] < 3 { 16 } else { 1 << u32::from(front[99]).min(6) }
 }
 
@@ -99,9 +99,9 @@ fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct WriteOrder {
+pub(crate) struct WriteOrder {
     state: Mutex<State>,
-    pub(super) mark: Mark,
+    pub(crate) mark: Mark,
     /// The size of the disk if imago sees whole clusters of it: see `zstd.rs`. 0 if it does not.
     disk_bytes: AtomicU64,
     /// True if clusters are counted ahead, and ready.
@@ -221,7 +221,7 @@ impl WriteOrder {
 
     /// Starts to classify the writes to an image. `l1` and `counts` are the contents of its tables
     /// of tables.
-    pub(super) fn begin(
+    pub(crate) fn begin(
         &self,
         front: &[u8; FRONT_BYTES],
         l1: &[u8],
@@ -250,39 +250,39 @@ impl WriteOrder {
     }
 
     /// The size of the disk if imago sees whole clusters of it.
-    pub(super) fn disk_bytes(&self) -> Option<u64> {
+    pub(crate) fn disk_bytes(&self) -> Option<u64> {
         Some(self.disk_bytes.load(Relaxed)).filter(|bytes| *bytes > 0)
     }
 
-    pub(super) fn is_rounded(&self) -> bool {
+    pub(crate) fn is_rounded(&self) -> bool {
         self.disk_bytes().is_some()
     }
 
     /// Lets imago see whole clusters of a disk of this size.
-    pub(super) fn set_disk_bytes(&self, bytes: u64) {
+    pub(crate) fn set_disk_bytes(&self, bytes: u64) {
         self.disk_bytes.store(bytes, Relaxed);
     }
 
     /// Marks the start (true) or the end (false) of a move of L1.
-    pub(super) fn set_l1_moving(&self, is_moving: bool) {
+    pub(crate) fn set_l1_moving(&self, is_moving: bool) {
         self.change(|state| state.is_l1_moving = is_moving);
     }
 
     /// Refuses all writes from now on. imago does not know the content of the file, and would use
     /// clusters twice.
-    pub(super) fn refuse(&self, why: Fault) {
+    pub(crate) fn refuse(&self, why: Fault) {
         self.change(|state| {
             state.refusal.get_or_insert(why);
         });
     }
 
     /// The reason to refuse writes.
-    pub(super) fn refusal(&self) -> Option<Fault> {
+    pub(crate) fn refusal(&self) -> Option<Fault> {
         self.change(|state| state.refusal)
     }
 
     /// Checks data that was read, if it is a block of reference counts.
-    pub(super) fn check_read(&self, offset: u64, data: &[u8]) -> Result<(), Fault> {
+    pub(crate) fn check_read(&self, offset: u64, data: &[u8]) -> Result<(), Fault> {
         self.change(|state| match state.metadata_map.get(offset) {
             Some(MetadataTable::Block(index)) => state.metadata_map.check_block(index, data),
             _ => Ok(()),
@@ -290,12 +290,12 @@ impl WriteOrder {
     }
 
     /// Returns true if bytes of the file belong to a table or to the header. No data can be there.
-    pub(super) fn overlaps_metadata(&self, range: &Range<u64>) -> bool {
+    pub(crate) fn overlaps_metadata(&self, range: &Range<u64>) -> bool {
         self.change(|state| state.roots.is_some() && state.metadata_map.overlaps(range))
     }
 
     /// Decides the handling of a write, and keeps it if it has to wait.
-    pub(super) fn classify(&self, offset: u64, data: &[u8]) -> WriteAction {
+    pub(crate) fn classify(&self, offset: u64, data: &[u8]) -> WriteAction {
         self.change(|state| {
             state.classify(offset, data).unwrap_or_else(|fault| {
                 state.refusal.get_or_insert(fault);
@@ -305,7 +305,7 @@ impl WriteOrder {
     }
 
     /// Puts waiting writes over data that was read from the file.
-    pub(super) fn overlay_waiting(&self, offset: u64, data: &mut [u8]) {
+    pub(crate) fn overlay_waiting(&self, offset: u64, data: &mut [u8]) {
         let end = offset + data.len() as u64;
         let from = offset.saturating_sub(TABLE_BYTES_MAX);
         self.change(|state| {
@@ -326,28 +326,28 @@ impl WriteOrder {
         });
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.change(|state| !state.has_waiting())
     }
 
     /// The waiting entries of the table of blocks of reference counts. Reads find them here until
     /// [`drop_block_entries`](Self::drop_block_entries).
-    pub(super) fn block_entries(&self) -> WaitingWrites {
+    pub(crate) fn block_entries(&self) -> WaitingWrites {
         self.change(|state| state.block_entries.clone())
     }
 
     /// Drops the waiting entries: all of them are in the file.
-    pub(super) fn drop_block_entries(&self) {
+    pub(crate) fn drop_block_entries(&self) {
         self.change(|state| state.block_entries.clear());
     }
 
     /// The waiting pointers. Reads find them here until [`drop_pointers`](Self::drop_pointers).
-    pub(super) fn pointers(&self) -> WaitingWrites {
+    pub(crate) fn pointers(&self) -> WaitingWrites {
         self.change(|state| state.pointers.clone())
     }
 
     /// Drops the waiting pointers: all of them are in the file.
-    pub(super) fn drop_pointers(&self) {
+    pub(crate) fn drop_pointers(&self) {
         self.change(|state| state.pointers.clear());
     }
 }

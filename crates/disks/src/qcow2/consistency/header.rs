@@ -71,7 +71,7 @@ pub struct BackingFile {
 }
 
 /// The number of bytes at the front that contain the header. `None` if this is no qcow2 image.
-pub(super) fn header_bytes(front: &[u8]) -> Option<Result<u64, String>> {
+pub(crate) fn header_bytes(front: &[u8]) -> Option<Result<u64, String>> {
     if !front.starts_with(MAGIC) {
         return None;
     }
@@ -100,7 +100,7 @@ fn cluster_bits(front: &[u8]) -> Result<u32, String> {
 }
 
 /// Parses the header at the front of an image. `front` must hold at least the first cluster.
-pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
+pub(crate) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
     let version = version(front)?;
     let cluster_bytes = 1 << cluster_bits(front)?;
     let (incompatible, compatible, autoclear, header_bytes) = match version {
@@ -230,52 +230,52 @@ fn u64_at(front: &[u8], at: usize) -> Result<u64, String> {
 
 impl ImageHeader {
     /// True if clusters that read as zeroes need no data.
-    pub(super) fn has_zero_clusters(&self) -> bool {
+    pub(crate) fn has_zero_clusters(&self) -> bool {
         self.version >= 3
     }
 
     /// True if the header has a place for the mark of `mark.rs`.
-    pub(super) fn has_mark(&self) -> bool {
+    pub(crate) fn has_mark(&self) -> bool {
         self.version >= 3
     }
 
     /// True if the image was marked as in use.
-    pub(super) fn is_dirty(&self) -> bool {
+    pub(crate) fn is_dirty(&self) -> bool {
         self.incompatible & DIRTY != 0
     }
 
     /// True if the image was marked as corrupt.
-    pub(super) fn is_corrupt(&self) -> bool {
+    pub(crate) fn is_corrupt(&self) -> bool {
         self.incompatible & CORRUPT != 0
     }
 
     /// True if clusters are compressed with Zstandard.
-    pub(super) fn has_zstd(&self) -> bool {
+    pub(crate) fn has_zstd(&self) -> bool {
         self.incompatible & HAS_COMPRESSION != 0 && self.compression == ZSTD
     }
 
     /// True if we may mark the image, and free leaks of a user that did not close it: no counts are
     /// only in that user's memory.
-    pub(super) fn may_be_marked(&self) -> bool {
+    pub(crate) fn may_be_marked(&self) -> bool {
         self.has_mark() && self.compatible & LAZY == 0 && self.snapshots == 0
     }
 
-    pub(super) fn has_unknown_extensions(&self) -> bool {
+    pub(crate) fn has_unknown_extensions(&self) -> bool {
         self.has_unknown_extensions
     }
 
     /// The place of the list of bitmaps that become invalid with the first change.
-    pub(super) fn bitmaps(&self) -> Option<&Range<u64>> {
+    pub(crate) fn bitmaps(&self) -> Option<&Range<u64>> {
         self.bitmaps.as_ref()
     }
 
     /// The reason to refuse writes to a marked image that we may not mark.
-    pub(super) fn refusal_when_marked(&self) -> &'static str {
+    pub(crate) fn refusal_when_marked(&self) -> &'static str {
         if self.compatible & LAZY == 0 { NOT_CLOSED } else { NOT_CLOSED_LAZY }
     }
 
     /// Refuses an image that cannot be used. The error names the obstacle and a remedy.
-    pub(super) fn check(&self, read_only: bool, logical_block_bytes: u32) -> Result<(), String> {
+    pub(crate) fn check(&self, read_only: bool, logical_block_bytes: u32) -> Result<(), String> {
         if self.is_encrypted {
             return Err("it is encrypted, which is not supported; convert it to an unencrypted \
                         image with `qemu-img convert`"
@@ -307,7 +307,7 @@ impl ImageHeader {
     }
 
     /// Refuses a disk that is not a whole number of logical blocks.
-    pub(super) fn check_size(&self, logical_block_bytes: u32) -> Result<(), String> {
+    pub(crate) fn check_size(&self, logical_block_bytes: u32) -> Result<(), String> {
         if self.size_bytes == 0 || !self.size_bytes.is_multiple_of(logical_block_bytes.into()) {
             return Err(format!(
                 "its disk of {} bytes is not a multiple of the logical block of \

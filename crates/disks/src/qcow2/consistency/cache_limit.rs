@@ -18,7 +18,7 @@ const TABLES_MAX: u64 = 128 + 32;
 const JOBS_MAX: u64 = 64;
 
 #[derive(Debug)]
-pub(super) struct CacheLimit {
+pub(crate) struct CacheLimit {
     /// Cluster sizes by layer.
     cluster_bytes: Vec<u64>,
     loaded: Mutex<Loaded>,
@@ -35,7 +35,7 @@ struct Loaded {
 
 impl CacheLimit {
     /// Takes the cluster size of each layer. 0 for a layer without clusters.
-    pub(super) fn new(cluster_bytes: Vec<u64>) -> Self {
+    pub(crate) fn new(cluster_bytes: Vec<u64>) -> Self {
         Self { cluster_bytes, loaded: Mutex::default() }
     }
 
@@ -44,13 +44,13 @@ impl CacheLimit {
     }
 
     /// The number of jobs that may use tables at once.
-    pub(super) fn jobs(&self) -> usize {
+    pub(crate) fn jobs(&self) -> usize {
         let per_job = 2 * self.cluster_bytes.iter().sum::<u64>().max(1);
         iomem::fits((BYTES_MAX / per_job).clamp(1, JOBS_MAX), "a number of jobs")
     }
 
     /// Counts a read from a layer or a write to it, if it can be of a table.
-    pub(super) fn count_access(&self, layer: usize, offset: u64, bytes: usize) {
+    pub(crate) fn count_access(&self, layer: usize, offset: u64, bytes: usize) {
         let bytes = bytes as u64;
         if self.cluster_bytes.get(layer) != Some(&bytes) || self.is_bounded_by_imago() {
             return;
@@ -63,12 +63,12 @@ impl CacheLimit {
         }
     }
 
-    pub(super) fn is_reached(&self) -> bool {
+    pub(crate) fn is_reached(&self) -> bool {
         self.loaded().bytes >= BYTES_MAX
     }
 
     /// Starts again with no tables.
-    pub(super) fn clear(&self) {
+    pub(crate) fn clear(&self) {
         let mut loaded = self.loaded();
         loaded.places.clear();
         loaded.bytes = 0;
@@ -76,7 +76,7 @@ impl CacheLimit {
 
     /// Acts as if tables had used up the memory.
     #[cfg(test)]
-    pub(super) fn reach(&self) {
+    pub(crate) fn reach(&self) {
         self.loaded().bytes = BYTES_MAX;
     }
 

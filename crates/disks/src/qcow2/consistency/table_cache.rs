@@ -10,7 +10,7 @@ const BYTES_MAX: usize = 16 << 20;
 const TABLE_BYTES_MIN: usize = if cfg!(test) { 256 } else { 4096 };
 
 #[derive(Debug, Default)]
-pub(super) struct TableCache {
+pub(crate) struct TableCache {
     /// Tables by place, each with the time of its last use.
     tables: HashMap<u64, (Arc<[u8]>, u64)>,
     bytes: usize,
@@ -19,7 +19,7 @@ pub(super) struct TableCache {
 
 impl TableCache {
     /// The bytes of a table, if they are known.
-    pub(super) fn get(&mut self, place: u64) -> Option<Arc<[u8]>> {
+    pub(crate) fn get(&mut self, place: u64) -> Option<Arc<[u8]>> {
         self.time += 1;
         let time = self.time;
         let (table, used) = self.tables.get_mut(&place)?;
@@ -28,19 +28,19 @@ impl TableCache {
     }
 
     /// The length of a table, if its bytes are known.
-    pub(super) fn table_len(&self, place: u64) -> Option<usize> {
+    pub(crate) fn table_len(&self, place: u64) -> Option<usize> {
         self.tables.get(&place).map(|(table, _)| table.len())
     }
 
     /// Forgets a table and returns its bytes.
-    pub(super) fn remove(&mut self, place: u64) -> Option<Arc<[u8]>> {
+    pub(crate) fn remove(&mut self, place: u64) -> Option<Arc<[u8]>> {
         let (table, _) = self.tables.remove(&place)?;
         self.bytes -= table.len();
         Some(table)
     }
 
     /// Keeps a table as the file holds it.
-    pub(super) fn insert(&mut self, place: u64, table: Arc<[u8]>) {
+    pub(crate) fn insert(&mut self, place: u64, table: Arc<[u8]>) {
         self.forget(place);
         if table.len() <= TABLE_BYTES_MIN {
             return;
@@ -55,18 +55,18 @@ impl TableCache {
         }
     }
 
-    pub(super) fn forget(&mut self, place: u64) {
+    pub(crate) fn forget(&mut self, place: u64) {
         drop(self.remove(place));
     }
 
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }
 }
 
 /// The ranges of `new` that differ from `old`, in whole pieces of `align` bytes. All of `new` if
 /// the lengths differ.
-pub(super) fn changes(old: &[u8], new: &[u8], align: usize) -> Vec<Range<usize>> {
+pub(crate) fn changes(old: &[u8], new: &[u8], align: usize) -> Vec<Range<usize>> {
     let mut changes: Vec<Range<usize>> = Vec::new();
     if old.len() != new.len() {
         return vec![0..new.len(); 1];

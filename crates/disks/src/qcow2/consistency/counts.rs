@@ -5,9 +5,9 @@ use std::ops::Range;
 use iomem::fits;
 
 /// Reasons for an early end of an image's check.
-pub(super) const ODD_TABLE: &str = "one of its tables is too long or outside its file";
-pub(super) const TOO_MUCH: &str = "a comparison of its reference counts would take too long";
-pub(super) const NO_MEMORY: &str = "there is not enough memory to compare its reference counts";
+pub(crate) const ODD_TABLE: &str = "one of its tables is too long or outside its file";
+pub(crate) const TOO_MUCH: &str = "a comparison of its reference counts would take too long";
+pub(crate) const NO_MEMORY: &str = "there is not enough memory to compare its reference counts";
 
 /// The most uses of a cluster that are counted.
 const USES_MAX: u16 = u16::MAX - 1;
@@ -17,7 +17,7 @@ const NONE: u32 = u32::MAX;
 
 /// The counts in the blocks of an image. Blocks are numbered from zero in the order of the table.
 /// Windows are ranges of numbers.
-pub(super) struct Counts {
+pub(crate) struct Counts {
     cluster_bits: u32,
     count_bits: u32,
     /// The most counts that an image may have.
@@ -33,7 +33,7 @@ pub(super) struct Counts {
 
 /// The result of counting a use.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Added {
+pub(crate) enum Added {
     Counted,
     TooOften,
     /// No block counts the cluster.
@@ -45,13 +45,13 @@ struct NoBlock;
 
 /// A cluster with more uses than its count.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct TooLow {
-    pub(super) cluster: u64,
-    pub(super) count: u64,
+pub(crate) struct TooLow {
+    pub(crate) cluster: u64,
+    pub(crate) count: u64,
 }
 
 impl Counts {
-    pub(super) fn new(cluster_bits: u32, count_bits: u32, most: u64) -> Self {
+    pub(crate) fn new(cluster_bits: u32, count_bits: u32, most: u64) -> Self {
         let (numbers, blocks, uses) = (Vec::new(), Vec::new(), Vec::new());
         Self { cluster_bits, count_bits, most, numbers, blocks, window: 0..0, uses }
     }
@@ -62,12 +62,12 @@ impl Counts {
     }
 
     /// The number of blocks.
-    pub(super) fn blocks(&self) -> u64 {
+    pub(crate) fn blocks(&self) -> u64 {
         self.blocks.len() as u64
     }
 
     /// The place of a block.
-    pub(super) fn place(&self, number: u64) -> u64 {
+    pub(crate) fn place(&self, number: u64) -> u64 {
         self.block(number).1
     }
 
@@ -76,7 +76,7 @@ impl Counts {
     }
 
     /// Adds a block. Blocks come in the order of the table.
-    pub(super) fn add_block(&mut self, index: u64, place: u64) -> Result<(), &'static str> {
+    pub(crate) fn add_block(&mut self, index: u64, place: u64) -> Result<(), &'static str> {
         let index = u32::try_from(index).map_err(|_| ODD_TABLE)?;
         if (self.blocks() + 1) * self.clusters_per_block() > self.most {
             return Err(TOO_MUCH);
@@ -93,7 +93,7 @@ impl Counts {
 
     /// Divides all blocks into windows of at most `clusters` clusters, but at least one block.
     /// Without blocks there is one empty window.
-    pub(super) fn windows(&self, clusters: u64) -> Vec<Range<u64>> {
+    pub(crate) fn windows(&self, clusters: u64) -> Vec<Range<u64>> {
         let (step, end) = ((clusters / self.clusters_per_block()).max(1), self.blocks());
         (0..end.max(1)).step_by(at(step)).map(|start| start..(start + step).min(end)).collect()
     }
@@ -104,7 +104,7 @@ impl Counts {
     }
 
     /// Starts to count the uses of a window.
-    pub(super) fn begin(&mut self, window: &Range<u64>) -> Result<(), &'static str> {
+    pub(crate) fn begin(&mut self, window: &Range<u64>) -> Result<(), &'static str> {
         let len = at(self.clusters(window));
         self.uses.clear();
         self.uses.try_reserve_exact(len).map_err(|_| NO_MEMORY)?;
@@ -114,12 +114,12 @@ impl Counts {
     }
 
     /// True if the last counted window was this one.
-    pub(super) fn is_current(&self, window: &Range<u64>) -> bool {
+    pub(crate) fn is_current(&self, window: &Range<u64>) -> bool {
         self.window == *window
     }
 
     /// Counts one use of a cluster, if it is in the window.
-    pub(super) fn add(&mut self, cluster: u64) -> Added {
+    pub(crate) fn add(&mut self, cluster: u64) -> Added {
         let place = match self.place_in_window(cluster) {
             Ok(Some(place)) => place,
             Ok(None) => return Added::Counted,
@@ -144,24 +144,24 @@ impl Counts {
     }
 
     /// The uses of a cluster. `None` if it is not in the window.
-    pub(super) fn uses(&self, cluster: u64) -> Option<u16> {
+    pub(crate) fn uses(&self, cluster: u64) -> Option<u16> {
         self.place_in_window(cluster).ok().flatten().map(|place| self.uses[place])
     }
 
     /// The clusters that a block counts.
-    pub(super) fn counted(&self, number: u64) -> Range<u64> {
+    pub(crate) fn counted(&self, number: u64) -> Range<u64> {
         let first = u64::from(self.block(number).0) * self.clusters_per_block();
         first..first + self.clusters_per_block()
     }
 
     /// The count of a cluster of this block.
-    pub(super) fn count_of(&self, number: u64, cluster: u64, block: &[u8]) -> u64 {
+    pub(crate) fn count_of(&self, number: u64, cluster: u64, block: &[u8]) -> u64 {
         get(block, at(cluster - self.counted(number).start), self.count_bits)
     }
 
     /// Lowers the counts of a block of the window to their uses, and returns the number of lowered
     /// counts.
-    pub(super) fn lower(&self, number: u64, block: &mut [u8]) -> Result<u64, TooLow> {
+    pub(crate) fn lower(&self, number: u64, block: &mut [u8]) -> Result<u64, TooLow> {
         let first = self.counted(number).start;
         let start = at((number - self.window.start) * self.clusters_per_block());
         let uses = &self.uses[start..start + at(self.clusters_per_block())];
@@ -186,7 +186,7 @@ fn at(number: u64) -> usize {
 }
 
 /// Reads a count of a block. Counts of less than a byte start with its lowest bits.
-pub(super) fn get(block: &[u8], index: usize, bits: u32) -> u64 {
+pub(crate) fn get(block: &[u8], index: usize, bits: u32) -> u64 {
     let bits: usize = fits(bits, "bits of a count");
     if bits < 8 {
         let at = index * bits;
@@ -197,7 +197,7 @@ pub(super) fn get(block: &[u8], index: usize, bits: u32) -> u64 {
     count.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
 
-pub(super) fn set(block: &mut [u8], index: usize, bits: u32, count: u64) {
+pub(crate) fn set(block: &mut [u8], index: usize, bits: u32, count: u64) {
     let bits: usize = fits(bits, "bits of a count");
     if bits < 8 {
         let (at, mask) = (index * bits, (1u8 << bits) - 1);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{OverCounted, State, WaitingWrites, WriteOrder};
-use crate::qcow2::ahead_clusters::AheadClusters;
-use crate::qcow2::counts;
+use crate::qcow2::consistency::ahead_clusters::AheadClusters;
+use crate::qcow2::consistency::counts;
 
 /// A block of reference counts, some of which have just risen in the file.
 #[derive(Debug)]
