@@ -172,7 +172,7 @@ fn more_memory_than_a_front_end_may_have() -> Result<()> {
         add(frontend, 20)?;
         frontend.expect_refused(Message::add_region(&region(21)))
     })?;
-    daemon.wait_for_message("(--max-guest-memory) may be 17592186044416", 1)?;
+    daemon.wait_for_message("(--max-guest-memory) is limited to 17592186044416", 1)?;
     daemon.wait_released(&descriptors)?;
 
     let regions: Vec<_> = (0..17).map(region).collect();
@@ -197,7 +197,7 @@ fn more_memory_than_all_front_ends_may_have() -> Result<()> {
     let mut second = Frontend::connect(&socket, &Setup::default())?;
     second.negotiate()?;
     ensure!(second.share_memory().is_err(), "more is mapped than may be");
-    daemon.wait_for_message("(--max-mapped-memory) may be 104857600", 1)?;
+    daemon.wait_for_message("(--max-mapped-memory) is limited to 104857600", 1)?;
     // The first front-end stays in service, and makes room when it disconnects.
     first.write(0, 0, &[7; 4096])?;
     drop((first, second));
