@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::args::Eta;
 use crate::quantities::{show_amount, show_count};
 
-/// Shows one phase. Messages bypass the bar through [`say`](Self::say).
+/// Shows one phase. Messages bypass the bar through [`print`](Self::print).
 pub(crate) struct Progress {
     display: Display,
     label: &'static str,

@@ -41,7 +41,7 @@
 //! sections. [`message`] is the encoding, `channel` the socket, `connection` the state that a
 //! front-end sets up through messages, and [`Session`] puts them together. A [`Session`] never
 //! waits: one thread can drive the sessions of many devices, and a simulation can drive one by
-//! hand. [`serve`] drives a single one.
+//! hand. [`serve()`] drives a single one.
 
 mod body;
 mod call;

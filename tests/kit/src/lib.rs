@@ -1,8 +1,8 @@
 //! Building blocks of end-to-end tests: servers under test, and their clients.
 //!
 //! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or qemu-storage-daemon for a guest.
-//! [`frontend`] is a front-end that can misbehave, and [`guest`] boots real guests. [`nbd`] and
-//! [`ceph`] run foreign servers with disks. [`fuse`], [`system`] and [`kernel_trace`] change or
+//! [`frontend`] is a front-end that can misbehave, and [`guest`] boots real guests. [`nbd_server`]
+//! and [`ceph`] run foreign servers with disks. [`fuse`], [`system`] and [`kernel_trace`] change or
 //! watch the machine. A [`journal`] has all changes of a disk, which [`fuse`] and [`nbd_recorder`]
 //! record.
 

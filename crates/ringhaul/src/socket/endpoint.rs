@@ -102,7 +102,7 @@ impl Endpoint {
     /// # Errors
     ///
     /// Like [`bind`](Self::bind); and when strangers can write to the folder, see
-    /// [`socket_permissions`].
+    /// [`permissions`].
     pub(crate) fn bind_private(path: &Path, option: &str, group: Option<u32>) -> Result<Self> {
         permissions::check_private_folder(path, group)
             .with_context(|| format!("cannot use {option} {}", path.display()))?;
