@@ -522,6 +522,7 @@ mod tests {
             (with(VIRTIO_BLK_T_OUT, 8, &[7; 512]), 0, S_OK, 1, Write, Some(512)),
             (with(VIRTIO_BLK_T_OUT, SECTORS, &[7; 512]), 0, S_IOERR, 1, Write, None),
             (header(VIRTIO_BLK_T_FLUSH, 0), 0, S_OK, 1, Flush, Some(0)),
+            (header(VIRTIO_BLK_T_FLUSH, 0), 16, S_OK, 17, Flush, Some(0)),
             (header(VIRTIO_BLK_T_GET_ID, 0), 20, S_OK, 21, Other, Some(0)),
             (header(VIRTIO_BLK_T_GET_ID, 0), 0, S_IOERR, 1, Other, None),
             (with(discard, 0, &segment_of(8, 8, 0)), 0, S_OK, 1, Discard, Some(4096)),
