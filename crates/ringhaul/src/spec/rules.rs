@@ -76,3 +76,43 @@ impl UnitSettings {
         (self.rerror, self.werror) = (Some(rules.rerror), Some(rules.werror));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use blockio::{DiskOptions, DiskSource};
+
+    use super::*;
+
+    fn limits(group: &str, iops_total: u64) -> LimitSpec {
+        let (group, iops_total) = (Some(group.to_owned()), Some(iops_total));
+        LimitSpec { group, iops_total, ..LimitSpec::default() }
+    }
+
+    /// A unit may be in a group of its own.
+    #[test]
+    fn an_export_has_the_present_limits_of_its_groups() {
+        let groups = LimitGroups::default();
+        let members = [("a", 7), ("b", 9)].map(|(group, iops)| {
+            let disk = DiskSource::null(512, &DiskOptions::default()).unwrap();
+            let rules = QosSpec { limits: limits(group, iops), ..QosSpec::default() };
+            groups.join(&disk, &rules).unwrap();
+            disk
+        });
+        let text = r#"{"endpoint": {"path": "/c"}, "device": {"scsi": [
+            {"lun": 0, "disk": "/d"},
+            {"lun": 1, "disk": "/e", "settings": {"limits": {"group": "b"}}}]}}"#;
+        let mut spec: ExportSpec = serde_json::from_str(text).unwrap();
+        spec.settings.rules.limits = limits("a", 5);
+        let all = |spec: &ExportSpec| {
+            let DeviceSpec::Scsi(units) = &spec.device else { unreachable!() };
+            let usual = &spec.settings.rules;
+            let of_units = units.iter().map(|unit| unit.settings.rules(usual).limits);
+            [usual.limits.clone()].into_iter().chain(of_units).collect::<Vec<_>>()
+        };
+        let own = LimitSpec { iops_total: None, ..limits("b", 0) };
+        assert_eq!(all(&spec), [limits("a", 5), limits("a", 5), own]);
+        spec.fill_limits(&groups);
+        assert_eq!(all(&spec), [limits("a", 7), limits("a", 7), limits("b", 9)]);
+        drop(members);
+    }
+}
