@@ -84,6 +84,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         applied.with_context(|| format!("mutant {} does not apply any more", mutant.name))?;
     }
     if args.check {
+        check_listed_files()?;
         println!("mutants: {} patches apply", mutants.len());
         return Ok(());
     }
@@ -112,6 +113,26 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     ensure!(left.is_empty(), "not caught: {}", left.join(", "));
     println!("mutants: {} of {} caught", mutants.len(), mutants.len());
+    Ok(())
+}
+
+/// Checks that the files that cargo-mutants takes first are there.
+fn check_listed_files() -> Result<()> {
+    let path = workspace::root().join(".cargo/mutants.toml");
+    let text =
+        std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    for line in text.lines() {
+        let Some((listed, _)) = line.trim().strip_prefix('"').and_then(|it| it.split_once('"'))
+        else {
+            continue;
+        };
+        let place = listed.trim_end_matches("/*.rs");
+        ensure!(
+            workspace::root().join(place).exists(),
+            "{} lists {listed}, which is not there",
+            path.display()
+        );
+    }
     Ok(())
 }
 
