@@ -9,8 +9,8 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use disks::luks::{KdfLimits, LuksOptions, Passphrase};
 use blockio::{Buffers, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
+use disks::luks::{KdfLimits, LuksOptions, Passphrase};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd};
 use sha2::{Digest, Sha256};

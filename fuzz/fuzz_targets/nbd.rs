@@ -13,11 +13,11 @@ use std::rc::Rc;
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
-use disks::nbd::{NbdAddress, NbdOptions};
 use blockio::disk::{Disk, DiskState};
 use blockio::{
     Activity, BufferMemory, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait,
 };
+use disks::nbd::{NbdAddress, NbdOptions};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
 

@@ -11,8 +11,8 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use blockio::disk::Disk;
-use disks::qcow2::Layer;
 use blockio::{Buffers, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
+use disks::qcow2::Layer;
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd};
 
@@ -77,12 +77,8 @@ fn open(bytes: &[u8], read_only: bool, is_locked: bool) -> Option<DiskSource> {
     let mut file = memfd((bytes.len() as u64).next_multiple_of(SECTOR_BYTES));
     file.write_all(bytes).expect("a memfd has room");
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let options = DiskOptions {
-        no_lock: !is_locked,
-        holds_image: true,
-        read_only,
-        ..DiskOptions::default()
-    };
+    let options =
+        DiskOptions { no_lock: !is_locked, holds_image: true, read_only, ..DiskOptions::default() };
     DiskSource::file(Path::new(&path), &options).ok()
 }
 

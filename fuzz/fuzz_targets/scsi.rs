@@ -12,11 +12,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig};
-use device::scsi::ScsiDevice;
 use device::access::DiskAccess;
-use device::unit_address::UnitAddress;
+use device::scsi::ScsiDevice;
 use device::scsi::config::ScsiOptions;
 use device::scsi::unit::{Identifiers, UnitOptions};
+use device::unit_address::UnitAddress;
 use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, open_descriptors, turn, wait};

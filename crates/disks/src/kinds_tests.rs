@@ -1,18 +1,14 @@
 //! Promises of every kind of disk.
 
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::task::{Context, Poll, Waker};
 
+use blockio::disk::{DiskState, ExtentKind};
+use blockio::testing::RemoteStub;
+use blockio::{Disk, DiskOptions, DiskSource, EngineConfig, EngineKind, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::NamedTempFile;
-
-use blockio::IoThread;
-use blockio::testing::RemoteStub;
-use std::io;
-
-use blockio::disk::{DiskState, ExtentKind};
-use blockio::{Disk, DiskOptions, DiskSource, EngineKind};
-use blockio::{EngineConfig, IoThreadConfig};
 
 const MIB: u64 = 1 << 20;
 

@@ -23,21 +23,15 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockio::disk::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, SizeProbe};
+use blockio::driver::{BounceShare, Driver, DriverSource, FileSource, Opened, Request};
+use blockio::{
+    Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig, TransferError,
+};
 use iomem::{Buffers, fits};
 
 use self::header::{Header, MAGIC, Payload};
 use self::xts::{CHUNK_BYTES, Cipher, Direction};
-use blockio::Error;
-use blockio::Io;
-use blockio::IoThread;
-use blockio::TransferError;
-use blockio::disk::SizeProbe;
-use blockio::disk::{Abilities, DiskInfo, DiskState, Extent, Link, Placement};
-use blockio::driver::BounceShare;
-use blockio::driver::FileSource;
-use blockio::driver::{Driver, DriverSource, Opened, Request};
-use blockio::{Disk, DiskSource};
-use blockio::{EngineConfig, EngineKind, IoThreadConfig};
 
 pub use self::header::KdfLimits;
 pub use self::secret::Passphrase;

@@ -47,21 +47,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe, check_logical_block};
+use blockio::driver::{Driver, DriverSource, FileSource};
+use blockio::{
+    DiskOptions, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig, Remote,
+    oneshot,
+};
 use iomem::Buffers;
 
 use answer::Failure;
-use blockio::DiskOptions;
-use blockio::DiskSource;
-use blockio::Error;
-use blockio::Io;
-use blockio::IoThread;
-use blockio::Remote;
-use blockio::disk::SizeProbe;
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link, check_logical_block};
-use blockio::driver::FileSource;
-use blockio::driver::{Driver, DriverSource};
-use blockio::oneshot;
-use blockio::{EngineConfig, EngineKind, IoThreadConfig};
 use connection_choice::Handle;
 use disk::NbdDisk;
 use drain::release_closed_orphans;

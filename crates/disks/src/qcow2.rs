@@ -40,6 +40,10 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement, SizeProbe};
+use blockio::driver::{Driver, DriverSource, FileSource, Opened};
+use blockio::{DiskSource, EngineKind, Error, Io};
+
 use consistency::cache_limit::CacheLimit;
 pub use consistency::header::{BackingFile, ImageHeader};
 use consistency::mark::MarkState;
@@ -51,15 +55,6 @@ use disk::Qcow2Disk;
 use owner::{Image, Job};
 use place_table::{LAYERS_MAX, PlaceTable};
 use storage::Store;
-
-use blockio::DiskSource;
-use blockio::EngineKind;
-use blockio::Error;
-use blockio::Io;
-use blockio::disk::SizeProbe;
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement};
-use blockio::driver::FileSource;
-use blockio::driver::{Driver, DriverSource, Opened};
 
 /// Opens the disk in a qcow2 image. The first layer is the image, the next one its backing
 /// file, and so on. With `is_deferred` the image is not read until the first request: another
@@ -445,12 +440,10 @@ mod tests {
     use std::path::Path;
     use std::process::Command;
 
+    use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
     use iomem::Buffers;
 
     use crate::qcow2::Layer;
-    use blockio::IoThread;
-    use blockio::IoThreadConfig;
-    use blockio::{DiskOptions, DiskSource};
 
     /// The number of times that this process has a file open. Locks do not show that: a child that
     /// another test starts has them too, until it runs its program.

@@ -19,22 +19,15 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use std::{fmt, thread};
 
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
+use blockio::driver::{Driver, DriverSource, FileSource, Line, StallLog};
+use blockio::{DiskOptions, DiskSource, EngineKind, Error, Io, clock};
+
 pub use self::name::RbdImage;
 use self::open::ImageProperties;
 use self::pending_ops::AwayState;
 use self::requests::RbdDisk;
 use self::shared::Shared;
-use blockio::DiskOptions;
-use blockio::DiskSource;
-use blockio::EngineKind;
-use blockio::Error;
-use blockio::Io;
-use blockio::clock;
-use blockio::disk::SizeProbe;
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link};
-use blockio::driver::FileSource;
-use blockio::driver::{Driver, DriverSource};
-use blockio::driver::{Line, StallLog};
 
 /// The interval of checks that the cluster answers.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);

@@ -1,11 +1,8 @@
 //! Durable writes, which each layer passes on whole: all pieces of a large one are stable.
 
-use iomem::Buffers;
-
-use blockio::DiskSource;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
 use blockio::testing::{Event, RemoteStub};
+use blockio::{DiskSource, IoThread, IoThreadConfig};
+use iomem::Buffers;
 
 const MIB: usize = 1 << 20;
 

@@ -4,6 +4,7 @@
 mod data;
 
 use base64ct::{Base64, Encoding};
+use blockio::DiskOptions;
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 
@@ -11,7 +12,6 @@ use super::hash::Hash;
 use super::header::MAGIC;
 use super::xts::{Cipher, Direction};
 use super::*;
-use blockio::DiskOptions;
 
 const HEADER_BYTES: usize = 16_384;
 const AREA_OFFSET: usize = 32_768;

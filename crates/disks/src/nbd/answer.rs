@@ -1,8 +1,9 @@
 //! The progress of a request while parts of its reply come in: replies that it may have, and the
 //! places of their data. Nothing here reads or writes a socket.
 
-use super::wire::{Command, Framing, Reply, ReplyContent, Request, Violation, errno};
 use blockio::disk::{Extent, ExtentKind};
+
+use super::wire::{Command, Framing, Reply, ReplyContent, Request, Violation, errno};
 
 /// The most pieces of a read that is not complete: a bound for the memory that a server can claim.
 const PIECES_MAX: usize = 4096;

@@ -3,12 +3,12 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockio::{Io, Remote};
+
 use super::flow::Flow;
 use super::link;
 use super::pipe::{Pipe, key_of};
 use super::shared::{Home, Shared};
-use blockio::Io;
-use blockio::Remote;
 
 /// Ends the connections when the last user of the disk is gone.
 pub(super) struct Handle {

@@ -5,6 +5,9 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockio::disk::Extent;
+use blockio::driver::{Driver, Request as Answer};
+use blockio::{ForeignOp, Io, TransferError};
 use iomem::Buffers;
 
 use super::answer::Failure;
@@ -16,11 +19,6 @@ use super::requests::IssuedRequest;
 use super::wire::{
     Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request,
 };
-use blockio::ForeignOp;
-use blockio::Io;
-use blockio::TransferError;
-use blockio::disk::Extent;
-use blockio::driver::{Driver, Request as Answer};
 
 /// The longest range of a request that moves no data, if lengths have 32 bits.
 const RANGE_BYTES_MAX: u64 = 1 << 31;

@@ -4,12 +4,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use blockio::driver::Interest;
+
 use super::abandoned::{AbandonedRequests, release_except};
 use super::flow::{Broken, Flow};
 use super::pipe::{Pipe, key_of};
 use super::shared::{Orphan, Shared};
 use super::socket_source::Watched;
-use blockio::driver::Interest;
 
 /// The interval at which requests without an answer are checked.
 pub(super) const TICK: Duration = Duration::from_secs(1);

@@ -5,6 +5,9 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use blockio::driver::{Interest, LATE};
+use blockio::{Io, clock};
+
 use super::connect::{Connected, QuestionNumber, connect};
 use super::drain::{DrainSignal, TICK, adopt_orphans, drain, hand_to_another};
 use super::flow::{Broken, Flow};
@@ -15,10 +18,6 @@ use super::shared::Shared;
 use super::socket_source::Watched;
 use super::transport::TcpHealth;
 use super::wire::Framing;
-use blockio::Io;
-use blockio::clock;
-use blockio::driver::Interest;
-use blockio::driver::LATE;
 
 /// The longest wait of requests for a connection that replaces a new one.
 const REPLACE_MAX: Duration = Duration::from_millis(250);

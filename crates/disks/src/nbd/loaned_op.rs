@@ -2,12 +2,12 @@
 
 use std::io;
 
+use blockio::ForeignCompleter;
+use blockio::disk::{Extent, ExtentKind};
 use iomem::{Buffers, Memory};
 use libc::iovec;
 
 use super::answer::Failure;
-use blockio::ForeignCompleter;
-use blockio::disk::{Extent, ExtentKind};
 
 /// The memory of a foreign op, for another thread. It is valid until the op is completed.
 pub(super) struct LoanedMemory {

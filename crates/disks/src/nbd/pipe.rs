@@ -18,6 +18,9 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Instant;
 
+use blockio::disk::Extent;
+use blockio::driver::Owner;
+use blockio::{Io, TaskRef, clock};
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
@@ -27,10 +30,6 @@ use super::loaned_op::{Borrower, LoanedMemory};
 use super::requests::{Done, IssuedRequest, Link, Requests, Slot, State, Waiter};
 use super::shared::Shared;
 use super::wire::{Command, Request};
-use blockio::clock;
-use blockio::disk::Extent;
-use blockio::driver::Owner;
-use blockio::{Io, TaskRef};
 
 /// The connections of one IoThread to an export, with all requests that they carry.
 pub(super) struct Pipe {

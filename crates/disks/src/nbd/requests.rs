@@ -4,15 +4,15 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
+use blockio::disk::Extent;
+use blockio::driver::Owner;
+use blockio::{Io, TaskRef};
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
 use super::loaned_op::Borrower;
 use super::shared::Shared;
 use super::wire::{Command, FLAG_FUA, Request};
-use blockio::disk::Extent;
-use blockio::driver::Owner;
-use blockio::{Io, TaskRef};
 
 /// A request as it was made.
 #[derive(Debug, Clone, Copy)]

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use blockio::clock;
+
 use super::options::NbdOptions;
 use super::pipe::Pipe;
 use super::shared::UnflushedChanges;
-use blockio::clock;
 
 /// The wait before the server is tried again. It doubles from the first to the second.
 pub(super) const RETRY_MIN: Duration = Duration::from_millis(50);

@@ -6,15 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use blockio::disk::DiskState;
+use blockio::driver::{Line, RateLimit, StallLog};
+use blockio::{Io, Remote};
+
 use super::connect::{Connected, QuestionNumber};
 use super::handshake::{Facts, can};
 use super::options::NbdOptions;
 use super::write_fence::Held;
-use blockio::Io;
-use blockio::Remote;
-use blockio::disk::DiskState;
-use blockio::driver::RateLimit;
-use blockio::driver::{Line, StallLog};
 
 /// The state that all IoThreads share.
 pub(super) struct Shared {

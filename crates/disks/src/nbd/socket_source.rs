@@ -5,10 +5,10 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Instant;
 
-use super::flow::{Broken, Flow};
-use blockio::Io;
 use blockio::driver::Interest;
-use blockio::{Armed, Source, SourceId};
+use blockio::{Armed, Io, Source, SourceId};
+
+use super::flow::{Broken, Flow};
 
 /// The loop's report on a socket.
 #[derive(Default)]

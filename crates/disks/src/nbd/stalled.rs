@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use blockio::driver::{Line, is_late};
+
 use super::pipe::Pipe;
 use super::shared::Condition;
-use blockio::driver::{Line, is_late};
 
 impl Pipe {
     /// Publishes the condition of the connections.

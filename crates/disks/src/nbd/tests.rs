@@ -16,18 +16,12 @@ use std::rc::Rc;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use blockio::disk::{DiskState, Extent, ExtentKind};
+use blockio::{Disk, DiskOptions, DiskSource, Error, Io, IoThread, IoThreadConfig, clock};
 use iomem::{Buffers, Memory, WriteLog};
 
 use super::handshake::can;
 use super::options::NbdOptions;
-use blockio::Error;
-use blockio::Io;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::clock;
-use blockio::disk::DiskState;
-use blockio::disk::{Extent, ExtentKind};
-use blockio::{Disk, DiskOptions, DiskSource};
 use scripted::{Event, FLUSH, READ, STATUS, Server, WRITE};
 
 const MIB: usize = 1 << 20;

@@ -6,13 +6,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blockio::open_regular;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
 use super::options::{NbdAddress, NbdOptions, NbdTls};
-use blockio::open_regular;
 
 /// The places where distributions keep the certificates of trusted authorities.
 const SYSTEM_AUTHORITIES: [&str; 2] =

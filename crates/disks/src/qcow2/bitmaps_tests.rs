@@ -4,14 +4,11 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use blockio::{Disk, DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::TempDir;
 
 use super::core::Layer;
-use blockio::Error;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::{Disk, DiskOptions, DiskSource};
 
 const MIB: u64 = 1 << 20;
 

@@ -3,6 +3,9 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use blockio::driver::not_qcow2;
+use blockio::{DiskSource, Error, IoThread, IoThreadConfig, Remote};
+
 use super::consistency::refused;
 use super::place_table::PlaceTable;
 use super::readers::Readers;
@@ -10,12 +13,6 @@ use super::storage::Store;
 use crate::qcow2::consistency::cache_limit::CacheLimit;
 use crate::qcow2::consistency::header::{self, BackingFile, ImageHeader};
 use crate::qcow2::consistency::write_order::WriteOrder;
-use blockio::DiskSource;
-use blockio::Error;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::Remote;
-use blockio::driver::not_qcow2;
 
 /// A layer of an image: the image itself, or a disk below it.
 #[derive(Debug)]

@@ -12,6 +12,8 @@ use std::io::{self, Write as _};
 use std::ops::Range;
 use std::process::{Command, Stdio};
 
+use blockio::testing::{Event, RemoteStub};
+use blockio::{Disk, DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use futures_util::future::{LocalBoxFuture, join_all};
 use iomem::Buffers;
 use tempfile::TempDir;
@@ -19,10 +21,6 @@ use tempfile::TempDir;
 use super::core::Layer;
 use crate::qcow2::consistency::mark;
 use crate::qcow2::consistency::write_order::Roots;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::testing::{Event, RemoteStub};
-use blockio::{Disk, DiskOptions, DiskSource};
 use kinds::{Below, KINDS, Kind};
 
 const MIB: u64 = 1 << 20;

@@ -2,15 +2,13 @@
 
 use std::process::{Command, Stdio};
 
+use blockio::testing::RemoteStub;
+use blockio::{DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 
 use super::core::Layer;
 #[cfg(feature = "luks")]
 use crate::luks::tests::{header, options};
-use blockio::DiskSource;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::testing::RemoteStub;
 
 /// The size of a cluster: 64 KiB.
 const CLUSTER: usize = 64 << 10;

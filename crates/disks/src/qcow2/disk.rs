@@ -8,20 +8,16 @@ use std::rc::{Rc, Weak};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use blockio::disk::{Extent, ExtentKind};
+use blockio::driver::{BounceShare, Driver, FilePosition, Request};
+use blockio::op::OpKind;
+use blockio::{Disk, EngineKind, Io, TransferError};
 use iomem::Buffers;
 
 use super::owner::{Image, Job, post_job};
 use super::place_queries::PlaceQueries;
 use super::place_table::{Place, Run};
 use super::readers::{ReaderGuard, Readers};
-use blockio::Disk;
-use blockio::EngineKind;
-use blockio::Io;
-use blockio::TransferError;
-use blockio::disk::{Extent, ExtentKind};
-use blockio::driver::BounceShare;
-use blockio::driver::{Driver, FilePosition, Request};
-use blockio::op::OpKind;
 
 /// The most bytes of one request that move through the owner at once.
 const PIECE_BYTES: usize = 256 << 10;

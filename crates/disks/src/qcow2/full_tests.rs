@@ -2,13 +2,11 @@
 
 use std::process::{Command, Stdio};
 
+use blockio::testing::RemoteStub;
+use blockio::{Disk, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 
 use super::core::Layer;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::testing::RemoteStub;
-use blockio::{Disk, DiskSource};
 
 const MIB: usize = 1 << 20;
 const CLUSTER: u64 = 64 << 10;

@@ -3,14 +3,11 @@
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
+use blockio::{DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
-use blockio::Error;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::{DiskOptions, DiskSource};
 
 const CLUSTER: u64 = 512;
 

@@ -4,6 +4,8 @@ use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 use std::time::Duration;
 
+use blockio::testing::{Event, RemoteStub};
+use blockio::{DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::NamedTempFile;
 
@@ -11,11 +13,6 @@ use super::core::Layer;
 use crate::qcow2::consistency::counts;
 use crate::qcow2::consistency::leaks::{BOUNDS, Bounds, READ_BYTES_MIN, find, free};
 use crate::qcow2::consistency::mark;
-use blockio::Error;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::testing::{Event, RemoteStub};
-use blockio::{DiskOptions, DiskSource};
 
 const L1: u64 = 40;
 const COUNTS: u64 = 48;

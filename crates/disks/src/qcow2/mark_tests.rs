@@ -5,16 +5,13 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use blockio::testing::{Event, RemoteStub};
+use blockio::{Disk, DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
 use crate::qcow2::consistency::mark;
-use blockio::Error;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::testing::{Event, RemoteStub};
-use blockio::{Disk, DiskOptions, DiskSource};
 
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 4096;

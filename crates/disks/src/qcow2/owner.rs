@@ -23,26 +23,18 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use changes::Changes;
+use blockio::driver::{RateLimit, start_thread};
+use blockio::{EngineKind, Error, ForeignCompleter, Io, IoThread, IoThreadConfig, Remote, oneshot};
 use imago::{Mapping, StorageExt};
 use iomem::Buffers;
 use tokio::sync::{Mutex, OnceCell, RwLock, Semaphore, SemaphorePermit};
-
-pub(super) use job::Job;
 
 use super::core::Core;
 use super::format::{Format, has_any, open};
 use super::place_table::Place;
 use super::storage::{self, Store};
-use blockio::Error;
-use blockio::ForeignCompleter;
-use blockio::Io;
-use blockio::IoThread;
-use blockio::Remote;
-use blockio::driver::RateLimit;
-use blockio::driver::start_thread;
-use blockio::oneshot;
-use blockio::{EngineKind, IoThreadConfig};
+use changes::Changes;
+pub(super) use job::Job;
 
 /// The most ops of an owner in the kernel at once. Each image has its own context of Linux AIO, and
 /// the system bounds the sum of their depths.
@@ -468,9 +460,10 @@ impl Owner {
 mod tests {
     use std::process::Command;
 
+    use blockio::{DiskOptions, DiskSource};
+
     use super::*;
     use crate::qcow2::{Layer, open_image};
-    use blockio::{DiskOptions, DiskSource};
 
     const CLUSTER: u64 = 512 << 10;
 

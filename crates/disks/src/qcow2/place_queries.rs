@@ -7,9 +7,8 @@ use std::io;
 use std::ops::Range;
 use std::rc::Rc;
 
-use tokio::sync::Notify;
-
 use blockio::Io;
+use tokio::sync::Notify;
 
 #[derive(Debug, Default)]
 pub(super) struct PlaceQueries(RefCell<Vec<Rc<PlaceQuery>>>);
@@ -90,11 +89,10 @@ impl PlaceQueries {
 mod tests {
     use std::task::{Context, Poll, Waker};
 
+    use blockio::{IoThread, IoThreadConfig};
     use futures_util::future::{join_all, poll_immediate};
 
     use super::*;
-    use blockio::IoThread;
-    use blockio::IoThreadConfig;
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -81,11 +81,10 @@ impl Readers {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use blockio::IoThread;
-    use blockio::IoThreadConfig;
-    use blockio::{Activity, Wait};
+    use blockio::{Activity, IoThread, IoThreadConfig, Wait};
     use iomem::Buffers;
+
+    use super::*;
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

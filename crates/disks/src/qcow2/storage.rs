@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
+use blockio::driver::BounceShare;
+use blockio::{Disk, DiskSource, EngineKind, Error, Io};
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 use imago::{Storage, StorageExt};
@@ -24,11 +26,6 @@ use crate::qcow2::consistency::header::ImageHeader;
 use crate::qcow2::consistency::mark::{self, MarkState};
 use crate::qcow2::consistency::metadata_map::Fault;
 use crate::qcow2::consistency::write_order::{FRONT_BYTES, Roots, WriteAction, WriteOrder};
-use blockio::EngineKind;
-use blockio::Error;
-use blockio::Io;
-use blockio::driver::BounceShare;
-use blockio::{Disk, DiskSource};
 
 thread_local! {
     /// The disks of this thread's image, by layer, and the memory that they may use. imago wants
@@ -448,11 +445,11 @@ impl fmt::Display for Store {
 
 #[cfg(test)]
 mod tests {
+    use blockio::testing::RemoteStub;
+    use blockio::{IoThread, IoThreadConfig};
+
     use super::*;
     use crate::qcow2::consistency::write_order::count_blocks::RisenBlock;
-    use blockio::IoThread;
-    use blockio::IoThreadConfig;
-    use blockio::testing::RemoteStub;
 
     /// Their counts and their zeroes may be lost, and no later flush says so.
     #[test]

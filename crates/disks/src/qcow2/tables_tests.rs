@@ -3,11 +3,10 @@
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
+use blockio::{DiskOptions, DiskSource, Error};
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
-use blockio::Error;
-use blockio::{DiskOptions, DiskSource};
 
 const CLUSTER: u64 = 4096;
 

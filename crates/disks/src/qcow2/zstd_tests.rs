@@ -4,13 +4,11 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use blockio::{Disk, DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::TempDir;
 
 use super::core::Layer;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::{Disk, DiskOptions, DiskSource};
 
 const SECTOR: usize = 512;
 

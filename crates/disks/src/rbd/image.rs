@@ -12,12 +12,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
+use blockio::{ForeignOp, Io};
 use iomem::{Buffers, LentBlock};
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
 use super::pending_ops::PendingOps;
-use blockio::ForeignOp;
-use blockio::Io;
 
 /// More bytes than ids and values of options have.
 const TEXT_MAX: usize = 256;

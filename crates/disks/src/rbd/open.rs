@@ -7,12 +7,11 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
+use blockio::disk::{DiskInfo, check_logical_block};
+use blockio::{DiskOptions, Error, open_regular};
+
 use super::image::{Cluster, Image, Pool, c_text};
 use super::name::RbdImage;
-use blockio::DiskOptions;
-use blockio::Error;
-use blockio::disk::{DiskInfo, check_logical_block};
-use blockio::open_regular;
 
 /// The time limit for a cluster. Monitors get less, since their error tells more.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -4,9 +4,8 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use blockio::ForeignCompleter;
-use blockio::clock;
 use blockio::driver::is_late;
+use blockio::{ForeignCompleter, clock};
 
 /// The operations of one image, of all threads.
 #[derive(Default)]
@@ -128,12 +127,11 @@ fn failed() -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use blockio::IoThread;
-    use blockio::IoThreadConfig;
     use blockio::driver::LATE;
-    use blockio::{Activity, Wait};
+    use blockio::{Activity, IoThread, IoThreadConfig, Wait};
     use iomem::Buffers;
+
+    use super::*;
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -8,15 +8,12 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockio::disk::Extent;
+use blockio::driver::{BounceShare, Driver, Request};
+use blockio::{ForeignOp, Io, TransferError};
 use iomem::{Buffers, LentBlock, fits};
 
 use super::shared::Shared;
-use blockio::ForeignOp;
-use blockio::Io;
-use blockio::TransferError;
-use blockio::disk::Extent;
-use blockio::driver::BounceShare;
-use blockio::driver::{Driver, Request};
 
 /// The most objects of an image in a piece of a discard. librbd makes an operation for each at
 /// once, and other requests would have to wait for all of them.
@@ -248,9 +245,10 @@ impl Driver for RbdDisk {
 
 #[cfg(test)]
 mod tests {
+    use blockio::{IoThread, IoThreadConfig};
+
     use super::*;
     use crate::rbd::image::fake::{FakeImage, Op};
-    use blockio::{IoThread, IoThreadConfig};
 
     const BYTES: usize = 256 << 10;
     const OBJECT_BYTES: u64 = 4096;

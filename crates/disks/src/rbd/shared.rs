@@ -4,10 +4,10 @@ use std::io;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use blockio::{Error, FairSemaphore};
 use iomem::fits;
 
 use super::image::Image;
-use blockio::{Error, FairSemaphore};
 
 /// The most pieces of discards that the cluster has at once for one image.
 const DISCARDS_AT_ONCE: usize = 4;

@@ -1,8 +1,9 @@
 //! The handling of data and requests.
 
-use super::*;
 use blockio::BounceConfig;
 use blockio::disk::ExtentKind;
+
+use super::*;
 
 fn filled(bytes: usize) -> Buffers {
     let buffers = Buffers::aligned(bytes, 4096);

@@ -2,13 +2,13 @@
 
 use std::rc::Rc;
 
+use blockio::disk::{DiskState, ErrorAction, ErrorPolicy};
+use blockio::{Disk, DiskSource, IoThread};
+
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::scripted::{Event, FLUSH, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn, wait_for};
-use blockio::IoThread;
-use blockio::disk::{DiskState, ErrorAction, ErrorPolicy};
-use blockio::{Disk, DiskSource};
 
 /// Makes a durable write that fails. Returns the bytes that are left of it, and its errno.
 fn failed(threads: [&IoThread; 2], disk: &Rc<Disk>) -> (usize, Option<i32>) {

@@ -4,13 +4,14 @@ use std::rc::Rc;
 use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant};
 
+use blockio::IoThread;
+use blockio::disk::DiskState;
+
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::rerouting::end;
 use super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
-use blockio::IoThread;
-use blockio::disk::DiskState;
 
 const ONE: u16 = can::HAS_FLAGS | can::FLUSH;
 

@@ -2,10 +2,11 @@
 
 use std::rc::Rc;
 
-use super::scripted::{Event, FLUSH, READ, Server, WRITE};
-use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn, wait_for};
 use blockio::IoThread;
 use blockio::disk::DiskState;
+
+use super::scripted::{Event, FLUSH, READ, Server, WRITE};
+use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn, wait_for};
 
 /// Runs two IoThreads until a request ends. Returns its errno.
 pub(super) fn end(request: &Running, threads: [&IoThread; 2]) -> Option<i32> {

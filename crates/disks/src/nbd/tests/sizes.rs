@@ -2,6 +2,9 @@
 
 use std::rc::Rc;
 
+use blockio::disk::DiskState;
+use blockio::{DiskOptions, clock};
+
 use super::super::handshake::{Facts, can};
 use super::super::info;
 use super::super::options::NbdOptions;
@@ -9,9 +12,6 @@ use super::super::retry::RETRY_MIN;
 use super::super::wire::Framing;
 use super::scripted::{Event, FLUSH, Server, WRITE};
 use super::{FLAGS, MIB, Running, announced_size, new_thread, open, read, wait_a_turn, wait_for};
-use blockio::DiskOptions;
-use blockio::clock;
-use blockio::disk::DiskState;
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -5,6 +5,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use blockio::disk::DiskState;
+use blockio::{DiskOptions, DiskSource, IoThread, Wait};
+
 use super::super::connect::connect;
 use super::super::connection_choice::Handle;
 use super::super::disk::NbdDisk;
@@ -13,10 +16,6 @@ use super::super::options::NbdOptions;
 use super::super::shared::Shared;
 use super::scripted::{Event, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
-use blockio::IoThread;
-use blockio::Wait;
-use blockio::disk::DiskState;
-use blockio::{DiskOptions, DiskSource};
 
 const SILENCE: Duration = Duration::from_millis(300);
 

@@ -4,6 +4,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use blockio::IoThread;
+use blockio::disk::{DiskState, Extent};
+use blockio::driver::Line;
+use blockio::testing::set_recently;
 use iomem::Buffers;
 
 use super::super::connect::connect;
@@ -16,11 +20,6 @@ use super::super::shared::{Condition, Shared};
 use super::super::wire::{Framing, Request};
 use super::scripted::{READ, Server};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
-use blockio::IoThread;
-use blockio::disk::DiskState;
-use blockio::disk::Extent;
-use blockio::driver::Line;
-use blockio::testing::set_recently;
 
 const SECOND: Duration = Duration::from_secs(1);
 

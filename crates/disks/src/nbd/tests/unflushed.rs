@@ -3,14 +3,14 @@
 
 use std::rc::Rc;
 
+use blockio::disk::DiskState;
+use blockio::{Disk, IoThread};
+
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::super::retry::{RETRY_MAX, RETRY_MIN, Retry};
 use super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::{FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
-use blockio::Disk;
-use blockio::IoThread;
-use blockio::disk::DiskState;
 
 /// A request that changes the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -90,13 +90,11 @@ mod tests {
     use std::process::Command;
     use std::sync::Arc;
 
+    use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
     use iomem::Buffers;
 
     use super::*;
     use crate::qcow2::{Layer, open_image};
-    use blockio::IoThread;
-    use blockio::IoThreadConfig;
-    use blockio::{DiskOptions, DiskSource};
 
     const CLUSTER: u64 = 64 << 10;
     /// The bytes of the disk that one table covers.

@@ -13,19 +13,15 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-pub(crate) use reader::READ_BYTES_MIN;
-use reader::{End, Reader};
+use blockio::{DiskSource, Error, Io, IoThread, IoThreadConfig};
 
 use super::counts::{Added, Counts, NO_MEMORY, ODD_TABLE, TOO_MUCH, TooLow};
 use super::header::ImageHeader;
 use super::mark;
 use super::write_order::{FRONT_BYTES, Roots, count_bits};
 use crate::qcow2::consistency::refused;
-use blockio::DiskSource;
-use blockio::Error;
-use blockio::Io;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
+pub(crate) use reader::READ_BYTES_MIN;
+use reader::{End, Reader};
 
 /// The bounds of a check.
 #[derive(Clone, Copy)]

@@ -5,6 +5,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::task::Poll;
 
+use blockio::DiskSource;
+use blockio::disk::ExtentKind;
+use blockio::testing::RemoteStub;
 use futures_util::future::join;
 use iomem::Buffers;
 
@@ -12,9 +15,6 @@ use super::{KINDS, SECTOR, World, filled};
 use crate::qcow2::consistency::mark;
 use crate::qcow2::consistency::write_order::{L1_OFFSET, Roots};
 use crate::qcow2::{Layer, open_image};
-use blockio::DiskSource;
-use blockio::disk::ExtentKind;
-use blockio::testing::RemoteStub;
 
 const CLUSTER: u64 = 64 << 10;
 

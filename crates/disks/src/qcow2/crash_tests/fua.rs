@@ -2,12 +2,11 @@
 
 use std::process::{Command, Stdio};
 
+use blockio::testing::Event;
+use blockio::{IoThread, IoThreadConfig};
 use iomem::Buffers;
 
 use super::{KINDS, Moment, SECTOR, World, filled, open};
-use blockio::IoThread;
-use blockio::IoThreadConfig;
-use blockio::testing::Event;
 
 /// The previous process has not flushed the pointers to its data. The image was not marked, so it
 /// was not checked since.

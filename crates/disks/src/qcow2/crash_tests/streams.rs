@@ -4,12 +4,12 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use blockio::DiskSource;
+use blockio::testing::RemoteStub;
 use iomem::Buffers;
 
 use super::{KINDS, Moment, SECTOR, World, filled};
 use crate::qcow2::{Layer, open_image};
-use blockio::DiskSource;
-use blockio::testing::RemoteStub;
 
 const CLUSTER: u64 = 64 << 10;
 const CLUSTER_SECTORS: u64 = CLUSTER / SECTOR as u64;

@@ -3,12 +3,12 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use blockio::disk::DiskState;
 use imago::Storage as _;
 
 use super::Owner;
 use crate::qcow2::consistency::leaks;
 use crate::qcow2::consistency::mark::MarkState;
-use blockio::disk::DiskState;
 
 impl Owner {
     /// Marks the image, and makes the mark stable, before any of its tables or data change.

@@ -4,11 +4,12 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use blockio::disk::{Extent, ExtentKind};
+
 use super::{GROWTH_BYTES, Store};
 use crate::qcow2::consistency::counts;
 use crate::qcow2::consistency::mark::MarkState;
 use crate::qcow2::consistency::write_order::count_blocks::RisenBlock;
-use blockio::disk::{Extent, ExtentKind};
 
 /// The fewest and the most bytes that are counted ahead at once, and the part of the image: one in
 /// `SHARE`. Tests have fewer, so that all of them count several times.

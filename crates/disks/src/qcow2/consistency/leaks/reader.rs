@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use blockio::{Disk, DiskSource};
 use iomem::{Buffers, fits};
 
 use crate::qcow2::consistency::counts::{NO_MEMORY, ODD_TABLE, TOO_MUCH};
-use blockio::{Disk, DiskSource};
 
 /// A smaller read counts as this many bytes, since it takes as long.
 pub(crate) const READ_BYTES_MIN: u64 = 16 << 10;

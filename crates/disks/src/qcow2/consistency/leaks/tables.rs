@@ -4,15 +4,13 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use blockio::{DiskSource, Error, IoThread, IoThreadConfig};
+
 use super::{Bounds, End, L1_OFFSET, ODD_TABLE, Reader};
 use crate::qcow2::consistency::counts::get;
 use crate::qcow2::consistency::header::ImageHeader;
 use crate::qcow2::consistency::refused;
 use crate::qcow2::consistency::write_order::{FRONT_BYTES, Roots, count_bits};
-use blockio::DiskSource;
-use blockio::Error;
-use blockio::IoThread;
-use blockio::IoThreadConfig;
 
 /// The bounds of this check, which runs at each opening. Tables beyond them are not checked.
 const BOUNDS: Bounds = Bounds {
