@@ -8,7 +8,9 @@
 
 #[cfg(test)]
 mod bitmaps_tests;
-pub(crate) mod consistency;
+#[cfg(test)]
+mod cache_limit_tests;
+mod consistency;
 mod core;
 #[cfg(test)]
 mod crash_tests;

@@ -1,17 +1,17 @@
-//! The consistency of an image after a crash: the order of its writes, its marks, its leaks, and
-//! the tables that are known. This folder imports nothing from the rest of the kind: only the disk
-//! below, and imago's types.
+//! The consistency of an image after a crash: the order of its writes, its mark, its leaks, and the
+//! cache of its tables. This folder imports nothing from the rest of the kind and nothing of imago,
+//! only `blockio` for the disk below and `iomem`.
 
-pub(crate) mod ahead_clusters;
-pub(crate) mod bitmaps;
-pub(crate) mod cache_limit;
-pub(crate) mod counts;
-pub(crate) mod header;
-pub(crate) mod leaks;
-pub(crate) mod mark;
-pub(crate) mod metadata_map;
-pub(crate) mod table_cache;
-pub(crate) mod write_order;
+pub(super) mod ahead_clusters;
+pub(super) mod bitmaps;
+pub(super) mod cache_limit;
+pub(super) mod counts;
+pub(super) mod header;
+pub(super) mod leaks;
+pub(super) mod mark;
+pub(super) mod metadata_map;
+pub(super) mod table_cache;
+pub(super) mod write_order;
 
 use blockio::{DiskSource, Error};
 
