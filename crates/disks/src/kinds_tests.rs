@@ -42,7 +42,6 @@ fn with_each(test: impl Fn(&IoThread, DiskSource)) {
         test(&new_thread(), whole(open(&file, direct)));
         test(&new_thread(), part(open(&larger, direct), MIB + 512, Some(4 * MIB)));
         test(&new_thread(), whole(whole(part(open(&larger, direct), 2 * MIB, None))));
-        #[cfg(feature = "luks")]
         test_encrypted(&test, direct);
     }
     test(&new_thread(), elsewhere(4 * MIB).source());
@@ -50,7 +49,6 @@ fn with_each(test: impl Fn(&IoThread, DiskSource)) {
 }
 
 /// Runs `test` with an encrypted disk.
-#[cfg(feature = "luks")]
 fn test_encrypted(test: &impl Fn(&IoThread, DiskSource), direct: bool) {
     use crate::luks::tests::{DATA_OFFSET, header, image, options};
 
@@ -79,7 +77,7 @@ fn pattern(bytes: usize) -> Vec<u8> {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_written_is_read_back_whatever_the_kind() {
+fn written_data_is_read_back_from_each_kind() {
     with_each(|thread, source| {
         let (disk, data) = (source.attach(thread.io()), pattern(70_144));
         assert_eq!((source.info().size_bytes, disk.info()), (4 * MIB, source.info()));
@@ -105,7 +103,7 @@ fn what_is_written_is_read_back_whatever_the_kind() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn requests_stay_on_their_disk_whatever_the_kind() {
+fn requests_stay_on_each_kind_of_disk() {
     let errno = |result: io::Result<()>| result.unwrap_err().raw_os_error();
     with_each(|thread, source| {
         let disk = source.attach(thread.io());
@@ -134,7 +132,7 @@ fn requests_stay_on_their_disk_whatever_the_kind() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn all_of_a_disk_has_a_status_whatever_the_kind() {
+fn all_of_a_disk_has_a_status_in_each_kind() {
     with_each(|thread, source| {
         let disk = source.attach(thread.io());
         thread.block_on(disk.write(MIB, filled(&pattern(65_536), 0), false)).unwrap().unwrap();
@@ -296,7 +294,7 @@ fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_look_for_holes_is_short_and_not_counted() {
+fn a_query_for_holes_is_short_and_not_counted() {
     let file = temp_file(4 << 30);
     let (thread, source) = (new_thread(), open(&file, false));
     let disk = source.attach(thread.io());

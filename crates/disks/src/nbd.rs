@@ -9,8 +9,8 @@
 //!   server that does not answer;
 //! - `pipe.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
 //!   the state common to all IoThreads;
-//! - `connection_choice.rs` finds the connections of an IoThread, and `disk.rs` turns
-//!   requests to a disk into requests to the server.
+//! - `connection_choice.rs` finds the connections of an IoThread, and `disk.rs` turns requests to a
+//!   disk into requests to the server.
 //!
 //! If the server reports that its connections agree with each other, each IoThread has its own
 //! connection. Otherwise one connection carries all requests, on the IoThread that came first.

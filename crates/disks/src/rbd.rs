@@ -6,7 +6,7 @@
 
 mod api;
 mod image;
-pub(super) mod name;
+mod name;
 mod open;
 mod pending_ops;
 mod requests;
@@ -233,7 +233,7 @@ impl RbdSource {
 }
 
 /// Starts a thread that logs when the cluster does not answer, and gives the image up if that is
-/// wanted. It ends when the image is closed or given up, or the returned sender is dropped.
+/// wanted. It ends when the image is closed or abandoned, or the returned sender is dropped.
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.pending_ops()), shared.name.clone());
@@ -243,7 +243,7 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };
             waiting.abandon_if_away();
             let away = waiting.away();
-            // No request waits for an image that was given up.
+            // No request waits for an image that was abandoned.
             if waiting.was_abandoned() {
                 return;
             }

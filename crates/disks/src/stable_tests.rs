@@ -17,7 +17,6 @@ fn layers() -> Vec<(&'static str, RemoteStub, DiskSource)> {
     vec![
         new(Vec::new(), &|below| below, "alone"),
         new(vec![0; MIB], &|below| DiskSource::raw(below, MIB as u64, None).unwrap(), "raw"),
-        #[cfg(feature = "luks")]
         new(
             crate::luks::tests::header(|_| ()),
             &|below| crate::luks::open(below, &crate::luks::tests::options(true)).unwrap(),

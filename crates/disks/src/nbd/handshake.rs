@@ -5,6 +5,11 @@ use std::io::{self, Read, Write};
 
 use super::wire::Framing;
 
+/// A stream to a server, also inside TLS.
+pub(super) trait Stream: Read + Write {}
+
+impl<S: Read + Write> Stream for S {}
+
 const MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 const OLD_MAGIC: u64 = 0x0000_4202_8186_1253;
@@ -49,17 +54,17 @@ const MAX_MIN: u32 = 4096;
 
 /// The abilities of an export, as flags.
 pub(super) mod can {
-    pub(in super::super) const HAS_FLAGS: u16 = 1 << 0;
-    pub(in super::super) const READ_ONLY: u16 = 1 << 1;
-    pub(in super::super) const FLUSH: u16 = 1 << 2;
-    pub(in super::super) const FUA: u16 = 1 << 3;
-    pub(in super::super) const TRIM: u16 = 1 << 5;
-    pub(in super::super) const WRITE_ZEROES: u16 = 1 << 6;
-    pub(in super::super) const MULTI_CONN: u16 = 1 << 8;
-    pub(in super::super) const FAST_ZERO: u16 = 1 << 11;
+    pub(in crate::nbd) const HAS_FLAGS: u16 = 1 << 0;
+    pub(in crate::nbd) const READ_ONLY: u16 = 1 << 1;
+    pub(in crate::nbd) const FLUSH: u16 = 1 << 2;
+    pub(in crate::nbd) const FUA: u16 = 1 << 3;
+    pub(in crate::nbd) const TRIM: u16 = 1 << 5;
+    pub(in crate::nbd) const WRITE_ZEROES: u16 = 1 << 6;
+    pub(in crate::nbd) const MULTI_CONN: u16 = 1 << 8;
+    pub(in crate::nbd) const FAST_ZERO: u16 = 1 << 11;
     /// The flags on which requests depend. Further flags describe the server, or abilities that are
     /// not used.
-    pub(in super::super) const NEEDED: u16 =
+    pub(in crate::nbd) const NEEDED: u16 =
         FLUSH | FUA | TRIM | WRITE_ZEROES | MULTI_CONN | FAST_ZERO;
 }
 

@@ -3,12 +3,8 @@
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
 
+use super::handshake::Stream;
 use super::options::{NbdOptions, NbdTls};
-
-/// A stream that TLS encrypts.
-pub(super) trait Stream: Read + Write {}
-
-impl<S: Read + Write> Stream for S {}
 
 /// The TLS of a connection, which no connection has.
 pub(super) enum Tls {}

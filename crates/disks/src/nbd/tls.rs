@@ -12,6 +12,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
+use super::handshake::Stream;
 use super::options::{NbdAddress, NbdOptions, NbdTls};
 
 /// The places where distributions keep the certificates of trusted authorities.
@@ -24,13 +25,8 @@ const RANGES_MAX: usize = 1024;
 /// The most ciphertext that one system call receives.
 const INCOMING_BYTES: usize = 128 << 10;
 
-/// A stream that TLS encrypts.
-pub(super) trait Stream: Read + Write {}
-
-impl<S: Read + Write> Stream for S {}
-
-/// Agrees on TLS with the server and calls `negotiate` with the stream inside. Its files are read
-/// each time, so that they can be renewed.
+/// Agrees on TLS with the server and calls `negotiate` with the stream inside. The files of the
+/// options are read each time, so that they can be renewed.
 ///
 /// # Errors
 ///

@@ -307,7 +307,7 @@ impl Owner {
             let (mapping, len) = image.get_mapping(at, end - at).await?;
             // Nothing else runs from here until the table is written.
             let unit_end = at.next_multiple_of(table.unit_bytes());
-            assert_eq!(at, unit_end, "each look begins with a unit");
+            assert_eq!(at, unit_end, "each look-up begins with a unit");
             let is_last = at + len >= size;
             let whole = if is_last { len } else { len - len % table.unit_bytes() };
             let (place, len) = match whole {
@@ -467,8 +467,8 @@ mod tests {
 
     const CLUSTER: u64 = 512 << 10;
 
-    /// A look for places covers less than a cluster here. A kill would lose data in a place that no
-    /// table of the file has.
+    /// A look-up covers less than a cluster here. A kill would lose data in a place that no table
+    /// of the file has.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn no_part_of_a_cluster_with_new_space_is_used_before_the_commit() {
@@ -497,7 +497,7 @@ mod tests {
             io.spawn(async move {
                 let find = async || {
                     let mut found = Vec::new();
-                    // Without room a look commits first.
+                    // At the cache limit a look-up commits first.
                     owner.core.cache_limit.clear();
                     for at in [0, 4096, CLUSTER / 2, CLUSTER - 512, CLUSTER] {
                         found.push(owner.try_look_up(&(at..at + 512)).await.unwrap());

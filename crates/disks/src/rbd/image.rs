@@ -122,7 +122,7 @@ impl Drop for Pool {
     }
 }
 
-/// An open image. Dropping it waits for its operations, unless they were given up.
+/// An open image. Dropping it waits for its operations, unless they were abandoned.
 pub(super) struct Image {
     open: ManuallyDrop<OpenImage>,
     waiting: Arc<PendingOps>,
@@ -163,7 +163,7 @@ struct OpState {
     api: &'static Api,
     waiting: Arc<PendingOps>,
     number: usize,
-    /// The memory that librbd reads or writes. It is ours: an operation that was given up may end
+    /// The memory that librbd reads or writes. It is ours: an operation that was abandoned may end
     /// after its request was answered with a failure.
     _memory: Option<LentBlock>,
 }

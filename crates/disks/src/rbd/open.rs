@@ -157,7 +157,7 @@ fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     let conf = access.conf.as_deref().map(c_path).transpose()?;
     cluster.read_configuration(conf.as_deref()).map_err(|error| no_conf(access, &error))?;
     let mut options = vec![
-        // Operations wait for the cluster. One that was given up could still be carried out, after
+        // Operations wait for the cluster. One that was abandoned could still be carried out, after
         // later ones. Operations that take over a lock ask the monitors.
         (c"rados_osd_op_timeout", c"0".to_owned()),
         (c"rados_mon_op_timeout", c"0".to_owned()),

@@ -15,7 +15,7 @@ pub(super) struct PendingOps(Mutex<State>);
 struct State {
     ops: Vec<Option<Op>>,
     free: Vec<usize>,
-    /// True if the image is to be given up when the cluster is away.
+    /// True if the image is to be abandoned when the cluster is away.
     fails_when_away: bool,
     was_abandoned: bool,
 }
@@ -39,7 +39,7 @@ impl PendingOps {
     }
 
     /// Keeps the completer of an operation that begins, and returns its number. `None` if the image
-    /// was given up: then the operation has failed.
+    /// was abandoned: then the operation has failed.
     pub(super) fn begin(&self, completer: ForeignCompleter) -> Option<usize> {
         let mut state = self.state();
         if state.was_abandoned {
@@ -120,7 +120,7 @@ impl State {
     }
 }
 
-/// The error of operations that were given up.
+/// The error of operations that were abandoned.
 fn failed() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }

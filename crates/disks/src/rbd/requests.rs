@@ -1,7 +1,7 @@
 //! Requests to an image.
 //!
 //! The memory of a request is never given to librbd, which cannot cancel an operation, and may
-//! still fill memory after the request was answered, because the image was given up. So data goes
+//! still fill memory after the request was answered, because the image was abandoned. So data goes
 //! through our own memory, which librbd keeps for as long as it needs it.
 
 use std::io;
@@ -105,7 +105,7 @@ impl RbdDisk {
         if let Some(size) = self.shared.known_size() {
             return Ok(size);
         }
-        // The query may take as long as the cluster does, or be given up.
+        // The query may take as long as the cluster does, or be abandoned.
         let (op, completer) = self.io.foreign_op(Buffers::empty());
         if let Some(number) = self.shared.image.pending_ops().begin(completer)
             && self.shared.await_size(number)
@@ -294,7 +294,7 @@ mod tests {
             Ok(read.to_vec())
         }
 
-        fn have<'a>(
+        fn run<'a>(
             &'a self,
             request: impl FnOnce(&'a RbdDisk) -> Request<'a, io::Result<()>>,
         ) -> Result<(), i32> {
@@ -355,8 +355,8 @@ mod tests {
         let requests: [(Make, Result<(), i32>); 4] = [
             (|scene| scene.write(8192, 512, false).map_err(|failed| failed.0), Err(libc::ENOSPC)),
             (|scene| scene.read(8192, 512).map(drop).map_err(|failed| failed.0), Err(libc::EIO)),
-            (|scene| scene.have(|disk| disk.discard(8192, 512)), Ok(())),
-            (|scene| scene.have(|disk| disk.write_zeroes(8192, 512, true)), Ok(())),
+            (|scene| scene.run(|disk| disk.discard(8192, 512)), Ok(())),
+            (|scene| scene.run(|disk| disk.write_zeroes(8192, 512, true)), Ok(())),
         ];
         for (index, (make, beyond)) in requests.into_iter().enumerate() {
             for errno in [libc::EPERM, libc::EINVAL, libc::ESHUTDOWN] {
@@ -370,7 +370,7 @@ mod tests {
                     scene.fake.fail_with(0);
                     let is_lost = errno == libc::ESHUTDOWN;
                     let flushed = if is_lost { Err(errno) } else { Ok(()) };
-                    assert_eq!(scene.have(|disk| disk.flush()), flushed, "request {index}");
+                    assert_eq!(scene.run(|disk| disk.flush()), flushed, "request {index}");
                 }
             }
         }
@@ -382,9 +382,9 @@ mod tests {
         let scene = Scene::new();
         assert_eq!(scene.write(0, 512, true), Ok(()));
         scene.fake.fail_with(libc::EIO);
-        assert_eq!(scene.have(|disk| disk.flush()), Err(libc::EIO));
+        assert_eq!(scene.run(|disk| disk.flush()), Err(libc::EIO));
         scene.fake.fail_with(0);
-        assert_eq!(scene.have(|disk| disk.flush()), Err(libc::EIO));
+        assert_eq!(scene.run(|disk| disk.flush()), Err(libc::EIO));
         assert_eq!(scene.write(0, 512, true), Err((libc::EIO, 0)));
         assert_eq!(scene.write(0, 512, false), Ok(()));
     }
@@ -401,7 +401,7 @@ mod tests {
         ];
         for (kind, clear) in clears {
             let scene = Scene::new();
-            assert_eq!(scene.have(|disk| clear(disk, 4096, 2 * PIECE)), Ok(()));
+            assert_eq!(scene.run(|disk| clear(disk, 4096, 2 * PIECE)), Ok(()));
             let pieces: Vec<Op> =
                 vec![(kind, 4096, PIECE - 4096), (kind, PIECE, PIECE), (kind, 2 * PIECE, 4096)];
             assert_eq!(scene.fake.take_ops(), pieces);
@@ -410,7 +410,7 @@ mod tests {
             assert!(content[..4096] == [1; 4096] && content[end..].iter().all(|byte| *byte == 1));
             assert!(content[4096..end].iter().all(|byte| *byte == 0));
             scene.fake.resize(fits(PIECE, "a size"));
-            assert_eq!(scene.have(|disk| clear(disk, 0, 4 * PIECE)), Ok(()));
+            assert_eq!(scene.run(|disk| clear(disk, 0, 4 * PIECE)), Ok(()));
             assert_eq!(scene.fake.take_ops(), [(kind, 0, PIECE), (kind, PIECE, PIECE)]);
         }
     }

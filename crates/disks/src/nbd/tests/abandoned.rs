@@ -1,4 +1,4 @@
-//! Disks that were given up: their requests must not wait.
+//! Disks that were abandoned: their requests must not wait.
 
 use std::rc::Rc;
 

@@ -11,7 +11,7 @@ use super::{Cluster, Image, Pool};
 use crate::rbd::api::{Api, Handle, OnAnswer, OnChange};
 
 /// An operation: its kind, its offset and its bytes.
-pub(in super::super) type Op = (&'static str, u64, u64);
+pub(in crate::rbd) type Op = (&'static str, u64, u64);
 
 static API: Api = Api {
     rados_shutdown,
@@ -34,7 +34,7 @@ static API: Api = Api {
 
 /// The image as its cluster has it.
 #[derive(Clone, Default)]
-pub(in super::super) struct FakeImage(Arc<Mutex<State>>);
+pub(in crate::rbd) struct FakeImage(Arc<Mutex<State>>);
 
 #[derive(Default)]
 struct State {
@@ -47,24 +47,24 @@ struct State {
 }
 
 impl FakeImage {
-    pub(in super::super) fn new(content: &[u8]) -> Self {
+    pub(in crate::rbd) fn new(content: &[u8]) -> Self {
         let fake = Self::default();
         fake.state().content = content.to_vec();
         fake
     }
 
-    pub(in super::super) fn open(&self) -> Image {
+    pub(in crate::rbd) fn open(&self) -> Image {
         let cluster = Cluster { api: &API, handle: null_mut() };
         let handle = Arc::into_raw(Arc::clone(&self.0)).cast_mut().cast();
         Image::open(Pool { cluster, handle }, c"image", None, false).unwrap()
     }
 
-    pub(in super::super) fn content(&self) -> Vec<u8> {
+    pub(in crate::rbd) fn content(&self) -> Vec<u8> {
         self.state().content.clone()
     }
 
     /// Gives the image another size, as another client does.
-    pub(in super::super) fn resize(&self, bytes: usize) {
+    pub(in crate::rbd) fn resize(&self, bytes: usize) {
         self.state().content.resize(bytes, 0);
         let watch = self.state().watch;
         if let Some((on_change, argument)) = watch {
@@ -74,12 +74,12 @@ impl FakeImage {
     }
 
     /// Makes all operations fail; 0 for none.
-    pub(in super::super) fn fail_with(&self, errno: i32) {
+    pub(in crate::rbd) fn fail_with(&self, errno: i32) {
         self.state().errno = errno;
     }
 
     /// The operations since the last call.
-    pub(in super::super) fn take_ops(&self) -> Vec<Op> {
+    pub(in crate::rbd) fn take_ops(&self) -> Vec<Op> {
         std::mem::take(&mut self.state().ops)
     }
 
