@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_is_offered_has_a_name() {
+    fn each_offered_feature_has_a_name() {
         let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let log = || Arc::new(LogEvents::new("test"));
         let blk = Device::blk(disk, BlkOptions::default(), log());

@@ -219,7 +219,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    pub(in super::super) fn wait_until(mut is_so: impl FnMut() -> bool) {
+    pub(crate) fn wait_until(mut is_so: impl FnMut() -> bool) {
         let start = Instant::now();
         while !is_so() {
             assert!(start.elapsed() < Duration::from_secs(30), "it does not happen");
@@ -250,7 +250,7 @@ pub(super) mod tests {
     }
 
     /// Returns an examiner whose closing thread hangs until the sender is dropped.
-    pub(in super::super) fn hung() -> (Arc<Examiner>, mpsc::Sender<()>) {
+    pub(crate) fn hung() -> (Arc<Examiner>, mpsc::Sender<()>) {
         let examiner = Arc::new(Examiner::default());
         let sender = hang_in(&examiner.closes);
         (examiner, sender)
@@ -258,11 +258,11 @@ pub(super) mod tests {
 
     impl Examiner {
         /// The number of jobs that wait for the closing thread.
-        pub(in super::super) fn closes(&self) -> usize {
+        pub(crate) fn closes(&self) -> usize {
             self.closes.jobs().waiting.len()
         }
 
-        pub(in super::super) fn is_idle(&self) -> bool {
+        pub(crate) fn is_idle(&self) -> bool {
             let queues = [&self.closes, &self.maps, &self.unmaps];
             let relays = self.relays.load(Ordering::Relaxed);
             relays == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
@@ -270,7 +270,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_hangs_holds_up_no_other_kind() {
+    fn a_hanging_job_holds_up_no_other_kind() {
         let (examiner, _close) = hung();
         let _unmap = hang_in(&examiner.unmaps);
         assert_eq!(answer_of(&examiner.map(|| 7)), 7);
@@ -288,7 +288,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn much_memory_is_unmapped_by_nobody_who_serves() {
+    fn much_memory_is_unmapped_on_another_thread() {
         let examiner = Examiner::default();
         let unmap = hang_in(&examiner.unmaps);
         let memory = |bytes| Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());

@@ -11,16 +11,16 @@ const NAMED_MAX: usize = 4;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Load {
     /// Queues with such requests, in order.
-    pub queues: Vec<QueueLoad>,
+    pub(super) queues: Vec<QueueLoad>,
     /// True if IoThreads have seen all their commands.
     pub has_taken_commands: bool,
 }
 
 /// Unanswered requests of one queue, as of its last run.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct QueueLoad {
-    pub index: u16,
-    pub requests: u32,
+pub(super) struct QueueLoad {
+    pub(super) index: u16,
+    pub(super) requests: u32,
     /// Bytes of the large requests.
     large_bytes: u64,
 }

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_put_is_taken_once() {
+    fn a_descriptor_is_taken_once() {
         let mut fds = PassedFds::default();
         let event = eventfd(3, EventfdFlags::NONBLOCK).unwrap();
         let index = fds.put("event", &event).unwrap();

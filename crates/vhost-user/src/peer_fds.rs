@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_wait_is_closed_elsewhere_and_later() {
+    fn descriptors_that_may_block_are_closed_later_on_another_thread() {
         let (examiner, hang) = hung();
         // No other test opens this file, and it is not on a memory file system.
         let path = std::env::current_exe().unwrap();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_to_be_harmless_is_closed_at_once() {
+    fn harmless_descriptors_are_closed_at_once() {
         let (examiner, _hang) = hung();
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let memory = memfd_create("harmless", MemfdFlags::CLOEXEC).unwrap();

@@ -1,5 +1,9 @@
 //! The effect of messages on a connection without a socket: tables, and messages in any order.
 
+mod functions;
+mod hand_over;
+mod inflight;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -16,10 +20,6 @@ use super::super::examiner::Examiner;
 use super::super::message::{Config, Header, InflightArea, RingAddresses};
 use super::super::ring::RingSettings;
 use super::*;
-
-mod functions;
-mod hand_over;
-mod inflight;
 
 const QUEUES: u16 = 2;
 const MEMORY_BYTES: u64 = 1 << 20;
