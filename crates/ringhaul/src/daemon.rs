@@ -264,7 +264,7 @@ impl Daemon {
         let (changing, lock) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, cancel_token, .. } =
             changing;
-        unit.check(&settings).map_err(CommandError::Invalid)?;
+        unit.check(&settings.rules).map_err(CommandError::Invalid)?;
         let named = unit.disk(&settings);
         let unless_given_up = |error| match cancel_token.is_active() {
             true => error,

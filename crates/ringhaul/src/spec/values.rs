@@ -65,3 +65,11 @@ impl From<Wwn> for String {
         format!("{:016x}", u64::from_be_bytes(wwn.0))
     }
 }
+
+/// Checks a text that the guest sees, such as a serial number.
+pub(crate) fn check_text(text: &str, bytes: usize) -> Result<()> {
+    if text.len() > bytes || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
+        bail!("it must be at most {bytes} bytes of printable ASCII");
+    }
+    Ok(())
+}
