@@ -12,12 +12,12 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ringhaul::control_socket;
+use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
 
 pub(crate) use args::{CtlArgs, CtlCommand};
 use connection::{Connection, Refusal};
-use ringhaul::control_socket;
-use ringhaul_options::redact::printable;
 use show::Form;
 use sockets::find_control_socket;
 

@@ -11,12 +11,11 @@ use blockio::disk::ExtentKind;
 use blockio::disk::engine_trial::best_engine;
 use blockio::{DiskSource, IoThread, IoThreadConfig};
 use clap::Args;
-use serde::Serialize;
-
 use ringhaul::open::cancellation::{CancelToken, with_hang_timeout};
 use ringhaul::open::disk::OpenDisk;
 use ringhaul::spec::disk::{DiskSpec, redact_spec};
 use ringhaul::spec::{CacheMode, ExportSettings};
+use serde::Serialize;
 
 /// The time-out for opening a disk. It exceeds the 30 s after which an unreachable cluster is
 /// reported.

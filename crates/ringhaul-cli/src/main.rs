@@ -12,9 +12,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use crate::ctl::CtlArgs;
-use crate::demo::DemoArgs;
-use crate::disk_command::{DiskArgs, InfoArgs};
 use anyhow::{Context, Result, anyhow};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -26,6 +23,10 @@ use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
 use ringhaul_bench::{BenchError, DiskBenchArgs};
 use ringhaul_options::OnOff;
 use ringhaul_options::redact::printable;
+
+use ctl::CtlArgs;
+use demo::DemoArgs;
+use disk_command::{DiskArgs, InfoArgs};
 
 /// The daemon cannot start, or the command line is invalid.
 const EXIT_USAGE: u8 = 2;

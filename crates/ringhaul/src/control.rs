@@ -24,6 +24,7 @@ use anyhow::{Context, Result};
 use blockio::DiskSource;
 use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
+use vhost_user::PassedFds;
 
 use crate::spec::command::{CommandError, ExportStatus, Removal};
 use crate::spec::qos::{FullQosSpec, QosChange};
@@ -37,7 +38,6 @@ use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 use stages::Stages;
 pub use stages::{FailedExport, OpeningExport, ReadyExport};
-use vhost_user::PassedFds;
 
 /// The wait of an export that has not yet received its order to end.
 const NOT_BEGUN: &str = "another process may be taking over";

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use clap_complete::ArgValueCandidates;
+use ringhaul::options::ExportArgs;
 
 use super::names;
-use ringhaul::options::ExportArgs;
 
 /// Examples and exit statuses.
 const STATUS: &str = concat!(

@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use device::unit_address::LUN_MAX;
-use ringhaul_options::key_value::Parts;
-use ringhaul_options::parse_size;
-use serde_json::{Value, json};
-
-use super::args::CtlCommand;
 use ringhaul::options::ExportArgs;
 use ringhaul::options::unit::{parse_lun, parse_place};
 use ringhaul::spec::command::check_is_path;
 use ringhaul::spec::qos::QosChange;
 use ringhaul::spec::settings::SettingsChange;
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
+use ringhaul_options::key_value::Parts;
+use ringhaul_options::parse_size;
+use serde_json::{Value, json};
+
+use super::args::CtlCommand;
 
 /// A parameter that the daemon does not have: the bytes by which a disk is to grow.
 pub(super) const MORE_BYTES: &str = "more-bytes";

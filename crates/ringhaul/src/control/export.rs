@@ -13,6 +13,7 @@ use std::{io, iter};
 use blockio::DiskSource;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
+use vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
 
 use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
@@ -27,8 +28,6 @@ use crate::socket::peer::Peer;
 use crate::spec::ExportSpec;
 use crate::spec::command::{DiskState, ExportState, ExportStatus, Served};
 use crate::spec::qos::LimitGroups;
-use vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
-
 use memory_watch::MemoryWatch;
 
 /// The pause before an export accepts a front-end again after descriptors ran out.

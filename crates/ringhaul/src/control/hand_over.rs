@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use blockio::DiskSource;
 use device::oneshot;
+use vhost_user::{PassedFds, Session};
 
 use super::export::Export;
 use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
 use super::order::{Answered, ExportSetup, Order};
 use crate::socket::endpoint::Endpoint;
 use crate::spec::command::{CommandError, ExportState};
-use vhost_user::PassedFds;
-use vhost_user::Session;
 
 /// The time that queues may take to stop. Guests of all exports wait, even with fast disks.
 const STOP_MAX: Duration = Duration::from_secs(2);

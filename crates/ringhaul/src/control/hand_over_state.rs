@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 use blockio::DiskSource;
 use device::DeviceState;
 use serde::{Deserialize, Serialize};
+use vhost_user::{FdIndex, PassedFds, SessionState};
 
 use crate::socket::endpoint::EndpointState;
 use crate::spec::ExportSpec;
-use vhost_user::SessionState;
-use vhost_user::{FdIndex, PassedFds};
 
 /// An export, as far as it can be opened while the old process serves it.
 #[derive(Debug, Serialize, Deserialize)]

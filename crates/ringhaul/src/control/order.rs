@@ -10,6 +10,7 @@ use blockio::{DiskSource, Remote};
 use device::scsi::ScsiDevice;
 use device::{Device, oneshot};
 use rustix::fd::OwnedFd;
+use vhost_user::PassedFds;
 
 use super::hand_over_state::{Described, ExportProgress, Paused};
 use super::stages::ReadyExport;
@@ -22,7 +23,6 @@ use crate::spec::qos::{FullQosSpec, LimitGroups, QosChange};
 use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
 use crate::spec::{EndpointSpec, ExportSettings, UnitPlace, UnitSpec};
-use vhost_user::PassedFds;
 
 /// One device and the source of its front-ends.
 pub struct ExportSetup {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
+use vhost_user::PassedFds;
 
 use super::Daemon;
 use crate::control::hand_over_state::{
@@ -24,7 +25,6 @@ use crate::spec::settings::{PollLimits, SettingsChange};
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use crate::threads::engines::choose;
 use crate::threads::shutdown::Event;
-use vhost_user::PassedFds;
 
 /// The time that the release of all disks may take. The new process serves them already. Its
 /// requests wait if they need a lock that is released late.

@@ -14,11 +14,11 @@ use rustix::fs::{Mode, OFlags, fcntl_getfl};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::{Deserialize, Serialize};
+use vhost_user::{FdIndex, PassedFds};
 
 use crate::process::inherit;
 use crate::socket::peer::Peer;
 use crate::socket::permissions;
-use vhost_user::{FdIndex, PassedFds};
 
 /// A source of front-ends.
 pub enum Endpoint {

@@ -3,7 +3,6 @@
 use device::{RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
 use vhost_user::SessionDetails;
 
 use crate::socket::peer::Peer;

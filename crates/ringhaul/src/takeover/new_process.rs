@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use vhost_user::PassedFds;
 use virtqueue::InflightRegion;
 
 use super::wire::Receiver;
@@ -25,7 +26,6 @@ use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError};
 use crate::spec::settings::SettingsChange;
 use crate::threads::ownership::{PASS_ON, PassedOn};
-use vhost_user::PassedFds;
 
 /// The time that the old process may take to answer while it serves, and to stop its queues.
 const ANSWER_MAX: Duration = Duration::from_secs(30);

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde_json::{Value, json};
+use vhost_user::PassedFds;
 use virtqueue::InflightRegion;
 
 use super::wire::send_fds;
@@ -21,7 +22,6 @@ use crate::process::service_manager;
 use crate::socket::peer::Peer;
 use crate::spec::command::CommandError;
 use crate::threads::ownership::Refusal;
-use vhost_user::PassedFds;
 
 /// The time that the new process may take to open the exports.
 const OPEN_MAX: Duration = Duration::from_secs(300);

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use blockio::DiskSource;
 use device::oneshot;
+use vhost_user::PassedFds;
 
 use super::{Exports, Next};
 use crate::control::export::Export;
@@ -11,7 +12,6 @@ use crate::control::hand_over::HandOver;
 use crate::control::hand_over_state::{Described, ExportProgress, Paused};
 use crate::control::order::{ExportSetup, HandOverOrder};
 use crate::spec::command::{CommandError, ExportState};
-use vhost_user::PassedFds;
 
 impl Exports {
     pub(super) fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Next {
