@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{PoisonError, Weak, mpsc};
+use std::sync::{Arc, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -51,6 +51,12 @@ impl Daemon {
         assert!(self.process_options.set((options, control)).is_ok(), "a process is started once");
     }
 
+    fn own_start(&self) -> Result<(&ProcessOptions, Option<Arc<Endpoint>>)> {
+        let text = "the start of the daemon is not complete; try again";
+        let (options, control) = self.process_options.get().context(text)?;
+        Ok((options, control.as_ref().and_then(Weak::upgrade)))
+    }
+
     /// The start of this process, and its control socket.
     ///
     /// # Errors
@@ -60,11 +66,7 @@ impl Daemon {
         &self,
         fds: &mut PassedFds,
     ) -> Result<(ProcessOptions, Option<EndpointState>)> {
-        let (options, control) = self
-            .process_options
-            .get()
-            .context("the start of the daemon is not complete; try again")?;
-        let control = control.as_ref().and_then(Weak::upgrade);
+        let (options, control) = self.own_start()?;
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
         let options = ProcessOptions { changes: self.changes(), ..options.clone() };
         Ok((options, control.context("cannot hand over the control socket")?))
@@ -86,11 +88,7 @@ impl Daemon {
     ///
     /// When the start is not complete, or there is no control socket.
     pub(crate) fn started(&self) -> Result<(ProcessOptions, PathBuf)> {
-        let (options, control) = self
-            .process_options
-            .get()
-            .context("the start of the daemon is not complete; try again")?;
-        let control = control.as_ref().and_then(Weak::upgrade);
+        let (options, control) = self.own_start()?;
         let path = control.as_ref().and_then(|control| control.path());
         Ok((
             options.clone(),

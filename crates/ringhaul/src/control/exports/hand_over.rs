@@ -41,10 +41,11 @@ impl Exports {
     }
 
     fn describe(&self) -> Result<Described, CommandError> {
-        let (mut fds, (opening, changes)) = (PassedFds::default(), self.stages.describe()?);
+        let (opening, changes) = self.stages.describe()?;
         if let Some(closing) = self.closing.first() {
             return Err(CommandError::Busy(closing.name(), ExportState::Stopping));
         }
+        let mut fds = PassedFds::default();
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;
         // Checked after the disks: one of them may be the reason that an earlier hand-over still
