@@ -1,9 +1,9 @@
 //! Options of the form `KEY=VALUE,...`, read into serde types.
 //!
-//! A struct takes the parts whose keys are its fields, each key once. Its values are texts, whole
+//! A struct takes the parts with its fields as keys, each key once. Values are texts, whole
 //! numbers, sizes ([`Size`]), `on` or `off`, and words, which are the variants of an enum. A field
-//! of type `Vec<String>` takes its value and all parts behind it, which name a nested thing, such
-//! as the disk below a layer. Keys do without the unit at the end of a field's name: `deadline` is
+//! of type `Vec<String>` takes its value and all parts behind it: they name a nested object, such
+//! as the disk below a layer. A key lacks the unit at the end of its field's name: `deadline` is
 //! the field `deadline_seconds`.
 
 use std::num::{IntErrorKind, ParseIntError};
@@ -20,7 +20,7 @@ use crate::redact::redact_part;
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 pub struct Size(pub u64);
 
-/// The reason for which parts are refused.
+/// The reason that parts are refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A key that no field has.
@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The same error with the key of the value that it is about.
+    /// The same error with the key of the faulty value.
     fn with_key(self, key: &str) -> Self {
         Self::Other(match self {
             Self::UnknownWord { word, expected } => {
@@ -105,9 +105,9 @@ pub fn split_at_commas(text: &str) -> Vec<String> {
 /// Parts of the form `KEY=VALUE` that no struct has taken yet.
 pub struct Parts<'a> {
     left: Vec<&'a str>,
-    /// The keys of structs that have taken their parts.
+    /// The keys of all structs so far, for an error.
     expected: Vec<&'static str>,
-    /// True if the parts were words of their own, and not split at commas.
+    /// True for words of a command line, false for parts that were split at commas.
     are_words: bool,
 }
 
@@ -125,8 +125,8 @@ impl<'a> Parts<'a> {
         Self { are_words: true, ..Self::new(words) }
     }
 
-    /// Takes the parts whose keys are fields of `T`, except `hidden` ones. The first `T` takes
-    /// everything nested.
+    /// Takes the parts with fields of `T` as keys, except `hidden` fields. If `T` has the key of a
+    /// nested object, it takes all parts behind that key.
     ///
     /// # Errors
     ///
@@ -164,9 +164,9 @@ struct Fields<'p, 'de> {
     is_last: bool,
     /// The fields with a key. `None`: the struct refuses unknown keys itself.
     names: Option<Vec<&'static str>>,
-    /// The number of the next part.
+    /// The number of the part that is read.
     at: usize,
-    /// The key of the part before that, whose value comes next.
+    /// The key of that part; its value is read next.
     key: &'de str,
 }
 

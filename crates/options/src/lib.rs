@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_only_io_uring_has_is_refused_with_others() {
+    fn options_of_io_uring_are_refused_for_other_engines() {
         let options = [("--sqpoll", false), ("--iopoll", true)];
         for (choice, is_good) in [
             (EngineChoice::Auto, true),

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 /// The replacement of a secret.
 pub const REDACTED: &str = "***";
 
-/// Keys whose value is a secret, in any program.
+/// Keys with secret values, in any program.
 const KEYS: &[&str] = &[
     "key",
     "pass",
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_secret_stays() {
+    fn texts_without_secrets_stay() {
         for text in [
             "nbd://host:10809/a@b: it is away",
             "nbd://[::1]:10809/a@b",

@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_named() {
+    fn an_error_quotes_the_text_and_names_its_fault() {
         for (text, why) in [
             ("", "is not a size"),
             ("k", "is not a size"),

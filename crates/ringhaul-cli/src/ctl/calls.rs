@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_nothing_of_a_disk_is_refused_with_a_word() {
+    fn an_invalid_change_of_a_disk_is_refused_with_its_fault() {
         for (words, expected) in [
             (
                 "iops=1",

@@ -58,6 +58,7 @@ pub(crate) fn completions(begun: &str) -> Vec<String> {
 
 /// The keys of a kind, or all kinds for an unknown one.
 fn expected(kind: &str) -> Vec<&'static str> {
+    // No kind has an empty key, so the error lists the keys or the kinds.
     match Parts::new(&["=x".to_owned()]).finish_variant::<Words>(kind) {
         Err(Error::UnknownKey { expected, .. }) => expected,
         Err(Error::UnknownWord { expected, .. }) => expected.to_vec(),
@@ -318,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_what_is_known() {
+    fn an_error_names_the_fault_and_the_possible_words() {
         let deep = "raw,over=".repeat(16) + "null:1M";
         assert!(DiskSpec::parse(&deep["raw,over=".len()..]).is_ok());
         for (bad, expected) in [
