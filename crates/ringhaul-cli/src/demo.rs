@@ -28,11 +28,11 @@ const MIB_MAX: u64 = 1 << 20;
 /// Options of `ringhaul demo`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DemoArgs {
-    /// The size of the sample disk in MiB
+    /// The size of the sample disk in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 256,
           value_parser = clap::value_parser!(u64).range(2..=MIB_MAX))]
     size: u64,
-    /// The number of seconds to drive it for
+    /// The number of seconds to drive it for.
     #[arg(long, value_name = "SECONDS", default_value_t = 10,
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     runtime: u64,
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode> {
     let interrupted = Arc::<AtomicBool>::default();
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&interrupted))
-            .context("cannot take signals")?;
+            .context("cannot set up the handling of signals")?;
     }
     // Dropped last: the daemon ends before its files are removed.
     let folder = Folder::new()?;

@@ -1,7 +1,7 @@
 //! Ringhaul serves disks to virtual machines.
 //!
-//! The daemon, as a library for the program `ringhaul-cli` and for tests. A VMM that wants a device
-//! in its own process embeds the crate `device` alone.
+//! The daemon, as a library for its program, the crate `ringhaul-cli`, and for tests. A VMM that
+//! wants a device in its own process embeds the crate `device` alone.
 
 pub mod control;
 pub mod control_socket;

@@ -211,8 +211,8 @@ impl Stages {
         Ok((following.collect(), record.generation))
     }
 
-    /// Lets new exports and claims wait until [`resume`](Self::resume), unless the record has
-    /// another generation. Returns false in that case.
+    /// Lets new exports and claims wait until the hand-over ends, if `is_current` accepts the
+    /// generation of the record. Returns false if the hand-over does not begin.
     pub(super) fn begin_hand_over(&self, is_current: impl FnOnce(u64) -> bool) -> bool {
         let mut record = self.lock();
         let begins = record.phase == Phase::Open && is_current(record.generation);

@@ -1,4 +1,4 @@
-//! Closing a removed unit, beside takeovers.
+//! Closing a removed unit, which may block takeovers for a second.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;

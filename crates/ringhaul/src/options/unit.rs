@@ -49,7 +49,8 @@ fn parse_unit(text: &str) -> Result<UnitSpec> {
     parse(address, keys)
 }
 
-/// The units of an export: the parts behind the first `lun=`. Each further unit begins with one.
+/// The units of an export. The parts begin with the address of the first unit, without its `lun=`;
+/// each further unit begins with `lun=`.
 pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
     let starts = |part: &String| part.starts_with("lun=");
     let mut units = Vec::new();

@@ -6,8 +6,8 @@
 //! [`ExportSettings`](crate::spec::ExportSettings). Neither are secrets: a kind that needs one has
 //! a key that names a file with it.
 //!
-//! To add a kind: a variant in `data.rs`, its row in the table of `words.rs`, and its opening in
-//! `open_disk.rs`.
+//! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, and its opening in
+//! `open/disk.rs`.
 
 mod backing;
 mod data;

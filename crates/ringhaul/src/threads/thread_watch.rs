@@ -5,7 +5,7 @@
 //! afterwards.
 //!
 //! An IoThread that sleeps while its disks have operations is woken, so that it reports operations
-//! that are not answered; see `late.rs` of blockio.
+//! that are not answered; see `watchdog.rs` of blockio.
 
 use std::time::{Duration, Instant};
 
