@@ -105,7 +105,7 @@ impl DiskSource {
         self
     }
 
-    /// Sets the size in bytes by which users know the disk from another process.
+    /// Sets the size in bytes that the disk had in another process.
     pub fn adopt_size(&self, size_bytes: u64) {
         match &self.kind {
             SourceKind::Driver(source) => source.adopt_size(size_bytes),
@@ -115,8 +115,8 @@ impl DiskSource {
         self.shared.set_size_bytes(size_bytes);
     }
 
-    /// The disk behind a driver of another crate, with its properties at open. The function that
-    /// opens a disk of that kind ends with it.
+    /// Makes the disk of a driver, with its properties at open: the end of a function that opens a
+    /// disk of another kind.
     #[must_use]
     pub fn from_driver(info: DiskInfo, source: Arc<dyn DriverSource>) -> Self {
         Self::new(info, SourceKind::Driver(source))
@@ -146,7 +146,7 @@ impl DiskSource {
         match &self.kind {
             SourceKind::Driver(source) => {
                 let opened = source.reopen_for_probe()?;
-                Ok(opened.map(|(info, source)| Self::new(info, SourceKind::Driver(source))))
+                Ok(opened.map(|(info, source)| Self::from_driver(info, source)))
             }
             SourceKind::File(_) | SourceKind::Null => Ok(None),
         }
@@ -183,6 +183,10 @@ impl DiskSource {
     }
 
     /// Finds the size that [`refresh`](Self::refresh) takes over.
+    ///
+    /// # Errors
+    ///
+    /// Like [`refresh`](Self::refresh).
     pub fn probe_size(&self) -> Result<u64, Error> {
         match &self.kind {
             SourceKind::File(source) => source.size_bytes(&self.info),

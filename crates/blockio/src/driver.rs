@@ -1,7 +1,30 @@
-//! The seam for kinds of disks in other crates, with the parts of this crate that they share.
+//! The interface of disks of other kinds: disks that are no local file, such as the export of a
+//! server, and formats and layers, which are disks over other disks.
 //!
-//! A kind implements [`DriverSource`] and [`Driver`], and opens its disks with
-//! [`DiskSource::from_driver`](crate::DiskSource::from_driver).
+//! Such a kind is a module of another crate, like the kinds of the crate `disks`, or of this one,
+//! like `disk/raw.rs`. It has
+//!
+//! - a function that opens it, like [`DiskSource::raw`](crate::DiskSource::raw). It may take long,
+//!   since disks are opened by threads of their own. It ends with
+//!   [`DiskSource::from_driver`](crate::DiskSource::from_driver);
+//! - a [`DriverSource`], for all threads: the properties of the disk, its size, its state;
+//! - a [`Driver`] for each IoThread: the requests.
+//!
+//! A layer opens the disk below first, keeps that [`DiskSource`](crate::DiskSource), and attaches
+//! it with the engine that it is given. It passes on the answers of that disk that it does not
+//! change (the state, the file at the bottom, the loss of data).
+//!
+//! Files and null disks do not come this way: [`Disk`](crate::Disk) knows them by name, and nothing
+//! is virtual there. A request to a disk of another kind costs two allocations, for futures, and
+//! virtual calls. A [straight](Driver::route_to_file) request goes to the file below as if it were
+//! a request to the file, after one virtual call.
+//!
+//! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
+//! that is read-only. Memory may have any alignment. Operations of another library or thread go
+//! through [`foreign_op`](Io::foreign_op), which owns the memory until they have ended. The future
+//! of a request may be dropped at any time; an operation that it has begun then ends by itself.
+//!
+//! The other items are parts of this crate that such kinds share.
 
 use std::io;
 use std::rc::Rc;

@@ -1,4 +1,5 @@
-//! A kind of disk for tests: its content belongs to another thread, which may be out of reach.
+//! For tests of kinds of disks: a disk whose content belongs to another thread, which may be out of
+//! reach, and the time and timers of an IoThread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,11 +11,10 @@ use std::time::Instant;
 use iomem::Buffers;
 
 use crate::config::EngineKind;
-use crate::disk::DiskSource;
 use crate::disk::driver::{Driver, DriverSource, Request};
 use crate::disk::file::size_probe::SizeProbe;
 use crate::disk::file::source::FileSource;
-use crate::disk::{Abilities, DiskInfo, DiskState, Extent, Link, TransferError};
+use crate::disk::{Abilities, DiskInfo, DiskSource, DiskState, Extent, Link, TransferError};
 use crate::error::Error;
 use crate::thread::foreign_op::ForeignCompleter;
 use crate::thread::io::Io;

@@ -1,28 +1,6 @@
 //! The interface of disks of other kinds: disks that are no local file, such as the export of a
-//! server, and formats and layers, which are disks over other disks.
-//!
-//! Such a kind is one file of this folder. It has
-//!
-//! - a function that opens it, like `DiskSource::raw`. It may take long, since disks are opened by
-//!   threads of their own. It ends with `DiskSource::new`, a [`DiskInfo`] and `SourceKind::Driver`;
-//! - a [`DriverSource`], for all threads: the properties of the disk, its size, its state;
-//! - a [`Driver`] for each IoThread: the requests.
-//!
-//! A layer opens the disk below first, keeps that [`DiskSource`](super::DiskSource), and attaches
-//! it with the engine that it is given. It passes on the answers of that disk that it does not
-//! change (the state, the file at the bottom, the loss of data). Crates that only one kind needs
-//! are optional, behind a feature of this crate with the name of the kind, and so is its module.
-//!
-//! Files and null disks do not come this way: [`Disk`](super::Disk) knows them by name, and nothing
-//! is virtual there. A request to a disk of another kind costs two allocations, for futures, and
-//! virtual calls. A [straight](Driver::route_to_file) request goes to the file below as if it were
-//! a request to the file, after one virtual call.
-//!
-//! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
-//! that is read-only. Memory may have any alignment. Operations of another library or thread go
-//! through [`foreign_op`](crate::Io::foreign_op), which owns the memory until they have ended. The
-//! future of a request may be dropped at any time; an operation that it has begun then ends by
-//! itself.
+//! server, and formats and layers, which are disks over other disks. The crate's `driver.rs`
+//! explains how to add one.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -33,10 +11,10 @@ use std::{fmt, io};
 use iomem::Buffers;
 
 use super::file::FileDisk;
+use super::file::size_probe::SizeProbe;
+use super::file::source::FileSource;
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
 use crate::config::EngineKind;
-use crate::disk::file::size_probe::SizeProbe;
-use crate::disk::file::source::FileSource;
 use crate::error::Error;
 use crate::op::OpKind;
 use crate::op::bounce::BounceShare;

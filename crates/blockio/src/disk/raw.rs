@@ -7,11 +7,11 @@ use std::sync::Arc;
 use iomem::Buffers;
 
 use super::driver::{Driver, DriverSource, FilePosition, Opened, Request};
+use super::file::size_probe::SizeProbe;
+use super::file::source::FileSource;
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
-use super::{Disk, DiskSource, SourceKind};
+use super::{Disk, DiskSource};
 use crate::config::EngineKind;
-use crate::disk::file::size_probe::SizeProbe;
-use crate::disk::file::source::FileSource;
 use crate::error::Error;
 use crate::op::OpKind;
 use crate::thread::io::Io;
@@ -30,7 +30,7 @@ impl DiskSource {
         size_bytes: Option<u64>,
     ) -> Result<Self, Error> {
         let (info, source) = open(below, offset_bytes, size_bytes)?;
-        Ok(Self::new(info, SourceKind::Driver(source)))
+        Ok(Self::from_driver(info, source))
     }
 }
 
