@@ -153,15 +153,11 @@ impl IoThread {
     ///
     /// As for [`new`](Self::new).
     pub fn for_disk(source: &DiskSource, config: &IoThreadConfig) -> Result<Self, Error> {
+        let new = |engine: EngineKind| {
+            Self::new(&IoThreadConfig { engine: engine.into(), ..config.clone() })
+        };
         let best = best_engine(source).engine;
-        let mut result = Err(Error::Options("no engine".to_owned()));
-        for engine in std::iter::once(best).chain(fallbacks(best, source)) {
-            result = Self::new(&IoThreadConfig { engine: engine.into(), ..config.clone() });
-            if result.is_ok() {
-                break;
-            }
-        }
-        result
+        fallbacks(best, source).fold(new(best), |thread, engine| thread.or_else(|_| new(engine)))
     }
 }
 
