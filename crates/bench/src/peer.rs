@@ -1,6 +1,6 @@
 //! The process at the far end of a socket. The daemon has a copy of this call
-//! (`ringhaul/src/peer.rs`): no crate below both knows sockets, and one for this call alone would
-//! cost more upkeep.
+//! (`ringhaul/src/socket/peer.rs`): no crate below both knows sockets, and one for this call alone
+//! would cost more upkeep.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 

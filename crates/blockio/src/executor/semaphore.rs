@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_go_at_once_and_whoever_moves_up_is_woken() {
+    fn units_are_bounded_and_the_next_member_is_woken() {
         for at_once in 1..4 {
             let woken = Arc::new(Woken(AtomicU32::new(0)));
             let waker = Waker::from(Arc::clone(&woken));

@@ -58,7 +58,7 @@ pub enum Activity {
     Idle,
 }
 
-/// The end of a turn.
+/// The step that [`Io::wait`] takes at the end of a turn.
 enum NextStep {
     /// Tasks have work, and the last check of the kernel is recent.
     Work,

@@ -606,7 +606,7 @@ mod tests {
         assert_eq!(status, [S_IOERR]);
         assert_eq!(device.totals()[RequestKind::Read].errors, 1);
         let failed = RequestError::MemoryGone.to_string();
-        assert!(scene.events.take().contains(&failed), "it is told");
+        assert!(scene.events.take().contains(&failed), "the failure is not reported");
         scene.wait(&handle.begin_final_stop());
     }
 

@@ -53,8 +53,8 @@ pub(crate) struct QueueOptions {
 }
 
 impl QueueSetup {
-    /// Makes the set-up of a queue in `memory` at `ring` that the driver kicks through the eventfd
-    /// `kick`, and that is called through `call`. It has no inflight region and no `err`.
+    /// Makes the set-up of a queue in `memory` at `ring`, without an inflight region and without
+    /// `err`. The driver kicks through the eventfd `kick`, and the device calls through `call`.
     #[must_use]
     pub fn new(memory: Arc<GuestMemory>, ring: Ring, kick: OwnedFd, call: OwnedFd) -> Self {
         Self { memory, ring, inflight: None, kick: Some(kick), call: Some(call), err: None }
