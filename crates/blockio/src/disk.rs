@@ -13,7 +13,7 @@ pub(crate) mod foreign;
 mod info;
 mod null;
 mod properties;
-pub(crate) mod qos;
+mod qos;
 mod raw;
 mod requests;
 #[cfg(ringhaul_sim)]

@@ -36,13 +36,13 @@ use rustix::fd::AsFd;
 use rustix::io::Errno;
 
 use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
-use crate::engine::interest::Interest;
 use crate::error::Error;
 use crate::executor::mailbox::Mailbox;
 use crate::op::{Completer, IoFile, Slots};
 use crate::stats::Stats;
 use aio::Aio;
 use epoll::Epoll;
+use interest::Interest;
 use io_uring::IoUring;
 use threads::Threads;
 

@@ -19,14 +19,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blockio::FairSemaphore;
 use serde::{Deserialize, Serialize};
 
-use crate::access::medium::Medium;
-use crate::access::persist::ReservationsState;
-use crate::access::persist::{
-    Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations,
+use medium::Medium;
+use persist::{
+    Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations, ReservationsState,
 };
-pub use crate::access::persist::{ReservationStorage, StorageGuard};
-use crate::access::sense::Sense;
-use crate::access::task_set::{Abort, TaskId, Treatment, WaitGroup};
+pub use persist::{ReservationStorage, StorageGuard};
+use sense::Sense;
+use task_set::{Abort, TaskId, Treatment, WaitGroup};
 
 /// The most functions about tasks of all initiators that wait for tasks of other initiators at a
 /// time. A disk may be many units, and each may receive a thousand functions.

@@ -29,15 +29,15 @@ use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 
 use crate::events::{Events, QueueFault};
-use crate::queue::batching::{Batching, QueueState, Run};
-use crate::queue::buffer_budget::ListBudget;
-use crate::queue::call_watch::Caller;
-use crate::queue::data_budget::QueueDataBudget;
-use crate::queue::ordered_completion::OrderedCompletion;
-use crate::queue::queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
-use crate::queue::queue_status::{PendingCommand, QueueStatus, QueueView};
-use crate::queue::request_barrier::RequestBarrier;
 use crate::stats::{QueueStats, RequestKind};
+use batching::{Batching, QueueState, Run};
+use buffer_budget::ListBudget;
+use call_watch::Caller;
+use data_budget::QueueDataBudget;
+use ordered_completion::OrderedCompletion;
+use queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
+use queue_status::{PendingCommand, QueueStatus, QueueView};
+use request_barrier::RequestBarrier;
 
 thread_local! {
     /// The queues of this thread, for commands from other threads.

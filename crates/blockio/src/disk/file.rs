@@ -1,14 +1,14 @@
 //! Disk `file`: a regular file or a block device.
 
-pub(crate) mod alignment;
-pub(crate) mod identity;
-pub(crate) mod lock;
-pub(crate) mod lock_holder;
-pub(crate) mod partial_blocks;
-pub(crate) mod retries;
+pub(super) mod alignment;
+mod identity;
+mod lock;
+mod lock_holder;
+pub(super) mod partial_blocks;
+mod retries;
 pub(crate) mod size_probe;
 pub(crate) mod source;
-pub(crate) mod sysfs;
+mod sysfs;
 mod zeroes;
 
 use std::cell::Cell;
@@ -19,15 +19,15 @@ use std::sync::Arc;
 
 use super::info::{Extent, ExtentKind, TransferError};
 use crate::config::EngineKind;
-use crate::disk::file::alignment::{Alignment, Window};
-use crate::disk::file::partial_blocks::{Blocks, Claimed};
-use crate::disk::file::retries::OpRetries;
-use crate::disk::file::size_probe::FileEnd;
-use crate::disk::file::source::FileSource;
 use crate::op::bounce::BounceShare;
 use crate::op::{Completion, FileRef, OpKind};
 use crate::thread::io::Io;
+use alignment::{Alignment, Window};
 use iomem::Buffers;
+use partial_blocks::{Blocks, Claimed};
+use retries::OpRetries;
+use size_probe::FileEnd;
+use source::FileSource;
 
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>, engine: EngineKind) -> FileDisk {

@@ -8,9 +8,9 @@ use iomem::Buffers;
 
 use super::driver::Route;
 use super::info::TransferError;
+use super::qos::limits::Direction;
+use super::qos::throttle::{NoRequester, Requester, STEP_BYTES};
 use super::{Disk, Kind, Requests, null};
-use crate::disk::qos::limits::Direction;
-use crate::disk::qos::throttle::{NoRequester, Requester, STEP_BYTES};
 use crate::op::OpKind;
 
 /// Memory aligned to a page suits every disk.

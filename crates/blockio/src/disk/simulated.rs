@@ -3,11 +3,11 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::file::alignment::Alignment;
+use super::file::partial_blocks::Blocks;
+use super::file::size_probe::FileEnd;
+use super::file::source::FileSource;
 use super::{DiskInfo, DiskSource, SourceKind};
-use crate::disk::file::alignment::Alignment;
-use crate::disk::file::partial_blocks::Blocks;
-use crate::disk::file::size_probe::FileEnd;
-use crate::disk::file::source::FileSource;
 
 impl DiskSource {
     /// A disk with the given properties, for a simulated kernel that knows it by the descriptor of

@@ -8,11 +8,11 @@ use iomem::Buffers;
 
 use super::driver::Request;
 use super::info::TransferError;
+use super::qos::bulk_turns::BulkTurn;
+use super::qos::error_policy::RetryState;
+use super::qos::limits::Direction;
+use super::qos::throttle::{REST_BYTES, STEP_BYTES, WaitMode};
 use super::{Disk, Kind, Requests};
-use crate::disk::qos::bulk_turns::BulkTurn;
-use crate::disk::qos::error_policy::RetryState;
-use crate::disk::qos::limits::Direction;
-use crate::disk::qos::throttle::{REST_BYTES, STEP_BYTES, WaitMode};
 
 /// Steps begin at multiples of this, as far as ranges of the list allow.
 const STEP_UNIT: usize = 64 << 10;

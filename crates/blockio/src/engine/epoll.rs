@@ -8,9 +8,9 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
+use super::interest::Interest;
 use super::kernel;
 use crate::clock;
-use crate::engine::interest::Interest;
 use crate::error::Error;
 use crate::stats::Stats;
 

@@ -16,13 +16,13 @@ use iomem::fits;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
+use super::interest::Interest;
 use super::kernel::Ring;
 use super::kernel::ring_abi::Setup;
 use super::retry::Retry;
 use super::threads::Threads;
 use crate::clock;
 use crate::config::IoThreadConfig;
-use crate::engine::interest::Interest;
 use crate::error::Error;
 use crate::file::io_file::NOT_REGISTERED;
 use crate::op::{Completer, IoFile, Op, OpKind};

@@ -11,6 +11,7 @@ use crate::config::EngineKind;
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::thread::io::Io;
 use crate::thread::io_thread::IoThread;
+use crate::thread::turn::Wait;
 use iomem::Buffers;
 use tempfile::TempPath;
 
@@ -119,7 +120,7 @@ fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
             let read = thread.block_on(disk_b.read(4096, Buffers::aligned(4096, 4096))).unwrap();
             read.unwrap();
             while thread.io().ops() > 0 {
-                thread.turn(crate::thread::turn::Wait::ForEvent).unwrap();
+                thread.turn(Wait::ForEvent).unwrap();
             }
             let at = |file: &TempPath| std::fs::read(file).unwrap()[4096];
             assert_eq!((at(&a), at(&b)), (round + 1, 0), "sqpoll {sqpoll}, round {round}");
@@ -143,7 +144,7 @@ fn a_file_is_given_back_with_its_last_op() {
             }
             drop(disk);
             while thread.io().ops() > 0 {
-                thread.turn(crate::thread::turn::Wait::ForEvent).unwrap();
+                thread.turn(Wait::ForEvent).unwrap();
             }
             // The file was opened for writing, which its lock allows once at a time.
             drop(open(&file));
@@ -168,7 +169,7 @@ fn futures_may_be_dropped_at_any_time() {
             let _ = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             if round % 3 == 0 {
                 // Its op may be done after this turn, or not.
-                thread.turn(crate::thread::turn::Wait::Never).unwrap();
+                thread.turn(Wait::Never).unwrap();
             }
             drop(read);
             let view = Buffers::aligned(4096, 4096);
@@ -177,7 +178,7 @@ fn futures_may_be_dropped_at_any_time() {
             assert!(data.to_vec().iter().all(|&byte| byte == 0x77));
         }
         while thread.io().ops() > 0 {
-            thread.turn(crate::thread::turn::Wait::ForEvent).unwrap();
+            thread.turn(Wait::ForEvent).unwrap();
         }
     }
 }

@@ -5,8 +5,8 @@ use std::task::Waker;
 use virtqueue::Chain;
 
 use super::Queue;
-use crate::queue::buffer_budget::ListBudget;
-use crate::queue::data_budget::{Counted, QueueDataBudget};
+use super::buffer_budget::ListBudget;
+use super::data_budget::{Counted, QueueDataBudget};
 
 impl Queue {
     /// Counts a popped chain if its lists are long or its request is large. Returns false if the

@@ -3,9 +3,9 @@
 use blockio::oneshot;
 use virtqueue::ChainFault;
 
+use super::queue_setup::{Stop, StopKind};
 use super::{Queue, QueueHandle};
 use crate::events::QueueFault;
-use crate::queue::queue_setup::{Stop, StopKind};
 use crate::stats::RequestKind;
 
 impl QueueHandle {

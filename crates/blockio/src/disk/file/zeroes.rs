@@ -5,8 +5,8 @@ use std::cell::Cell;
 use std::io;
 use std::rc::Rc;
 
+use super::partial_blocks::Claimed;
 use super::{FileDisk, behind_the_end, is_unsupported};
-use crate::disk::file::partial_blocks::Claimed;
 use crate::op::OpKind;
 
 impl FileDisk {

@@ -5,8 +5,7 @@ use virtqueue::{LocalMemory, SplitQueue};
 use super::limits::{begin_write, limit};
 use super::sharing::read;
 use super::*;
-use crate::queue::queue_setup::Ring;
-use crate::queue::queue_setup::StopKind;
+use crate::queue::queue_setup::{Ring, StopKind};
 use crate::testing::RING;
 
 const PERHAPS_DONE: [u8; 3] = [0xb, 0x00, 0x06];
