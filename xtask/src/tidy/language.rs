@@ -1,18 +1,12 @@
 //! The language of comments and pages: abstract words, openings of doc comments, long sentences.
 
+use std::collections::BTreeSet;
+
 use super::tables::{self, MAX_ABSTRACT, MAX_OPENINGS, MAX_WORDS};
 use super::{Problem, Source};
 
-/// Folders and pages whose language is checked as one.
+/// Folders and pages whose language is checked as one. Each crate is one more.
 const AREAS: &[&str] = &[
-    "crates/bench",
-    "crates/blockio",
-    "crates/device",
-    "crates/iomem",
-    "crates/options",
-    "crates/ringhaul",
-    "crates/sim",
-    "crates/virtqueue",
     "fuzz",
     "lab",
     "tests",
@@ -85,7 +79,7 @@ impl Counts {
 /// Checks the areas of the whole tree.
 pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
     let mut problems = Vec::new();
-    for area in AREAS {
+    for area in AREAS.iter().copied().chain(crates(sources)) {
         let mut total = Counts::default();
         let mut worst: Option<(&Source, Counts)> = None;
         for source in sources.iter().filter(|source| is_in(&source.path, area)) {
@@ -105,6 +99,13 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
         }
     }
     problems
+}
+
+/// The folders of the crates.
+fn crates(sources: &[Source]) -> BTreeSet<&str> {
+    let below = sources.iter().filter(|source| source.path.starts_with("crates/"));
+    let ends = below.filter_map(|source| Some((source, source.path.match_indices('/').nth(1)?.0)));
+    ends.map(|(source, end)| &source.path[..end]).collect()
 }
 
 fn is_in(path: &str, area: &str) -> bool {
@@ -310,11 +311,12 @@ mod tests {
         ];
         let found: Vec<String> = check(&sources).into_iter().map(|found| found.file).collect();
         assert_eq!(found, ["docs/a.md"]);
-        let sources = [source("tools/src/a.rs", "/// It is.\nfn a() {}\n")];
-        let found: Vec<String> = check(&sources).into_iter().map(|found| found.what).collect();
-        assert_eq!(
-            found,
-            ["100% of the doc comments of tools open with a pronoun, 1 in this file"]
-        );
+        for area in ["tools", "crates/a", "crates/a-b"] {
+            let sources = [source(&format!("{area}/src/a.rs"), "/// It is.\nfn a() {}\n")];
+            let found: Vec<String> = check(&sources).into_iter().map(|found| found.what).collect();
+            let what =
+                format!("100% of the doc comments of {area} open with a pronoun, 1 in this file");
+            assert_eq!(found, [what]);
+        }
     }
 }

@@ -256,21 +256,42 @@ pub(super) const WORDS: &[Word] = &[
     Word {
         wrong: "interrupt",
         scope: Scope::Identifiers,
-        within: &["crates/virtqueue/", "crates/device/", "crates/ringhaul/"],
+        within: &[
+            "crates/virtqueue/",
+            "crates/device/",
+            "crates/vhost-user/",
+            "crates/ringhaul/",
+            "crates/ringhaul-cli/",
+        ],
         except: &[],
         advice: "the device's eventfd to the driver is a call",
     },
     Word {
         wrong: "reactor",
         scope: Scope::Identifiers,
-        within: &["crates/device/", "crates/ringhaul/", "crates/virtqueue/", "crates/bench/"],
+        within: &[
+            "crates/device/",
+            "crates/vhost-user/",
+            "crates/ringhaul/",
+            "crates/ringhaul-cli/",
+            "crates/virtqueue/",
+            "crates/bench/",
+        ],
         except: &[],
         advice: "a thread with a loop and an engine is an IoThread",
     },
     Word {
         wrong: "worker",
         scope: Scope::Identifiers,
-        within: &["crates/blockio/", "crates/device/", "crates/ringhaul/", "crates/virtqueue/"],
+        within: &[
+            "crates/blockio/",
+            "crates/disks/",
+            "crates/device/",
+            "crates/vhost-user/",
+            "crates/ringhaul/",
+            "crates/ringhaul-cli/",
+            "crates/virtqueue/",
+        ],
         // The threads of the pool behind the engine `threads` are no IoThreads: they only block.
         except: &["crates/blockio/src/engine/threads"],
         advice: "a thread with a loop and an engine is an IoThread",
@@ -278,7 +299,7 @@ pub(super) const WORDS: &[Word] = &[
     Word {
         wrong: "backend",
         scope: Scope::Identifiers,
-        within: &["crates/blockio/"],
+        within: &["crates/blockio/", "crates/disks/"],
         except: &[],
         advice: "what a request addresses is a disk; in vhost-user we are the back-end",
     },
@@ -298,21 +319,21 @@ pub(super) const WORDS: &[Word] = &[
     Word {
         wrong: "inflight",
         scope: Scope::Identifiers,
-        within: &["crates/blockio/"],
+        within: &["crates/blockio/", "crates/disks/"],
         except: &[],
         advice: "ops that the kernel has are `in_kernel`; inflight is a region of vhost-user",
     },
     Word {
         wrong: "in_flight",
         scope: Scope::Identifiers,
-        within: &["crates/blockio/"],
+        within: &["crates/blockio/", "crates/disks/"],
         except: &[],
         advice: "ops that the kernel has are `in_kernel`",
     },
     Word {
         wrong: "enqueue",
         scope: Scope::Identifiers,
-        within: &["crates/blockio/"],
+        within: &["crates/blockio/", "crates/disks/"],
         except: &[],
         advice: "an op is queued, then submitted",
     },
@@ -321,9 +342,9 @@ pub(super) const WORDS: &[Word] = &[
 /// Files that contain wrong words in order to forbid them.
 pub(super) const WORD_LISTS: &[&str] = &["xtask/src/tidy/", "CONTRIBUTING.md"];
 
-/// Words that a crate must not use, with the reason.
+/// Words that crates must not use, with the reason.
 pub(super) struct Border {
-    pub(super) within: &'static str,
+    pub(super) within: &'static [&'static str],
     /// Lower case; also found inside longer words.
     pub(super) banned: &'static [&'static str],
     pub(super) advice: &'static str,
@@ -332,19 +353,24 @@ pub(super) struct Border {
 /// Borders between crates that the compiler does not enforce.
 pub(super) const BORDERS: &[Border] = &[
     Border {
-        within: "crates/blockio/",
+        within: &["crates/blockio/", "crates/disks/"],
         banned: &["virtio", "vhost", "virtqueue", "guest"],
-        advice: "blockio knows files and threads only; what is about guests goes into device",
+        advice: "it knows files, servers and threads only; code about guests goes into device",
     },
     Border {
-        within: "crates/virtqueue/src/",
+        within: &["crates/virtqueue/src/"],
         banned: &["blockio", "pread", "pwrite", "io_submit", "io_uring"],
         advice: "virtqueue does no disk I/O; what needs both goes into device",
     },
     Border {
-        within: "crates/device/src/",
+        within: &["crates/device/src/"],
         banned: &["vhost", "clap", "anyhow", "ringhaul::"],
         advice: "a VMM embeds the device alone; what is about daemons goes into ringhaul",
+    },
+    Border {
+        within: &["crates/vhost-user/src/"],
+        banned: &["clap", "anyhow", "ringhaul::"],
+        advice: "a session serves one device; code about daemons goes into ringhaul",
     },
 ];
 
