@@ -1,5 +1,5 @@
-//! ARCHITECTURE.md against the tree: its code map names each file, and each of its invariants is
-//! asserted by its number.
+//! ARCHITECTURE.md against the tree: its code map names each file outside of folders, and each of
+//! its invariants is asserted by its number.
 
 use std::collections::BTreeSet;
 
