@@ -42,7 +42,7 @@ const CATEGORIES: [(Category, &str); 5] = [
     (Category::Data, "data"),
 ];
 
-/// Folders and their parts; the first match decides. `*` is any name.
+/// Folders and their categories; the first match decides. `*` is any name.
 const FOLDERS: &[(&str, Category)] = &[
     ("crates/sim/", Category::Proof),
     ("crates/bench/src/", Category::Tools),

@@ -116,7 +116,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the files that cargo-mutants takes first are there.
+/// Checks that the files that cargo-mutants examines exist.
 fn check_listed_files() -> Result<()> {
     let path = workspace::root().join(".cargo/mutants.toml");
     let text =
