@@ -50,7 +50,8 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode> {
     let folder = Folder::new()?;
     let (disk, socket) = (folder.0.join("disk.img"), folder.0.join("socket"));
     print(format_args!("Sample disk of {} MiB, half of it holes: {}", args.size, disk.display()))?;
-    make_disk(&disk, args.size).with_context(|| format!("cannot write {}", disk.display()))?;
+    make_disk(&disk, args.size, &interrupted)
+        .with_context(|| format!("cannot write {}", disk.display()))?;
 
     let program = std::env::current_exe().context("cannot find the path of this program")?;
     let mut serve = Command::new(&program);
@@ -180,20 +181,21 @@ impl Drop for Program {
     }
 }
 
-/// Writes a disk of `size_mib` MiB with random data in every second piece.
-fn make_disk(path: &Path, size_mib: u64) -> io::Result<()> {
+/// Writes a disk of `size_mib` MiB with random data in every second piece, unless a signal comes.
+fn make_disk(path: &Path, size_mib: u64, interrupted: &AtomicBool) -> Result<()> {
     let mut disk = File::create_new(path)?;
     let size = size_mib << 20;
     disk.set_len(size)?;
     let mut random = File::open("/dev/urandom")?;
     let mut piece = vec![0; PIECE_BYTES];
     for position in (0..size).step_by(2 * PIECE_BYTES) {
+        ensure!(!interrupted.load(Ordering::Relaxed), "interrupted");
         random.read_exact(&mut piece)?;
         disk.seek(SeekFrom::Start(position))?;
         disk.write_all(&piece)?;
     }
     // Otherwise the kernel would write this data back during the measurement.
-    disk.sync_all()
+    Ok(disk.sync_all()?)
 }
 
 /// Formats a command line for display; its arguments have no spaces here.
@@ -213,7 +215,8 @@ mod tests {
     fn the_sample_disk_is_half_holes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
-        make_disk(&path, 4).unwrap();
+        make_disk(&path, 4, &AtomicBool::new(false)).unwrap();
+        assert!(make_disk(&folder.path().join("other"), 4, &AtomicBool::new(true)).is_err());
         let metadata = path.metadata().unwrap();
         assert_eq!(metadata.len(), 4 << 20);
         assert!(metadata.blocks() * 512 <= 2 << 20, "{} blocks", metadata.blocks());
