@@ -310,7 +310,8 @@ impl Engine {
     }
 
     /// Returns true if some work does not make the descriptor readable: entries (of watches, say)
-    /// that the next wait submits, or ops whose completions are polled for.
+    /// that the next wait submits, ops without an entry in a full submission ring, or ops whose
+    /// completions are polled for.
     pub(crate) fn has_unannounced_work(&mut self) -> bool {
         match &mut self.waiter {
             Waiter::Ring(ring) => ring.has_unannounced_work(),

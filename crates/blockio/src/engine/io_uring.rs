@@ -186,7 +186,12 @@ impl IoUring {
     }
 
     pub(super) fn has_unannounced_work(&mut self) -> bool {
-        self.polled_in_kernel() > 0 || self.rings().any(|ring| ring.ring.has_unseen_entries())
+        // A submission thread makes room without an event. The next wait asks it for room.
+        let lacks_entries =
+            self.queued() > 0 && self.in_kernel() < self.depth && !self.retry.awaits_event();
+        lacks_entries
+            || self.polled_in_kernel() > 0
+            || self.rings().any(|ring| ring.ring.has_unseen_entries())
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {

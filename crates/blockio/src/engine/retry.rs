@@ -40,6 +40,11 @@ impl Retry {
         }
     }
 
+    /// Returns true if a completion or a time ends the wait of the queued ops.
+    pub(super) fn awaits_event(&self) -> bool {
+        !matches!(self.blocked, Blocked::No)
+    }
+
     /// Records that the limit of ops in the kernel is reached.
     pub(super) fn on_full(&mut self) {
         self.blocked = Blocked::UntilCompletion;

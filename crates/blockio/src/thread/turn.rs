@@ -310,6 +310,9 @@ impl Io {
         let is_ready = self.run_foreign() || self.has_work() || was_root_woken;
         let is_busy =
             is_ready || self.ops.borrow_mut().engine.has_unannounced_work() || self.arm_mailbox();
+        if wait == Wait::Never && !is_busy {
+            self.ops.borrow().assert_may_sleep(false);
+        }
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
     }
 
