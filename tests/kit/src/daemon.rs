@@ -305,20 +305,18 @@ impl Daemon {
         }
     }
 
-    /// The targets of its open descriptors, sorted.
+    /// The targets of its open descriptors, sorted, without the folder of these descriptors: the
+    /// daemon counts its open files after exports have changed.
     ///
     /// # Errors
     /// If /proc cannot be read.
     pub fn descriptors(&self) -> Result<Vec<String>> {
-        let mut targets = Vec::new();
-        for entry in self.proc_entries("fd")? {
-            // A descriptor that was closed since the listing does not count.
-            if let Ok(target) = fs::read_link(entry) {
-                targets.push(target.to_string_lossy().into_owned());
-            }
-        }
-        targets.sort_unstable();
-        Ok(targets)
+        // A descriptor that was closed since the listing does not count.
+        let targets = self.proc_entries("fd")?.into_iter().flat_map(fs::read_link);
+        let others = targets.filter(|target| *target != self.proc().join("fd"));
+        let mut others: Vec<_> = others.map(|path| path.to_string_lossy().into()).collect();
+        others.sort_unstable();
+        Ok(others)
     }
 
     /// The names of its threads, sorted, without threads that come and go with load.
