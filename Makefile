@@ -14,7 +14,7 @@ build: rust ## Build the program, which then names its commit (ringhaul version)
 	@RINGHAUL_COMMIT="$$(git describe --always --dirty 2>/dev/null)" $(CARGO) build --release
 
 demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
-	@echo "Building Ringhaul without link-time optimisation: about two minutes on two cores …"
+	@echo "Building Ringhaul without link-time optimisation: about a minute on two cores …"
 	@$(CARGO) run --quiet --profile demo --package ringhaul-cli --no-default-features -- demo
 
 test: setup ## Install missing packages (see setup), then run every check
