@@ -51,11 +51,12 @@ pub struct ExportArgs {
     pub device: DeviceKind,
     /// A logical unit of the virtio-scsi device, 0 to 16383, or with its target T, 0 to 255; may be
     /// repeated. It needs its disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK`
-    /// with DISK as for `--disk`. `read-only`, `lock`, `cache` and `logical-block-size` default to
-    /// the options of the same names. The guest sees `serial` (36 bytes), `wwn` (16 hexadecimal
-    /// digits), `rotational=on|off`, `discard=on|off`, `vendor`, `product`, `revision`, `like=qemu`
-    /// and `names=wwn|serial`; `stop=ignore|obey` is the effect of START STOP UNIT. Write a comma
-    /// in a value twice.
+    /// with DISK as for `--disk`. `read-only`, `lock`, `cache`, `logical-block-size`, `rerror`,
+    /// `werror` and the keys of `--limits` default to the options of the same names. The guest sees
+    /// `serial` (36 bytes), `wwn` (16 hexadecimal digits), `rotational=on|off`, `discard=on|off`,
+    /// `vendor`, `product`, `revision`, `like=qemu` and `names=wwn|serial`; `stop=ignore|obey` is
+    /// the effect of START STOP UNIT, and `reservations=PATH` the file of persistent reservations.
+    /// Write a comma in a value twice.
     #[arg(help_heading = "What the guest sees", long,
           value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"],
           add = ArgValueCompleter::new(complete_keys))]
@@ -77,9 +78,10 @@ pub struct ExportArgs {
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH` and its
     /// disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with DISK as for
     /// `--disk`; or `device=scsi` and units, each of which begins with `lun=[T:]LUN`, followed by
-    /// its keys. `name`, `read-only=on|off`, `lock`, `cache`, `serial`, `logical-block-size`,
-    /// `num-queues`, `queue-size` and `iothread` are like the options of the same names, which are
-    /// their defaults (except `name`, `serial` and `iothread`). Write a comma in a value twice.
+    /// its keys. `name`, `read-only=on|off`, `lock`, `in-order`, `cache`, `serial`,
+    /// `logical-block-size`, `num-queues`, `queue-size`, `iothread`, `rerror`, `werror` and the
+    /// keys of `--limits` are like the options of the same names, which are their defaults (except
+    /// `name`, `serial` and `iothread`). Write a comma in a value twice.
     #[arg(help_heading = "Socket", long,
           value_name = "KEY=VALUE,...", add = ArgValueCompleter::new(complete_keys))]
     pub export: Vec<String>,
@@ -218,8 +220,8 @@ pub struct ServeArgs {
     /// The time slice of an IoThread in microseconds, 100 to 100000, while other programs want its
     /// CPU: a short one brings the CPU back sooner. 0 leaves the kernel's. Linux before 6.12
     /// ignores it.
-    #[arg(long, value_name = "US", default_value_t = IoThreadConfig::SLICE_US,
-          value_parser = parse_slice)]
+    #[arg(help_heading = "Threads and engines", long, value_name = "US",
+          default_value_t = IoThreadConfig::SLICE_US, value_parser = parse_slice)]
     pub slice_us: u32,
     /// The engine that carries operations to the kernel. `auto` tries the engines on the disk and
     /// logs its choice.
