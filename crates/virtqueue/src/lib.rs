@@ -46,7 +46,8 @@
 //! An access to memory that its owner truncated raises SIGBUS. After [`install_sigbus_handler`],
 //! queues with rings in such memory stop instead, and requests with buffers in it fail.
 //!
-//! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7.
+//! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7. Packed
+//! virtqueues are not supported; ARCHITECTURE.md lists the places that they would touch.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("guest addresses and lengths are 64 bits wide and must fit a usize");

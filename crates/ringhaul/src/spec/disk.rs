@@ -7,7 +7,8 @@
 //! a key that names a file with it.
 //!
 //! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, and its opening in
-//! `open/disk.rs`.
+//! `open/disk.rs`. docs/guide/disks.md lists kinds and keys, which a test compares, and
+//! docs/reference/control.md the form as a table.
 
 mod backing;
 mod data;
