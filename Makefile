@@ -23,7 +23,7 @@ test: setup ## Install missing packages (see setup), then run every check
 setup: ## Install the requirements of the tests (Debian packages; with sudo when not root)
 	@sh xtask/setup.sh
 
-check: rust ## The quick checks: format, tidy, clippy, tests of units and rings
+check: rust ## The quick checks: format, tidy, clippy, tests of units, rings, sessions
 	@$(XTASK) check
 
 compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices
