@@ -6,10 +6,11 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ringhaul_options::parse_size;
+use ringhaul_options::{EngineChoice, parse_size};
 
 use crate::arrivals::RateProcess;
 use crate::engine_args::EngineArgs;
+use crate::error::BenchError;
 use crate::fio_args::FioArgs;
 use crate::pattern::{BlockSplit, Rw};
 use crate::quantities::{CpuList, parse_duration};
@@ -238,6 +239,33 @@ impl BenchArgs {
         self.iodepth.unwrap_or(self.profile.map_or(NonZeroU32::MIN, Profile::depth))
     }
 
+    /// Returns the options with `--ioengine` translated to `--engine`.
+    ///
+    /// # Errors
+    ///
+    /// If the engine for `--filename` has no counterpart here.
+    pub(crate) fn with_fio_names(&self) -> Result<Self, BenchError> {
+        let mut args = self.clone();
+        if self.filename.is_some()
+            && let Some(engine) = self.fio.engine()?
+            && self.engine.engine == EngineChoice::Auto
+        {
+            args.engine.engine = engine;
+        }
+        Ok(args)
+    }
+
+    /// Returns the names of given options that change nothing.
+    pub(crate) fn ignored_options(&self) -> Vec<&'static str> {
+        let is_served = self.socket_path.is_some();
+        let of_file = [
+            ("--ioengine", self.fio.ioengine.is_some()),
+            ("--direct", self.engine.direct.is_some()),
+        ];
+        let of_file = of_file.into_iter().filter(|(_, is_given)| *is_given && is_served);
+        of_file.map(|(name, _)| name).chain(self.fio.ignored_options()).collect()
+    }
+
     /// Returns the block sizes for a disk with logical blocks of this many bytes: from `--bssplit`
     /// if given, else from `--bs`, else from the profile.
     pub(crate) fn block_sizes(&self, logical_block_bytes: u32) -> BlockSplit {
@@ -459,5 +487,35 @@ pub(crate) mod tests {
             let first = message.lines().next().unwrap();
             assert!(first.contains(word), "{first}");
         }
+    }
+
+    #[test]
+    fn usual_command_lines_of_fio_are_accepted() {
+        let usual = "--name=x --time_based --group_reporting=1 --norandommap --randrepeat=0";
+        let args = parse(&format!("{usual} --ioengine=io_uring --direct=1 --runtime=1")).unwrap();
+        let expected = [
+            "--ioengine",
+            "--direct",
+            "--time_based",
+            "--group_reporting",
+            "--norandommap",
+            "--randrepeat",
+        ];
+        assert_eq!(args.ignored_options(), expected);
+        assert!(parse("").unwrap().ignored_options().is_empty());
+        let args = parse_only(&format!("--filename f {usual} --thread --direct=1")).unwrap();
+        assert_eq!(args.ignored_options(), [&expected[2..], &["--thread"]].concat());
+    }
+
+    #[test]
+    fn engines_have_fio_names_too() {
+        let engine = |words: &str| {
+            let args = parse_only(&format!("--filename f {words}")).unwrap().with_fio_names();
+            args.map(|args| args.engine.engine).map_err(|error| error.to_string())
+        };
+        assert_eq!(engine("--ioengine=libaio"), Ok(EngineChoice::Aio));
+        assert_eq!(engine("--ioengine=psync"), Ok(EngineChoice::Threads));
+        assert_eq!(engine("--ioengine=libaio --engine=io_uring"), Ok(EngineChoice::IoUring));
+        assert!(engine("--ioengine=rbd").unwrap_err().contains("--engine io_uring"));
     }
 }

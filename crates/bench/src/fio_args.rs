@@ -4,7 +4,6 @@
 
 use ringhaul_options::EngineChoice;
 
-use crate::args::BenchArgs;
 use crate::error::BenchError;
 
 /// Options that command lines of fio usually have.
@@ -44,83 +43,36 @@ pub struct FioArgs {
     pub thread: Option<String>,
 }
 
-impl BenchArgs {
-    /// Returns the options with `--ioengine` translated to `--engine`.
+impl FioArgs {
+    /// Returns the engine that `--ioengine` names.
     ///
     /// # Errors
     ///
     /// If fio's engine has no counterpart here.
-    pub(crate) fn with_fio_names(&self) -> Result<Self, BenchError> {
-        let mut args = self.clone();
-        let engine = match self.fio.ioengine.as_deref() {
+    pub(crate) fn engine(&self) -> Result<Option<EngineChoice>, BenchError> {
+        Ok(Some(match self.ioengine.as_deref() {
+            None => return Ok(None),
             Some("io_uring") => EngineChoice::IoUring,
             Some("libaio") => EngineChoice::Aio,
             Some("sync" | "psync" | "vsync" | "pvsync" | "pvsync2") => EngineChoice::Threads,
-            Some(other) if self.filename.is_some() => {
+            Some(other) => {
                 return Err(BenchError::Usage(format!(
                     "--ioengine {other} is not supported; use --engine io_uring, aio or threads"
                 )));
             }
-            _ => return Ok(args),
-        };
-        if self.filename.is_some() && self.engine.engine == EngineChoice::Auto {
-            args.engine.engine = engine;
-        }
-        Ok(args)
+        }))
     }
 
-    /// Returns the names of given options that change nothing.
-    pub(crate) fn ignored_options(&self) -> Vec<&'static str> {
-        let FioArgs {
-            ioengine, time_based, group_reporting, norandommap, randrepeat, thread, ..
-        } = &self.fio;
-        let is_served = self.socket_path.is_some();
+    /// Returns the names of given options that change nothing in any run.
+    pub(crate) fn ignored_options(&self) -> impl Iterator<Item = &'static str> {
+        let Self { time_based, group_reporting, norandommap, randrepeat, thread, .. } = self;
         let all = [
-            ("--ioengine", ioengine.is_some() && is_served),
-            ("--direct", self.engine.direct.is_some() && is_served),
-            ("--time_based", time_based.is_some()),
-            ("--group_reporting", group_reporting.is_some()),
-            ("--norandommap", norandommap.is_some()),
-            ("--randrepeat", randrepeat.is_some()),
-            ("--thread", thread.is_some()),
+            ("--time_based", time_based),
+            ("--group_reporting", group_reporting),
+            ("--norandommap", norandommap),
+            ("--randrepeat", randrepeat),
+            ("--thread", thread),
         ];
-        all.into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use ringhaul_options::EngineChoice;
-
-    use crate::args::tests::{parse, parse_only};
-
-    #[test]
-    fn usual_command_lines_of_fio_are_accepted() {
-        let usual = "--name=x --time_based --group_reporting=1 --norandommap --randrepeat=0";
-        let args = parse(&format!("{usual} --ioengine=io_uring --direct=1 --runtime=1")).unwrap();
-        let expected = [
-            "--ioengine",
-            "--direct",
-            "--time_based",
-            "--group_reporting",
-            "--norandommap",
-            "--randrepeat",
-        ];
-        assert_eq!(args.ignored_options(), expected);
-        assert!(parse("").unwrap().ignored_options().is_empty());
-        let args = parse_only(&format!("--filename f {usual} --thread --direct=1")).unwrap();
-        assert_eq!(args.ignored_options(), [&expected[2..], &["--thread"]].concat());
-    }
-
-    #[test]
-    fn engines_have_fio_names_too() {
-        let engine = |words: &str| {
-            let args = parse_only(&format!("--filename f {words}")).unwrap().with_fio_names();
-            args.map(|args| args.engine.engine).map_err(|error| error.to_string())
-        };
-        assert_eq!(engine("--ioengine=libaio"), Ok(EngineChoice::Aio));
-        assert_eq!(engine("--ioengine=psync"), Ok(EngineChoice::Threads));
-        assert_eq!(engine("--ioengine=libaio --engine=io_uring"), Ok(EngineChoice::IoUring));
-        assert!(engine("--ioengine=rbd").unwrap_err().contains("--engine io_uring"));
+        all.into_iter().filter(|(_, given)| given.is_some()).map(|(name, _)| name)
     }
 }

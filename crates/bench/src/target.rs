@@ -9,9 +9,10 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use blockio::disk::engine_trial;
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
 use iomem::fits;
-use ringhaul_options::{EngineChoice, OnOff, ineffective_warning};
+use ringhaul_options::{OnOff, ineffective_warning};
 
 use crate::args::BenchArgs;
 use crate::device::Device;
@@ -192,19 +193,16 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
 }
 
 fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchError> {
-    let engine = match args.engine.engine.kind() {
-        Some(engine) => engine,
-        None => blockio::disk::engine_trial::best_engine(&source).engine,
-    };
-    let engine = match try_engine(args, engine) {
-        Ok(()) => engine,
-        // The trial that chose the engine had room for fewer operations.
-        Err(error) if args.engine.engine == EngineChoice::Auto => {
-            tracing::warn!("{error}; falling back to engine threads");
-            EngineKind::Threads
-        }
-        Err(error) => return Err(BenchError::Connect(error.to_string())),
-    };
+    let asked = args.engine.engine.kind();
+    let mut engine = asked.unwrap_or_else(|| engine_trial::best_engine(&source).engine);
+    let mut tried = try_engine(args, engine);
+    // The trial that chose the engine had room for fewer operations.
+    for other in engine_trial::fallbacks(engine, &source).filter(|_| asked.is_none()) {
+        let Err(error) = tried else { break };
+        tracing::warn!("{error}; falling back to engine {other}");
+        (engine, tried) = (other, try_engine(args, other));
+    }
+    tried.map_err(|error| BenchError::Connect(error.to_string()))?;
     if let Some(warning) = ineffective_warning(engine, &args.engine.io_uring_options()) {
         tracing::warn!("engine {engine}; {warning}");
     }
