@@ -31,10 +31,10 @@ use crate::spec::qos::{FullQosSpec, QosChange};
 use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
-use exports::Exports;
+use exports::{Exports, Order};
 use hand_over_state::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
-use order::{Alarm, Answered, Changed, HandOverOrder, Order};
+use order::{Alarm, Answered, OrderKind};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 use stages::Stages;
 pub use stages::{FailedExport, OpeningExport, ReadyExport};
@@ -109,7 +109,7 @@ impl Control {
     ///
     /// When the exports were told to stop.
     pub fn serve(&self, exports: Vec<ExportSetup>) -> Answered<()> {
-        self.ask(|answer| Order::Serve(exports, answer))?
+        self.ask(OrderKind::Change, |all| all.serve(exports))?
     }
 
     /// Ends an export like [`begin_stop`](Self::begin_stop) does, and waits for its end. If the
@@ -121,7 +121,8 @@ impl Control {
     pub(crate) fn remove(&self, removal: Removal) -> Answered<ExportStatus> {
         let Removal { export, force, deadline_ms } = removal;
         let (answer, pending) = oneshot::channel();
-        self.order(Order::Remove(export.clone(), force, answer));
+        let name = export.clone();
+        self.order(OrderKind::Change, move |all| all.remove(&name, force, answer));
         let Some(time) = deadline_ms else {
             return pending.wait().ok_or_else(|| self.stages.end_reason())?;
         };
@@ -148,7 +149,7 @@ impl Control {
     ///
     /// When all have ended.
     pub(crate) fn show(&self) -> Answered<Vec<ExportStatus>> {
-        self.ask(Order::Show)
+        self.ask(OrderKind::Query, |all| all.show())
     }
 
     /// Describes one export in detail.
@@ -157,7 +158,7 @@ impl Control {
     ///
     /// When no export has this name, or it is not served.
     pub(crate) fn details(&self, name: String) -> Answered<ExportDetails> {
-        self.ask(|answer| Order::Details(name, answer))?
+        self.ask(OrderKind::Query, move |all| all.details(&name))?
     }
 
     /// Returns the counters of all exports.
@@ -166,7 +167,7 @@ impl Control {
     ///
     /// When all have ended.
     pub(crate) fn stats(&self) -> Answered<Vec<ExportStats>> {
-        self.ask(Order::Stats)
+        self.ask(OrderKind::Query, |all| all.stats())
     }
 
     /// Begins to change a logical unit of an export. The caller has exclusive use of the unit's
@@ -182,7 +183,8 @@ impl Control {
         place: UnitPlace,
         change: UnitChange,
     ) -> Answered<(ChangingUnit, DiskLock<'_>)> {
-        let unit = self.ask(|answer| Order::BeginUnit(name, place, change, answer))??;
+        let begin = move |all: &mut Exports| all.find(&name)?.begin_unit(place, change);
+        let unit = self.ask(OrderKind::Change, begin)??;
         let lock = DiskLock { control: self, id: unit.id, place: Some(place) };
         Ok((unit, lock))
     }
@@ -198,7 +200,7 @@ impl Control {
         name: String,
         place: Option<UnitPlace>,
     ) -> Answered<(ResizingDisk, DiskLock<'_>)> {
-        let disk = self.ask(|answer| Order::BeginResize(name, place, answer))??;
+        let disk = self.ask(OrderKind::Change, move |all| all.begin_resize(&name, place))??;
         let lock = DiskLock { control: self, id: disk.id, place };
         Ok((disk, lock))
     }
@@ -215,7 +217,8 @@ impl Control {
         place: Option<UnitPlace>,
         change: Box<QosChange>,
     ) -> Answered<(FullQosSpec, String)> {
-        self.ask(|answer| Order::SetDisk(name, place, change, answer))?
+        let kind = if change.is_empty() { OrderKind::Query } else { OrderKind::Change };
+        self.ask(kind, move |all| all.find(&name)?.set_rules(place, &change))?
     }
 
     /// Retries at once the failed requests that wait for one disk or for all disks of an export.
@@ -224,7 +227,11 @@ impl Control {
     ///
     /// When there is no such disk.
     pub(crate) fn resume_disks(&self, name: String, place: Option<UnitPlace>) -> Answered<()> {
-        self.ask(|answer| Order::ResumeDisks(name, place, answer))?
+        self.ask(OrderKind::Query, move |all| {
+            let disks = all.find(&name)?.disks_at(place)?;
+            disks.iter().for_each(DiskSource::resume);
+            Ok(())
+        })?
     }
 
     /// Returns the disks of all exports, for the watch of their sizes.
@@ -233,7 +240,7 @@ impl Control {
     ///
     /// When all exports have ended.
     pub(crate) fn watched_disks(&self) -> Answered<Vec<WatchedDisk>> {
-        self.ask(Order::ListDisks)
+        self.ask(OrderKind::Query, |all| all.watched_disks())
     }
 
     /// Describes the exports for another process.
@@ -242,7 +249,7 @@ impl Control {
     ///
     /// When an export cannot be handed over at the moment.
     pub(crate) fn describe(&self) -> Answered<Described> {
-        self.ask(|answer| Order::HandOver(HandOverOrder::Describe(answer)))?
+        self.ask(OrderKind::HandOver, |all| all.describe())?
     }
 
     /// Stops all queues so that another process can resume them. If it does not,
@@ -253,7 +260,9 @@ impl Control {
     /// When the exports differ from the description, or do not stop. Their queues continue in that
     /// case.
     pub(crate) fn pause(&self, generation: u64) -> Answered<Paused> {
-        self.ask(|answer| Order::HandOver(HandOverOrder::Pause(generation, answer)))?
+        let (answer, pending) = oneshot::channel();
+        self.order(OrderKind::HandOver, move |all| all.pause(generation, answer));
+        self.wait(pending)?
     }
 
     /// Commits the paused exports to the process that takes over, before it is notified. If the
@@ -264,13 +273,15 @@ impl Control {
     ///
     /// When the exports are to end instead.
     pub(crate) fn commit(&self) -> Answered<Vec<DiskSource>> {
-        self.ask(|answer| Order::HandOver(HandOverOrder::Commit(answer)))?
+        self.ask(OrderKind::HandOver, |all| all.commit())?
     }
 
     /// Restarts the queues and waits until that is done.
     pub(crate) fn resume(&self) {
+        let (answer, pending) = oneshot::channel();
+        self.order(OrderKind::HandOver, move |all| all.resume(answer));
         // A thread that has ended has no queues.
-        let _ = self.ask(|answer| Order::HandOver(HandOverOrder::Resume(answer)));
+        let _ = pending.wait();
     }
 
     /// Takes over the exports of another process. They stay paused until [resumed](Self::resume).
@@ -283,18 +294,18 @@ impl Control {
         taken: Vec<(ExportSetup, ExportProgress)>,
         fds: PassedFds,
     ) -> Result<()> {
-        self.ask(|answer| Order::HandOver(HandOverOrder::TakeOver(taken, fds, answer)))?
+        self.ask(OrderKind::HandOver, |all| all.take_over(taken, fds))?
     }
 
     /// Leaves the paused exports to the process with this id. The calling process must end.
     pub(crate) fn release(&self, process: u32) {
-        self.order(Order::HandOver(HandOverOrder::Release(process)));
+        self.order(OrderKind::HandOver, move |all| all.release(process));
     }
 
     /// Begins to disconnect all front-ends and accepts no new ones. Each front-end sees the end
     /// when its requests are answered.
     pub fn begin_stop(&self) {
-        self.order(Order::Stop);
+        self.order(OrderKind::End, Exports::begin_stop);
     }
 
     /// Abandons exports that have not ended: logs them, removes their sockets and lets the thread
@@ -302,7 +313,7 @@ impl Control {
     /// abandoned.
     pub(crate) fn abandon(&self) -> oneshot::Receiver<bool> {
         let (answer, pending) = oneshot::channel();
-        self.order(Order::Abandon(answer));
+        self.order(OrderKind::End, |all| answer.send(all.abandon()));
         pending
     }
 
@@ -314,15 +325,24 @@ impl Control {
         }
     }
 
-    fn order(&self, order: Order) {
+    fn order(&self, kind: OrderKind, carry_out: impl FnOnce(&mut Exports) + Send + 'static) {
         // A send to an ended thread fails, and that thread has nothing left to do.
-        let _ = self.orders.send(order);
+        let _ = self.orders.send(Order { kind, carry_out: Box::new(carry_out) });
         self.alarm.ring();
     }
 
-    fn ask<T>(&self, order: impl FnOnce(oneshot::Sender<T>) -> Order) -> Answered<T> {
+    /// Gives an order, and waits for its result.
+    fn ask<T: Send + 'static>(
+        &self,
+        kind: OrderKind,
+        carry_out: impl FnOnce(&mut Exports) -> T + Send + 'static,
+    ) -> Answered<T> {
         let (answer, pending) = oneshot::channel();
-        self.order(order(answer));
+        self.order(kind, move |all| answer.send(carry_out(all)));
+        self.wait(pending)
+    }
+
+    fn wait<T>(&self, pending: oneshot::Receiver<T>) -> Answered<T> {
         pending.wait().ok_or_else(|| self.stages.end_reason())
     }
 }
@@ -349,41 +369,46 @@ impl DiskLock<'_> {
     ///
     /// When another process has taken over.
     pub(crate) fn claim(&self) -> Answered<bool> {
-        self.control.ask(|answer| Order::BlockHandOver(self.id, self.place, true, answer))
+        self.ask(|all, id, place| all.block_hand_over(id, place, true))
     }
 
     /// Unblocks takeovers: the rest of the change does not concern another process.
     pub(crate) fn unblock_take_over(&self) {
         // Fails only after a takeover or the end of the export, when nothing is blocked.
-        let _ = self.control.ask(|answer| Order::BlockHandOver(self.id, self.place, false, answer));
+        let _ = self.ask(|all, id, place| all.block_hand_over(id, place, false));
     }
 
     /// Adds a unit on this disk, as requested at `asked`. Returns false if the export has ended.
     pub(crate) fn add_unit(&self, unit: UnitSpec, disk: DiskSource, asked: Instant) -> bool {
-        matches!(self.report(Changed::Unit(Box::new(unit), disk, asked)), Ok(None))
+        matches!(self.ask(move |all, id, _| all.add_unit(id, unit, disk, asked)), Ok(None))
     }
 
     /// Reports that the disk has a new size, so that a virtio-blk driver is notified.
     pub(crate) fn report_resized(&self) {
         // Without the export there is no driver to notify.
-        let _ = self.report(Changed::Size);
+        let _ = self.ask(Exports::report_resized);
     }
 
     /// Reports that the unit is removed.
     pub(crate) fn report_removed(&self) {
         // Without the export there is no driver to notify.
-        let _ = self.report(Changed::Removed);
+        let _ = self.ask(Exports::report_removed);
     }
 
-    fn report(&self, changed: Changed) -> Answered<Option<DiskSource>> {
-        self.control.ask(|answer| Order::ApplyChange(self.id, self.place, changed, answer))
+    fn ask<T: Send + 'static>(
+        &self,
+        carry_out: impl FnOnce(&mut Exports, u64, Option<UnitPlace>) -> T + Send + 'static,
+    ) -> Answered<T> {
+        let Self { control, id, place } = *self;
+        control.ask(OrderKind::Change, move |all| carry_out(all, id, place))
     }
 }
 
 impl Drop for DiskLock<'_> {
     fn drop(&mut self) {
-        // The place is free for the next command.
-        let _ = self.control.ask(|answer| Order::EndChange(self.id, self.place, answer));
+        let (id, place) = (self.id, self.place);
+        // The place is free for the next command, whose orders follow this one.
+        self.control.order(OrderKind::Change, move |all| all.end_change(id, place));
     }
 }
 

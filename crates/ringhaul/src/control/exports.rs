@@ -17,14 +17,15 @@ use super::closing::{Closing, refuse};
 use super::disk_change::{DiskChange, DiskChangeKind};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
-use super::order::{Alarm, Answered, Changed, ExportSetup, Order, ResizingDisk};
+use super::order::{Alarm, Answered, ExportSetup, OrderKind, ResizingDisk, WatchedDisk};
 use super::stages::Stages;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
 use crate::process::descriptor_limit;
-use crate::spec::UnitPlace;
 use crate::spec::command::{CommandError, ExportState, ExportStatus};
+use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
+use crate::spec::{UnitPlace, UnitSpec};
 
 /// The interval of log lines about exports that have not ended.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
@@ -53,15 +54,14 @@ pub(super) struct Exports {
     stopping: Option<Instant>,
     reported: Option<Instant>,
     poll_error_limit: RateLimit,
+    /// True if unfinished exports were abandoned, or left to another process: the thread ends.
+    is_left: bool,
 }
 
-/// The next step of the control thread after an order.
-enum Next {
-    Continue,
-    /// Abandons unfinished exports. The answer is true if there were any.
-    Abandon(oneshot::Sender<bool>),
-    /// Ends the thread: nothing is left, or another process has all exports.
-    End,
+/// An order to the control thread.
+pub(super) struct Order {
+    pub(super) kind: OrderKind,
+    pub(super) carry_out: Box<dyn FnOnce(&mut Exports) + Send>,
 }
 
 impl Exports {
@@ -84,6 +84,7 @@ impl Exports {
             stopping: None,
             reported: None,
             poll_error_limit: RateLimit::default(),
+            is_left: false,
         }
     }
 
@@ -92,10 +93,11 @@ impl Exports {
         loop {
             let now = Instant::now();
             while let Some(order) = self.next_order() {
-                match self.carry_out(order, now) {
-                    Next::Continue => {}
-                    Next::Abandon(answer) => return answer.send(self.abandon()),
-                    Next::End => return,
+                let is_change = matches!(order.kind, OrderKind::Change | OrderKind::End);
+                self.generation += u64::from(is_change);
+                (order.carry_out)(self);
+                if self.is_left {
+                    return;
                 }
             }
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
@@ -111,7 +113,7 @@ impl Exports {
 
     /// Returns the next order that need not wait for a hand-over.
     fn next_order(&mut self) -> Option<Order> {
-        let holds = |order: &Order| self.hand_over.as_ref().is_some_and(|it| it.holds(order));
+        let holds = |order: &Order| self.hand_over.as_ref().is_some_and(|it| it.holds(order.kind));
         if self.deferred.front().is_some_and(|order| !holds(order)) {
             return self.deferred.pop_front();
         }
@@ -124,62 +126,40 @@ impl Exports {
         }
     }
 
-    fn carry_out(&mut self, order: Order, now: Instant) -> Next {
-        if !order.changes_nothing() && !matches!(order, Order::HandOver(_)) {
-            self.generation += 1;
+    /// Begins to stop all exports.
+    pub(super) fn begin_stop(&mut self) {
+        if self.stopping.is_none() {
+            self.cancel_hand_over();
+            self.stages.close(None);
+            let now = Instant::now();
+            (self.stopping, self.reported) = (Some(now), Some(now));
+            self.list.iter_mut().for_each(Export::begin_stop);
         }
-        match order {
-            Order::HandOver(order) => return self.hand_over(order, now),
-            Order::Serve(setups, answer) => answer.send(self.serve(setups)),
-            Order::Remove(name, force, answer) => self.remove(&name, force, answer),
-            Order::Show(answer) => answer.send(self.show()),
-            Order::Stats(answer) => answer.send(self.list.iter().map(Export::stats).collect()),
-            Order::Details(name, answer) => answer.send(self.details(&name, now)),
-            Order::BeginUnit(name, place, change, answer) => {
-                answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
-            }
-            Order::BlockHandOver(id, place, blocks_hand_over, answer) => {
-                let export = self.list.iter_mut().find(|export| export.id() == id);
-                answer.send(
-                    export.is_some_and(|export| export.block_hand_over(place, blocks_hand_over)),
-                );
-            }
-            Order::BeginResize(name, place, answer) => {
-                answer.send(self.begin_resize(&name, place));
-            }
-            Order::SetDisk(name, place, change, answer) => {
-                answer.send(self.find(&name).and_then(|export| export.set_rules(place, &change)));
-            }
-            Order::ResumeDisks(name, place, answer) => {
-                let disks = self.find(&name).and_then(|export| export.disks_at(place));
-                answer.send(disks.map(|disks| disks.iter().for_each(DiskSource::resume)));
-            }
-            Order::ApplyChange(id, place, changed, answer) => {
-                answer.send(self.changed(id, place, changed));
-            }
-            Order::EndChange(id, place, answer) => {
-                let changing = self.changing(id);
-                changing.into_iter().for_each(|all| all.retain(|other| other.place != place));
-                answer.send(());
-            }
-            Order::ListDisks(answer) => {
-                answer.send(self.list.iter().flat_map(Export::watched_disks).collect());
-            }
-            Order::Stop if self.stopping.is_none() => {
-                self.cancel_hand_over();
-                self.stages.close(None);
-                (self.stopping, self.reported) = (Some(now), Some(now));
-                self.list.iter_mut().for_each(Export::begin_stop);
-            }
-            Order::Stop => {}
-            Order::Abandon(answer) => return Next::Abandon(answer),
-        }
-        Next::Continue
+    }
+
+    pub(super) fn stats(&self) -> Vec<ExportStats> {
+        self.list.iter().map(Export::stats).collect()
+    }
+
+    /// Lists the disks of all exports, to be watched.
+    pub(super) fn watched_disks(&self) -> Vec<WatchedDisk> {
+        self.list.iter().flat_map(Export::watched_disks).collect()
+    }
+
+    /// Returns the served export with this number.
+    fn served(&mut self, id: u64) -> Option<&mut Export> {
+        self.list.iter_mut().find(|export| export.id() == id)
+    }
+
+    /// Reports the end of the change at this place of an export: its thread has no disk open.
+    pub(super) fn end_change(&mut self, id: u64, place: Option<UnitPlace>) {
+        let changing = self.changing(id).into_iter();
+        changing.for_each(|all| all.retain(|other| other.place != place));
     }
 
     /// Begins to change the size of a disk. Until the end no other command may do so, through any
     /// export.
-    fn begin_resize(
+    pub(super) fn begin_resize(
         &mut self,
         name: &str,
         place: Option<UnitPlace>,
@@ -204,22 +184,40 @@ impl Exports {
         served.or_else(|| Some(&mut closing.find(|closing| closing.id() == id)?.changing))
     }
 
-    /// Applies the result of a change at a place of an export. Returns the disk of a unit if its
-    /// export has ended.
-    fn changed(
+    /// Adds a unit to an export, as requested at `asked`. Returns the disk, for the caller to close,
+    /// if the export has ended.
+    pub(super) fn add_unit(
+        &mut self,
+        id: u64,
+        unit: UnitSpec,
+        disk: DiskSource,
+        asked: Instant,
+    ) -> Option<DiskSource> {
+        match self.served(id) {
+            Some(export) => export.add_unit(unit, disk, asked),
+            None => Some(disk),
+        }
+    }
+
+    pub(super) fn report_removed(&mut self, id: u64, place: Option<UnitPlace>) {
+        self.served(id).into_iter().for_each(|export| export.report_removed(place));
+    }
+
+    /// Blocks (true) or allows hand-overs during the change at a place of an export. Returns false
+    /// if the export has ended, or the change was cancelled.
+    pub(super) fn block_hand_over(
         &mut self,
         id: u64,
         place: Option<UnitPlace>,
-        changed: Changed,
-    ) -> Option<DiskSource> {
-        if let Changed::Size = changed {
-            self.report_size_to_others(id, place);
-        }
-        match (self.list.iter_mut().find(|export| export.id() == id), changed) {
-            (Some(export), changed) => export.changed(place, changed),
-            (None, Changed::Unit(_, disk, _)) => Some(disk),
-            (None, Changed::Removed | Changed::Size) => None,
-        }
+        blocks: bool,
+    ) -> bool {
+        self.served(id).is_some_and(|export| export.block_hand_over(place, blocks))
+    }
+
+    /// Reports the new size of the disk at a place of an export.
+    pub(super) fn report_resized(&mut self, id: u64, place: Option<UnitPlace>) {
+        self.report_size_to_others(id, place);
+        self.served(id).into_iter().for_each(|export| export.report_size(place));
     }
 
     /// Reports the new size of the disk at a place to all other places with the same disk.
@@ -234,7 +232,7 @@ impl Exports {
         }
     }
 
-    fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {
+    pub(super) fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {
         if self.stopping.is_some() {
             for setup in setups {
                 tracing::warn!(export = setup.log.name(), "ended before it was served");
@@ -256,7 +254,12 @@ impl Exports {
         Ok(())
     }
 
-    fn remove(&mut self, name: &str, force: bool, answer: oneshot::Sender<Answered<ExportStatus>>) {
+    pub(super) fn remove(
+        &mut self,
+        name: &str,
+        force: bool,
+        answer: oneshot::Sender<Answered<ExportStatus>>,
+    ) {
         let answer = match self.stages.remove(name, answer) {
             Ok(export) if force => {
                 let text = "the removal by force waits until the opening of its disk ends";
@@ -292,7 +295,7 @@ impl Exports {
         self.list.iter().for_each(|export| export.set_descriptors_max(share));
     }
 
-    fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
+    pub(super) fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
         let pending = self.stages.statuses();
         if let Some(pending) = pending.iter().find(|status| status.spec.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), pending.state));
@@ -304,16 +307,16 @@ impl Exports {
         found.ok_or_else(|| CommandError::Unknown(name.to_owned()))
     }
 
-    fn show(&self) -> Vec<ExportStatus> {
+    pub(super) fn show(&self) -> Vec<ExportStatus> {
         let closing = self.closing.iter().map(Closing::status);
         let served = self.list.iter().map(Export::status).chain(closing);
         served.chain(self.stages.statuses()).collect()
     }
 
     /// Describes an export in detail. If it is not served, only its status is known.
-    fn details(&mut self, name: &str, now: Instant) -> Answered<ExportDetails> {
+    pub(super) fn details(&mut self, name: &str) -> Answered<ExportDetails> {
         if let Ok(export) = self.find(name) {
-            return Ok(export.details(now));
+            return Ok(export.details(Instant::now()));
         }
         let mut others = self.show().into_iter();
         let status = others.find(|status| status.spec.is_called(name));
@@ -452,7 +455,8 @@ impl Exports {
     }
 
     /// Abandons the exports that have not ended, and logs them. Returns false if all have ended.
-    fn abandon(&mut self) -> bool {
+    pub(super) fn abandon(&mut self) -> bool {
+        self.is_left = true;
         if self.have_ended() {
             return false;
         }

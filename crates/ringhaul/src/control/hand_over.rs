@@ -12,7 +12,7 @@ use vhost_user::{PassedFds, Session};
 
 use super::export::Export;
 use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
-use super::order::{Answered, ExportSetup, Order};
+use super::order::{Answered, ExportSetup, OrderKind};
 use crate::socket::endpoint::Endpoint;
 use crate::spec::command::{CommandError, ExportState};
 
@@ -33,15 +33,13 @@ pub(super) enum HandOver {
 }
 
 impl HandOver {
-    /// Returns true if this order has to wait for the end of the hand-over. Orders that end exports
+    /// Returns true if orders of this kind have to wait for the end of the hand-over. Orders that end exports
     /// cancel the hand-over first, as long as the exports are this process's to end.
-    pub(super) fn holds(&self, order: &Order) -> bool {
-        match (self, order) {
-            (_, Order::HandOver(_)) => false,
-            (_, order) if order.changes_nothing() => false,
-            (Self::Pausing { .. } | Self::Paused, Order::Stop | Order::Abandon(_)) => false,
-            (Self::Pausing { .. } | Self::Paused | Self::Committed, _) => true,
-            (Self::Resuming(_), _) => false,
+    pub(super) fn holds(&self, kind: OrderKind) -> bool {
+        match (self, kind) {
+            (_, OrderKind::Query | OrderKind::HandOver) | (Self::Resuming(_), _) => false,
+            (Self::Committed, _) | (_, OrderKind::Change) => true,
+            (Self::Pausing { .. } | Self::Paused, OrderKind::End) => false,
         }
     }
 

@@ -1,19 +1,19 @@
 //! Changes of an export's disks: addition, removal, size, limits and error policy.
 
+use std::time::Instant;
+
 use anyhow::Context;
 use blockio::DiskSource;
 use device::Device;
 
 use super::Export;
 use crate::control::disk_change::{DiskChange, DiskChangeKind};
-use crate::control::order::{
-    Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
-};
+use crate::control::order::{Answered, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 use crate::control::subscribers::EventDetails;
 use crate::open::cancellation::CancelToken;
 use crate::spec::command::{CommandError, ExportState};
 use crate::spec::qos::{FullQosSpec, QosChange, QosSpec};
-use crate::spec::{DeviceSpec, UnitPlace};
+use crate::spec::{DeviceSpec, UnitPlace, UnitSpec};
 
 impl Export {
     /// Begins to change a logical unit.
@@ -176,42 +176,38 @@ impl Export {
         rules
     }
 
-    /// Applies the result of a change at a place. Returns the disk of a unit that cannot be added.
-    pub(in crate::control) fn changed(
+    /// Adds a logical unit, as requested at `asked`. Returns its disk if the export has ended.
+    pub(in crate::control) fn add_unit(
         &mut self,
-        place: Option<UnitPlace>,
-        changed: Changed,
+        unit: UnitSpec,
+        disk: DiskSource,
+        asked: Instant,
     ) -> Option<DiskSource> {
         let has_ended = self.has_ended();
-        match (changed, &mut self.spec.device) {
-            (Changed::Unit(unit, disk, asked), DeviceSpec::Scsi(units)) if !has_ended => {
-                self.log.report(|| EventDetails::LunAdded { unit: unit.place() });
-                if unit.settings.names_limits() {
-                    let mut usual = self.spec.settings.rules.clone();
-                    self.groups.fill(&mut usual.limits);
-                    self.groups.apply_group_limits(&unit.settings.rules(&usual).limits, asked);
-                }
-                units.push(*unit);
-                self.disks.push(disk);
-                None
-            }
-            (Changed::Unit(_, disk, _), _) => Some(disk),
-            (Changed::Size, _) => {
-                self.report_size(place);
-                None
-            }
-            (Changed::Removed, _) => {
-                if let Some(unit) = place {
-                    self.log.report(|| EventDetails::LunRemoved { unit });
-                }
-                None
-            }
+        let DeviceSpec::Scsi(units) = &mut self.spec.device else { return Some(disk) };
+        if has_ended {
+            return Some(disk);
+        }
+        self.log.report(|| EventDetails::LunAdded { unit: unit.place() });
+        if unit.settings.names_limits() {
+            let mut usual = self.spec.settings.rules.clone();
+            self.groups.fill(&mut usual.limits);
+            self.groups.apply_group_limits(&unit.settings.rules(&usual).limits, asked);
+        }
+        units.push(unit);
+        self.disks.push(disk);
+        None
+    }
+
+    pub(in crate::control) fn report_removed(&self, place: Option<UnitPlace>) {
+        if let Some(unit) = place {
+            self.log.report(|| EventDetails::LunRemoved { unit });
         }
     }
 
     /// Reports the new size of the disk at a place. A virtio-scsi device notifies initiators
     /// itself.
-    fn report_size(&self, unit: Option<UnitPlace>) {
+    pub(in crate::control) fn report_size(&self, unit: Option<UnitPlace>) {
         if let Some(disk) = self.disk_at(unit) {
             self.log.report(|| EventDetails::Resized { unit, size_bytes: disk.info().size_bytes });
         }

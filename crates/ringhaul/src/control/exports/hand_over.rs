@@ -6,41 +6,48 @@ use blockio::DiskSource;
 use device::oneshot;
 use vhost_user::PassedFds;
 
-use super::{Exports, Next};
+use super::Exports;
 use crate::control::export::Export;
 use crate::control::hand_over::HandOver;
 use crate::control::hand_over_state::{Described, ExportProgress, Paused};
-use crate::control::order::{ExportSetup, HandOverOrder};
+use crate::control::order::{Answered, ExportSetup};
 use crate::spec::command::{CommandError, ExportState};
 
 impl Exports {
-    pub(super) fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Next {
-        match order {
-            HandOverOrder::Describe(answer) => answer.send(self.describe()),
-            HandOverOrder::Pause(_, answer) if self.hand_over.is_some() => {
-                answer.send(Err(CommandError::HandingOver));
-            }
-            HandOverOrder::Pause(generation, answer) => match self.begin_pause(generation) {
-                Ok(()) => self.hand_over = Some(HandOver::Pausing { since: now, answer }),
-                Err(error) => answer.send(Err(error)),
-            },
-            HandOverOrder::Commit(answer) => answer.send(self.commit()),
-            // The hand-over was cancelled.
-            HandOverOrder::Resume(answer) if !self.is_paused() => answer.send(()),
-            HandOverOrder::Resume(answer) => self.begin_resume(answer),
-            HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
-            HandOverOrder::Release(process) => {
-                // Dropping the exports would end what the new process serves. The end of this
-                // process closes everything.
-                std::mem::forget(std::mem::take(&mut self.list));
-                self.stages.close(Some(process));
-                return Next::End;
-            }
+    /// Begins to stop all queues, if the exports are the described ones.
+    pub(in crate::control) fn pause(
+        &mut self,
+        generation: u64,
+        answer: oneshot::Sender<Answered<Paused>>,
+    ) {
+        if self.hand_over.is_some() {
+            return answer.send(Err(CommandError::HandingOver));
         }
-        Next::Continue
+        match self.begin_pause(generation) {
+            Ok(()) => self.hand_over = Some(HandOver::Pausing { since: Instant::now(), answer }),
+            Err(error) => answer.send(Err(error)),
+        }
     }
 
-    fn describe(&self) -> Result<Described, CommandError> {
+    /// Begins to resume the exports. The answer comes when they have resumed.
+    pub(in crate::control) fn resume(&mut self, answer: oneshot::Sender<()>) {
+        match self.hand_over {
+            Some(HandOver::Paused | HandOver::Committed) => self.begin_resume(answer),
+            // The hand-over was cancelled.
+            _ => answer.send(()),
+        }
+    }
+
+    /// Ends the control thread without ending the exports, which `process` serves.
+    pub(in crate::control) fn release(&mut self, process: u32) {
+        // Dropping the exports would end what the new process serves. The end of this process
+        // closes everything.
+        std::mem::forget(std::mem::take(&mut self.list));
+        self.stages.close(Some(process));
+        self.is_left = true;
+    }
+
+    pub(in crate::control) fn describe(&self) -> Answered<Described> {
         let (opening, changes) = self.stages.describe()?;
         if let Some(closing) = self.closing.first() {
             return Err(CommandError::Busy(closing.name(), ExportState::Stopping));
@@ -116,7 +123,7 @@ impl Exports {
         }
     }
 
-    fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
+    fn paused(&self, since: Instant) -> Answered<Paused> {
         // A request to a server may have been abandoned while queues stopped.
         self.list.iter().try_for_each(Export::check_changes)?;
         let mut fds = PassedFds::default();
@@ -131,16 +138,12 @@ impl Exports {
 
     /// Leaves the exports to the new process, unless the hand-over was cancelled. Returns their
     /// disks.
-    fn commit(&mut self) -> Result<Vec<DiskSource>, CommandError> {
+    pub(in crate::control) fn commit(&mut self) -> Answered<Vec<DiskSource>> {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
         }
         self.hand_over = Some(HandOver::Committed);
         Ok(self.list.iter().flat_map(|export| export.disks.clone()).collect())
-    }
-
-    fn is_paused(&self) -> bool {
-        matches!(self.hand_over, Some(HandOver::Paused | HandOver::Committed))
     }
 
     /// Cancels a hand-over and resumes the exports, which are about to stop.
@@ -162,7 +165,7 @@ impl Exports {
         self.hand_over = Some(HandOver::Resuming(answer));
     }
 
-    fn take_over(
+    pub(in crate::control) fn take_over(
         &mut self,
         taken: Vec<(ExportSetup, ExportProgress)>,
         mut fds: PassedFds,
