@@ -3,7 +3,8 @@
 //! Root and the user of the daemon have places of their own, which members of the `--control-group`
 //! cannot take. So an owner can give commands, however many members are connected.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::message::{Code, RpcError};
 
@@ -17,27 +18,39 @@ const SUBSCRIBERS_MAX: usize = 8;
 
 /// The places of members and of owners.
 #[derive(Clone, Default)]
-pub(super) struct ClientQuota(Arc<Mutex<[Usage; 2]>>);
+pub(super) struct ClientQuota(Arc<[Usage; 2]>);
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Usage {
-    clients: usize,
-    waiting: usize,
-    subscribers: usize,
+    clients: Arc<AtomicUsize>,
+    waiting: Arc<AtomicUsize>,
+    subscribers: Arc<AtomicUsize>,
 }
+
+/// One place of a limited number, until it is dropped.
+pub(super) struct Place(Arc<AtomicUsize>);
 
 /// The slot of a client, until it is dropped.
 pub(super) struct ClientSlot {
-    quota: ClientQuota,
+    usage: Usage,
     /// True if the client is root, or the user of the daemon.
     pub(super) is_owner: bool,
-    has_subscribed: bool,
+    _client: Place,
+    subscription: Option<Place>,
 }
 
-/// A request that may wait for a disk or a guest, until this is dropped.
-pub(super) struct SlowRequest {
-    quota: ClientQuota,
-    is_owner: bool,
+impl Place {
+    fn take(count: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
+        let one_more = |count| (count < max).then_some(count + 1);
+        count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
+        Some(Self(Arc::clone(count)))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl ClientQuota {
@@ -47,43 +60,28 @@ impl ClientQuota {
     ///
     /// When all are taken.
     pub(super) fn take(&self, is_owner: bool) -> Result<ClientSlot, RpcError> {
-        let is_free = self.change(is_owner, |taken| {
-            let is_free = taken.clients < CLIENTS_MAX;
-            taken.clients += usize::from(is_free);
-            is_free
-        });
-        if !is_free {
+        let usage = self.0[usize::from(is_owner)].clone();
+        let client = Place::take(&usage.clients, CLIENTS_MAX).ok_or_else(|| {
             let text = format!("{CLIENTS_MAX} clients are connected; close one of them");
-            return Err(RpcError::new(Code::Refused, text));
-        }
-        Ok(ClientSlot { quota: self.clone(), is_owner, has_subscribed: false })
-    }
-
-    fn change<T>(&self, is_owner: bool, change: impl FnOnce(&mut Usage) -> T) -> T {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut taken[usize::from(is_owner)])
+            RpcError::new(Code::Refused, text)
+        })?;
+        Ok(ClientSlot { usage, is_owner, _client: client, subscription: None })
     }
 }
 
 impl ClientSlot {
-    /// Begins a request that may wait.
+    /// Begins a request that may wait for a disk or a guest, until the place is dropped.
     ///
     /// # Errors
     ///
     /// When too many other requests wait.
-    pub(super) fn begin_slow_request(&self) -> Result<SlowRequest, RpcError> {
-        let is_free = self.quota.change(self.is_owner, |taken| {
-            let is_free = taken.waiting < WAITING_MAX;
-            taken.waiting += usize::from(is_free);
-            is_free
-        });
-        if !is_free {
+    pub(super) fn begin_slow_request(&self) -> Result<Place, RpcError> {
+        Place::take(&self.usage.waiting, WAITING_MAX).ok_or_else(|| {
             let text = format!(
                 "{WAITING_MAX} other requests wait; try again when one of them is answered"
             );
-            return Err(RpcError::new(Code::Busy, text));
-        }
-        Ok(SlowRequest { quota: self.quota.clone(), is_owner: self.is_owner })
+            RpcError::new(Code::Busy, text)
+        })
     }
 
     /// Counts the client as a subscriber.
@@ -92,36 +90,16 @@ impl ClientSlot {
     ///
     /// When it has subscribed already, or too many clients have.
     pub(super) fn subscribe(&mut self) -> Result<(), RpcError> {
-        if self.has_subscribed {
+        if self.subscription.is_some() {
             let text = "this connection already has a subscription; open another connection";
             return Err(RpcError::new(Code::Busy, text));
         }
-        let is_free = self.quota.change(self.is_owner, |taken| {
-            let is_free = taken.subscribers < SUBSCRIBERS_MAX;
-            taken.subscribers += usize::from(is_free);
-            is_free
-        });
-        if !is_free {
+        self.subscription = Place::take(&self.usage.subscribers, SUBSCRIBERS_MAX);
+        if self.subscription.is_none() {
             let text = format!("{SUBSCRIBERS_MAX} clients have subscribed; close one of them");
             return Err(RpcError::new(Code::Refused, text));
         }
-        self.has_subscribed = true;
         Ok(())
-    }
-}
-
-impl Drop for ClientSlot {
-    fn drop(&mut self) {
-        self.quota.change(self.is_owner, |taken| {
-            taken.clients -= 1;
-            taken.subscribers -= usize::from(self.has_subscribed);
-        });
-    }
-}
-
-impl Drop for SlowRequest {
-    fn drop(&mut self) {
-        self.quota.change(self.is_owner, |taken| taken.waiting -= 1);
     }
 }
 
@@ -150,7 +128,7 @@ mod tests {
     fn requests_that_hang_leave_room_for_others() {
         let quota = ClientQuota::default();
         let taken: Vec<ClientSlot> = std::iter::from_fn(|| quota.take(false).ok()).collect();
-        let mut waiting: Vec<SlowRequest> =
+        let mut waiting: Vec<Place> =
             taken[..WAITING_MAX].iter().map(|slot| slot.begin_slow_request().unwrap()).collect();
         let last = taken.last().unwrap();
         assert!(last.begin_slow_request().is_err());

@@ -19,102 +19,60 @@ pub(super) struct Request {
     pub(super) params: Value,
 }
 
-/// The kind of an error, for programs.
+/// The kind of an error, for programs. The first four numbers are JSON-RPC's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Code {
     /// The line is no JSON.
-    NoJson,
+    NoJson = -32700,
     /// The line is no request.
-    NoRequest,
+    NoRequest = -32600,
     /// No method has this name.
-    NoMethod,
+    NoMethod = -32601,
     /// The parameters are not those of the method.
-    Params,
+    Params = -32602,
     /// The request was tried, and failed.
-    Failed,
+    Failed = 1,
     /// No export or unit has this name.
-    Unknown,
+    Unknown = 2,
     /// The export or unit exists already.
-    Exists,
+    Exists = 3,
     /// The request is too early or too late, or the object is being changed.
-    Busy,
+    Busy = 4,
     /// The export is of another kind.
-    WrongKind,
+    WrongKind = 5,
     /// The daemon is ending.
-    Ending,
+    Ending = 6,
     /// This client is not served.
-    Refused,
+    Refused = 7,
     /// The request was not finished by the deadline, and continues.
-    Unfinished,
+    Unfinished = 8,
     /// The request was carried out, but is not in the state file.
-    NotKept,
+    NotKept = 9,
     /// No program has taken over; another try may succeed.
-    UpgradeLater,
+    UpgradeLater = 10,
     /// The program will not take over.
-    UpgradeRefused,
+    UpgradeRefused = 11,
 }
 
 impl Code {
-    /// All codes.
-    pub(super) const ALL: [Self; 15] = [
-        Self::NoJson,
-        Self::NoRequest,
-        Self::NoMethod,
-        Self::Params,
-        Self::Failed,
-        Self::Unknown,
-        Self::Exists,
-        Self::Busy,
-        Self::WrongKind,
-        Self::Ending,
-        Self::Refused,
-        Self::Unfinished,
-        Self::NotKept,
-        Self::UpgradeLater,
-        Self::UpgradeRefused,
+    /// All codes with their meanings.
+    pub(super) const ALL: [(Self, &str); 15] = [
+        (Self::NoJson, "the line is not JSON"),
+        (Self::NoRequest, "the line is not a request"),
+        (Self::NoMethod, "no method has this name"),
+        (Self::Params, "the parameters are not those of the method"),
+        (Self::Failed, "the request was tried and failed"),
+        (Self::Unknown, "no export or unit has this name"),
+        (Self::Exists, "an export or unit has this name already"),
+        (Self::Busy, "the request is too early or too late, or another change is in progress"),
+        (Self::WrongKind, "the export is of another kind"),
+        (Self::Ending, "the daemon is ending, or another process has taken over from it"),
+        (Self::Refused, "this client is not served"),
+        (Self::Unfinished, "the request was not finished by the deadline, and continues"),
+        (Self::NotKept, "the change was made, but not saved: a restart would undo it"),
+        (Self::UpgradeLater, "the program has not taken over; try again"),
+        (Self::UpgradeRefused, "the program has not taken over; do not try again"),
     ];
-
-    /// The meaning of the code.
-    pub(super) fn meaning(self) -> &'static str {
-        match self {
-            Self::NoJson => "the line is not JSON",
-            Self::NoRequest => "the line is not a request",
-            Self::NoMethod => "no method has this name",
-            Self::Params => "the parameters are not those of the method",
-            Self::Failed => "the request was tried and failed",
-            Self::Unknown => "no export or unit has this name",
-            Self::Exists => "an export or unit has this name already",
-            Self::Busy => "the request is too early or too late, or another change is in progress",
-            Self::WrongKind => "the export is of another kind",
-            Self::Ending => "the daemon is ending, or another process has taken over from it",
-            Self::Refused => "this client is not served",
-            Self::Unfinished => "the request was not finished by the deadline, and continues",
-            Self::NotKept => "the change was made, but not saved: a restart would undo it",
-            Self::UpgradeLater => "the program has not taken over; try again",
-            Self::UpgradeRefused => "the program has not taken over; do not try again",
-        }
-    }
-
-    /// The number of the code. The first four are JSON-RPC's.
-    pub(super) fn number(self) -> i32 {
-        match self {
-            Self::NoJson => -32700,
-            Self::NoRequest => -32600,
-            Self::NoMethod => -32601,
-            Self::Params => -32602,
-            Self::Failed => 1,
-            Self::Unknown => 2,
-            Self::Exists => 3,
-            Self::Busy => 4,
-            Self::WrongKind => 5,
-            Self::Ending => 6,
-            Self::Refused => 7,
-            Self::Unfinished => 8,
-            Self::NotKept => 9,
-            Self::UpgradeLater => 10,
-            Self::UpgradeRefused => 11,
-        }
-    }
 }
 
 /// The reason that a request was not carried out, with advice.
@@ -127,7 +85,7 @@ pub(super) struct RpcError {
 impl RpcError {
     pub(super) fn new(code: Code, message: impl Into<String>) -> Self {
         let message = redact(&message.into()).into_owned();
-        Self { code: code.number(), message }
+        Self { code: code as i32, message }
     }
 }
 
@@ -243,7 +201,7 @@ mod tests {
             (br#"{"jsonrpc": "2.0", "id": 1, "id": 2, "method": "ping"}"#, Code::NoJson),
         ] {
             let (_, problem) = Request::parse(bad).unwrap_err();
-            assert_eq!(problem.code, code.number(), "{}", String::from_utf8_lossy(bad));
+            assert_eq!(problem.code, code as i32, "{}", String::from_utf8_lossy(bad));
         }
         let (id, _) = Request::parse(br#"{"id": 3, "method": "ping"}"#).unwrap_err();
         assert_eq!(id.as_deref(), Some("3"), "the client knows which request it was");

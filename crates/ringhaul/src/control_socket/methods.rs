@@ -42,7 +42,7 @@ const METHODS: [Entry; 15] = [
 trait Method: DeserializeOwned + JsonSchema + 'static {
     const NAME: &'static str;
     /// True if the method may wait for a disk or a guest.
-    const MAY_WAIT: bool;
+    const MAY_WAIT: bool = false;
     /// True if the process may end before it can answer. An empty answer comes first in that case.
     const ENDS: bool = false;
     type Answer: Serialize + JsonSchema;
@@ -132,7 +132,7 @@ pub fn schema() -> Value {
     let methods = METHODS.iter().map(|entry| (entry.name.to_owned(), (entry.schema)(&mut schemas)));
     let methods: Map<String, Value> = methods.collect();
     let event = schemas.written::<ExportEvent>();
-    let errors = Code::ALL.map(|code| (code.number().to_string(), json!(code.meaning())));
+    let errors = Code::ALL.map(|(code, meaning)| ((code as i32).to_string(), json!(meaning)));
     json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "version": env!("CARGO_PKG_VERSION"),
@@ -173,7 +173,6 @@ struct Version {
 
 impl Method for Ping {
     const NAME: &'static str = "ping";
-    const MAY_WAIT: bool = false;
     type Answer = Version;
 
     fn carry_out(self, _: &mut Client) -> Result<Version, RpcError> {
@@ -188,7 +187,6 @@ struct List {}
 
 impl Method for List {
     const NAME: &'static str = "export.list";
-    const MAY_WAIT: bool = false;
     type Answer = Vec<ExportStatus>;
 
     fn carry_out(self, client: &mut Client) -> Result<Vec<ExportStatus>, RpcError> {
@@ -206,7 +204,6 @@ struct Show {
 
 impl Method for Show {
     const NAME: &'static str = "export.show";
-    const MAY_WAIT: bool = false;
     type Answer = ExportDetails;
 
     fn carry_out(self, client: &mut Client) -> Result<ExportDetails, RpcError> {
@@ -342,7 +339,6 @@ struct SetDisk {
 
 impl Method for SetDisk {
     const NAME: &'static str = "disk.set";
-    const MAY_WAIT: bool = false;
     type Answer = FullQosSpec;
 
     fn carry_out(self, client: &mut Client) -> Result<FullQosSpec, RpcError> {
@@ -367,7 +363,6 @@ struct ResumeDisk {
 
 impl Method for ResumeDisk {
     const NAME: &'static str = "disk.resume";
-    const MAY_WAIT: bool = false;
     type Answer = Done;
 
     fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
@@ -386,7 +381,6 @@ fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, RpcE
 
 impl Method for SettingsChange {
     const NAME: &'static str = "set";
-    const MAY_WAIT: bool = false;
     type Answer = Settings;
 
     fn carry_out(self, client: &mut Client) -> Result<Settings, RpcError> {
@@ -401,7 +395,6 @@ struct Counters {}
 
 impl Method for Counters {
     const NAME: &'static str = "stats";
-    const MAY_WAIT: bool = false;
     type Answer = DaemonStats;
 
     fn carry_out(self, client: &mut Client) -> Result<DaemonStats, RpcError> {
@@ -419,7 +412,6 @@ struct Subscribe {
 
 impl Method for Subscribe {
     const NAME: &'static str = "subscribe";
-    const MAY_WAIT: bool = false;
     type Answer = Done;
 
     fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
@@ -459,7 +451,6 @@ struct Shutdown {}
 
 impl Method for Shutdown {
     const NAME: &'static str = "shutdown";
-    const MAY_WAIT: bool = false;
     const ENDS: bool = true;
     type Answer = Done;
 
