@@ -228,6 +228,16 @@ pub enum DeviceSpec {
     Scsi(Vec<UnitSpec>),
 }
 
+impl DeviceSpec {
+    /// The places of its disks, in order. `None`: the disk of a virtio-blk device.
+    pub(crate) fn places(&self) -> Vec<Option<UnitPlace>> {
+        match self {
+            Self::Blk(_) => vec![None],
+            Self::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
+        }
+    }
+}
+
 /// Settings with which a disk is exported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]

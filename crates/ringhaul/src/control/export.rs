@@ -313,18 +313,10 @@ impl Export {
             SessionProgress::Waiting => return true,
             SessionProgress::Handled => {}
             SessionProgress::Refused(text) => {
-                let message = format!("refused a message of the front-end: {text}");
-                self.limited(|export, left_out| {
-                    tracing::warn!(export = export.name(), left_out, "{message}");
-                    export.log.report(|| EventDetails::Error { message, left_out });
-                });
+                self.log.warn(&format_args!("refused a message of the front-end: {text}"));
             }
             SessionProgress::RingLost(why) => {
-                let message = format!("a ring cannot restart after a pause: {why}");
-                self.limited(|export, left_out| {
-                    tracing::warn!(export = export.name(), left_out, "{message}");
-                    export.log.report(|| EventDetails::Error { message, left_out });
-                });
+                self.log.warn(&format_args!("a ring cannot restart after a pause: {why}"));
             }
             SessionProgress::Ended(end) => self.session_has_ended(&end),
         }
@@ -335,11 +327,9 @@ impl Export {
     /// Logs that a queue waits for memory.
     fn check_memory(&mut self, now: Instant) {
         let queue = self.session.as_ref().and_then(Session::ring_without_memory);
-        let Some(message) = self.memory_watch.update(queue, now) else { return };
-        self.limited(|export, left_out| {
-            tracing::warn!(export = export.name(), left_out, "{message}");
-            export.log.report(|| EventDetails::Error { message, left_out });
-        });
+        if let Some(message) = self.memory_watch.update(queue, now) {
+            self.log.warn(&message);
+        }
     }
 
     /// Writes a log line that a front-end can cause, as far as the rate limit permits.

@@ -48,6 +48,14 @@ impl ExportLog {
         }
     }
 
+    /// Logs and reports a fault of the front-end or the guest, unless there were many lately.
+    pub(crate) fn warn(&self, fault: &dyn Display) {
+        if let Some(left_out) = self.faults.permit() {
+            tracing::warn!(export = self.name, left_out, "{fault}");
+            self.report_error(fault, left_out);
+        }
+    }
+
     fn report_error(&self, error: &dyn Display, left_out: u64) {
         self.report(|| EventDetails::Error { message: error.to_string(), left_out });
     }
@@ -90,9 +98,7 @@ impl Events for ExportLog {
     }
 
     fn queue_stopped(&self, _: u16, fault: &QueueFault) {
-        let Some(left_out) = self.faults.permit() else { return };
-        tracing::warn!(export = self.name, left_out, "{fault}");
-        self.report_error(fault, left_out);
+        self.warn(fault);
     }
 
     fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
@@ -125,13 +131,10 @@ impl Events for ExportLog {
     }
 
     fn requests_held(&self, unit: UnitAddress) {
-        let Some(left_out) = self.faults.permit() else { return };
-        let message = format!(
+        self.warn(&format_args!(
             "{REQUESTS_HELD_TEXT} {unit}, which does not exist; add it (`ringhaul ctl add-lun`), \
              or the guest waits until it aborts them"
-        );
-        tracing::warn!(export = self.name, left_out, "{message}");
-        self.report_error(&message, left_out);
+        ));
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

@@ -223,7 +223,7 @@ impl Export {
         identity: &str,
         (id, place): (u64, Option<UnitPlace>),
     ) {
-        for other in self.places() {
+        for other in self.spec.device.places() {
             let is_it = self.disk_at(other).is_some_and(|disk| disk.identity() == identity);
             if is_it && (self.id(), other) != (id, place) {
                 self.report_size(other);
@@ -237,16 +237,8 @@ impl Export {
     }
 
     pub(in crate::control) fn disk_at(&self, place: Option<UnitPlace>) -> Option<&DiskSource> {
-        let index = self.places().iter().position(|other| *other == place)?;
+        let index = self.spec.device.places().iter().position(|other| *other == place)?;
         self.disks.get(index)
-    }
-
-    /// The places of its disks, in order.
-    fn places(&self) -> Vec<Option<UnitPlace>> {
-        match &self.spec.device {
-            DeviceSpec::Blk(_) => vec![None],
-            DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
-        }
     }
 
     /// Notifies the front-end that the configuration space has changed.
@@ -277,6 +269,6 @@ impl Export {
                 trouble,
             }
         };
-        self.places().into_iter().zip(&self.disks).map(watched).collect()
+        self.spec.device.places().into_iter().zip(&self.disks).map(watched).collect()
     }
 }

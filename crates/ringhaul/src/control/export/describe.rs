@@ -8,10 +8,10 @@ use device::unit_address::UnitAddress;
 
 use super::Export;
 use crate::socket::peer::Peer;
+use crate::spec::UnitPlace;
 use crate::spec::qos::QosSpec;
 use crate::spec::stats::{ExportStats, QueueServed};
 use crate::spec::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
-use crate::spec::{DeviceSpec, UnitPlace};
 
 impl Export {
     /// Describes the export in detail.
@@ -21,11 +21,7 @@ impl Export {
             peer: Peer::from_socket(session).ok(),
             session: session.describe(),
         });
-        let places: Vec<Option<UnitPlace>> = match &self.spec.device {
-            DeviceSpec::Blk(_) => vec![None],
-            DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
-        };
-        let disks = places.into_iter().zip(&self.disks).enumerate();
+        let disks = self.spec.device.places().into_iter().zip(&self.disks).enumerate();
         let disks = disks.map(|(index, (place, disk))| describe(place, disk, self.rules(index)));
         let disks = disks.collect();
         let missing_units = match &self.setup.device {

@@ -1,6 +1,7 @@
 //! Changes by commands, and their fate at another base.
 
 use std::collections::BTreeSet;
+use std::mem::discriminant;
 
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -384,11 +385,9 @@ fn unnamed(export: &ExportSpec) -> ExportSpec {
 
 /// Returns true if both are one export. Its disks and their rules may differ.
 fn is_same_export(one: &ExportSpec, other: &ExportSpec) -> bool {
-    let is_kind = matches!(
-        (&one.device, &other.device),
-        (DeviceSpec::Blk(_), DeviceSpec::Blk(_)) | (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_))
-    );
-    is_kind && one.name() == other.name() && one.endpoint == other.endpoint
+    discriminant(&one.device) == discriminant(&other.device)
+        && one.name() == other.name()
+        && one.endpoint == other.endpoint
 }
 
 /// Returns true if both have the same disks and rules. Their texts may differ.
@@ -399,10 +398,7 @@ fn is_equal(one: &ExportSpec, other: &ExportSpec) -> bool {
 }
 
 fn places(export: &ExportSpec) -> BTreeSet<Option<UnitPlace>> {
-    match &export.device {
-        DeviceSpec::Blk(_) => BTreeSet::from([None]),
-        DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
-    }
+    export.device.places().into_iter().collect()
 }
 
 fn unit_at(export: &ExportSpec, place: Option<UnitPlace>) -> Option<&UnitSpec> {
