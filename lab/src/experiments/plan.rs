@@ -15,8 +15,6 @@ pub(super) enum Through {
     Engine,
     /// `ringhaul serve`: virtqueues on one IoThread.
     Daemon,
-    /// `ringhaul serve` on a machine with eight busy loops.
-    BusyDaemon,
     /// `ringhaul serve` without any load.
     IdleDaemon,
 }
@@ -52,11 +50,7 @@ impl Cell {
         let load = self.load.name.replace(", ", "-").replace(' ', "-");
         let Self { experiment, target, through, engine, .. } = self;
         let through = through.to_string().replace(' ', "-");
-        let name = format!("{experiment}/{target}/{through}/{engine}/{load}");
-        match self.on {
-            SQPOLL | FIXED_BUFFERS => name + "-with-" + self.on[0].trim_start_matches('-'),
-            _ => name,
-        }
+        format!("{experiment}/{target}/{through}/{engine}/{load}")
     }
 }
 
@@ -71,11 +65,6 @@ impl Cell {
         }
     }
 
-    /// True if each thread needs a CPU of its own.
-    pub(super) fn needs_all_cpus(&self) -> bool {
-        self.on == SQPOLL
-    }
-
     /// A name for pictures and lists.
     pub(super) fn short_name(&self) -> String {
         let load = match (self.load == FILE_SERVER, self.load.depth, self.load.jobs) {
@@ -85,7 +74,6 @@ impl Cell {
         };
         let through = match (self.through, self.target) {
             (Through::Engine, _) => format!("{} alone", self.engine),
-            (Through::BusyDaemon, _) => format!("{} beside 8 loops", self.engine),
             (_, Target::Null) => "daemon".to_owned(),
             _ => format!("daemon {}", self.engine),
         };
@@ -98,11 +86,9 @@ impl Cell {
     }
 
     fn option(&self) -> &'static str {
-        match (self.off, self.on) {
-            (POLL_OFF, _) => ", busy-poll",
-            (SUBMIT_OFF, _) => ", submit",
-            (_, SQPOLL) => ", sqpoll",
-            (_, FIXED_BUFFERS) => ", fixed buffers",
+        match self.off {
+            POLL_OFF => ", busy-poll",
+            SUBMIT_OFF => ", submit",
             _ => "",
         }
     }
@@ -113,7 +99,6 @@ impl fmt::Display for Through {
         out.write_str(match self {
             Self::Engine => "engine alone",
             Self::Daemon => "daemon",
-            Self::BusyDaemon => "daemon beside 8 loops",
             Self::IdleDaemon => "idle daemon",
         })
     }
@@ -137,7 +122,7 @@ pub(super) struct Experiment {
     pub(super) sides: &'static str,
 }
 
-pub(super) const EXPERIMENTS: [Experiment; 7] = [
+pub(super) const EXPERIMENTS: [Experiment; 5] = [
     Experiment {
         number: 1,
         title: "The completion ring read in userspace",
@@ -188,24 +173,6 @@ pub(super) const EXPERIMENTS: [Experiment; 7] = [
         credit: "All of the above.",
         sides: "off: --completion-ring getevents --harvest-on-submit off --submit-batch off \
                 --notify-batch off --prefetch off --poll-max-us 0; on: none of these options",
-    },
-    Experiment {
-        number: 6,
-        title: "Options of io_uring",
-        tests: "Does a kernel thread that takes submissions in pay, which needs a CPU of its own, \
-                and does it pay to register the guest's memory, which pins it?",
-        credit: "Jens Axboe, io_uring, Linux 5.1, 2019.",
-        sides: "off: neither option; on: --sqpoll, for which both sides have both CPUs, or \
-                --fixed-buffers",
-    },
-    Experiment {
-        number: 7,
-        title: "A short time slice beside other programs",
-        tests: "The scheduler runs threads with short slices earlier, for less time. Beside \
-                programs that never sleep, does an IoThread serve more requests with one?",
-        credit: "Peter Zijlstra, the scheduler EEVDF and slices of a thread's own, Linux 6.6 and \
-                 6.12.",
-        sides: "off: --slice-us 0; on: --slice-us 300",
     },
 ];
 
@@ -265,12 +232,7 @@ const ALL_OFF: Switches = &[
     "--poll-max-us",
     "0",
 ];
-const SLICE_OFF: Switches = &["--slice-us", "0"];
-const SLICE_ON: Switches = &["--slice-us", "300"];
 const ALL_ON: Switches = &[];
-const PLAIN: Switches = &[];
-const SQPOLL: Switches = &["--sqpoll"];
-const FIXED_BUFFERS: Switches = &["--fixed-buffers"];
 
 /// The engine of experiments about other steps. Not `auto`, which may choose differently in each
 /// round.
@@ -295,12 +257,6 @@ pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
             add(2, target, Through::Daemon, engine, FLIGHT_128, sides);
             add(2, target, Through::Daemon, engine, FILE_SERVER, sides);
             add(4, target, Through::Engine, engine, DEPTH_64, (SUBMIT_OFF, SUBMIT_ON));
-        }
-        for load in [DEPTH_64, DEPTH_1] {
-            add(6, target, Through::Engine, "io_uring", load, (PLAIN, SQPOLL));
-            add(6, target, Through::Daemon, "io_uring", load, (PLAIN, FIXED_BUFFERS));
-            let sides = (SLICE_OFF, SLICE_ON);
-            add(7, target, Through::BusyDaemon, plain_engine(target), load, sides);
         }
     }
     for target in Target::ALL {

@@ -8,7 +8,6 @@ use serde::Serialize;
 
 use super::plan::{Cell, Through};
 use super::sample::Sample;
-use crate::rig::load::Load;
 use crate::rig::progress::Progress;
 use crate::rig::spread::{Spread, number};
 use crate::rig::targets::{Disk, Target};
@@ -101,10 +100,6 @@ impl Runner<'_> {
         let mut sides = [Side::default(), Side::default()];
         let switches = [cell.off, cell.on];
         let names = ["off", "on"];
-        let _load = match cell.through {
-            Through::BusyDaemon => Some(self.lab.load(Load::Loops(8))?),
-            _ => None,
-        };
         for round in 0..rounds {
             for turn in 0..2 {
                 // The first side changes with each round.
@@ -174,12 +169,8 @@ impl Runner<'_> {
 
     fn engine(&self, cell: &Cell, switches: &[&str], disk: &Disk) -> Vec<String> {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
-        let Lab { server_cpu, client_cpu, .. } = self.lab;
-        let cpus = match cell.needs_all_cpus() {
-            true => format!("{server_cpu},{client_cpu}"),
-            false => server_cpu.to_string(),
-        };
-        let start = ["--filename", &path, "--engine", cell.engine, "--cpus_allowed", &cpus];
+        let cpu = self.lab.server_cpu.to_string();
+        let start = ["--filename", &path, "--engine", cell.engine, "--cpus_allowed", &cpu];
         let start = words(&start).into_iter().chain(words(switches));
         start.chain(load_options(cell)).collect()
     }
@@ -196,7 +187,7 @@ pub(super) fn commands(cell: &Cell, switches: &[&str]) -> Vec<String> {
     let disk = if cell.target == Target::Null { None } else { Some("DISK") };
     let server = server_options(cell, disk, "SOCKET", switches).join(" ");
     let mut lines = vec![format!("ringhaul {server}")];
-    if matches!(cell.through, Through::Daemon | Through::BusyDaemon) {
+    if cell.through == Through::Daemon {
         lines.push(format!("ringhaul bench --socket-path SOCKET {load}"));
     }
     lines
@@ -211,9 +202,7 @@ fn server_options<'a>(
     let disk = disk.map_or(["--disk", NULL_DISK], |path| ["--blk-file", path]);
     let start = ["serve", "--socket-path", socket, "--cache", "none", "--engine", cell.engine];
     // The log provides the sizes of batches.
-    // Builds from before the folders have the module at the top.
-    let filter = "info,ringhaul::engines=debug,ringhaul::threads::engines=debug";
-    let counters = ["--log", filter];
+    let counters = ["--log", "info,ringhaul::threads::engines=debug"];
     start.into_iter().chain(counters).chain(disk).chain(switches.iter().copied()).collect()
 }
 
