@@ -74,8 +74,52 @@ impl Io {
         self.running.owner(cx)
     }
 
+    /// Begins an operation of a server that no foreign op stands for. The loop decides by such
+    /// operations whether to busy-poll: an answer may come at any time, and a server on this
+    /// machine may need the CPU.
+    #[must_use]
+    pub fn begin_remote_op(self: &Rc<Self>) -> RemoteOp {
+        self.poll_window.begin_remote_op();
+        RemoteOp { io: Rc::clone(self) }
+    }
+
+    /// The number of [remote ops](Self::begin_remote_op) that have not ended.
+    #[must_use]
+    pub fn remote_ops(&self) -> usize {
+        self.poll_window.remote_ops()
+    }
+
     /// Wakes `owner` before the loop checks for ready tasks the next time.
     pub fn wake_owner(&self, owner: Owner) {
         self.running.wake(owner);
+    }
+}
+
+/// An operation of a server, which ends when this is dropped.
+pub struct RemoteOp {
+    io: Rc<Io>,
+}
+
+impl Drop for RemoteOp {
+    fn drop(&mut self) {
+        self.io.poll_window.end_remote_op(self.io.recently.get());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::thread::poll_window::Awaited;
+    use crate::{IoThread, IoThreadConfig};
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_loop_with_a_remote_op_awaits_an_op() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let io = thread.io();
+        assert_eq!(io.awaited(), Awaited::Source);
+        let op = io.begin_remote_op();
+        assert_eq!((io.awaited(), io.remote_ops()), (Awaited::Op, 1));
+        drop(op);
+        assert_eq!((io.awaited(), io.remote_ops()), (Awaited::Source, 0));
     }
 }

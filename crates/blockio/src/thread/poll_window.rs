@@ -74,6 +74,8 @@ pub(crate) struct PollWindow {
     foreign: ForeignTrial,
     disk: LatencyAccount,
     budget: Budget,
+    /// Operations of servers that have begun and not ended, without foreign ops.
+    remote_ops: Cell<usize>,
 }
 
 /// A time that grows while events come soon after the loop has run out of work, and shrinks when
@@ -133,7 +135,7 @@ impl PollWindow {
             is_shut: Cell::new(false),
             sleeps: Cell::new(0),
         };
-        Self { sources, foreign, disk: LatencyAccount::new(max), budget }
+        Self { sources, foreign, disk: LatencyAccount::new(max), budget, remote_ops: Cell::new(0) }
     }
 
     /// Sets the longest window and the budget from now on.
@@ -183,6 +185,21 @@ impl PollWindow {
         if ops > 0 && !self.sources.max.get().is_zero() {
             self.foreign.record_foreign_ops(ops, now);
         }
+    }
+
+    /// The number of operations of servers in flight, without foreign ops.
+    #[inline]
+    pub(crate) fn remote_ops(&self) -> usize {
+        self.remote_ops.get()
+    }
+
+    pub(crate) fn begin_remote_op(&self) {
+        self.remote_ops.set(self.remote_ops.get() + 1);
+    }
+
+    pub(crate) fn end_remote_op(&self, now: Instant) {
+        self.remote_ops.set(self.remote_ops.get() - 1);
+        self.record_foreign_ops(1, now);
     }
 
     /// Begins a sleep, after polling has found nothing since `since`.

@@ -406,9 +406,10 @@ impl Io {
     }
 
     /// The kind of event that the loop awaits when no task is ready.
-    fn awaited(&self) -> Awaited {
+    pub(crate) fn awaited(&self) -> Awaited {
         let Ops { engine, slots, .. } = &*self.ops.borrow();
-        let ops = engine.in_kernel() + engine.queued() + slots.foreign();
+        let foreign = slots.foreign() + self.poll_window.remote_ops();
+        let ops = engine.in_kernel() + engine.queued() + foreign;
         Awaited::new(ops, slots.lanes.are_busy_with_bytes())
     }
 

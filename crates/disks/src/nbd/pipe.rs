@@ -109,6 +109,7 @@ impl Pipe {
             serial: requests.next_serial(),
             state: State::Waiting,
             made,
+            remote_op: Some(self.io.begin_remote_op()),
             is_flushing: false,
             buffers,
             progress: Progress::default(),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use blockio::disk::Extent;
-use blockio::driver::Owner;
+use blockio::driver::{Owner, RemoteOp};
 use blockio::{Io, TaskRef};
 use iomem::{Buffers, fits};
 
@@ -74,6 +74,8 @@ pub(super) struct Slot {
     pub(super) serial: u32,
     pub(super) state: State,
     pub(super) made: IssuedRequest,
+    /// `None` once the request has ended.
+    pub(super) remote_op: Option<RemoteOp>,
     /// True if the write was answered, and its flush is on the way. The flush goes by the
     /// connection of the write, for another may lead to a server that has come back without the
     /// write. If the connection breaks before the answer, both are made again. Until then the write
@@ -135,6 +137,7 @@ impl Requests {
                 serial: slot.serial,
                 state: if is_sent { slot.state } else { State::Free },
                 made: slot.made,
+                remote_op: None,
                 is_flushing: slot.is_flushing,
                 buffers: Buffers::empty(),
                 progress: if is_sent {
@@ -235,6 +238,7 @@ impl Requests {
         match std::mem::replace(&mut slot.waiter, Waiter::None) {
             Waiter::Local(owner) => {
                 slot.state = State::Done(result);
+                slot.remote_op = None;
                 self.done.push(Done::Wake(owner));
             }
             waiter => {
@@ -256,6 +260,7 @@ impl Requests {
                 Waiter::None => self.waiting.push_back(number),
                 Waiter::Local(owner) => {
                     slot.state = State::TurnedAway;
+                    slot.remote_op = None;
                     self.done.push(Done::Wake(owner));
                 }
                 Waiter::Borrower(borrower) => {
@@ -282,6 +287,7 @@ impl Requests {
     pub(super) fn release(&mut self, number: u32) -> Buffers {
         let slot = &mut self.slots[number as usize];
         slot.state = State::Free;
+        slot.remote_op = None;
         slot.progress = Progress::default();
         self.free.push(number);
         std::mem::replace(&mut slot.buffers, Buffers::empty())

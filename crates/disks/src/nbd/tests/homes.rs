@@ -150,7 +150,9 @@ fn pending_changes_of_a_server_pass_to_a_remaining_iothread() {
     super::wait_for(&second, &server, Event::HalfClosed(0));
     let thread = new_thread();
     let disks = (disk, Rc::new(source.attach(thread.io())));
-    assert_eq!(read(&thread, &disks.1, 0), 0);
+    // Before this IoThread has a connection, the other one may get the request.
+    let connected = Running::start_one(&thread, &disks.1, READ);
+    assert_eq!(end(&connected, [&second, &thread]), None);
     drop((second, disks.0));
     let newer = Running::write(&thread, &disks.1, 0, 2);
     assert_eq!(read(&thread, &disks.1, 0), 0);
