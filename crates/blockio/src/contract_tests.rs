@@ -18,6 +18,8 @@ use crate::config::{BounceConfig, EngineKind, IoThreadConfig};
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::executor::notify::Notify;
 use crate::executor::semaphore::FairSemaphore;
+use crate::executor::task;
+use crate::executor::task_key::NO_TASK;
 use crate::thread::io::Io;
 use crate::thread::io_thread::IoThread;
 use crate::thread::task_set::TaskSet;
@@ -109,7 +111,7 @@ impl Scene {
         let soon = clock::now() + Duration::from_secs(60);
         ops.engine.queued() + ops.engine.in_kernel() + ops.slots.foreign() > 0
             || io.reactor.borrow().next_timer().is_some_and(|when| when < soon)
-            || io.mailbox.is_posted()
+            || io.tasks.mailbox.is_posted()
     }
 
     /// Takes turns until the kernel has answered all abandoned ops.
@@ -357,16 +359,15 @@ fn wakes_within_a_turn_need_no_mailbox() {
                 return Poll::Ready(());
             }
             wakers[0].wake_by_ref();
-            assert!(!io.mailbox.is_posted(), "it was posted");
+            assert!(!io.tasks.mailbox.is_posted(), "it was posted");
             Poll::Pending
         })
         .await;
     });
     // Outside of a turn, the loop may sleep.
-    let waker =
-        crate::executor::task::waker(&scene.io().mailbox, crate::executor::task_key::NO_TASK);
+    let waker = task::waker(&scene.io().tasks.mailbox, NO_TASK);
     waker.wake();
-    assert!(scene.io().mailbox.is_posted());
+    assert!(scene.io().tasks.mailbox.is_posted());
 }
 
 /// The waker of a future in a set names the future.

@@ -50,7 +50,7 @@ impl Io {
     /// `disk`, the shared object of its source, have one share.
     #[must_use]
     pub fn bounce_share<T: ?Sized>(&self, disk: &Arc<T>) -> Rc<BounceShare> {
-        self.bounce_budget.share(disk)
+        self.shared.bounce_budget.share(disk)
     }
 
     /// Returns a list of zeroes that may only be read.
@@ -59,19 +59,19 @@ impl Io {
     ///
     /// `ENOMEM`.
     pub fn zeroes(&self, bytes: usize) -> io::Result<Buffers> {
-        self.bounce_budget.zeroes(bytes, ())
+        self.shared.bounce_budget.zeroes(bytes, ())
     }
 
     /// The time at which the current round of the loop began: a reading without a system call.
     #[must_use]
     pub fn recently(&self) -> Instant {
-        self.recently.get()
+        self.state.recently.get()
     }
 
     /// The owner to [wake](Self::wake_owner) for a future that is polled with `cx`.
     #[must_use]
     pub fn owner(&self, cx: &Context<'_>) -> Owner {
-        self.running.owner(cx)
+        self.tasks.running.owner(cx)
     }
 
     /// Begins an operation of a server that no foreign op stands for. The loop decides by such
@@ -91,7 +91,7 @@ impl Io {
 
     /// Wakes `owner` before the loop checks for ready tasks the next time.
     pub fn wake_owner(&self, owner: Owner) {
-        self.running.wake(owner);
+        self.tasks.running.wake(owner);
     }
 }
 
@@ -102,7 +102,7 @@ pub struct RemoteOp {
 
 impl Drop for RemoteOp {
     fn drop(&mut self) {
-        self.io.poll_window.end_remote_op(self.io.recently.get());
+        self.io.poll_window.end_remote_op(self.io.recently());
     }
 }
 

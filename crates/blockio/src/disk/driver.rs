@@ -206,7 +206,7 @@ impl AttachedDriver {
         io: &Rc<Io>,
         engine: Option<EngineKind>,
     ) -> Self {
-        let share = io.bounce_budget.share(source);
+        let share = io.shared.bounce_budget.share(source);
         let source = Arc::clone(source);
         Self { disk: source.attach(io, engine), source, share, io: Rc::clone(io) }
     }

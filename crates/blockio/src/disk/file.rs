@@ -31,9 +31,9 @@ use source::FileSource;
 
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>, engine: EngineKind) -> FileDisk {
-        let share = io.bounce_budget.share(&self.file);
+        let share = io.shared.bounce_budget.share(&self.file);
         let unit = self.align.memory.max(self.align.request) as usize;
-        let op_bytes_max = (io.op_bytes_max & !(unit - 1)).max(unit);
+        let op_bytes_max = (io.settings.op_bytes_max & !(unit - 1)).max(unit);
         FileDisk {
             file: io.attach_file(&self.file, engine),
             io: Attached(io),

@@ -91,7 +91,7 @@ fn sources_are_armed_when_there_is_nothing_to_do() {
         loop {
             io.suspend().await;
             // A program may poll the awaited event with a waker of its own.
-            io.running.wake(Owner::Waker(Waker::noop().clone()));
+            io.tasks.running.wake(Owner::Waker(Waker::noop().clone()));
         }
     });
     turn_until_idle(&thread);

@@ -173,7 +173,7 @@ fn who_embeds_a_loop_is_woken_by_what_is_posted() {
             (0..1000).for_each(|i| assert_eq!(remote.call(move |_| i), Some(i)));
             remote.post(|io| io.stop());
         });
-        let has_ended = || thread.io().stopped.get();
+        let has_ended = || thread.io().state.stopped.get();
         while !has_ended() {
             while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
             if !has_ended() {
@@ -195,7 +195,7 @@ fn all_posts_between_two_sleeps_share_a_wake() {
     // Nothing else reads the eventfd.
     let writes = || {
         let mut count = [0; 8];
-        let eventfd = io.mailbox.eventfd();
+        let eventfd = io.tasks.mailbox.eventfd();
         rustix::io::read(eventfd, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
     };
     for round in 1..=3 {

@@ -197,7 +197,7 @@ mod tests {
     fn pieces_wait_in_order_and_who_goes_away_is_passed_over() {
         let thread = thread(128 * KIB);
         let io = thread.io();
-        let share = io.bounce_budget.share(&file());
+        let share = io.shared.bounce_budget.share(&file());
         let take = |kib: usize| Box::pin(share.take(kib * KIB));
         let first = poll(take(100).as_mut()).unwrap();
         let mut gone = take(50);
@@ -226,13 +226,13 @@ mod tests {
         let thread = thread(256 * KIB);
         let io = thread.io();
         let files = [file(), file()];
-        let hung = io.bounce_budget.share(&files[0]);
+        let hung = io.shared.bounce_budget.share(&files[0]);
         let taken: Vec<Permit> = (0..4)
             .map(|_| poll(Box::pin(hung.take(64 * KIB)).as_mut()).expect("its own share"))
             .collect();
         // A neighbour comes: it has its part at once, and the parts of both are smaller.
-        let good = io.bounce_budget.share(&files[1]);
-        assert!(Rc::ptr_eq(&good, &io.bounce_budget.share(&files[1])));
+        let good = io.shared.bounce_budget.share(&files[1]);
+        assert!(Rc::ptr_eq(&good, &io.shared.bounce_budget.share(&files[1])));
         let all = poll(Box::pin(good.take(128 * KIB)).as_mut()).expect("its share");
         let (mut more, mut next) = (Box::pin(good.take(4 * KIB)), Box::pin(hung.take(64 * KIB)));
         assert!(poll(more.as_mut()).is_none() && poll(next.as_mut()).is_none());
@@ -255,12 +255,12 @@ mod tests {
         let thread = thread(1 << 20);
         let io = thread.io();
         let files: Vec<_> = (0..100).map(|_| file()).collect();
-        let shares: Vec<_> = files.iter().map(|file| io.bounce_budget.share(file)).collect();
+        let shares: Vec<_> = files.iter().map(|file| io.shared.bounce_budget.share(file)).collect();
         let BounceConfig { share_bytes_min, piece_bytes_max, .. } = BounceConfig::default();
         assert_eq!(shares[0].piece_bytes(512), share_bytes_min);
         assert_eq!(shares[99].piece_bytes(1 << 16), 1 << 16);
         drop(shares);
-        let alone = io.bounce_budget.share(&files[7]);
+        let alone = io.shared.bounce_budget.share(&files[7]);
         assert_eq!(
             (alone.piece_bytes(512), alone.part_bytes(usize::MAX)),
             (piece_bytes_max, 1 << 20)
@@ -275,7 +275,7 @@ mod tests {
             let bounce = BounceConfig { piece_bytes_max, ..BounceConfig::default() };
             let config = IoThreadConfig { bounce, ..IoThreadConfig::default() };
             let thread = IoThread::new(&config).unwrap();
-            let share = thread.io().bounce_budget.share(&file());
+            let share = thread.io().shared.bounce_budget.share(&file());
             assert_eq!(share.piece_bytes(align), expected, "{piece_bytes_max} {align}");
         }
     }
@@ -284,10 +284,10 @@ mod tests {
     fn zeroes_are_one_block_over_and_over() {
         let thread = thread(1 << 20);
         let io = thread.io();
-        let share = io.bounce_budget.share(&file());
+        let share = io.shared.bounce_budget.share(&file());
         for bytes in [512, ZEROES_BYTES, ZEROES_BYTES + 512, 4 * ZEROES_BYTES] {
             let permit = poll(Box::pin(share.take(bytes)).as_mut()).unwrap();
-            let zeroes = io.bounce_budget.zeroes(bytes, permit).unwrap();
+            let zeroes = io.shared.bounce_budget.zeroes(bytes, permit).unwrap();
             assert_eq!(zeroes.to_vec(), vec![0; bytes]);
             let starts = zeroes.iovecs().iter().map(|range| range.iov_base.addr());
             assert_eq!(starts.collect::<std::collections::BTreeSet<_>>().len(), 1);

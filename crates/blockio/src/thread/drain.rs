@@ -27,12 +27,12 @@ impl Io {
     fn drain_until(&self, includes_foreign: bool) {
         loop {
             if includes_foreign {
-                drop(self.mailbox.take());
+                drop(self.tasks.mailbox.take());
             }
-            self.harvest_is_due.set(true);
+            self.state.harvest_is_due.set(true);
             // Submits and harvests: no turn will.
             self.submit_and_harvest();
-            if self.has_kept_ops.get() {
+            if self.state.has_kept_ops.get() {
                 continue;
             }
             let mut ops = self.ops.borrow_mut();
@@ -40,8 +40,10 @@ impl Io {
             if ops.engine.queued() + ops.engine.in_kernel() + foreign == 0 {
                 return;
             }
-            self.mailbox.arm();
-            if self.mailbox.has_results() || (includes_foreign && self.mailbox.has_anything()) {
+            self.tasks.mailbox.arm();
+            if self.tasks.mailbox.has_results()
+                || (includes_foreign && self.tasks.mailbox.has_anything())
+            {
                 continue;
             }
             let retry = ops.engine.retry_at();

@@ -34,7 +34,7 @@ impl Io {
     /// ```
     pub fn foreign_op(self: &Rc<Self>, buffers: Buffers) -> (ForeignOp, ForeignCompleter) {
         let slot = self.ops.borrow_mut().slots.insert_foreign(buffers);
-        let completer = ForeignCompleter::new(&self.mailbox, slot);
+        let completer = ForeignCompleter::new(&self.tasks.mailbox, slot);
         (ForeignOp { io: Rc::clone(self), slot: Some(slot) }, completer)
     }
 
@@ -200,7 +200,7 @@ mod tests {
             });
             other.join().unwrap();
             let mut writes = [0; 8];
-            rustix::io::read(io.mailbox.eventfd(), &mut writes).unwrap();
+            rustix::io::read(io.tasks.mailbox.eventfd(), &mut writes).unwrap();
             assert_eq!(u64::from_ne_bytes(writes), 1, "{engine}: eventfd writes");
             while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
             assert_eq!((io.ops(), served.get()), (0, 100));

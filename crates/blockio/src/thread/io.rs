@@ -33,7 +33,7 @@ pub struct TaskRef(TaskKey);
 impl Io {
     /// Starts a task.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
-        self.executor.borrow_mut().insert(Box::pin(future), &self.mailbox);
+        self.tasks.executor.borrow_mut().insert(Box::pin(future), &self.tasks.mailbox);
     }
 
     /// Runs an op to its completion; `ECANCELED` once the IoThread has ended. In a turn, the end of
@@ -48,7 +48,8 @@ impl Io {
         buffers: Buffers,
     ) -> OpFuture<'_> {
         debug_assert!(
-            !kind.is_transfer() || buffers.bytes() <= self.op_bytes_max.max(LOGICAL_BLOCK_MAX),
+            !kind.is_transfer()
+                || buffers.bytes() <= self.settings.op_bytes_max.max(LOGICAL_BLOCK_MAX),
             "invariant 14: an op of {} bytes holds up the loop",
             buffers.bytes()
         );
@@ -63,7 +64,7 @@ impl Io {
         let completion = self.ops.borrow_mut().slots.take(slot);
         if completion.is_none() {
             // Foreign wakers may run any code when they are cloned or dropped.
-            let owner = self.running.owner(cx);
+            let owner = self.tasks.running.owner(cx);
             let (before, completion) = {
                 let slots = &mut self.ops.borrow_mut().slots;
                 // Cloning the waker may have run a harvest.
@@ -87,9 +88,9 @@ impl Io {
             if std::mem::replace(&mut suspended, true) {
                 return Poll::Ready(());
             }
-            if !self.running.is_polled_by_task(cx) {
+            if !self.tasks.running.is_polled_by_task(cx) {
                 let waker = cx.waker().clone();
-                self.executor.borrow_mut().suspend(self.running.current(), waker);
+                self.tasks.executor.borrow_mut().suspend(self.tasks.running.current(), waker);
             }
             Poll::Pending
         })
@@ -99,7 +100,7 @@ impl Io {
     /// Yields the thread once if outside of a turn, where ops may complete at once, one after the
     /// next. In a turn an op completes at the end of the round at the earliest, so no yield is due.
     pub(crate) async fn yield_once(&self) {
-        let mut is_polled_again = self.in_turn.get();
+        let mut is_polled_again = self.state.in_turn.get();
         poll_fn(|cx| {
             if std::mem::replace(&mut is_polled_again, true) {
                 return Poll::Ready(());
@@ -113,7 +114,7 @@ impl Io {
     /// Wakes the calling task for the next round. In a [`TaskSet`](crate::TaskSet) the future of
     /// the set is woken.
     pub fn wake_me(&self) {
-        self.executor.borrow_mut().wake(self.running.current());
+        self.tasks.executor.borrow_mut().wake(self.tasks.running.current());
     }
 
     /// Waits until the tasks that are ready have run.
@@ -132,12 +133,12 @@ impl Io {
     /// Returns the name of the calling task for [`wake`](Self::wake).
     #[must_use]
     pub fn current_task(&self) -> TaskRef {
-        TaskRef(self.running.current())
+        TaskRef(self.tasks.running.current())
     }
 
     /// Wakes a task of this IoThread.
     pub fn wake(&self, task: TaskRef) {
-        self.executor.borrow_mut().wake(task.0);
+        self.tasks.executor.borrow_mut().wake(task.0);
     }
 
     /// Waits until `when`.
@@ -147,7 +148,7 @@ impl Io {
             if clock::now() >= when {
                 return Poll::Ready(());
             }
-            let owner = self.running.owner(cx);
+            let owner = self.tasks.running.owner(cx);
             // One timer for each owner, however often it is polled.
             if !waits.as_ref().is_some_and(|waits| waits.wakes_same(&owner)) {
                 self.reactor.borrow_mut().add_timer(when, owner.clone());
@@ -160,7 +161,7 @@ impl Io {
 
     /// Wakes the calling task at `when`, in addition to any other wake.
     pub fn wake_me_at(&self, when: Instant) {
-        self.reactor.borrow_mut().add_timer(when, Owner::Key(self.running.current()));
+        self.reactor.borrow_mut().add_timer(when, Owner::Key(self.tasks.running.current()));
     }
 
     /// Serves `source` on behalf of the calling task. The task is woken by `kick`, if there is one,
@@ -191,10 +192,11 @@ impl Io {
         self.reactor.borrow_mut().add(engine, source, socket, self.current_task().0)
     }
 
-    /// Keeps a weak reference to an object that a disk shares on this IoThread. `key` is the
-    /// address of the object that the disk shares between all IoThreads.
+    /// Keeps a weak reference to an object of this IoThread, for calls from other threads and for
+    /// its disks. `key` is a number that no other object of its type has, such as the address of
+    /// something that these threads share.
     pub fn share<T: Any>(&self, key: usize, object: &Rc<T>) {
-        let mut all = self.shared.borrow_mut();
+        let mut all = self.shared.objects.borrow_mut();
         all.retain(|(_, object)| object.strong_count() > 0);
         let object: Rc<dyn Any> = Rc::<T>::clone(object);
         all.push((key, Rc::downgrade(&object)));
@@ -202,7 +204,7 @@ impl Io {
 
     /// Returns an object that was [shared](Self::share), if it still exists.
     pub fn shared<T: Any>(&self, key: usize) -> Option<Rc<T>> {
-        let all = self.shared.borrow();
+        let all = self.shared.objects.borrow();
         let (_, object) =
             all.iter().find(|(other, object)| *other == key && object.strong_count() > 0)?;
         object.upgrade()?.downcast().ok()
@@ -249,7 +251,7 @@ impl Io {
     /// Returns the engine for a disk: the preferred one if this IoThread has it, else the default.
     pub(crate) fn engine_for(&self, preferred: Option<EngineKind>) -> EngineKind {
         let engines = &self.ops.borrow().engine;
-        preferred.filter(|&engine| engines.has(engine)).unwrap_or(self.engine_kind)
+        preferred.filter(|&engine| engines.has(engine)).unwrap_or(self.settings.engine_kind)
     }
 
     /// The number of ops that have not completed, and of results that are not yet taken.
@@ -261,12 +263,12 @@ impl Io {
     /// The number of tasks that have not ended.
     #[must_use]
     pub fn tasks(&self) -> usize {
-        self.executor.borrow().tasks()
+        self.tasks.executor.borrow().tasks()
     }
 
     /// Makes [`IoThread::run`](crate::IoThread::run) return after this turn.
     pub fn stop(&self) {
-        self.stopped.set(true);
+        self.state.stopped.set(true);
     }
 }
 
@@ -291,7 +293,7 @@ impl Future for OpFuture<'_> {
         let io = self.io;
         let (slot, completion) = match std::mem::replace(&mut self.state, OpState::Taken) {
             OpState::New(op) => {
-                let owner = io.running.owner(cx);
+                let owner = io.tasks.running.owner(cx);
                 let slot = {
                     let Ops { slots, engine, .. } = &mut *io.ops.borrow_mut();
                     let (slot, start) = slots.start(op, owner);

@@ -23,56 +23,62 @@ use crate::executor::task_key::TaskKey;
 use crate::op::Slots;
 use crate::op::bounce::BounceBudget;
 use crate::stats::Stats;
+use crate::thread::fairness::Checks;
 use crate::thread::poll_window::PollWindow;
 use crate::thread::reactor::Reactor;
 use crate::watchdog::stalled_ops::StalledOps;
 
-/// The part of a round's bytes after which the eventfds are checked. A quarter of them holds the
-/// loop for longer than a check costs.
-const CHECK_PART: usize = 4;
-
 /// The state that tasks and disks of one IoThread share.
 pub struct Io {
-    pub(crate) executor: RefCell<Executor>,
+    pub(crate) tasks: Tasks,
     pub(crate) ops: RefCell<Ops>,
     pub(crate) reactor: RefCell<Reactor>,
+    pub(crate) stats: Arc<Stats>,
+    pub(crate) shared: Shared,
+    pub(crate) settings: Settings,
+    pub(crate) state: LoopState,
+    pub(crate) checks: Checks,
+    pub(crate) poll_window: PollWindow,
+    pub(crate) stalled: StalledOps,
+}
+
+/// The tasks of an IoThread, and the ways to wake them.
+pub(crate) struct Tasks {
+    pub(crate) executor: RefCell<Executor>,
     pub(crate) running: Rc<Running>,
     _registration: LoopRegistration,
     pub(crate) mailbox: Arc<Mailbox>,
-    pub(crate) stats: Arc<Stats>,
+}
+
+/// Resources that disks and queues of an IoThread share.
+pub(crate) struct Shared {
     pub(crate) bounce_budget: BounceBudget,
-    /// Objects that disks share on this IoThread, by the address of the object that they share
-    /// between all IoThreads.
-    pub(crate) shared: RefCell<Vec<(usize, Weak<dyn Any>)>>,
+    /// Objects by their keys: see [`Io::share`].
+    pub(crate) objects: RefCell<Vec<(usize, Weak<dyn Any>)>>,
+}
+
+/// The parts of the configuration that the loop and the disks read.
+pub(crate) struct Settings {
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
     pub(crate) submit_max: usize,
     /// The most bytes of an op.
     pub(crate) op_bytes_max: usize,
-    /// Bytes of large ops since the last check of the eventfds, and the number of bytes after which
-    /// the next check is due.
-    pub(crate) bytes_since_check: Cell<usize>,
-    pub(crate) check_bytes: usize,
     pub(crate) harvest_on_submit: bool,
+}
+
+/// The state of the loop.
+pub(crate) struct LoopState {
     /// Without `harvest_on_submit`: the kernel has announced completions.
     pub(crate) harvest_is_due: Cell<bool>,
     pub(crate) in_turn: Cell<bool>,
     pub(crate) stopped: Cell<bool>,
     /// True if a bound on bytes has kept queued ops back for the next round.
     pub(crate) has_kept_ops: Cell<bool>,
-    pub(crate) rounds_since_check: Cell<u32>,
-    /// When the next check of the eventfds is due; set after some rounds without one.
-    pub(crate) check_at: Cell<Option<Instant>>,
-    /// True once that time has come, or `check_bytes` were given to the kernel.
-    pub(crate) check_is_overdue: Cell<bool>,
     /// The time at the last harvest, or at the end of the last sleep.
     pub(crate) recently: Cell<Instant>,
     /// Tasks of sources that have work. Empty between waits; kept so that waits allocate nothing.
     pub(crate) found: RefCell<Vec<TaskKey>>,
-    pub(crate) poll_window: PollWindow,
-    pub(crate) stalled: RefCell<StalledOps>,
-    /// When the next check for late ops is due.
-    pub(crate) stall_check_due: Cell<Instant>,
 }
 
 /// The ops of an IoThread, and their way to the kernel.
@@ -166,33 +172,36 @@ impl Io {
         let stats = Arc::<Stats>::default();
         let running = Rc::<Running>::default();
         let io = Self {
-            executor: RefCell::new(Executor::new(&running)),
-            ops: RefCell::new(Ops { slots, engine, woken, events, mailbox: Arc::clone(&mailbox) }),
+            tasks: Tasks {
+                executor: RefCell::new(Executor::new(&running)),
+                _registration: LoopRegistration::new(&mailbox, &running),
+                running,
+                mailbox: Arc::clone(&mailbox),
+            },
+            ops: RefCell::new(Ops { slots, engine, woken, events, mailbox }),
             reactor: RefCell::default(),
-            bounce_budget: BounceBudget::new(config.bounce, &stats),
-            shared: RefCell::default(),
-            _registration: LoopRegistration::new(&mailbox, &running),
-            running,
-            mailbox,
+            shared: Shared {
+                bounce_budget: BounceBudget::new(config.bounce, &stats),
+                objects: RefCell::default(),
+            },
             stats,
-            engine_kind: config.engine.kind(),
-            submit_max: config.submit_max.max(1) as usize,
-            op_bytes_max: config.bytes.op,
-            bytes_since_check: Cell::new(0),
-            check_bytes: config.bytes.round / CHECK_PART,
-            harvest_on_submit: config.harvest_on_submit,
-            harvest_is_due: Cell::new(false),
-            in_turn: Cell::new(false),
-            stopped: Cell::new(false),
-            has_kept_ops: Cell::new(false),
-            rounds_since_check: Cell::new(0),
-            check_at: Cell::new(None),
-            check_is_overdue: Cell::new(false),
-            recently: Cell::new(now),
-            found: RefCell::default(),
+            settings: Settings {
+                engine_kind: config.engine.kind(),
+                submit_max: config.submit_max.max(1) as usize,
+                op_bytes_max: config.bytes.op,
+                harvest_on_submit: config.harvest_on_submit,
+            },
+            state: LoopState {
+                harvest_is_due: Cell::new(false),
+                in_turn: Cell::new(false),
+                stopped: Cell::new(false),
+                has_kept_ops: Cell::new(false),
+                recently: Cell::new(now),
+                found: RefCell::default(),
+            },
+            checks: Checks::new(config.bytes.round),
             poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
-            stalled: RefCell::new(StalledOps::new(now)),
-            stall_check_due: Cell::new(now),
+            stalled: StalledOps::new(now),
         };
         Ok((io, descriptor))
     }

@@ -77,7 +77,7 @@ impl IoThread {
     ///
     /// If the kernel refuses to wait for events.
     pub fn run(&self) -> Result<(), Error> {
-        while !self.io.stopped.get() {
+        while !self.io.state.stopped.get() {
             self.turn(Wait::ForEvent)?;
         }
         Ok(())
@@ -105,7 +105,9 @@ impl IoThread {
     /// a submit to repeat, and, once a second while the kernel has ops, a check for late ops.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
-        earlier(self.io.work_deadline(), self.io.next_stall_check())
+        let (io, stalled) = (&self.io, &self.io.stalled);
+        let may_be_late = io.ops.borrow().engine.in_kernel() > 0 || !stalled.is_empty();
+        earlier(io.work_deadline(), may_be_late.then(|| stalled.due()))
     }
 
     /// Like [`deadline`](Self::deadline), but without the checks for late ops, so that they end no
@@ -126,10 +128,10 @@ impl Drop for IoThread {
     fn drop(&mut self) {
         self.io.drain();
         // Tasks hold the `Io` that holds them; taking them out ends that cycle.
-        let tasks = self.io.executor.borrow_mut().clear();
+        let tasks = self.io.tasks.executor.borrow_mut().clear();
         drop(tasks);
         self.io.drain_all();
-        drop(self.io.mailbox.close());
+        drop(self.io.tasks.mailbox.close());
         // A disk may outlive its IoThread, which can no longer submit its ops or take their
         // results.
         let slots = &mut self.io.ops.borrow_mut().slots;

@@ -20,7 +20,7 @@ impl Io {
     /// Returns a handle with which other threads reach this IoThread.
     #[must_use]
     pub fn remote(&self) -> Remote {
-        Remote { mailbox: Arc::clone(&self.mailbox), stats: Arc::clone(&self.stats) }
+        Remote { mailbox: Arc::clone(&self.tasks.mailbox), stats: Arc::clone(&self.stats) }
     }
 }
 

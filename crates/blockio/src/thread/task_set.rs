@@ -35,7 +35,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     /// Makes an empty set for a task on `io`.
     #[must_use]
     pub fn new(io: Rc<Io>) -> Self {
-        let set = io.executor.borrow_mut().add_set();
+        let set = io.tasks.executor.borrow_mut().add_set();
         let (places, free, woken) = (Vec::new(), Vec::new(), Vec::new());
         Self { io, set, owner: None, places, free, woken }
     }
@@ -75,7 +75,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     /// Polls the futures that were woken since the last call.
     pub fn run_woken(&mut self, cx: &mut Context<'_>) {
         self.adopt(cx);
-        self.io.executor.borrow_mut().take_woken_children(self.set, &mut self.woken);
+        self.io.tasks.executor.borrow_mut().take_woken_children(self.set, &mut self.woken);
         for place in 0..self.woken.len() {
             self.poll_child(self.woken[place]);
         }
@@ -95,7 +95,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     fn add_place(&mut self) -> u32 {
         let child = u32::try_from(self.places.len())
             .unwrap_or_else(|_| unreachable!("2^32 futures in a set"));
-        let waker = task::waker(&self.io.mailbox, TaskKey { home: self.set, child });
+        let waker = task::waker(&self.io.tasks.mailbox, TaskKey { home: self.set, child });
         self.places.push(TaskPlace { future: Box::pin(None), waker });
         child
     }
@@ -103,11 +103,11 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     /// Makes the poller with `cx` the owner that children wake from now on.
     #[inline]
     fn adopt(&mut self, cx: &Context<'_>) {
-        let running = &self.io.running;
+        let running = &self.io.tasks.running;
         let owner = running.is_polled_by_task(cx).then(|| running.current());
         if owner.is_none() || owner != self.owner {
             self.owner = owner;
-            self.io.executor.borrow_mut().set_owner_of(self.set, running.owner(cx));
+            self.io.tasks.executor.borrow_mut().set_owner_of(self.set, running.owner(cx));
         }
     }
 
@@ -122,7 +122,7 @@ impl<F: Future<Output = ()>> TaskSet<F> {
         let key = TaskKey { home: self.set, child };
         let mut cx = Context::from_waker(&place.waker);
         let poll = || future.poll(&mut cx).is_ready();
-        if self.io.running.run(key, &place.waker, poll) {
+        if self.io.tasks.running.run(key, &place.waker, poll) {
             place.future.as_mut().set(None);
             self.free.push(child);
         }
@@ -131,6 +131,6 @@ impl<F: Future<Output = ()>> TaskSet<F> {
 
 impl<F> Drop for TaskSet<F> {
     fn drop(&mut self) {
-        self.io.executor.borrow_mut().remove_set(self.set);
+        self.io.tasks.executor.borrow_mut().remove_set(self.set);
     }
 }

@@ -76,15 +76,16 @@ const MOVES_MAX: u32 = 4;
 impl Io {
     /// Runs one turn.
     pub(crate) fn turn(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
-        self.running.enter(|| self.turn_inside(wait))
+        self.tasks.running.enter(|| self.turn_inside(wait))
     }
 
     #[inline]
     fn turn_inside(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
-        assert!(!self.in_turn.get(), "invariant 2: a task takes no turn of its own IoThread");
-        self.in_turn.set(true);
-        while self.has_work() && !self.check_is_due() {
-            if self.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
+        assert!(!self.state.in_turn.get(), "invariant 2: a task takes no turn of its own IoThread");
+        self.state.in_turn.set(true);
+        while self.has_work() && !self.checks.is_due() {
+            self.stats.rounds.add(1);
+            if self.checks.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
                 self.poll_sources();
             }
             if self.run_ready_tasks() > 1 {
@@ -98,7 +99,7 @@ impl Io {
             }
         }
         self.notify();
-        self.in_turn.set(false);
+        self.state.in_turn.set(false);
         self.stats.turns.add(1);
         self.wait(wait)
     }
@@ -107,32 +108,32 @@ impl Io {
 
     #[inline(always)]
     pub(super) fn has_ready(&self) -> bool {
-        task::has_ready(&self.executor, &self.running)
+        task::has_ready(&self.tasks.executor, &self.tasks.running)
     }
 
     /// True while a round has tasks to run, or ops that had no room in the last round.
     #[inline(always)]
     fn has_work(&self) -> bool {
-        self.has_ready() || self.has_kept_ops.get()
+        self.has_ready() || self.state.has_kept_ops.get()
     }
 
     /// Returns the number of tasks that were ready.
     fn run_ready_tasks(&self) -> usize {
-        let count = self.executor.borrow().begin_round();
+        let count = self.tasks.executor.borrow().begin_round();
         debug_assert!(
             self.ops.try_borrow_mut().is_ok(),
             "invariant 2: tasks are polled inside of a submit or a harvest"
         );
         for place in 0..count {
-            let begun = self.executor.borrow_mut().begin_poll(place);
+            let begun = self.tasks.executor.borrow_mut().begin_poll(place);
             let Some((task, (mut future, waker))) = begun else { continue };
             let mut cx = Context::from_waker(&waker);
             let poll = || future.as_mut().poll(&mut cx);
-            let poll = self.running.run(TaskKey::task(task), &waker, poll);
+            let poll = self.tasks.running.run(TaskKey::task(task), &waker, poll);
             let rest = poll.is_pending().then_some((future, waker));
-            self.executor.borrow_mut().end_poll(task, rest);
+            self.tasks.executor.borrow_mut().end_poll(task, rest);
         }
-        self.executor.borrow_mut().end_round(count);
+        self.tasks.executor.borrow_mut().end_round(count);
         count
     }
 
@@ -151,14 +152,14 @@ impl Io {
         future: impl Future<Output = T>,
     ) -> Result<T, Error> {
         let mut future = pin!(future);
-        let waker = task::waker(&self.mailbox, NO_TASK);
+        let waker = task::waker(&self.tasks.mailbox, NO_TASK);
         let mut cx = Context::from_waker(&waker);
         loop {
-            self.running.take_root_woken();
-            self.in_turn.set(true);
-            let poll = || self.running.run(NO_TASK, &waker, || future.as_mut().poll(&mut cx));
-            let poll = self.running.enter(poll);
-            self.in_turn.set(false);
+            self.tasks.running.take_root_woken();
+            self.state.in_turn.set(true);
+            let poll = || self.tasks.running.run(NO_TASK, &waker, || future.as_mut().poll(&mut cx));
+            let poll = self.tasks.running.enter(poll);
+            self.state.in_turn.set(false);
             // Submits and harvests: all ops of one poll share a submit, like those of a turn.
             self.submit_and_harvest();
             if let Poll::Ready(value) = poll {
@@ -174,7 +175,7 @@ impl Io {
     /// Notes that an op was queued. In a turn, the end of the round submits all queued ops.
     #[inline]
     pub(crate) fn submit_if_outside(&self) {
-        if !self.in_turn.get() {
+        if !self.state.in_turn.get() {
             // Submits and harvests: no turn would. The op may complete here, so that its future is
             // ready at the first poll.
             self.submit_and_harvest();
@@ -185,8 +186,11 @@ impl Io {
     /// Announces a turn if one is needed. A harvest outside of a turn may have taken the event that
     /// made the descriptor readable.
     fn announce_turn(&self) {
-        if self.running.is_due() || self.mailbox.has_anything() || self.has_kept_ops.get() {
-            self.mailbox.wake();
+        if self.tasks.running.is_due()
+            || self.tasks.mailbox.has_anything()
+            || self.state.has_kept_ops.get()
+        {
+            self.tasks.mailbox.wake();
         }
     }
 
@@ -202,9 +206,9 @@ impl Io {
         let mut moves = 0;
         loop {
             let queued = engine.queued();
-            let more = engine.submit(self.submit_max, &mut done);
+            let more = engine.submit(self.settings.submit_max, &mut done);
             let submitted = engine.queued() < queued;
-            let harvests = self.harvest_on_submit || self.harvest_is_due.take();
+            let harvests = self.settings.harvest_on_submit || self.state.harvest_is_due.take();
             let found = if harvests { engine.harvest(&mut done, events) } else { 0 };
             if found > 0 || submitted {
                 done.slots.lanes.after_harvest(submitted, done.now);
@@ -219,13 +223,13 @@ impl Io {
                 break;
             }
         }
-        self.recently.set(done.now);
+        self.state.recently.set(done.now);
         self.poll_window.record_foreign_ops(foreign - done.slots.foreign(), done.now);
         let was_full = done.slots.lanes.keeps_for_next_round() || moves == MOVES_MAX;
-        self.end_round(done.now, done.slots.lanes.begin_round());
+        self.checks.end_round(done.now, done.slots.lanes.begin_round());
         // The next round has room for ops that have waited. They come before its tasks.
         let keeps = was_full && queue_from_lanes(engine, done.slots);
-        self.has_kept_ops.set(keeps);
+        self.state.has_kept_ops.set(keeps);
         self.take_in(&mut ops);
         if !ops.slots.unwanted.is_empty() {
             let unwanted = std::mem::take(&mut ops.slots.unwanted);
@@ -242,15 +246,15 @@ impl Io {
     fn take_in(&self, ops: &mut Ops) {
         if !ops.events.is_empty() {
             if ops.events.contains(&TOKEN_ENGINE) {
-                self.harvest_is_due.set(true);
+                self.state.harvest_is_due.set(true);
             }
             self.reactor.borrow_mut().dispatch(&mut ops.events, &mut ops.woken);
         }
         ops.detach_files();
         for waker in ops.slots.wakers.drain(..) {
-            self.running.wake(Owner::Waker(waker));
+            self.tasks.running.wake(Owner::Waker(waker));
         }
-        let mut executor = self.executor.borrow_mut();
+        let mut executor = self.tasks.executor.borrow_mut();
         for key in ops.woken.drain(..) {
             executor.wake(key);
         }
@@ -265,46 +269,49 @@ impl Io {
         wait == Wait::ForEvent
             && self.poll_window.is_closed(self.awaited())
             && self.ops.borrow().may_submit_in_wait()
-            && self.submit_max >= u32::MAX as usize
+            && self.settings.submit_max >= u32::MAX as usize
             && !self.has_work()
-            && !self.mailbox.is_posted()
-            && !self.stopped.get()
+            && !self.tasks.mailbox.is_posted()
+            && !self.state.stopped.get()
     }
 
     /// Takes the [next step](Self::next_step), takes in its events, and submits.
     fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
-        let mut found = self.found.borrow_mut();
+        let mut found = self.state.found.borrow_mut();
         let woken = &mut *found;
-        let was_root_woken = self.running.take_root_woken();
+        let was_root_woken = self.tasks.running.take_root_woken();
         match self.next_step(wait, was_root_woken, woken) {
             NextStep::Work => {}
-            NextStep::SkippedCheck => self.note_check(),
+            NextStep::SkippedCheck => self.checks.note(),
             NextStep::Check => {
                 self.sleep(false)?;
-                self.note_check();
+                self.checks.note();
             }
             NextStep::Sleep(sleep) => {
                 self.sleep(true)?;
-                self.note_check();
+                self.checks.note();
                 let now = clock::now();
                 self.poll_window.end_sleep(&sleep, now);
-                self.recently.set(now);
+                self.state.recently.set(now);
             }
         }
-        self.reactor.borrow_mut().expire_timers(&self.recently, |owner| self.running.wake(owner));
+        self.reactor
+            .borrow_mut()
+            .expire_timers(&self.state.recently, |owner| self.tasks.running.wake(owner));
         for key in woken.drain(..) {
-            self.executor.borrow_mut().wake(key);
+            self.tasks.executor.borrow_mut().wake(key);
         }
         drop(found);
         // Submits and harvests: completions and events of the sleep, which the kernel has only
         // announced; and ops that the sleep was to submit, if there was no sleep.
         self.submit_and_harvest();
-        if wait == Wait::Never && !self.stalled.borrow().is_empty() {
+        if wait == Wait::Never && !self.stalled.is_empty() {
             // If all late ops are answered, no harvest sets the time.
-            self.recently.set(clock::now());
+            self.state.recently.set(clock::now());
         }
-        if self.recently.get() >= self.stall_check_due.get() {
-            self.check_stalled_ops();
+        let recently = self.state.recently.get();
+        if self.stalled.is_due(recently) {
+            self.stalled.check_and_log(recently, &self.ops.borrow().slots, &self.stats);
         }
         // A wake outside of tasks has kept the sources from being armed, too.
         let is_ready = self.run_foreign() || self.has_work() || was_root_woken;
@@ -325,8 +332,10 @@ impl Io {
         was_root_woken: bool,
         woken: &mut Vec<TaskKey>,
     ) -> NextStep {
-        let mut is_busy =
-            self.has_work() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
+        let mut is_busy = self.has_work()
+            || self.tasks.mailbox.is_posted()
+            || was_root_woken
+            || self.state.stopped.get();
         let since = (!is_busy && wait == Wait::ForEvent).then(clock::now);
         let awaited = self.awaited();
         if let Some(since) = since {
@@ -339,10 +348,10 @@ impl Io {
             self.reactor.borrow_mut().arm(since, woken);
             is_busy = self.arm_mailbox() || !woken.is_empty();
         }
-        let is_check_due = self.check_is_due();
-        if is_check_due && !self.harvest_on_submit {
+        let is_check_due = self.checks.is_due();
+        if is_check_due && !self.settings.harvest_on_submit {
             // A loop that is never idle arms no mailbox, and results are announced only once.
-            self.harvest_is_due.set(true);
+            self.state.harvest_is_due.set(true);
         }
         match since {
             Some(since) if !is_busy => {
@@ -350,7 +359,9 @@ impl Io {
             }
             _ if !is_busy => NextStep::Check,
             _ if !is_check_due => NextStep::Work,
-            _ if self.reactor.borrow().has_armed() || !self.harvest_on_submit => NextStep::Check,
+            _ if self.reactor.borrow().has_armed() || !self.settings.harvest_on_submit => {
+                NextStep::Check
+            }
             _ => NextStep::SkippedCheck,
         }
     }
@@ -358,11 +369,11 @@ impl Io {
     /// Makes the next post wake the loop. Returns true if there are earlier posts, which do not.
     #[inline]
     fn arm_mailbox(&self) -> bool {
-        self.stats.woken.add(u64::from(self.mailbox.arm()));
-        let has_anything = self.mailbox.has_anything();
+        self.stats.woken.add(u64::from(self.tasks.mailbox.arm()));
+        let has_anything = self.tasks.mailbox.has_anything();
         if has_anything {
             // Pool threads may have posted results.
-            self.harvest_is_due.set(true);
+            self.state.harvest_is_due.set(true);
         }
         has_anything
     }
@@ -370,16 +381,15 @@ impl Io {
     /// Checks the eventfds. If `sleeps`, waits until an event arrives or a timer is due.
     fn sleep(&self, sleeps: bool) -> Result<(), Error> {
         let mut ops = self.ops.borrow_mut();
-        ops.assert_may_sleep(!sleeps && self.has_kept_ops.get());
+        ops.assert_may_sleep(!sleeps && self.state.has_kept_ops.get());
         if !sleeps {
             // A deadline in the past: the call does not wait, and the clock need not be read.
-            let now = self.recently.get();
+            let now = self.state.recently.get();
             return self.wait_in_kernel(&mut ops, Some(now), now);
         }
         // A watcher outside of the thread ends this sleep now and then, to check for late ops.
         let deadline = earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at());
-        let is_idle =
-            ops.engine.in_kernel() + ops.engine.queued() == 0 && self.stalled.borrow().is_empty();
+        let is_idle = ops.engine.in_kernel() + ops.engine.queued() == 0 && self.stalled.is_empty();
         if !is_idle {
             return self.wait_in_kernel(&mut ops, deadline, clock::now());
         }
@@ -399,7 +409,7 @@ impl Io {
         let mut done = Completer { slots, stats: &self.stats, woken, now };
         engine.wait(deadline, usize::MAX, &mut done, events)?;
         if engine.waiter_is_ring() {
-            self.harvest_is_due.set(true);
+            self.state.harvest_is_due.set(true);
         }
         self.take_in(ops);
         Ok(())
@@ -430,8 +440,8 @@ impl Io {
             let now = clock::now();
             let engine = &mut self.ops.borrow_mut().engine;
             let found = !woken.is_empty()
-                || (self.harvest_on_submit && engine.has_completions(now, &self.stats))
-                || self.mailbox.is_posted();
+                || (self.settings.harvest_on_submit && engine.has_completions(now, &self.stats))
+                || self.tasks.mailbox.is_posted();
             let polled = now.saturating_duration_since(since);
             if found || polled >= window {
                 self.poll_window.record_poll(awaited, polled, found);
@@ -446,15 +456,21 @@ impl Io {
         earlier(self.reactor.borrow().next_timer(), self.ops.borrow().engine.retry_at())
     }
 
+    /// Wakes the tasks of unarmed sources with work, which is not announced.
+    fn poll_sources(&self) {
+        let mut executor = self.tasks.executor.borrow_mut();
+        self.reactor.borrow().poll_unarmed(|task| executor.wake(task));
+    }
+
     // Phase: calls of other threads.
 
     /// Takes in the wakes and calls that other threads have posted. Returns true if there were any.
     fn run_foreign(self: &Rc<Self>) -> bool {
-        if !self.mailbox.is_posted() {
+        if !self.tasks.mailbox.is_posted() {
             return false;
         }
-        let posted = self.mailbox.take();
-        task::wake_all(&self.executor, &posted.woken);
+        let posted = self.tasks.mailbox.take();
+        task::wake_all(&self.tasks.executor, &posted.woken);
         for call in posted.calls {
             call(self);
         }

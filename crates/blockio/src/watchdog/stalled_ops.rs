@@ -2,6 +2,7 @@
 //!
 //! The check costs an op nothing on its way: its slot has the time of submission anyway.
 
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,8 +17,9 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The disks of an IoThread that have late ops.
 pub(crate) struct StalledOps {
-    checked: Instant,
-    disks: Vec<StalledDisk>,
+    /// When the next check is due.
+    due: Cell<Instant>,
+    disks: RefCell<Vec<StalledDisk>>,
 }
 
 struct StalledDisk {
@@ -39,23 +41,42 @@ pub(crate) enum StallReport {
 
 impl StalledOps {
     pub(crate) fn new(now: Instant) -> Self {
-        Self { checked: now, disks: Vec::new() }
+        Self { due: Cell::new(now + CHECK_INTERVAL), disks: RefCell::default() }
     }
 
     /// The time of the next check.
     pub(crate) fn due(&self) -> Instant {
-        self.checked + CHECK_INTERVAL
+        self.due.get()
+    }
+
+    /// True if the next check is due.
+    #[inline]
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        now >= self.due.get()
     }
 
     /// True if no disk has late ops.
     pub(crate) fn is_empty(&self) -> bool {
-        self.disks.is_empty()
+        self.disks.borrow().is_empty()
+    }
+
+    /// Checks all ops, and logs the reports that are due. Call it after a harvest: ops that
+    /// completed while this thread did not run are not late.
+    #[cold]
+    pub(crate) fn check_and_log(&self, now: Instant, slots: &Slots, stats: &Stats) {
+        for report in self.check(now, slots, stats) {
+            match report {
+                StallReport::Late { .. } => tracing::warn!("{report}"),
+                StallReport::Answers { .. } => tracing::info!("{report}"),
+            }
+        }
     }
 
     /// Checks all ops, and counts each that has become late since the last check.
-    pub(crate) fn check(&mut self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<StallReport> {
-        let before = std::mem::replace(&mut self.checked, now);
-        self.disks.iter_mut().for_each(|disk| disk.is_found = false);
+    fn check(&self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<StallReport> {
+        let before = self.due.replace(now + CHECK_INTERVAL) - CHECK_INTERVAL;
+        let disks = &mut *self.disks.borrow_mut();
+        disks.iter_mut().for_each(|disk| disk.is_found = false);
         for (file, kind, submitted) in slots.submitted() {
             if !is_late(submitted, now) {
                 continue;
@@ -63,10 +84,10 @@ impl StalledOps {
             if !is_late(submitted, before) {
                 stats.late.add(1);
             }
-            self.found(file, kind, submitted);
+            found(disks, file, kind, submitted);
         }
         let mut reports = Vec::new();
-        self.disks.retain_mut(|disk| {
+        disks.retain_mut(|disk| {
             // Another IoThread may have a late op of this disk. It sets the time again at its next
             // check.
             disk.file.set_stalled_since(disk.is_found.then_some(disk.oldest.0));
@@ -75,20 +96,19 @@ impl StalledOps {
         });
         reports
     }
+}
 
-    fn found(&mut self, file: &Arc<OpenFile>, kind: OpKind, submitted: Instant) {
-        let oldest = (submitted, kind);
-        match self.disks.iter_mut().find(|disk| Arc::ptr_eq(&disk.file, file)) {
-            Some(disk) if !disk.is_found || submitted < disk.oldest.0 => {
-                (disk.oldest, disk.is_found) = (oldest, true);
-            }
-            Some(_) => {}
-            None => self.disks.push(StalledDisk {
-                file: Arc::clone(file),
-                oldest,
-                log: StallLog::default(),
-                is_found: true,
-            }),
+/// Notes a late op of `file`.
+fn found(disks: &mut Vec<StalledDisk>, file: &Arc<OpenFile>, kind: OpKind, submitted: Instant) {
+    let oldest = (submitted, kind);
+    match disks.iter_mut().find(|disk| Arc::ptr_eq(&disk.file, file)) {
+        Some(disk) if !disk.is_found || submitted < disk.oldest.0 => {
+            (disk.oldest, disk.is_found) = (oldest, true);
+        }
+        Some(_) => {}
+        None => {
+            let (file, log) = (Arc::clone(file), StallLog::default());
+            disks.push(StalledDisk { file, oldest, log, is_found: true });
         }
     }
 }

@@ -80,11 +80,12 @@ impl FileDisk {
             let piece = self.align.piece(offset, len, most);
             if piece & (self.request_align - 1) == 0 {
                 let permit = self.share.take(piece).await;
-                let zeroes = self.count_failure(self.io.bounce_budget.zeroes(piece, permit))?;
+                let zeroes =
+                    self.count_failure(self.io.shared.bounce_budget.zeroes(piece, permit))?;
                 self.transfer(kind, offset, zeroes).await?;
             } else {
                 // A part of a block: the memory that counts is that of the bounce.
-                let zeroes = self.count_failure(self.io.bounce_budget.zeroes(piece, ()))?;
+                let zeroes = self.count_failure(self.io.shared.bounce_budget.zeroes(piece, ()))?;
                 self.bounce(kind, offset, zeroes, claimed.clone()).await?;
             }
             offset += piece as u64;
