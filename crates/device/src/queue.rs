@@ -18,7 +18,7 @@ use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::io;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
@@ -38,18 +38,6 @@ use ordered_completion::OrderedCompletion;
 use queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
 use queue_status::{PendingCommand, QueueStatus, QueueView};
 use request_barrier::RequestBarrier;
-
-thread_local! {
-    /// The queues of this thread, for commands from other threads.
-    static QUEUES: RefCell<Vec<(*const QueueStatus, Weak<Queue>)>> =
-        const { RefCell::new(Vec::new()) };
-}
-
-/// The queue of this thread with this `status`, unless it is gone.
-fn find(status: &Arc<QueueStatus>) -> Option<Rc<Queue>> {
-    let this = Arc::as_ptr(status);
-    QUEUES.with_borrow(|queues| queues.iter().find(|(status, _)| *status == this)?.1.upgrade())
-}
 
 /// A running queue, for the thread that controls it. Dropping the handle does not stop the queue.
 pub struct QueueHandle {
@@ -74,10 +62,10 @@ impl QueueHandle {
         self.status.pending_commands.fetch_add(1, Ordering::Relaxed);
         let pending = PendingCommand(Arc::clone(&self.status));
         // An IoThread that has ended drops the call.
-        self.thread.post(move |_| {
-            let status = Arc::clone(&pending.0);
+        self.thread.post(move |io| {
+            let queue = io.shared::<Queue>(key(&pending.0));
             drop(pending);
-            if let Some(queue) = find(&status) {
+            if let Some(queue) = queue {
                 command(&queue);
                 queue.wake();
             }
@@ -102,6 +90,11 @@ impl QueueHandle {
     pub fn view(&self) -> QueueView {
         QueueView { status: Arc::clone(&self.status) }
     }
+}
+
+/// The key by which commands from other threads find the queue with this status.
+fn key(status: &Arc<QueueStatus>) -> usize {
+    Arc::as_ptr(status).addr()
 }
 
 /// A queue on its IoThread.
@@ -189,7 +182,7 @@ impl Queue {
             requests: options.stats,
             stats: Arc::clone(io.stats()),
         });
-        QUEUES.with_borrow_mut(|queues| queues.push((Arc::as_ptr(&status), Rc::downgrade(&queue))));
+        io.share(key(&status), &queue);
         Ok((queue, QueueHandle { thread: io.remote(), status }))
     }
 
@@ -451,14 +444,6 @@ impl Queue {
     /// result is dropped. An engine that cannot do so works without.
     pub(crate) fn register_memory(&self, io: &Rc<Io>) -> io::Result<RegisteredMemory> {
         io.register_memory(self.memory.whole())
-    }
-}
-
-impl Drop for Queue {
-    fn drop(&mut self) {
-        let this = Arc::as_ptr(&self.status);
-        // A thread that ends has already dropped the list.
-        let _ = QUEUES.try_with(|queues| queues.borrow_mut().retain(|(status, _)| *status != this));
     }
 }
 

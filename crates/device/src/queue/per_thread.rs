@@ -1,19 +1,12 @@
 //! Values that IoThreads keep for each queue of a device, for calls from other threads.
 
-use std::any::Any;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockio::{Io, Remote};
-
-thread_local! {
-    /// The values on this thread, by number, for calls from other threads.
-    static LOCAL_VALUES: RefCell<Vec<(usize, Weak<dyn Any>)>> = const { RefCell::new(Vec::new()) };
-}
 
 /// The number of the next value in this process.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -37,11 +30,7 @@ impl<T: 'static> PerThread<T> {
     /// Sets the value of queue `index`, which starts on this IoThread.
     pub(crate) fn insert(&self, index: u16, io: &Io, value: &Rc<T>) {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let value: Weak<dyn Any> = Rc::downgrade(&(Rc::clone(value) as Rc<dyn Any>));
-        LOCAL_VALUES.with_borrow_mut(|here| {
-            here.retain(|(_, value)| value.strong_count() > 0);
-            here.push((number, value));
-        });
+        io.share(number, value);
         lock(&self.locations).insert(index, (number, io.remote()));
     }
 
@@ -53,7 +42,7 @@ impl<T: 'static> PerThread<T> {
     ) {
         for (&index, &(number, ref thread)) in &*lock(&self.locations) {
             let call = call(index);
-            thread.post(move |_| call(find(number).as_deref()));
+            thread.post(move |io| call(io.shared(number).as_deref()));
         }
     }
 
@@ -61,9 +50,9 @@ impl<T: 'static> PerThread<T> {
     pub(crate) fn remove_dropped(&self) {
         for (&index, &(number, ref thread)) in &*lock(&self.locations) {
             let locations = Arc::clone(&self.locations);
-            thread.post(move |_| {
+            thread.post(move |io| {
                 let mut locations = lock(&locations);
-                if find::<T>(number).is_none()
+                if io.shared::<T>(number).is_none()
                     && locations.get(&index).is_some_and(|(last, _)| *last == number)
                 {
                     locations.remove(&index);
@@ -71,13 +60,6 @@ impl<T: 'static> PerThread<T> {
             });
         }
     }
-}
-
-fn find<T: 'static>(number: usize) -> Option<Rc<T>> {
-    let find = |here: &Vec<(usize, Weak<dyn Any>)>| {
-        here.iter().find(|(other, _)| *other == number)?.1.upgrade()
-    };
-    LOCAL_VALUES.with_borrow(find)?.downcast().ok()
 }
 
 fn lock(locations: &Mutex<Locations>) -> MutexGuard<'_, Locations> {
