@@ -101,17 +101,42 @@ fn key(status: &Arc<QueueStatus>) -> usize {
 pub(crate) struct Queue {
     ring: RefCell<SplitQueue>,
     memory: LocalMemory,
-    list_budget: ListBudget,
-    data_budget: QueueDataBudget,
+    eventfds: Eventfds,
+    budgets: Budgets,
+    control: Control,
+    flags: Flags,
+    hooks: PushHooks,
+    pub(crate) barrier: RequestBarrier,
+    batching: RefCell<Batching>,
+    reports: Reports,
+}
+
+/// The eventfds of a queue, and the means to write to them.
+struct Eventfds {
+    /// For the reactor, which takes it.
     kick: Cell<Option<OwnedFd>>,
     call: RefCell<Option<OwnedFd>>,
     err: RefCell<Option<OwnedFd>>,
     caller: Caller,
+}
+
+/// Limits on the memory of popped chains.
+struct Budgets {
+    lists: ListBudget,
+    data: QueueDataBudget,
+}
+
+/// The side of a queue that other threads see and command.
+struct Control {
     status: Arc<QueueStatus>,
     /// Waker of the queue's task, for commands.
     waker: RefCell<Option<Waker>>,
     /// The request to stop, if there is one.
     stop: RefCell<Option<Stop>>,
+}
+
+/// Facts about a queue beside its ring.
+struct Flags {
     /// Requests are marked in an inflight region.
     is_marked: bool,
     /// Elements were pushed since the last notify. The notify also checks if the driver wants a
@@ -121,18 +146,22 @@ pub(crate) struct Queue {
     broken: Cell<bool>,
     /// Nothing is popped: the ring is bad, or there is no room for another chain.
     halted: Cell<bool>,
-    /// A push takes the slow path: a barrier counts answers, answers are in order, or each has its
-    /// own notify.
-    push_has_hooks: Cell<bool>,
-    in_order: OrderedCompletion,
-    /// Requests must check if they may use the disk.
-    pub(crate) checks_access: Cell<bool>,
-    pub(crate) barrier: RequestBarrier,
     /// No further chains are taken, so available chains do not count as work.
     stopping: Cell<bool>,
+}
+
+/// The slow path of a push.
+struct PushHooks {
+    /// A push takes this path: a barrier counts answers, answers are in order, or each has its own
+    /// notify.
+    are_due: Cell<bool>,
+    in_order: OrderedCompletion,
     /// False: each pushed element has its own notify.
     notify_batch: bool,
-    batching: RefCell<Batching>,
+}
+
+/// The receivers of events and counts.
+struct Reports {
     index: u16,
     events: Arc<dyn Events>,
     requests: Arc<QueueStats>,
@@ -155,32 +184,43 @@ impl Queue {
         let queue = Rc::new(Self {
             ring: RefCell::new(ring),
             memory,
-            list_budget: ListBudget::new(options.long_lists_bytes, Arc::clone(io.stats())),
-            data_budget: QueueDataBudget::new(options.data_budget, Arc::clone(&status)),
-            kick: Cell::new(setup.kick),
-            call: RefCell::new(setup.call),
-            err: RefCell::new(setup.err),
-            caller: Caller::new(options.trust),
-            status: Arc::clone(&status),
-            waker: RefCell::default(),
-            stop: RefCell::default(),
-            is_marked: setup.inflight.is_some(),
-            // A call is forced at the first notify.
-            to_notify: Cell::new(true),
-            broken: Cell::new(false),
-            halted: Cell::new(false),
-            // The first push decides.
-            push_has_hooks: Cell::new(true),
-            in_order: OrderedCompletion::new(options.in_order && setup.inflight.is_none()),
-            checks_access: Cell::new(false),
+            eventfds: Eventfds {
+                kick: Cell::new(setup.kick),
+                call: RefCell::new(setup.call),
+                err: RefCell::new(setup.err),
+                caller: Caller::new(options.trust),
+            },
+            budgets: Budgets {
+                lists: ListBudget::new(options.long_lists_bytes, Arc::clone(io.stats())),
+                data: QueueDataBudget::new(options.data_budget, Arc::clone(&status)),
+            },
+            control: Control {
+                status: Arc::clone(&status),
+                waker: RefCell::default(),
+                stop: RefCell::default(),
+            },
+            flags: Flags {
+                is_marked: setup.inflight.is_some(),
+                // A call is forced at the first notify.
+                to_notify: Cell::new(true),
+                broken: Cell::new(false),
+                halted: Cell::new(false),
+                stopping: Cell::new(false),
+            },
+            hooks: PushHooks {
+                // The first push decides.
+                are_due: Cell::new(true),
+                in_order: OrderedCompletion::new(options.in_order && setup.inflight.is_none()),
+                notify_batch: options.notify_batch,
+            },
             barrier: RequestBarrier::default(),
-            stopping: Cell::new(false),
-            notify_batch: options.notify_batch,
             batching: RefCell::new(Batching::new(options.run_max)),
-            index: options.index,
-            events: options.events,
-            requests: options.stats,
-            stats: Arc::clone(io.stats()),
+            reports: Reports {
+                index: options.index,
+                events: options.events,
+                requests: options.stats,
+                stats: Arc::clone(io.stats()),
+            },
         });
         io.share(key(&status), &queue);
         Ok((queue, QueueHandle { thread: io.remote(), status }))
@@ -188,32 +228,32 @@ impl Queue {
 
     /// Takes the kick eventfd for the reactor; `None` after the first time.
     pub(crate) fn take_kick(&self) -> Option<OwnedFd> {
-        self.kick.take()
+        self.eventfds.kick.take()
     }
 
     /// Sets the waker of the queue's task, which commands wake.
     pub(crate) fn set_waker(&self, waker: &Waker) {
-        *self.waker.borrow_mut() = Some(waker.clone());
+        *self.control.waker.borrow_mut() = Some(waker.clone());
     }
 
     /// Wakes the queue's task.
     pub(crate) fn wake(&self) {
-        if let Some(waker) = &*self.waker.borrow() {
+        if let Some(waker) = &*self.control.waker.borrow() {
             waker.wake_by_ref();
         }
     }
 
     fn set_call(&self, call: Option<OwnedFd>) {
-        *self.call.borrow_mut() = call;
+        *self.eventfds.call.borrow_mut() = call;
         // Elements published in between may have called the old eventfd.
         self.ring.borrow_mut().force_call();
-        self.to_notify.set(true);
+        self.flags.to_notify.set(true);
     }
 
     fn set_err(&self, err: Option<OwnedFd>) {
-        *self.err.borrow_mut() = err;
+        *self.eventfds.err.borrow_mut() = err;
         // The eventfd may have been on its way when the ring turned out to be bad.
-        if self.broken.get() {
+        if self.flags.broken.get() {
             self.signal_err();
         }
     }
@@ -222,8 +262,11 @@ impl Queue {
     /// in a run, even if it served nothing.
     #[inline]
     pub(crate) fn publish_status(&self, requests: usize) {
-        self.status.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
-        self.status.next_avail.store(self.next_avail(), Ordering::Relaxed);
+        self.control
+            .status
+            .requests
+            .store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
+        self.control.status.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
     /// Halts while there is no room, and returns true if it does. The queue's task checks again
@@ -232,18 +275,19 @@ impl Queue {
     fn set_halted(&self) -> bool {
         // A queue stops only after it has taken the chains of an earlier process. Until then its
         // waiting requests do not know of the stop, so they may never make room.
-        let has_recovered = self.stop.borrow().is_some() && self.ring.borrow().has_recovered();
+        let has_recovered =
+            self.control.stop.borrow().is_some() && self.ring.borrow().has_recovered();
         let has_room =
-            (self.list_budget.has_room() && self.data_budget.has_room()) || has_recovered;
-        self.status.is_full.store(!has_room, Ordering::Relaxed);
-        self.halted.set(self.broken.get() || !has_room);
-        self.halted.get()
+            (self.budgets.lists.has_room() && self.budgets.data.has_room()) || has_recovered;
+        self.control.status.is_full.store(!has_room, Ordering::Relaxed);
+        self.flags.halted.set(self.flags.broken.get() || !has_room);
+        self.flags.halted.get()
     }
 
     /// True if nothing is popped now.
     #[inline]
     fn is_halted(&self) -> bool {
-        self.halted.get() && self.set_halted()
+        self.flags.halted.get() && self.set_halted()
     }
 
     /// The next chain; `None` if there is none, there is no room, or the ring is bad.
@@ -261,9 +305,9 @@ impl Queue {
     /// Ends the service after all requests are done. Chains that were seen and not popped are left
     /// for the next start of the queue.
     pub(crate) fn finish(&self) {
-        self.in_order.flush(&mut self.ring.borrow_mut());
+        self.hooks.in_order.flush(&mut self.ring.borrow_mut());
         self.notify();
-        if !self.broken.get() {
+        if !self.flags.broken.get() {
             self.ring.borrow_mut().unmark_rest();
         }
     }
@@ -271,8 +315,8 @@ impl Queue {
     /// Answers a chain. The driver sees it after the next publish.
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
-        self.to_notify.set(true);
-        if self.push_has_hooks.get() {
+        self.flags.to_notify.set(true);
+        if self.hooks.are_due.get() {
             return self.push_with_hooks(head, written_bytes);
         }
         self.ring.borrow_mut().push(head, written_bytes);
@@ -280,11 +324,11 @@ impl Queue {
 
     #[cold]
     fn push_with_hooks(&self, head: u16, written_bytes: u32) {
-        self.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
+        self.hooks.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
         let has_tokens = self.barrier.answered(head, self.not_done());
-        let is_usual = self.notify_batch && !self.in_order.is_on();
-        self.push_has_hooks.set(has_tokens || !is_usual);
-        if !self.notify_batch {
+        let is_usual = self.hooks.notify_batch && !self.hooks.in_order.is_on();
+        self.hooks.are_due.set(has_tokens || !is_usual);
+        if !self.hooks.notify_batch {
             self.notify();
         }
     }
@@ -292,9 +336,9 @@ impl Queue {
     /// Makes requests check their access from now on, and keeps `token` until the requests that
     /// have begun are answered.
     pub(crate) fn raise_barrier(&self, token: Box<dyn Any>) {
-        self.checks_access.set(true);
+        self.barrier.checks_access.set(true);
         self.barrier.add_token(token, self.not_done());
-        self.push_has_hooks.set(true);
+        self.hooks.are_due.set(true);
     }
 
     /// Plans the next run.
@@ -325,7 +369,7 @@ impl Queue {
     /// Popped chains that are not done. The rest of [`in_device`](Self::in_device) waits for its
     /// turn to be pushed.
     pub(crate) fn not_done(&self) -> u16 {
-        self.in_device() - self.in_order.waiting()
+        self.in_device() - self.hooks.in_order.waiting()
     }
 
     /// Publishes answers of the requests that have just run if the next submit may take long.
@@ -361,36 +405,36 @@ impl Queue {
     fn call_if_wanted(&self, ring: &mut SplitQueue, batching: &mut Batching) {
         batching.answered(ring.publish_quietly());
         if ring.publish()
-            && let Some(call) = &*self.call.borrow()
+            && let Some(call) = &*self.eventfds.call.borrow()
         {
             let before = ring.available_now();
             batching.call_begins(before + ring.in_device(), ring.next_avail().wrapping_add(before));
-            self.stats.syscalls.eventfd_write.add(1);
-            self.caller.add_one(call);
+            self.reports.stats.syscalls.eventfd_write.add(1);
+            self.eventfds.caller.add_one(call);
             batching.call_ends(ring.next_avail().wrapping_add(ring.available_now()));
         }
     }
 
     #[inline]
     pub(crate) fn is_broken(&self) -> bool {
-        self.broken.get()
+        self.flags.broken.get()
     }
 
     pub(crate) fn accepts_chains(&self) -> bool {
-        !self.broken.get() && !self.stopping.get()
+        !self.flags.broken.get() && !self.flags.stopping.get()
     }
 
     /// Counts a successful request that is about to be pushed, and its bytes.
     #[inline]
     pub(crate) fn count(&self, kind: RequestKind, bytes: u64) {
-        self.requests.count(kind, bytes);
+        self.reports.requests.count(kind, bytes);
     }
 
     /// Counts a request that is about to be pushed with an error status. It is not reported: the
     /// driver asked for something that a device need not support.
     #[cold]
     pub(crate) fn refuse(&self, kind: RequestKind) {
-        self.requests.count_error(kind);
+        self.reports.requests.count_error(kind);
     }
 
     /// A view of the driver's avail idx for other threads.
@@ -400,40 +444,40 @@ impl Queue {
 
     /// The number of chains that were not popped and will be.
     pub(crate) fn available(&self) -> u16 {
-        if self.broken.get() { 0 } else { self.ring.borrow_mut().available_now() }
+        if self.flags.broken.get() { 0 } else { self.ring.borrow_mut().available_now() }
     }
 
     /// Counts a request that is about to be pushed with an error status, and reports it.
     #[cold]
     pub(crate) fn fail(&self, kind: RequestKind, error: &dyn Error) {
-        self.requests.count_error(kind);
-        self.events.request_failed(error);
+        self.reports.requests.count_error(kind);
+        self.reports.events.request_failed(error);
     }
 
     /// Reports the fault and no longer touches the ring. All other queues continue.
     #[cold]
     pub(crate) fn set_broken(&self, fault: &QueueFault) {
-        self.events.queue_stopped(self.index, fault);
-        self.broken.set(true);
-        self.halted.set(true);
-        self.data_budget.cancel_wait();
+        self.reports.events.queue_stopped(self.reports.index, fault);
+        self.flags.broken.set(true);
+        self.flags.halted.set(true);
+        self.budgets.data.cancel_wait();
         self.signal_err();
     }
 
     /// Reports that the driver's kicks are not received.
     pub(crate) fn report_unwatched(&self, error: &dyn Error) {
-        self.events.kick_not_watched(self.index, error);
+        self.reports.events.kick_not_watched(self.reports.index, error);
     }
 
     fn signal_err(&self) {
-        if let Some(err) = &*self.err.borrow() {
-            self.caller.add_one(err);
+        if let Some(err) = &*self.eventfds.err.borrow() {
+            self.eventfds.caller.add_one(err);
         }
     }
 
     #[inline]
     pub(crate) fn has_to_notify(&self) -> bool {
-        self.to_notify.get()
+        self.flags.to_notify.get()
     }
 
     pub(crate) fn next_avail(&self) -> u16 {
@@ -449,12 +493,12 @@ impl Queue {
 
 impl Source for Queue {
     fn notify(&self) {
-        self.to_notify.set(false);
+        self.flags.to_notify.set(false);
         self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.batching.borrow_mut());
     }
 
     fn arm(&self, now: Instant) -> Armed {
-        if self.is_halted() || self.stopping.get() {
+        if self.is_halted() || self.flags.stopping.get() {
             Armed::Full
         } else if self.ring.borrow_mut().enable_kicks() {
             Armed::HasWork
@@ -469,6 +513,6 @@ impl Source for Queue {
     }
 
     fn has_work(&self) -> bool {
-        !self.is_halted() && !self.stopping.get() && self.ring.borrow().has_available()
+        !self.is_halted() && !self.flags.stopping.get() && self.ring.borrow().has_available()
     }
 }

@@ -71,7 +71,7 @@ impl BlkDevice {
     pub(crate) fn start_queue(&self, index: u16, io: &Io, queue: &Rc<Queue>) {
         self.shared.queues.insert(index, io, queue);
         // The queue is registered first, so a barrier that is raised from now on finds it.
-        queue.checks_access.set(self.access().has_barrier());
+        queue.barrier.checks_access.set(self.access().has_barrier());
     }
 
     /// The access state that other devices on the disk share.

@@ -183,7 +183,7 @@ async fn execute(
     let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
     let sector = u64::from_le_bytes(sector);
     let request = u32::from_le_bytes([t0, t1, t2, t3]);
-    if queue.checks_access.get()
+    if queue.barrier.checks_access.get()
         && let Err(refused) = Box::pin(admit(blk, queue, head, request)).await
     {
         return Outcome { rest: (!writable.is_empty()).then_some(writable), ..refused };
@@ -256,7 +256,7 @@ async fn admit_class(
     }
     queue.barrier.begin(head);
     // The next user of a barrier raises it again.
-    queue.checks_access.set(access.has_barrier() || queue.barrier.has_tokens());
+    queue.barrier.checks_access.set(access.has_barrier() || queue.barrier.has_tokens());
     Ok(())
 }
 
@@ -295,7 +295,7 @@ impl Requester for DiskRequest<'_> {
                 Direction::Write => CommandClass::Writes,
             };
             self.queue.barrier.resume();
-            if !self.queue.checks_access.get() {
+            if !self.queue.barrier.checks_access.get() {
                 return Ok(());
             }
             let begun = admit_class(self.blk, self.queue, self.head, Some(class)).await;
@@ -886,7 +886,7 @@ mod tests {
         async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
             let paused = &self.0;
             *paused.queue.borrow_mut() = Some(Rc::clone(&queue));
-            if queue.checks_access.get() {
+            if queue.barrier.checks_access.get() {
                 let passed = admit(&paused.blk, &queue, chain.head, paused.request).await;
                 assert!(passed.is_ok(), "nobody has reserved the disk");
             }

@@ -460,7 +460,7 @@ mod tests {
         let token = Rc::new(());
         queue.raise_barrier(Box::new(Rc::clone(&token)));
         scene.turn(10);
-        assert!(queue.checks_access.get() && Rc::strong_count(&token) == 2);
+        assert!(queue.barrier.checks_access.get() && Rc::strong_count(&token) == 2);
         gate.open();
         scene.turn(10);
         assert_eq!(Rc::strong_count(&token), 1);

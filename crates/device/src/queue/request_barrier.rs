@@ -6,6 +6,8 @@ use std::cell::{Cell, RefCell};
 /// The waiting chains and waiting users at one queue.
 #[derive(Default)]
 pub(crate) struct RequestBarrier {
+    /// Requests must check if they may use the disk.
+    pub(crate) checks_access: Cell<bool>,
     /// Chains in the device that wait for the disk.
     waiting: Cell<u16>,
     tokens: RefCell<Vec<Token>>,

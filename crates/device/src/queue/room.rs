@@ -17,7 +17,7 @@ impl Queue {
             return false;
         }
         if ListBudget::is_long(chain) {
-            self.list_budget.add(chain);
+            self.budgets.lists.add(chain);
             self.set_halted();
         }
         true
@@ -27,10 +27,10 @@ impl Queue {
     fn admit_large(&self, chain: &mut Chain) -> bool {
         if self.is_recovered(chain.head) {
             // The queue cannot stop before it has taken the chains of an earlier process.
-            self.data_budget.count_chain(chain);
+            self.budgets.data.count_chain(chain);
             return true;
         }
-        let is_taken = self.data_budget.admit(chain, &self.waker());
+        let is_taken = self.budgets.data.admit(chain, &self.waker());
         if !is_taken {
             self.ring.borrow_mut().put_back();
             self.set_halted();
@@ -41,7 +41,7 @@ impl Queue {
     /// Counts zeroes that a request writes, until the result is dropped.
     #[must_use]
     pub(crate) fn count_zeroes(&self, bytes: u64) -> Counted {
-        let (counted, has_room) = self.data_budget.count_zeroes(bytes, &self.waker());
+        let (counted, has_room) = self.budgets.data.count_zeroes(bytes, &self.waker());
         if !has_room {
             self.set_halted();
         }
@@ -49,6 +49,10 @@ impl Queue {
     }
 
     fn waker(&self) -> Waker {
-        self.waker.borrow().clone().expect("the queue's task has set it before its first run")
+        self.control
+            .waker
+            .borrow()
+            .clone()
+            .expect("the queue's task has set it before its first run")
     }
 }

@@ -29,7 +29,7 @@ impl QueueHandle {
     #[must_use]
     pub fn begin_stop(&self, kind: StopKind) -> oneshot::Receiver<u16> {
         let (answer, next_avail) = oneshot::channel();
-        self.post(move |queue| *queue.stop.borrow_mut() = Some(Stop { kind, answer }));
+        self.post(move |queue| *queue.control.stop.borrow_mut() = Some(Stop { kind, answer }));
         next_avail
     }
 
@@ -40,7 +40,7 @@ impl QueueHandle {
     pub fn begin_resume(&self) -> oneshot::Receiver<()> {
         let (answer, resumed) = oneshot::channel();
         self.post(|queue| {
-            if queue.stop.take().is_some() {
+            if queue.control.stop.take().is_some() {
                 answer.send(());
             }
         });
@@ -52,7 +52,7 @@ impl Queue {
     /// Returns a chain that has no room for a status. It cannot be answered, so the queue stops.
     #[cold]
     pub(crate) fn push_unanswered(&self, head: u16, fault: Option<ChainFault>) {
-        self.requests.count_error(RequestKind::Other);
+        self.reports.requests.count_error(RequestKind::Other);
         self.push(head, 0);
         self.set_broken(&match fault {
             None => QueueFault::NoStatus { head },
@@ -64,13 +64,14 @@ impl Queue {
     /// taken: the next start would not find them in the avail ring.
     #[inline]
     pub(crate) fn is_to_stop(&self) -> bool {
-        self.stop.borrow().is_some() && (self.broken.get() || !self.ring.borrow().has_recovered())
+        self.control.stop.borrow().is_some()
+            && (self.flags.broken.get() || !self.ring.borrow().has_recovered())
     }
 
     /// The kind of the stop, as far as this queue can follow it.
     pub(crate) fn stop_kind(&self) -> StopKind {
-        let kind = self.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
-        let can_keep = self.is_marked && !self.broken.get();
+        let kind = self.control.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
+        let can_keep = self.flags.is_marked && !self.flags.broken.get();
         match kind {
             StopKind::KeepInflight if !can_keep => StopKind::Final,
             StopKind::DriverGone if can_keep => StopKind::KeepInflight,
@@ -80,14 +81,14 @@ impl Queue {
 
     /// Takes the means to answer the stop request, now that the queue has stopped.
     pub(crate) fn take_stop(&self) -> Option<oneshot::Sender<u16>> {
-        Some(self.stop.take()?.answer)
+        Some(self.control.stop.take()?.answer)
     }
 
     /// Takes no chains from now on, or takes them again.
     pub(crate) fn set_stopping(&self, stopping: bool) {
-        self.stopping.set(stopping);
+        self.flags.stopping.set(stopping);
         if stopping {
-            self.data_budget.cancel_wait();
+            self.budgets.data.cancel_wait();
         }
     }
 }
