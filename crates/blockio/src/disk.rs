@@ -10,6 +10,7 @@ pub mod engine_trial;
 pub(crate) mod file;
 mod folder;
 pub(crate) mod foreign;
+mod hand_over;
 mod info;
 mod null;
 mod properties;
@@ -20,7 +21,6 @@ mod requests;
 mod simulated;
 mod slow_path;
 
-use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::rc::Rc;
@@ -38,6 +38,7 @@ pub use file::size_probe::SizeProbe;
 use file::source::FileSource;
 pub use folder::Folder;
 pub use foreign::format_warning;
+pub use hand_over::DiskHandOver;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
     TransferError, check_logical_block,
@@ -84,37 +85,6 @@ impl DiskSource {
         Ok(Self::new(info, SourceKind::File(file)))
     }
 
-    /// Takes over an open file that another process has handed over, with its lock and with
-    /// write-back errors that the kernel has yet to report. `path` is the path by which it was
-    /// opened. The disk has the file's present size; [`with_size`](Self::with_size) sets the size
-    /// that it had in that process.
-    ///
-    /// # Errors
-    ///
-    /// Like [`file`](Self::file), and if it was not opened as the options require.
-    pub fn handed_over(file: File, path: &Path, options: &DiskOptions) -> Result<Self, Error> {
-        let (file, info) = FileSource::handed_over(file, path, options)?;
-        Ok(Self::new(info, SourceKind::File(file)))
-    }
-
-    /// Returns the disk with the size in bytes that it had in another process, even if the file has
-    /// another size now: its users were not notified of a change.
-    #[must_use]
-    pub fn with_size(self, size_bytes: u64) -> Self {
-        self.adopt_size(size_bytes);
-        self
-    }
-
-    /// Sets the size in bytes that the disk had in another process.
-    pub fn adopt_size(&self, size_bytes: u64) {
-        match &self.kind {
-            SourceKind::Driver(source) => source.adopt_size(size_bytes),
-            SourceKind::File(source) => source.end.invalidate(),
-            SourceKind::Null => {}
-        }
-        self.shared.set_size_bytes(size_bytes);
-    }
-
     /// Makes the disk of a driver, with its properties at open: the end of a function that opens a
     /// disk of another kind.
     #[must_use]
@@ -143,13 +113,9 @@ impl DiskSource {
     ///
     /// If the disk cannot be opened again.
     pub fn reopen_for_probe(&self) -> Result<Option<Self>, Error> {
-        match &self.kind {
-            SourceKind::Driver(source) => {
-                let opened = source.reopen_for_probe()?;
-                Ok(opened.map(|(info, source)| Self::from_driver(info, source)))
-            }
-            SourceKind::File(_) | SourceKind::Null => Ok(None),
-        }
+        let Some(source) = self.driver() else { return Ok(None) };
+        let opened = source.reopen_for_probe()?;
+        Ok(opened.map(|(info, source)| Self::from_driver(info, source)))
     }
 
     /// Returns the same disk, read-only.
@@ -202,10 +168,7 @@ impl DiskSource {
     ///
     /// If there is no answer.
     pub fn probe_space(&self) -> Result<(), Error> {
-        match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => Ok(()),
-            SourceKind::Driver(source) => source.probe_space(),
-        }
+        self.driver().map_or(Ok(()), |source| source.probe_space())
     }
 
     /// The larger of two sizes in bytes: the disk's, and that of its file or device, which may have
@@ -252,7 +215,7 @@ impl DiskSource {
     pub fn cut_off(&self, size_bytes: u64) {
         let whole = size_bytes - size_bytes % u64::from(self.info.physical_block_bytes);
         if whole < self.shared.size_bytes() {
-            self.adopt_size(whole);
+            self.hand_over().adopt_size(whole);
         }
     }
 

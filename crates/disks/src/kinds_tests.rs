@@ -205,7 +205,8 @@ fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     assert!(source.set_size(0, || ()).is_err() && source.set_size(100, || ()).is_err());
     assert_eq!(source.info().size_bytes, 2 * MIB);
     // In another process the disk keeps its size, although the file was cut.
-    let taken = DiskSource::raw(open_again(&file), MIB, None).unwrap().with_size(4 * MIB);
+    let taken = DiskSource::raw(open_again(&file), MIB, None).unwrap();
+    taken.hand_over().adopt_size(4 * MIB);
     let thread = new_thread();
     let taken = taken.attach(thread.io());
     let cut = taken.read_part(3 * MIB, 512);
@@ -260,7 +261,8 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
     thread.io().add_engine(EngineKind::Aio.into()).unwrap();
     assert_eq!(odd.engine_on(thread.io()), Some(EngineKind::Aio));
     assert_eq!((odd.info().physical_block_bytes, odd.discard_bytes()), (512, Some(512)));
-    assert!(odd.descriptor().is_some() && elsewhere(512).source().descriptor().is_none());
+    let away = elsewhere(512).source();
+    assert!(odd.hand_over().descriptor().is_some() && away.hand_over().descriptor().is_none());
 }
 
 /// Requests wait for an end that is away: they are neither lost nor failed, until the disk is given

@@ -270,15 +270,15 @@ impl DriverSource for LuksSource {
     }
 
     fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        self.below.inherit(loss, is_flushed);
+        self.below.hand_over().inherit(loss, is_flushed);
     }
 
     fn is_flushed(&self) -> bool {
-        self.below.is_flushed()
+        self.below.hand_over().is_flushed()
     }
 
     fn may_still_change(&self) -> bool {
-        self.below.may_still_change()
+        self.below.hand_over().may_still_change()
     }
 
     fn abandon(&self) {
@@ -286,15 +286,15 @@ impl DriverSource for LuksSource {
     }
 
     fn is_written_back(&self) -> bool {
-        self.below.is_written_back()
+        self.below.hand_over().is_written_back()
     }
 
     fn write_back(&self) -> Result<(), Error> {
-        self.below.write_back()
+        self.below.hand_over().write_back()
     }
 
     fn release_lock(&self) {
-        self.below.release_lock();
+        self.below.hand_over().release_lock();
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
@@ -327,7 +327,7 @@ impl DriverSource for LuksSource {
     }
 
     fn adopt_size(&self, size_bytes: u64) {
-        self.below.adopt_size(size_bytes);
+        self.below.hand_over().adopt_size(size_bytes);
     }
 }
 

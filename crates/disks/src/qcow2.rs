@@ -344,7 +344,7 @@ impl DriverSource for Qcow2Source {
     }
 
     fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        self.below().inherit(loss, is_flushed);
+        self.below().hand_over().inherit(loss, is_flushed);
     }
 
     fn is_flushed(&self) -> bool {
@@ -353,7 +353,7 @@ impl DriverSource for Qcow2Source {
     }
 
     fn may_still_change(&self) -> bool {
-        self.below().may_still_change()
+        self.below().hand_over().may_still_change()
     }
 
     fn abandon(&self) {
@@ -362,7 +362,8 @@ impl DriverSource for Qcow2Source {
 
     fn is_written_back(&self) -> bool {
         let core = &self.image.core;
-        core.may_be_marked || core.layers.iter().any(|layer| layer.source.is_written_back())
+        core.may_be_marked
+            || core.layers.iter().any(|layer| layer.source.hand_over().is_written_back())
     }
 
     fn write_back(&self) -> Result<(), Error> {
@@ -370,11 +371,11 @@ impl DriverSource for Qcow2Source {
             // If this fails, the next process finds the mark.
             let _ = owner::run_job_blocking(&self.image.owner, Job::Quiesce);
         }
-        self.image.core.layers.iter().try_for_each(|layer| layer.source.write_back())
+        self.image.core.layers.iter().try_for_each(|layer| layer.source.hand_over().write_back())
     }
 
     fn release_lock(&self) {
-        self.image.core.layers.iter().for_each(|layer| layer.source.release_lock());
+        self.image.core.layers.iter().for_each(|layer| layer.source.hand_over().release_lock());
     }
 
     /// Probes the space for the image. The disk in it never changes its size by itself.

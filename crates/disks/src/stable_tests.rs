@@ -60,10 +60,10 @@ fn each_piece_of_a_durable_write_is_stable_and_of_no_other() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_layer_says_that_the_disk_below_cannot_be_written_back() {
     for (name, below, source) in layers() {
-        assert!(source.is_written_back(), "{name}");
-        source.write_back().unwrap();
+        assert!(source.hand_over().is_written_back(), "{name}");
+        source.hand_over().write_back().unwrap();
         below.fail_write_back();
-        let error = source.write_back().unwrap_err().to_string();
+        let error = source.hand_over().write_back().unwrap_err().to_string();
         assert!(error.contains("its cache cannot be written"), "{name}: {error}");
     }
 }

@@ -44,10 +44,7 @@ impl DiskSource {
     /// it.
     #[must_use]
     pub fn warning(&self) -> Option<String> {
-        let of_kind = match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Driver(source) => source.warning(),
-        };
+        let of_kind = self.driver().and_then(|source| source.warning());
         of_kind.or_else(|| self.shared.foreign_format().map(warning))
     }
 }

@@ -1,9 +1,9 @@
 //! Properties of an open disk, of any kind.
 
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::driver::DriverSource;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
 use super::info::{Abilities, DiskInfo, DiskState, Link, Placement};
@@ -131,17 +131,6 @@ impl DiskSource {
         Ok(())
     }
 
-    /// Like [`LimitGroup::debts`], for the limits of the disk itself.
-    #[must_use]
-    pub fn debts(&self) -> Vec<u64> {
-        self.shared.debts()
-    }
-
-    /// Like [`LimitGroup::set_debts`], for the limits of the disk itself.
-    pub fn set_debts(&self, debts: &[u64]) {
-        self.shared.set_debts(debts);
-    }
-
     /// Makes the disk a member of this group alone: its limits then apply, too.
     pub fn join(&self, group: Option<&LimitGroup>) {
         join(&self.shared, group);
@@ -188,10 +177,7 @@ impl DiskSource {
     /// A line about the state that only this kind of disk has, such as its number of connections.
     #[must_use]
     pub fn remark(&self) -> Option<String> {
-        match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Driver(source) => source.remark(),
-        }
+        self.driver()?.remark()
     }
 
     /// Ends the use of the disk, for all clones of it. Disks that were opened separately are not
@@ -202,7 +188,7 @@ impl DiskSource {
     /// kernel cannot be cancelled: those of a file continue.
     pub fn abandon(&self) {
         self.shared.abandon();
-        if let SourceKind::Driver(source) = &self.kind {
+        if let Some(source) = self.driver() {
             source.abandon();
         }
     }
@@ -210,88 +196,6 @@ impl DiskSource {
     /// Returns true if the disk was [abandoned](Self::abandon).
     pub fn is_abandoned(&self) -> bool {
         self.shared.is_abandoned()
-    }
-
-    /// Returns true if [`write_back`](Self::write_back) has anything to do. An open file is passed
-    /// to another process as it is.
-    #[must_use]
-    pub fn is_written_back(&self) -> bool {
-        match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => false,
-            SourceKind::Driver(source) => source.is_written_back(),
-        }
-    }
-
-    /// Writes data of answered requests from caches of this process, and leaves images as if
-    /// closed, for another process that has opened the disk and takes over. No request may be in
-    /// progress. May wait for the remote end of a disk that is not local.
-    ///
-    /// # Errors
-    ///
-    /// If the data cannot be written.
-    pub fn write_back(&self) -> Result<(), Error> {
-        match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => Ok(()),
-            SourceKind::Driver(source) => source.write_back(),
-        }
-    }
-
-    /// Releases the lock on a disk that is not local, for another process that has opened it and
-    /// takes over. No request may be in progress. May wait for the remote end. Later requests
-    /// acquire the lock again.
-    pub fn release_lock(&self) {
-        if let SourceKind::Driver(source) = &self.kind {
-            source.release_lock();
-        }
-    }
-
-    /// The errno of the loss of data, if [there was one](DiskState::Lost).
-    #[must_use]
-    pub fn loss(&self) -> Option<i32> {
-        match self.open_file() {
-            Some(file) => file.loss().check().err()?.raw_os_error(),
-            // A remote end reports no errno.
-            None => (self.state() == DiskState::Lost).then_some(libc::EIO),
-        }
-    }
-
-    /// Returns true if all answered changes are known to be on stable storage, while no request
-    /// runs. False for a file, which need not know: pending reports of the kernel come with it.
-    #[must_use]
-    pub fn is_flushed(&self) -> bool {
-        match &self.kind {
-            SourceKind::Driver(source) => source.is_flushed(),
-            SourceKind::File(_) | SourceKind::Null => false,
-        }
-    }
-
-    /// Returns true if abandoned changes may still be made, by a server that was given up on.
-    /// Another process would not know that its own changes have to wait for them.
-    #[must_use]
-    pub fn may_still_change(&self) -> bool {
-        match &self.kind {
-            SourceKind::Driver(source) => source.may_still_change(),
-            SourceKind::File(_) | SourceKind::Null => false,
-        }
-    }
-
-    /// Takes the disk over from another process. Its writes may not be flushed, unless it
-    /// [knew](Self::is_flushed) that they are. Data may be lost if that process knew of a `loss`,
-    /// an errno.
-    pub fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        match (self.open_file(), &self.kind) {
-            // Pending reports of the kernel come with the file.
-            (Some(file), _) => loss.into_iter().for_each(|errno| file.loss().inherit(errno)),
-            (None, SourceKind::Driver(source)) => source.inherit(loss, is_flushed),
-            (None, SourceKind::File(_) | SourceKind::Null) => {}
-        }
-    }
-
-    /// The open file under the disk, to be [handed over](Self::handed_over) to another process.
-    /// `None` if it has none: that process opens the disk by itself.
-    #[must_use]
-    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        self.open_file().map(AsFd::as_fd)
     }
 
     /// A text that is the same whenever this disk is opened, and differs for another disk: the id
@@ -310,13 +214,9 @@ impl DiskSource {
     /// The bytes of the bottom disk that make up this disk.
     #[must_use]
     pub fn place(&self) -> Placement {
-        let part = match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Driver(source) => source.place(),
-        };
         let disk = || self.identity().to_owned();
         let whole = || Placement { disk: disk(), start: 0, end: None, is_spread: false };
-        part.unwrap_or_else(whole)
+        self.driver().and_then(|source| source.place()).unwrap_or_else(whole)
     }
 
     /// Returns true if the kernel reports a rotating medium, on which requests cost the less the
@@ -342,10 +242,7 @@ impl DiskSource {
     /// together. A multiple of the physical block. `None` if unknown.
     #[must_use]
     pub fn optimal_bytes(&self) -> Option<u32> {
-        match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => None,
-            SourceKind::Driver(source) => source.optimal_bytes(),
-        }
+        self.driver()?.optimal_bytes()
     }
 
     /// Returns true if no other program writes to the disk: its file is in fact locked, or its
@@ -366,10 +263,7 @@ impl DiskSource {
 
     /// Returns true if a thread that must not wait can [set the size](Self::set_size).
     pub fn sets_size_at_once(&self) -> bool {
-        match &self.kind {
-            SourceKind::File(_) | SourceKind::Null => true,
-            SourceKind::Driver(source) => source.sets_size_at_once(),
-        }
+        self.driver().is_none_or(|source| source.sets_size_at_once())
     }
 
     /// The preferred engine, and the reason.
@@ -397,6 +291,14 @@ impl DiskSource {
     /// Returns true if the disk is on a block device, not in a file of a file system.
     pub fn is_block_device(&self) -> bool {
         self.local().is_some_and(|source| source.is_block_device)
+    }
+
+    /// The disk of a driver.
+    pub(super) fn driver(&self) -> Option<&dyn DriverSource> {
+        match &self.kind {
+            SourceKind::Driver(source) => Some(&**source),
+            SourceKind::File(_) | SourceKind::Null => None,
+        }
     }
 
     /// The file or block device under all layers.

@@ -173,15 +173,15 @@ impl DriverSource for RawSource {
     }
 
     fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        self.below.inherit(loss, is_flushed);
+        self.below.hand_over().inherit(loss, is_flushed);
     }
 
     fn is_flushed(&self) -> bool {
-        self.below.is_flushed()
+        self.below.hand_over().is_flushed()
     }
 
     fn may_still_change(&self) -> bool {
-        self.below.may_still_change()
+        self.below.hand_over().may_still_change()
     }
 
     fn abandon(&self) {
@@ -189,15 +189,15 @@ impl DriverSource for RawSource {
     }
 
     fn is_written_back(&self) -> bool {
-        self.below.is_written_back()
+        self.below.hand_over().is_written_back()
     }
 
     fn write_back(&self) -> Result<(), Error> {
-        self.below.write_back()
+        self.below.hand_over().write_back()
     }
 
     fn release_lock(&self) {
-        self.below.release_lock();
+        self.below.hand_over().release_lock();
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
@@ -241,7 +241,7 @@ impl DriverSource for RawSource {
         if self.part.size_bytes.is_none()
             && let Ok(end) = self.end_of(size_bytes)
         {
-            self.below.adopt_size(end);
+            self.below.hand_over().adopt_size(end);
         }
     }
 }

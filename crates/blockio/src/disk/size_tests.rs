@@ -207,20 +207,24 @@ fn an_open_disk_can_be_handed_over() {
     file.as_file().set_len(MIB).unwrap();
     let options = DiskOptions::default();
     let source = DiskSource::file(file.path(), &options).unwrap();
-    source.inherit(Some(libc::EIO), false);
-    let handed = || File::from(source.descriptor().unwrap().try_clone_to_owned().unwrap());
+    source.hand_over().inherit(Some(libc::EIO), false);
+    let handed = || {
+        let descriptor = source.hand_over().descriptor().unwrap();
+        std::fs::File::from(descriptor.try_clone_to_owned().unwrap())
+    };
     for wrong in [
         DiskOptions { direct: true, ..options.clone() },
         DiskOptions { logical_block_bytes: Some(700), ..options.clone() },
     ] {
-        assert!(DiskSource::handed_over(handed(), file.path(), &wrong).is_err());
+        assert!(DiskHandOver::open(handed(), file.path(), &wrong).is_err());
     }
     // The file was cut, and the hand-over does not show it.
     file.as_file().set_len(MIB / 2).unwrap();
-    let other = DiskSource::handed_over(handed(), file.path(), &options).unwrap().with_size(MIB);
+    let other = DiskHandOver::open(handed(), file.path(), &options).unwrap();
+    other.hand_over().adopt_size(MIB);
     file.as_file().set_len(MIB).unwrap();
     assert_eq!((other.info(), other.identity()), (source.info(), source.identity()));
-    assert_eq!((source.loss(), other.loss()), (Some(libc::EIO), None));
+    assert_eq!((source.hand_over().loss(), other.hand_over().loss()), (Some(libc::EIO), None));
     drop(source);
     let error = DiskSource::file(file.path(), &options).unwrap_err();
     assert!(matches!(error, Error::InUse { .. }), "{error}");
@@ -235,7 +239,7 @@ fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(MIB).unwrap();
     let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
-    source.inherit(Some(libc::EIO), false);
+    source.hand_over().inherit(Some(libc::EIO), false);
     let mut tries = crate::disk::qos::error_policy::RetryState::new(&source.shared.retry_stats);
     let no_space = io::Error::from_raw_os_error(libc::ENOSPC);
     assert!(

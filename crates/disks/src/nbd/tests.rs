@@ -142,7 +142,7 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
         assert_eq!(request.end(&thread), Some(libc::ETIMEDOUT), "another connection has taken it");
         assert_eq!(thread.io().remote_ops(), 0, "an op that has failed");
     }
-    assert!(source.may_still_change(), "another process would not know");
+    assert!(source.hand_over().may_still_change(), "another process would not know");
     let newer = Running::write(&thread, &disk, 0, 2);
     let beside = Running::write(&thread, &disk, 4096, 3);
     assert_eq!(beside.end(&thread), None, "other places can be written to");
@@ -150,7 +150,7 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
     server.answer_held();
     assert_eq!(newer.end(&thread), None);
     assert_eq!(server.state().content[0], 2, "the old write came last");
-    assert!(!source.may_still_change());
+    assert!(!source.hand_over().may_still_change());
     drop((disk, source));
 }
 
@@ -221,7 +221,7 @@ fn a_failed_flush_is_a_loss_and_a_late_flush_is_not() {
         });
         let failed = Running::flush(&thread, &disk).end(&thread);
         assert_eq!(failed, expected.or(Some(libc::ETIMEDOUT)));
-        assert_eq!(source.loss(), expected);
+        assert_eq!(source.hand_over().loss(), expected);
         assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "a later one");
         assert_eq!(read(&thread, &disk, 0), 1, "reads go on");
     }
@@ -249,7 +249,7 @@ fn a_durable_write_that_a_break_interrupts_is_sent_again() {
         assert_eq!(byte, 1, "it was answered, and is lost");
         assert_eq!(seen, [WRITE, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
         assert_eq!(source.state(), DiskState::Ready);
-        assert!(source.is_flushed());
+        assert!(source.hand_over().is_flushed());
         assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
     }
 }
@@ -264,16 +264,16 @@ fn a_break_after_a_takeover_loses_unflushed_changes() {
         let thread = new_thread();
         let before = open(options());
         let disk = Rc::new(before.attach(thread.io()));
-        assert!(before.is_flushed());
+        assert!(before.hand_over().is_flushed());
         assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
-        assert!(!before.is_flushed());
+        assert!(!before.hand_over().is_flushed());
         if is_flushed {
             assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
         }
-        assert_eq!(before.is_flushed(), is_flushed);
+        assert_eq!(before.hand_over().is_flushed(), is_flushed);
 
         let source = open(options());
-        source.inherit(before.loss(), before.is_flushed());
+        source.hand_over().inherit(before.hand_over().loss(), before.hand_over().is_flushed());
         drop((disk, before));
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(read(&thread, &disk, 0), 1);
@@ -356,13 +356,13 @@ fn written_data_is_flushed_before_a_takeover() {
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
         let leaving = source.clone();
-        let other = std::thread::spawn(move || leaving.write_back().unwrap());
+        let other = std::thread::spawn(move || leaving.hand_over().write_back().unwrap());
         while !other.is_finished() {
             wait_a_turn(&thread);
         }
         other.join().unwrap();
         let has_flushed = server.state().events.contains(&Event::Request(0, FLUSH));
-        assert_eq!((has_flushed, source.is_flushed()), (is_needed, is_needed));
+        assert_eq!((has_flushed, source.hand_over().is_flushed()), (is_needed, is_needed));
     }
 }
 

@@ -93,7 +93,7 @@ fn a_deferred_disk_reads_all_data_written_before_its_first_request() {
         let file = RemoteStub::new(&bytes);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let old = image(file.clone().source(), false);
-        assert!(!old.is_flushed(), "tables may be written back at any time");
+        assert!(!old.hand_over().is_flushed(), "tables may be written back at any time");
         let writer = old.attach(thread.io());
         let write = |offset: usize, data: Vec<u8>| {
             let written = writer.write(offset as u64, Buffers::from_vec(data), false);

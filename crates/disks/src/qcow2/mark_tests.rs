@@ -5,6 +5,7 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use blockio::disk::DiskHandOver;
 use blockio::testing::{Event, RemoteStub};
 use blockio::{Disk, DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;
@@ -293,14 +294,14 @@ fn an_image_is_handed_over_without_a_mark() {
     old.write(0).unwrap();
     let new = || open(old.end.clone().source(), true).unwrap();
     let abandoned = new();
-    old.source().write_back().unwrap();
+    old.source().hand_over().write_back().unwrap();
     assert!(!old.is_marked());
     drop(abandoned);
     // The old process resumes, and marks the image again.
     old.write(1).unwrap();
     assert!(old.is_marked());
     let source = Some(new());
-    old.source().write_back().unwrap();
+    old.source().hand_over().write_back().unwrap();
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let mut new = World { thread, end: old.end.clone(), source };
     new.write(2).unwrap();
@@ -318,7 +319,7 @@ fn an_image_whose_file_cannot_be_written_back_is_not_handed_over() {
     let world = World::new(&content);
     world.write(0).unwrap();
     world.end.fail_write_back();
-    let error = world.source().write_back().unwrap_err().to_string();
+    let error = world.source().hand_over().write_back().unwrap_err().to_string();
     assert!(error.contains("its cache cannot be written"), "{error}");
 }
 
@@ -331,7 +332,7 @@ fn a_mark_that_is_handed_over_stays() {
     old.end.have_some_fail(1);
     old.write(1).unwrap_err();
     let source = Some(open(old.end.clone().source(), true).unwrap());
-    old.source().write_back().unwrap();
+    old.source().hand_over().write_back().unwrap();
     old.end.have_some_fail(0);
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let mut new = World { thread, end: old.end.clone(), source };
@@ -385,8 +386,8 @@ fn a_file_that_is_handed_over_is_marked_if_it_is_locked() {
         file.as_file().write_all_at(&content, 0).unwrap();
         let options = DiskOptions { holds_image: true, no_lock, ..DiskOptions::default() };
         let old = DiskSource::file(file.path(), &options).unwrap();
-        let handed = old.descriptor().unwrap().try_clone_to_owned().unwrap();
-        let below = DiskSource::handed_over(handed.into(), file.path(), &options).unwrap();
+        let handed = old.hand_over().descriptor().unwrap().try_clone_to_owned().unwrap();
+        let below = DiskHandOver::open(handed.into(), file.path(), &options).unwrap();
         let source = open(below, true).unwrap();
         drop(old);
         check_file(&thread, source, &file, !no_lock);
@@ -402,7 +403,7 @@ fn a_process_writes_nothing_to_an_image_that_it_has_handed_over() {
     old.write(0).unwrap();
     let source = Some(open(old.end.clone().source(), true).unwrap());
     old.end.set_away(true);
-    old.source().write_back().unwrap();
+    old.source().hand_over().write_back().unwrap();
     old.end.set_away(false);
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let mut new = World { thread, end: old.end.clone(), source };
@@ -425,7 +426,7 @@ fn a_hand_over_ends_after_the_last_write() {
     let hand_over = || {
         let (source, end, sender) = (world.source().clone(), world.end.clone(), sender.clone());
         std::thread::spawn(move || {
-            source.write_back().unwrap();
+            source.hand_over().write_back().unwrap();
             sender.send(end.events()).unwrap();
         })
     };

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use blockio::DiskSource;
+use blockio::disk::DiskHandOver;
 use device::oneshot;
 use vhost_user::{PassedFds, Session};
 
@@ -76,7 +77,7 @@ impl Export {
             let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
             let disks = self.disks.iter().map(|disk| {
                 Ok(HandedDisk {
-                    file: fds.put_some(format!("disk of {name}"), disk.descriptor())?,
+                    file: fds.put_some(format!("disk of {name}"), disk.hand_over().descriptor())?,
                     size_bytes: disk.info().size_bytes,
                     engine: disk.preferred_engine().map(|engine| engine.to_string()),
                 })
@@ -120,7 +121,7 @@ impl Export {
     /// Refuses to hand over disks that a server may still change, because the next process cannot
     /// know of the change.
     pub(super) fn check_changes(&self) -> Answered<()> {
-        if !self.disks.iter().any(DiskSource::may_still_change) {
+        if !self.disks.iter().any(|disk| disk.hand_over().may_still_change()) {
             return Ok(());
         }
         let name = self.spec.name();
@@ -164,9 +165,10 @@ impl Export {
     /// When no descriptor is left.
     pub(super) fn progress_so_far(&self, fds: &mut PassedFds) -> io::Result<ExportProgress> {
         let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
-        let losses = self.disks.iter().map(DiskSource::loss).collect();
-        let flushed = self.disks.iter().map(DiskSource::is_flushed).collect();
-        let mut debts: Vec<_> = self.disks.iter().map(DiskSource::debts).collect();
+        let disks = self.disks.iter().map(DiskSource::hand_over);
+        let losses = disks.clone().map(DiskHandOver::loss).collect();
+        let flushed = disks.clone().map(DiskHandOver::is_flushed).collect();
+        let mut debts: Vec<_> = disks.map(DiskHandOver::debts).collect();
         if debts.iter().all(Vec::is_empty) {
             debts.clear();
         }
@@ -202,9 +204,11 @@ impl Export {
         export.sessions = progress.sessions;
         let known = progress.losses.into_iter().zip(progress.flushed);
         for (disk, (loss, is_flushed)) in export.disks.iter().zip(known) {
-            disk.inherit(loss, is_flushed);
+            disk.hand_over().inherit(loss, is_flushed);
         }
-        export.disks.iter().zip(&progress.debts).for_each(|(disk, debts)| disk.set_debts(debts));
+        for (disk, debts) in export.disks.iter().zip(&progress.debts) {
+            disk.hand_over().set_debts(debts);
+        }
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.resume(progress.device, files));

@@ -158,7 +158,8 @@ impl Daemon {
         self.ownership.open()?;
         let paused_queues = PausedQueues { daemon: self };
         let mut paused = self.control.pause(generation)?;
-        let written = write_back(std::mem::take(&mut paused.disks), DiskSource::write_back);
+        let write = |disk: &DiskSource| disk.hand_over().write_back();
+        let written = write_back(std::mem::take(&mut paused.disks), write);
         written.map_err(CommandError::NotNow)?;
         Ok((paused_queues, paused))
     }
@@ -330,11 +331,11 @@ fn write_back<T: Send + 'static>(
 /// Releases disks that another process continues to use.
 fn release_disks(mut disks: Vec<DiskSource>) {
     // An open file was handed over as it is.
-    disks.retain(|disk| disk.descriptor().is_none());
+    disks.retain(|disk| disk.hand_over().descriptor().is_none());
     let until = Instant::now() + LEAVE_MAX;
     let mut leaving = ParallelCalls::begin(disks, |disk: DiskSource, give_way| {
         give_way();
-        disk.release_lock();
+        disk.hand_over().release_lock();
     });
     while leaving.next(Some(until)).is_some() {}
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockio::disk::Folder;
+use blockio::disk::{DiskHandOver, Folder};
 use blockio::{DiskOptions, DiskSource};
 use disks::rbd::RbdImage;
 use rustix::fs::{OFlags, fcntl_getfl};
@@ -139,7 +139,8 @@ impl OpenDisk {
         if file.is_some() {
             bail!("{disk} was handed over with a superfluous descriptor");
         }
-        Ok(Self::new(disk.name(), source.with_size(size_bytes), Instant::now(), cache))
+        source.hand_over().adopt_size(size_bytes);
+        Ok(Self::new(disk.name(), source, Instant::now(), cache))
     }
 
     fn new(name: String, source: DiskSource, opened: Instant, cache: CacheMode) -> Self {
@@ -339,7 +340,7 @@ fn take_file(
     let wanted = settings.cache.unwrap_or(CacheMode::None);
     // The other process fell back to the page cache if direct I/O did not work.
     let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
-    Ok((DiskSource::handed_over(file, path, &disk_options(settings, used, direct, None))?, cache))
+    Ok((DiskHandOver::open(file, path, &disk_options(settings, used, direct, None))?, cache))
 }
 
 /// Opens a file with the cache of `--cache`, or by default with the best one that works.

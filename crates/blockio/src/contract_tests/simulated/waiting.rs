@@ -320,7 +320,7 @@ fn a_write_that_nothing_can_make_good_is_not_tried_again() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();
     source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
-    source.inherit(Some(libc::EIO), false);
+    source.hand_over().inherit(Some(libc::EIO), false);
     let disk = source.attach(thread.io());
     let result = thread.block_on(async {
         let write = async {

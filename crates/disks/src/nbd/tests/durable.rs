@@ -86,7 +86,7 @@ fn a_durable_write_with_a_failed_flush_fails_and_is_a_loss() {
         let writer = Rc::new(source.attach(by.io()));
         assert_eq!(failed([by, &home], &writer), (0, Some(libc::EIO)));
         assert_eq!(server.state().seen.len(), 3);
-        assert_eq!((source.state(), source.loss()), (DiskState::Lost, Some(libc::EIO)));
+        assert_eq!((source.state(), source.hand_over().loss()), (DiskState::Lost, Some(libc::EIO)));
         assert_eq!(Running::flush(&home, &disk).end(&home), Some(libc::EIO));
         let later = Running::write_durably(&home, &disk, 0, 1);
         assert_eq!(later.end(&home), Some(libc::EIO));

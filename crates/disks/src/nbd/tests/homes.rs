@@ -100,7 +100,10 @@ fn a_request_whose_home_ends_goes_to_another_home() {
         if is_sent {
             super::wait_for(&thread, &server, Event::HalfClosed(0));
             assert_eq!(read(&thread, &disk, 8192), 0);
-            assert!(write.0.get().is_none() && source.may_still_change(), "it does not wait");
+            assert!(
+                write.0.get().is_none() && source.hand_over().may_still_change(),
+                "it does not wait"
+            );
             server.change(|state| (state.holds, state.lingers) = ((WRITE, 0), false));
         }
         assert_eq!(write.end(&thread), None);
@@ -108,7 +111,7 @@ fn a_request_whose_home_ends_goes_to_another_home() {
         let events = server.state().events.clone();
         let at = |event| events.iter().position(|seen| *seen == event);
         assert!(at(Event::Ended(0)) < at(Event::Request(1, WRITE)) || !is_sent, "{events:?}");
-        assert!(!source.may_still_change());
+        assert!(!source.hand_over().may_still_change());
     }
 }
 
@@ -144,7 +147,7 @@ fn pending_changes_of_a_server_pass_to_a_remaining_iothread() {
     let older = Running::write(&first, &disk, 0, 1);
     super::wait_for(&first, &server, Event::Request(0, WRITE));
     drop((first, disk));
-    assert!(older.0.get().is_none() && source.may_still_change());
+    assert!(older.0.get().is_none() && source.hand_over().may_still_change());
     let second = new_thread();
     let disk = Rc::new(source.attach(second.io()));
     super::wait_for(&second, &server, Event::HalfClosed(0));
@@ -178,9 +181,9 @@ fn changes_without_a_task_are_released_when_the_server_closes() {
         assert!(Instant::now() < until, "it was not told to end");
         std::thread::yield_now();
     }
-    assert!(source.may_still_change(), "the server has not ended it");
+    assert!(source.hand_over().may_still_change(), "the server has not ended it");
     server.change(|state| state.lingers = false);
-    while source.may_still_change() {
+    while source.hand_over().may_still_change() {
         assert!(Instant::now() < until, "it is held for ever");
         std::thread::yield_now();
     }
@@ -201,15 +204,15 @@ fn written_data_is_flushed_after_its_home_has_ended() {
         let disk = Rc::new(source.attach(home.io()));
         assert_eq!(Running::write(&home, &disk, 0, 1).end(&home), None);
         drop((home, disk));
-        assert_eq!(source.write_back().is_err(), fails_flushes);
-        assert_eq!(source.is_flushed(), !fails_flushes);
-        assert_eq!(source.loss(), fails_flushes.then_some(libc::EIO));
+        assert_eq!(source.hand_over().write_back().is_err(), fails_flushes);
+        assert_eq!(source.hand_over().is_flushed(), !fails_flushes);
+        assert_eq!(source.hand_over().loss(), fails_flushes.then_some(libc::EIO));
         let thread = new_thread();
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(read(&thread, &disk, 0), 1);
         if fails_flushes {
             // A second try succeeds, but the loss stays.
-            assert!(source.write_back().is_ok());
+            assert!(source.hand_over().write_back().is_ok());
             assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO));
         }
         let events = server.state().events.clone();

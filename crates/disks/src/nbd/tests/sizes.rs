@@ -90,7 +90,7 @@ fn unflushed_changes_of_a_replaced_connection_are_lost() {
     assert_eq!(read(&thread, &disk, MIB as u64), 0, "on another connection");
     let is_flush = |seen: &&Event| matches!(seen, Event::Request(_, FLUSH));
     assert_eq!(server.state().events.iter().filter(is_flush).count(), 1);
-    assert_eq!((source.state(), source.loss()), (DiskState::Lost, Some(libc::EIO)));
+    assert_eq!((source.state(), source.hand_over().loss()), (DiskState::Lost, Some(libc::EIO)));
     assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO));
 }
 

@@ -97,12 +97,15 @@ fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
         let newer = Running::write(&thread, &disk, 0, 2);
         let beside = Running::write(&thread, &disk, 4096, 3);
         assert_eq!(beside.end(&thread), None, "other places can be written to");
-        assert!(source.may_still_change() && newer.0.get().is_none(), "it does not wait");
+        assert!(
+            source.hand_over().may_still_change() && newer.0.get().is_none(),
+            "it does not wait"
+        );
         ignore_all(&socket, false);
         wait_for(&thread, &server, Event::Request(0, WRITE));
         assert_eq!((older.end(&thread), newer.end(&thread)), (None, None));
         assert_eq!(server.state().content[0], 2, "the old write came last");
-        assert!(!source.may_still_change());
+        assert!(!source.hand_over().may_still_change());
     }
 }
 

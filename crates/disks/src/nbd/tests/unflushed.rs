@@ -91,7 +91,7 @@ fn flush_after(change: Change, flush: Flush, at: Break, flags: u16) -> Option<i3
         return Running::flush(&thread, &disk).end(&thread);
     }
     let next = open(options());
-    next.inherit(source.loss(), source.is_flushed());
+    next.hand_over().inherit(source.hand_over().loss(), source.hand_over().is_flushed());
     drop((disk, source));
     let disk = Rc::new(next.attach(thread.io()));
     if at == Break::AfterHandOver {
@@ -134,7 +134,7 @@ fn the_flush_of_a_durable_write_covers_earlier_changes() {
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(Running::write(&thread, &disk, 8192, 3).end(&thread), None);
         carry_out(Change::DurableWrite, &thread, &disk);
-        assert_eq!(source.is_flushed(), expected.is_none(), "{flags:#x}");
+        assert_eq!(source.hand_over().is_flushed(), expected.is_none(), "{flags:#x}");
         server.hang_up();
         assert_eq!(read(&thread, &disk, 0), 1);
         assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "{flags:#x}");

@@ -264,7 +264,7 @@ impl Export {
                 size_bytes,
                 state: disk.state(),
                 waiting: disk.retry_state(),
-                loss: disk.loss(),
+                loss: disk.hand_over().loss(),
                 waited,
                 trouble,
             }

@@ -132,7 +132,7 @@ impl Exports {
             CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
         })?;
         let disks = self.list.iter().flat_map(|export| &export.disks);
-        let disks = disks.filter(|disk| disk.is_written_back()).cloned().collect();
+        let disks = disks.filter(|disk| disk.hand_over().is_written_back()).cloned().collect();
         Ok(Paused { exports, fds, disks, since })
     }
 

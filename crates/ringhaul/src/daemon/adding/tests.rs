@@ -31,7 +31,7 @@ fn leave(disk: DiskSource) -> (UnixStream, UnixStream) {
     let pair = UnixStream::pair().unwrap();
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut message = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [disk.descriptor().unwrap()];
+    let descriptors = [disk.hand_over().descriptor().unwrap()];
     assert!(message.push(SendAncillaryMessage::ScmRights(&descriptors)));
     sendmsg(&pair.0, &[IoSlice::new(b"x")], &mut message, SendFlags::empty()).unwrap();
     pair
