@@ -5,7 +5,8 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use blockio::{EngineKind, EngineOptions, IoThreadConfig};
+use blockio::config::EngineOptions;
+use blockio::{EngineKind, IoThreadConfig};
 use ringhaul_options::{CompletionRingChoice, EngineChoice, OnOff};
 
 /// Options of the engine for `--filename`, with the names of `ringhaul serve`.

@@ -41,7 +41,9 @@ pub use crate::engine::interest::Interest;
 pub use crate::engine::kernel::start_thread;
 pub use crate::executor::task::Owner;
 pub use crate::op::bounce::BounceShare;
+pub use crate::thread::foreign_op::{ForeignCompleter, ForeignOp};
 use crate::thread::io::Io;
+pub use crate::thread::io::TaskRef;
 pub use crate::watchdog::rate_limit::RateLimit;
 pub use crate::watchdog::stall_log::{LATE, Line, StallLog, is_late};
 

@@ -11,3 +11,6 @@ pub(crate) mod sync;
 pub(crate) mod task;
 pub(crate) mod task_key;
 pub(crate) mod wait_list;
+
+pub use notify::Notify;
+pub use semaphore::FairSemaphore;

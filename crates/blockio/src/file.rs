@@ -8,3 +8,5 @@ pub(crate) mod open_file;
 pub(crate) mod pacing;
 pub(crate) mod regular_file;
 pub(crate) mod write_loss;
+
+pub use regular_file::{check_regular, open_regular};

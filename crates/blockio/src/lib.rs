@@ -25,40 +25,30 @@
 
 mod admission;
 pub mod clock;
-mod config;
+pub mod config;
 #[cfg(test)]
 mod contract_tests;
 pub mod disk;
 pub mod driver;
 pub mod engine;
 mod error;
-mod executor;
-mod file;
+pub mod executor;
+pub mod file;
 pub mod op;
 pub mod stats;
 #[cfg(any(test, feature = "testing"))]
 #[allow(clippy::unwrap_used)]
 pub mod testing;
-mod thread;
+pub mod thread;
 mod watchdog;
 
-pub use config::{
-    BounceConfig, ByteLimits, CompletionRing, EngineConfig, EngineKind, EngineOptions,
-    IoThreadConfig, PacingConfig,
-};
-pub use disk::{Disk, DiskOptions, DiskSource, TransferError};
+pub use config::{EngineConfig, EngineKind, IoThreadConfig};
+pub use disk::{Disk, DiskOptions, DiskSource};
 pub use error::Error;
-pub use executor::notify::Notify;
 pub use executor::oneshot;
-pub use executor::semaphore::FairSemaphore;
-pub use file::regular_file::{check_regular, open_regular};
 pub use iomem::{BufferMemory, Buffers};
-pub use thread::fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
-pub use thread::foreign_op::{ForeignCompleter, ForeignOp};
-pub use thread::io::{Io, TaskRef};
+pub use thread::io::Io;
 pub use thread::io_thread::IoThread;
-pub use thread::reactor::{Armed, Source, SourceId};
-pub use thread::registered::RegisteredMemory;
 pub use thread::remote::Remote;
 pub use thread::task_set::TaskSet;
 pub use thread::turn::{Activity, Wait};

@@ -246,7 +246,7 @@ pub struct OpStats {
 }
 
 /// The use of memory for data that devices cannot take as it is (see
-/// [`BounceConfig`](crate::BounceConfig)).
+/// [`BounceConfig`](crate::config::BounceConfig)).
 #[derive(Debug, Default)]
 pub struct BounceStats {
     /// Bytes of the budget that are in use.

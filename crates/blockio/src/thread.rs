@@ -13,3 +13,7 @@ pub(crate) mod remote;
 pub(crate) mod task_set;
 pub(crate) mod time_slice;
 pub(crate) mod turn;
+
+pub use fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
+pub use reactor::{Armed, Source, SourceId};
+pub use registered::RegisteredMemory;

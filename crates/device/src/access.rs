@@ -16,7 +16,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use blockio::FairSemaphore;
+use blockio::executor::FairSemaphore;
 use serde::{Deserialize, Serialize};
 
 use medium::Medium;

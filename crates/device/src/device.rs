@@ -5,7 +5,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockio::{DiskSource, EngineKind, Io, RegisteredMemory, Remote, oneshot};
+use blockio::thread::RegisteredMemory;
+use blockio::{DiskSource, EngineKind, Io, Remote, oneshot};
 use serde::{Deserialize, Serialize};
 
 use crate::access::DiskAccess;

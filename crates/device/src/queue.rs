@@ -24,7 +24,8 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::Instant;
 
-use blockio::{Armed, Io, RegisteredMemory, Remote, Source, clock};
+use blockio::thread::{Armed, RegisteredMemory, Source};
+use blockio::{Io, Remote, clock};
 use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 

@@ -23,11 +23,11 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::disk::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, SizeProbe};
-use blockio::driver::{BounceShare, Driver, DriverSource, FileSource, Opened, Request};
-use blockio::{
-    Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig, TransferError,
+use blockio::disk::{
+    Abilities, DiskInfo, DiskState, Extent, Link, Placement, SizeProbe, TransferError,
 };
+use blockio::driver::{BounceShare, Driver, DriverSource, FileSource, Opened, Request};
+use blockio::{Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig};
 use iomem::{Buffers, fits};
 
 use self::header::{Header, MAGIC, Payload};

@@ -6,7 +6,8 @@ pub mod key_value;
 pub mod redact;
 mod size;
 
-use blockio::{CompletionRing, EngineKind};
+use blockio::EngineKind;
+use blockio::config::CompletionRing;
 
 pub use size::parse_size;
 

@@ -9,7 +9,8 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
+use blockio::config::EngineOptions;
+use blockio::{EngineConfig, EngineKind, IoThreadConfig};
 use clap::{Args, ValueEnum};
 use clap_complete::engine::{PathCompleter, ValueCompleter as _};
 use clap_complete::{ArgValueCompleter, CompletionCandidate};

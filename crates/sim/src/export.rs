@@ -6,7 +6,8 @@ mod units;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED, Remote};
+use blockio::Remote;
+use blockio::thread::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET};
 use device::scsi::RemovedUnit;
 use device::{Device, QueueHandle, QueueSetup, StartError, StopKind, oneshot};

@@ -3,7 +3,7 @@
 mod draw;
 mod text;
 
-use blockio::ByteLimits;
+use blockio::config::ByteLimits;
 use iomem::fits;
 
 use crate::rng::{Rng, some};

@@ -6,11 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use blockio::config::{BounceConfig, CompletionRing, PacingConfig};
 use blockio::stats::{OpStats, Stats};
-use blockio::{
-    Activity, BounceConfig, CompletionRing, EngineConfig, IoThread, IoThreadConfig, PacingConfig,
-    Wait,
-};
+use blockio::{Activity, EngineConfig, IoThread, IoThreadConfig, Wait};
 use iomem::fits;
 
 use crate::control::Control;

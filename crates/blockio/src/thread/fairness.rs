@@ -25,7 +25,7 @@ pub(crate) const ROUNDS_BETWEEN_SOURCES: u32 = 4;
 /// after all the rounds between two checks at the latest.
 pub const ROUNDS_UNTIL_SERVED: u32 = ROUNDS_BETWEEN_CHECKS + 2;
 
-/// The most bytes, as multiples of [`ByteLimits::round`](crate::ByteLimits::round), that an
+/// The most bytes, as multiples of [`ByteLimits::round`](crate::config::ByteLimits::round), that an
 /// IoThread gives to the kernel in that time.
 ///
 /// The wait that has just checked also submits. Then come rounds with at most a quarter of such a

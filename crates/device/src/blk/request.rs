@@ -5,8 +5,8 @@ use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 
-use blockio::disk::{Direction, Requester, Requests, WaitMode};
-use blockio::{Disk, Io, TransferError};
+use blockio::disk::{Direction, Requester, Requests, TransferError, WaitMode};
+use blockio::{Disk, Io};
 use iomem::Buffers;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,

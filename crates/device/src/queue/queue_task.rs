@@ -6,7 +6,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use blockio::{Io, Source, SourceId, TaskSet, clock, oneshot};
+use blockio::thread::{Source, SourceId};
+use blockio::{Io, TaskSet, clock, oneshot};
 use virtqueue::Chain;
 
 use crate::events::QueueFault;

@@ -2,8 +2,8 @@
 
 use std::io;
 
-use blockio::disk::Requests;
-use blockio::{Disk, TransferError};
+use blockio::Disk;
+use blockio::disk::{Requests, TransferError};
 use iomem::{Buffers, RepeatedBlock};
 
 use super::cdb::{Cdb, UNMAP};

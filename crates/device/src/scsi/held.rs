@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use blockio::Notify;
+use blockio::executor::Notify;
 
 use super::cdb::{Cdb, Op};
 use crate::unit_address::UnitAddress;

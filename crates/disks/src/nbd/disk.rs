@@ -5,9 +5,9 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::disk::Extent;
-use blockio::driver::{Driver, Request as Answer};
-use blockio::{ForeignOp, Io, TransferError};
+use blockio::Io;
+use blockio::disk::{Extent, TransferError};
+use blockio::driver::{Driver, ForeignOp, Request as Answer};
 use iomem::Buffers;
 
 use super::answer::Failure;

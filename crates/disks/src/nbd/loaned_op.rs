@@ -2,8 +2,8 @@
 
 use std::io;
 
-use blockio::ForeignCompleter;
 use blockio::disk::{Extent, ExtentKind};
+use blockio::driver::ForeignCompleter;
 use iomem::{Buffers, Memory};
 use libc::iovec;
 

@@ -19,8 +19,8 @@ use std::task::Poll;
 use std::time::Instant;
 
 use blockio::disk::Extent;
-use blockio::driver::Owner;
-use blockio::{Io, TaskRef, clock};
+use blockio::driver::{Owner, TaskRef};
+use blockio::{Io, clock};
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};

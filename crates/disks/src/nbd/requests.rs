@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
+use blockio::Io;
 use blockio::disk::Extent;
-use blockio::driver::{Owner, RemoteOp};
-use blockio::{Io, TaskRef};
+use blockio::driver::{Owner, RemoteOp, TaskRef};
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};

@@ -5,8 +5,9 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Instant;
 
+use blockio::Io;
 use blockio::driver::Interest;
-use blockio::{Armed, Io, Source, SourceId};
+use blockio::thread::{Armed, Source, SourceId};
 
 use super::flow::{Broken, Flow};
 

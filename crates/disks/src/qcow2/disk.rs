@@ -8,10 +8,10 @@ use std::rc::{Rc, Weak};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blockio::disk::{Extent, ExtentKind};
+use blockio::disk::{Extent, ExtentKind, TransferError};
 use blockio::driver::{BounceShare, Driver, FilePosition, Request};
 use blockio::op::OpKind;
-use blockio::{Disk, EngineKind, Io, TransferError};
+use blockio::{Disk, EngineKind, Io};
 use iomem::Buffers;
 
 use super::owner::{Image, Job, post_job};

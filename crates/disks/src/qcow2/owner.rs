@@ -23,8 +23,8 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use blockio::driver::{RateLimit, start_thread};
-use blockio::{EngineKind, Error, ForeignCompleter, Io, IoThread, IoThreadConfig, Remote, oneshot};
+use blockio::driver::{ForeignCompleter, RateLimit, start_thread};
+use blockio::{EngineKind, Error, Io, IoThread, IoThreadConfig, Remote, oneshot};
 use imago::{Mapping, StorageExt};
 use iomem::Buffers;
 use tokio::sync::{Mutex, OnceCell, RwLock, Semaphore, SemaphorePermit};

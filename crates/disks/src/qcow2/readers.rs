@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blockio::ForeignCompleter;
+use blockio::driver::ForeignCompleter;
 
 /// The requests of one IoThread, counted in two rounds. Only that thread counts.
 #[derive(Debug, Default)]

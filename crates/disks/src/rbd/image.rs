@@ -12,7 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use blockio::{ForeignOp, Io};
+use blockio::Io;
+use blockio::driver::ForeignOp;
 use iomem::{Buffers, LentBlock};
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};

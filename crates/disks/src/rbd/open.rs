@@ -8,7 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use blockio::disk::{DiskInfo, check_logical_block};
-use blockio::{DiskOptions, Error, open_regular};
+use blockio::file::open_regular;
+use blockio::{DiskOptions, Error};
 
 use super::image::{Cluster, Image, Pool, c_text};
 use super::name::RbdImage;

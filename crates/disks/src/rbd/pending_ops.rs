@@ -4,8 +4,8 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use blockio::driver::is_late;
-use blockio::{ForeignCompleter, clock};
+use blockio::clock;
+use blockio::driver::{ForeignCompleter, is_late};
 
 /// The operations of one image, of all threads.
 #[derive(Default)]

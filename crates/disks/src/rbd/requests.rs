@@ -8,9 +8,9 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::disk::Extent;
-use blockio::driver::{BounceShare, Driver, Request};
-use blockio::{ForeignOp, Io, TransferError};
+use blockio::Io;
+use blockio::disk::{Extent, TransferError};
+use blockio::driver::{BounceShare, Driver, ForeignOp, Request};
 use iomem::{Buffers, LentBlock, fits};
 
 use super::shared::Shared;

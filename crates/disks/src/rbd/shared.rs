@@ -4,7 +4,8 @@ use std::io;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use blockio::{Error, FairSemaphore};
+use blockio::Error;
+use blockio::executor::FairSemaphore;
 use iomem::fits;
 
 use super::image::Image;

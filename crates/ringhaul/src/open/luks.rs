@@ -5,7 +5,8 @@ use std::io;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use blockio::{DiskOptions, DiskSource, open_regular};
+use blockio::file::open_regular;
+use blockio::{DiskOptions, DiskSource};
 use disks::luks::{KdfLimits, LuksOptions, Passphrase};
 use rustix::io::Errno;
 

@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use blockio::{EngineKind, EngineOptions, IoThread, IoThreadConfig};
+use blockio::config::EngineOptions;
+use blockio::{EngineKind, IoThread, IoThreadConfig};
 
 /// The features of this build.
 pub const FEATURES: &[&str] = &[

@@ -133,7 +133,7 @@ mod tests {
             assert_eq!(io.stats().turns.get(), turns + 1);
             most = most.max(moved.get() - before);
         }
-        let rounds = u64::from(crate::ROUNDS_UNTIL_SERVED);
+        let rounds = u64::from(crate::thread::ROUNDS_UNTIL_SERVED);
         assert!(most <= (rounds + 1) * ROUND_BYTES, "{most} bytes in a turn");
         assert!(moved.get() > 8 * most, "it shows nothing: {most} of {}", moved.get());
     }

@@ -1,6 +1,6 @@
 //! The handling of data and requests.
 
-use blockio::BounceConfig;
+use blockio::config::BounceConfig;
 use blockio::disk::ExtentKind;
 
 use super::*;
